@@ -1,0 +1,1 @@
+"""Pictures of what a trained ViT has learnt."""

@@ -1,0 +1,1 @@
+"""One file = one objective = its configuration, head, loss and metrics; the file's name is the objective's name."""

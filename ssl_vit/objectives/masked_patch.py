@@ -1,0 +1,188 @@
+"""Masked patch prediction (paper, appendix B.1.2): corrupt half of the patch embeddings, predict their mean colours."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from pydantic import Field, model_validator
+from torch import nn
+
+from ssl_vit.data.transforms import device_images
+from ssl_vit.interfaces import Batch, StepOutput, UserError
+from ssl_vit.interfaces import Config as BaseConfig
+from ssl_vit.models.backbone import Backbone
+
+_DOWNSIZED = 4  # target 2 of the paper: the patch downsized to 4x4
+
+
+class Config(BaseConfig):
+    """Defaults are the paper's.
+
+    corruption: share of patches corrupted in every image (exactly round(share * N)); 0.15 is BERT's.
+    mask_share, random_share: of the corrupted, the share replaced by the learnable [mask] embedding and by another
+        patch's embedding; the rest stays as it is. The loss counts all of them.
+    random_from: where the other patch comes from: `batch` (the images of the same lane in the same step, so that the
+        choice does not depend on the number of processes) or the same `image`.
+    target: `mean_colour` (one class a patch), `downsized` (the patch at 4x4, 16 classes a patch), `pixels` (L2).
+    bits: of each quantised colour channel; the classes are 2**(bits * channels).
+    """
+
+    name: Literal["masked_patch"] = "masked_patch"
+    corruption: float = Field(0.5, gt=0, le=1)
+    mask_share: float = Field(0.8, ge=0, le=1)
+    random_share: float = Field(0.1, ge=0, le=1)
+    random_from: Literal["batch", "image"] = "batch"
+    target: Literal["mean_colour", "downsized", "pixels"] = "mean_colour"
+    bits: int = Field(3, ge=1, le=8)
+
+    @model_validator(mode="after")
+    def _shares_fit(self) -> Config:
+        if self.mask_share + self.random_share > 1 + 1e-9:
+            raise ValueError("mask_share + random_share must not exceed 1")
+        return self
+
+
+def patch_pixels(images_BCHW: torch.Tensor, patch_size: int) -> torch.Tensor:
+    """Images -> (B, N, C, P, P), patches in row-major order as the patch embedding numbers them."""
+    b, c, h, w = images_BCHW.shape
+    p = patch_size
+    grid = images_BCHW.reshape(b, c, h // p, p, w // p, p)
+    return grid.permute(0, 2, 4, 1, 3, 5).reshape(b, (h // p) * (w // p), c, p, p)
+
+
+def mean_colour_classes(images_BCHW: torch.Tensor, patch_size: int, bits: int = 3) -> torch.Tensor:
+    """uint8 images -> each patch's mean colour as a class, int64 (B, N).
+
+    Each channel's mean over the patch's pixels (0..255) falls into one of 2**bits equal bins; the class reads the bins
+    as digits, first channel highest: 64 * R + 8 * G + B for 3 bits of RGB. Exact integer arithmetic.
+    """
+    sums_BNC = patch_pixels(images_BCHW, patch_size).sum(dim=(-2, -1), dtype=torch.int64)
+    bins_BNC = sums_BNC * 2**bits // (256 * patch_size**2)
+    weights_C = 2 ** (bits * torch.arange(bins_BNC.shape[-1] - 1, -1, -1, device=bins_BNC.device))
+    return (bins_BNC * weights_C).sum(-1)
+
+
+def class_colours(classes: torch.Tensor, channels: int, bits: int = 3) -> torch.Tensor:
+    """The colour in the middle of each class's bins: int64 (...,) -> uint8 (..., C). The inverse for pictures."""
+    digits = [(classes >> (bits * (channels - 1 - c))) & (2**bits - 1) for c in range(channels)]
+    return ((torch.stack(digits, dim=-1) * 2 + 1) * (256 >> (bits + 1)) if bits < 8 else torch.stack(digits, -1)).byte()
+
+
+def corrupt(
+    tokens_BND: torch.Tensor,
+    mask_token_D: torch.Tensor,
+    count: int,
+    generator: torch.Generator | None = None,
+    *,
+    noise_BM: torch.Tensor | None = None,
+    mask_share: float = 0.8,
+    random_share: float = 0.1,
+    random_from: Literal["batch", "image"] = "batch",
+    pool: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Corrupt exactly `count` = K patch embeddings of every image.
+
+    Each chosen patch independently becomes the mask token (`mask_share`), another patch's embedding (`random_share`;
+    never its own) or stays. Returns the tokens (B, N, D) and the chosen patches, int64 (B, K), distinct in each row.
+    Randomness: `noise_BM`, uniform in [0, 1), M = N + 2K, or where it is None numbers drawn from `generator`.
+    random_from=batch draws from groups of `pool` consecutive images (0: the whole batch). Shapes are static.
+    Raises ValueError for a count outside 1..N, or noise or a pool that do not fit the batch.
+    """
+    b, n, d = tokens_BND.shape
+    if not 1 <= count <= n:
+        raise ValueError(f"cannot corrupt {count} of {n} patches")
+    if noise_BM is None:
+        noise_BM = torch.rand(b, n + 2 * count, generator=generator, device=tokens_BND.device)
+    if noise_BM.shape != (b, n + 2 * count):
+        raise ValueError(f"noise is {tuple(noise_BM.shape)}, not {(b, n + 2 * count)}")
+    indices_BK = noise_BM[:, :n].argsort(dim=1, stable=True)[:, :count]
+    kind_BK1 = noise_BM[:, n : n + count, None]
+    images = 1 if random_from == "image" else (pool or b)
+    if b % images:
+        raise ValueError(f"{b} images are not groups of {images}")
+    # Stepping 1..M-1 places around the ring of the M patches of a group never lands on the patch itself.
+    ring = images * n
+    steps_BK = (noise_BM[:, n + count :] * (ring - 1)).long().clamp(max=max(ring - 2, 0)) + 1
+    row_B1 = torch.arange(b, device=tokens_BND.device)[:, None]
+    start_B1 = row_B1 // images * ring
+    donors_BK = start_B1 + (row_B1 % images * n + indices_BK + steps_BK) % ring
+    donated_BKD = tokens_BND.reshape(b * n, d)[donors_BK]
+    gather_BKD = indices_BK[..., None].expand(-1, -1, d)
+    own_BKD = tokens_BND.gather(1, gather_BKD)
+    kept_BKD = torch.where(kind_BK1 < mask_share + random_share, donated_BKD, own_BKD)
+    replaced_BKD = torch.where(kind_BK1 < mask_share, mask_token_D.to(tokens_BND.dtype), kept_BKD)
+    return tokens_BND.scatter(1, gather_BKD, replaced_BKD), indices_BK
+
+
+class Objective(nn.Module):
+    """The backbone, the mask token and a linear head on the corrupted patches' outputs."""
+
+    def __init__(self, backbone: Backbone, config: Config, classes: int | None = None) -> None:
+        super().__init__()
+        self.backbone, self.config = backbone, config
+        self.count = max(1, round(config.corruption * backbone.patches))
+        if config.target == "downsized" and backbone.patch_size % _DOWNSIZED:
+            raise UserError(f"objective.target=downsized needs a patch size that {_DOWNSIZED} divides")
+        self.colours = 2 ** (config.bits * backbone.channels)
+        slots = _DOWNSIZED**2 if config.target == "downsized" else 1
+        pixels = backbone.channels * backbone.patch_size**2
+        self.mask_token = nn.Parameter(torch.empty(backbone.width))
+        self.head = nn.Linear(backbone.width, pixels if config.target == "pixels" else slots * self.colours)
+        nn.init.normal_(self.mask_token, std=0.02)  # timm's scale for embeddings
+        nn.init.trunc_normal_(self.head.weight, std=0.02)
+        nn.init.zeros_(self.head.bias)
+
+    def noise_per_sample(self) -> int:
+        return self.backbone.patches + 2 * self.count
+
+    def targets(self, images_BCHW: torch.Tensor) -> torch.Tensor:
+        """uint8 images -> what to predict of every patch: int64 (B, N, slots), or float32 (B, N, P*P*C) in [0, 1]."""
+        patch = self.backbone.patch_size
+        if self.config.target == "pixels":
+            return patch_pixels(images_BCHW, patch).flatten(2).float() / 255
+        if self.config.target == "mean_colour":
+            return mean_colour_classes(images_BCHW, patch, self.config.bits)[..., None]
+        small = mean_colour_classes(images_BCHW, patch // _DOWNSIZED, self.config.bits)
+        side_h, side_w = images_BCHW.shape[2] * _DOWNSIZED // patch, images_BCHW.shape[3] * _DOWNSIZED // patch
+        grid = small.reshape(-1, 1, side_h, side_w)
+        return patch_pixels(grid, _DOWNSIZED).flatten(2)
+
+    def predict(self, batch: Batch, images_BCHW: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Corrupt, encode, predict: (head outputs float32 (B, K, ...), corrupted patches (B, K), tokens (B, N, D))."""
+        c = self.config
+        tokens, indices = corrupt(
+            self.backbone.embed(images_BCHW),
+            self.mask_token,
+            self.count,
+            noise_BM=batch.noise,
+            mask_share=c.mask_share,
+            random_share=c.random_share,
+            random_from=c.random_from,
+            pool=batch.lane_size,
+        )
+        return self.head(self.backbone.encode(tokens, keep_BK=indices)).float(), indices, tokens
+
+    def forward(self, batch: Batch) -> StepOutput:
+        """Loss and metrics over the corrupted patches alone; `constant_*` is what the best constant guess scores."""
+        images = device_images(batch)
+        outputs_BKO, indices_BK, _ = self.predict(batch, images)
+        targets = self.targets(images)
+        targets_BKS = targets.gather(1, indices_BK[..., None].expand(-1, -1, targets.shape[-1]))
+        if self.config.target == "pixels":
+            loss = batch.mean((outputs_BKO - targets_BKS).square().mean(dim=(1, 2)))
+            constant = batch.mean((targets_BKS - targets_BKS.mean(dim=(0, 1))).square().mean(dim=(1, 2)))
+            return StepOutput(loss, {"constant_loss": constant.detach()})
+        logits = outputs_BKO.reshape(*targets_BKS.shape, self.colours)
+        per_patch = F.cross_entropy(logits.flatten(0, 2), targets_BKS.flatten(), reduction="none")
+        loss = batch.mean(per_patch.reshape(len(targets_BKS), -1).mean(1))
+        hits = (logits.detach().argmax(-1) == targets_BKS).float().mean(dim=(1, 2))
+        return StepOutput(loss, {"accuracy": batch.mean(hits), **self._constant_guess(targets_BKS)})
+
+    def _constant_guess(self, targets_BKS: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The loss and accuracy of the best guess that ignores the image: this batch's own class frequencies."""
+        flat = targets_BKS.flatten()
+        counts = torch.zeros(self.colours, device=flat.device).scatter_add_(0, flat, torch.ones_like(flat).float())
+        shares = counts / flat.numel()
+        return {"constant_loss": torch.special.entr(shares).sum(), "constant_accuracy": shares.max()}

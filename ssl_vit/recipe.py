@@ -1,0 +1,234 @@
+"""Recipes: YAML, merged with `key=value` by OmegaConf, validated by the rooms' typed configurations.
+
+Torch-free; the objective's and evaluators' own configurations are looked up when a recipe that names them is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import BaseModel, Field, SerializeAsAny, ValidationError
+
+from ssl_vit import plugins
+from ssl_vit.data import DataConfig
+from ssl_vit.interfaces import Config, UserError
+from ssl_vit.models import BackboneConfig
+from ssl_vit.training import OptimConfig, TrainingConfig
+
+T = TypeVar("T", bound=BaseModel)
+
+
+class Recipe(Config):
+    """One training stage: what it learns from what, and how long. Stages differ only in their recipes.
+
+    run: the run directory (default: runs/NAME). seed: of initialisation, data order, augmentation and corruption.
+    init_from: a run, checkpoint or weights folder whose backbone this stage starts from.
+    """
+
+    name: str
+    run: str = ""
+    seed: int = Field(0, ge=0)
+    init_from: str | None = None
+    data: DataConfig
+    backbone: BackboneConfig = BackboneConfig()
+    objective: SerializeAsAny[Config]
+    optim: OptimConfig = OptimConfig()
+    training: TrainingConfig
+
+    @property
+    def run_directory(self) -> Path:
+        return Path(self.run or f"runs/{self.name}")
+
+
+class Arm(Config):
+    """One way to get a backbone. recipe: a training recipe (None: no pretraining, the scratch arm).
+
+    overrides: `key=value` strings for that recipe.
+    """
+
+    label: str
+    recipe: str | None = None
+    overrides: tuple[str, ...] = ()
+
+
+class ComparisonData(Config):
+    """train: labelled shards that every arm may use. test: labelled shards that only the last measurement sees.
+
+    pretrain: replaces the arms' own `data.train`; None leaves it. Each is a path as in `data.train`.
+    """
+
+    train: str
+    test: str
+    pretrain: str | None = None
+
+
+class Comparison(Config):
+    """Arms x seeds x labels-per-class budgets.
+
+    run: the comparison's directory (default: runs/NAME). seeds: of the labelled subset, the head and the order.
+    pretrain_per_seed: pretrain again for every seed (otherwise one pretraining serves all seeds, and the report says so).
+    labels_per_class: budgets for fine-tuning and for the evaluators on frozen features.
+    evaluators: settings by evaluator name. jobs: processes that share the pieces (1: in this process).
+    """
+
+    name: str
+    title: str = ""
+    run: str = ""
+    seeds: tuple[int, ...] = (0, 1, 2)
+    pretrain_per_seed: bool = False
+    labels_per_class: tuple[int, ...] = (5, 10, 25)
+    data: ComparisonData
+    arms: dict[str, Arm]
+    evaluators: dict[str, SerializeAsAny[Config]]
+    jobs: int = Field(1, ge=1)
+    notes: tuple[str, ...] = ()
+
+    @property
+    def run_directory(self) -> Path:
+        return Path(self.run or f"runs/{self.name}")
+
+
+def recipes_folder() -> Path:
+    """Where the shipped recipes are: inside the installed package, or beside it in a checkout."""
+    inside = Path(__file__).parent / "recipes"
+    return inside if inside.is_dir() else Path(__file__).parent.parent / "recipes"
+
+
+def shipped() -> dict[str, Path]:
+    """Shipped recipes by name."""
+    return {path.stem: path for path in sorted(recipes_folder().glob("*.yaml"))}
+
+
+def find(name: str, near: Path | None = None) -> Path:
+    """A recipe file: a path, a path beside the recipe `near`, or a shipped recipe's name. UserError names the closest."""
+    for path in [Path(name)] + ([near.parent / name, near.parent / f"{name}.yaml"] if near else []):
+        if path.is_file():
+            return path
+    if name in shipped():
+        return shipped()[name]
+    close = get_close_matches(name, shipped(), n=1)
+    hint = f"did you mean '{close[0]}'?" if close else "`ssl-vit recipes` lists the shipped ones"
+    raise UserError(f"{name}: no such recipe file; {hint}")
+
+
+def read(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """YAML merged with `key=value` overrides, as plain containers. Raises UserError naming the file or the override."""
+    try:
+        loaded = OmegaConf.load(path)
+    except (yaml.YAMLError, OmegaConfBaseException, OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: not readable YAML: {error}") from None
+    if not isinstance(loaded, DictConfig):
+        raise UserError(f"{path}: a recipe is a mapping of keys to values")
+    return _merge(loaded, overrides, str(path))
+
+
+def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
+    """`key=value` strings alone, as a nested mapping."""
+    return _merge(OmegaConf.create({}), overrides, "the command line")
+
+
+def _merge(base: DictConfig, overrides: Sequence[str], origin: str) -> dict[str, Any]:
+    for override in overrides:
+        key, equals, _ = override.partition("=")
+        if not equals or not key.strip():
+            raise UserError(f"'{override}' is not key=value, such as training.steps=100")
+    try:
+        merged = OmegaConf.merge(base, OmegaConf.from_dotlist(list(overrides)))
+        return dict(OmegaConf.to_container(merged, resolve=True))  # type: ignore[call-overload]
+    except (yaml.YAMLError, OmegaConfBaseException) as error:
+        raise UserError(f"{origin}: {str(error).splitlines()[0]}") from None
+
+
+def load_recipe(name: str | Path, overrides: Sequence[str] = (), near: Path | None = None) -> Recipe:
+    """Read and validate a training recipe. Raises UserError naming each wrong key and, where close, the right one."""
+    path = find(str(name), near)
+    content = read(path, overrides)
+    if "arms" in content:
+        raise UserError(f"{path} is a comparison: run it with `ssl-vit compare {name}`")
+    objective = content.get("objective")
+    if not isinstance(objective, dict) or "name" not in objective:
+        raise UserError(f"{path}: objective.name is missing, such as masked_patch")
+    config = plugins.load("objectives", str(objective["name"])).Config
+    content["objective"] = validate(config, objective, f"{path}: objective.")
+    return validate(Recipe, content, f"{path}: ")
+
+
+def load_comparison(name: str | Path, overrides: Sequence[str] = ()) -> tuple[Comparison, dict[str, Recipe]]:
+    """Read and validate a comparison and its arms' recipes (by arm; arms without pretraining have none)."""
+    path = find(str(name))
+    content = read(path, overrides)
+    if "arms" not in content:
+        raise UserError(f"{path} is a training recipe: run it with `ssl-vit train {name}`")
+    evaluators = content.get("evaluators")
+    if not isinstance(evaluators, dict) or not evaluators:
+        raise UserError(f"{path}: evaluators: name at least one, such as few_shot: {{}}")
+    content["evaluators"] = {
+        key: validate(plugins.load("evaluators", key).Config, value or {}, f"{path}: evaluators.{key}.")
+        for key, value in evaluators.items()
+    }
+    comparison = validate(Comparison, content, f"{path}: ")
+    pretrain = [f"data.train={comparison.data.pretrain}"] if comparison.data.pretrain else []
+    recipes = {
+        key: load_recipe(arm.recipe, [*pretrain, *arm.overrides], near=path)
+        for key, arm in comparison.arms.items()
+        if arm.recipe
+    }
+    return comparison, recipes
+
+
+def save(config: Config, path: Path) -> None:
+    """Write the resolved recipe so that `train PATH` repeats it."""
+    path.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True))
+
+
+def differences(old: Config, new: Config, ignore: Sequence[str] = ()) -> list[str]:
+    """Keys that differ between two resolved recipes, as `key: old -> new`, but for the ignored ones."""
+    flat_old, flat_new = _flatten(old.model_dump(mode="json")), _flatten(new.model_dump(mode="json"))
+    return [
+        f"{key}: {flat_old.get(key)} -> {flat_new.get(key)}"
+        for key in sorted({*flat_old, *flat_new})
+        if flat_old.get(key) != flat_new.get(key) and key not in ignore
+    ]
+
+
+def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(value, dict):
+        return {prefix[:-1]: value}
+    return {k: v for key, part in value.items() for k, v in _flatten(part, f"{prefix}{key}.").items()}
+
+
+def validate(model: type[T], content: Any, prefix: str = "") -> T:
+    """Build a typed configuration; every problem becomes a line that starts with `prefix` and names its key."""
+    try:
+        return model.model_validate(content)
+    except ValidationError as error:
+        lines = []
+        for problem in error.errors():
+            keys = [str(key) for key in problem["loc"]]
+            where = prefix + ".".join(keys)
+            if problem["type"] == "extra_forbidden":
+                close = get_close_matches(keys[-1], _fields(model, keys[:-1]), n=1)
+                hint = f"; did you mean '{close[0]}'?" if close else f"; known: {', '.join(_fields(model, keys[:-1]))}"
+                lines.append(f"{where}: unknown key{hint}")
+            elif problem["type"] == "missing":
+                lines.append(f"{where}: this key is missing")
+            else:
+                lines.append(f"{where.rstrip('. ')}: {problem['msg'].removeprefix('Value error, ')}")
+        raise UserError("\n".join(lines)) from None
+
+
+def _fields(model: type[BaseModel], keys: Sequence[str]) -> list[str]:
+    """Field names of the configuration nested at `keys`."""
+    current: Any = model
+    for key in keys:
+        field = current.model_fields.get(key) if isinstance(current, type) and issubclass(current, BaseModel) else None
+        if field is None:
+            return []
+        current = field.annotation
+    return list(current.model_fields) if isinstance(current, type) and issubclass(current, BaseModel) else []

@@ -1,0 +1,247 @@
+"""Figures of the report as SVG text, by matplotlib's object interface (no pyplot, no state between calls).
+
+The same input gives the same bytes. Text and axes are drawn in `currentColor`, so that an SVG set inline takes the
+page's text colour (light and dark), and reads as black on its own. Letters stay text (no outlines).
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import io
+import math
+import re
+import textwrap
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import matplotlib as mpl
+import numpy as np
+from markupsafe import Markup
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
+
+# Okabe and Ito's colour-blind-safe palette, less its yellow (invisible on white); a mid grey replaces its black, which
+# would be invisible on a dark page. An arm keeps its colour and its marker in every figure and table.
+COLOURS = {"ssl": "#0072b2", "scratch": "#d55e00", "supervised": "#009e73", "pixels": "#cc79a7", "untrained": "#808080"}
+PALETTE = (*COLOURS.values(), "#e69f00", "#56b4e9")
+OTHERS = (*PALETTE[-2:], *PALETTE[:-2])
+MARKERS = {"ssl": "o", "scratch": "s", "supervised": "^", "pixels": "D", "untrained": "v"}
+OTHER_MARKERS = ("P", "X", "<", ">", "h", "p", "d")
+# Matplotlib cannot draw in `currentColor`; it draws in this colour, which no palette above uses, and we replace it.
+INK = "#010203"
+STYLE: dict[Any, Any] = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "ssl_vit",
+    "font.size": 10.5,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titlesize": 11,
+    "axes.titlelocation": "left",
+    **{key: INK for key in ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")},
+}
+
+
+@dataclass
+class Curve:
+    """One line: y over x, with the interval low..high at each x where there is one (equal to y where there is not)."""
+
+    label: str
+    colour: str
+    marker: str
+    x: Sequence[float]
+    y: Sequence[float]
+    low: Sequence[float]
+    high: Sequence[float]
+
+
+def arm_styles(names: Sequence[str]) -> dict[str, tuple[str, str]]:
+    """{arm: (colour "#rrggbb", matplotlib marker)}: fixed for the known arms, in turn for all other names."""
+    others = [name for name in names if name not in COLOURS]
+    styles = {name: (COLOURS[name], MARKERS[name]) for name in names if name in COLOURS}
+    for place, name in enumerate(others):
+        styles[name] = (OTHERS[place % len(OTHERS)], OTHER_MARKERS[place % len(OTHER_MARKERS)])
+    return styles
+
+
+def label_curve(curves: Sequence[Curve], ylabel: str, *, chance: float | None = None, zero: bool = False) -> str:
+    """Curves over labels a class (log x), labelled at their right end, with their intervals as bands.
+
+    chance: y of the dashed line "chance", drawn where it falls into the picture. zero: draw and include y = 0.
+    """
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(6.4, 4.0))
+        axes = figure.add_axes((0.105, 0.14, 0.6, 0.82))
+        budgets = sorted({x for curve in curves for x in curve.x})
+        values = [value for curve in curves for value in (*curve.low, *curve.high)] + ([0.0] if zero else [])
+        margin = 0.06 * (max(values) - min(values)) or 1.0
+        bottom, top = min(values) - margin, max(values) + margin
+        if not zero:
+            bottom, top = max(bottom, 0.0), min(top, 100.0)
+        axes.set_ylim(bottom, top)
+        axes.set_xscale("log")
+        pad = (budgets[-1] / budgets[0]) ** 0.05 if len(budgets) > 1 else 2.0
+        axes.set_xlim(budgets[0] / pad, budgets[-1] * pad)
+        axes.xaxis.set_major_locator(FixedLocator(_apart(budgets)))
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+        axes.set_xlabel("labels a class (logarithmic)")
+        axes.set_ylabel(ylabel)
+        axes.yaxis.grid(True, color=INK, alpha=0.12, linewidth=0.8)
+        axes.set_axisbelow(True)
+        for curve in curves:
+            _draw(axes, curve)
+        if zero:
+            axes.axhline(0, color=INK, linewidth=1)
+        if chance is not None and bottom <= chance <= top:
+            axes.axhline(chance, color=INK, linewidth=1, linestyle=(0, (4, 3)), alpha=0.6)
+            axes.annotate("chance", (budgets[0], chance), (0, 3), textcoords="offset points", fontsize=9)
+        _label_ends(axes, curves, budgets[-1] * pad)
+        return _svg(figure)
+
+
+def _draw(axes: Axes, curve: Curve) -> None:
+    if len(curve.x) > 1:
+        axes.fill_between(curve.x, curve.low, curve.high, color=curve.colour, alpha=0.16, linewidth=0)
+    else:
+        errors = [[curve.y[0] - curve.low[0]], [curve.high[0] - curve.y[0]]]
+        axes.errorbar(curve.x, curve.y, yerr=errors, color=curve.colour, capsize=4, linewidth=1.5)
+    (line,) = axes.plot(curve.x, curve.y, color=curve.colour, marker=curve.marker, markersize=6.5, linewidth=2.4)
+    line.set(clip_on=False, zorder=3)
+
+
+def _apart(budgets: Sequence[float]) -> list[float]:
+    """The budgets to write under the axis: all, less those whose number would run into the one before."""
+    least = (math.log(budgets[-1]) - math.log(budgets[0])) / 14
+    kept: list[float] = []
+    for budget in budgets:
+        if not kept or math.log(budget) - math.log(kept[-1]) > least:
+            kept.append(budget)
+    return kept
+
+
+def _label_ends(axes: Axes, curves: Sequence[Curve], right: float) -> None:
+    """Write each curve's name beside its last point, moved up or down so that no two names touch."""
+    bottom, top = axes.get_ylim()
+    line = (top - bottom) * 0.052  # height of one line of text in data units
+    texts = {id(curve): "\n".join(textwrap.wrap(curve.label, 20, max_lines=3, placeholder="…")) for curve in curves}
+    places: list[tuple[Curve, float, float]] = []
+    edge = -math.inf
+    for curve in sorted(curves, key=lambda curve: curve.y[-1]):
+        half = line * (texts[id(curve)].count("\n") + 1.5) / 2
+        centre = max(curve.y[-1], edge + half)
+        edge = centre + half
+        places.append((curve, centre, half))
+    edge = max(top, bottom + sum(2 * half for _, _, half in places))
+    for curve, wanted, half in reversed(places):
+        centre = min(wanted, edge - half)
+        edge = centre - half
+        text = axes.annotate(
+            texts[id(curve)],
+            (curve.x[-1], curve.y[-1]),
+            (1.06, (centre - bottom) / (top - bottom)),
+            textcoords=axes.transAxes,
+            va="center",
+            annotation_clip=False,
+            arrowprops={
+                "arrowstyle": "-",
+                "color": curve.colour,
+                "linewidth": 1.2,
+                "relpos": (0, 0.5),
+                "shrinkA": 3,
+                "shrinkB": 0,
+            },
+        )
+        text.set_parse_math(False)
+
+
+def loss_curves(runs: Sequence[tuple[str, str, list[dict[str, Any]]]], *, points: int = 300) -> str | None:
+    """Training losses of runs (label, colour, metrics), over images seen, or over steps where a run did not log them.
+
+    The thin dashed line is the loss of the best constant guess, where the run logged `constant_loss`. Long runs are
+    shown as means of at most `points` equal pieces. None when no run logged a finite loss.
+    """
+    series = [(label, colour, _latest(metrics)) for label, colour, metrics in runs]
+    series = [(label, colour, records) for label, colour, records in series if records]
+    if not series:
+        return None
+    axis = "images_seen" if all("images_seen" in r for *_, records in series for r in records) else "step"
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(6.4, 3.0))
+        axes = figure.add_axes((0.105, 0.185, 0.6, 0.77))
+        ends = []
+        for label, colour, records in series:
+            x, y = (_pieces([float(r[key]) for r in records], points) for key in (axis, "loss"))
+            axes.plot(x, y, color=colour, linewidth=2, marker="o" if len(x) == 1 else None)
+            ends.append(Curve(label, colour, "", x, y, y, y))
+            guesses = [r for r in records if _finite(r.get("constant_loss"))]
+            if guesses:
+                x, y = (_pieces([float(r[key]) for r in guesses], points) for key in (axis, "constant_loss"))
+                shade = colour if len(series) > 1 else INK
+                axes.plot(x, y, color=shade, linewidth=1.2, linestyle=(0, (4, 3)), alpha=0.8)
+                if len(series) == 1:
+                    ends.append(Curve("best constant guess", shade, "", x, y, y, y))
+        axes.margins(x=0.01, y=0.08)
+        axes.xaxis.set_major_locator(MaxNLocator(5))
+        axes.xaxis.set_major_formatter(FuncFormatter(_short))
+        axes.set_xlabel("images seen" if axis == "images_seen" else "step")
+        axes.set_ylabel("training loss")
+        axes.yaxis.grid(True, color=INK, alpha=0.12, linewidth=0.8)
+        _label_ends(axes, ends, max(x for end in ends for x in end.x))
+        return _svg(figure)
+
+
+def _finite(value: Any) -> bool:
+    return isinstance(value, (int, float)) and math.isfinite(value)
+
+
+def _latest(metrics: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Records with a finite loss in step order; of a step that a resumed run did again, the later record."""
+    by_step = {record["step"]: record for record in metrics if "step" in record and _finite(record.get("loss"))}
+    return [by_step[step] for step in sorted(by_step)]
+
+
+def _pieces(values: list[float], points: int) -> list[float]:
+    pieces = np.array_split(np.asarray(values, dtype=np.float64), min(points, len(values)))
+    return [float(piece.mean()) for piece in pieces]
+
+
+def _short(value: float, _: Any = None) -> str:
+    for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= size:
+            return f"{value / size:g}{unit}"
+    return f"{value:g}"
+
+
+def _svg(figure: Figure) -> str:
+    buffer = io.StringIO()
+    figure.patch.set_alpha(0)
+    for axes in figure.axes:
+        axes.patch.set_alpha(0)
+    nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+    with warnings.catch_warnings():
+        # Names may hold letters that matplotlib's font lacks; the browser draws the text with its own fonts.
+        warnings.filterwarnings("ignore", message="Glyph .* missing")
+        figure.savefig(buffer, format="svg", metadata=nothing)
+    text = buffer.getvalue()
+    return text[text.index("<svg") :].replace(INK, "currentColor")
+
+
+def embed(svg: str | None) -> dict[str, Any] | None:
+    """An SVG of this file twice: `inline`, to be set into a page that sizes it, and `file`, whole, as a data URI that
+    a reader can save for slides. None stays None.
+    """
+    if svg is None:
+        return None
+    encoded = svg.encode("utf-8", errors="replace")
+    view_box = re.findall(r'viewBox="[^"]*"', svg)[0]
+    # Matplotlib numbers its ids anew in each figure: without a prefix they would clash within one page.
+    prefix = f"f{hashlib.sha256(encoded).hexdigest()[:8]}-"
+    body = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{prefix}", svg.split(">", 1)[1])
+    return {
+        "inline": Markup(f'<svg role="img" {view_box}>{body}'),
+        "file": f"data:image/svg+xml;base64,{base64.b64encode(encoded).decode()}",
+    }

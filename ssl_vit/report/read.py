@@ -1,0 +1,113 @@
+"""Read what a run or a comparison left on disk: plain JSON and text, nothing executed or unpickled."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from ssl_vit.interfaces import UserError
+
+RUN_FILES = ("metrics.jsonl", "recipe.yaml", "summary.json")
+
+
+def read_directory(path: str | Path) -> dict[str, Any]:
+    """Read one run directory or one comparison directory.
+
+    Returns a dict with the keys
+    `kind` ("run" or "comparison"), `path` (Path as given), `results`, `environment`, `summary` (parsed JSON objects or
+    None where the file is missing), `metrics` (list of dicts in file order; lines a killed run left broken are left
+    out), `broken_lines` (how many such lines there were), `recipe` (text, "" where missing) and `pictures` (Path of the
+    newest reconstruction picture, or None). A comparison also has `runs`: {arm name: run dict} for the arms whose run
+    directory exists.
+
+    Raises UserError when the directory is missing, is neither of the two, or holds a damaged JSON file.
+    """
+    path = Path(path)
+    if not path.exists():
+        raise UserError(f"{path}: no such directory. Give the directory that a run or a comparison wrote.")
+    if not path.is_dir():
+        raise UserError(f"{path}: this is a file. Give the directory that holds it: {path.parent}")
+    results = _read_json(path / "results.json")
+    kind = (results or {}).get("kind")
+    if kind == "comparison":
+        found = _read_common(path, results) | {"kind": "comparison"}
+        found["runs"] = _read_arms(path, found["results"])
+        return found
+    if kind == "evaluations" or any((path / name).is_file() for name in RUN_FILES):
+        return _read_common(path, results) | {"kind": "run"}
+    raise UserError(
+        f"{path}: neither a run nor a comparison directory (no results.json, {', '.join(RUN_FILES)}).\n"
+        "Give the directory itself, not the folder above it."
+    )
+
+
+def _read_common(path: Path, results: dict[str, Any] | None) -> dict[str, Any]:
+    metrics, broken = _read_metrics(path / "metrics.jsonl")
+    recipe = path / "recipe.yaml"
+    return {
+        "path": path,
+        "results": results,
+        "metrics": metrics,
+        "broken_lines": broken,
+        "environment": _read_json(path / "environment.json"),
+        "summary": _read_json(path / "summary.json"),
+        "recipe": recipe.read_text(encoding="utf-8", errors="replace") if recipe.is_file() else "",
+        "pictures": _newest_picture(path / "pictures"),
+    }
+
+
+def _read_arms(path: Path, results: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    runs: dict[str, dict[str, Any]] = {}
+    for arm in results.get("arms") or []:
+        if not arm.get("run"):
+            continue
+        try:
+            run = read_directory(path / arm["run"])
+        except UserError:
+            # The arm may not have started yet, or its run was deleted to save space: the comparison still has numbers.
+            continue
+        if run["kind"] == "run":
+            runs[arm["name"]] = run
+    return runs
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    if not path.is_file():
+        return None
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: not valid JSON ({error}). Write it again with the command that made it.") from None
+    if not isinstance(value, dict):
+        raise UserError(f"{path}: expected a JSON object, found {type(value).__name__}.")
+    return value
+
+
+def _read_metrics(path: Path) -> tuple[list[dict[str, Any]], int]:
+    if not path.is_file():
+        return [], 0
+    metrics: list[dict[str, Any]] = []
+    broken = 0
+    for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except ValueError:
+            record = None
+        # A kill cuts the last line short; when the run then resumes, that line is no longer the last one.
+        if isinstance(record, dict):
+            metrics.append(record)
+        else:
+            broken += 1
+    return metrics, broken
+
+
+def _newest_picture(folder: Path) -> Path | None:
+    def step(picture: Path) -> tuple[int, str]:
+        number = re.search(r"(\d+)$", picture.stem)
+        return (int(number.group(1)) if number else -1, picture.name)
+
+    return max(folder.glob("reconstruction*.png"), key=step, default=None)

@@ -1,0 +1,62 @@
+"""The one training loop and what it needs; configuration of the room (torch-free)."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from ssl_vit.interfaces import Config
+
+
+class OptimConfig(Config):
+    """name: `adamw` (decoupled weight decay), `sgd` (momentum) or `lars`.
+
+    lr: the peak. lr_batch: when set, lr is given for that batch size and scaled linearly to the real one (256: MAE's).
+    weight_decay: decoupled for adamw; never on biases, norms, class token, positions and mask token.
+    clip_norm: global gradient norm (paper: 1); 0 leaves gradients alone.
+    schedule: after `warmup_steps` of linear warm-up, `cosine` or `linear` to zero, or `constant`; in optimiser steps.
+    """
+
+    name: Literal["adamw", "sgd", "lars"] = "adamw"
+    lr: float = Field(2e-4, gt=0)
+    lr_batch: int | None = Field(None, ge=1)
+    betas: tuple[float, float] = (0.9, 0.999)
+    momentum: float = Field(0.9, ge=0, lt=1)
+    weight_decay: float = Field(0.0, ge=0)
+    clip_norm: float = Field(1.0, ge=0)
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    warmup_steps: int = Field(0, ge=0)
+
+
+class TrainingConfig(Config):
+    """How long and in what portions. Exactly one of `steps` and `epochs` is set.
+
+    batch_size: images in one optimiser step over all processes. accumulate: micro-batches a process makes of its part.
+    precision: `fp32`, `bf16` or `fp16` (with loss scaling); losses and colour targets are float32 in any case.
+    log_every, checkpoint_every, picture_every: steps; 0 switches checkpoints (but the last) or pictures off.
+    keep_last: newest checkpoints kept.
+    """
+
+    steps: int | None = Field(None, ge=1)
+    epochs: float | None = Field(None, gt=0)
+    batch_size: int = Field(256, ge=1)
+    accumulate: int = Field(1, ge=1)
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    log_every: int = Field(50, ge=1)
+    checkpoint_every: int = Field(1000, ge=0)
+    picture_every: int = Field(0, ge=0)
+    keep_last: int = Field(2, ge=1)
+
+    @model_validator(mode="after")
+    def _one_length(self) -> TrainingConfig:
+        if (self.steps is None) == (self.epochs is None):
+            raise ValueError("set exactly one of steps and epochs")
+        return self
+
+    def total_steps(self, samples: int) -> int:
+        """Optimiser steps of the whole run over a training set of `samples` images."""
+        if self.steps is not None:
+            return self.steps
+        assert self.epochs is not None
+        return max(1, -(-round(self.epochs * samples) // self.batch_size))

@@ -1,0 +1,83 @@
+"""The live display of a run: one line that moves on a terminal, one plain line a log interval elsewhere."""
+
+from __future__ import annotations
+
+import sys
+from types import TracebackType
+
+import psutil
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+
+def memory_bytes(device: torch.device) -> int:
+    """Peak memory of the GPU, or this process's resident memory on other devices."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return int(psutil.Process().memory_info().rss)
+
+
+class Display:
+    """Shows step, loss, images/s, share of time spent waiting for data, ETA and memory on the main process."""
+
+    def __init__(self, name: str, total: int, step: int, device: torch.device, enabled: bool) -> None:
+        self.name, self.total, self.device, self.enabled = name, total, device, enabled
+        self.console = Console(stderr=True)
+        self.bar: Progress | None = None
+        if enabled and self.console.is_terminal:
+            self.bar = Progress(
+                TextColumn("[bold]{task.description}"),
+                BarColumn(bar_width=None),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[status]}"),
+                TimeRemainingColumn(),
+                console=self.console,
+                transient=True,
+            )
+            self.task = self.bar.add_task(name, total=total, completed=step, status="")
+
+    def __enter__(self) -> Display:
+        if self.bar:
+            self.bar.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self.bar:
+            self.bar.stop()
+
+    def step(self, step: int) -> None:
+        if self.bar:
+            self.bar.update(self.task, completed=step)
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        """Show a log line's values: the keys are those of `metrics.jsonl`."""
+        if not self.enabled:
+            return
+        shown = f"loss {values['loss']:.4f}"
+        if "constant_loss" in values:
+            shown += f" (constant guess {values['constant_loss']:.4f})"
+        if "accuracy" in values:
+            shown += f"  accuracy {values['accuracy']:.1%}"
+        if "constant_accuracy" in values:
+            shown += f" (constant guess {values['constant_accuracy']:.1%})"
+        shown += (
+            f"  {values['images_per_second']:,.0f} images/s  data wait {values['data_wait']:.0%}"
+            f"  {memory_bytes(self.device) / 2**30:.1f} GiB"
+        )
+        if self.bar:
+            self.bar.update(self.task, completed=step, status=shown)
+        else:
+            left = (self.total - step) * values["seconds_per_step"]
+            print(f"{self.name}  {step}/{self.total}  {shown}  {_clock(left)} left", file=sys.stderr, flush=True)
+
+    def say(self, text: str) -> None:
+        """A line above the bar."""
+        if self.enabled:
+            (self.bar.console if self.bar else self.console).print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
