@@ -8,7 +8,7 @@ import platform
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -17,20 +17,19 @@ from typing import Any
 import numpy as np
 import psutil
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from accelerate.utils import set_seed
 from torch import nn
 
 from ssl_vit import plugins, recipe
 from ssl_vit.analysis import reconstruction
 from ssl_vit.data import DataConfig
-from ssl_vit.data.decode import check_channels
-from ssl_vit.data.plan import LanePosition, check_topology
-from ssl_vit.data.shards import ShardSet, open_shards
-from ssl_vit.data.stream import Chunk, TrainStream, View, train_batches
+from ssl_vit.data.shards import open_shards
+from ssl_vit.data.stream import View, train_source
 from ssl_vit.data.transforms import train_transform
-from ssl_vit.interfaces import Batch, Config, UserError
-from ssl_vit.models import BackboneConfig, backbone, position
+from ssl_vit.evaluators.features import Task
+from ssl_vit.interfaces import Batch, UserError
+from ssl_vit.models import BackboneConfig, backbone
 from ssl_vit.recipe import Recipe
 from ssl_vit.training import checkpoint, loop
 
@@ -48,60 +47,13 @@ def build_backbone(config: BackboneConfig, init_from: str | None) -> backbone.Ba
     """A new backbone, with the weights of `init_from` where given (positions resampled to the new image size)."""
     model = backbone.build(config)
     if init_from:
-        source = backbone.load(init_from)
-        weights = backbone.state(source)
-        old, new = source.vit.patch_embed.grid_size, model.vit.patch_embed.grid_size
-        weights["pos_embed"] = position.resample(weights["pos_embed"], old, new, model.vit.num_prefix_tokens)
-        backbone.load_state(model, weights, init_from)
+        backbone.initialise(model, backbone.load(init_from), init_from)
     return model
 
 
-def stream_factory(
-    shards: ShardSet,
-    *,
-    data: DataConfig,
-    image_size: int,
-    channels: int,
-    noise: int,
-    seed: int,
-    batch_size: int,
-    accumulate: int,
-    accelerator: Accelerator,
-    classes: int | None,
-    needs_labels: bool,
-    keep: Sequence[np.ndarray] | None = None,
-) -> Callable[[list[LanePosition]], Iterator[tuple[Batch, Chunk]]]:
-    """From lane positions to this rank's endless training batches. Raises UserError for an impossible topology."""
-    check_channels(channels)
-    check_topology(
-        shards=len(shards.urls),
-        samples=shards.samples if keep is None else sum(len(members) for members in keep),
-        lanes=data.lanes,
-        batch_size=batch_size,
-        ranks=accelerator.num_processes,
-        workers=data.workers,
-        accumulate=accumulate,
-    )
-    transform = train_transform(image_size, data.augment)
-    view = View(transform, channels, classes, noise, data.augment.flip, seed, needs_labels)
-
-    def batches(positions: list[LanePosition]) -> Iterator[tuple[Batch, Chunk]]:
-        stream = TrainStream(
-            shards,
-            view,
-            batch_size=batch_size,
-            lanes=data.lanes,
-            workers=data.workers,
-            rank=accelerator.process_index,
-            ranks=accelerator.num_processes,
-            positions=positions,
-            keep=keep,
-            cache_mb=data.cache_mb,
-            strict=data.on_bad_sample == "fail",
-        )
-        return train_batches(stream, accelerator.device)
-
-    return batches
+def is_main_process() -> bool:
+    """Whether this process is the one that prints and writes."""
+    return bool(PartialState().is_main_process)
 
 
 @dataclass(frozen=True)
@@ -131,18 +83,24 @@ def train(settings: Recipe, *, quiet: bool = False) -> Trained:
     classes = len(shards.classes) if shards.classes else None
     objective: nn.Module = module.Objective(encoder, settings.objective, classes)
     parameters = sum(p.numel() for p in objective.parameters())
-    batches = stream_factory(
-        shards,
-        data=settings.data,
-        image_size=settings.backbone.image_size,
-        channels=settings.backbone.channels,
+    view = View(
+        train_transform(settings.backbone.image_size, settings.data.augment),
+        settings.backbone.channels,
+        getattr(settings.objective, "classes", None) or classes,
         noise=objective.noise_per_sample(),  # type: ignore[operator]
+        flip=settings.data.augment.flip,
         seed=settings.seed,
+        needs_labels=getattr(objective, "needs_labels", False),
+    )
+    batches = train_source(
+        shards,
+        view,
+        settings.data,
         batch_size=settings.training.batch_size,
         accumulate=settings.training.accumulate,
-        accelerator=accelerator,
-        classes=getattr(settings.objective, "classes", None) or classes,
-        needs_labels=getattr(objective, "needs_labels", False),
+        rank=accelerator.process_index,
+        ranks=accelerator.num_processes,
+        device=accelerator.device,
     )
     # From here on each rank draws its own dropout; the initialisation above was the same on all.
     set_seed(settings.seed + 1 + accelerator.process_index)
@@ -179,14 +137,78 @@ def train(settings: Recipe, *, quiet: bool = False) -> Trained:
     return Trained(run, outcome.finished)
 
 
-def _pictures(run: Path) -> loop.Picture:
-    def draw(objective: nn.Module, batch: Batch, step: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter
+def make_task(
+    weights: Path | str | None,
+    settings: Recipe | None,
+    train: str,
+    test: str,
+    *,
+    data: DataConfig | None = None,
+    accelerator: Accelerator | None = None,
+    seed: int = 0,
+) -> Task:
+    """What evaluators judge: the backbone at `weights` (None: the settings' architecture, untrained) on two shard sets.
 
+    data: image preparation; the run's own recipe says it where None. Raises UserError for what cannot be loaded.
+    """
+    if weights is None:
+        assert settings is not None
+        trained = build_backbone(settings.backbone, None)
+    else:
+        trained = backbone.load(weights)
+    preparation = data or (settings.data if settings else DataConfig(train=train))
+    return Task(
+        trained=trained,
+        untrained=backbone.fresh(trained, seed),
+        train=open_shards(train),
+        test=open_shards(test),
+        data=preparation,
+        accelerator=accelerator or make_accelerator(),
+        weights=str(weights) if weights else None,
+    )
+
+
+def run_recipe(weights: Path) -> Recipe | None:
+    """The recipe of the run that a run directory or one of its checkpoints belongs to, if there is one."""
+    for folder in (weights, weights.parent.parent):
+        if (folder / "recipe.yaml").is_file():
+            return recipe.load_recipe(folder / "recipe.yaml")
+    return None
+
+
+def evaluate(weights: Path, name: str, train: str, test: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """Run one evaluator on a run or checkpoint; the result is also added to `results.json` beside the weights.
+
+    Returns {"evaluator", "settings", "data", "backbone", "values", "skipped", "seconds"}. Raises UserError.
+    """
+    module = plugins.load("evaluators", name)
+    config = recipe.validate(module.Config, recipe.parse_overrides(overrides), f"{name}: ")
+    settings = run_recipe(weights)
+    task = make_task(weights, settings, train, test)
+    start = time.perf_counter()
+    values = dict(module.Evaluator(config).run(task))
+    result = {
+        "evaluator": name,
+        "settings": config.model_dump(mode="json"),
+        "data": {"train": train, "test": test},
+        "backbone": str(weights),
+        "values": values,
+        "skipped": [{"shard": s.shard, "key": s.key, "reason": s.reason} for s in task.skipped],
+        "seconds": round(time.perf_counter() - start, 2),
+    }
+    if task.accelerator.is_main_process:
+        path = weights / "results.json"
+        kept = read_json(path)["evaluations"] if path.exists() else []
+        same = ("evaluator", "settings", "data")
+        kept = [old for old in kept if any(old[key] != result[key] for key in same)]
+        write_json(path, {"kind": "evaluations", "evaluations": [*kept, result]})
+    return result
+
+
+def _pictures(run: Path) -> loop.Picture:
+    def draw(objective: nn.Module, batch: Batch, step: int) -> np.ndarray:
         path = run / "pictures" / f"reconstruction_step_{step:08d}.png"
-        sheet = reconstruction.save_sheet(reconstruction.reconstructions(objective, batch), path)  # type: ignore[arg-type]
-        with SummaryWriter(str(run)) as board:
-            board.add_image("reconstruction", sheet, step, dataformats="HWC")
+        return reconstruction.save_sheet(reconstruction.reconstructions(objective, batch), path)  # type: ignore[arg-type]
 
     return draw
 
@@ -258,7 +280,3 @@ def write_json(path: Path, content: Any) -> None:
 
 def read_json(path: Path) -> Any:
     return json.loads(path.read_text())
-
-
-def _settings_of(config: Config) -> dict[str, Any]:
-    return config.model_dump(mode="json")

@@ -318,7 +318,7 @@ def _table(
     column = image_column or _image_column(spec, table)
     try:
         images = table.select_columns([column]).cast_column(column, datasets.Image(decode=False))
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, NotImplementedError) as error:  # the last is pyarrow's
         raise UserError(f"{spec}: column {column!r} does not hold images: {_first_line(error)}") from None
     wanted = label_column or _label_column(spec, table)
     classes, labels = _classes_and_labels(spec, table, list(tables.values()), wanted) if wanted else (None, None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,8 +12,9 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from ssl_vit.data.decode import BadSample, decode_label, decode_pixels
-from ssl_vit.data.plan import LanePosition, Members, lane_stream, worker_lanes
+from ssl_vit.data import DataConfig
+from ssl_vit.data.decode import BadSample, check_channels, decode_label, decode_pixels
+from ssl_vit.data.plan import LanePosition, Members, check_topology, lane_stream, worker_lanes
 from ssl_vit.data.shards import ShardSet, read_members
 from ssl_vit.data.transforms import Transform
 from ssl_vit.interfaces import Batch, UserError
@@ -227,6 +228,53 @@ class TrainStream(IterableDataset[Chunk]):
         chunk.positions = {n: lane.position for n, lane in zip(own, streams, strict=True)}
         chunk.skipped = skipped
         return chunk
+
+
+def train_source(
+    shards: ShardSet,
+    view: View,
+    data: DataConfig,
+    *,
+    batch_size: int,
+    rank: int,
+    ranks: int,
+    device: torch.device,
+    accumulate: int = 1,
+    keep: Sequence[Members] | None = None,
+) -> Callable[[list[LanePosition]], Iterator[tuple[Batch, Chunk]]]:
+    """From lane positions to one rank's endless training batches.
+
+    batch_size: over all ranks. keep: positions inside each shard to train on (None: all). Raises UserError, before any
+    sample is read, for a topology that cannot be dealt out evenly.
+    """
+    check_channels(view.channels)
+    check_topology(
+        shards=len(shards.urls),
+        samples=shards.samples if keep is None else sum(len(members) for members in keep),
+        lanes=data.lanes,
+        batch_size=batch_size,
+        ranks=ranks,
+        workers=data.workers,
+        accumulate=accumulate,
+    )
+
+    def batches(positions: list[LanePosition]) -> Iterator[tuple[Batch, Chunk]]:
+        stream = TrainStream(
+            shards,
+            view,
+            batch_size=batch_size,
+            lanes=data.lanes,
+            workers=data.workers,
+            rank=rank,
+            ranks=ranks,
+            positions=positions,
+            keep=keep,
+            cache_mb=data.cache_mb,
+            strict=data.on_bad_sample == "fail",
+        )
+        return train_batches(stream, device)
+
+    return batches
 
 
 def train_batches(stream: TrainStream, device: torch.device) -> Iterator[tuple[Batch, Chunk]]:

@@ -17,6 +17,7 @@ from torch import nn
 
 from ssl_vit.interfaces import UserError
 from ssl_vit.models import BackboneConfig
+from ssl_vit.models.position import resample
 
 Pooling = Literal["token", "mean", "both", "patches"]
 
@@ -29,8 +30,13 @@ class Backbone(nn.Module):
     images_BCHW are uint8, 0..255; N is the number of patches, D the width, P the prefix tokens (class, registers).
     """
 
-    def __init__(self, name: str, arguments: dict[str, Any], mean: float, std: float) -> None:
-        """timm's `name` built with `arguments`; see `build`. Raises UserError for a name that is no ViT."""
+    def __init__(
+        self, name: str, arguments: dict[str, Any], mean: float, std: float, position_std: float = 0.02
+    ) -> None:
+        """timm's `name` built with `arguments`, its positions drawn with `position_std`; see `build`.
+
+        Raises UserError for a name that is no ViT.
+        """
         super().__init__()
         if name not in timm.list_models():
             near = get_close_matches(name, timm.list_models("vit*"), n=3)
@@ -40,6 +46,8 @@ class Backbone(nn.Module):
         if not isinstance(self.vit, VisionTransformer):
             raise UserError(f"backbone.name='{name}' is a {type(self.vit).__name__}, not a VisionTransformer")
         self.name, self.arguments, self.mean, self.std = name, arguments, mean, std
+        self.position_std = position_std
+        nn.init.trunc_normal_(self.vit.pos_embed, std=position_std)
 
     @property
     def width(self) -> int:
@@ -121,9 +129,10 @@ def build(config: BackboneConfig) -> Backbone:
         "pos_drop_rate": config.dropout,
         "proj_drop_rate": config.dropout,
         "drop_path_rate": config.drop_path,
+        "weight_init": "jax" if config.init == "jax" else "",
         **{name: value for name, value in sizes.items() if value is not None},
     }
-    return Backbone(config.name, arguments, config.mean, config.std)
+    return Backbone(config.name, arguments, config.mean, config.std, config.position_std)
 
 
 def _default_patch_size(name: str) -> int:
@@ -152,6 +161,7 @@ def write_config(backbone: Backbone, path: Path) -> None:
             "first_conv": "patch_embed.proj",
             "classifier": "head",
         },
+        "position_std": backbone.position_std,  # ours: an untrained twin starts the same way
     }
     path.write_text(json.dumps(content, indent=2) + "\n")
 
@@ -177,6 +187,29 @@ def load_state(backbone: Backbone, tensors: Mapping[str, torch.Tensor], origin: 
     backbone.vit.load_state_dict(dict(tensors))
 
 
+def initialise(model: Backbone, source: Backbone, origin: str) -> None:
+    """Give `model` the weights of `source`, its positions interpolated where the patch grids differ (timm's method).
+
+    Raises UserError when anything else differs.
+    """
+    weights = state(source)
+    old, new = source.vit.patch_embed.grid_size, model.vit.patch_embed.grid_size
+    weights["pos_embed"] = resample(weights["pos_embed"], old, new, model.vit.num_prefix_tokens)
+    load_state(model, weights, origin)
+
+
+def fresh(like: Backbone, seed: int, image_size: int | None = None) -> Backbone:
+    """An untrained backbone of the same architecture (at another image size where asked), initialised by `seed`."""
+    arguments = dict(like.arguments)
+    if image_size and image_size != like.image_size:
+        if image_size % like.patch_size:
+            raise UserError(f"image_size={image_size} is not a multiple of the patch size {like.patch_size}")
+        arguments["img_size"] = image_size
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return Backbone(like.name, arguments, like.mean, like.std, like.position_std)
+
+
 def find_weights(path: Path | str) -> Path:
     """The folder holding `backbone.safetensors` for a run, a checkpoint or a weights folder. UserError if none."""
     path = Path(path)
@@ -200,7 +233,8 @@ def load(path: Path | str) -> Backbone:
     try:
         config = json.loads((folder / CONFIG).read_text())
         cfg = config["pretrained_cfg"]
-        backbone = Backbone(config["architecture"], config.get("model_args", {}), cfg["mean"][0], cfg["std"][0])
+        arguments, position_std = config.get("model_args", {}), config.get("position_std", 0.02)
+        backbone = Backbone(config["architecture"], arguments, cfg["mean"][0], cfg["std"][0], position_std)
         tensors = load_file(folder / WEIGHTS)
     except (OSError, KeyError, ValueError, SafetensorError) as error:
         raise UserError(f"{folder}: not a readable backbone ({type(error).__name__}: {error})") from None

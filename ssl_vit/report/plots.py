@@ -126,8 +126,10 @@ def _apart(budgets: Sequence[float]) -> list[float]:
 def _label_ends(axes: Axes, curves: Sequence[Curve], right: float) -> None:
     """Write each curve's name beside its last point, moved up or down so that no two names touch."""
     bottom, top = axes.get_ylim()
-    line = (top - bottom) * 0.052  # height of one line of text in data units
-    texts = {id(curve): "\n".join(textwrap.wrap(curve.label, 20, max_lines=3, placeholder="…")) for curve in curves}
+    height = axes.bbox.height / axes.figure.dpi * 72  # points
+    line = (top - bottom) * 13.2 / height  # one line of text, in data units
+    lines = max(1, min(3, 12 // len(curves)))
+    texts = {id(curve): "\n".join(textwrap.wrap(curve.label, 20, max_lines=lines, placeholder="…")) for curve in curves}
     places: list[tuple[Curve, float, float]] = []
     edge = -math.inf
     for curve in sorted(curves, key=lambda curve: curve.y[-1]):

@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import groupby, takewhile
+from operator import itemgetter
 from typing import Any
 
 from rich.console import Group
@@ -24,7 +25,7 @@ LABELS = {
     "ssl": "SSL pretraining",
     "scratch": "training from scratch",
     "supervised": "supervised pretraining",
-    "untrained": "untrained backbone",
+    "untrained": "the untrained backbone",
     "pixels": "raw pixels",
 }
 MISSING = "–"
@@ -175,8 +176,8 @@ def _verdict(results: dict[str, Any], differences: list[Row]) -> list[str]:
         name = LABELS["ssl"] if subjects == ["ssl"] else arm_label(results, subjects[0])
         where = _budgets([head["labels_per_class"]])
         kind = "" if head["evaluator"] == "fine_tune" else f"{EVALUATORS.get(head['evaluator'], head['evaluator'])}: "
-        other = "the untrained backbone" if head["against"] == "untrained" else LABELS[head["against"]]
-        sentences += [_capital(f"{kind}{where}, {_claim(head, name, other)}"), _over_budgets(curve, name)]
+        sentences.append(_capital(f"{kind}{where}, {_claim(head, name, LABELS[head['against']])}"))
+        sentences.append(_over_budgets(curve, name))
         used = {arm["name"]: arm.get("labels_used") for arm in results.get("arms") or []}.get("supervised")
         other = LABELS["supervised"] + (f" on {used:,} labels" if used else "")
         same = [row for row in ours if all(row[key] == head[key] for key in ("evaluator", "labels_per_class"))]
@@ -184,7 +185,8 @@ def _verdict(results: dict[str, Any], differences: list[Row]) -> list[str]:
     else:
         sentences.append("No verdict yet: no seed has been measured both with SSL pretraining and without it.")
     beaten = [row for row in ours if row not in curve and row["against"] != "supervised" and _outcome(row) == "loss"]
-    for (evaluator, against), rows in groupby(beaten, key=lambda row: (row["evaluator"], row["against"])):
+    beaten.sort(key=itemgetter("evaluator", "against"))
+    for (evaluator, against), rows in groupby(beaten, key=itemgetter("evaluator", "against")):
         where = _budgets([row["labels_per_class"] for row in rows])
         kind = EVALUATORS.get(evaluator, evaluator)
         sentences.append(f"Caution: {kind}, {where}: better with {LABELS[against]} than with SSL pretraining.")
@@ -210,7 +212,7 @@ def _over_budgets(curve: list[Row], name: str) -> str:
         }
         parts.append(words[outcome])
     outcomes = [_outcome(row) for row in curve]
-    gains = len(list(takewhile(lambda outcome: outcome == "gain", outcomes)))
+    gains = len(list(takewhile("gain".__eq__, outcomes)))
     first, last = curve[0], curve[-1]
     lead = ""
     if gains == len(curve):

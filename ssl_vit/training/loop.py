@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
@@ -22,7 +23,7 @@ from ssl_vit.training.metrics import MetricLog, Window
 from ssl_vit.training.progress import Display
 
 Batches = Callable[[list[LanePosition]], Iterator[tuple[Batch, Chunk]]]
-Picture = Callable[[nn.Module, Batch, int], None]
+Picture = Callable[[nn.Module, Batch, int], np.ndarray]
 
 
 @dataclass
@@ -31,7 +32,8 @@ class Job:
 
     batches: from lane positions to this rank's endless batches. lanes: how many positions there are.
     run: the run directory; None keeps nothing on disk (short fine-tunings inside an evaluator).
-    picture: called on the main process every `training.picture_every` steps with the unwrapped objective.
+    picture: called on the main process every `training.picture_every` steps with the unwrapped objective, the batch
+        and the step; returns the picture, uint8 (H, W, 3), for TensorBoard.
     """
 
     name: str
@@ -197,8 +199,8 @@ class _Loop:
             self.log.write(self.progress.step, {"event": "skipped_samples", "total": self.skipped, "samples": samples})
 
     def _draw(self, batch: Batch) -> None:
-        if self.job.picture and self.accelerator.is_main_process:
-            self.job.picture(self.objective, batch, self.progress.step)
+        if self.job.picture and self.log:
+            self.log.picture("reconstruction", self.job.picture(self.objective, batch, self.progress.step), self.progress.step)
             self.model.train()
 
     def _save(self) -> None:

@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from torch.utils.tensorboard import SummaryWriter
@@ -67,6 +68,10 @@ class MetricLog:
         for name, value in values.items():
             if isinstance(value, (int, float)):
                 self.board.add_scalar(name, value, step)
+
+    def picture(self, name: str, pixels_HWC: np.ndarray, step: int) -> None:
+        """A uint8 picture for TensorBoard."""
+        self.board.add_image(name, pixels_HWC, step, dataformats="HWC")
 
     def close(self) -> None:
         self.file.close()

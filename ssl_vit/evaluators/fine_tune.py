@@ -1,0 +1,228 @@
+"""Fine-tuning (paper, table 4): a zero-initialised linear head, SGD with momentum, learning rate swept on held-out train.
+
+Everything that is chosen is chosen on a held-out part of the training images, never on test; the untrained backbone
+(training from scratch) gets the same sweep of its own.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from accelerate.utils import gather_object
+from pydantic import Field
+
+from ssl_vit.data import AugmentConfig
+from ssl_vit.data.shards import ShardSet
+from ssl_vit.data.stream import View, evaluation_batches, train_source
+from ssl_vit.data.transforms import train_transform
+from ssl_vit.evaluators.features import Task, evaluation_stream, labels_of
+from ssl_vit.evaluators.few_shot import choose_shots
+from ssl_vit.evaluators.linear_probe import held_out_split, probe_accuracy
+from ssl_vit.interfaces import Config as BaseConfig
+from ssl_vit.interfaces import UserError
+from ssl_vit.models import backbone as backbones
+from ssl_vit.objectives import classification
+from ssl_vit.training import OptimConfig, TrainingConfig, loop
+
+
+class Config(BaseConfig):
+    """The paper's protocol by default; every number is a key, so that a recipe scales it.
+
+    lrs x steps: the candidates of the sweep. held_out: share of the training images (each class's) that the sweep is
+        scored on; no run ever trains on them. tune_seed: the seed whose labelled subset the sweep trains on.
+    labels_per_class: train on that many images a class, chosen as few_shot does (None: all that are not held out).
+    seeds: of the labelled subset, the head, the order and augmentation, and the untrained backbone's weights.
+    optimizer: `sgd` (momentum 0.9) or `adamw`. image_size: None keeps the pretraining's; other sizes resample the
+        positions. lanes: see data.lanes.
+    """
+
+    lrs: tuple[float, ...] = (0.003, 0.01, 0.03, 0.06)
+    steps: tuple[int, ...] = (500,)
+    batch_size: int = Field(512, ge=1)
+    warmup_steps: int = Field(100, ge=0)
+    optimizer: Literal["sgd", "adamw"] = "sgd"
+    momentum: float = Field(0.9, ge=0, lt=1)
+    weight_decay: float = Field(0.0, ge=0)
+    clip_norm: float = Field(1.0, ge=0)
+    pooling: Literal["token", "mean"] = "token"
+    image_size: int | None = Field(None, ge=1)
+    augment: AugmentConfig = AugmentConfig()
+    lanes: int = Field(8, ge=1)
+    held_out: float = Field(0.1, gt=0, lt=1)
+    tune_seed: int = 0
+    labels_per_class: int | None = Field(None, ge=1)
+    seeds: tuple[int, ...] = (0, 1, 2)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One fine-tuning: its accuracy (0..1) on the images it was scored on, and what it cost."""
+
+    accuracy: float
+    images_seen: int
+    seconds: float
+
+
+def labelled(labels: np.ndarray, config: Config, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """(images to train on, held-out images) as sorted global indices; the split itself never depends on the seed."""
+    kept, held = held_out_split(labels, config.held_out, seed=0)
+    if config.labels_per_class is None:
+        return kept, held
+    masked = np.full_like(labels, -1)
+    masked[kept] = labels[kept]
+    return np.sort(choose_shots(masked, config.labels_per_class, seed)), held
+
+
+def sweep(task: Task, source: str, labels: np.ndarray, config: Config) -> list[dict[str, Any]]:
+    """Try every (lr, steps) on the tuning seed's labelled subset: rows of lr, steps, held_out_accuracy."""
+    train, held = labelled(labels, config, config.tune_seed)
+    rows = []
+    for steps in config.steps:
+        for lr in config.lrs:
+            result = fine_tune(task, source, config, lr, steps, config.tune_seed, train, (task.train, held))
+            rows.append({"lr": lr, "steps": steps, "held_out_accuracy": result.accuracy})
+    return rows
+
+
+def best(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """The sweep's winner; of equals the one with fewer steps, then the lower learning rate."""
+    return min(rows, key=lambda row: (-row["held_out_accuracy"], row["steps"], row["lr"]))
+
+
+def fine_tune(
+    task: Task,
+    source: str,
+    config: Config,
+    lr: float,
+    steps: int,
+    seed: int,
+    train: np.ndarray,
+    scored: tuple[ShardSet, np.ndarray | None],
+) -> Measured:
+    """Fine-tune the `trained` backbone or a fresh `untrained` one on the `train` indices; score on (shards, indices)."""
+    start = time.perf_counter()
+    encoder = _start(task, source, config, seed)
+    classes = max(len(task.train.classes or ()), len(task.test.classes or ())) or None
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        head = classification.Config(head="linear", pooling=config.pooling)
+        objective = classification.Objective(encoder, head, classes)
+    accelerator = task.accelerator
+    view = View(
+        train_transform(encoder.image_size, config.augment),
+        encoder.channels,
+        classes,
+        flip=config.augment.flip,
+        seed=seed,
+        needs_labels=True,
+    )
+    data = task.data.model_copy(update={"lanes": config.lanes, "workers": task.workers})
+    batches = train_source(
+        task.train,
+        view,
+        data,
+        batch_size=config.batch_size,
+        rank=accelerator.process_index,
+        ranks=accelerator.num_processes,
+        device=accelerator.device,
+        keep=task.train.members_of(train),
+    )
+    optim = OptimConfig(
+        name=config.optimizer,
+        lr=lr,
+        momentum=config.momentum,
+        weight_decay=config.weight_decay,
+        clip_norm=config.clip_norm,
+        warmup_steps=min(config.warmup_steps, steps // 5),
+    )
+    training = TrainingConfig(steps=steps, batch_size=config.batch_size, log_every=steps, checkpoint_every=0)
+    loop.train(
+        loop.Job(
+            name=f"fine-tune {source}",
+            objective=objective,
+            batches=batches,
+            lanes=config.lanes,
+            total_steps=steps,
+            training=training,
+            optim=optim,
+            accelerator=accelerator,
+            quiet=True,
+        )
+    )
+    accelerator.free_memory()
+    accuracy = _accuracy(task, objective, *scored)
+    return Measured(accuracy, steps * config.batch_size, time.perf_counter() - start)
+
+
+def _start(task: Task, source: str, config: Config, seed: int) -> backbones.Backbone:
+    if source == "untrained":
+        return backbones.fresh(task.trained, seed, config.image_size)
+    if config.image_size in (None, task.trained.image_size):
+        return copy.deepcopy(task.trained)
+    encoder = backbones.fresh(task.trained, seed, config.image_size)
+    backbones.initialise(encoder, task.trained, task.weights or "the trained backbone")
+    return encoder
+
+
+@torch.inference_mode()
+def _accuracy(task: Task, objective: classification.Objective, shards: ShardSet, indices: np.ndarray | None) -> float:
+    """Share of right answers over the images of all ranks, each counted once."""
+    objective.eval()
+    hits = seen = 0
+    stream = evaluation_stream(task, shards, indices, objective.backbone.image_size)
+    for batch, _ in evaluation_batches(stream, task.accelerator.device):
+        with task.accelerator.autocast():
+            predicted = objective.logits(batch.images).argmax(-1)
+        hits += int(((predicted == batch.labels) & batch.valid).sum())
+        seen += int(batch.valid.sum())
+    counts = gather_object([(hits, seen)])
+    total = sum(count for _, count in counts)
+    if not total:
+        raise UserError(f"{shards.spec}: no labelled image there to score on")
+    return sum(right for right, _ in counts) / total
+
+
+class Evaluator:
+    """Sweep, then one fine-tuning a seed, for the trained backbone and from scratch; raw pixels get the linear probe."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+
+    def run(self, task: Task) -> Iterator[tuple[str, float]]:
+        c = self.config
+        labels = labels_of(task.train)
+        for source in ("trained", "untrained"):
+            chosen = best(sweep(task, source, labels, c))
+            yield f"{source}/lr", chosen["lr"]
+            yield f"{source}/steps", chosen["steps"]
+            yield f"{source}/held_out_accuracy", chosen["held_out_accuracy"]
+            runs = [
+                fine_tune(
+                    task, source, c, chosen["lr"], chosen["steps"], seed, labelled(labels, c, seed)[0], (task.test, None)
+                ).accuracy
+                for seed in c.seeds
+            ]
+            yield from _summary(source, c.seeds, runs)
+        train, test = (task.features("pixels", split, "mean") for split in ("train", "test"))
+        from_pixels = []
+        for seed in c.seeds:
+            rows = labelled(train.labels, c, seed)[0]
+            cs = (1e-3, 1e-2, 1e-1, 1.0)
+            accuracy, _ = probe_accuracy(
+                train.vectors[rows], train.labels[rows], test.vectors, test.labels, cs=cs, seed=seed
+            )
+            from_pixels.append(accuracy)
+        yield from _summary("pixels", c.seeds, from_pixels)
+
+
+def _summary(source: str, seeds: tuple[int, ...], accuracies: list[float]) -> Iterator[tuple[str, float]]:
+    yield f"{source}/mean", float(np.mean(accuracies))
+    yield f"{source}/std", float(np.std(accuracies, ddof=1)) if len(accuracies) > 1 else 0.0
+    for seed, accuracy in zip(seeds, accuracies, strict=True):
+        yield f"{source}/seed{seed}", accuracy

@@ -1,0 +1,199 @@
+"""The HTML page: whole, harmless, the same bytes each time, and without anything fetched from elsewhere."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ssl_vit.interfaces import RunError, UserError
+from ssl_vit.report import plots
+from ssl_vit.report.page import write_report
+
+HOSTILE = '<script>alert("1")</script> $x_1$ & Co'
+PNG = base64.b64decode(
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
+)
+VOID = {"meta", "img", "br"}
+
+
+class Page(HTMLParser):
+    """Collects tags, attributes and ids, and checks that what is opened is closed in order."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.text = path.read_text(encoding="utf-8")
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str]] = []
+        self.open: list[str] = []
+        self.feed(self.text)
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += [(name, value or "") for name, value in attrs]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        if tag not in VOID:
+            self.open.pop()
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def values(self, *names: str) -> list[str]:
+        return [value for name, value in self.attributes if name in names]
+
+
+def write_run(folder: Path, name: str, objective: str = "masked_patch") -> Path:
+    (folder / "pictures").mkdir(parents=True)
+    (folder / "recipe.yaml").write_text(f"# {HOSTILE}\nseed: 0\n")
+    (folder / "summary.json").write_text(json.dumps({"name": name, "objective": objective, "steps": 20}))
+    (folder / "environment.json").write_text(json.dumps({"versions": {"torch": "2.9.1"}}))
+    lines: list[dict[str, Any]] = [
+        {"step": step, "loss": 2 / step, "constant_loss": 1.9, "images_seen": 8 * step} for step in range(1, 21)
+    ]
+    lines.append({"step": 7, "event": "skipped_samples", "count": 3, "keys": ["a"]})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "pictures/reconstruction_step_00000020.png").write_bytes(PNG)
+    values = {"trained/10-shot/mean": 0.6125, "trained/10-shot/std": 0.01, "pixels/10-shot/mean": 0.7}
+    evaluation = {"evaluator": "few_shot", "settings": {"l2": 1024.0}, "data": {"test": HOSTILE}, "values": values}
+    (folder / "results.json").write_text(json.dumps({"kind": "evaluations", "evaluations": [evaluation]}))
+    return folder
+
+
+def write_comparison(folder: Path, seeds: int = 3) -> Path:
+    write_run(folder / "ssl", HOSTILE)
+    tried = [{"lr": 0.001, "held_out_accuracy": 0.912}, {"lr": 0.003, "held_out_accuracy": 0.5}]
+    choices = [{"labels_per_class": 10, "tried": tried, "chosen": {"lr": 0.001}}]
+    results = {
+        "kind": "comparison",
+        "title": HOSTILE,
+        "command": "ssl-vit demo",
+        "seeds": list(range(seeds)),
+        "seeds_vary": "A seed draws the labelled images.",
+        "notes": [HOSTILE],
+        "data": {"test": {"path": "data/test", "classes": 10}},
+        "arms": [
+            {"name": "ssl", "label": HOSTILE, "run": "ssl", "labels_used": 0, "pretraining": {}, "choices": choices},
+            {"name": "scratch", "label": "From scratch", "run": None, "labels_used": 0, "pretraining": None},
+        ],
+        "measurements": [
+            {"arm": arm, "evaluator": "fine_tune", "labels_per_class": b, "seed": s, "accuracy": a + s / 100 + b / 200}
+            for arm, a in (("ssl", 0.7), ("scratch", 0.3), (HOSTILE, 0.5))
+            for b in (5, 10)
+            for s in range(seeds)
+        ],
+    }
+    (folder / "results.json").write_text(json.dumps(results))
+    return folder
+
+
+def test_comparison_page_is_whole_and_fetches_nothing(tmp_path: Path) -> None:
+    out = write_report([write_comparison(tmp_path / "c")], tmp_path / "deep/report.html")
+    page = Page(out)
+    assert out == tmp_path / "deep/report.html"
+    links = page.values("src", "href", "xlink:href")
+    assert len(links) > 3
+    assert all(link.startswith(("data:", "#")) for link in links)
+    assert not re.search(r"url\((?!#)|@import", page.text)
+    assert page.tags.count("svg") == 3  # accuracy, difference, loss
+    assert base64.b64encode(PNG).decode() in page.text
+    ids = page.values("id")
+    assert len(ids) == len(set(ids))
+    assert {link[1:] for link in links if link.startswith("#")} <= set(ids)
+
+
+def test_comparison_page_says_what_a_reader_needs(tmp_path: Path) -> None:
+    text = Page(write_report([write_comparison(tmp_path / "c")], tmp_path / "report.html")).text
+    assert "gains +40.0\u00a0±\u00a00.0 points over training from scratch" in text
+    assert text.index("<h1>") < text.index("gains +40.0") < text.index("<svg")
+    assert "A seed draws the labelled images." in text
+    assert "ssl-vit demo" in text
+    assert f"ssl-vit train {tmp_path}/c/ssl/recipe.yaml" in text
+    assert "best constant guess" in text
+    assert "<td>lr 0.001</td><td>91.2</td>" in text
+    assert "skipped_samples: logged 1 time(s), 3 in all, first at step 7" in text
+    for arm in ("ssl", "scratch"):
+        assert text.count(f"background:{plots.COLOURS[arm]}") >= 2
+        assert f"stroke: {plots.COLOURS[arm]}" in text
+
+
+def test_hostile_names_stay_text(tmp_path: Path) -> None:
+    comparison = write_comparison(tmp_path / "c")
+    for paths in ([comparison], [comparison / "ssl", write_run(tmp_path / "other", "b")]):
+        page = Page(write_report(paths, tmp_path / "report.html"))
+        assert "script" not in page.tags
+        assert "<script" not in page.text
+        assert "&lt;script&gt;" in page.text
+        assert "$x_1$" in page.text  # neither mathematics nor lost
+
+
+def test_runs_side_by_side(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / name, name, objective) for name, objective in (("a", "x"), ("b", "x"), ("c", "y"))]
+    page = Page(write_report(runs, tmp_path / "report.html"))
+    assert page.tags.count("svg") == 2  # losses of different objectives are never drawn on the same axes
+    assert page.tags.count("img") == 3
+    assert page.text.count("<td>0.6125\u00a0±\u00a00.01</td>") == 3
+    assert "3 runs side by side" in page.text
+    assert f"ssl-vit report {tmp_path}/a {tmp_path}/b {tmp_path}/c" in page.text
+
+
+def test_one_seed_one_budget_and_an_empty_run_still_make_a_page(tmp_path: Path) -> None:
+    comparison = write_comparison(tmp_path / "c", seeds=1)
+    results = json.loads((comparison / "results.json").read_text())
+    results["measurements"] = [found for found in results["measurements"] if found["labels_per_class"] == 5]
+    (comparison / "results.json").write_text(json.dumps(results))
+    assert "one seed, so no interval" in Page(write_report([comparison], tmp_path / "report.html")).text
+    (comparison / "results.json").write_text('{"kind": "comparison", "finished": false}')
+    assert "No verdict yet" in Page(write_report([comparison], tmp_path / "report.html")).text
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty/recipe.yaml").write_text("seed: 0\n")
+    assert "<h1>empty</h1>" in Page(write_report([tmp_path / "empty"], tmp_path / "report.html")).text
+
+
+def test_the_same_input_gives_the_same_bytes(tmp_path: Path) -> None:
+    comparison = write_comparison(tmp_path / "c")
+    first = write_report([comparison], tmp_path / "1.html").read_bytes()
+    assert write_report([comparison], tmp_path / "2.html").read_bytes() == first
+
+
+def test_what_cannot_be_reported_together_or_written(tmp_path: Path) -> None:
+    comparison = write_comparison(tmp_path / "c")
+    with pytest.raises(UserError, match="No directory given"):
+        write_report([], tmp_path / "report.html")
+    with pytest.raises(UserError, match="report it alone"):
+        write_report([comparison, comparison / "ssl"], tmp_path / "report.html")
+    with pytest.raises(RunError, match="could not be written"):
+        write_report([comparison], tmp_path)
+
+
+def test_a_resumed_run_is_drawn_once_and_without_its_non_finite_losses() -> None:
+    records: list[dict[str, Any]] = [{"step": step, "loss": float(step)} for step in (1, 2, 3, 2, 3, 4)]
+    broken = [*records, {"step": 5, "loss": float("nan")}, {"step": 6, "event": "skipped_samples"}]
+    clean: list[dict[str, Any]] = [{"step": step, "loss": float(step)} for step in (1, 2, 3, 4)]
+    assert plots.loss_curves([("a", "#808080", broken)]) == plots.loss_curves([("a", "#808080", clean)])
+    assert plots.loss_curves([("a", "#808080", [])]) is None
+
+
+def test_figures_take_the_colour_of_the_page_and_leave_no_global_state() -> None:
+    curve = plots.Curve("名前 $a", "#0072b2", "o", [1, 5], [40.0, 60.0], [38.0, 58.0], [42.0, 62.0])
+    svg = plots.label_curve([curve], "accuracy, %", chance=39.0)
+    assert "名前 $a" in svg and "chance" in svg
+    assert "currentColor" in svg
+    assert plots.INK not in svg
+    assert not re.search(r"(fill|stroke): (#000000|black|#ffffff|white)", svg)
+
+
+def test_the_report_does_not_import_torch_or_pyplot() -> None:
+    code = "import sys, ssl_vit.report.page; sys.exit(bool({'torch', 'matplotlib.pyplot'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,146 @@
+"""The statistics against hand-made and independent numbers, and a verdict that claims no more than they allow."""
+
+from __future__ import annotations
+
+import io
+import math
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+from scipy import stats
+
+from ssl_vit.report.tables import summarise, terminal_table
+
+
+def comparison(scores: Any, evaluator: str = "fine_tune") -> dict[str, Any]:
+    """{arm: {labels a class: [accuracy of seed 0, of seed 1, ...; None where missing]}} -> results."""
+    arms = [("ssl", 0, {"images_seen": 192000, "seconds": 80.2, "parameters": 207000}), ("scratch", 0, None)]
+    arms += [("supervised", 1437, {"images_seen": 192000, "seconds": 70.0, "parameters": 207000})]
+    return {
+        "kind": "comparison",
+        "seeds": [0, 1, 2],
+        "arms": [
+            {"name": name, "label": f"the {name} arm [bold]", "run": name, "labels_used": used, "pretraining": spent}
+            for name, used, spent in arms
+        ],
+        "measurements": [
+            {"arm": arm, "evaluator": evaluator, "labels_per_class": labels, "seed": seed, "accuracy": accuracy}
+            for arm, budgets in scores.items()
+            for labels, accuracies in budgets.items()
+            for seed, accuracy in enumerate(accuracies)
+            if accuracy is not None
+        ],
+    }
+
+
+def row(rows: list[dict[str, Any]], **wanted: Any) -> dict[str, Any]:
+    (found,) = [row for row in rows if all(row[key] == value for key, value in wanted.items())]
+    return found
+
+
+def test_mean_std_and_interval_of_an_arm() -> None:
+    found = row(summarise(comparison({"ssl": {10: [0.6, 0.7, 0.8]}}))["accuracy"], arm="ssl", labels_per_class=10)
+    assert found["n"] == 3
+    assert found["mean"] == pytest.approx(0.7)
+    assert found["std"] == pytest.approx(0.1)  # ddof=1; the population's would be 0.0816
+    assert found["half_width"] == pytest.approx(4.302653 * 0.1 / math.sqrt(3))  # t(0.975, 2) from a printed table
+
+
+def test_paired_difference_agrees_with_scipy() -> None:
+    generator = np.random.default_rng(0)
+    ours, theirs = generator.uniform(0.5, 0.9, 5), generator.uniform(0.3, 0.8, 5)
+    results = comparison({"ssl": {10: ours.tolist()}, "scratch": {10: theirs.tolist()}})
+    found = row(summarise(results)["differences"], arm="ssl", against="scratch")
+    low, high = stats.ttest_rel(ours, theirs).confidence_interval(0.95)
+    assert found["mean"] - found["half_width"] == pytest.approx(low)
+    assert found["mean"] + found["half_width"] == pytest.approx(high)
+
+
+def test_differences_are_paired_by_seed_not_by_position() -> None:
+    results = comparison({"ssl": {10: [None, 0.8, 0.9]}, "scratch": {10: [0.1, 0.5, 0.6]}})
+    random.Random(0).shuffle(results["measurements"])
+    found = row(summarise(results)["differences"], against="scratch")
+    assert (found["n"], found["arm_mean"], found["against_mean"]) == (2, pytest.approx(0.85), pytest.approx(0.55))
+    assert found["mean"] == pytest.approx(0.3)
+
+
+def test_frozen_features_are_compared_with_the_untrained_backbone_and_pixels() -> None:
+    scores = {"ssl": {5: [0.6, 0.7]}, "untrained": {5: [0.3, 0.3]}, "pixels": {5: [0.8, 0.9]}, "supervised": {5: [0.9]}}
+    summary = summarise(comparison(scores, "few_shot"))
+    assert [found["against"] for found in summary["differences"]] == ["untrained", "supervised", "pixels"]
+    assert row(summary["differences"], against="pixels")["mean"] == pytest.approx(-0.2)
+    assert "with 5 labels a class: better with raw pixels than with SSL pretraining" in summary["verdict"]
+
+
+def test_verdict_of_a_clear_gain_that_stops() -> None:
+    ssl = {10: [0.90, 0.91, 0.89], 25: [0.95, 0.96, 0.94], 100: [0.97, 0.98, 0.97]}
+    scratch = {10: [0.55, 0.57, 0.58], 25: [0.83, 0.84, 0.83], 100: [0.97, 0.97, 0.98]}
+    sentences = summarise(comparison({"ssl": ssl, "scratch": scratch}))["sentences"]
+    assert sentences == [
+        "With 10 labels a class, SSL pretraining gains +33.3 ± 5.2 points over training from scratch "
+        "(90.0% against 56.7%, 3 seeds).",
+        "The gain is last seen with 25 labels a class: with 25 labels a class SSL pretraining gains +11.7 ± 1.4 "
+        "points; with 100 labels a class these seeds show no difference (+0.0 ± 2.5 points).",
+    ]
+
+
+def test_a_gain_shrinks_only_where_the_intervals_do_not_touch() -> None:
+    scratch = {5: [0.3, 0.3, 0.3], 10: [0.3, 0.3, 0.3]}
+    apart = comparison({"ssl": {5: [0.80, 0.81, 0.82], 10: [0.40, 0.41, 0.42]}, "scratch": scratch})
+    touching = comparison({"ssl": {5: [0.5, 0.6, 0.7], 10: [0.48, 0.58, 0.65]}, "scratch": scratch})
+    assert "The gain shrinks with more labels but holds at every budget" in summarise(apart)["verdict"]
+    assert "The gain holds at every budget" in summarise(touching)["verdict"]
+
+
+def test_verdict_says_so_when_ssl_loses() -> None:
+    results = comparison({"ssl": {10: [0.50, 0.51, 0.52]}, "scratch": {10: [0.60, 0.61, 0.63]}})
+    assert "SSL pretraining loses 10.3 ± 1.4 points against training from scratch" in summarise(results)["verdict"]
+    assert " gain" not in summarise(results)["verdict"]
+
+
+def test_verdict_claims_nothing_where_the_interval_holds_zero() -> None:
+    results = comparison({"ssl": {10: [0.9, 0.5, 0.7]}, "scratch": {10: [0.5, 0.6, 0.6]}})
+    verdict = summarise(results)["verdict"]
+    assert "no difference between SSL pretraining and training from scratch that these seeds can show" in verdict
+    assert " gain" not in verdict
+
+
+def test_one_seed_gives_no_interval_and_says_so() -> None:
+    summary = summarise(comparison({"ssl": {10: [0.9], 25: [0.95]}, "scratch": {10: [0.5], 25: [0.9]}}))
+    assert row(summary["differences"], labels_per_class=10)["half_width"] is None
+    assert row(summary["accuracy"], labels_per_class=10, arm="ssl")["std"] is None
+    assert "on one seed: there is no interval, so this may be chance" in summary["verdict"]
+    assert " gain" not in summary["verdict"]
+    assert "±" not in summary["verdict"]
+
+
+def test_the_verdict_is_about_the_smallest_budget_whatever_the_others_say() -> None:
+    results = comparison({"ssl": {25: [0.9, 0.9], 5: [0.2, 0.2]}, "scratch": {25: [0.1, 0.1], 5: [0.3, 0.3]}})
+    assert summarise(results)["verdict"].startswith("With 5 labels a class, SSL pretraining loses 10.0 ± 0.0 points")
+
+
+@pytest.mark.parametrize("accuracy", [None, math.nan])
+def test_incomplete_comparisons(accuracy: float | None) -> None:
+    results = comparison({"ssl": {10: [0.9]}})
+    results["measurements"].append(results["measurements"][0] | {"seed": 1, "accuracy": accuracy})
+    results["finished"] = False
+    summary = summarise(results)
+    assert row(summary["accuracy"], arm="ssl")["n"] == 1
+    assert summary["verdict"].startswith("No verdict yet")
+    assert "has not finished" in summary["verdict"]
+    assert summarise({"kind": "comparison"})["accuracy"] == []
+
+
+def test_terminal_table_shows_names_as_they_are_and_marks_missing_seeds() -> None:
+    scores = {"ssl": {10: [0.9, 0.91, 0.92]}, "scratch": {10: [0.5, 0.6], 25: [0.7]}}
+    console = Console(width=160, file=io.StringIO())
+    console.print(terminal_table(comparison(scores)))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "the ssl arm [bold]" in text
+    assert "91.0 ± 1.0 " in text
+    assert "55.0 ± 7.1 (2 seeds)" in text
+    assert "70.0 (1 seed)" in text
+    assert "192,000" in text and "1,437" in text and "207,000" in text
