@@ -189,9 +189,9 @@ def shards_verify(folder: Annotated[Path, typer.Argument(help="A folder of shard
 
     Example: `ssl-vit shards verify shards/train`
     """
-    from ssl_vit.data import pack
+    from ssl_vit.data import check
 
-    defects = pack.verify(folder)
+    defects = check.verify(folder)
     for defect in defects:
         print(f"{defect.shard}: {defect.key or '-'}: {defect.kind}: {defect.detail}")
     print(f"{folder}: {len(defects)} defect(s)" if defects else f"{folder}: no defect found")
@@ -205,9 +205,9 @@ def shards_stats(folder: Annotated[Path, typer.Argument(help="A folder of shards
 
     Example: `ssl-vit shards stats shards/train`
     """
-    from ssl_vit.data import pack
+    from ssl_vit.data import check
 
-    print(json.dumps(pack.stats(folder), indent=1))
+    print(json.dumps(check.stats(folder), indent=1))
 
 
 def _train_and_test(data: str, test: str | None) -> tuple[str, str]:

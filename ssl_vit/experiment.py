@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import psutil
 import torch
-from accelerate import Accelerator, PartialState
-from accelerate.utils import set_seed
+from accelerate import Accelerator
+from accelerate.utils import is_torch_xla_available, set_seed
 from torch import nn
 
 from ssl_vit import plugins, recipe
@@ -39,8 +39,17 @@ _PRECISION = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}
 
 
 def make_accelerator(precision: str = "fp32") -> Accelerator:
-    """Accelerate's engine, as `accelerate launch` set it up; the data plan shards and the loop accumulates by itself."""
-    return Accelerator(mixed_precision=_PRECISION[precision])
+    """Accelerate's engine, as `accelerate launch` or torchrun set it up; the data plan shards, the loop accumulates.
+
+    Raises UserError when several processes were launched and Accelerate would let each train alone.
+    """
+    # Without cpu=True, Accelerate 1.15 ignores the launcher's processes on a machine that has no accelerator.
+    no_device = not torch.accelerator.is_available() and not is_torch_xla_available()
+    accelerator = Accelerator(mixed_precision=_PRECISION[precision], cpu=no_device)
+    launched = int(os.environ.get("WORLD_SIZE", 1))
+    if accelerator.num_processes < launched:
+        raise UserError(f"{launched} processes were launched but Accelerate formed a world of {accelerator.num_processes}")
+    return accelerator
 
 
 def build_backbone(config: BackboneConfig, init_from: str | None) -> backbone.Backbone:
@@ -52,8 +61,8 @@ def build_backbone(config: BackboneConfig, init_from: str | None) -> backbone.Ba
 
 
 def is_main_process() -> bool:
-    """Whether this process is the one that prints and writes."""
-    return bool(PartialState().is_main_process)
+    """Whether this process is the one that prints and writes; needs no process group."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 @dataclass(frozen=True)

@@ -211,12 +211,13 @@ class TrainStream(IterableDataset[Chunk]):
             # Without workers this runs in the training process: its generator must not notice.
             state = torch.get_rng_state()
             try:
-                yield self._chunk(reader, own, streams)
+                chunk = self._chunk(reader, own, streams)
             except UserError as error:  # an exception would cross the process border as a wall of text
-                yield Chunk(error=str(error))
+                chunk = Chunk(error=str(error))
+            torch.set_rng_state(state)
+            yield chunk
+            if chunk.error:
                 return
-            finally:
-                torch.set_rng_state(state)
 
     def _chunk(self, reader: SampleReader, own: list[int], streams: list[_Lane]) -> Chunk:
         skipped: list[Skip] = []
@@ -289,6 +290,7 @@ def train_batches(stream: TrainStream, device: torch.device) -> Iterator[tuple[B
         num_workers=stream.workers,
         pin_memory=device.type == "cuda",
         prefetch_factor=4 if stream.workers else None,
+        generator=torch.Generator(),  # else it would draw its base seed from the model's generator
     )
     chunks = iter(loader)
     while True:
@@ -358,7 +360,13 @@ class EvaluationStream(IterableDataset[Chunk]):
 
 def evaluation_batches(stream: EvaluationStream, device: torch.device) -> Iterator[tuple[Batch, Chunk]]:
     """The stream's batches on the device, `len(stream)` of them on every rank; padding is marked by `valid`."""
-    loader = DataLoader(stream, batch_size=None, num_workers=stream.workers, pin_memory=device.type == "cuda")
+    loader = DataLoader(
+        stream,
+        batch_size=None,
+        num_workers=stream.workers,
+        pin_memory=device.type == "cuda",
+        generator=torch.Generator(),  # as above
+    )
     for chunk in loader:
         yield _join([chunk], device, 0), _bookkeeping([chunk])
 

@@ -2,21 +2,17 @@ from __future__ import annotations
 
 import io
 import json
-import pickle
-import shutil
 import tarfile
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
-from sklearn.datasets import load_digits
 
-from ssl_vit.data import pack
-from ssl_vit.data.pack import Defect, make, stats, verify
+from ssl_vit.data.check import stats, verify
+from ssl_vit.data.pack import make
 from ssl_vit.data.sources import RawSample, Source, open_source
 from ssl_vit.interfaces import RunError, UserError
 
@@ -57,43 +53,6 @@ def members(folder: Path) -> dict[str, bytes]:
 def labelled_images(folder: Path) -> dict[bytes, int]:
     found = members(folder)
     return {data: int(found[name.split(".")[0] + ".cls"]) for name, data in found.items() if name[-4:] != ".cls"}
-
-
-def rewrite(path: Path, change: Callable[[list[tuple[str, bytes]]], list[tuple[str, bytes]]]) -> None:
-    """Write the tar again with its (name, bytes) members changed."""
-    with tarfile.open(path) as tar:
-        old = [(member.name, tar.extractfile(member).read()) for member in tar.getmembers()]  # type: ignore[union-attr]
-    with tarfile.open(path, "w") as tar:
-        for name, data in change(old):
-            info = tarfile.TarInfo(name)
-            info.size = len(data)
-            tar.addfile(info, io.BytesIO(data))
-
-
-def agree(folder: Path) -> None:
-    """Bring sizes and checksums in info.json up to date, so that only the deeper checks can find a defect."""
-    info = json.loads((folder / "info.json").read_text())
-    for entry in info["shards"]:
-        path = folder / entry["file"]
-        entry.update(bytes=path.stat().st_size, sha256=pack._sha256(path))
-    (folder / "info.json").write_text(json.dumps(info))
-
-
-def kinds(defects: list[Defect]) -> list[str]:
-    return [defect.kind for defect in defects]
-
-
-@pytest.fixture(scope="module")
-def packed_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("packed") / "digits"
-    make(few_digits(60), out, shards=3)
-    return out
-
-
-@pytest.fixture
-def digits(packed_once: Path, tmp_path: Path) -> Path:
-    """60 digits in three shards of 20, to be damaged."""
-    return Path(shutil.copytree(packed_once, tmp_path / "digits"))
 
 
 def few_digits(count: int) -> Source:
@@ -155,16 +114,28 @@ def test_same_input_same_bytes_other_seed_other_order(tmp_path: Path) -> None:
     assert labelled_images(tmp_path / "one") == labelled_images(tmp_path / "three")
 
 
-def test_shuffle_mixes_classes_and_no_shuffle_keeps_the_order(tmp_path: Path) -> None:
+def test_shuffle_mixes_classes(tmp_path: Path) -> None:
     image_folder(tmp_path / "in", {"a": 30, "b": 30})
-    source = open_source(str(tmp_path / "in"))
-    make(source, tmp_path / "mixed", shards=2)
-    make(source, tmp_path / "kept", shards=2, shuffle=False)
+    make(open_source(str(tmp_path / "in")), tmp_path / "mixed", shards=2)
     with tarfile.open(tmp_path / "mixed" / "000000.tar") as tar:
         labels = [tar.extractfile(m).read() for m in tar.getmembers() if m.name.endswith(".cls")]  # type: ignore[union-attr]
     assert 5 < labels.count(b"0") < 25
-    kept = members(tmp_path / "kept")
-    assert [kept[f"{number:08d}.cls"] for number in range(60)] == [b"0"] * 30 + [b"1"] * 30
+
+
+def test_without_shuffle_the_members_keep_the_order_of_the_source(tmp_path: Path) -> None:
+    source = few_digits(150)
+    images = [source.sample(index).image for index in range(150)]
+    info = make(source, tmp_path / "out", shards=4, shuffle=False)
+    assert [entry["samples"] for entry in info["shards"]] == [38, 38, 37, 37]
+    found = members(tmp_path / "out")  # in the order of the shards, and of the members in them
+    assert list(found) == [f"{number:08d}.{suffix}" for number in range(150) for suffix in ("cls", "png")]
+    assert [data for name, data in found.items() if name.endswith(".png")] == images
+    assert source.labels is not None
+    assert [int(data) for name, data in found.items() if name.endswith(".cls")] == source.labels.tolist()
+    make(source, tmp_path / "split", shards=2, shuffle=False, holdout=0.3)
+    for part in ("train", "test"):
+        kept = [data for name, data in members(tmp_path / "split" / part).items() if name.endswith(".png")]
+        assert kept == [image for image in images if image in kept]
 
 
 @pytest.mark.parametrize(("options", "sizes"), [({"shards": 7}, [8] * 4 + [7] * 3), ({"shard_size": 25}, [20] * 3)])
@@ -332,224 +303,3 @@ def test_an_interrupted_make_leaves_no_info_and_no_half_shard(tmp_path: Path) ->
 def test_options_out_of_range(tmp_path: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         make(few_digits(10), tmp_path / "out", **options)
-
-
-def flip_a_byte(folder: Path) -> None:
-    data = bytearray((folder / "000001.tar").read_bytes())
-    data[108] ^= 1  # the owner's number: read by no one, seen by the checksum
-    with tarfile.open(folder / "000001.tar") as tar:
-        data[148:156] = b"%06o\0 " % (sum(data[:148]) + 8 * 32 + sum(data[156:512]))
-        assert tar.getmembers()
-    (folder / "000001.tar").write_bytes(data)
-
-
-def test_verify_checksum(digits: Path) -> None:
-    flip_a_byte(digits)
-    assert [(d.shard, d.kind) for d in verify(digits)] == [("000001.tar", "checksum")]
-
-
-def test_verify_size(digits: Path) -> None:
-    with (digits / "000002.tar").open("ab") as file:
-        file.write(bytes(512))
-    assert [(d.shard, d.kind) for d in verify(digits)] == [("000002.tar", "size"), ("000002.tar", "checksum")]
-
-
-@pytest.mark.parametrize("cut", [0, 700, 1536, 4096 + 100, -10000])
-def test_verify_truncated_wherever_the_cut_is(digits: Path, cut: int) -> None:
-    """Inside a header, inside an image, between two members, in the end mark: tar readers notice only some of them."""
-    data = (digits / "000001.tar").read_bytes()
-    (digits / "000001.tar").write_bytes(data[:cut])
-    agree(digits)
-    defects = verify(digits)
-    assert [d for d in defects if d.kind == "truncated" and d.shard == "000001.tar"]
-    assert {d.shard for d in defects} == {"000001.tar"}
-    if cut >= 0:
-        assert "count" in kinds(defects)
-
-
-def test_verify_end_mark_cut_off(digits: Path) -> None:
-    path = digits / "000001.tar"
-    with tarfile.open(path) as tar:
-        tar.getmembers()
-        end = tar.offset
-    path.write_bytes(path.read_bytes()[:end])
-    agree(digits)
-    assert [(d.kind, d.detail) for d in verify(digits)] == [("truncated", "the end mark is missing: the file was cut")]
-
-
-def test_verify_bad_header_in_the_middle(digits: Path) -> None:
-    path = digits / "000001.tar"
-    with tarfile.open(path) as tar:
-        header = tar.getmembers()[10].offset
-    data = bytearray(path.read_bytes())
-    data[header + 150] ^= 0xFF
-    path.write_bytes(data)
-    agree(digits)
-    assert kinds(verify(digits)) == ["truncated", "count"]
-
-
-def test_verify_missing_member(digits: Path) -> None:
-    rewrite(digits / "000000.tar", lambda old: [item for item in old if item[0] != "00000003.png"])
-    agree(digits)
-    assert [(d.key, d.kind) for d in verify(digits)] == [("00000003", "missing_member")]
-
-
-def test_verify_unreadable_image(digits: Path) -> None:
-    bad = {"00000003.png": b"text", "00000004.png": encoded("PNG", size=(64, 64))[:500]}
-    rewrite(digits / "000000.tar", lambda old: [(name, bad.get(name, data)) for name, data in old])
-    agree(digits)
-    assert [(d.key, d.kind) for d in verify(digits)] == [
-        ("00000003", "unreadable_image"),
-        ("00000004", "unreadable_image"),
-    ]
-
-
-def test_verify_duplicate_key_side_by_side_apart_and_across_shards(digits: Path) -> None:
-    rewrite(digits / "000000.tar", lambda old: [*old[:2], *old])
-    agree(digits)
-    assert [(d.key, d.kind) for d in verify(digits)] == [("00000000", "duplicate_key")] * 2
-    rewrite(digits / "000000.tar", lambda old: [*old[2:], ("00000007.webp", encoded("WEBP"))])
-    rewrite(digits / "000001.tar", lambda old: [(name.replace("00000021", "00000005"), data) for name, data in old])
-    agree(digits)
-    duplicates = [(d.shard, d.key) for d in verify(digits) if d.kind == "duplicate_key"]
-    assert duplicates == [("000000.tar", "00000007"), ("000001.tar", "00000005")]
-
-
-def test_verify_labels(digits: Path) -> None:
-    bad = {
-        "00000001.cls": b"cat",
-        "00000002.cls": b"10",
-        "00000003.cls": b"-1",
-        "00000004.cls": b"3.0",
-        "00000005.cls": b"9" * 5000,
-    }
-    rewrite(digits / "000000.tar", lambda old: [(n, bad.get(n, d)) for n, d in old if n != "00000006.cls"])
-    agree(digits)
-    assert [(d.key[-1], d.kind) for d in verify(digits)] == [
-        ("1", "bad_label"),
-        ("2", "label_out_of_range"),
-        ("3", "label_out_of_range"),
-        ("4", "bad_label"),
-        ("5", "bad_label"),
-        ("6", "bad_label"),
-    ]
-
-
-def test_verify_missing_and_extra_shards(digits: Path) -> None:
-    (digits / "000001.tar").rename(digits / "000007.tar")
-    assert [(d.shard, d.kind) for d in verify(digits)] == [
-        ("000001.tar", "missing_shard"),
-        ("000007.tar", "extra_shard"),
-    ]
-
-
-def test_verify_counts(digits: Path) -> None:
-    info = json.loads((digits / "info.json").read_text())
-    info["samples"] += 1
-    info["shards"][1]["samples"] -= 1
-    (digits / "info.json").write_text(json.dumps(info))
-    assert [(d.shard, d.kind) for d in verify(digits)] == [("info.json", "count"), ("000001.tar", "count")]
-
-
-def test_verify_lists_the_defects_of_all_shards(digits: Path) -> None:
-    (digits / "000000.tar").write_bytes((digits / "000000.tar").read_bytes()[:5000])
-    rewrite(
-        digits / "000002.tar", lambda old: [(name, b"x" if name.endswith("45.cls") else data) for name, data in old]
-    )
-    found = {(d.shard, d.kind) for d in verify(digits)}
-    assert {("000000.tar", "truncated"), ("000000.tar", "size"), ("000002.tar", "bad_label")} <= found
-
-
-def test_verify_plain_tars_without_info(digits: Path) -> None:
-    (digits / "info.json").unlink()
-    assert verify(digits) == []
-    rewrite(digits / "000000.tar", lambda old: [(n, b"77" if n == "00000001.cls" else d) for n, d in old])
-    assert verify(digits) == []
-    rewrite(digits / "000000.tar", lambda old: [(n, b"dog" if n == "00000001.cls" else d) for n, d in old])
-    assert kinds(verify(digits)) == ["bad_label"]
-
-
-def test_two_families_of_plain_tars_may_share_keys(digits: Path, tmp_path: Path) -> None:
-    both = tmp_path / "both"
-    both.mkdir()
-    for family in ("train", "val"):
-        shutil.copy(digits / "000000.tar", both / f"{family}-000000.tar")
-    assert verify(both) == []
-    shutil.copy(digits / "000000.tar", both / "val-000001.tar")
-    assert kinds(verify(both)) == ["duplicate_key"] * 20
-
-
-def test_pickles_in_a_shard_are_not_loaded(digits: Path, tmp_path: Path) -> None:
-    class Bomb:
-        def __reduce__(self) -> tuple[Any, ...]:
-            return (Path.touch, (tmp_path / "exploded",))
-
-    bomb = pickle.dumps(Bomb())
-    rewrite(
-        digits / "000000.tar",
-        lambda old: [*old, ("00000019.pyd", bomb), ("00000019.pickle", bomb), ("00000019.pth", bomb)],
-    )
-    agree(digits)
-    assert verify(digits) == []
-    assert stats(digits)["samples"] == 60
-    assert not (tmp_path / "exploded").exists()
-
-
-def test_broken_or_absent_info(digits: Path, tmp_path: Path) -> None:
-    info = json.loads((digits / "info.json").read_text())
-    (digits / "info.json").write_text("{")
-    with pytest.raises(UserError, match=r"info\.json"):
-        verify(digits)
-    info["shards"][0]["file"] = "../elsewhere.tar"
-    (digits / "info.json").write_text(json.dumps(info))
-    with pytest.raises(UserError, match=r"shards\.0\.file"):
-        verify(digits)
-    with pytest.raises(UserError, match="no such folder"):
-        verify(tmp_path / "nowhere")
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match="no shards here"):
-        stats(tmp_path / "empty")
-
-
-def test_stats(digits: Path) -> None:
-    found = stats(digits)
-    target = Counter(load_digits().target[:60].tolist())
-    assert found == {
-        "samples": 60,
-        "shards": 3,
-        "bytes": sum(path.stat().st_size for path in digits.glob("*.tar")),
-        "labelled": True,
-        "samples_per_class": {str(digit): target[digit] for digit in range(10)},
-        "samples_per_shard": {"mean": 20.0, "min": 20, "max": 20},
-        "image_size": {"height": {"mean": 8.0, "min": 8, "max": 8}, "width": {"mean": 8.0, "min": 8, "max": 8}},
-        "channels": 1,
-    }
-    assert json.loads(json.dumps(found)) == found
-
-
-def test_stats_of_mixed_images_and_of_classes_with_one_name(tmp_path: Path) -> None:
-    images = [encoded("PNG", 0, (10, 6), "L"), encoded("PNG", 1, (20, 8)), encoded("PNG", 2, (30, 10))]
-    labels = np.array([0, 2, 2])
-    source = Source(
-        "three",
-        None,
-        3,
-        ["crane", "ox", "crane"],
-        labels,
-        lambda i: RawSample(str(i), images[i], "png", int(labels[i])),
-    )
-    make(source, tmp_path / "out")
-    found = stats(tmp_path / "out")
-    assert found["image_size"]["width"] == {"mean": 20.0, "min": 10, "max": 30}
-    assert found["image_size"]["height"] == {"mean": 8.0, "min": 6, "max": 10}
-    assert found["samples_per_class"] == {"crane (0)": 1, "ox": 0, "crane (2)": 2}
-    assert found["channels"] == 3
-
-
-def test_stats_names_the_first_defect(digits: Path) -> None:
-    rewrite(digits / "000001.tar", lambda old: [(n, b"x" if n == "00000021.png" else d) for n, d in old])
-    with pytest.raises(UserError, match=r"000001\.tar: 00000021: unreadable_image"):
-        stats(digits)
-    (digits / "000001.tar").unlink()
-    with pytest.raises(UserError, match=r"000001\.tar: missing_shard"):
-        stats(digits)

@@ -1,0 +1,343 @@
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import shutil
+import tarfile
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from sklearn.datasets import load_digits
+
+from ssl_vit.data.check import Defect, stats, verify
+from ssl_vit.data.pack import make, sha256
+from ssl_vit.data.sources import RawSample, Source, open_source
+from ssl_vit.interfaces import UserError
+
+
+def encoded(kind: str, seed: int = 0, size: tuple[int, int] = (14, 10), mode: str = "RGB") -> bytes:
+    pixels = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).convert(mode).save(buffer, kind)
+    return buffer.getvalue()
+
+
+def rewrite(path: Path, change: Callable[[list[tuple[str, bytes]]], list[tuple[str, bytes]]]) -> None:
+    """Write the tar again with its (name, bytes) members changed."""
+    with tarfile.open(path) as tar:
+        old = [(member.name, tar.extractfile(member).read()) for member in tar.getmembers()]  # type: ignore[union-attr]
+    with tarfile.open(path, "w") as tar:
+        for name, data in change(old):
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
+
+
+def agree(folder: Path) -> None:
+    """Bring sizes and checksums in info.json up to date, so that only the deeper checks can find a defect."""
+    info = json.loads((folder / "info.json").read_text())
+    for entry in info["shards"]:
+        path = folder / entry["file"]
+        entry.update(bytes=path.stat().st_size, sha256=sha256(path))
+    (folder / "info.json").write_text(json.dumps(info))
+
+
+def kinds(defects: list[Defect]) -> list[str]:
+    return [defect.kind for defect in defects]
+
+
+@pytest.fixture(scope="module")
+def packed_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("packed") / "digits"
+    whole = open_source("digits", split="train")
+    assert whole.labels is not None
+    make(replace(whole, count=60, labels=whole.labels[:60]), out, shards=3)
+    return out
+
+
+@pytest.fixture
+def digits(packed_once: Path, tmp_path: Path) -> Path:
+    """60 digits in three shards of 20, to be damaged."""
+    return Path(shutil.copytree(packed_once, tmp_path / "digits"))
+
+
+def flip_a_byte(folder: Path) -> None:
+    data = bytearray((folder / "000001.tar").read_bytes())
+    data[108] ^= 1  # the owner's number: read by no one, seen by the checksum
+    with tarfile.open(folder / "000001.tar") as tar:
+        data[148:156] = b"%06o\0 " % (sum(data[:148]) + 8 * 32 + sum(data[156:512]))
+        assert tar.getmembers()
+    (folder / "000001.tar").write_bytes(data)
+
+
+def test_verify_checksum(digits: Path) -> None:
+    flip_a_byte(digits)
+    assert [(d.shard, d.kind) for d in verify(digits)] == [("000001.tar", "checksum")]
+
+
+def test_verify_size(digits: Path) -> None:
+    with (digits / "000002.tar").open("ab") as file:
+        file.write(bytes(512))
+    assert [(d.shard, d.kind) for d in verify(digits)] == [("000002.tar", "size"), ("000002.tar", "checksum")]
+
+
+@pytest.mark.parametrize("cut", [0, 700, 1536, 4096 + 100, -10000])
+def test_verify_truncated_wherever_the_cut_is(digits: Path, cut: int) -> None:
+    """Inside a header, inside an image, between two members, in the end mark: tar readers notice only some of them."""
+    data = (digits / "000001.tar").read_bytes()
+    (digits / "000001.tar").write_bytes(data[:cut])
+    agree(digits)
+    defects = verify(digits)
+    assert [d for d in defects if d.kind == "truncated" and d.shard == "000001.tar"]
+    assert {d.shard for d in defects} == {"000001.tar"}
+    if cut >= 0:
+        assert "count" in kinds(defects)
+
+
+def test_verify_end_mark_cut_off(digits: Path) -> None:
+    path = digits / "000001.tar"
+    with tarfile.open(path) as tar:
+        tar.getmembers()
+        end = tar.offset
+    path.write_bytes(path.read_bytes()[:end])
+    agree(digits)
+    assert [(d.kind, d.detail) for d in verify(digits)] == [("truncated", "the end mark is missing: the file was cut")]
+
+
+def test_verify_bad_header_in_the_middle(digits: Path) -> None:
+    path = digits / "000001.tar"
+    with tarfile.open(path) as tar:
+        header = tar.getmembers()[10].offset
+    data = bytearray(path.read_bytes())
+    data[header + 150] ^= 0xFF
+    path.write_bytes(data)
+    agree(digits)
+    assert kinds(verify(digits)) == ["truncated", "count"]
+
+
+def test_verify_missing_member(digits: Path) -> None:
+    rewrite(digits / "000000.tar", lambda old: [item for item in old if item[0] != "00000003.png"])
+    agree(digits)
+    assert [(d.key, d.kind) for d in verify(digits)] == [("00000003", "missing_member")]
+
+
+def test_verify_unreadable_image(digits: Path) -> None:
+    bad = {"00000003.png": b"text", "00000004.png": encoded("PNG", size=(64, 64))[:500]}
+    rewrite(digits / "000000.tar", lambda old: [(name, bad.get(name, data)) for name, data in old])
+    agree(digits)
+    assert [(d.key, d.kind) for d in verify(digits)] == [
+        ("00000003", "unreadable_image"),
+        ("00000004", "unreadable_image"),
+    ]
+
+
+def test_verify_duplicate_key_side_by_side_apart_and_across_shards(digits: Path) -> None:
+    rewrite(digits / "000000.tar", lambda old: [*old[:2], *old])
+    agree(digits)
+    assert [(d.key, d.kind) for d in verify(digits)] == [("00000000", "duplicate_key")] * 2
+    rewrite(digits / "000000.tar", lambda old: [*old[2:], ("00000007.webp", encoded("WEBP"))])
+    rewrite(digits / "000001.tar", lambda old: [(name.replace("00000021", "00000005"), data) for name, data in old])
+    agree(digits)
+    duplicates = [(d.shard, d.key) for d in verify(digits) if d.kind == "duplicate_key"]
+    assert duplicates == [("000000.tar", "00000007"), ("000001.tar", "00000005")]
+
+
+def test_verify_labels(digits: Path) -> None:
+    bad = {
+        "00000001.cls": b"cat",
+        "00000002.cls": b"10",
+        "00000003.cls": b"-1",
+        "00000004.cls": b"3.0",
+        "00000005.cls": b"9" * 5000,
+    }
+    rewrite(digits / "000000.tar", lambda old: [(n, bad.get(n, d)) for n, d in old if n != "00000006.cls"])
+    agree(digits)
+    assert [(d.key[-1], d.kind) for d in verify(digits)] == [
+        ("1", "bad_label"),
+        ("2", "label_out_of_range"),
+        ("3", "label_out_of_range"),
+        ("4", "bad_label"),
+        ("5", "bad_label"),
+        ("6", "bad_label"),
+    ]
+
+
+def test_verify_missing_and_extra_shards(digits: Path) -> None:
+    (digits / "000001.tar").rename(digits / "000007.tar")
+    assert [(d.shard, d.kind) for d in verify(digits)] == [
+        ("000001.tar", "missing_shard"),
+        ("000007.tar", "extra_shard"),
+    ]
+
+
+def test_verify_counts(digits: Path) -> None:
+    info = json.loads((digits / "info.json").read_text())
+    info["samples"] += 1
+    info["shards"][1]["samples"] -= 1
+    (digits / "info.json").write_text(json.dumps(info))
+    assert [(d.shard, d.kind) for d in verify(digits)] == [("info.json", "count"), ("000001.tar", "count")]
+
+
+def test_verify_lists_the_defects_of_all_shards(digits: Path) -> None:
+    (digits / "000000.tar").write_bytes((digits / "000000.tar").read_bytes()[:5000])
+    rewrite(
+        digits / "000002.tar", lambda old: [(name, b"x" if name.endswith("45.cls") else data) for name, data in old]
+    )
+    found = {(d.shard, d.kind) for d in verify(digits)}
+    assert {("000000.tar", "truncated"), ("000000.tar", "size"), ("000002.tar", "bad_label")} <= found
+
+
+def test_verify_plain_tars_without_info(digits: Path) -> None:
+    (digits / "info.json").unlink()
+    assert verify(digits) == []
+    rewrite(digits / "000000.tar", lambda old: [(n, b"77" if n == "00000001.cls" else d) for n, d in old])
+    assert verify(digits) == []
+    rewrite(digits / "000000.tar", lambda old: [(n, b"dog" if n == "00000001.cls" else d) for n, d in old])
+    assert kinds(verify(digits)) == ["bad_label"]
+
+
+def test_two_families_of_plain_tars_may_share_keys(digits: Path, tmp_path: Path) -> None:
+    both = tmp_path / "both"
+    both.mkdir()
+    for family in ("train", "val"):
+        shutil.copy(digits / "000000.tar", both / f"{family}-000000.tar")
+    assert verify(both) == []
+    shutil.copy(digits / "000000.tar", both / "val-000001.tar")
+    assert kinds(verify(both)) == ["duplicate_key"] * 20
+
+
+def test_pickles_in_a_shard_are_not_loaded(digits: Path, tmp_path: Path) -> None:
+    class Bomb:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return (Path.touch, (tmp_path / "exploded",))
+
+    bomb = pickle.dumps(Bomb())
+    rewrite(
+        digits / "000000.tar",
+        lambda old: [*old, ("00000019.pyd", bomb), ("00000019.pickle", bomb), ("00000019.pth", bomb)],
+    )
+    agree(digits)
+    assert verify(digits) == []
+    assert stats(digits)["samples"] == 60
+    assert not (tmp_path / "exploded").exists()
+
+
+def test_broken_or_absent_info(digits: Path, tmp_path: Path) -> None:
+    info = json.loads((digits / "info.json").read_text())
+    (digits / "info.json").write_text("{")
+    with pytest.raises(UserError, match=r"info\.json"):
+        verify(digits)
+    info["shards"][0]["file"] = "../elsewhere.tar"
+    (digits / "info.json").write_text(json.dumps(info))
+    with pytest.raises(UserError, match=r"shards\.0\.file"):
+        verify(digits)
+    with pytest.raises(UserError, match="no such folder"):
+        verify(tmp_path / "nowhere")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match="no shards here"):
+        stats(tmp_path / "empty")
+
+
+def test_stats(digits: Path) -> None:
+    found = stats(digits)
+    target = Counter(load_digits().target[:60].tolist())
+    assert found == {
+        "samples": 60,
+        "shards": 3,
+        "bytes": sum(path.stat().st_size for path in digits.glob("*.tar")),
+        "labelled": True,
+        "samples_per_class": {str(digit): target[digit] for digit in range(10)},
+        "samples_per_shard": {"mean": 20.0, "min": 20, "max": 20},
+        "image_size": {"height": {"mean": 8.0, "min": 8, "max": 8}, "width": {"mean": 8.0, "min": 8, "max": 8}},
+        "channels": 1,
+    }
+    assert json.loads(json.dumps(found)) == found
+
+
+def test_stats_of_mixed_images_and_of_classes_with_one_name(tmp_path: Path) -> None:
+    images = [encoded("PNG", 0, (10, 6), "L"), encoded("PNG", 1, (20, 8)), encoded("PNG", 2, (30, 10))]
+    labels = np.array([0, 2, 2])
+    source = Source(
+        "three",
+        None,
+        3,
+        ["crane", "ox", "crane"],
+        labels,
+        lambda i: RawSample(str(i), images[i], "png", int(labels[i])),
+    )
+    make(source, tmp_path / "out")
+    found = stats(tmp_path / "out")
+    assert found["image_size"]["width"] == {"mean": 20.0, "min": 10, "max": 30}
+    assert found["image_size"]["height"] == {"mean": 8.0, "min": 6, "max": 10}
+    assert found["samples_per_class"] == {"crane (0)": 1, "ox": 0, "crane (2)": 2}
+    assert found["channels"] == 3
+
+
+def test_stats_names_the_first_defect(digits: Path) -> None:
+    rewrite(digits / "000001.tar", lambda old: [(n, b"x" if n == "00000021.png" else d) for n, d in old])
+    with pytest.raises(UserError, match=r"000001\.tar: 00000021: unreadable_image"):
+        stats(digits)
+    (digits / "000001.tar").unlink()
+    with pytest.raises(UserError, match=r"000001\.tar: missing_shard"):
+        stats(digits)
+
+
+@pytest.fixture
+def splits(digits: Path, tmp_path: Path) -> Path:
+    """The three shards as two splits that are listed by about.json: 40 train and 20 val samples, with the same keys."""
+    folder, entries = tmp_path / "splits", json.loads((digits / "info.json").read_text())["shards"]
+    folder.mkdir()
+    parts: dict[str, Any] = {"train": {"samples": 40, "shards": []}, "val": {"samples": 20, "shards": []}}
+    for entry, name in zip(entries, ("train-000000.tar", "train-000001.tar", "val-000000.tar"), strict=True):
+        shutil.copy(digits / entry["file"], folder / name)
+        listed = {"file": name, "samples": 20, "sha256": entry["sha256"]}
+        parts[name.partition("-")[0]]["shards"].append(listed)
+    rewrite(folder / "val-000000.tar", lambda old: [(f"000000{int(n[:8]) - 40:02d}{n[8:]}", data) for n, data in old])
+    parts["val"]["shards"][0]["sha256"] = sha256(folder / "val-000000.tar")
+    (folder / "about.json").write_text(json.dumps({"classes": list("0123456789"), "splits": parts, "note": "made"}))
+    return folder
+
+
+def test_several_splits_in_one_folder(splits: Path) -> None:
+    assert verify(splits) == []
+    found = stats(splits)
+    assert (found["samples"], found["shards"], found["samples_per_shard"]["max"]) == (60, 3, 20)
+    assert sum(found["samples_per_class"].values()) == 60
+
+
+def test_verify_holds_splits_against_about_json(splits: Path) -> None:
+    about = json.loads((splits / "about.json").read_text())
+    about["splits"]["val"]["samples"] = 21
+    (splits / "about.json").write_text(json.dumps(about))
+    rewrite(splits / "train-000000.tar", lambda old: [(n, b"10" if n == "00000001.cls" else d) for n, d in old])
+    (splits / "train-000001.tar").rename(splits / "train-000002.tar")
+    assert [(d.shard, d.kind) for d in verify(splits)] == [
+        ("train-000001.tar", "missing_shard"),
+        ("train-000002.tar", "extra_shard"),
+        ("about.json", "count"),
+        ("train-000000.tar", "checksum"),
+        ("train-000000.tar", "label_out_of_range"),
+    ]
+    about["splits"]["val"]["shards"][0]["file"] = "../val.tar"
+    (splits / "about.json").write_text(json.dumps(about))
+    with pytest.raises(UserError, match=r"about\.json: splits\.val\.shards\.0\.file"):
+        verify(splits)
+
+
+def test_a_compressed_shard_is_a_defect_not_a_crash(digits: Path) -> None:
+    """Training counts and reads plain tars only."""
+    with tarfile.open(digits / "000001.tar") as tar:
+        files = [(member, tar.extractfile(member)) for member in tar.getmembers()]
+        with tarfile.open(digits / "packed.tar", "w:gz") as packed:
+            for member, file in files:
+                packed.addfile(member, file)
+    (digits / "packed.tar").replace(digits / "000001.tar")
+    agree(digits)
+    assert kinds(verify(digits)) == ["truncated"]

@@ -1,0 +1,161 @@
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import datasets
+import huggingface_hub.constants
+import numpy as np
+import pyarrow as pa  # type: ignore[import-untyped]
+import pyarrow.parquet as pq  # type: ignore[import-untyped]
+import pytest
+from PIL import Image
+
+from ssl_vit.data.sources import BrokenImageError, RawSample, Source, open_source
+from ssl_vit.interfaces import UserError
+
+
+def encoded(kind: str, seed: int = 0) -> bytes:
+    buffer = io.BytesIO()
+    Image.fromarray(np.random.default_rng(seed).integers(0, 256, (10, 14, 3), dtype=np.uint8)).save(buffer, kind)
+    return buffer.getvalue()
+
+
+def all_samples(source: Source) -> list[RawSample]:
+    return [source.sample(index) for index in range(source.count)]
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+def table(labels: list[int], names: list[str], kinds: tuple[str, ...] = ("JPEG", "PNG")) -> datasets.Dataset:
+    images = [{"bytes": encoded(kinds[i % len(kinds)], i), "path": None} for i in range(len(labels))]
+    features = datasets.Features(
+        {"img": datasets.Image(), "id": datasets.Value("int64"), "label": datasets.ClassLabel(names=names)}
+    )
+    return datasets.Dataset.from_dict({"img": images, "id": [7] * len(labels), "label": labels}, features=features)
+
+
+def test_parquet_file_keeps_bytes_and_class_names(tmp_path: Path) -> None:
+    table([1, 0, 1], ["no", "yes"]).to_parquet(str(tmp_path / "part.parquet"))
+    source = open_source(str(tmp_path / "part.parquet"))
+    samples = all_samples(source)
+    assert source.classes == ["no", "yes"]
+    assert [(s.key, s.extension, s.label) for s in samples] == [
+        ("row 0", "jpg", 1),
+        ("row 1", "png", 0),
+        ("row 2", "jpg", 1),
+    ]
+    assert [s.image for s in samples] == [encoded("JPEG", 0), encoded("PNG", 1), encoded("JPEG", 2)]
+    assert source.name == "part.parquet (datasets)"
+
+
+def test_parquet_directory_has_splits(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    table([1, 0, 1], ["no", "yes"]).to_parquet(str(tmp_path / "data" / "train-00000-of-00001.parquet"))
+    table([1], ["no", "yes"]).to_parquet(str(tmp_path / "data" / "test-00000-of-00001.parquet"))
+    assert open_source(str(tmp_path), split="train").count == 3
+    assert open_source(str(tmp_path), split="test").count == 1
+    with pytest.raises(UserError, match="choose split from: train, test"):
+        open_source(str(tmp_path))
+
+
+def test_parquet_that_datasets_did_not_write(tmp_path: Path) -> None:
+    images = [encoded("PNG", number) for number in range(3)]
+    file = tmp_path / "plain.parquet"
+    pq.write_table(pa.table({"png": images, "kind": ["wolf", "ape", "wolf"], "id": [5, 6, 7]}), file)
+    source = open_source(str(file), label_column="kind")
+    assert source.classes == ["ape", "wolf"]
+    assert [(s.image, s.label) for s in all_samples(source)] == list(zip(images, [1, 0, 1], strict=True))
+    unlabelled = open_source(str(file))
+    assert (unlabelled.classes, unlabelled.sample(0).label) == (None, None)
+    by_number = open_source(str(file), label_column="id", image_column="png")
+    assert (by_number.classes, by_number.sample(2).label) == (["5", "6", "7"], 2)
+    with pytest.raises(UserError, match="no column 'colour'"):
+        open_source(str(file), label_column="colour")
+    with pytest.raises(UserError, match="does not hold images"):
+        open_source(str(file), image_column="id")
+
+
+def test_load_from_disk_layouts(tmp_path: Path) -> None:
+    table([1, 0, 1], ["no", "yes"]).save_to_disk(str(tmp_path / "one"))
+    parts = {"train": table([0, 1], ["no", "yes"]), "validation": table([1], ["no", "yes"])}
+    datasets.DatasetDict(parts).save_to_disk(str(tmp_path / "many"))
+    one = open_source(str(tmp_path / "one"))
+    assert [s.label for s in all_samples(one)] == [1, 0, 1]
+    assert one.sample(1).image == encoded("PNG", 1)
+    assert open_source(str(tmp_path / "many"), split="val").count == 1
+    with pytest.raises(UserError, match="without splits"):
+        open_source(str(tmp_path / "one"), split="train")
+    arrow = next((tmp_path / "one").glob("*.arrow"))
+    assert [s.label for s in all_samples(open_source(str(arrow)))] == [1, 0, 1]
+
+
+def test_string_classes_agree_between_splits(tmp_path: Path) -> None:
+    def named(labels: list[str]) -> datasets.Dataset:
+        images = [{"bytes": encoded("PNG", i), "path": None} for i in range(len(labels))]
+        features = datasets.Features({"image": datasets.Image(), "label": datasets.Value("string")})
+        return datasets.Dataset.from_dict({"image": images, "label": labels}, features=features)
+
+    parts = {"train": named(["cow", "ape", "bee"]), "test": named(["cow"])}
+    datasets.DatasetDict(parts).save_to_disk(str(tmp_path / "set"))
+    source = open_source(str(tmp_path / "set"), split="test")
+    assert (source.classes, source.sample(0).label) == (["ape", "bee", "cow"], 2)
+
+
+def test_hidden_labels_are_no_labels_and_missing_ones_are_refused(tmp_path: Path) -> None:
+    table([-1, -1], ["no", "yes"]).save_to_disk(str(tmp_path / "hidden"))
+    assert open_source(str(tmp_path / "hidden")).labels is None
+    table([1, -1], ["no", "yes"]).save_to_disk(str(tmp_path / "some"))
+    with pytest.raises(UserError, match="1 of 2 rows have no 'label'"):
+        open_source(str(tmp_path / "some"))
+
+
+def test_a_row_without_image_is_broken_not_fatal(tmp_path: Path) -> None:
+    rows = {"image": [{"bytes": encoded("PNG"), "path": None}, None]}
+    features = datasets.Features({"image": datasets.Image()})
+    datasets.Dataset.from_dict(rows, features=features).save_to_disk(str(tmp_path / "gap"))
+    source = open_source(str(tmp_path / "gap"))
+    assert source.sample(0).image == encoded("PNG")
+    with pytest.raises(BrokenImageError, match="row 1: no image"):
+        source.sample(1)
+
+
+def test_several_label_columns_must_be_chosen_from(tmp_path: Path) -> None:
+    label = datasets.ClassLabel(names=["a", "b"])
+    features = datasets.Features({"image": datasets.Image(), "coarse": label, "fine": label})
+    rows = {"image": [{"bytes": encoded("PNG"), "path": None}], "coarse": [0], "fine": [1]}
+    datasets.Dataset.from_dict(rows, features=features).save_to_disk(str(tmp_path / "two"))
+    with pytest.raises(UserError, match="coarse, fine"):
+        open_source(str(tmp_path / "two"))
+    assert open_source(str(tmp_path / "two"), label_column="fine").sample(0).label == 1
+
+
+def test_imagefolder_with_a_metadata_file(tmp_path: Path) -> None:
+    data = [encoded("PNG", number) for number in range(2)]
+    (tmp_path / "set").mkdir()
+    for number, image in enumerate(data):
+        (tmp_path / "set" / f"{number}.png").write_bytes(image)
+    (tmp_path / "set" / "metadata.csv").write_text("file_name,label\n1.png,oak\n0.png,elm\n")
+    source = open_source(str(tmp_path / "set"))
+    assert source.classes == ["elm", "oak"]
+    assert {(s.image, s.label) for s in all_samples(source)} == {(data[0], 0), (data[1], 1)}
+
+
+@pytest.mark.parametrize("spec", ["cifar10", "uoft-cs/cifar10"])
+def test_hub_names_offline_say_so(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    with pytest.raises(UserError, match=rf"{spec}: no such file or folder here, and .* cannot be reached"):
+        open_source(spec)
+
+
+def test_other_files_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "archive.zip").write_bytes(b"PK")
+    with pytest.raises(UserError, match=r"\.parquet or \.arrow"):
+        open_source(str(tmp_path / "archive.zip"))
+    (tmp_path / "bad.parquet").write_bytes(b"not parquet at all")
+    with pytest.raises(UserError, match="cannot be read as a dataset"):
+        open_source(str(tmp_path / "bad.parquet"))
