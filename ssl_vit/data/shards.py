@@ -84,7 +84,10 @@ def open_shards(spec: str) -> ShardSet:
             tars += [str(name) for name in found]
         missing = [name for name in tars if not filesystem.exists(name)]
         if missing:
-            raise UserError(f"{scheme}{missing[0]}: no such shard (asked for by data path '{spec}')")
+            asked = f" (asked for by '{spec}')" if missing != [path] else ""
+            raise UserError(
+                f"{scheme}{missing[0]}: no such shard or folder{asked}; make shards with `ssl-vit shards make SOURCE OUT`"
+            )
     info_path = f"{folder}/info.json"
     info = json.loads(filesystem.cat_file(info_path)) if filesystem.exists(info_path) else None
     if info is not None and filesystem.isdir(path):

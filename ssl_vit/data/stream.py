@@ -94,12 +94,12 @@ class SampleReader:
         """The wanted members of a shard that are not cached, undecoded; missing ones become BadSample."""
         wanted = {int(m) for m in members if (shard, int(m)) not in self.cache}
         found: dict[int, Raw] = {}
-        reason = "missing from its shard"
+        reason = "missing: the shard ends before it"
         if wanted:
             last = max(wanted)
             for position, sample in read_members(self.shards.urls[shard]):
                 if isinstance(sample, Exception):
-                    reason = f"missing from its shard (damaged: {sample})"
+                    reason = f"missing: the shard is damaged ({sample})"
                 elif position in wanted:
                     found[position] = sample
                 if position >= last and not isinstance(sample, Exception):

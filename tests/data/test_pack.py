@@ -81,12 +81,8 @@ def test_folder_round_trip_is_bit_for_bit(tmp_path: Path) -> None:
     }
     assert info["mean_image_size"] == {"height": 10.0, "width": 14.0}
     assert verify(tmp_path / "out") == []
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
-        "000000.tar",
-        "000001.tar",
-        "000002.tar",
-        "info.json",
-    ]
+    files_there = {path.name for path in (tmp_path / "out").iterdir()}
+    assert files_there == {"000000.tar", "000001.tar", "000002.tar", "info.json"}
 
 
 def test_keys_are_numbers_and_names_travel_only_when_asked(tmp_path: Path) -> None:
@@ -105,10 +101,8 @@ def test_same_input_same_bytes_other_seed_other_order(tmp_path: Path) -> None:
     source = few_digits(50)
     for name, seed in (("one", 0), ("two", 0), ("three", 1)):
         make(source, tmp_path / name, shards=2, seed=seed)
-    bytes_of = {
-        n: [(tmp_path / n / f).read_bytes() for f in ("000000.tar", "000001.tar", "info.json")]
-        for n in ("one", "two", "three")
-    }
+    files = ("000000.tar", "000001.tar", "info.json")
+    bytes_of = {name: [(tmp_path / name / file).read_bytes() for file in files] for name in ("one", "two", "three")}
     assert bytes_of["one"] == bytes_of["two"]
     assert bytes_of["one"][0] != bytes_of["three"][0]
     assert labelled_images(tmp_path / "one") == labelled_images(tmp_path / "three")

@@ -1,0 +1,52 @@
+"""Small builders that several tests share; torch is imported inside them, so that torch-free tests stay fast."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture
+def make_backbone() -> Callable[..., Any]:
+    """Build a ViT of a few thousand parameters; keyword arguments override `BackboneConfig`, `seed` its weights."""
+
+    def build(seed: int = 0, **overrides: Any) -> Any:
+        import torch
+
+        from ssl_vit.models import BackboneConfig
+        from ssl_vit.models.backbone import build as build_backbone
+
+        sizes = {"name": "vit_tiny_patch16_224", "image_size": 16, "channels": 3, "patch_size": 4}
+        sizes |= {"width": 16, "depth": 2, "heads": 2}
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            return build_backbone(BackboneConfig(**(sizes | overrides)))
+
+    return build
+
+
+@pytest.fixture
+def make_batch() -> Callable[..., Any]:
+    """A random `Batch`: images (B, C, size, size), `noise` uniform numbers a sample; keywords replace its fields."""
+
+    def build(
+        count: int, *, channels: int = 3, size: int = 16, noise: int = 0, classes: int = 5, seed: int = 0, **replace: Any
+    ) -> Any:
+        import torch
+
+        from ssl_vit.interfaces import Batch
+
+        generator = torch.Generator().manual_seed(seed)
+        tensors = {
+            "images": torch.randint(0, 256, (count, channels, size, size), dtype=torch.uint8, generator=generator),
+            "labels": torch.randint(0, classes, (count,), generator=generator),
+            "noise": torch.rand(count, noise, generator=generator),
+            "flip": torch.rand(count, generator=generator) < 0.5,
+            "indices": torch.arange(count),
+            "valid": torch.ones(count, dtype=torch.bool),
+        }
+        return Batch(**(tensors | {"keys": [str(n) for n in range(count)]} | replace))
+
+    return build

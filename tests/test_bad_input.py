@@ -1,0 +1,247 @@
+"""What users get wrong and what breaks under them: a clear message and exit code, or a counted skip; nothing lost."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import resource
+import subprocess
+import sys
+import tarfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from ssl_vit import cli
+from ssl_vit.models import backbone
+
+Call = Callable[..., tuple[int, str]]
+SMALL = ("training.steps=4", "training.batch_size=8", "training.log_every=2", "training.picture_every=0")
+
+
+@pytest.fixture
+def call(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Call:
+    """Run a command line in this process, in a directory of its own: (exit code, what it wrote to stderr)."""
+
+    def run(*arguments: object) -> tuple[int, str]:
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(sys, "argv", ["ssl-vit", *map(str, arguments)])
+        capfd.readouterr()
+        try:
+            cli.main()
+            code = 0
+        except SystemExit as stop:
+            code = int(stop.code or 0)
+        return code, capfd.readouterr().err
+
+    return run
+
+
+def picture(seed: int, form: str = "JPEG", size: int = 16) -> bytes:
+    pixels = np.random.default_rng(seed).integers(0, 256, (size, size, 3), dtype=np.uint8)
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, form)
+    return buffer.getvalue()
+
+
+def write_tar(path: Path, members: dict[str, bytes]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, "w") as tar:
+        for name, data in members.items():
+            entry = tarfile.TarInfo(name)
+            entry.size = len(data)
+            tar.addfile(entry, io.BytesIO(data))
+
+
+def good_members(first: int, count: int) -> dict[str, bytes]:
+    members = {}
+    for n in range(first, first + count):
+        members[f"{n:06d}.jpg"] = picture(n)
+        members[f"{n:06d}.cls"] = str(n % 3).encode()
+    return members
+
+
+def write_info(folder: Path, classes: int = 3) -> None:
+    shards = []
+    for path in sorted(folder.glob("*.tar")):
+        with tarfile.open(path) as tar:
+            keys = {name.split(".")[0] for name in tar.getnames()}
+        shards.append({"file": path.name, "samples": len(keys)})
+    names = [str(n) for n in range(classes)]
+    info = {"classes": names, "samples": sum(s["samples"] for s in shards), "shards": shards}
+    (folder / "info.json").write_text(json.dumps(info))
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> Path:
+    """Two good shards of 16 RGB pictures of 16x16 pixels and three classes."""
+    folder = tmp_path / "shards"
+    for n in range(2):
+        write_tar(folder / f"{n:06d}.tar", good_members(16 * n, 16))
+    write_info(folder)
+    return folder
+
+
+def keys(data: Path | str, *more: str) -> list[str]:
+    sizes = ["backbone.image_size=16", "backbone.channels=3", "backbone.patch_size=4", "backbone.depth=1"]
+    return ["train", "digits_ssl", f"data.train={data}", "run=run", *sizes, *SMALL, *more]
+
+
+def events(run: Path) -> list[dict[str, object]]:
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in rows if row.get("event") == "skipped_samples"]
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        (["data.train=nowhere"], ["nowhere", "no such shard or folder", "ssl-vit shards make"]),
+        (["data.train=nowhere/{000..003}.tar"], ["nowhere/000.tar", "no such shard"]),
+        (["data.train=pipe:cat x.tar"], ["pipe:", "refused"]),
+        (["optim.wieght_decay=0.1"], ["optim.wieght_decay", "did you mean 'weight_decay'"]),
+        (["objective.corruptoin=0.2"], ["objective.corruptoin", "did you mean 'corruption'"]),
+        (["objective.name=masked_path"], ["masked_path", "did you mean 'masked_patch'"]),
+        (["training.steps=many"], ["training.steps", "valid integer"]),
+        (["training.epochs=3"], ["training", "exactly one of steps and epochs"]),
+        (["backbone.image_size=18"], ["image_size=18", "patch size 4", "16 or 20"]),
+        (["backbone.name=vit_bace_patch16_224"], ["vit_bace_patch16_224", "did you mean vit_base_patch16_224"]),
+        (["data.workers=5", "data.lanes=4"], ["too few", "--shards 5"]),
+        (["data.workers=2", "data.lanes=1"], ["data.workers=2", "more than the lanes", "at most 1"]),
+        (["training.batch_size=9"], ["training.batch_size=9", "data.lanes=4", "[1, 3, 9]"]),
+        (["training.accumulate=3"], ["training.accumulate=3", "lanes"]),
+        (["backbone.channels=2"], ["backbone.channels=2", "1 (grey), 3 (RGB)"]),
+        (["init_from=nowhere"], ["nowhere", "no such run"]),
+        (["justaword"], ["justaword", "key=value"]),
+    ],
+)
+def test_wrong_settings_are_named_with_their_mend(call: Call, shards: Path, more: list[str], expected: list[str]) -> None:
+    code, text = call(*keys(shards, *more))
+    assert code == 2
+    assert text.startswith("error: ") and "Traceback" not in text and len(text.splitlines()) <= 3
+    for part in expected:
+        assert part in text
+
+
+def test_an_unknown_recipe_names_the_closest(call: Call) -> None:
+    code, text = call("train", "digits_sll")
+    assert (code, "did you mean 'digits_ssl'" in text) == (2, True)
+    assert call("train", "demo_digits")[0] == 2  # a comparison
+    assert call("compare", "digits_ssl")[0] == 2  # not one
+
+
+def test_an_empty_class_folder_is_named(call: Call, tmp_path: Path) -> None:
+    for name in ("cat", "dog"):
+        (tmp_path / "images" / name).mkdir(parents=True)
+    (tmp_path / "images" / "cat" / "a.jpg").write_bytes(picture(0))
+    code, text = call("shards", "make", "images", "out")
+    assert code == 2 and "dog" in text and "holds no images" in text
+
+
+def test_bad_samples_are_skipped_counted_and_named(call: Call, shards: Path, tmp_path: Path) -> None:
+    members = good_members(100, 8)
+    members["000100.jpg"] = picture(100)[: len(picture(100)) // 2]
+    members["000101.jpg"] = b"this is text, not a picture"
+    members["000102.cls"] = b"7"
+    members["000103.cls"] = b"cat"
+    del members["000104.jpg"]
+    write_tar(shards / "000002.tar", members)
+    write_info(shards)
+    code, text = call(*keys(shards, "training.steps=6"))  # 48 of 40 samples: the whole epoch
+    assert code == 0, text
+    found = {s["key"]: s["reason"] for row in events(tmp_path / "run") for s in row["samples"]}  # type: ignore[attr-defined]
+    assert set(found) == {f"00010{n}" for n in range(5)}
+    for key, reason in {"000100": "unreadable", "000101": "unreadable", "000102": "outside the classes 0..2",
+                        "000103": "not a class index", "000104": "no image"}.items():
+        assert reason in found[key]
+    assert "skipped" in text and "000002.tar" in text
+    code, text = call(*keys(shards, "run=strict", "data.on_bad_sample=fail"))
+    assert code == 2 and "000002.tar" in text and "on_bad_sample=fail" in text
+
+
+def test_a_truncated_tar_loses_only_its_tail(call: Call, shards: Path, tmp_path: Path) -> None:
+    path = shards / "000001.tar"
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])  # info.json still promises all of it
+    code, text = call(*keys(shards))
+    assert code == 0, text
+    lost = [s for row in events(tmp_path / "run") for s in row["samples"]]  # type: ignore[attr-defined]
+    assert lost and all("000001.tar" in s["shard"] and "missing: the shard" in s["reason"] for s in lost)
+
+
+def test_shards_without_one_readable_sample_end_the_run(call: Call, tmp_path: Path) -> None:
+    write_tar(tmp_path / "bad" / "000000.tar", {f"{n:06d}.jpg": b"text" for n in range(8)})
+    code, text = call(*keys("bad", "data.lanes=1"))
+    assert code == 2 and "no readable sample" in text
+
+
+def test_unlabelled_images_pretrain_but_do_not_classify(call: Call, tmp_path: Path) -> None:
+    write_tar(tmp_path / "plain" / "000000.tar", {f"{n:06d}.png": picture(n, "PNG") for n in range(16)})
+    assert call(*keys("plain"))[0] == 0
+    labelled = ["objective.name=classification", "objective.classes=3", "run=classes"]
+    arguments = [key for key in keys("plain", *labelled) if "digits_ssl" not in key]
+    arguments.insert(1, "digits_supervised")
+    code, text = call(*arguments)
+    assert code == 2 and "no label" in text
+
+
+def test_a_directory_with_a_run_of_another_recipe_is_refused(call: Call, shards: Path, tmp_path: Path) -> None:
+    assert call(*keys(shards))[0] == 0
+    code, text = call(*keys(shards, "optim.lr=0.5"))
+    assert code == 2 and "another recipe" in text and "optim.lr: 0.003 -> 0.5" in text
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "thesis.tex").write_text("mine")
+    code, text = call(*keys(shards, "run=other"))
+    assert code == 2 and "not empty" in text and (tmp_path / "other" / "thesis.tex").read_text() == "mine"
+
+
+def test_a_checkpoint_of_another_recipe_is_refused(call: Call, shards: Path, tmp_path: Path) -> None:
+    assert call(*keys(shards))[0] == 0
+    assert call(*keys(shards, "run=wider", "backbone.width=128", "training.steps=8"))[0] == 0
+    for old in (tmp_path / "run" / "checkpoints").iterdir():
+        for file in old.iterdir():
+            file.unlink()
+        old.rmdir()
+    newest = sorted((tmp_path / "wider" / "checkpoints").iterdir())[-1]
+    newest.rename(tmp_path / "run" / "checkpoints" / newest.name)
+    code, text = call(*keys(shards))
+    assert code == 2 and "step_00000008" in text and "does not fit" in text
+    code, text = call(*keys(shards, "run=third", f"init_from={tmp_path / 'wider'}"))
+    assert code == 2 and "does not fit" in text
+
+
+def test_a_non_finite_loss_names_step_samples_and_the_last_checkpoint(call: Call, shards: Path, tmp_path: Path) -> None:
+    explode = ["optim.lr=1e30", "optim.warmup_steps=0", "optim.clip_norm=0", "training.steps=50", "training.log_every=5"]
+    code, text = call(*keys(shards, *explode, "training.checkpoint_every=1", "training.log_every=1"))
+    assert code == 1 and "not finite at step" in text and "0000" in text
+    last = sorted((tmp_path / "run" / "checkpoints").glob("step_*"))
+    assert last and str(last[-1].relative_to(tmp_path)) in text
+    backbone.load(last[-1])
+
+
+def test_a_full_disk_keeps_the_previous_checkpoint(shards: Path, tmp_path: Path) -> None:
+    """A real refusal by the kernel: from some point on no file may grow past 100 kB, as on a disk that is full."""
+    more = ["training.steps=2000", "training.checkpoint_every=2", "training.keep_last=3"]
+    command = [sys.executable, "-m", "ssl_vit", *keys(shards, *more)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True)
+    saved = tmp_path / "run" / "checkpoints"
+    deadline = time.monotonic() + 100
+    while not any(saved.glob("step_*")) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (100_000, 100_000))
+    _, text = process.communicate(timeout=100)
+    assert process.returncode == 1
+    assert "could not save checkpoint" in text and "the last good one is" in text and "Traceback" not in text
+    left = sorted(path.name for path in saved.iterdir())
+    assert left and all(name.startswith("step_") for name in left), left  # nothing half-made lies about
+    newest = saved / left[-1]
+    backbone.load(newest)
+    reached = int(left[-1][5:])
+    again = subprocess.run(
+        [*command, f"training.steps={reached + 2}"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100
+    )
+    assert again.returncode == 2 and "training.steps" in again.stderr  # another length is another schedule
