@@ -18,13 +18,15 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="Does self-supervised pretraining of a Vision Transformer pay on your images, by how much and at what cost?\n\n"
-    "Example: `ssl-vit demo`",
+    help="Does self-supervised pretraining of a Vision Transformer pay on your images, by how much and at what "
+    "cost?\n\nExample: `ssl-vit demo`",
 )
 shards_app = typer.Typer(no_args_is_help=True, help="Make, check and count WebDataset shards.")
 app.add_typer(shards_app, name="shards")
 
-Overrides = Annotated[list[str] | None, typer.Argument(help="Recipe keys to change, as key=value.", metavar="key=value")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(help="Recipe keys to change, as key=value.", metavar="key=value")
+]
 
 
 @app.callback(invoke_without_command=True)
@@ -51,14 +53,19 @@ def demo(
     for split in ("train", "test"):
         folder = out / "data" / split
         if not (folder / "info.json").exists():
-            info = pack.make(sources.open_source("digits", split=split), folder, shards=8, overwrite=True, progress=False)
+            info = pack.make(
+                sources.open_source("digits", split=split), folder, shards=8, overwrite=True, progress=False
+            )
             print(f"packed {info['samples']} {split} digits into {folder}")
     paths = [f"run={out}", *(f"data.{name}={out}/data/train" for name in ("train", "pretrain"))]
     _compare("demo_digits", [*paths, f"data.test={out}/data/test", *(overrides or [])], "ssl-vit demo")
 
 
 @app.command()
-def train(recipe: Annotated[str, typer.Argument(help="A recipe file or a shipped recipe's name.")], overrides: Overrides = None) -> None:
+def train(
+    recipe: Annotated[str, typer.Argument(help="A recipe file or a shipped recipe's name.")],
+    overrides: Overrides = None,
+) -> None:
     """Train one stage: pretraining, supervised training or fine-tuning, as the recipe says. Resumes by itself.
 
     Example: `ssl-vit train digits_ssl data.train=shards/train training.steps=500`
@@ -114,7 +121,10 @@ def evaluate(
 
 
 @app.command()
-def compare(recipe: Annotated[str, typer.Argument(help="A comparison recipe: a file or a shipped name.")], overrides: Overrides = None) -> None:
+def compare(
+    recipe: Annotated[str, typer.Argument(help="A comparison recipe: a file or a shipped name.")],
+    overrides: Overrides = None,
+) -> None:
     """Arms x seeds x label budgets: who wins, by how much, at what cost. Repeating the command runs what is missing.
 
     Example: `ssl-vit compare demo_digits data.train=shards/train data.test=shards/test`
@@ -125,7 +135,9 @@ def compare(recipe: Annotated[str, typer.Argument(help="A comparison recipe: a f
 @app.command()
 def report(
     runs: Annotated[list[Path], typer.Argument(help="One comparison directory, or one or more run directories.")],
-    out: Annotated[Path | None, typer.Option(help="The HTML file (default: report.html in the first directory).")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="The HTML file (default: report.html in the first directory).")
+    ] = None,
 ) -> None:
     """Write one self-contained HTML page: verdict, tables, curves, pictures, costs, commands.
 
@@ -157,7 +169,9 @@ def shards_make(
     split: Annotated[str | None, typer.Option(help="The source's split, such as train or test.")] = None,
     shard_size: Annotated[int, typer.Option(min=1, help="Samples in a shard, at most.")] = 1000,
     shards: Annotated[int | None, typer.Option(min=1, help="How many shards, instead of --shard-size.")] = None,
-    holdout: Annotated[float, typer.Option(min=0, max=0.9, help="Share of each class for OUT/test; the rest: OUT/train.")] = 0.0,
+    holdout: Annotated[
+        float, typer.Option(min=0, max=0.9, help="Share of each class for OUT/test; the rest: OUT/train.")
+    ] = 0.0,
     resize: Annotated[int | None, typer.Option(min=1, help="Resize the shorter side to this many pixels.")] = None,
     quality: Annotated[int, typer.Option(min=1, max=100, help="JPEG quality of resized images.")] = 95,
     seed: Annotated[int, typer.Option(min=0, help="Of the order of the samples.")] = 0,
@@ -173,7 +187,14 @@ def shards_make(
 
     opened = sources.open_source(source, split=split, label_column=label_column, image_column=image_column)
     info = pack.make(
-        opened, out, shard_size=shard_size, shards=shards, holdout=holdout, resize=resize, quality=quality, seed=seed,
+        opened,
+        out,
+        shard_size=shard_size,
+        shards=shards,
+        holdout=holdout,
+        resize=resize,
+        quality=quality,
+        seed=seed,
         overwrite=overwrite,
     )
     for folder, part in {out / name: info[name] for name in ("train", "test")}.items() if holdout else [(out, info)]:

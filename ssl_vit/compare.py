@@ -64,17 +64,23 @@ def pieces(plan: Plan) -> list[Piece]:
     for arm in (*c.arms, "untrained", "pixels"):
         if arm in c.arms and "fine_tune" in c.evaluators:
             for budget in c.labels_per_class:
-                choice = Piece(f"choose-{arm}-{budget}", "choose", arm, budget, first, after=_pretrained(plan, arm, first))
+                choice = Piece(
+                    f"choose-{arm}-{budget}", "choose", arm, budget, first, after=_pretrained(plan, arm, first)
+                )
                 found.append(choice)
                 for seed in c.seeds:
                     after = (choice.id, *_pretrained(plan, arm, seed))
-                    found.append(Piece(f"fine_tune-{arm}-{budget}-{seed}", "fine_tune", arm, budget, seed, "fine_tune", after))
+                    found.append(
+                        Piece(f"fine_tune-{arm}-{budget}-{seed}", "fine_tune", arm, budget, seed, "fine_tune", after)
+                    )
         if arm in plan.recipes or arm not in c.arms:
             for name in c.evaluators:
                 if name != "fine_tune":
                     for seed in c.seeds if c.pretrain_per_seed and arm in plan.recipes else (first,):
                         after = _pretrained(plan, arm, seed)
-                        found.append(Piece(f"{name}-{arm}-{seed}", "features", arm, seed=seed, evaluator=name, after=after))
+                        found.append(
+                            Piece(f"{name}-{arm}-{seed}", "features", arm, seed=seed, evaluator=name, after=after)
+                        )
     return found
 
 
@@ -159,7 +165,9 @@ def _feature_rows(plan: Plan, piece: Piece, task: Task) -> Iterator[dict[str, An
                 )
                 yield row(budget, seed, accuracy)
             else:
-                raise UserError(f"evaluators.{piece.evaluator}: a comparison knows few_shot, knn, linear_probe, fine_tune")
+                raise UserError(
+                    f"evaluators.{piece.evaluator}: a comparison knows few_shot, knn, linear_probe, fine_tune"
+                )
 
 
 def _fingerprint(plan: Plan, piece: Piece) -> str:
@@ -284,7 +292,7 @@ def _arm(plan: Plan, arm: str) -> dict[str, Any]:
     c = plan.comparison
     settings, first = plan.recipes.get(arm), c.seeds[0]
     pretraining = _read(plan, f"pretrain-{arm}-{first}") if settings else None
-    uses_labels = bool(settings) and settings.objective.name != "masked_patch"  # type: ignore[union-attr, attr-defined]
+    uses_labels = bool(settings) and settings.objective.name != "masked_patch"  # type: ignore[union-attr]
     choices = []
     if "fine_tune" in c.evaluators:
         for budget in c.labels_per_class:
@@ -296,7 +304,9 @@ def _arm(plan: Plan, arm: str) -> dict[str, Any]:
         "run": arm_run(plan, arm, first).name if settings else None,
         "objective": settings.objective.name if settings else None,  # type: ignore[attr-defined]
         "labels_used": pretraining["samples"] if uses_labels and pretraining else 0,
-        "pretraining": {k: pretraining[k] for k in ("steps", "images_seen", "seconds", "parameters")} if pretraining else None,
+        "pretraining": {k: pretraining[k] for k in ("steps", "images_seen", "seconds", "parameters")}
+        if pretraining
+        else None,
         "choices": choices,
     }
 
@@ -311,6 +321,6 @@ def _seeds_vary(c: Comparison) -> str:
     if c.pretrain_per_seed:
         return f"A seed changes the pretraining as a whole, {shared}."
     return (
-        f"A seed changes {shared}, and the whole initialisation of the scratch arm; each pretraining ran once and serves "
-        "all seeds, so the intervals do not contain the variation between pretrainings."
+        f"A seed changes {shared}, and the whole initialisation of the scratch arm; each pretraining ran once and "
+        "serves all seeds, so the intervals do not contain the variation between pretrainings."
     )

@@ -33,8 +33,16 @@ from ssl_vit.models import BackboneConfig, backbone
 from ssl_vit.recipe import Recipe
 from ssl_vit.training import checkpoint, loop
 
-_MAY_CHANGE = ("run", "training.log_every", "training.checkpoint_every", "training.picture_every", "training.keep_last",
-               "data.workers", "data.cache_mb", "data.on_bad_sample")
+_MAY_CHANGE = (
+    "run",
+    "training.log_every",
+    "training.checkpoint_every",
+    "training.picture_every",
+    "training.keep_last",
+    "data.workers",
+    "data.cache_mb",
+    "data.on_bad_sample",
+)
 _PRECISION = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}
 
 
@@ -48,7 +56,9 @@ def make_accelerator(precision: str = "fp32") -> Accelerator:
     accelerator = Accelerator(mixed_precision=_PRECISION[precision], cpu=no_device)
     launched = int(os.environ.get("WORLD_SIZE", 1))
     if accelerator.num_processes < launched:
-        raise UserError(f"{launched} processes were launched but Accelerate formed a world of {accelerator.num_processes}")
+        raise UserError(
+            f"{launched} processes were launched but Accelerate formed a world of {accelerator.num_processes}"
+        )
     return accelerator
 
 

@@ -72,7 +72,7 @@ class Comparison(Config):
     """Arms x seeds x labels-per-class budgets.
 
     run: the comparison's directory (default: runs/NAME). seeds: of the labelled subset, the head and the order.
-    pretrain_per_seed: pretrain again for every seed (otherwise one pretraining serves all seeds, and the report says so).
+    pretrain_per_seed: pretrain again for every seed (else one pretraining serves all seeds, and the report says so).
     labels_per_class: budgets for fine-tuning and for the evaluators on frozen features.
     evaluators: settings by evaluator name. jobs: processes that share the pieces (1: in this process).
     """
@@ -106,7 +106,7 @@ def shipped() -> dict[str, Path]:
 
 
 def find(name: str, near: Path | None = None) -> Path:
-    """A recipe file: a path, a path beside the recipe `near`, or a shipped recipe's name. UserError names the closest."""
+    """A recipe file: a path, one beside the recipe `near`, or a shipped recipe's name. UserError names the closest."""
     for path in [Path(name)] + ([near.parent / name, near.parent / f"{name}.yaml"] if near else []):
         if path.is_file():
             return path
@@ -140,7 +140,7 @@ def _merge(base: DictConfig, overrides: Sequence[str], origin: str) -> dict[str,
             raise UserError(f"'{override}' is not key=value, such as training.steps=100")
     try:
         merged = OmegaConf.merge(base, OmegaConf.from_dotlist(list(overrides)))
-        return dict(OmegaConf.to_container(merged, resolve=True))  # type: ignore[call-overload]
+        return dict(OmegaConf.to_container(merged, resolve=True))
     except (yaml.YAMLError, OmegaConfBaseException) as error:
         raise UserError(f"{origin}: {str(error).splitlines()[0]}") from None
 
@@ -156,6 +156,15 @@ def load_recipe(name: str | Path, overrides: Sequence[str] = (), near: Path | No
         raise UserError(f"{path}: objective.name is missing, such as masked_patch")
     config = plugins.load("objectives", str(objective["name"])).Config
     content["objective"] = validate(config, objective, f"{path}: objective.")
+    given = {override.partition("=")[0] for override in overrides}
+    for length, other in (("steps", "epochs"), ("epochs", "steps")):
+        # A length on the command line replaces the recipe's, whichever way that was counted.
+        if (
+            f"training.{length}" in given
+            and f"training.{other}" not in given
+            and isinstance(content.get("training"), dict)
+        ):
+            content["training"].pop(other, None)
     return validate(Recipe, content, f"{path}: ")
 
 

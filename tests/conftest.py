@@ -32,7 +32,14 @@ def make_batch() -> Callable[..., Any]:
     """A random `Batch`: images (B, C, size, size), `noise` uniform numbers a sample; keywords replace its fields."""
 
     def build(
-        count: int, *, channels: int = 3, size: int = 16, noise: int = 0, classes: int = 5, seed: int = 0, **replace: Any
+        count: int,
+        *,
+        channels: int = 3,
+        size: int = 16,
+        noise: int = 0,
+        classes: int = 5,
+        seed: int = 0,
+        **replace: Any,
     ) -> Any:
         import torch
 

@@ -119,7 +119,9 @@ def events(run: Path) -> list[dict[str, object]]:
         (["justaword"], ["justaword", "key=value"]),
     ],
 )
-def test_wrong_settings_are_named_with_their_mend(call: Call, shards: Path, more: list[str], expected: list[str]) -> None:
+def test_wrong_settings_are_named_with_their_mend(
+    call: Call, shards: Path, more: list[str], expected: list[str]
+) -> None:
     code, text = call(*keys(shards, *more))
     assert code == 2
     assert text.startswith("error: ") and "Traceback" not in text and len(text.splitlines()) <= 3
@@ -155,8 +157,13 @@ def test_bad_samples_are_skipped_counted_and_named(call: Call, shards: Path, tmp
     assert code == 0, text
     found = {s["key"]: s["reason"] for row in events(tmp_path / "run") for s in row["samples"]}  # type: ignore[attr-defined]
     assert set(found) == {f"00010{n}" for n in range(5)}
-    for key, reason in {"000100": "unreadable", "000101": "unreadable", "000102": "outside the classes 0..2",
-                        "000103": "not a class index", "000104": "no image"}.items():
+    for key, reason in {
+        "000100": "unreadable",
+        "000101": "unreadable",
+        "000102": "outside the classes 0..2",
+        "000103": "not a class index",
+        "000104": "no image",
+    }.items():
         assert reason in found[key]
     assert "skipped" in text and "000002.tar" in text
     code, text = call(*keys(shards, "run=strict", "data.on_bad_sample=fail"))
@@ -214,7 +221,13 @@ def test_a_checkpoint_of_another_recipe_is_refused(call: Call, shards: Path, tmp
 
 
 def test_a_non_finite_loss_names_step_samples_and_the_last_checkpoint(call: Call, shards: Path, tmp_path: Path) -> None:
-    explode = ["optim.lr=1e30", "optim.warmup_steps=0", "optim.clip_norm=0", "training.steps=50", "training.log_every=5"]
+    explode = [
+        "optim.lr=1e30",
+        "optim.warmup_steps=0",
+        "optim.clip_norm=0",
+        "training.steps=50",
+        "training.log_every=5",
+    ]
     code, text = call(*keys(shards, *explode, "training.checkpoint_every=1", "training.log_every=1"))
     assert code == 1 and "not finite at step" in text and "0000" in text
     last = sorted((tmp_path / "run" / "checkpoints").glob("step_*"))
@@ -242,6 +255,11 @@ def test_a_full_disk_keeps_the_previous_checkpoint(shards: Path, tmp_path: Path)
     backbone.load(newest)
     reached = int(left[-1][5:])
     again = subprocess.run(
-        [*command, f"training.steps={reached + 2}"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100
+        [*command, f"training.steps={reached + 2}"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=100,
     )
     assert again.returncode == 2 and "training.steps" in again.stderr  # another length is another schedule

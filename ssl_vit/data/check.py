@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 from pydantic import BaseModel, Field, ValidationError
 
 from ssl_vit.data.pack import INFO, sha256, track
-from ssl_vit.data.sources import BrokenImageError, channels, decode, open_header
+from ssl_vit.data.raw import BrokenImageError, channels, decode, open_header
 from ssl_vit.interfaces import UserError
 
 ABOUT = "about.json"

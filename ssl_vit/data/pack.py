@@ -23,7 +23,7 @@ from typing import Any, BinaryIO, TypeVar
 import numpy as np
 from PIL import Image
 
-from ssl_vit.data.sources import BrokenImageError, RawSample, Source, channels, decode
+from ssl_vit.data.raw import BrokenImageError, RawSample, Source, channels, decode
 from ssl_vit.interfaces import RunError, UserError
 
 INFO = "info.json"

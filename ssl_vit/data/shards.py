@@ -12,6 +12,7 @@ import os
 import tarfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import BinaryIO, cast
 
 import braceexpand
@@ -49,7 +50,7 @@ class ShardSet:
     def members_of(self, indices: Sequence[int] | np.ndarray) -> list[np.ndarray]:
         """Global sample indices -> sorted positions inside each shard (a plan's `keep`)."""
         wanted, first = np.unique(np.asarray(indices, dtype=np.int64)), self.first_index
-        return [wanted[(wanted >= a) & (wanted < b)] - a for a, b in zip(first[:-1], first[1:], strict=True)]
+        return [wanted[(wanted >= a) & (wanted < b)] - a for a, b in pairwise(first)]
 
 
 def open_url(url: str) -> BinaryIO:
@@ -86,7 +87,8 @@ def open_shards(spec: str) -> ShardSet:
         if missing:
             asked = f" (asked for by '{spec}')" if missing != [path] else ""
             raise UserError(
-                f"{scheme}{missing[0]}: no such shard or folder{asked}; make shards with `ssl-vit shards make SOURCE OUT`"
+                f"{scheme}{missing[0]}: no such shard or folder{asked}; "
+                "make shards with `ssl-vit shards make SOURCE OUT`"
             )
     info_path = f"{folder}/info.json"
     info = json.loads(filesystem.cat_file(info_path)) if filesystem.exists(info_path) else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -319,7 +320,7 @@ class EvaluationStream(IterableDataset[Chunk]):
         self.shards, self.view, self.batch_size, self.workers, self.epoch = shards, view, batch_size, workers, epoch
         every = np.arange(shards.samples) if indices is None else np.unique(np.asarray(indices, dtype=np.int64))
         self.own = every[rank * len(every) // ranks : (rank + 1) * len(every) // ranks]
-        self.batches = -(-(-(-len(every) // ranks)) // batch_size)
+        self.batches = math.ceil(math.ceil(len(every) / ranks) / batch_size)
 
     def __len__(self) -> int:
         return self.batches

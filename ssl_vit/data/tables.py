@@ -9,7 +9,7 @@ from typing import Any
 import datasets
 import numpy as np
 
-from ssl_vit.data.sources import BrokenImageError, RawSample, Source, find_split, read_file, to_stored
+from ssl_vit.data.raw import BrokenImageError, RawSample, Source, find_split, read_file, to_stored
 from ssl_vit.interfaces import UserError
 
 

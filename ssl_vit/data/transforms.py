@@ -24,9 +24,7 @@ def train_transform(image_size: int, augment: AugmentConfig) -> Transform:
     if augment.crop == "inception":
         return v2.RandomResizedCrop(image_size, scale=augment.scale, ratio=augment.ratio, antialias=True)
     if augment.crop == "shift":
-        return v2.Compose(
-            [*_resize(image_size), v2.RandomCrop(image_size, padding=augment.padding or None)]
-        )
+        return v2.Compose([*_resize(image_size), v2.RandomCrop(image_size, padding=augment.padding or None)])
     return v2.Compose([*_resize(image_size), v2.CenterCrop(image_size)])
 
 

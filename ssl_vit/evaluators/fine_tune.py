@@ -1,4 +1,4 @@
-"""Fine-tuning (paper, table 4): a zero-initialised linear head, SGD with momentum, learning rate swept on held-out train.
+"""Fine-tuning (paper, table 4): zero-initialised linear head, SGD with momentum, learning rate swept on held-out train.
 
 Everything that is chosen is chosen on a held-out part of the training images, never on test; the untrained backbone
 (training from scratch) gets the same sweep of its own.
@@ -105,7 +105,7 @@ def fine_tune(
     train: np.ndarray,
     scored: tuple[ShardSet, np.ndarray | None],
 ) -> Measured:
-    """Fine-tune the `trained` backbone or a fresh `untrained` one on the `train` indices; score on (shards, indices)."""
+    """Fine-tune the `trained` backbone or a fresh `untrained` one on `train` indices; score on (shards, indices)."""
     start = time.perf_counter()
     encoder = _start(task, source, config, seed)
     classes = max(len(task.train.classes or ()), len(task.test.classes or ())) or None
@@ -189,7 +189,7 @@ def _accuracy(task: Task, objective: classification.Objective, shards: ShardSet,
 
 
 class Evaluator:
-    """Sweep, then one fine-tuning a seed, for the trained backbone and from scratch; raw pixels get the linear probe."""
+    """Sweep, then a fine-tuning a seed, for the trained backbone and from scratch; raw pixels get the linear probe."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -204,7 +204,14 @@ class Evaluator:
             yield f"{source}/held_out_accuracy", chosen["held_out_accuracy"]
             runs = [
                 fine_tune(
-                    task, source, c, chosen["lr"], chosen["steps"], seed, labelled(labels, c, seed)[0], (task.test, None)
+                    task,
+                    source,
+                    c,
+                    chosen["lr"],
+                    chosen["steps"],
+                    seed,
+                    labelled(labels, c, seed)[0],
+                    (task.test, None),
                 ).accuracy
                 for seed in c.seeds
             ]

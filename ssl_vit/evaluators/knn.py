@@ -78,7 +78,12 @@ class Evaluator:
             if c.labels_per_class:
                 chosen = choose_shots(train.labels, c.labels_per_class, c.seed)
             accuracies = knn_accuracy(
-                train.vectors[chosen], train.labels[chosen], test.vectors, test.labels, ks=c.ks, temperature=c.temperature
+                train.vectors[chosen],
+                train.labels[chosen],
+                test.vectors,
+                test.labels,
+                ks=c.ks,
+                temperature=c.temperature,
             )
             for k, accuracy in accuracies.items():
                 yield f"{source}/k={k}", accuracy

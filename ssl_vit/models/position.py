@@ -23,7 +23,9 @@ def resample(
     comparison must not mix them. Raises ValueError when the length does not fit the old grid.
     """
     if positions_1LD.shape[1] != prefix_tokens + old_grid[0] * old_grid[1]:
-        raise ValueError(f"{positions_1LD.shape[1]} positions do not make {prefix_tokens} + {old_grid[0]}x{old_grid[1]}")
+        raise ValueError(
+            f"{positions_1LD.shape[1]} positions do not make {prefix_tokens} + {old_grid[0]}x{old_grid[1]}"
+        )
     if old_grid == new_grid:
         return positions_1LD
     if method == "timm":

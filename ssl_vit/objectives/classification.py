@@ -49,7 +49,6 @@ class Objective(nn.Module):
             self.head = linear
         else:
             self.head = nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, number))
-            nn.init.zeros_(self.head[2].bias)
 
     def noise_per_sample(self) -> int:
         return 0

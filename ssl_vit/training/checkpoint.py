@@ -49,8 +49,10 @@ def save(run: Path, progress: Progress, objective: nn.Module, training: dict[str
     try:
         shutil.rmtree(beside, ignore_errors=True)
         beside.mkdir(parents=True)
-        write_backbone(objective.backbone, beside)
-        rest = {n: t.detach().cpu().contiguous() for n, t in objective.state_dict().items() if not n.startswith(_PREFIX)}
+        write_backbone(_backbone(objective), beside)
+        rest = {
+            n: t.detach().cpu().contiguous() for n, t in objective.state_dict().items() if not n.startswith(_PREFIX)
+        }
         save_file(rest, beside / "objective.safetensors")
         torch.save(training, beside / "training.pt")
         (beside / "state.json").write_text(json.dumps(asdict(progress)) + "\n")
@@ -64,7 +66,9 @@ def save(run: Path, progress: Progress, objective: nn.Module, training: dict[str
         shutil.rmtree(beside, ignore_errors=True)
         kept = folders(run)
         last = f"the last good one is {kept[-1]}" if kept else "there is no earlier one"
-        raise RunError(f"could not save checkpoint {target}: {error}\n{last}; free the disk and run it again") from error
+        raise RunError(
+            f"could not save checkpoint {target}: {error}\n{last}; free the disk and run it again"
+        ) from error
     for old in folders(run)[:-keep_last]:
         shutil.rmtree(old, ignore_errors=True)
     return target
@@ -99,8 +103,10 @@ def load(folder: Path, objective: nn.Module) -> tuple[Progress, dict[str, Any]]:
         rest = load_file(folder / "objective.safetensors")
         training = torch.load(folder / "training.pt", map_location="cpu", weights_only=True)
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, EOFError, SafetensorError) as error:
-        raise UserError(f"{folder}: not a readable checkpoint ({error}); delete it to fall back to the one before") from None
-    backbones.load_state(objective.backbone, weights, str(folder))
+        raise UserError(
+            f"{folder}: not a readable checkpoint ({error}); delete it to fall back to the one before"
+        ) from None
+    backbones.load_state(_backbone(objective), weights, str(folder))
     try:
         missing = objective.load_state_dict(rest, strict=False)
     except RuntimeError as error:
@@ -109,6 +115,11 @@ def load(folder: Path, objective: nn.Module) -> tuple[Progress, dict[str, Any]]:
     if unknown:
         raise UserError(f"{folder}: from another recipe: {', '.join(unknown[:4])} do not fit its objective")
     return Progress(state["step"], state["seconds"], lanes), training
+
+
+def _backbone(objective: nn.Module) -> backbones.Backbone:
+    assert isinstance(objective.backbone, backbones.Backbone)
+    return objective.backbone
 
 
 def _flush(path: Path) -> None:

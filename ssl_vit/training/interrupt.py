@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,7 @@ class StopRequest:
         self.signal: signal.Signals | None = None
         # A CPU group of its own: agreeing must not wait for the accelerator.
         several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-        self.group = dist.new_group(backend="gloo") if several else None
+        self.group: Any = dist.new_group(backend="gloo") if several else None
 
     def handle(self, number: int, frame: FrameType | None) -> None:
         if self.signal is not None:

@@ -128,7 +128,9 @@ class _Loop:
                 self._draw(batch)
             if last and progress.step < job.total_steps:
                 where = f"; saved, run the same command to go on from step {progress.step}" if job.run else ""
-                self.display.say(f"stopped by {self.stop.signal.name if self.stop.signal else 'another process'}{where}")
+                self.display.say(
+                    f"stopped by {self.stop.signal.name if self.stop.signal else 'another process'}{where}"
+                )
                 return
 
     def _optimise(self, batch: Batch) -> None:
@@ -200,7 +202,9 @@ class _Loop:
 
     def _draw(self, batch: Batch) -> None:
         if self.job.picture and self.log:
-            self.log.picture("reconstruction", self.job.picture(self.objective, batch, self.progress.step), self.progress.step)
+            self.log.picture(
+                "reconstruction", self.job.picture(self.objective, batch, self.progress.step), self.progress.step
+            )
             self.model.train()
 
     def _save(self) -> None:

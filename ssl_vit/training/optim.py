@@ -16,7 +16,8 @@ _NO_DECAY = ("pos_embed", "cls_token", "reg_token", "mask_token")
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:
     """Trainable parameters in two groups: matrices decay; biases, norms, tokens and positions do not."""
-    decay, rest = [], []
+    decay: list[nn.Parameter] = []
+    rest: list[nn.Parameter] = []
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             exempt = parameter.ndim <= 1 or name.rsplit(".", 1)[-1] in _NO_DECAY

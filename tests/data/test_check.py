@@ -19,7 +19,8 @@ from sklearn.datasets import load_digits
 
 from ssl_vit.data.check import Defect, stats, verify
 from ssl_vit.data.pack import make, sha256
-from ssl_vit.data.sources import RawSample, Source, open_source
+from ssl_vit.data.raw import RawSample, Source
+from ssl_vit.data.sources import open_source
 from ssl_vit.interfaces import UserError
 
 

@@ -13,7 +13,8 @@ from PIL import Image
 
 from ssl_vit.data.check import stats, verify
 from ssl_vit.data.pack import make
-from ssl_vit.data.sources import RawSample, Source, open_source
+from ssl_vit.data.raw import RawSample, Source
+from ssl_vit.data.sources import open_source
 from ssl_vit.interfaces import RunError, UserError
 
 

@@ -11,7 +11,8 @@ import pytest
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from ssl_vit.data.sources import BrokenImageError, RawSample, Source, decode, open_source
+from ssl_vit.data.raw import BrokenImageError, RawSample, Source, decode
+from ssl_vit.data.sources import open_source
 from ssl_vit.interfaces import UserError
 
 

@@ -11,7 +11,8 @@ import pyarrow.parquet as pq  # type: ignore[import-untyped]
 import pytest
 from PIL import Image
 
-from ssl_vit.data.sources import BrokenImageError, RawSample, Source, open_source
+from ssl_vit.data.raw import BrokenImageError, RawSample, Source
+from ssl_vit.data.sources import open_source
 from ssl_vit.interfaces import UserError
 
 

@@ -19,7 +19,16 @@ def launch(processes: int, run: Path, digits: Path, recipe: str, *more: str) -> 
     python = [sys.executable, "-m"]
     if processes > 1:  # without a GPU, --multi_gpu starts CPU processes over gloo; --cpu would silently start one
         python += ["accelerate.commands.launch", "--multi_gpu", "--num_processes", str(processes)]
-        python += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
+        python += [
+            "--num_machines",
+            "1",
+            "--mixed_precision",
+            "no",
+            "--dynamo_backend",
+            "no",
+            "--main_process_port",
+            "0",
+        ]
         python += ["-m"]
     keys = [f"data.train={digits}/train", f"run={run}", f"training.steps={STEPS}", "training.log_every=1"]
     command = [*python, "ssl_vit", "train", recipe, *keys, "training.picture_every=0", *more]
@@ -50,11 +59,20 @@ def test_a_run_goes_on_with_another_number_of_processes(digits: Path, tmp_path: 
     """Stopped on two processes, resumed on one: no sample lost or repeated, so the losses go on as if nothing was."""
     whole = launch(1, tmp_path / "whole", digits, "digits_ssl")
     keys = [f"data.train={digits}/train", f"run={tmp_path / 'moved'}", "training.log_every=1"]
-    keys += [f"training.steps={STEPS}", "training.checkpoint_every=8", "training.keep_last=9", "training.picture_every=0"]
+    keys += [
+        f"training.steps={STEPS}",
+        "training.checkpoint_every=8",
+        "training.keep_last=9",
+        "training.picture_every=0",
+    ]
     python = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
     python += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
     subprocess.run(
-        [*python, "-m", "ssl_vit", "train", "digits_ssl", *keys], env=ENVIRONMENT, check=True, capture_output=True, timeout=280
+        [*python, "-m", "ssl_vit", "train", "digits_ssl", *keys],
+        env=ENVIRONMENT,
+        check=True,
+        capture_output=True,
+        timeout=280,
     )
     # Take the run back to its checkpoint of step 8, as a kill after it would have left it.
     for name in ("step_00000020", "step_00000016"):

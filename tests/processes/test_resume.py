@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import signal
 import subprocess
@@ -13,7 +14,6 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
-import os
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 STEPS = 40

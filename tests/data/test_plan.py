@@ -1,0 +1,310 @@
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from ssl_vit.data.plan import (
+    LanePosition,
+    check_topology,
+    epoch_order,
+    lane_epoch,
+    lane_stream,
+    plan,
+    rank_lanes,
+    worker_lanes,
+)
+from ssl_vit.interfaces import UserError
+
+quick = settings(max_examples=30, deadline=None, database=None, derandomize=True)
+
+COUNTS = st.lists(st.integers(0, 9), min_size=1, max_size=200).filter(lambda counts: sum(counts) > 0)
+SEEDS = st.integers(0, 2**31)
+LANES = st.integers(1, 64)
+EPOCHS = st.integers(0, 1000)
+
+Sample = tuple[int, int]  # shard, position inside it
+
+
+def flat(pieces: Sequence[tuple[int, np.ndarray]]) -> list[Sample]:
+    return [(shard, int(member)) for shard, members in pieces for member in members]
+
+
+def every_sample(counts: Sequence[int]) -> list[Sample]:
+    return [(shard, member) for shard, count in enumerate(counts) for member in range(count)]
+
+
+# --- one epoch -------------------------------------------------------------------------------------------------------
+
+
+@quick
+@given(counts=COUNTS, seed=SEEDS, lanes=LANES, first=EPOCHS)
+def test_every_epoch_deals_every_sample_to_one_lane_once(
+    counts: list[int], seed: int, lanes: int, first: int
+) -> None:
+    for epoch in range(first, first + 2):
+        dealt = [flat(lane_epoch(seed, epoch, counts, lanes, lane)) for lane in range(lanes)]
+        assert sorted(sample for lane in dealt for sample in lane) == every_sample(counts)
+        sizes = [len(lane) for lane in dealt]
+        assert max(sizes) - min(sizes) <= 1
+
+
+@quick
+@given(counts=COUNTS, seed=SEEDS, lanes=st.integers(1, 16), epoch=EPOCHS)
+def test_lanes_are_slices_of_one_sequence_turning_with_the_epoch(
+    counts: list[int], seed: int, lanes: int, epoch: int
+) -> None:
+    order = flat(epoch_order(seed, epoch, counts))
+    dealt = [flat(lane_epoch(seed, epoch, counts, lanes, lane)) for lane in range(lanes)]
+    turned = [sample for n in range(lanes) for sample in dealt[(n - epoch) % lanes]]
+    assert turned == order
+
+
+@quick
+@given(counts=COUNTS, seed=SEEDS, epoch=EPOCHS)
+def test_the_order_visits_shards_whole_and_depends_on_seed_and_epoch(counts: list[int], seed: int, epoch: int) -> None:
+    order = epoch_order(seed, epoch, counts)
+    assert sorted(shard for shard, _ in order) == list(range(len(counts)))
+    assert flat(order) == flat(epoch_order(seed, epoch, counts))
+    assume(sum(count > 0 for count in counts) > 20)
+    assert flat(order) != flat(epoch_order(seed + 1, epoch, counts))
+    assert flat(order) != flat(epoch_order(seed, epoch + 1, counts))
+
+
+def test_samples_are_shuffled_inside_their_shard_and_differently_in_each() -> None:
+    members = {shard: positions.tolist() for shard, positions in epoch_order(0, 0, [50, 50, 50])}
+    assert all(sorted(positions) == list(range(50)) for positions in members.values())
+    assert len({tuple(positions) for positions in members.values()} | {tuple(range(50))}) == 4
+
+
+def test_every_order_of_the_shards_comes_equally_often() -> None:
+    firsts = [epoch_order(3, epoch, [1] * 5)[0][0] for epoch in range(1000)]
+    assert np.bincount(firsts, minlength=5).min() > 140
+
+
+@quick
+@given(data=st.data(), counts=COUNTS, seed=SEEDS, lanes=st.integers(1, 16))
+def test_only_the_kept_samples_appear(data: st.DataObject, counts: list[int], seed: int, lanes: int) -> None:
+    generator = np.random.default_rng(data.draw(SEEDS))
+    keep = [np.flatnonzero(generator.random(count) < 0.4) for count in counts]
+    wanted = [(shard, int(member)) for shard, members in enumerate(keep) for member in members]
+    for epoch in range(2):
+        dealt = [flat(lane_epoch(seed, epoch, counts, lanes, lane, keep)) for lane in range(lanes)]
+        assert sorted(sample for lane in dealt for sample in lane) == wanted
+        assert max(map(len, dealt)) - min(map(len, dealt)) <= 1
+
+
+def test_keeping_everything_is_keeping_nothing_back() -> None:
+    counts = [5, 0, 7]
+    assert flat(epoch_order(1, 2, counts, [np.arange(count) for count in counts])) == flat(epoch_order(1, 2, counts))
+
+
+# --- endless lanes -----------------------------------------------------------------------------------------------------
+
+
+def walk(stream: Any, samples: int) -> list[tuple[LanePosition, Sample]]:
+    """The next samples of a lane, one by one, each with its own position."""
+    walked: list[tuple[LanePosition, Sample]] = []
+    for start, shard, members in stream:
+        assert len(members) > 0
+        for offset, member in enumerate(members):
+            walked.append((LanePosition(start.epoch, start.position + offset), (shard, int(member))))
+        if len(walked) >= samples:
+            return walked[:samples]
+    raise AssertionError("a lane is endless")
+
+
+@quick
+@given(
+    counts=st.lists(st.integers(0, 6), min_size=1, max_size=30).filter(lambda counts: sum(counts) > 0),
+    seed=SEEDS,
+    lanes=st.integers(1, 12),
+    lane=st.integers(0, 11),
+    kept=st.booleans(),
+)
+def test_a_lane_continues_from_any_position_as_if_never_interrupted(
+    counts: list[int], seed: int, lanes: int, lane: int, kept: bool
+) -> None:
+    lane %= lanes
+    keep = [np.arange(0, count, 2) for count in counts] if kept else None
+    share = -(-sum(counts) // lanes)
+    whole = walk(lane_stream(seed, counts, lanes, lane, keep=keep), 3 * share + 2)
+    expected = []
+    epoch = 0
+    while len(expected) < len(whole):
+        dealt = flat(lane_epoch(seed, epoch, counts, lanes, lane, keep))
+        expected += [(LanePosition(epoch, n), sample) for n, sample in enumerate(dealt)]
+        epoch += 1
+    assert whole == expected[: len(whole)]
+    for taken in range(len(whole)):
+        # Where a checkpoint says the lane stands after `taken` samples: one past the last one read.
+        last = whole[taken - 1][0] if taken else LanePosition(0, -1)
+        resumed = lane_stream(seed, counts, lanes, lane, LanePosition(last.epoch, last.position + 1), keep)
+        assert walk(resumed, len(whole) - taken) == whole[taken:]
+
+
+@quick
+@given(counts=COUNTS, seed=SEEDS, lanes=st.integers(1, 8), epochs=st.integers(1, 3))
+def test_resuming_loses_and_repeats_nothing_of_an_epoch(counts: list[int], seed: int, lanes: int, epochs: int) -> None:
+    """Whatever each lane has read, the rest of the epoch is exactly what is missing."""
+    seen: list[Sample] = []
+    for lane in range(lanes):
+        dealt = flat(lane_epoch(seed, epochs, counts, lanes, lane))
+        stop = (lane * 7 + epochs) % (len(dealt) + 1)
+        rest = [
+            sample
+            for position, sample in walk(lane_stream(seed, counts, lanes, lane, LanePosition(epochs, stop)), len(dealt) + 1)
+            if position.epoch == epochs
+        ]
+        seen += dealt[:stop] + rest
+    assert sorted(seen) == every_sample(counts)
+
+
+# --- ranks and workers ---------------------------------------------------------------------------------------------------
+
+
+@quick
+@given(lanes=LANES, ranks=st.integers(1, 64), workers=st.integers(0, 8))
+def test_ranks_and_workers_share_out_the_lanes_in_order(lanes: int, ranks: int, workers: int) -> None:
+    by_rank = [list(rank_lanes(lanes, ranks, rank)) for rank in range(ranks)]
+    assert [lane for own in by_rank for lane in own] == list(range(lanes))
+    for rank, own in enumerate(by_rank):
+        by_worker = [worker_lanes(lanes, ranks, rank, workers, worker) for worker in range(max(workers, 1))]
+        assert [lane for mine in by_worker for lane in mine] == own
+        assert max(map(len, by_worker)) - min(map(len, by_worker)) <= 1
+    if lanes % ranks == 0:
+        assert {len(own) for own in by_rank} == {lanes // ranks}
+
+
+def global_batches(
+    counts: Sequence[int], lanes: int, per_lane: int, ranks: int, workers: int, steps: int
+) -> list[list[Sample]]:
+    """What all ranks together read in each step: ranks in order, in each its workers in order."""
+    streams = {
+        lane: iter([sample for _, sample in walk(lane_stream(5, counts, lanes, lane), steps * per_lane)])
+        for lane in range(lanes)
+    }
+    owners = [
+        worker_lanes(lanes, ranks, rank, workers, worker) for rank in range(ranks) for worker in range(max(workers, 1))
+    ]
+    return [
+        [sample for own in owners for lane in own for sample in islice(streams[lane], per_lane)] for _ in range(steps)
+    ]
+
+
+@quick
+@given(
+    counts=st.lists(st.integers(0, 9), min_size=1, max_size=20).filter(lambda counts: sum(counts) > 0),
+    per_lane=st.integers(1, 3),
+    topology=st.sampled_from([(12, 1, 4), (12, 2, 0), (12, 3, 2), (12, 4, 3), (12, 6, 2), (12, 12, 1), (12, 2, 8)]),
+)
+def test_the_global_batch_of_a_step_does_not_depend_on_ranks_and_workers(
+    counts: list[int], per_lane: int, topology: tuple[int, int, int]
+) -> None:
+    alone = global_batches(counts, 12, per_lane, 1, 0, 4)
+    assert global_batches(counts, *topology[:1], per_lane, *topology[1:], 4) == alone
+    assert all(len(batch) == 12 * per_lane for batch in alone)
+
+
+@quick
+@given(counts=COUNTS, seed=SEEDS, ranks=st.integers(1, 6), lanes=st.integers(1, 12), workers=st.integers(0, 4))
+def test_the_whole_plan_reads_every_sample_once(
+    counts: list[int], seed: int, ranks: int, lanes: int, workers: int
+) -> None:
+    whole = plan(seed, 3, counts, lanes, ranks, workers)
+    assert set(whole) == {(rank, worker) for rank in range(ranks) for worker in range(max(workers, 1))}
+    read = [(shard, int(member)) for pieces in whole.values() for _, shard, members in pieces for member in members]
+    assert sorted(read) == every_sample(counts)
+    for (rank, worker), pieces in whole.items():
+        assert {lane for lane, _, _ in pieces} <= set(worker_lanes(lanes, ranks, rank, workers, worker))
+    by_lane: dict[int, list[Sample]] = {}
+    for pieces in whole.values():
+        for lane, shard, members in pieces:
+            by_lane.setdefault(lane, []).extend((shard, int(member)) for member in members)
+    for lane, samples in by_lane.items():
+        assert samples == flat(lane_epoch(seed, 3, counts, lanes, lane))
+
+
+# --- refusals ----------------------------------------------------------------------------------------------------------
+
+GOOD = {"shards": 16, "samples": 1000, "lanes": 8, "batch_size": 32, "ranks": 4, "workers": 2, "accumulate": 1}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"samples": 0}, "no sample"),
+        ({"shards": 7}, r"7 shard\(s\) .* 4 process\(es\) x 2 .* --shards 8.* data\.workers"),
+        ({"shards": 3, "workers": 0}, r"3 shard\(s\) .* --shards 4"),
+        ({"lanes": 6}, r"data\.lanes=6 .* 4 processes: .* multiple of 4 .* \[4, 8, 16, 32\]"),
+        ({"lanes": 2}, r"data\.lanes=2 .* multiple of 4"),
+        ({"lanes": 6, "batch_size": 30}, r"multiple of 4 and training\.batch_size=30 to a multiple of it"),
+        ({"workers": 3}, r"data\.workers=3 .* at most 2, or raise data\.lanes"),
+        ({"batch_size": 36}, r"training\.batch_size=36 .* data\.lanes=8: .* \[4, 12, 36\]"),
+        ({"accumulate": 4}, r"training\.accumulate=4 .* multiple of 16"),
+    ],
+)
+def test_what_cannot_be_dealt_out_is_refused_with_the_fix(change: dict[str, int], message: str) -> None:
+    check_topology(**GOOD)
+    with pytest.raises(UserError, match=message):
+        check_topology(**(GOOD | change))
+
+
+@settings(quick, max_examples=400)
+@given(
+    shards=st.integers(1, 70),
+    samples=st.integers(0, 5),
+    lanes=LANES,
+    batch_size=st.integers(1, 128),
+    ranks=st.integers(1, 8),
+    workers=st.integers(0, 8),
+    accumulate=st.integers(1, 4),
+)
+def test_exactly_the_impossible_is_refused(**topology: int) -> None:
+    lanes, ranks, readers = topology["lanes"], topology["ranks"], max(topology["workers"], 1)
+    owned = [worker_lanes(lanes, ranks, rank, topology["workers"], n) for rank in range(ranks) for n in range(readers)]
+    possible = (
+        topology["samples"] > 0
+        and topology["shards"] >= ranks * readers
+        and all(owned)  # no worker without a lane
+        and len({len(rank_lanes(lanes, ranks, rank)) for rank in range(ranks)}) == 1
+        and topology["batch_size"] / lanes == topology["batch_size"] // lanes
+        and lanes / ranks / topology["accumulate"] == lanes // ranks // topology["accumulate"]
+    )
+    if possible:
+        check_topology(**topology)
+    else:
+        with pytest.raises(UserError):
+            check_topology(**topology)
+
+
+@settings(quick, max_examples=400)
+@given(
+    lanes=LANES, batch_size=st.integers(1, 128), ranks=st.integers(1, 8), workers=st.integers(0, 4), shards=st.integers(1, 40)
+)
+def test_following_the_message_mends_it(**topology: int) -> None:
+    """Doing what each refusal says, with the first value it offers, ends at a topology that works."""
+    fixed = {"samples": 10, "accumulate": 1, **topology}
+    for _ in range(6):
+        try:
+            check_topology(**fixed)
+            return
+        except UserError as error:
+            message = str(error)
+        if found := re.search(r"--shards (\d+)", message):
+            fixed["shards"] = int(found[1])
+        elif found := re.search(r"data\.workers to at most (\d+)", message):
+            fixed["workers"] = int(found[1])
+        elif found := re.search(r"\[(\d+)", message):
+            fixed["lanes"] = int(found[1])
+        elif found := re.search(r"multiple of (\d+) and training\.batch_size=\d+ to a multiple of it", message):
+            fixed["lanes"] = fixed["batch_size"] = int(found[1])
+        else:
+            raise AssertionError(f"no fix in: {message}")
+    raise AssertionError(f"never mended: {message}")

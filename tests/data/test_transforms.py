@@ -1,0 +1,152 @@
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torchvision import transforms
+from torchvision.transforms import v2
+
+from ssl_vit.data import AugmentConfig, DataConfig
+from ssl_vit.data.transforms import device_images, evaluation_transform, train_transform
+
+SIZES = [(64, 64), (80, 64), (64, 95), (37, 200), (20, 24), (224, 224)]
+
+
+def image(height: int, width: int, channels: int = 3, seed: int = 0) -> torch.Tensor:
+    """Smooth colours with some noise, uint8 (C, H, W)."""
+    generator = np.random.default_rng(seed)
+    coarse = torch.from_numpy(generator.uniform(0, 255, (1, channels, 5, 6)))
+    smooth = F.interpolate(coarse, (height, width), mode="bilinear") + torch.from_numpy(
+        generator.normal(0, 12, (1, channels, height, width))
+    )
+    return smooth[0].clamp(0, 255).round().to(torch.uint8)
+
+
+def resized(pixels: torch.Tensor, shorter: int) -> torch.Tensor:
+    """torchvision's Resize by hand: the shorter side to `shorter`, the longer one truncated to whole pixels."""
+    height, width = pixels.shape[1:]
+    ratio = max(height, width) / min(height, width)
+    size = [shorter, int(shorter * ratio)] if height <= width else [int(shorter * ratio), shorter]
+    return v2.functional.resize(pixels, size, v2.InterpolationMode.BILINEAR, antialias=True)
+
+
+def centre(pixels: torch.Tensor, size: int) -> torch.Tensor:
+    top, left = (round((side - size) / 2.0) for side in pixels.shape[1:])
+    return pixels[:, top : top + size, left : left + size]
+
+
+@pytest.mark.parametrize(("share", "shorter"), [(256 / 224, 37), (1.0, 32), (1.5, 48)])
+@pytest.mark.parametrize("channels", [1, 3, 4])
+@pytest.mark.parametrize("size", SIZES)
+def test_evaluation_resizes_the_shorter_side_and_crops_the_centre(
+    size: tuple[int, int], channels: int, share: float, shorter: int
+) -> None:
+    pixels = image(*size, channels)
+    found = evaluation_transform(32, DataConfig(train="x", evaluation_resize=share))(pixels)
+    assert found.shape == (channels, 32, 32)
+    assert found.dtype == torch.uint8
+    torchvisions = v2.Compose([v2.Resize(shorter, antialias=True), v2.CenterCrop(32)])
+    assert torch.equal(found, torchvisions(pixels))
+    by_hand = resized(pixels, shorter)
+    assert torch.equal(found, centre(by_hand, 32))
+    # Antialiased bilinear in floating point, rounded: at most a level away from the uint8 kernel.
+    exact = F.interpolate(pixels[None].double(), by_hand.shape[1:], mode="bilinear", antialias=True)[0].round()
+    assert (centre(exact, 32) - found).abs().max() <= 1
+
+
+def test_the_papers_few_shot_view_is_256_and_224() -> None:
+    pixels = image(300, 400)
+    reference = v2.Compose([v2.Resize(256, antialias=True), v2.CenterCrop(224)])
+    assert torch.equal(evaluation_transform(224, DataConfig(train="x"))(pixels), reference(pixels))
+
+
+def test_images_of_the_right_size_pass_untouched() -> None:
+    pixels = image(28, 28, 1)
+    assert torch.equal(evaluation_transform(28, DataConfig(train="x", evaluation_resize=1.0))(pixels), pixels)
+    assert torch.equal(train_transform(28, AugmentConfig(crop="centre"))(pixels), pixels)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_the_evaluation_view_is_not_random(size: tuple[int, int]) -> None:
+    transform, pixels = evaluation_transform(32, DataConfig(train="x")), image(*size)
+    state = torch.get_rng_state()
+    assert torch.equal(transform(pixels), transform(pixels))
+    assert torch.equal(state, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("settings", [{}, {"scale": (0.3, 0.4)}, {"scale": (1.0, 1.0), "ratio": (1.0, 1.0)}])
+@pytest.mark.parametrize("size", SIZES)
+def test_the_inception_crop_is_torchvisions_under_the_same_seed(size: tuple[int, int], settings: dict[str, Any]) -> None:
+    augment, pixels = AugmentConfig(crop="inception", **settings), image(*size)
+    transform = train_transform(32, augment)
+    whole = transforms.RandomResizedCrop(32, augment.scale, augment.ratio, antialias=True)
+    for seed in range(5):
+        torch.manual_seed(seed)
+        found = transform(pixels)
+        torch.manual_seed(seed)
+        top, left, height, width = transforms.RandomResizedCrop.get_params(pixels, [*augment.scale], [*augment.ratio])
+        cut = pixels[:, top : top + height, left : left + width]
+        assert torch.equal(found, v2.functional.resize(cut, [32, 32], antialias=True))
+        torch.manual_seed(seed)
+        assert (whole(pixels).int() - found.int()).abs().max() <= 1  # the older class resizes in floating point
+        assert found.shape == (3, 32, 32)
+        assert found.dtype == torch.uint8
+
+
+def test_the_default_crop_covers_the_papers_areas() -> None:
+    assert AugmentConfig().scale == (0.05, 1.0)
+    transform = train_transform(8, AugmentConfig())
+    position = torch.arange(256, dtype=torch.uint8).expand(1, 256, 256)
+    rows, columns = position.mT.contiguous(), position.contiguous()
+    torch.manual_seed(0)
+    areas, ratios = [], []
+    for _ in range(300):
+        seed = int(torch.randint(2**31, ()))
+        sides = []
+        for ramp, axis in ((rows, 1), (columns, 2)):
+            torch.manual_seed(seed)
+            view = transform(ramp).float()
+            first, last = view.select(axis, 1).mean(), view.select(axis, 6).mean()
+            sides.append((last - first).item() / 5 * 8 / 256)
+        torch.manual_seed(seed + 1)
+        areas.append(math.prod(sides))
+        ratios.append(sides[1] / sides[0])
+    assert 0.04 < min(areas) < 0.1
+    assert 0.8 < max(areas) < 1.02
+    assert 0.7 < min(ratios) < 0.8
+    assert 1.25 < max(ratios) < 1.42
+
+
+@pytest.mark.parametrize(("padding", "views"), [(1, 9), (2, 25), (0, 1)])
+def test_shift_moves_the_image_over_zeros_and_nothing_else(padding: int, views: int) -> None:
+    pixels = image(8, 8, 1) // 2 + 1  # never zero itself
+    framed = F.pad(pixels, [padding] * 4)
+    possible = {
+        framed[:, y : y + 8, x : x + 8].numpy().tobytes() for y in range(2 * padding + 1) for x in range(2 * padding + 1)
+    }
+    assert len(possible) == views
+    transform = train_transform(8, AugmentConfig(crop="shift", padding=padding))
+    torch.manual_seed(0)
+    seen = {transform(pixels).numpy().tobytes() for _ in range(400)}
+    assert seen == possible
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_the_centre_crop_has_no_randomness(size: tuple[int, int]) -> None:
+    pixels = image(*size)
+    assert torch.equal(train_transform(32, AugmentConfig(crop="centre"))(pixels), centre(resized(pixels, 32), 32))
+
+
+@pytest.mark.parametrize("flip", [[False] * 5, [True] * 5, [True, False, False, True, False]])
+def test_exactly_the_images_asked_for_are_mirrored(make_batch: Any, flip: list[bool]) -> None:
+    batch = make_batch(5, flip=torch.tensor(flip))
+    before = batch.images.clone()
+    found = device_images(batch)
+    assert found.dtype == torch.uint8
+    for mirrored, original, seen in zip(flip, before.numpy(), found.numpy(), strict=True):
+        np.testing.assert_array_equal(seen, np.flip(original, axis=2) if mirrored else original)
+    assert torch.equal(batch.images, before)

@@ -1,0 +1,98 @@
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from ssl_vit.evaluators.features import Features
+from ssl_vit.evaluators.few_shot import choose_shots
+from ssl_vit.evaluators.knn import Config, Evaluator, knn_accuracy
+from ssl_vit.interfaces import UserError
+
+TRAIN_X = np.random.default_rng(0).normal(size=(60, 5)).astype(np.float32)
+TRAIN_Y = np.random.default_rng(1).choice([2, 3, 7], 60)
+TEST_X = np.random.default_rng(2).normal(size=(40, 5)).astype(np.float32)
+TEST_Y = np.random.default_rng(3).choice([2, 3, 7], 40)
+
+
+def naive_predictions(k: int, temperature: float) -> np.ndarray:
+    """One query and one neighbour at a time, in float64."""
+    predictions = []
+    for query in TEST_X.astype(np.float64):
+        similar = []
+        for vector, label in zip(TRAIN_X.astype(np.float64), TRAIN_Y, strict=True):
+            cosine = sum(query * vector) / math.sqrt(sum(query**2)) / math.sqrt(sum(vector**2))
+            similar.append((cosine, int(label)))
+        similar.sort(reverse=True)
+        votes = dict.fromkeys([2, 3, 7], 0.0)
+        for cosine, label in similar[:k]:
+            votes[label] += math.exp(cosine / temperature)
+        predictions.append(max(votes, key=lambda label: votes[label]))
+    return np.array(predictions)
+
+
+@pytest.mark.parametrize("temperature", [0.07, 1.0, 0.02])
+@pytest.mark.parametrize("k", [1, 10, 20, 60, 1000])
+def test_every_prediction_agrees_with_a_naive_loop(k: int, temperature: float) -> None:
+    predictions = naive_predictions(k, temperature)
+    accuracy = knn_accuracy(TRAIN_X, TRAIN_Y, TEST_X, TEST_Y, ks=(k,), temperature=temperature)
+    assert accuracy == {k: np.mean(predictions == TEST_Y)}
+    assert knn_accuracy(TRAIN_X, TRAIN_Y, TEST_X, predictions, ks=(k,), temperature=temperature) == {k: 1.0}
+
+
+def test_several_ks_at_once_are_the_single_ones() -> None:
+    together = knn_accuracy(TRAIN_X, TRAIN_Y, TEST_X, TEST_Y, ks=(20, 1, 500, 5))
+    for k, accuracy in together.items():
+        assert knn_accuracy(TRAIN_X, TRAIN_Y, TEST_X, TEST_Y, ks=(k,)) == {k: accuracy}
+    assert list(together) == [20, 1, 500, 5]
+
+
+def test_k_beyond_the_training_set_counts_all_of_it() -> None:
+    together = knn_accuracy(TRAIN_X, TRAIN_Y, TEST_X, TEST_Y, ks=(60, 61, 10_000), temperature=1.0)
+    assert together[60] == together[61] == together[10_000]
+
+
+def test_the_temperature_and_the_neighbours_matter() -> None:
+    sharp, flat = (naive_predictions(20, temperature) for temperature in (0.02, 1.0))
+    assert (sharp != flat).any()
+    assert (naive_predictions(1, 1.0) != flat).any()
+
+
+def test_many_test_images_are_scored_in_portions() -> None:
+    repeats = 2500 // 40 + 1
+    tiled = np.tile(TEST_X, (repeats, 1))
+    predictions = np.tile(naive_predictions(10, 0.07), repeats)
+    assert len(predictions) > 2048
+    assert knn_accuracy(TRAIN_X, TRAIN_Y, tiled, predictions, ks=(10,)) == {10: 1.0}
+    predictions[-1] = 99  # a wrong one in the last portion counts
+    assert knn_accuracy(TRAIN_X, TRAIN_Y, tiled, predictions, ks=(10,))[10] == 1 - 1 / len(predictions)
+
+
+def test_the_length_of_a_feature_vector_does_not_matter() -> None:
+    scale = np.random.default_rng(5).uniform(0.1, 10, (60, 1)).astype(np.float32)
+    predictions = naive_predictions(10, 0.07)
+    assert knn_accuracy(TRAIN_X * scale, TRAIN_Y, TEST_X * 100, predictions, ks=(10,)) == {10: 1.0}
+
+
+def test_a_vector_of_zeros_is_no_accident() -> None:
+    with np.errstate(all="raise"):
+        found = knn_accuracy(np.vstack([TRAIN_X, np.zeros((1, 5))]), np.append(TRAIN_Y, 2), TEST_X[:1] * 0, [2], ks=(61,))
+    assert set(found) == {61}
+
+
+@pytest.mark.parametrize("labels_per_class", [None, 4])
+def test_the_evaluator_uses_the_labels_it_was_allowed(labels_per_class: int | None) -> None:
+    splits = {"train": Features(TRAIN_X, TRAIN_Y), "test": Features(TEST_X, TEST_Y)}
+    task = SimpleNamespace(sources=lambda: ("trained",), features=lambda source, split, pooling: splits[split])
+    config = Config(ks=(1, 20), labels_per_class=labels_per_class, seed=3, temperature=0.5)
+    rows = choose_shots(TRAIN_Y, labels_per_class, 3) if labels_per_class else np.arange(60)
+    expected = knn_accuracy(TRAIN_X[rows], TRAIN_Y[rows], TEST_X, TEST_Y, ks=(1, 20), temperature=0.5)
+    found = dict(Evaluator(config).run(task))  # type: ignore[arg-type]
+    assert found == {f"trained/k={k}": accuracy for k, accuracy in expected.items()}
+
+
+def test_no_k_at_all_is_the_users_mistake() -> None:
+    with pytest.raises(UserError, match="ks"):
+        Evaluator(Config(ks=()))

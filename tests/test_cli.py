@@ -1,0 +1,87 @@
+"""Help answers at once, carries examples, and every shipped recipe is one that runs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+
+import pytest
+from typer.main import get_command
+
+from ssl_vit import cli, compare, experiment, plugins
+from ssl_vit import recipe as recipes
+
+COMMANDS = [
+    ["demo"], ["train"], ["eval"], ["compare"], ["report"], ["recipes"], ["shards", "make"], ["shards", "verify"],
+    ["shards", "stats"],
+]  # fmt: skip
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "ssl_vit", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_the_list_of_commands_is_whole() -> None:
+    top = get_command(cli.app)
+    assert {name[0] for name in COMMANDS} == set(top.commands)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_every_help_has_an_example(command: list[str]) -> None:
+    done = run(*command, "--help")
+    assert done.returncode == 0
+    assert "Example: ssl-vit " + " ".join(command) in done.stdout
+
+
+def test_help_answers_in_under_a_second() -> None:
+    """The best of three: a busy machine may be slow, the command may not."""
+
+    def seconds() -> float:
+        start = time.perf_counter()
+        assert run("--help").returncode == 0
+        return time.perf_counter() - start
+
+    assert min(seconds() for _ in range(3)) < 1
+
+
+def test_a_wrong_option_is_the_users_mistake() -> None:
+    assert run("train").returncode == 2
+    assert run("nonsense").returncode == 2
+
+
+def test_debug_shows_the_traceback() -> None:
+    assert "Traceback" not in run("train", "nothing").stderr
+    assert "Traceback" in run("train", "nothing", "--debug").stderr
+
+
+@pytest.mark.parametrize("name", sorted(recipes.shipped()))
+def test_every_recipe_builds(name: str) -> None:
+    path = recipes.shipped()[name]
+    assert path.read_text().startswith("# "), "a recipe opens with what it does"
+    assert (
+        f"ssl-vit {'compare' if 'arms' in recipes.read(path) else 'train'} {name}" in path.read_text()
+        or "ssl-vit demo" in path.read_text()
+    )
+    if "arms" in recipes.read(path):
+        comparison, arms = recipes.load_comparison(name)
+        assert arms
+        assert compare.pieces(compare.Plan(comparison, arms, comparison.run_directory))
+        settings = list(arms.values())
+    else:
+        settings = [recipes.load_recipe(name)]
+    for recipe in settings:
+        encoder = experiment.build_backbone(recipe.backbone, None)
+        module = plugins.load("objectives", recipe.objective.name)  # type: ignore[attr-defined]
+        assert module.Objective(encoder, recipe.objective, 10).noise_per_sample() >= 0
+
+
+def test_a_saved_recipe_is_the_recipe(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    recipe = recipes.load_recipe("digits_ssl", ["optim.lr=0.5", "objective.bits=2"])
+    recipes.save(recipe, tmp_path / "recipe.yaml")
+    assert recipes.load_recipe(tmp_path / "recipe.yaml") == recipe
+
+
+def test_a_length_on_the_command_line_replaces_the_recipes() -> None:
+    assert recipes.load_recipe("digits_ssl", ["training.epochs=2"]).training.steps is None

@@ -1,0 +1,89 @@
+"""The house rules of DESIGN: arrows point down, there is no cycle, and light things stay light."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "ssl_vit"
+
+# A room may import rooms of lower rank, and modules of its own room.
+RANKS = {
+    "cli": 8, "__main__": 9, "compare": 7, "experiment": 6, "report": 5, "recipe": 5, "analysis": 4, "evaluators": 4,
+    "plugins": 2, "objectives": 3, "training": 3, "models": 2, "data": 2, "interfaces": 1, "__init__": 0,
+}  # fmt: skip
+
+
+def modules() -> dict[str, Path]:
+    found = {}
+    for path in PACKAGE.rglob("*.py"):
+        parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def imports(name: str, path: Path, known: dict[str, Path]) -> set[str]:
+    """Modules of the package that a file imports, inside functions too."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            names = [n if n in known else node.module for n in names]
+        else:
+            assert not isinstance(node, ast.ImportFrom), f"{name}: relative import"
+            continue
+        found |= {n for n in names if n in known and n != name}
+    return found
+
+
+def room(module: str) -> str:
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 else "__init__"
+
+
+def graph() -> dict[str, set[str]]:
+    known = modules()
+    return {name: imports(name, path, known) for name, path in known.items()}
+
+
+def test_every_module_has_a_rank() -> None:
+    assert {room(name) for name in modules()} == set(RANKS)
+
+
+def test_arrows_point_down() -> None:
+    wrong = [
+        f"{name} imports {other}"
+        for name, others in graph().items()
+        for other in others
+        if room(name) != room(other) and RANKS[room(name)] <= RANKS[room(other)]
+    ]
+    assert not wrong
+
+
+def test_the_loop_knows_no_objective_and_no_evaluator() -> None:
+    reached = {room(other) for other in graph()["ssl_vit.training.loop"]}
+    assert reached <= {"training", "data", "interfaces"}
+
+
+def test_there_is_no_cycle() -> None:
+    assert list(TopologicalSorter(graph()).static_order())
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import ssl_vit.report.page, ssl_vit.report.tables",
+        "import ssl_vit.recipe",
+        "import sys\nsys.argv = ['ssl-vit', '-h']\nfrom ssl_vit import cli\ntry: cli.main()\nexcept SystemExit: pass",
+    ],
+)
+def test_light_modules_do_not_import_torch(code: str) -> None:
+    check = f"{code}\nimport sys\nassert 'torch' not in sys.modules, 'torch was imported'"
+    subprocess.run([sys.executable, "-c", check], check=True, capture_output=True, timeout=60)
