@@ -13,16 +13,21 @@ class AugmentConfig(Config):
     """Training augmentation; every choice is drawn from a generator seeded by (seed, epoch, sample index).
 
     crop: `inception` (random area and aspect, resized; the paper's), `shift` (zero padding, then a random crop: for
-        small images whose scale carries meaning, such as digits), `centre` (no randomness).
+        small images whose scale carries meaning, such as digits), `affine` (small rotation, zoom, shear and shift),
+        `centre` (no randomness).
     scale, ratio: area fraction and aspect range of the inception crop (paper fine-tuning: 0.05 to 1).
-    padding: pixels of zero padding on each side before a `shift` crop.
+    padding: pixels of zero padding on each side before a `shift` crop; the largest shift of `affine`.
+    degrees, zoom, shear: of `affine`: largest rotation (degrees), relative change of size, shear (degrees).
     flip: mirror half of the images, on the device.
     """
 
-    crop: Literal["inception", "shift", "centre"] = "inception"
+    crop: Literal["inception", "shift", "affine", "centre"] = "inception"
     scale: tuple[float, float] = (0.05, 1.0)
     ratio: tuple[float, float] = (3 / 4, 4 / 3)
     padding: int = Field(0, ge=0)
+    degrees: float = Field(10.0, ge=0, le=180)
+    zoom: float = Field(0.1, ge=0, lt=1)
+    shear: float = Field(5.0, ge=0, lt=90)
     flip: bool = True
 
 

@@ -25,7 +25,18 @@ def train_transform(image_size: int, augment: AugmentConfig) -> Transform:
         return v2.RandomResizedCrop(image_size, scale=augment.scale, ratio=augment.ratio, antialias=True)
     if augment.crop == "shift":
         return v2.Compose([*_resize(image_size), v2.RandomCrop(image_size, padding=augment.padding or None)])
-    return v2.Compose([*_resize(image_size), v2.CenterCrop(image_size)])
+    centre = [*_resize(image_size), v2.CenterCrop(image_size)]
+    if augment.crop == "affine":
+        shift = augment.padding / image_size
+        affine = v2.RandomAffine(
+            degrees=augment.degrees,
+            translate=(shift, shift),
+            scale=(1 - augment.zoom, 1 + augment.zoom),
+            shear=augment.shear,
+            interpolation=InterpolationMode.BILINEAR,
+        )
+        return v2.Compose([*centre, affine])
+    return v2.Compose(centre)
 
 
 def evaluation_transform(image_size: int, data: DataConfig) -> Transform:

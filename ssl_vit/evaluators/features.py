@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -139,8 +140,12 @@ def _gathered(task: Task, parts: list[Part], shards: ShardSet) -> Features:
     return Features(vectors[order], labels[order])
 
 
+@lru_cache(maxsize=8)
 def labels_of(shards: ShardSet) -> np.ndarray:
-    """Every sample's class index, int64 (samples,), read without decoding an image; -1 where there is none."""
+    """Every sample's class index, int64 (samples,), read without decoding an image; -1 where there is none.
+
+    Read once a process. Raises UserError where no sample has a label.
+    """
     labels = np.full(shards.samples, -1, dtype=np.int64)
     for shard, url in enumerate(shards.urls):
         for position, sample in read_members(url):

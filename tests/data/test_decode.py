@@ -23,7 +23,9 @@ def picture(mode: str) -> Image.Image:
     rgba = Image.fromarray(np.stack(layers, -1).astype(np.uint8))
     if mode == "I;16":
         return Image.fromarray((rows * 1500 + columns * 7).astype(np.uint16))
-    return rgba.convert("RGB").convert("CMYK") if mode == "CMYK" else rgba.convert(mode)
+    if mode == "P16":  # 16 colours: four bits a pixel
+        return rgba.convert("RGB").quantize(16)
+    return rgba.convert("RGB").convert(mode) if mode in ("P", "CMYK") else rgba.convert(mode)
 
 
 def encoded(image: Image.Image, extension: str, **options: Any) -> bytes:
@@ -50,6 +52,7 @@ def noise(extension: str) -> bytes:
         ("png", "L", 0),
         ("png", "LA", 0),
         ("png", "P", 0),
+        ("png", "P16", 0),
         ("png", "1", 0),
         ("webp", "RGB", 0),
         ("webp", "RGBA", 0),
@@ -106,7 +109,9 @@ def test_a_file_cut_short_is_a_bad_sample(extension: str, left: float) -> None:
 
 
 @pytest.mark.parametrize("extension", ["jpg", "jpeg", "png", "webp"])
-@pytest.mark.parametrize("data", [b"", b"hello, this is text\n" * 20, b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"RIFF", b"\0" * 100])
+@pytest.mark.parametrize(
+    "data", [b"", b"hello, this is text\n" * 20, b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"RIFF", b"\0" * 100]
+)
 def test_what_is_no_image_is_a_bad_sample(extension: str, data: bytes) -> None:
     with pytest.raises(BadSample, match=rf"unreadable \.{extension}"):
         decode_pixels({extension: data}, 3)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ssl_vit.data.plan import (
@@ -40,14 +40,12 @@ def every_sample(counts: Sequence[int]) -> list[Sample]:
     return [(shard, member) for shard, count in enumerate(counts) for member in range(count)]
 
 
-# --- one epoch -------------------------------------------------------------------------------------------------------
+# --- one epoch ---
 
 
 @quick
 @given(counts=COUNTS, seed=SEEDS, lanes=LANES, first=EPOCHS)
-def test_every_epoch_deals_every_sample_to_one_lane_once(
-    counts: list[int], seed: int, lanes: int, first: int
-) -> None:
+def test_every_epoch_deals_every_sample_to_one_lane_once(counts: list[int], seed: int, lanes: int, first: int) -> None:
     for epoch in range(first, first + 2):
         dealt = [flat(lane_epoch(seed, epoch, counts, lanes, lane)) for lane in range(lanes)]
         assert sorted(sample for lane in dealt for sample in lane) == every_sample(counts)
@@ -67,14 +65,18 @@ def test_lanes_are_slices_of_one_sequence_turning_with_the_epoch(
 
 
 @quick
-@given(counts=COUNTS, seed=SEEDS, epoch=EPOCHS)
-def test_the_order_visits_shards_whole_and_depends_on_seed_and_epoch(counts: list[int], seed: int, epoch: int) -> None:
+@given(counts=st.lists(st.integers(0, 9), min_size=1, max_size=200), seed=SEEDS, epoch=EPOCHS)
+def test_the_order_visits_every_shard_once_and_repeats_itself(counts: list[int], seed: int, epoch: int) -> None:
     order = epoch_order(seed, epoch, counts)
     assert sorted(shard for shard, _ in order) == list(range(len(counts)))
     assert flat(order) == flat(epoch_order(seed, epoch, counts))
-    assume(sum(count > 0 for count in counts) > 20)
-    assert flat(order) != flat(epoch_order(seed + 1, epoch, counts))
-    assert flat(order) != flat(epoch_order(seed, epoch + 1, counts))
+
+
+@quick
+@given(counts=st.lists(st.integers(1, 9), min_size=20, max_size=60), seed=SEEDS, epoch=EPOCHS)
+def test_another_seed_or_epoch_is_another_order(counts: list[int], seed: int, epoch: int) -> None:
+    orders = [flat(epoch_order(seed + s, epoch + e, counts)) for s, e in ((0, 0), (1, 0), (0, 1), (1, 1))]
+    assert len({tuple(order) for order in orders}) == 4
 
 
 def test_samples_are_shuffled_inside_their_shard_and_differently_in_each() -> None:
@@ -105,7 +107,7 @@ def test_keeping_everything_is_keeping_nothing_back() -> None:
     assert flat(epoch_order(1, 2, counts, [np.arange(count) for count in counts])) == flat(epoch_order(1, 2, counts))
 
 
-# --- endless lanes -----------------------------------------------------------------------------------------------------
+# --- endless lanes ---
 
 
 def walk(stream: Any, samples: int) -> list[tuple[LanePosition, Sample]]:
@@ -159,14 +161,16 @@ def test_resuming_loses_and_repeats_nothing_of_an_epoch(counts: list[int], seed:
         stop = (lane * 7 + epochs) % (len(dealt) + 1)
         rest = [
             sample
-            for position, sample in walk(lane_stream(seed, counts, lanes, lane, LanePosition(epochs, stop)), len(dealt) + 1)
+            for position, sample in walk(
+                lane_stream(seed, counts, lanes, lane, LanePosition(epochs, stop)), len(dealt) + 1
+            )
             if position.epoch == epochs
         ]
         seen += dealt[:stop] + rest
     assert sorted(seen) == every_sample(counts)
 
 
-# --- ranks and workers ---------------------------------------------------------------------------------------------------
+# --- ranks and workers ---
 
 
 @quick
@@ -231,7 +235,7 @@ def test_the_whole_plan_reads_every_sample_once(
         assert samples == flat(lane_epoch(seed, 3, counts, lanes, lane))
 
 
-# --- refusals ----------------------------------------------------------------------------------------------------------
+# --- refusals ---
 
 GOOD = {"shards": 16, "samples": 1000, "lanes": 8, "batch_size": 32, "ranks": 4, "workers": 2, "accumulate": 1}
 
@@ -286,7 +290,11 @@ def test_exactly_the_impossible_is_refused(**topology: int) -> None:
 
 @settings(quick, max_examples=400)
 @given(
-    lanes=LANES, batch_size=st.integers(1, 128), ranks=st.integers(1, 8), workers=st.integers(0, 4), shards=st.integers(1, 40)
+    lanes=LANES,
+    batch_size=st.integers(1, 128),
+    ranks=st.integers(1, 8),
+    workers=st.integers(0, 4),
+    shards=st.integers(1, 40),
 )
 def test_following_the_message_mends_it(**topology: int) -> None:
     """Doing what each refusal says, with the first value it offers, ends at a topology that works."""
@@ -305,6 +313,8 @@ def test_following_the_message_mends_it(**topology: int) -> None:
             fixed["lanes"] = int(found[1])
         elif found := re.search(r"multiple of (\d+) and training\.batch_size=\d+ to a multiple of it", message):
             fixed["lanes"] = fixed["batch_size"] = int(found[1])
+        elif found := re.search(r"training\.batch_size\D* multiple of (\d+)", message):
+            fixed["batch_size"] = int(found[1])
         else:
             raise AssertionError(f"no fix in: {message}")
     raise AssertionError(f"never mended: {message}")

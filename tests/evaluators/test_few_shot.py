@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,6 +13,7 @@ from ssl_vit.evaluators.features import Features
 from ssl_vit.evaluators.few_shot import Config, Evaluator, choose_shots, few_shot_accuracy, ridge
 
 Split = tuple[np.ndarray, np.ndarray]
+Scores = Callable[[Split, np.ndarray, float], np.ndarray]
 
 
 def published_shots(labels: np.ndarray, shots: int, seed: int, classes: int) -> np.ndarray:
@@ -75,7 +77,7 @@ NAMES = ["n<d", "n>d", "short class", "constant", "duplicated", "label gap"]
 @pytest.mark.parametrize("l2", [2.0**10, 1.0])
 @pytest.mark.parametrize("scores_of", [scores_by_solve, scores_by_sklearn])
 @pytest.mark.parametrize("name", NAMES)
-def test_accuracy_and_every_prediction_agree_with_dense_solvers(name: str, scores_of: object, l2: float) -> None:
+def test_accuracy_and_every_prediction_agree_with_dense_solvers(name: str, scores_of: Scores, l2: float) -> None:
     train, test = feature_set(name)
     classes = np.unique(train[1])
     shots, seeds = (1, 5, 10, 25), (0, 1, 2)
@@ -84,7 +86,7 @@ def test_accuracy_and_every_prediction_agree_with_dense_solvers(name: str, score
     assert len(set(found.values())) > 3
     for (k, seed), accuracy in found.items():
         chosen = published_shots(train[1], k, seed, int(classes.max()) + 1)
-        scores = scores_of((train[0][chosen], train[1][chosen]), test[0], l2)  # type: ignore[operator]
+        scores = scores_of((train[0][chosen], train[1][chosen]), test[0], l2)
         best_two = np.sort(scores, axis=1)[:, -2:]
         clear = best_two[:, 1] - best_two[:, 0] > 1e-9 * np.abs(scores).max()
         assert clear.mean() > 0.95
@@ -150,7 +152,7 @@ def test_classes_short_of_shots_are_named() -> None:
 )
 def test_arrays_that_do_not_fit_are_refused(lengths: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=r"length|fit"):
-        few_shot_accuracy(**{name: np.zeros(shape, dtype=int) for name, shape in lengths.items()}, shots=(1,))  # type: ignore[arg-type]
+        few_shot_accuracy(**{name: np.zeros(shape, dtype=int) for name, shape in lengths.items()}, shots=(1,))
 
 
 def digits() -> tuple[Split, Split]:
@@ -184,7 +186,7 @@ def test_the_evaluator_reports_each_seed_its_mean_and_deviation(seeds: tuple[int
 
     task = SimpleNamespace(sources=lambda: tuple(sets), features=features)
     config = Config(shots=(1, 5), seeds=seeds, l2=3.0, pooling="both")
-    found = dict(Evaluator(config).run(task))  # type: ignore[arg-type]
+    found = dict(Evaluator(config).run(task))
     assert set(asked) == {"both"}
     expected = {}
     for source, (train, test) in sets.items():

@@ -78,7 +78,9 @@ def test_the_length_of_a_feature_vector_does_not_matter() -> None:
 
 def test_a_vector_of_zeros_is_no_accident() -> None:
     with np.errstate(all="raise"):
-        found = knn_accuracy(np.vstack([TRAIN_X, np.zeros((1, 5))]), np.append(TRAIN_Y, 2), TEST_X[:1] * 0, [2], ks=(61,))
+        found = knn_accuracy(
+            np.vstack([TRAIN_X, np.zeros((1, 5))]), np.append(TRAIN_Y, 2), TEST_X[:1] * 0, [2], ks=(61,)
+        )
     assert set(found) == {61}
 
 
@@ -89,7 +91,7 @@ def test_the_evaluator_uses_the_labels_it_was_allowed(labels_per_class: int | No
     config = Config(ks=(1, 20), labels_per_class=labels_per_class, seed=3, temperature=0.5)
     rows = choose_shots(TRAIN_Y, labels_per_class, 3) if labels_per_class else np.arange(60)
     expected = knn_accuracy(TRAIN_X[rows], TRAIN_Y[rows], TEST_X, TEST_Y, ks=(1, 20), temperature=0.5)
-    found = dict(Evaluator(config).run(task))  # type: ignore[arg-type]
+    found = dict(Evaluator(config).run(task))
     assert found == {f"trained/k={k}": accuracy for k, accuracy in expected.items()}
 
 

@@ -39,7 +39,7 @@ def own_places(images: int, patches: int) -> np.ndarray:
     return np.arange(images * patches).reshape(images, patches)
 
 
-# --- corrupt -----------------------------------------------------------------------------------------------------
+# --- corrupt ---
 
 
 @pytest.mark.parametrize(("patches", "count"), [(196, 98), (196, 29), (9, 4), (16, 16), (5, 1), (1, 1)])
@@ -187,7 +187,7 @@ def test_what_does_not_fit_is_refused(options: dict[str, Any], message: str) -> 
         corrupt(tagged(4, 6), torch.zeros(3), **options)
 
 
-# --- colour classes ------------------------------------------------------------------------------------------------
+# --- colour classes ---
 
 
 @pytest.mark.parametrize(
@@ -285,7 +285,7 @@ def test_class_colours_keep_the_shape() -> None:
     assert class_colours(torch.zeros(2, 5, dtype=torch.int64), 3).shape == (2, 5, 3)
 
 
-# --- targets, loss, metrics ----------------------------------------------------------------------------------------
+# --- targets, loss, metrics ---
 
 Make = Callable[..., Any]
 
@@ -516,6 +516,22 @@ def test_micro_batches_of_whole_lanes_give_the_whole_batchs_result(
         torch.testing.assert_close(torch.stack(parts).mean(), objective(batch).loss)
     assert torch.equal(indices, torch.cat([piece[1] for piece in pieces]))
     torch.testing.assert_close(tokens, torch.cat([piece[2] for piece in pieces]))
+
+
+@pytest.mark.parametrize("shares", [(0.8, 0.1), (0.3, 0.5), (0.0, 1.0), (0.0, 0.0)])
+@pytest.mark.parametrize(("random_from", "lane_size"), [("batch", 3), ("batch", 0), ("image", 3)])
+def test_the_recipes_choices_reach_the_corruption(
+    make_backbone: Make, make_batch: Make, shares: tuple[float, float], random_from: str, lane_size: int
+) -> None:
+    choices = {"mask_share": shares[0], "random_share": shares[1], "random_from": random_from}
+    objective = objective_of(make_backbone, corruption=0.75, **choices)
+    batch = make_batch(12, noise=objective.noise_per_sample(), lane_size=lane_size)
+    with torch.no_grad():
+        _, indices, tokens = objective.predict(batch, batch.images)
+        clean = objective.backbone.embed(batch.images)
+    expected = corrupt(clean, objective.mask_token, 12, noise_BM=batch.noise, pool=lane_size, **choices)
+    assert torch.equal(tokens, expected[0])
+    assert torch.equal(indices, expected[1])
 
 
 def test_mask_token_and_head_receive_gradients(make_backbone: Make, make_batch: Make) -> None:

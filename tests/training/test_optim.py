@@ -16,7 +16,7 @@ from ssl_vit.training.optim import build_optimizer, lr_factor, parameter_groups,
 CPU = torch.device("cpu")
 
 
-# --- schedule --------------------------------------------------------------------------------------------------------
+# --- schedule ---
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_set_lr_reaches_every_group() -> None:
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
 
 
-# --- weight decay ----------------------------------------------------------------------------------------------------
+# --- weight decay ---
 
 
 @pytest.mark.parametrize("backbone", [{}, {"name": "vit_small_patch14_reg4_dinov2"}])
@@ -89,7 +89,7 @@ def test_weight_decay_leaves_biases_norms_tokens_and_positions_alone(
     objective.backbone.vit.blocks[0].mlp.fc1.weight.requires_grad_(False)
     names = {id(parameter): name for name, parameter in objective.named_parameters()}
     groups = {
-        group["weight_decay"]: [names[id(parameter)] for parameter in group["params"]]  # type: ignore[attr-defined]
+        group["weight_decay"]: [names[id(parameter)] for parameter in group["params"]]
         for group in parameter_groups(objective, 0.3)
     }
     assert set(groups) == {0.3, 0.0}
@@ -108,7 +108,7 @@ def test_an_empty_group_is_left_out() -> None:
     assert [group["weight_decay"] for group in parameter_groups(nn.LayerNorm(3), 0.3)] == [0.0]
 
 
-# --- optimisers ------------------------------------------------------------------------------------------------------
+# --- optimisers ---
 
 
 class Mixed(nn.Module):
@@ -171,13 +171,15 @@ class SgdReference:
 
 
 class LarsReference(SgdReference):
-    """MAE's LARS: weight matrices (and only they) move by 0.001 * |weight| / |direction|, whatever the decay."""
+    """LARS (You et al., algorithm 1; without decay it is MAE's): weight matrices, and only they, move by
+    0.001 * |weight| / (|gradient| + decay * |weight|) of their direction."""
 
     def direction(self, name: str, gradient: np.ndarray, weight: np.ndarray) -> np.ndarray:
         direction = super().direction(name, gradient, weight)
         if name not in DECAYS:
             return direction
-        return direction * 0.001 * np.linalg.norm(weight) / np.linalg.norm(direction)
+        size = np.linalg.norm(weight)
+        return direction * 0.001 * size / (np.linalg.norm(gradient) + self.decay * size)
 
 
 @pytest.mark.parametrize(
@@ -200,7 +202,7 @@ def test_five_steps_agree_with_a_reference_written_by_hand(config: OptimConfig, 
         set_lr(optimizer.param_groups, lr)
         optimizer.zero_grad()
         model(torch.randn(5, 4, 3, generator=torch.Generator().manual_seed(step), dtype=torch.float64)).backward()
-        gradients = {name: parameter.grad.numpy().copy() for name, parameter in model.named_parameters()}  # type: ignore[union-attr]
+        gradients = {name: parameter.grad.numpy().copy() for name, parameter in model.named_parameters()}
         by_hand.update(weights, gradients, lr)
         optimizer.step()
     for name, parameter in model.named_parameters():

@@ -1,0 +1,161 @@
+"""Shards -> batches: every sample once, the same views and batches on any topology, exact positions."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from ssl_vit.data import AugmentConfig, DataConfig, pack, sources
+from ssl_vit.data.plan import LanePosition
+from ssl_vit.data.shards import ShardSet, open_shards
+from ssl_vit.data.stream import EvaluationStream, View, evaluation_batches, sample_seed, train_source
+from ssl_vit.data.transforms import evaluation_transform, train_transform
+from ssl_vit.interfaces import Batch
+
+CPU = torch.device("cpu")
+LANES, BATCH = 6, 60
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> ShardSet:
+    """360 digits in 7 shards, so that nothing divides anything."""
+    folder = tmp_path_factory.mktemp("digits")
+    pack.make(sources.open_source("digits", split="test"), folder, shards=7, progress=False)
+    return open_shards(str(folder))
+
+
+def view(noise: int = 5, seed: int = 3) -> View:
+    augment = AugmentConfig(crop="shift", padding=1)
+    return View(train_transform(8, augment), 1, 10, noise=noise, flip=True, seed=seed)
+
+
+def rank_batches(
+    shards: ShardSet, rank: int, ranks: int, workers: int, start: list[LanePosition] | None = None
+) -> Iterator[tuple[Batch, dict[int, LanePosition]]]:
+    data = DataConfig(train=shards.spec, lanes=LANES, workers=workers)
+    source = train_source(shards, view(), data, batch_size=BATCH, rank=rank, ranks=ranks, device=CPU)
+    for batch, chunk in source(start or [LanePosition()] * LANES):
+        yield batch, chunk.positions
+
+
+def global_batches(shards: ShardSet, ranks: int, workers: int, steps: int) -> list[Batch]:
+    """The ranks' batches of each step, joined in rank order."""
+    parts = [itertools.islice(rank_batches(shards, rank, ranks, workers), steps) for rank in range(ranks)]
+    joined = []
+    for step in zip(*parts, strict=True):
+        names = ("images", "labels", "noise", "flip", "indices", "valid")
+        tensors = {name: torch.cat([getattr(batch, name) for batch, _ in step]) for name in names}
+        joined.append(Batch(**tensors, keys=[key for batch, _ in step for key in batch.keys]))
+    return joined
+
+
+@pytest.mark.parametrize(("ranks", "workers"), [(1, 2), (2, 0), (3, 2), (6, 1)])
+def test_global_batches_do_not_depend_on_the_topology(shards: ShardSet, ranks: int, workers: int) -> None:
+    one, other = global_batches(shards, 1, 0, 4), global_batches(shards, ranks, workers, 4)
+    for a, b in zip(one, other, strict=True):
+        assert a.keys == b.keys
+        for name in ("images", "labels", "noise", "flip", "indices", "valid"):
+            assert torch.equal(getattr(a, name), getattr(b, name)), name
+
+
+def test_three_epochs_hold_every_sample_three_times(shards: ShardSet) -> None:
+    steps = 3 * shards.samples // BATCH
+    seen = torch.cat([batch.indices for batch in global_batches(shards, 3, 2, steps)])
+    for epoch in range(3):
+        assert seen[epoch * 360 : (epoch + 1) * 360].sort().values.tolist() == list(range(360))
+    assert seen[:360].tolist() != seen[360:720].tolist()
+
+
+def test_a_stream_goes_on_from_its_positions_on_another_topology(shards: ShardSet) -> None:
+    positions = [LanePosition()] * LANES
+    whole = rank_batches(shards, 0, 1, 0)
+    for _, moved in itertools.islice(whole, 4):
+        for lane, position in moved.items():
+            positions[lane] = position
+    rest = [batch.indices for batch, _ in itertools.islice(whole, 5)]
+    parts = [itertools.islice(rank_batches(shards, rank, 2, 1, positions), 5) for rank in range(2)]
+    resumed = [torch.cat([batch.indices for batch, _ in step]) for step in zip(*parts, strict=True)]
+    assert all(torch.equal(a, b) for a, b in zip(rest, resumed, strict=True))
+
+
+def test_views_change_with_the_epoch_and_the_seed_alone() -> None:
+    seeds = {sample_seed(s, e, i) for s in range(4) for e in range(4) for i in range(50)}
+    assert len(seeds) == 4 * 4 * 50
+    assert sample_seed(1, 2, 3) == sample_seed(1, 2, 3)
+
+
+def test_the_training_process_keeps_its_generator(shards: ShardSet) -> None:
+    """Without workers, augmentation runs in the training process: the model's random numbers must not notice."""
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    for workers in (0, 1):
+        batches = rank_batches(shards, 0, 1, workers)
+        torch.manual_seed(5)
+        next(batches)
+        first = torch.rand(1)
+        next(batches)
+        assert torch.equal(torch.cat([first, torch.rand(2)]), expected), workers
+
+
+def test_only_kept_samples_are_drawn(shards: ShardSet) -> None:
+    wanted = np.array([0, 5, 51, 52, 53, 100, 359])
+    data = DataConfig(train=shards.spec, lanes=1, workers=0)
+    keep = shards.members_of(wanted)
+    source = train_source(shards, view(), data, batch_size=7, rank=0, ranks=1, device=CPU, keep=keep)
+    for batch, _ in itertools.islice(source([LanePosition()]), 4):
+        assert sorted(batch.indices.tolist()) == wanted.tolist()
+
+
+def test_a_small_cache_changes_nothing(shards: ShardSet) -> None:
+    def images(cache_mb: int) -> torch.Tensor:
+        data = DataConfig(train=shards.spec, lanes=LANES, workers=0, cache_mb=cache_mb)
+        source = train_source(shards, view(), data, batch_size=BATCH, rank=0, ranks=1, device=CPU)
+        return torch.stack([batch.images for batch, _ in itertools.islice(source([LanePosition()] * LANES), 12)])
+
+    assert torch.equal(images(0), images(64))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 7])
+@pytest.mark.parametrize(("batch_size", "workers", "count"), [(50, 0, None), (7, 2, None), (64, 0, 101), (400, 1, None)])
+def test_evaluation_sees_every_sample_exactly_once(
+    shards: ShardSet, ranks: int, batch_size: int, workers: int, count: int | None
+) -> None:
+    data = DataConfig(train=shards.spec, evaluation_resize=1.0)
+    looking = View(evaluation_transform(8, data), 1, 10)
+    indices = None if count is None else np.arange(0, 2 * count, 2)
+    seen, lengths = [], set()
+    for rank in range(ranks if workers == 0 else min(ranks, 2)):
+        stream = EvaluationStream(
+            shards, looking, batch_size=batch_size, rank=rank, ranks=ranks, workers=workers, indices=indices
+        )
+        batches = [batch for batch, _ in evaluation_batches(stream, CPU)]
+        lengths.add(len(batches))
+        assert all(len(batch.images) == batch_size for batch in batches)
+        own = torch.cat([batch.indices[batch.valid] for batch in batches])
+        assert all((batch.labels[~batch.valid] == -1).all() for batch in batches)
+        seen.append(own)
+    assert len(lengths) == 1, "ranks would wait for each other"
+    expected = list(range(360)) if indices is None else indices.tolist()
+    found = torch.cat(seen).tolist()
+    if workers == 0:
+        assert sorted(found) == expected
+    assert len(set(found)) == len(found) and set(found) <= set(expected)
+
+
+def test_shards_are_found_by_folder_file_glob_and_braces(shards: ShardSet, tmp_path: Path) -> None:
+    folder = Path(shards.spec)
+    for spec in (f"{folder}/*.tar", f"{folder}/{{000000..000006}}.tar"):
+        assert open_shards(spec).counts == shards.counts
+        assert open_shards(spec).classes == shards.classes
+    assert open_shards(f"{folder}/000003.tar").counts == shards.counts[3:4]
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    for path in folder.glob("*.tar"):
+        (bare / path.name).write_bytes(path.read_bytes())
+    counted = open_shards(str(bare))
+    assert counted.counts == shards.counts and counted.classes is None
