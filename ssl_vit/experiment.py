@@ -24,8 +24,9 @@ from torch import nn
 from ssl_vit import plugins, recipe
 from ssl_vit.analysis import reconstruction
 from ssl_vit.data import DataConfig
+from ssl_vit.data.samples import View
 from ssl_vit.data.shards import open_shards
-from ssl_vit.data.stream import View, train_source
+from ssl_vit.data.stream import train_source
 from ssl_vit.data.transforms import train_transform
 from ssl_vit.evaluators.features import Task
 from ssl_vit.interfaces import Batch, UserError

@@ -9,7 +9,7 @@ import time
 import pytest
 from typer.main import get_command
 
-from ssl_vit import cli, compare, experiment, plugins
+from ssl_vit import cli, experiment, pieces, plugins
 from ssl_vit import recipe as recipes
 
 COMMANDS = [
@@ -67,7 +67,7 @@ def test_every_recipe_builds(name: str) -> None:
     if "arms" in recipes.read(path):
         comparison, arms = recipes.load_comparison(name)
         assert arms
-        assert compare.pieces(compare.Plan(comparison, arms, comparison.run_directory))
+        assert pieces.pieces(pieces.Plan(comparison, arms, comparison.run_directory))
         settings = list(arms.values())
     else:
         settings = [recipes.load_recipe(name)]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ssl_vit import cli, compare
+from ssl_vit import cli, pieces
 from ssl_vit.recipe import load_comparison
 
 TINY = [
@@ -55,7 +55,7 @@ def test_every_arm_budget_and_seed_is_measured(demo: Path) -> None:
     assert found == expected
     assert all(0 <= row["accuracy"] <= 1 for row in results["measurements"])
     tried = {arm["name"]: [len(choice["tried"]) for choice in arm["choices"]] for arm in results["arms"]}
-    assert tried == dict.fromkeys(("ssl", "scratch", "supervised"), [2, 2]), "every arm gets the same trials"
+    assert tried == {arm: [2, 2] for arm in ("ssl", "scratch", "supervised")}, "every arm gets the same trials"
     labels = {arm["name"]: arm["labels_used"] for arm in results["arms"]}
     assert labels == {"ssl": 0, "scratch": 0, "supervised": 1437}
     assert results["summary"]["verdict"]
@@ -92,7 +92,7 @@ def test_missing_and_outdated_pieces_alone_are_run(demo: Path, tmp_path: Path) -
 def test_pieces_come_after_what_they_need(demo: Path) -> None:
     comparison, arms = load_comparison("demo_digits", ["pretrain_per_seed=true"])
     done: set[str] = set()
-    for piece in compare.pieces(compare.Plan(comparison, arms, demo)):
+    for piece in pieces.pieces(pieces.Plan(comparison, arms, demo)):
         assert set(piece.after) <= done, piece
         assert piece.id not in done, "ids are unique"
         done.add(piece.id)

@@ -141,7 +141,12 @@ def check_topology(
         fits = [n for n in range(ranks, batch_size + 1, ranks) if batch_size % n == 0]
         raise UserError(
             f"training.batch_size={batch_size} is not a multiple of data.lanes={lanes}: "
-            f"every lane gives the same number of samples to a step; data.lanes could be one of {fits[-6:]}"
+            f"every lane gives the same number of samples to a step; "
+            + (
+                f"data.lanes could be one of {fits[-6:]}"
+                if fits
+                else f"set training.batch_size to a multiple of {lanes}"
+            )
         )
     if lanes // ranks % accumulate:
         raise UserError(

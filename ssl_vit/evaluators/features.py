@@ -13,8 +13,9 @@ from accelerate.utils import gather_object
 
 from ssl_vit.data import DataConfig
 from ssl_vit.data.decode import check_channels
+from ssl_vit.data.evaluation import EvaluationStream, evaluation_batches
+from ssl_vit.data.samples import Skip, View
 from ssl_vit.data.shards import ShardSet, read_members
-from ssl_vit.data.stream import EvaluationStream, Skip, View, evaluation_batches
 from ssl_vit.data.transforms import evaluation_transform
 from ssl_vit.interfaces import Batch, UserError
 from ssl_vit.models.backbone import Backbone, Pooling

@@ -18,8 +18,10 @@ from accelerate.utils import gather_object
 from pydantic import Field
 
 from ssl_vit.data import AugmentConfig
+from ssl_vit.data.evaluation import evaluation_batches
+from ssl_vit.data.samples import View
 from ssl_vit.data.shards import ShardSet
-from ssl_vit.data.stream import View, evaluation_batches, train_source
+from ssl_vit.data.stream import train_source
 from ssl_vit.data.transforms import train_transform
 from ssl_vit.evaluators.features import Task, evaluation_stream, labels_of
 from ssl_vit.evaluators.few_shot import choose_shots
@@ -36,6 +38,8 @@ class Config(BaseConfig):
 
     lrs x steps: the candidates of the sweep. held_out: share of the training images (each class's) that the sweep is
         scored on; no run ever trains on them. tune_seed: the seed whose labelled subset the sweep trains on.
+    tune_labels_per_class: the label budget of the sweep (None: that of the run), so that one sweep can serve several
+        budgets.
     labels_per_class: train on that many images a class, chosen as few_shot does (None: all that are not held out).
     seeds: of the labelled subset, the head, the order and augmentation, and the untrained backbone's weights.
     optimizer: `sgd` (momentum 0.9) or `adamw`. image_size: None keeps the pretraining's; other sizes resample the
@@ -56,6 +60,7 @@ class Config(BaseConfig):
     lanes: int = Field(8, ge=1)
     held_out: float = Field(0.1, gt=0, lt=1)
     tune_seed: int = 0
+    tune_labels_per_class: int | None = Field(None, ge=1)
     labels_per_class: int | None = Field(None, ge=1)
     seeds: tuple[int, ...] = (0, 1, 2)
 
@@ -81,7 +86,8 @@ def labelled(labels: np.ndarray, config: Config, seed: int) -> tuple[np.ndarray,
 
 def sweep(task: Task, source: str, labels: np.ndarray, config: Config) -> list[dict[str, Any]]:
     """Try every (lr, steps) on the tuning seed's labelled subset: rows of lr, steps, held_out_accuracy."""
-    train, held = labelled(labels, config, config.tune_seed)
+    budget = config.tune_labels_per_class or config.labels_per_class
+    train, held = labelled(labels, config.model_copy(update={"labels_per_class": budget}), config.tune_seed)
     rows = []
     for steps in config.steps:
         for lr in config.lrs:
@@ -110,7 +116,7 @@ def fine_tune(
     encoder = _start(task, source, config, seed)
     classes = max(len(task.train.classes or ()), len(task.test.classes or ())) or None
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)
         head = classification.Config(head="linear", pooling=config.pooling)
         objective = classification.Objective(encoder, head, classes)
     accelerator = task.accelerator

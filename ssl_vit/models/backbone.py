@@ -42,9 +42,16 @@ class Backbone(nn.Module):
             near = get_close_matches(name, timm.list_models("vit*"), n=3)
             hint = f"; did you mean {', '.join(near)}?" if near else ""
             raise UserError(f"backbone.name='{name}' is no timm model{hint}")
-        self.vit = timm.create_model(name, pretrained=False, num_classes=0, **arguments)
-        if not isinstance(self.vit, VisionTransformer):
-            raise UserError(f"backbone.name='{name}' is a {type(self.vit).__name__}, not a VisionTransformer")
+        try:
+            vit = timm.create_model(name, pretrained=False, num_classes=0, **arguments)
+        except (TypeError, AssertionError, ValueError) as error:
+            with torch.device("meta"):
+                vit = timm.create_model(name, pretrained=False)
+            if isinstance(vit, VisionTransformer):
+                raise UserError(f"backbone.name='{name}' cannot have these sizes: {arguments} ({error})") from None
+        if not isinstance(vit, VisionTransformer):
+            raise UserError(f"backbone.name='{name}' is a {type(vit).__name__}, not a VisionTransformer")
+        self.vit = vit
         self.name, self.arguments, self.mean, self.std = name, arguments, mean, std
         self.position_std = position_std
         nn.init.trunc_normal_(self.vit.pos_embed, std=position_std)
@@ -55,7 +62,8 @@ class Backbone(nn.Module):
 
     @property
     def patch_size(self) -> int:
-        return int(self.vit.patch_embed.patch_size[0])
+        """Pixels of the image to a patch's side; in a hybrid, of the image, not of the CNN's feature map."""
+        return self.image_size // int(self.vit.patch_embed.grid_size[0])
 
     @property
     def image_size(self) -> int:
@@ -88,6 +96,8 @@ class Backbone(nn.Module):
         """Output tokens (B, P + N, D) -> one vector an image: the class token (B, D), the mean of the patches (B, D),
         both side by side (B, 2D), or all patches side by side (B, N * D), which keeps the layout as pixels do."""
         patches = outputs[:, self.vit.num_prefix_tokens :]
+        if pooling in ("token", "both") and not self.vit.has_class_token:
+            raise UserError(f"pooling={pooling} needs a class token, which {self.name} does not have: use mean")
         if pooling == "token":
             return outputs[:, 0]
         if pooling == "mean":
@@ -107,15 +117,18 @@ def build(config: BackboneConfig) -> Backbone:
     Raises UserError for a name that timm does not know or that is not a VisionTransformer, and for sizes that do not
     fit together.
     """
-    patch_size = config.patch_size or _default_patch_size(config.name)
+    with torch.device("meta"):
+        named = Backbone(config.name, {}, config.mean, config.std)  # only to read the sizes that the name implies
+    patch_size = config.patch_size or named.patch_size
+    width, heads = config.width or named.width, config.heads or int(named.vit.blocks[0].attn.num_heads)
     if config.image_size % patch_size:
         near = config.image_size // patch_size * patch_size or patch_size
         raise UserError(
             f"backbone.image_size={config.image_size} is not a multiple of the patch size {patch_size}: "
             f"use {near} or {near + patch_size}, or another backbone.patch_size"
         )
-    if config.width and config.heads and config.width % config.heads:
-        raise UserError(f"backbone.width={config.width} is not a multiple of backbone.heads={config.heads}")
+    if width % heads:
+        raise UserError(f"backbone.width={width} is not a multiple of backbone.heads={heads}")
     sizes = {
         "embed_dim": config.width,
         "depth": config.depth,
@@ -133,12 +146,6 @@ def build(config: BackboneConfig) -> Backbone:
         **{name: value for name, value in sizes.items() if value is not None},
     }
     return Backbone(config.name, arguments, config.mean, config.std, config.position_std)
-
-
-def _default_patch_size(name: str) -> int:
-    """The patch size that a timm name implies, read off a model built without memory."""
-    with torch.device("meta"):
-        return Backbone(name, {}, 0.5, 0.5).patch_size
 
 
 def write_config(backbone: Backbone, path: Path) -> None:
@@ -194,7 +201,8 @@ def initialise(model: Backbone, source: Backbone, origin: str) -> None:
     """
     weights = state(source)
     old, new = source.vit.patch_embed.grid_size, model.vit.patch_embed.grid_size
-    weights["pos_embed"] = resample(weights["pos_embed"], old, new, model.vit.num_prefix_tokens)
+    prefix = 0 if source.vit.no_embed_class else source.vit.num_prefix_tokens
+    weights["pos_embed"] = resample(weights["pos_embed"], old, new, prefix)
     load_state(model, weights, origin)
 
 
@@ -206,7 +214,7 @@ def fresh(like: Backbone, seed: int, image_size: int | None = None) -> Backbone:
             raise UserError(f"image_size={image_size} is not a multiple of the patch size {like.patch_size}")
         arguments["img_size"] = image_size
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)
         return Backbone(like.name, arguments, like.mean, like.std, like.position_std)
 
 
@@ -236,7 +244,7 @@ def load(path: Path | str) -> Backbone:
         arguments, position_std = config.get("model_args", {}), config.get("position_std", 0.02)
         backbone = Backbone(config["architecture"], arguments, cfg["mean"][0], cfg["std"][0], position_std)
         tensors = load_file(folder / WEIGHTS)
-    except (OSError, KeyError, ValueError, SafetensorError) as error:
+    except (OSError, LookupError, ValueError, TypeError, AttributeError, SafetensorError) as error:
         raise UserError(f"{folder}: not a readable backbone ({type(error).__name__}: {error})") from None
     load_state(backbone, tensors, str(folder))
     return backbone.eval()

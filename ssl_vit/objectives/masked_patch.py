@@ -172,17 +172,20 @@ class Objective(nn.Module):
         targets_BKS = targets.gather(1, indices_BK[..., None].expand(-1, -1, targets.shape[-1]))
         if self.config.target == "pixels":
             loss = batch.mean((outputs_BKO - targets_BKS).square().mean(dim=(1, 2)))
-            constant = batch.mean((targets_BKS - targets_BKS.mean(dim=(0, 1))).square().mean(dim=(1, 2)))
+            weights_B11 = batch.valid.float()[:, None, None] / batch.valid.sum().clamp(min=1)
+            best = (targets_BKS * weights_B11).sum(0).mean(0)
+            constant = batch.mean((targets_BKS - best).square().mean(dim=(1, 2)))
             return StepOutput(loss, {"constant_loss": constant.detach()})
         logits = outputs_BKO.reshape(*targets_BKS.shape, self.colours)
         per_patch = F.cross_entropy(logits.flatten(0, 2), targets_BKS.flatten(), reduction="none")
         loss = batch.mean(per_patch.reshape(len(targets_BKS), -1).mean(1))
         hits = (logits.detach().argmax(-1) == targets_BKS).float().mean(dim=(1, 2))
-        return StepOutput(loss, {"accuracy": batch.mean(hits), **self._constant_guess(targets_BKS)})
+        return StepOutput(loss, {"accuracy": batch.mean(hits), **self._constant_guess(batch, targets_BKS)})
 
-    def _constant_guess(self, targets_BKS: torch.Tensor) -> dict[str, torch.Tensor]:
+    def _constant_guess(self, batch: Batch, targets_BKS: torch.Tensor) -> dict[str, torch.Tensor]:
         """The loss and accuracy of the best guess that ignores the image: this batch's own class frequencies."""
         flat = targets_BKS.flatten()
-        counts = torch.zeros(self.colours, device=flat.device).scatter_add_(0, flat, torch.ones_like(flat).float())
-        shares = counts / flat.numel()
+        weights = batch.valid.float()[:, None, None].expand_as(targets_BKS).flatten()
+        counts = torch.zeros(self.colours, device=flat.device).scatter_add_(0, flat, weights)
+        shares = counts / weights.sum().clamp(min=1)
         return {"constant_loss": torch.special.entr(shares).sum(), "constant_accuracy": shares.max()}

@@ -15,7 +15,7 @@ from accelerate.utils import gather_object
 from torch import nn
 
 from ssl_vit.data.plan import LanePosition
-from ssl_vit.data.stream import Chunk, Skip
+from ssl_vit.data.samples import Chunk, Skip
 from ssl_vit.interfaces import Batch, RunError
 from ssl_vit.training import OptimConfig, TrainingConfig, checkpoint, optim
 from ssl_vit.training.interrupt import StopRequest, stop_requests

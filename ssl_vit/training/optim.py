@@ -36,6 +36,7 @@ def build_optimizer(
         return torch.optim.AdamW(groups, lr=lr, betas=config.betas, fused=fused)
     if config.name == "sgd":
         return torch.optim.SGD(groups, lr=lr, momentum=config.momentum, fused=fused)
+    groups[0]["always_adapt"] = True  # else timm's Lars is plain SGD where the decay is 0, as in MAE's probe
     return Lars(groups, lr=lr, momentum=config.momentum)
 
 

@@ -11,9 +11,11 @@ import pytest
 import torch
 
 from ssl_vit.data import AugmentConfig, DataConfig, pack, sources
+from ssl_vit.data.evaluation import EvaluationStream, evaluation_batches
 from ssl_vit.data.plan import LanePosition
+from ssl_vit.data.samples import View, sample_seed
 from ssl_vit.data.shards import ShardSet, open_shards
-from ssl_vit.data.stream import EvaluationStream, View, evaluation_batches, sample_seed, train_source
+from ssl_vit.data.stream import train_source
 from ssl_vit.data.transforms import evaluation_transform, train_transform
 from ssl_vit.interfaces import Batch
 
@@ -121,7 +123,9 @@ def test_a_small_cache_changes_nothing(shards: ShardSet) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 7])
-@pytest.mark.parametrize(("batch_size", "workers", "count"), [(50, 0, None), (7, 2, None), (64, 0, 101), (400, 1, None)])
+@pytest.mark.parametrize(
+    ("batch_size", "workers", "count"), [(50, 0, None), (7, 2, None), (64, 0, 101), (400, 1, None)]
+)
 def test_evaluation_sees_every_sample_exactly_once(
     shards: ShardSet, ranks: int, batch_size: int, workers: int, count: int | None
 ) -> None:

@@ -15,7 +15,14 @@ FAST = {
     "few_shot": ["shots=[1,5]"],
     "knn": ["ks=[5]"],
     "linear_probe": ["cs=[0.1]", "labels_per_class=5"],
-    "fine_tune": ["lrs=[0.01]", "steps=[4]", "batch_size=16", "labels_per_class=5", "seeds=[0,1]", "augment.flip=false"],
+    "fine_tune": [
+        "lrs=[0.01]",
+        "steps=[4]",
+        "batch_size=16",
+        "labels_per_class=5",
+        "seeds=[0,1]",
+        "augment.flip=false",
+    ],
 }
 
 

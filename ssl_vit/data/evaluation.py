@@ -1,0 +1,84 @@
+"""Shards -> evaluation batches: every sample exactly once on any number of processes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from ssl_vit.data.samples import Chunk, Sample, SampleReader, Skip, View, bookkeeping, join
+from ssl_vit.data.shards import ShardSet
+from ssl_vit.interfaces import Batch
+
+
+class EvaluationStream(IterableDataset[Chunk]):
+    """Every sample exactly once over all ranks, in index order; all ranks get the same number of equal batches."""
+
+    def __init__(
+        self,
+        shards: ShardSet,
+        view: View,
+        *,
+        batch_size: int,
+        rank: int,
+        ranks: int,
+        workers: int,
+        indices: np.ndarray | None = None,
+        epoch: int = 0,
+    ) -> None:
+        self.shards, self.view, self.batch_size, self.workers, self.epoch = shards, view, batch_size, workers, epoch
+        every = np.arange(shards.samples) if indices is None else np.unique(np.asarray(indices, dtype=np.int64))
+        self.own = every[rank * len(every) // ranks : (rank + 1) * len(every) // ranks]
+        self.batches = math.ceil(math.ceil(len(every) / ranks) / batch_size)
+
+    def __len__(self) -> int:
+        return self.batches
+
+    def __iter__(self) -> Iterator[Chunk]:
+        worker = get_worker_info()
+        first, step = (worker.id, worker.num_workers) if worker else (0, 1)
+        numbers = range(first, self.batches, step)
+        batches = [self.own[n * self.batch_size : (n + 1) * self.batch_size] for n in numbers]
+        mine = np.concatenate(batches) if batches else np.empty(0, dtype=np.int64)
+        samples = self._samples(SampleReader(self.shards, self.view, 0), mine)
+        for batch in batches:
+            state = torch.get_rng_state()
+            chunk = self._chunk([next(samples) for _ in batch])
+            torch.set_rng_state(state)
+            yield chunk
+
+    def _samples(self, reader: SampleReader, indices: np.ndarray) -> Iterator[Sample | Skip]:
+        for shard, members in enumerate(self.shards.members_of(indices)):
+            if len(members):
+                raw = reader.raw(shard, members)
+                for member in members:
+                    yield reader.sample(shard, int(member), raw, self.epoch)
+
+    def _chunk(self, items: list[Sample | Skip]) -> Chunk:
+        good = [item for item in items if isinstance(item, Sample)]
+        reader = SampleReader(self.shards, self.view, 0)
+        chunk = reader.chunk(good or [self._blank()], self.batch_size)
+        if not good:
+            chunk.tensors["valid"][:], chunk.keys = False, []
+        chunk.skipped = [item for item in items if isinstance(item, Skip)]
+        return chunk
+
+    def _blank(self) -> Sample:
+        image = self.view.transform(torch.zeros(self.view.channels, 8, 8, dtype=torch.uint8))
+        return Sample(image, -1, torch.zeros(self.view.noise), False, -1, "")
+
+
+def evaluation_batches(stream: EvaluationStream, device: torch.device) -> Iterator[tuple[Batch, Chunk]]:
+    """The stream's batches on the device, `len(stream)` of them on every rank; padding is marked by `valid`."""
+    loader = DataLoader(
+        stream,
+        batch_size=None,
+        num_workers=stream.workers,
+        pin_memory=device.type == "cuda",
+        generator=torch.Generator(),  # else it would draw its base seed from the model's generator
+    )
+    for chunk in loader:
+        yield join([chunk], device, 0), bookkeeping([chunk])
