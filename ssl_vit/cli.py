@@ -243,12 +243,17 @@ def _compare(name: str, overrides: list[str], command: str) -> None:
     from rich.console import Console
 
     from ssl_vit import compare as comparisons
+    from ssl_vit import experiment
     from ssl_vit import recipe as recipe_files
     from ssl_vit.report import page, tables
 
     comparison, arms = recipe_files.load_comparison(name, overrides)
-    results: dict[str, Any] = comparisons.compare(comparison, arms, command)
+    main_process = experiment.is_main_process()
+    say = print if main_process else (lambda text: None)
+    results: dict[str, Any] = comparisons.compare(comparison, arms, command, say)
     run = comparison.run_directory
+    if not main_process:
+        return
     Console().print(tables.terminal_table(results))
     print(f"\n{results['summary']['verdict']}\n")
     print(f"report   {page.write_report([run], run / 'report.html')}\nresults  {run / 'results.json'}")

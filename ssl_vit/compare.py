@@ -27,6 +27,8 @@ def compare(comparison: Comparison, recipes: dict[str, Recipe], command: str, sa
     """
     if not recipes:
         raise UserError(f"{comparison.name}: no arm has a recipe, so there is nothing to compare with scratch")
+    if comparison.jobs > 1 and int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        raise UserError("jobs: several processes were launched, which share every piece; set jobs=1")
     run = comparison.run_directory
     opened = {name: open_shards(path) for name, path in comparison.data.model_dump().items() if path}
     fingerprints = {name: f"{shards.spec}:{shards.counts}" for name, shards in opened.items()}
@@ -41,7 +43,8 @@ def compare(comparison: Comparison, recipes: dict[str, Recipe], command: str, sa
     say(f"{comparison.name}: {len(todo)} pieces, {len(todo) - len(missing)} of them done before")
     _run_all(plan, missing, say)
     results = collect(plan, todo, opened, command)
-    experiment.write_json(run / "results.json", results)
+    if experiment.is_main_process():
+        experiment.write_json(run / "results.json", results)
     return results
 
 

@@ -76,6 +76,12 @@ def is_main_process() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
+def wait_for_everyone() -> None:
+    """Wait until all processes are here (one process alone does not wait)."""
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
+
+
 @dataclass(frozen=True)
 class Trained:
     """A training run as it stands: its directory, and whether every step was done."""

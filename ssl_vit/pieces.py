@@ -209,4 +209,5 @@ def do(plan: Plan, piece: Piece) -> str:
         path = _path(plan, piece.id)
         path.parent.mkdir(parents=True, exist_ok=True)
         experiment.write_json(path, {"id": piece.id, "fingerprint": _fingerprint(plan, piece), "result": result})
+    experiment.wait_for_everyone()  # what comes next may read it
     return piece.id

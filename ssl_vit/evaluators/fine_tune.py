@@ -148,7 +148,7 @@ def fine_tune(
         warmup_steps=min(config.warmup_steps, steps // 5),
     )
     training = TrainingConfig(steps=steps, batch_size=config.batch_size, log_every=steps, checkpoint_every=0)
-    loop.train(
+    outcome = loop.train(
         loop.Job(
             name=f"fine-tune {source}",
             objective=objective,
@@ -162,6 +162,8 @@ def fine_tune(
         )
     )
     accelerator.free_memory()
+    if not outcome.finished:
+        raise KeyboardInterrupt  # stopped by a signal: half a fine-tuning is no measurement
     accuracy = _accuracy(task, objective, *scored)
     return Measured(accuracy, steps * config.batch_size, time.perf_counter() - start)
 
