@@ -12,6 +12,7 @@ import torch
 
 from ssl_vit import experiment
 from ssl_vit.data.shards import ShardSet, open_shards
+from ssl_vit.environment import environment
 from ssl_vit.interfaces import UserError
 from ssl_vit.pieces import Piece, Plan, arm_run, do, is_done, pieces, read, tuning_budgets
 from ssl_vit.recipe import Comparison, Recipe, save
@@ -96,7 +97,7 @@ def collect(plan: Plan, todo: list[Piece], opened: dict[str, ShardSet], command:
             row for piece in todo if piece.kind in ("fine_tune", "features") for row in read(plan, piece.id)["rows"]
         ],
         "evaluators": {name: config.model_dump(mode="json") for name, config in c.evaluators.items()},
-        "environment": experiment.environment(),
+        "environment": environment(),
     }
     results["summary"] = summarise(results)
     return results

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import platform
-import shutil
-import subprocess
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import torch
 from accelerate import Accelerator
 from accelerate.utils import is_torch_xla_available, set_seed
@@ -28,6 +23,7 @@ from ssl_vit.data.samples import View
 from ssl_vit.data.shards import open_shards
 from ssl_vit.data.stream import train_source
 from ssl_vit.data.transforms import train_transform
+from ssl_vit.environment import environment
 from ssl_vit.evaluators.features import Task
 from ssl_vit.interfaces import Batch, UserError
 from ssl_vit.models import BackboneConfig, backbone
@@ -257,44 +253,6 @@ def _open_run(run: Path, settings: Recipe, accelerator: Accelerator) -> None:
         write_json(run / "environment.json", environment(accelerator))
     except OSError as error:
         raise UserError(f"run={run}: cannot write there: {error}") from None
-
-
-def environment(accelerator: Accelerator | None = None) -> dict[str, Any]:
-    """Versions, hardware, git commit and world size: what a reader needs to judge a number."""
-    packages = ("torch", "torchvision", "timm", "accelerate", "webdataset", "datasets", "ssl-vit")
-    hardware = {
-        "machine": platform.platform(),
-        "processor": _processor(),
-        "cores": os.cpu_count(),
-        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
-        "gpus": [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())],
-    }
-    return {
-        "versions": {"python": platform.python_version(), **{name: version(name) for name in packages}},
-        "hardware": hardware,
-        "git": _git_commit(),
-        "world_size": accelerator.num_processes if accelerator else 1,
-        "device": str(accelerator.device) if accelerator else "cpu",
-        "precision": accelerator.mixed_precision if accelerator else "no",
-        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-    }
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor()
-
-
-def _git_commit() -> str | None:
-    git = shutil.which("git")
-    if git is None:
-        return None
-    command = [git, "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
-    answer = subprocess.run(command, capture_output=True, text=True, check=False)
-    return answer.stdout.strip() or None
 
 
 def write_json(path: Path, content: Any) -> None:

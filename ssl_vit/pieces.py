@@ -18,7 +18,8 @@ import torch
 
 from ssl_vit import experiment
 from ssl_vit.evaluators import few_shot, fine_tune, knn, linear_probe
-from ssl_vit.evaluators.features import Task, labels_of
+from ssl_vit.evaluators.features import Task
+from ssl_vit.evaluators.labels import labels_of
 from ssl_vit.interfaces import UserError
 from ssl_vit.recipe import Comparison, Recipe
 
@@ -148,28 +149,31 @@ def _feature_rows(plan: Plan, piece: Piece, task: Task) -> Iterator[dict[str, An
     c, config = plan.comparison, plan.comparison.evaluators[piece.evaluator]
     seeds = (piece.seed,) if c.pretrain_per_seed and piece.arm in plan.recipes else c.seeds
     source = piece.arm if piece.arm == "pixels" else "trained"
-    train, test = (task.features(source, split, config.pooling) for split in ("train", "test"))  # type: ignore[attr-defined]
-    arrays = (train.vectors, train.labels, test.vectors, test.labels)
+    pooling = config.pooling  # type: ignore[attr-defined]
+    test = task.features(source, "test", pooling)
 
     def row(budget: int, seed: int, accuracy: float) -> dict[str, Any]:
         names = {"arm": piece.arm, "evaluator": piece.evaluator, "labels_per_class": budget, "seed": seed}
         return {**names, "accuracy": accuracy}
 
     if isinstance(config, few_shot.Config):
-        accuracies = few_shot.few_shot_accuracy(*arrays, shots=config.shots, seeds=seeds, l2=config.l2)
+        train = task.features(source, "train", pooling)
+        accuracies = few_shot.few_shot_accuracy(
+            train.vectors, train.labels, test.vectors, test.labels, shots=config.shots, seeds=seeds, l2=config.l2
+        )
         yield from (row(shots, seed, accuracy) for (shots, seed), accuracy in accuracies.items())
         return
     for budget in c.labels_per_class:
         for seed in seeds:
-            chosen = few_shot.choose_shots(train.labels, budget, seed)
-            few = (train.vectors[chosen], train.labels[chosen], test.vectors, test.labels)
+            few = task.labelled_features(source, pooling, budget, seed)
+            arrays = (few.vectors, few.labels, test.vectors, test.labels)
             if isinstance(config, knn.Config):
                 k = config.ks[0]
-                yield row(budget, seed, knn.knn_accuracy(*few, ks=(k,), temperature=config.temperature)[k])
+                yield row(budget, seed, knn.knn_accuracy(*arrays, ks=(k,), temperature=config.temperature)[k])
             else:
                 assert isinstance(config, linear_probe.Config)
                 accuracy, _ = linear_probe.probe_accuracy(
-                    *few, cs=config.cs, held_out=config.held_out, seed=seed, max_iterations=config.max_iterations
+                    *arrays, cs=config.cs, held_out=config.held_out, seed=seed, max_iterations=config.max_iterations
                 )
                 yield row(budget, seed, accuracy)
 

@@ -19,8 +19,8 @@ ROOT = Path(__file__).parent.parent
 BLOCKS = re.findall(r"```bash\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
 CODE = re.findall(r"`([^`\n]+)`", (ROOT / "README.md").read_text())
 COMMANDS = [line for block in BLOCKS for line in block.splitlines()]
-SSL_VIT = [c[c.index("ssl") :] for c in [*COMMANDS, *CODE] if re.match(r"(ssl-vit|accelerate launch .* -m ssl_vit) \w", c)]
-SSL_VIT = [re.sub(r"^.*-m ssl_vit", "ssl-vit", command) for command in SSL_VIT]
+RUNS = re.compile(r"(ssl-vit|accelerate launch .* -m ssl_vit) \w")
+SSL_VIT = [re.sub(r"^.*-m ssl_vit", "ssl-vit", text) for text in [*COMMANDS, *CODE] if RUNS.match(text)]
 
 
 def test_the_first_two_commands_install_and_run() -> None:

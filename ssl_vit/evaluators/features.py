@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import lru_cache
 
 import numpy as np
 import torch
@@ -15,8 +14,9 @@ from ssl_vit.data import DataConfig
 from ssl_vit.data.decode import check_channels
 from ssl_vit.data.evaluation import EvaluationStream, evaluation_batches
 from ssl_vit.data.samples import Skip, View
-from ssl_vit.data.shards import ShardSet, read_members
+from ssl_vit.data.shards import ShardSet
 from ssl_vit.data.transforms import evaluation_transform
+from ssl_vit.evaluators.labels import choose_shots
 from ssl_vit.interfaces import Batch, UserError
 from ssl_vit.models.backbone import Backbone, Pooling
 
@@ -66,6 +66,14 @@ class Task:
                 parts = backbone_features(self, getattr(self, source), shards, pooling)
             self._features[key] = _gathered(self, parts, shards)
         return self._features[key]
+
+    def labelled_features(self, source: str, pooling: Pooling, labels_per_class: int | None, seed: int) -> Features:
+        """Training features of `labels_per_class` images a class, chosen by `seed` as few_shot does (None: all)."""
+        train = self.features(source, "train", pooling)
+        if labels_per_class is None:
+            return train
+        chosen = choose_shots(train.labels, labels_per_class, seed)
+        return Features(train.vectors[chosen], train.labels[chosen])
 
     def sources(self) -> tuple[str, ...]:
         """The rows of every evaluator on features: the judged backbone, then the two references."""
@@ -139,23 +147,3 @@ def _gathered(task: Task, parts: list[Part], shards: ShardSet) -> Features:
         raise UserError(f"{shards.spec}: no sample there has a readable image and a label (.cls)")
     order = np.argsort(indices)
     return Features(vectors[order], labels[order])
-
-
-@lru_cache(maxsize=8)
-def labels_of(shards: ShardSet) -> np.ndarray:
-    """Every sample's class index, int64 (samples,), read without decoding an image; -1 where there is none.
-
-    Read once a process. Raises UserError where no sample has a label.
-    """
-    labels = np.full(shards.samples, -1, dtype=np.int64)
-    for shard, url in enumerate(shards.urls):
-        for position, sample in read_members(url):
-            if not isinstance(sample, Exception) and position < shards.counts[shard]:
-                text = sample.get("cls", b"-1")
-                try:
-                    labels[shards.first_index[shard] + position] = int(text)
-                except ValueError:
-                    continue
-    if (labels < 0).all():
-        raise UserError(f"{shards.spec}: no sample there has a label (.cls), so nothing can be evaluated on it")
-    return labels

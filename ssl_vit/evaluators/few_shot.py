@@ -9,6 +9,7 @@ import numpy as np
 from pydantic import Field
 
 from ssl_vit.evaluators.features import Task
+from ssl_vit.evaluators.labels import choose_shots
 from ssl_vit.interfaces import Config as BaseConfig
 from ssl_vit.models.backbone import Pooling
 
@@ -25,19 +26,6 @@ class Config(BaseConfig):
     seeds: tuple[int, ...] = (0, 1, 2)
     l2: float = Field(2.0**10, gt=0)
     pooling: Pooling = "mean"
-
-
-def choose_shots(labels: np.ndarray, shots: int, seed: int) -> np.ndarray:
-    """Indices of the first `shots` images of each class's permutation by `default_rng(seed)`, class by class.
-
-    Nested: more shots contain fewer. A class with too few images gives all it has. labels: int (n,); negative ones are
-    not images to choose from.
-    """
-    generator = np.random.default_rng(seed)
-    chosen = []
-    for label in np.unique(labels[labels >= 0]):
-        chosen.append(generator.permutation(np.flatnonzero(labels == label))[:shots])
-    return np.concatenate(chosen)
 
 
 def few_shot_accuracy(

@@ -23,9 +23,9 @@ from ssl_vit.data.samples import View
 from ssl_vit.data.shards import ShardSet
 from ssl_vit.data.stream import train_source
 from ssl_vit.data.transforms import train_transform
-from ssl_vit.evaluators.features import Task, evaluation_stream, labels_of
-from ssl_vit.evaluators.few_shot import choose_shots
-from ssl_vit.evaluators.linear_probe import held_out_split, probe_accuracy
+from ssl_vit.evaluators.features import Task, evaluation_stream
+from ssl_vit.evaluators.labels import choose_shots, held_out_split, labels_of
+from ssl_vit.evaluators.linear_probe import probe_accuracy
 from ssl_vit.interfaces import Config as BaseConfig
 from ssl_vit.interfaces import UserError
 from ssl_vit.models import backbone as backbones

@@ -8,7 +8,6 @@ import numpy as np
 from pydantic import Field
 
 from ssl_vit.evaluators.features import Task
-from ssl_vit.evaluators.few_shot import choose_shots
 from ssl_vit.interfaces import Config as BaseConfig
 from ssl_vit.interfaces import UserError
 from ssl_vit.models.backbone import Pooling
@@ -73,17 +72,10 @@ class Evaluator:
     def run(self, task: Task) -> Iterator[tuple[str, float]]:
         c = self.config
         for source in task.sources():
-            train, test = (task.features(source, split, c.pooling) for split in ("train", "test"))
-            chosen = np.arange(len(train.labels))
-            if c.labels_per_class:
-                chosen = choose_shots(train.labels, c.labels_per_class, c.seed)
+            train = task.labelled_features(source, c.pooling, c.labels_per_class, c.seed)
+            test = task.features(source, "test", c.pooling)
             accuracies = knn_accuracy(
-                train.vectors[chosen],
-                train.labels[chosen],
-                test.vectors,
-                test.labels,
-                ks=c.ks,
-                temperature=c.temperature,
+                train.vectors, train.labels, test.vectors, test.labels, ks=c.ks, temperature=c.temperature
             )
             for k, accuracy in accuracies.items():
                 yield f"{source}/k={k}", accuracy

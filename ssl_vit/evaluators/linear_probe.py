@@ -14,7 +14,7 @@ from sklearn.exceptions import ConvergenceWarning
 from sklearn.linear_model import LogisticRegression
 
 from ssl_vit.evaluators.features import Task
-from ssl_vit.evaluators.few_shot import choose_shots
+from ssl_vit.evaluators.labels import held_out_split
 from ssl_vit.interfaces import Config as BaseConfig
 from ssl_vit.models.backbone import Pooling
 
@@ -32,18 +32,6 @@ class Config(BaseConfig):
     seed: int = 0
     pooling: Pooling = "mean"
     max_iterations: int = Field(1000, ge=1)
-
-
-def held_out_split(labels: np.ndarray, share: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """(kept, held out) index arrays, stratified: round(share * count) of every class, never all of a class."""
-    generator = np.random.default_rng([seed, 1])
-    kept, held = [], []
-    for label in np.unique(labels[labels >= 0]):
-        order = generator.permutation(np.flatnonzero(labels == label))
-        count = min(round(share * len(order)), len(order) - 1)
-        held.append(order[:count])
-        kept.append(order[count:])
-    return np.sort(np.concatenate(kept)), np.sort(np.concatenate(held))
 
 
 def probe_accuracy(
@@ -88,13 +76,11 @@ class Evaluator:
     def run(self, task: Task) -> Iterator[tuple[str, float]]:
         c = self.config
         for source in task.sources():
-            train, test = (task.features(source, split, c.pooling) for split in ("train", "test"))
-            chosen = np.arange(len(train.labels))
-            if c.labels_per_class:
-                chosen = choose_shots(train.labels, c.labels_per_class, c.seed)
+            train = task.labelled_features(source, c.pooling, c.labels_per_class, c.seed)
+            test = task.features(source, "test", c.pooling)
             accuracy, best = probe_accuracy(
-                train.vectors[chosen],
-                train.labels[chosen],
+                train.vectors,
+                train.labels,
                 test.vectors,
                 test.labels,
                 cs=c.cs,

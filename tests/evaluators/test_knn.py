@@ -2,11 +2,12 @@ from __future__ import annotations
 
 import math
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
-from ssl_vit.evaluators.features import Features
+from ssl_vit.evaluators.features import Features, Task
 from ssl_vit.evaluators.few_shot import choose_shots
 from ssl_vit.evaluators.knn import Config, Evaluator, knn_accuracy
 from ssl_vit.interfaces import UserError
@@ -87,7 +88,8 @@ def test_a_vector_of_zeros_is_no_accident() -> None:
 @pytest.mark.parametrize("labels_per_class", [None, 4])
 def test_the_evaluator_uses_the_labels_it_was_allowed(labels_per_class: int | None) -> None:
     splits = {"train": Features(TRAIN_X, TRAIN_Y), "test": Features(TEST_X, TEST_Y)}
-    task = SimpleNamespace(sources=lambda: ("trained",), features=lambda source, split, pooling: splits[split])
+    task: Any = SimpleNamespace(sources=lambda: ("trained",), features=lambda source, split, pooling: splits[split])
+    task.labelled_features = lambda *choice: Task.labelled_features(task, *choice)
     config = Config(ks=(1, 20), labels_per_class=labels_per_class, seed=3, temperature=0.5)
     rows = choose_shots(TRAIN_Y, labels_per_class, 3) if labels_per_class else np.arange(60)
     expected = knn_accuracy(TRAIN_X[rows], TRAIN_Y[rows], TEST_X, TEST_Y, ks=(1, 20), temperature=0.5)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import warnings
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from sklearn.linear_model import LogisticRegression
 
-from ssl_vit.evaluators.features import Features
+from ssl_vit.evaluators.features import Features, Task
 from ssl_vit.evaluators.few_shot import choose_shots
 from ssl_vit.evaluators.linear_probe import Config, Evaluator, held_out_split, probe_accuracy
 
@@ -113,7 +114,8 @@ def test_the_accuracy_is_of_the_test_images() -> None:
 def test_the_evaluator_uses_the_labels_it_was_allowed(labels_per_class: int | None) -> None:
     x = features(LABELS, 1)
     splits = {"train": Features(x, LABELS), "test": Features(features(LABELS, 2), LABELS)}
-    task = SimpleNamespace(sources=lambda: ("trained",), features=lambda source, split, pooling: splits[split])
+    task: Any = SimpleNamespace(sources=lambda: ("trained",), features=lambda source, split, pooling: splits[split])
+    task.labelled_features = lambda *choice: Task.labelled_features(task, *choice)
     config = Config(cs=CS, labels_per_class=labels_per_class, seed=2, held_out=0.3)
     rows = choose_shots(LABELS, labels_per_class, 2) if labels_per_class else np.arange(150)
     accuracy, c = probe_accuracy(x[rows], LABELS[rows], splits["test"].vectors, LABELS, cs=CS, held_out=0.3, seed=2)
