@@ -54,7 +54,12 @@ def demo(
         folder = out / "data" / split
         if not (folder / "info.json").exists():
             info = pack.make(
-                sources.open_source("digits", split=split), folder, shards=8, overwrite=True, progress=False
+                sources.open_source("digits", split=split),
+                folder,
+                shards=8,
+                shuffle=False,  # in scikit-learn's order, so that others can check the few-shot rows on raw pixels
+                overwrite=True,
+                progress=False,
             )
             print(f"packed {info['samples']} {split} digits into {folder}")
     paths = [f"run={out}", *(f"data.{name}={out}/data/train" for name in ("train", "pretrain"))]

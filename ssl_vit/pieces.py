@@ -10,7 +10,7 @@ import hashlib
 import json
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -124,16 +124,16 @@ def run_piece(plan: Plan, piece: Piece) -> dict[str, Any]:
     source = "trained" if piece.arm in plan.recipes else "untrained"
     labels = labels_of(task.train)
     if piece.kind == "choose":
-        tried = fine_tune.sweep(task, source, labels, config)
-        return {"tried": tried, "chosen": fine_tune.best(tried), "seconds": time.perf_counter() - start}
-    chosen = read(plan, f"choose-{piece.arm}-{_tuned_at(c, piece.budget)}")["chosen"]
-    train, _ = fine_tune.labelled(labels, config, piece.seed)
-    measured = fine_tune.fine_tune(
-        task, source, config, chosen["lr"], chosen["steps"], piece.seed, train, (task.test, None)
-    )
+        found = fine_tune.sweep(task, source, labels, config)
+        winner = asdict(found.measured) if found.measured else None
+        return {"tried": found.rows, "chosen": found.chosen, "winner": winner, "seconds": time.perf_counter() - start}
+    choice = read(plan, f"choose-{piece.arm}-{_tuned_at(c, piece.budget)}")
+    if piece.seed == config.tune_seed and choice["winner"]:
+        measured = fine_tune.Measured(**choice["winner"])  # the sweep has trained this very run already
+    else:
+        measured = fine_tune.measure(task, source, labels, config, choice["chosen"], piece.seed)
     row = {"arm": piece.arm, "evaluator": "fine_tune", "labels_per_class": piece.budget, "seed": piece.seed}
-    cost = {"images_seen": measured.images_seen, "seconds": round(measured.seconds, 2)}
-    return {"rows": [{**row, "accuracy": measured.accuracy, **cost}]}
+    return {"rows": [{**row, **asdict(measured)}]}
 
 
 def _task(plan: Plan, piece: Piece) -> Task:

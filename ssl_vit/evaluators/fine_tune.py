@@ -84,35 +84,57 @@ def labelled(labels: np.ndarray, config: Config, seed: int) -> tuple[np.ndarray,
     return np.sort(choose_shots(masked, config.labels_per_class, seed)), held
 
 
-def sweep(task: Task, source: str, labels: np.ndarray, config: Config) -> list[dict[str, Any]]:
-    """Try every (lr, steps) on the tuning seed's labelled subset: rows of lr, steps, held_out_accuracy."""
+@dataclass
+class Sweep:
+    """What a sweep found. rows: lr, steps, held_out_accuracy of every candidate; chosen: the winner's row.
+
+    measured: the winner's own test accuracy and cost, None where the sweep ran at another label budget than the run.
+    """
+
+    rows: list[dict[str, Any]]
+    chosen: dict[str, Any]
+    measured: Measured | None
+
+
+def sweep(task: Task, source: str, labels: np.ndarray, config: Config) -> Sweep:
+    """Try every (lr, steps) on the tuning seed's labelled subset; the winner is chosen on held-out train alone.
+
+    Of equals the one with fewer steps wins, then the lower learning rate. Only the winner is scored on test.
+    """
     budget = config.tune_labels_per_class or config.labels_per_class
     train, held = labelled(labels, config.model_copy(update={"labels_per_class": budget}), config.tune_seed)
-    rows = []
-    for steps in config.steps:
-        for lr in config.lrs:
-            result = fine_tune(task, source, config, lr, steps, config.tune_seed, train, (task.train, held))
-            rows.append({"lr": lr, "steps": steps, "held_out_accuracy": result.accuracy})
-    return rows
+    rows: list[dict[str, Any]] = []
+    winner: tuple[dict[str, Any], classification.Objective, float] | None = None
+    for steps in sorted(config.steps):
+        for lr in sorted(config.lrs):
+            start = time.perf_counter()
+            objective = fine_tune(task, source, config, lr, steps, config.tune_seed, train)
+            seconds = time.perf_counter() - start
+            rows.append({"lr": lr, "steps": steps, "held_out_accuracy": accuracy(task, objective, task.train, held)})
+            if winner is None or rows[-1]["held_out_accuracy"] > winner[0]["held_out_accuracy"]:
+                winner = rows[-1], objective, seconds
+    if winner is None:
+        raise UserError("fine_tune: lrs and steps must each name at least one value")
+    chosen, objective, seconds = winner
+    measured = None
+    if budget == config.labels_per_class:
+        measured = Measured(accuracy(task, objective, task.test), chosen["steps"] * config.batch_size, seconds)
+    return Sweep(rows, chosen, measured)
 
 
-def best(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """The sweep's winner; of equals the one with fewer steps, then the lower learning rate."""
-    return min(rows, key=lambda row: (-row["held_out_accuracy"], row["steps"], row["lr"]))
+def measure(task: Task, source: str, labels: np.ndarray, config: Config, chosen: dict[str, Any], seed: int) -> Measured:
+    """One fine-tuning with the sweep's choice on a seed's labelled subset, scored on test."""
+    start = time.perf_counter()
+    train, _ = labelled(labels, config, seed)
+    objective = fine_tune(task, source, config, chosen["lr"], chosen["steps"], seed, train)
+    seconds = time.perf_counter() - start
+    return Measured(accuracy(task, objective, task.test), chosen["steps"] * config.batch_size, seconds)
 
 
 def fine_tune(
-    task: Task,
-    source: str,
-    config: Config,
-    lr: float,
-    steps: int,
-    seed: int,
-    train: np.ndarray,
-    scored: tuple[ShardSet, np.ndarray | None],
-) -> Measured:
-    """Fine-tune the `trained` backbone or a fresh `untrained` one on `train` indices; score on (shards, indices)."""
-    start = time.perf_counter()
+    task: Task, source: str, config: Config, lr: float, steps: int, seed: int, train: np.ndarray
+) -> classification.Objective:
+    """Fine-tune the `trained` backbone or a fresh `untrained` one on the `train` images (global indices)."""
     encoder = _start(task, source, config, seed)
     classes = max(len(task.train.classes or ()), len(task.test.classes or ())) or None
     with torch.random.fork_rng(devices=[]):
@@ -164,8 +186,7 @@ def fine_tune(
     accelerator.free_memory()
     if not outcome.finished:
         raise KeyboardInterrupt  # stopped by a signal: half a fine-tuning is no measurement
-    accuracy = _accuracy(task, objective, *scored)
-    return Measured(accuracy, steps * config.batch_size, time.perf_counter() - start)
+    return objective
 
 
 def _start(task: Task, source: str, config: Config, seed: int) -> backbones.Backbone:
@@ -179,8 +200,10 @@ def _start(task: Task, source: str, config: Config, seed: int) -> backbones.Back
 
 
 @torch.inference_mode()
-def _accuracy(task: Task, objective: classification.Objective, shards: ShardSet, indices: np.ndarray | None) -> float:
-    """Share of right answers over the images of all ranks, each counted once."""
+def accuracy(
+    task: Task, objective: classification.Objective, shards: ShardSet, indices: np.ndarray | None = None
+) -> float:
+    """Share of right answers (0..1) on the shards (or some global indices of them), each image counted once."""
     objective.eval()
     hits = seen = 0
     stream = evaluation_stream(task, shards, indices, objective.backbone.image_size)
@@ -206,33 +229,22 @@ class Evaluator:
         c = self.config
         labels = labels_of(task.train)
         for source in ("trained", "untrained"):
-            chosen = best(sweep(task, source, labels, c))
-            yield f"{source}/lr", chosen["lr"]
-            yield f"{source}/steps", chosen["steps"]
-            yield f"{source}/held_out_accuracy", chosen["held_out_accuracy"]
+            found = sweep(task, source, labels, c)
+            for name in ("lr", "steps", "held_out_accuracy"):
+                yield f"{source}/{name}", found.chosen[name]
             runs = [
-                fine_tune(
-                    task,
-                    source,
-                    c,
-                    chosen["lr"],
-                    chosen["steps"],
-                    seed,
-                    labelled(labels, c, seed)[0],
-                    (task.test, None),
-                ).accuracy
+                (found.measured if seed == c.tune_seed else None)
+                or measure(task, source, labels, c, found.chosen, seed)
                 for seed in c.seeds
             ]
-            yield from _summary(source, c.seeds, runs)
+            yield from _summary(source, c.seeds, [run.accuracy for run in runs])
         train, test = (task.features("pixels", split, "mean") for split in ("train", "test"))
         from_pixels = []
         for seed in c.seeds:
             rows = labelled(train.labels, c, seed)[0]
             cs = (1e-3, 1e-2, 1e-1, 1.0)
-            accuracy, _ = probe_accuracy(
-                train.vectors[rows], train.labels[rows], test.vectors, test.labels, cs=cs, seed=seed
-            )
-            from_pixels.append(accuracy)
+            few = (train.vectors[rows], train.labels[rows], test.vectors, test.labels)
+            from_pixels.append(probe_accuracy(*few, cs=cs, seed=seed)[0])
         yield from _summary("pixels", c.seeds, from_pixels)
 
 
