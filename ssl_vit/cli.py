@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import signal
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -85,11 +87,13 @@ def train(
     if not outcome.finished:
         raise typer.Exit(1)
     if experiment.is_main_process():
-        run = outcome.run
+        run, train_shards = outcome.run, settings.data.train
+        beside = Path(train_shards).parent / "test"
+        test_shards = str(beside) if beside.is_dir() else "TEST_SHARDS"
         print(
             f"\nrun        {run}  (recipe, metrics.jsonl, TensorBoard events, checkpoints, backbone.safetensors)\n"
-            f"evaluate   ssl-vit eval {run} few_shot --data {settings.data.train} --test TEST_SHARDS\n"
-            f"compare    ssl-vit compare RECIPE   (shipped ones: ssl-vit recipes)\n"
+            f"evaluate   ssl-vit eval {run} few_shot --data {train_shards} --test {test_shards}\n"
+            f"compare    ssl-vit compare own_images data.train={train_shards} data.test={test_shards}\n"
             f"look       ssl-vit report {run}   and   tensorboard --logdir {run}\n"
             f'in timm    timm.create_model("local-dir:{run}", pretrained=True)'
         )
@@ -268,6 +272,7 @@ def main() -> None:
     """Run the command line; exit code 2 for the user's mistakes, 1 for other failures."""
     arguments = [a for a in sys.argv[1:] if a != "--debug"]
     debug = len(arguments) < len(sys.argv) - 1
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: whatever runs may save and clean up
     try:
         app(arguments)
     except (UserError, RunError) as error:
@@ -275,6 +280,16 @@ def main() -> None:
             raise
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2 if isinstance(error, UserError) else 1)
-    except KeyboardInterrupt:
+    except OSError as error:
+        if debug or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        print(f"error: {error}: the disk refuses; free it and run the same command to go on", file=sys.stderr)
+        sys.exit(1)
+    except SystemExit as stop:
+        if stop.code != _INTERRUPTED:
+            raise
         print("stopped; run the same command to go on", file=sys.stderr)
         sys.exit(1)
+
+
+_INTERRUPTED = 130  # Typer's exit code after Ctrl-C

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
+import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from typing import Any
 
 import torch
 
-from ssl_vit import experiment
+from ssl_vit import experiment, plugins
 from ssl_vit.data.shards import ShardSet, open_shards
 from ssl_vit.environment import environment
 from ssl_vit.interfaces import UserError
@@ -32,7 +35,10 @@ def compare(comparison: Comparison, recipes: dict[str, Recipe], command: str, sa
         raise UserError("jobs: several processes were launched, which share every piece; set jobs=1")
     run = comparison.run_directory
     opened = {name: open_shards(path) for name, path in comparison.data.model_dump().items() if path}
-    fingerprints = {name: f"{shards.spec}:{shards.counts}" for name, shards in opened.items()}
+    fingerprints = {name: shards.fingerprint for name, shards in opened.items()}
+    fingerprints |= {
+        f"{arm}.data.train": open_shards(settings.data.train).fingerprint for arm, settings in recipes.items()
+    }
     plan = Plan(comparison, recipes, run, fingerprints)
     try:
         run.mkdir(parents=True, exist_ok=True)
@@ -50,32 +56,59 @@ def compare(comparison: Comparison, recipes: dict[str, Recipe], command: str, sa
 
 
 def _run_all(plan: Plan, missing: list[Piece], say: Say) -> None:
-    waiting, open_ids, total, jobs = list(missing), {p.id for p in missing}, len(missing), plan.comparison.jobs
+    jobs = plan.comparison.jobs
     if jobs == 1:
         for number, piece in enumerate(missing, 1):
             do(plan, piece)
-            say(f"[{number}/{total}] {piece.id}")
+            say(f"[{number}/{len(missing)}] {piece.id}")
         return
     # Small models are bound by overhead: several processes of one thread each use the cores better than one of many.
     os.environ["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // jobs))
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(jobs, mp_context=context, initializer=_init_worker) as pool:
-        running: dict[Future[str], Piece] = {}
-        while waiting or running:
-            ready = [piece for piece in waiting if not open_ids.intersection(piece.after)]
-            for piece in ready[: jobs - len(running)]:
-                waiting.remove(piece)
-                running[pool.submit(do, plan, piece)] = piece
-            done, _ = wait(running, return_when=FIRST_COMPLETED)
-            for future in done:
-                piece = running.pop(future)
-                future.result()
-                open_ids.discard(piece.id)
-                say(f"[{total - len(open_ids)}/{total}] {piece.id}")
+    with ProcessPoolExecutor(jobs, mp_context=context, initializer=_init_worker, initargs=(os.getpid(),)) as pool:
+        try:
+            _schedule(pool, plan, missing, say)
+        except BaseException:  # Ctrl-C too: what runs saves and stops, instead of being waited for to its end
+            for process in multiprocessing.active_children():
+                process.terminate()
+            raise
 
 
-def _init_worker() -> None:
+def _schedule(pool: ProcessPoolExecutor, plan: Plan, missing: list[Piece], say: Say) -> None:
+    """Keep the pool's processes busy with pieces whose needs are done."""
+    waiting, open_ids, running = list(missing), {p.id for p in missing}, dict[Future[str], Piece]()
+    while waiting or running:
+        ready = [piece for piece in waiting if not open_ids.intersection(piece.after)]
+        for piece in ready[: plan.comparison.jobs - len(running)]:
+            waiting.remove(piece)
+            running[pool.submit(_do, plan, piece, os.getpid())] = piece
+        done, _ = wait(running, return_when=FIRST_COMPLETED)
+        for future in done:
+            piece = running.pop(future)
+            future.result()
+            open_ids.discard(piece.id)
+            say(f"[{len(missing) - len(open_ids)}/{len(missing)}] {piece.id}")
+
+
+def _init_worker(parent: int) -> None:
+    """One thread a process where there are as many processes as cores; and no process outlives the comparison."""
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    threading.Thread(target=_stop_without, args=(parent,), daemon=True).start()
+
+
+def _stop_without(parent: int) -> None:
+    """Ask this process to save and stop once its parent is gone, killed or not."""
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _do(plan: Plan, piece: Piece, parent: int) -> str:
+    try:
+        return do(plan, piece)
+    finally:
+        if os.getppid() != parent:
+            os._exit(1)  # nobody is left to take the result, and the pool would wait for its next piece for ever
 
 
 def collect(plan: Plan, todo: list[Piece], opened: dict[str, ShardSet], command: str) -> dict[str, Any]:
@@ -96,6 +129,8 @@ def collect(plan: Plan, todo: list[Piece], opened: dict[str, ShardSet], command:
         "measurements": [
             row for piece in todo if piece.kind in ("fine_tune", "features") for row in read(plan, piece.id)["rows"]
         ],
+        "jobs": c.jobs,
+        "skipped": _skipped(plan, todo),
         "evaluators": {name: config.model_dump(mode="json") for name, config in c.evaluators.items()},
         "environment": environment(),
     }
@@ -107,12 +142,14 @@ def _arm(plan: Plan, arm: str) -> dict[str, Any]:
     c = plan.comparison
     settings, first = plan.recipes.get(arm), c.seeds[0]
     pretraining = read(plan, f"pretrain-{arm}-{first}") if settings else None
-    uses_labels = bool(settings) and settings.objective.name != "masked_patch"  # type: ignore[union-attr]
-    choices = []
+    module = plugins.load("objectives", settings.objective.name) if settings else None  # type: ignore[attr-defined]
+    uses_labels = getattr(module.Objective, "needs_labels", False) if module else False
+    choices, costs = [], []
     if "fine_tune" in c.evaluators:
         for budget in tuning_budgets(c):
             choice = read(plan, f"choose-{arm}-{budget}")
             choices.append({"labels_per_class": budget, "tried": choice["tried"], "chosen": choice["chosen"]})
+            costs.append(choice["cost"])
     return {
         "name": arm,
         "label": c.arms[arm].label,
@@ -123,7 +160,14 @@ def _arm(plan: Plan, arm: str) -> dict[str, Any]:
         if pretraining
         else None,
         "choices": choices,
+        "tuning": {name: sum(cost[name] for cost in costs) for name in ("images_seen", "seconds")} if costs else None,
     }
+
+
+def _skipped(plan: Plan, todo: list[Piece]) -> list[dict[str, str]]:
+    """Every sample that some evaluation or fine-tuning could not read, once."""
+    found = [skip for piece in todo for skip in read(plan, piece.id).get("skipped", [])]
+    return list({(skip["shard"], skip["key"]): skip for skip in found}.values())
 
 
 def _describe(shards: ShardSet) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import platform
 import shutil
 import subprocess
 import time
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ def environment(accelerator: Accelerator | None = None) -> dict[str, Any]:
         "gpus": [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())],
     }
     return {
-        "versions": {"python": platform.python_version(), **{name: version(name) for name in packages}},
+        "versions": {"python": platform.python_version(), **{name: _version(name) for name in packages}},
         "hardware": hardware,
         "git": _git_commit(),
         "world_size": accelerator.num_processes if accelerator else 1,
@@ -35,6 +35,13 @@ def environment(accelerator: Accelerator | None = None) -> dict[str, Any]:
         "precision": accelerator.mixed_precision if accelerator else "no",
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:  # run from a checkout without being installed
+        return "not installed"
 
 
 def _processor() -> str:
@@ -47,7 +54,9 @@ def _processor() -> str:
 
 def _git_commit() -> str | None:
     git = shutil.which("git")
-    if git is None:
+    if (
+        git is None or not (Path(__file__).parent.parent / ".git").exists()
+    ):  # installed: the commit is another project's
         return None
     command = [git, "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
     answer = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import time
@@ -30,7 +31,7 @@ from ssl_vit.models import BackboneConfig, backbone
 from ssl_vit.recipe import Recipe
 from ssl_vit.training import checkpoint, loop
 
-_MAY_CHANGE = (
+MAY_CHANGE = (
     "run",
     "training.log_every",
     "training.checkpoint_every",
@@ -137,6 +138,7 @@ def train(settings: Recipe, *, quiet: bool = False) -> Trained:
             optim=settings.optim,
             accelerator=accelerator,
             run=run,
+            data=shards.fingerprint,
             picture=_pictures(run) if hasattr(module, "mean_colour_classes") else None,
             quiet=quiet,
         )
@@ -186,6 +188,7 @@ def make_task(
         test=open_shards(test),
         data=preparation,
         accelerator=accelerator or make_accelerator(),
+        workers=preparation.workers,
         weights=str(weights) if weights else None,
     )
 
@@ -239,20 +242,36 @@ def _open_run(run: Path, settings: Recipe, accelerator: Accelerator) -> None:
     """Create the run directory, or check that the run in it is of the same recipe."""
     path = run / "recipe.yaml"
     if path.exists():
-        changed = recipe.differences(recipe.load_recipe(path), settings, ignore=_MAY_CHANGE)
+        changed = recipe.differences(recipe.load_recipe(path), settings, ignore=MAY_CHANGE)
         if changed:
             raise UserError(
                 f"{run} holds a run of another recipe ({'; '.join(changed[:3])}): "
                 "give this one another directory with run=PATH, or delete that one"
             )
-    elif run.exists() and any(run.iterdir()):
+    elif run.exists() and any(entry.name != ".lock" for entry in run.iterdir()):
         raise UserError(f"{run} is not empty and holds no run: give this run another directory with run=PATH")
     try:
         run.mkdir(parents=True, exist_ok=True)
+        _lock(run)
         recipe.save(settings, path)
         write_json(run / "environment.json", environment(accelerator))
     except OSError as error:
         raise UserError(f"run={run}: cannot write there: {error}") from None
+
+
+_locks: dict[Path, Any] = {}
+
+
+def _lock(run: Path) -> None:
+    """Hold the run directory until this process ends; UserError when another one holds it."""
+    if run.resolve() in _locks:
+        return
+    file = (run / ".lock").open("w")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UserError(f"{run}: another process is training in this directory; wait for it or use run=PATH") from None
+    _locks[run.resolve()] = file
 
 
 def write_json(path: Path, content: Any) -> None:

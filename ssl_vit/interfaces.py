@@ -37,7 +37,7 @@ class Batch:
     """One rank's share of the images of a step, in lane order.
 
     images: uint8 (B, C, H, W), 0..255, augmented but neither flipped nor normalised (the device does both).
-    labels: int64 (B,), the class index, -1 where the sample has none.
+    labels: int64 (B,), the class index; -1 in padding and where the objective needs no labels.
     noise: float32 (B, M), uniform in [0, 1): a function of (seed, epoch, sample index) alone, so that every random
         choice an objective makes from it is the same on any number of processes. M is what the objective asked for.
     flip: bool (B,), whether the device mirrors the image left to right.

@@ -23,6 +23,13 @@ from ssl_vit.evaluators.labels import labels_of
 from ssl_vit.interfaces import UserError
 from ssl_vit.recipe import Comparison, Recipe
 
+_SET_BY_COMPARISON = {
+    "few_shot": ("seeds",),
+    "knn": ("labels_per_class", "seed"),
+    "linear_probe": ("labels_per_class", "seed"),
+    "fine_tune": ("labels_per_class", "seeds", "tune_seed"),
+}
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -51,6 +58,9 @@ def pieces(plan: Plan) -> list[Piece]:
     """Every piece of the comparison, each after the ones it needs."""
     c = plan.comparison
     found: list[Piece] = []
+    for name, config in c.evaluators.items():
+        for key in sorted(config.model_fields_set.intersection(_SET_BY_COMPARISON.get(name, ()))):
+            raise UserError(f"evaluators.{name}.{key}: a comparison sets this itself, by seeds and labels_per_class")
     unknown = set(c.evaluators) - {"few_shot", "knn", "linear_probe", "fine_tune"}
     if unknown:
         raise UserError(f"evaluators.{unknown.pop()}: a comparison knows few_shot, knn, linear_probe and fine_tune")
@@ -118,7 +128,7 @@ def run_piece(plan: Plan, piece: Piece) -> dict[str, Any]:
     start = time.perf_counter()
     if piece.kind == "features":
         rows = list(_feature_rows(plan, piece, task))
-        return {"rows": rows, "seconds": time.perf_counter() - start}
+        return {"rows": rows, "seconds": time.perf_counter() - start, "skipped": task.skipped_names()}
     config = c.evaluators["fine_tune"].model_copy(update={"labels_per_class": piece.budget, "tune_seed": c.seeds[0]})
     assert isinstance(config, fine_tune.Config)
     source = "trained" if piece.arm in plan.recipes else "untrained"
@@ -126,14 +136,17 @@ def run_piece(plan: Plan, piece: Piece) -> dict[str, Any]:
     if piece.kind == "choose":
         found = fine_tune.sweep(task, source, labels, config)
         winner = asdict(found.measured) if found.measured else None
-        return {"tried": found.rows, "chosen": found.chosen, "winner": winner, "seconds": time.perf_counter() - start}
+        cost = {"images_seen": sum(row["steps"] for row in found.rows) * config.batch_size}
+        cost["seconds"] = round(time.perf_counter() - start, 2)
+        skipped = task.skipped_names()
+        return {"tried": found.rows, "chosen": found.chosen, "winner": winner, "cost": cost, "skipped": skipped}
     choice = read(plan, f"choose-{piece.arm}-{_tuned_at(c, piece.budget)}")
     if piece.seed == config.tune_seed and choice["winner"]:
         measured = fine_tune.Measured(**choice["winner"])  # the sweep has trained this very run already
     else:
         measured = fine_tune.measure(task, source, labels, config, choice["chosen"], piece.seed)
     row = {"arm": piece.arm, "evaluator": "fine_tune", "labels_per_class": piece.budget, "seed": piece.seed}
-    return {"rows": [{**row, **asdict(measured)}]}
+    return {"rows": [{**row, **asdict(measured)}], "skipped": task.skipped_names()}
 
 
 def _task(plan: Plan, piece: Piece) -> Task:
@@ -179,17 +192,25 @@ def _feature_rows(plan: Plan, piece: Piece, task: Task) -> Iterator[dict[str, An
 
 
 def _fingerprint(plan: Plan, piece: Piece) -> str:
-    """A hash of everything a piece's result depends on."""
+    """A hash of everything a piece's result depends on, and of nothing else, so that what is finished is reused."""
     c = plan.comparison
-    recipe = plan.recipes.get(piece.arm) or next(iter(plan.recipes.values()))
+    settings = plan.recipes.get(piece.arm)
+    # Without pretraining only the architecture and the preparation of the images matter; how often a run logs, never.
+    like = (settings or next(iter(plan.recipes.values()))).model_dump(
+        mode="json", include=None if settings else {"backbone", "data", "seed"}
+    )
+    for room, key in (path.split(".") for path in experiment.MAY_CHANGE if "." in path):
+        like.get(room, {}).pop(key, None)
     content = {
-        "recipe": recipe.model_dump(mode="json"),
-        "evaluator": c.evaluators[piece.evaluator].model_dump(mode="json") if piece.evaluator else None,
-        "seeds": c.seeds,
-        "budgets": c.labels_per_class if piece.kind == "features" else piece.budget,
+        "format": 2,  # of the results below
+        "recipe": {key: value for key, value in like.items() if key not in ("run", "name")},
         "shards": plan.shards,
         "per_seed": c.pretrain_per_seed,
     }
+    if piece.kind != "pretrain":
+        content["evaluator"] = c.evaluators[piece.evaluator].model_dump(mode="json")
+        content["seeds"] = c.seeds if piece.kind == "features" else c.seeds[:1]
+        content["budgets"] = c.labels_per_class if piece.kind == "features" else piece.budget
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 

@@ -60,7 +60,8 @@ class Arm(Config):
 class ComparisonData(Config):
     """train: labelled shards that every arm may use. test: labelled shards that only the last measurement sees.
 
-    pretrain: replaces the arms' own `data.train`; None leaves it. Each is a path as in `data.train`.
+    pretrain: what the arms pretrain on, in place of their recipes' `data.train` (None: `train`). Each is a path as in
+        `data.train`.
     """
 
     train: str
@@ -182,7 +183,7 @@ def load_comparison(name: str | Path, overrides: Sequence[str] = ()) -> tuple[Co
         for key, value in evaluators.items()
     }
     comparison = validate(Comparison, content, f"{path}: ")
-    pretrain = [f"data.train={comparison.data.pretrain}"] if comparison.data.pretrain else []
+    pretrain = [f"data.train={comparison.data.pretrain or comparison.data.train}"]
     recipes = {
         key: load_recipe(arm.recipe, [*pretrain, *arm.overrides], near=path)
         for key, arm in comparison.arms.items()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
 import json
 import os
@@ -92,6 +93,11 @@ def keys(data: Path | str, *more: str) -> list[str]:
     return ["train", "digits_ssl", f"data.train={data}", "run=run", *sizes, *SMALL, *more]
 
 
+def labelled_keys(data: Path | str, *more: str) -> list[str]:
+    """The same sizes, trained with labels."""
+    return ["train", "digits_supervised", *keys(data, *more)[2:]]
+
+
 def events(run: Path) -> list[dict[str, object]]:
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [row for row in rows if row.get("event") == "skipped_samples"]
@@ -110,10 +116,12 @@ def events(run: Path) -> list[dict[str, object]]:
         (["training.epochs=3"], ["training", "exactly one of steps and epochs"]),
         (["backbone.image_size=18"], ["image_size=18", "patch size 4", "16 or 20"]),
         (["backbone.name=vit_bace_patch16_224"], ["vit_bace_patch16_224", "did you mean vit_base_patch16_224"]),
-        (["data.workers=5", "data.lanes=4"], ["too few", "--shards 5"]),
+        (["data.workers=5", "data.lanes=4"], ["too few", "--overwrite --shards 5", "lower data.workers"]),
         (["data.workers=2", "data.lanes=1"], ["data.workers=2", "more than the lanes", "at most 1"]),
         (["training.batch_size=9"], ["training.batch_size=9", "data.lanes=4", "[1, 3, 9]"]),
         (["training.accumulate=3"], ["training.accumulate=3", "lanes"]),
+        (["objective.bits=8"], ["objective.bits=8", "at most 5 bits"]),
+        (["data.augment.scale=[0.5,0.1]"], ["data.augment", "scale must be two rising positive numbers"]),
         (["backbone.channels=2"], ["backbone.channels=2", "1 (grey), 3 (RGB)"]),
         (["init_from=nowhere"], ["nowhere", "no such run"]),
         (["justaword"], ["justaword", "key=value"]),
@@ -153,7 +161,7 @@ def test_bad_samples_are_skipped_counted_and_named(call: Call, shards: Path, tmp
     del members["000104.jpg"]
     write_tar(shards / "000002.tar", members)
     write_info(shards)
-    code, text = call(*keys(shards, "training.steps=6"))  # 48 of 40 samples: the whole epoch
+    code, text = call(*labelled_keys(shards, "training.steps=6"))  # 48 of 40 samples: the whole epoch
     assert code == 0, text
     found = {s["key"]: s["reason"] for row in events(tmp_path / "run") for s in row["samples"]}  # type: ignore[attr-defined]
     assert set(found) == {f"00010{n}" for n in range(5)}
@@ -166,7 +174,7 @@ def test_bad_samples_are_skipped_counted_and_named(call: Call, shards: Path, tmp
     }.items():
         assert reason in found[key]
     assert "skipped" in text and "000002.tar" in text
-    code, text = call(*keys(shards, "run=strict", "data.on_bad_sample=fail"))
+    code, text = call(*labelled_keys(shards, "run=strict", "data.on_bad_sample=fail"))
     assert code == 2 and "000002.tar" in text and "on_bad_sample=fail" in text
 
 
@@ -188,10 +196,7 @@ def test_shards_without_one_readable_sample_end_the_run(call: Call, tmp_path: Pa
 def test_unlabelled_images_pretrain_but_do_not_classify(call: Call, tmp_path: Path) -> None:
     write_tar(tmp_path / "plain" / "000000.tar", {f"{n:06d}.png": picture(n, "PNG") for n in range(16)})
     assert call(*keys("plain"))[0] == 0
-    labelled = ["objective.name=classification", "objective.classes=3", "run=classes"]
-    arguments = [key for key in keys("plain", *labelled) if "digits_ssl" not in key]
-    arguments.insert(1, "digits_supervised")
-    code, text = call(*arguments)
+    code, text = call(*labelled_keys("plain", "objective.classes=3", "run=classes"))
     assert code == 2 and "no label" in text
 
 
@@ -203,6 +208,30 @@ def test_a_directory_with_a_run_of_another_recipe_is_refused(call: Call, shards:
     (tmp_path / "other" / "thesis.tex").write_text("mine")
     code, text = call(*keys(shards, "run=other"))
     assert code == 2 and "not empty" in text and (tmp_path / "other" / "thesis.tex").read_text() == "mine"
+
+
+def test_labels_do_not_matter_to_pretraining(call: Call, tmp_path: Path) -> None:
+    members = {f"{n:06d}.png": picture(n, "PNG") for n in range(16)}
+    members |= {f"{n:06d}.cls": b"dog" for n in range(16)}
+    write_tar(tmp_path / "words" / "000000.tar", members)
+    code, text = call(*keys("words"))
+    assert code == 0 and "skipped" not in text
+
+
+def test_a_run_does_not_go_on_with_repacked_shards(call: Call, shards: Path) -> None:
+    assert call(*keys(shards))[0] == 0
+    write_tar(shards / "000002.tar", good_members(64, 16))
+    write_info(shards)
+    code, text = call(*keys(shards))
+    assert code == 2 and "other shards" in text
+
+
+def test_two_processes_do_not_train_in_one_directory(call: Call, shards: Path, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    with (tmp_path / "run" / ".lock").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        code, text = call(*keys(shards))
+    assert code == 2 and "another process" in text
 
 
 def test_a_checkpoint_of_another_recipe_is_refused(call: Call, shards: Path, tmp_path: Path) -> None:

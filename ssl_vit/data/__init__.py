@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from ssl_vit.interfaces import Config
 
@@ -29,6 +29,14 @@ class AugmentConfig(Config):
     zoom: float = Field(0.1, ge=0, lt=1)
     shear: float = Field(5.0, ge=0, lt=90)
     flip: bool = True
+
+    @model_validator(mode="after")
+    def _ranges_rise(self) -> AugmentConfig:
+        for name in ("scale", "ratio"):
+            low, high = getattr(self, name)
+            if not 0 < low <= high:
+                raise ValueError(f"{name} must be two rising positive numbers, not {low}, {high}")
+        return self
 
 
 class DataConfig(Config):

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from ssl_vit.data.samples import Chunk, Sample, SampleReader, Skip, View, bookkeeping, join
+from ssl_vit.data.samples import Chunk, Sample, SampleReader, Skip, View, bookkeeping, ignore_signals, join
 from ssl_vit.data.shards import ShardSet
-from ssl_vit.interfaces import Batch
+from ssl_vit.interfaces import Batch, UserError
 
 
 class EvaluationStream(IterableDataset[Chunk]):
@@ -31,6 +31,8 @@ class EvaluationStream(IterableDataset[Chunk]):
     ) -> None:
         self.shards, self.view, self.batch_size, self.workers, self.epoch = shards, view, batch_size, workers, epoch
         every = np.arange(shards.samples) if indices is None else np.unique(np.asarray(indices, dtype=np.int64))
+        if len(every) == 0:
+            raise UserError(f"{shards.spec}: there is no sample to evaluate on")
         self.own = every[rank * len(every) // ranks : (rank + 1) * len(every) // ranks]
         self.batches = math.ceil(math.ceil(len(every) / ranks) / batch_size)
 
@@ -78,6 +80,7 @@ def evaluation_batches(stream: EvaluationStream, device: torch.device) -> Iterat
         batch_size=None,
         num_workers=stream.workers,
         pin_memory=device.type == "cuda",
+        worker_init_fn=ignore_signals,
         generator=torch.Generator(),  # else it would draw its base seed from the model's generator
     )
     for chunk in loader:

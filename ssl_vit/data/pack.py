@@ -27,6 +27,7 @@ from ssl_vit.data.raw import BrokenImageError, RawSample, Source, channels, deco
 from ssl_vit.interfaces import RunError, UserError
 
 INFO = "info.json"
+LEAST_SHARDS = 16
 _OWN_FILES = re.compile(r"(\d{6}\.tar|info\.json)(\.tmp)?")
 _Result = TypeVar("_Result")
 
@@ -49,6 +50,8 @@ def make(
     """Write the source as a shard set into `out` and return its info.json.
 
     shard_size: most samples a shard holds; shards: how many shards instead. Sizes differ by at most one sample.
+    Without `shards` there are at least 16 (one a sample where there are fewer samples), of the train and the test part
+    each: a shard is read by one loader worker of one process, so a small folder in one shard would feed one worker.
     resize: scale each image's shorter side to so many pixels (bicubic, up or down), keeping its file format;
     quality: 1..100, of images that are resized. seed: of the shuffle and of the holdout.
     shuffle: over all samples; without it shard after shard keeps the source's order, also within train and test.
@@ -89,8 +92,10 @@ def make(
     try:
         _clear(out)
         for part, indices in parts.items():
-            # Of a holdout, `shards` is the number in train; test gets shards of about the same size.
-            count = -(-len(indices) // shard_size) if shards is None else max(1, shards * len(indices) // largest)
+            if shards is None:
+                count = max(-(-len(indices) // shard_size), min(LEAST_SHARDS, len(indices)))
+            else:  # of a holdout, `shards` is the number in train; test gets shards of about the same size
+                count = max(1, shards * len(indices) // largest)
             samples = _in_order(partial(_packed, source, resize, quality, keep_names), list(enumerate(indices)))
             tracked = track(samples, len(indices), f"writing {part}".rstrip(), progress)
             entries = _write_shards(out / part, [len(piece) for piece in np.array_split(indices, count)], tracked)

@@ -120,7 +120,8 @@ def check_topology(
     if shards < readers:
         raise UserError(
             f"{shards} shard(s) are too few for {ranks} process(es) x {max(workers, 1)} loader worker(s): "
-            f"repack with `ssl-vit shards make SOURCE OUT --shards {readers}` or more, or lower data.workers"
+            f"repack with `ssl-vit shards make SOURCE OUT --overwrite --shards {readers}` or more, "
+            "or lower data.workers"
         )
     if lanes % ranks:
         fits = [n for n in range(ranks, batch_size + 1, ranks) if batch_size % n == 0]

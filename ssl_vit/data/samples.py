@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import signal
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -72,6 +73,15 @@ class Sample:
     key: str
 
 
+def ignore_signals(worker: int) -> None:
+    """For loader workers: SIGINT and SIGTERM reach the whole process group, and the main process must save first.
+
+    Workers end when the main process closes them or dies.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+
+
 def sample_seed(seed: int, epoch: int, index: int) -> int:
     """A 64-bit seed for everything random about one sample in one epoch, whichever process draws it."""
     digest = hashlib.blake2b(struct.pack("<qqq", seed, epoch, index), digest_size=8).digest()
@@ -113,7 +123,8 @@ class SampleReader:
                 if isinstance(content, BadSample):
                     raise content
                 key = str(content["__key__"])
-                pixels, label = decode_pixels(content, view.channels), decode_label(content, view.classes)
+                pixels = decode_pixels(content, view.channels)
+                label = decode_label(content, view.classes) if view.needs_labels else -1
                 if view.needs_labels and label < 0:
                     raise BadSample("no label (.cls), which this objective needs")
             except BadSample as problem:

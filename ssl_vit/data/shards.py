@@ -6,6 +6,7 @@ a shell (`pipe:` URLs are refused).
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import os
@@ -37,6 +38,7 @@ class ShardSet:
     counts: tuple[int, ...]
     classes: tuple[str, ...] | None = None
     source: str | None = None
+    checksums: tuple[str, ...] = ()
 
     @property
     def samples(self) -> int:
@@ -46,6 +48,13 @@ class ShardSet:
     def first_index(self) -> np.ndarray:
         """int64 (shards + 1,): the global index of each shard's first sample; the last entry is the total."""
         return np.concatenate([[0], np.cumsum(self.counts)]).astype(np.int64)
+
+    @property
+    def fingerprint(self) -> str:
+        """Tells shard sets apart: the shards' names, counts and (where `info.json` has them) checksums, hashed."""
+        names = [os.path.basename(url) for url in self.urls]
+        content = json.dumps([names, self.counts, self.checksums])
+        return hashlib.sha256(content.encode()).hexdigest()[:16]
 
     def members_of(self, indices: Sequence[int] | np.ndarray) -> list[np.ndarray]:
         """Global sample indices -> sorted positions inside each shard (a plan's `keep`)."""
@@ -72,7 +81,10 @@ def open_shards(spec: str) -> ShardSet:
     if spec.startswith("pipe:"):
         raise UserError(f"{spec}: pipe: URLs would run a shell command and are refused")
     spec = os.path.expanduser(spec)
-    filesystem, path = fsspec.core.url_to_fs(spec)
+    try:
+        filesystem, path = fsspec.core.url_to_fs(spec)
+    except (ImportError, ValueError) as error:
+        raise UserError(f"{spec}: cannot open such a URL: {error}") from None
     scheme = spec[: spec.index("://") + 3] if "://" in spec else ""
     if filesystem.isdir(path):
         folder = path
@@ -100,13 +112,15 @@ def open_shards(spec: str) -> ShardSet:
         if nested:
             hint = f"did you mean '{spec.rstrip('/')}/{nested[0]}'?"
         raise UserError(f"{spec}: no shards (*.tar) there; {hint}")
-    urls = tuple(scheme + name for name in tars)
+    urls = tuple(filesystem.unstrip_protocol(name) if scheme else name for name in tars)
     known = {shard["file"]: int(shard["samples"]) for shard in info["shards"]} if info else {}
     counts = tuple(
         known[os.path.basename(url)] if os.path.basename(url) in known else _count_samples(url) for url in urls
     )
     classes = tuple(info["classes"]) if info and info.get("classes") else None
-    return ShardSet(spec, urls, counts, classes, info.get("source") if info else None)
+    hashes = {shard["file"]: shard.get("sha256", "") for shard in info["shards"]} if info else {}
+    checksums = tuple(hashes.get(os.path.basename(url), "") for url in urls)
+    return ShardSet(spec, urls, counts, classes, info.get("source") if info else None, checksums)
 
 
 def _count_samples(url: str) -> int:

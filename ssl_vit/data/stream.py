@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from ssl_vit.data import DataConfig
 from ssl_vit.data.decode import check_channels
 from ssl_vit.data.plan import LanePosition, Members, check_topology, lane_stream, worker_lanes
-from ssl_vit.data.samples import Chunk, Sample, SampleReader, Skip, View, bookkeeping, join
+from ssl_vit.data.samples import Chunk, Sample, SampleReader, Skip, View, bookkeeping, ignore_signals, join
 from ssl_vit.data.shards import ShardSet
 from ssl_vit.interfaces import Batch, UserError
 
@@ -160,6 +160,7 @@ def train_batches(stream: TrainStream, device: torch.device) -> Iterator[tuple[B
         num_workers=stream.workers,
         pin_memory=device.type == "cuda",
         prefetch_factor=4 if stream.workers else None,
+        worker_init_fn=ignore_signals,
         generator=torch.Generator(),  # else it would draw its base seed from the model's generator
     )
     chunks = iter(loader)

@@ -75,6 +75,11 @@ class Task:
         chosen = choose_shots(train.labels, labels_per_class, seed)
         return Features(train.vectors[chosen], train.labels[chosen])
 
+    def skipped_names(self) -> list[dict[str, str]]:
+        """The samples left out so far, each once, as plain JSON."""
+        once = {(skip.shard, skip.key): skip.reason for skip in self.skipped}
+        return [{"shard": shard, "key": key, "reason": reason} for (shard, key), reason in once.items()]
+
     def sources(self) -> tuple[str, ...]:
         """The rows of every evaluator on features: the judged backbone, then the two references."""
         return ("trained", *REFERENCES)
@@ -102,7 +107,7 @@ def evaluation_stream(
     return EvaluationStream(
         shards,
         view,
-        batch_size=min(task.batch_size, -(-shards.samples // ranks)),
+        batch_size=max(1, min(task.batch_size, -(-shards.samples // ranks))),
         rank=task.accelerator.process_index,
         ranks=ranks,
         workers=task.workers,

@@ -27,7 +27,7 @@ from ssl_vit.evaluators.features import Task, evaluation_stream
 from ssl_vit.evaluators.labels import choose_shots, held_out_split, labels_of
 from ssl_vit.evaluators.linear_probe import probe_accuracy
 from ssl_vit.interfaces import Config as BaseConfig
-from ssl_vit.interfaces import UserError
+from ssl_vit.interfaces import RunError, UserError
 from ssl_vit.models import backbone as backbones
 from ssl_vit.objectives import classification
 from ssl_vit.training import OptimConfig, TrainingConfig, loop
@@ -108,13 +108,19 @@ def sweep(task: Task, source: str, labels: np.ndarray, config: Config) -> Sweep:
     for steps in sorted(config.steps):
         for lr in sorted(config.lrs):
             start = time.perf_counter()
-            objective = fine_tune(task, source, config, lr, steps, config.tune_seed, train)
+            try:
+                objective = fine_tune(task, source, config, lr, steps, config.tune_seed, train)
+            except RunError:  # it diverged: the candidate has lost, the others go on
+                rows.append({"lr": lr, "steps": steps, "held_out_accuracy": 0.0})
+                continue
             seconds = time.perf_counter() - start
             rows.append({"lr": lr, "steps": steps, "held_out_accuracy": accuracy(task, objective, task.train, held)})
             if winner is None or rows[-1]["held_out_accuracy"] > winner[0]["held_out_accuracy"]:
                 winner = rows[-1], objective, seconds
     if winner is None:
-        raise UserError("fine_tune: lrs and steps must each name at least one value")
+        raise UserError(
+            f"fine_tune: no candidate of lrs={config.lrs} and steps={config.steps} trained without diverging"
+        )
     chosen, objective, seconds = winner
     measured = None
     if budget == config.labels_per_class:
@@ -150,7 +156,8 @@ def fine_tune(
         seed=seed,
         needs_labels=True,
     )
-    data = task.data.model_copy(update={"lanes": config.lanes, "workers": task.workers})
+    own_lanes, own_shards = (n // accelerator.num_processes for n in (config.lanes, len(task.train.urls)))
+    data = task.data.model_copy(update={"lanes": config.lanes, "workers": min(task.workers, own_lanes, own_shards)})
     batches = train_source(
         task.train,
         view,
@@ -184,6 +191,7 @@ def fine_tune(
         )
     )
     accelerator.free_memory()
+    task.skipped += outcome.skipped
     if not outcome.finished:
         raise KeyboardInterrupt  # stopped by a signal: half a fine-tuning is no measurement
     return objective
@@ -207,7 +215,8 @@ def accuracy(
     objective.eval()
     hits = seen = 0
     stream = evaluation_stream(task, shards, indices, objective.backbone.image_size)
-    for batch, _ in evaluation_batches(stream, task.accelerator.device):
+    for batch, chunk in evaluation_batches(stream, task.accelerator.device):
+        task.skipped += chunk.skipped
         with task.accelerator.autocast():
             predicted = objective.logits(batch.images).argmax(-1)
         hits += int(((predicted == batch.labels) & batch.valid).sum())

@@ -51,6 +51,8 @@ class Backbone(nn.Module):
                 raise UserError(f"backbone.name='{name}' cannot have these sizes: {arguments} ({error})") from None
         if not isinstance(vit, VisionTransformer):
             raise UserError(f"backbone.name='{name}' is a {type(vit).__name__}, not a VisionTransformer")
+        if vit.attn_pool is not None or not isinstance(vit.fc_norm, nn.Identity):
+            raise UserError(f"backbone.name='{name}' pools before its last norm; use a class-token or plain mean ViT")
         self.vit = vit
         self.name, self.arguments, self.mean, self.std = name, arguments, mean, std
         self.position_std = position_std
@@ -68,6 +70,10 @@ class Backbone(nn.Module):
     @property
     def image_size(self) -> int:
         return int(cast(tuple[int, int], self.vit.patch_embed.img_size)[0])
+
+    @property
+    def heads(self) -> int:
+        return int(self.vit.blocks[0].attn.num_heads)
 
     @property
     def patches(self) -> int:
@@ -120,7 +126,7 @@ def build(config: BackboneConfig) -> Backbone:
     with torch.device("meta"):
         named = Backbone(config.name, {}, config.mean, config.std)  # only to read the sizes that the name implies
     patch_size = config.patch_size or named.patch_size
-    width, heads = config.width or named.width, config.heads or int(named.vit.blocks[0].attn.num_heads)
+    width, heads = config.width or named.width, config.heads or named.heads
     if config.image_size % patch_size:
         near = config.image_size // patch_size * patch_size or patch_size
         raise UserError(
@@ -199,6 +205,13 @@ def initialise(model: Backbone, source: Backbone, origin: str) -> None:
 
     Raises UserError when anything else differs.
     """
+    for what, own, other in (
+        ("backbone.heads", model.heads, source.heads),
+        ("backbone.mean", model.mean, source.mean),
+        ("backbone.std", model.std, source.std),
+    ):
+        if own != other:
+            raise UserError(f"{origin} does not fit this backbone: {what} is {other} there, {own} here")
     weights = state(source)
     old, new = source.vit.patch_embed.grid_size, model.vit.patch_embed.grid_size
     prefix = 0 if source.vit.no_embed_class else source.vit.num_prefix_tokens

@@ -14,6 +14,7 @@ from ssl_vit.interfaces import Batch, StepOutput, UserError
 from ssl_vit.interfaces import Config as BaseConfig
 from ssl_vit.models.backbone import Backbone
 
+_FREQUENCY_RATE = 0.01  # the class frequencies are a moving average over about 100 batches
 _DOWNSIZED = 4  # target 2 of the paper: the patch downsized to 4x4
 
 
@@ -126,10 +127,17 @@ class Objective(nn.Module):
         if config.target == "downsized" and backbone.patch_size % _DOWNSIZED:
             raise UserError(f"objective.target=downsized needs a patch size that {_DOWNSIZED} divides")
         self.colours = 2 ** (config.bits * backbone.channels)
+        if self.colours > 2**16:
+            raise UserError(
+                f"objective.bits={config.bits} with {backbone.channels} channels makes {self.colours:,} classes: "
+                f"use at most {16 // backbone.channels} bits"
+            )
         slots = _DOWNSIZED**2 if config.target == "downsized" else 1
         pixels = backbone.channels * backbone.patch_size**2
         self.mask_token = nn.Parameter(torch.empty(backbone.width))
         self.head = nn.Linear(backbone.width, pixels if config.target == "pixels" else slots * self.colours)
+        self.frequencies: torch.Tensor
+        self.register_buffer("frequencies", torch.zeros(self.colours))
         nn.init.normal_(self.mask_token, std=0.02)  # timm's scale for embeddings
         nn.init.trunc_normal_(self.head.weight, std=0.02)
         nn.init.zeros_(self.head.bias)
@@ -183,9 +191,19 @@ class Objective(nn.Module):
         return StepOutput(loss, {"accuracy": batch.mean(hits), **self._constant_guess(batch, targets_BKS)})
 
     def _constant_guess(self, batch: Batch, targets_BKS: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The loss and accuracy of the best guess that ignores the image: this batch's own class frequencies."""
+        """The loss and accuracy on this batch of the best guess that ignores the image: the class frequencies so far.
+
+        Frequencies of one batch alone would flatter the guess: a small batch shows few of the 512 classes.
+        """
         flat = targets_BKS.flatten()
         weights = batch.valid.float()[:, None, None].expand_as(targets_BKS).flatten()
         counts = torch.zeros(self.colours, device=flat.device).scatter_add_(0, flat, weights)
         shares = counts / weights.sum().clamp(min=1)
-        return {"constant_loss": torch.special.entr(shares).sum(), "constant_accuracy": shares.max()}
+        seen = torch.lerp(self.frequencies, shares, _FREQUENCY_RATE)
+        if self.training:
+            self.frequencies.copy_(seen)
+        guess = seen / seen.sum().clamp(min=1e-30)
+        return {
+            "constant_loss": -torch.special.xlogy(shares, guess).sum(),
+            "constant_accuracy": shares[guess.argmax()],
+        }

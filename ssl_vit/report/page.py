@@ -14,6 +14,7 @@ from ssl_vit.interfaces import RunError, UserError
 from ssl_vit.report import plots, tables
 from ssl_vit.report.read import read_directory
 from ssl_vit.report.tables import MISSING, Table
+from ssl_vit.report.verdict import EVALUATORS, arm_label, arm_names
 
 FACTS = {
     "objective": "Objective",
@@ -36,6 +37,7 @@ EMPTY: dict[str, Any] = {
     "notes": [],
     "data": None,
     "recipes": [],
+    "skipped": "",
 }
 
 
@@ -72,8 +74,8 @@ def write_report(paths: list[Path], out: Path) -> Path:
 def _comparison(found: dict[str, Any]) -> dict[str, Any]:
     results = found["results"]
     summary = tables.summarise(results)
-    styles = plots.arm_styles(tables.arm_names(results))
-    runs = {tables.arm_label(results, arm): run for arm, run in found["runs"].items()}
+    styles = plots.arm_styles(arm_names(results))
+    runs = {arm_label(results, arm): run for arm, run in found["runs"].items()}
     colours = [styles[arm][0] for arm in found["runs"]]
     command = [results["command"]] if results.get("command") else []
     data = {name: part for name, part in (results.get("data") or {}).items() if part}
@@ -94,6 +96,7 @@ def _comparison(found: dict[str, Any]) -> dict[str, Any]:
         "seeds": results.get("seeds") or [],
         "seeds_vary": results.get("seeds_vary") or "",
         "notes": results.get("notes") or [],
+        "skipped": tables.skipped_note(results),
         "data": _columns("Data", list(data), [_flat(part) for part in data.values()]) if data else None,
         "environment": _columns(
             "Environment", [str(found["path"])], [_flat(results.get("environment") or found["environment"] or {})]
@@ -108,7 +111,7 @@ def _evaluator(
     results: dict[str, Any], summary: dict[str, Any], styles: dict[str, tuple[str, str]], name: str
 ) -> dict[str, Any]:
     def label(arm: str) -> str:
-        return tables.arm_label(results, arm)
+        return arm_label(results, arm)
 
     classes = ((results.get("data") or {}).get("test") or {}).get("classes")
     classes = len(classes) if isinstance(classes, list) else classes
@@ -127,7 +130,7 @@ def _evaluator(
     shown = [tables.accuracy_table(results, summary, name), tables.difference_table(results, summary, name)]
     chance = 100 / classes if classes else None
     return {
-        "title": tables.EVALUATORS.get(name, name),
+        "title": EVALUATORS.get(name, name),
         "curve": plots.embed(plots.label_curve(curves, "test accuracy, %", chance=chance)),
         "gain": plots.embed(plots.label_curve(pairs, "difference, points", zero=True)) if pairs else None,
         "under_test": under_test,
@@ -149,7 +152,7 @@ def _choices(results: dict[str, Any]) -> list[Table]:
     chosen = Table("Settings chosen on held-out data", ["Arm", "Labels a class", "Tried", "Chosen", "Held-out %"])
     tried = Table("Every setting tried", ["Arm", "Labels a class", "Setting", "Held-out accuracy, %"])
     for arm in results.get("arms") or []:
-        label = tables.arm_label(results, arm["name"])
+        label = arm_label(results, arm["name"])
         for choice in arm.get("choices") or []:
             place = (arm["name"], label, _text(choice.get("labels_per_class")))
             best = choice.get("chosen") or {}
@@ -206,15 +209,15 @@ def _names(found: list[dict[str, Any]]) -> list[str]:
 
 
 def _run(name: str, colour: str, run: dict[str, Any]) -> dict[str, Any]:
-    events: dict[str, list[dict[str, Any]]] = {}
-    for record in run["metrics"]:
-        if "event" in record:
-            events.setdefault(str(record["event"]), []).append(record)
-    remarks = [
-        f"{event}: logged {len(records)} time(s), {sum(r.get('count') or 1 for r in records)} in all, "
-        f"first at step {records[0].get('step')}"
-        for event, records in events.items()
-    ]
+    remarks = []
+    events = [record for record in run["metrics"] if record.get("event") == "skipped_samples"]
+    skipped = [sample for record in events for sample in record.get("samples") or []]
+    if skipped:
+        # A sample is skipped again in each epoch, so there may be fewer names than times.
+        times = f"{len(skipped):,} time(s), first by step {events[0].get('step')}"
+        remarks.append(f"Training skipped unreadable samples {times}: {tables.skipped_names(skipped)}.")
+    notes = [tables.skipped_note(evaluation) for evaluation in (run["results"] or {}).get("evaluations") or []]
+    remarks += [note for note in dict.fromkeys(notes) if note]
     if run["broken_lines"]:
         remarks.append(f"{run['broken_lines']} broken line(s) of metrics.jsonl were left out (a killed run leaves one)")
     picture = run["pictures"]
@@ -248,7 +251,7 @@ def _evaluations(names: list[str], found: list[dict[str, Any]]) -> list[Table]:
     for key, values in groups.items():
         measured = json.loads(key)
         evaluator = measured.pop("evaluator")
-        title = f"{tables.EVALUATORS.get(evaluator, evaluator)} ({_settings(measured)})"
+        title = f"{EVALUATORS.get(evaluator, evaluator)} ({_settings(measured)})"
         table = Table(title, ["Value", *values])
         rows = dict.fromkeys(row for run_values in values.values() for row in run_values)
         for row in rows:

@@ -27,11 +27,12 @@ _PREFIX = "backbone.vit."
 
 @dataclass
 class Progress:
-    """Where a run stands: optimiser steps done, seconds trained, each lane's position."""
+    """Where a run stands: optimiser steps done, seconds trained, each lane's position in which shards."""
 
     step: int = 0
     seconds: float = 0.0
     lanes: list[LanePosition] = field(default_factory=list)
+    data: str = ""
 
 
 def folders(run: Path) -> list[Path]:
@@ -114,7 +115,7 @@ def load(folder: Path, objective: nn.Module) -> tuple[Progress, dict[str, Any]]:
     unknown = [*missing.unexpected_keys, *(k for k in missing.missing_keys if not k.startswith(_PREFIX))]
     if unknown:
         raise UserError(f"{folder}: from another recipe: {', '.join(unknown[:4])} do not fit its objective")
-    return Progress(state["step"], state["seconds"], lanes), training
+    return Progress(state["step"], state["seconds"], lanes, state["data"]), training
 
 
 def _backbone(objective: nn.Module) -> backbones.Backbone:

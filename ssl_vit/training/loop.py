@@ -16,7 +16,7 @@ from torch import nn
 
 from ssl_vit.data.plan import LanePosition
 from ssl_vit.data.samples import Chunk, Skip
-from ssl_vit.interfaces import Batch, RunError
+from ssl_vit.interfaces import Batch, RunError, UserError
 from ssl_vit.training import OptimConfig, TrainingConfig, checkpoint, optim
 from ssl_vit.training.interrupt import StopRequest, stop_requests
 from ssl_vit.training.metrics import MetricLog, Window
@@ -32,6 +32,7 @@ class Job:
 
     batches: from lane positions to this rank's endless batches. lanes: how many positions there are.
     run: the run directory; None keeps nothing on disk (short fine-tunings inside an evaluator).
+    data: fingerprint of the shards; positions in a checkpoint mean nothing on others.
     picture: called on the main process every `training.picture_every` steps with the unwrapped objective, the batch
         and the step; returns the picture, uint8 (H, W, 3), for TensorBoard.
     """
@@ -45,17 +46,19 @@ class Job:
     optim: OptimConfig
     accelerator: Accelerator
     run: Path | None = None
+    data: str = ""
     picture: Picture | None = None
     quiet: bool = False
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended: optimiser steps done, whether they were all, seconds over all its sessions."""
+    """How a run ended: optimiser steps done, whether they were all, seconds over all its sessions, samples skipped."""
 
     steps: int
     finished: bool
     seconds: float
+    skipped: tuple[Skip, ...]
 
 
 def train(job: Job) -> Outcome:
@@ -75,15 +78,20 @@ class _Loop:
         optimizer = optim.build_optimizer(job.objective, job.optim, job.training.batch_size, device)
         self.model, self.optimizer = self.accelerator.prepare(job.objective, optimizer)
         self.objective = self.accelerator.unwrap_model(self.model)
-        self.progress = checkpoint.Progress(lanes=[LanePosition()] * job.lanes)
+        self.progress = checkpoint.Progress(lanes=[LanePosition()] * job.lanes, data=job.data)
         saved = checkpoint.folders(job.run) if job.run else []
         if saved:
             self.progress, state = checkpoint.load(saved[-1], self.objective)
+            if self.progress.data != job.data:
+                raise UserError(
+                    f"{saved[-1]} was trained on other shards than data.train names now (repacked?): "
+                    "start again with run=PATH, or put the old shards back"
+                )
             self._restore(state)
         self.saved_step = self.progress.step if saved else -1
         self.window, self.waited = Window(), 0.0
         self.skips: list[Skip] = []
-        self.skipped = 0
+        self.skipped: list[Skip] = []
 
     def run(self) -> Outcome:
         job, progress = self.job, self.progress
@@ -99,7 +107,7 @@ class _Loop:
             finally:
                 if log:
                     log.close()
-        return Outcome(progress.step, progress.step >= job.total_steps, progress.seconds)
+        return Outcome(progress.step, progress.step >= job.total_steps, progress.seconds, tuple(self.skipped))
 
     def _steps(self) -> None:
         job, progress, training = self.job, self.progress, self.job.training
@@ -167,7 +175,8 @@ class _Loop:
             step = progress.step - steps + bad + 1
             saved = checkpoint.folders(self.job.run) if self.job.run else []
             raise RunError(
-                f"the loss was not finite at step {step}; this process's samples there: {', '.join(keys[bad][:8])}\n"
+                f"the loss or its gradient was not finite at step {step}; "
+                f"this process's samples there: {', '.join(keys[bad][:8])}\n"
                 f"last good checkpoint: {saved[-1] if saved else 'none'}; lower optim.lr or check those images"
             )
         self.window = Window()
@@ -191,14 +200,14 @@ class _Loop:
         skips, self.skips = gather_object(self.skips), []
         if not skips:
             return
-        self.skipped += len(skips)
-        first = skips[0]
+        self.skipped += skips
+        total, first = len(self.skipped), skips[0]
         self.display.say(
-            f"skipped {len(skips)} sample(s), {self.skipped} in all; {first.shard}: sample {first.key}: {first.reason}"
+            f"skipped {len(skips)} sample(s), {total} in all; {first.shard}: sample {first.key}: {first.reason}"
         )
         if self.log:
             samples = [{"shard": s.shard, "key": s.key, "reason": s.reason} for s in skips]
-            self.log.write(self.progress.step, {"event": "skipped_samples", "total": self.skipped, "samples": samples})
+            self.log.write(self.progress.step, {"event": "skipped_samples", "total": total, "samples": samples})
 
     def _draw(self, batch: Batch) -> None:
         if self.job.picture and self.log:

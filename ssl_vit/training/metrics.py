@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -35,15 +34,18 @@ class Window:
         self.keys.append(keys)
 
     def flush(self, accelerator: Accelerator) -> tuple[dict[str, float], int | None]:
-        """Means over the window's steps and all ranks, and how many steps into it the loss was first non-finite.
+        """Means over the window's steps and all ranks, and how many steps into it loss or gradient were not finite.
 
         The one place where the host waits for the device. Every rank must call it at the same step.
         """
         if not self.rows:
             return {}, None
         table = accelerator.reduce(torch.stack(self.rows), reduction="mean").double().cpu()
-        losses = table[:, self.names.index("loss")]
-        bad = next((n for n, loss in enumerate(losses.tolist()) if not math.isfinite(loss)), None)
+        watched = ["loss"]
+        if accelerator.scaler is None:  # with loss scaling, a gradient may overflow: that step is left out
+            watched += [name for name in ("grad_norm",) if name in self.names]
+        finite = table[:, [self.names.index(name) for name in watched]].isfinite().all(1).tolist()
+        bad = finite.index(False) if False in finite else None
         means = dict(zip(self.names, table.mean(0).tolist(), strict=True))
         self.rows.clear()
         return means, bad

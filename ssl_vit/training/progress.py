@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import sys
 from types import TracebackType
 
@@ -25,7 +26,8 @@ class Display:
         self.name, self.total, self.device, self.enabled = name, total, device, enabled
         self.console = Console(stderr=True)
         self.bar: Progress | None = None
-        if enabled and self.console.is_terminal:
+        # Processes that share a terminal must not each move a line on it.
+        if enabled and self.console.is_terminal and multiprocessing.parent_process() is None:
             self.bar = Progress(
                 TextColumn("[bold]{task.description}"),
                 BarColumn(bar_width=None),

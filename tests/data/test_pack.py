@@ -64,7 +64,7 @@ def few_digits(count: int) -> Source:
 
 def test_folder_round_trip_is_bit_for_bit(tmp_path: Path) -> None:
     files = image_folder(tmp_path / "in", {"ant": 5, "bee": 4})
-    info = make(open_source(str(tmp_path / "in")), tmp_path / "out", shard_size=4)
+    info = make(open_source(str(tmp_path / "in")), tmp_path / "out", shards=3)
     assert labelled_images(tmp_path / "out") == {data: int(file[:3] == "bee") for file, data in files.items()}
     assert info == json.loads((tmp_path / "out" / "info.json").read_text())
     assert [entry["samples"] for entry in info["shards"]] == [3, 3, 3]
@@ -133,7 +133,17 @@ def test_without_shuffle_the_members_keep_the_order_of_the_source(tmp_path: Path
         assert kept == [image for image in images if image in kept]
 
 
-@pytest.mark.parametrize(("options", "sizes"), [({"shards": 7}, [8] * 4 + [7] * 3), ({"shard_size": 25}, [20] * 3)])
+@pytest.mark.parametrize(
+    ("options", "sizes"),
+    [
+        ({"shards": 7}, [8] * 4 + [7] * 3),
+        ({"shard_size": 3}, [3] * 16 + [2]),
+        ({"shard_size": 25}, [4] * 12 + [3] * 4),  # 3 shards would feed 3 loader workers
+        ({}, [4] * 12 + [3] * 4),
+        ({}, [1] * 5),
+        ({"shards": 1}, [60]),
+    ],
+)
 def test_shard_sizes_differ_by_at_most_one(tmp_path: Path, options: dict[str, int], sizes: list[int]) -> None:
     source = few_digits(sum(sizes))
     info = make(source, tmp_path / "out", **options)  # type: ignore[arg-type]
@@ -198,6 +208,13 @@ def test_holdout_is_stratified_disjoint_and_repeatable(tmp_path: Path) -> None:
         verify(tmp_path / "out")
 
 
+def test_each_part_of_a_holdout_has_shards_for_several_workers(tmp_path: Path) -> None:
+    image_folder(tmp_path / "in", {"a": 60, "b": 40})
+    result = make(open_source(str(tmp_path / "in")), tmp_path / "out", holdout=0.1)
+    sizes = {part: [entry["samples"] for entry in result[part]["shards"]] for part in ("train", "test")}
+    assert sizes == {"train": [6] * 10 + [5] * 6, "test": [1] * 10}
+
+
 def test_resize_scales_the_shorter_side_and_keeps_the_kind(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     original = Image.fromarray(np.random.default_rng(0).integers(0, 256, (60, 90, 3), dtype=np.uint8))
@@ -255,8 +272,8 @@ def test_a_full_folder_is_refused_and_overwrite_replaces_only_the_shard_set(tmp_
     with pytest.raises(UserError, match="not empty"):
         make(few_digits(10), out)
     assert len(list(out.glob("*.tar"))) == 3
-    make(few_digits(10), out, overwrite=True)
-    assert sorted(path.name for path in out.iterdir()) == ["000000.tar", "info.json", "notes.md"]
+    make(few_digits(2), out, overwrite=True)
+    assert sorted(path.name for path in out.iterdir()) == ["000000.tar", "000001.tar", "info.json", "notes.md"]
     make(few_digits(60), out, overwrite=True, holdout=0.5)
     assert sorted(path.name for path in out.iterdir()) == ["notes.md", "test", "train"]
     with pytest.raises(UserError, match="is a file"):

@@ -436,7 +436,7 @@ def test_only_targets_of_corrupted_patches_count(
         return {"loss": after.loss.item(), **{name: value.item() for name, value in after.metrics.items()}}
 
     reference = {"loss": before.loss.item(), **{name: value.item() for name, value in before.metrics.items()}}
-    assert losses(~chosen) == reference
+    assert losses(~chosen) == pytest.approx(reference, rel=1e-6)  # the moving average of frequencies rounds
     for image, patch in chosen.nonzero().tolist():
         one = torch.zeros_like(chosen)
         one[image, patch] = True

@@ -60,14 +60,16 @@ def losses(run: Path) -> list[tuple[int, float]]:
 
 def kill_after_checkpoint(arguments: list[str], run: Path, at_least: int, number: signal.Signals) -> int:
     """Start the run and send the signal once a checkpoint of `at_least` steps is there; returns the exit code."""
-    process = subprocess.Popen(arguments, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        arguments, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+    )
     deadline = time.monotonic() + 200
     while time.monotonic() < deadline and process.poll() is None:
         if any(int(p.name[5:]) >= at_least for p in (run / "checkpoints").glob("step_*")):
             break
         time.sleep(0.01)
     time.sleep(random.random() * 0.2)  # somewhere in the steps after it
-    process.send_signal(number)
+    os.killpg(process.pid, number)  # the loader workers too, as launchers and schedulers do
     return process.wait(60)
 
 
@@ -85,10 +87,11 @@ def test_sigkill_and_restart_is_bit_identical(digits: Path, tmp_path: Path, work
     assert losses(broken) == losses(whole)
 
 
-def test_sigterm_saves_first_and_the_next_start_goes_on(digits: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("workers", [0, 1])
+def test_sigterm_saves_first_and_the_next_start_goes_on(digits: Path, tmp_path: Path, workers: int) -> None:
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
-    train(command(digits, whole, 0))
-    again = command(digits, stopped, 0, "training.checkpoint_every=15")
+    train(command(digits, whole, workers))
+    again = command(digits, stopped, workers, "training.checkpoint_every=15")
     assert kill_after_checkpoint(again, stopped, 15, signal.SIGTERM) == 1
     reached = max(int(p.name[5:]) for p in (stopped / "checkpoints").glob("step_*"))
     assert 15 <= reached < STEPS, "SIGTERM was not answered by a checkpoint before the end"

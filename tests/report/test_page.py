@@ -54,6 +54,10 @@ class Page(HTMLParser):
         return [value for name, value in self.attributes if name in names]
 
 
+def skips(first: int, end: int) -> list[dict[str, str]]:
+    return [{"shard": "000001.tar", "key": f"{k:08d}", "reason": "image cannot be decoded"} for k in range(first, end)]
+
+
 def write_run(folder: Path, name: str, objective: str = "masked_patch") -> Path:
     (folder / "pictures").mkdir(parents=True)
     (folder / "recipe.yaml").write_text(f"# {HOSTILE}\nseed: 0\n")
@@ -62,7 +66,8 @@ def write_run(folder: Path, name: str, objective: str = "masked_patch") -> Path:
     lines: list[dict[str, Any]] = [
         {"step": step, "loss": 2 / step, "constant_loss": 1.9, "images_seen": 8 * step} for step in range(1, 21)
     ]
-    lines.append({"step": 7, "event": "skipped_samples", "count": 3, "keys": ["a"]})
+    lines.insert(7, {"step": 7, "event": "skipped_samples", "total": 4, "samples": skips(0, 4)})
+    lines.append({"step": 20, "event": "skipped_samples", "total": 11, "samples": skips(0, 7)})
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (folder / "pictures/reconstruction_step_00000020.png").write_bytes(PNG)
     values = {"trained/10-shot/mean": 0.6125, "trained/10-shot/std": 0.01, "pixels/10-shot/mean": 0.7}
@@ -84,7 +89,8 @@ def write_comparison(folder: Path, seeds: int = 3) -> Path:
         "notes": [HOSTILE],
         "data": {"test": {"path": "data/test", "classes": 10}},
         "arms": [
-            {"name": "ssl", "label": HOSTILE, "run": "ssl", "labels_used": 0, "pretraining": {}, "choices": choices},
+            {"name": "ssl", "label": HOSTILE, "run": "ssl", "labels_used": 0, "pretraining": {"seconds": 80.25}}
+            | {"choices": choices, "tuning": {"images_seen": 43210, "seconds": 7.5}},
             {"name": "scratch", "label": "From scratch", "run": None, "labels_used": 0, "pretraining": None},
         ],
         "measurements": [
@@ -122,10 +128,35 @@ def test_comparison_page_says_what_a_reader_needs(tmp_path: Path) -> None:
     assert f"ssl-vit train {tmp_path}/c/ssl/recipe.yaml" in text
     assert "best constant guess" in text
     assert "<td>lr 0.001</td><td>91.2</td>" in text
-    assert "skipped_samples: logged 1 time(s), 3 in all, first at step 7" in text
+    assert "Training skipped unreadable samples 11 time(s), first by step 7: 000001.tar: 00000000 (image cannot" in text
+    assert "00000004 (image cannot be decoded); and 2 more." in text
+    assert "00000005 (" not in text
+    assert "evaluations left out" not in text
     for arm in ("ssl", "scratch"):
         assert text.count(f"background:{plots.COLOURS[arm]}") >= 2
         assert f"stroke: {plots.COLOURS[arm]}" in text
+
+
+def test_comparison_page_shows_costs_by_arm_and_what_the_evaluations_left_out(tmp_path: Path) -> None:
+    comparison = write_comparison(tmp_path / "c")
+    results = json.loads((comparison / "results.json").read_text())
+    results |= {"jobs": 4, "skipped": [*skips(0, 5), skips(5, 6)[0] | {"reason": "<b>"}]}
+    (comparison / "results.json").write_text(json.dumps(results))
+    text = Page(write_report([comparison], tmp_path / "report.html")).text
+    costs = text[text.index("What each arm cost") :]
+    costs = costs[: costs.index("</table>")]
+    assert "Seconds were measured with 4 pieces running side by side" in costs
+    assert re.findall(r"([\w-]+) seconds</th><td>([^<]*)</td><td>([^<]*)</td>", costs) == [
+        ("Pretraining", "80.2", "–"),
+        ("Sweep", "7.5", "–"),
+        ("Fine-tuning", "–", "–"),
+    ]
+    assert '<th scope="row">Sweep images</th><td>43,210</td>' in costs
+    marks = re.findall(r'<th scope="col"><span class="dot" style="background:(#\w+)"></span>', costs)
+    assert marks == [plots.COLOURS["ssl"], plots.COLOURS["scratch"]]
+    before = text[: text.index("<h2>")]
+    assert "the evaluations left out 6 unreadable sample(s): 000001.tar: 00000000 (image cannot be decoded); " in before
+    assert "and 1 more." in before
 
 
 def test_hostile_names_stay_text(tmp_path: Path) -> None:
@@ -140,11 +171,15 @@ def test_hostile_names_stay_text(tmp_path: Path) -> None:
 
 def test_runs_side_by_side(tmp_path: Path) -> None:
     runs = [write_run(tmp_path / name, name, objective) for name, objective in (("a", "x"), ("b", "x"), ("c", "y"))]
+    results = json.loads((runs[0] / "results.json").read_text())
+    results["evaluations"][0]["skipped"] = skips(8, 9)
+    (runs[0] / "results.json").write_text(json.dumps(results))
     page = Page(write_report(runs, tmp_path / "report.html"))
     assert page.tags.count("svg") == 2  # losses of different objectives are never drawn on the same axes
     assert page.tags.count("img") == 3
     assert page.text.count("<td>0.6125\u00a0±\u00a00.01</td>") == 3
     assert "3 runs side by side" in page.text
+    assert page.text.count("the evaluations left out 1 unreadable sample(s): 000001.tar: 00000008 (image cannot") == 1
     assert f"ssl-vit report {tmp_path}/a {tmp_path}/b {tmp_path}/c" in page.text
 
 

@@ -144,3 +144,48 @@ def test_terminal_table_shows_names_as_they_are_and_marks_missing_seeds() -> Non
     assert "55.0 ± 7.1 (2 seeds)" in text
     assert "70.0 (1 seed)" in text
     assert "192,000" in text and "1,437" in text and "207,000" in text
+
+
+def terminal_lines(results: dict[str, Any], width: int) -> list[str]:
+    console = Console(width=width, file=io.StringIO())
+    console.print(terminal_table(results))
+    return console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+
+
+def test_costs_fit_80_columns_with_the_sweep_and_how_many_pieces_ran_side_by_side() -> None:
+    results = comparison({"ssl": {10: [0.9, 0.91]}, "scratch": {10: [0.5, 0.6]}})
+    for seed, found in enumerate(results["measurements"]):
+        found |= {"images_seen": 123_456_000, "seconds": 1000.25 + seed}
+    results["arms"][0]["pretraining"] = {"images_seen": 1_281_167_000, "seconds": 98765.4, "parameters": 22_050_664}
+    results["arms"][0]["tuning"] = {"images_seen": 345_678_000, "seconds": 4321.5}
+    results["arms"][1]["tuning"] = None
+    results["jobs"] = 3
+    lines = terminal_lines(results, 80)
+    assert max(map(len, lines)) <= 80
+    assert not any("…" in line for line in lines)
+    cells = {
+        name: values for name, *values in ([cell.strip() for cell in line.strip("│").split("│")] for line in lines)
+    }
+    assert cells["Pretraining labels"] == ["0", "none", "1,437"]
+    assert cells["Parameters"] == ["22,050,664", "–", "207,000"]
+    assert cells["Pretraining images"] == ["1,281,167,000", "–", "192,000"]
+    assert cells["Pretraining seconds"] == ["98,765.4", "–", "70.0"]
+    assert cells["Sweep images"] == ["345,678,000", "–", "–"]
+    assert cells["Sweep seconds"] == ["4,321.5", "–", "–"]
+    assert cells["Fine-tuning images"] == ["246,912,000", "246,912,000", "–"]
+    assert cells["Fine-tuning seconds"] == ["2,001.5", "2,005.5", "–"]
+    assert "Seconds were measured with 3 pieces running side by side" in " ".join(map(str.strip, lines))
+
+
+@pytest.mark.parametrize("more", [{}, {"jobs": 1, "skipped": []}])
+def test_nothing_is_said_of_jobs_and_skipped_samples_where_there_are_none(more: dict[str, Any]) -> None:
+    text = " ".join(terminal_lines(comparison({"ssl": {10: [0.9]}}) | more, 160))
+    assert "side by side" not in text
+    assert "left out" not in text
+
+
+def test_skipped_samples_follow_the_tables() -> None:
+    skipped = [{"shard": "[b].tar", "key": f"{key:08d}", "reason": "not an image"} for key in range(7)]
+    lines = terminal_lines(comparison({"ssl": {10: [0.9]}}) | {"skipped": skipped}, 2000)
+    names = "; ".join(f"[b].tar: 0000000{key} (not an image)" for key in range(5))
+    assert lines[-1].strip() == f"Caution: the evaluations left out 7 unreadable sample(s): {names}; and 2 more."
