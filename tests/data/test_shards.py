@@ -1,0 +1,74 @@
+"""Shard sets by URL, told apart by their content, and what is refused."""
+
+from __future__ import annotations
+
+import functools
+import http.server
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ssl_vit.data import pack, sources
+from ssl_vit.data.shards import open_shards, read_members
+from ssl_vit.interfaces import UserError
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("shards")
+    pack.make(sources.open_source("digits", split="test"), out, shards=3, progress=False)
+    return out
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[str]:
+    """A real web server on this machine that serves the shards."""
+
+    class Quiet(http.server.SimpleHTTPRequestHandler):
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    handler = functools.partial(Quiet, directory=str(folder))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as running:
+        threading.Thread(target=running.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{running.server_port}"
+        running.shutdown()
+
+
+def test_shards_stream_over_http(folder: Path, server: str) -> None:
+    local, remote = open_shards(str(folder)), open_shards(f"{server}/{{000000..000002}}.tar")
+    assert remote.urls == tuple(f"{server}/{n:06d}.tar" for n in range(3))
+    assert (remote.counts, remote.classes, remote.fingerprint) == (local.counts, local.classes, local.fingerprint)
+    for here, there in zip(local.urls, remote.urls, strict=True):
+        for (position, a), (other, b) in zip(read_members(here), read_members(there), strict=True):
+            assert position == other and isinstance(a, dict) and isinstance(b, dict)
+            assert {k: v for k, v in a.items() if k != "__url__"} == {k: v for k, v in b.items() if k != "__url__"}
+
+
+def test_a_missing_remote_shard_is_named(server: str) -> None:
+    with pytest.raises(UserError, match="000009"):
+        open_shards(f"{server}/000009.tar")
+
+
+def test_repacked_shards_have_another_fingerprint(folder: Path, tmp_path: Path) -> None:
+    again = pack.make(sources.open_source("digits", split="test"), tmp_path / "same", shards=3, progress=False)
+    other = pack.make(sources.open_source("digits", split="test"), tmp_path / "other", shards=3, seed=5, progress=False)
+    assert again["samples"] == other["samples"]
+    first = open_shards(str(folder))
+    assert open_shards(str(tmp_path / "same")).fingerprint == first.fingerprint
+    assert open_shards(str(tmp_path / "other")).counts == first.counts
+    assert open_shards(str(tmp_path / "other")).fingerprint != first.fingerprint
+
+
+@pytest.mark.parametrize("spec", ["pipe:cat x.tar", "nosuchscheme://bucket/x.tar"])
+def test_what_cannot_be_opened_is_refused(spec: str) -> None:
+    with pytest.raises(UserError):
+        open_shards(spec)
+
+
+def test_a_folder_of_splits_names_the_split(folder: Path, tmp_path: Path) -> None:
+    pack.make(sources.open_source("digits", split="test"), tmp_path / "train", shards=1, progress=False)
+    with pytest.raises(UserError, match=r"did you mean .*/train"):
+        open_shards(str(tmp_path))
