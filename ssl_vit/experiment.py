@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import time
@@ -15,6 +14,7 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import is_torch_xla_available, set_seed
+from filelock import FileLock, Timeout
 from torch import nn
 
 from ssl_vit import plugins, recipe
@@ -259,19 +259,19 @@ def _open_run(run: Path, settings: Recipe, accelerator: Accelerator) -> None:
         raise UserError(f"run={run}: cannot write there: {error}") from None
 
 
-_locks: dict[Path, Any] = {}
+_locks: dict[Path, FileLock] = {}
 
 
 def _lock(run: Path) -> None:
     """Hold the run directory until this process ends; UserError when another one holds it."""
     if run.resolve() in _locks:
         return
-    file = (run / ".lock").open("w")
+    lock = FileLock(run / ".lock", timeout=0)
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+        lock.acquire()
+    except Timeout:
         raise UserError(f"{run}: another process is training in this directory; wait for it or use run=PATH") from None
-    _locks[run.resolve()] = file
+    _locks[run.resolve()] = lock
 
 
 def write_json(path: Path, content: Any) -> None:

@@ -45,6 +45,7 @@ class DataConfig(Config):
     train: a folder of shards, one tar, a glob, a brace range (`shards/{000000..000099}.tar`) or such a URL.
     lanes: how many independent streams carry the order. It must divide the batch size and be a multiple of the number
         of processes; each loader worker owns at least one. Keep it fixed over a run: it fixes the order of the data.
+        A lane holds the undecoded bytes of the part of a shard that it is reading.
     workers: loader processes a rank; 0 decodes in the training process.
     cache_mb: decoded images kept in memory by each loader process (MiB), so that small sets are decoded once.
     on_bad_sample: `skip` counts, reports and goes on; `fail` stops at the first, naming shard and key.

@@ -1,4 +1,4 @@
-"""The live display of a run: one line that moves on a terminal, one plain line a log interval elsewhere."""
+"""The live display of a run: two lines that move on a terminal, one plain line a log interval elsewhere."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from types import TracebackType
 
 import psutil
 import torch
-from rich.console import Console
+from rich.console import Console, Group
+from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
 
 
 def memory_bytes(device: torch.device) -> int:
@@ -32,23 +34,25 @@ class Display:
                 TextColumn("[bold]{task.description}"),
                 BarColumn(bar_width=None),
                 MofNCompleteColumn(),
-                TextColumn("{task.fields[status]}"),
                 TimeRemainingColumn(),
                 console=self.console,
-                transient=True,
             )
-            self.task = self.bar.add_task(name, total=total, completed=step, status="")
+            self.task = self.bar.add_task(name, total=total, completed=step)
+            self.status = Text(style="dim")
+            self.live = Live(Group(self.bar, self.status), console=self.console, transient=True)
 
     def __enter__(self) -> Display:
         if self.bar:
-            self.bar.start()
+            self.live.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self.bar:
-            self.bar.stop()
+            self.live.stop()
+            if self.status.plain:
+                self.say(f"{self.name}  {self.status.plain}")
 
     def step(self, step: int) -> None:
         if self.bar:
@@ -70,7 +74,8 @@ class Display:
             f"  {memory_bytes(self.device) / 2**30:.1f} GiB"
         )
         if self.bar:
-            self.bar.update(self.task, completed=step, status=shown)
+            self.bar.update(self.task, completed=step)
+            self.status.plain = shown
         else:
             left = (self.total - step) * values["seconds_per_step"]
             print(f"{self.name}  {step}/{self.total}  {shown}  {_clock(left)} left", file=sys.stderr, flush=True)
@@ -78,7 +83,7 @@ class Display:
     def say(self, text: str) -> None:
         """A line above the bar."""
         if self.enabled:
-            (self.bar.console if self.bar else self.console).print(text, highlight=False, markup=False, soft_wrap=True)
+            self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 def _clock(seconds: float) -> str:
