@@ -49,10 +49,10 @@ def test_own_images_to_a_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             Image.fromarray(pixels).save(tmp_path / "my_images" / name / f"{n}.jpg")
     short = [
         "seeds=[0,1]", "labels_per_class=[2]", "evaluators.few_shot.shots=[1,2]", "evaluators.fine_tune.steps=[2]",
-        "evaluators.fine_tune.lrs=[0.01]", "evaluators.fine_tune.batch_size=8", "evaluators.knn.ks=[1]",
+        "evaluators.fine_tune.lrs=[0.01]", "evaluators.fine_tune.batch_size=32", "evaluators.knn.ks=[1]",
         "evaluators.fine_tune.tune_labels_per_class=2", "evaluators.linear_probe.cs=[0.1]",
     ]  # fmt: skip
-    size = "backbone.image_size=32,backbone.depth=1,training.epochs=1,training.batch_size=16,data.workers=1"
+    size = "backbone.image_size=32,backbone.depth=1,training.epochs=1,training.batch_size=32,data.workers=1"
     short += [f"arms.{arm}.overrides=[{size}]" for arm in ("ssl", "supervised")]
     monkeypatch.chdir(tmp_path)
     block = next(block for block in BLOCKS if "my_images" in block)
