@@ -54,7 +54,7 @@ class Config(BaseConfig):
     momentum: float = Field(0.9, ge=0, lt=1)
     weight_decay: float = Field(0.0, ge=0)
     clip_norm: float = Field(1.0, ge=0)
-    pooling: Literal["token", "mean"] = "token"
+    pooling: Literal["token", "mean", "patches"] = "token"
     image_size: int | None = Field(None, ge=1)
     augment: AugmentConfig = AugmentConfig()
     lanes: int = Field(8, ge=1)

@@ -18,13 +18,14 @@ from ssl_vit.models.backbone import Backbone
 class Config(BaseConfig):
     """head: `mlp` (one tanh hidden layer: pretraining) or `linear` (zero-initialised: fine-tuning); paper, section 3.1.
 
-    pooling: what the head reads: the class `token` (the paper's) or the `mean` of the patches.
+    pooling: what the head reads: the class `token` (the paper's), the `mean` of the patches, or all `patches` side by
+        side, which keeps the layout (for small images of one centred thing, such as digits).
     classes: how many; None takes the number of classes that the shards' info.json names.
     """
 
     name: Literal["classification"] = "classification"
     head: Literal["mlp", "linear"] = "mlp"
-    pooling: Literal["token", "mean"] = "token"
+    pooling: Literal["token", "mean", "patches"] = "token"
     classes: int | None = Field(None, ge=2)
     label_smoothing: float = Field(0.0, ge=0, lt=1)
 
@@ -40,7 +41,7 @@ class Objective(nn.Module):
         if number is None:
             raise UserError("objective.classes: the shards' info.json names no classes, so say how many there are")
         self.backbone, self.config = backbone, config
-        width = backbone.width
+        width = backbone.width * (backbone.patches if config.pooling == "patches" else 1)
         self.head: nn.Module
         if config.head == "linear":
             linear = nn.Linear(width, number)
@@ -48,7 +49,8 @@ class Objective(nn.Module):
             nn.init.zeros_(linear.bias)
             self.head = linear
         else:
-            self.head = nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, number))
+            hidden = backbone.width
+            self.head = nn.Sequential(nn.Linear(width, hidden), nn.Tanh(), nn.Linear(hidden, number))
 
     def noise_per_sample(self) -> int:
         return 0
