@@ -33,7 +33,7 @@ _SET_BY_COMPARISON = {
 
 @dataclass(frozen=True)
 class Piece:
-    """One independent unit of work. after: ids of the pieces whose results it needs. key: what it depends on."""
+    """One independent unit of work. after: ids of the pieces whose results it needs."""
 
     id: str
     kind: str

@@ -30,7 +30,7 @@ def reconstructions(objective: masked_patch.Objective, batch: Batch, images: int
     objective.eval()
     pixels, patch, config = device_images(few), objective.backbone.patch_size, objective.config
     outputs, chosen, _ = objective.predict(few, pixels)
-    channels, n = pixels.shape[1], objective.backbone.patches
+    channels = pixels.shape[1]
     patches = masked_patch.patch_pixels(pixels, patch)
     if config.target == "pixels":
         predicted = (outputs.reshape(*chosen.shape, channels, patch, patch).clamp(0, 1) * 255).byte()
@@ -45,7 +45,6 @@ def reconstructions(objective: masked_patch.Objective, batch: Batch, images: int
     guess = truth.scatter(1, index, predicted)
     hidden = patches.scatter(1, index, torch.full_like(predicted, _MASKED))
     columns = [_unpatch(part, pixels.shape[2]) for part in (patches, hidden, guess, truth)]
-    assert all(column.shape[1] == channels for column in columns) and n == patches.shape[1]
     return torch.stack(columns, dim=1).permute(0, 1, 3, 4, 2).cpu().numpy()
 
 

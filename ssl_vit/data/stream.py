@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
@@ -19,7 +18,15 @@ from ssl_vit.interfaces import Batch, UserError
 class _Lane:
     """One lane's endless samples from a position on."""
 
-    def __init__(self, reader: SampleReader, seed: int, lanes: int, lane: int, start: LanePosition, keep: Any) -> None:
+    def __init__(
+        self,
+        reader: SampleReader,
+        seed: int,
+        lanes: int,
+        lane: int,
+        start: LanePosition,
+        keep: Sequence[Members] | None,
+    ) -> None:
         self.reader, self.position = reader, start
         self.pieces = lane_stream(seed, reader.shards.counts, lanes, lane, start, keep)
         self.queue: Iterator[Sample | Skip] = iter(())

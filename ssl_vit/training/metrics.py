@@ -41,10 +41,10 @@ class Window:
         if not self.rows:
             return {}, None
         table = accelerator.reduce(torch.stack(self.rows), reduction="mean").double().cpu()
-        watched = ["loss"]
-        if accelerator.scaler is None:  # with loss scaling, a gradient may overflow: that step is left out
-            watched += [name for name in ("grad_norm",) if name in self.names]
-        finite = table[:, [self.names.index(name) for name in watched]].isfinite().all(1).tolist()
+        # With loss scaling, a gradient may overflow: that step is left out.
+        watched = ("loss",) if accelerator.scaler else ("loss", "grad_norm")
+        columns = [n for n, name in enumerate(self.names) if name in watched]
+        finite = table[:, columns].isfinite().all(1).tolist()
         bad = finite.index(False) if False in finite else None
         means = dict(zip(self.names, table.mean(0).tolist(), strict=True))
         self.rows.clear()

@@ -1,4 +1,4 @@
-"""A comparison that is stopped or killed takes its processes with it, and the same command goes on."""
+"""A comparison that is stopped or killed takes its processes with it; stopped, its training saves first."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def wait_until(condition, seconds: float = 60) -> bool:  # type: ignore[no-untyp
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_no_process_is_left_and_the_work_goes_on(tmp_path: Path, number: signal.Signals) -> None:
+def test_no_process_is_left_behind(tmp_path: Path, number: signal.Signals) -> None:
     out = tmp_path / "demo"
     long = ["arms.ssl.overrides=[training.steps=100000,training.batch_size=16,training.checkpoint_every=20]"]
     command = [sys.executable, "-m", "ssl_vit", "demo", "--out", str(out), *KEYS]
