@@ -31,8 +31,10 @@ def environment(accelerator: Accelerator | None = None) -> dict[str, Any]:
         "hardware": hardware,
         "git": _git_commit(),
         "world_size": accelerator.num_processes if accelerator else 1,
+        "distribution": accelerator.distributed_type.value if accelerator else "NO",
         "device": str(accelerator.device) if accelerator else "cpu",
         "precision": accelerator.mixed_precision if accelerator else "no",
+        "float32_products": torch.get_float32_matmul_precision(),
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }
 

@@ -2,163 +2,161 @@
 
 from __future__ import annotations
 
-import json
-import os
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from accelerate import Accelerator
-from accelerate.utils import is_torch_xla_available, set_seed
-from filelock import FileLock, Timeout
+from accelerate.utils import set_seed
+from omegaconf import OmegaConf
 from torch import nn
 
 from ssl_vit import plugins, recipe
-from ssl_vit.analysis import reconstruction
+from ssl_vit.analysis import figures, inspection, reconstruction
 from ssl_vit.data import DataConfig
+from ssl_vit.data.mixture import open_training
 from ssl_vit.data.samples import View
-from ssl_vit.data.shards import open_shards
+from ssl_vit.data.shards import ShardSet, open_shards
 from ssl_vit.data.stream import train_source
 from ssl_vit.data.transforms import train_transform
-from ssl_vit.environment import environment
+from ssl_vit.evaluators.base import named
 from ssl_vit.evaluators.features import Task
+from ssl_vit.evaluators.online import OnlineProbe
 from ssl_vit.interfaces import Batch, UserError
 from ssl_vit.models import BackboneConfig, backbone
 from ssl_vit.recipe import Recipe
+from ssl_vit.runs import MAY_CHANGE, is_main_process, open_run, read_json, wait_for_everyone, write_json
 from ssl_vit.training import checkpoint, loop
+from ssl_vit.training.engine import make_accelerator
+from ssl_vit.training.flops import training_flops
+from ssl_vit.training.processes import shared_errors
+from ssl_vit.training.trackers import check_trackers
+from ssl_vit.training.watch import Watch
 
-MAY_CHANGE = (
-    "run",
-    "training.log_every",
-    "training.checkpoint_every",
-    "training.picture_every",
-    "training.keep_last",
-    "data.workers",
-    "data.cache_mb",
-    "data.on_bad_sample",
-)
-_PRECISION = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}
+__all__ = ["MAY_CHANGE", "is_main_process", "read_json", "wait_for_everyone", "write_json"]
 
 
-def make_accelerator(precision: str = "fp32") -> Accelerator:
-    """Accelerate's engine, as `accelerate launch` or torchrun set it up; the data plan shards, the loop accumulates.
-
-    Raises UserError when several processes were launched and Accelerate would let each train alone.
-    """
-    # Without cpu=True, Accelerate 1.15 ignores the launcher's processes on a machine that has no accelerator.
-    no_device = not torch.accelerator.is_available() and not is_torch_xla_available()
-    accelerator = Accelerator(mixed_precision=_PRECISION[precision], cpu=no_device)
-    launched = int(os.environ.get("WORLD_SIZE", 1))
-    if accelerator.num_processes < launched:
-        raise UserError(
-            f"{launched} processes were launched but Accelerate formed a world of {accelerator.num_processes}"
-        )
-    return accelerator
-
-
-def build_backbone(config: BackboneConfig, init_from: str | None) -> backbone.Backbone:
+def build_backbone(config: BackboneConfig, init_from: str | None) -> backbone.Encoder:
     """A new backbone, with the weights of `init_from` where given (positions resampled to the new image size)."""
     model = backbone.build(config)
     if init_from:
-        backbone.initialise(model, backbone.load(init_from), init_from)
+        backbone.initialise(model, backbone.load(init_from), init_from, config.position_resampling)
     return model
 
 
-def is_main_process() -> bool:
-    """Whether this process is the one that prints and writes; needs no process group."""
-    return os.environ.get("RANK", "0") == "0"
+def train(settings: Recipe, *, quiet: bool = False) -> Path:
+    """Run (or resume, or leave alone when finished) the training stage of a recipe; returns the run directory.
 
-
-def wait_for_everyone() -> None:
-    """Wait until all processes are here (one process alone does not wait)."""
-    if torch.distributed.is_initialized():
-        torch.distributed.barrier()
-
-
-@dataclass(frozen=True)
-class Trained:
-    """A training run as it stands: its directory, and whether every step was done."""
-
-    run: Path
-    finished: bool
-
-
-def train(settings: Recipe, *, quiet: bool = False) -> Trained:
-    """Run (or resume, or leave alone when finished) the training stage of a recipe.
-
-    Raises UserError for input that cannot work, before the first step wherever that can be seen, and RunError for a
-    failure on the way (non-finite loss, full disk).
+    Raises UserError for input that cannot work, before the first step wherever that can be seen, RunError for a failure
+    on the way (non-finite loss, full disk), and Stopped, with all saved, after a signal.
     """
-    accelerator = make_accelerator(settings.training.precision)
-    run = settings.run_directory
-    shards = open_shards(settings.data.train)
-    total = settings.training.total_steps(shards.samples)
-    if accelerator.is_main_process:
-        _open_run(run, settings, accelerator)
-    accelerator.wait_for_everyone()
+    training, run = settings.training, settings.run_directory
+    accelerator = make_accelerator(training.precision, training.timeout)
+    with shared_errors():
+        check_trackers(training.trackers)
+        shards = open_training(settings.data)
+        if accelerator.is_main_process:
+            open_run(run, settings, accelerator)
+        job = prepare(settings, shards, accelerator, quiet)
+    parameters, flops = sum(p.numel() for p in job.objective.parameters()), training_flops(job.objective)
+    outcome = loop.train(job)
+    with shared_errors():
+        if accelerator.is_main_process:
+            checkpoint.publish_backbone(run)
+            images_seen = outcome.steps * training.batch_size
+            summary = {
+                "name": settings.name,
+                "objective": settings.objective.name,  # type: ignore[attr-defined]
+                "steps": outcome.steps,
+                "images_seen": images_seen,
+                "flops": images_seen * flops,
+                "seconds": round(outcome.seconds, 2),
+                "parameters": parameters,
+                "samples": len(training_samples(shards, settings.data)),
+                "processes": accelerator.num_processes,
+                "left_out_steps": outcome.left_out,
+            }
+            write_json(run / "summary.json", summary)
+    accelerator.free_memory()
+    return run
+
+
+def _watch(settings: Recipe, shards: ShardSet, encoder: backbone.Encoder, accelerator: Accelerator) -> Watch | None:
+    if settings.probe is None:
+        return None
+    labelled = open_shards(settings.probe.data, settings.data.remote) if settings.probe.data else shards
+    probe = OnlineProbe(settings.probe, labelled, settings.data, encoder, accelerator)
+    return Watch(probe, settings.probe.every, settings.probe.patience)
+
+
+def training_samples(shards: ShardSet, data: DataConfig) -> np.ndarray:
+    """Global indices of the samples that training draws from: all, or `data.samples` of them; int64, sorted.
+
+    Raises UserError where there are fewer.
+    """
+    wanted = shards.samples if data.samples is None else data.samples
+    if wanted > shards.samples:
+        raise UserError(f"data.samples={wanted}: {shards.spec} has {shards.samples} samples")
+    return np.sort(np.random.default_rng(0).permutation(shards.samples)[:wanted])
+
+
+def prepare(settings: Recipe, shards: ShardSet, accelerator: Accelerator, quiet: bool) -> loop.Job:
+    """Everything that a training needs, the same on every process but for its data and its dropout."""
+    training = settings.training
     set_seed(settings.seed)
     module = plugins.load("objectives", str(settings.objective.name))  # type: ignore[attr-defined]
     encoder = build_backbone(settings.backbone, settings.init_from)
+    if training.checkpoint_activations:
+        if accelerator.device.type == "xla":
+            raise UserError("training.checkpoint_activations: torch does not do it on XLA; raise training.accumulate")
+        encoder.network.set_grad_checkpointing(True)  # type: ignore[operator]
     classes = len(shards.classes) if shards.classes else None
     objective: nn.Module = module.Objective(encoder, settings.objective, classes)
-    parameters = sum(p.numel() for p in objective.parameters())
     view = View(
         train_transform(settings.backbone.image_size, settings.data.augment),
         settings.backbone.channels,
         getattr(settings.objective, "classes", None) or classes,
         noise=objective.noise_per_sample(),  # type: ignore[operator]
         flip=settings.data.augment.flip,
+        jitter=settings.data.augment.jitter,
         seed=settings.seed,
         needs_labels=getattr(objective, "needs_labels", False),
     )
+    samples = training_samples(shards, settings.data)
     batches = train_source(
         shards,
         view,
         settings.data,
-        batch_size=settings.training.batch_size,
-        accumulate=settings.training.accumulate,
+        batch_size=training.batch_size,
+        accumulate=training.accumulate,
         rank=accelerator.process_index,
         ranks=accelerator.num_processes,
         device=accelerator.device,
+        keep=None if len(samples) == shards.samples else shards.members_of(samples),
     )
     # From here on each rank draws its own dropout; the initialisation above was the same on all.
     set_seed(settings.seed + 1 + accelerator.process_index)
-    outcome = loop.train(
-        loop.Job(
-            name=settings.name,
-            objective=objective,
-            batches=batches,
-            lanes=settings.data.lanes,
-            total_steps=total,
-            training=settings.training,
-            optim=settings.optim,
-            accelerator=accelerator,
-            run=run,
-            data=shards.fingerprint,
-            picture=_pictures(run) if hasattr(module, "mean_colour_classes") else None,
-            quiet=quiet,
-        )
+    run = settings.run_directory
+    return loop.Job(
+        name=settings.name,
+        objective=objective,
+        batches=batches,
+        lanes=settings.data.lanes,
+        total_steps=training.total_steps(len(samples)),
+        training=training,
+        optim=settings.optim,
+        accelerator=accelerator,
+        run=run,
+        data=shards.fingerprint,
+        picture=_pictures(run) if hasattr(module, "mean_colour_classes") else None,
+        watch=_watch(settings, shards, encoder, accelerator),
+        recipe=recipe.flatten(settings.model_dump(mode="json")),
+        quiet=quiet,
     )
-    if accelerator.is_main_process and outcome.finished:
-        checkpoint.publish_backbone(encoder, run)
-        summary = {
-            "name": settings.name,
-            "objective": settings.objective.name,  # type: ignore[attr-defined]
-            "steps": outcome.steps,
-            "images_seen": outcome.steps * settings.training.batch_size,
-            "seconds": round(outcome.seconds, 2),
-            "parameters": parameters,
-            "samples": shards.samples,
-            "processes": accelerator.num_processes,
-        }
-        write_json(run / "summary.json", summary)
-    accelerator.wait_for_everyone()
-    accelerator.free_memory()
-    return Trained(run, outcome.finished)
 
 
 def make_task(
@@ -167,29 +165,33 @@ def make_task(
     train: str,
     test: str,
     *,
-    data: DataConfig | None = None,
-    accelerator: Accelerator | None = None,
     seed: int = 0,
+    cache: Path | None = None,
 ) -> Task:
     """What evaluators judge: the backbone at `weights` (None: the settings' architecture, untrained) on two shard sets.
 
-    data: image preparation; the run's own recipe says it where None. Raises UserError for what cannot be loaded.
+    The settings say how images are prepared and the precision. seed: of the untrained backbone. cache: where extracted
+    features are kept. Raises UserError for what cannot be loaded.
     """
     if weights is None:
         assert settings is not None
-        trained = build_backbone(settings.backbone, None)
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(seed)
+            trained = build_backbone(settings.backbone, None)
     else:
         trained = backbone.load(weights)
-    preparation = data or (settings.data if settings else DataConfig(train=train))
+    preparation = settings.data if settings else DataConfig(train=train)
     return Task(
         trained=trained,
         untrained=backbone.fresh(trained, seed),
-        train=open_shards(train),
-        test=open_shards(test),
+        train=open_shards(train, preparation.remote),
+        test=open_shards(test, preparation.remote),
         data=preparation,
-        accelerator=accelerator or make_accelerator(),
+        accelerator=make_accelerator(settings.training.precision if settings else "fp32"),
         workers=preparation.workers,
         weights=str(weights) if weights else None,
+        cache=cache,
+        objective=settings.objective if settings else None,
     )
 
 
@@ -201,85 +203,70 @@ def run_recipe(weights: Path) -> Recipe | None:
     return None
 
 
-def evaluate(weights: Path, name: str, train: str, test: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
+def evaluate(
+    weights: Path,
+    name: str,
+    train: str,
+    test: str,
+    overrides: Sequence[str] = (),
+    *,
+    defaults: Mapping[str, Any] | None = None,
+    metric: Literal["accuracy", "mean_per_class"] = "accuracy",
+) -> dict[str, Any]:
     """Run one evaluator on a run or checkpoint; the result is also added to `results.json` beside the weights.
 
-    Returns {"evaluator", "settings", "data", "backbone", "values", "skipped", "seconds"}. Raises UserError.
+    defaults: settings under the overrides. metric: the number that the values are. Returns {"evaluator", "title",
+    "settings", "data", "classes", "metric", "backbone", "values", "measurements", "skipped", "seconds"}; values: see
+    `evaluators.base.named`; measurements: every `Measurement` with its `source`. Raises UserError.
     """
     module = plugins.load("evaluators", name)
-    config = recipe.validate(module.Config, recipe.parse_overrides(overrides), f"{name}: ")
-    settings = run_recipe(weights)
-    task = make_task(weights, settings, train, test)
+    given = OmegaConf.merge(dict(defaults or {}), recipe.parse_overrides(overrides))
+    config = recipe.validate(module.Config, OmegaConf.to_container(given), f"{name}: ")
+    task = make_task(weights, run_recipe(weights), train, test, cache=weights / "features")
     start = time.perf_counter()
-    values = dict(module.Evaluator(config).run(task))
+    evaluator = module.Evaluator(config)
+    measured = list(evaluator.measurements(task))
     result = {
         "evaluator": name,
+        "title": evaluator.title,
         "settings": config.model_dump(mode="json"),
         "data": {"train": train, "test": test},
+        "classes": list(task.train.classes or task.test.classes or ()),
+        "metric": metric,
         "backbone": str(weights),
-        "values": values,
-        "skipped": [{"shard": s.shard, "key": s.key, "reason": s.reason} for s in task.skipped],
+        "values": dict(named(measured, metric)),
+        "measurements": [{"source": source, **asdict(found)} for source, found in measured],
+        "skipped": task.skipped_names(),
         "seconds": round(time.perf_counter() - start, 2),
     }
     if task.accelerator.is_main_process:
         path = weights / "results.json"
         kept = read_json(path)["evaluations"] if path.exists() else []
-        same = ("evaluator", "settings", "data")
-        kept = [old for old in kept if any(old[key] != result[key] for key in same)]
+        same = ("evaluator", "settings", "data", "metric")
+        kept = [old for old in kept if any(old.get(key) != result[key] for key in same)]
         write_json(path, {"kind": "evaluations", "evaluations": [*kept, result]})
     return result
+
+
+def inspect(weights: Path, shards: str, out: Path, options: inspection.Options) -> Path:
+    """Write the pictures of a trained backbone into `out`; returns the page. See `inspection.inspect`."""
+    settings = run_recipe(weights)
+    preparation = settings.data if settings else DataConfig(train=shards)
+    return inspection.inspect(
+        weights,
+        open_shards(shards, preparation.remote),
+        out,
+        options,
+        objective=settings.objective if settings else None,
+        preparation=preparation,
+        resampling=settings.backbone.position_resampling if settings else "timm",
+        device=make_accelerator().device,
+    )
 
 
 def _pictures(run: Path) -> loop.Picture:
     def draw(objective: nn.Module, batch: Batch, step: int) -> np.ndarray:
         path = run / "pictures" / f"reconstruction_step_{step:08d}.png"
-        return reconstruction.save_sheet(reconstruction.reconstructions(objective, batch), path)  # type: ignore[arg-type]
+        return figures.save_png(reconstruction.sheet(reconstruction.reconstructions(objective, batch)), path)  # type: ignore[arg-type]
 
     return draw
-
-
-def _open_run(run: Path, settings: Recipe, accelerator: Accelerator) -> None:
-    """Create the run directory, or check that the run in it is of the same recipe."""
-    path = run / "recipe.yaml"
-    if path.exists():
-        changed = recipe.differences(recipe.load_recipe(path), settings, ignore=MAY_CHANGE)
-        if changed:
-            raise UserError(
-                f"{run} holds a run of another recipe ({'; '.join(changed[:3])}): "
-                "give this one another directory with run=PATH, or delete that one"
-            )
-    elif run.exists() and any(entry.name != ".lock" for entry in run.iterdir()):
-        raise UserError(f"{run} is not empty and holds no run: give this run another directory with run=PATH")
-    try:
-        run.mkdir(parents=True, exist_ok=True)
-        _lock(run)
-        recipe.save(settings, path)
-        write_json(run / "environment.json", environment(accelerator))
-    except OSError as error:
-        raise UserError(f"run={run}: cannot write there: {error}") from None
-
-
-_locks: dict[Path, FileLock] = {}
-
-
-def _lock(run: Path) -> None:
-    """Hold the run directory until this process ends; UserError when another one holds it."""
-    if run.resolve() in _locks:
-        return
-    lock = FileLock(run / ".lock", timeout=0)
-    try:
-        lock.acquire()
-    except Timeout:
-        raise UserError(f"{run}: another process is training in this directory; wait for it or use run=PATH") from None
-    _locks[run.resolve()] = lock
-
-
-def write_json(path: Path, content: Any) -> None:
-    """Write JSON beside, then rename: a reader never sees half a file."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    beside.write_text(json.dumps(content, indent=1) + "\n")
-    beside.replace(path)
-
-
-def read_json(path: Path) -> Any:
-    return json.loads(path.read_text())

@@ -5,7 +5,7 @@ Nothing here imports torch, so that `ssl-vit --help`, the recipe and the report 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -18,12 +18,24 @@ if TYPE_CHECKING:
 class UserError(Exception):
     """The user's input was wrong: the message is one or two plain lines that name the file or key and the mend.
 
-    Commands print it without a traceback (unless `--debug`) and exit with code 2.
+    Commands print it without a traceback (unless `--debug`) and exit with code 2. everywhere: every process raises it,
+    so that the main one alone prints it.
     """
+
+    everywhere = False
 
 
 class RunError(Exception):
     """Something outside the user's input failed (full disk, non-finite loss): one or two plain lines, exit code 1."""
+
+    everywhere = False
+
+
+PREEMPTED = 75  # EX_TEMPFAIL: what was done is saved, start the same command again
+
+
+class Stopped(SystemExit):
+    """A signal asked for the end, and what was done is saved; its `code` is the program's (see PREEMPTED)."""
 
 
 class Config(BaseModel):
@@ -32,15 +44,25 @@ class Config(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
+Size = int | tuple[int, int]  # pixels: the side of a square, or (height, width)
+
+
+def pair(size: Size) -> tuple[int, int]:
+    """(height, width) of an image size."""
+    return (size, size) if isinstance(size, int) else (size[0], size[1])
+
+
 @dataclass
 class Batch:
     """One rank's share of the images of a step, in lane order.
 
-    images: uint8 (B, C, H, W), 0..255, augmented but neither flipped nor normalised (the device does both).
+    images: uint8 (B, C, H, W), 0..255, augmented but neither flipped nor normalised (the device does both); in
+        memory as rows of pixels (channels last).
     labels: int64 (B,), the class index; -1 in padding and where the objective needs no labels.
     noise: float32 (B, M), uniform in [0, 1): a function of (seed, epoch, sample index) alone, so that every random
         choice an objective makes from it is the same on any number of processes. M is what the objective asked for.
     flip: bool (B,), whether the device mirrors the image left to right.
+    jitter: float32 (B, 3), the factors of brightness, contrast and saturation that the device applies; None: none.
     indices: int64 (B,), the sample's global index in its shard set; -1 in padding.
     valid: bool (B,), False in the padding that evaluation streams use to equalise batch counts.
     keys: the samples' names in their shards, for error messages.
@@ -55,13 +77,22 @@ class Batch:
     valid: torch.Tensor
     keys: list[str]
     lane_size: int = 0
+    jitter: torch.Tensor | None = None
 
     def split(self, parts: int) -> list[Batch]:
         """Equal consecutive micro-batches; the size must be a multiple of `parts`."""
         if parts == 1:
             return [self]
         size = len(self.images) // parts
-        tensors = ("images", "labels", "noise", "flip", "indices", "valid")
+        tensors = (
+            "images",
+            "labels",
+            "noise",
+            "flip",
+            "indices",
+            "valid",
+            *(["jitter"] if self.jitter is not None else []),
+        )
         return [
             Batch(
                 **{name: getattr(self, name)[n * size : (n + 1) * size] for name in tensors},
@@ -79,8 +110,9 @@ class Batch:
 
 @dataclass
 class StepOutput:
-    """What an objective returns: a scalar float32 loss (the mean over the batch's samples) and detached scalar
-    metrics that stay on the device until they are logged."""
+    """What an objective returns: a scalar float32 loss (the mean over the batch's samples) and detached metrics, means
+    over the samples too, that stay on the device until they are logged. A metric may be a vector (M,) that the
+    objective's `summarise` makes scalars of."""
 
     loss: torch.Tensor
     metrics: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -97,10 +129,49 @@ class Objective(Protocol):
 
     def __call__(self, batch: Batch) -> StepOutput: ...
 
+    # Optional: `summarise(means) -> logged`, from each metric's means over the global batches of S consecutive steps,
+    # float64 (S,) or (S, M) on the CPU, to the scalars to log, (S,). Every process calls it once for every step.
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """How well one backbone does on test, with some of the training images labelled.
+
+    name: what it is called in `results.json`, such as "10-shot". accuracy: the share of right answers, 0..1.
+    mean_per_class: the mean of the classes' accuracies. per_class: by class index; None for one without a test image.
+    labels_per_class: the label budget. labels: how many labelled images that were. seed: of their choice.
+    images_seen, flops, seconds: spent on training for it (0: nothing was trained by gradient descent).
+    chosen: settings that were chosen on held-out training images. notes: what a reader must know about this number.
+    main: whether a comparison counts it (one for each budget and seed); the others are shown by `eval` alone.
+    """
+
+    name: str
+    accuracy: float
+    mean_per_class: float
+    per_class: tuple[float | None, ...]
+    labels_per_class: int | str
+    labels: int
+    seed: int
+    images_seen: int = 0
+    flops: float = 0.0
+    seconds: float = 0.0
+    chosen: dict[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    main: bool = True
+
 
 class Evaluator(Protocol):
-    """Built by its module's `Evaluator(config)`; judges one backbone on one pair of labelled shard sets."""
+    """Built by its module's `Evaluator(config)`; judges one backbone on labelled train and test shards.
+
+    `evaluators/base.py` holds the base class that does everything but `measure`.
+    """
 
     def run(self, task: Any) -> Iterator[tuple[str, float]]:
-        """Yield (name, value) pairs; names are stable and end up as keys in `results.json`."""
+        """Yield (name, value) pairs for the judged backbone and its references; names are stable keys."""
+        ...
+
+    def measure(
+        self, task: Any, source: str, budgets: Sequence[int | str], seeds: Sequence[int], choice: Any = None
+    ) -> Iterator[Measurement]:
+        """Measure one source (`trained`, `untrained` or `pixels`) at every label budget and seed."""
         ...

@@ -17,6 +17,7 @@ from pydantic import BaseModel, Field, SerializeAsAny, ValidationError
 
 from ssl_vit import plugins
 from ssl_vit.data import DataConfig
+from ssl_vit.evaluators import ProbeConfig
 from ssl_vit.interfaces import Config, UserError
 from ssl_vit.models import BackboneConfig
 from ssl_vit.training import OptimConfig, TrainingConfig
@@ -29,6 +30,7 @@ class Recipe(Config):
 
     run: the run directory (default: runs/NAME). seed: of initialisation, data order, augmentation and corruption.
     init_from: a run, checkpoint or weights folder whose backbone this stage starts from.
+    probe: a few-shot probe while it trains (None: none).
     """
 
     name: str
@@ -40,55 +42,7 @@ class Recipe(Config):
     objective: SerializeAsAny[Config]
     optim: OptimConfig = OptimConfig()
     training: TrainingConfig
-
-    @property
-    def run_directory(self) -> Path:
-        return Path(self.run or f"runs/{self.name}")
-
-
-class Arm(Config):
-    """One way to get a backbone. recipe: a training recipe (None: no pretraining, the scratch arm).
-
-    overrides: `key=value` strings for that recipe.
-    """
-
-    label: str
-    recipe: str | None = None
-    overrides: tuple[str, ...] = ()
-
-
-class ComparisonData(Config):
-    """train: labelled shards that every arm may use. test: labelled shards that only the last measurement sees.
-
-    pretrain: what the arms pretrain on, in place of their recipes' `data.train` (None: `train`). Each is a path as in
-        `data.train`.
-    """
-
-    train: str
-    test: str
-    pretrain: str | None = None
-
-
-class Comparison(Config):
-    """Arms x seeds x labels-per-class budgets.
-
-    run: the comparison's directory (default: runs/NAME). seeds: of the labelled subset, the head and the order.
-    pretrain_per_seed: pretrain again for every seed (else one pretraining serves all seeds, and the report says so).
-    labels_per_class: budgets for fine-tuning and for the evaluators on frozen features.
-    evaluators: settings by evaluator name. jobs: processes that share the pieces (1: in this process).
-    """
-
-    name: str
-    title: str = ""
-    run: str = ""
-    seeds: tuple[int, ...] = (0, 1, 2)
-    pretrain_per_seed: bool = False
-    labels_per_class: tuple[int, ...] = (5, 10, 25)
-    data: ComparisonData
-    arms: dict[str, Arm]
-    evaluators: dict[str, SerializeAsAny[Config]]
-    jobs: int = Field(1, ge=1)
-    notes: tuple[str, ...] = ()
+    probe: ProbeConfig | None = None
 
     @property
     def run_directory(self) -> Path:
@@ -169,48 +123,26 @@ def load_recipe(name: str | Path, overrides: Sequence[str] = (), near: Path | No
     return validate(Recipe, content, f"{path}: ")
 
 
-def load_comparison(name: str | Path, overrides: Sequence[str] = ()) -> tuple[Comparison, dict[str, Recipe]]:
-    """Read and validate a comparison and its arms' recipes (by arm; arms without pretraining have none)."""
-    path = find(str(name))
-    content = read(path, overrides)
-    if "arms" not in content:
-        raise UserError(f"{path} is a training recipe: run it with `ssl-vit train {name}`")
-    evaluators = content.get("evaluators")
-    if not isinstance(evaluators, dict) or not evaluators:
-        raise UserError(f"{path}: evaluators: name at least one, such as few_shot: {{}}")
-    content["evaluators"] = {
-        key: validate(plugins.load("evaluators", key).Config, value or {}, f"{path}: evaluators.{key}.")
-        for key, value in evaluators.items()
-    }
-    comparison = validate(Comparison, content, f"{path}: ")
-    pretrain = [f"data.train={comparison.data.pretrain or comparison.data.train}"]
-    recipes = {
-        key: load_recipe(arm.recipe, [*pretrain, *arm.overrides], near=path)
-        for key, arm in comparison.arms.items()
-        if arm.recipe
-    }
-    return comparison, recipes
-
-
 def save(config: Config, path: Path) -> None:
     """Write the resolved recipe so that `train PATH` repeats it."""
     path.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True))
 
 
 def differences(old: Config, new: Config, ignore: Sequence[str] = ()) -> list[str]:
-    """Keys that differ between two resolved recipes, as `key: old -> new`, but for the ignored ones."""
-    flat_old, flat_new = _flatten(old.model_dump(mode="json")), _flatten(new.model_dump(mode="json"))
+    """Keys that differ between two resolved recipes, as `key: old -> new`, but for the ignored ones and
+    the keys below them."""
+    flat_old, flat_new = flatten(old.model_dump(mode="json")), flatten(new.model_dump(mode="json"))
     return [
         f"{key}: {flat_old.get(key)} -> {flat_new.get(key)}"
         for key in sorted({*flat_old, *flat_new})
-        if flat_old.get(key) != flat_new.get(key) and key not in ignore
+        if flat_old.get(key) != flat_new.get(key) and not any(f"{key}.".startswith(f"{name}.") for name in ignore)
     ]
 
 
-def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:
+def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
     if not isinstance(value, dict):
         return {prefix[:-1]: value}
-    return {k: v for key, part in value.items() for k, v in _flatten(part, f"{prefix}{key}.").items()}
+    return {k: v for key, part in value.items() for k, v in flatten(part, f"{prefix}{key}.").items()}
 
 
 def validate(model: type[T], content: Any, prefix: str = "") -> T:

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import resource
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -238,9 +239,7 @@ def test_a_checkpoint_of_another_recipe_is_refused(call: Call, shards: Path, tmp
     assert call(*keys(shards))[0] == 0
     assert call(*keys(shards, "run=wider", "backbone.width=128", "training.steps=8"))[0] == 0
     for old in (tmp_path / "run" / "checkpoints").iterdir():
-        for file in old.iterdir():
-            file.unlink()
-        old.rmdir()
+        shutil.rmtree(old)
     newest = sorted((tmp_path / "wider" / "checkpoints").iterdir())[-1]
     newest.rename(tmp_path / "run" / "checkpoints" / newest.name)
     code, text = call(*keys(shards))
@@ -277,7 +276,7 @@ def test_a_full_disk_keeps_the_previous_checkpoint(shards: Path, tmp_path: Path)
     resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (100_000, 100_000))
     _, text = process.communicate(timeout=100)
     assert process.returncode == 1
-    assert "could not save checkpoint" in text and "the last good one is" in text and "Traceback" not in text
+    assert "could not save checkpoint" in text and "last good checkpoint: run/" in text and "Traceback" not in text
     left = sorted(path.name for path in saved.iterdir())
     assert left and all(name.startswith("step_") for name in left), left  # nothing half-made lies about
     newest = saved / left[-1]

@@ -14,7 +14,8 @@ PACKAGE = Path(__file__).parent.parent / "ssl_vit"
 
 # A room may import rooms of lower rank, and modules of its own room.
 RANKS = {
-    "cli": 9, "__main__": 10, "compare": 8, "pieces": 7, "experiment": 6, "environment": 1, "report": 5, "recipe": 5,
+    "cli": 10, "__main__": 11, "compare": 8, "preview": 8, "experiment": 7, "runs": 6, "health": 6, "report": 5,
+    "recipe": 5, "environment": 1,
     "analysis": 4, "evaluators": 4,
     "plugins": 2, "objectives": 3, "training": 3, "models": 2, "data": 2, "interfaces": 1, "__init__": 0,
 }  # fmt: skip

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from ssl_vit.interfaces import Config
 
@@ -19,6 +19,10 @@ class AugmentConfig(Config):
     padding: pixels of zero padding on each side before a `shift` crop; the largest shift of `affine`.
     degrees, zoom, shear: of `affine`: largest rotation (degrees), relative change of size, shear (degrees).
     flip: mirror half of the images, on the device.
+    brightness, contrast, saturation: largest relative change of each (factor drawn from 1 - x to 1 + x), on the device;
+        colour targets see the changed pixels.
+    reduced_decode: decode JPEGs at 1/2, 1/4 or 1/8 of their size where the inception crop is that much larger than the
+        image; off, every pixel is exactly torchvision's.
     """
 
     crop: Literal["inception", "shift", "affine", "centre"] = "inception"
@@ -29,6 +33,14 @@ class AugmentConfig(Config):
     zoom: float = Field(0.1, ge=0, lt=1)
     shear: float = Field(5.0, ge=0, lt=90)
     flip: bool = True
+    brightness: float = Field(0.0, ge=0, le=1)
+    contrast: float = Field(0.0, ge=0, le=1)
+    saturation: float = Field(0.0, ge=0, le=1)
+    reduced_decode: bool = True
+
+    @property
+    def jitter(self) -> tuple[float, float, float]:
+        return self.brightness, self.contrast, self.saturation
 
     @model_validator(mode="after")
     def _ranges_rise(self) -> AugmentConfig:
@@ -39,24 +51,78 @@ class AugmentConfig(Config):
         return self
 
 
+class RemoteConfig(Config):
+    """How shards behind a URL are read; no effect on what is read, so each may change between sessions of a run.
+
+    cache_dir: a folder on a local disk where whole shards are kept (None: streamed anew each time). Processes share it.
+    cache_gb: the most it holds (GiB); the shards unused for longest make room. Files being read do not count.
+    retries: tries in a row, after one that failed, that may bring nothing more before the run stops; the waits between
+        them double from half a second up to a minute.
+    timeout: seconds without a byte (from an object store: without the next range of 256 KiB to 16 MiB) before a try is
+        given up. For hf:// the hub client's own limit counts (HF_HUB_DOWNLOAD_TIMEOUT). A loader worker waits for a
+        whole shard: `data.worker_timeout` must leave it the time for its download and for the patience set here.
+    allow_pipe: let `pipe:COMMAND` in place of a URL run COMMAND in a shell and read the shard from its output.
+    """
+
+    cache_dir: str | None = None
+    cache_gb: float = Field(50.0, gt=0)
+    retries: int = Field(5, ge=0)
+    timeout: float = Field(60.0, gt=0)
+    allow_pipe: bool = False
+
+
+class WeightedShards(Config):
+    """One set of a mixture. shards: as `DataConfig.train` names one. weight: its share of the samples, relative to the
+    other sets' (None, and then for all: each sample comes once an epoch)."""
+
+    shards: str
+    weight: float | None = Field(None, gt=0)
+
+
 class DataConfig(Config):
     """Which shards feed training, and how.
 
-    train: a folder of shards, one tar, a glob, a brace range (`shards/{000000..000099}.tar`) or such a URL.
+    train: a folder of shards, one tar, a glob, a brace range (`shards/{000000..000099}.tar`) or such a URL: http(s)://,
+        s3://, gs://, hf://datasets/USER/NAME/... or any other that fsspec knows. Or a mixture: a list of such names, or
+        of {shards: NAME, weight: NUMBER}; its epoch has as many samples as its sets together.
+    samples: train on so many of the samples, the same ones for every seed; a larger number includes a smaller one's
+        (None: all).
+    remote: patience and local cache for URLs.
     lanes: how many independent streams carry the order. It must divide the batch size and be a multiple of the number
         of processes; each loader worker owns at least one. Keep it fixed over a run: it fixes the order of the data.
         A lane holds the undecoded bytes of the part of a shard that it is reading.
     workers: loader processes a rank; 0 decodes in the training process.
+    worker_timeout: seconds that a worker may take for its part of a step before it counts as stuck (0: any time).
     cache_mb: decoded images kept in memory by each loader process (MiB), so that small sets are decoded once.
     on_bad_sample: `skip` counts, reports and goes on; `fail` stops at the first, naming shard and key.
     evaluation_resize: evaluation resizes the shorter side to round(this * image size), then crops the centre
         (256/224, the paper authors' few-shot protocol; 1.0 for images that already have the right size).
     """
 
-    train: str
+    train: str | tuple[WeightedShards, ...]
+    samples: int | None = Field(None, ge=1)
+    remote: RemoteConfig = RemoteConfig()
     lanes: int = Field(8, ge=1)
     workers: int = Field(1, ge=0)
+    worker_timeout: int = Field(600, ge=0)
     cache_mb: int = Field(256, ge=0)
     on_bad_sample: Literal["skip", "fail"] = "skip"
     augment: AugmentConfig = AugmentConfig()
     evaluation_resize: float = Field(256 / 224, ge=1.0)
+
+    @field_validator("train", mode="before")
+    @classmethod
+    def _names_are_sets(cls, train: Any) -> Any:
+        if isinstance(train, (list, tuple)):
+            return [{"shards": part} if isinstance(part, str) else part for part in train]
+        return train
+
+    @field_validator("train")
+    @classmethod
+    def _weights_are_whole(cls, train: str | tuple[WeightedShards, ...]) -> str | tuple[WeightedShards, ...]:
+        if not isinstance(train, str):
+            if not train:
+                raise ValueError("a mixture names at least one set of shards")
+            if len({part.weight is None for part in train}) == 2:
+                raise ValueError("give every set of a mixture a weight, or none")
+        return train

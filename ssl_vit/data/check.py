@@ -8,18 +8,17 @@ from __future__ import annotations
 import re
 import tarfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from pydantic import BaseModel, Field, ValidationError
-
-from ssl_vit.data.pack import INFO, sha256, track
-from ssl_vit.data.raw import BrokenImageError, channels, decode, open_header
+from ssl_vit.data import jobs as parallel
+from ssl_vit.data.journal import content_hash
+from ssl_vit.data.raw import BrokenImageError, channels, load, open_header
+from ssl_vit.data.shard_list import Info, ShardList, open_set
+from ssl_vit.data.writer import sha256
 from ssl_vit.interfaces import UserError
-
-ABOUT = "about.json"
 
 Report = Callable[[str, str, str], None]  # key, kind, detail
 
@@ -36,54 +35,14 @@ class Defect:
     detail: str
 
 
-class ShardEntry(BaseModel):
-    """One shard as it is listed; file is a plain name in the same folder."""
-
-    file: str = Field(pattern=r"^[^/\\]+$")
-    samples: int
-    sha256: str
-    bytes: int | None = None
-
-
-class Part(BaseModel):
-    samples: int
-    shards: list[ShardEntry]
-
-
-class Info(Part):
-    """What is read of info.json here."""
-
-    classes: list[str] | None
-    labelled: bool
-
-
-class About(BaseModel):
-    """What is read of about.json: one folder with the shards of several splits."""
-
-    classes: list[str] | None
-    splits: dict[str, Part]
-
-
-@dataclass(frozen=True)
-class ShardList:
-    """The shards of a set by file name, in order, and what `file` (info.json or about.json) says of them. Tars from
-    elsewhere have neither file: each entry is None, and parts (by split; "" where there is one only) is empty."""
-
-    shards: Mapping[str, ShardEntry | None]
-    parts: Mapping[str, Part]
-    classes: list[str] | None = None
-    labelled: bool = False
-    file: str = INFO
-
-
-def verify(folder: Path, *, progress: bool = True) -> list[Defect]:
+def verify(folder: Path, *, jobs: int | None = None, progress: bool = True) -> list[Defect]:
     """Read the whole shard set, decode every image, and list everything that is wrong with it; an empty list is a
     sound set. Tars without info.json (or about.json, which lists several splits in one folder) are checked only
-    against what they say themselves.
+    against what they say themselves. jobs: processes (default: all cores, fewer for a small set).
 
-    Raises UserError where there is no shard set or info.json cannot be read.
+    Raises UserError where there is no shard set, info.json cannot be read, or packing was not finished.
     """
-    listed = _open_set(folder)
+    listed = open_set(folder)
     present = {path.name for path in folder.glob("*.tar")}
     defects = [
         *(
@@ -97,10 +56,27 @@ def verify(folder: Path, *, progress: bool = True) -> list[Defect]:
         if (total := sum(entry.samples for entry in part.shards)) != part.samples:
             detail = f"says {part.samples} samples{split and f' in {split}'}, its shards have {total}"
             defects.append(Defect(listed.file, "", "count", detail))
+        if isinstance(part, Info) and part.content_hash not in (None, content_hash(e.sha256 for e in part.shards)):
+            defects.append(Defect(listed.file, "", "checksum", "content_hash is not that of its shards' sha256"))
     names = [name for name in listed.shards if name in present]
-    seen: set[tuple[str, str]] = set()
-    for name in track(names, len(names), "verifying", progress):
-        defects += _check_shard(folder / name, listed, seen)
+    entries = [entry for name in names if (entry := listed.shards[name])]
+    checked = parallel.run(
+        ShardChecker(folder, listed),
+        names,
+        on=parallel.processes(jobs, len(names), sum((folder / name).stat().st_size for name in names)),
+        what="verifying",
+        total=sum(entry.samples for entry in entries) if len(entries) == len(names) else None,
+        progress=progress,
+    )
+    seen: dict[str, set[str]] = {}
+    for name, (found, keys) in zip(names, checked, strict=True):
+        family = seen.setdefault(re.sub(r"\d+\.tar$", "", name), set())  # train-000.tar and val-000.tar may share keys
+        defects += found
+        defects += [
+            Defect(name, key, "duplicate_key", "a sample of another shard has the same key")
+            for key in sorted(keys & family)
+        ]
+        family |= keys
     return defects
 
 
@@ -111,7 +87,7 @@ def stats(folder: Path) -> dict[str, Any]:
 
     Raises UserError at the first defect it meets, naming it; `verify` lists all of them.
     """
-    listed = _open_set(folder)
+    listed = open_set(folder)
     labels: Counter[int] = Counter()
     sizes: list[tuple[int, int, int]] = []
     per_shard: list[int] = []
@@ -151,54 +127,42 @@ def stats(folder: Path) -> dict[str, Any]:
     }
 
 
-def _open_set(folder: Path) -> ShardList:
-    try:
-        if (file := folder / INFO).exists():
-            info = Info.model_validate_json(file.read_bytes())
-            entries = {entry.file: entry for entry in info.shards}
-            return ShardList(entries, {"": info}, info.classes, info.labelled)
-        if (file := folder / ABOUT).exists():
-            about = About.model_validate_json(file.read_bytes())
-            entries = {entry.file: entry for part in about.splits.values() for entry in part.shards}
-            return ShardList(entries, about.splits, about.classes, about.classes is not None, ABOUT)
-    except ValidationError as error:
-        where = ".".join(map(str, error.errors()[0]["loc"])) or "it"
-        raise UserError(f"{file}: {where}: {error.errors()[0]['msg']}; make the shards again") from None
-    present = sorted(path.name for path in folder.glob("*.tar"))
-    if not present:
-        inside = [path.parent.name for path in sorted(folder.glob(f"*/{INFO}"))]
-        hint = f"name one of its parts: {', '.join(inside)}" if inside else "name a folder of .tar shards"
-        raise UserError(f"{folder}: {'no shards here' if folder.is_dir() else 'no such folder'}; {hint}")
-    return ShardList(dict.fromkeys(present), {})
+@dataclass(frozen=True)
+class ShardChecker:
+    """What every process needs to check shards: their folder and what is said of them."""
 
+    folder: Path
+    listed: ShardList
 
-def _check_shard(path: Path, listed: ShardList, seen: set[tuple[str, str]]) -> list[Defect]:
-    defects: list[Defect] = []
+    def __call__(self, name: str, advance: Callable[[], None]) -> tuple[list[Defect], set[str]]:
+        """The shard's defects and its keys; `advance` is called after every sample."""
+        path, entry = self.folder / name, self.listed.shards[name]
+        defects: list[Defect] = []
 
-    def report(key: str, kind: str, detail: str) -> None:
-        defects.append(Defect(path.name, key, kind, detail))
+        def report(key: str, kind: str, detail: str) -> None:
+            defects.append(Defect(name, key, kind, detail))
 
-    entry = listed.shards[path.name]
-    if entry is not None:
-        if entry.bytes is not None and (size := path.stat().st_size) != entry.bytes:
-            report("", "size", f"{size} bytes, {listed.file} says {entry.bytes}")
-        if sha256(path) != entry.sha256:
-            report("", "checksum", f"not the sha256 that {listed.file} lists")
-    family = re.sub(r"\d+\.tar$", "", path.name)  # train-000000.tar and val-000000.tar may both start at key 0
-    count = 0
-    for key, images, _ in _samples(path, listed, report):
-        count += 1
-        if (family, key) in seen:
-            report(key, "duplicate_key", "another sample has the same key")
-        seen.add((family, key))
-        for image in images:
-            try:
-                decode(image, key)
-            except BrokenImageError as error:
-                report(key, "unreadable_image", error.reason)
-    if entry is not None and count != entry.samples:
-        report("", "count", f"{count} samples, {listed.file} says {entry.samples}")
-    return defects
+        if entry is not None:
+            if entry.bytes is not None and (size := path.stat().st_size) != entry.bytes:
+                report("", "size", f"{size} bytes, {self.listed.file} says {entry.bytes}")
+            if sha256(path) != entry.sha256:
+                report("", "checksum", f"not the sha256 that {self.listed.file} lists")
+        keys: set[str] = set()
+        count = 0
+        for key, images, _ in _samples(path, self.listed, report):
+            count += 1
+            if key in keys:
+                report(key, "duplicate_key", "another sample has the same key")
+            keys.add(key)
+            for image in images:
+                try:
+                    load(open_header(image, key), key, at_least=(1, 1))
+                except BrokenImageError as error:
+                    report(key, "unreadable_image", error.reason)
+            advance()
+        if entry is not None and count != entry.samples:
+            report("", "count", f"{count} samples, {self.listed.file} says {entry.samples}")
+        return defects, keys
 
 
 def _samples(path: Path, listed: ShardList, report: Report) -> Iterator[tuple[str, list[bytes], int | None]]:

@@ -1,19 +1,20 @@
-"""Raw members -> tensors: a closed list of decoders (images, class ids); anything else in a shard is ignored."""
+"""Raw members -> images and labels: a closed list of decoders (images, class ids); anything else is ignored."""
 
 from __future__ import annotations
 
 import io
 from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps
-from torchvision.io import ImageReadMode, decode_jpeg
+from PIL import Image, ImageOps, UnidentifiedImageError
 
+from ssl_vit.data.jpeg import Jpeg
 from ssl_vit.data.shards import IMAGE_EXTENSIONS
 from ssl_vit.interfaces import UserError
 
-_JPEG_MODES = {1: ImageReadMode.GRAY, 3: ImageReadMode.RGB}
 _PIL_MODES = {1: "L", 3: "RGB", 4: "RGBA"}
 _FORMATS = ("JPEG", "PNG", "WEBP")  # a closed list: Pillow hands some other kinds to outside programs
 
@@ -22,36 +23,100 @@ class BadSample(Exception):
     """A sample that cannot be used; the message says why. The stream counts it, reports it and goes on."""
 
 
+class Picture(Protocol):
+    """An image whose size is known and whose pixels may not be decoded yet. Pixels are uint8 (C, H, W), upright."""
+
+    @property
+    def height(self) -> int: ...
+
+    @property
+    def width(self) -> int: ...
+
+    def whole(self) -> torch.Tensor:
+        """All pixels."""
+        ...
+
+    def region(self, top: int, left: int, height: int, width: int, least: tuple[int, int] | None) -> torch.Tensor:
+        """The pixels of a box; with `least`, possibly at 1/2, 1/4 or 1/8 of its size but no smaller than `least`."""
+        ...
+
+
+@dataclass
+class Pixels:
+    """A decoded picture."""
+
+    pixels: torch.Tensor
+
+    @property
+    def height(self) -> int:
+        return self.pixels.shape[1]
+
+    @property
+    def width(self) -> int:
+        return self.pixels.shape[2]
+
+    def whole(self) -> torch.Tensor:
+        return self.pixels
+
+    def region(self, top: int, left: int, height: int, width: int, least: tuple[int, int] | None) -> torch.Tensor:
+        return self.pixels[:, top : top + height, left : left + width]
+
+
 def check_channels(channels: int) -> None:
     """Raise UserError unless image files can be decoded to this many channels."""
     if channels not in _PIL_MODES:
         raise UserError(f"backbone.channels={channels}: image shards decode to 1 (grey), 3 (RGB) or 4 (RGBA) channels")
 
 
-def decode_pixels(sample: Mapping[str, bytes | str], channels: int) -> torch.Tensor:
-    """The sample's image as uint8 (C, H, W), upright by its EXIF. Raises BadSample when it is missing or unreadable."""
+class _Checked:
+    """A picture of a sample: whatever its decoder stumbles on is a BadSample."""
+
+    def __init__(self, extension: str, data: bytes, channels: int) -> None:
+        self.extension = extension
+        try:
+            self.picture = _open(data, channels)
+        except Exception as error:
+            raise self._bad(error) from None
+        self.height, self.width = self.picture.height, self.picture.width
+
+    def whole(self) -> torch.Tensor:
+        try:
+            return self.picture.whole()
+        except Exception as error:
+            raise self._bad(error) from None
+
+    def region(self, top: int, left: int, height: int, width: int, least: tuple[int, int] | None) -> torch.Tensor:
+        try:
+            return self.picture.region(top, left, height, width, least)
+        except Exception as error:
+            raise self._bad(error) from None
+
+    def _bad(self, error: Exception) -> BadSample:
+        # Pillow's parsers raise whatever they stumble on: struct.error, zlib.error, SyntaxError
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        if isinstance(error, UnidentifiedImageError):  # its words hold an address in memory
+            reason = "not an image"
+        return BadSample(f"unreadable .{self.extension} image: {reason}")
+
+
+def open_picture(sample: Mapping[str, bytes | str], channels: int) -> Picture:
+    """The sample's image, upright by its EXIF. It and its methods raise BadSample when it is missing or unreadable."""
     for extension in IMAGE_EXTENSIONS:
         data = sample.get(extension)
         if isinstance(data, bytes):
-            try:
-                return _decode(data, channels)
-            # Pillow's parsers raise whatever they stumble on: struct.error, zlib.error, SyntaxError
-            except Exception as error:
-                reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-                raise BadSample(f"unreadable .{extension} image: {reason}") from None
+            return _Checked(extension, data, channels)
     raise BadSample(f"no image member ({', '.join(IMAGE_EXTENSIONS)})")
 
 
-def _decode(data: bytes, channels: int) -> torch.Tensor:
-    if data.startswith(b"\xff\xd8") and channels in _JPEG_MODES:  # torchvision's JPEG decoder is the faster one
-        buffer = torch.from_numpy(np.frombuffer(data, dtype=np.uint8).copy())
-        return decode_jpeg(buffer, mode=_JPEG_MODES[channels], apply_exif_orientation=True)
+def _open(data: bytes, channels: int) -> Picture:
+    if data.startswith(b"\xff\xd8") and channels in (1, 3):
+        return Jpeg(data, channels)
     with Image.open(io.BytesIO(data), formats=_FORMATS) as opened:
         image = ImageOps.exif_transpose(opened)
         if image.mode.startswith("I"):  # 16-bit grey: Pillow's own conversion would clip instead of scaling
             image = Image.fromarray((np.asarray(image).astype(np.int64) >> 8).clip(0, 255).astype(np.uint8))
         pixels = np.array(image.convert(_PIL_MODES[channels]))
-    return torch.from_numpy(pixels.reshape(*pixels.shape[:2], channels)).permute(2, 0, 1).contiguous()
+    return Pixels(torch.from_numpy(pixels.reshape(*pixels.shape[:2], channels)).permute(2, 0, 1))
 
 
 def decode_label(sample: Mapping[str, bytes | str], classes: int | None) -> int:

@@ -7,11 +7,13 @@ from collections.abc import Iterator
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import IterableDataset, get_worker_info
 
-from ssl_vit.data.samples import Chunk, Sample, SampleReader, Skip, View, bookkeeping, ignore_signals, join
+from ssl_vit.data.decode import Pixels
+from ssl_vit.data.loader import loaded
+from ssl_vit.data.samples import Chunk, Sample, SampleReader, Skip, View, bookkeeping, join
 from ssl_vit.data.shards import ShardSet
-from ssl_vit.interfaces import Batch, UserError
+from ssl_vit.interfaces import Batch, RunError, UserError
 
 
 class EvaluationStream(IterableDataset[Chunk]):
@@ -28,8 +30,10 @@ class EvaluationStream(IterableDataset[Chunk]):
         workers: int,
         indices: np.ndarray | None = None,
         epoch: int = 0,
+        worker_timeout: int = 600,
     ) -> None:
         self.shards, self.view, self.batch_size, self.workers, self.epoch = shards, view, batch_size, workers, epoch
+        self.worker_timeout = worker_timeout
         every = np.arange(shards.samples) if indices is None else np.unique(np.asarray(indices, dtype=np.int64))
         if len(every) == 0:
             raise UserError(f"{shards.spec}: there is no sample to evaluate on")
@@ -48,16 +52,22 @@ class EvaluationStream(IterableDataset[Chunk]):
         samples = self._samples(SampleReader(self.shards, self.view, 0), mine)
         for batch in batches:
             state = torch.get_rng_state()
-            chunk = self._chunk([next(samples) for _ in batch])
+            try:
+                chunk = self._chunk([next(samples) for _ in batch])
+            except (UserError, RunError) as error:  # raised, it would cross the process border as a wall of text
+                chunk = Chunk(error=error)
             torch.set_rng_state(state)
             yield chunk
+            if chunk.error:
+                return
 
     def _samples(self, reader: SampleReader, indices: np.ndarray) -> Iterator[Sample | Skip]:
-        for shard, members in enumerate(self.shards.members_of(indices)):
-            if len(members):
-                raw = reader.raw(shard, members)
-                for member in members:
-                    yield reader.sample(shard, int(member), raw, self.epoch)
+        wanted = [(shard, members) for shard, members in enumerate(self.shards.members_of(indices)) if len(members)]
+        for number, (shard, members) in enumerate(wanted):
+            if number + 1 < len(wanted):
+                reader.files.ahead(wanted[number + 1][0])
+            for member in members.tolist():
+                yield reader.sample(shard, member, self.epoch)
 
     def _chunk(self, items: list[Sample | Skip]) -> Chunk:
         good = [item for item in items if isinstance(item, Sample)]
@@ -69,19 +79,14 @@ class EvaluationStream(IterableDataset[Chunk]):
         return chunk
 
     def _blank(self) -> Sample:
-        image = self.view.transform(torch.zeros(self.view.channels, 8, 8, dtype=torch.uint8))
-        return Sample(image, -1, torch.zeros(self.view.noise), False, -1, "")
+        image = self.view.transform(Pixels(torch.zeros(self.view.channels, 8, 8, dtype=torch.uint8)))
+        jitter = torch.ones(3) if any(self.view.jitter) else None
+        return Sample(image, -1, torch.zeros(self.view.noise), False, jitter, -1, "")
 
 
 def evaluation_batches(stream: EvaluationStream, device: torch.device) -> Iterator[tuple[Batch, Chunk]]:
     """The stream's batches on the device, `len(stream)` of them on every rank; padding is marked by `valid`."""
-    loader = DataLoader(
-        stream,
-        batch_size=None,
-        num_workers=stream.workers,
-        pin_memory=device.type == "cuda",
-        worker_init_fn=ignore_signals,
-        generator=torch.Generator(),  # else it would draw its base seed from the model's generator
-    )
-    for chunk in loader:
+    for chunk in loaded(stream, stream.workers, device, prefetch=2, timeout=stream.worker_timeout):
+        if chunk.error:
+            raise chunk.error
         yield join([chunk], device, 0), bookkeeping([chunk])

@@ -1,35 +1,31 @@
-"""Packing: `make` writes a source as a shard set.
+"""Packing: `make` writes a source as a shard set; `merge` completes one that was written in parts.
 
 A shard set is a folder of WebDataset tars (KEY.jpg|png|webp, KEY.cls, optional KEY.json) with `info.json` beside them.
-The same source and options give the same bytes. `ssl_vit.data.check` reads shard sets back.
+The same source and options give the same bytes, on any number of processes and machines, interrupted or not: what goes
+into which shard is decided before anything is written (`layout`), each shard is then a job of its own (`writer`), and
+the folder knows what is done (`journal`). `ssl_vit.data.check` reads shard sets back.
 """
 
 from __future__ import annotations
 
 import hashlib
-import io
-import json
-import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from functools import partial
-from itertools import islice
+from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any
 
 import numpy as np
-from PIL import Image
+import PIL
 
-from ssl_vit.data.raw import BrokenImageError, RawSample, Source, channels, decode
-from ssl_vit.interfaces import RunError, UserError
-
-INFO = "info.json"
-LEAST_SHARDS = 16
-_OWN_FILES = re.compile(r"(\d{6}\.tar|info\.json)(\.tmp)?")
-_Result = TypeVar("_Result")
+from ssl_vit import __version__
+from ssl_vit.data import jobs as parallel
+from ssl_vit.data.journal import INFO, UNFINISHED, Journal, Shard, dropped, read_plan, writing
+from ssl_vit.data.layout import Options, Order, lay_out
+from ssl_vit.data.raw import Source
+from ssl_vit.data.writer import ShardJob, ShardWriter
+from ssl_vit.interfaces import UserError
 
 
 def make(
@@ -41,211 +37,104 @@ def make(
     resize: int | None = None,
     quality: int = 95,
     seed: int = 0,
-    shuffle: bool = True,
+    order: Order = "shuffle",
     holdout: float = 0.0,
+    subset: int | None = None,
     keep_names: bool = False,
+    jobs: int | None = None,
+    part: str | None = None,
     overwrite: bool = False,
     progress: bool = True,
 ) -> dict[str, Any]:
-    """Write the source as a shard set into `out` and return its info.json.
+    """Write the source as a shard set into `out` and return its info.json; with a holdout {"train": info, "test":
+    info, "dropped": both parts' lists}.
 
-    shard_size: most samples a shard holds; shards: how many shards instead. Sizes differ by at most one sample.
-    Without `shards` there are at least 16 (one a sample where there are fewer samples), of the train and the test part
-    each: a shard is read by one loader worker of one process, so a small folder in one shard would feed one worker.
-    resize: scale each image's shorter side to so many pixels (bicubic, up or down), keeping its file format;
-    quality: 1..100, of images that are resized. seed: of the shuffle and of the holdout.
-    shuffle: over all samples; without it shard after shard keeps the source's order, also within train and test.
-    holdout: the fraction of each class that goes to out/test while the rest goes to out/train; both are shard sets,
-    and {"train": info, "test": info, "dropped": [...]} is returned. A class of one image stays in train.
-    keep_names: store the source's file names, as KEY.json. overwrite: replace the shard set that is in `out`.
+    shard_size to keep_names: see `ssl_vit.data.layout.Options`. jobs: processes (default: all cores, fewer for a small
+    source). overwrite: replace the shard set that is in `out` (an unfinished one of this very packing goes on).
+    part: "i/n" writes the i-th of n parts of the shards only, and returns {"shards": how many these are, "dropped":
+    [...]}; when the files of all parts lie in one folder, `merge` completes them.
 
-    Every image is decoded once, before anything is written: those that cannot be are left out and listed under
-    "dropped". info.json is written last, so a folder without it was not finished.
-    Raises UserError for options out of range, a non-empty `out`, no usable image; RunError where writing fails.
+    An interrupted `make` goes on where it was when it is called again: finished shards are not written twice. Whether
+    the source is still the same is judged by the images' names and sizes, not by their content. The bytes are the same
+    with the same versions of this package and of Pillow; "content_hash" in info.json tells.
+    Images that cannot be decoded are left out and listed under "dropped" as {"file", "reason"}. info.json is written
+    last, so a folder without it was not finished.
+
+    Raises UserError for options out of range, a non-empty `out`, another packing in it, no usable image; RunError
+    where reading or writing fails.
     """
-    _check_options(shard_size=shard_size, shards=shards, resize=resize, quality=quality, seed=seed, holdout=holdout)
-    if out.exists() and not out.is_dir():
-        raise UserError(f"{out} is a file; name a folder to write the shards into")
-    if out.is_dir() and any(out.iterdir()) and not overwrite:
-        raise UserError(f"{out} is not empty; choose another folder or pass overwrite to replace its shards")
-
-    examined = list(
-        track(_in_order(partial(_examine, source, resize), range(source.count)), source.count, "reading", progress)
-    )
-    dropped = [{"file": item.key, "reason": item.reason} for item in examined if isinstance(item, BrokenImageError)]
-    usable = np.array([i for i, item in enumerate(examined) if not isinstance(item, BrokenImageError)], dtype=np.int64)
-    if len(usable) == 0:
-        first = f" (first: {dropped[0]['file']}: {dropped[0]['reason']})" if dropped else ""
-        raise UserError(f"{source.name}: none of its {source.count} images can be used{first}")
-    order = np.random.default_rng([seed, 0]).permutation(usable) if shuffle else usable
-    parts = {"": order}
-    if holdout:
-        held_out = np.isin(order, _held_out(source, usable, holdout, seed))
-        parts = {"train": order[~held_out], "test": order[held_out]}
-        if not all(map(len, parts.values())):
-            raise UserError(f"{source.name}: holdout={holdout} of {len(order)} images leaves train or test empty")
-    largest = len(next(iter(parts.values())))
-    if shards is not None and shards > largest:
-        raise UserError(f"{source.name}: shards={shards} is more than its {largest} images; ask for fewer")
-
-    infos: dict[str, dict[str, Any]] = {}
-    try:
-        _clear(out)
-        for part, indices in parts.items():
-            if shards is None:
-                count = max(-(-len(indices) // shard_size), min(LEAST_SHARDS, len(indices)))
-            else:  # of a holdout, `shards` is the number in train; test gets shards of about the same size
-                count = max(1, shards * len(indices) // largest)
-            samples = _in_order(partial(_packed, source, resize, quality, keep_names), list(enumerate(indices)))
-            tracked = track(samples, len(indices), f"writing {part}".rstrip(), progress)
-            entries = _write_shards(out / part, [len(piece) for piece in np.array_split(indices, count)], tracked)
-            height, width, channel = np.array([examined[index] for index in indices]).T
-            infos[part] = {
-                "format": 1,
-                "classes": source.classes,
-                "samples": len(indices),
-                "labelled": source.labels is not None,
-                "shards": entries,
-                "source": source.name + (f", {part} part of holdout {holdout:g}, seed {seed}" if part else ""),
-                "licence": source.licence,
-                "mean_image_size": {"height": round(float(height.mean()), 2), "width": round(float(width.mean()), 2)},
-                "channels": int(channel.max()),
-                "dropped": dropped,
-            }
-        for part, info in infos.items():
-            with _whole_file(out / part / INFO) as file:
-                file.write(json.dumps(info, indent=1).encode() + b"\n")
-    except OSError as error:
-        raise RunError(f"{out}: packing stopped before {INFO} was written: {error}") from error
-    return {**infos, "dropped": dropped} if holdout else infos[""]
+    options = Options(shard_size, shards, resize, quality, seed, order, holdout, subset, keep_names)
+    number, parts = _parse_part(part)
+    if part is not None and overwrite:
+        raise UserError("parts cannot overwrite: one would delete what another has written; delete the folder first")
+    layout = lay_out(source, options)
+    planned = sum(len(piece) for pieces in layout.values() for piece in pieces)
+    on = parallel.processes(jobs, sum(map(len, layout.values())), source.size * planned // source.count)
+    journal = Journal(out, _plan(source, options, layout), f"{number}of{parts}")
+    with writing(out, journal.tag):
+        journal.begin(overwrite)
+        own = journal.shards[number - 1 :: parts]
+        todo = [] if journal.complete else [shard for shard in own if journal.entry(shard) is None]
+        if progress and len(todo) < len(own):
+            print(f"{len(own) - len(todo)} of {len(own)} shards are there already", file=sys.stderr)
+        parallel.run(
+            ShardWriter(source.read, resize, quality, keep_names, journal.fingerprint, journal.tag),
+            _shard_jobs(source, layout, todo),
+            on=max(1, min(on, len(todo))),
+            what="packing",
+            total=sum(len(layout[shard.folder][shard.number]) for shard in todo),
+            progress=progress,
+        )
+        if part is not None:
+            entries = [entry for shard in own if (entry := journal.entry(shard))]
+            return {"shards": len(own), "dropped": dropped(entries)}
+        return journal.finish()
 
 
-def _check_options(*, holdout: float, quality: int, **counts: int | None) -> None:
-    for name, value in counts.items():
-        least = 0 if name == "seed" else 1
-        if value is not None and value < least:
-            raise UserError(f"{name} must be at least {least}, not {value}")
-    if not 1 <= quality <= 100:
-        raise UserError(f"quality must be 1 to 100, not {quality}")
-    if not 0 <= holdout < 1:
-        raise UserError(f"holdout must be at least 0 and below 1, not {holdout}")
+def merge(out: Path) -> dict[str, Any]:
+    """Write info.json for the shards that `make` wrote with `part`, and return what `make` returns without it.
+
+    Raises UserError where shards are missing or belong to another packing.
+    """
+    if not (out / UNFINISHED).is_file():
+        complete = any(out.glob(INFO)) or any(out.glob(f"*/{INFO}"))
+        why = (
+            "is complete already"
+            if complete
+            else f"has no {UNFINISHED}: name the folder that the parts were written to"
+        )
+        raise UserError(f"{out} {why}")
+    with writing(out, "merge"):
+        return Journal(out, read_plan(out), "merge").finish()
 
 
-def track(items: Iterable[_Result], total: int, what: str, progress: bool) -> Iterable[_Result]:
-    from rich import progress as bars
-    from rich.console import Console
-
-    quiet = not (progress and sys.stderr.isatty())
-    return bars.track(items, what, total, console=Console(stderr=True), transient=True, disable=quiet)
-
-
-def _in_order(function: Callable[[Any], _Result], items: Sequence[Any]) -> Iterator[_Result]:
-    """map() on threads (decoding releases the GIL), a few dozen items at a time so that memory stays flat."""
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        for start in range(0, len(items), 64):
-            yield from pool.map(function, items[start : start + 64])
+def _parse_part(part: str | None) -> tuple[int, int]:
+    match = re.fullmatch(r"(\d{1,6})/(\d{1,6})", "1/1" if part is None else part)
+    number, parts = map(int, match.groups()) if match else (0, 0)
+    if not 1 <= number <= parts:
+        raise UserError(f"part must be i/n with i from 1 to n, such as 2/4, not {part!r}")
+    return number, parts
 
 
-def _resized(image: Image.Image, side: int | None) -> tuple[int, int]:
-    """(width, height) once the shorter side measures `side` pixels."""
-    if side is None:
-        return image.size
-    shorter = min(image.size)
-    return round(image.width * side / shorter), round(image.height * side / shorter)
+def _plan(source: Source, options: Options, layout: dict[str, list[np.ndarray]]) -> dict[str, Any]:
+    """All that decides the bytes: two makes with equal plans write the same files."""
+    return {
+        "software": f"ssl-vit {__version__}, Pillow {PIL.__version__}",  # the latter encodes what is resized
+        "source": source.name,
+        "licence": source.licence,
+        "images": {"count": source.count, "listing": source.listing},
+        "classes": source.classes,
+        "labels": None if source.labels is None else hashlib.sha256(source.labels.tobytes()).hexdigest(),
+        **asdict(options),
+        "layout": {folder: len(pieces) for folder, pieces in layout.items()},
+    }
 
 
-def _examine(source: Source, resize: int | None, index: int) -> tuple[int, int, int] | BrokenImageError:
-    """(height, width, channels) as they will be stored."""
-    try:
-        sample = source.sample(index)
-        image = decode(sample.image, sample.key)
-    except BrokenImageError as error:
-        return error
-    width, height = _resized(image, resize)
-    return height, width, channels(image)
-
-
-def _held_out(source: Source, usable: np.ndarray, fraction: float, seed: int) -> np.ndarray:
-    """Indices of the test part: `fraction` of each class, at least one and not all of a class's images."""
-    rng = np.random.default_rng([seed, 1])
-    groups = [usable]
-    if source.labels is not None:
-        by_class = usable[np.argsort(source.labels[usable], kind="stable")]
-        groups = np.split(by_class, np.flatnonzero(np.diff(source.labels[by_class])) + 1)
-    sizes = [min(max(round(fraction * len(group)), 1), len(group) - 1) for group in groups]
-    return np.concatenate([rng.permutation(group)[:size] for group, size in zip(groups, sizes, strict=True)])
-
-
-def _packed(
-    source: Source, resize: int | None, quality: int, keep_names: bool, numbered: tuple[int, int]
-) -> dict[str, Any]:
-    number, index = numbered
-    try:
-        sample = source.sample(index)
-        data = sample.image if resize is None else _scaled(sample, resize, quality)
-    except BrokenImageError as error:  # it was whole when it was examined
-        raise RunError(f"{source.name} changed while it was packed: {error}") from error
-    # The key is a number: file names may hold slashes and dots, which a tar reader would take for something else.
-    packed: dict[str, Any] = {"__key__": f"{number:08d}", sample.extension: data}
-    if sample.label is not None:
-        packed["cls"] = b"%d" % sample.label
-    if keep_names and sample.meta is not None:
-        packed["json"] = json.dumps(sample.meta).encode()
-    return packed
-
-
-def _scaled(sample: RawSample, side: int, quality: int) -> bytes:
-    image = decode(sample.image, sample.key)
-    size = _resized(image, side)
-    if size == image.size:
-        return sample.image
-    kind = image.format if image.format in ("PNG", "WEBP") else "JPEG"
-    # EXIF goes along (it holds the orientation); a palette or two levels cannot be interpolated.
-    kept = {"exif": image.info["exif"]} if "exif" in image.info else {}
-    if image.mode in ("P", "1"):
-        image = image.convert({"1": "L", "P": "RGBA" if "transparency" in image.info else "RGB"}[image.mode])
-    encoded = io.BytesIO()
-    image.resize(size, Image.Resampling.BICUBIC).save(encoded, kind, quality=quality, **kept)
-    return encoded.getvalue()
-
-
-def _clear(out: Path) -> None:
-    """Remove the shard set that `out` holds, info.json first, and nothing that `make` does not write."""
-    for folder in (out, out / "train", out / "test"):
-        for file in sorted(folder.glob("*"), reverse=True):
-            if file.is_file() and _OWN_FILES.fullmatch(file.name):
-                file.unlink()
-
-
-@contextmanager
-def _whole_file(path: Path) -> Iterator[BinaryIO]:
-    """A file that appears under its name only when all of it is on the disk."""
-    unfinished = path.with_name(path.name + ".tmp")
-    try:
-        with unfinished.open("wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
-
-
-def _write_shards(folder: Path, counts: list[int], samples: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    from webdataset.writer import TarWriter  # here, not above: it imports torch
-
-    folder.mkdir(parents=True, exist_ok=True)
-    remaining = iter(samples)
-    entries = []
-    for number, count in enumerate(counts):
-        path = folder / f"{number:06d}.tar"
-        with _whole_file(path) as file, TarWriter(file, encoder=False, mtime=0) as tar:
-            for sample in islice(remaining, count):
-                tar.write(sample)
-        entries.append({"file": path.name, "samples": count, "bytes": path.stat().st_size, "sha256": sha256(path)})
-    return entries
-
-
-def sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def _shard_jobs(source: Source, layout: dict[str, list[np.ndarray]], todo: list[Shard]) -> Iterator[ShardJob]:
+    first_keys = {folder: np.cumsum([0, *map(len, pieces)]) for folder, pieces in layout.items()}
+    for shard in todo:
+        shard.path.parent.mkdir(exist_ok=True)
+        images = layout[shard.folder][shard.number]
+        labels = None if source.labels is None else source.labels[images].tolist()
+        first_key = int(first_keys[shard.folder][shard.number])
+        yield ShardJob(shard.path, first_key, [source.items[image] for image in images], labels)

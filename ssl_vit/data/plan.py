@@ -1,17 +1,23 @@
 """Who reads which sample, and when: pure functions, no I/O.
 
-An epoch is one sequence of samples: the shards in an order drawn from (seed, epoch), each shard's samples in an order
-drawn from (seed, epoch, shard). The sequence is cut into `lanes` equal slices (to within one sample). A lane is an
-endless stream: its slice of epoch 0, then of epoch 1, and so on. Every optimiser step takes the same number of samples
-from every lane, in lane order, so the global batch of a step is the same on any number of processes and workers; each
-sample comes exactly once an epoch; no process ever waits for another's data; and where a run stands is one
-(epoch, position) pair a lane.
+An epoch of a shard set is one sequence of samples: the shards in an order drawn from (seed, epoch), each shard's
+samples in an order drawn from (seed, epoch, shard). The sequence is cut into `lanes` equal slices (to within one
+sample). A lane is an endless stream: its slice of epoch 0, then of epoch 1, and so on. Every optimiser step takes the
+same number of samples from every lane, in lane order, so the global batch of a step is the same on any number of
+processes and workers; each sample comes exactly once an epoch; no process ever waits for another's data; and where a
+run stands is one (epoch, position) pair a lane.
+
+A mixture is several sets with weights. Its epoch has as many samples as the sets hold together, each set giving its
+share of them: the next piece of its own endless sequence of epochs, so that a small set is repeated and a large one
+goes on where it was. A lane takes its slice of every set's piece and interleaves them evenly.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
+from itertools import pairwise
 
 import numpy as np
 
@@ -28,59 +34,154 @@ class LanePosition:
     position: int = 0
 
 
-def epoch_order(
-    seed: int, epoch: int, counts: Sequence[int], keep: Sequence[Members] | None = None
-) -> list[tuple[int, Members]]:
-    """All samples of an epoch in reading order, as (shard index, positions inside it).
+@dataclass(frozen=True)
+class SampleSet:
+    """The samples of one shard set.
 
     counts: samples in each shard. keep: positions to use of each shard (None: all); others never appear.
+    first_shard: the number of the set's first shard in the mixture. weight: its share, relative to the other sets'
+    (None: its number of samples, so that every sample comes once an epoch).
     """
-    order = []
-    for shard in np.random.default_rng([seed, epoch, 0]).permutation(len(counts)):
-        members = np.arange(counts[shard]) if keep is None else np.asarray(keep[shard], dtype=np.int64)
-        shuffled = np.random.default_rng([seed, epoch, 1, int(shard)]).permutation(members)
-        order.append((int(shard), shuffled))
-    return order
+
+    counts: Sequence[int]
+    keep: Sequence[Members] | None = None
+    first_shard: int = 0
+    weight: float | None = None
+
+    def used(self, shard: int) -> int:
+        """How many samples of the shard (counted inside the set) are used."""
+        return int(self.counts[shard]) if self.keep is None else len(self.keep[shard])
+
+    @property
+    def samples(self) -> int:
+        return sum(self.used(shard) for shard in range(len(self.counts)))
 
 
-def lane_epoch(
-    seed: int, epoch: int, counts: Sequence[int], lanes: int, lane: int, keep: Sequence[Members] | None = None
-) -> list[tuple[int, Members]]:
-    """One lane's slice of an epoch, as (shard index, positions inside it); shards that give it nothing are left out.
+@dataclass(frozen=True)
+class Piece:
+    """Consecutive samples of a lane, all of one shard.
 
-    Which slice a lane gets turns with the epoch, so that lanes stay level where the slices differ by one sample.
+    start: the lane's position before the first. epoch: the set's own; a small set of a mixture goes through its epochs
+    faster than the mixture does. members: positions inside the shard, in reading order. upcoming: the shard that the
+    same set gives the lane next, for opening it in advance.
     """
-    order = epoch_order(seed, epoch, counts, keep)
-    total = sum(len(members) for _, members in order)
+
+    start: LanePosition
+    epoch: int
+    shard: int
+    members: Members
+    upcoming: int
+
+
+def shard_order(seed: int, epoch: int, samples: SampleSet) -> np.ndarray:
+    """The set's shards (counted inside the set) in the order in which an epoch reads them."""
+    return np.random.default_rng([seed, epoch, 0, samples.first_shard]).permutation(len(samples.counts))
+
+
+def shard_members(seed: int, epoch: int, samples: SampleSet, shard: int) -> Members:
+    """The used samples of one shard in the order in which an epoch reads them."""
+    members = np.arange(samples.counts[shard]) if samples.keep is None else np.asarray(samples.keep[shard])
+    return np.random.default_rng([seed, epoch, 1, samples.first_shard + shard]).permutation(members.astype(np.int64))
+
+
+def set_slice(seed: int, samples: SampleSet, first: int, last: int) -> Iterator[tuple[int, int, Members]]:
+    """Samples first..last-1 of a set's endless sequence of epochs, as (the set's epoch, shard number in the mixture,
+    positions in it).
+
+    Only the shards that the slice touches are shuffled.
+    """
+    size = samples.samples
+    for epoch in range(first // size, -(-last // size)) if size else ():
+        offset = epoch * size
+        for shard in shard_order(seed, epoch, samples):
+            used = samples.used(shard)
+            begin, end = max(first - offset, 0), min(last - offset, used)
+            if begin < end:
+                members = shard_members(seed, epoch, samples, shard)[begin:end]
+                yield epoch, samples.first_shard + int(shard), members
+            offset += used
+
+
+def lane_bounds(epoch: int, sets: Sequence[SampleSet], lanes: int, lane: int) -> list[tuple[int, int]]:
+    """A lane's slice of an epoch, in each set's endless sequence, as (first, last + 1).
+
+    Which slice of an epoch a lane gets turns with the epoch, so that lanes stay level where slices differ by a sample.
+    """
+    sizes = [samples.samples for samples in sets]
+    total = sum(sizes)
+    # A set's share is counted in whole samples over all epochs so far: rounding never adds up.
+    weights = [
+        Fraction(n if samples.weight is None or n == 0 else samples.weight)
+        for samples, n in zip(sets, sizes, strict=True)
+    ]
     turn = (lane + epoch) % lanes
-    first, last = turn * total // lanes, (turn + 1) * total // lanes
-    pieces, offset = [], 0
-    for shard, members in order:
-        piece = members[max(first - offset, 0) : max(last - offset, 0)]
-        offset += len(members)
-        if len(piece):
-            pieces.append((shard, piece))
-    return pieces
+    bounds = []
+    for weight in weights:
+        begin, end = (int(number * total * weight / (sum(weights) or 1)) for number in (epoch, epoch + 1))
+        bounds.append((begin + turn * (end - begin) // lanes, begin + (turn + 1) * (end - begin) // lanes))
+    return bounds
+
+
+def runs(sizes: Sequence[int], taken: int) -> Iterator[tuple[int, int]]:
+    """Which set a lane's samples come from after the first `taken`, as (set, how many in a row): spread as evenly as
+    the sizes of the sets' slices allow."""
+    if len(sizes) == 1:
+        yield 0, sizes[0] - taken
+        return
+    owners = interleave(sizes)[taken:]
+    ends = [*(np.flatnonzero(np.diff(owners)) + 1), len(owners)]
+    for first, last in pairwise([0, *ends]):
+        if last > first:
+            yield int(owners[first]), int(last - first)
+
+
+def interleave(sizes: Sequence[int]) -> np.ndarray:
+    """The set of each sample of a lane's epoch, in reading order: int64 (sum(sizes),)."""
+    places = np.concatenate([(np.arange(size) + 0.5) / size for size in sizes if size] or [np.empty(0)])
+    return np.repeat(np.arange(len(sizes)), sizes)[np.argsort(places, kind="stable")]
+
+
+def lane_epoch(seed: int, epoch: int, sets: Sequence[SampleSet], lanes: int, lane: int) -> list[tuple[int, Members]]:
+    """One lane's slice of an epoch, as (shard, positions inside it), set after set, not interleaved."""
+    bounds = zip(sets, lane_bounds(epoch, sets, lanes, lane), strict=True)
+    return [piece[1:] for samples, (first, last) in bounds for piece in set_slice(seed, samples, first, last)]
 
 
 def lane_stream(
-    seed: int,
-    counts: Sequence[int],
-    lanes: int,
-    lane: int,
-    start: LanePosition = LanePosition(),
-    keep: Sequence[Members] | None = None,
-) -> Iterator[tuple[LanePosition, int, Members]]:
-    """The rest of a lane from `start` on, endlessly: (position of the piece's first sample, shard, positions in it)."""
+    seed: int, sets: Sequence[SampleSet], lanes: int, lane: int, start: LanePosition = LanePosition()
+) -> Iterator[Piece]:
+    """The rest of a lane from `start` on, endlessly. At least one set must hold a sample."""
     epoch, taken = start.epoch, start.position
     while True:
-        offset = 0
-        for shard, members in lane_epoch(seed, epoch, counts, lanes, lane, keep):
-            rest = members[max(taken - offset, 0) :]
-            if len(rest):
-                yield LanePosition(epoch, offset + len(members) - len(rest)), shard, rest
-            offset += len(members)
+        sizes = [last - first for first, last in lane_bounds(epoch, sets, lanes, lane)]
+        taken = min(taken, sum(sizes))
+        done = [taken] if len(sets) == 1 else np.bincount(interleave(sizes)[:taken], minlength=len(sets))
+        pieces = [_pieces_of_set(seed, epoch, sets, lanes, lane, n, int(done[n])) for n in range(len(sets))]
+        begun: list[tuple[int, int, Members, int]] = [(0, 0, np.empty(0, np.int64), 0)] * len(sets)
+        for owner, length in runs(sizes, taken):
+            while length:
+                own, shard, members, upcoming = begun[owner] if len(begun[owner][2]) else next(pieces[owner])
+                run = members[:length]
+                begun[owner] = (own, shard, members[length:], upcoming)
+                yield Piece(LanePosition(epoch, taken), own, shard, run, upcoming)
+                taken, length = taken + len(run), length - len(run)
         epoch, taken = epoch + 1, 0
+
+
+def _pieces_of_set(
+    seed: int, epoch: int, sets: Sequence[SampleSet], lanes: int, lane: int, number: int, done: int
+) -> Iterator[tuple[int, int, Members, int]]:
+    """What one set gives a lane's epoch from its sample `done` on: (its epoch, shard, positions, the next shard)."""
+    first, last = lane_bounds(epoch, sets, lanes, lane)[number]
+    current: tuple[int, int, Members] | None = None
+    for piece in set_slice(seed, sets[number], first + done, last):
+        if current is not None:
+            yield *current, piece[1]
+        current = piece
+    if current is not None:
+        first, last = lane_bounds(epoch + 1, sets, lanes, lane)[number]
+        upcoming = next(set_slice(seed, sets[number], first, last), current)
+        yield *current, upcoming[1]
 
 
 def rank_lanes(lanes: int, ranks: int, rank: int) -> range:
@@ -96,14 +197,14 @@ def worker_lanes(lanes: int, ranks: int, rank: int, workers: int, worker: int) -
 
 
 def plan(
-    seed: int, epoch: int, counts: Sequence[int], lanes: int, ranks: int, workers: int
+    seed: int, epoch: int, sets: Sequence[SampleSet], lanes: int, ranks: int, workers: int
 ) -> dict[tuple[int, int], list[tuple[int, int, Members]]]:
     """The whole plan of one epoch: (rank, worker) -> [(lane, shard, positions inside the shard), ...]."""
     return {
         (rank, worker): [
             (lane, shard, members)
             for lane in worker_lanes(lanes, ranks, rank, workers, worker)
-            for shard, members in lane_epoch(seed, epoch, counts, lanes, lane)
+            for shard, members in lane_epoch(seed, epoch, sets, lanes, lane)
         ]
         for rank in range(ranks)
         for worker in range(max(workers, 1))

@@ -1,22 +1,30 @@
-"""The pieces of every source: encoded samples by index, and what may be read as an image."""
+"""The pieces of every source: what a source of images is, what may be read as an image, and how one is stored.
+
+Packing processes import this and little else, so that they start fast: no numpy here, no torch.
+"""
 
 from __future__ import annotations
 
+import errno
 import io
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
-import numpy as np
 from PIL import Image, UnidentifiedImageError
 
-from ssl_vit.interfaces import UserError
+from ssl_vit.interfaces import RunError, UserError
+
+if TYPE_CHECKING:
+    import numpy as np
 
 STORED_FORMATS = ("JPEG", "PNG", "WEBP")
 # A closed list: Pillow knows more kinds, and hands some of them (EPS) to outside programs.
-_READ_FORMATS = (*STORED_FORMATS, "BMP", "GIF", "TIFF", "PPM", "JPEG2000")
+READ_FORMATS = (*STORED_FORMATS, "BMP", "GIF", "TIFF", "PPM", "JPEG2000")
 _EXTENSIONS = {"JPEG": "jpg", "MPO": "jpg", "PNG": "png", "WEBP": "webp"}  # MPO: a JPEG with more pictures behind it
+_KINDS = {"jpg": "JPEG", "png": "PNG", "webp": "WEBP"}
+MOST_PIXELS = 178_956_970  # as Pillow's own limit for opening; a line of one pixel's height grows beyond it
 VALIDATION = {"val", "valid", "validation"}
 
 
@@ -28,54 +36,87 @@ class BrokenImageError(Exception):
         self.key, self.reason = key, reason
 
 
+class Items(Protocol):
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
 @dataclass(frozen=True)
-class RawSample:
-    """One encoded image. key: its name in the source (a relative path, "row 17"); extension: jpg, png or webp, by
-    content; label: class index, None in an unlabelled source; meta: small JSON-able facts, from folders {"file": ...}.
-    """
-
-    key: str
-    image: bytes
-    extension: str
-    label: int | None
-    meta: dict[str, Any] | None = None
-
-
-@dataclass
 class Source:
-    """Samples by index, always in the same order.
+    """Images that are listed but not yet read, always in the same order.
 
     classes and labels (int64 (count,), each in 0..len(classes)-1) are both None in an unlabelled source.
-    sample(i) may be called from several threads and raises BrokenImageError where the bytes are no image; it reads
-    the header only, `decode` tells whether the rest is whole.
+    items: one small thing an image that `read` takes: a file's name, a row's number.
+    read: item -> (the image's name in the source, such as a relative path or "row 17"; its encoded bytes). It is
+    pickled once for each packing process and raises BrokenImageError where an image cannot be read.
+    listing: a hash of what the images are called and how large they are, which tells sources apart without reading
+    them; size: their bytes in all, 0 where that is little.
     """
 
     name: str
     licence: str | None
-    count: int
     classes: list[str] | None
     labels: np.ndarray | None
-    sample: Callable[[int], RawSample]
+    items: Items
+    read: Callable[[Any], tuple[str, bytes]]
+    listing: str
+    size: int = 0
+
+    @property
+    def count(self) -> int:
+        return len(self.items)
+
+
+@dataclass(frozen=True)
+class FileReader:
+    """`Source.read` of a folder of images: its items are paths relative to `root`, with slashes."""
+
+    root: Path
+
+    def __call__(self, name: str) -> tuple[str, bytes]:
+        return name, read_file(self.root / name, name, self.root)
+
+
+def read_file(path: Path, key: str, root: Path) -> bytes:
+    """The file's bytes. Raises BrokenImageError for a file that is no more there or may not be read, RunError where
+    the disk or the network fails or `root` itself is gone: then the image is not to blame."""
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.EACCES, errno.EPERM, errno.ELOOP, errno.EISDIR) and root.is_dir():
+            raise BrokenImageError(key, error.strerror or str(error)) from None
+        raise RunError(f"{path}: cannot be read: {error.strerror or error}") from None
 
 
 def open_header(data: bytes, key: str, formats: tuple[str, ...] = STORED_FORMATS) -> Image.Image:
-    """The image's size, mode and format, its pixels not yet decoded; BrokenImageError where there is no such header."""
+    """The image's size, mode and format, its pixels not yet decoded; BrokenImageError where there is no such header, or
+    no end mark in a JPEG: one that was cut and then filled up (with zeros, as some downloads are) decodes without an
+    error, to grey.
+    """
     try:
-        return Image.open(io.BytesIO(data), formats=formats)
+        image = Image.open(stream := io.BytesIO(data), formats=formats)
     except UnidentifiedImageError:
         raise BrokenImageError(key, "not an image" if data else "empty file") from None
-    except Exception as error:  # as in decode; a size fit to exhaust memory (DecompressionBombError) ends here, too
+    except Exception as error:  # as in load; a size fit to exhaust memory (DecompressionBombError) ends here, too
         raise BrokenImageError(key, f"cannot be decoded: {error}") from None
+    # Pillow has read up to the pixels, so the end of a thumbnail in the header does not count.
+    if image.format in ("JPEG", "MPO") and data.find(b"\xff\xd9", stream.tell()) < 0:
+        raise BrokenImageError(key, "cannot be decoded: the end of the JPEG is missing")
+    return image
 
 
-def decode(data: bytes, key: str, formats: tuple[str, ...] = STORED_FORMATS) -> Image.Image:
-    """The whole decoded image, or BrokenImageError. Pillow's mode and size are kept."""
-    image = open_header(data, key, formats)
+def load(image: Image.Image, key: str, at_least: tuple[int, int] | None = None) -> None:
+    """Decode all of an opened image in place, or raise BrokenImageError. Its mode is kept.
+
+    at_least: a (width, height) that will do. JPEG pixels then come reduced by 2, 4 or 8 where that is not smaller;
+    all of the file is read and checked nevertheless, in less time. (1, 1) is for checking alone.
+    """
     try:
+        if at_least is not None:
+            image.draft(None, at_least)
         image.load()
     except Exception as error:  # Pillow's parsers raise whatever they stumble on: struct.error, zlib.error, SyntaxError
         raise BrokenImageError(key, f"cannot be decoded: {error}") from None
-    return image
 
 
 def channels(image: Image.Image) -> int:
@@ -83,25 +124,63 @@ def channels(image: Image.Image) -> int:
     return 1 if image.mode in ("1", "L", "LA", "I", "F") or image.mode.startswith("I;16") else 3
 
 
-def to_stored(data: bytes, key: str) -> tuple[bytes, str]:
-    """The bytes to store and their extension. Content decides, not the file name: a PNG called .jpg is a PNG."""
-    extension = _EXTENSIONS.get(open_header(data, key, _READ_FORMATS).format or "")
-    if extension:
-        return data, extension
-    image = decode(data, key, _READ_FORMATS)
+@dataclass(frozen=True)
+class Stored:
+    """An image as a shard holds it. extension: jpg, png or webp, by content; a PNG called .jpg is a PNG."""
+
+    data: bytes
+    extension: str
+    width: int
+    height: int
+    channels: int
+
+
+def to_stored(data: bytes, key: str, resize: int | None = None, quality: int = 95) -> Stored:
+    """Decode the image to see that it is whole, and give what to store: JPEG, PNG and WebP bytes as they are, other
+    kinds (the first frame of a moving one) as PNG.
+
+    resize: the shorter side in pixels. An image of another size is scaled (bicubic, up or down) and encoded again, as
+    the kind it is, with `quality` (1..100); a JPEG four times too large or more is first decoded to a half, a
+    quarter or an eighth, not below twice the size. EXIF is kept (it holds the orientation), a colour profile is not.
+    Raises BrokenImageError.
+    """
+    image = open_header(data, key, READ_FORMATS)
+    size, extension = image.size, _EXTENSIONS.get(image.format or "", "png")
+    if resize is not None:
+        size = (round(size[0] * resize / min(size)), round(size[1] * resize / min(size)))
+    if size == image.size and image.format in _EXTENSIONS:
+        load(image, key, at_least=(1, 1))
+        return Stored(data, extension, *size, channels(image))
+    load(image, key, at_least=(2 * size[0], 2 * size[1]))
+    exif = {"exif": image.info["exif"]} if "exif" in image.info and image.format in _EXTENSIONS else {}
     encoded = io.BytesIO()
     try:
-        (image.convert("RGB") if image.mode in ("CMYK", "YCbCr", "LAB", "HSV") else image).save(encoded, "PNG")
+        if size[0] * size[1] > MOST_PIXELS:
+            raise ValueError(f"{size[0]}x{size[1]} pixels would be too many")
+        if image.mode == "I":  # 16-bit PGM, as Pillow reads it, or 32-bit TIFF
+            image = _sixteen_bits(image)
+        if size != image.size:
+            image = _interpolable(image).resize(size, Image.Resampling.BICUBIC)
+        if extension == "png" and image.mode in ("CMYK", "YCbCr", "LAB", "HSV"):
+            image = image.convert("RGB")
+        image.save(encoded, _KINDS[extension], quality=quality, **exif)
     except (OSError, ValueError) as error:
-        raise BrokenImageError(key, f"cannot be stored as PNG: {error}") from None
-    return encoded.getvalue(), "png"
+        raise BrokenImageError(key, f"cannot be stored as {_KINDS[extension]}: {error}") from None
+    return Stored(encoded.getvalue(), extension, *size, channels(image))
 
 
-def read_file(path: Path, key: str) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise BrokenImageError(key, error.strerror or str(error)) from None
+def _interpolable(image: Image.Image) -> Image.Image:
+    """Neither a palette nor two levels can be interpolated."""
+    if image.mode == "P":
+        return image.convert("RGBA" if "transparency" in image.info else "RGB")
+    return image.convert("L") if image.mode == "1" else image
+
+
+def _sixteen_bits(image: Image.Image) -> Image.Image:
+    low, high = cast(tuple[float, float], image.getextrema())
+    if low < 0 or high > 65535:
+        raise ValueError("its values are beyond 16 bits")
+    return image.convert("I;16")
 
 
 def find_split(spec: str, split: str | None, parts: list[str]) -> str:

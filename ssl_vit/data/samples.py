@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-import signal
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch.utils.data import default_collate
 
-from ssl_vit.data.decode import BadSample, decode_label, decode_pixels
-from ssl_vit.data.plan import LanePosition, Members
-from ssl_vit.data.shards import ShardSet, read_members
+from ssl_vit.data.decode import BadSample, Picture, Pixels, decode_label, open_picture
+from ssl_vit.data.plan import LanePosition
+from ssl_vit.data.shard_file import OpenShards
+from ssl_vit.data.shards import ShardSet
 from ssl_vit.data.transforms import Transform
-from ssl_vit.interfaces import Batch
-
-Raw = Mapping[str, bytes | str] | BadSample
+from ssl_vit.interfaces import Batch, RunError, UserError
 
 
 @dataclass(frozen=True)
@@ -24,6 +23,7 @@ class View:
     """How samples become tensors: the same for a training and an evaluation stream.
 
     noise: uniform numbers drawn for each sample. classes: upper bound of valid labels (None: unknown).
+    jitter: largest relative change of brightness, contrast and saturation.
     """
 
     transform: Transform
@@ -31,6 +31,7 @@ class View:
     classes: int | None
     noise: int = 0
     flip: bool = False
+    jitter: tuple[float, float, float] = (0.0, 0.0, 0.0)
     seed: int = 0
     needs_labels: bool = False
 
@@ -55,7 +56,7 @@ class Chunk:
     keys: list[str] = field(default_factory=list)
     positions: dict[int, LanePosition] = field(default_factory=dict)
     skipped: list[Skip] = field(default_factory=list)
-    error: str = ""
+    error: UserError | RunError | None = None
 
     def pin_memory(self) -> Chunk:
         """Called by the DataLoader where the device is a GPU."""
@@ -69,17 +70,9 @@ class Sample:
     label: int
     noise: torch.Tensor
     flip: bool
+    jitter: torch.Tensor | None
     index: int
     key: str
-
-
-def ignore_signals(worker: int) -> None:
-    """For loader workers: SIGINT and SIGTERM reach the whole process group, and the main process must save first.
-
-    Workers end when the main process closes them or dies.
-    """
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
 
 
 def sample_seed(seed: int, epoch: int, index: int) -> int:
@@ -89,67 +82,77 @@ def sample_seed(seed: int, epoch: int, index: int) -> int:
 
 
 class SampleReader:
-    """Reads, decodes and augments samples of a shard set; keeps decoded images while `cache_bytes` lasts."""
+    """Reads, decodes and augments samples of a shard set; keeps decoded images while `cache_bytes` lasts.
 
-    def __init__(self, shards: ShardSet, view: View, cache_bytes: int) -> None:
+    streams: how many shards are read in turns.
+    """
+
+    def __init__(self, shards: ShardSet, view: View, cache_bytes: int, streams: int = 1) -> None:
         self.shards, self.view, self.free = shards, view, cache_bytes
+        self.files = OpenShards(shards, 2 * streams + 2)
         self.first_index = shards.first_index
-        self.cache: dict[tuple[int, int], tuple[torch.Tensor, int, str]] = {}
+        self.cache: dict[tuple[int, int], tuple[Pixels, int, str]] = {}
+        self.reads = 0
+        self.least: tuple[int, int] | None = getattr(view.transform, "least", None)
+        self.spread = torch.tensor(view.jitter)
 
-    def raw(self, shard: int, members: Members) -> dict[int, Raw]:
-        """The wanted members of a shard that are not cached, undecoded; missing ones become BadSample."""
-        wanted = {int(m) for m in members if (shard, int(m)) not in self.cache}
-        found: dict[int, Raw] = {}
-        reason = "missing: the shard ends before it"
-        if wanted:
-            last = max(wanted)
-            for position, sample in read_members(self.shards.urls[shard]):
-                if isinstance(sample, Exception):
-                    reason = f"missing: the shard is damaged ({sample})"
-                elif position in wanted:
-                    found[position] = sample
-                if position >= last and not isinstance(sample, Exception):
-                    break
-        return {m: found.get(m) or BadSample(reason) for m in wanted}
-
-    def sample(self, shard: int, member: int, raw: dict[int, Raw], epoch: int) -> Sample | Skip:
-        """Decode (or recall) one sample and draw its augmentation, flip and noise from its own seed."""
+    def sample(self, shard: int, member: int, epoch: int) -> Sample | Skip:
+        """Read and decode (or recall) one sample and draw its augmentation, flip and noise from its own seed."""
         view, key = self.view, f"#{member}"
-        if (shard, member) in self.cache:
-            pixels, label, key = self.cache[shard, member]
-        else:
-            try:
-                content = raw.pop(member)
-                if isinstance(content, BadSample):
-                    raise content
+        try:
+            picture: Picture
+            if (shard, member) in self.cache:
+                picture, label, key = self.cache[shard, member]
+            else:
+                self.reads += 1
+                content = self.files.get(shard).read(member)
                 key = str(content["__key__"])
-                pixels = decode_pixels(content, view.channels)
+                picture = open_picture(content, view.channels)
                 label = decode_label(content, view.classes) if view.needs_labels else -1
                 if view.needs_labels and label < 0:
                     raise BadSample("no label (.cls), which this objective needs")
-            except BadSample as problem:
-                return Skip(self.shards.urls[shard], key, str(problem))
-            if pixels.nbytes <= self.free:
-                self.free -= pixels.nbytes
-                self.cache[shard, member] = (pixels, label, key)
-        index = int(self.first_index[shard]) + member
-        torch.default_generator.manual_seed(sample_seed(view.seed, epoch, index))
-        noise = torch.rand(view.noise)
-        flip = view.flip and bool(torch.rand(()) < 0.5)
-        return Sample(view.transform(pixels), label, noise, flip, index, key)
+                picture = self._kept(shard, member, picture, label, key)
+            index = int(self.first_index[shard]) + member
+            torch.default_generator.manual_seed(sample_seed(view.seed, epoch, index))
+            noise = torch.rand(view.noise)
+            flip = view.flip and bool(torch.rand(()) < 0.5)
+            jitter = 1 + (2 * torch.rand(3) - 1) * self.spread if any(view.jitter) else None
+            return Sample(view.transform(picture), label, noise, flip, jitter, index, key)
+        except BadSample as problem:
+            return Skip(self.shards.urls[shard], key, str(problem))
+
+    def _kept(self, shard: int, member: int, picture: Picture, label: int, key: str) -> Picture:
+        """The picture, decoded and remembered while there is room.
+
+        Not one so large that its crops may be decoded reduced: a sample must look the same whoever keeps it.
+        """
+        size = picture.height * picture.width * self.view.channels
+        least = self.least
+        if size > self.free or (least and picture.height >= 2 * least[0] and picture.width >= 2 * least[1]):
+            return picture
+        pixels = Pixels(picture.whole())
+        self.free -= size
+        self.cache[shard, member] = (pixels, label, key)
+        return pixels
 
     def chunk(self, samples: Sequence[Sample], padded_to: int) -> Chunk:
         """Stack samples; padding repeats zeros with label -1, index -1 and valid False. At least one sample."""
         padding = padded_to - len(samples)
         blank = torch.zeros_like(samples[0].image)
+        # As rows of pixels, which is how the resize left them: a copy, not a transposition. In a loader worker,
+        # default_collate fills shared memory at once.
+        rows = default_collate([image.permute(1, 2, 0) for image in [*(s.image for s in samples), *[blank] * padding]])
         tensors = {
-            "images": torch.stack([s.image for s in samples] + [blank] * padding),
+            "images": rows.permute(0, 3, 1, 2),
             "labels": torch.tensor([s.label for s in samples] + [-1] * padding),
             "noise": torch.stack([s.noise for s in samples] + [torch.zeros(self.view.noise)] * padding),
             "flip": torch.tensor([s.flip for s in samples] + [False] * padding),
             "indices": torch.tensor([s.index for s in samples] + [-1] * padding),
             "valid": torch.tensor([True] * len(samples) + [False] * padding),
         }
+        if any(self.view.jitter):
+            factors = [s.jitter for s in samples if s.jitter is not None]
+            tensors["jitter"] = torch.stack(factors + [torch.ones(3)] * padding)
         return Chunk(tensors, keys=[s.key for s in samples])
 
 

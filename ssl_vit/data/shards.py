@@ -1,7 +1,7 @@
 """Naming and reading shard sets: which tars there are, how many samples each holds, and their raw members.
 
-Tar bytes are moved by WebDataset's own iterator and URLs are opened by fsspec; nothing is unpickled and nothing reaches
-a shell (`pipe:` URLs are refused).
+Tar bytes are moved by WebDataset's own iterator and URLs are opened by fsspec; nothing is unpickled, and nothing
+reaches a shell but the `pipe:` commands that `data.remote.allow_pipe` lets through.
 """
 
 from __future__ import annotations
@@ -10,19 +10,28 @@ import hashlib
 import io
 import json
 import os
+import sys
 import tarfile
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import BinaryIO, cast
 
-import braceexpand
-import fsspec
 import numpy as np
 from webdataset.tariterators import base_plus_ext, group_by_keys, tar_file_iterator
 
-from ssl_vit.interfaces import UserError
+from ssl_vit.data import RemoteConfig
+from ssl_vit.data.listing import expand, file_name, list_shards
+from ssl_vit.data.pipe import PipeFile
+from ssl_vit.data.plan import SampleSet
+from ssl_vit.data.remote import RemoteFile
+from ssl_vit.data.shard_cache import ShardCache, download
+from ssl_vit.interfaces import RunError, UserError
 
+Member = tuple[int, dict[str, bytes | str] | Exception]
+_DEFAULT = RemoteConfig()
 IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp")
 
 
@@ -31,6 +40,9 @@ class ShardSet:
     """Shards in a fixed order with their sample counts; the global index of a sample counts through them in order.
 
     classes: class names in label order, or None where the shards carry no `info.json` that names them.
+    checksums, sizes: sha256 and bytes of each shard, "" and None where no `info.json` has them.
+    remote: how shards behind a URL are read.
+    mixture: number of shards and weight of each set that was mixed into this one, in order.
     """
 
     spec: str
@@ -39,6 +51,10 @@ class ShardSet:
     classes: tuple[str, ...] | None = None
     source: str | None = None
     checksums: tuple[str, ...] = ()
+    sizes: tuple[int | None, ...] = ()
+    remote: RemoteConfig = _DEFAULT
+    licence: str | None = None
+    mixture: tuple[tuple[int, float | None], ...] = ()
 
     @property
     def samples(self) -> int:
@@ -52,9 +68,40 @@ class ShardSet:
     @property
     def fingerprint(self) -> str:
         """Tells shard sets apart: the shards' names, counts and (where `info.json` has them) checksums, hashed."""
-        names = [os.path.basename(url) for url in self.urls]
-        content = json.dumps([names, self.counts, self.checksums])
+        names = [file_name(url) for url in self.urls]
+        content = json.dumps([names, self.counts, self.checksums, *([self.mixture] if self.mixture else [])])
         return hashlib.sha256(content.encode()).hexdigest()[:16]
+
+    def sets(self, keep: Sequence[np.ndarray] | None = None) -> list[SampleSet]:
+        """What a plan needs to know: the one set, or the sets of the mixture. keep: as `members_of` gives it."""
+        first, sets = 0, []
+        for number, weight in self.mixture or [(len(self.counts), None)]:
+            last = first + number
+            kept = None if keep is None else keep[first:last]
+            sets.append(SampleSet(self.counts[first:last], kept, first, weight))
+            first = last
+        return sets
+
+    def read(self, shard: int) -> Iterator[Member]:
+        """`read_members` of one shard, by its index."""
+        return read_members(self.urls[shard], self.remote, self.sizes[shard], self.checksums[shard])
+
+    def on_disk(self, shard: int) -> BinaryIO:
+        """One shard as a seekable file: itself, or a remote one's copy in the cache or (without a name) in the folder
+        for temporary files. Raises UserError for what is missing or refused, RunError when a server does not answer."""
+        stream = open_url(self.urls[shard], self.remote, self.sizes[shard], self.checksums[shard])
+        if stream.seekable():
+            return stream
+        with stream:
+            try:
+                copy = cast(BinaryIO, tempfile.TemporaryFile(prefix="ssl-vit-"))
+                download(stream, copy, self.checksums[shard])
+            except OSError as error:
+                raise RunError(
+                    f"{tempfile.gettempdir()}: a shard cannot be kept here while it is read: {error.strerror}; "
+                    "free it, or name another folder by TMPDIR or data.remote.cache_dir"
+                ) from None
+        return copy
 
     def members_of(self, indices: Sequence[int] | np.ndarray) -> list[np.ndarray]:
         """Global sample indices -> sorted positions inside each shard (a plan's `keep`)."""
@@ -62,73 +109,68 @@ class ShardSet:
         return [wanted[(wanted >= a) & (wanted < b)] - a for a, b in pairwise(first)]
 
 
-def open_url(url: str) -> BinaryIO:
-    """Open a local path or any URL that fsspec knows, for reading bytes. Raises UserError for `pipe:` and missing."""
+def open_url(url: str, remote: RemoteConfig = _DEFAULT, size: int | None = None, sha256: str = "") -> BinaryIO:
+    """A shard's bytes from a local path or a URL, from the first on; seekable where they are on a local disk.
+
+    size (bytes), sha256: what a remote object must have, as far as it is known; the sum is checked where it is kept in
+    the cache. Raises UserError for what is missing or refused, RunError when a server does not answer; so does reading.
+    """
     if url.startswith("pipe:"):
-        raise UserError(f"{url}: pipe: URLs would run a shell command and are refused")
-    try:
-        return cast(BinaryIO, fsspec.open(url, "rb").open())
-    except FileNotFoundError:
-        raise UserError(f"{url}: no such shard") from None
+        if not remote.allow_pipe:
+            raise UserError(f"{url}: refused, for it runs a command in a shell: data.remote.allow_pipe=true lets it")
+        return cast(BinaryIO, PipeFile(url))
+    if "://" not in url:
+        try:
+            return Path(url).open("rb")
+        except FileNotFoundError:
+            raise UserError(f"{url}: no such shard") from None
+    file = RemoteFile(url, remote, size)
+    if remote.cache_dir:
+        if kept := ShardCache(remote).open(file, sha256):
+            file.close()
+            return kept
+        file.restart()
+    return cast(BinaryIO, file.connect())
 
 
-def open_shards(spec: str) -> ShardSet:
+def open_shards(spec: str, remote: RemoteConfig = _DEFAULT) -> ShardSet:
     """Find the shards that `spec` names (a folder, a tar, a glob, a brace range; local or URL) and count them.
 
-    Counts and class names come from the `info.json` beside the shards; without it, local tars are counted by reading
-    their headers. Raises UserError when nothing is found.
+    Counts and class names come from the `info.json` beside the shards; without it tars are counted by reading them,
+    local ones by their headers alone. Raises UserError when nothing is found, RunError when a server does not answer.
     """
+    if remote.cache_dir and "://" in spec:
+        ShardCache(remote)  # a folder that cannot be written is known before anything else
     if spec.startswith("pipe:"):
-        raise UserError(f"{spec}: pipe: URLs would run a shell command and are refused")
-    spec = os.path.expanduser(spec)
-    try:
-        filesystem, path = fsspec.core.url_to_fs(spec)
-    except (ImportError, ValueError) as error:
-        raise UserError(f"{spec}: cannot open such a URL: {error}") from None
-    scheme = spec[: spec.index("://") + 3] if "://" in spec else ""
-    if filesystem.isdir(path):
-        folder = path
-        tars = sorted(name for name in filesystem.ls(path, detail=False) if name.endswith(".tar"))
+        urls, info = expand(spec), None
     else:
-        folder = os.path.dirname(path)
-        tars = []
-        for pattern in braceexpand.braceexpand(path):
-            found = sorted(filesystem.glob(pattern)) if any(c in pattern for c in "*?[") else [pattern]
-            tars += [str(name) for name in found]
-        missing = [name for name in tars if not filesystem.exists(name)]
-        if missing:
-            asked = f" (asked for by '{spec}')" if missing != [path] else ""
-            raise UserError(
-                f"{scheme}{missing[0]}: no such shard or folder{asked}; "
-                "make shards with `ssl-vit shards make SOURCE OUT`"
-            )
-    info_path = f"{folder}/info.json"
-    info = json.loads(filesystem.cat_file(info_path)) if filesystem.exists(info_path) else None
-    if info is not None and filesystem.isdir(path):
-        tars = [f"{folder}/{shard['file']}" for shard in info["shards"]]
-    if not tars:
-        hint = "make them with `ssl-vit shards make SOURCE OUT`"
-        nested = [part for part in ("train", "test") if filesystem.exists(f"{path}/{part}/info.json")]
-        if nested:
-            hint = f"did you mean '{spec.rstrip('/')}/{nested[0]}'?"
-        raise UserError(f"{spec}: no shards (*.tar) there; {hint}")
-    urls = tuple(filesystem.unstrip_protocol(name) if scheme else name for name in tars)
-    known = {shard["file"]: int(shard["samples"]) for shard in info["shards"]} if info else {}
-    counts = tuple(
-        known[os.path.basename(url)] if os.path.basename(url) in known else _count_samples(url) for url in urls
+        urls, info = list_shards(os.path.expanduser(spec), remote)
+    entries = {entry["file"]: entry for entry in info["shards"]} if info else {}
+    known = [entries.get(file_name(url), {}) for url in urls]
+    if (unknown := known.count({})) and any("://" in url for url in urls):
+        print(f"{spec}: {unknown} shard(s) are in no info.json and are read to be counted", file=sys.stderr)
+    return ShardSet(
+        spec,
+        tuple(urls),
+        tuple(
+            int(entry["samples"]) if entry else _count_samples(url, remote)
+            for url, entry in zip(urls, known, strict=True)
+        ),
+        classes=tuple(info["classes"]) if info and info.get("classes") else None,
+        source=info.get("source") if info else None,
+        checksums=tuple(entry.get("sha256", "") for entry in known),
+        sizes=tuple(entry.get("bytes") for entry in known),
+        remote=remote,
+        licence=info.get("licence") if info else None,
     )
-    classes = tuple(info["classes"]) if info and info.get("classes") else None
-    hashes = {shard["file"]: shard.get("sha256", "") for shard in info["shards"]} if info else {}
-    checksums = tuple(hashes.get(os.path.basename(url), "") for url in urls)
-    return ShardSet(spec, urls, counts, classes, info.get("source") if info else None, checksums)
 
 
-def _count_samples(url: str) -> int:
-    """Count a tar's samples from its headers alone; a tar cut short counts as far as its headers go."""
+def _count_samples(url: str, remote: RemoteConfig) -> int:
+    """Count a tar's samples, on a local disk by its headers alone; a tar cut short counts as far as its headers go."""
     keys: dict[str, None] = {}
-    with open_url(url) as stream:
+    with open_url(url, remote) as stream:
         try:
-            for member in tarfile.open(fileobj=stream, mode="r:"):
+            for member in tarfile.open(fileobj=stream, mode="r:" if stream.seekable() else "r|*", bufsize=1 << 20):
                 key, _ = base_plus_ext(member.name)
                 if member.isreg() and key is not None:
                     keys[key] = None
@@ -138,18 +180,23 @@ def _count_samples(url: str) -> int:
     return len(keys)
 
 
-def read_members(url: str) -> Iterator[tuple[int, dict[str, bytes | str] | Exception]]:
+def read_members(
+    url: str, remote: RemoteConfig = _DEFAULT, size: int | None = None, sha256: str = ""
+) -> Iterator[Member]:
     """Read a shard front to back: (position, sample) for each sample, as raw bytes by extension plus `__key__`.
 
-    Damage (a duplicate member, a tar cut short) is yielded in place as an exception; after a cut nothing follows.
+    Damage (a duplicate member, a tar cut short) is yielded in place as an exception; after a cut nothing follows. What
+    keeps a whole shard from being read is raised, as by `open_url`.
     """
     damage: list[Exception] = []
 
     def note(error: Exception) -> bool:
+        if isinstance(error, (UserError, RunError)):  # not damage; WebDataset has appended the file's description
+            raise type(error)(str(error).rpartition(" @ ")[0])
         damage.append(error)
         return True
 
-    with open_url(url) as stream:
+    with open_url(url, remote, size, sha256) as stream:
         position = 0
         try:
             # A large read buffer: tar headers are 512 bytes, and every one would cost a system call.

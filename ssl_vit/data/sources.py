@@ -1,21 +1,27 @@
 """What can be packed into shards: folders of images, anything `datasets` reads, scikit-learn's digits.
 
-A source knows its samples by index and reads an image only when it is asked for, so packing needs memory for file
-names and labels, not for images. JPEG, PNG and WebP bytes travel as they are; other kinds become PNG.
+A source lists its images and reads one only when it is asked for, so packing needs memory for file names and labels
+(some 40 bytes an image), not for images.
 """
 
 from __future__ import annotations
 
+import hashlib
 import io
 import os
 import re
+import stat
 import warnings
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 from PIL import Image
 
-from ssl_vit.data.raw import VALIDATION, RawSample, Source, find_split, read_file, to_stored
+from ssl_vit.data.raw import VALIDATION, FileReader, Source, find_split
 from ssl_vit.interfaces import UserError
 
 _SUFFIXES = {".jpg", ".jpeg", ".jfif", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ".pbm", ".jp2"}
@@ -47,6 +53,16 @@ def open_source(
     return open_table(spec, path if path.exists() else None, split, label_column, image_column)
 
 
+@dataclass(frozen=True)
+class _DigitReader:
+    pixels: np.ndarray  # uint8 (1797, 8, 8)
+
+    def __call__(self, row: int) -> tuple[str, bytes]:
+        encoded = io.BytesIO()
+        Image.fromarray(self.pixels[row]).save(encoded, "PNG")
+        return f"digit {row}", encoded.getvalue()
+
+
 def _digits(split: str | None) -> Source:
     from sklearn.datasets import load_digits
 
@@ -57,40 +73,80 @@ def _digits(split: str | None) -> Source:
     rows = ranges[split or "all"]
     pixels = np.round(digits.images * 255 / 16).astype(np.uint8)
     labels = digits.target[rows.start : rows.stop].astype(np.int64)
-
-    def sample(index: int) -> RawSample:
-        encoded = io.BytesIO()
-        Image.fromarray(pixels[rows[index]]).save(encoded, "PNG")
-        return RawSample(f"digit {rows[index]}", encoded.getvalue(), "png", int(labels[index]))
-
     licence = (
         "CC BY 4.0: E. Alpaydin and C. Kaynak, Optical Recognition of Handwritten Digits, UCI Machine Learning "
         "Repository (scikit-learn ships its test set)"
     )
-    return Source("digits (scikit-learn)", licence, len(rows), [str(digit) for digit in range(10)], labels, sample)
+    listing = hashlib.sha256(pixels[rows.start : rows.stop].tobytes()).hexdigest()
+    names = [str(digit) for digit in range(10)]
+    return Source("digits (scikit-learn)", licence, names, labels, rows, _DigitReader(pixels), listing)
 
 
-def _visible_folders(folder: Path) -> list[Path]:
-    return sorted(entry for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith("."))
+class _Names:
+    """Strings end to end in one buffer: a million file names as a list of `str` would take three times the memory."""
+
+    def __init__(self) -> None:
+        self._text = bytearray()
+        self._ends = array("q", [0])
+
+    def append(self, name: str) -> None:
+        self._text += os.fsencode(name)
+        self._ends.append(len(self._text))
+
+    def __len__(self) -> int:
+        return len(self._ends) - 1
+
+    def __getitem__(self, index: int) -> str:
+        return os.fsdecode(bytes(self._text[self._ends[index] : self._ends[index + 1]]))
 
 
-def _images_in(folder: Path) -> tuple[list[Path], int]:
-    """Every image file below the folder, sorted, and how many other files were seen. Hidden names are left alone:
-    they are macOS resource forks ("._cat.jpg") and notebook checkpoints, never samples."""
-    images, others = [], 0
-    for directory, folders, files in os.walk(folder):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        for name in files:
-            if Path(name).suffix.lower() in _SUFFIXES and not name.startswith("."):
-                images.append(Path(directory) / name)
-            elif not name.startswith("."):
-                others += 1
-    return sorted(images), others
+def _refuse(error: OSError) -> NoReturn:
+    raise UserError(f"{error.filename}: cannot be listed: {error.strerror}; make it readable or leave it out") from None
+
+
+def _entries(folder: Path) -> Iterator[os.DirEntry[str]]:
+    """What is in the folder. Hidden names are left alone: they are macOS resource forks ("._cat.jpg") and notebook
+    checkpoints, never samples."""
+    try:
+        with os.scandir(folder) as entries:
+            yield from (entry for entry in entries if not entry.name.startswith("."))
+    except OSError as error:
+        _refuse(error)
+
+
+def _sub_folders(folder: Path) -> list[str]:
+    return sorted(entry.name for entry in _entries(folder) if entry.is_dir())
+
+
+def _is_image(name: str) -> bool:
+    return "." + name.rpartition(".")[2].lower() in _SUFFIXES
+
+
+def _images_in(folder: Path, prefix: str = "") -> tuple[list[tuple[str, int]], int]:
+    """(path below the folder, bytes) of every image file there, and how many other files were seen."""
+    images: list[tuple[str, int]] = []
+    others = 0
+    for entry in _entries(folder):
+        if entry.is_dir():
+            if not entry.is_symlink():  # a link could lead in circles
+                inner, more = _images_in(folder / entry.name, f"{prefix}{entry.name}/")
+                images, others = images + inner, others + more
+            continue
+        try:
+            status = entry.stat()
+            plain, size = stat.S_ISREG(status.st_mode), status.st_size
+        except OSError:  # a link to nowhere: packing finds the same and lists it as left out
+            plain, size = True, 0
+        if plain and _is_image(entry.name):
+            images.append((prefix + entry.name, size))
+        else:
+            others += 1
+    return images, others
 
 
 def _folder(root: Path, split: str | None) -> Source:
     name = root.resolve().name
-    parts = [folder.name for folder in _visible_folders(root)]
+    parts = _sub_folders(root)
     class_roots = [root]
     if split is not None or ("train" in parts and set(parts) <= _SPLITS):
         parts = [part for part in parts if part in _SPLITS or part == split]
@@ -99,49 +155,53 @@ def _folder(root: Path, split: str | None) -> Source:
         part = find_split(str(root), split, parts)
         root, name = root / part, f"{name}/{part}"
 
-    class_folders = _visible_folders(root)
-    flat = [entry for entry in root.iterdir() if entry.is_file() and entry.suffix.lower() in _SUFFIXES]
-    if class_folders and flat:
-        raise UserError(
-            f"{root} holds both images ({flat[0].name}) and sub-folders ({class_folders[0].name}/): "
-            "put every image in a sub-folder named after its class, or none"
-        )
-    files: list[Path] = []
-    class_of_file: list[int] = []
+    class_folders = _sub_folders(root)
     classes, ignored = None, 0
     if class_folders:
-        classes = sorted({folder.name for class_root in class_roots for folder in _visible_folders(class_root)})
-        index_of = {class_name: index for index, class_name in enumerate(classes)}
-        ignored = sum(entry.is_file() and not entry.name.startswith(".") for entry in root.iterdir())
-    for folder in class_folders or [root]:
-        images, others = _images_in(folder)
-        if not images:
-            what = "this class folder holds no images" if class_folders else "holds no images, parquet or arrow files"
-            raise UserError(f"{folder}: {what}; add some or remove the folder")
-        files += images
+        classes = sorted({folder for class_root in class_roots for folder in _sub_folders(class_root)})
+        beside = [entry.name for entry in _entries(root) if entry.is_file()]
+        ignored = len(beside)
+        if stray := next(filter(_is_image, beside), None):
+            raise UserError(
+                f"{root} holds both images ({stray}) and sub-folders ({class_folders[0]}/): "
+                "put every image in a sub-folder named after its class, or none"
+            )
+    files, total, listing = _Names(), 0, hashlib.sha256()
+    counts = []
+    for folder in class_folders or [""]:
+        images, others = _images_in(root / folder)
         ignored += others
-        if classes is not None:
-            class_of_file += [index_of[folder.name]] * len(images)
+        if not images:
+            what = "this class folder holds no images" if folder else "holds no images, parquet or arrow files"
+            raise UserError(f"{root / folder}: {what}; add some or remove the folder")
+        for file, size in sorted(images):
+            file = f"{folder}/{file}" if folder else file
+            files.append(file)
+            listing.update(os.fsencode(f"{file}\0{size}\n"))
+            total += size
+        counts.append(len(images))
     if ignored:
         warnings.warn(f"{root}: ignored {ignored} files that are not images", stacklevel=3)
-    labels = np.array(class_of_file, dtype=np.int64) if class_folders else None
-
-    def sample(index: int) -> RawSample:
-        key = files[index].relative_to(root).as_posix()
-        image, extension = to_stored(read_file(files[index], key), key)
-        return RawSample(key, image, extension, None if labels is None else int(labels[index]), {"file": key})
-
-    return Source(f"{name} (folder)", None, len(files), classes, labels, sample)
+    labels = None
+    if classes is not None:
+        index_of = {folder: index for index, folder in enumerate(classes)}
+        labels = np.repeat(np.array([index_of[folder] for folder in class_folders], dtype=np.int64), counts)
+    return Source(f"{name} (folder)", None, classes, labels, files, FileReader(root), listing.hexdigest(), total)
 
 
 def _is_dataset(folder: Path) -> bool:
     """Whether `datasets` must read this directory: saved tables, or images described by a metadata file."""
-    if (folder / "dataset_dict.json").exists() or (folder / "state.json").exists():
-        return True
-    if any(next(folder.glob(pattern), None) for pattern in ("*.parquet", "*.arrow", "*/*.parquet", "*/*.arrow")):
-        return True
-    notes = [
-        path for name in ("metadata.csv", "metadata.jsonl") for path in (*folder.glob(name), *folder.glob(f"*/{name}"))
-    ]
-    # Only the imagefolder layout is meant: other people's metadata.csv does not name the images this way.
-    return any("file_name" in path.read_text(errors="replace").partition("\n")[0] for path in notes)
+    for entry in _entries(folder):
+        if entry.name in ("dataset_dict.json", "state.json") or _is_table(entry):
+            return True
+        if entry.is_dir() and any(map(_is_table, _entries(folder / entry.name))):
+            return True
+    return False
+
+
+def _is_table(entry: os.DirEntry[str]) -> bool:
+    if entry.name in ("metadata.csv", "metadata.jsonl"):
+        # Only the imagefolder layout is meant: other people's metadata.csv does not name the images this way.
+        with Path(entry.path).open(errors="replace") as file:
+            return "file_name" in file.readline()
+    return entry.name.endswith((".parquet", ".arrow"))

@@ -5,55 +5,50 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import IterableDataset, get_worker_info
 
 from ssl_vit.data import DataConfig
 from ssl_vit.data.decode import check_channels
-from ssl_vit.data.plan import LanePosition, Members, check_topology, lane_stream, worker_lanes
-from ssl_vit.data.samples import Chunk, Sample, SampleReader, Skip, View, bookkeeping, ignore_signals, join
+from ssl_vit.data.loader import loaded
+from ssl_vit.data.plan import LanePosition, Members, Piece, SampleSet, check_topology, lane_stream, worker_lanes
+from ssl_vit.data.samples import Chunk, Sample, SampleReader, Skip, View, bookkeeping, join
 from ssl_vit.data.shards import ShardSet
-from ssl_vit.interfaces import Batch, UserError
+from ssl_vit.interfaces import Batch, RunError, UserError
 
 
 class _Lane:
     """One lane's endless samples from a position on."""
 
     def __init__(
-        self,
-        reader: SampleReader,
-        seed: int,
-        lanes: int,
-        lane: int,
-        start: LanePosition,
-        keep: Sequence[Members] | None,
+        self, reader: SampleReader, seed: int, sets: Sequence[SampleSet], lanes: int, lane: int, start: LanePosition
     ) -> None:
         self.reader, self.position = reader, start
-        self.pieces = lane_stream(seed, reader.shards.counts, lanes, lane, start, keep)
-        self.queue: Iterator[Sample | Skip] = iter(())
-        self.share = max(reader.shards.samples // lanes, 1)
+        self.samples = self._samples(lane_stream(seed, sets, lanes, lane, start))
+        self.share = max(sum(samples.samples for samples in sets) // lanes, 1)
         self.unread = 0
 
-    def _read_piece(self) -> Iterator[Sample | Skip]:
-        start, shard, members = next(self.pieces)
-        raw = self.reader.raw(shard, members)
-        for offset, member in enumerate(members):
-            self.position = LanePosition(start.epoch, start.position + offset + 1)
-            yield self.reader.sample(shard, int(member), raw, start.epoch)
+    def _samples(self, pieces: Iterator[Piece]) -> Iterator[Sample | Skip]:
+        reads = -1
+        for piece in pieces:
+            if self.reader.reads != reads:  # not where every image is remembered by now
+                self.reader.files.ahead(piece.upcoming)
+            reads = self.reader.reads
+            for offset, member in enumerate(piece.members.tolist()):
+                self.position = LanePosition(piece.start.epoch, piece.start.position + offset + 1)
+                yield self.reader.sample(piece.shard, member, piece.epoch)
 
     def take(self, count: int, skipped: list[Skip]) -> list[Sample]:
         samples: list[Sample] = []
         while len(samples) < count:
-            item = next(self.queue, None)
-            if item is None:
-                self.queue = self._read_piece()
-            elif isinstance(item, Skip):
-                skipped.append(item)
-                self.unread += 1
-                if self.unread > 2 * self.share:
-                    raise UserError(f"no readable sample in a whole lane; the last one: {item.shard}: {item.reason}")
-            else:
+            item = next(self.samples)
+            if isinstance(item, Sample):
                 self.unread = 0
                 samples.append(item)
+                continue
+            skipped.append(item)
+            self.unread += 1
+            if self.unread > 2 * self.share:
+                raise UserError(f"no readable sample in a whole lane; the last one: {item.shard}: {item.reason}")
         return samples
 
 
@@ -71,26 +66,28 @@ class TrainStream(IterableDataset[Chunk]):
         rank: int,
         ranks: int,
         positions: Sequence[LanePosition],
-        keep: Sequence[Members] | None,
+        sets: Sequence[SampleSet],
         cache_mb: int,
         strict: bool,
+        worker_timeout: int = 600,
     ) -> None:
         self.shards, self.view, self.per_lane, self.lanes = shards, view, batch_size // lanes, lanes
         self.workers, self.rank, self.ranks, self.positions = workers, rank, ranks, list(positions)
-        self.keep, self.cache_bytes, self.strict = keep, cache_mb << 20, strict
+        self.sets, self.cache_bytes, self.strict = sets, cache_mb << 20, strict
+        self.worker_timeout = worker_timeout
 
     def __iter__(self) -> Iterator[Chunk]:
         worker = get_worker_info()
         own = worker_lanes(self.lanes, self.ranks, self.rank, self.workers, worker.id if worker else 0)
-        reader = SampleReader(self.shards, self.view, self.cache_bytes)
-        streams = [_Lane(reader, self.view.seed, self.lanes, n, self.positions[n], self.keep) for n in own]
+        reader = SampleReader(self.shards, self.view, self.cache_bytes, len(own) * len(self.sets))
+        streams = [_Lane(reader, self.view.seed, self.sets, self.lanes, n, self.positions[n]) for n in own]
         while True:
             # Without workers this runs in the training process: its generator must not notice.
             state = torch.get_rng_state()
             try:
                 chunk = self._chunk(reader, own, streams)
-            except UserError as error:  # an exception would cross the process border as a wall of text
-                chunk = Chunk(error=str(error))
+            except (UserError, RunError) as error:  # raised, it would cross the process border as a wall of text
+                chunk = Chunk(error=error)
             torch.set_rng_state(state)
             yield chunk
             if chunk.error:
@@ -126,9 +123,10 @@ def train_source(
     sample is read, for a topology that cannot be dealt out evenly.
     """
     check_channels(view.channels)
+    sets = shards.sets(keep)
     check_topology(
         shards=len(shards.urls),
-        samples=shards.samples if keep is None else sum(len(members) for members in keep),
+        samples=sum(samples.samples for samples in sets),
         lanes=data.lanes,
         batch_size=batch_size,
         ranks=ranks,
@@ -146,9 +144,10 @@ def train_source(
             rank=rank,
             ranks=ranks,
             positions=positions,
-            keep=keep,
+            sets=sets,
             cache_mb=data.cache_mb,
             strict=data.on_bad_sample == "fail",
+            worker_timeout=data.worker_timeout,
         )
         return train_batches(stream, device)
 
@@ -159,21 +158,12 @@ def train_batches(stream: TrainStream, device: torch.device) -> Iterator[tuple[B
     """Batches of one rank for ever: its workers' chunks in worker order, joined on the device.
 
     The second value carries what is not a tensor: the lanes' positions after this batch and the samples skipped.
-    Raises UserError for what the workers could not get over.
+    Raises UserError and RunError for what the workers could not get over.
     """
-    loader = DataLoader(
-        stream,
-        batch_size=None,
-        num_workers=stream.workers,
-        pin_memory=device.type == "cuda",
-        prefetch_factor=4 if stream.workers else None,
-        worker_init_fn=ignore_signals,
-        generator=torch.Generator(),  # else it would draw its base seed from the model's generator
-    )
-    chunks = iter(loader)
+    chunks = loaded(stream, stream.workers, device, prefetch=4, timeout=stream.worker_timeout)
     while True:
         parts = [next(chunks) for _ in range(max(stream.workers, 1))]
         for part in parts:
             if part.error:
-                raise UserError(part.error)
+                raise part.error
         yield join(parts, device, stream.per_lane), bookkeeping(parts)

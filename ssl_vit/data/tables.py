@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import datasets
 import numpy as np
+from pyarrow import compute  # type: ignore[import-untyped]
 
-from ssl_vit.data.raw import BrokenImageError, RawSample, Source, find_split, read_file, to_stored
+from ssl_vit.data.raw import BrokenImageError, Source, find_split, read_file
 from ssl_vit.interfaces import UserError
 
 
@@ -31,20 +35,41 @@ def open_table(
     wanted = label_column or _label_column(spec, table)
     classes, labels = _classes_and_labels(spec, table, list(tables.values()), wanted) if wanted else (None, None)
 
-    def sample(index: int) -> RawSample:
-        key = f"row {index}"
-        cell = images[index][column] or {}
+    listing, size = _listing(images)
+    origin = spec if path is None else path.resolve().name
+    name = f"{origin} (datasets{f', split {part}' if part else ''})"
+    read = _RowReader(images, column)
+    return Source(name, table.info.license or None, classes, labels, range(len(table)), read, listing, size)
+
+
+@dataclass(frozen=True)
+class _RowReader:
+    images: datasets.Dataset  # travels to packing processes as the path of its memory-mapped file
+    column: str
+
+    def __call__(self, row: int) -> tuple[str, bytes]:
+        key = f"row {row}"
+        cell = self.images[row][self.column] or {}
         data, file = cell.get("bytes"), cell.get("path")
         if data is None:
             if not file:
                 raise BrokenImageError(key, "no image in this row")
-            data = read_file(Path(file), key)
-        image, extension = to_stored(data, key)
-        return RawSample(key, image, extension, None if labels is None else int(labels[index]))
+            data = read_file(Path(file), key, Path(file).parent)
+        return key, data
 
-    origin = spec if path is None else path.resolve().name
-    name = f"{origin} (datasets{f', split {part}' if part else ''})"
-    return Source(name, table.info.license or None, len(table), classes, labels, sample)
+
+def _listing(images: datasets.Dataset) -> tuple[str, int]:
+    """A hash of every row's size in bytes and file name, and the bytes in all. Only Arrow's offsets are read."""
+    listing, total = hashlib.sha256(), 0
+    for cells in images.data.column(0).chunks:
+        sizes = compute.fill_null(compute.binary_length(cells.field("bytes")), 0).to_numpy().astype(np.int64)
+        files = [file or "" for file in cells.field("path").to_pylist()]
+        for row in np.flatnonzero(sizes == 0):
+            if files[row] and Path(files[row]).is_file():  # the image is beside the table, not in it
+                sizes[row] = Path(files[row]).stat().st_size
+        listing.update(sizes.tobytes() + "\0".join(map(os.path.basename, files)).encode())
+        total += int(sizes.sum())
+    return listing.hexdigest(), total
 
 
 def _load_splits(spec: str, path: Path | None, split: str | None) -> tuple[str | None, dict[str, datasets.Dataset]]:

@@ -1,26 +1,53 @@
-"""Frozen features, extracted once: of the trained backbone, of an untrained one, and the raw pixels beside them."""
+"""Frozen features, extracted once: of the trained backbone, of an untrained one, and the raw pixels beside them.
+
+They are kept in a folder by what they are made from (weights, shards, preparation, representation), so that the next
+evaluator, label budget or process reads them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F  # noqa: N812
 from accelerate import Accelerator
 from accelerate.utils import gather_object
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
 
 from ssl_vit.data import DataConfig
 from ssl_vit.data.decode import check_channels
 from ssl_vit.data.evaluation import EvaluationStream, evaluation_batches
 from ssl_vit.data.samples import Skip, View
-from ssl_vit.data.shards import ShardSet
+from ssl_vit.data.shards import ShardSet, open_url
 from ssl_vit.data.transforms import evaluation_transform
-from ssl_vit.evaluators.labels import choose_shots
-from ssl_vit.interfaces import Batch, UserError
-from ssl_vit.models.backbone import Backbone, Pooling
+from ssl_vit.evaluators.labels import choose_labelled, labels_of
+from ssl_vit.interfaces import Config, Size, UserError
+from ssl_vit.models import Resampling
+from ssl_vit.models.backbone import Encoder, Pooling, at_size
 
 REFERENCES = ("untrained", "pixels")
+_PIXELS = 32  # a side of the raw-pixel reference, at most: 3,072 numbers an image, whatever the images' size
+_FORMAT = "1"
+
+
+class Representation(NamedTuple):
+    """What is read from a backbone: how its tokens are pooled, and after which block (from 1; None: its output).
+
+    image_size: what images are prepared to, the positions resampled to it (None: the backbone's own).
+    """
+
+    pooling: Pooling = "mean"
+    block: int | None = None
+    image_size: Size | None = None
+    position_resampling: Resampling = "timm"
 
 
 @dataclass(frozen=True)
@@ -38,10 +65,12 @@ class Task:
     trained: the backbone. untrained: the same architecture, freshly initialised: the reference row.
     data: image preparation (`evaluation_resize`). batch_size: images in a forward pass of one process.
     weights: where the trained backbone came from (None: it is freshly initialised itself).
+    cache: folder that keeps extracted features (None: none is kept); it may be deleted at any time.
+    objective: what the weights' run trained them with (None: unknown).
     """
 
-    trained: Backbone
-    untrained: Backbone
+    trained: Encoder
+    untrained: Encoder
     train: ShardSet
     test: ShardSet
     data: DataConfig
@@ -49,47 +78,41 @@ class Task:
     weights: str | None = None
     batch_size: int = 256
     workers: int = 0
+    cache: Path | None = None
+    objective: Config | None = None
     skipped: list[Skip] = field(default_factory=list)
-    _features: dict[tuple[str, str, str], Features] = field(default_factory=dict)
+    _features: dict[tuple[str, str, Representation | None], Features] = field(default_factory=dict)
 
-    def features(self, source: str, split: str, pooling: Pooling) -> Features:
+    def features(self, source: str, split: str, representation: Representation) -> Features:
         """Features of `trained`, `untrained` or `pixels` on `train` or `test`; each is extracted once.
 
-        Raises UserError where the shards carry no labels.
+        Raises UserError where the shards carry no labels, and for a block that the backbone does not have.
         """
-        key = (source, split, "" if source == "pixels" else pooling)
+        key = (source, split, None if source == "pixels" else representation)
         if key not in self._features:
-            shards: ShardSet = getattr(self, split)
-            if source == "pixels":
-                parts = pixels(self, shards)
-            else:
-                parts = backbone_features(self, getattr(self, source), shards, pooling)
-            self._features[key] = _gathered(self, parts, shards)
+            self._features[key] = _cached(self, source, getattr(self, split), representation)
         return self._features[key]
 
-    def labelled_features(self, source: str, pooling: Pooling, labels_per_class: int | None, seed: int) -> Features:
-        """Training features of `labels_per_class` images a class, chosen by `seed` as few_shot does (None: all)."""
-        train = self.features(source, "train", pooling)
-        if labels_per_class is None:
-            return train
-        chosen = choose_shots(train.labels, labels_per_class, seed)
+    def labelled_features(self, source: str, representation: Representation, budget: int | str, seed: int) -> Features:
+        """Training features of the images that a label budget allows, chosen by `seed` as few_shot does."""
+        train = self.features(source, "train", representation)
+        chosen = choose_labelled(train.labels, budget, seed)
         return Features(train.vectors[chosen], train.labels[chosen])
+
+    @property
+    def classes(self) -> int:
+        """How many classes the shards name; where neither set names any, as many as the training labels say."""
+        named = max(len(self.train.classes or ()), len(self.test.classes or ()))
+        return named or int(labels_of(self.train).max()) + 1
 
     def skipped_names(self) -> list[dict[str, str]]:
         """The samples left out so far, each once, as plain JSON."""
         once = {(skip.shard, skip.key): skip.reason for skip in self.skipped}
         return [{"shard": shard, "key": key, "reason": reason} for (shard, key), reason in once.items()]
 
-    def sources(self) -> tuple[str, ...]:
-        """The rows of every evaluator on features: the judged backbone, then the two references."""
-        return ("trained", *REFERENCES)
-
-
-Part = tuple[torch.Tensor, Batch]
-
 
 def evaluation_stream(
-    task: Task, shards: ShardSet, indices: np.ndarray | None = None, image_size: int | None = None
+    task: Task, shards: ShardSet, indices: np.ndarray | None = None, image_size: Size | None = None
 ) -> EvaluationStream:
     """This rank's part of the labelled shards, prepared as the task says (each sample once over all ranks).
 
@@ -112,43 +135,133 @@ def evaluation_stream(
         ranks=ranks,
         workers=task.workers,
         indices=indices,
+        worker_timeout=task.data.worker_timeout,
     )
-
-
-def _batches(task: Task, shards: ShardSet) -> Iterator[Batch]:
-    for batch, chunk in evaluation_batches(evaluation_stream(task, shards), task.accelerator.device):
-        task.skipped += chunk.skipped
-        yield batch
 
 
 @torch.inference_mode()
-def backbone_features(task: Task, backbone: Backbone, shards: ShardSet, pooling: Pooling) -> list[Part]:
-    """This rank's pooled outputs, float32 (B, d) a batch, from the backbone in evaluation mode."""
-    backbone.to(task.accelerator.device).eval()
-    parts = []
-    for batch in _batches(task, shards):
+def extract(
+    task: Task,
+    shards: ShardSet,
+    read: Callable[[torch.Tensor], torch.Tensor],
+    image_size: Size | None = None,
+    indices: np.ndarray | None = None,
+) -> Features:
+    """`read` (uint8 images on the device -> (B, d)) over all images that have a label, in index order, float32.
+
+    The ranks share the images; every rank gets all rows. image_size, indices: see `evaluation_stream`.
+    """
+    vectors, labels, places = [], [], []
+    stream = evaluation_stream(task, shards, indices, image_size)
+    for batch, chunk in evaluation_batches(stream, task.accelerator.device):
+        task.skipped += chunk.skipped
         with task.accelerator.autocast():
-            outputs = backbone.pool(backbone(batch.images), pooling)
-        parts.append((outputs.float().cpu(), batch))
-    return parts
-
-
-def pixels(task: Task, shards: ShardSet) -> list[Part]:
-    """This rank's raw pixels, scaled to [-1, 1], float32 (B, C * H * W) a batch."""
-    return [(batch.images.flatten(1).float().cpu() / 127.5 - 1, batch) for batch in _batches(task, shards)]
-
-
-def _gathered(task: Task, parts: list[Part], shards: ShardSet) -> Features:
-    """All ranks' rows, padding dropped, in index order: the same arrays on every rank."""
-    valid = torch.cat([batch.valid.cpu() for _, batch in parts])
-    own = (
-        torch.cat([vectors for vectors, _ in parts])[valid].numpy(),
-        torch.cat([batch.labels.cpu() for _, batch in parts])[valid].numpy(),
-        torch.cat([batch.indices.cpu() for _, batch in parts])[valid].numpy(),
-    )
+            outputs = read(batch.images)
+        valid = batch.valid.cpu()
+        vectors.append(outputs.float().cpu()[valid])
+        labels.append(batch.labels.cpu()[valid])
+        places.append(batch.indices.cpu()[valid])
+    own = tuple(torch.cat(parts).numpy() for parts in (vectors, labels, places))
     everyone = gather_object([own])
-    vectors, labels, indices = (np.concatenate([rank[n] for rank in everyone]) for n in range(3))
-    if len(labels) == 0:
+    rows, classes, order = (np.concatenate([rank[n] for rank in everyone]) for n in range(3))
+    if len(classes) == 0:
         raise UserError(f"{shards.spec}: no sample there has a readable image and a label (.cls)")
-    order = np.argsort(indices)
-    return Features(vectors[order], labels[order])
+    order = np.argsort(order)
+    return Features(rows[order], classes[order])
+
+
+def _reader(task: Task, source: str, representation: Representation) -> Callable[[torch.Tensor], torch.Tensor]:
+    if source == "pixels":
+        return _pixels
+    backbone: Encoder = getattr(task, source)
+    if representation.image_size:
+        backbone = at_size(backbone, representation.image_size, representation.position_resampling)
+    backbone.to(task.accelerator.device).eval()
+    return lambda images: backbone.pool(outputs(backbone, images, representation.block), representation.pooling)
+
+
+def _pixels(images: torch.Tensor) -> torch.Tensor:
+    """Raw pixels, scaled to [-1, 1]; a side longer than 32 is shrunk to 32 by area."""
+    height, width = images.shape[-2:]
+    size = (min(height, _PIXELS), min(width, _PIXELS))
+    pixels = images.float()
+    return (pixels if size == (height, width) else F.adaptive_avg_pool2d(pixels, size)).flatten(1) / 127.5 - 1
+
+
+def outputs(backbone: Encoder, images_BCHW: torch.Tensor, block: int | None) -> torch.Tensor:
+    """The output tokens, or those after a block (from 1) under the model's last norm; raises UserError for no such."""
+    if block is None:
+        return backbone(images_BCHW)
+    blocks = getattr(backbone.network, "blocks", None)
+    if blocks is None or block > len(blocks):
+        has = f"has blocks 1 to {len(blocks)}" if blocks is not None else "is no transformer and has no blocks"
+        raise UserError(f"block={block}: {backbone.name} {has}")
+    after: list[torch.Tensor] = []
+    hook = blocks[block - 1].register_forward_hook(lambda module, inputs, tokens: after.append(tokens))
+    try:
+        backbone(images_BCHW)
+    finally:
+        hook.remove()
+    return backbone.network.norm(after[0])  # type: ignore[operator]
+
+
+def _cached(task: Task, source: str, shards: ShardSet, representation: Representation) -> Features:
+    """From the cache where the same features are there, else extracted (and kept). Every rank gets the same."""
+    path = task.cache / f"{_content(task, source, shards, representation)}.safetensors" if task.cache else None
+    main = task.accelerator.is_main_process
+    found = gather_object([_read(path) if path and main else None])[0]
+    if found is not None:
+        features, skipped = found
+        task.skipped += skipped
+        return features
+    before = len(task.skipped)
+    image_size = None if source == "pixels" else representation.image_size
+    features = extract(task, shards, _reader(task, source, representation), image_size)
+    skipped = [skip for rank in gather_object([task.skipped[before:]]) for skip in rank]
+    task.skipped[before:] = skipped
+    if path and main:
+        _write(path, features, skipped)
+    return features
+
+
+def _read(path: Path) -> tuple[Features, list[Skip]] | None:
+    try:
+        with safe_open(path, "numpy") as file:
+            skipped = [Skip(**skip) for skip in json.loads(file.metadata()["skipped"])]
+            return Features(file.get_tensor("vectors"), file.get_tensor("labels")), skipped
+    except (OSError, SafetensorError):  # not there, or cut short by a full disk: extracted again
+        return None
+
+
+def _write(path: Path, features: Features, skipped: list[Skip]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    metadata = {"skipped": json.dumps([asdict(skip) for skip in skipped])}
+    save_file({"vectors": features.vectors, "labels": features.labels}, beside, metadata)
+    beside.replace(path)
+
+
+def _content(task: Task, source: str, shards: ShardSet, representation: Representation) -> str:
+    """A hash of everything that the features depend on."""
+    content = hashlib.sha256()
+    for shard, checksum in enumerate(shards.checksums or [""] * len(shards.urls)):
+        content.update(f"{shards.counts[shard]} {checksum or _checksum(shards, shard)}\n".encode())
+    what = [_FORMAT, source == "pixels", task.trained.channels, task.trained.image_size, task.data.evaluation_resize]
+    content.update(json.dumps([*what, len(shards.classes or ())]).encode())
+    if source != "pixels":
+        backbone: Encoder = getattr(task, source)
+        settings = [backbone.name, backbone.arguments, backbone.mean, backbone.std, backbone.own_settings]
+        content.update(json.dumps([settings, representation, task.accelerator.mixed_precision]).encode())
+        for name, tensor in sorted(backbone.state_dict().items()):
+            content.update(name.encode())
+            content.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return content.hexdigest()[:32]
+
+
+def _checksum(shards: ShardSet, shard: int) -> str:
+    """The sha256 of a shard whose `info.json` does not tell it: reading it costs little beside decoding it."""
+    found = hashlib.sha256()
+    with open_url(shards.urls[shard], shards.remote) as stream:
+        while block := stream.read(1 << 20):
+            found.update(block)
+    return found.hexdigest()

@@ -7,25 +7,59 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from pydantic import Field
 
+from ssl_vit.evaluators import ALL, budget_words
+from ssl_vit.evaluators.base import Choice, Judge, LabelledConfig, score
 from ssl_vit.evaluators.features import Task
-from ssl_vit.interfaces import Config as BaseConfig
-from ssl_vit.interfaces import UserError
-from ssl_vit.models.backbone import Pooling
+from ssl_vit.interfaces import Measurement
 
-_ROWS = 1024  # test images scored at once: bounds the similarity matrix in memory
+_SIMILARITIES = 1 << 25  # computed at once: 128 MiB
 
 
-class Config(BaseConfig):
-    """ks: numbers of neighbours. temperature: votes weigh exp(similarity / temperature). pooling: see few_shot.
+class Config(LabelledConfig):
+    """ks: numbers of neighbours (a comparison uses the first). temperature: votes weigh exp(similarity / it)."""
 
-    labels_per_class, seed: neighbours come from that many images a class, chosen as few_shot does (None: all).
-    """
-
-    ks: tuple[int, ...] = (10, 20)
+    ks: tuple[int, ...] = Field((10, 20), min_length=1)
     temperature: float = Field(0.07, gt=0)
-    pooling: Pooling = "mean"
-    labels_per_class: int | None = Field(None, ge=1)
-    seed: int = 0
+
+
+def knn_predictions(
+    train_features: np.ndarray,
+    train_labels: np.ndarray,
+    test_features: np.ndarray,
+    *,
+    ks: Sequence[int] = (10, 20),
+    temperature: float = 0.07,
+) -> dict[int, np.ndarray]:
+    """The predicted class of every test image for each k: cosine similarity, votes weighted exp(similarity /
+    temperature); of equally similar neighbours the earlier counts first.
+
+    features: float (n, d); labels: int (n,). k larger than the training set counts all of it.
+    """
+    train, test = _unit(train_features), _unit(test_features)
+    classes, targets = np.unique(train_labels, return_inverse=True)
+    most = min(max(ks), len(train))
+    found = {k: np.empty(len(test), dtype=np.int64) for k in ks}
+    rows = max(1, _SIMILARITIES // len(train))
+    for start in range(0, len(test), rows):
+        similarity = test[start : start + rows] @ train.T
+        nearest = _nearest(similarity, most)
+        weights = np.exp(np.take_along_axis(similarity, nearest, 1).astype(np.float64) / temperature)
+        for k in ks:
+            votes = np.zeros((len(similarity), len(classes)))
+            owners = np.repeat(np.arange(len(similarity)), min(k, most))
+            np.add.at(votes, (owners, targets[nearest[:, :k]].ravel()), weights[:, :k].ravel())
+            found[k][start : start + rows] = classes[votes.argmax(1)]
+    return found
+
+
+def _nearest(similarity: np.ndarray, count: int) -> np.ndarray:
+    """The columns of the `count` largest values of each row, largest first, the first of equals first."""
+    least = np.partition(similarity, -count, axis=1)[:, -count]
+    nearest = np.empty((len(similarity), count), dtype=np.int64)
+    for row, (values, bound) in enumerate(zip(similarity, least, strict=True)):
+        candidates = np.flatnonzero(values >= bound)
+        nearest[row] = candidates[np.argsort(-values[candidates], kind="stable")[:count]]
+    return nearest
 
 
 def knn_accuracy(
@@ -37,45 +71,40 @@ def knn_accuracy(
     ks: Sequence[int] = (10, 20),
     temperature: float = 0.07,
 ) -> dict[int, float]:
-    """Test accuracy (0..1) for each k: cosine similarity, votes weighted exp(similarity / temperature).
-
-    features: float (n, d); labels: int (n,). k larger than the training set counts all of it.
-    """
-    train, test = _unit(train_features), _unit(test_features)
-    classes, targets = np.unique(train_labels, return_inverse=True)
-    most = min(max(ks), len(train))
-    hits = dict.fromkeys(ks, 0)
-    for start in range(0, len(test), _ROWS):
-        similarity = test[start : start + _ROWS] @ train.T
-        nearest = np.argsort(-similarity, axis=1, kind="stable")[:, :most]
-        weights = np.exp(np.take_along_axis(similarity, nearest, 1) / temperature)
-        for k in ks:
-            votes = np.zeros((len(similarity), len(classes)))
-            rows = np.repeat(np.arange(len(similarity)), min(k, most))
-            np.add.at(votes, (rows, targets[nearest[:, :k]].ravel()), weights[:, :k].ravel())
-            hits[k] += int((classes[votes.argmax(1)] == test_labels[start : start + _ROWS]).sum())
-    return {k: count / len(test) for k, count in hits.items()}
+    """Test accuracy (0..1) for each k; see `knn_predictions`."""
+    found = knn_predictions(train_features, train_labels, test_features, ks=ks, temperature=temperature)
+    return {k: float((predicted == test_labels).mean()) for k, predicted in found.items()}
 
 
 def _unit(x: np.ndarray) -> np.ndarray:
     return x / np.maximum(np.linalg.norm(x, axis=1, keepdims=True), 1e-12)
 
 
-class Evaluator:
-    """Accuracy for each k and feature source."""
+class Evaluator(Judge):
+    """Accuracy of every k, label budget and seed."""
 
-    def __init__(self, config: Config) -> None:
-        if not config.ks:
-            raise UserError("knn: ks must name at least one number of neighbours")
-        self.config = config
+    title = "Nearest neighbours on frozen features"
 
-    def run(self, task: Task) -> Iterator[tuple[str, float]]:
-        c = self.config
-        for source in task.sources():
-            train = task.labelled_features(source, c.pooling, c.labels_per_class, c.seed)
-            test = task.features(source, "test", c.pooling)
-            accuracies = knn_accuracy(
-                train.vectors, train.labels, test.vectors, test.labels, ks=c.ks, temperature=c.temperature
-            )
-            for k, accuracy in accuracies.items():
-                yield f"{source}/k={k}", accuracy
+    def measure(
+        self,
+        task: Task,
+        source: str,
+        budgets: Sequence[int | str],
+        seeds: Sequence[int],
+        choice: Choice | None = None,
+    ) -> Iterator[Measurement]:
+        c: Config = self.config
+        test = task.features(source, "test", c.representation)
+        for budget in budgets:
+            for seed in seeds:
+                train = task.labelled_features(source, c.representation, budget, seed)
+                arrays = (train.vectors, train.labels, test.vectors)
+                for k, predicted in knn_predictions(*arrays, ks=c.ks, temperature=c.temperature).items():
+                    yield Measurement(
+                        name=f"k={k}" if budget == ALL else f"k={k}, {budget_words(budget)}",
+                        labels_per_class=budget,
+                        labels=len(train.labels),
+                        seed=seed,
+                        main=k == c.ks[0],
+                        **score(predicted, test.labels, task.classes),
+                    )

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 
 import numpy as np
 
-from ssl_vit.data.shards import ShardSet, read_members
+from ssl_vit.data.shards import ShardSet
+from ssl_vit.evaluators import ALL
 from ssl_vit.interfaces import UserError
 
 
@@ -16,10 +18,26 @@ def choose_shots(labels: np.ndarray, shots: int, seed: int) -> np.ndarray:
     Nested: more shots contain fewer. A class with too few images gives all it has. labels: int (n,); negative ones are
     not images to choose from.
     """
+    return _first_of_each(labels, seed, lambda count: shots)
+
+
+def choose_labelled(labels: np.ndarray, budget: int | str, seed: int) -> np.ndarray:
+    """Indices of the images that a label budget allows: shots a class, a share such as "10%" of every class (rounded,
+    at least one image, the first of the same permutations), or "all" of them in order."""
+    if budget == ALL:
+        return np.flatnonzero(labels >= 0)
+    if isinstance(budget, int):
+        return choose_shots(labels, budget, seed)
+    share = float(budget[:-1]) / 100
+    return _first_of_each(labels, seed, lambda count: max(1, round(share * count)))
+
+
+def _first_of_each(labels: np.ndarray, seed: int, wanted: Callable[[int], int]) -> np.ndarray:
     generator = np.random.default_rng(seed)
     chosen = []
     for label in np.unique(labels[labels >= 0]):
-        chosen.append(generator.permutation(np.flatnonzero(labels == label))[:shots])
+        members = np.flatnonzero(labels == label)
+        chosen.append(generator.permutation(members)[: wanted(len(members))])
     return np.concatenate(chosen)
 
 
@@ -42,8 +60,8 @@ def labels_of(shards: ShardSet) -> np.ndarray:
     Read once a process. Raises UserError where no sample has a label.
     """
     labels = np.full(shards.samples, -1, dtype=np.int64)
-    for shard, url in enumerate(shards.urls):
-        for position, sample in read_members(url):
+    for shard in range(len(shards.urls)):
+        for position, sample in shards.read(shard):
             if not isinstance(sample, Exception) and position < shards.counts[shard]:
                 text = sample.get("cls", b"-1")
                 try:

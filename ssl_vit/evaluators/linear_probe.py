@@ -1,37 +1,87 @@
-"""Linear probe, the exact way: features once, multinomial logistic regression by L-BFGS, C chosen on held-out train.
+"""Linear probe: the exact way (features once, multinomial logistic regression, C chosen on held-out train), or MAE's
+(`main_linprobe.py`): a batch norm without parameters and a linear layer, trained by LARS on augmented images.
 
-Features are standardised as by the affine-free BatchNorm of MAE's probe (`main_linprobe.py`).
+Both standardise the features, the exact way by the labelled images' own mean and variance.
 """
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterator, Sequence
+from typing import Any, Literal
 
 import numpy as np
 from pydantic import Field
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.linear_model import LogisticRegression
 
+from ssl_vit.data import AugmentConfig
+from ssl_vit.evaluators import ALL, budget_words
+from ssl_vit.evaluators.base import Choice, Judge, LabelledConfig, score
 from ssl_vit.evaluators.features import Task
-from ssl_vit.evaluators.labels import held_out_split
-from ssl_vit.interfaces import Config as BaseConfig
-from ssl_vit.models.backbone import Pooling
+from ssl_vit.evaluators.labels import choose_labelled, held_out_split, labels_of
+from ssl_vit.evaluators.tuning import scores, train_classifier
+from ssl_vit.interfaces import Measurement, UserError
+from ssl_vit.models.backbone import at_size
+from ssl_vit.objectives import classification
+from ssl_vit.training import OptimConfig
+
+_CS = (1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)
 
 
-class Config(BaseConfig):
-    """cs: inverse regularisation strengths to choose from. held_out: share of the labelled images that chooses.
+class Config(LabelledConfig):
+    """method: `exact`, or `lars` (MAE's; it reads `pooling` alone, and raw pixels get the exact method).
 
-    labels_per_class, seed: train on that many images a class, chosen as few_shot does (None: all). pooling: see
-    few_shot. max_iterations: of L-BFGS.
+    Of `exact`: cs: inverse regularisation strengths to choose from, by a `held_out` share of the labelled images;
+    max_iterations: of L-BFGS.
+    Of `lars`, all MAE's: lr for 256 images, scaled to the batch; batch_size images, or as many as there are labelled;
+    epochs over the labelled images, the first `warmup_epochs` with a rising rate. lanes: see data.lanes.
     """
 
-    cs: tuple[float, ...] = (1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)
+    method: Literal["exact", "lars"] = "exact"
+    cs: tuple[float, ...] = Field(_CS, min_length=1)
     held_out: float = Field(0.2, gt=0, lt=1)
-    labels_per_class: int | None = Field(None, ge=1)
-    seed: int = 0
-    pooling: Pooling = "mean"
     max_iterations: int = Field(1000, ge=1)
+    lr: float = Field(0.1, gt=0)
+    batch_size: int = Field(16384, ge=1)
+    epochs: float = Field(90, gt=0)
+    warmup_epochs: float = Field(10, ge=0)
+    augment: AugmentConfig = AugmentConfig(scale=(0.08, 1.0))
+    lanes: int = Field(8, ge=1)
+
+
+def probe_predictions(
+    train_features: np.ndarray,
+    train_labels: np.ndarray,
+    test_features: np.ndarray,
+    *,
+    cs: Sequence[float],
+    held_out: float = 0.2,
+    seed: int = 0,
+    max_iterations: int = 1000,
+) -> tuple[np.ndarray, float]:
+    """(predicted classes of test, chosen C): C is chosen on a held-out part of train, then the fit uses all of train.
+
+    features: float (n, d); labels: int (n,). Of equally good C the first counts. With so few labels that nothing can be
+    held out (one image a class), the middle C is used.
+    """
+
+    def predicted(fit: np.ndarray, c: float, x: np.ndarray) -> np.ndarray:
+        mean = train_features[fit].mean(0)
+        scale = np.sqrt(train_features[fit].var(0) + 1e-6)
+        model = LogisticRegression(C=c, max_iter=max_iterations)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ConvergenceWarning)  # a cap on iterations is a setting, not an accident
+            model.fit((train_features[fit] - mean) / scale, train_labels[fit])
+        return np.asarray(model.predict((x - mean) / scale))
+
+    kept, held = held_out_split(train_labels, held_out, seed)
+    best = sorted(cs)[len(cs) // 2]
+    if len(held) and len(cs) > 1:
+        right = [float((predicted(kept, c, train_features[held]) == train_labels[held]).mean()) for c in cs]
+        best = cs[int(np.argmax(right))]
+    return predicted(np.arange(len(train_labels)), best, test_features), best
 
 
 def probe_accuracy(
@@ -39,54 +89,75 @@ def probe_accuracy(
     train_labels: np.ndarray,
     test_features: np.ndarray,
     test_labels: np.ndarray,
-    *,
-    cs: Sequence[float],
-    held_out: float = 0.2,
-    seed: int = 0,
-    max_iterations: int = 1000,
+    **settings: Any,
 ) -> tuple[float, float]:
-    """(test accuracy, chosen C): C is chosen on a held-out part of train, then the fit uses all of train.
-
-    With so few labels that nothing can be held out (one image a class), the middle C is used.
-    """
-
-    def fit_score(fit: np.ndarray, c: float, x: np.ndarray, y: np.ndarray) -> float:
-        mean = train_features[fit].mean(0)
-        scale = np.sqrt(train_features[fit].var(0) + 1e-6)
-        model = LogisticRegression(C=c, max_iter=max_iterations)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ConvergenceWarning)  # a cap on iterations is a setting, not an accident
-            model.fit((train_features[fit] - mean) / scale, train_labels[fit])
-        return float(np.mean(model.predict((x - mean) / scale) == y))
-
-    kept, held = held_out_split(train_labels, held_out, seed)
-    best = sorted(cs)[len(cs) // 2]
-    if len(held) and len(cs) > 1:
-        scores = [fit_score(kept, c, train_features[held], train_labels[held]) for c in cs]
-        best = cs[int(np.argmax(scores))]
-    return fit_score(np.arange(len(train_labels)), best, test_features, test_labels), best
+    """(test accuracy 0..1, chosen C); settings as in `probe_predictions`."""
+    predicted, best = probe_predictions(train_features, train_labels, test_features, **settings)
+    return float((predicted == test_labels).mean()), best
 
 
-class Evaluator:
-    """Test accuracy and the chosen C for each feature source."""
+class Evaluator(Judge):
+    """Accuracy at every label budget and seed, with the chosen C."""
 
-    def __init__(self, config: Config) -> None:
-        self.config = config
+    title = "Linear probe on frozen features"
 
-    def run(self, task: Task) -> Iterator[tuple[str, float]]:
-        c = self.config
-        for source in task.sources():
-            train = task.labelled_features(source, c.pooling, c.labels_per_class, c.seed)
-            test = task.features(source, "test", c.pooling)
-            accuracy, best = probe_accuracy(
-                train.vectors,
-                train.labels,
-                test.vectors,
-                test.labels,
-                cs=c.cs,
-                held_out=c.held_out,
-                seed=c.seed,
-                max_iterations=c.max_iterations,
-            )
-            yield f"{source}/accuracy", accuracy
-            yield f"{source}/C", best
+    def measure(
+        self,
+        task: Task,
+        source: str,
+        budgets: Sequence[int | str],
+        seeds: Sequence[int],
+        choice: Choice | None = None,
+    ) -> Iterator[Measurement]:
+        by_lars = self.config.method == "lars" and source != "pixels"
+        for budget in budgets:
+            for seed in seeds:
+                place: dict[str, Any] = {
+                    "name": "accuracy" if budget == ALL else budget_words(budget),
+                    "labels_per_class": budget,
+                    "seed": seed,
+                }
+                yield self._lars(task, source, place) if by_lars else self._exact(task, source, place)
+
+    def _exact(self, task: Task, source: str, place: dict[str, Any]) -> Measurement:
+        c: Config = self.config
+        seed = place["seed"]
+        train = task.labelled_features(source, c.representation, place["labels_per_class"], seed)
+        test = task.features(source, "test", c.representation)
+        arrays = (train.vectors, train.labels, test.vectors)
+        settings = {"cs": c.cs, "held_out": c.held_out, "max_iterations": c.max_iterations}
+        predicted, best = probe_predictions(*arrays, seed=seed, **settings)  # type: ignore[arg-type]
+        found = score(predicted, test.labels, task.classes)
+        return Measurement(**place, labels=len(train.labels), chosen={"C": best}, **found)
+
+    def _lars(self, task: Task, source: str, place: dict[str, Any]) -> Measurement:
+        c: Config = self.config
+        if c.pooling == "both" or c.block is not None:
+            raise UserError("linear_probe: method=lars reads the model's output pooled as token, mean or patches")
+        images = choose_labelled(labels_of(task.train), place["labels_per_class"], place["seed"])
+        batch_size = min(c.batch_size, len(images)) // c.lanes * c.lanes
+        if not batch_size:
+            raise UserError(f"linear_probe: {len(images)} labelled images are fewer than lanes={c.lanes}: lower lanes")
+        an_epoch = len(images) / batch_size
+        optim = OptimConfig(
+            name="lars",
+            lr=c.lr,
+            lr_batch=256,
+            clip_norm=0,
+            warmup_steps=round(c.warmup_epochs * an_epoch),
+        )
+        objective, cost = train_classifier(
+            task,
+            at_size(getattr(task, source), c.image_size or task.trained.image_size, c.position_resampling),
+            classification.Config(head="probe", pooling=c.pooling),
+            optim,
+            name=f"linear probe of {source}",
+            steps=math.ceil(c.epochs * an_epoch),
+            batch_size=batch_size,
+            augment=c.augment,
+            lanes=c.lanes,
+            images=images,
+            seed=place["seed"],
+        )
+        found = scores(task, objective, task.test)
+        return Measurement(**place, labels=len(images), **vars(cost), **found)

@@ -2,37 +2,79 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field, field_validator
 
-from ssl_vit.interfaces import Config
+from ssl_vit.interfaces import Config, Size
+
+
+def _image_size(value: Any) -> Any:
+    sides = value if isinstance(value, list | tuple) and len(value) == 2 else [value]
+    if not all(isinstance(side, int) and not isinstance(side, bool) and side >= 1 for side in sides):
+        raise ValueError("give pixels: a square's side such as 224, or [height, width]")
+    return value
+
+
+def _per_channel(value: Any) -> Any:
+    numbers = value if isinstance(value, list | tuple) and value else [value]
+    if not all(isinstance(number, int | float) and not isinstance(number, bool) for number in numbers):
+        raise ValueError("give one number, or one for each channel such as [0.485, 0.456, 0.406]")
+    return value
+
+
+ImageSize = Annotated[Size, BeforeValidator(_image_size)]
+PerChannel = Annotated[float | tuple[float, ...], BeforeValidator(_per_channel)]
+Positions = Literal["learned", "sincos2d"]
+Resampling = Literal["timm", "google"]
 
 
 class BackboneConfig(Config):
-    """A timm Vision Transformer, by name, with any size overridden.
+    """A timm Vision Transformer, by name, with any size overridden; or, for classification, a timm ResNet as it is.
 
-    name: a timm model whose class is VisionTransformer (`vit_base_patch16_224`, `vit_tiny_patch16_224`, ...).
-    image_size: pixels (square). channels: 1 grey, 3 RGB, 4 RGBA. patch_size: pixels; None: the name's own.
+    name: a timm model whose class is VisionTransformer: plain (`vit_base_patch16_224`, `vit_tiny_patch16_224`, ...),
+        with registers (`vit_small_patch14_reg4_dinov2`), or hybrid (`vit_base_r50_s16_224`: patches of a ResNet's
+        feature map); or a ResNet (`resnet50`, `resnetv2_50x1_bit`), which takes name, image_size, channels, drop_path,
+        mean and std alone.
+    image_size: pixels, a square's side or [height, width]. channels: 1 grey, 3 RGB, 4 RGBA, or any other number.
+    patch_size: pixels; in a hybrid, cells of the feature map (1: the paper's 1x1 patches). None: the name's own.
     width, depth, heads, mlp_ratio: None: the name's own.
-    dropout: after the position embedding and inside the MLPs and projections, as the paper puts it (table 3: 0.1).
+    class_token: None: the name's own; false: there is none, and pooling is the mean of the patches.
+    positions: `learned` (1D, the paper's) or `sincos2d` (constant).
+    position_resampling: how `init_from` fits positions to another patch grid: `timm` (bicubic, antialiased) or `google`
+        (scipy's zoom of order 1, the paper authors').
+    dropout: directly after adding the positions and after every dense layer but the qkv projections, as the paper puts
+        it (table 3: 0.1).
     init: `jax` (the authors' initialisation: Xavier-uniform projections, as timm carries it) or `timm` (normal 0.02).
     position_std: standard deviation of the initial position embeddings (authors: 0.02).
     drop_path: stochastic depth rate of the last block.
-    mean, std: normalisation of pixels scaled to [0, 1]; 0.5/0.5 gives the paper authors' [-1, 1].
+    norm_eps: of the layer norms; None: the name's own (1e-6 in most).
+    mean, std: normalisation of pixels scaled to [0, 1], one number or one a channel; 0.5/0.5 gives the paper authors'
+        [-1, 1].
     """
 
     name: str = "vit_base_patch16_224"
-    image_size: int = Field(224, ge=1)
+    image_size: ImageSize = 224
     channels: int = Field(3, ge=1)
     patch_size: int | None = Field(None, ge=1)
     width: int | None = Field(None, ge=1)
     depth: int | None = Field(None, ge=1)
     heads: int | None = Field(None, ge=1)
     mlp_ratio: float | None = Field(None, gt=0)
+    class_token: bool | None = None
+    positions: Positions = "learned"
+    position_resampling: Resampling = "timm"
     dropout: float = Field(0.0, ge=0, lt=1)
     drop_path: float = Field(0.0, ge=0, lt=1)
     init: Literal["jax", "timm"] = "jax"
     position_std: float = Field(0.02, gt=0)
-    mean: float = 0.5
-    std: float = Field(0.5, gt=0)
+    norm_eps: float | None = Field(None, gt=0)
+    mean: PerChannel = 0.5
+    std: PerChannel = 0.5
+
+    @field_validator("std")
+    @classmethod
+    def _positive(cls, std: PerChannel) -> PerChannel:
+        if min(std if isinstance(std, tuple) else (std,), default=0) <= 0:
+            raise ValueError("must be greater than 0")
+        return std

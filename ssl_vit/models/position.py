@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import numpy as np
 import torch
 from scipy.ndimage import zoom
 from timm.layers import resample_abs_pos_embed
 
-Method = Literal["timm", "google"]
+from ssl_vit.models import Resampling
+
 Grid = tuple[int, int]
 
 
 def resample(
-    positions_1LD: torch.Tensor, old_grid: Grid, new_grid: Grid, prefix_tokens: int = 1, method: Method = "timm"
+    positions_1LD: torch.Tensor, old_grid: Grid, new_grid: Grid, prefix_tokens: int = 1, method: Resampling = "timm"
 ) -> torch.Tensor:
     """Position embeddings (1, prefix + old rows * columns, D) -> (1, prefix + new rows * columns, D).
 

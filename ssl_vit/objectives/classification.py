@@ -8,26 +8,32 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from pydantic import Field
 from torch import nn
+from torchvision.transforms import v2
 
 from ssl_vit.data.transforms import device_images
 from ssl_vit.interfaces import Batch, StepOutput, UserError
 from ssl_vit.interfaces import Config as BaseConfig
-from ssl_vit.models.backbone import Backbone
+from ssl_vit.models.backbone import Encoder
 
 
 class Config(BaseConfig):
-    """head: `mlp` (one tanh hidden layer: pretraining) or `linear` (zero-initialised: fine-tuning); paper, section 3.1.
+    """head: `mlp` (one tanh hidden layer: pretraining) or `linear` (zero-initialised: fine-tuning; paper, section 3.1),
+        or `probe`: MAE's linear probe, a batch norm without parameters before a linear layer, on a frozen backbone.
 
     pooling: what the head reads: the class `token` (the paper's), the `mean` of the patches, or all `patches` side by
         side, which keeps the layout (for small images of one centred thing, such as digits).
     classes: how many; None takes the number of classes that the shards' info.json names.
+    mixup, cutmix: alpha of the Beta distribution of the mixing ratio; 0: none; with both, each batch gets one of them
+        at random (as timm does). Drawn from torch's generator of each process, like dropout.
     """
 
     name: Literal["classification"] = "classification"
-    head: Literal["mlp", "linear"] = "mlp"
+    head: Literal["mlp", "linear", "probe"] = "mlp"
     pooling: Literal["token", "mean", "patches"] = "token"
     classes: int | None = Field(None, ge=2)
     label_smoothing: float = Field(0.0, ge=0, lt=1)
+    mixup: float = Field(0.0, ge=0)
+    cutmix: float = Field(0.0, ge=0)
 
 
 class Objective(nn.Module):
@@ -35,33 +41,53 @@ class Objective(nn.Module):
 
     needs_labels = True
 
-    def __init__(self, backbone: Backbone, config: Config, classes: int | None = None) -> None:
+    def __init__(self, backbone: Encoder, config: Config, classes: int | None = None) -> None:
         super().__init__()
         number = config.classes or classes
         if number is None:
             raise UserError("objective.classes: the shards' info.json names no classes, so say how many there are")
+        backbone.check_pooling(config.pooling)
         self.backbone, self.config = backbone, config
         width = backbone.width * (backbone.patches if config.pooling == "patches" else 1)
+        self.frozen = config.head == "probe"
         self.head: nn.Module
-        if config.head == "linear":
-            linear = nn.Linear(width, number)
-            nn.init.zeros_(linear.weight)
-            nn.init.zeros_(linear.bias)
-            self.head = linear
-        else:
+        if config.head == "mlp":
             hidden = backbone.width
             self.head = nn.Sequential(nn.Linear(width, hidden), nn.Tanh(), nn.Linear(hidden, number))
+        else:
+            linear = nn.Linear(width, number)
+            nn.init.zeros_(linear.bias)
+            if self.frozen:
+                nn.init.trunc_normal_(linear.weight, std=0.01)
+                self.head = nn.Sequential(nn.BatchNorm1d(width, affine=False, eps=1e-6), linear)
+                backbone.requires_grad_(False)
+            else:
+                nn.init.zeros_(linear.weight)
+                self.head = linear
+        mixes = [v2.MixUp(alpha=config.mixup, num_classes=number)] if config.mixup else []
+        mixes += [v2.CutMix(alpha=config.cutmix, num_classes=number)] if config.cutmix else []
+        self.mix = v2.RandomChoice(mixes) if mixes else None
+
+    def train(self, mode: bool = True) -> Objective:
+        super().train(mode)
+        if self.frozen:
+            self.backbone.eval()  # no dropout and no running statistics of its own while it only serves features
+        return self
 
     def noise_per_sample(self) -> int:
         return 0
 
     def logits(self, images_BCHW: torch.Tensor) -> torch.Tensor:
-        """uint8 images -> float32 class logits (B, classes)."""
-        return self.head(self.backbone.pool(self.backbone(images_BCHW), self.config.pooling)).float()
+        """Images, 0..255 -> float32 class logits (B, classes)."""
+        return self.head(self.backbone.represent(images_BCHW, self.config.pooling)).float()
 
     def forward(self, batch: Batch) -> StepOutput:
-        logits = self.logits(device_images(batch))
+        images = device_images(batch)
         labels = batch.labels.clamp(min=0)  # padding carries -1 and weighs nothing
-        per_image = F.cross_entropy(logits, labels, reduction="none", label_smoothing=self.config.label_smoothing)
+        targets = labels
+        if self.mix is not None and self.training:
+            images, targets = self.mix(images.float(), labels)
+        logits = self.logits(images)
+        per_image = F.cross_entropy(logits, targets, reduction="none", label_smoothing=self.config.label_smoothing)
         hits = (logits.detach().argmax(-1) == labels).float()
         return StepOutput(batch.mean(per_image), {"accuracy": batch.mean(hits)})

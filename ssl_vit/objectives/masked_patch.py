@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import torch
@@ -12,26 +13,32 @@ from torch import nn
 from ssl_vit.data.transforms import device_images
 from ssl_vit.interfaces import Batch, StepOutput, UserError
 from ssl_vit.interfaces import Config as BaseConfig
-from ssl_vit.models.backbone import Backbone
+from ssl_vit.models.backbone import Encoder, require_vit
 
 _FREQUENCY_RATE = 0.01  # the class frequencies are a moving average over about 100 batches
 _DOWNSIZED = 4  # target 2 of the paper: the patch downsized to 4x4
+_MOST_CLASSES = 2**16  # a head of more would outweigh the encoder
+_BLOCKS = 16  # drawn an image; three are enough on average, all 16 once in a thousand images at 90% corruption
+_SMALLEST_BLOCK = 16 / 196  # BEiT's: 16 of 14x14 patches
+_LOWEST_ASPECT = 0.3  # BEiT's: height to width is log-uniform between this and its inverse
 
 
 class Config(BaseConfig):
     """Defaults are the paper's.
 
     corruption: share of patches corrupted in every image (exactly round(share * N)); 0.15 is BERT's.
+    corruption_layout: `random` patches (the paper's) or `blocks`: overlapping rectangles, as in BEiT.
     mask_share, random_share: of the corrupted, the share replaced by the learnable [mask] embedding and by another
         patch's embedding; the rest stays as it is. The loss counts all of them.
     random_from: where the other patch comes from: `batch` (the images of the same lane in the same step, so that the
         choice does not depend on the number of processes) or the same `image`.
     target: `mean_colour` (one class a patch), `downsized` (the patch at 4x4, 16 classes a patch), `pixels` (L2).
-    bits: of each quantised colour channel; the classes are 2**(bits * channels).
+    bits: of each quantised colour channel; the classes are 2**(bits * channels), at most 65,536.
     """
 
     name: Literal["masked_patch"] = "masked_patch"
     corruption: float = Field(0.5, gt=0, le=1)
+    corruption_layout: Literal["random", "blocks"] = "random"
     mask_share: float = Field(0.8, ge=0, le=1)
     random_share: float = Field(0.1, ge=0, le=1)
     random_from: Literal["batch", "image"] = "batch"
@@ -71,6 +78,30 @@ def class_colours(classes: torch.Tensor, channels: int, bits: int = 3) -> torch.
     return ((torch.stack(digits, dim=-1) * 2 + 1) * (256 >> (bits + 1)) if bits < 8 else torch.stack(digits, -1)).byte()
 
 
+def block_order(noise_BR4: torch.Tensor, grid: tuple[int, int], count: int) -> torch.Tensor:
+    """R random rectangles of patches an image -> for every patch, float32 (B, N), when it is covered: r + 0..0.5 where
+    rectangle r is the first to hold it, least at that rectangle's centre; R where none does.
+
+    Taking the least `count` corrupts whole rectangles, but for the core of the last one. noise: uniform in [0, 1);
+    areas are uniform from BEiT's least to `count` patches, aspects BEiT's; a rectangle lies wholly inside the image.
+    """
+    rows, columns = grid
+    least = min(max(_SMALLEST_BLOCK * rows * columns, 1.0), count)
+    area_BR = least + (count - least) * noise_BR4[..., 0]
+    aspect_BR = torch.exp((1 - 2 * noise_BR4[..., 1]) * math.log(_LOWEST_ASPECT))
+    high_BR = (area_BR * aspect_BR).sqrt().clamp(max=rows)
+    wide_BR = (area_BR / high_BR).clamp(max=columns)
+    high_BR, wide_BR = (area_BR / wide_BR).round().clamp(1, rows), wide_BR.round().clamp(min=1)
+    top_BR = (noise_BR4[..., 2] * (rows - high_BR + 1)).floor()
+    left_BR = (noise_BR4[..., 3] * (columns - wide_BR + 1)).floor()
+    y_H, x_W = (torch.arange(side, device=noise_BR4.device) for side in grid)
+    down_BRH = (y_H - (top_BR + (high_BR - 1) / 2)[..., None]).abs() / high_BR[..., None]
+    across_BRW = (x_W - (left_BR + (wide_BR - 1) / 2)[..., None]).abs() / wide_BR[..., None]
+    away_BRN = torch.maximum(down_BRH[..., None], across_BRW[..., None, :]).flatten(2)
+    number_R1 = torch.arange(noise_BR4.shape[1], device=noise_BR4.device)[:, None]
+    return torch.where(away_BRN < 0.5, number_R1 + away_BRN, noise_BR4.shape[1]).amin(1)
+
+
 def corrupt(
     tokens_BND: torch.Tensor,
     mask_token_D: torch.Tensor,
@@ -82,30 +113,38 @@ def corrupt(
     random_share: float = 0.1,
     random_from: Literal["batch", "image"] = "batch",
     pool: int = 0,
+    blocks: tuple[int, int] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Corrupt exactly `count` = K patch embeddings of every image.
 
     Each chosen patch independently becomes the mask token (`mask_share`), another patch's embedding (`random_share`;
     never its own) or stays. Returns the tokens (B, N, D) and the chosen patches, int64 (B, K), distinct in each row.
-    Randomness: `noise_BM`, uniform in [0, 1), M = N + 2K, or where it is None numbers drawn from `generator`.
-    random_from=batch draws from groups of `pool` consecutive images (0: the whole batch). Shapes are static.
-    Raises ValueError for a count outside 1..N, or noise or a pool that do not fit the batch.
+    Randomness: `noise_BM`, uniform in [0, 1), M = `noise_needed`, or where it is None numbers drawn from `generator`.
+    random_from=batch draws from groups of `pool` consecutive images (0: the whole batch). blocks: (rows, columns) of
+    patches, for corruption in rectangles. Shapes are static.
+    Raises ValueError for a count outside 1..N, or noise, blocks or a pool that do not fit the batch.
     """
     b, n, d = tokens_BND.shape
     if not 1 <= count <= n:
         raise ValueError(f"cannot corrupt {count} of {n} patches")
+    if blocks and blocks[0] * blocks[1] != n:
+        raise ValueError(f"{blocks[0]}x{blocks[1]} patches are not {n}")
+    needed = noise_needed(n, count, blocks is not None)
     if noise_BM is None:
-        noise_BM = torch.rand(b, n + 2 * count, generator=generator, device=tokens_BND.device)
-    if noise_BM.shape != (b, n + 2 * count):
-        raise ValueError(f"noise is {tuple(noise_BM.shape)}, not {(b, n + 2 * count)}")
-    indices_BK = noise_BM[:, :n].argsort(dim=1, stable=True)[:, :count]
+        noise_BM = torch.rand(b, needed, generator=generator, device=tokens_BND.device)
+    if noise_BM.shape != (b, needed):
+        raise ValueError(f"noise is {tuple(noise_BM.shape)}, not {(b, needed)}")
+    order_BN = noise_BM[:, :n]
+    if blocks:  # the noise breaks ties, and orders what no rectangle holds
+        order_BN = block_order(noise_BM[:, n + 2 * count :].reshape(b, _BLOCKS, 4), blocks, count) + order_BN / 100
+    indices_BK = order_BN.argsort(dim=1, stable=True)[:, :count]
     kind_BK1 = noise_BM[:, n : n + count, None]
     images = 1 if random_from == "image" else (pool or b)
     if b % images:
         raise ValueError(f"{b} images are not groups of {images}")
     # Stepping 1..M-1 places around the ring of the M patches of a group never lands on the patch itself.
     ring = images * n
-    steps_BK = (noise_BM[:, n + count :] * (ring - 1)).long().clamp(max=max(ring - 2, 0)) + 1
+    steps_BK = (noise_BM[:, n + count : n + 2 * count] * (ring - 1)).long().clamp(max=max(ring - 2, 0)) + 1
     row_B1 = torch.arange(b, device=tokens_BND.device)[:, None]
     start_B1 = row_B1 // images * ring
     donors_BK = start_B1 + (row_B1 % images * n + indices_BK + steps_BK) % ring
@@ -117,20 +156,27 @@ def corrupt(
     return tokens_BND.scatter(1, gather_BKD, replaced_BKD), indices_BK
 
 
+def noise_needed(patches: int, count: int, blocks: bool = False) -> int:
+    """How many uniform numbers an image's corruption takes."""
+    return patches + 2 * count + (4 * _BLOCKS if blocks else 0)
+
+
 class Objective(nn.Module):
     """The backbone, the mask token and a linear head on the corrupted patches' outputs."""
 
-    def __init__(self, backbone: Backbone, config: Config, classes: int | None = None) -> None:
+    def __init__(self, encoder: Encoder, config: Config, classes: int | None = None) -> None:
         super().__init__()
+        backbone = require_vit(encoder, "objective.name=masked_patch")
         self.backbone, self.config = backbone, config
         self.count = max(1, round(config.corruption * backbone.patches))
         if config.target == "downsized" and backbone.patch_size % _DOWNSIZED:
             raise UserError(f"objective.target=downsized needs a patch size that {_DOWNSIZED} divides")
-        self.colours = 2 ** (config.bits * backbone.channels)
-        if self.colours > 2**16:
+        self.colours = 0 if config.target == "pixels" else 2 ** (config.bits * backbone.channels)
+        if self.colours > _MOST_CLASSES:
+            fitting = int(math.log2(_MOST_CLASSES)) // backbone.channels
             raise UserError(
                 f"objective.bits={config.bits} with {backbone.channels} channels makes {self.colours:,} classes: "
-                f"use at most {16 // backbone.channels} bits"
+                f"use {f'at most {fitting} bits, or ' if fitting else ''}objective.target=pixels"
             )
         slots = _DOWNSIZED**2 if config.target == "downsized" else 1
         pixels = backbone.channels * backbone.patch_size**2
@@ -143,7 +189,24 @@ class Objective(nn.Module):
         nn.init.zeros_(self.head.bias)
 
     def noise_per_sample(self) -> int:
-        return self.backbone.patches + 2 * self.count
+        return noise_needed(self.backbone.patches, self.count, self.config.corruption_layout == "blocks")
+
+    def corrupt(
+        self, patches_BND: torch.Tensor, mask_D: torch.Tensor, batch: Batch
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the batch's noise does to its patches (embeddings, or pixels for a picture): `corrupt` as configured."""
+        c = self.config
+        return corrupt(
+            patches_BND,
+            mask_D,
+            self.count,
+            noise_BM=batch.noise,
+            mask_share=c.mask_share,
+            random_share=c.random_share,
+            random_from=c.random_from,
+            pool=batch.lane_size,
+            blocks=self.backbone.grid if c.corruption_layout == "blocks" else None,
+        )
 
     def targets(self, images_BCHW: torch.Tensor) -> torch.Tensor:
         """uint8 images -> what to predict of every patch: int64 (B, N, slots), or float32 (B, N, P*P*C) in [0, 1]."""
@@ -159,51 +222,45 @@ class Objective(nn.Module):
 
     def predict(self, batch: Batch, images_BCHW: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Corrupt, encode, predict: (head outputs float32 (B, K, ...), corrupted patches (B, K), tokens (B, N, D))."""
-        c = self.config
-        tokens, indices = corrupt(
-            self.backbone.embed(images_BCHW),
-            self.mask_token,
-            self.count,
-            noise_BM=batch.noise,
-            mask_share=c.mask_share,
-            random_share=c.random_share,
-            random_from=c.random_from,
-            pool=batch.lane_size,
-        )
+        tokens, indices = self.corrupt(self.backbone.embed(images_BCHW), self.mask_token, batch)
         return self.head(self.backbone.encode(tokens, keep_BK=indices)).float(), indices, tokens
 
     def forward(self, batch: Batch) -> StepOutput:
-        """Loss and metrics over the corrupted patches alone; `constant_*` is what the best constant guess scores."""
+        """Loss and metrics over the corrupted patches alone; `summarise` adds what the best constant guess scores."""
         images = device_images(batch)
         outputs_BKO, indices_BK, _ = self.predict(batch, images)
         targets = self.targets(images)
         targets_BKS = targets.gather(1, indices_BK[..., None].expand(-1, -1, targets.shape[-1]))
         if self.config.target == "pixels":
             loss = batch.mean((outputs_BKO - targets_BKS).square().mean(dim=(1, 2)))
-            weights_B11 = batch.valid.float()[:, None, None] / batch.valid.sum().clamp(min=1)
-            best = (targets_BKS * weights_B11).sum(0).mean(0)
-            constant = batch.mean((targets_BKS - best).square().mean(dim=(1, 2)))
-            return StepOutput(loss, {"constant_loss": constant.detach()})
+            weights_B1 = batch.valid.float()[:, None] / batch.valid.sum().clamp(min=1)
+            square = batch.mean(targets_BKS.square().mean(dim=(1, 2)))
+            return StepOutput(loss, {"target_mean": (targets_BKS.mean(1) * weights_B1).sum(0), "target_square": square})
         logits = outputs_BKO.reshape(*targets_BKS.shape, self.colours)
         per_patch = F.cross_entropy(logits.flatten(0, 2), targets_BKS.flatten(), reduction="none")
         loss = batch.mean(per_patch.reshape(len(targets_BKS), -1).mean(1))
         hits = (logits.detach().argmax(-1) == targets_BKS).float().mean(dim=(1, 2))
-        return StepOutput(loss, {"accuracy": batch.mean(hits), **self._constant_guess(batch, targets_BKS)})
-
-    def _constant_guess(self, batch: Batch, targets_BKS: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The loss and accuracy on this batch of the best guess that ignores the image: the class frequencies so far.
-
-        Frequencies of one batch alone would flatter the guess: a small batch shows few of the 512 classes.
-        """
         flat = targets_BKS.flatten()
         weights = batch.valid.float()[:, None, None].expand_as(targets_BKS).flatten()
         counts = torch.zeros(self.colours, device=flat.device).scatter_add_(0, flat, weights)
-        shares = counts / weights.sum().clamp(min=1)
-        seen = torch.lerp(self.frequencies, shares, _FREQUENCY_RATE)
-        if self.training:
-            self.frequencies.copy_(seen)
-        guess = seen / seen.sum().clamp(min=1e-30)
-        return {
-            "constant_loss": -torch.special.xlogy(shares, guess).sum(),
-            "constant_accuracy": shares[guess.argmax()],
-        }
+        return StepOutput(loss, {"accuracy": batch.mean(hits), "class_shares": counts / weights.sum().clamp(min=1)})
+
+    @torch.no_grad()
+    def summarise(self, means: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """What is logged of S steps: metrics and `constant_*`, the loss and accuracy of the best guess that ignores
+        the image (for classes: their frequencies so far, since those of one batch alone, which shows few of the 512
+        classes, would flatter the guess)."""
+        logged = dict(means)
+        if self.config.target == "pixels":
+            square, mean_SP = logged.pop("target_square"), logged.pop("target_mean")
+            return {**logged, "constant_loss": square - mean_SP.square().mean(-1)}
+        losses, hits = [], []
+        shares_SC = logged.pop("class_shares")
+        seen = self.frequencies.cpu()
+        for shares in shares_SC:
+            seen = torch.lerp(seen, shares.float(), _FREQUENCY_RATE)  # in the buffer's precision at every step
+            guess = seen.double() / seen.sum().clamp(min=1e-30)
+            losses.append(-torch.special.xlogy(shares, guess).sum())
+            hits.append(shares[guess.argmax()])
+        self.frequencies.copy_(seen)
+        return {**logged, "constant_loss": torch.stack(losses), "constant_accuracy": torch.stack(hits)}

@@ -67,16 +67,26 @@ def arm_styles(names: Sequence[str]) -> dict[str, tuple[str, str]]:
     return styles
 
 
-def label_curve(curves: Sequence[Curve], ylabel: str, *, chance: float | None = None, zero: bool = False) -> str:
-    """Curves over labels a class (log x), labelled at their right end, with their intervals as bands.
+def accuracy_curve(
+    curves: Sequence[Curve],
+    xlabel: str,
+    ylabel: str,
+    *,
+    chance: float | None = None,
+    zero: bool = False,
+    levels: Sequence[tuple[str, str, float]] = (),
+) -> str:
+    """Curves over label budgets or another quantity (log x), labelled at their right end, with intervals as bands.
 
-    chance: y of the dashed line "chance", drawn where it falls into the picture. zero: draw and include y = 0.
+    chance: y of the dashed line "chance", drawn where it falls into the picture. zero: draw and include y = 0. levels:
+    (label, colour, y) of horizontal lines.
     """
     with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(6.4, 4.0))
-        axes = figure.add_axes((0.105, 0.14, 0.6, 0.82))
+        figure = Figure(figsize=(5.6, 3.8))  # as narrow as that, letters stay readable on a phone
+        axes = figure.add_axes((0.12, 0.145, 0.56, 0.82))
         budgets = sorted({x for curve in curves for x in curve.x})
         values = [value for curve in curves for value in (*curve.low, *curve.high)] + ([0.0] if zero else [])
+        values += [y for _, _, y in levels]
         margin = 0.06 * (max(values) - min(values)) or 1.0
         bottom, top = min(values) - margin, max(values) + margin
         if not zero:
@@ -87,19 +97,23 @@ def label_curve(curves: Sequence[Curve], ylabel: str, *, chance: float | None = 
         axes.set_xlim(budgets[0] / pad, budgets[-1] * pad)
         axes.xaxis.set_major_locator(FixedLocator(_apart(budgets)))
         axes.xaxis.set_minor_locator(NullLocator())
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-        axes.set_xlabel("labels a class (logarithmic)")
+        axes.xaxis.set_major_formatter(FuncFormatter(_short))
+        axes.set_xlabel(f"{xlabel} (logarithmic)")
         axes.set_ylabel(ylabel)
         axes.yaxis.grid(True, color=INK, alpha=0.12, linewidth=0.8)
         axes.set_axisbelow(True)
         for curve in curves:
             _draw(axes, curve)
+        ends = list(curves)
+        for label, colour, y in levels:
+            axes.axhline(y, color=colour, linewidth=1.6, linestyle=(0, (5, 3)))
+            ends.append(Curve(label, colour, "", budgets[-1:], [y], [y], [y]))
         if zero:
             axes.axhline(0, color=INK, linewidth=1)
         if chance is not None and bottom <= chance <= top:
             axes.axhline(chance, color=INK, linewidth=1, linestyle=(0, (4, 3)), alpha=0.6)
             axes.annotate("chance", (budgets[0], chance), (0, 3), textcoords="offset points", fontsize=9)
-        _label_ends(axes, curves, budgets[-1] * pad)
+        _label_ends(axes, ends, budgets[-1] * pad)
         return _svg(figure)
 
 
@@ -172,8 +186,8 @@ def loss_curves(runs: Sequence[tuple[str, str, list[dict[str, Any]]]], *, points
         return None
     axis = "images_seen" if all("images_seen" in r for *_, records in series for r in records) else "step"
     with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(6.4, 3.0))
-        axes = figure.add_axes((0.105, 0.185, 0.6, 0.77))
+        figure = Figure(figsize=(5.6, 2.9))
+        axes = figure.add_axes((0.12, 0.19, 0.56, 0.77))
         ends = []
         for label, colour, records in series:
             x, y = (_pieces([float(r[key]) for r in records], points) for key in (axis, "loss"))
@@ -212,10 +226,14 @@ def _pieces(values: list[float], points: int) -> list[float]:
 
 
 def _short(value: float, _: Any = None) -> str:
+    if 1 <= abs(value) < 1e4:
+        return f"{value:,.4g}"
+    if abs(value) >= 1e12:
+        return f"{value:.1e}".replace("e+", "e")
     for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= size:
-            return f"{value / size:g}{unit}"
-    return f"{value:g}"
+            return f"{value / size:.4g}{unit}"
+    return f"{value:.4g}"
 
 
 def _svg(figure: Figure) -> str:

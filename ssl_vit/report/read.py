@@ -8,8 +8,18 @@ from pathlib import Path
 from typing import Any
 
 from ssl_vit.interfaces import UserError
+from ssl_vit.report.merge import PLAN, merge
 
 RUN_FILES = ("metrics.jsonl", "recipe.yaml", "summary.json")
+# What `ssl-vit inspect` draws, in the order of a page.
+PICTURES = (
+    "reconstructions",
+    "attention_rollout",
+    "attention_distance",
+    "feature_map",
+    "filters",
+    "position_similarity",
+)
 
 
 def read_directory(path: str | Path) -> dict[str, Any]:
@@ -18,9 +28,9 @@ def read_directory(path: str | Path) -> dict[str, Any]:
     Returns a dict with the keys
     `kind` ("run" or "comparison"), `path` (Path as given), `results`, `environment`, `summary` (parsed JSON objects or
     None where the file is missing), `metrics` (list of dicts in file order; lines a killed run left broken are left
-    out), `broken_lines` (how many such lines there were), `recipe` (text, "" where missing) and `pictures` (Path of the
-    newest reconstruction picture, or None). A comparison also has `runs`: {arm name: run dict} for the arms whose run
-    directory exists.
+    out), `broken_lines` (how many such lines there were), `recipe` (text, "" where missing) and `pictures` (Paths: of
+    `ssl-vit inspect` where it was run, else the newest of training). A comparison's results are put together from the
+    pieces that are finished by now; it also has `runs`: {arm name: run dict} for the arms whose run directory exists.
 
     Raises UserError when the directory is missing, is neither of the two, or holds a damaged JSON file.
     """
@@ -31,16 +41,29 @@ def read_directory(path: str | Path) -> dict[str, Any]:
         raise UserError(f"{path}: this is a file. Give the directory that holds it: {path.parent}")
     results = _read_json(path / "results.json")
     kind = (results or {}).get("kind")
-    if kind == "comparison":
-        found = _read_common(path, results) | {"kind": "comparison"}
-        found["runs"] = _read_arms(path, found["results"])
-        return found
+    if kind == "comparison" or (path / PLAN).is_file():
+        return read_comparison([path])
     if kind == "evaluations" or any((path / name).is_file() for name in RUN_FILES):
         return _read_common(path, results) | {"kind": "run"}
     raise UserError(
         f"{path}: neither a run nor a comparison directory (no results.json, {', '.join(RUN_FILES)}).\n"
         "Give the directory itself, not the folder above it."
     )
+
+
+def read_comparison(paths: list[Path]) -> dict[str, Any]:
+    """A comparison as `read_directory` gives it, from one directory or several that hold parts of the same one."""
+    found = _read_common(paths[0], _read_json(paths[0] / "results.json")) | {"kind": "comparison"}
+    if all((path / PLAN).is_file() for path in paths):
+        kept = (found["results"] or {}).get("environment")
+        found["results"] = merge(paths) | ({"environment": kept} if kept else {})
+    elif len(paths) > 1:
+        without = next(path for path in paths if not (path / PLAN).is_file())
+        raise UserError(f"{without}: no {PLAN} there, so it cannot be merged with others: report it alone")
+    found["runs"] = {}
+    for path in reversed(paths):
+        found["runs"] |= _read_arms(path, found["results"])
+    return found
 
 
 def _read_common(path: Path, results: dict[str, Any] | None) -> dict[str, Any]:
@@ -54,7 +77,7 @@ def _read_common(path: Path, results: dict[str, Any] | None) -> dict[str, Any]:
         "environment": _read_json(path / "environment.json"),
         "summary": _read_json(path / "summary.json"),
         "recipe": recipe.read_text(encoding="utf-8", errors="replace") if recipe.is_file() else "",
-        "pictures": _newest_picture(path / "pictures"),
+        "pictures": _pictures(path / "inspect") or _newest_picture(path / "pictures"),
     }
 
 
@@ -69,7 +92,8 @@ def _read_arms(path: Path, results: dict[str, Any]) -> dict[str, dict[str, Any]]
             # The arm may not have started yet, or its run was deleted to save space: the comparison still has numbers.
             continue
         if run["kind"] == "run":
-            runs[arm["name"]] = run
+            drawn = _pictures(path / arm["pictures"]) if arm.get("pictures") else []
+            runs[arm["name"]] = run | {"pictures": drawn or run["pictures"]}
     return runs
 
 
@@ -105,9 +129,14 @@ def _read_metrics(path: Path) -> tuple[list[dict[str, Any]], int]:
     return metrics, broken
 
 
-def _newest_picture(folder: Path) -> Path | None:
+def _pictures(folder: Path) -> list[Path]:
+    """What `ssl-vit inspect` drew into a folder, in its order."""
+    return [path for name in PICTURES if (path := folder / f"{name}.png").is_file()]
+
+
+def _newest_picture(folder: Path) -> list[Path]:
     def step(picture: Path) -> tuple[int, str]:
         number = re.search(r"(\d+)$", picture.stem)
         return (int(number.group(1)) if number else -1, picture.name)
 
-    return max(folder.glob("reconstruction*.png"), key=step, default=None)
+    return sorted(folder.glob("reconstruction*.png"), key=step)[-1:]

@@ -1,9 +1,7 @@
-"""Statistics of a comparison and the tables that show them (terminal and HTML alike)."""
+"""The tables of a comparison (terminal, page and paper alike)."""
 
 from __future__ import annotations
 
-import math
-import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,25 +9,18 @@ from typing import Any
 from rich.console import Group
 from rich.table import Table as RichTable
 from rich.text import Text
-from scipy.special import stdtrit
 
-from ssl_vit.report.verdict import (
-    EVALUATORS,
-    Row,
-    arm_label,
-    arm_names,
-    baseline,
-    ordered,
-    signed_points,
-    subjects,
-    verdict,
-)
+from ssl_vit.evaluators import budget_words
+from ssl_vit.report.names import arm_label, arm_names, evaluator_names, evaluator_title, trains_backbone
+from ssl_vit.report.statistics import Row, summarise
+from ssl_vit.report.verdict import signed_points
 
 MISSING = "–"
 INTERVAL = (
     "± after a difference is the half-width of its 95% interval: Student's t over seeds, the arms paired by seed, not "
     "corrected for the number of budgets. It covers what the seeds vary and nothing else."
 )
+METRICS = {"accuracy": "Accuracy, %", "mean_per_class": "Mean of the classes' accuracies, %"}
 
 
 @dataclass
@@ -47,59 +38,31 @@ class Table:
         self.rows.append(list(cells))
 
 
-def summarise(results: dict[str, Any]) -> dict[str, Any]:
-    """Statistics over seeds of a comparison's `results.json`; a pure function, accuracies as fractions 0..1.
-
-    Returns {"accuracy": rows, "differences": rows, "sentences": [...], "verdict": the sentences as one text}.
-    An accuracy row: evaluator, labels_per_class, arm, n (seeds), mean, std (ddof=1), half_width (of the 95% interval of
-    the mean, Student t); std and half_width are None for n=1. A difference row has the same statistics of
-    `arm` minus `against`, paired by seed (n: seeds that both have), and arm_mean and against_mean over those seeds.
-    Where a measurement was made twice, the later one counts; without a finite accuracy it counts as missing.
-    The verdict is about the smallest label budget measured, a rule fixed before any number is seen.
-    """
-    scores: dict[tuple[str, int, str], dict[int, float]] = {}
-    for found in results.get("measurements") or []:
-        if isinstance(found.get("accuracy"), (int, float)) and math.isfinite(found["accuracy"]):
-            key = (found["evaluator"], found["labels_per_class"], found["arm"])
-            scores.setdefault(key, {})[found["seed"]] = float(found["accuracy"])
-    budgets = sorted({budget for _, budget, _ in scores})
-    accuracy: list[Row] = []
-    differences: list[Row] = []
-    for evaluator in ordered(EVALUATORS, [key[0] for key in scores]):
-        for budget in budgets:
-            place = {"evaluator": evaluator, "labels_per_class": budget}
-            cells = {arm: scores.get((evaluator, budget, arm), {}) for arm in arm_names(results)}
-            accuracy += [place | {"arm": arm} | _spread(list(cell.values())) for arm, cell in cells.items() if cell]
-            for subject in subjects(results):
-                for against in (baseline(evaluator, results), "supervised", "pixels"):
-                    ours, theirs = cells.get(subject, {}), cells.get(against, {})
-                    seeds = [seed for seed in ours if seed in theirs]
-                    if seeds and subject != against:
-                        row = place | {"arm": subject, "against": against}
-                        row |= _spread([ours[seed] - theirs[seed] for seed in seeds])
-                        row["arm_mean"] = statistics.fmean(ours[seed] for seed in seeds)
-                        row["against_mean"] = statistics.fmean(theirs[seed] for seed in seeds)
-                        differences.append(row)
-    sentences = verdict(results, differences)
-    return {"accuracy": accuracy, "differences": differences, "sentences": sentences, "verdict": " ".join(sentences)}
+def sections(summary: dict[str, Any]) -> list[tuple[str, str]]:
+    """(data set, evaluator) of every pair of tables, in order."""
+    return list(dict.fromkeys((row["data"], row["evaluator"]) for row in summary["accuracy"]))
 
 
-def _spread(values: list[float]) -> Row:
-    count = len(values)
-    std = statistics.stdev(values) if count > 1 else None
-    half_width = None if std is None else float(stdtrit(count - 1, 0.975)) * std / math.sqrt(count)
-    return {"n": count, "mean": statistics.fmean(values), "std": std, "half_width": half_width}
+def budget_title(results: dict[str, Any], data: str, evaluator: str, budget: int | str) -> str:
+    """A section's title for one label budget."""
+    return f"{section_title(results, data, evaluator)}, {budget_words(budget)}"
 
 
-def accuracy_table(results: dict[str, Any], summary: dict[str, Any], evaluator: str) -> Table:
+def section_title(results: dict[str, Any], data: str, evaluator: str) -> str:
+    title = evaluator_title(results, evaluator)
+    return f"{data}: {title}" if len(results.get("sets") or ()) > 1 else title
+
+
+def accuracy_table(results: dict[str, Any], summary: dict[str, Any], data: str, evaluator: str) -> Table:
     """Rows arms, columns label budgets, cells mean ± standard deviation over seeds, in percent."""
-    rows = [row for row in summary["accuracy"] if row["evaluator"] == evaluator]
-    return _by_budget(results, rows, "Accuracy, % (mean ± standard deviation over seeds)", ("arm",), _percent)
+    rows = [row for row in summary["accuracy"] if (row["data"], row["evaluator"]) == (data, evaluator)]
+    metric = ((results.get("sets") or {}).get(data) or {}).get("metric", "accuracy")
+    return _by_budget(results, rows, f"{METRICS[metric]} (mean ± standard deviation over seeds)", ("arm",), _percent)
 
 
-def difference_table(results: dict[str, Any], summary: dict[str, Any], evaluator: str) -> Table:
+def difference_table(results: dict[str, Any], summary: dict[str, Any], data: str, evaluator: str) -> Table:
     """Rows pairs of arms, columns label budgets, cells paired difference ± half-width of its 95% interval (points)."""
-    rows = [row for row in summary["differences"] if row["evaluator"] == evaluator]
+    rows = [row for row in summary["differences"] if (row["data"], row["evaluator"]) == (data, evaluator)]
     title = "Paired difference, points (mean ± half-width of the 95% interval)"
     return _by_budget(results, rows, title, ("arm", "against"), signed_points)
 
@@ -107,9 +70,9 @@ def difference_table(results: dict[str, Any], summary: dict[str, Any], evaluator
 def _by_budget(
     results: dict[str, Any], rows: list[Row], title: str, names: tuple[str, ...], text: Callable[[Row], str]
 ) -> Table:
-    budgets = sorted({row["labels_per_class"] for row in rows})
+    budgets = list(dict.fromkeys(row["labels_per_class"] for row in sorted(rows, key=lambda row: row["x"])))
     table = Table(f"{title} by labels a class", ["Arm", *map(str, budgets)])
-    cells: dict[tuple[str, ...], dict[int, str]] = {}
+    cells: dict[tuple[str, ...], dict[int | str, str]] = {}
     for row in rows:
         arms = tuple(row[name] for name in names)
         cells.setdefault(arms, {})[row["labels_per_class"]] = text(row) + _seeds(row, results)
@@ -143,21 +106,34 @@ def cost_table(results: dict[str, Any]) -> Table:
     used = [_number(arm.get("labels_used")) if spent else "none" for arm, spent in zip(arms, trained, strict=True)]
     table.rows.append(["Pretraining labels", *used])
     table.rows.append(["Parameters", *(_number(spent.get("parameters")) for spent in trained)])
+    tried = [sum(len(choice["tried"]) for choice in arm.get("choices") or []) or None for arm in arms]
+    table.rows.append(["Settings tried", *map(_number, tried)])
+    trainers = [name for name in evaluator_names(results) if trains_backbone(results, name)]
     stages = {
         "Pretraining": trained,
         "Sweep": [arm.get("tuning") or {} for arm in arms],
-        "Fine-tuning": [_fine_tuning(results, arm["name"]) for arm in arms],
+        **{
+            evaluator_title(results, name): [_training(results, name, arm["name"]) for arm in arms] for name in trainers
+        },
     }
+    units: dict[str, Callable[[float | None], str]] = {"images": _number, "FLOPs": _flops, "seconds": _number}
     for stage, costs in stages.items():
-        for unit, key in (("images", "images_seen"), ("seconds", "seconds")):
-            table.rows.append([f"{stage} {unit}", *(_number(cost.get(key)) for cost in costs)])
+        if not any(costs):
+            continue
+        for (unit, text), key in zip(units.items(), ("images_seen", "flops", "seconds"), strict=True):
+            table.rows.append([f"{stage} {unit}", *(text(cost.get(key)) for cost in costs)])
+    hours = [spent.get("device_hours") for spent in trained]
+    table.rows.append(["Pretraining device-hours", *(MISSING if hour is None else f"{hour:.3g}" for hour in hours)])
     return table
 
 
-def _fine_tuning(results: dict[str, Any], arm: str) -> dict[str, Any]:
-    """The cost of an arm's fine-tunings, without its sweep."""
-    found = [row for row in results.get("measurements") or [] if (row["arm"], row["evaluator"]) == (arm, "fine_tune")]
-    return {key: sum(row.get(key) or 0 for row in found) or None for key in ("images_seen", "seconds")}
+def _training(results: dict[str, Any], evaluator: str, arm: str) -> dict[str, Any]:
+    """The cost of an arm's training by an evaluator, all seeds and label budgets, without its sweep."""
+    rows = results.get("measurements") or []
+    found = [row for row in rows if (row["arm"], row["evaluator"]) == (arm, evaluator)]
+    if not found:
+        return {}
+    return {key: sum(row.get(key) or 0 for row in found) or None for key in ("images_seen", "flops", "seconds")}
 
 
 def skipped_names(samples: list[dict[str, Any]]) -> str:
@@ -175,23 +151,33 @@ def skipped_note(results: dict[str, Any]) -> str:
     return f"Caution: the evaluations left out {len(samples)} unreadable sample(s): {skipped_names(samples)}."
 
 
+def measurement_notes(results: dict[str, Any]) -> list[str]:
+    """What measurements say about themselves, each once."""
+    return list(dict.fromkeys(note for row in results.get("measurements") or [] for note in row.get("notes") or []))
+
+
 def _number(value: float | None) -> str:
     if value is None:
         return MISSING
     return f"{value:,}" if isinstance(value, int) else f"{value:,.1f}"
 
 
+def _flops(value: float | None) -> str:
+    return MISSING if not value else f"{value:.3g}".replace("e+", "e")
+
+
 def terminal_table(results: dict[str, Any]) -> Group:
-    """A rich renderable of a comparison: verdict, accuracies and paired differences per
+    """A rich renderable of a comparison: verdict, accuracies and paired differences per data set and
     evaluator, costs per arm, samples left out."""
     summary = summarise(results)
     parts: list[Any] = [Text(summary["verdict"], style="bold"), Text(INTERVAL, style="dim"), Text()]
-    for evaluator in dict.fromkeys(row["evaluator"] for row in summary["accuracy"]):
-        parts.append(Text(EVALUATORS.get(evaluator, evaluator), style="bold underline"))
-        parts.append(_rich(accuracy_table(results, summary, evaluator)))
-        differences = difference_table(results, summary, evaluator)
+    for data, evaluator in sections(summary):
+        parts.append(Text(section_title(results, data, evaluator), style="bold underline"))
+        parts.append(_rich(accuracy_table(results, summary, data, evaluator)))
+        differences = difference_table(results, summary, data, evaluator)
         parts += [_rich(differences)] if differences.rows else []
     parts.append(_rich(cost_table(results)))
+    parts += [Text(note, style="dim") for note in measurement_notes(results)]
     note = skipped_note(results)
     return Group(*parts, *([Text(note, style="bold")] if note else []))
 

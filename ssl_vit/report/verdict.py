@@ -1,4 +1,4 @@
-"""The sentences that the statistics of a comparison allow, and the names they and the tables call arms by."""
+"""The sentences that the statistics of a comparison allow."""
 
 from __future__ import annotations
 
@@ -6,57 +6,14 @@ from itertools import groupby, takewhile
 from operator import itemgetter
 from typing import Any
 
-EVALUATORS = {
-    "fine_tune": "Fine-tuning",
-    "linear_probe": "Linear probe on frozen features",
-    "few_shot": "Few-shot linear classifier on frozen features",
-    "knn": "Nearest neighbours on frozen features",
-}
-LABELS = {
-    "ssl": "SSL pretraining",
-    "scratch": "training from scratch",
-    "supervised": "supervised pretraining",
-    "untrained": "the untrained backbone",
-    "pixels": "raw pixels",
-}
+from ssl_vit.evaluators import budget_words
+from ssl_vit.report.names import evaluator_title, spoken, subjects, trains_backbone
 
 Row = dict[str, Any]
 
 
-def ordered(first: Any, names: list[str]) -> list[str]:
-    """The distinct names: those of `first` in its order, then the others as they come."""
-    distinct = list(dict.fromkeys(names))
-    return [name for name in first if name in distinct] + [name for name in distinct if name not in first]
-
-
-def arm_names(results: dict[str, Any]) -> list[str]:
-    """The arms in the order of `results["arms"]`, then the reference rows that only measurements name."""
-    listed = [arm["name"] for arm in results.get("arms") or []]
-    measured = [found["arm"] for found in results.get("measurements") or []]
-    return listed + [name for name in ordered(LABELS, measured) if name not in listed]
-
-
-def arm_label(results: dict[str, Any], name: str) -> str:
-    """What a person reads for an arm: its own label, or a plain word for the reference rows."""
-    labels = {arm["name"]: arm.get("label") for arm in results.get("arms") or []}
-    return labels.get(name) or LABELS.get(name) or name
-
-
-def subjects(results: dict[str, Any]) -> list[str]:
-    """The arms under test: `ssl`, and any other arm that pretrained without labels."""
-    arms = results.get("arms") or []
-    unlabelled = [arm["name"] for arm in arms if arm.get("pretraining") and arm.get("labels_used") == 0]
-    return [name for name in arm_names(results) if name == "ssl" or name in unlabelled]
-
-
-def baseline(evaluator: str, results: dict[str, Any]) -> str:
-    """What "no pretraining" means: training from scratch, or the untrained backbone where features are frozen."""
-    measured = {found["arm"] for found in results.get("measurements") or [] if found["evaluator"] == evaluator}
-    first, second = ("scratch", "untrained") if evaluator == "fine_tune" else ("untrained", "scratch")
-    return first if first in measured or second not in measured else second
-
-
-def _outcome(row: Row) -> str:
+def outcome(row: Row) -> str:
+    """What a difference says: gain, loss, none (its interval holds 0), or one (a single seed, no interval)."""
     if row["half_width"] is None:
         return "one"
     if abs(row["mean"]) <= row["half_width"]:
@@ -70,6 +27,55 @@ def signed_points(row: Row) -> str:
     return mean if row["half_width"] is None else f"{mean} ± {100 * row['half_width']:.1f}"
 
 
+def verdict(results: dict[str, Any], summary: dict[str, Any]) -> list[str]:
+    """Sentences on the first arm under test, data set by data set: at the smallest label budget, over the others,
+    against supervised pretraining, and each reference that it loses to; then what may be wrong with the numbers."""
+    ours = [row for row in summary["differences"] if row["arm"] in subjects(results)[:1]]
+    sentences = []
+    for data in dict.fromkeys(row["data"] for row in ours if row["role"] == "baseline"):
+        found = _of_one_set(results, [row for row in ours if row["data"] == data])
+        several = len(results.get("sets") or ()) > 1
+        sentences += [f"{data}: {text}" if several else text for text in found]
+    if not sentences:
+        sentences.append("No verdict yet: no seed has been measured both with SSL pretraining and without it.")
+    sentences += _study(results, summary["ends"])
+    tried = {
+        spoken(results, arm["name"]): sum(len(choice["tried"]) for choice in arm.get("choices") or [])
+        for arm in results.get("arms") or []
+    }
+    if results.get("finished") is False:
+        missing = len(results.get("missing") or [])
+        count = f": {missing} piece(s) are missing" if missing else ""
+        sentences.append(f"The comparison has not finished{count}, so the numbers may still change.")
+    elif len(set(tried.values())) > 1:
+        listed = _listed([f"{name} {count}" for name, count in tried.items()])
+        sentences.append(f"Caution: the arms were not tuned alike (settings tried: {listed}).")
+    return sentences
+
+
+def _of_one_set(results: dict[str, Any], ours: list[Row]) -> list[str]:
+    """ours: the rows of the arm under test on one data set, at least one of them against the baseline."""
+    curve = [row for row in ours if row["role"] == "baseline"]
+    head = curve[0]
+    curve = [row for row in curve if row["evaluator"] == head["evaluator"]]
+    name, where = spoken(results, head["arm"]), _budgets([head])
+    kind = "" if trains_backbone(results, head["evaluator"]) else f"{evaluator_title(results, head['evaluator'])}: "
+    sentences = [_capital(f"{kind}{where}, {_claim(head, name, spoken(results, head['against']))}")]
+    sentences.append(_over_budgets(curve, name))
+    used = {arm["name"]: arm.get("labels_used") for arm in results.get("arms") or []}
+    for row in ours:
+        same = all(row[key] == head[key] for key in ("evaluator", "labels_per_class"))
+        if same and row["role"] == "supervised":
+            other = f"{spoken(results, row['against'])} on {used[row['against']]:,} labels"
+            sentences.append(_capital(f"{where}, {_claim(row, name, other)}"))
+    beaten = [row for row in ours if row not in curve and row["role"] != "supervised" and outcome(row) == "loss"]
+    beaten.sort(key=itemgetter("evaluator", "against"))
+    for (evaluator, against), rows in groupby(beaten, key=itemgetter("evaluator", "against")):
+        where, title = _budgets(list(rows)), evaluator_title(results, evaluator)
+        sentences.append(f"Caution: {title}, {where}: better with {spoken(results, against)} than with {name}.")
+    return sentences
+
+
 def _claim(row: Row, subject: str, other: str) -> str:
     means = f"{100 * row['arm_mean']:.1f}% against {100 * row['against_mean']:.1f}%"
     size = signed_points(row)
@@ -80,48 +86,18 @@ def _claim(row: Row, subject: str, other: str) -> str:
         f"({size} points; {means}, {row['n']} seeds).",
         "one": f"{subject} is at {means} for {other} ({size} points) on one seed: there is no interval, "
         "so this may be chance.",
-    }[_outcome(row)]
+    }[outcome(row)]
 
 
-def _budgets(numbers: list[int]) -> str:
-    unit = "label a class" if numbers == [1] else "labels a class"
-    return f"with {_listed([str(number) for number in numbers])} {unit}"
+def _budgets(rows: list[Row]) -> str:
+    budgets = [row["labels_per_class"] for row in rows]
+    if all(isinstance(budget, int) for budget in budgets) and budgets != [1]:
+        return f"with {_listed([str(budget) for budget in budgets])} labels a class"
+    return f"with {_listed([budget_words(budget) for budget in budgets])}"
 
 
 def _listed(words: list[str]) -> str:
     return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
-
-
-def verdict(results: dict[str, Any], differences: list[Row]) -> list[str]:
-    """Sentences on the first arm under test, from the difference rows of `tables.summarise`: at the smallest label
-    budget, over the other budgets, against supervised pretraining, and each reference that it loses to."""
-    tested = subjects(results)
-    ours = [row for row in differences if row["arm"] in tested[:1]]
-    curve = [row for row in ours if row["against"] == baseline(row["evaluator"], results)]
-    curve = [row for row in curve if row["evaluator"] == curve[0]["evaluator"]]
-    sentences = []
-    if curve:
-        head = curve[0]
-        name = LABELS["ssl"] if tested == ["ssl"] else arm_label(results, tested[0])
-        where = _budgets([head["labels_per_class"]])
-        kind = "" if head["evaluator"] == "fine_tune" else f"{EVALUATORS.get(head['evaluator'], head['evaluator'])}: "
-        sentences.append(_capital(f"{kind}{where}, {_claim(head, name, LABELS[head['against']])}"))
-        sentences.append(_over_budgets(curve, name))
-        used = {arm["name"]: arm.get("labels_used") for arm in results.get("arms") or []}.get("supervised")
-        other = LABELS["supervised"] + (f" on {used:,} labels" if used else "")
-        same = [row for row in ours if all(row[key] == head[key] for key in ("evaluator", "labels_per_class"))]
-        sentences += [_capital(f"{where}, {_claim(r, name, other)}") for r in same if r["against"] == "supervised"]
-    else:
-        sentences.append("No verdict yet: no seed has been measured both with SSL pretraining and without it.")
-    beaten = [row for row in ours if row not in curve and row["against"] != "supervised" and _outcome(row) == "loss"]
-    beaten.sort(key=itemgetter("evaluator", "against"))
-    for (evaluator, against), rows in groupby(beaten, key=itemgetter("evaluator", "against")):
-        where = _budgets([row["labels_per_class"] for row in rows])
-        kind = EVALUATORS.get(evaluator, evaluator)
-        sentences.append(f"Caution: {kind}, {where}: better with {LABELS[against]} than with SSL pretraining.")
-    if results.get("finished") is False:
-        sentences.append("The comparison has not finished: the numbers may still change.")
-    return sentences
 
 
 def _over_budgets(curve: list[Row], name: str) -> str:
@@ -129,9 +105,9 @@ def _over_budgets(curve: list[Row], name: str) -> str:
     if len(curve) == 1:
         return "No other label budget was measured, so this says nothing about more labels."
     parts = []
-    for outcome, group in groupby(curve[1:], key=_outcome):
+    for kind, group in groupby(curve[1:], key=outcome):
         rows = list(group)
-        where = _budgets([row["labels_per_class"] for row in rows])
+        where = _budgets(rows)
         sizes = _listed([signed_points(row) for row in rows])
         words = {
             "gain": f"{where} {name} gains {sizes} points",
@@ -139,8 +115,8 @@ def _over_budgets(curve: list[Row], name: str) -> str:
             "none": f"{where} these seeds show no difference ({sizes} points)",
             "one": f"{where} the difference on one seed is {sizes} points",
         }
-        parts.append(words[outcome])
-    outcomes = [_outcome(row) for row in curve]
+        parts.append(words[kind])
+    outcomes = [outcome(row) for row in curve]
     gains = len(list(takewhile("gain".__eq__, outcomes)))
     first, last = curve[0], curve[-1]
     lead = ""
@@ -150,8 +126,29 @@ def _over_budgets(curve: list[Row], name: str) -> str:
         lead = "The gain shrinks with more labels but holds" if apart else "The gain holds"
         lead += " at every budget measured: "
     elif gains and not {"gain", "one"} & set(outcomes[gains:]):
-        lead = f"The gain is last seen {_budgets([curve[gains - 1]['labels_per_class']])}: "
+        ends = [_number(row["x"]) for row in curve[gains - 1 : gains + 1]]
+        lead = f"The gain ends between {ends[0]} and {ends[1]} labels a class: "
     return _capital(lead + "; ".join(parts) + ".")
+
+
+def _study(results: dict[str, Any], ends: list[Row]) -> list[str]:
+    """From the smallest to the largest pretraining of each series, at the first evaluator and label budget."""
+    unit = {"samples": "pretraining images", "flops": "FLOPs of pretraining"}.get(results.get("study") or "", "")
+    same = [row for row in ends if all(row[key] == ends[0][key] for key in ("data", "evaluator", "labels_per_class"))]
+    found = []
+    for row in same:
+        small, large = (
+            f"{100 * mean:.1f}% with {_number(n)}" for mean, n in zip(row["means"], row["sizes"], strict=True)
+        )
+        sure = {"none": ", which these seeds cannot tell from none", "one": ", on one seed"}.get(outcome(row), "")
+        where = _budgets([row]) if len(same) == 1 else f"{row['series']}, {_budgets([row])}"
+        change = f"{signed_points(row)} points{sure}"
+        found.append(_capital(f"{where}: accuracy goes from {small} {unit} to {large} ({change})."))
+    return found
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if 1 <= value < 1e9 else f"{value:.2g}".replace("e+", "e")
 
 
 def _capital(text: str) -> str:

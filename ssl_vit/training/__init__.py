@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
 from ssl_vit.interfaces import Config
+
+Precision = Literal["fp32", "tf32", "bf16", "fp16"]
 
 
 class OptimConfig(Config):
@@ -14,6 +16,8 @@ class OptimConfig(Config):
 
     lr: the peak. lr_batch: when set, lr is given for that batch size and scaled linearly to the real one (256: MAE's).
     weight_decay: decoupled for adamw; never on biases, norms, class token, positions and mask token.
+    layer_decay: factor of the learning rate from one layer of the backbone to the one below it (MAE: 0.65 for ViT-B,
+        0.75 for L; None: one rate for all).
     clip_norm: global gradient norm (paper: 1); 0 leaves gradients alone.
     schedule: after `warmup_steps` of linear warm-up, `cosine` or `linear` to zero, or `constant`; in optimiser steps.
     """
@@ -24,6 +28,7 @@ class OptimConfig(Config):
     betas: tuple[float, float] = (0.9, 0.999)
     momentum: float = Field(0.9, ge=0, lt=1)
     weight_decay: float = Field(0.0, ge=0)
+    layer_decay: float | None = Field(None, gt=0, le=1)
     clip_norm: float = Field(1.0, ge=0)
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     warmup_steps: int = Field(0, ge=0)
@@ -33,7 +38,20 @@ class TrainingConfig(Config):
     """How long and in what portions. Exactly one of `steps` and `epochs` is set.
 
     batch_size: images in one optimiser step over all processes. accumulate: micro-batches a process makes of its part.
-    precision: `fp32`, `bf16` or `fp16` (with loss scaling); losses and colour targets are float32 in any case.
+    auto_batch: before the first step, raise `accumulate` until a micro-batch fits into the memory; the batch stays.
+    precision: `fp32`, `tf32` (float32 with matrix products in TensorFloat-32), `bf16` or `fp16` (with loss scaling);
+        weights, colour targets, softmax, norms and losses are float32 in any case.
+    checkpoint_activations: keep one block's activations at a time and compute them again in the backward pass: less
+        memory, about a third more time. The result is the same.
+    ema: decay a step of an average of the weights, which is what checkpoints publish then (0: none; 0.999 is common).
+        It starts lower, at (1 + step) / (10 + step).
+    on_nonfinite: at a loss or gradient that is not finite, `stop`, or `skip` that step (at the cost of one look at the
+        device a step), count it and go on.
+    on_spike: at a loss above `spike_factor` times the median of the last 100 steps', `ignore` it, `stop`, or `rewind`:
+        go back to the newest checkpoint and on with the data that comes next.
+    timeout: seconds that a process waits for the others before it gives up.
+    trackers: Accelerate's trackers by name (`tensorboard`, `wandb`, `mlflow`, `clearml`, `trackio`, ...), each with the
+        keywords of its own initialisation.
     log_every, checkpoint_every, picture_every: steps; 0 switches checkpoints (but the last) or pictures off.
     keep_last: newest checkpoints kept.
     """
@@ -42,7 +60,15 @@ class TrainingConfig(Config):
     epochs: float | None = Field(None, gt=0)
     batch_size: int = Field(256, ge=1)
     accumulate: int = Field(1, ge=1)
-    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    auto_batch: bool = False
+    precision: Precision = "fp32"
+    checkpoint_activations: bool = False
+    ema: float = Field(0.0, ge=0, lt=1)
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    on_spike: Literal["ignore", "stop", "rewind"] = "ignore"
+    spike_factor: float = Field(3.0, gt=1)
+    timeout: int = Field(600, ge=1)
+    trackers: dict[str, dict[str, Any]] = Field({"tensorboard": {}})
     log_every: int = Field(50, ge=1)
     checkpoint_every: int = Field(1000, ge=0)
     picture_every: int = Field(0, ge=0)

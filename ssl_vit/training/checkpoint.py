@@ -1,126 +1,252 @@
 """Checkpoints: a folder a step, written beside, flushed to disk, then renamed, so that a kill leaves none half-made.
 
 A folder holds `config.json` + `backbone.safetensors` (timm loads them as they are), `objective.safetensors` (mask token
-and heads), `training.pt` (optimiser, scaler, random states; read with `weights_only`) and `state.json`.
+and heads), `training.safetensors` (with an average of the weights, which the two others hold then: the weights that
+training goes on from), `optimizer/` (a file a process where the model is sharded), `random.safetensors`, `state.json`
+and `SHA256SUMS`, which `sha256sum -c` reads. Nothing in it is a pickle.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 
 from ssl_vit.data.plan import LanePosition
 from ssl_vit.interfaces import RunError, UserError
 from ssl_vit.models import backbone as backbones
+from ssl_vit.training import processes
+from ssl_vit.training.processes import shared_errors
+from ssl_vit.training.state import State, Tensors, placed, random_state, set_random_state
 
-_PREFIX = "backbone.vit."
+OBJECTIVE = "objective.safetensors"
+_TRAINING, _RANDOM, _OPTIMIZER = "training.safetensors", "random.safetensors", "optimizer"
+_STATE, _SUMS = "state.json", "SHA256SUMS"
+_BACKBONE = "backbone."  # the prefix of its tensors in the objective
 
 
 @dataclass
 class Progress:
-    """Where a run stands: optimiser steps done, seconds trained, each lane's position in which shards."""
+    """Where a run stands: optimiser steps done, seconds trained, each lane's position in which shards.
+
+    accumulate: micro-batches a process's part of a step is made of (0: not known yet). recent: the losses of the last
+    steps (see `Guard`). left_out: steps that were skipped because they were not finite. rewinds: since the newest
+    checkpoint.
+    best, since_best: the highest probe so far, and how many came after it; done: they ended the run (see `Watch`).
+    """
 
     step: int = 0
     seconds: float = 0.0
     lanes: list[LanePosition] = field(default_factory=list)
     data: str = ""
+    accumulate: int = 1
+    recent: list[float] = field(default_factory=list)
+    left_out: int = 0
+    rewinds: int = 0
+    best: float = 0.0
+    since_best: int = 0
+    done: bool = False
 
 
 def folders(run: Path) -> list[Path]:
     """Complete checkpoints of a run, oldest first."""
-    return sorted(path for path in (run / "checkpoints").glob("step_*") if (path / "state.json").is_file())
+    return sorted(path for path in (run / "checkpoints").glob("step_*") if (path / _STATE).is_file())
 
 
-def save(run: Path, progress: Progress, objective: nn.Module, training: dict[str, Any], keep_last: int) -> Path:
-    """Write a checkpoint of the unwrapped objective; then drop all but the newest `keep_last`.
+def last_saved(run: Path | None) -> str:
+    """Which checkpoint an error message should name."""
+    kept = folders(run) if run else []
+    return f"last good checkpoint: {kept[-1] if kept else 'none'}"
 
-    Raises RunError when the disk refuses; older checkpoints are untouched then.
+
+def newest(run: Path) -> tuple[Path | None, list[str]]:
+    """The newest checkpoint that holds what was written into it, and what to tell the user about broken ones, which are
+    put aside as `broken_step_NNNNNNNN`. Every process must call it; the main one looks."""
+    found, notes = None, list[str]()
+    if processes.is_main():
+        for folder in reversed(folders(run)):
+            defect = _defect(folder)
+            if defect is None:
+                found = folder
+                break
+            folder.rename(folder.with_name(f"broken_{folder.name}"))
+            notes.append(f"{folder} is broken ({defect}) and was put aside as broken_{folder.name}")
+    return processes.gather((found, notes))[0]
+
+
+def _defect(folder: Path) -> str | None:
+    """What is wrong with a checkpoint's files, as its checksums tell."""
+    try:
+        sums = [line.split("  ", 1) for line in (folder / _SUMS).read_text().splitlines()]
+        for expected, name in sums:
+            if _sha256(folder / name) != expected:
+                return f"{name} is not what was written"
+        return None if sums else f"{_SUMS} is empty"
+    except (OSError, ValueError) as error:
+        return str(error)
+
+
+def save(run: Path, progress: Progress, state: State, keep_last: int) -> Path:
+    """Write a checkpoint of all processes' state, then drop all but the newest `keep_last`. Every process must call it.
+
+    Raises RunError, on every process, when a disk refuses; older checkpoints are untouched then.
     """
     target = run / "checkpoints" / f"step_{progress.step:08d}"
     beside = target.with_name(f".{target.name}.tmp")
-    try:
-        shutil.rmtree(beside, ignore_errors=True)
-        beside.mkdir(parents=True)
-        write_backbone(_backbone(objective), beside)
-        rest = {
-            n: t.detach().cpu().contiguous() for n, t in objective.state_dict().items() if not n.startswith(_PREFIX)
-        }
-        save_file(rest, beside / "objective.safetensors")
-        torch.save(training, beside / "training.pt")
-        (beside / "state.json").write_text(json.dumps(asdict(progress)) + "\n")
-        for path in [*beside.iterdir(), beside]:
-            _flush(path)
-        shutil.rmtree(target, ignore_errors=True)
-        beside.rename(target)
-        _flush(target.parent)
-    # torch reports a full disk as RuntimeError, safetensors as SafetensorError
-    except (OSError, RuntimeError, SafetensorError) as error:
-        shutil.rmtree(beside, ignore_errors=True)
-        kept = folders(run)
-        last = f"the last good one is {kept[-1]}" if kept else "there is no earlier one"
-        raise RunError(
-            f"could not save checkpoint {target}: {error}\n{last}; free the disk and run it again"
-        ) from error
-    for old in folders(run)[:-keep_last]:
-        shutil.rmtree(old, ignore_errors=True)
+    weights = state.weights(averaged=True)
+    training = state.weights(averaged=False) if state.average else {}
+    random = processes.gather(random_state(state.device))
+    with shared_errors(), _refusals(run, target, beside):
+        if processes.is_main():
+            if not run.is_dir():
+                raise RunError(f"{run} was removed or moved while it was trained: put it back and run it again")
+            shutil.rmtree(beside, ignore_errors=True)
+            (beside / _OPTIMIZER).mkdir(parents=True)
+            _write_weights(state.objective, weights, beside)
+            if training:
+                save_file(training, beside / _TRAINING)
+            save_file({f"{n}/{kind}": t for n, own in enumerate(random) for kind, t in own.items()}, beside / _RANDOM)
+            content = asdict(progress) | {"scaler": state.scaler.state_dict() if state.scaler else {}}
+            (beside / _STATE).write_text(json.dumps(content) + "\n")
+    sums: dict[str, str] = {}
+    with shared_errors(), _refusals(run, target, beside):
+        if state.sharded or processes.is_main():
+            state.save_optimizer(beside / _OPTIMIZER)
+            files = [path for path in beside.rglob("*") if path.is_file()]
+            # Each process knows the sums of its own shards, the main one those of everything else too.
+            own = f"shard-{processes.rank() + 1:05d}-"
+            for path in sorted(files):
+                if path.name.startswith(own) or (processes.is_main() and path.parent == beside):
+                    sums[path.relative_to(beside).as_posix()] = _sha256(path)
+                    _flush(path)
+    parts = processes.gather(sums)
+    with shared_errors(), _refusals(run, target, beside):
+        if processes.is_main():
+            lines = [f"{digest}  {name}\n" for part in parts for name, digest in part.items()]
+            (beside / _SUMS).write_text("".join(lines))
+            for path in (beside / _SUMS, beside / _OPTIMIZER, beside):
+                _flush(path)
+            shutil.rmtree(target, ignore_errors=True)
+            beside.rename(target)
+            _flush(target.parent)
+    if processes.is_main():
+        for old in folders(run)[:-keep_last]:
+            shutil.rmtree(old, ignore_errors=True)
     return target
 
 
-def write_backbone(backbone: backbones.Backbone, folder: Path) -> None:
-    """`config.json` + `backbone.safetensors`: what `timm.create_model("local-dir:FOLDER", pretrained=True)` loads."""
+@contextmanager
+def _refusals(run: Path, target: Path, beside: Path) -> Iterator[None]:
+    """What a disk refuses, in plain words."""
+    try:
+        yield
+    except (OSError, SafetensorError, CheckpointException) as error:
+        shutil.rmtree(beside, ignore_errors=True)
+        cause = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
+        raise RunError(
+            f"could not save checkpoint {target}: {cause}\n{last_saved(run)}; mend that and run it again"
+        ) from error
+
+
+def _write_weights(objective: nn.Module, weights: Tensors, folder: Path) -> None:
+    backbone, network = _backbone(objective), _network(objective)
     backbones.write_config(backbone, folder / backbones.CONFIG)
-    save_file(backbones.state(backbone), folder / backbones.WEIGHTS)
+    own = {name.removeprefix(network): tensor for name, tensor in weights.items() if name.startswith(network)}
+    save_file(own, folder / backbones.WEIGHTS)
+    save_file({name: t for name, t in weights.items() if not name.startswith(_BACKBONE)}, folder / OBJECTIVE)
 
 
-def publish_backbone(backbone: backbones.Backbone, run: Path) -> None:
-    """Put the backbone at the top of the run directory, by rename."""
-    beside = run / ".backbone.tmp"
-    beside.mkdir(exist_ok=True)
-    write_backbone(backbone, beside)
-    for path in list(beside.iterdir()):
-        _flush(path)
-        path.rename(run / path.name)
-    beside.rmdir()
+def publish_backbone(run: Path) -> None:
+    """Put the newest checkpoint's backbone at the top of the run directory, by rename."""
+    for name in (backbones.WEIGHTS, backbones.CONFIG):
+        beside = run / f".{name}.tmp"
+        shutil.copyfile(folders(run)[-1] / name, beside)
+        _flush(beside)
+        beside.rename(run / name)
 
 
-def load(folder: Path, objective: nn.Module) -> tuple[Progress, dict[str, Any]]:
-    """Restore the objective in place; returns the progress and the training state (optimiser, scaler, random states).
+def load(folder: Path, state: State) -> Progress:
+    """Restore the state in place; returns the progress. Every process must call it.
 
-    Raises UserError when a file is damaged or the weights belong to another recipe.
+    Raises UserError when a file is damaged or belongs to another recipe.
     """
+    objective, network = state.objective, _network(state.objective)
     try:
-        state = json.loads((folder / "state.json").read_text())
-        lanes = [LanePosition(**lane) for lane in state["lanes"]]
-        weights = load_file(folder / backbones.WEIGHTS)
-        rest = load_file(folder / "objective.safetensors")
-        training = torch.load(folder / "training.pt", map_location="cpu", weights_only=True)
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError, EOFError, SafetensorError) as error:
-        raise UserError(
-            f"{folder}: not a readable checkpoint ({error}); delete it to fall back to the one before"
-        ) from None
-    backbones.load_state(_backbone(objective), weights, str(folder))
+        content = json.loads((folder / _STATE).read_text())
+        scaler = content.pop("scaler")
+        progress = Progress(**content | {"lanes": [LanePosition(**lane) for lane in content["lanes"]]})
+        random = load_file(folder / _RANDOM)
+        saved = {f"{network}{name}": tensor for name, tensor in load_file(folder / backbones.WEIGHTS).items()}
+        saved |= load_file(folder / OBJECTIVE)
+        trained = load_file(folder / _TRAINING) if state.average else saved
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        raise _unreadable(folder, error) from None
+    inside = {name.removeprefix(network): t for name, t in trained.items() if name.startswith(network)}
+    vit = _backbone(objective).network
+    backbones.load_state(_backbone(objective), placed(inside, vit), str(folder))
+    _load_rest(folder, objective, {n: t for n, t in trained.items() if not n.startswith(network)})
+    if state.average:
+        state.average.load(saved, objective)
     try:
-        missing = objective.load_state_dict(rest, strict=False)
+        state.load_optimizer(folder / _OPTIMIZER)
+    except (OSError, ValueError, LookupError, SafetensorError, CheckpointException) as error:
+        raise _unreadable(folder, error) from None
+    if state.scaler and scaler:
+        state.scaler.load_state_dict(scaler)
+    own = f"{processes.rank()}/"
+    mine = {name.removeprefix(own): tensor for name, tensor in random.items() if name.startswith(own)}
+    if mine:  # with more processes than before, the new ones start from their seed
+        set_random_state(mine, state.device)
+    return progress
+
+
+def load_head(folder: Path, objective: nn.Module) -> None:
+    """Restore in place what the objective has beside its backbone. Raises UserError as `load` does."""
+    try:
+        head = load_file(folder / OBJECTIVE)
+    except (OSError, SafetensorError) as error:
+        raise _unreadable(folder, error) from None
+    _load_rest(folder, objective, head)
+
+
+def _load_rest(folder: Path, objective: nn.Module, tensors: Tensors) -> None:
+    try:
+        missing = objective.load_state_dict(placed(tensors, objective), strict=False)
     except RuntimeError as error:
         raise UserError(f"{folder}: from another recipe: {str(error).splitlines()[-1].strip()}") from None
-    unknown = [*missing.unexpected_keys, *(k for k in missing.missing_keys if not k.startswith(_PREFIX))]
+    unknown = [*missing.unexpected_keys, *(k for k in missing.missing_keys if not k.startswith(_BACKBONE))]
     if unknown:
         raise UserError(f"{folder}: from another recipe: {', '.join(unknown[:4])} do not fit its objective")
-    return Progress(state["step"], state["seconds"], lanes, state["data"]), training
 
 
-def _backbone(objective: nn.Module) -> backbones.Backbone:
-    assert isinstance(objective.backbone, backbones.Backbone)
+def _unreadable(folder: Path, error: BaseException) -> UserError:
+    return UserError(f"{folder}: not a readable checkpoint ({error}); delete it to fall back to the one before")
+
+
+def _backbone(objective: nn.Module) -> backbones.Encoder:
+    assert isinstance(objective.backbone, backbones.Encoder)
     return objective.backbone
+
+
+def _network(objective: nn.Module) -> str:
+    """The prefix of timm's own names among the objective's."""
+    backbone = _backbone(objective)
+    return f"{_BACKBONE}{next(name for name, module in backbone.named_modules() if module is backbone.network)}."
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _flush(path: Path) -> None:

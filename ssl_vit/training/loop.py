@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object
 from torch import nn
 
+from ssl_vit.data.loader import worker_deaths
 from ssl_vit.data.plan import LanePosition
 from ssl_vit.data.samples import Chunk, Skip
 from ssl_vit.interfaces import Batch, RunError, UserError
-from ssl_vit.training import OptimConfig, TrainingConfig, checkpoint, optim
-from ssl_vit.training.interrupt import StopRequest, stop_requests
-from ssl_vit.training.metrics import MetricLog, Window
+from ssl_vit.training import OptimConfig, TrainingConfig, checkpoint, metrics, processes
+from ssl_vit.training.guard import REWINDS, SKIPS_IN_A_ROW, Guard
+from ssl_vit.training.interrupt import StopRequest, stop_requests, stopped
+from ssl_vit.training.metrics import Window
 from ssl_vit.training.progress import Display
+from ssl_vit.training.records import Records
+from ssl_vit.training.step import Stepper, Taken
+from ssl_vit.training.watch import Watch
 
 Batches = Callable[[list[LanePosition]], Iterator[tuple[Batch, Chunk]]]
 Picture = Callable[[nn.Module, Batch, int], np.ndarray]
@@ -30,11 +35,13 @@ Picture = Callable[[nn.Module, Batch, int], np.ndarray]
 class Job:
     """One training run, wired.
 
-    batches: from lane positions to this rank's endless batches. lanes: how many positions there are.
+    batches: from lane positions to this rank's endless batches, every one of them full. lanes: how many there are.
     run: the run directory; None keeps nothing on disk (short fine-tunings inside an evaluator).
     data: fingerprint of the shards; positions in a checkpoint mean nothing on others.
     picture: called on the main process every `training.picture_every` steps with the unwrapped objective, the batch
-        and the step; returns the picture, uint8 (H, W, 3), for TensorBoard.
+        and the step; returns the picture, uint8 (H, W, 3), for the trackers.
+    watch: a measure that is taken now and then and may end the training early.
+    recipe: flat, for the trackers that store one.
     """
 
     name: str
@@ -48,214 +55,245 @@ class Job:
     run: Path | None = None
     data: str = ""
     picture: Picture | None = None
+    watch: Watch | None = None
+    recipe: dict[str, Any] = field(default_factory=dict)
     quiet: bool = False
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended: optimiser steps done, whether they were all, seconds over all its sessions, samples skipped."""
+    """How a run ended: optimiser steps done, seconds over all its sessions, samples and steps that were left out."""
 
     steps: int
-    finished: bool
     seconds: float
     skipped: tuple[Skip, ...]
+    left_out: int = 0
 
 
 def train(job: Job) -> Outcome:
     """Train to `total_steps`, resuming from the run's newest checkpoint; leaves the objective trained in place.
 
-    Raises RunError on a non-finite loss (naming step, sample keys and the last good checkpoint) and on a disk that
-    refuses a checkpoint; UserError for data that cannot be read and checkpoints that do not fit.
+    Raises Stopped after a signal, once everything is saved; RunError on a non-finite loss (naming step, sample keys
+    and the last good checkpoint) or a spike, on a disk that refuses a checkpoint, and when another process is gone;
+    UserError for data that cannot be read and checkpoints that do not fit.
     """
-    with stop_requests() as stop:
+    others_watched = processes.others_watched(partial(checkpoint.last_saved, job.run))
+    with worker_deaths(), others_watched, stop_requests() as stop:
         return _Loop(job, stop).run()
 
 
 class _Loop:
     def __init__(self, job: Job, stop: StopRequest) -> None:
         self.job, self.stop, self.accelerator = job, stop, job.accelerator
-        device = self.accelerator.device
-        optimizer = optim.build_optimizer(job.objective, job.optim, job.training.batch_size, device)
-        self.model, self.optimizer = self.accelerator.prepare(job.objective, optimizer)
-        self.objective = self.accelerator.unwrap_model(self.model)
-        self.progress = checkpoint.Progress(lanes=[LanePosition()] * job.lanes, data=job.data)
-        saved = checkpoint.folders(job.run) if job.run else []
-        if saved:
-            self.progress, state = checkpoint.load(saved[-1], self.objective)
-            if self.progress.data != job.data:
-                raise UserError(
-                    f"{saved[-1]} was trained on other shards than data.train names now (repacked?): "
-                    "start again with run=PATH, or put the old shards back"
-                )
-            self._restore(state)
-        self.saved_step = self.progress.step if saved else -1
-        self.window, self.waited = Window(), 0.0
-        self.skips: list[Skip] = []
-        self.skipped: list[Skip] = []
+        self.stepper = Stepper(job.objective, job.optim, job.training, job.total_steps, job.accelerator)
+        self.state = self.stepper.state
+        if self.state.sharded and (job.watch or (job.picture and job.training.picture_every)):
+            raise UserError(
+                "a sharded model is neither probed nor drawn: leave probe out, set training.picture_every=0"
+            )
+        self.progress = checkpoint.Progress(lanes=[LanePosition()] * job.lanes, data=job.data, accumulate=0)
+        self.saved_step, self.notes = -1, list[str]()
+        if job.run:
+            saved, self.notes = checkpoint.newest(job.run)
+            if saved:
+                self.progress = self._loaded(saved)
+        if not job.training.auto_batch:
+            self.progress.accumulate = job.training.accumulate
+        self.guard = Guard(job.training.spike_factor, self.progress.recent)
+        self.skips, self.skipped, self.left_out_in_a_row = list[Skip](), list[Skip](), 0
+
+    def _loaded(self, saved: Path) -> checkpoint.Progress:
+        progress = checkpoint.load(saved, self.state)
+        if progress.data != self.job.data:
+            raise UserError(
+                f"{saved} was trained on other shards than data.train names now (repacked?): "
+                "start again with run=PATH, or put the old shards back"
+            )
+        self.saved_step = progress.step
+        return progress
 
     def run(self) -> Outcome:
-        job, progress = self.job, self.progress
-        main = self.accelerator.is_main_process
-        log = MetricLog(job.run, progress.step) if job.run and main else None
-        shown = main and not job.quiet
-        with Display(job.name, job.total_steps, progress.step, self.accelerator.device, shown) as display:
-            if progress.step:
-                display.say(f"resuming at step {progress.step} of {job.total_steps}")
-            self.log, self.display = log, display
-            try:
-                self._steps()
-            finally:
-                if log:
-                    log.close()
-        return Outcome(progress.step, progress.step >= job.total_steps, progress.seconds, tuple(self.skipped))
+        job, step = self.job, self.progress.step
+        main, training = self.accelerator.is_main_process, job.training
+        display = Display(job.name, job.total_steps, step, self.accelerator.device, main and not job.quiet)
+        with Records(display, job.run if main else None, step, training.trackers, job.recipe) as self.records:
+            for note in [*self.notes, *([f"resuming at step {step} of {job.total_steps}"] if step else [])]:
+                self.records.say(note)
+            number = self._steps() if step < job.total_steps and not self.progress.done else 0
+        if number:
+            raise stopped(number)
+        progress = self.progress
+        return Outcome(progress.step, progress.seconds, tuple(self.skipped), progress.left_out)
 
-    def _steps(self) -> None:
-        job, progress, training = self.job, self.progress, self.job.training
-        if progress.step >= job.total_steps:
-            return
-        self.model.train()
-        batches = job.batches(progress.lanes)
-        self.window_start = time.perf_counter()
-        while progress.step < job.total_steps:
+    def _steps(self) -> int:
+        """Returns the signal that ended the steps early, or 0."""
+        job, training = self.job, self.job.training
+        self.stepper.model.train()
+        batches = job.batches(self.progress.lanes)
+        self._new_window()
+        while self.progress.step < job.total_steps and not self.progress.done:
             asked = time.perf_counter()
             batch, chunk = next(batches)
             self.waited += time.perf_counter() - asked
-            self._optimise(batch)
+            progress = self.progress
+            if not progress.accumulate or self._own_lanes() % progress.accumulate:
+                self._find_accumulation(batch)
+            taken = self.stepper.take(batch, progress.step, progress.accumulate)
             progress.step += 1
+            self._note(taken, batch)
             for lane, position in chunk.positions.items():
                 progress.lanes[lane] = position
             self.skips += chunk.skipped
-            self.display.step(progress.step)
-            last = progress.step == job.total_steps or self.stop.agreed()
+            self.records.display.step(progress.step)
+            number = self.stop.agreed()
+            last = bool(number) or progress.step == job.total_steps
             save = last or bool(training.checkpoint_every and progress.step % training.checkpoint_every == 0)
-            if save or progress.step % training.log_every == 0:
-                self._log()
-            if save and job.run:
+            watched = job.watch is not None and job.watch.due(progress.step, job.total_steps)
+            if (save or watched or progress.step % training.log_every == 0) and not self._log():
+                continue  # gone back to a checkpoint
+            if job.watch and watched:
+                job.watch.take(self.state.objective, progress, self.records)
+                self.stepper.model.train()
+                self._new_window()
+            if save or progress.done:
                 self._save()
             if job.picture and training.picture_every and (last or progress.step % training.picture_every == 0):
                 self._draw(batch)
-            if last and progress.step < job.total_steps:
+            if number and progress.step < job.total_steps:
                 where = f"; saved, run the same command to go on from step {progress.step}" if job.run else ""
-                self.display.say(
-                    f"stopped by {self.stop.signal.name if self.stop.signal else 'another process'}{where}"
-                )
-                return
+                self.records.say(f"stopped by {signal.Signals(number).name}{where}")
+                return number
+        return 0
 
-    def _optimise(self, batch: Batch) -> None:
-        """One optimiser step over the rank's micro-batches. Nothing here waits for the device."""
-        config, total = self.job.optim, self.job.total_steps
-        peak = optim.peak_lr(config, self.job.training.batch_size)
-        optim.set_lr(self.optimizer.param_groups, peak * optim.lr_factor(self.progress.step, total, config))
-        parts = batch.split(self.job.training.accumulate)
-        outputs = []
-        for part in parts[:-1]:
-            with self.accelerator.no_sync(self.model):
-                outputs.append(self.model(part))
-                self.accelerator.backward(outputs[-1].loss / len(parts))
-        outputs.append(self.model(parts[-1]))
-        self.accelerator.backward(outputs[-1].loss / len(parts))
-        norm = None
-        if config.clip_norm:
-            norm = self.accelerator.clip_grad_norm_(self.model.parameters(), config.clip_norm)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        self.window.add(outputs, norm, batch.keys)
+    def _own_lanes(self) -> int:
+        return self.job.lanes // self.accelerator.num_processes
 
-    def _log(self) -> None:
-        """Write the window since the last line; stop the run if a loss in it was not finite."""
-        progress, keys = self.progress, self.window.keys
-        steps = len(self.window.rows)
-        means, bad = self.window.flush(self.accelerator)
-        elapsed = time.perf_counter() - self.window_start
-        if not steps:
+    def _find_accumulation(self, batch: Batch) -> None:
+        count = self.progress.accumulate = self.stepper.accumulation(batch, self._own_lanes())
+        size = len(batch.images) // count
+        self.records.say(f"auto_batch: {count} micro-batch(es) of {size} images a step on each process")
+        self.records.event(self.progress.step, {"event": "auto_batch", "accumulate": count, "micro_batch": size})
+
+    def _note(self, taken: Taken, batch: Batch) -> None:
+        """Keep a step for the log; or, where it was not finite, say that it was left out."""
+        progress = self.progress
+        if taken.finite:
+            self.window.add(progress.step, taken.parts, taken.outputs, taken.norm)
+            self.left_out_in_a_row = 0
             return
-        self._report_skipped()
+        blame = not all(bool(output.loss.isfinite()) for output in taken.outputs)
+        keys = metrics.blamed(blame, batch.keys)
+        progress.left_out += 1
+        self.left_out_in_a_row += 1
+        if self.left_out_in_a_row > SKIPS_IN_A_ROW:
+            self._fail(f"{self.left_out_in_a_row} steps in a row, up to step {progress.step}, were not finite", keys)
+        total = progress.left_out
+        self.records.say(
+            f"step {progress.step} left out: its loss or gradient was not finite ({total} in all); {metrics.some(keys)}"
+        )
+        self.records.event(progress.step, {"event": "left_out_step", "total": total, "samples": keys})
+
+    def _log(self) -> bool:
+        """Write the window since the last line. Stops the run, or takes it back to a checkpoint (False), if a loss in
+        it is bad."""
+        progress, window, training = self.progress, self.window, self.job.training
+        steps = progress.step - self.logged_step
+        if not steps:
+            return True
+        rows = window.flush() if window.rows else {}
+        elapsed = time.perf_counter() - self.window_start
         progress.seconds += elapsed
-        if bad is not None:
-            step = progress.step - steps + bad + 1
-            saved = checkpoint.folders(self.job.run) if self.job.run else []
-            raise RunError(
-                f"the loss or its gradient was not finite at step {step}; "
-                f"this process's samples there: {', '.join(keys[bad][:8])}\n"
-                f"last good checkpoint: {saved[-1] if saved else 'none'}; lower optim.lr or check those images"
-            )
-        self.window = Window()
-        batch_size = self.job.training.batch_size
+        self._report_skipped()
+        if rows:
+            # With loss scaling, a gradient may overflow: that step is left out.
+            watched = ("loss",) if self.accelerator.scaler else ("loss", "grad_norm")
+            if (bad := metrics.not_finite(rows, watched)) is not None:
+                keys = metrics.blamed(not bool(window.rows[bad][0].isfinite()), window.keys[bad])
+                self._fail(f"the loss or its gradient was not finite at step {window.steps[bad]}", keys)
+            losses = rows["loss"].tolist()
+            if training.on_spike != "ignore" and (spike := self.guard.spike(losses)):
+                self._spiked(window.steps[spike[0]], losses[spike[0]], spike[1])
+                return False
+            progress.recent = list(self.guard.recent)
+            if hasattr(self.state.objective, "summarise"):
+                rows = self.state.objective.summarise(rows)  # type: ignore[operator]
+        batch_size = training.batch_size
         values = {
-            **means,
-            "lr": self.optimizer.param_groups[0]["lr"],
+            **metrics.finite_means(rows),
+            "lr": self.stepper.lr,
             "images_seen": progress.step * batch_size,
             "images_per_second": steps * batch_size / elapsed,
             "data_wait": self.waited / elapsed,
             "seconds_per_step": elapsed / steps,
             "seconds": progress.seconds,
         }
-        if self.log:
-            self.log.write(progress.step, values)
-        self.display.log(progress.step, values)
-        self.waited, self.window_start = 0.0, time.perf_counter()
+        self.records.values(progress.step, values)
+        self._new_window()
+        return True
+
+    def _new_window(self) -> None:
+        self.window, self.waited, self.logged_step = Window(), 0.0, self.progress.step
+        self.window_start = time.perf_counter()
+
+    def _fail(self, what: str, keys: list[str]) -> None:
+        error = RunError(
+            f"{what}; {metrics.some(keys)}\n{checkpoint.last_saved(self.job.run)}; lower optim.lr, check those images, "
+            "or leave such steps out with training.on_nonfinite=skip"
+        )
+        error.everywhere = True
+        raise error
+
+    def _spiked(self, step: int, loss: float, usual: float) -> None:
+        """Stop at a loss spike, or go back to the newest checkpoint and on with the data that comes next."""
+        job, before = self.job, self.progress
+        what = (
+            f"the loss rose to {loss:.4g} at step {step}, from {usual:.4g} in the steps before (training.spike_factor)"
+        )
+        saved = checkpoint.newest(job.run)[0] if job.run and job.training.on_spike == "rewind" else None
+        if saved is None or before.rewinds >= REWINDS:
+            again = f"; it did so after each of {REWINDS} rewinds" if saved else ""
+            error = RunError(
+                f"{what}{again}\n{checkpoint.last_saved(job.run)}; lower optim.lr or raise optim.warmup_steps"
+            )
+            error.everywhere = True
+            raise error
+        back = self._loaded(saved)
+        kept = {name: getattr(before, name) for name in ("lanes", "seconds", "accumulate", "left_out")}
+        self.progress = replace(back, **kept, rewinds=before.rewinds + 1)
+        self.guard = Guard(job.training.spike_factor, back.recent)
+        self.records.go_back(back.step)
+        self.records.say(f"{what}: back to step {back.step}, and on with other samples")
+        self.records.event(back.step, {"event": "rewind", "spike_step": step, "spike_loss": loss, "usual_loss": usual})
+        self._new_window()
 
     def _report_skipped(self) -> None:
         """Say and write down which samples all ranks left out since the last log line."""
-        skips, self.skips = gather_object(self.skips), []
+        skips, self.skips = [skip for own in processes.gather(self.skips) for skip in own], []
         if not skips:
             return
         self.skipped += skips
         total, first = len(self.skipped), skips[0]
-        self.display.say(
+        self.records.say(
             f"skipped {len(skips)} sample(s), {total} in all; {first.shard}: sample {first.key}: {first.reason}"
         )
-        if self.log:
-            samples = [{"shard": s.shard, "key": s.key, "reason": s.reason} for s in skips]
-            self.log.write(self.progress.step, {"event": "skipped_samples", "total": total, "samples": samples})
+        samples = [{"shard": s.shard, "key": s.key, "reason": s.reason} for s in skips]
+        self.records.event(self.progress.step, {"event": "skipped_samples", "total": total, "samples": samples})
 
     def _draw(self, batch: Batch) -> None:
-        if self.job.picture and self.log:
-            self.log.picture(
-                "reconstruction", self.job.picture(self.objective, batch, self.progress.step), self.progress.step
-            )
-            self.model.train()
+        if self.job.picture and self.accelerator.is_main_process:
+            step = self.progress.step
+            self.records.picture("reconstruction", self.job.picture(self.state.objective, batch, step), step)
+            self.stepper.model.train()
 
     def _save(self) -> None:
-        """One checkpoint of all ranks' state, written by the main process; the others wait for it."""
-        assert self.job.run
-        if self.saved_step == self.progress.step:
+        """One checkpoint of all processes' state."""
+        job, progress = self.job, self.progress
+        if job.run is None or self.saved_step == progress.step:
             return
         # Each rank knows where its own lanes are; together they know all.
-        per_rank = len(self.progress.lanes) // self.accelerator.num_processes
-        first = self.accelerator.process_index * per_rank
-        own = [(p.epoch, p.position) for p in self.progress.lanes[first : first + per_rank]]
-        self.progress.lanes = [LanePosition(*position) for position in gather_object(own)]
-        random_states = gather_object([_random_state(self.accelerator.device)])
-        if self.accelerator.is_main_process:
-            scaler = self.accelerator.scaler
-            training = {
-                "optimizer": self.optimizer.state_dict(),
-                "scaler": scaler.state_dict() if scaler else {},
-                "random": random_states,
-            }
-            keep = self.job.training.keep_last
-            checkpoint.save(self.job.run, self.progress, self.objective, training, keep)
-        self.accelerator.wait_for_everyone()
-        self.saved_step = self.progress.step
-
-    def _restore(self, state: dict[str, Any]) -> None:
-        self.optimizer.load_state_dict(state["optimizer"])
-        if self.accelerator.scaler and state["scaler"]:
-            self.accelerator.scaler.load_state_dict(state["scaler"])
-        rank = self.accelerator.process_index
-        if rank < len(state["random"]):  # with more processes than before, the new ones start from their seed
-            _set_random_state(state["random"][rank], self.accelerator.device)
-
-
-def _random_state(device: torch.device) -> dict[str, torch.Tensor]:
-    state = {"cpu": torch.get_rng_state()}
-    if device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(device)
-    return state
-
-
-def _set_random_state(state: dict[str, torch.Tensor], device: torch.device) -> None:
-    torch.set_rng_state(state["cpu"])
-    if device.type == "cuda" and "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"], device)
+        first = self.accelerator.process_index * self._own_lanes()
+        own = progress.lanes[first : first + self._own_lanes()]
+        progress.lanes = [position for part in processes.gather(own) for position in part]
+        progress.rewinds = 0
+        checkpoint.save(job.run, progress, self.state, job.training.keep_last)
+        self.saved_step = progress.step

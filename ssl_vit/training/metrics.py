@@ -1,17 +1,18 @@
-"""What a run writes down as it goes: `metrics.jsonl`, TensorBoard scalars, and the window of steps not yet logged."""
+"""What a run writes down as it goes: `metrics.jsonl`, and the window of steps not yet logged."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from accelerate import Accelerator
-from torch.utils.tensorboard import SummaryWriter
 
-from ssl_vit.interfaces import StepOutput
+from ssl_vit.interfaces import Batch, RunError, StepOutput
+from ssl_vit.training import processes
+
+Rows = dict[str, torch.Tensor]
 
 
 class Window:
@@ -19,65 +20,91 @@ class Window:
 
     def __init__(self) -> None:
         self.rows: list[torch.Tensor] = []
+        self.steps: list[int] = []
         self.keys: list[list[str]] = []
-        self.names: list[str] = []
+        self.sizes: dict[str, int] = {}
 
-    def add(self, outputs: list[StepOutput], grad_norm: torch.Tensor | None, keys: list[str]) -> None:
-        """One optimiser step: its micro-batches' outputs, the gradient norm before clipping, its samples' keys."""
-        values = {"loss": torch.stack([o.loss.detach() for o in outputs]).mean()}
-        for name in outputs[0].metrics:
-            values[name] = torch.stack([o.metrics[name] for o in outputs]).mean()
+    def add(self, step: int, parts: list[Batch], outputs: list[StepOutput], grad_norm: torch.Tensor | None) -> None:
+        """One optimiser step: its micro-batches, what the objective said of each, the gradient norm before clipping."""
+        count = torch.stack([part.valid.sum() for part in parts]).float()
+        share = count / count.sum().clamp(min=1)
+        values = {"loss": torch.stack([output.loss.detach().float() for output in outputs])}
+        values |= {name: torch.stack([o.metrics[name].float() for o in outputs]) for name in outputs[0].metrics}
+        means = {name: torch.tensordot(share, stacked, 1) for name, stacked in values.items()}
         if grad_norm is not None:
-            values["grad_norm"] = grad_norm.detach()
-        self.names = list(values)
-        self.rows.append(torch.stack([value.float() for value in values.values()]))
-        self.keys.append(keys)
+            means["grad_norm"] = grad_norm.detach().float()
+        self.sizes = {name: mean.numel() for name, mean in means.items()}
+        # This process's sums over its samples; the number of samples comes last.
+        row = torch.cat([mean.reshape(-1) for mean in means.values()]) * count.sum()
+        self.rows.append(torch.cat([row, count.sum()[None]]))
+        self.steps.append(step)
+        self.keys.append([key for part in parts for key in part.keys])
 
-    def flush(self, accelerator: Accelerator) -> tuple[dict[str, float], int | None]:
-        """Means over the window's steps and all ranks, and how many steps into it loss or gradient were not finite.
+    def flush(self) -> Rows:
+        """Each step's means over its global batch, float64 (S,) or (S, M) on the CPU.
 
-        The one place where the host waits for the device. Every rank must call it at the same step.
+        The one place where the host waits for the device. Every process must call it at the same step.
         """
-        if not self.rows:
-            return {}, None
-        table = accelerator.reduce(torch.stack(self.rows), reduction="mean").double().cpu()
-        # With loss scaling, a gradient may overflow: that step is left out.
-        watched = ("loss",) if accelerator.scaler else ("loss", "grad_norm")
-        columns = [n for n, name in enumerate(self.names) if name in watched]
-        finite = table[:, columns].isfinite().all(1).tolist()
-        bad = finite.index(False) if False in finite else None
-        means = dict(zip(self.names, table.mean(0).tolist(), strict=True))
-        self.rows.clear()
-        return means, bad
+        # Row by row to the host: on XLA, a stack of so many rows would be a program of its own.
+        sums = processes.total(torch.stack([row.cpu() for row in self.rows]).double())
+        means = sums[:, :-1] / sums[:, -1:].clamp(min=1)
+        table = zip(self.sizes, means.split(list(self.sizes.values()), dim=1), strict=True)
+        return {name: column[:, 0] if column.shape[1] == 1 else column for name, column in table}
+
+
+def not_finite(rows: Rows, names: Sequence[str]) -> int | None:
+    """The first step of a window in which one of these is not finite."""
+    finite = torch.stack([rows[name].isfinite() for name in names if name in rows]).all(0).tolist()
+    return finite.index(False) if False in finite else None
+
+
+def finite_means(rows: Rows) -> dict[str, float]:
+    """Means over the steps, without single values that are not finite (a gradient that the loss scale overflowed)."""
+    finite = {name: column[column.isfinite()] for name, column in rows.items()}
+    return {name: float(column.mean()) for name, column in finite.items() if len(column)}
+
+
+def blamed(to_blame: bool, keys: list[str]) -> list[str]:
+    """Keys of the samples of a bad step, from the processes that are to blame; from all where none is.
+
+    Every process must call it.
+    """
+    found = processes.gather((to_blame, keys))
+    sure = any(blame for blame, _ in found)
+    return [key for blame, names in found for key in names if blame or not sure]
+
+
+def some(keys: list[str]) -> str:
+    """The first of a bad step's samples, for a message."""
+    more = f" and {len(keys) - 8} more" if len(keys) > 8 else ""
+    return f"samples there: {', '.join(keys[:8])}{more}"
 
 
 class MetricLog:
-    """Appends to `metrics.jsonl` and TensorBoard; on a resume, lines after the checkpoint's step are dropped first."""
+    """Appends to `metrics.jsonl`; on a resume, lines after the checkpoint's step are dropped first."""
 
     def __init__(self, run: Path, resumed_step: int) -> None:
         self.path = run / "metrics.jsonl"
+        self.go_back(resumed_step)
+
+    def go_back(self, step: int) -> None:
+        """Drop the lines after a step: it will be trained on from there."""
         if self.path.exists():
-            kept = [line for line in _complete_lines(self.path) if json.loads(line)["step"] <= resumed_step]
+            kept = [line for line in _complete_lines(self.path) if json.loads(line)["step"] <= step]
             beside = self.path.with_suffix(".tmp")
             beside.write_text("".join(line + "\n" for line in kept))
             beside.replace(self.path)
         self.file = self.path.open("a", buffering=1)
-        self.board = SummaryWriter(str(run), purge_step=resumed_step + 1 if resumed_step else None)
 
     def write(self, step: int, values: dict[str, Any]) -> None:
-        """One line: `step` and the values; numbers go to TensorBoard too."""
-        self.file.write(json.dumps({"step": step, **values}) + "\n")
-        for name, value in values.items():
-            if isinstance(value, (int, float)):
-                self.board.add_scalar(name, value, step)
-
-    def picture(self, name: str, pixels_HWC: np.ndarray, step: int) -> None:
-        """A uint8 picture for TensorBoard."""
-        self.board.add_image(name, pixels_HWC, step, dataformats="HWC")
+        """One line: `step` and the values. Raises RunError when the disk refuses."""
+        try:
+            self.file.write(json.dumps({"step": step, **values}) + "\n")
+        except OSError as error:
+            raise RunError(f"{self.path}: cannot write: {error}; mend that and run it again to go on") from error
 
     def close(self) -> None:
         self.file.close()
-        self.board.close()
 
 
 def _complete_lines(path: Path) -> list[str]:

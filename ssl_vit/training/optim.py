@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import torch
+from timm.models import group_parameters
 from timm.optim import Lars
 from torch import nn
 
@@ -14,29 +16,48 @@ from ssl_vit.training import OptimConfig
 _NO_DECAY = ("pos_embed", "cls_token", "reg_token", "mask_token")
 
 
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:
-    """Trainable parameters in two groups: matrices decay; biases, norms, tokens and positions do not."""
-    decay: list[nn.Parameter] = []
-    rest: list[nn.Parameter] = []
+def parameter_groups(model: nn.Module, weight_decay: float, layer_decay: float | None = None) -> list[dict[str, Any]]:
+    """Trainable parameters in groups: matrices decay; biases, norms, tokens and positions do not.
+
+    layer_decay: the factor of the learning rate from a layer of `model.backbone` to the one below it, as `lr_scale` of
+    each group; the last norm and everything outside the backbone keep 1 (BEiT's and MAE's rule, on timm's layers).
+    """
+    scales = _layer_scales(model.backbone.network, layer_decay) if layer_decay else {}  # type: ignore[union-attr, arg-type]
+    groups: dict[tuple[float, bool], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            exempt = parameter.ndim <= 1 or name.rsplit(".", 1)[-1] in _NO_DECAY
-            (rest if exempt else decay).append(parameter)
-    groups = [{"params": decay, "weight_decay": weight_decay}, {"params": rest, "weight_decay": 0.0}]
-    return [group for group in groups if group["params"]]
+            decays = parameter.ndim > 1 and name.rsplit(".", 1)[-1] not in _NO_DECAY
+            groups.setdefault((scales.get(id(parameter), 1.0), decays), []).append(parameter)
+    return [
+        {"params": groups[scale, decays], "weight_decay": weight_decay * decays, "lr_scale": scale, "decays": decays}
+        for scale, decays in sorted(groups, reverse=True)  # the full learning rate first
+    ]
+
+
+def _layer_scales(network: nn.Module, decay: float) -> dict[int, float]:
+    """By a parameter's id: decay ** (layers between it and the head)."""
+    names = dict(network.named_parameters())
+    layers: dict[str, int] = group_parameters(network, network.group_matcher(coarse=False), reverse=True)  # type: ignore[operator]
+    head = max(layers.values()) + 1
+    last_norm = ("norm.", "fc_norm.")  # timm counts it to the last block, BEiT and MAE to the head
+    return {
+        id(names[name]): 1.0 if name.startswith(last_norm) else decay ** (head - layer)
+        for name, layer in layers.items()
+    }
 
 
 def build_optimizer(
     model: nn.Module, config: OptimConfig, batch_size: int, device: torch.device
 ) -> torch.optim.Optimizer:
     """The optimiser of `config` over the model's trainable parameters; torch's fused kernels where they exist."""
-    groups, lr = parameter_groups(model, config.weight_decay), peak_lr(config, batch_size)
+    groups, lr = parameter_groups(model, config.weight_decay, config.layer_decay), peak_lr(config, batch_size)
     fused = device.type in ("cpu", "cuda")
     if config.name == "adamw":
         return torch.optim.AdamW(groups, lr=lr, betas=config.betas, fused=fused)
     if config.name == "sgd":
         return torch.optim.SGD(groups, lr=lr, momentum=config.momentum, fused=fused)
-    groups[0]["always_adapt"] = True  # else timm's Lars is plain SGD where the decay is 0, as in MAE's probe
+    for group in groups:
+        group["always_adapt"] = group["decays"]  # else timm's Lars is plain SGD where the decay is 0, as in MAE's probe
     return Lars(groups, lr=lr, momentum=config.momentum)
 
 
@@ -59,7 +80,7 @@ def lr_factor(step: int, total: int, config: OptimConfig) -> float:
     return 1 - progress if config.schedule == "linear" else 1.0
 
 
-def set_lr(groups: Iterable[dict[str, object]], lr: float) -> None:
-    """Give every parameter group the learning rate of this step."""
+def set_lr(groups: Iterable[dict[str, Any]], lr: float) -> None:
+    """Give every parameter group the learning rate of this step, times the group's own `lr_scale`."""
     for group in groups:
-        group["lr"] = lr
+        group["lr"] = lr * group.get("lr_scale", 1.0)

@@ -27,6 +27,7 @@ class Display:
     def __init__(self, name: str, total: int, step: int, device: torch.device, enabled: bool) -> None:
         self.name, self.total, self.device, self.enabled = name, total, device, enabled
         self.console = Console(stderr=True)
+        self.note = ""  # shown after each log line's values
         self.bar: Progress | None = None
         # Processes that share a terminal must not each move a line on it.
         if enabled and self.console.is_terminal and multiprocessing.parent_process() is None:
@@ -60,7 +61,7 @@ class Display:
 
     def log(self, step: int, values: dict[str, float]) -> None:
         """Show a log line's values: the keys are those of `metrics.jsonl`."""
-        if not self.enabled:
+        if not self.enabled or "loss" not in values:
             return
         shown = f"loss {values['loss']:.4f}"
         if "constant_loss" in values:
@@ -71,7 +72,7 @@ class Display:
             shown += f" (constant guess {values['constant_accuracy']:.1%})"
         shown += (
             f"  {values['images_per_second']:,.0f} images/s  data wait {values['data_wait']:.0%}"
-            f"  {memory_bytes(self.device) / 2**30:.1f} GiB"
+            f"  {memory_bytes(self.device) / 2**30:.1f} GiB" + (f"  {self.note}" if self.note else "")
         )
         if self.bar:
             self.bar.update(self.task, completed=step)

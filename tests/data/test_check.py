@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
 import io
 import json
 import pickle
@@ -18,9 +19,10 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 from ssl_vit.data.check import Defect, stats, verify
-from ssl_vit.data.pack import make, sha256
-from ssl_vit.data.raw import RawSample, Source
+from ssl_vit.data.pack import make
+from ssl_vit.data.raw import Source
 from ssl_vit.data.sources import open_source
+from ssl_vit.data.writer import sha256
 from ssl_vit.interfaces import UserError
 
 
@@ -48,6 +50,7 @@ def agree(folder: Path) -> None:
     for entry in info["shards"]:
         path = folder / entry["file"]
         entry.update(bytes=path.stat().st_size, sha256=sha256(path))
+    info["content_hash"] = hashlib.sha256("".join(entry["sha256"] for entry in info["shards"]).encode()).hexdigest()
     (folder / "info.json").write_text(json.dumps(info))
 
 
@@ -60,7 +63,7 @@ def packed_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("packed") / "digits"
     whole = open_source("digits", split="train")
     assert whole.labels is not None
-    make(replace(whole, count=60, labels=whole.labels[:60]), out, shards=3)
+    make(replace(whole, items=range(60), labels=whole.labels[:60]), out, shards=3)
     return out
 
 
@@ -161,11 +164,38 @@ def test_verify_counts(digits: Path) -> None:
     assert [(d.shard, d.kind) for d in verify(digits)] == [("info.json", "count"), ("000001.tar", "count")]
 
 
-def test_verify_lists_the_defects_of_all_shards(digits: Path) -> None:
+def test_verify_content_hash(digits: Path) -> None:
+    info = json.loads((digits / "info.json").read_text())
+    info["content_hash"] = "0" * 64
+    (digits / "info.json").write_text(json.dumps(info))
+    assert [(d.shard, d.kind) for d in verify(digits)] == [("info.json", "checksum")]
+    del info["content_hash"]  # as in sets that were packed before it was written
+    (digits / "info.json").write_text(json.dumps(info))
+    assert verify(digits) == []
+
+
+def test_verify_lists_the_defects_of_all_shards_on_any_number_of_processes(digits: Path) -> None:
     (digits / "000000.tar").write_bytes((digits / "000000.tar").read_bytes()[:5000])
-    rewrite(digits / "000002.tar", lambda old: [(n, b"x" if n == "00000045.cls" else data) for n, data in old])
-    found = {(d.shard, d.kind) for d in verify(digits)}
-    assert {("000000.tar", "truncated"), ("000000.tar", "size"), ("000002.tar", "bad_label")} <= found
+    bad = {"00000045.cls": b"x", "00000046.png": b"text"}
+    rewrite(digits / "000002.tar", lambda old: [(n.replace("47", "21"), bad.get(n, data)) for n, data in old])
+    defects = verify(digits, jobs=1)
+    assert {
+        ("000000.tar", "", "truncated"),
+        ("000000.tar", "", "size"),
+        ("000002.tar", "", "checksum"),
+        ("000002.tar", "00000045", "bad_label"),
+        ("000002.tar", "00000046", "unreadable_image"),
+        ("000002.tar", "00000021", "duplicate_key"),
+    } <= {(d.shard, d.key, d.kind) for d in defects}
+    assert verify(digits, jobs=2) == defects
+
+
+def test_an_unfinished_set_is_not_taken_for_plain_tars(digits: Path) -> None:
+    (digits / "info.json").unlink()
+    (digits / "000000.entry.json").write_text("{}")
+    for look in (verify, stats):
+        with pytest.raises(UserError, match="packing was not finished; run its `ssl-vit shards make` command again"):
+            look(digits)
 
 
 def test_verify_plain_tars_without_info(digits: Path) -> None:
@@ -234,12 +264,9 @@ def test_stats(digits: Path) -> None:
 
 def test_stats_of_mixed_images_and_of_classes_with_one_name(tmp_path: Path) -> None:
     images = [encoded("PNG", 0, (10, 6), "L"), encoded("PNG", 1, (20, 8)), encoded("PNG", 2, (30, 10))]
-    labels = [0, 2, 2]
-
-    def sample(index: int) -> RawSample:
-        return RawSample(str(index), images[index], "png", labels[index])
-
-    make(Source("three", None, 3, ["crane", "ox", "crane"], np.array(labels), sample), tmp_path / "out")
+    labels = np.array([0, 2, 2])
+    names = ["crane", "ox", "crane"]
+    make(Source("three", None, names, labels, range(3), lambda n: (str(n), images[n]), ""), tmp_path / "out")
     found = stats(tmp_path / "out")
     size = {"height": {"mean": 8.0, "min": 6, "max": 10}, "width": {"mean": 20.0, "min": 10, "max": 30}}
     assert found["image_size"] == size

@@ -8,12 +8,19 @@ import pytest
 import torch
 from PIL import Image, ImageOps
 
-from ssl_vit.data.decode import BadSample, check_channels, decode_label, decode_pixels
+from ssl_vit.data.decode import BadSample, check_channels, decode_label, open_picture
 from ssl_vit.interfaces import UserError
 
 PIL_MODES = {1: "L", 3: "RGB", 4: "RGBA"}
 OPTIONS: dict[str, dict[str, Any]] = {"jpg": {"quality": 92}, "png": {}, "webp": {"lossless": True}}
 FORMATS = {"jpg": "JPEG", "jpeg": "JPEG", "png": "PNG", "webp": "WEBP"}
+
+
+def decode_pixels(sample: dict[str, Any], channels: int) -> torch.Tensor:
+    opened = open_picture(sample, channels)
+    pixels = opened.whole()
+    assert pixels.shape == (channels, opened.height, opened.width)
+    return pixels
 
 
 def picture(mode: str) -> Image.Image:

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import tarfile
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from PIL import Image
 
 from ssl_vit.data.check import stats, verify
 from ssl_vit.data.pack import make
-from ssl_vit.data.raw import RawSample, Source
+from ssl_vit.data.raw import BrokenImageError, Source
 from ssl_vit.data.sources import open_source
 from ssl_vit.interfaces import RunError, UserError
 
@@ -59,7 +61,7 @@ def labelled_images(folder: Path) -> dict[bytes, int]:
 def few_digits(count: int) -> Source:
     whole = open_source("digits", split="train")
     assert whole.labels is not None
-    return Source(whole.name, whole.licence, count, whole.classes, whole.labels[:count], whole.sample)
+    return replace(whole, labels=whole.labels[:count], items=range(count))
 
 
 def test_folder_round_trip_is_bit_for_bit(tmp_path: Path) -> None:
@@ -81,6 +83,9 @@ def test_folder_round_trip_is_bit_for_bit(tmp_path: Path) -> None:
         "dropped": [],
     }
     assert info["mean_image_size"] == {"height": 10.0, "width": 14.0}
+    sums = [hashlib.sha256((tmp_path / "out" / f"{n:06d}.tar").read_bytes()).hexdigest() for n in range(3)]
+    assert [entry["sha256"] for entry in info["shards"]] == sums
+    assert info["content_hash"] == hashlib.sha256("".join(sums).encode()).hexdigest()
     assert verify(tmp_path / "out") == []
     files_there = {path.name for path in (tmp_path / "out").iterdir()}
     assert files_there == {"000000.tar", "000001.tar", "000002.tar", "info.json"}
@@ -89,8 +94,8 @@ def test_folder_round_trip_is_bit_for_bit(tmp_path: Path) -> None:
 def test_keys_are_numbers_and_names_travel_only_when_asked(tmp_path: Path) -> None:
     image_folder(tmp_path / "in", {"a b": 2, "c": 1})
     source = open_source(str(tmp_path / "in"))
-    make(source, tmp_path / "plain", shuffle=False)
-    make(source, tmp_path / "named", shuffle=False, keep_names=True)
+    make(source, tmp_path / "plain", order="source")
+    make(source, tmp_path / "named", order="source", keep_names=True)
     keys = {name.split(".")[0] for name in members(tmp_path / "plain")}
     assert keys == {"00000000", "00000001", "00000002"}
     assert not any(name.endswith(".json") for name in members(tmp_path / "plain"))
@@ -117,17 +122,17 @@ def test_shuffle_mixes_classes(tmp_path: Path) -> None:
     assert 5 < labels.count(b"0") < 25
 
 
-def test_without_shuffle_the_members_keep_the_order_of_the_source(tmp_path: Path) -> None:
+def test_in_the_order_of_the_source_the_members_keep_the_order_of_the_source(tmp_path: Path) -> None:
     source = few_digits(150)
-    images = [source.sample(index).image for index in range(150)]
-    info = make(source, tmp_path / "out", shards=4, shuffle=False)
+    images = [source.read(index)[1] for index in range(150)]
+    info = make(source, tmp_path / "out", shards=4, order="source")
     assert [entry["samples"] for entry in info["shards"]] == [38, 38, 37, 37]
     found = members(tmp_path / "out")  # in the order of the shards, and of the members in them
     assert list(found) == [f"{number:08d}.{suffix}" for number in range(150) for suffix in ("cls", "png")]
     assert [data for name, data in found.items() if name.endswith(".png")] == images
     assert source.labels is not None
     assert [int(data) for name, data in found.items() if name.endswith(".cls")] == source.labels.tolist()
-    make(source, tmp_path / "split", shards=2, shuffle=False, holdout=0.3)
+    make(source, tmp_path / "split", shards=2, order="source", holdout=0.3)
     for part in ("train", "test"):
         kept = [data for name, data in members(tmp_path / "split" / part).items() if name.endswith(".png")]
         assert kept == [image for image in images if image in kept]
@@ -161,7 +166,8 @@ def test_broken_images_are_dropped_and_listed(tmp_path: Path) -> None:
     assert [item["file"] for item in info["dropped"]] == ["a/cut.jpg", "a/cut.png", "b/nothing.webp", "b/text.jpg"]
     assert [item["reason"] for item in info["dropped"]][2:] == ["empty file", "not an image"]
     assert all("cannot be decoded" in item["reason"] for item in info["dropped"][:2])
-    assert [entry["samples"] for entry in info["shards"]] == [4, 4, 3]
+    assert sum(entry["samples"] for entry in info["shards"]) == info["samples"] == 11
+    assert all(1 <= entry["samples"] <= 5 for entry in info["shards"])
     assert json.loads((tmp_path / "out" / "info.json").read_text())["dropped"] == info["dropped"]
     assert verify(tmp_path / "out") == []
 
@@ -215,43 +221,6 @@ def test_each_part_of_a_holdout_has_shards_for_several_workers(tmp_path: Path) -
     assert sizes == {"train": [6] * 10 + [5] * 6, "test": [1] * 10}
 
 
-def test_resize_scales_the_shorter_side_and_keeps_the_kind(tmp_path: Path) -> None:
-    (tmp_path / "in").mkdir()
-    original = Image.fromarray(np.random.default_rng(0).integers(0, 256, (60, 90, 3), dtype=np.uint8))
-    exif = Image.Exif()
-    exif[0x0112] = 6
-    original.save(tmp_path / "in" / "a.jpg", exif=exif)
-    original.save(tmp_path / "in" / "b.png")
-    original.transpose(Image.Transpose.ROTATE_90).save(tmp_path / "in" / "c.webp")
-    original.convert("P").save(tmp_path / "in" / "d.png")
-    original.resize((25, 20)).save(tmp_path / "in" / "e.png")
-    info = make(open_source(str(tmp_path / "in")), tmp_path / "out", resize=20, shuffle=False)
-    stored = {name: Image.open(io.BytesIO(data)) for name, data in members(tmp_path / "out").items()}
-    assert {name: (image.format, image.size) for name, image in stored.items()} == {
-        "00000000.jpg": ("JPEG", (30, 20)),
-        "00000001.png": ("PNG", (30, 20)),
-        "00000002.webp": ("WEBP", (20, 30)),
-        "00000003.png": ("PNG", (30, 20)),
-        "00000004.png": ("PNG", (25, 20)),
-    }
-    expected = original.resize((30, 20), Image.Resampling.BICUBIC)
-    np.testing.assert_array_equal(np.asarray(stored["00000001.png"]), np.asarray(expected))
-    assert members(tmp_path / "out")["00000004.png"] == (tmp_path / "in" / "e.png").read_bytes()
-    assert stored["00000000.jpg"].getexif()[0x0112] == 6
-    assert info["mean_image_size"] == {"height": 22.0, "width": 27.0}
-    assert verify(tmp_path / "out") == []
-
-
-def test_quality_is_that_of_resized_jpegs(tmp_path: Path) -> None:
-    (tmp_path / "in").mkdir()
-    (tmp_path / "in" / "a.jpg").write_bytes(encoded("JPEG", size=(80, 80)))
-    sizes = []
-    for quality in (30, 95):
-        make(open_source(str(tmp_path / "in")), tmp_path / str(quality), resize=40, quality=quality)
-        sizes.append(len(members(tmp_path / str(quality))["00000000.jpg"]))
-    assert sizes[0] < sizes[1] / 2
-
-
 def test_parquet_is_packed_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets
 
@@ -260,7 +229,7 @@ def test_parquet_is_packed_bit_for_bit(tmp_path: Path, monkeypatch: pytest.Monke
     features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=["x", "y"])})
     rows = {"image": [{"bytes": data, "path": None} for data in images], "label": [0, 1] * 3}
     datasets.Dataset.from_dict(rows, features=features).to_parquet(str(tmp_path / "p.parquet"))
-    info = make(open_source(str(tmp_path / "p.parquet")), tmp_path / "out", keep_names=True)
+    info = make(open_source(str(tmp_path / "p.parquet")), tmp_path / "out")
     assert labelled_images(tmp_path / "out") == dict(zip(images, [0, 1] * 3, strict=True))
     assert info["classes"] == ["x", "y"]
 
@@ -280,26 +249,6 @@ def test_a_full_folder_is_refused_and_overwrite_replaces_only_the_shard_set(tmp_
         make(few_digits(10), out / "notes.md")
 
 
-def test_an_interrupted_make_leaves_no_info_and_no_half_shard(tmp_path: Path) -> None:
-    whole = few_digits(40)
-    calls: list[int] = []
-
-    def failing(index: int) -> RawSample:
-        calls.append(index)
-        if len(calls) > 40 + 30:  # all are examined first, then written
-            raise OSError(28, "No space left on device")
-        return whole.sample(index)
-
-    source = Source("breaks", None, 40, whole.classes, whole.labels, failing)
-    with pytest.raises(RunError, match="No space left"):
-        make(source, tmp_path / "out", shards=8)
-    left = sorted(path.name for path in (tmp_path / "out").iterdir())
-    assert "info.json" not in left
-    assert all(name.endswith(".tar") for name in left)
-    make(whole, tmp_path / "out", shards=2, overwrite=True)
-    assert verify(tmp_path / "out") == []
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -310,8 +259,43 @@ def test_an_interrupted_make_leaves_no_info_and_no_half_shard(tmp_path: Path) ->
         ({"holdout": 1.0}, "holdout must be"),
         ({"seed": -1}, "seed must be at least 0"),
         ({"shards": 11}, "shards=11 is more than its 10 images"),
+        ({"subset": 0}, "subset must be at least 1"),
+        ({"order": "random"}, "order must be one of shuffle, stratified, source"),
+        ({"jobs": 0}, "jobs must be at least 1"),
+        ({"part": "1/2", "overwrite": True}, "parts cannot overwrite"),
+        *(({"part": part}, "part must be i/n") for part in ("3/2", "0/2", "x", "1/0", "-1/2", "1/2/3", "")),
     ],
 )
 def test_options_out_of_range(tmp_path: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         make(few_digits(10), tmp_path / "out", **options)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_part_of_a_holdout_without_one_good_image_is_told_and_kept(tmp_path: Path) -> None:
+    digits = open_source("digits")
+
+    def read(item: int) -> tuple[str, bytes]:
+        if item % 2:
+            raise BrokenImageError(f"digit {item}", "not an image")
+        return digits.read(item)  # type: ignore[no-any-return]
+
+    source = replace(digits, items=range(20), labels=None, classes=None, read=read)
+    for seed in range(9):
+        out = tmp_path / str(seed)
+        try:
+            info = make(source, out, holdout=0.05, seed=seed, shards=2, progress=False)
+        except UserError as error:
+            assert "none of its 1 test images can be used" in str(error)
+            assert len(list(out.rglob("*.entry.json"))) == 3 and len(list(out.rglob("*.tar"))) == 2
+            break
+        assert info["test"]["samples"] == 1 and info["train"]["samples"] == 9
+    else:
+        pytest.fail("no seed puts a broken image into test")
+
+
+def test_a_folder_that_cannot_be_written_is_named(unprivileged: Path) -> None:
+    source = few_digits(10)
+    (unprivileged / "locked").mkdir(mode=0o555)
+    with pytest.raises(RunError, match=r"locked/out: packing stopped: .*Permission denied"):
+        make(source, unprivileged / "locked" / "out")

@@ -10,16 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ssl_vit.data.plan import (
-    LanePosition,
-    check_topology,
-    epoch_order,
-    lane_epoch,
-    lane_stream,
-    plan,
-    rank_lanes,
-    worker_lanes,
-)
+from ssl_vit.data import plan as planning
+from ssl_vit.data.plan import LanePosition, SampleSet, check_topology, rank_lanes, worker_lanes
 from ssl_vit.interfaces import UserError
 
 quick = settings(max_examples=30, deadline=None, database=None, derandomize=True)
@@ -34,6 +26,22 @@ Sample = tuple[int, int]  # shard, position inside it
 
 def flat(pieces: Sequence[tuple[int, np.ndarray]]) -> list[Sample]:
     return [(shard, int(member)) for shard, members in pieces for member in members]
+
+
+def epoch_order(seed: int, epoch: int, counts: Sequence[int], keep: Any = None) -> list[tuple[int, np.ndarray]]:
+    return lane_epoch(seed, epoch, counts, 1, 0, keep)
+
+
+def lane_epoch(
+    seed: int, epoch: int, counts: Sequence[int], lanes: int, lane: int, keep: Any = None
+) -> list[tuple[int, np.ndarray]]:
+    return planning.lane_epoch(seed, epoch, [SampleSet(counts, keep)], lanes, lane)
+
+
+def lane_stream(
+    seed: int, counts: Sequence[int], lanes: int, lane: int, start: LanePosition = LanePosition(), keep: Any = None
+) -> Any:
+    return planning.lane_stream(seed, [SampleSet(counts, keep)], lanes, lane, start)
 
 
 def every_sample(counts: Sequence[int]) -> list[Sample]:
@@ -68,7 +76,7 @@ def test_lanes_are_slices_of_one_sequence_turning_with_the_epoch(
 @given(counts=st.lists(st.integers(0, 9), min_size=1, max_size=200), seed=SEEDS, epoch=EPOCHS)
 def test_the_order_visits_every_shard_once_and_repeats_itself(counts: list[int], seed: int, epoch: int) -> None:
     order = epoch_order(seed, epoch, counts)
-    assert sorted(shard for shard, _ in order) == list(range(len(counts)))
+    assert sorted(shard for shard, _ in order) == [shard for shard, count in enumerate(counts) if count]
     assert flat(order) == flat(epoch_order(seed, epoch, counts))
 
 
@@ -113,10 +121,10 @@ def test_keeping_everything_is_keeping_nothing_back() -> None:
 def walk(stream: Any, samples: int) -> list[tuple[LanePosition, Sample]]:
     """The next samples of a lane, one by one, each with its own position."""
     walked: list[tuple[LanePosition, Sample]] = []
-    for start, shard, members in stream:
-        assert len(members) > 0
-        for offset, member in enumerate(members):
-            walked.append((LanePosition(start.epoch, start.position + offset), (shard, int(member))))
+    for piece in stream:
+        assert len(piece.members) > 0
+        for offset, member in enumerate(piece.members):
+            walked.append((LanePosition(piece.start.epoch, piece.start.position + offset), (piece.shard, int(member))))
         if len(walked) >= samples:
             return walked[:samples]
     raise AssertionError("a lane is endless")
@@ -217,11 +225,19 @@ def test_the_global_batch_of_a_step_does_not_depend_on_ranks_and_workers(
 
 
 @quick
-@given(counts=COUNTS, seed=SEEDS, ranks=st.integers(1, 6), lanes=st.integers(1, 12), workers=st.integers(0, 4))
+@given(
+    counts=COUNTS,
+    seed=SEEDS,
+    ranks=st.integers(1, 64),
+    per_rank=st.integers(1, 8),
+    workers=st.integers(0, 8),
+    epoch=EPOCHS,
+)
 def test_the_whole_plan_reads_every_sample_once(
-    counts: list[int], seed: int, ranks: int, lanes: int, workers: int
+    counts: list[int], seed: int, ranks: int, per_rank: int, workers: int, epoch: int
 ) -> None:
-    whole = plan(seed, 3, counts, lanes, ranks, workers)
+    lanes = ranks * per_rank
+    whole = planning.plan(seed, epoch, [SampleSet(counts)], lanes, ranks, workers)
     assert set(whole) == {(rank, worker) for rank in range(ranks) for worker in range(max(workers, 1))}
     read = [(shard, int(member)) for pieces in whole.values() for _, shard, members in pieces for member in members]
     assert sorted(read) == every_sample(counts)
@@ -232,7 +248,130 @@ def test_the_whole_plan_reads_every_sample_once(
         for lane, shard, members in pieces:
             by_lane.setdefault(lane, []).extend((shard, int(member)) for member in members)
     for lane, samples in by_lane.items():
-        assert samples == flat(lane_epoch(seed, 3, counts, lanes, lane))
+        assert samples == flat(lane_epoch(seed, epoch, counts, lanes, lane))
+
+
+@quick
+@given(
+    counts=COUNTS,
+    seed=SEEDS,
+    epoch=st.integers(0, 3),
+    steps=st.integers(0, 40),
+    before=st.sampled_from([(1, 0), (2, 3), (4, 1), (6, 4), (12, 2)]),
+    after=st.sampled_from([(1, 4), (3, 2), (4, 0), (12, 1)]),
+)
+def test_a_resume_on_another_topology_loses_and_repeats_nothing(
+    counts: list[int], seed: int, epoch: int, steps: int, before: tuple[int, int], after: tuple[int, int]
+) -> None:
+    """Some steps on one topology, then, from what its ranks wrote down, the rest of the epoch on another."""
+
+    def owned(topology: tuple[int, int]) -> list[list[int]]:
+        ranks, workers = topology
+        return [worker_lanes(12, ranks, rank, workers, n) for rank in range(ranks) for n in range(max(workers, 1))]
+
+    read: list[Sample] = []
+    positions: dict[int, LanePosition] = {}
+    for lane in (lane for own in owned(before) for lane in own):
+        taken = walk(lane_stream(seed, counts, 12, lane, LanePosition(epoch)), steps) if steps else []
+        read += [sample for position, sample in taken if position.epoch == epoch]
+        last = taken[-1][0] if taken else LanePosition(epoch, -1)
+        positions[lane] = LanePosition(last.epoch, last.position + 1)
+    for lane in (lane for own in owned(after) for lane in own):
+        share = len(flat(lane_epoch(seed, epoch, counts, 12, lane)))
+        rest = walk(lane_stream(seed, counts, 12, lane, positions[lane]), share + 1)
+        read += [sample for position, sample in rest if position.epoch == epoch]
+    assert sorted(read) == every_sample(counts)
+
+
+@quick
+@given(counts=COUNTS, seed=SEEDS, lanes=st.integers(1, 6), lane=st.integers(0, 5))
+def test_the_upcoming_shard_is_the_next_one(counts: list[int], seed: int, lanes: int, lane: int) -> None:
+    if sum(counts) < 3 * lanes:
+        return  # a lane whose share of an epoch may be nothing cannot look ahead over it
+    stream = lane_stream(seed, counts, lanes, lane % lanes)
+    pieces = list(islice(stream, 30))
+    assert [piece.upcoming for piece in pieces[:-1]] == [piece.shard for piece in pieces[1:]]
+
+
+# --- mixtures ---
+
+MIXTURES = st.lists(
+    st.tuples(st.lists(st.integers(0, 9), min_size=1, max_size=12), st.sampled_from([None, 0.25, 1.0, 2.0, 7.5])),
+    min_size=1,
+    max_size=4,
+).filter(lambda mixture: sum(sum(counts) for counts, _ in mixture) > 0)
+
+
+def mixed(mixture: list[tuple[list[int], float | None]]) -> list[SampleSet]:
+    first, sets = 0, []
+    for counts, weight in mixture:
+        sets.append(SampleSet(counts, None, first, weight))
+        first += len(counts)
+    return sets
+
+
+@quick
+@given(mixture=MIXTURES, seed=SEEDS, lanes=st.integers(1, 8), epoch=st.integers(0, 20))
+def test_a_mixture_keeps_its_shares_and_goes_through_each_set_in_whole_epochs(
+    mixture: list[tuple[list[int], float | None]], seed: int, lanes: int, epoch: int
+) -> None:
+    sets = mixed(mixture)
+    sizes = [sum(counts) for counts, _ in mixture]
+    weights = [0 if n == 0 else n if weight is None else weight for (_, weight), n in zip(mixture, sizes, strict=True)]
+    begun = 0
+    for e in range(epoch, epoch + 2):
+        dealt = [flat(planning.lane_epoch(seed, e, sets, lanes, lane)) for lane in range(lanes)]
+        everything = [sample for lane in dealt for sample in lane]
+        assert abs(len(everything) - sum(sizes)) <= len(sets)
+        assert max(map(len, dealt)) - min(map(len, dealt)) <= len(sets)
+        for number, samples in enumerate(sets):
+            own = range(samples.first_shard, samples.first_shard + len(samples.counts))
+            count = sum(shard in own for shard, _ in everything)
+            assert abs(count - sum(sizes) * weights[number] / sum(weights)) <= 1
+        begun += len(everything)
+    assert begun >= 2 * sum(sizes) - 2 * len(sets)
+
+
+@quick
+@given(
+    mixture=MIXTURES,
+    seed=SEEDS,
+    lanes=st.integers(1, 5),
+    lane=st.integers(0, 4),
+)
+def test_a_lane_of_a_mixture_continues_from_any_position(
+    mixture: list[tuple[list[int], float | None]], seed: int, lanes: int, lane: int
+) -> None:
+    sets, lane = mixed(mixture), lane % lanes
+    whole = walk(planning.lane_stream(seed, sets, lanes, lane), 40)
+    for taken in range(0, 40, 3):
+        last = whole[taken - 1][0] if taken else LanePosition(0, -1)
+        resumed = planning.lane_stream(seed, sets, lanes, lane, LanePosition(last.epoch, last.position + 1))
+        assert walk(resumed, 40 - taken) == whole[taken:]
+    epochs = {position.epoch for position, _ in whole[:-1]} - {whole[-1][0].epoch}
+    for epoch in epochs:
+        read = sorted(sample for position, sample in whole if position.epoch == epoch)
+        assert read == sorted(flat(planning.lane_epoch(seed, epoch, sets, lanes, lane)))
+
+
+def test_over_the_epochs_a_small_set_is_repeated_whole_and_a_large_one_goes_on() -> None:
+    sets = mixed([([3, 2], 1.0), ([10, 10], 1.0)])
+    small, large = [], []
+    for epoch in range(8):  # 25 samples an epoch, half of each set: 100 of the small one, 100 of the large one
+        for lane in range(2):
+            for shard, member in flat(planning.lane_epoch(1, epoch, sets, 2, lane)):
+                (small if shard < 2 else large).append((shard, member))
+    assert sorted(small) == sorted(every_sample([3, 2]) * 20)
+    assert sorted(large) == sorted((shard + 2, member) for shard, member in every_sample([10, 10]) * 5)
+
+
+def test_sets_are_interleaved_evenly_and_each_keeps_its_own_epoch() -> None:
+    sets = mixed([([40], 1.0), ([5], 1.0), ([15], 2.0)])
+    pieces = list(islice(planning.lane_stream(0, sets, 1, 0), 200))
+    order = [piece.shard for piece in pieces for _ in piece.members]
+    for first in range(0, len(order) - 8, 8):
+        assert np.bincount(order[first : first + 8], minlength=3).tolist() == pytest.approx([2, 2, 4], abs=1)
+    assert max(piece.epoch for piece in pieces if piece.shard == 1) > max(piece.start.epoch for piece in pieces)
 
 
 # --- refusals ---

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import multiprocessing
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +17,7 @@ from ssl_vit.data import AugmentConfig, DataConfig, pack, sources
 from ssl_vit.data.evaluation import EvaluationStream, evaluation_batches
 from ssl_vit.data.plan import LanePosition
 from ssl_vit.data.samples import View, sample_seed
+from ssl_vit.data.shard_file import ShardFile
 from ssl_vit.data.shards import ShardSet, open_shards
 from ssl_vit.data.stream import train_source
 from ssl_vit.data.transforms import evaluation_transform, train_transform
@@ -163,3 +167,34 @@ def test_shards_are_found_by_folder_file_glob_and_braces(shards: ShardSet, tmp_p
         (bare / path.name).write_bytes(path.read_bytes())
     counted = open_shards(str(bare))
     assert counted.counts == shards.counts and counted.classes is None
+
+
+@pytest.mark.parametrize("share", [0.0, 0.37, 0.9])
+def test_going_on_in_an_epoch_opens_one_shard_a_lane_and_its_next(
+    shards: ShardSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: float
+) -> None:
+    """200 shards of 51 samples: whatever was read before is skipped by its counts, not read again."""
+    for number in range(200):
+        (tmp_path / f"{number:06d}.tar").hardlink_to(shards.urls[1])
+    many = open_shards(str(tmp_path))
+    assert many.samples == 200 * shards.counts[1]
+    opened = []
+    original = ShardFile.__init__
+
+    def counted(self: ShardFile, *arguments: Any) -> None:
+        opened.append(arguments)
+        original(self, *arguments)
+
+    monkeypatch.setattr(ShardFile, "__init__", counted)
+    start = [LanePosition(2, int(share * many.samples / LANES))] * LANES
+    next(rank_batches(many, 0, 1, 0, start))
+    assert LANES <= len(opened) <= 3 * LANES  # a step may cross from one shard into the next
+
+
+def test_loader_processes_end_when_the_iteration_does(shards: ShardSet) -> None:
+    batches = rank_batches(shards, 0, 1, 2)
+    next(batches)
+    assert len(multiprocessing.active_children()) == 2
+    batches.close()  # type: ignore[attr-defined]
+    gc.collect()
+    assert not multiprocessing.active_children()

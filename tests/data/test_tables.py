@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import pickle
 from pathlib import Path
 
 import datasets
@@ -11,7 +12,7 @@ import pyarrow.parquet as pq  # type: ignore[import-untyped]
 import pytest
 from PIL import Image
 
-from ssl_vit.data.raw import BrokenImageError, RawSample, Source
+from ssl_vit.data.raw import BrokenImageError, Source
 from ssl_vit.data.sources import open_source
 from ssl_vit.interfaces import UserError
 
@@ -22,8 +23,12 @@ def encoded(kind: str, seed: int = 0) -> bytes:
     return buffer.getvalue()
 
 
-def all_samples(source: Source) -> list[RawSample]:
-    return [source.sample(index) for index in range(source.count)]
+def all_images(source: Source) -> list[bytes]:
+    return [source.read(source.items[index])[1] for index in range(source.count)]
+
+
+def labels(source: Source) -> list[int] | None:
+    return None if source.labels is None else source.labels.tolist()
 
 
 @pytest.fixture(autouse=True)
@@ -42,14 +47,10 @@ def table(labels: list[int], names: list[str], kinds: tuple[str, ...] = ("JPEG",
 def test_parquet_file_keeps_bytes_and_class_names(tmp_path: Path) -> None:
     table([1, 0, 1], ["no", "yes"]).to_parquet(str(tmp_path / "part.parquet"))
     source = open_source(str(tmp_path / "part.parquet"))
-    samples = all_samples(source)
-    assert source.classes == ["no", "yes"]
-    assert [(s.key, s.extension, s.label) for s in samples] == [
-        ("row 0", "jpg", 1),
-        ("row 1", "png", 0),
-        ("row 2", "jpg", 1),
-    ]
-    assert [s.image for s in samples] == [encoded("JPEG", 0), encoded("PNG", 1), encoded("JPEG", 2)]
+    assert (source.classes, labels(source)) == (["no", "yes"], [1, 0, 1])
+    assert all_images(source) == [encoded("JPEG", 0), encoded("PNG", 1), encoded("JPEG", 2)]
+    assert source.read(1)[0] == "row 1"
+    assert source.size == sum(map(len, all_images(source)))
     assert source.name == "part.parquet (datasets)"
 
 
@@ -69,11 +70,11 @@ def test_parquet_that_datasets_did_not_write(tmp_path: Path) -> None:
     pq.write_table(pa.table({"png": images, "kind": ["wolf", "ape", "wolf"], "id": [5, 6, 7]}), file)
     source = open_source(str(file), label_column="kind")
     assert source.classes == ["ape", "wolf"]
-    assert [(s.image, s.label) for s in all_samples(source)] == list(zip(images, [1, 0, 1], strict=True))
+    assert (all_images(source), labels(source)) == (images, [1, 0, 1])
     unlabelled = open_source(str(file))
-    assert (unlabelled.classes, unlabelled.sample(0).label) == (None, None)
+    assert (unlabelled.classes, labels(unlabelled)) == (None, None)
     by_number = open_source(str(file), label_column="id", image_column="png")
-    assert (by_number.classes, by_number.sample(2).label) == (["5", "6", "7"], 2)
+    assert (by_number.classes, labels(by_number)) == (["5", "6", "7"], [0, 1, 2])
     with pytest.raises(UserError, match="no column 'colour'"):
         open_source(str(file), label_column="colour")
     with pytest.raises(UserError, match="does not hold images"):
@@ -85,13 +86,13 @@ def test_load_from_disk_layouts(tmp_path: Path) -> None:
     parts = {"train": table([0, 1], ["no", "yes"]), "validation": table([1], ["no", "yes"])}
     datasets.DatasetDict(parts).save_to_disk(str(tmp_path / "many"))
     one = open_source(str(tmp_path / "one"))
-    assert [s.label for s in all_samples(one)] == [1, 0, 1]
-    assert one.sample(1).image == encoded("PNG", 1)
+    assert labels(one) == [1, 0, 1]
+    assert all_images(one)[1] == encoded("PNG", 1)
     assert open_source(str(tmp_path / "many"), split="val").count == 1
     with pytest.raises(UserError, match="without splits"):
         open_source(str(tmp_path / "one"), split="train")
     arrow = next((tmp_path / "one").glob("*.arrow"))
-    assert [s.label for s in all_samples(open_source(str(arrow)))] == [1, 0, 1]
+    assert labels(open_source(str(arrow))) == [1, 0, 1]
 
 
 def test_string_classes_agree_between_splits(tmp_path: Path) -> None:
@@ -103,7 +104,7 @@ def test_string_classes_agree_between_splits(tmp_path: Path) -> None:
     parts = {"train": named(["cow", "ape", "bee"]), "test": named(["cow"])}
     datasets.DatasetDict(parts).save_to_disk(str(tmp_path / "set"))
     source = open_source(str(tmp_path / "set"), split="test")
-    assert (source.classes, source.sample(0).label) == (["ape", "bee", "cow"], 2)
+    assert (source.classes, labels(source)) == (["ape", "bee", "cow"], [2])
 
 
 def test_hidden_labels_are_no_labels_and_missing_ones_are_refused(tmp_path: Path) -> None:
@@ -119,9 +120,9 @@ def test_a_row_without_image_is_broken_not_fatal(tmp_path: Path) -> None:
     features = datasets.Features({"image": datasets.Image()})
     datasets.Dataset.from_dict(rows, features=features).save_to_disk(str(tmp_path / "gap"))
     source = open_source(str(tmp_path / "gap"))
-    assert source.sample(0).image == encoded("PNG")
+    assert source.read(0)[1] == encoded("PNG")
     with pytest.raises(BrokenImageError, match="row 1: no image"):
-        source.sample(1)
+        source.read(1)
 
 
 def test_several_label_columns_must_be_chosen_from(tmp_path: Path) -> None:
@@ -131,7 +132,8 @@ def test_several_label_columns_must_be_chosen_from(tmp_path: Path) -> None:
     datasets.Dataset.from_dict(rows, features=features).save_to_disk(str(tmp_path / "two"))
     with pytest.raises(UserError, match="coarse, fine"):
         open_source(str(tmp_path / "two"))
-    assert open_source(str(tmp_path / "two"), label_column="fine").sample(0).label == 1
+    assert open_source(str(tmp_path / "two"), label_column="fine").read(0)[1] == encoded("PNG")
+    assert labels(open_source(str(tmp_path / "two"), label_column="fine")) == [1]
 
 
 def test_imagefolder_with_a_metadata_file(tmp_path: Path) -> None:
@@ -142,7 +144,25 @@ def test_imagefolder_with_a_metadata_file(tmp_path: Path) -> None:
     (tmp_path / "set" / "metadata.csv").write_text("file_name,label\n1.png,oak\n0.png,elm\n")
     source = open_source(str(tmp_path / "set"))
     assert source.classes == ["elm", "oak"]
-    assert {(s.image, s.label) for s in all_samples(source)} == {(data[0], 0), (data[1], 1)}
+    assert dict(zip(all_images(source), labels(source) or [], strict=True)) == {data[0]: 0, data[1]: 1}
+    assert source.size == sum(map(len, data))
+
+
+def test_the_listing_tells_tables_apart_without_reading_them(tmp_path: Path) -> None:
+    listings = set()
+    for number, images in enumerate(([b"one", b"three"], [b"three", b"one"], [b"one", b"thre2"], [b"one", None])):
+        pq.write_table(pa.table({"png": pa.array(images, pa.binary())}), tmp_path / f"{number}.parquet")
+        listings.add(open_source(str(tmp_path / f"{number}.parquet")).listing)
+    assert len(listings) == 3  # same sizes in the same order are the same to it
+
+
+def test_a_table_travels_to_another_process_without_its_images(tmp_path: Path) -> None:
+    images = [encoded("PNG", number) * 50 for number in range(9)]
+    pq.write_table(pa.table({"png": images}), tmp_path / "p.parquet")
+    read = open_source(str(tmp_path / "p.parquet")).read
+    travelling = pickle.dumps(read)
+    assert len(travelling) < len(images[0])
+    assert pickle.loads(travelling)(8) == ("row 8", images[8])
 
 
 @pytest.mark.parametrize("spec", ["cifar10", "uoft-cs/cifar10"])

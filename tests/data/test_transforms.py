@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,9 +12,21 @@ from torchvision import transforms
 from torchvision.transforms import v2
 
 from ssl_vit.data import AugmentConfig, DataConfig
-from ssl_vit.data.transforms import device_images, evaluation_transform, train_transform
+from ssl_vit.data import transforms as ours
+from ssl_vit.data.decode import Pixels
+from ssl_vit.data.transforms import device_images
 
 SIZES = [(64, 64), (80, 64), (64, 95), (37, 200), (20, 24), (224, 224)]
+
+
+def train_transform(size: Any, augment: AugmentConfig) -> Callable[[torch.Tensor], torch.Tensor]:
+    transform = ours.train_transform(size, augment)
+    return lambda pixels: transform(Pixels(pixels))
+
+
+def evaluation_transform(size: Any, data: DataConfig) -> Callable[[torch.Tensor], torch.Tensor]:
+    transform = ours.evaluation_transform(size, data)
+    return lambda pixels: transform(Pixels(pixels))
 
 
 def image(height: int, width: int, channels: int = 3, seed: int = 0) -> torch.Tensor:
@@ -142,6 +155,42 @@ def test_the_centre_crop_has_no_randomness(size: tuple[int, int]) -> None:
     assert torch.equal(train_transform(32, AugmentConfig(crop="centre"))(pixels), centre(resized(pixels, 32), 32))
 
 
+@pytest.mark.parametrize("target", [(24, 40), (40, 24), (32, 8)])
+@pytest.mark.parametrize("size", [*SIZES, (48, 80), (30, 10)])
+def test_a_rectangle_is_cut_from_the_least_resize_that_covers_it(
+    size: tuple[int, int], target: tuple[int, int]
+) -> None:
+    pixels = image(*size)
+    scale = max(target[0] / size[0], target[1] / size[1])
+    covering = [max(math.floor(side * scale + 1e-9), least) for side, least in zip(size, target, strict=True)]
+    resized = v2.functional.resize(pixels, covering, v2.InterpolationMode.BILINEAR, antialias=True)
+    assert min(c - t for c, t in zip(covering, target, strict=True)) == 0
+    expected = v2.functional.center_crop(resized, [*target])
+    exact = DataConfig(train="x", evaluation_resize=1.0)
+    assert torch.equal(evaluation_transform(target, exact)(pixels), expected)
+    assert torch.equal(train_transform(target, AugmentConfig(crop="centre"))(pixels), expected)
+    assert evaluation_transform(target, DataConfig(train="x"))(pixels).shape == (3, *target)
+
+
+@pytest.mark.parametrize("crop", ["inception", "shift", "affine"])
+def test_random_crops_make_rectangles_too(crop: Any) -> None:
+    transform = train_transform((24, 40), AugmentConfig(crop=crop, padding=2))
+    for size in SIZES:
+        assert transform(image(*size)).shape == (3, 24, 40)
+
+
+def test_an_affine_shift_is_in_pixels_on_both_axes_of_a_rectangle() -> None:
+    """A ramp along an axis tells how far it was shifted: never more than the padding, and as far on either axis."""
+    augment = AugmentConfig(crop="affine", padding=3, degrees=0.0, zoom=0.0, shear=0.0)
+    transform, centre_pixel = train_transform((24, 48), augment), (0, 12, 24)
+    for axis, side in ((0, 24), (1, 48)):
+        ramp = torch.arange(side, dtype=torch.uint8)
+        picture = (ramp[:, None].expand(24, 48) if axis == 0 else ramp.expand(24, 48))[None].contiguous()
+        torch.manual_seed(0)
+        shifts = [abs(int(transform(picture)[centre_pixel]) - int(picture[centre_pixel])) for _ in range(200)]
+        assert max(shifts) == 3
+
+
 @pytest.mark.parametrize("flip", [[False] * 5, [True] * 5, [True, False, False, True, False]])
 def test_exactly_the_images_asked_for_are_mirrored(make_batch: Any, flip: list[bool]) -> None:
     batch = make_batch(5, flip=torch.tensor(flip))
@@ -151,3 +200,22 @@ def test_exactly_the_images_asked_for_are_mirrored(make_batch: Any, flip: list[b
     for mirrored, original, seen in zip(flip, before.numpy(), found.numpy(), strict=True):
         np.testing.assert_array_equal(seen, np.flip(original, axis=2) if mirrored else original)
     assert torch.equal(batch.images, before)
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_jitter_is_torchvisions_brightness_contrast_and_saturation(make_batch: Any, channels: int) -> None:
+    factors = torch.tensor([[1.0, 1.0, 1.0], [0.5, 1.0, 1.0], [1.4, 1.0, 1.0], [1.0, 0.3, 1.0], [1.0, 1.6, 1.0]])
+    factors = torch.cat([factors, torch.tensor([[1.0, 1.0, 0.0], [1.0, 1.0, 1.9], [0.8, 1.3, 0.6]])])
+    batch = make_batch(8, channels=channels, jitter=factors, flip=torch.arange(8) % 2 == 0)
+    found = device_images(batch)
+    assert found.dtype == torch.uint8
+    for image, mirrored, (brightness, contrast, saturation), seen in zip(
+        batch.images, batch.flip, factors.tolist(), found, strict=True
+    ):
+        expected = (image.flip(-1) if mirrored else image).double() / 255
+        expected = v2.functional.adjust_brightness(expected, brightness)
+        expected = v2.functional.adjust_contrast(expected, contrast)
+        if channels == 3:
+            expected = v2.functional.adjust_saturation(expected, saturation)
+        assert (seen - expected * 255).abs().max() <= 0.51
+    assert torch.equal(found[0], batch.images[0].flip(-1)), "factors of one change nothing"

@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 import json
+import math
+import sys
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from sklearn.datasets import load_digits
+from torchvision.transforms import v2
 
-from ssl_vit import experiment, recipe
+from ssl_vit import cli, experiment, recipe
 from ssl_vit.data import pack, sources
+from ssl_vit.data.shards import open_shards
+from ssl_vit.evaluators import features
+from ssl_vit.evaluators.labels import labels_of
 from ssl_vit.interfaces import UserError
+from ssl_vit.models import backbone
+from ssl_vit.objectives import classification
+from ssl_vit.training.flops import training_flops
 
 FAST = {
     "few_shot": ["shots=[1,5]"],
@@ -41,8 +54,11 @@ def test_every_evaluator_shows_both_references(trained: Path, name: str) -> None
     run = trained / "run"
     result = experiment.evaluate(run, name, f"{trained}/train", f"{trained}/test", FAST[name])
     assert {key.split("/")[0] for key in result["values"]} == {"trained", "untrained", "pixels"}
-    accuracies = [v for k, v in result["values"].items() if k.endswith(("mean", "accuracy", "k=5"))]
+    accuracies = [v for k, v in result["values"].items() if k.endswith("mean")]
     assert accuracies and all(0 <= value <= 1 for value in accuracies)
+    for measured in result["measurements"]:
+        assert len(measured["per_class"]) == 10
+        assert measured["mean_per_class"] == pytest.approx(np.mean(measured["per_class"]), abs=1e-6)
     saved = json.loads((run / "results.json").read_text())["evaluations"]
     assert [old for old in saved if old["evaluator"] == name] == [json.loads(json.dumps(result))]
 
@@ -65,10 +81,111 @@ def test_a_checkpoint_is_judged_like_a_run(trained: Path) -> None:
     assert run == checkpoint
 
 
-def test_fine_tuning_at_another_resolution(trained: Path) -> None:
-    keys = [*FAST["fine_tune"], "image_size=12", "seeds=[0]"]
-    values = experiment.evaluate(trained / "run", "fine_tune", f"{trained}/train", f"{trained}/test", keys)["values"]
-    assert 0 <= values["trained/mean"] <= 1
+def test_features_are_extracted_once_for_all_evaluators(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = (f"{trained}/train", f"{trained}/test")
+    first = experiment.evaluate(trained / "run", "few_shot", *data, ["shots=[2]"])
+    monkeypatch.setattr(features, "extract", None)  # nothing may be extracted any more
+    again = experiment.evaluate(trained / "run", "few_shot", *data, ["shots=[2]"])
+    assert again["measurements"] == first["measurements"], "a result repeats bit for bit"
+    experiment.evaluate(trained / "run", "knn", *data, ["ks=[3]"])
+    with pytest.raises(TypeError, match="NoneType"):
+        experiment.evaluate(trained / "run", "few_shot", *data, ["shots=[2]", "pooling=token"])
+
+
+def test_the_cache_knows_other_weights_shards_and_preparation(trained: Path, tmp_path: Path) -> None:
+    settings = experiment.run_recipe(trained / "run")
+    assert settings
+    train, test = f"{trained}/train", f"{trained}/test"
+
+    def names(**changed: Any) -> set[str]:
+        arguments = {"weights": trained / "run", "settings": settings, "train": train, "test": test} | changed
+        task = experiment.make_task(**arguments, cache=tmp_path)
+        for source in ("trained", "pixels"):
+            task.features(source, "test", features.Representation())
+        return {path.name for path in tmp_path.glob("*.safetensors")}
+
+    assert len(names()) == 2
+    assert len(names()) == 2, "the same again"
+    assert len(names(weights=None)) == 3, "other weights; the pixels are the same"
+    assert len(names(test=train)) == 5, "other shards"
+    larger = settings.model_copy(update={"data": settings.data.model_copy(update={"evaluation_resize": 1.5})})
+    assert len(names(settings=larger)) == 7, "other preparation"
+    damaged = sorted(tmp_path.glob("*.safetensors"))[0]
+    whole = damaged.read_bytes()
+    damaged.write_bytes(whole[: len(whole) // 2])
+    names()
+    names(weights=None)
+    names(test=train)
+    names(settings=larger)
+    assert damaged.read_bytes() == whole, "what a full disk cut short is extracted again"
+
+
+def test_a_block_is_the_output_after_it_under_the_last_norm(trained: Path) -> None:
+    model = backbone.load(trained / "run")
+    images = torch.randint(0, 256, (3, 1, 8, 8), dtype=torch.uint8)
+    with torch.no_grad():
+        tokens = model.vit.norm_pre(model.vit._pos_embed(model.embed(images)))
+        for number, block in enumerate(model.vit.blocks, 1):
+            tokens = block(tokens)
+            torch.testing.assert_close(features.outputs(model, images, number), model.vit.norm(tokens))
+        torch.testing.assert_close(features.outputs(model, images, 4), model(images))
+    with pytest.raises(UserError, match="block=5: vit_tiny_patch16_224 has blocks 1 to 4"):
+        features.outputs(model, images, 5)
+
+
+def test_large_raw_pixels_are_shrunk_by_area() -> None:
+    small = torch.randint(0, 256, (2, 3, 8, 20), dtype=torch.uint8)
+    torch.testing.assert_close(features._pixels(small), small.flatten(1) / 127.5 - 1)
+    large = small.repeat_interleave(8, dim=2).repeat_interleave(3, dim=3)  # 64 x 60
+    rows = small.float().repeat_interleave(4, dim=2)  # by area: 32 rows are the halves of 64
+    wide = torch.nn.functional.adaptive_avg_pool2d(rows.repeat_interleave(3, dim=3), (32, 32))
+    torch.testing.assert_close(features._pixels(large), wide.flatten(1) / 127.5 - 1)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        ["image_size=12"],
+        ["protocol=mae", "batch_size=16", "epochs=[1]", "labels_per_class=5%"],
+        ["tune_labels_per_class=2", "labels_per_class=[3,all]", "steps=[1]"],
+    ],
+)
+def test_fine_tuning_variants(trained: Path, keys: list[str]) -> None:
+    keys = [*FAST["fine_tune"], "seeds=[0]", *keys]
+    result = experiment.evaluate(trained / "run", "fine_tune", f"{trained}/train", f"{trained}/test", keys)
+    found = [m for m in result["measurements"] if m["source"] == "trained"]
+    assert all(0 <= m["accuracy"] <= 1 and m["flops"] > 0 for m in found)
+    if "protocol=mae" in keys:
+        assert result["settings"]["layer_decay"] == 0.65
+        kept = [count - round(0.1 * count) for count in np.bincount(labels_of(open_shards(f"{trained}/train")))]
+        assert found[0]["labels"] == sum(max(1, round(0.05 * count)) for count in kept)
+        assert found[0]["images_seen"] == math.ceil(found[0]["labels"] / 16) * 16
+    if "tune_labels_per_class=2" in keys:
+        assert [m["labels"] for m in found] == [30, 1437], "with all labels the held-out images are trained on too"
+
+
+def test_the_streaming_probe_learns_on_frozen_features(trained: Path) -> None:
+    keys = [
+        "method=lars",
+        "lr=60",
+        "labels_per_class=[4,40%]",
+        "epochs=10",
+        "warmup_epochs=1",
+        "batch_size=64",
+        "lanes=4",
+        "augment.crop=centre",
+        "augment.flip=false",
+    ]
+    result = experiment.evaluate(trained / "run", "linear_probe", f"{trained}/train", f"{trained}/test", keys)
+    found = [m for m in result["measurements"] if m["source"] == "trained"]
+    labels = sum(round(0.4 * count) for count in np.bincount(labels_of(open_shards(f"{trained}/train"))))
+    assert [m["labels"] for m in found] == [40, labels]
+    assert [m["images_seen"] for m in found] == [10 * 40, math.ceil(10 * labels / 64) * 64]
+    assert found[1]["accuracy"] > 0.35
+    model = backbone.load(trained / "run")
+    per_image = found[1]["flops"] / found[1]["images_seen"]
+    whole = training_flops(classification.Objective(model, classification.Config(head="linear", pooling="mean"), 10))
+    assert per_image < 0.4 * whole, "no backward pass through the backbone"
 
 
 @pytest.mark.parametrize(
@@ -76,6 +193,9 @@ def test_fine_tuning_at_another_resolution(trained: Path) -> None:
     [
         ("run", "few_shots", [], "did you mean 'few_shot'"),
         ("run", "few_shot", ["shot=[1]"], "did you mean 'shots'"),
+        ("run", "few_shot", ["block=9"], "has blocks 1 to 4"),
+        ("run", "linear_probe", ["method=lars", "pooling=both"], "token, mean or patches"),
+        ("run", "linear_probe", ["method=lars", "labels_per_class=1", "lanes=16"], "lower lanes"),
         ("nowhere", "knn", [], "no such run"),
         ("train", "knn", [], "no backbone.safetensors"),
     ],
@@ -83,3 +203,93 @@ def test_fine_tuning_at_another_resolution(trained: Path) -> None:
 def test_wrong_input_is_named(trained: Path, run: str, name: str, keys: list[str], expected: str) -> None:
     with pytest.raises(UserError, match=expected):
         experiment.evaluate(trained / run, name, f"{trained}/train", f"{trained}/test", keys)
+
+
+@pytest.mark.parametrize("method", ["timm", "google"])
+def test_frozen_features_at_another_size_and_aspect_ratio(trained: Path, method: Any) -> None:
+    settings = experiment.run_recipe(trained / "run")
+    task = experiment.make_task(trained / "run", settings, f"{trained}/train", f"{trained}/test")
+    wide = features.Representation("patches", image_size=(8, 12), position_resampling=method)
+    found = task.features("trained", "test", wide)
+    assert found.vectors.shape == (360, 4 * 6 * 64)
+    digits = (load_digits().images[1437:] * 255 / 16).round()[:, None]
+    # The least 12x12 that covers 8x12, cut in the middle.
+    images = v2.functional.resize(torch.from_numpy(digits).to(torch.uint8), [12, 12], antialias=True)[:, :, 2:10]
+    for way in ("timm", "google"):
+        model = backbone.at_size(backbone.load(trained / "run"), (8, 12), way).eval()
+        with torch.no_grad():
+            expected = model.pool(model(images), "patches")
+        away = torch.from_numpy(found.vectors)[:, None].sub(expected).abs().amax(-1)
+        assert (away.amin(1).max() < 1e-3) == (way == method)  # packing has shuffled the digits
+    assert task.features("pixels", "test", wide).vectors.shape == (360, 64)
+    keys = ["image_size=[8,12]", f"position_resampling={method}", "ks=[5]"]
+    result = experiment.evaluate(trained / "run", "knn", f"{trained}/train", f"{trained}/test", keys)
+    assert result["settings"]["image_size"] == [8, 12]
+
+
+def call(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
+    monkeypatch.setattr(sys, "argv", ["ssl-vit", "eval", *map(str, arguments)])
+    monkeypatch.setenv("COLUMNS", "200")
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    return int(stop.value.code or 0)
+
+
+def test_several_data_sets_in_one_call(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = tmp_path / "other"
+    for split in ("train", "test"):
+        pack.make(sources.open_source("digits", split=split), other / split, shards=2, progress=False)
+    assert call(monkeypatch, trained / "run", "few_shot", "--data", trained, "--data", other, "shots=[2]") == 0
+    shown = capsys.readouterr().out
+    assert str(trained) in shown and str(other) in shown
+    (row,) = [line for line in shown.splitlines() if "trained/2-shot" in line and "un" not in line]
+    assert row.count("±") == 2
+    saved = json.loads((trained / "run" / "results.json").read_text())["evaluations"]
+    assert {f"{trained}/test", f"{other}/test"} <= {old["data"]["test"] for old in saved}
+
+
+def test_a_suite_has_its_own_metric_and_settings(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "suite.yaml").write_text(f"""
+name: two
+folder: {tmp_path}/packed
+sets:
+  named: {{train: {trained}/train, test: {trained}/test, metric: mean_per_class, evaluators: {{knn: {{ks: [3]}}}}}}
+  packed: {{source: digits}}
+""")
+    arguments = [trained / "run", "knn", "--suite", tmp_path / "suite.yaml", "labels_per_class=4"]
+    assert call(monkeypatch, *arguments, "--json") == 0
+    text = capsys.readouterr().out
+    named, packed = json.loads(text[text.index("[\n") :])
+    assert (named["metric"], named["settings"]["ks"]) == ("mean_per_class", [3])
+    assert (packed["metric"], packed["settings"]["ks"]) == ("accuracy", [10, 20])
+    assert named["settings"]["labels_per_class"] == packed["settings"]["labels_per_class"] == [4]
+    first = next(m for m in named["measurements"] if m["source"] == "trained")
+    assert named["values"]["trained/k=3, 4 labels a class/mean"] == first["mean_per_class"]
+    assert json.loads((tmp_path / "packed" / "packed" / "train" / "info.json").read_text())["samples"] == 1437
+    assert call(monkeypatch, *arguments, "--per-class") == 0
+    assert "packing" not in capsys.readouterr().out, "packed once"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ([], "name the data: --data FOLDER"),
+        (["--data", "x", "--suite", "local"], "name the data: --data FOLDER"),
+        (["--suite", "transfr"], "no such suite; shipped ones: local, transfer"),
+        (["--data", "a", "--data", "b", "--test", "c"], "--test goes with one --data"),
+        (["--data", "/"], "/ does not hold train/ and test/"),
+    ],
+)
+def test_wrong_data_is_named(
+    trained: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    expected: str,
+) -> None:
+    assert call(monkeypatch, trained / "run", "knn", *arguments) == 2
+    assert expected in capsys.readouterr().err

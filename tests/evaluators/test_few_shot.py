@@ -2,15 +2,19 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from sklearn.datasets import load_digits
 from sklearn.linear_model import Ridge
+from threadpoolctl import threadpool_limits
 
-from ssl_vit.evaluators.features import Features
-from ssl_vit.evaluators.few_shot import Config, Evaluator, choose_shots, few_shot_accuracy, ridge
+from ssl_vit.evaluators import few_shot
+from ssl_vit.evaluators.features import Features, Representation
+from ssl_vit.evaluators.few_shot import Config, Evaluator, RidgePath, few_shot_accuracy, fit_all, select
+from ssl_vit.evaluators.labels import choose_shots
 
 Split = tuple[np.ndarray, np.ndarray]
 Scores = Callable[[Split, np.ndarray, float], np.ndarray]
@@ -97,15 +101,79 @@ def test_accuracy_and_every_prediction_agree_with_dense_solvers(name: str, score
         assert same == {(k, seed): 1.0}
 
 
-@pytest.mark.parametrize("l2", [1e-3, 1.0, 2.0**10])
+def grouped(shape: tuple[int, int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """x, the rows' classes in order, and +1/-1 targets."""
+    x = np.random.default_rng(0).normal(size=shape)
+    classes = np.sort(np.arange(shape[0]) % 3)
+    return x, classes, np.where(classes[:, None] == np.arange(3), 1.0, -1.0)
+
+
 @pytest.mark.parametrize("shape", [(40, 7), (7, 40), (12, 12)])
-def test_ridge_weights_agree_with_dense_solvers(shape: tuple[int, int], l2: float) -> None:
+def test_one_decomposition_gives_the_weights_of_every_l2(shape: tuple[int, int]) -> None:
+    x, classes, y = grouped(shape)
+    path = RidgePath(x, np.flatnonzero(np.diff(classes, prepend=-1)))
+    for l2 in (1e-3, 1.0, 2.0**10):
+        solved = np.linalg.solve(x.T @ x + l2 * np.eye(shape[1]), x.T @ y)
+        fitted = Ridge(alpha=l2, fit_intercept=False).fit(x, y).coef_.T
+        np.testing.assert_allclose(path.basis @ path.coefficients(l2), solved, rtol=1e-7, atol=1e-10)
+        np.testing.assert_allclose(path.basis @ path.coefficients(l2), fitted, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("shape", [(40, 7), (7, 40), (12, 12)])
+def test_leaving_one_out_is_fitting_without_it(shape: tuple[int, int]) -> None:
+    x, classes, y = grouped(shape)
+    path = RidgePath(x, np.flatnonzero(np.diff(classes, prepend=-1)))
+    for l2 in (0.5, 2.0**10):
+        for row, found in enumerate(path.leave_one_out(l2)):
+            rest = np.delete(np.arange(len(x)), row)
+            weights = Ridge(alpha=l2, fit_intercept=False, solver="cholesky").fit(x[rest], y[rest]).coef_
+            np.testing.assert_allclose(found, weights @ x[row], rtol=1e-6, atol=1e-9)
+
+
+def test_several_l2_at_once_are_the_single_ones() -> None:
+    train, test = feature_set("n>d")
+    together = few_shot_accuracy(*train, *test, shots=(1, 10), seeds=(0, 1), l2=[1.0, 64.0, 2.0**14])
+    for (shots, seed, l2), accuracy in together.items():
+        assert few_shot_accuracy(*train, *test, shots=(shots,), seeds=(seed,), l2=l2) == {(shots, seed): accuracy}
+    assert len(together) == 12
+
+
+def test_l2_is_selected_by_the_shots_alone() -> None:
+    train, test = feature_set("n<d")
+    l2 = (1e-2, 1.0, 1e2, 1e4, 1e6)
+    fits = fit_all(*train, test[0], shots=(1, 10), seeds=(0,), l2=l2, leave_one_out=True)
+    assert fits[1, 0].held_out is None
+    assert select(fits[1, 0], l2) == 1e2, "nothing can be left out of one shot a class: the middle one"
+    held_out = fits[10, 0].held_out
+    assert held_out is not None and len(set(held_out.values())) > 1
+    chosen = select(fits[10, 0], l2)
+    assert held_out[chosen] == max(held_out.values())
+    assert all(held_out[other] < held_out[chosen] for other in l2 if other > chosen), "the larger of equals"
+
+
+def test_the_same_arrays_give_the_same_bits_on_any_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     generator = np.random.default_rng(0)
-    x, y = generator.normal(size=shape), generator.normal(size=(shape[0], 3))
-    solved = np.linalg.solve(x.T @ x + l2 * np.eye(shape[1]), x.T @ y)
-    fitted = Ridge(alpha=l2, fit_intercept=False).fit(x, y).coef_.T
-    np.testing.assert_allclose(ridge(x, y, l2), solved, rtol=1e-7, atol=1e-10)
-    np.testing.assert_allclose(ridge(x, y, l2), fitted, rtol=1e-6, atol=1e-9)
+    labels = np.arange(2000) % 20
+    train = (generator.normal(size=(2000, 300)) + labels[:, None] / 20).astype(np.float32)
+    bits: dict[int, set[bytes]] = {}
+
+    class Spy(RidgePath):
+        def __init__(self, x: np.ndarray, first: np.ndarray) -> None:
+            super().__init__(x, first)
+            bits[threads].add(self.basis.tobytes())
+
+    monkeypatch.setattr(few_shot, "RidgePath", Spy)
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2, 3):
+            bits[threads] = set()
+            torch.set_num_threads(threads)
+            with threadpool_limits(threads):
+                fit_all(train, labels, train, shots=(1, 10, 25), seeds=(0, 1), l2=(1.0, 1024.0))
+    finally:
+        torch.set_num_threads(before)
+    assert len(bits[1]) == 6
+    assert bits[1] == bits[2] == bits[3]
 
 
 @pytest.mark.parametrize("labels", [np.arange(300) % 7, np.arange(300) % 5 * 2, np.array([2, 0, 1] * 9)])
@@ -175,21 +243,23 @@ def test_the_precision_of_the_features_does_not_matter(dtype: type) -> None:
     assert found == few_shot_accuracy(*train, *test, shots=(5,))
 
 
+class TwoSources:
+    """A task of digits' pixels, train and test; as `pixels` both are the test digits."""
+
+    classes = 10
+
+    def features(self, source: str, split: str, representation: Representation) -> Features:
+        assert representation == Representation("both", 2)
+        return Features(*(digits()[1] if source == "pixels" else digits()[split == "test"]))
+
+
 @pytest.mark.parametrize("seeds", [(0, 1, 2), (4,)])
 def test_the_evaluator_reports_each_seed_its_mean_and_deviation(seeds: tuple[int, ...]) -> None:
-    sets = {"trained": digits(), "pixels": (digits()[1], digits()[1])}
-    asked = []
-
-    def features(source: str, split: str, pooling: str) -> Features:
-        asked.append(pooling)
-        return Features(*sets[source][split == "test"])
-
-    task = SimpleNamespace(sources=lambda: tuple(sets), features=features)
-    config = Config(shots=(1, 5), seeds=seeds, l2=3.0, pooling="both")
-    found = dict(Evaluator(config).run(task))
-    assert set(asked) == {"both"}
+    config = Config(shots=(1, 5), seeds=seeds, l2=3.0, pooling="both", block=2)
+    found = dict(Evaluator(config).run(TwoSources()))  # type: ignore[arg-type]
     expected = {}
-    for source, (train, test) in sets.items():
+    for source in ("trained", "untrained", "pixels"):
+        train, test = digits() if source != "pixels" else (digits()[1],) * 2
         accuracies = few_shot_accuracy(*train, *test, shots=(1, 5), seeds=seeds, l2=3.0)
         for k in (1, 5):
             values = [accuracies[k, seed] for seed in seeds]
@@ -198,3 +268,45 @@ def test_the_evaluator_reports_each_seed_its_mean_and_deviation(seeds: tuple[int
             expected[f"{source}/{k}-shot/std"] = (spread / (len(values) - 1)) ** 0.5 if len(values) > 1 else 0.0
             expected |= {f"{source}/{k}-shot/seed{seed}": value for seed, value in zip(seeds, values, strict=True)}
     assert found == pytest.approx(expected)
+
+
+def test_a_measurement_tells_classes_labels_and_what_was_chosen() -> None:
+    config = Config(shots=(5,), seeds=(0,), l2=(1.0, 100.0), select_l2=True, pooling="both", block=2)
+    task: Any = TwoSources()
+    (found,) = Evaluator(config).measure(task, "trained", (5,), (0,))
+    train, test = digits()
+    fit = fit_all(*train, test[0], shots=(5,), seeds=(0,), l2=(1.0, 100.0), leave_one_out=True)[5, 0]
+    predicted = fit.predicted[select(fit, (1.0, 100.0))]
+    assert found.chosen == {"l2": select(fit, (1.0, 100.0))}
+    assert (found.labels, found.labels_per_class, found.seed, found.main) == (50, 5, 0, True)
+    each = [float((predicted[test[1] == label] == label).mean()) for label in range(10)]
+    assert found.per_class == pytest.approx(each, abs=1e-6)
+    assert found.mean_per_class == pytest.approx(sum(each) / 10)
+    assert found.accuracy == pytest.approx((predicted == test[1]).mean())
+
+
+def test_every_l2_is_shown_but_a_comparison_counts_the_first() -> None:
+    config = Config(shots=(5,), seeds=(0, 1), l2=(7.0, 100.0), pooling="both", block=2)
+    task: Any = TwoSources()
+    found = list(Evaluator(config).measure(task, "trained", (5,), (0, 1)))
+    assert [(m.name, m.seed, m.main) for m in found] == [
+        ("5-shot", 0, True),
+        ("5-shot, l2=100", 0, False),
+        ("5-shot", 1, True),
+        ("5-shot, l2=100", 1, False),
+    ]
+
+
+def test_a_class_short_of_shots_is_noted_in_the_measurement() -> None:
+    (train_x, train_y), test = digits()
+    few = np.flatnonzero((train_y != 3) | (np.cumsum(train_y == 3) <= 2))
+
+    class Short(TwoSources):
+        def features(self, source: str, split: str, representation: Representation) -> Features:
+            return Features(train_x[few], train_y[few]) if split == "train" else Features(*test)
+
+    task: Any = Short()
+    found = {m.labels_per_class: m for m in Evaluator(Config(shots=(1, 5))).measure(task, "trained", (1, 5), (0,))}
+    assert found[1].notes == ()
+    assert "1 class(es) have fewer than 5 images" in found[5].notes[0] and "[3]" in found[5].notes[0]
+    assert found[5].labels == 47

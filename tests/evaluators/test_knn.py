@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from ssl_vit.evaluators.features import Features, Task
-from ssl_vit.evaluators.few_shot import choose_shots
 from ssl_vit.evaluators.knn import Config, Evaluator, knn_accuracy
+from ssl_vit.evaluators.labels import choose_labelled
 from ssl_vit.interfaces import UserError
+from ssl_vit.recipe import validate
 
 TRAIN_X = np.random.default_rng(0).normal(size=(60, 5)).astype(np.float32)
 TRAIN_Y = np.random.default_rng(1).choice([2, 3, 7], 60)
@@ -85,18 +86,31 @@ def test_a_vector_of_zeros_is_no_accident() -> None:
     assert set(found) == {61}
 
 
-@pytest.mark.parametrize("labels_per_class", [None, 4])
-def test_the_evaluator_uses_the_labels_it_was_allowed(labels_per_class: int | None) -> None:
+def test_of_equally_similar_neighbours_the_earlier_count() -> None:
+    train = np.repeat(np.eye(3, dtype=np.float32), [4, 4, 2], axis=0)
+    labels = np.array([5, 5, 9, 9, 9, 9, 9, 9, 2, 2])
+    assert knn_accuracy(train, labels, train[:1], np.array([5]), ks=(2,)) == {2: 1.0}
+    assert knn_accuracy(train[::-1], labels[::-1], train[:1], np.array([9]), ks=(2,)) == {2: 1.0}
+
+
+@pytest.mark.parametrize("budget", ["all", 4, "50%"])
+def test_the_evaluator_uses_the_labels_it_was_allowed(budget: int | str) -> None:
     splits = {"train": Features(TRAIN_X, TRAIN_Y), "test": Features(TEST_X, TEST_Y)}
-    task: Any = SimpleNamespace(sources=lambda: ("trained",), features=lambda source, split, pooling: splits[split])
+    task: Any = SimpleNamespace(features=lambda source, split, representation: splits[split], classes=8)
     task.labelled_features = lambda *choice: Task.labelled_features(task, *choice)
-    config = Config(ks=(1, 20), labels_per_class=labels_per_class, seed=3, temperature=0.5)
-    rows = choose_shots(TRAIN_Y, labels_per_class, 3) if labels_per_class else np.arange(60)
-    expected = knn_accuracy(TRAIN_X[rows], TRAIN_Y[rows], TEST_X, TEST_Y, ks=(1, 20), temperature=0.5)
-    found = dict(Evaluator(config).run(task))
-    assert found == {f"trained/k={k}": accuracy for k, accuracy in expected.items()}
+    config = Config(ks=(20, 1), labels_per_class=budget, seeds=3, temperature=0.5)
+    rows = choose_labelled(TRAIN_Y, budget, 3)
+    expected = knn_accuracy(TRAIN_X[rows], TRAIN_Y[rows], TEST_X, TEST_Y, ks=(20, 1), temperature=0.5)
+    found = list(Evaluator(config).measure(task, "trained", (budget,), (3,)))
+    assert [m.accuracy for m in found] == list(expected.values())
+    assert [(m.main, m.labels, m.labels_per_class) for m in found] == [(n == 0, len(rows), budget) for n in range(2)]
+    suffix = {"all": "", 4: ", 4 labels a class", "50%": ", 50% of the labels"}[budget]
+    assert list(dict(Evaluator(config).run(task)))[::3] == [
+        f"{source}/k={k}{suffix}/mean" for source in ("trained", "untrained", "pixels") for k in (20, 1)
+    ]
 
 
-def test_no_k_at_all_is_the_users_mistake() -> None:
-    with pytest.raises(UserError, match="ks"):
-        Evaluator(Config(ks=()))
+@pytest.mark.parametrize("wrong", [{"ks": ()}, {"labels_per_class": "200%"}, {"labels_per_class": 0}, {"block": 0}])
+def test_wrong_settings_are_the_users_mistake(wrong: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match=f"^knn: {next(iter(wrong))}"):
+        validate(Config, wrong, "knn: ")

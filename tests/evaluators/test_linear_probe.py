@@ -8,11 +8,14 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
+from sklearn.datasets import load_digits
 from sklearn.linear_model import LogisticRegression
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
 
 from ssl_vit.evaluators.features import Features, Task
-from ssl_vit.evaluators.few_shot import choose_shots
-from ssl_vit.evaluators.linear_probe import Config, Evaluator, held_out_split, probe_accuracy
+from ssl_vit.evaluators.labels import choose_labelled, held_out_split
+from ssl_vit.evaluators.linear_probe import Config, Evaluator, probe_accuracy
 
 CS = (1e-4, 1e-2, 1.0, 100.0)
 LABELS = np.random.default_rng(0).choice([0, 1, 4], 150, p=[0.6, 0.3, 0.1])
@@ -110,14 +113,26 @@ def test_the_accuracy_is_of_the_test_images() -> None:
     assert wrong <= 0.5
 
 
-@pytest.mark.parametrize("labels_per_class", [None, 6])
-def test_the_evaluator_uses_the_labels_it_was_allowed(labels_per_class: int | None) -> None:
+@pytest.mark.parametrize("budget", ["all", 6, "20%"])
+def test_the_evaluator_uses_the_labels_it_was_allowed(budget: int | str) -> None:
     x = features(LABELS, 1)
     splits = {"train": Features(x, LABELS), "test": Features(features(LABELS, 2), LABELS)}
-    task: Any = SimpleNamespace(sources=lambda: ("trained",), features=lambda source, split, pooling: splits[split])
+    task: Any = SimpleNamespace(features=lambda source, split, representation: splits[split], classes=5)
     task.labelled_features = lambda *choice: Task.labelled_features(task, *choice)
-    config = Config(cs=CS, labels_per_class=labels_per_class, seed=2, held_out=0.3)
-    rows = choose_shots(LABELS, labels_per_class, 2) if labels_per_class else np.arange(150)
-    accuracy, c = probe_accuracy(x[rows], LABELS[rows], splits["test"].vectors, LABELS, cs=CS, held_out=0.3, seed=2)
-    found = dict(Evaluator(config).run(task))
-    assert found == {"trained/accuracy": accuracy, "trained/C": c}
+    config = Config(cs=CS, labels_per_class=budget, seeds=(2, 3), held_out=0.3)
+    found = list(Evaluator(config).measure(task, "trained", (budget,), (2, 3)))
+    for seed, measured in zip((2, 3), found, strict=True):
+        rows = choose_labelled(LABELS, budget, seed)
+        test = splits["test"].vectors
+        accuracy, c = probe_accuracy(x[rows], LABELS[rows], test, LABELS, cs=CS, held_out=0.3, seed=seed)
+        assert (measured.accuracy, measured.chosen, measured.labels) == (accuracy, {"C": c}, len(rows))
+        assert measured.per_class[2:4] == (None, None), "classes without a test image have no accuracy"
+
+
+def test_on_real_digits_it_agrees_with_sklearn_to_a_tenth_of_a_point() -> None:
+    data = load_digits()
+    train, test = (data.data[:1437], data.target[:1437]), (data.data[1437:], data.target[1437:])
+    for c in (1e-3, 0.1):
+        found = probe_accuracy(*train, *test, cs=(c,))[0]
+        model = make_pipeline(StandardScaler(), LogisticRegression(C=c, solver="newton-cg", tol=1e-8, max_iter=1000))
+        assert found == pytest.approx(model.fit(*train).score(*test), abs=1e-3)

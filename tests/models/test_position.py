@@ -7,7 +7,8 @@ import torch.nn.functional as F  # noqa: N812
 from scipy.ndimage import zoom
 from timm.layers import resample_abs_pos_embed
 
-from ssl_vit.models.position import Grid, Method, resample
+from ssl_vit.models import Resampling
+from ssl_vit.models.position import Grid, resample
 
 GRIDS = [
     ((4, 4), (7, 7)),
@@ -53,20 +54,20 @@ def test_googles_way_is_scipys_zoom_of_order_one(old: Grid, new: Grid, prefix: i
 
 @pytest.mark.parametrize("method", ["timm", "google"])
 @pytest.mark.parametrize("prefix", [1, 5])
-def test_prefix_entries_are_kept(method: Method, prefix: int) -> None:
+def test_prefix_entries_are_kept(method: Resampling, prefix: int) -> None:
     before = positions((4, 4), prefix)
     after = resample(before, (4, 4), (6, 3), prefix, method)
     assert torch.equal(after[:, :prefix], before[:, :prefix])
 
 
 @pytest.mark.parametrize("method", ["timm", "google"])
-def test_the_same_grid_changes_nothing(method: Method) -> None:
+def test_the_same_grid_changes_nothing(method: Resampling) -> None:
     before = positions((3, 5), 1)
     assert torch.equal(resample(before, (3, 5), (3, 5), 1, method), before)
 
 
 @pytest.mark.parametrize("method", ["timm", "google"])
-def test_rows_and_columns_are_not_mixed_up(method: Method) -> None:
+def test_rows_and_columns_are_not_mixed_up(method: Resampling) -> None:
     """A gradient down the rows stays a gradient down the rows."""
     rows = torch.arange(6.0).repeat_interleave(3)[None, :, None]
     after = resample(rows, (6, 3), (3, 6), 0, method).reshape(3, 6)

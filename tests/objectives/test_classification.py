@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,8 +12,12 @@ import torch
 from pydantic import ValidationError
 from torch import nn
 
+from ssl_vit import experiment
+from ssl_vit.data import pack, sources
 from ssl_vit.interfaces import UserError
+from ssl_vit.models.backbone import load
 from ssl_vit.objectives.classification import Config, Objective
+from ssl_vit.recipe import load_recipe
 
 Make = Callable[..., Any]
 
@@ -106,6 +112,68 @@ def test_a_missing_number_of_classes_is_the_users_mistake(make_backbone: Make) -
         Objective(make_backbone(), Config(), None)
 
 
+def mixed(objective: Objective, batch: Any) -> tuple[torch.Tensor, torch.Tensor, float]:
+    """The images and soft targets that the objective's mixing makes of a batch, and the loss it then reports."""
+    torch.manual_seed(5)
+    images, targets = objective.mix(batch.images.float(), batch.labels)
+    torch.manual_seed(5)
+    return images, targets, objective.train()(batch).loss.item()
+
+
+def test_mixup_blends_images_and_labels_in_one_ratio(make_backbone: Make, make_batch: Make) -> None:
+    objective = trained_head(objective_of(make_backbone, head="linear", mixup=0.8, label_smoothing=0.1))
+    batch = make_batch(6, flip=torch.zeros(6, dtype=torch.bool))
+    images, targets, loss = mixed(objective, batch)
+    own = torch.nn.functional.one_hot(batch.labels, 5).float()
+    ratio = ((images[0] - batch.images[5]) / (batch.images[0].float() - batch.images[5])).nanmedian()
+    assert 0 < ratio < 1
+    torch.testing.assert_close(images, ratio * batch.images + (1 - ratio) * batch.images.roll(1, 0))
+    torch.testing.assert_close(targets, ratio * own + (1 - ratio) * own.roll(1, 0))
+    smooth = 0.9 * targets + 0.1 / 5
+    by_hand = -(smooth * objective.logits(images).log_softmax(-1)).sum(-1).mean()
+    assert loss == pytest.approx(by_hand.item(), rel=1e-5)
+
+
+def test_cutmix_pastes_a_box_and_weighs_labels_by_its_area(make_backbone: Make, make_batch: Make) -> None:
+    objective = trained_head(objective_of(make_backbone, head="linear", cutmix=1.0))
+    batch = make_batch(6, flip=torch.zeros(6, dtype=torch.bool))
+    images, targets, loss = mixed(objective, batch)
+    pasted = (images == batch.images.roll(1, 0)).all(1) & (images != batch.images).any(1)
+    share = pasted.float().mean((1, 2)).max()
+    own = torch.nn.functional.one_hot(batch.labels, 5).float()
+    torch.testing.assert_close(targets, (1 - share) * own + share * own.roll(1, 0))
+    assert loss == pytest.approx(-(targets * objective.logits(images).log_softmax(-1)).sum(-1).mean().item(), rel=1e-5)
+
+
+def test_with_both_a_batch_gets_one_of_them_and_evaluation_none(make_backbone: Make, make_batch: Make) -> None:
+    objective = objective_of(make_backbone, head="linear", mixup=0.8, cutmix=1.0)
+    batch = make_batch(6)
+    whole = []
+    for seed in range(12):
+        torch.manual_seed(seed)
+        images, _ = objective.mix(batch.images.float(), batch.labels)
+        whole.append(bool((images == images.round()).all()))  # a blend has fractions, a paste has not
+    assert 0 < sum(whole) < 12
+    state = torch.get_rng_state()
+    objective.eval()(batch)
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_the_probe_trains_its_head_and_nothing_else(make_backbone: Make, make_batch: Make) -> None:
+    backbone = make_backbone(dropout=0.5, drop_path=0.5)
+    objective = Objective(backbone, Config(head="probe", pooling="mean"), 5).train()
+    norm, linear = objective.head
+    assert (norm.affine, norm.eps) == (False, 1e-6)
+    assert 0.005 < linear.weight.std() < 0.015
+    batch = make_batch(8, flip=torch.zeros(8, dtype=torch.bool))
+    vectors = backbone.pool(backbone.eval()(batch.images), "mean")
+    standard = (vectors - vectors.mean(0)) / (vectors.var(0, unbiased=False) + 1e-6).sqrt()
+    objective.train()  # must leave dropout off
+    torch.testing.assert_close(objective.logits(batch.images), standard @ linear.weight.T + linear.bias)
+    objective(batch).loss.backward()
+    assert [name for name, p in objective.named_parameters() if p.grad is not None] == ["head.1.weight", "head.1.bias"]
+
+
 def test_it_needs_no_noise(make_backbone: Make) -> None:
     assert objective_of(make_backbone).noise_per_sample() == 0
 
@@ -116,3 +184,25 @@ def test_it_needs_no_noise(make_backbone: Make) -> None:
 def test_configurations_that_make_no_sense_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         Config(**wrong)
+
+
+def test_a_resnet_learns_real_digits_and_serves_the_evaluators(tmp_path: Path) -> None:
+    """The comparison's CNN through the same recipe, loop, checkpoint and evaluators as a ViT."""
+    for split in ("train", "test"):
+        pack.make(sources.open_source("digits", split=split), tmp_path / split, shards=4, progress=False)
+    sizes = ["backbone.name=resnet10t", "backbone.image_size=[8,16]", "backbone.channels=1"]
+    data = [f"data.train={tmp_path}/train", "data.lanes=4", "data.workers=0", "data.augment.crop=centre"]
+    length = ["training.steps=30", "training.batch_size=32", "training.log_every=10", "optim.warmup_steps=5"]
+    keys = [*sizes, *data, *length, "optim.lr=3e-3", "data.augment.flip=false", f"run={tmp_path}/run"]
+    experiment.train(load_recipe("supervised_resnet50", keys), quiet=True)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert lines[-1]["loss"] < 0.6 * lines[0]["loss"]
+    backbone = load(tmp_path / "run")
+    assert (backbone.name, backbone.image_size, backbone.channels) == ("resnet10t", (8, 16), 1)
+    judge = ["shots=[5]", "pooling=mean"]
+    result = experiment.evaluate(tmp_path / "run", "few_shot", f"{tmp_path}/train", f"{tmp_path}/test", judge)
+    values = {name: value for name, value in result["values"].items() if name.endswith("mean")}
+    trained, untrained = (next(v for n, v in values.items() if n.startswith(row)) for row in ("trained", "untrained"))
+    assert trained > max(untrained, 0.5)
+    with pytest.raises(UserError, match="needs a class token, which resnet10t does not have: use mean"):
+        experiment.train(load_recipe("supervised_resnet50", [*keys, f"run={tmp_path}/t", "objective.pooling=token"]))

@@ -1,86 +1,123 @@
-"""Two real CPU processes under `accelerate launch` train as one does: same global batches, same losses."""
+"""The same training on one, two and three real CPU processes, with and without accumulation, whole and sharded."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
-import os
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
+import numpy as np
 import pytest
-
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
-STEPS = 20
+from safetensors.numpy import load_file
 
 
-def launch(processes: int, run: Path, digits: Path, recipe: str, *more: str) -> list[float]:
-    """Train by `accelerate launch` on that many processes; returns the loss of every step."""
-    python = [sys.executable, "-m"]
-    if processes > 1:  # without a GPU, --multi_gpu starts CPU processes over gloo; --cpu would silently start one
-        python += ["accelerate.commands.launch", "--multi_gpu", "--num_processes", str(processes)]
-        python += [
-            "--num_machines",
-            "1",
-            "--mixed_precision",
-            "no",
-            "--dynamo_backend",
-            "no",
-            "--main_process_port",
-            "0",
-        ]
-        python += ["-m"]
-    keys = [f"data.train={digits}/train", f"run={run}", f"training.steps={STEPS}", "training.log_every=1"]
-    command = [*python, "ssl_vit", "train", recipe, *keys, "training.picture_every=0", *more]
-    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=280, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    environment = json.loads((run / "environment.json").read_text())
-    assert environment["world_size"] == processes
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
-    return [row["loss"] for row in rows]
-
-
-@pytest.mark.parametrize("recipe", ["digits_ssl", "digits_supervised"])
-def test_two_processes_follow_the_single_process_curve(digits: Path, tmp_path: Path, recipe: str) -> None:
-    one = launch(1, tmp_path / "one", digits, recipe)
-    two = launch(2, tmp_path / "two", digits, recipe, "data.workers=1")
-    assert two == pytest.approx(one, rel=2e-5)
-    assert json.loads((tmp_path / "two" / "summary.json").read_text())["processes"] == 2
-
-
-def test_accumulation_follows_the_single_process_curve(digits: Path, tmp_path: Path) -> None:
-    one = launch(1, tmp_path / "one", digits, "digits_ssl")
-    two = launch(1, tmp_path / "two", digits, "digits_ssl", "training.accumulate=2")
-    assert two == pytest.approx(one, rel=2e-5)
-
-
-def test_a_run_goes_on_with_another_number_of_processes(digits: Path, tmp_path: Path) -> None:
-    """Stopped on two processes, resumed on one: no sample lost or repeated, so the losses go on as if nothing was."""
-    whole = launch(1, tmp_path / "whole", digits, "digits_ssl")
-    keys = [f"data.train={digits}/train", f"run={tmp_path / 'moved'}", "training.log_every=1"]
-    keys += [
-        f"training.steps={STEPS}",
-        "training.checkpoint_every=8",
-        "training.keep_last=9",
-        "training.picture_every=0",
-    ]
-    python = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
-    python += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
-    subprocess.run(
-        [*python, "-m", "ssl_vit", "train", "digits_ssl", *keys],
-        env=ENVIRONMENT,
-        check=True,
-        capture_output=True,
-        timeout=280,
+def scenarios() -> ModuleType:
+    """The script's functions, for what one process does: this one can."""
+    specification = importlib.util.spec_from_file_location(
+        "every_process", Path(__file__).with_name("every_process.py")
     )
-    # Take the run back to its checkpoint of step 8, as a kill after it would have left it.
-    for name in ("step_00000020", "step_00000016"):
-        folder = tmp_path / "moved" / "checkpoints" / name
-        if folder.exists():
-            folder.rename(folder.with_name(f".gone_{name}"))
-    left = sorted(path.name for path in (tmp_path / "moved" / "checkpoints").glob("step_*"))
-    if not left:
-        pytest.fail("no checkpoint of step 8 was kept")
-    moved = launch(1, tmp_path / "moved", digits, "digits_ssl", "training.checkpoint_every=8")
-    assert moved == pytest.approx(whole, rel=2e-5)
+    assert specification and specification.loader
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    return module
+
+
+def done(processes: list[Any]) -> None:
+    codes = [process.wait(250) for process in processes]
+    assert codes == [0] * len(codes), "\n\n".join(process.text[-3000:] for process in processes)
+
+
+@pytest.fixture(scope="module", params=[("1", "2", "1"), pytest.param(("1,2",) * 3, marks=pytest.mark.slow)])
+def runs(
+    request: pytest.FixtureRequest, world: Callable[..., Any], digits: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """All runs: OUT/PROCESSES/STAGE-ACCUMULATE, and the sharded ones (see every_process.py).
+
+    The parameter: the numbers of micro-batches on one, two and three processes.
+    """
+    out, accumulations = tmp_path_factory.mktemp("distribution"), request.param
+    first, one = out / "1" / "pretraining-1", scenarios()
+    one.same_maths(str(digits), out / "1", first, accumulations[0])
+    done(world(2, "two", digits, out, first, accumulations[1]))
+    done(world(3, "three", digits, out, first, accumulations[2]))
+    one.train(str(digits), out / "whole", "pretraining", *one.SHARDED)
+    one.back_to_step_12(out / "sharded", out / "one")
+    one.train(str(digits), out / "one", "pretraining", *one.SHARDED)
+    return out
+
+
+def rows(run: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def weights(run: Path, *names: str) -> dict[str, np.ndarray]:
+    last = run / "checkpoints" / "step_00000020"
+    found = {}
+    for name in names or ("backbone.safetensors", "objective.safetensors"):
+        found |= load_file(last / name)
+    return found
+
+
+def differ_by(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> float:
+    """The largest difference of two models' weights, but for the biases of attention's keys: softmax does not see
+    those, their gradient is rounding noise alone, and Adam makes steps of full size of it."""
+    assert found.keys() == expected.keys()
+    largest = 0.0
+    for name, value in expected.items():
+        difference = np.abs(found[name].astype(np.float64) - value)
+        if name.endswith("qkv.bias"):
+            difference = np.delete(difference, np.s_[len(value) // 3 : 2 * len(value) // 3])
+        largest = max(largest, difference.max())
+    return largest
+
+
+@pytest.mark.parametrize("stage", ["pretraining", "supervised", "fine_tuning"])
+def test_the_maths_is_the_same_on_any_number_of_processes(runs: Path, stage: str) -> None:
+    expected = rows(runs / "1" / f"{stage}-1")
+    names = [n for n in ("loss", "accuracy", "constant_loss", "constant_accuracy") if n in expected[0]]
+    assert [row["step"] for row in expected] == list(range(1, 21)) and names[:2] == ["loss", "accuracy"]
+    others = sorted(runs.glob(f"[123]/{stage}-[12]"))
+    assert len(others) in (3, 6)
+    for run in others:
+        environment = json.loads((run / "environment.json").read_text())
+        assert environment["world_size"] == int(run.parent.name)
+        assert environment["distribution"] == ("NO" if run.parent.name == "1" else "MULTI_CPU")
+        assert f"accumulate: {run.name[-1]}\n" in (run / "recipe.yaml").read_text()
+        found = rows(run)
+        for name in names:
+            assert [row[name] for row in found] == pytest.approx([row[name] for row in expected], abs=1e-5), name
+        norms = [row["grad_norm"] for row in found]
+        assert norms == pytest.approx([row["grad_norm"] for row in expected], rel=1e-3)
+        assert differ_by(weights(run), weights(runs / "1" / f"{stage}-1")) < 1e-4
+
+
+def test_a_sharded_run_exports_what_a_whole_one_does(runs: Path) -> None:
+    assert json.loads((runs / "sharded" / "environment.json").read_text())["world_size"] == 2
+    shards = sorted(path.name for path in (runs / "sharded").glob("checkpoints/step_00000020/optimizer/*"))
+    assert [name[:11] for name in shards] == ["shard-00001", "shard-00002"]
+    assert differ_by(weights(runs / "sharded"), weights(runs / "whole")) < 1e-6
+    trained = weights(runs / "sharded", "training.safetensors")
+    assert differ_by(trained, weights(runs / "whole", "training.safetensors")) < 1e-6
+    published = load_file(runs / "sharded" / "backbone.safetensors")
+    assert differ_by(published, load_file(runs / "whole" / "backbone.safetensors")) < 1e-6
+    # The average is published; it lags behind the weights that training goes on from.
+    assert differ_by(published, {name: trained[f"backbone.vit.{name}"] for name in published}) > 1e-5
+
+
+def test_a_sharded_run_goes_on_bit_for_bit(runs: Path) -> None:
+    for names in ((), ("training.safetensors",)):
+        found, expected = weights(runs / "again", *names), weights(runs / "sharded", *names)
+        assert all(np.array_equal(found[name], value) for name, value in expected.items())
+    assert [row["loss"] for row in rows(runs / "again")] == [row["loss"] for row in rows(runs / "sharded")]
+
+
+@pytest.mark.parametrize(("run", "processes"), [("one", 1), ("three", 3)])
+def test_a_sharded_run_goes_on_with_another_number_of_processes(runs: Path, run: str, processes: int) -> None:
+    """On one process whole, on three in other shards; no sample is lost or repeated, so the losses go on."""
+    assert json.loads((runs / run / "environment.json").read_text())["world_size"] == processes
+    losses = [row["loss"] for row in rows(runs / run)]
+    assert losses == pytest.approx([row["loss"] for row in rows(runs / "sharded")], abs=1e-5)
+    assert differ_by(weights(runs / run), weights(runs / "sharded")) < 1e-6

@@ -43,7 +43,7 @@ def test_no_process_is_left_behind(tmp_path: Path, number: signal.Signals) -> No
     children = psutil.Process(process.pid).children(recursive=True)
     assert children
     process.send_signal(number)
-    assert process.wait(60) == (1 if number == signal.SIGTERM else -signal.SIGKILL)
+    assert process.wait(60) == (75 if number == signal.SIGTERM else -signal.SIGKILL)
     assert wait_until(lambda: not any(child.is_running() and child.status() != "zombie" for child in children))
     saved = max(int(path.name[5:]) for path in checkpoints.glob("step_*"))
     if number == signal.SIGTERM:

@@ -79,7 +79,9 @@ def write_run(folder: Path, name: str, objective: str = "masked_patch") -> Path:
 def write_comparison(folder: Path, seeds: int = 3) -> Path:
     write_run(folder / "ssl", HOSTILE)
     tried = [{"lr": 0.001, "held_out_accuracy": 0.912}, {"lr": 0.003, "held_out_accuracy": 0.5}]
-    choices = [{"labels_per_class": 10, "tried": tried, "chosen": {"lr": 0.001}}]
+    choices = [
+        {"data": "data", "evaluator": "fine_tune", "labels_per_class": 10, "tried": tried, "chosen": {"lr": 0.001}}
+    ]
     results = {
         "kind": "comparison",
         "title": HOSTILE,
@@ -88,6 +90,8 @@ def write_comparison(folder: Path, seeds: int = 3) -> Path:
         "seeds_vary": "A seed draws the labelled images.",
         "notes": [HOSTILE],
         "data": {"test": {"path": "data/test", "classes": 10}},
+        "sets": {"": {"classes": 10, "metric": "accuracy"}},
+        "evaluators": {"fine_tune": {"title": "Fine-tuning", "trains_backbone": True}},
         "arms": [
             {"name": "ssl", "label": HOSTILE, "run": "ssl", "labels_used": 0, "pretraining": {"seconds": 80.25}}
             | {"choices": choices, "tuning": {"images_seen": 43210, "seconds": 7.5}},
@@ -222,7 +226,7 @@ def test_a_resumed_run_is_drawn_once_and_without_its_non_finite_losses() -> None
 
 def test_figures_take_the_colour_of_the_page_and_leave_no_global_state() -> None:
     curve = plots.Curve("名前 $a", "#0072b2", "o", [1, 5], [40.0, 60.0], [38.0, 58.0], [42.0, 62.0])
-    svg = plots.label_curve([curve], "accuracy, %", chance=39.0)
+    svg = plots.accuracy_curve([curve], "labels", "accuracy, %", chance=39.0)
     assert "名前 $a" in svg and "chance" in svg
     assert "currentColor" in svg
     assert plots.INK not in svg

@@ -35,8 +35,16 @@ def test_reads_a_run_that_was_killed_while_it_wrote(tmp_path: Path) -> None:
 
 
 def test_the_newest_picture_is_the_one_of_the_highest_step_not_of_the_last_name(tmp_path: Path) -> None:
-    picture = read_directory(write_run(tmp_path / "run"))["pictures"]
+    (picture,) = read_directory(write_run(tmp_path / "run"))["pictures"]
     assert picture.name == "reconstruction_step_1000.png"
+
+
+def test_what_inspect_drew_comes_before_the_pictures_of_training(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    (run / "inspect").mkdir()
+    for name in ("filters", "attention_rollout", "unknown"):
+        (run / "inspect" / f"{name}.png").write_bytes(b"")
+    assert [path.stem for path in read_directory(run)["pictures"]] == ["attention_rollout", "filters"]
 
 
 def test_a_broken_line_in_the_middle_as_after_a_resume_loses_no_other(tmp_path: Path) -> None:
@@ -50,7 +58,7 @@ def test_a_broken_line_in_the_middle_as_after_a_resume_loses_no_other(tmp_path: 
 def test_evaluations_alone_are_a_run(tmp_path: Path) -> None:
     (tmp_path / "results.json").write_text('{"kind": "evaluations", "evaluations": []}')
     run = read_directory(tmp_path)
-    assert (run["kind"], run["metrics"], run["recipe"], run["pictures"]) == ("run", [], "", None)
+    assert (run["kind"], run["metrics"], run["recipe"], run["pictures"]) == ("run", [], "", [])
 
 
 def test_reads_a_comparison_with_the_runs_that_exist(tmp_path: Path) -> None:

@@ -12,7 +12,8 @@ import pytest
 from rich.console import Console
 from scipy import stats
 
-from ssl_vit.report.tables import summarise, terminal_table
+from ssl_vit.report.statistics import summarise
+from ssl_vit.report.tables import terminal_table
 
 
 def comparison(scores: Any, evaluator: str = "fine_tune") -> dict[str, Any]:
@@ -23,9 +24,14 @@ def comparison(scores: Any, evaluator: str = "fine_tune") -> dict[str, Any]:
         "kind": "comparison",
         "seeds": [0, 1, 2],
         "arms": [
-            {"name": name, "label": f"the {name} arm [bold]", "run": name, "labels_used": used, "pretraining": spent}
+            {"name": name, "label": f"the {name} arm [bold]", "run": spent and name, "labels_used": used}
+            | {"pretraining": spent}
             for name, used, spent in arms
         ],
+        "evaluators": {
+            "fine_tune": {"title": "Fine-tuning", "trains_backbone": True},
+            "few_shot": {"title": "Few-shot", "trains_backbone": False},
+        },
         "measurements": [
             {"arm": arm, "evaluator": evaluator, "labels_per_class": labels, "seed": seed, "accuracy": accuracy}
             for arm, budgets in scores.items()
@@ -82,7 +88,7 @@ def test_verdict_of_a_clear_gain_that_stops() -> None:
     assert sentences == [
         "With 10 labels a class, SSL pretraining gains +33.3 ± 5.2 points over training from scratch "
         "(90.0% against 56.7%, 3 seeds).",
-        "The gain is last seen with 25 labels a class: with 25 labels a class SSL pretraining gains +11.7 ± 1.4 "
+        "The gain ends between 25 and 100 labels a class: with 25 labels a class SSL pretraining gains +11.7 ± 1.4 "
         "points; with 100 labels a class these seeds show no difference (+0.0 ± 2.5 points).",
     ]
 
@@ -157,6 +163,8 @@ def test_costs_fit_80_columns_with_the_sweep_and_how_many_pieces_ran_side_by_sid
     for seed, found in enumerate(results["measurements"]):
         found |= {"images_seen": 123_456_000, "seconds": 1000.25 + seed}
     results["arms"][0]["pretraining"] = {"images_seen": 1_281_167_000, "seconds": 98765.4, "parameters": 22_050_664}
+    results["arms"][0]["pretraining"] |= {"flops": 3.21e21, "device_hours": 219.4787}
+    results["arms"][0]["choices"] = [{"tried": [{}, {}, {}]}, {"tried": [{}]}]
     results["arms"][0]["tuning"] = {"images_seen": 345_678_000, "seconds": 4321.5}
     results["arms"][1]["tuning"] = None
     results["jobs"] = 3
@@ -167,6 +175,9 @@ def test_costs_fit_80_columns_with_the_sweep_and_how_many_pieces_ran_side_by_sid
         name: values for name, *values in ([cell.strip() for cell in line.strip("│").split("│")] for line in lines)
     }
     assert cells["Pretraining labels"] == ["0", "none", "1,437"]
+    assert cells["Settings tried"] == ["4", "–", "–"]
+    assert cells["Pretraining FLOPs"] == ["3.21e21", "–", "–"]
+    assert cells["Pretraining device-hours"] == ["219", "–", "–"]
     assert cells["Parameters"] == ["22,050,664", "–", "207,000"]
     assert cells["Pretraining images"] == ["1,281,167,000", "–", "192,000"]
     assert cells["Pretraining seconds"] == ["98,765.4", "–", "70.0"]
@@ -175,6 +186,76 @@ def test_costs_fit_80_columns_with_the_sweep_and_how_many_pieces_ran_side_by_sid
     assert cells["Fine-tuning images"] == ["246,912,000", "246,912,000", "–"]
     assert cells["Fine-tuning seconds"] == ["2,001.5", "2,005.5", "–"]
     assert "Seconds were measured with 3 pieces running side by side" in " ".join(map(str.strip, lines))
+
+
+def test_percent_and_whole_budgets_stand_where_their_labels_put_them() -> None:
+    results = comparison({"ssl": {"10%": [0.5, 0.6], 2: [0.4, 0.5], "all": [0.9, 0.95]}, "scratch": {2: [0.1, 0.3]}})
+    results["sets"] = {"": {"classes": 10, "metric": "accuracy"}}
+    for found in results["measurements"]:
+        found["labels"] = {"10%": 150, 2: 20, "all": 1500}[found["labels_per_class"]]
+    rows = [r for r in summarise(results)["accuracy"] if r["arm"] == "ssl"]
+    assert [(r["labels_per_class"], r["x"]) for r in rows] == [(2, 2.0), ("10%", 15.0), ("all", 150.0)]
+
+
+def test_the_metric_of_a_data_set_is_what_is_counted() -> None:
+    results = comparison({"ssl": {5: [0.9, 0.8]}, "scratch": {5: [0.1, 0.2]}})
+    for found in results["measurements"]:
+        found["mean_per_class"] = found["accuracy"] / 2
+    results["sets"] = {"": {"classes": 10, "metric": "mean_per_class"}}
+    assert row(summarise(results)["accuracy"], arm="ssl")["mean"] == pytest.approx(0.425)
+
+
+def test_each_data_set_gets_its_sentences_and_its_tables() -> None:
+    results = comparison({"ssl": {5: [0.9, 0.8]}, "scratch": {5: [0.25, 0.15]}})
+    other = comparison({"ssl": {5: [0.3, 0.4]}, "scratch": {5: [0.8, 0.9]}})["measurements"]
+    results["measurements"] = [found | {"data": "pets"} for found in results["measurements"]]
+    results["measurements"] += [found | {"data": "birds"} for found in other]
+    results["sets"] = {"birds": {}, "pets": {}}
+    sentences = [s for s in summarise(results)["sentences"] if "5 labels" in s]
+    assert [s.split(",")[0] for s in sentences] == ["birds: With 5 labels a class", "pets: With 5 labels a class"]
+    assert "loses 50.0" in sentences[0] and "gains +65.0" in sentences[1]
+    text = "\n".join(terminal_lines(results, 120))
+    assert text.index("birds: Fine-tuning") < text.index("pets: Fine-tuning")
+
+
+def test_no_pretraining_means_the_same_architecture() -> None:
+    results = comparison({"ssl": {5: [0.9, 0.8]}, "small": {5: [0.3, 0.5]}, "scratch": {5: [0.1, 0.2]}})
+    results["arms"][0]["architecture"], results["arms"][1]["architecture"] = "large", "small"
+    results["arms"].append({"name": "small", "label": "small scratch", "architecture": "large"})
+    assert [r["against"] for r in summarise(results)["differences"]] == ["small"]
+    few = comparison({"ssl": {5: [0.9]}, "untrained": {5: [0.3]}, "untrained_b": {5: [0.4]}}, "few_shot")
+    few["arms"][0]["architecture"] = "large"
+    few["references"] = {"untrained": "small", "untrained_b": "large", "pixels": "small"}
+    assert [r["against"] for r in summarise(few)["differences"]] == ["untrained_b"]
+
+
+def test_arms_that_were_not_tuned_alike_are_named() -> None:
+    results = comparison({"ssl": {5: [0.9, 0.8]}, "scratch": {5: [0.1, 0.2]}})
+    assert "tuned" not in summarise(results)["verdict"]
+    results["arms"][0]["choices"] = [{"tried": [{}, {}]}]
+    expected = (
+        "not tuned alike (settings tried: SSL pretraining 2, training from scratch 0 and supervised pretraining 0)"
+    )
+    assert expected in summarise(results)["verdict"]
+
+
+def test_a_study_says_where_its_ends_are() -> None:
+    results = comparison({"ssl": {5: [0.5, 0.6]}, "ssl_large": {5: [0.7, 0.8]}, "scratch": {5: [0.1, 0.2]}})
+    results["study"] = "samples"
+    results["arms"][0] |= {"pretraining": {"samples": 1000}, "series": "SSL"}
+    results["arms"].append({"name": "ssl_large", "series": "SSL", "pretraining": {"samples": 50_000}, "labels_used": 0})
+    summary = summarise(results)
+    assert [(r["arm"], r["size"], r["series"]) for r in summary["study"]] == [
+        ("ssl", 1000, "SSL"),
+        ("ssl_large", 50_000, "SSL"),
+    ]
+    sentence = "With 5 labels a class: accuracy goes from 55.0% with 1,000 pretraining images to 75.0% with 50,000 "
+    assert sentence + "(+20.0 ± 0.0 points)." in summary["sentences"]
+    results["measurements"][2]["accuracy"] = 0.95  # the larger's first seed: its gain is not the second's
+    again = summarise(results)
+    assert any("which these seeds cannot tell from none" in text for text in again["sentences"])
+    (ends,) = again["ends"]
+    assert (ends["sizes"], ends["n"], ends["mean"]) == ([1000, 50_000], 2, pytest.approx(0.325))
 
 
 @pytest.mark.parametrize("more", [{}, {"jobs": 1, "skipped": []}])

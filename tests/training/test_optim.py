@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from ssl_vit.objectives import masked_patch
+from ssl_vit.objectives import classification, masked_patch
 from ssl_vit.training import OptimConfig
 from ssl_vit.training.optim import build_optimizer, lr_factor, parameter_groups, peak_lr, set_lr
 
@@ -101,6 +101,30 @@ def test_weight_decay_leaves_biases_norms_tokens_and_positions_alone(
     assert not any(any(name.endswith(matrix) for matrix in matrices) for name in groups[0.0])
     assert {"mask_token", "backbone.vit.pos_embed", "backbone.vit.cls_token"} < set(groups[0.0])
     assert ("backbone.vit.reg_token" in groups[0.0]) == bool(backbone)
+
+
+def test_layer_decay_is_maes(make_backbone: Callable[..., Any]) -> None:
+    """MAE's `util/lr_decay.py`: 0 for patches, tokens and positions, i + 1 for block i, depth + 1 for all else."""
+    objective = classification.Objective(make_backbone(depth=3), classification.Config(head="linear"), 5)
+    names = {id(parameter): name for name, parameter in objective.named_parameters()}
+    config = OptimConfig(name="adamw", lr=0.1, weight_decay=0.3, layer_decay=0.5)
+    optimizer = build_optimizer(objective, config, 8, CPU)
+    set_lr(optimizer.param_groups, 0.1)
+    seen = set()
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            name = names[id(parameter)].removeprefix("backbone.vit.")
+            layer = 4
+            if name.startswith(("patch_embed", "cls_token", "pos_embed")):
+                layer = 0
+            elif name.startswith("blocks."):
+                layer = int(name.split(".")[1]) + 1
+            assert group["lr"] == pytest.approx(0.1 * 0.5 ** (4 - layer)), name
+            exempt = parameter.ndim == 1 or name in ("cls_token", "pos_embed")
+            assert group["weight_decay"] == (0.0 if exempt else 0.3), name
+            seen.add(name)
+    assert seen == {name.removeprefix("backbone.vit.") for name in names.values()}
+    assert optimizer.param_groups[0]["lr"] == 0.1, "the display shows the first group's"
 
 
 def test_an_empty_group_is_left_out() -> None:

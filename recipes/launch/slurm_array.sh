@@ -1,0 +1,23 @@
+#!/bin/bash
+# Slurm array: one GPU and one seed a task, each in a run directory of its own; requeued as slurm.sh is.
+#
+# sbatch recipes/launch/slurm_array.sh pretrain_vit_tiny data.train=shards/train training.precision=bf16
+#
+# Run by the tests with stand-ins for srun and scontrol, on a CPU.
+#SBATCH --job-name=ssl-vit-seeds
+#SBATCH --array=0-4
+#SBATCH --ntasks=1
+#SBATCH --gpus-per-node=1
+#SBATCH --cpus-per-task=8
+#SBATCH --time=24:00:00
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --signal=USR1@120
+set -u
+seed=$SLURM_ARRAY_TASK_ID
+srun python -m ssl_vit train "$@" "seed=$seed" "run=runs/array_$SLURM_ARRAY_JOB_ID/seed_$seed"
+code=$?
+if [ "$code" -eq 75 ]; then
+  scontrol requeue "${SLURM_ARRAY_JOB_ID}_$seed"
+fi
+exit "$code"

@@ -1,0 +1,138 @@
+"""Where a trained ViT looks: attention probabilities of chosen layers, mean attention distance, attention rollout.
+
+timm's blocks use fused attention, which never holds the probabilities. Here they are computed again from the very
+queries and keys that a block hands to the fused kernel, whatever the kind of block; the model itself runs unchanged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch.overrides import TorchFunctionMode
+
+from ssl_vit.interfaces import UserError
+from ssl_vit.models.backbone import Backbone
+
+_MAP_NUMBERS = 2**24  # of one layer's attention held at once (64 MiB in float32), unless one image alone has more
+
+
+class Probabilities(TorchFunctionMode):
+    """Within it, each fused attention call adds softmax(scale * q k^T), (B, H, T, T), to `maps` and runs as before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maps: list[torch.Tensor] = []
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is F.scaled_dot_product_attention:
+            queries, keys = args[:2]
+            given = kwargs or {}
+            if given.get("attn_mask") is not None or given.get("is_causal") or given.get("scale"):
+                raise NotImplementedError("attention with a mask or a scale of its own")
+            self.maps.append((queries * queries.shape[-1] ** -0.5 @ keys.mT).softmax(-1))
+        return func(*args, **(kwargs or {}))
+
+
+@torch.inference_mode()
+def attention_maps(
+    backbone: Backbone, images_BCHW: torch.Tensor, layers: Sequence[int] | None = None
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """(layer, probabilities (B, H, T, T)) of each inspected layer (from 0; None: all), while the forward pass runs.
+
+    T counts prefix tokens and patches; row q holds how query token q spreads its attention over all tokens and sums to
+    1. One layer's maps exist at a time; layers after the last inspected one are not run. Where a block makes several
+    attention calls (parallel or differential attention), H counts the heads of all.
+    Raises UserError for a layer that does not exist and where timm's fused attention is switched off.
+    """
+    vit, wanted = backbone.vit, _layers(backbone, layers)
+    tokens = backbone.enter(backbone.embed(images_BCHW))
+    for layer in range(max(wanted) + 1):
+        if layer not in wanted:
+            tokens = vit.blocks[layer](tokens)
+            continue
+        with Probabilities() as seen:
+            tokens = vit.blocks[layer](tokens)
+        if not seen.maps:
+            raise UserError(f"{backbone.name}: layer {layer} did not use fused attention; unset TIMM_FUSED_ATTN")
+        maps = seen.maps.pop() if len(seen.maps) == 1 else torch.cat(seen.maps, dim=1)
+        del seen
+        yield layer, maps
+
+
+def _layers(backbone: Backbone, layers: Sequence[int] | None) -> list[int]:
+    """The inspected layers in order, each once."""
+    depth = len(backbone.vit.blocks)
+    wanted = sorted({*(range(depth) if layers is None else layers)})
+    if not wanted or wanted[0] < 0 or wanted[-1] >= depth:
+        raise UserError(f"layers={','.join(map(str, wanted))}: {backbone.name} has the layers 0 to {depth - 1}")
+    return wanted
+
+
+def _groups(backbone: Backbone, images_NCHW: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The images in groups whose attention in one layer fits into memory."""
+    tokens = backbone.prefix_tokens + backbone.patches
+    return images_NCHW.split(max(1, _MAP_NUMBERS // (backbone.heads * tokens**2)))
+
+
+def patch_distances(backbone: Backbone) -> torch.Tensor:
+    """Euclidean distances between all patch centres in pixels of the image, float64 (N, N)."""
+    (rows, columns), (height, width) = backbone.grid, backbone.image_size
+    y = (torch.arange(rows, dtype=torch.float64) + 0.5) * (height / rows)
+    x = (torch.arange(columns, dtype=torch.float64) + 0.5) * (width / columns)
+    centres_N2 = torch.cartesian_prod(y, x)
+    return (centres_N2[:, None] - centres_N2[None]).square().sum(-1).sqrt()
+
+
+@torch.inference_mode()
+def attention_distance(
+    backbone: Backbone, images_NCHW: torch.Tensor, layers: Sequence[int] | None = None
+) -> np.ndarray:
+    """Mean attention distance in pixels, float64 (inspected layers, heads) (paper, section 4.5 and figure 7, right).
+
+    For each query patch the distances to the key patches' centres, weighted by its attention; then the mean over query
+    patches and images (uint8). Class token and registers are left out as queries and as keys, and what attention a
+    patch pays to other patches is scaled to sum to 1: the distance is a mean over patches, however much goes to the
+    class token.
+    """
+    prefix = backbone.prefix_tokens
+    distances = patch_distances(backbone).to(images_NCHW.device, torch.float32)
+    total = torch.zeros(())
+    for group in _groups(backbone, images_NCHW):
+        rows = []
+        for _, maps in attention_maps(backbone, group, layers):
+            between = maps[..., prefix:, prefix:]
+            paid = between.sum(-1).clamp(min=torch.finfo(between.dtype).tiny)
+            lengths_BHN = (between * distances).sum(-1) / paid
+            rows.append(lengths_BHN.double().mean(-1).sum(0).cpu())
+        total = total + torch.stack(rows)
+    return (total / len(images_NCHW)).numpy()
+
+
+@torch.inference_mode()
+def rollout(backbone: Backbone, images_NCHW: torch.Tensor, layers: Sequence[int] | None = None) -> np.ndarray:
+    """Attention rollout over the image, float64 (N, grid rows, grid columns) (paper, section 4.5, figure 6; Abnar and
+    Zuidema 2020).
+
+    In each inspected layer: mean over heads, plus the identity for the residual connection, rows scaled to sum to 1;
+    the matrices multiplied through the layers. Read is the class token's row, or without a class token the mean of the
+    patches' rows; of that row the patches' entries as they are, so that with the prefix tokens' they sum to 1.
+    """
+    prefix = backbone.prefix_tokens
+    found = []
+    for group in _groups(backbone, images_NCHW):
+        rolled = None
+        for _, maps in attention_maps(backbone, group, layers):
+            mixed = maps.mean(1)
+            mixed.diagonal(dim1=-2, dim2=-1).add_(1)
+            mixed /= mixed.sum(-1, keepdim=True)
+            rolled = mixed if rolled is None else mixed @ rolled
+        assert rolled is not None
+        row = rolled[:, 0] if backbone.has_class_token else rolled[:, prefix:].mean(1)
+        found.append(row[:, prefix:].reshape(-1, *backbone.grid).double().cpu())
+    return torch.cat(found).numpy()

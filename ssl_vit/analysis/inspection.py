@@ -1,0 +1,222 @@
+"""All pictures of one trained backbone: computed, drawn, written with their numbers and one page that explains them."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from matplotlib.figure import Figure
+from torch.utils.tensorboard import SummaryWriter
+
+from ssl_vit.analysis import attention, embedding, figures, reconstruction
+from ssl_vit.data import DataConfig
+from ssl_vit.data.decode import check_channels
+from ssl_vit.data.evaluation import EvaluationStream, evaluation_batches
+from ssl_vit.data.samples import Skip, View
+from ssl_vit.data.shards import ShardSet
+from ssl_vit.data.transforms import evaluation_transform
+from ssl_vit.interfaces import Batch, Config, Size, UserError
+from ssl_vit.models import Resampling
+from ssl_vit.models import backbone as backbones
+from ssl_vit.objectives import masked_patch
+from ssl_vit.training import checkpoint
+
+PICTURES = (
+    "filters",
+    "position_similarity",
+    "attention_distance",
+    "attention_rollout",
+    "feature_map",
+    "reconstructions",
+)
+_TRIES = 4  # unreadable images are replaced by later ones, up to this many times the images asked for
+
+
+@dataclass(frozen=True)
+class Options:
+    """image_size: pixels; positions are resampled to it as the run's recipe says (None: the backbone's own).
+
+    images: how many are pictured. distance_images: over how many the attention distance is averaged. layers: those
+    whose attention is computed for the distances and the rollout, counted from 0 (None: all).
+    """
+
+    image_size: Size | None = None
+    images: int = 8
+    distance_images: int = 64
+    layers: Sequence[int] | None = None
+
+
+def inspect(
+    weights: Path,
+    shards: ShardSet,
+    out: Path,
+    options: Options,
+    *,
+    objective: Config | None,
+    preparation: DataConfig,
+    resampling: Resampling,
+    device: torch.device,
+) -> Path:
+    """Write every picture of the backbone at `weights` that applies (PNG and SVG), `numbers.json`, TensorBoard images
+    and the page `index.html` into `out`; returns the page.
+
+    weights: a run (its newest checkpoint is pictured), a checkpoint or a weights folder. The images are the first
+    readable ones of the shards, prepared as for evaluation. objective: the run's own, as its recipe says it.
+    resampling: how positions come to `options.image_size`. Raises UserError for what cannot be read or written and for
+    sizes that do not fit.
+    """
+    saved = _checkpoint(weights)
+    model = backbones.require_vit(backbones.load(saved or weights), "ssl-vit inspect")
+    if options.image_size:
+        model = backbones.at_size(model, options.image_size, resampling)
+    head, no_head = _masked_patch_head(model, objective, saved)
+    model.to(device)
+    batch, skipped = _first_images(model, shards, preparation, options, head, device)
+    layers = sorted({*(options.layers if options.layers is not None else range(len(model.vit.blocks)))})
+    numbers: dict[str, Any] = {
+        "weights": str(saved or weights),
+        "step": json.loads((saved / "state.json").read_text())["step"] if saved else None,
+        "model": model.name,
+        "objective": getattr(objective, "name", None),
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "image_size": list(model.image_size),
+        "grid": list(model.grid),
+        "position_resampling": resampling if options.image_size else None,
+        "class_token": model.has_class_token,
+        "depth": len(model.vit.blocks),
+        "hybrid": hasattr(model.vit.patch_embed, "backbone"),
+        "positions": model.positions,
+        "registers": model.prefix_tokens - model.has_class_token,
+        "data": shards.spec,
+        "images": min(options.images, len(batch.images)),
+        "distance_images": min(options.distance_images, len(batch.images)),
+        "skipped": [asdict(skip) for skip in skipped],
+        "layers": layers,
+    }
+    drawn = _draw(model, batch, head, numbers, options)
+    missing = {"reconstructions": no_head} if no_head else {}
+    return _write(out, drawn, missing, numbers)
+
+
+def _checkpoint(weights: Path) -> Path | None:
+    """The newest checkpoint of a run, or the checkpoint itself; None for a weights folder."""
+    if (weights / checkpoint.OBJECTIVE).is_file():
+        return weights
+    return next(iter(checkpoint.folders(weights)[-1:]), None)
+
+
+def _masked_patch_head(
+    model: backbones.Backbone, objective: Config | None, saved: Path | None
+) -> tuple[masked_patch.Objective | None, str]:
+    """The objective around the backbone, its head loaded; or None and why there is none."""
+    if objective is None:
+        return None, "these weights come without a recipe, so nothing says that they were pretrained on masked patches"
+    if not isinstance(objective, masked_patch.Config):
+        return None, f"the run's objective is {getattr(objective, 'name', 'another')}, not masked_patch"
+    if saved is None:
+        return None, "there is no checkpoint here, and only a checkpoint keeps the head that predicts the colours"
+    head = masked_patch.Objective(model, objective)
+    checkpoint.load_head(saved, head)
+    return head, ""
+
+
+def _first_images(
+    model: backbones.Backbone,
+    shards: ShardSet,
+    preparation: DataConfig,
+    options: Options,
+    head: masked_patch.Objective | None,
+    device: torch.device,
+) -> tuple[Batch, list[Skip]]:
+    """The first readable images of the shards, prepared as for evaluation, and those that could not be read."""
+    check_channels(model.channels)
+    transform = evaluation_transform(model.image_size, preparation)
+    view = View(transform, model.channels, None, noise=head.noise_per_sample() if head else 0)
+    count = max(options.images, options.distance_images)
+    parts: list[dict[str, torch.Tensor]] = []
+    keys: list[str] = []
+    skipped: list[Skip] = []
+    start, last = 0, min(_TRIES * count, shards.samples)
+    while start < last and len(keys) < count:
+        indices = np.arange(start, min(start + count - len(keys), last))
+        stream = EvaluationStream(shards, view, batch_size=len(indices), rank=0, ranks=1, workers=0, indices=indices)
+        for batch, chunk in evaluation_batches(stream, device):
+            tensors = {name: value for name, value in vars(batch).items() if isinstance(value, torch.Tensor)}
+            parts.append({name: value[batch.valid] for name, value in tensors.items()})
+            keys += batch.keys
+            skipped += chunk.skipped
+        start += len(indices)
+    if not keys:
+        why = f" ({skipped[0].key}: {skipped[0].reason})" if skipped else ""
+        raise UserError(f"{shards.spec}: none of its first {last} image(s) can be read{why}")
+    joined: dict[str, Any] = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    return Batch(**joined, keys=keys), skipped
+
+
+def _draw(
+    model: backbones.Backbone,
+    batch: Batch,
+    head: masked_patch.Objective | None,
+    numbers: dict[str, Any],
+    options: Options,
+) -> dict[str, Figure]:
+    """The figures by name; what they show as numbers is added to `numbers`."""
+    drawn: dict[str, Figure] = {}
+    found = embedding.filter_components(model)
+    drawn["filters"] = figures.filters(found.values)
+    numbers["filters"] = {"explained_variance": found.explained.tolist(), "pixels": list(found.values.shape[2:])}
+    similarity = embedding.position_similarity(model)
+    drawn["position_similarity"] = figures.position_similarity(similarity)
+    numbers["position_similarity"] = embedding.neighbourhoods(similarity)
+    distances = attention.attention_distance(model, batch.images[: options.distance_images], options.layers)
+    uniform = float(attention.patch_distances(model).mean())
+    drawn["attention_distance"] = figures.attention_distance(distances, numbers["layers"], uniform)
+    numbers["attention_distance"] = {"pixels": distances.tolist(), "evenly_spread": uniform}
+    few = batch.images[: options.images]
+    inputs = few.permute(0, 2, 3, 1).cpu().numpy()
+    drawn["attention_rollout"] = figures.attention(inputs, attention.rollout(model, few, options.layers))
+    features = embedding.feature_map(model, few)
+    drawn["feature_map"] = figures.sheet({"input": inputs, "features": features.values}, 4)
+    numbers["feature_map"] = {"explained_variance": features.explained.tolist()}
+    if head is not None:
+        drawn["reconstructions"] = reconstruction.sheet(reconstruction.reconstructions(head, batch, options.images))
+    return drawn
+
+
+def _write(out: Path, drawn: dict[str, Figure], missing: dict[str, str], numbers: dict[str, Any]) -> Path:
+    """PNG, SVG, numbers, TensorBoard images and the page."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        for name in PICTURES:  # none may stay from an earlier time
+            for suffix in (".png", ".svg"):
+                (out / f"{name}{suffix}").unlink(missing_ok=True)
+        embedded = {}
+        with SummaryWriter(str(out)) as board:
+            for name, figure in drawn.items():
+                pixels = figures.save_png(figure, out / f"{name}.png")
+                figures.save_svg(figure, out / f"{name}.svg")
+                board.add_image(f"inspect/{name}", pixels, numbers["step"] or 0, dataformats="HWC")
+                encoded = base64.b64encode((out / f"{name}.png").read_bytes()).decode()
+                embedded[name] = f"data:image/png;base64,{encoded}"
+        (out / "numbers.json").write_text(json.dumps(numbers, indent=1) + "\n")
+        template = Environment(
+            loader=FileSystemLoader(Path(__file__).parent),
+            autoescape=True,
+            undefined=StrictUndefined,
+            trim_blocks=True,
+            lstrip_blocks=True,
+        ).get_template("page.html.j2")
+        page = out / "index.html"
+        page.write_text(template.render(pictures=embedded, missing=missing, numbers=numbers), encoding="utf-8")
+    except OSError as error:
+        raise UserError(
+            f"{out}: the pictures could not be written there ({error.strerror}); name another --out"
+        ) from None
+    return page

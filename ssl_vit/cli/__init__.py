@@ -1,0 +1,114 @@
+"""The commands. Each is one call into the rooms below; nothing heavy is imported before a command runs."""
+
+from __future__ import annotations
+
+import errno
+import multiprocessing
+import os
+import signal
+import sys
+import traceback
+from types import FrameType
+from typing import Annotated, NoReturn
+
+import typer
+
+from ssl_vit import __version__
+from ssl_vit.cli import doctor, pictures, runs, shards, weights
+from ssl_vit.interfaces import PREEMPTED, RunError, Stopped, UserError
+
+app = typer.Typer(
+    name="ssl-vit",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Does self-supervised pretraining of a Vision Transformer pay on your images, by how much and at what "
+    "cost?\n\nExample: `ssl-vit demo`",
+)
+app.add_typer(runs.app)
+app.add_typer(pictures.app)
+app.add_typer(doctor.app)
+app.add_typer(weights.app)
+app.add_typer(shards.app, name="shards")
+
+
+@app.callback(invoke_without_command=True)
+def root(
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> None:
+    if version:
+        print(f"ssl-vit {__version__}")
+        raise typer.Exit
+
+
+def main() -> None:
+    """Run the command line. Exit codes: 2 for the user's mistakes, 75 when a preemption (SIGTERM, SIGUSR1) ended it and
+    the same command goes on from there, 1 for other failures and Ctrl-C."""
+    arguments = [a for a in sys.argv[1:] if a != "--debug"]
+    debug = len(arguments) < len(sys.argv) - 1
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, _preempted)
+    try:
+        app(arguments)
+    except (UserError, RunError) as error:
+        if debug:
+            raise
+        if _is_main() or not error.everywhere:
+            print(f"error: {error}", file=sys.stderr)
+        _leave(2 if isinstance(error, UserError) else 1)
+    except OSError as error:
+        if debug or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        print(f"error: {error}: the disk refuses; free it and run the same command to go on", file=sys.stderr)
+        _leave(1)
+    except SystemExit as stop:
+        if stop.code != _INTERRUPTED and not isinstance(stop, Stopped):
+            if not stop.code:
+                _part()
+            raise
+        if _is_main():
+            print("stopped; run the same command to go on", file=sys.stderr)
+        _leave(1 if stop.code == _INTERRUPTED else int(stop.code or 0))
+    except Exception:
+        if not _several():
+            raise
+        traceback.print_exc()
+        _leave(1)
+
+
+_INTERRUPTED = 130  # Typer's exit code after Ctrl-C
+
+
+def _preempted(number: int, frame: FrameType | None) -> None:
+    """As Ctrl-C: whatever runs may save and clean up."""
+    raise Stopped(PREEMPTED)
+
+
+def _several() -> bool:
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+
+def _is_main() -> bool:
+    return os.environ.get("RANK", "0") == "0"
+
+
+def _part() -> None:
+    """The orderly end of several processes' connections, which torch asks for."""
+    if _several() and "torch" in sys.modules:
+        from torch import distributed
+
+        if distributed.is_initialized():
+            distributed.destroy_process_group()
+
+
+def _leave(code: int) -> NoReturn:
+    """End this process; one of several does so at once, where an orderly end would wait for the others."""
+    if _several():
+        for child in multiprocessing.active_children():
+            child.kill()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)

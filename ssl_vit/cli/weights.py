@@ -1,0 +1,101 @@
+"""Weights in and out: import, export."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from ssl_vit.interfaces import RunError, UserError
+
+app = typer.Typer()
+
+_SHOWN = 12  # names that are printed; all of them are in OUT/config.json
+
+
+@app.command("import")
+def import_weights(
+    weights: Annotated[str, typer.Argument(help="A file, a folder, a timm name, or OWNER/NAME on the hub.")],
+    out: Annotated[Path, typer.Argument(help="The new weights folder.")],
+    name: Annotated[
+        str | None, typer.Option(help="timm's name of the architecture, for a file that does not tell.")
+    ] = None,
+    heads: Annotated[int | None, typer.Option(min=1, help="Attention heads, for a file that does not tell.")] = None,
+    mean: Annotated[
+        str | None, typer.Option(help="Pixel mean (of 0 to 1) that the weights expect: one number, or one a channel.")
+    ] = None,
+    std: Annotated[str | None, typer.Option(help="Pixel standard deviation, likewise.")] = None,
+) -> None:
+    """Bring weights from elsewhere into a folder that eval, train (init_from=), inspect and export read.
+
+    WEIGHTS: a `.safetensors`, `.pth`, `.pt`, `.bin` or Google's `.npz` file; a folder of timm's or transformers' ViT; a
+    timm name such as vit_base_patch16_224.augreg_in21k; a model of the hub. Files are read without running any code in
+    them. Classification heads and decoders are left out, and listed.
+
+    Example: `ssl-vit import vit_small_patch16_224.augreg_in21k weights/small`
+    """
+    from ssl_vit.models.exchange import imports
+
+    numbers = {"mean": _numbers("--mean", mean), "std": _numbers("--std", std)}
+    model, found = imports.import_weights(weights, out, name=name, heads=heads, **numbers)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    height, width = model.image_size
+    print(f"{model.name}, {parameters:,} parameters, {height}x{width} pixels, {model.channels} channel(s)")
+    for note in found.notes:
+        print(f"note: {note}")
+    if found.left_out:
+        more = f" and {len(found.left_out) - _SHOWN} more, see {out}/config.json" * (len(found.left_out) > _SHOWN)
+        print(f"left out: {', '.join(found.left_out[:_SHOWN])}{more}")
+    print(f"\nweights    {out}\nevaluate   ssl-vit eval {out} few_shot --data SHARDS")
+    keys = imports.recipe_keys(model)
+    if keys:
+        settings = " ".join(f"backbone.{key}={_value(value)}" for key, value in keys.items())
+        print(f"train on   ssl-vit train RECIPE init_from={out} {settings}")
+
+
+@app.command()
+def export(
+    run: Annotated[Path, typer.Argument(help="A run directory, a checkpoint or a weights folder.")],
+    out: Annotated[Path, typer.Argument(help="The new folder for the model.")],
+    to: Annotated[Literal["timm", "transformers", "onnx"], typer.Option(help="The library that is to load it.")],
+    push: Annotated[
+        str | None, typer.Option(help="Also upload it to the hub under this name.", metavar="OWNER/NAME")
+    ] = None,
+    licence: Annotated[
+        str | None, typer.Option(help="Licence of the weights for the model card, such as apache-2.0.")
+    ] = None,
+) -> None:
+    """Write the encoder for timm, transformers or ONNX, with a model card; it is loaded there and compared first.
+
+    Example: `ssl-vit export runs/digits_ssl exported --to timm`
+    """
+    from ssl_vit.models import backbone
+    from ssl_vit.models.exchange import exports, hub
+    from ssl_vit.report import card
+
+    if push:
+        hub.check_push(push)
+    model, title = backbone.load(run), (push or out.resolve().name).rpartition("/")[2]
+    text = card.write(model, run, backbone.find_weights(run), to, title=title, address=push, licence=licence)
+    exports.export(model, out, to, text)
+    print(f"{out}: {', '.join(sorted(file.name for file in out.iterdir()))}; README.md says how to load it")
+    if push:
+        try:
+            print(hub.push(out, push))
+        except (UserError, RunError) as error:
+            raise type(error)(f"{error}\n{out} is whole; try again with `hf upload {push} {out}`") from error
+
+
+def _numbers(option: str, text: str | None) -> tuple[float, ...] | float | None:
+    if text is None:
+        return None
+    try:
+        numbers = tuple(float(number) for number in text.split(","))
+    except ValueError:
+        raise UserError(f"{option} {text}: give a number, or one a channel such as 0.485,0.456,0.406") from None
+    return numbers if len(numbers) > 1 else numbers[0]
+
+
+def _value(value: object) -> str:
+    return f"[{','.join(map(str, value))}]" if isinstance(value, tuple | list) else str(value)

@@ -1,0 +1,246 @@
+"""Running the pieces of a comparison that are missing: all of them, here or in several processes, or a single one."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ssl_vit import plugins
+from ssl_vit.compare.config import ONLY, Study
+from ssl_vit.compare.plan import Piece, Plan
+from ssl_vit.compare.suites import prepare
+from ssl_vit.compare.work import do, is_done
+from ssl_vit.data.mixture import open_training
+from ssl_vit.data.shards import ShardSet, open_shards
+from ssl_vit.environment import environment
+from ssl_vit.interfaces import UserError
+from ssl_vit.recipe import save
+from ssl_vit.report.merge import PLAN, merge, update
+from ssl_vit.runs import is_main_process, read_json, write_json
+from ssl_vit.training import processes
+from ssl_vit.training.engine import make_accelerator
+
+Say = Callable[[str], None]
+
+
+def open_plan(study: Study, command: str, say: Say = print) -> Plan:
+    """The plan of a study, its data sets packed and opened; written down (`comparison.yaml`, `plan.json`) for `report`.
+
+    Raises UserError when an arm cannot run, wherever that can be seen before the long work.
+    """
+    c = study.comparison
+    sets = prepare(study.sets, study.folder, say if is_main_process() else lambda text: None)
+    remote = next(iter(study.recipes.values())).data.remote if study.recipes else None
+    opened = {
+        (name, part): open_shards(path, *([remote] if remote else []))
+        for name, chosen in sets.items()
+        for part, path in (("train", str(chosen.train)), ("test", str(chosen.test)))
+    }
+    pretraining = {arm: open_training(r.data) for arm, r in study.recipes.items()}
+    shards = {f"{name} {part}": found.fingerprint for (name, part), found in opened.items()}
+    shards |= {f"{arm} pretrain": found.fingerprint for arm, found in pretraining.items()}
+    plan = Plan(study, c.run_directory, sets, shards)
+    content = _written(plan, opened, pretraining, command)
+    if is_main_process():
+        try:
+            plan.run.mkdir(parents=True, exist_ok=True)
+            save(c, plan.run / "comparison.yaml")
+            write_json(plan.run / PLAN, content)
+        except OSError as error:
+            raise UserError(f"run={plan.run}: cannot write there: {error}") from None
+    return plan
+
+
+def compare(study: Study, command: str, say: Say = print) -> dict[str, Any]:
+    """Run what is missing and return (and write) the comparison's results. Raises UserError as `open_plan` does."""
+    jobs = study.comparison.jobs
+    if jobs > 1 and int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        raise UserError("jobs: several processes were launched, which share every piece; set jobs=1")
+    plan = open_plan(study, command, say)
+    make_accelerator()  # the launched processes must agree from here on
+    undone = processes.gather([piece.id for piece in plan.pieces if not is_done(plan, piece)])[0]
+    missing = [piece for piece in plan.pieces if piece.id in undone]
+    say(f"{study.comparison.name}: {len(plan.pieces)} pieces, {len(plan.pieces) - len(missing)} of them done before")
+    if jobs == 1:
+        for number, piece in enumerate(missing, 1):
+            do(plan, piece)
+            say(f"[{number}/{len(missing)}] {piece.id}")
+    elif missing:
+        _run_in_processes(plan, missing, jobs, say)
+    return update(plan.run, environment()) if is_main_process() else merge([plan.run])
+
+
+def run_only(plan: Plan, identifier: str, say: Say = print) -> None:
+    """Run one piece, and before it those it needs that nobody has done; wait for those that another job is doing.
+
+    Raises UserError for an id that the comparison does not have.
+    """
+    piece = next((piece for piece in plan.pieces if piece.id == identifier), None)
+    if piece is None:
+        raise UserError(f"{identifier}: no such piece; `ssl-vit compare RECIPE --list` prints the ids")
+    if is_done(plan, piece):
+        say(f"{piece.id}: done before")
+        return
+    for need in piece.after:
+        run_only(plan, need, say)
+    do(plan, piece)
+    say(f"{piece.id}: done")
+
+
+def stages(plan: Plan) -> dict[str, int]:
+    """By id: 0 for a piece that needs none, else one more than the latest it needs. Pieces of one stage are
+    independent of each other."""
+    found: dict[str, int] = {}
+    for piece in plan.pieces:
+        found[piece.id] = 1 + max((found[need] for need in piece.after), default=-1)
+    return found
+
+
+def _run_in_processes(plan: Plan, missing: list[Piece], jobs: int, say: Say) -> None:
+    # Small models are bound by overhead: several processes of one thread each use the cores better than one of many.
+    os.environ["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // jobs))
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(jobs, mp_context=context, initializer=_init_worker, initargs=(os.getpid(),)) as pool:
+        try:
+            _schedule(pool, plan, missing, say)
+        except BaseException:  # Ctrl-C too: what runs saves and stops, instead of being waited for to its end
+            for process in multiprocessing.active_children():
+                process.terminate()
+            raise
+
+
+def _schedule(pool: ProcessPoolExecutor, plan: Plan, missing: list[Piece], say: Say) -> None:
+    """Keep the pool's processes busy with pieces whose needs are done."""
+    waiting, open_ids, running = list(missing), {p.id for p in missing}, dict[Future[str], Piece]()
+    while waiting or running:
+        ready = [piece for piece in waiting if not open_ids.intersection(piece.after)]
+        for piece in ready[: plan.study.comparison.jobs - len(running)]:
+            waiting.remove(piece)
+            running[pool.submit(_do, plan, piece, os.getpid())] = piece
+        done, _ = wait(running, return_when=FIRST_COMPLETED)
+        for future in done:
+            piece = running.pop(future)
+            future.result()
+            open_ids.discard(piece.id)
+            say(f"[{len(missing) - len(open_ids)}/{len(missing)}] {piece.id}")
+
+
+def _init_worker(parent: int) -> None:
+    """One thread a process where there are as many processes as cores; and no process outlives the comparison."""
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    threading.Thread(target=_stop_without, args=(parent,), daemon=True).start()
+
+
+def _stop_without(parent: int) -> None:
+    """Ask this process to save and stop once its parent is gone, killed or not."""
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _do(plan: Plan, piece: Piece, parent: int) -> str:
+    try:
+        return do(plan, piece)
+    finally:
+        if os.getppid() != parent:
+            os._exit(1)  # nobody is left to take the result, and the pool would wait for its next piece for ever
+
+
+def _written(
+    plan: Plan, opened: dict[tuple[str, str], ShardSet], pretraining: dict[str, ShardSet], command: str
+) -> dict[str, Any]:
+    """What `report` must know of a comparison besides its pieces' results."""
+    c = plan.study.comparison
+    data = {part if name == ONLY else f"{name} {part}": _describe(shards) for (name, part), shards in opened.items()}
+    known = {shards.fingerprint for shards in opened.values()}
+    for arm, shards in pretraining.items():
+        if shards.fingerprint not in known:
+            known.add(shards.fingerprint)
+            data[f"pretraining of {arm}"] = _describe(shards)
+    judges = {name: judge for judged in plan.evaluators.values() for name, judge in judged.items()}
+    return {
+        "header": {
+            "name": c.name,
+            "title": c.title or c.name,
+            "command": command,
+            "data": data,
+            "sets": {
+                name: {"metric": chosen.metric, "classes": _classes(opened[name, "test"])}
+                for name, chosen in plan.sets.items()
+            },
+            "labels_per_class": list(c.labels_per_class),
+            "seeds": list(c.seeds),
+            "seeds_vary": _seeds_vary(plan),
+            "notes": list(c.notes),
+            "jobs": c.jobs,
+            "study": c.study,
+            "evaluators": {
+                name: {
+                    "title": judge.title,
+                    "trains_backbone": judge.trains_backbone,
+                    "settings": {
+                        data: judged[name].config.model_dump(mode="json") for data, judged in plan.evaluators.items()
+                    },
+                }
+                for name, judge in judges.items()
+            },
+        },
+        "arms": [_arm(plan, arm) for arm in c.arms],
+        "references": {name: plan.architecture(name) for name in plan.references},
+        "pieces": [
+            {key: getattr(piece, key) for key in ("id", "kind", "arm", "data", "evaluator", "budget", "seed")}
+            | {"fingerprint": plan.fingerprint(piece)}
+            for piece in plan.pieces
+        ],
+    }
+
+
+def _arm(plan: Plan, arm: str) -> dict[str, Any]:
+    c = plan.study.comparison
+    settings = plan.settings.get(arm)
+    needs_labels = False
+    if settings:
+        module = plugins.load("objectives", settings.objective.name)  # type: ignore[attr-defined]
+        needs_labels = getattr(module.Objective, "needs_labels", False)
+    weights = plan.weights(arm, c.seeds[0])
+    given = c.arms[arm].weights
+    summary = Path(given or "") / "summary.json"
+    return {
+        "name": arm,
+        "label": c.arms[arm].label,
+        "series": c.arms[arm].series,
+        "run": given or (weights.name if weights else None),
+        "objective": settings.objective.name if settings else None,  # type: ignore[attr-defined]
+        "architecture": plan.architecture(arm),
+        "needs_labels": needs_labels,
+        "summary": read_json(summary) if given and summary.is_file() else None,
+    }
+
+
+def _describe(shards: ShardSet) -> dict[str, Any]:
+    return {"path": shards.spec, "samples": shards.samples, "classes": _classes(shards), "source": shards.source}
+
+
+def _classes(shards: ShardSet) -> int | None:
+    return len(shards.classes) if shards.classes else None
+
+
+def _seeds_vary(plan: Plan) -> str:
+    c = plan.study.comparison
+    shared = "which images are labelled, the head's initialisation, the order and augmentation of the images"
+    if c.pretrain_per_seed and plan.study.recipes:
+        return f"A seed changes the pretraining as a whole, {shared}."
+    scratch = ", and the whole initialisation of what is trained from scratch" * (len(c.arms) > len(plan.with_backbone))
+    return (
+        f"A seed changes {shared}{scratch}; each pretraining ran once and serves all seeds, so the intervals do not "
+        "contain the variation between pretrainings."
+    )

@@ -1,0 +1,124 @@
+"""Which image goes into which shard: a pure function of a source's labels and the options, no I/O."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import numpy as np
+
+from ssl_vit.data.raw import Source
+from ssl_vit.interfaces import UserError
+
+LEAST_SHARDS = 16
+Order = Literal["shuffle", "stratified", "source"]
+
+
+@dataclass(frozen=True)
+class Options:
+    """All that decides what is in the shards.
+
+    shard_size: most images a shard holds; shards: how many shards instead. Sizes differ by at most one image.
+    Without `shards` there are at least 16 (one an image where there are fewer images), of the train and the test part
+    each: a shard is read by one loader worker of one process, so a small folder in one shard would feed one worker.
+    order: `shuffle` over all images; `stratified`: shuffled, and every shard holds the same number of each class
+    (to within one); `source`: shard after shard keeps the source's order, also within train and test.
+    holdout: the fraction of each class that goes to out/test while the rest goes to out/train; both are shard sets.
+    A class of one image stays in train.
+    subset: so many images of each class (of an unlabelled source: of all), or all that a class has. A larger subset
+    holds the smaller ones. A holdout's test part is what it is without a subset, so that subsets can be compared.
+    resize, quality: see `ssl_vit.data.raw.to_stored`.
+    seed: of the shuffle, the holdout and the subset.
+    keep_names: store the source's file names, as KEY.json.
+    """
+
+    shard_size: int = 1000
+    shards: int | None = None
+    resize: int | None = None
+    quality: int = 95
+    seed: int = 0
+    order: Order = "shuffle"
+    holdout: float = 0.0
+    subset: int | None = None
+    keep_names: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("shard_size", "shards", "resize", "subset", "seed"):
+            value, least = getattr(self, name), 0 if name == "seed" else 1
+            if value is not None and value < least:
+                raise UserError(f"{name} must be at least {least}, not {value}")
+        if not 1 <= self.quality <= 100:
+            raise UserError(f"quality must be 1 to 100, not {self.quality}")
+        if not 0 <= self.holdout < 1:
+            raise UserError(f"holdout must be at least 0 and below 1, not {self.holdout}")
+        if self.order not in get_args(Order):
+            raise UserError(f"order must be one of {', '.join(get_args(Order))}, not {self.order!r}")
+
+
+def lay_out(source: Source, options: Options) -> dict[str, list[np.ndarray]]:
+    """The indices of the images in each shard, in order (int64), of each part: {"": shards}, or with a holdout
+    {"train": shards, "test": shards}. Every random choice comes from the seed alone.
+
+    Warns where classes are smaller than the subset. Raises UserError for options that do not fit the source.
+    """
+    if options.order == "stratified" and source.labels is None:
+        raise UserError(f"{source.name}: order=stratified needs labels, and it has none; use order=shuffle")
+    if source.count == 0:
+        raise UserError(f"{source.name} has no images")
+    everything = np.arange(source.count)
+    parts = {"": everything}
+    if options.holdout:
+        test = _held_out(everything, source.labels, options)
+        parts = {"train": np.setdiff1d(everything, test, assume_unique=True), "test": test}
+        if not all(map(len, parts.values())):
+            raise UserError(
+                f"{source.name}: holdout={options.holdout:g} of {source.count} images leaves train or test empty"
+            )
+    first = next(iter(parts))
+    if options.subset is not None:
+        parts[first] = _subset(parts[first], source, options.subset, options.seed)
+    largest = len(parts[first])
+    if options.shards is not None and options.shards > largest:
+        raise UserError(f"{source.name}: shards={options.shards} is more than its {largest} images; ask for fewer")
+    shuffle = np.random.default_rng([options.seed, 0])
+    layout = {}
+    for part, indices in parts.items():
+        if options.shards is None:
+            count = max(-(-len(indices) // options.shard_size), min(LEAST_SHARDS, len(indices)))
+        else:  # of a holdout, `shards` is the number in train; test gets shards of about the same size
+            count = min(max(1, round(options.shards * len(indices) / largest)), len(indices))
+        if options.order != "source":
+            indices = shuffle.permutation(indices)
+        if options.order == "stratified":  # dealt out class by class, like cards
+            dealt = np.concatenate(_by_class(indices, source.labels))
+            layout[part] = [shuffle.permutation(dealt[shard::count]) for shard in range(count)]
+        else:
+            layout[part] = np.array_split(indices, count)
+    return layout
+
+
+def _by_class(indices: np.ndarray, labels: np.ndarray | None) -> list[np.ndarray]:
+    """The indices of each class, in the given order; of an unlabelled source one group."""
+    if labels is None:
+        return [indices]
+    by_class = indices[np.argsort(labels[indices], kind="stable")]
+    return np.split(by_class, np.flatnonzero(np.diff(labels[by_class])) + 1)
+
+
+def _held_out(indices: np.ndarray, labels: np.ndarray | None, options: Options) -> np.ndarray:
+    """The test part, sorted: of each class the asked fraction, at least one and not all of a class's images."""
+    rng = np.random.default_rng([options.seed, 1])
+    groups = _by_class(indices, labels)
+    sizes = [min(max(round(options.holdout * len(group)), 1), len(group) - 1) for group in groups]
+    chosen = [rng.permutation(group)[:size] for group, size in zip(groups, sizes, strict=True)]
+    return np.sort(np.concatenate(chosen))
+
+
+def _subset(indices: np.ndarray, source: Source, size: int, seed: int) -> np.ndarray:
+    rng = np.random.default_rng([seed, 2])
+    groups = _by_class(indices, source.labels)
+    if small := [len(group) for group in groups if len(group) < size]:
+        what = f"{len(small)} of {len(groups)} classes have" if source.labels is not None else "the source has"
+        warnings.warn(f"{source.name}: {what} fewer than subset={size} images (as few as {min(small)})", stacklevel=4)
+    return np.sort(np.concatenate([rng.permutation(group)[:size] for group in groups]))

@@ -1,0 +1,52 @@
+"""The few-shot probe that runs during training: does the representation still get better?"""
+
+from __future__ import annotations
+
+import numpy as np
+from accelerate import Accelerator
+from torch import nn
+
+from ssl_vit.data import DataConfig
+from ssl_vit.data.shards import ShardSet
+from ssl_vit.evaluators import ProbeConfig
+from ssl_vit.evaluators.features import Features, Task, extract
+from ssl_vit.evaluators.few_shot import fit_all
+from ssl_vit.evaluators.labels import choose_shots, labels_of
+from ssl_vit.interfaces import UserError
+from ssl_vit.models.backbone import Encoder
+
+
+class OnlineProbe:
+    """Few-shot accuracy on held-out images of the same shards: `shots` images a class to fit on, others to score on."""
+
+    def __init__(
+        self, config: ProbeConfig, shards: ShardSet, data: DataConfig, encoder: Encoder, accelerator: Accelerator
+    ) -> None:
+        """Raises UserError where the shards have too few labelled images."""
+        self.config = config
+        self.task = Task(encoder, encoder, shards, shards, data, accelerator, workers=data.workers)
+        labels = labels_of(shards)
+        classes = len(np.unique(labels[labels >= 0]))
+        held_out = max(1, config.images // classes)
+        self.shots = choose_shots(labels, config.shots, seed=0)
+        self.scored = np.setdiff1d(choose_shots(labels, config.shots + held_out, seed=0), self.shots)
+        if not len(self.scored) or classes < 2:
+            raise UserError(
+                f"probe: {shards.spec} has {classes} class(es) and no labelled image beyond shots={config.shots} of "
+                "each: lower probe.shots, or name other shards by probe.data"
+            )
+
+    def __call__(self, objective: nn.Module) -> float:
+        """Accuracy, 0..1; the objective is left in evaluation mode. Every process must call it."""
+        objective.eval()
+        few, scored = self._features(objective, self.shots), self._features(objective, self.scored)
+        c = self.config
+        fits = fit_all(few.vectors, few.labels, scored.vectors, shots=(c.shots,), seeds=(0,), l2=(c.l2,))
+        return float((fits[c.shots, 0].predicted[c.l2] == scored.labels).mean())
+
+    def _features(self, objective: nn.Module, images: np.ndarray) -> Features:
+        backbone, pooling = objective.backbone, self.config.pooling
+        assert isinstance(backbone, Encoder)
+        return extract(
+            self.task, self.task.train, lambda pixels: backbone.pool(backbone(pixels), pooling), None, images
+        )

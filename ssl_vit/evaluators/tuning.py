@@ -1,0 +1,129 @@
+"""Training a classifier on some of the images inside an evaluation, and scoring it: what fine-tuning and the streaming
+linear probe share."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate.utils import gather_object
+
+from ssl_vit.data import AugmentConfig
+from ssl_vit.data.evaluation import evaluation_batches
+from ssl_vit.data.samples import View
+from ssl_vit.data.shards import ShardSet
+from ssl_vit.data.stream import train_source
+from ssl_vit.data.transforms import train_transform
+from ssl_vit.evaluators.base import score
+from ssl_vit.evaluators.features import Task, evaluation_stream
+from ssl_vit.interfaces import UserError
+from ssl_vit.models import backbone as backbones
+from ssl_vit.objectives import classification
+from ssl_vit.training import OptimConfig, TrainingConfig, loop
+from ssl_vit.training.flops import training_flops
+
+
+@dataclass(frozen=True)
+class Cost:
+    """images_seen: samples drawn, repeats counted. flops: forward and backward. seconds: of training, on the wall."""
+
+    images_seen: int
+    flops: float
+    seconds: float
+
+
+def train_classifier(
+    task: Task,
+    encoder: backbones.Encoder,
+    head: classification.Config,
+    optim: OptimConfig,
+    *,
+    name: str,
+    steps: int,
+    batch_size: int,
+    augment: AugmentConfig,
+    lanes: int,
+    images: np.ndarray,
+    seed: int,
+) -> tuple[classification.Objective, Cost]:
+    """Train `encoder` and a new head on the task's training images with these global indices, through the one loop.
+
+    seed: of the head, and of the order and augmentation of the images. Nothing is kept on disk. Raises RunError when
+    it diverges.
+    """
+    accelerator, classes = task.accelerator, task.classes
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        objective = classification.Objective(encoder, head, classes)
+    view = View(
+        train_transform(encoder.image_size, augment),
+        encoder.channels,
+        classes,
+        flip=augment.flip,
+        jitter=augment.jitter,
+        seed=seed,
+        needs_labels=True,
+    )
+    own_lanes, own_shards = (n // accelerator.num_processes for n in (lanes, len(task.train.urls)))
+    data = task.data.model_copy(update={"lanes": lanes, "workers": min(task.workers, own_lanes, own_shards)})
+    batches = train_source(
+        task.train,
+        view,
+        data,
+        batch_size=batch_size,
+        rank=accelerator.process_index,
+        ranks=accelerator.num_processes,
+        device=accelerator.device,
+        keep=task.train.members_of(images),
+    )
+    start, flops = time.perf_counter(), training_flops(objective)
+    outcome = loop.train(
+        loop.Job(
+            name=name,
+            objective=objective,
+            batches=batches,
+            lanes=lanes,
+            total_steps=steps,
+            training=TrainingConfig(steps=steps, batch_size=batch_size, log_every=steps, checkpoint_every=0),
+            optim=optim,
+            accelerator=accelerator,
+            quiet=True,
+        )
+    )
+    accelerator.free_memory()
+    task.skipped += outcome.skipped
+    seen = steps * batch_size
+    return objective, Cost(seen, seen * flops, round(time.perf_counter() - start, 2))
+
+
+@torch.inference_mode()
+def predictions(
+    task: Task, objective: classification.Objective, shards: ShardSet, indices: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """(predicted classes, labels), int64 (n,), of all labelled images of the shards (or some global indices of them),
+    each once, the same on every rank. Raises UserError where there is none."""
+    objective.eval()
+    found: list[tuple[list[int], list[int]]] = []
+    stream = evaluation_stream(task, shards, indices, objective.backbone.image_size)
+    for batch, chunk in evaluation_batches(stream, task.accelerator.device):
+        task.skipped += chunk.skipped
+        with task.accelerator.autocast():
+            predicted = objective.logits(batch.images).argmax(-1)
+        found.append((predicted[batch.valid].tolist(), batch.labels[batch.valid].tolist()))
+    everyone = gather_object([found])
+    predicted_all, labels = (
+        np.array([value for rank in everyone for part in rank for value in part[n]], dtype=np.int64) for n in range(2)
+    )
+    if not len(labels):
+        raise UserError(f"{shards.spec}: no labelled image there to score on")
+    return predicted_all, labels
+
+
+def scores(
+    task: Task, objective: classification.Objective, shards: ShardSet, indices: np.ndarray | None = None
+) -> dict[str, Any]:
+    """accuracy, mean_per_class and per_class on labelled images; see `predictions`."""
+    return score(*predictions(task, objective, shards, indices), task.classes)

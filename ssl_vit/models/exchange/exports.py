@@ -1,0 +1,165 @@
+"""Weights out: to timm, transformers and ONNX, each checked against the backbone itself before the folder appears."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import timm
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from ssl_vit.interfaces import RunError, UserError
+from ssl_vit.models import backbone as backbones
+from ssl_vit.models.encoder import Encoder
+from ssl_vit.models.exchange.folders import new_folder
+from ssl_vit.models.exchange.names import to_transformers
+from ssl_vit.models.exchange.sizes import named_backbone
+from ssl_vit.models.vit import Backbone
+
+Target = Literal["timm", "transformers", "onnx"]
+
+# What transformers' ViT has of itself and some of timm's have not.
+_NEEDED = ("cls_token", "pos_embed", "patch_embed.proj.bias", "blocks.0.attn.proj.bias", "norm.weight", "norm.bias")
+_TOLERANCE = {"transformers": 1e-5, "onnx": 1e-4}
+_LARGE = 1.8 * 2**30  # bytes; protobuf's limit is 2 GiB: beyond, the weights lie in a file beside model.onnx
+
+
+def export(backbone: Encoder, out: Path, to: Target, card: str) -> None:
+    """Write `backbone` and its model card (README.md's text) into the new folder `out`, in the format `to`.
+
+    What was written is loaded again by its own library, and its tokens are compared on random images: with timm bit for
+    bit, with transformers to 1e-5, with onnxruntime to 1e-4. Raises UserError for a model that the format cannot
+    express and for a library that is not installed, RunError when the outputs differ; nothing is left then.
+    """
+    writers: dict[Target, Callable[[Encoder, Path], None]] = {
+        "timm": _timm,
+        "transformers": _transformers,
+        "onnx": _onnx,
+    }
+    with new_folder(out) as folder:
+        writers[to](backbone.eval(), folder)
+        (folder / "README.md").write_text(card)
+
+
+class Tokens(nn.Module):
+    """timm's network from normalised images to output tokens (B, P + N, D): what an exported model computes."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, pixel_values: torch.Tensor) -> torch.Tensor:
+        features = cast(Any, self.network).forward_features(pixel_values)
+        return features if features.ndim == 3 else features.flatten(2).mT  # a CNN's are maps (B, D, H, W)
+
+
+def random_images(backbone: Encoder, count: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Normalised images (count, C, H, W) of standard normal noise, always the same."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(count, backbone.channels, *backbone.image_size, generator=generator).to(dtype)
+
+
+def _timm(backbone: Encoder, folder: Path) -> None:
+    if isinstance(backbone, Backbone) and backbone.norm_eps != (usual := named_backbone(backbone.name).norm_eps):
+        raise UserError(
+            f"timm's {backbone.name} has layer norms of epsilon {usual:g}, these weights {backbone.norm_eps:g}, which "
+            "a timm folder cannot say: use --to transformers or --to onnx"
+        )
+    backbones.write_config(backbone, folder / "config.json")
+    save_file(backbones.state(backbone), folder / "model.safetensors", {"format": "pt"})
+    images = random_images(backbone, 2)
+    with torch.no_grad():
+        network = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
+        _compare("timm", Tokens(network)(images), Tokens(backbone.network)(images), 0)
+
+
+def _transformers(backbone: Encoder, folder: Path) -> None:
+    if not isinstance(backbone, Backbone):
+        raise UserError(f"transformers' ViT cannot be a {type(backbone.network).__name__}: use --to timm or --to onnx")
+    tensors = backbones.state(backbone)
+    missing = [key for key in _NEEDED if key not in tensors]
+    if not missing and backbone.vit.no_embed_class:
+        positions = tensors["pos_embed"]  # a class token without a position is one with a position of zero
+        tensors["pos_embed"] = torch.cat([torch.zeros_like(positions[:, :1]), positions], dim=1)
+    named, homeless = to_transformers(tensors)
+    if missing or homeless:
+        more = f" and {len(homeless) - 3} more" if len(homeless) > 3 else ""
+        whys = [f"it needs {', '.join(missing)}"] * bool(missing)
+        whys += [f"it has no place for {', '.join(homeless[:3])}{more}"] * bool(homeless)
+        raise UserError(f"transformers' ViT cannot be {backbone.name}: {'; '.join(whys)}. Use --to timm or --to onnx")
+    library = _optional("transformers")
+    height, width = backbone.image_size
+    rows, columns = backbone.vit.patch_embed.patch_size
+    library.ViTConfig(
+        hidden_size=backbone.width,
+        num_hidden_layers=len(backbone.vit.blocks),
+        num_attention_heads=backbone.heads,
+        intermediate_size=backbone.vit.blocks[0].mlp.fc1.out_features,
+        layer_norm_eps=backbone.norm_eps,
+        image_size=height if height == width else [height, width],
+        patch_size=rows if rows == columns else [rows, columns],
+        num_channels=backbone.channels,
+        qkv_bias=backbone.vit.blocks[0].attn.qkv.bias is not None,
+        architectures=["ViTModel"],
+    ).save_pretrained(folder)
+    mean, std = (
+        [*value] if isinstance(value, tuple) else [value] * backbone.channels for value in (backbone.mean, backbone.std)
+    )
+    size = {"height": height, "width": width}
+    library.ViTImageProcessor(size=size, image_mean=mean, image_std=std).save_pretrained(folder)
+    save_file(named, folder / "model.safetensors", {"format": "pt"})
+    library.utils.logging.disable_progress_bar()
+    model = library.ViTModel.from_pretrained(folder, add_pooling_layer=False)
+    # In float64, so that what is compared is the two models and not the order of their sums.
+    images = random_images(backbone, 2, torch.float64)
+    with torch.no_grad():
+        theirs = model.double().eval()(images).last_hidden_state
+        ours = Tokens(backbone.network.double())(images)
+        backbone.network.float()
+    _compare("transformers", theirs, ours, _TOLERANCE["transformers"])
+
+
+def _onnx(backbone: Encoder, folder: Path) -> None:
+    for package in ("onnx", "onnxscript", "onnxruntime"):
+        _optional(package)
+    model, file = Tokens(backbone.network).eval(), folder / "model.onnx"
+    size = sum(parameter.numel() * parameter.element_size() for parameter in backbone.network.parameters())
+    torch.onnx.export(
+        model,
+        (random_images(backbone, 2),),
+        file,
+        input_names=["pixel_values"],
+        output_names=["last_hidden_state"],
+        dynamic_shapes=({0: torch.export.Dim("batch")},),
+        dynamo=True,
+        external_data=size > _LARGE,
+        verbose=False,
+    )
+    backbones.write_config(backbone, folder / "config.json")
+    session = _optional("onnxruntime").InferenceSession(file, providers=["CPUExecutionProvider"])
+    for count in (1, 3):  # neither is the size that it was traced with
+        images = random_images(backbone, count)
+        theirs = torch.from_numpy(session.run(None, {"pixel_values": images.numpy()})[0])
+        with torch.no_grad():
+            _compare("onnxruntime", theirs, model(images), _TOLERANCE["onnx"])
+
+
+def _compare(library: str, theirs: torch.Tensor, ours: torch.Tensor, tolerance: float) -> None:
+    if theirs.shape != ours.shape:
+        raise RunError(f"{library} makes {tuple(theirs.shape)} of what the backbone makes {tuple(ours.shape)}")
+    difference = float((theirs - ours).abs().max())
+    if not difference <= tolerance:
+        raise RunError(f"{library}'s outputs differ from the backbone's by {difference:.2g}, above {tolerance:g}")
+
+
+def _optional(package: str) -> Any:
+    try:
+        return import_module(package)
+    except ImportError:
+        raise UserError(
+            f"{package} is not installed, and this export needs it: pip install 'ssl-vit[export]'"
+        ) from None

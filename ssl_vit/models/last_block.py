@@ -1,0 +1,59 @@
+"""A ViT's last block for only those tokens that are read after it.
+
+Nothing else of the last block reaches the loss: the other tokens need keys and values, but no query, no projection and
+no MLP. With half of the patches read that saves about half a block of work, with the class token alone almost a whole
+one; loss and gradients are those of the whole block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from timm.layers import Attention
+from timm.models.vision_transformer import Block
+from torch import nn
+
+Pick = Callable[[torch.Tensor], torch.Tensor]
+
+
+class LastBlock(Block):
+    """timm's block; with `pick`, which takes tokens (B, T, D) to those that are read (B, K, D), only their outputs."""
+
+    def forward(self, x: torch.Tensor, *arguments: object, pick: Pick | None = None) -> torch.Tensor:
+        if pick is None:
+            whole: torch.Tensor = super().forward(x, *arguments)
+            return whole
+        tokens = pick(x) + self.drop_path1(self.ls1(self._attention(self.norm1(x), pick)))
+        picked: torch.Tensor = tokens + self.drop_path2(self.ls2(self.mlp(self.norm2(tokens))))
+        return picked
+
+    def _attention(self, tokens_BTD: torch.Tensor, pick: Pick) -> torch.Tensor:
+        attn = self.attn
+        asking_BKD = pick(tokens_BTD)
+        width = attn.num_heads * attn.head_dim
+        sizes = [width, 2 * width]
+        weights = attn.qkv.weight.split(sizes)
+        biases = attn.qkv.bias.split(sizes) if attn.qkv.bias is not None else (None, None)
+
+        def heads(projected: torch.Tensor) -> torch.Tensor:
+            return projected.unflatten(-1, (-1, attn.num_heads, attn.head_dim)).permute(2, 0, 3, 1, 4)
+
+        (query,) = heads(F.linear(asking_BKD, weights[0], biases[0]))
+        key, value = heads(F.linear(tokens_BTD, weights[1], biases[1]))
+        dropout = attn.attn_drop.p if self.training else 0.0
+        read = F.scaled_dot_product_attention(attn.q_norm(query), attn.k_norm(key), value, dropout_p=dropout)
+        output: torch.Tensor = attn.proj_drop(attn.proj(attn.norm(read.transpose(1, 2).flatten(2))))
+        return output
+
+
+def make_last(block: nn.Module) -> bool:
+    """Let a plain timm block compute only what is read (its weights and names stay); False for blocks of other kinds,
+    which compute everything."""
+    attn: Any = getattr(block, "attn", None)
+    plain = type(block) is Block and type(attn) is Attention and getattr(attn, "gate", None) is None
+    if plain and attn.fused_attn:
+        block.__class__ = LastBlock
+    return isinstance(block, LastBlock)

@@ -1,0 +1,166 @@
+"""The ViT encoder: timm's VisionTransformer (and its hybrids) as `embed -> [corrupt] -> encode`."""
+
+from __future__ import annotations
+
+from typing import Any, Self, cast
+
+import torch
+from timm.layers import build_sincos2d_pos_embed
+from timm.models import checkpoint_seq
+from timm.models.vision_transformer import VisionTransformer
+from torch import nn
+
+from ssl_vit.interfaces import Size, UserError, pair
+from ssl_vit.models import Positions
+from ssl_vit.models.encoder import Encoder, Numbers, Pooling, create
+from ssl_vit.models.last_block import Pick, make_last
+
+
+class Backbone(Encoder):
+    """A pre-LN ViT encoder (paper, section 3.1, equations 1 to 4). In a hybrid the patches are cut from a CNN's feature
+    map, and colour targets from the pixels under them."""
+
+    def __init__(
+        self,
+        name: str,
+        arguments: dict[str, Any],
+        mean: Numbers,
+        std: Numbers,
+        position_std: float = 0.02,
+        norm_eps: float | None = None,
+        positions: Positions = "learned",
+    ) -> None:
+        """timm's `name` built with `arguments`; the other arguments as in `BackboneConfig`.
+
+        Raises UserError for a name that is no plain ViT, for sizes that it cannot have, and for a mean or std of
+        another number of channels.
+        """
+        arguments = {**arguments, "dynamic_img_size": False}  # sizes change through `untrained`, never by themselves
+        super().__init__(name, arguments, mean, std)
+        try:
+            vit: Any = create(name, arguments)
+        except (TypeError, AssertionError, ValueError) as error:
+            with torch.device("meta"):
+                vit = create(name, {})
+            if type(vit) is VisionTransformer:
+                raise UserError(f"backbone.name='{name}' cannot have these sizes: {arguments} ({error})") from None
+        if type(vit) is not VisionTransformer:
+            raise UserError(f"backbone.name='{name}' is a {type(vit).__name__}: use a VisionTransformer or a ResNet")
+        if vit.attn_pool is not None:
+            raise UserError(f"backbone.name='{name}' pools by attention: use a model with a class token or plain mean")
+        if vit.pos_embed is None:
+            raise UserError(f"backbone.name='{name}' has no position embeddings: use another VisionTransformer")
+        self.vit = vit
+        self.position_std, self.positions = position_std, positions
+        self.prunes = make_last(vit.blocks[-1])
+        norms = [module for module in vit.modules() if isinstance(module, nn.LayerNorm)]
+        if norm_eps is not None:
+            for norm in norms:
+                norm.eps = norm_eps
+        self.norm_eps = norms[0].eps if norms else None
+        self.prefix_tokens, self.has_class_token = vit.num_prefix_tokens, vit.has_class_token
+        nn.init.trunc_normal_(vit.pos_embed, std=position_std)
+        if positions == "sincos2d":
+            self._fix_positions()
+
+    def _fix_positions(self) -> None:
+        """Constant sin-cos positions of the patch grid by timm (MoCo v3's frequencies); zeros for the prefix tokens."""
+        if self.width % 4:
+            raise UserError(f"backbone.positions=sincos2d needs a width that 4 divides, not {self.width}")
+        patches = build_sincos2d_pos_embed([*self.grid], self.width, device=self.vit.pos_embed.device)
+        with torch.no_grad():
+            self.vit.pos_embed.zero_()
+            self.vit.pos_embed[:, -self.patches :] = patches
+        self.vit.pos_embed.requires_grad_(False)
+
+    @property
+    def network(self) -> nn.Module:
+        return cast(nn.Module, self.vit)
+
+    @property
+    def width(self) -> int:
+        return int(self.vit.embed_dim)
+
+    @property
+    def image_size(self) -> tuple[int, int]:
+        return pair(self.vit.patch_embed.img_size)
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        rows, columns = self.vit.patch_embed.grid_size
+        return int(rows), int(columns)
+
+    @property
+    def patch_size(self) -> int:
+        """Pixels of the image to a patch's side; in a hybrid, of the image, not of the CNN's feature map."""
+        return self.image_size[0] // self.grid[0]
+
+    @property
+    def heads(self) -> int:
+        return next(int(module.num_heads) for module in self.vit.blocks[0].modules() if hasattr(module, "num_heads"))
+
+    @property
+    def position_prefix(self) -> int:
+        """Entries of the position embeddings that belong to prefix tokens: none where those have no position."""
+        return 0 if self.vit.no_embed_class else self.prefix_tokens
+
+    @property
+    def own_settings(self) -> dict[str, Any]:
+        return {"position_std": self.position_std, "norm_eps": self.norm_eps, "positions": self.positions}
+
+    def untrained(self, image_size: Size | None = None) -> Self:
+        size = self.image_size if image_size is None else pair(image_size)
+        check_size(size, self.patch_size, "image_size")
+        return type(self)(self.name, {**self.arguments, "img_size": size}, self.mean, self.std, **self.own_settings)
+
+    def embed(self, images_BCHW: torch.Tensor) -> torch.Tensor:
+        """uint8 images -> patch embeddings (B, N, D), before positions. Normalises on the images' device."""
+        return cast(torch.Tensor, self.vit.patch_embed(self.normalised(images_BCHW)))
+
+    def enter(self, tokens_BND: torch.Tensor) -> torch.Tensor:
+        """Patch embeddings -> what the first block reads (B, P + N, D): prefix tokens put before, positions added."""
+        return cast(torch.Tensor, self.vit.norm_pre(self.vit.patch_drop(self.vit._pos_embed(tokens_BND))))
+
+    def encode(self, tokens_BND: torch.Tensor, keep_BK: torch.Tensor | None = None) -> torch.Tensor:
+        """Patch embeddings -> output tokens (B, P + N, D), normalised unless the model's last norm comes after pooling;
+        with `keep_BK` (int64 patch indices) only those patches' outputs (B, K, D), normalised in any case."""
+        if keep_BK is None:
+            return self._read(tokens_BND, None)
+        index = (keep_BK + self.prefix_tokens)[..., None].expand(-1, -1, self.width)
+        return self.finish(self._read(tokens_BND, lambda tokens: tokens.gather(1, index)))
+
+    def _read(self, tokens_BND: torch.Tensor, pick: Pick | None) -> torch.Tensor:
+        """All blocks and the last norm; of the last block, only the tokens that `pick` takes."""
+        tokens, last = self.enter(tokens_BND), self.vit.blocks[-1]
+        if self.vit.grad_checkpointing and torch.is_grad_enabled():
+            tokens = checkpoint_seq(self.vit.blocks[:-1], tokens)
+        else:
+            for block in self.vit.blocks[:-1]:
+                tokens = block(tokens)
+        if pick is None or not self.prunes:
+            tokens = last(tokens)
+            return cast(torch.Tensor, self.vit.norm(tokens if pick is None else pick(tokens)))
+        return cast(torch.Tensor, self.vit.norm(last(tokens, pick=pick)))
+
+    def forward(self, images_BCHW: torch.Tensor) -> torch.Tensor:
+        return self.encode(self.embed(images_BCHW))
+
+    def represent(self, images_BCHW: torch.Tensor, pooling: Pooling) -> torch.Tensor:
+        if pooling != "token":
+            return super().represent(images_BCHW, pooling)
+        self.check_pooling(pooling)
+        return self.finish(self._read(self.embed(images_BCHW), lambda tokens: tokens[:, :1])[:, 0])
+
+    def finish(self, vectors: torch.Tensor) -> torch.Tensor:
+        return cast(torch.Tensor, self.vit.fc_norm(vectors))
+
+
+def check_size(image_size: tuple[int, int], patch: int, key: str) -> None:
+    """Raises UserError, naming the nearest sizes, unless `patch` (pixels) divides both sides."""
+    for side in image_size:
+        if side % patch:
+            near = side // patch * patch or patch
+            raise UserError(
+                f"{key}={side} is not a multiple of the patch size {patch}: "
+                f"use {near} or {near + patch}, or another backbone.patch_size"
+            )

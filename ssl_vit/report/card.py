@@ -1,0 +1,210 @@
+"""The model card of exported weights: how to load them, what they are, how they were made and judged, on what terms."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+from huggingface_hub import ModelCardData
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from ssl_vit import __version__
+from ssl_vit.interfaces import RunError, UserError
+from ssl_vit.report.read import read_directory
+from ssl_vit.report.tables import MISSING, Table, skipped_note
+
+if TYPE_CHECKING:
+    from ssl_vit.data.shards import ShardSet
+    from ssl_vit.models.encoder import Encoder
+
+SOURCES = {"trained": "These weights", "untrained": "Untrained", "pixels": "Raw pixels"}
+
+
+def write(
+    model: Encoder, given: Path, weights: Path, to: str, *, title: str, address: str | None, licence: str | None
+) -> str:
+    """The text of README.md for `model` in the format `to`, with the hub's YAML in front.
+
+    given: the run, checkpoint or weights folder that is exported, whose `results.json` is shown; weights: the folder in
+    it that holds the weights. address: the name on the hub that the text says to load from (None: the folder itself).
+    licence: of the weights (the hub's identifier, such as apache-2.0). The recipe, the machine and the training shards'
+    source and licence are read from the run that the weights belong to, where there is one.
+    """
+    folder = next((path for path in (given, given.parent.parent) if (path / "recipe.yaml").is_file()), None)
+    run = read_directory(folder) if folder else None
+    recipe: dict[str, Any] = yaml.safe_load(run["recipe"]) if run else {}
+    shards = _shards(recipe["data"]) if recipe else None
+    imported = json.loads((weights / "config.json").read_text()).get("imported")
+    results = read_directory(given)["results"] if (given / "results.json").is_file() else None
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    metadata = ModelCardData(
+        library_name=to, license=licence, pipeline_tag="image-feature-extraction", tags=["ssl-vit"]
+    )
+    return environment.get_template("card.md.j2").render(
+        metadata=metadata.to_yaml(),
+        title=title,
+        to=to,
+        version=__version__,
+        address=address,
+        code=_code(model, to, address),
+        reading=_reading(model, to),
+        facts=_facts(model),
+        training=_training(run, recipe, weights) if run else [],
+        recipe=run["recipe"].strip() if run else "",
+        imported=imported,
+        data=_data(shards) if shards else [],
+        results=[(_table(found), skipped_note(found)) for found in (results or {}).get("evaluations") or []],
+        licence=_licence(licence, shards, imported),
+    )
+
+
+def _shards(settings: dict[str, Any]) -> ShardSet | None:
+    from ssl_vit.data import DataConfig
+    from ssl_vit.data.mixture import open_training
+
+    try:
+        return open_training(DataConfig.model_validate(settings))
+    except (UserError, RunError, OSError, ValueError):
+        return None  # moved, out of reach, or of another version's recipe: the card says so
+
+
+def _code(model: Encoder, to: str, address: str | None) -> str:
+    shape = f"2, {model.channels}, {model.image_size[0]}, {model.image_size[1]}"
+    mean, std = ([*value] if isinstance(value, tuple) else [value] for value in (model.mean, model.std))
+    if to == "onnx":
+        file = f'hf_hub_download("{address}", "model.onnx")' if address else '"model.onnx"'
+        return "\n".join(
+            [
+                "import numpy as np",
+                "import onnxruntime",
+                *(["from huggingface_hub import hf_hub_download"] if address else []),
+                "",
+                f'session = onnxruntime.InferenceSession({file}, providers=["CPUExecutionProvider"])',
+                f"images = np.random.rand({shape}).astype(np.float32)  # pixels from 0 to 1, any number of images",
+                f"mean, std = (np.array(n, dtype=np.float32).reshape(-1, 1, 1) for n in ({mean}, {std}))",
+                '(tokens,) = session.run(None, {"pixel_values": (images - mean) / std})',
+            ]
+        )
+    if to == "timm":
+        source = f"hf-hub:{address}" if address else "local-dir:."
+        load = ["import timm", "import torch", "", f'model = timm.create_model("{source}", pretrained=True).eval()']
+        call = "model.forward_features((images - mean) / std)"
+    else:
+        load = ["import torch", "from transformers import ViTModel", ""]
+        load += [f'model = ViTModel.from_pretrained("{address or "."}", add_pooling_layer=False).eval()']
+        call = "model((images - mean) / std).last_hidden_state"
+    return "\n".join(
+        [
+            *load,
+            f"images = torch.rand({shape})  # pixels from 0 to 1, any number of images",
+            f"mean, std = (torch.tensor(n).reshape(-1, 1, 1) for n in ({mean}, {std}))",
+            "with torch.no_grad():",
+            f"    tokens = {call}",
+        ]
+    )
+
+
+def _reading(model: Encoder, to: str) -> str:
+    rows, columns = model.grid
+    registers = model.prefix_tokens - model.has_class_token
+    tokens = ["the class token"] * model.has_class_token + [f"{registers} registers"] * bool(registers)
+    shape = f"(2, {model.prefix_tokens + rows * columns}, {model.width})"
+    if to == "timm" and not hasattr(model, "vit"):
+        shape = f"(2, {model.width}, {rows}, {columns})"  # timm's CNNs keep the map
+    return f"`tokens` is float32 {shape}: {', then '.join([*tokens, f'{rows} x {columns} patches, row by row'])}."
+
+
+def _facts(model: Encoder) -> list[tuple[str, str]]:
+    height, width = model.image_size
+    return [
+        ("Architecture", f"timm's {model.name}, width {model.width}"),
+        ("Parameters", f"{sum(parameter.numel() for parameter in model.parameters()):,}"),
+        ("Images", f"{height} x {width} pixels, {model.channels} channel(s)"),
+        ("Patches", f"{model.grid[0]} x {model.grid[1]}"),
+        ("Normalisation", f"pixels in [0, 1], minus {_numbers(model.mean)}, over {_numbers(model.std)}"),
+    ]
+
+
+def _training(run: dict[str, Any], recipe: dict[str, Any], weights: Path) -> list[tuple[str, str]]:
+    summary = run["summary"] or {}
+    if (weights / "state.json").is_file():  # a checkpoint on the way
+        state = json.loads((weights / "state.json").read_text())
+        seen = state["step"] * recipe["training"]["batch_size"]
+        summary = {"steps": state["step"], "images_seen": seen, "seconds": state["seconds"]}
+    machine = run["environment"] or {}
+    hardware, versions = machine.get("hardware") or {}, machine.get("versions") or {}
+    gpus = hardware.get("gpus") or []
+    device = f"{len(gpus)} x {gpus[0]}" if gpus else f"{hardware.get('processor')}, {hardware.get('cores')} cores"
+    start = recipe.get("init_from")
+    rows = {
+        "Recipe": recipe.get("name"),
+        "Objective": recipe["objective"]["name"],
+        "Started from": start or "random weights",
+        "Steps": summary.get("steps"),
+        "Images seen": summary.get("images_seen"),
+        "Seconds": summary.get("seconds"),
+        "Hardware": f"{device}; {machine.get('world_size')} process(es)" if machine else None,
+        "Versions": ", ".join(f"{name} {version}" for name, version in versions.items()) or None,
+        "Commit": machine.get("git"),
+    }
+    return [(name, _cell(value)) for name, value in rows.items() if value is not None]
+
+
+def _data(shards: ShardSet) -> list[tuple[str, str]]:
+    classes = len(shards.classes) if shards.classes else None
+    rows = {"Source": shards.source, "Images": shards.samples, "Classes": classes, "Licence": shards.licence}
+    return [(name, _cell(value)) for name, value in rows.items()]
+
+
+def _table(evaluation: dict[str, Any]) -> Table:
+    """Rows measures, columns whose they are; seeds are summed up by their mean and standard deviation."""
+    values = evaluation["values"]
+    sources = [source for source in SOURCES if any(name.startswith(f"{source}/") for name in values)]
+    settings = ", ".join(f"{key} {_cell(value)}" for key, value in evaluation["settings"].items() if value is not None)
+    name = evaluation.get("title") or evaluation["evaluator"]
+    table = Table(
+        f"{name}, test images {evaluation['data']['test']} ({settings})", ["", *(SOURCES[source] for source in sources)]
+    )
+    measures = dict.fromkeys(name.partition("/")[2] for name in values)
+    for measure in measures:
+        spread = measure.removesuffix("mean") + "std"
+        if "seed" in measure.rpartition("/")[2] or (measure.endswith("std") and measure[:-3] + "mean" in measures):
+            continue
+        has_spread = measure.endswith("mean") and spread in measures
+        cells = []
+        for source in sources:
+            value, deviation = values.get(f"{source}/{measure}"), values.get(f"{source}/{spread}")
+            cells.append(_cell(value) + (f" ± {_cell(deviation)}" if has_spread and deviation is not None else ""))
+        table.add(None, measure.removesuffix("mean").rstrip("/") + " mean ± std" * has_spread, *cells)
+    return table
+
+
+def _licence(licence: str | None, shards: ShardSet | None, imported: dict[str, Any] | None) -> str:
+    if licence:
+        weights = f"The weights: {licence}."
+    elif imported and imported.get("licence"):
+        weights = f"The weights were imported under {imported['licence']}, which goes on to bind them."
+    else:
+        weights = "The weights: not stated."
+    return weights + (f" The training images: {shards.licence}." if shards and shards.licence else "")
+
+
+def _numbers(value: float | tuple[float, ...]) -> str:
+    return ", ".join(f"{number:g}" for number in (value if isinstance(value, tuple) else (value,)))
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return MISSING
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+        return " ".join(text.split()).replace("|", "\\|")
+    return f"{value:,}" if isinstance(value, int) else f"{value:.4g}" if abs(value) < 1e4 else f"{value:,.0f}"

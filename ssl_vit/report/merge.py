@@ -1,0 +1,138 @@
+"""Whatever pieces of a comparison are finished, put together as its `results.json`. Reads JSON alone."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ssl_vit.interfaces import UserError
+from ssl_vit.report.statistics import summarise
+
+PLAN, RESULTS = "plan.json", "results.json"
+# Of a measurement, what results.json leaves to the pieces: a number for every class is too much of a page.
+_LEFT_OUT = ("per_class", "main", "name")
+_COSTS = ("images_seen", "flops", "seconds")
+
+
+def merge(runs: Sequence[Path]) -> dict[str, Any]:
+    """The results of a comparison from its directory, or from several directories that hold parts of the same one.
+
+    `finished` says whether every piece is there; `missing` names those that are not. Raises UserError where the
+    directories are of different comparisons.
+    """
+    plans = [json.loads((run / PLAN).read_text()) for run in runs]
+    plan = plans[0]
+    wanted = {piece["id"]: piece["fingerprint"] for piece in plan["pieces"]}
+    for run, other in zip(runs, plans, strict=True):
+        differ = [p["id"] for p in other["pieces"] if wanted.get(p["id"]) != p["fingerprint"]]
+        if differ or len(other["pieces"]) != len(wanted):
+            raise UserError(
+                f"{run} and {runs[0]} are not of the same comparison (piece {(differ or ['?'])[0]} differs): "
+                "merge directories of one recipe, or report each alone"
+            )
+    found: dict[str, dict[str, Any]] = {}
+    for run in runs:
+        found |= {key: value for key, value in _finished(run, wanted).items() if key not in found}
+    results = {key: found[key]["result"] for key in wanted if key in found}
+    missing = [key for key in wanted if key not in found]
+    header = plan["header"]
+    merged: dict[str, Any] = {
+        "kind": "comparison",
+        **header,
+        "sets": {name: chosen | {"classes": _classes(plan, name, results)} for name, chosen in header["sets"].items()},
+        "finished": not missing,
+        "missing": missing,
+        "arms": [_arm(plan, arm, results) for arm in plan["arms"]],
+        "references": plan["references"],
+        "measurements": [
+            _row(piece, measured)
+            for piece in plan["pieces"]
+            if piece["kind"] == "measure" and piece["id"] in results
+            for measured in results[piece["id"]]["measurements"]
+        ],
+        "skipped": _skipped(results),
+        "hardware": _distinct([found[key]["hardware"] for key in wanted if key in found]),
+    }
+    merged["summary"] = summarise(merged)
+    return merged
+
+
+def update(run: Path, environment: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Write `results.json` of whatever is finished by now, by rename; returns the results. The environment is that of
+    the process that runs the comparison; without one, what the file says stays."""
+    path, beside = run / RESULTS, run / f".{RESULTS}.{os.getpid()}.tmp"
+    kept = json.loads(path.read_text()).get("environment") if path.is_file() else None
+    results = merge([run]) | {"environment": environment or kept}
+    beside.write_text(json.dumps(results, indent=1) + "\n")
+    beside.replace(path)
+    return results
+
+
+def _finished(run: Path, wanted: dict[str, str]) -> dict[str, dict[str, Any]]:
+    pieces = {}
+    for identifier, fingerprint in wanted.items():
+        path = run / "pieces" / f"{identifier}.json"
+        if path.is_file():
+            piece = json.loads(path.read_text())
+            if piece["fingerprint"] == fingerprint:
+                pieces[identifier] = piece
+    return pieces
+
+
+def _row(piece: dict[str, Any], measured: dict[str, Any]) -> dict[str, Any]:
+    place = {key: piece[key] for key in ("data", "arm", "evaluator")}
+    return place | {key: value for key, value in measured.items() if key not in _LEFT_OUT}
+
+
+def _classes(plan: dict[str, Any], data: str, results: dict[str, Any]) -> int | None:
+    """How many classes a data set names or, where it names none, how many its measurements tell."""
+    if named := plan["header"]["sets"][data]["classes"]:
+        return int(named)
+    for piece in plan["pieces"]:
+        if piece["kind"] == "measure" and piece["data"] == data and results.get(piece["id"], {}).get("measurements"):
+            return len(results[piece["id"]]["measurements"][0]["per_class"])
+    return None
+
+
+def _arm(plan: dict[str, Any], arm: dict[str, Any], results: dict[str, Any]) -> dict[str, Any]:
+    own = [piece for piece in plan["pieces"] if piece["arm"] == arm["name"] and piece["id"] in results]
+    pretrained = [results[piece["id"]] for piece in own if piece["kind"] == "pretrain"]
+    first = pretrained[0] if pretrained else arm.get("summary")
+    pretraining = None
+    if first:
+        names = ("steps", "images_seen", "flops", "seconds", "parameters", "samples", "processes")
+        pretraining = {name: first.get(name) for name in names} | {"runs": max(len(pretrained), 1)}
+        pretraining["device_hours"] = first["seconds"] * first.get("processes", 1) / 3600
+    sweeps = [
+        (piece, results[piece["id"]]["choice"])
+        for piece in own
+        if piece["kind"] == "choose" and results[piece["id"]]["choice"]
+    ]
+    choices = [
+        {"data": p["data"], "evaluator": p["evaluator"], "labels_per_class": p["budget"]}
+        | {key: choice[key] for key in ("tried", "chosen")}
+        for p, choice in sweeps
+    ]
+    tuning = {key: sum(choice[key] for _, choice in sweeps) for key in _COSTS} if sweeps else None
+    pictures = [results[piece["id"]].get("folder") for piece in own if piece["kind"] == "pictures"]
+    return {
+        **{key: value for key, value in arm.items() if key not in ("needs_labels", "summary")},
+        "labels_used": pretraining["samples"] if pretraining and arm["needs_labels"] else 0,
+        "pretraining": pretraining,
+        "choices": choices,
+        "tuning": tuning,
+        "pictures": next(iter(pictures), None),
+    }
+
+
+def _skipped(results: dict[str, Any]) -> list[dict[str, str]]:
+    """Every sample that some evaluation or fine-tuning could not read, once."""
+    found = [skip for result in results.values() for skip in result.get("skipped", [])]
+    return list({(skip["shard"], skip["key"]): skip for skip in found}.values())
+
+
+def _distinct(values: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return list({json.dumps(value, sort_keys=True): value for value in values}.values())

@@ -1,0 +1,133 @@
+"""Statistics over seeds of a comparison: means, paired differences and their intervals, and what they are against."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator
+from typing import Any
+
+from scipy.special import stdtrit
+
+from ssl_vit.report.names import arm_names, evaluator_names, subjects
+from ssl_vit.report.verdict import verdict
+
+Row = dict[str, Any]
+Place = tuple[str, str, int | str]  # data set, evaluator, label budget
+
+
+def summarise(results: dict[str, Any]) -> dict[str, Any]:
+    """Statistics over seeds of a comparison's `results.json`; a pure function, accuracies as fractions 0..1.
+
+    Returns {"accuracy": rows, "differences": rows, "study": rows, "ends": rows, "sentences": [...], "verdict": them as
+    one text}.
+    An accuracy row: data, evaluator, labels_per_class (the budget), x (labels a class as a number), arm, n (seeds),
+    mean, std (ddof=1), half_width (of the 95% interval of the mean, Student t); std and half_width are None for n=1. A
+    difference row has the same statistics of `arm` minus `against`, paired by seed (n: seeds that both have), arm_mean
+    and against_mean over those seeds, and `role`, what `against` is: baseline, supervised or pixels. A study row is an
+    accuracy row with the arm's `size` (pretraining images or FLOPs) and `series`; a row of ends is the difference of a
+    series' largest and smallest, paired by seed, with their sizes and means. The number is the data set's metric.
+    Where a measurement was made twice, the later one counts; without a finite accuracy it counts as missing.
+    The verdict is about the smallest label budget measured, a rule fixed before any number is seen.
+    """
+    scores, sizes = _scores(results)
+    accuracy: list[Row] = []
+    differences: list[Row] = []
+    for data, evaluator, budget in _places(results, scores, sizes):
+        cells = scores[data, evaluator, budget]
+        place = {"data": data, "evaluator": evaluator, "labels_per_class": budget, "x": sizes[data, budget]}
+        arms = [arm for arm in arm_names(results) if arm in cells]
+        accuracy += [place | {"arm": arm} | _spread(list(cells[arm].values())) for arm in arms]
+        for subject in [arm for arm in subjects(results) if arm in cells]:
+            for role, against in _against(results, subject, arms):
+                ours, theirs = cells[subject], cells[against]
+                seeds = [seed for seed in ours if seed in theirs]
+                if seeds:
+                    row = place | {"arm": subject, "against": against, "role": role}
+                    row |= _spread([ours[seed] - theirs[seed] for seed in seeds])
+                    row["arm_mean"] = statistics.fmean(ours[seed] for seed in seeds)
+                    row["against_mean"] = statistics.fmean(theirs[seed] for seed in seeds)
+                    differences.append(row)
+    study = list(_study(results, accuracy))
+    summary = {"accuracy": accuracy, "differences": differences, "study": study, "ends": list(_ends(study, scores))}
+    sentences = verdict(results, summary)
+    return summary | {"sentences": sentences, "verdict": " ".join(sentences)}
+
+
+def _scores(
+    results: dict[str, Any],
+) -> tuple[dict[Place, dict[str, dict[int, float]]], dict[tuple[str, int | str], float]]:
+    """Scores by place, arm and seed; and by data set and budget how many labels a class that is."""
+    scores: dict[Place, dict[str, dict[int, float]]] = {}
+    sizes: dict[tuple[str, int | str], float] = {}
+    sets = results.get("sets") or {}
+    for found in results.get("measurements") or []:
+        data, budget = found.get("data", ""), found["labels_per_class"]
+        value = found.get(sets.get(data, {}).get("metric") or "accuracy")
+        if isinstance(value, (int, float)) and math.isfinite(value):
+            arms = scores.setdefault((data, found["evaluator"], budget), {})
+            arms.setdefault(found["arm"], {})[found["seed"]] = float(value)
+            classes = sets.get(data, {}).get("classes") or 1
+            sizes[data, budget] = float(budget) if isinstance(budget, int) else found["labels"] / classes
+    return scores, sizes
+
+
+def _places(results: dict[str, Any], scores: Any, sizes: dict[tuple[str, int | str], float]) -> list[Place]:
+    """Data sets and evaluators in the comparison's order, budgets from small to large."""
+    data = list(dict.fromkeys([*(results.get("sets") or {}), *(place[0] for place in scores)]))
+    names = evaluator_names(results)
+    return sorted(scores, key=lambda place: (data.index(place[0]), names.index(place[1]), sizes[place[0], place[2]]))
+
+
+def _against(results: dict[str, Any], subject: str, measured: list[str]) -> Iterator[tuple[str, str]]:
+    """(role, arm) of what a subject is held against, as far as measured: no pretraining, then supervised arms, then raw
+    pixels."""
+    if start := _baseline(results, subject, measured):
+        yield "baseline", start
+    for arm in results.get("arms") or []:
+        if arm.get("labels_used") and arm["name"] in measured and arm["name"] != subject:
+            yield "supervised", arm["name"]
+    if "pixels" in measured:
+        yield "pixels", "pixels"
+
+
+def _baseline(results: dict[str, Any], subject: str, measured: list[str]) -> str | None:
+    """What "no pretraining" means: training from scratch, or the untrained backbone where features are frozen; of the
+    subject's architecture where there are several."""
+    arms = results.get("arms") or []
+    architectures = {arm["name"]: arm.get("architecture") for arm in arms} | (results.get("references") or {})
+    scratch = [arm["name"] for arm in arms if not arm.get("pretraining") and not arm.get("run")]
+    untrained = [name for name in measured if name.startswith("untrained")]
+    found = [name for name in [*scratch, *untrained] if name in measured]
+    alike = [name for name in found if architectures.get(name) == architectures.get(subject)]
+    return next(iter(alike or found), None)
+
+
+def _study(results: dict[str, Any], accuracy: list[Row]) -> Iterator[Row]:
+    sizes = {
+        arm["name"]: (arm.get("pretraining") or {}).get(results.get("study") or "") for arm in results.get("arms") or []
+    }
+    series = {arm["name"]: arm.get("series") or arm.get("architecture") or "" for arm in results.get("arms") or []}
+    for row in accuracy:
+        if sizes.get(row["arm"]):
+            yield row | {"size": sizes[row["arm"]], "series": series[row["arm"]]}
+
+
+def _ends(study: list[Row], scores: dict[Place, dict[str, dict[int, float]]]) -> Iterator[Row]:
+    names = ("data", "evaluator", "labels_per_class", "series")
+    for key in dict.fromkeys(tuple(row[name] for name in names) for row in study):
+        line = sorted((r for r in study if tuple(r[name] for name in names) == key), key=lambda row: row["size"])
+        small, large = line[0], line[-1]
+        one, two = (scores[key[0], key[1], key[2]][row["arm"]] for row in (small, large))
+        seeds = [seed for seed in one if seed in two]
+        if small["size"] < large["size"] and seeds:
+            row = dict(zip(names, key, strict=True)) | _spread([two[seed] - one[seed] for seed in seeds])
+            row |= {"sizes": [small["size"], large["size"]]}
+            yield row | {"means": [statistics.fmean(by_seed[seed] for seed in seeds) for by_seed in (one, two)]}
+
+
+def _spread(values: list[float]) -> Row:
+    count = len(values)
+    std = statistics.stdev(values) if count > 1 else None
+    half_width = None if std is None else float(stdtrit(count - 1, 0.975)) * std / math.sqrt(count)
+    return {"n": count, "mean": statistics.fmean(values), "std": std, "half_width": half_width}

@@ -1,0 +1,97 @@
+"""Run directories: opened for one training at a time, continued by the same recipe only; and their JSON files."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from filelock import FileLock, Timeout
+
+from ssl_vit import recipe
+from ssl_vit.environment import environment
+from ssl_vit.interfaces import UserError
+from ssl_vit.recipe import Recipe
+
+# What a run may go on with another value of: none of it changes what is computed, but for rounding.
+MAY_CHANGE = (
+    "run",
+    "training.accumulate",
+    "training.auto_batch",
+    "training.checkpoint_activations",
+    "training.on_nonfinite",
+    "training.on_spike",
+    "training.spike_factor",
+    "training.timeout",
+    "training.trackers",
+    "training.log_every",
+    "training.checkpoint_every",
+    "training.picture_every",
+    "training.keep_last",
+    "data.workers",
+    "data.worker_timeout",
+    "data.cache_mb",
+    "data.remote",
+    "data.on_bad_sample",
+)
+_locks: dict[Path, FileLock] = {}
+
+
+def is_main_process() -> bool:
+    """Whether this process is the one that prints and writes; needs no process group."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def wait_for_everyone() -> None:
+    """Wait until all processes are here (one process alone does not wait)."""
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
+
+
+def open_run(run: Path, settings: Recipe, accelerator: Accelerator) -> None:
+    """Create the run directory, or check that the run in it is of the same recipe; hold it until this process ends.
+
+    Raises UserError when it is another recipe's, another process's, or cannot be written.
+    """
+    path = run / "recipe.yaml"
+    if path.exists():
+        changed = recipe.differences(recipe.load_recipe(path), settings, ignore=MAY_CHANGE)
+        if changed:
+            raise UserError(
+                f"{run} holds a run of another recipe ({'; '.join(changed[:3])}): "
+                "give this one another directory with run=PATH, or delete that one"
+            )
+    elif run.exists() and any(entry.name != ".lock" for entry in run.iterdir()):
+        raise UserError(f"{run} is not empty and holds no run: give this run another directory with run=PATH")
+    try:
+        run.mkdir(parents=True, exist_ok=True)
+        _lock(run)
+        recipe.save(settings, path)
+        write_json(run / "environment.json", environment(accelerator))
+    except OSError as error:
+        raise UserError(f"run={run}: cannot write there: {error}") from None
+
+
+def _lock(run: Path) -> None:
+    if run.resolve() in _locks:
+        return
+    lock = FileLock(run / ".lock", timeout=0)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise UserError(f"{run}: another process is training in this directory; wait for it or use run=PATH") from None
+    _locks[run.resolve()] = lock
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write JSON beside, then rename: a reader never sees half a file."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    beside.write_text(json.dumps(content, indent=1) + "\n")
+    beside.replace(path)
+
+
+def read_json(path: Path) -> Any:
+    return json.loads(path.read_text())

@@ -1,0 +1,81 @@
+"""Accelerate's engine: devices, processes and precision, as `accelerate launch`, torchrun or Slurm set them up."""
+
+from __future__ import annotations
+
+import datetime
+import os
+
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from accelerate.utils import (
+    DistributedDataParallelKwargs,
+    DistributedType,
+    InitProcessGroupKwargs,
+    is_torch_xla_available,
+)
+
+from ssl_vit.interfaces import RunError, UserError
+from ssl_vit.training import Precision, processes
+
+_MIXED = {"fp32": "no", "tf32": "no", "bf16": "bf16", "fp16": "fp16"}
+
+
+def make_accelerator(precision: Precision = "fp32", timeout: int = 600) -> Accelerator:
+    """The engine that all processes share; the data plan shards, the loop accumulates.
+
+    timeout: seconds that a process waits for the others. Raises UserError for a precision that the device does not
+    have and for ways of distribution that checkpoints do not cover; RunError when the processes do not find each other.
+    """
+    has_xla = is_torch_xla_available()
+    # Without cpu=True, Accelerate 1.15 ignores the launcher's processes on a machine that has no accelerator.
+    no_device = not torch.accelerator.is_available() and not has_xla
+    launched = int(os.environ.get("WORLD_SIZE", 1))
+    if not has_xla:
+        _check_precision(precision)
+    torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
+    torch.backends.cudnn.allow_tf32 = precision == "tf32"
+    AcceleratorState._reset_state()  # it fixes the precision of the process's first stage; the next may have another
+    try:
+        accelerator = Accelerator(
+            mixed_precision=_MIXED[precision],
+            cpu=no_device,
+            kwargs_handlers=[
+                InitProcessGroupKwargs(timeout=datetime.timedelta(seconds=timeout)),
+                # Buffers change in the same way on every process, or not at all.
+                DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),
+            ],
+        )
+    except (RuntimeError, ConnectionError) as error:
+        if launched == 1:
+            raise
+        raise RunError(
+            f"the {launched} processes did not find each other within {timeout} s (training.timeout): "
+            f"{str(error).splitlines()[0]}; check that all were started, with the same main address and port"
+        ) from error
+    if accelerator.num_processes < launched:
+        raise UserError(
+            f"{launched} processes were launched but Accelerate formed a world of {accelerator.num_processes}"
+        )
+    kind = accelerator.distributed_type
+    if kind in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM) or (
+        kind == DistributedType.FSDP and not accelerator.is_fsdp2
+    ):
+        raise UserError(f"{kind.value} is not supported: use FSDP2 (recipes/launch/fsdp2.yaml), which shards the same")
+    if kind == DistributedType.XLA and accelerator.num_processes > 1:
+        raise UserError(
+            f"{accelerator.num_processes} XLA processes are not supported: launch one (recipes/launch/tpu.yaml)"
+        )
+    processes.connect(timeout)
+    return accelerator
+
+
+def _check_precision(precision: Precision) -> None:
+    """Refuse what the device would not do, or would do in another precision without saying so."""
+    gpu = torch.cuda.is_available()
+    if precision == "fp16" and not torch.accelerator.is_available():
+        raise UserError("training.precision=fp16 needs a GPU: use bf16 or fp32 on a CPU")
+    if precision == "tf32" and not (gpu and torch.cuda.get_device_capability() >= (8, 0)):
+        raise UserError("training.precision=tf32 needs an NVIDIA GPU of Ampere or newer: use fp32")
+    if precision == "bf16" and gpu and not torch.cuda.is_bf16_supported(including_emulation=False):
+        raise UserError("training.precision=bf16 needs an NVIDIA GPU of Ampere or newer: use fp16 on this one")

@@ -1,0 +1,40 @@
+"""How many floating-point operations a training step costs, counted by torch on tensors that hold no numbers."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from ssl_vit.interfaces import Batch
+
+_IMAGES = 2  # one image alone would be refused by a batch norm
+
+
+def training_flops(objective: nn.Module) -> float:
+    """Floating-point operations (a multiply and an add are two) of the forward and backward pass, for one image.
+
+    Counted over matrix products, convolutions and attention, by torch's counter, on the objective's own batch; nothing
+    is computed, and torch's generator stays where it was.
+    """
+    twin = copy.deepcopy(objective).to("meta").train()
+    height, width = twin.backbone.image_size  # type: ignore[union-attr, misc]
+
+    def blank(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(_IMAGES, *shape, dtype=dtype, device="meta")
+
+    batch = Batch(
+        images=blank(twin.backbone.channels, height, width, dtype=torch.uint8),  # type: ignore[union-attr, arg-type]
+        labels=blank(dtype=torch.int64),
+        noise=blank(twin.noise_per_sample(), dtype=torch.float32),  # type: ignore[operator]
+        flip=blank(dtype=torch.bool),
+        indices=blank(dtype=torch.int64),
+        valid=blank(dtype=torch.bool),
+        keys=[""] * _IMAGES,
+        lane_size=_IMAGES,
+    )
+    with torch.random.fork_rng(devices=[]), FlopCounterMode(display=False) as counter:
+        twin(batch).loss.backward()
+    return counter.get_total_flops() / _IMAGES

@@ -1,0 +1,71 @@
+"""What a run tells as it goes: `metrics.jsonl`, the trackers and the display, all written by the main process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from ssl_vit.training.metrics import MetricLog
+from ssl_vit.training.processes import shared_errors
+from ssl_vit.training.progress import Display
+from ssl_vit.training.trackers import Settings, Trackers
+
+
+class Records:
+    """Open while a run goes on. Every process must make the same calls: an error of writing reaches all of them.
+
+    run: its directory; None keeps nothing but the display. settings, recipe: see `Trackers`.
+    """
+
+    def __init__(
+        self, display: Display, run: Path | None, step: int, settings: Settings, recipe: dict[str, Any]
+    ) -> None:
+        self.display, self.run, self.step, self.settings, self.recipe = display, run, step, settings, recipe
+        self.log: MetricLog | None = None
+        self.trackers: Trackers | None = None
+
+    def __enter__(self) -> Records:
+        self.display.__enter__()
+        with shared_errors():
+            if self.run:
+                self.log = MetricLog(self.run, self.step)
+                self.trackers = Trackers(self.run, self.settings, self.recipe, self.step, self.display.say)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.log and self.trackers:
+            self.log.close()
+            self.trackers.close()
+        self.display.__exit__(kind, error, trace)
+
+    def say(self, text: str) -> None:
+        self.display.say(text)
+
+    def event(self, step: int, values: dict[str, Any]) -> None:
+        """A line of `metrics.jsonl` that is no measurement."""
+        with shared_errors():
+            if self.log:
+                self.log.write(step, values)
+
+    def values(self, step: int, values: dict[str, float]) -> None:
+        """A log interval's numbers."""
+        self.event(step, values)
+        if self.trackers:
+            self.trackers.log(step, values)
+        self.display.log(step, values)
+
+    def picture(self, name: str, pixels_HWC: np.ndarray, step: int) -> None:
+        """A uint8 picture."""
+        if self.trackers:
+            self.trackers.picture(name, pixels_HWC, step)
+
+    def go_back(self, step: int) -> None:
+        """Drop what was written of the steps after this one: it will be trained on from there."""
+        with shared_errors():
+            if self.log:
+                self.log.go_back(step)

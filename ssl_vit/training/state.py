@@ -1,0 +1,151 @@
+"""What training goes on from: weights, their average, optimiser, loss scale, random states; whole or sharded alike."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim.swa_utils import get_ema_multi_avg_fn
+
+from ssl_vit.interfaces import UserError
+from ssl_vit.training import processes
+
+Tensors = dict[str, torch.Tensor]
+
+
+class Average:
+    """An exponential moving average of a model's trainable parameters, sharded as they are."""
+
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        self.decay = decay
+        self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.values = {name: p.detach().clone() for name, p in self.parameters.items()}
+
+    def update(self, step: int) -> None:
+        """After optimiser step `step` (from 0). The first steps count for more, as in TensorFlow's average."""
+        decay = min(self.decay, (1 + step) / (10 + step))
+        get_ema_multi_avg_fn(decay)(list(self.values.values()), list(self.parameters.values()), None)
+
+    def load(self, tensors: Mapping[str, torch.Tensor], model: nn.Module) -> None:
+        """Take the values from whole tensors by the model's names."""
+        for name, tensor in placed({name: tensors[name] for name in self.values}, model).items():
+            self.values[name].copy_(tensor)
+
+
+@dataclass
+class State:
+    """The objective (unwrapped), torch's optimiser over its parameters, and what else a resumed run needs.
+
+    scaler: of the loss, in fp16. average: of the weights, where the recipe asks for one.
+    """
+
+    objective: nn.Module
+    optimizer: torch.optim.Optimizer
+    device: torch.device
+    scaler: Any = None
+    average: Average | None = None
+
+    @property
+    def sharded(self) -> bool:
+        """Whether the parameters are spread over the processes (FSDP)."""
+        return any(isinstance(parameter, DTensor) for parameter in self.objective.parameters())
+
+    def weights(self, averaged: bool) -> Tensors:
+        """The objective's tensors by name, whole, on the CPU of the main process; every process must call it."""
+        tensors = self.objective.state_dict()
+        return whole({**tensors, **self.average.values} if averaged and self.average else tensors)
+
+    def save_optimizer(self, folder: Path) -> None:
+        """Write this process's part: all of it, or its shards. Tensors alone, in safetensors files.
+
+        Every process must call it where the parameters are sharded, the main one alone where they are not.
+        """
+        tensors = {
+            f"{name}/{key}": value
+            for name, parameter in self._by_name().items()
+            for key, value in self.optimizer.state.get(parameter, {}).items()
+            if isinstance(value, torch.Tensor)
+        }
+        writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            dcp.save(tensors, storage_writer=writer, no_dist=not self.sharded, process_group=processes.group())
+
+    def load_optimizer(self, folder: Path) -> None:
+        """Read it back, whatever number of processes wrote it. UserError where the parameters are others."""
+        reader = HuggingFaceStorageReader(str(folder))
+        found: dict[str, Any] = dict(reader.read_metadata().state_dict_metadata)
+        own, read = self._by_name(), Tensors()
+        for key, entry in found.items():
+            name = key.rpartition("/")[0]
+            if name not in own:
+                raise UserError(f"{folder.parent}: from another recipe: its optimiser knows {name}, this one does not")
+            sharded = isinstance(own[name], DTensor) and entry.size == own[name].shape
+            read[key] = torch.zeros_like(own[name]) if sharded else torch.zeros(entry.size)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            dcp.load(read, storage_reader=reader, no_dist=True)
+        state: dict[int, Tensors] = {}
+        numbers = {name: number for number, name in enumerate(own)}
+        for key, tensor in read.items():
+            name, _, item = key.rpartition("/")
+            state.setdefault(numbers[name], {})[item] = tensor
+        self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": state})
+
+    def _by_name(self) -> dict[str, nn.Parameter]:
+        """The optimiser's parameters in its own order."""
+        names = {id(parameter): name for name, parameter in self.objective.named_parameters()}
+        return {names[id(p)]: p for group in self.optimizer.param_groups for p in group["params"]}
+
+
+def whole(tensors: Mapping[str, torch.Tensor]) -> Tensors:
+    """Each tensor with all its shards, contiguous on the CPU of the main process; elsewhere nothing is kept."""
+    found = {}
+    for name, tensor in tensors.items():
+        full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        if processes.is_main():
+            found[name] = full.detach().cpu().contiguous()
+    return found
+
+
+def placed(tensors: Mapping[str, torch.Tensor], model: nn.Module) -> Tensors:
+    """Whole tensors, each cut into shards where the model's tensor of that name and shape is."""
+    own = model.state_dict()
+    found = dict(tensors)
+    for name, tensor in tensors.items():
+        like = own.get(name)
+        if isinstance(like, DTensor) and like.shape == tensor.shape:
+            local = tensor.to(like.device)
+            found[name] = distribute_tensor(local, like.device_mesh, like.placements, src_data_rank=None)
+    return found
+
+
+def random_state(device: torch.device) -> Tensors:
+    """The state of the generators that this process's model draws from."""
+    state = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    if device.type == "xla":
+        import torch_xla.core.xla_model as xm
+
+        state["xla"] = torch.tensor([xm.get_rng_state() >> 32, xm.get_rng_state() & 0xFFFFFFFF])  # 64 bits, unsigned
+    return state
+
+
+def set_random_state(state: Tensors, device: torch.device) -> None:
+    torch.set_rng_state(state["cpu"])
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"], device)
+    if device.type == "xla" and "xla" in state:
+        import torch_xla.core.xla_model as xm
+
+        high, low = state["xla"].tolist()
+        xm.set_rng_state(high << 32 | low)

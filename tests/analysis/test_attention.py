@@ -1,0 +1,274 @@
+"""Attention through fused kernels against timm's unfused path; distance and rollout by hand and by float64 loops."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from timm.layers import Attention
+from torch import nn
+
+from ssl_vit.analysis import attention
+from ssl_vit.interfaces import UserError
+
+Build = Callable[..., Any]
+
+MODELS: dict[str, dict[str, Any]] = {
+    "class token": {},
+    "rectangle": {"image_size": (8, 16)},
+    "register, no class token": {"name": "vit_wee_patch16_reg1_gap_256"},
+    "class token and registers": {"name": "vit_small_patch14_reg4_dinov2"},
+    "parallel blocks, query and key norms": {"name": "vit_base_patch16_xp_224"},
+    "two attentions a block": {"name": "vit_small_patch16_18x2_224"},
+    "norm after attention": {"name": "vit_base_patch16_rpn_224"},
+    "differential attention": {"name": "vit_dwee_patch16_reg1_gap_256"},
+}
+PLAIN = ("class token", "rectangle", "register, no class token", "class token and registers")
+
+
+def sharpened(backbone: Any) -> Any:
+    """With larger weights: a fresh model attends so evenly that a wrong map would look alike."""
+    with torch.no_grad():
+        for name, weights in backbone.vit.named_parameters():
+            if "qkv.weight" in name or "in_proj.weight" in name or name == "pos_embed":
+                weights.mul_(3)
+    return backbone.eval()
+
+
+def images_for(backbone: Any, count: int = 3) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(5)
+    return torch.randint(0, 256, (count, 3, *backbone.image_size), dtype=torch.uint8, generator=generator)
+
+
+def unfused(backbone: Any, images: torch.Tensor) -> list[np.ndarray]:
+    """timm's own probabilities in float64, (B, H, T, T) a layer: what its unfused path hands to the dropout."""
+    vit = copy.deepcopy(backbone.vit).double()
+    maps: list[list[torch.Tensor]] = []
+    for block in vit.blocks:
+        maps.append([])
+        for module in block.modules():
+            if hasattr(module, "fused_attn"):
+                module.fused_attn = False
+            if hasattr(module, "attn_drop"):
+                module.attn_drop.register_forward_hook(lambda _, inputs, __, own=maps[-1]: own.append(inputs[0]))
+    with torch.inference_mode():
+        vit.forward_features((images.double() / 255 - 0.5) / 0.5)
+    return [torch.cat(layer, dim=1).numpy() for layer in maps]
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_maps_are_those_of_timms_unfused_path(make_backbone: Build, kind: str) -> None:
+    backbone = sharpened(make_backbone(**MODELS[kind]))
+    images = images_for(backbone)
+    with torch.inference_mode():
+        before = backbone(images)
+    found = list(attention.attention_maps(backbone, images))
+    assert [layer for layer, _ in found] == [0, 1]
+    for (_, maps), expected in zip(found, unfused(backbone, images), strict=True):
+        assert expected.std() > 0.01  # not even
+        heads = maps.shape[1]
+        # Differential attention pairs its maps by head where it is unfused, and by group where it is fused.
+        if kind == "differential attention":
+            order = [*range(0, heads, 2), *range(1, heads, 2)]
+            expected = expected[:, order]
+        np.testing.assert_allclose(maps.numpy(), expected, atol=2e-5)
+    with torch.inference_mode():
+        assert torch.equal(backbone(images), before)  # the model is as it was
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.float64, 1e-12)])
+@pytest.mark.parametrize("more", [{}, {"qk_norm": True, "norm_layer": nn.LayerNorm}])
+def test_probabilities_times_values_are_the_fused_output(dtype: torch.dtype, tolerance: float, more: Any) -> None:
+    torch.manual_seed(0)
+    module = Attention(24, num_heads=3, qkv_bias=True, **more).to(dtype).eval()
+    assert module.fused_attn
+    tokens = torch.randn(2, 7, 24, dtype=dtype)
+    with torch.no_grad(), attention.Probabilities() as seen:
+        fused = module(tokens)
+    (maps,) = seen.maps
+    values = module.qkv(tokens).reshape(2, 7, 3, 3, 8).permute(2, 0, 3, 1, 4)[2]
+    mixed = module.proj((maps @ values).transpose(1, 2).reshape(2, 7, 24))
+    assert (mixed - fused).abs().max() < tolerance
+
+
+# Attention of 5 tokens, a class token and a 2x2 grid of patches, two heads, two layers; rows sum to 1.
+A = np.array(
+    [[20, 40, 20, 10, 10], [50, 20, 10, 10, 10], [20, 8, 64, 4, 4], [10, 30, 30, 15, 15], [60, 10, 10, 10, 10]]
+)
+B = np.array([[20, 20, 20, 20, 20], [20, 80, 0, 0, 0], [20, 0, 0, 80, 0], [20, 20, 20, 20, 20], [96, 1, 1, 1, 1]])
+C = np.array(
+    [[10, 0, 0, 0, 90], [20, 20, 20, 20, 20], [20, 20, 20, 20, 20], [20, 20, 20, 20, 20], [20, 20, 20, 20, 20]]
+)
+D = np.array(
+    [[30, 50, 0, 0, 20], [20, 20, 20, 20, 20], [20, 20, 20, 20, 20], [20, 20, 20, 20, 20], [20, 20, 20, 20, 20]]
+)
+CHOSEN = np.array([[A, B], [C, D]]) / 100  # (layers, heads, 5, 5)
+
+
+@pytest.fixture
+def chosen(make_backbone: Build) -> Any:
+    """A ViT of 2x2 patches of 4 pixels whose attention is `CHOSEN`, whatever the image.
+
+    Each token is a unit vector of its own and passes every block unchanged. The query weights read the first eight
+    numbers; the key weights hold the logarithms of the attention, their rows and columns balanced to sum to 0 so that
+    the layer norm's subtraction of the mean drops out.
+    """
+    backbone = make_backbone(image_size=8, width=16, heads=2, depth=2).eval()
+    vit = backbone.vit
+    with torch.no_grad():
+        for parameter in vit.parameters():
+            parameter.zero_()
+        vit.pos_embed[0] = torch.eye(5, 16)
+        normed = 1 / math.sqrt(15 / 256 + 1e-6)  # of a unit vector of 16 numbers, as the layer norm scales it
+        for block, heads in zip(vit.blocks, CHOSEN, strict=True):
+            block.norm1.weight.fill_(1)
+            weights = torch.zeros(3, 2, 8, 16)
+            weights[0, :, :, :8] = torch.eye(8)
+            for head, probabilities in enumerate(heads):
+                logits = torch.zeros(8, 8)
+                logits[:5, :5] = torch.log(torch.tensor(probabilities) + 1e-12) / normed**2 * math.sqrt(8)
+                logits[:5, 5] = -logits[:5, :5].sum(1)
+                logits[5] = -logits[:5].sum(0)
+                weights[1, head, :, :8] = logits
+            block.attn.qkv.weight.copy_(weights.reshape(48, 16))
+    return backbone
+
+
+def test_the_chosen_attention_is_what_the_model_does(chosen: Any) -> None:
+    for layer, maps in attention.attention_maps(chosen, images_for(chosen)):
+        for image in maps.numpy():
+            np.testing.assert_allclose(image, CHOSEN[layer], atol=1e-5)
+
+
+def test_distance_by_hand_on_a_grid_of_2_by_2(chosen: Any) -> None:
+    """Patches 1 2 / 3 4 lie 4 pixels apart, 1 and 4 (2 and 3) across the diagonal 4 sqrt(2)."""
+    side, across = 4.0, 4 * math.sqrt(2)
+    even = (2 * side + across) / 4
+    # Without the class token: rows (20 10 10 10)/50, (8 64 4 4)/80, (30 30 15 15)/90 and (10 10 10 10)/40.
+    first = (
+        (10 * side + 10 * side + 10 * across) / 50
+        + (8 * side + 4 * across + 4 * side) / 80
+        + (30 * side + 30 * across + 15 * side) / 90
+        + even
+    ) / 4
+    # Patch 1 looks at itself, patch 2 at patch 3, the others evenly.
+    second = (0 + across + even + even) / 4
+    found = attention.attention_distance(chosen, images_for(chosen))
+    assert found.dtype == np.float64
+    np.testing.assert_allclose(found, [[first, second], [even, even]], atol=1e-4)
+
+
+def test_rollout_by_hand_on_a_grid_of_2_by_2(chosen: Any) -> None:
+    first = (A + B) / 200 + np.eye(5)
+    # Layer 2, class token: heads (10 0 0 0 90) and (30 50 0 0 20), so (.2 .25 0 0 .55); plus itself, halved:
+    row = np.array([0.6, 0.125, 0, 0, 0.275])
+    expected = row @ (first / 2)
+    found = attention.rollout(chosen, images_for(chosen))
+    assert found.shape == (3, 2, 2)
+    for image in found:
+        np.testing.assert_allclose(image.ravel(), expected[1:], atol=1e-5)
+    only_last = attention.rollout(chosen, images_for(chosen), layers=[1])
+    np.testing.assert_allclose(only_last[0], [[0.125, 0], [0, 0.275]], atol=1e-5)
+
+
+def looped_distance(maps: list[np.ndarray], backbone: Any) -> np.ndarray:
+    (rows, columns), (height, width), prefix = backbone.grid, backbone.image_size, backbone.prefix_tokens
+    centres = [((r + 0.5) * height / rows, (c + 0.5) * width / columns) for r in range(rows) for c in range(columns)]
+    found = np.zeros((len(maps), maps[0].shape[1]))
+    for layer, layer_maps in enumerate(maps):
+        for head in range(found.shape[1]):
+            lengths = []
+            for image in layer_maps[:, head]:
+                for query, (y, x) in enumerate(centres):
+                    paid = [image[prefix + query, prefix + key] for key in range(len(centres))]
+                    far = [math.hypot(y - other_y, x - other_x) for other_y, other_x in centres]
+                    lengths.append(sum(p * f for p, f in zip(paid, far, strict=True)) / sum(paid))
+            found[layer, head] = sum(lengths) / len(lengths)
+    return found
+
+
+def looped_rollout(maps: list[np.ndarray], backbone: Any) -> np.ndarray:
+    prefix, tokens = backbone.prefix_tokens, maps[0].shape[-1]
+    found = []
+    for image in range(len(maps[0])):
+        rolled = np.eye(tokens)
+        for layer_maps in maps:
+            mixed = np.zeros((tokens, tokens))
+            for query in range(tokens):
+                for key in range(tokens):
+                    mixed[query, key] = np.mean([head[query, key] for head in layer_maps[image]]) + (query == key)
+                mixed[query] /= mixed[query].sum()
+            rolled = np.array([[sum(mixed[q] * rolled[:, k]) for k in range(tokens)] for q in range(tokens)])
+        row = rolled[0] if backbone.has_class_token else np.mean([rolled[q] for q in range(prefix, tokens)], axis=0)
+        found.append(row[prefix:].reshape(backbone.grid))
+    return np.array(found)
+
+
+@pytest.mark.parametrize("kind", PLAIN)
+def test_distance_and_rollout_are_those_of_a_naive_loop(make_backbone: Build, kind: str) -> None:
+    backbone = sharpened(make_backbone(**MODELS[kind]))
+    images = images_for(backbone)
+    maps = unfused(backbone, images)
+    distance = attention.attention_distance(backbone, images)
+    assert np.ptp(distance) > 0.1
+    np.testing.assert_allclose(distance, looped_distance(maps, backbone), rtol=1e-5)
+    rolled = attention.rollout(backbone, images)
+    assert np.ptp(rolled) > 0.01
+    np.testing.assert_allclose(rolled, looped_rollout(maps, backbone), rtol=1e-5)
+    np.testing.assert_allclose(attention.rollout(backbone, images, [1]), looped_rollout(maps[1:], backbone), rtol=1e-5)
+
+
+def test_a_hybrids_patch_counts_the_pixels_under_it(make_backbone: Build) -> None:
+    sizes = {"name": "vit_tiny_r_s16_p8_224", "image_size": (32, 64), "patch_size": None}
+    backbone = sharpened(make_backbone(**sizes))
+    assert backbone.grid == (1, 2)
+    np.testing.assert_allclose(attention.patch_distances(backbone), [[0, 32], [32, 0]])
+    images = images_for(backbone)
+    expected = looped_distance(unfused(backbone, images), backbone)
+    np.testing.assert_allclose(attention.attention_distance(backbone, images), expected, rtol=1e-4)
+
+
+def test_memory_groups_change_nothing(make_backbone: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    backbone = sharpened(make_backbone())
+    images = images_for(backbone, 5)
+    whole = attention.attention_distance(backbone, images), attention.rollout(backbone, images)
+    sizes = []
+    maps = attention.attention_maps
+    monkeypatch.setattr(attention, "_MAP_NUMBERS", 2 * 17 * 17 * 2)  # two images of 2 heads and 17 tokens
+    monkeypatch.setattr(attention, "attention_maps", lambda *given: sizes.append(len(given[1])) or maps(*given))
+    parts = attention.attention_distance(backbone, images), attention.rollout(backbone, images)
+    assert sizes == [2, 2, 1] * 2
+    for one, other in zip(whole, parts, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5)
+
+
+def test_only_the_inspected_layers_attention_is_computed(make_backbone: Build) -> None:
+    backbone = sharpened(make_backbone(depth=4))
+    ran: list[int] = []
+    for number, block in enumerate(backbone.vit.blocks):
+        block.register_forward_hook(lambda *_, number=number: ran.append(number))
+    images = images_for(backbone)
+    found = dict(attention.attention_maps(backbone, images, [2, 0, 2]))
+    assert list(found) == [0, 2] and ran == [0, 1, 2]
+    for layer, maps in attention.attention_maps(backbone, images):
+        assert layer not in found or torch.equal(maps, found[layer])
+    assert attention.attention_distance(backbone, images, [2, 0]).shape == (2, 2)
+
+
+@pytest.mark.parametrize("layers", [[2], [-1], [], [0, 7]])
+def test_layers_that_do_not_exist_are_refused(make_backbone: Build, layers: list[int]) -> None:
+    backbone = make_backbone().eval()
+    with pytest.raises(UserError, match="has the layers 0 to 1"):
+        list(attention.attention_maps(backbone, images_for(backbone), layers))
+
+
+def test_without_fused_attention_it_says_so(make_backbone: Build) -> None:
+    backbone = make_backbone().eval()
+    backbone.vit.blocks[1].attn.fused_attn = False
+    with pytest.raises(UserError, match="unset TIMM_FUSED_ATTN"):
+        list(attention.attention_maps(backbone, images_for(backbone)))

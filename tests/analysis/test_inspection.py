@@ -1,0 +1,257 @@
+"""`ssl-vit inspect` on real runs: every file, every number, and what users get wrong."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import shutil
+import sys
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torchvision.transforms import v2
+
+from ssl_vit import cli
+from ssl_vit.analysis import attention, embedding
+from ssl_vit.models import BackboneConfig
+from ssl_vit.models import backbone as backbones
+
+Call = Callable[..., tuple[int, str]]
+PICTURES = {
+    "filters",
+    "position_similarity",
+    "attention_distance",
+    "attention_rollout",
+    "feature_map",
+    "reconstructions",
+}
+
+
+def call(*arguments: object) -> int:
+    """The exit code of a command line run in this process."""
+    before, sys.argv = sys.argv, ["ssl-vit", *map(str, arguments)]
+    try:
+        cli.main()
+        return 0
+    except SystemExit as stop:
+        return int(stop.code or 0)
+    finally:
+        sys.argv = before
+
+
+def pixels(number: int) -> np.ndarray:
+    return np.random.default_rng(number).integers(0, 256, (20, 20, 3), dtype=np.uint8)
+
+
+def write_shards(folder: Path, count: int, broken: tuple[int, ...] = ()) -> Path:
+    folder.mkdir(parents=True)
+    with tarfile.open(folder / "000000.tar", "w") as tar:
+        for number in range(count):
+            buffer = io.BytesIO()
+            Image.fromarray(pixels(number)).save(buffer, "PNG")
+            data = b"no picture" if number in broken else buffer.getvalue()
+            entry = tarfile.TarInfo(f"{number:06d}.png")
+            entry.size = len(data)
+            tar.addfile(entry, io.BytesIO(data))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """24 unlabelled pictures of 20x20 pixels; of the first ten two are broken, of the two in their place one."""
+    return write_shards(tmp_path_factory.mktemp("shards") / "train", 24, broken=(1, 8, 10))
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> Path:
+    """Two steps of masked patch pretraining."""
+    folder = tmp_path_factory.mktemp("run") / "ssl"
+    sizes = ["image_size=16", "channels=3", "patch_size=4", "width=16", "depth=3", "heads=2"]
+    training = ["steps=2", "batch_size=8", "picture_every=2"]
+    keys = [f"data.train={shards}", f"run={folder}", "data.lanes=1", *(f"backbone.{size}" for size in sizes)]
+    assert call("train", "digits_ssl", *keys, *(f"training.{key}" for key in training)) == 0
+    return folder
+
+
+def weights_folder(folder: Path, **sizes: Any) -> Path:
+    folder.mkdir()
+    model = backbones.build(BackboneConfig(**sizes))
+    backbones.write_config(model, folder / backbones.CONFIG)
+    save_file(backbones.state(model), folder / backbones.WEIGHTS)
+    return folder
+
+
+def numbers_of(folder: Path) -> dict[str, Any]:
+    return dict(json.loads((folder / "numbers.json").read_text()))
+
+
+def test_training_draws_reconstructions_too(run: Path) -> None:
+    with Image.open(run / "pictures" / "reconstruction_step_00000002.png") as picture:
+        assert picture.width > 1000
+
+
+def test_a_run_gets_every_picture(run: Path, shards: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("inspect", run, "--data", shards, "--distance-images", 10) == 0
+    out = run / "inspect"
+    assert str(out / "index.html") in capsys.readouterr().out
+    assert {path.stem for path in out.glob("*.png")} == {path.stem for path in out.glob("*.svg")} == PICTURES
+    for path in out.glob("*.png"):
+        with Image.open(path) as picture:
+            assert min(picture.size) > 150 and len(set(picture.convert("L").getdata())) > 16
+    for path in out.glob("*.svg"):
+        assert path.read_text().rstrip().endswith("</svg>")
+    board = EventAccumulator(str(out), size_guidance={"images": 0}).Reload()
+    assert set(board.Tags()["images"]) == {f"inspect/{name}" for name in PICTURES}
+    assert {event.step for name in PICTURES for event in board.Images(f"inspect/{name}")} == {2}
+
+
+def test_the_page_is_whole_and_asks_nothing_of_the_network(run: Path, shards: Path, tmp_path: Path) -> None:
+    assert call("inspect", run, "--data", shards, "--out", tmp_path / "out", "--images", 3) == 0
+    page = (tmp_path / "out" / "index.html").read_text()
+    assert page.count("data:image/png;base64,") == len(PICTURES)
+    assert not re.findall(r'(?:src|href)="(?!data:)', page) and "<script" not in page
+    assert "Left out" not in page and "{{" not in page and "undefined" not in page
+    assert "first 3 of" in page and "000001" in page  # which sample was skipped
+    assert "each of" not in page and "16×16 pixels in 4×4 patches" in page.replace("&times;", "×")
+
+
+def test_the_numbers_are_those_of_the_first_readable_images(run: Path, shards: Path, tmp_path: Path) -> None:
+    more = ["--images", 2, "--distance-images", 10, "--layers", "2,0"]
+    assert call("inspect", run, "--data", shards, "--out", tmp_path, *more) == 0
+    found = numbers_of(tmp_path)
+    assert [skip["key"] for skip in found["skipped"]] == ["000001", "000008", "000010"]
+    assert (found["images"], found["distance_images"], found["step"], found["layers"]) == (2, 10, 2, [0, 2])
+    assert found["weights"] == str(run / "checkpoints" / "step_00000002")
+    good = [number for number in range(13) if number not in (1, 8, 10)]
+    stack = torch.stack([torch.from_numpy(pixels(number)).permute(2, 0, 1) for number in good])
+    # The recipe's evaluation_resize is 1.0, and 16 pixels the run's size.
+    resized = v2.functional.resize(stack, [16, 16], antialias=True)
+    distances = attention.attention_distance(backbones.load(run), resized, [0, 2])  # type: ignore[arg-type]
+    np.testing.assert_allclose(found["attention_distance"]["pixels"], distances, rtol=1e-6)
+
+
+def test_the_same_command_gives_the_same_pictures(run: Path, tmp_path: Path) -> None:
+    shards = write_shards(tmp_path / "shards", 4)
+    for name in ("one", "two"):
+        assert call("inspect", run, "--data", shards, "--out", tmp_path / name, "--images", 2) == 0
+    files = sorted(path.name for path in (tmp_path / "one").iterdir() if "tfevents" not in path.name)
+    assert len(files) == 2 * len(PICTURES) + 2
+    for name in files:
+        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes(), name
+
+
+def test_a_checkpoint_at_another_size_and_shape(run: Path, shards: Path, tmp_path: Path) -> None:
+    step = run / "checkpoints" / "step_00000002"
+    assert call("inspect", step, "--data", shards, "--out", tmp_path, "--image-size", "24x12", "--images", 2) == 0
+    found = numbers_of(tmp_path)
+    assert (found["weights"], found["image_size"], found["grid"]) == (str(step), [24, 12], [6, 3])
+    assert (tmp_path / "reconstructions.png").exists()
+
+
+def test_positions_are_resampled_as_the_recipe_says(run: Path, shards: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(run, copy)
+    recipe = (copy / "recipe.yaml").read_text()
+    (copy / "recipe.yaml").write_text(recipe.replace("position_resampling: timm", "position_resampling: google"))
+    assert call("inspect", copy, "--data", shards, "--image-size", 24, "--images", 2) == 0
+    found = numbers_of(copy / "inspect")
+    assert found["position_resampling"] == "google"
+    means = {}
+    for method in ("timm", "google"):
+        model: Any = backbones.at_size(backbones.load(run), 24, method)  # type: ignore[arg-type]
+        similarity = embedding.position_similarity(model)
+        means[method] = embedding.neighbourhoods(similarity)
+    assert found["position_similarity"] == pytest.approx(means["google"])
+    assert found["position_similarity"] != pytest.approx(means["timm"], rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"name": "vit_tiny_r_s16_p8_224", "image_size": (32, 64), "depth": 2},
+        {"name": "vit_wee_patch16_reg1_gap_256", "image_size": 16, "patch_size": 4, "depth": 2, "channels": 1},
+        {"name": "vit_tiny_patch16_224", "image_size": 16, "patch_size": 4, "depth": 2, "positions": "sincos2d"},
+        {"name": "vit_tiny_patch16_224", "image_size": 64, "patch_size": 4, "depth": 1, "channels": 4},
+    ],
+    ids=["hybrid", "register, no class token, grey", "fixed positions", "16x16 patches, RGBA"],
+)
+def test_weights_alone_have_all_but_the_reconstructions(shards: Path, tmp_path: Path, sizes: dict[str, Any]) -> None:
+    weights = weights_folder(tmp_path / "weights", **sizes)
+    assert call("inspect", weights, "--data", shards, "--images", 2, "--distance-images", 2) == 0
+    out = weights / "inspect"
+    assert {path.stem for path in out.glob("*.png")} == PICTURES - {"reconstructions"}
+    page = (out / "index.html").read_text()
+    assert "Left out: these weights come without a recipe" in page
+    assert ("hybrid" in page) == ("_r_" in sizes["name"]) and ("are fixed (sincos2d)" in page) == ("positions" in sizes)
+    assert ("no class token" in page) == ("gap" in sizes["name"]) == ("1 register(s)" in page)
+
+
+def test_a_run_without_checkpoints_has_no_reconstructions_and_loses_old_ones(
+    run: Path, shards: Path, tmp_path: Path
+) -> None:
+    bare = tmp_path / "bare"
+    (bare / "inspect").mkdir(parents=True)
+    for name in ("config.json", "backbone.safetensors", "recipe.yaml"):
+        shutil.copy(run / name, bare)
+    for kept in ("reconstructions.png", "reconstructions.svg", "notes.txt"):
+        (bare / "inspect" / kept).write_text("old")
+    assert call("inspect", bare, "--data", shards, "--images", 2) == 0
+    assert not list((bare / "inspect").glob("reconstructions.*")) and (bare / "inspect" / "notes.txt").exists()
+    assert "only a checkpoint keeps the head" in (bare / "inspect" / "index.html").read_text()
+
+
+def test_a_classifier_has_no_reconstructions(run: Path, shards: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(run, copy)
+    recipe = (copy / "recipe.yaml").read_text()
+    start, end = recipe.index("objective:"), recipe.index("optim:")
+    (copy / "recipe.yaml").write_text(recipe[:start] + "objective: {name: classification, classes: 3}\n" + recipe[end:])
+    assert call("inspect", copy, "--data", shards, "--images", 2) == 0
+    assert "objective is classification, not masked_patch" in (copy / "inspect" / "index.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["nowhere", "--data", "SHARDS"], ["nowhere", "no such run"]),
+        (["SHARDS", "--data", "SHARDS"], ["no backbone.safetensors there"]),
+        (["RUN", "--data", "nowhere"], ["nowhere", "no such shard or folder", "ssl-vit shards make"]),
+        (["RUN", "--data", "BAD"], ["none of its first 3 image(s) can be read", "000000"]),
+        (["RUN", "--data", "SHARDS", "--image-size", "18"], ["18", "patch size 4", "16 or 20"]),
+        (["RUN", "--data", "SHARDS", "--image-size", "16x"], ["--image-size 16x", "256x384"]),
+        (["RUN", "--data", "SHARDS", "--image-size", "0"], ["--image-size 0"]),
+        (["RUN", "--data", "SHARDS", "--layers", "0,3"], ["layers=0,3", "the layers 0 to 2"]),
+        (["RUN", "--data", "SHARDS", "--layers", "last"], ["--layers last", "0,5,11"]),
+        (["RUN", "--data", "SHARDS", "--out", "FILE"], ["could not be written", "--out"]),
+        (["CNN", "--data", "SHARDS"], ["Vision Transformer", "resnet18"]),
+    ],
+)
+def test_what_cannot_be_pictured_is_named_with_its_mend(
+    run: Path,
+    shards: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    expected: list[str],
+) -> None:
+    places = {"RUN": run, "SHARDS": shards, "FILE": tmp_path / "file"}
+    places["FILE"].write_text("")
+    if "BAD" in arguments:
+        places["BAD"] = write_shards(tmp_path / "bad", 3, broken=(0, 1, 2))
+    if "CNN" in arguments:
+        places["CNN"] = weights_folder(tmp_path / "cnn", name="resnet18", image_size=32)
+    capsys.readouterr()
+    code = call("inspect", *(places.get(word, word) for word in arguments))
+    text = capsys.readouterr().err
+    assert code == 2 and text.startswith("error: ") and len(text.splitlines()) <= 2
+    for part in expected:
+        assert part in text

@@ -1,0 +1,133 @@
+"""A comparison in real processes: killed again and again it ends as an undisturbed one; Slurm's script runs it."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from ssl_vit.data import pack, sources
+
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+SLURM = Path(__file__).parents[2] / "recipes" / "launch" / "compare_slurm.sh"
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("recipe")
+    for split in ("train", "test"):
+        pack.make(sources.open_source("digits", split=split), folder / split, shards=4, progress=False)
+    steps = ["training.steps=60", "training.batch_size=32", "training.checkpoint_every=10"]
+    tuning = {"lrs": [0.003, 0.01], "steps": [15], "batch_size": 16, "lanes": 4, "warmup_steps": 2}
+    content = {
+        "name": "small",
+        "seeds": [0, 1],
+        "labels_per_class": [3, "2%"],
+        "jobs": 2,
+        "pictures": False,
+        "data": {split: f"{folder}/{split}" for split in ("train", "test")},
+        "arms": {
+            "ssl": {"label": "SSL", "recipe": "digits_ssl", "overrides": steps},
+            "scratch": {"label": "scratch"},
+        },
+        "evaluators": {"few_shot": {"shots": [1, 5]}, "fine_tune": tuning},
+    }
+    (folder / "small.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
+    return folder / "small.yaml"
+
+
+def command(recipe: Path, run: Path) -> list[str]:
+    return [sys.executable, "-m", "ssl_vit", "compare", str(recipe), f"run={run}"]
+
+
+def without_times(value: Any) -> Any:
+    """A document without what differs from run to run: times, machines, places."""
+    if isinstance(value, dict):
+        left_out = ("seconds", "device_hours", "command", "environment", "hardware")
+        return {key: without_times(part) for key, part in value.items() if key not in left_out}
+    return [without_times(part) for part in value] if isinstance(value, list) else value
+
+
+@pytest.mark.slow
+def test_killed_five_times_at_random_it_ends_as_an_undisturbed_one(recipe: Path, tmp_path: Path) -> None:
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    start = time.monotonic()
+    subprocess.run(command(recipe, whole), env=ENVIRONMENT, check=True, capture_output=True, timeout=600)
+    length = time.monotonic() - start
+    kills = 0
+    for _ in range(30):
+        process = subprocess.Popen(
+            command(recipe, broken),
+            env=ENVIRONMENT,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        try:
+            process.wait(timeout=random.uniform(0.1, 0.3) * length if kills < 5 else 600)
+            break
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            kills += 1
+    assert kills == 5 and process.returncode == 0
+    results = [json.loads((run / "results.json").read_text()) for run in (whole, broken)]
+    assert without_times(results[0]) == without_times(results[1])
+    assert results[0]["finished"]
+
+
+SBATCH = """#!{python}
+import os, re, subprocess, sys
+arguments = sys.argv[1:]
+script = arguments[arguments.index("--wrap") + 1]
+first, last = next((re.findall(r"\\d+", a) for a in arguments if a.startswith("--array=")), ("0", "0"))
+with open("{log}", "a") as log:
+    log.write(" ".join(a for a in arguments if a != script) + "\\n")
+for task in range(int(first), int(last) + 1):
+    environment = dict(os.environ, SLURM_ARRAY_TASK_ID=str(task))
+    subprocess.run(["/bin/sh", "-c", script], check=True, env=environment, stdout=subprocess.DEVNULL)
+print("4711;cluster")
+"""
+
+
+@pytest.mark.slow
+def test_slurms_script_runs_every_piece_and_writes_the_report(recipe: Path, tmp_path: Path) -> None:
+    """With an sbatch that runs the array's tasks one after the other, by /bin/sh as Slurm does."""
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    scripts = {
+        "sbatch": SBATCH.format(python=sys.executable, log=tmp_path / "log"),
+        "ssl-vit": f'#!/bin/sh\nexec {sys.executable} -m ssl_vit "$@"\n',
+    }
+    for name, text in scripts.items():
+        (tools / name).write_text(text)
+        (tools / name).chmod((tools / name).stat().st_mode | stat.S_IXUSR)
+    environment = {**ENVIRONMENT, "PATH": f"{tools}:{os.environ['PATH']}"}
+    run = tmp_path / "a run"
+    overrides = [f"run={run}", "evaluators.fine_tune.lrs=[0.01]", "labels_per_class=[3]"]
+    done = subprocess.run(
+        [str(SLURM), str(recipe), *overrides], env=environment, capture_output=True, text=True, timeout=900, check=True
+    )
+    assert "stage 0: 4 piece(s), job 4711;cluster" in done.stdout
+    submitted = (tmp_path / "log").read_text().splitlines()
+    assert [("afterok:4711" in line, "afterany:4711" in line) for line in submitted] == [
+        (False, False),
+        (True, False),
+        (True, False),
+        (False, True),
+    ]
+    assert "has not finished" not in (run / "report.html").read_text()
+    again = subprocess.run(
+        [str(SLURM), str(recipe), *overrides], env=environment, capture_output=True, text=True, timeout=300, check=True
+    )
+    assert "stage" not in again.stdout, "nothing is left to do but the report"

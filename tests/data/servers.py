@@ -1,0 +1,246 @@
+"""Servers that fail on purpose: real sockets, programmable faults; with the fixtures that start them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import http.server
+import re
+import socket
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from fsspec.asyn import get_loop
+
+from ssl_vit.data import pack, patience, sources
+
+
+class FaultyServer(http.server.ThreadingHTTPServer):
+    """Serves a folder with ranges and listings; `faults[name]` are used up by the requests for that file, one each.
+
+    A fault: ("status", 503); ("stall", n), ("cut", n): n bytes of the body, then nothing, or the end of the connection,
+    where the headers promised all; ("silent",): not even headers; ("short", n): the object has only n bytes;
+    ("unsized", n): n bytes without a word on how many there are; ("garbage",): other bytes; ("delay", seconds).
+    `always[name]` is a fault of every request. `log` holds (method, name, first byte asked for).
+    """
+
+    daemon_threads = True
+    request_queue_size = 64
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.folder, self.ranges, self.listing = folder, True, True
+        self.faults: dict[str, list[tuple]] = defaultdict(list)
+        self.always: dict[str, tuple] = {}
+        self.log: list[tuple[str, str, int]] = []
+        self.key = ""  # what a client must send as Authorization
+        self.closing = threading.Event()
+        self.lock = threading.Lock()
+        self.url = f"http://127.0.0.1:{self.server_port}"
+        threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+
+    def next_fault(self, name: str) -> tuple:
+        with self.lock:
+            return self.faults[name].pop(0) if self.faults[name] else self.always.get(name, ("none",))
+
+    def gets(self, name: str) -> list[int]:
+        """The first bytes that the requests for a file's body asked for."""
+        return [first for method, asked, first in self.log if (method, asked) == ("GET", name)]
+
+    def stop(self) -> None:
+        self.closing.set()
+        self.shutdown()
+        self.server_close()
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        pass  # a client that hangs up is what these tests are about
+
+
+class _Handler(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: FaultyServer
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        name = self.path.partition("?")[0].strip("/")
+        asked = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
+        first = int(asked[1]) if asked and self.server.ranges else 0
+        self.server.log.append((self.command, name, int(asked[1]) if asked else 0))
+        kind, *rest = self.server.next_fault(name)
+        amount = rest[0] if rest else 0
+        path = self.server.folder / name
+        if kind == "silent":
+            self._stall()
+        elif kind == "delay":
+            time.sleep(amount)
+        if self.server.key and self.headers.get("Authorization") != self.server.key:
+            self._reply(401, b"")
+        elif kind == "status":
+            self._reply(amount, b"out of order")
+        elif path.is_dir():
+            page = "".join(f'<a href="{entry.name}">{entry.name}</a>' for entry in sorted(path.iterdir())).encode()
+            listing = self.server.listing
+            self._reply(200 if listing else 403, page if listing else b"", {"Content-Type": "text/html"})
+        elif not path.is_file():
+            self._reply(404, b"nothing here")
+        else:
+            self._file(path.read_bytes(), first, asked is not None, kind, amount)
+
+    def _file(self, whole: bytes, first: int, asked: bool, kind: str, amount: int) -> None:
+        if kind == "short":
+            whole = whole[:amount]
+        if kind == "garbage":
+            whole = bytes(len(whole))
+        headers = {"ETag": f'"{hashlib.md5(whole).hexdigest()}"', "Content-Type": "application/x-tar"}
+        body = whole[first:]
+        if first and not body:
+            self._reply(416, b"")
+            return
+        if asked and self.server.ranges:
+            headers["Content-Range"] = f"bytes {first}-{len(whole) - 1}/{len(whole)}"
+        status = 206 if asked and self.server.ranges else 200
+        if kind == "unsized":
+            self._reply(status, body[:amount], headers, sized=False)
+        elif kind in ("stall", "cut"):
+            self._reply(status, body[:amount], headers, promised=len(body))
+            if kind == "stall":
+                self._stall()
+            time.sleep(0.03)  # what was sent is to arrive first
+            self.close_connection = True
+            self.connection.shutdown(socket.SHUT_RDWR)
+        else:
+            self._reply(status, body, headers)
+
+    def _reply(
+        self,
+        status: int,
+        body: bytes,
+        headers: dict[str, str] | None = None,
+        promised: int | None = None,
+        sized: bool = True,
+    ) -> None:
+        self.send_response(status)
+        for key, value in (headers or {}).items():
+            self.send_header(key, value)
+        if sized:
+            self.send_header("Content-Length", str(len(body) if promised is None else promised))
+        else:
+            self.send_header("Connection", "close")
+            self.close_connection = True
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+            self.wfile.flush()
+
+    def _stall(self) -> None:
+        self.server.closing.wait(100)
+        self.close_connection = True
+
+
+class Proxy:
+    """Hands a server's answers on, whole; after `hold()` no byte of them until `release()`, on any connection."""
+
+    def __init__(self, port: int) -> None:
+        self.upstream, self.flows, self.closed = port, threading.Event(), False
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self.listener.getsockname()[1]}"
+        self.rate = 0  # bytes a second of an answer; 0: as they come
+        self.clients: list[socket.socket] = []
+        self.cut_after: list[int] = []  # bytes of an answer, for the connections to come
+        self.release()
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def hold(self) -> None:
+        self.flows.clear()
+
+    def release(self) -> None:
+        self.flows.set()
+
+    def hang_up(self) -> None:
+        """End the connections there are."""
+        while self.clients:
+            with contextlib.suppress(OSError):
+                self.clients.pop().shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self.closed = True
+        self.release()
+        self.listener.close()
+
+    def _accept(self) -> None:
+        while not self.closed:
+            try:
+                client, _ = self.listener.accept()
+            except OSError:
+                return
+            self.clients.append(client)
+            server = socket.create_connection(("127.0.0.1", self.upstream))
+            limit = self.cut_after.pop(0) if self.cut_after else None
+            threading.Thread(target=self._pump, args=(client, server, None, False), daemon=True).start()
+            threading.Thread(target=self._pump, args=(server, client, limit, True), daemon=True).start()
+
+    def _pump(self, source: socket.socket, target: socket.socket, limit: int | None, answers: bool) -> None:
+        passed = 0
+        try:
+            while data := source.recv(1 << 16):
+                if answers:
+                    self.flows.wait(20)
+                    time.sleep(len(data) / self.rate if self.rate else 0)
+                if limit is not None and passed + len(data) > limit:
+                    target.sendall(data[: limit - passed])
+                    break
+                target.sendall(data)
+                passed += len(data)
+        except OSError:
+            pass
+        for end in (source, target):
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.fixture(scope="session")
+def digit_shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Eight labelled shards of the embedded digits with their info.json; not to be written to."""
+    out = tmp_path_factory.mktemp("digits") / "shards"
+    pack.make(sources.open_source("digits", split="train"), out, shards=8, progress=False)
+    return out
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[[Path], FaultyServer]]:
+    """Start a `FaultyServer` of a folder."""
+    running: list[FaultyServer] = []
+
+    def start(folder: Path) -> FaultyServer:
+        running.append(FaultyServer(folder))
+        return running[-1]
+
+    yield start
+    for server in running:
+        server.stop()
+
+
+@pytest.fixture
+def pending() -> Callable[[], int]:
+    """How many tasks of fsspec's event loop are not done."""
+
+    async def tasks() -> int:
+        return len(asyncio.all_tasks()) - 1  # without this one
+
+    return lambda: asyncio.run_coroutine_threadsafe(tasks(), get_loop()).result()
+
+
+@pytest.fixture
+def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tries follow each other at once, in this process and in those forked from it."""
+    monkeypatch.setattr(patience, "FIRST_WAIT", 0.01)

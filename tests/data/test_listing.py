@@ -1,0 +1,153 @@
+"""What a shard specification names on a web server, and how a failing server is told from a missing file."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import fsspec
+import pytest
+
+from ssl_vit.data import RemoteConfig
+from ssl_vit.data.listing import list_shards
+from ssl_vit.data.shards import ShardSet, open_shards
+from ssl_vit.interfaces import RunError, UserError
+
+pytestmark = pytest.mark.usefixtures("no_waiting")
+REMOTE = RemoteConfig(timeout=20, retries=2)
+
+
+@pytest.fixture
+def folder(digit_shards: Path, tmp_path: Path) -> Path:
+    shutil.copytree(digit_shards, tmp_path / "web" / "shards")
+    return tmp_path / "web"
+
+
+@pytest.fixture
+def server(serve: Callable, folder: Path):
+    return serve(folder)
+
+
+def same_samples(one: ShardSet, other: ShardSet) -> bool:
+    def samples(shards: ShardSet) -> list:
+        found = [sample for shard in range(len(shards.urls)) for _, sample in shards.read(shard)]
+        return [{key: value for key, value in sample.items() if key != "__url__"} for sample in found]  # type: ignore
+
+    return samples(one) == samples(other)
+
+
+@pytest.mark.parametrize("spec", ["shards", "shards/", "shards/*.tar", "shards/{000000..000007}.tar"])
+def test_a_set_on_a_server_is_the_set_on_the_disk(server, folder: Path, spec: str) -> None:
+    local, remote = open_shards(str(folder / "shards")), open_shards(f"{server.url}/{spec}", REMOTE)
+    assert remote.urls == tuple(f"{server.url}/shards/{n:06d}.tar" for n in range(8))
+    for name in ("counts", "classes", "checksums", "sizes", "source", "licence", "fingerprint"):
+        assert getattr(remote, name) == getattr(local, name)
+    assert not any(server.gets(f"shards/{n:06d}.tar") for n in range(8))  # info.json says it all
+    assert same_samples(remote, local)
+
+
+def test_a_folder_needs_no_listing_where_there_is_an_info_json(server) -> None:
+    server.listing = False
+    assert len(open_shards(f"{server.url}/shards", REMOTE).urls) == 8
+    with pytest.raises(UserError, match=r"access is refused.*name the shards, such as URL/\{000000\.\.000009\}\.tar"):
+        open_shards(f"{server.url}/shards/*.tar", REMOTE)
+
+
+@pytest.mark.parametrize("spec", ["shards", "shards/*.tar", "shards/{000000..000007}.tar"])
+def test_without_info_json_the_samples_are_counted_by_reading(
+    server, folder: Path, spec: str, capsys: pytest.CaptureFixture
+) -> None:
+    known = open_shards(str(folder / "shards"))
+    (folder / "shards" / "info.json").unlink()
+    server.always["shards/info.json"] = ("status", 403)  # as stores answer that may not be listed
+    found = open_shards(f"{server.url}/{spec}", REMOTE)
+    assert (found.counts, found.classes, set(found.sizes)) == (known.counts, None, {None})
+    assert "8 shard(s) are in no info.json and are read to be counted" in capsys.readouterr().err
+
+
+def test_a_server_in_trouble_is_waited_for_and_not_taken_for_an_empty_one(server) -> None:
+    server.faults["shards/info.json"] = [("status", 503), ("cut", 20)]
+    assert len(open_shards(f"{server.url}/shards", REMOTE).urls) == 8
+    server.always["shards/info.json"] = ("status", 503)
+    with pytest.raises(RunError, match=r"shards/info.json: HTTP status 503.*3 tries"):
+        open_shards(f"{server.url}/shards", REMOTE)
+    server.always = {"shards": ("status", 500)}
+    with pytest.raises(RunError, match="HTTP status 500"):
+        open_shards(f"{server.url}/shards/*.tar", REMOTE)
+
+
+def test_fsspecs_own_settings_hold(server, monkeypatch: pytest.MonkeyPatch) -> None:
+    server.key = "Bearer secret"
+    with pytest.raises(UserError, match="access is refused"):
+        open_shards(f"{server.url}/shards/000000.tar", REMOTE)
+    monkeypatch.setattr(fsspec.config, "conf", {})
+    fsspec.config.set_conf_env(fsspec.config.conf, {"FSSPEC_HTTPS_HEADERS": '{"Authorization": "Bearer secret"}'})
+    assert len(list(open_shards(f"{server.url}/shards/000000.tar", REMOTE).read(0))) == 180
+
+
+def test_signed_urls_keep_their_query_and_do_not_change_the_set(server, folder: Path) -> None:
+    one, two = (open_shards(f"{server.url}/shards/00000{{0..3}}.tar?Signature=a/{n}&E=*", REMOTE) for n in (1, 2))
+    assert one.urls[3] == f"{server.url}/shards/000003.tar?Signature=a/1&E=*"
+    assert one.fingerprint == two.fingerprint == open_shards(f"{folder}/shards/00000{{0..3}}.tar").fingerprint
+    assert one.counts == (180, 180, 180, 180) and one.classes
+
+
+def test_several_folders_may_be_named_at_once(server, folder: Path) -> None:
+    shutil.copytree(folder / "shards", folder / "more")
+    found = open_shards(f"{server.url}/{{shards,more}}/00000{{0..1}}.tar", REMOTE)
+    assert found.counts == (180, 180, 180, 180) and found.classes is None  # whose classes would they be?
+    local = open_shards(f"{folder}/{{shards,more}}/00000{{0..1}}.tar")
+    assert local.counts == found.counts
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        ("shards/000099.tar", "000099.tar: no such shard"),
+        ("empty", r"no shards \(\*.tar\) there"),
+        ("", "did you mean .*/train"),
+        ("nothing/*.tar", "no such shard or folder"),
+    ],
+)
+def test_what_is_not_there_is_named(server, folder: Path, spec: str, said: str) -> None:
+    (folder / "empty").mkdir()
+    shutil.copytree(folder / "shards", folder / "train")
+    with pytest.raises(UserError, match=said):
+        open_shards(f"{server.url}/{spec}", REMOTE)
+    if not spec.startswith("nothing"):
+        with pytest.raises(UserError, match=said):
+            open_shards(f"{folder}/{spec}")
+
+
+@pytest.mark.parametrize("content", ["<html>hello</html>", "[]", '{"shards": [{"file": "000000.tar"}]}', "{}"])
+def test_an_info_json_that_is_none_is_named(server, folder: Path, content: str) -> None:
+    (folder / "shards" / "info.json").write_text(content)
+    for spec in (f"{server.url}/shards", f"{folder}/shards"):
+        with pytest.raises(UserError, match=r"shards/info.json: this is not what lists the shards"):
+            open_shards(spec, REMOTE)
+
+
+def test_braces_that_do_not_pair_are_named(folder: Path) -> None:
+    with pytest.raises(UserError, match="000000"):
+        open_shards(f"{folder}/shards/{{000000..000003.tar")
+
+
+def test_files_of_the_local_disk_have_their_scheme_taken_off(folder: Path) -> None:
+    assert open_shards(f"file://{folder}/shards").urls == open_shards(f"{folder}/shards").urls
+
+
+def test_any_protocol_of_fsspec_will_do() -> None:
+    info = {"shards": [{"file": "a?.tar", "samples": 1}]}
+    memory = fsspec.filesystem("memory")
+    memory.pipe({"/set/info.json": json.dumps(info).encode(), "/set/ab.tar": b""})
+    assert list_shards("memory://set", REMOTE) == (["memory:///set/a?.tar"], info)
+    assert list_shards("memory://set/a?.tar", REMOTE) == (["memory:///set/ab.tar"], info)
+
+
+def test_a_packing_that_did_not_finish_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "000000.tar").write_bytes(b"")
+    (tmp_path / "unfinished.json").write_text("{}")
+    with pytest.raises(UserError, match=r"did not finish: run the same `ssl-vit shards make` again.* merge-info"):
+        list_shards(str(tmp_path), RemoteConfig())

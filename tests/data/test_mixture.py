@@ -1,0 +1,116 @@
+"""Several sets of shards as one: shares, classes, topology, and refusals that name the key."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+from ssl_vit.data import AugmentConfig, DataConfig, pack, sources
+from ssl_vit.data.mixture import open_training
+from ssl_vit.data.plan import LanePosition
+from ssl_vit.data.samples import View
+from ssl_vit.data.stream import train_source
+from ssl_vit.data.transforms import train_transform
+from ssl_vit.interfaces import UserError
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """1,437 digits in 6 shards (train) and 360 in 5 (test)."""
+    folder = tmp_path_factory.mktemp("sets")
+    for split, shards in (("train", 6), ("test", 5)):
+        pack.make(sources.open_source("digits", split=split), folder / split, shards=shards, progress=False)
+    return folder
+
+
+def mixture(folder: Path, train: float | None, test: float | None, **keys: Any) -> DataConfig:
+    sets = [{"shards": f"{folder}/train", "weight": train}, {"shards": f"{folder}/test", "weight": test}]
+    return DataConfig(**({"train": sets, "lanes": 4, "workers": 0} | keys))
+
+
+def indices(data: DataConfig, steps: int, ranks: int = 1, start: list[LanePosition] | None = None) -> list[list[int]]:
+    """The global batches' sample indices, step by step."""
+    view = View(train_transform(8, AugmentConfig(crop="centre")), 1, 10)
+    shards = open_training(data)
+    sources_ = [
+        train_source(shards, view, data, batch_size=40, rank=rank, ranks=ranks, device=CPU) for rank in range(ranks)
+    ]
+    streams = [itertools.islice(source(start or [LanePosition()] * 4), steps) for source in sources_]
+    return [[n for batch, _ in step for n in batch.indices.tolist()] for step in zip(*streams, strict=True)]
+
+
+def test_without_weights_every_sample_of_every_set_comes_once_an_epoch(folder: Path) -> None:
+    data = DataConfig(train=[f"{folder}/train", f"{folder}/test"], lanes=4, workers=0)
+    shards = open_training(data)
+    assert (shards.samples, len(shards.urls)) == (1797, 11)
+    seen = [n for step in indices(data, 1797 // 40 + 1) for n in step]
+    assert sorted(seen[:1760]) == sorted(set(seen[:1760]))
+    first_epoch = 44 * 40
+    assert len(set(seen[:first_epoch])) == first_epoch
+
+
+def test_weights_are_the_shares_of_every_batch(folder: Path) -> None:
+    for step in indices(mixture(folder, 1.0, 3.0), 60):
+        assert sum(n >= 1437 for n in step) == pytest.approx(30, abs=4)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_batches_of_a_mixture_do_not_depend_on_the_topology(folder: Path, ranks: int) -> None:
+    data = mixture(folder, 2.0, 1.0)
+    assert indices(data, 20, ranks) == indices(data, 20)
+
+
+def test_a_mixture_is_taken_up_where_it_stood(folder: Path) -> None:
+    data = mixture(folder, 2.0, 1.0)
+    whole = indices(data, 90)
+    at = [LanePosition(1, 70 * 10 - len_of_first_epoch(data, lane)) for lane in range(4)]
+    assert indices(data, 20, start=at) == whole[70:]
+
+
+def len_of_first_epoch(data: DataConfig, lane: int) -> int:
+    from ssl_vit.data.plan import lane_bounds
+
+    return sum(last - first for first, last in lane_bounds(0, open_training(data).sets(), 4, lane))
+
+
+def test_sets_of_other_classes_have_no_labels_together(folder: Path, tmp_path: Path) -> None:
+    assert open_training(mixture(folder, None, None)).classes == tuple("0123456789")
+    info = (folder / "test" / "info.json").read_text()
+    other = tmp_path / "other"
+    other.mkdir()
+    for tar in (folder / "test").glob("*.tar"):
+        (other / tar.name).symlink_to(tar)
+    (other / "info.json").write_text(info.replace('"7"', '"seven"'))
+    assert open_training(DataConfig(train=[f"{folder}/train", str(other)])).classes is None
+
+
+def test_weights_tell_mixtures_apart(folder: Path) -> None:
+    prints = {open_training(mixture(folder, *weights)).fingerprint for weights in ((1, 1), (1, 2), (None, None))}
+    alone = open_training(DataConfig(train=f"{folder}/train")).fingerprint
+    assert len(prints | {alone}) == 4
+
+
+@pytest.mark.parametrize(
+    ("train", "message"),
+    [
+        ([], "at least one set"),
+        ([{"shards": "a", "weight": 1}, {"shards": "b"}], "every set of a mixture a weight, or none"),
+        ([{"shards": "a", "weight": 0}], "greater than 0"),
+        ([{"shards": "a", "wieght": 1}], "Extra inputs"),
+    ],
+)
+def test_what_is_no_mixture_is_refused(train: Any, message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        DataConfig(train=train)
+
+
+def test_a_missing_set_is_named(folder: Path) -> None:
+    with pytest.raises(UserError, match="nowhere"):
+        open_training(DataConfig(train=[f"{folder}/train", f"{folder}/nowhere"]))

@@ -1,0 +1,196 @@
+"""What may be read as an image, what is stored of it, and that no broken one gets through."""
+
+from __future__ import annotations
+
+import io
+import random
+import zlib
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from ssl_vit.data.raw import BrokenImageError, load, open_header, to_stored
+
+RAMP = np.stack([*np.meshgrid(np.arange(60) * 4, np.arange(40) * 6), np.full((40, 60), 99)], -1).astype(np.uint8)
+PICTURE = Image.fromarray(RAMP)
+OTHER = Image.fromarray(255 - RAMP)
+
+
+def encoded(kind: str, image: Image.Image = PICTURE, **options: Any) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+WITH_THUMBNAIL = b"Exif\0\0" + encoded("JPEG", PICTURE.resize((8, 8)))
+
+
+def opened(data: bytes) -> Image.Image:
+    image = open_header(data, "it")
+    load(image, "it")
+    return image
+
+
+def noise(size: tuple[int, int]) -> Image.Image:
+    return Image.fromarray(np.random.default_rng(0).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8))
+
+
+ANIMATED = {"save_all": True, "append_images": [OTHER]}
+GREY16 = Image.fromarray(RAMP[..., 0].astype(np.uint16) * 257)
+AS_THEY_ARE = {
+    "jpeg": (encoded("JPEG"), "jpg", 3),
+    "progressive jpeg": (encoded("JPEG", progressive=True), "jpg", 3),
+    "grey jpeg": (encoded("JPEG", PICTURE.convert("L")), "jpg", 1),
+    "cmyk jpeg": (encoded("JPEG", PICTURE.convert("CMYK")), "jpg", 3),
+    "two pictures in a jpeg": (encoded("MPO", **ANIMATED), "jpg", 3),
+    "thumbnail in a jpeg": (encoded("JPEG", exif=WITH_THUMBNAIL), "jpg", 3),
+    "video behind a jpeg": (encoded("JPEG") + b"ftypmp42" * 99, "jpg", 3),
+    "png": (encoded("PNG"), "png", 3),
+    "16-bit png": (encoded("PNG", GREY16), "png", 1),
+    "palette png": (encoded("PNG", PICTURE.convert("P"), transparency=3), "png", 3),
+    "bilevel png": (encoded("PNG", PICTURE.convert("1")), "png", 1),
+    "grey-alpha png": (encoded("PNG", PICTURE.convert("LA")), "png", 1),
+    "moving png": (encoded("PNG", **ANIMATED), "png", 3),
+    "webp": (encoded("WEBP", quality=90), "webp", 3),
+    "moving webp": (encoded("WEBP", **ANIMATED), "webp", 3),
+}
+OTHER_KINDS = {
+    "bmp": encoded("BMP"),
+    "gif": encoded("GIF", PICTURE.convert("P")),
+    "moving gif": encoded("GIF", **ANIMATED),
+    "tiff": encoded("TIFF"),
+    "cmyk tiff": encoded("TIFF", PICTURE.convert("CMYK")),
+    "jpeg 2000": encoded("JPEG2000"),
+    "ppm": encoded("PPM"),
+}
+
+
+@pytest.mark.parametrize("name", AS_THEY_ARE)
+def test_jpeg_png_and_webp_are_kept_byte_for_byte(name: str) -> None:
+    data, extension, channels = AS_THEY_ARE[name]
+    stored = to_stored(data, "it")
+    assert (stored.data, stored.extension, stored.channels) == (data, extension, channels)
+    assert (stored.width, stored.height) == (60, 40)
+
+
+@pytest.mark.parametrize("name", OTHER_KINDS)
+def test_other_kinds_become_png_with_the_same_pixels(name: str) -> None:
+    stored = to_stored(OTHER_KINDS[name], "it")
+    assert stored.extension == "png"
+    expected = np.asarray(Image.open(io.BytesIO(OTHER_KINDS[name])).convert("RGB"))
+    np.testing.assert_array_equal(np.asarray(opened(stored.data).convert("RGB")), expected)
+
+
+def test_16_bit_files_of_other_kinds_keep_their_values() -> None:
+    pgm = b"P5 60 40 65535\n" + np.asarray(GREY16).astype(">u2").tobytes()
+    for data in (pgm, encoded("TIFF", GREY16)):
+        np.testing.assert_array_equal(np.asarray(opened(to_stored(data, "it").data)), np.asarray(GREY16))
+    wider = Image.fromarray(np.full((4, 4), 70_000, dtype=np.int32))
+    with pytest.raises(BrokenImageError, match="cannot be stored as PNG"):
+        to_stored(encoded("TIFF", wider), "it")
+
+
+@pytest.mark.parametrize("name", [*AS_THEY_ARE, *OTHER_KINDS])
+def test_resized_images_keep_their_kind_and_look_the_same(name: str) -> None:
+    data = AS_THEY_ARE[name][0] if name in AS_THEY_ARE else OTHER_KINDS[name]
+    stored = to_stored(data, "it", resize=20)
+    image = opened(stored.data)
+    assert (image.size, stored.width, stored.height) == ((30, 20), 30, 20)
+    assert stored.extension == (AS_THEY_ARE[name][1] if name in AS_THEY_ARE else "png")
+    whole = Image.open(io.BytesIO(data))
+    if name in ("16-bit png", "bilevel png"):
+        expected = np.asarray(
+            whole.convert("L" if name == "bilevel png" else None).resize((30, 20), Image.Resampling.BICUBIC)
+        )
+        assert image.mode == ("L" if name == "bilevel png" else "I;16")
+        np.testing.assert_array_equal(np.asarray(image), expected)
+    else:
+        smaller = whole.convert("RGB").resize((30, 20), Image.Resampling.BICUBIC)
+        difference = np.asarray(image.convert("RGB"), dtype=float) - np.asarray(smaller, dtype=float)
+        assert np.abs(difference).mean() < (2 if stored.extension in ("jpg", "webp") else 0.5)
+
+
+def test_resizing_enlarges_too_and_keeps_bytes_of_the_right_size() -> None:
+    assert to_stored(encoded("JPEG"), "it", resize=40).data == encoded("JPEG")
+    assert (to_stored(encoded("PNG"), "it", resize=80).width, 120) == (120, 120)
+    line = Image.new("L", (60_000, 1))
+    with pytest.raises(BrokenImageError, match="pixels would be too many"):
+        to_stored(encoded("PNG", line), "it", resize=224)
+
+
+def test_exif_travels_with_a_resized_image() -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    assert opened(to_stored(encoded("JPEG", exif=exif), "it", resize=20).data).getexif()[0x0112] == 6
+
+
+def test_quality_is_that_of_resized_images() -> None:
+    low, high = (to_stored(encoded("JPEG", noise((80, 80))), "it", 40, quality) for quality in (30, 95))
+    assert len(low.data) < len(high.data) / 2
+
+
+def test_large_jpegs_resized_by_way_of_a_smaller_decode_look_the_same() -> None:
+    """Nine times too large: decoded at a quarter, then resized. Twice the size wanted is what is kept at least."""
+    picture = noise((24, 18)).resize((1080, 810), Image.Resampling.BICUBIC)
+    data = encoded("JPEG", picture, quality=95)
+    stored = opened(to_stored(data, "it", resize=90, quality=100).data)
+    whole = opened(encoded("JPEG", opened(data).resize((120, 90), Image.Resampling.BICUBIC), quality=100))
+    difference = np.asarray(stored, dtype=float) - np.asarray(whole, dtype=float)
+    assert np.abs(difference).mean() < 2.5  # 5 where it is decoded at an eighth
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (b"", "empty file"),
+        (b"this is text", "not an image"),
+        (b"\xff\xd8\xff\xe0 and then text", "not an image|cannot be decoded"),
+        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "not an image"),  # Pillow would start Ghostscript
+        (encoded("JPEG", noise((64, 64)))[:2000], "the end of the JPEG is missing"),
+        (encoded("JPEG", noise((64, 64)))[:2000] + bytes(2000), "the end of the JPEG is missing"),
+        (encoded("JPEG", noise((64, 64)), exif=WITH_THUMBNAIL)[:-2], "the end of the JPEG is missing"),
+        (encoded("JPEG", noise((64, 64)), progressive=True)[:-2], "the end of the JPEG is missing"),
+        (encoded("PNG", noise((64, 64)))[:2000], "cannot be decoded"),
+        (encoded("WEBP", noise((64, 64)))[:2000], "cannot be decoded|not an image"),
+        (encoded("GIF", noise((64, 64)).convert("P"))[:2000], "cannot be decoded"),
+        (encoded("BMP")[:2000], "cannot be decoded"),
+    ],
+)
+@pytest.mark.parametrize("resize", [None, 20])
+def test_broken_images_are_named_with_a_reason(data: bytes, reason: str, resize: int | None) -> None:
+    with pytest.raises(BrokenImageError, match=f"^some/name: .*({reason})"):
+        to_stored(data, "some/name", resize)
+
+
+def test_a_size_fit_to_exhaust_memory_is_a_broken_image() -> None:
+    header = bytearray(encoded("PNG", PICTURE.convert("L")))
+    header[16:24] = (40_000).to_bytes(4, "big") * 2
+    header[29:33] = zlib.crc32(header[12:29]).to_bytes(4, "big")
+    with pytest.raises(BrokenImageError, match="pixels"):
+        to_stored(bytes(header), "it")
+
+
+def test_the_quick_check_refuses_what_the_full_decode_refuses() -> None:
+    """Cut anywhere, and with bytes changed anywhere: decoding at an eighth reads the same stream."""
+    rng = random.Random(0)
+    verdicts = []
+    for data in (encoded("JPEG", noise((90, 70))), encoded("JPEG", noise((90, 70)), progressive=True), encoded("JPEG")):
+        for number in range(150):
+            damaged = bytearray(data[: rng.randrange(len(data))] if number % 3 == 0 else data)
+            if number % 3 == 1:
+                damaged = damaged[: -rng.randrange(1, 30)]
+            for _ in range(rng.choice((1, 5, 50)) if number % 3 == 2 else 0):
+                damaged[rng.randrange(len(damaged))] = rng.randrange(256)
+            verdicts.append((_whole(bytes(damaged), None), _whole(bytes(damaged), (1, 1))))
+    assert {full == quick for full, quick in verdicts} == {True}
+    assert {full for full, _ in verdicts} == {True, False}
+
+
+def _whole(data: bytes, at_least: tuple[int, int] | None) -> bool:
+    try:
+        load(open_header(data, "it"), "it", at_least)
+    except BrokenImageError:
+        return False
+    return True

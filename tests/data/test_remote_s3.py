@@ -1,0 +1,165 @@
+"""Shards in a bucket, over a real S3 API (moto's server), also behind a line that stalls and breaks."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import fsspec
+import pytest
+
+from ssl_vit.data import RemoteConfig
+from ssl_vit.data.remote import RemoteFile
+from ssl_vit.data.shards import open_shards
+from ssl_vit.interfaces import RunError, UserError
+
+from .servers import FaultyServer, Proxy
+
+pytestmark = pytest.mark.usefixtures("no_waiting")
+SIZE = 6_000_000
+REMOTE = RemoteConfig(timeout=20, retries=2)
+
+
+@pytest.fixture(scope="module")
+def bucket(digit_shards: Path) -> Iterator[Proxy]:
+    """A bucket with a shard set, a large object and one without info.json, behind a proxy."""
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+    server.start()
+    proxy = Proxy(server.get_host_and_port()[1])
+    with pytest.MonkeyPatch.context() as patch:
+        nothing = {"AWS_CONFIG_FILE": "/dev/null", "AWS_SHARED_CREDENTIALS_FILE": "/dev/null"}
+        for name, value in {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b", **nothing}.items():
+            patch.setenv(name, value)
+        patch.delenv("AWS_PROFILE", raising=False)
+        patch.setenv("AWS_ENDPOINT_URL", proxy.url)
+        s3 = fsspec.filesystem("s3")
+        s3.mkdir("bucket")
+        s3.put(f"{digit_shards}/*", "bucket/digits/train/")
+        s3.put(f"{digit_shards}/000000.tar", "bucket/plain/0.tar")
+        s3.pipe("bucket/large.bin", content())
+        yield proxy
+    proxy.close()
+    server.stop()
+
+
+def content() -> bytes:
+    return bytes(i * i % 251 for i in range(1000)) * (SIZE // 1000)
+
+
+@pytest.mark.parametrize("spec", ["digits/train", "digits/train/*.tar", "digits/train/{000000..000007}.tar"])
+def test_a_set_in_a_bucket_is_the_set_on_the_disk(bucket: Proxy, digit_shards: Path, spec: str) -> None:
+    local, remote = open_shards(str(digit_shards)), open_shards(f"s3://bucket/{spec}", REMOTE)
+    assert remote.urls[0] == "s3://bucket/digits/train/000000.tar"
+    assert (remote.counts, remote.classes, remote.fingerprint) == (local.counts, local.classes, local.fingerprint)
+    for (position, here), (other, there) in zip(local.read(5), remote.read(5), strict=True):
+        assert position == other and isinstance(here, dict) and isinstance(there, dict)
+        assert here["png"] == there["png"] and here["__key__"] == there["__key__"]
+
+
+def test_a_bucket_without_info_json_is_counted(bucket: Proxy) -> None:
+    assert open_shards("s3://bucket/plain", REMOTE).counts == (180,)
+    assert open_shards("s3://bucket/plain/0.tar", REMOTE).counts == (180,)
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        ("bucket/digits", "did you mean 's3://bucket/digits/train'"),
+        ("bucket/nothing", "no shards"),
+        ("bucket/plain/1.tar", "no such shard"),
+        ("nobucket/plain", "no shards"),
+        ("nobucket/*.tar", "no such shard"),
+    ],
+)
+def test_what_is_not_there_is_named(bucket: Proxy, spec: str, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        open_shards(f"s3://{spec}", REMOTE)
+
+
+def read(remote: RemoteConfig, size: int | None = None) -> bytes:
+    with RemoteFile("s3://bucket/large.bin", remote, size) as file:
+        return file.readall()
+
+
+def test_a_large_object_comes_in_ranges(bucket: Proxy) -> None:
+    assert read(REMOTE) == content()
+    with pytest.raises(UserError, match=f"has {SIZE} bytes, where 5 are expected"):
+        read(REMOTE, 5)
+
+
+def test_a_stall_is_cut_short_and_the_reading_goes_on(bucket: Proxy) -> None:
+    with RemoteFile("s3://bucket/large.bin", RemoteConfig(timeout=0.5, retries=3)) as file:
+        start = file.read(10)
+        bucket.hold()
+        threading.Timer(0.8, bucket.release).start()
+        assert start + file.readall() == content()
+
+
+def test_a_slow_line_is_asked_for_less_at_a_time(bucket: Proxy) -> None:
+    bucket.rate = SIZE // 2
+    try:
+        assert read(RemoteConfig(timeout=0.8, retries=2)) == content()
+    finally:
+        bucket.rate = 0
+
+
+def test_a_stall_that_lasts_is_a_run_error_and_leaves_nothing_behind(bucket: Proxy, pending: Callable) -> None:
+    read(REMOTE)
+    before = pending()
+    bucket.hold()
+    try:
+        with pytest.raises(RunError, match=r"s3://bucket/large.bin: nothing came for 0.2 s; 4 tries"):
+            read(RemoteConfig(timeout=0.2, retries=3))
+    finally:
+        bucket.release()
+    assert pending() <= before
+    assert read(REMOTE) == content()
+
+
+def test_broken_connections_are_made_again(bucket: Proxy) -> None:
+    with RemoteFile("s3://bucket/large.bin", REMOTE) as file:
+        start = file.read(10)
+        bucket.hang_up()
+        bucket.cut_after = [200_000, 500_000]
+        assert start + file.readall() == content()
+        assert not bucket.cut_after
+
+
+@pytest.fixture
+def broken_bucket(serve: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bucket: Proxy) -> FaultyServer:
+    """One object in a store that can be told how to fail."""
+    (tmp_path / "bucket").mkdir()
+    (tmp_path / "bucket" / "large.bin").write_bytes(content())
+    server: FaultyServer = serve(tmp_path)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
+    fsspec.get_filesystem_class("s3").clear_instance_cache()
+    yield server
+    fsspec.get_filesystem_class("s3").clear_instance_cache()
+
+
+def test_a_store_in_trouble_is_asked_again(broken_bucket: FaultyServer) -> None:
+    broken_bucket.faults["bucket/large.bin"] = [("none",), ("status", 503), ("cut", 100_000), ("stall", 300_000)]
+    assert read(RemoteConfig(timeout=2, retries=2)) == content()
+    assert not broken_bucket.faults["bucket/large.bin"]
+
+
+def test_refused_credentials_are_named_at_once(broken_bucket: FaultyServer) -> None:
+    broken_bucket.always["bucket/large.bin"] = ("status", 403)
+    with pytest.raises(UserError, match=r"large.bin: access is refused \(.*Forbidden.*\): check the credentials"):
+        read(REMOTE)
+    assert len(broken_bucket.log) == 1
+
+
+def test_missing_credentials_are_named_at_once(bucket: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    fsspec.filesystem("s3").clear_instance_cache()
+    with pytest.raises(UserError, match=r"access is refused.*credentials"):
+        open_shards("s3://bucket/plain/0.tar", REMOTE)
+    with pytest.raises(UserError, match=r"s3://bucket/plain: access is refused.*check the credentials$"):
+        open_shards("s3://bucket/plain", REMOTE)
+    fsspec.filesystem("s3").clear_instance_cache()

@@ -1,0 +1,230 @@
+"""Training from servers: in forked loader workers, through their failures, and to the same weights as from the disk."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import fsspec
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from ssl_vit.data import AugmentConfig, DataConfig, RemoteConfig
+from ssl_vit.data.evaluation import EvaluationStream, evaluation_batches
+from ssl_vit.data.loader import ignore_signals
+from ssl_vit.data.plan import LanePosition, SampleSet, shard_order
+from ssl_vit.data.samples import View
+from ssl_vit.data.shards import ShardSet, open_shards
+from ssl_vit.data.stream import train_source
+from ssl_vit.data.transforms import train_transform
+from ssl_vit.interfaces import RunError, UserError
+
+from .servers import FaultyServer
+
+CPU = torch.device("cpu")
+REMOTE = RemoteConfig(timeout=20, retries=2)
+VIEW = View(train_transform(8, AugmentConfig(crop="shift", padding=1)), 1, 10, seed=3)
+
+
+@pytest.fixture
+def server(serve: Callable, digit_shards: Path, no_waiting: None) -> FaultyServer:
+    return serve(digit_shards)
+
+
+def batches(shards: ShardSet, workers: int, strict: bool = False) -> Iterator:
+    data = DataConfig(train="", lanes=4, workers=workers, cache_mb=0, on_bad_sample="fail" if strict else "skip")
+    source = train_source(shards, VIEW, data, batch_size=64, rank=0, ranks=1, device=CPU)
+    return source([LanePosition()] * 4)
+
+
+def images(shards: ShardSet, workers: int, steps: int = 6) -> torch.Tensor:
+    return torch.stack([batch.images for batch, _ in itertools.islice(batches(shards, workers), steps)])
+
+
+@pytest.mark.parametrize("scheme", ["http", "s3"])
+@pytest.mark.parametrize("cached", [False, True])
+def test_forked_workers_read_after_their_parent_has(
+    server: FaultyServer,
+    digit_shards: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    scheme: str,
+    cached: bool,
+) -> None:
+    """A plain file server is also a bucket to read from: s3fs asks it for /shards/NAME."""
+    if scheme == "s3":
+        (tmp_path / "web").mkdir()
+        (tmp_path / "web" / "shards").symlink_to(digit_shards)
+        server.folder = tmp_path / "web"
+        for name, value in {"ENDPOINT_URL": server.url, "ACCESS_KEY_ID": "a", "SECRET_ACCESS_KEY": "b"}.items():
+            monkeypatch.setenv(f"AWS_{name}", value)
+        fsspec.get_filesystem_class("s3").clear_instance_cache()
+    remote = REMOTE.model_copy(update={"cache_dir": str(tmp_path / "cache") if cached else None})
+    shards = open_shards(server.url if scheme == "http" else "s3://shards", remote)
+    list(itertools.islice(shards.read(0), 3))  # the parent has a client, a connection and a thread by now
+    start = time.monotonic()
+    found = images(shards, workers=2)
+    assert time.monotonic() - start < 20
+    assert torch.equal(found, images(open_shards(str(digit_shards)), workers=0))
+    assert len(list(shards.read(1))) == 180  # the parent's client still works
+    assert torch.equal(images(shards, workers=2), found)
+
+
+def test_an_outage_is_an_error_and_never_skipped_samples(server: FaultyServer) -> None:
+    shards = open_shards(server.url, REMOTE)
+    for number in range(8):
+        server.faults[f"{number:06d}.tar"] = [("cut", 100_000)]
+        server.always[f"{number:06d}.tar"] = ("status", 503)
+    for workers in (0, 2):
+        with pytest.raises(RunError, match=r"tar: HTTP status 503.*3 tries") as caught:
+            images(shards, workers)
+        assert "Traceback" not in str(caught.value) and "\n" not in str(caught.value)
+    evaluation = EvaluationStream(shards, VIEW, batch_size=64, rank=0, ranks=1, workers=2)
+    with pytest.raises(RunError, match=r"tar: HTTP status 503.*3 tries") as caught:
+        list(evaluation_batches(evaluation, CPU))
+    assert "Traceback" not in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("cut", range(15_000, 55_000, 10_240))  # in headers and in images
+def test_an_outage_inside_a_member_is_no_damage(serve: Callable, tmp_path: Path, no_waiting: None, cut: int) -> None:
+    with tarfile.open(tmp_path / "0.tar", "w") as tar:
+        for number in range(50):
+            (member := tarfile.TarInfo(f"{number}.png")).size = 700
+            tar.addfile(member, io.BytesIO(bytes(700)))
+    server = serve(tmp_path)
+    # Once patience has run out the server is back, so that whoever went on reading would read on.
+    server.faults["0.tar"] = [("none",), ("cut", cut), *[("status", 503)] * 2]
+    found = open_shards(f"{server.url}/0.tar", REMOTE).read(0)
+    with pytest.raises(RunError, match=r"0.tar: HTTP status 503.*set the patience\)$"):
+        for _, sample in found:
+            assert not isinstance(sample, Exception)
+
+
+def test_what_the_user_must_mend_crosses_as_what_it_is(server: FaultyServer) -> None:
+    shards = open_shards(server.url, REMOTE)
+    for number in range(8):
+        server.always[f"{number:06d}.tar"] = ("short", 20_000)
+    with pytest.raises(UserError, match=r"tar: has 20000 bytes, where \d+ are expected"):
+        images(shards, workers=2)
+    with pytest.raises(UserError, match=r"tar: has 20000 bytes"):
+        list(shards.read(0))
+
+
+def test_damage_inside_a_remote_shard_is_skipped_as_in_a_local_one(
+    serve: Callable, digit_shards: Path, tmp_path: Path, no_waiting: None
+) -> None:
+    shutil.copytree(digit_shards, tmp_path / "web")
+    path = tmp_path / "web" / "000003.tar"
+    path.write_bytes(path.read_bytes()[:100_000])
+    info = json.loads((tmp_path / "web" / "info.json").read_text())
+    for shard in info["shards"]:
+        del shard["bytes"], shard["sha256"]  # so nothing says that it was longer
+    (tmp_path / "web" / "info.json").write_text(json.dumps(info))
+    shards = open_shards(serve(tmp_path / "web").url, REMOTE)
+    skipped = [skip for _, chunk in itertools.islice(batches(shards, 2), 22) for skip in chunk.skipped]
+    assert skipped and all("000003.tar" in skip.shard and "missing: the shard" in skip.reason for skip in skipped)
+
+
+def test_a_worker_that_waits_for_a_server_ends_by_the_second_sigterm(server: FaultyServer) -> None:
+    server.always["000000.tar"] = ("silent",)
+
+    def wait_for_ever() -> None:
+        ignore_signals(0)
+        list(open_shards(f"{server.url}/000000.tar", RemoteConfig(timeout=60)).read(0))
+
+    process = multiprocessing.get_context("fork").Process(target=wait_for_ever)
+    process.start()
+    while not server.gets("000000.tar"):
+        time.sleep(0.01)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        os.kill(process.pid or 0, number)
+    process.join(0.5)
+    assert process.is_alive()
+    process.terminate()
+    process.join(5)
+    assert process.exitcode == -signal.SIGTERM
+
+
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+KEYS = ["training.steps=14", "training.checkpoint_every=2", "training.log_every=2", "training.picture_every=0"]
+KEYS += ["training.batch_size=128", "optim.warmup_steps=2", "data.lanes=2", "data.workers=1", "data.cache_mb=0"]
+
+
+def command(data: str, run: Path, *keys: str) -> list[str]:
+    return [sys.executable, "-m", "ssl_vit", "train", "digits_ssl", f"data.train={data}", f"run={run}", *KEYS, *keys]
+
+
+def train(data: str, run: Path, *keys: str) -> subprocess.CompletedProcess[str]:
+    arguments = command(data, run, *keys)
+    return subprocess.run(arguments, env=ENVIRONMENT, capture_output=True, text=True, timeout=200, check=False)
+
+
+def losses(run: Path) -> list[float]:
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert not any("event" in row for row in rows)  # such as skipped samples
+    return [row["loss"] for row in rows]
+
+
+def last_shard_of_the_first_epoch(digit_shards: Path) -> str:
+    counts = open_shards(str(digit_shards)).counts
+    return f"{shard_order(0, 0, SampleSet(counts))[-1]:06d}.tar"
+
+
+def test_a_run_through_failures_and_an_outage_ends_as_one_from_the_disk(
+    serve: Callable, digit_shards: Path, tmp_path: Path
+) -> None:
+    """Stalls, cuts, 503s and a garbled transfer on the way; a longer outage ends the run, which then goes on."""
+    server = serve(digit_shards)
+    faults = itertools.cycle([("cut", 50_000), ("status", 503), ("stall", 100_000), ("garbage",), ("silent",)])
+    for number in range(8):
+        server.faults[f"{number:06d}.tar"] = [next(faults)]
+    server.always[last := last_shard_of_the_first_epoch(digit_shards)] = ("silent",)
+    web, disk = tmp_path / "web", tmp_path / "disk"
+
+    stopped = train(server.url, web, "data.remote.timeout=2", "data.remote.retries=1")
+    assert stopped.returncode == 1
+    assert f"error: {server.url}/{last}: nothing came for 2 s; 2 tries in" in stopped.stderr
+    assert "Traceback" not in stopped.stderr
+    server.always.clear()
+    resumed = train(server.url, web, f"data.remote.cache_dir={tmp_path}/cache")
+    assert resumed.returncode == 0 and "resuming at step" in resumed.stderr, resumed.stderr
+    assert not any(server.faults.values())  # all of them happened
+    assert list((tmp_path / "cache").glob("*.tar"))
+
+    whole = train(str(digit_shards), disk)
+    assert whole.returncode == 0, whole.stderr
+    assert losses(web)[-1] == losses(disk)[-1]
+    there, here = load_file(web / "backbone.safetensors"), load_file(disk / "backbone.safetensors")
+    assert there.keys() == here.keys()
+    assert all(torch.equal(there[name], here[name]) for name in here)
+
+
+@pytest.mark.slow
+def test_ctrl_c_twice_ends_a_run_whose_workers_wait_for_a_server(
+    serve: Callable, digit_shards: Path, tmp_path: Path
+) -> None:
+    server, run = serve(digit_shards), tmp_path / "run"
+    server.always[last_shard_of_the_first_epoch(digit_shards)] = ("silent",)
+    process = subprocess.Popen(command(server.url, run), env=ENVIRONMENT, stderr=subprocess.PIPE, text=True)
+    while not list(run.glob("checkpoints/step_*")):
+        assert process.poll() is None
+        time.sleep(0.02)
+    time.sleep(2)
+    process.send_signal(signal.SIGINT)
+    time.sleep(3.5)  # sooner, it would count as the same request
+    process.send_signal(signal.SIGINT)
+    start = time.monotonic()
+    process.communicate(timeout=60)
+    assert process.returncode == 1 and time.monotonic() - start < 30

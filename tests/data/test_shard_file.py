@@ -1,0 +1,156 @@
+"""Finding samples in a tar and reading them one by one: as WebDataset's own reader sees them."""
+
+from __future__ import annotations
+
+import io
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ssl_vit.data.decode import BadSample
+from ssl_vit.data.shard_file import OpenShards, ShardFile
+from ssl_vit.data.shards import open_shards, read_members
+from ssl_vit.interfaces import UserError
+
+Files = list[tuple[str, bytes]]
+
+
+def write(path: Path, files: Files, **options: Any) -> Path:
+    with tarfile.open(path, "w", **options) as tar:
+        for name, data in files:
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
+    return path
+
+
+def samples(count: int, prefix: str = "") -> Files:
+    return [
+        (f"{prefix}{n:06d}.{extension}", data)
+        for n in range(count)
+        for extension, data in (("jpg", bytes([n % 256]) * (100 + 37 * n)), ("cls", b"%d" % n), ("json", b"{}"))
+    ]
+
+
+def opened(path: Path) -> ShardFile:
+    return ShardFile(path.open("rb"), str(path))
+
+
+LAYOUTS: dict[str, tuple[Files, dict[str, Any]]] = {
+    "ustar": (samples(9), {"format": tarfile.USTAR_FORMAT}),
+    "gnu": (samples(9), {"format": tarfile.GNU_FORMAT}),
+    "pax": (samples(9), {"format": tarfile.PAX_FORMAT}),
+    "folders in names": (samples(4, "n0123/img_") + samples(3, "n0456/img_"), {}),
+    "long names": (samples(3) + samples(2, "x" * 120 + "/") + samples(3, "b"), {"format": tarfile.GNU_FORMAT}),
+    "long pax names": (samples(3) + samples(2, "y" * 300 + "/"), {"format": tarfile.PAX_FORMAT}),
+    "other alphabets": (samples(2) + samples(2, "猫"), {"format": tarfile.PAX_FORMAT}),
+    "prefix field": (samples(2, "/".join(["folder"] * 20) + "/"), {"format": tarfile.USTAR_FORMAT}),
+    "empty members": ([("0.jpg", b""), ("0.cls", b"1"), ("1.jpg", b"x" * 512), ("1.cls", b"2")], {}),
+    "no sample": ([], {}),
+    "several dots": ([("a.b.jpg", b"1"), ("a.b.cls", b"2"), ("a.jpg", b"3")], {}),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_samples_are_those_that_webdataset_reads(tmp_path: Path, layout: str) -> None:
+    files, options = LAYOUTS[layout]
+    path = write(tmp_path / "000000.tar", files, **options)
+    expected = [sample for _, sample in read_members(str(path))]
+    shard = opened(path)
+    found = [shard.read(n) for n in range(len(shard.samples))]
+    for sample in expected:
+        assert isinstance(sample, dict)
+        sample.pop("__local_path__", None)
+    assert found == expected
+    assert not shard.damage
+
+
+def test_samples_are_read_in_any_order(tmp_path: Path) -> None:
+    shard = opened(write(tmp_path / "s.tar", samples(50)))
+    for n in (49, 0, 25, 25, 3, 48):
+        assert shard.read(n)["cls"] == b"%d" % n
+
+
+def test_directories_and_links_are_passed_over(tmp_path: Path) -> None:
+    path = tmp_path / "s.tar"
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / "0.jpg").write_bytes(b"abc")
+    (tmp_path / "d" / "1.jpg").symlink_to("/etc/passwd")
+    with tarfile.open(path, "w") as tar:
+        tar.add(tmp_path / "d", "d")
+    shard = opened(path)
+    assert [shard.read(n)["jpg"] for n in range(len(shard.samples))] == [b"abc"]
+
+
+@pytest.mark.parametrize("cut", range(0, 4000, 219))
+def test_a_tar_cut_short_gives_what_is_whole_and_says_so(tmp_path: Path, cut: int) -> None:
+    path = write(tmp_path / "s.tar", samples(9))
+    whole = [opened(path).read(n) for n in range(9)]
+    path.write_bytes(path.read_bytes()[:cut])
+    shard = opened(path)
+    assert len(shard.samples) <= 9
+    for n in range(len(shard.samples)):
+        assert shard.read(n).items() <= whole[n].items()
+    with pytest.raises(BadSample, match="missing: the shard"):
+        shard.read(8)
+
+
+def test_garbage_in_the_middle_ends_the_shard(tmp_path: Path) -> None:
+    path = write(tmp_path / "s.tar", samples(9))
+    data = bytearray(path.read_bytes())
+    start = data.find(b"000004.jpg")
+    data[start : start + 512] = b"\xaa" * 512
+    path.write_bytes(data)
+    shard = opened(path)
+    assert [shard.read(n)["cls"] for n in range(4)] == [b"0", b"1", b"2", b"3"]
+    with pytest.raises(BadSample, match="missing"):
+        shard.read(4)
+
+
+def test_what_is_no_tar_has_no_sample(tmp_path: Path) -> None:
+    for content in (b"", b"hello" * 1000, b"\0" * 600):
+        (tmp_path / "s.tar").write_bytes(content)
+        with pytest.raises(BadSample, match="missing"):
+            opened(tmp_path / "s.tar").read(0)
+
+
+@pytest.mark.parametrize("mode", ["w:gz", "w:bz2", "w:xz"])
+def test_a_compressed_tar_is_refused_with_the_mend(tmp_path: Path, mode: str) -> None:
+    with tarfile.open(tmp_path / "s.tar", mode) as tar:  # type: ignore[call-overload]
+        tar.addfile(tarfile.TarInfo("0.jpg"))
+    with pytest.raises(UserError, match=r"s\.tar: a compressed tar .* decompress it"):
+        opened(tmp_path / "s.tar")
+
+
+def test_a_shard_cut_while_it_is_read_is_a_bad_sample_not_a_crash(tmp_path: Path) -> None:
+    path = write(tmp_path / "s.tar", samples(9))
+    shard = opened(path)
+    assert shard.read(8)["cls"] == b"8"
+    with path.open("r+b") as file:
+        file.truncate(2000)
+    with pytest.raises(BadSample, match="cut short while"):
+        shard.read(8)
+
+
+def test_shards_are_opened_ahead_and_the_oldest_are_let_go(tmp_path: Path) -> None:
+    for n in range(6):
+        write(tmp_path / f"{n:06d}.tar", samples(3, f"{n}_"))
+    shards = open_shards(str(tmp_path))
+    reader = OpenShards(shards, most=3)
+    for n in range(6):
+        reader.ahead((n + 1) % 6)
+        assert reader.get(n).read(1)["__key__"] == f"{n}_000001"
+        assert len(reader.open) <= 4
+    assert 0 in reader.open, "asked for ahead by the last one"
+
+
+def test_a_shard_that_is_gone_is_named(tmp_path: Path) -> None:
+    for n in range(2):
+        write(tmp_path / f"{n:06d}.tar", samples(3))
+    reader = OpenShards(open_shards(str(tmp_path)), most=2)
+    (tmp_path / "000001.tar").unlink()
+    reader.ahead(1)
+    with pytest.raises(UserError, match=r"000001\.tar: no such shard"):
+        reader.get(1)

@@ -1,0 +1,74 @@
+"""`ssl-vit eval RUN own_head`: a supervised run's own classifier, as it was when the run ended."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from ssl_vit import experiment, recipe
+from ssl_vit.data import DataConfig, pack, sources
+from ssl_vit.data.evaluation import EvaluationStream, evaluation_batches
+from ssl_vit.data.samples import View
+from ssl_vit.data.shards import open_shards
+from ssl_vit.data.transforms import evaluation_transform
+from ssl_vit.interfaces import UserError
+from ssl_vit.models import backbone
+from ssl_vit.objectives import classification
+from ssl_vit.training import checkpoint
+
+KEYS = ["training.steps=60", "training.checkpoint_every=30", "training.picture_every=0", "backbone.depth=2"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Digits, and a supervised and an SSL run on them."""
+    folder = tmp_path_factory.mktemp("own_head")
+    for split in ("train", "test"):
+        pack.make(sources.open_source("digits", split=split), folder / split, shards=4, progress=False)
+    for name, steps in (("digits_supervised", 60), ("digits_ssl", 2)):
+        keys = [*KEYS, f"data.train={folder}/train", f"run={folder}/{name}", f"training.steps={steps}"]
+        experiment.train(recipe.load_recipe(name, keys), quiet=True)
+    return folder
+
+
+def by_hand(folder: Path, saved: Path) -> float:
+    """Accuracy of a checkpoint's head over the test digits, without the evaluators' room."""
+    settings = recipe.load_recipe(folder / "digits_supervised" / "recipe.yaml")
+    assert isinstance(settings.objective, classification.Config)
+    objective = classification.Objective(backbone.load(saved), settings.objective, 10).eval()
+    checkpoint.load_head(saved, objective)
+    data = DataConfig(train="x", evaluation_resize=1.0)
+    view = View(evaluation_transform(8, data), 1, 10, needs_labels=True)
+    stream = EvaluationStream(open_shards(f"{folder}/test"), view, batch_size=90, rank=0, ranks=1, workers=0)
+    hits = []
+    with torch.no_grad():
+        for batch, _ in evaluation_batches(stream, torch.device("cpu")):
+            hits += (objective.logits(batch.images).argmax(-1) == batch.labels)[batch.valid].tolist()
+    assert len(hits) == 360
+    return float(np.mean(hits))
+
+
+def test_it_is_the_accuracy_of_the_trained_classifier(folder: Path) -> None:
+    run = folder / "digits_supervised"
+    found = experiment.evaluate(run, "own_head", f"{folder}/train", f"{folder}/test")
+    values = found["values"]
+    accuracy = next(value for name, value in values.items() if "own head/mean" in name)
+    assert accuracy == pytest.approx(by_hand(folder, checkpoint.folders(run)[-1]), abs=1e-9)
+    assert accuracy > 0.5, "sixty steps teach most digits"
+    assert not any("untrained" in name or "pixels" in name for name in values)
+
+
+def test_an_earlier_checkpoint_is_judged_by_its_own_head(folder: Path) -> None:
+    early, late = checkpoint.folders(folder / "digits_supervised")
+    found = experiment.evaluate(early, "own_head", f"{folder}/train", f"{folder}/test")["values"]
+    accuracy = next(value for name, value in found.items() if "own head/mean" in name)
+    assert accuracy == pytest.approx(by_hand(folder, early), abs=1e-9)
+    assert accuracy != pytest.approx(by_hand(folder, late), abs=1e-9)
+
+
+def test_runs_without_a_classifier_are_refused(folder: Path) -> None:
+    with pytest.raises(UserError, match="own_head needs a run whose objective is classification"):
+        experiment.evaluate(folder / "digits_ssl", "own_head", f"{folder}/train", f"{folder}/test")

@@ -1,0 +1,129 @@
+"""On one CUDA GPU: `pytest -m gpu -s tests/gpu`. Not run by the suite; it prints the table of what it measured."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors import safe_open
+
+from ssl_vit.data import pack, sources
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")]
+FSDP2 = Path(__file__).parents[2] / "recipes" / "launch" / "fsdp2.yaml"
+STEPS = 200
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """512 pictures of 224 px: coloured squares on noise, so that there is something to learn."""
+    folder, dice = tmp_path_factory.mktemp("pictures"), np.random.default_rng(0)
+    for number in range(512):
+        pixels = dice.integers(0, 40, (224, 224, 3), dtype=np.uint8)
+        y, x = dice.integers(0, 160, 2)
+        pixels[y : y + 64, x : x + 64] = dice.integers(60, 256, 3)
+        target = folder / "source" / str(number % 2) / f"{number}.jpg"
+        target.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(pixels).save(target, quality=90)
+    pack.make(sources.open_source(str(folder / "source")), folder / "shards", shards=4, progress=False)
+    return folder / "shards"
+
+
+def keys(pictures: Path, run: Path, *more: str) -> list[str]:
+    fixed = [f"data.train={pictures}", f"run={run}", "backbone.name=vit_small_patch16_224", "backbone.image_size=224"]
+    fixed += [
+        "data.lanes=8",
+        "data.workers=4",
+        "training.batch_size=64",
+        f"training.steps={STEPS}",
+        "training.log_every=20",
+    ]
+    fixed += ["training.picture_every=0", "training.checkpoint_every=100", "optim.warmup_steps=20", "optim.lr=5e-4"]
+    return ["pretrain_vit_tiny", *fixed, "training.trackers={}", "training.epochs=null", *more]
+
+
+def train(pictures: Path, run: Path, *more: str, launcher: tuple[str, ...] = ()) -> str:
+    """In a process of its own, which reports the most memory it had allocated, in bytes, as its last line."""
+    program = "import sys; from ssl_vit import recipe, experiment; import torch; name, *keys = sys.argv[1:]; "
+    program += "experiment.train(recipe.load_recipe(name, keys), quiet=True); print(torch.cuda.max_memory_allocated())"
+    command = [sys.executable, *launcher, *(("-m", "ssl_vit", "train") if launcher else ("-c", program))]
+    done = subprocess.run(
+        [*command, *keys(pictures, run, *more)],
+        env=os.environ,
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def losses(run: Path) -> list[float]:
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [row["loss"] for row in rows if "loss" in row]
+
+
+def weights(run: Path) -> dict[str, torch.Tensor]:
+    with safe_open(run / "backbone.safetensors", "pt") as tensors:
+        return {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118
+
+
+def test_precisions_and_memory(pictures: Path, tmp_path: Path) -> None:
+    """200 steps of ViT-S/16: the losses fall as in float32, and activation checkpointing takes less memory."""
+    rows, last, memory = [], {}, {}
+    for precision in ("fp32", "tf32", "bf16", "fp16"):
+        for again in ("false", "true"):
+            run = tmp_path / f"{precision}-{again}"
+            more = (f"training.precision={precision}", f"training.checkpoint_activations={again}")
+            memory[precision, again] = int(train(pictures, run, *more).split()[-1])
+            found = losses(run)
+            assert found[-1] < 0.8 * found[0]
+            last[precision, again] = found[-1]
+            rows.append(f"{precision:5} {again:6} {found[-1]:8.4f} {memory[precision, again] / 2**30:8.2f} GiB")
+    print("\nprecision, activation checkpointing, last loss, peak memory\n" + "\n".join(rows))
+    for precision in ("tf32", "bf16", "fp16"):
+        assert last[precision, "false"] == pytest.approx(last["fp32", "false"], rel=0.05)
+        assert memory[precision, "true"] < 0.7 * memory[precision, "false"]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_a_run_goes_on_as_the_undisturbed_one(pictures: Path, tmp_path: Path, precision: str) -> None:
+    """From its checkpoint of step 100, with the scaler's state; sums on a GPU come in any order, so not bit for bit."""
+    more = (f"training.precision={precision}", "backbone.dropout=0.1")
+    train(pictures, tmp_path / "run", *more)
+    whole = losses(tmp_path / "run")
+    for path in (tmp_path / "run" / "checkpoints" / f"step_{STEPS:08d}").rglob("*"):
+        if path.is_file():
+            path.unlink()
+    train(pictures, tmp_path / "run", *more)
+    assert losses(tmp_path / "run") == pytest.approx(whole, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    "make", [lambda run: ("training.auto_batch=true", "training.batch_size=4096", "data.lanes=512")]
+)
+def test_auto_batch_on_a_gpu(pictures: Path, tmp_path: Path, make: Callable[[Path], tuple[str, ...]]) -> None:
+    run = tmp_path / "run"
+    train(
+        pictures, run, *make(run), "training.steps=2", "training.precision=bf16", "backbone.name=vit_large_patch16_224"
+    )
+    first = json.loads((run / "metrics.jsonl").read_text().splitlines()[0])
+    assert first["event"] == "auto_batch" and first["accumulate"] * first["micro_batch"] == 4096
+
+
+def test_fsdp2_exports_what_one_gpu_does(pictures: Path, tmp_path: Path) -> None:
+    launcher = ("-m", "accelerate.commands.launch", "--config_file", str(FSDP2), "--num_processes", "1")
+    train(pictures, tmp_path / "sharded", launcher=launcher)
+    assert json.loads((tmp_path / "sharded" / "environment.json").read_text())["distribution"] == "FSDP"
+    train(pictures, tmp_path / "plain")
+    assert losses(tmp_path / "sharded") == pytest.approx(losses(tmp_path / "plain"), rel=0.02)
+    assert weights(tmp_path / "sharded").keys() == weights(tmp_path / "plain").keys()

@@ -1,0 +1,259 @@
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import timm
+import torch
+
+from ssl_vit.interfaces import UserError
+from ssl_vit.models.backbone import load, state
+from ssl_vit.models.exchange.imports import import_weights
+
+Make = Callable[..., Any]
+Arrays = dict[str, np.ndarray]
+
+SIZES = {"image_size": 32, "patch_size": 8, "width": 48, "depth": 2, "heads": 3, "mlp_ratio": 3.0}
+# (what the blocks' parts are called): Google's repository and AugReg; big_vision
+PAPER = {"attention": "MultiHeadDotProductAttention_1", "norm2": "LayerNorm_2", "mlp": "MlpBlock_3"}
+BIG_VISION = {"attention": "MultiHeadDotProductAttention_0", "norm2": "LayerNorm_1", "mlp": "MlpBlock_0"}
+
+
+def google(tensors: dict[str, torch.Tensor], heads: int, names: dict[str, str], positions: str) -> Arrays:
+    """Google's layout: kernels are (in, out), images are rows x columns x channels, heads have an axis of their own."""
+    weights = {name: tensor.numpy() for name, tensor in tensors.items()}
+    arrays = {
+        "embedding/kernel": weights["patch_embed.proj.weight"].transpose(2, 3, 1, 0),
+        "embedding/bias": weights["patch_embed.proj.bias"],
+        positions: weights["pos_embed"],
+        "Transformer/encoder_norm/scale": weights["norm.weight"],
+        "Transformer/encoder_norm/bias": weights["norm.bias"],
+    }
+    if "cls_token" in weights:
+        arrays["cls"] = weights["cls_token"]
+    width = weights["norm.bias"].size
+    for layer in range(sum(name.endswith(".norm1.weight") and name.startswith("blocks.") for name in weights)):
+        ours, theirs = f"blocks.{layer}", f"Transformer/encoderblock_{layer}"
+        for norm, name in (("norm1", "LayerNorm_0"), ("norm2", names["norm2"])):
+            arrays[f"{theirs}/{name}/scale"] = weights[f"{ours}.{norm}.weight"]
+            arrays[f"{theirs}/{name}/bias"] = weights[f"{ours}.{norm}.bias"]
+        attention = f"{theirs}/{names['attention']}"
+        for place, part in enumerate(("query", "key", "value")):
+            rows = slice(place * width, (place + 1) * width)
+            kernel = weights[f"{ours}.attn.qkv.weight"][rows].T
+            arrays[f"{attention}/{part}/kernel"] = kernel.reshape(width, heads, width // heads)
+            arrays[f"{attention}/{part}/bias"] = weights[f"{ours}.attn.qkv.bias"][rows].reshape(heads, width // heads)
+        arrays[f"{attention}/out/kernel"] = weights[f"{ours}.attn.proj.weight"].T.reshape(heads, width // heads, width)
+        arrays[f"{attention}/out/bias"] = weights[f"{ours}.attn.proj.bias"]
+        for place in (0, 1):
+            arrays[f"{theirs}/{names['mlp']}/Dense_{place}/kernel"] = weights[f"{ours}.mlp.fc{place + 1}.weight"].T
+            arrays[f"{theirs}/{names['mlp']}/Dense_{place}/bias"] = weights[f"{ours}.mlp.fc{place + 1}.bias"]
+    return arrays
+
+
+def stacked(arrays: Arrays) -> Arrays:
+    """big_vision's scanned encoder: the blocks' arrays one upon the other."""
+    blocks = [name for name in arrays if "encoderblock_0" in name]
+    rest = {name: array for name, array in arrays.items() if "encoderblock_" not in name}
+    others = [[arrays[name.replace("_0/", f"_{n}/", 1)] for n in range(SIZES["depth"])] for name in blocks]
+    return rest | {
+        name.replace("encoderblock_0", "encoderblock"): np.stack(layers)
+        for name, layers in zip(blocks, others, strict=True)
+    }
+
+
+def prefixed(arrays: Arrays, prefix: str) -> Arrays:
+    return {prefix + name: array for name, array in arrays.items()}
+
+
+OLD = "Transformer/posembed_input/pos_embedding"
+HEAD = {"head/kernel": np.ones((48, 5), np.float32), "head/bias": np.ones(5, np.float32)}
+PRE_LOGITS = {"pre_logits/kernel": np.ones((48, 48), np.float32), "pre_logits/bias": np.ones(48, np.float32)}
+OPTIMISER = {"opt/state/step": np.array(3), "opt/state/param_states/cls/grad_ema": np.ones((1, 1, 48), np.float32)}
+
+
+def written(path: Path, arrays: Arrays) -> str:
+    np.savez(path, **arrays)
+    return str(path)
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize("layout", ["paper", "trainer", "big_vision", "stacked", "no class token"])
+def test_every_layout_comes_in_bit_for_bit(
+    make_backbone: Make, shaken: Make, tmp_path: Path, layout: str, channels: int
+) -> None:
+    ours = shaken(make_backbone(**SIZES, channels=channels, class_token=layout != "no class token"))
+    tensors = state(ours)
+    if layout in ("paper", "trainer"):
+        arrays = google(tensors, 3, PAPER, OLD)
+        extra = HEAD | PRE_LOGITS
+        content = arrays | extra
+        if layout == "trainer":
+            content, extra = prefixed(content, "opt/target/") | OPTIMISER, prefixed(extra, "opt/target/") | OPTIMISER
+    else:  # positions for the patches alone: the class token's own is zero
+        if layout != "no class token":
+            tensors["pos_embed"][:, 0] = 0
+        alone = tensors | {"pos_embed": tensors["pos_embed"][:, -16:]}
+        arrays = google(alone, 3, BIG_VISION, "pos_embedding")
+        content = prefixed((stacked(arrays) if layout == "stacked" else arrays) | HEAD, "params/")
+        extra = prefixed(HEAD, "params/")
+    _, found = import_weights(written(tmp_path / "weights.npz", content), tmp_path / "out")
+    back = load(tmp_path / "out")
+    assert state(back).keys() == tensors.keys()
+    assert all(torch.equal(tensor, tensors[name]) for name, tensor in state(back).items())
+    assert sorted(found.left_out) == sorted(extra)
+    assert (back.heads, back.image_size, back.channels) == (3, (32, 32), channels)
+    assert (back.mean, back.std, back.norm_eps) == (0.5, 0.5, 1e-6)
+    assert ("class token's position is zero" in " ".join(found.notes)) == (layout in ("big_vision", "stacked"))
+
+
+def flax_vit(arrays: Arrays, images_BHWC: np.ndarray, names: dict[str, str], positions: str) -> np.ndarray:
+    """What Google's model computes from its own arrays: images in [-1, 1] -> every normalised output token."""
+
+    def norm(x: np.ndarray, name: str) -> np.ndarray:
+        centred = x - x.mean(-1, keepdims=True)
+        scaled = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + 1e-6)
+        return scaled * arrays[f"{name}/scale"] + arrays[f"{name}/bias"]
+
+    kernel = arrays["embedding/kernel"]
+    rows, columns = kernel.shape[:2]
+    cut = images_BHWC.reshape(len(images_BHWC), -1, rows, images_BHWC.shape[2] // columns, columns, kernel.shape[2])
+    z = np.einsum("bypxqc,pqcd->byxd", cut, kernel) + arrays["embedding/bias"]
+    z = z.reshape(len(z), -1, z.shape[-1])
+    token = np.broadcast_to(arrays["cls"], (len(z), 1, z.shape[-1]))
+    if positions == OLD:
+        z = np.concatenate([token, z], 1) + arrays[positions]
+    else:
+        z = np.concatenate([token, z + arrays[positions]], 1)
+    layer = 0
+    while f"Transformer/encoderblock_{layer}/LayerNorm_0/scale" in arrays:
+        block = f"Transformer/encoderblock_{layer}"
+        attention, x = f"{block}/{names['attention']}", norm(z, f"{block}/LayerNorm_0")
+        q, k, v = (
+            np.einsum("bnd,dhe->bnhe", x, arrays[f"{attention}/{part}/kernel"]) + arrays[f"{attention}/{part}/bias"]
+            for part in ("query", "key", "value")
+        )
+        scores = np.exp(np.einsum("bnhe,bmhe->bhnm", q, k) / math.sqrt(q.shape[-1]))
+        mixed = np.einsum("bhnm,bmhe->bnhe", scores / scores.sum(-1, keepdims=True), v)
+        z = z + np.einsum("bnhe,hed->bnd", mixed, arrays[f"{attention}/out/kernel"]) + arrays[f"{attention}/out/bias"]
+        mlp = f"{block}/{names['mlp']}"
+        x = norm(z, f"{block}/{names['norm2']}") @ arrays[f"{mlp}/Dense_0/kernel"] + arrays[f"{mlp}/Dense_0/bias"]
+        x = torch.nn.functional.gelu(torch.from_numpy(x)).numpy()
+        z = z + x @ arrays[f"{mlp}/Dense_1/kernel"] + arrays[f"{mlp}/Dense_1/bias"]
+        layer += 1
+    assert layer
+    return norm(z, "Transformer/encoder_norm")
+
+
+@pytest.mark.parametrize("positions", [OLD, "pos_embedding"])
+def test_the_imported_model_computes_what_googles_does(
+    make_backbone: Make, shaken: Make, pixels: Make, tmp_path: Path, positions: str
+) -> None:
+    names = PAPER if positions == OLD else BIG_VISION
+    tensors = state(shaken(make_backbone(**SIZES)))
+    if positions != OLD:
+        tensors["pos_embed"] = tensors["pos_embed"][:, 1:]
+    arrays = google(tensors, 3, names, positions)
+    import_weights(written(tmp_path / "weights.npz", arrays), tmp_path / "out")
+    images = pixels(load(tmp_path / "out"))
+    expected = flax_vit(arrays, (images.permute(0, 2, 3, 1) / 127.5 - 1).numpy(), names, positions)
+    with torch.no_grad():
+        found = load(tmp_path / "out")(images)
+    np.testing.assert_allclose(found.numpy(), expected, atol=2e-5)
+
+
+def test_a_hybrid_is_read_by_its_name(tmp_path: Path) -> None:
+    name = "vit_tiny_r_s16_p8_224"
+    tensors = {
+        key: value.clone() for key, value in timm.create_model(name, img_size=64, num_classes=0).state_dict().items()
+    }
+    arrays = google(tensors, 3, PAPER, OLD)
+    arrays["conv_root/kernel"] = tensors["patch_embed.backbone.conv.weight"].numpy().transpose(2, 3, 1, 0)
+    for theirs, ours in (("scale", "weight"), ("bias", "bias")):
+        arrays[f"gn_root/{theirs}"] = tensors[f"patch_embed.backbone.norm.{ours}"].numpy().reshape(1, 1, 1, -1)
+    path = written(tmp_path / "hybrid.npz", arrays)
+    with pytest.raises(UserError, match="a hybrid: say which with --name"):
+        import_weights(path, tmp_path / "none")
+    import_weights(path, tmp_path / "out", name=name)
+    back = load(tmp_path / "out")
+    assert (back.image_size, back.grid) == ((64, 64), (2, 2))
+    assert all(torch.equal(tensor, tensors[key]) for key, tensor in state(back).items())
+
+
+class Bomb:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return os.mkdir, (str(self.path),)
+
+
+def test_objects_are_refused_and_nothing_in_them_runs(make_backbone: Make, tmp_path: Path) -> None:
+    bomb = np.empty(1, object)
+    bomb[0] = Bomb(tmp_path / "ran")
+    arrays = google(state(make_backbone(**SIZES)), 3, PAPER, OLD) | {"head/bias": bomb}
+    np.savez(tmp_path / "weights.npz", **arrays)
+    with pytest.raises(UserError, match=r"not a readable \.npz of plain arrays"):
+        import_weights(str(tmp_path / "weights.npz"), tmp_path / "out")
+    assert not (tmp_path / "ran").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["weights.npz"]
+
+
+def spoil(arrays: Arrays, how: str) -> Arrays:
+    block = "Transformer/encoderblock_1"
+    if how == "missing":
+        del arrays[f"{block}/MlpBlock_3/Dense_1/bias"]
+    elif how == "no positions":
+        del arrays[OLD]
+    elif how == "would be broadcast":
+        arrays[f"{block}/LayerNorm_0/scale"] = np.ones(1, np.float32)
+    elif how == "would be interpolated":
+        arrays[OLD] = np.ones((1, 12, 48), np.float32)
+    elif how == "unknown in a block":
+        arrays[f"{block}/LayerScale_0/scale"] = np.ones(48, np.float32)
+    elif how == "another shape":
+        arrays[f"{block}/MlpBlock_3/Dense_0/kernel"] = np.ones((48, 10), np.float32)
+    elif how == "no blocks":
+        return {name: array for name, array in arrays.items() if "encoderblock" not in name}
+    else:
+        return {"weights": np.ones(3)}
+    return arrays
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("missing", "incomplete.*encoderblock_1/MlpBlock_3/Dense_1/bias"),
+        ("no positions", "incomplete.*posembed_input/pos_embedding"),
+        ("would be broadcast", r"its encoder has 57,409 numbers, but vit_base_patch16_224 of its sizes 57,456"),
+        ("would be interpolated", "12 entries, which is no square"),
+        ("unknown in a block", "its encoder has 57,504 numbers"),
+        ("another shape", "its tensors do not fit together"),
+        ("no blocks", "incomplete"),
+        ("something else", "no ViT in Google's layout .*it holds weights"),
+    ],
+)
+def test_what_does_not_fit_is_refused(make_backbone: Make, tmp_path: Path, how: str, message: str) -> None:
+    arrays = spoil(google(state(make_backbone(**SIZES)), 3, PAPER, OLD), how)
+    with pytest.raises(UserError, match=message):
+        import_weights(written(tmp_path / "weights.npz", arrays), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("damage", ["cut", "text", "one array"])
+def test_a_damaged_file_is_refused(make_backbone: Make, tmp_path: Path, damage: str) -> None:
+    path = tmp_path / "weights.npz"
+    written(path, google(state(make_backbone(**SIZES)), 3, PAPER, OLD))
+    content = path.read_bytes()
+    if damage == "one array":
+        with path.open("wb") as file:
+            np.save(file, np.ones(3))
+    else:
+        path.write_bytes(content[: len(content) // 2] if damage == "cut" else b"this is no archive")
+    with pytest.raises(UserError, match=r"weights\.npz: not a readable"):
+        import_weights(str(path), tmp_path / "out")

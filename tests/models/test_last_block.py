@@ -1,0 +1,99 @@
+"""The last block computed only where it is read gives what the whole block gives, forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from ssl_vit.models.last_block import LastBlock
+
+SIZES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "one block": {"depth": 1},
+    "registers": {"name": "vit_small_patch14_reg4_dinov2", "image_size": 28, "patch_size": 7},
+    "layer scale": {"name": "vit_small_patch14_dinov2", "image_size": 28, "patch_size": 7},
+    "rectangle": {"image_size": (16, 24)},
+}
+
+
+def gradients(model: torch.nn.Module, loss: torch.Tensor) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    loss.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("read", ["patches", "token"])
+@pytest.mark.parametrize("kind", SIZES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_loss_and_gradients_are_those_of_the_whole_block(
+    make_backbone: Callable[..., Any], kind: str, read: str, dtype: torch.dtype
+) -> None:
+    model = make_backbone(**SIZES[kind]).to(dtype).train()
+    assert isinstance(model.vit.blocks[-1], LastBlock)
+    assert model.prunes
+    images = torch.randint(0, 256, (5, 3, *model.image_size), generator=torch.Generator().manual_seed(1))
+    keep = torch.stack([torch.randperm(model.patches)[: model.patches // 2] for _ in range(5)])
+    model.normalised = lambda pixels: (pixels / 127.5 - 1).to(dtype)
+    target = torch.randn(model.width, dtype=dtype)
+
+    def loss() -> torch.Tensor:
+        if read == "token":
+            vectors = model.represent(images, "token")
+        else:
+            vectors = model.encode(model.embed(images), keep_BK=keep)
+        return (vectors * target).sin().mean()
+
+    pruned = loss()
+    found = gradients(model, pruned)
+    model.prunes = False
+    whole = loss()
+    expected = gradients(model, whole)
+    exact = dtype is torch.float64
+    assert abs(pruned - whole) < (1e-14 if exact else 1e-6)
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        error = (found[name] - gradient).norm() / gradient.norm().clamp(min=1e-12)
+        assert error < (1e-12 if exact else 1e-5), name
+
+
+def test_dropped_paths_are_the_same_images(make_backbone: Callable[..., Any]) -> None:
+    model = make_backbone(drop_path=0.5).train()
+    images = torch.randint(0, 256, (16, 3, *model.image_size), dtype=torch.uint8)
+    found = []
+    for model.prunes in (True, False):
+        torch.manual_seed(3)
+        found.append(model.represent(images, "token"))
+    assert torch.allclose(*found, atol=1e-5)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_recomputed_activations_change_nothing(make_backbone: Callable[..., Any], checkpointing: bool) -> None:
+    model = make_backbone(depth=3).train()
+    model.vit.set_grad_checkpointing(checkpointing)
+    images = torch.randint(0, 256, (4, 3, *model.image_size), dtype=torch.uint8)
+    found = gradients(model, model.represent(images, "token").sin().mean())
+    model.vit.set_grad_checkpointing(False)
+    model.prunes = False
+    expected = gradients(model, model.represent(images, "token").sin().mean())
+    for name, gradient in expected.items():
+        assert torch.allclose(found[name], gradient, atol=1e-6), name
+
+
+def test_timms_own_forward_pass_still_works(make_backbone: Callable[..., Any]) -> None:
+    model = make_backbone()
+    images = torch.randint(0, 256, (4, 3, *model.image_size), dtype=torch.uint8)
+    assert torch.equal(model.vit.forward_features(model.normalised(images)), model(images))
+
+
+def test_blocks_of_other_kinds_compute_everything(make_backbone: Callable[..., Any]) -> None:
+    for name in ("vit_base_patch16_rpn_224", "vit_base_patch16_xp_224"):
+        model = make_backbone(name=name).eval()
+        assert not model.prunes
+        images = torch.randint(0, 256, (2, 3, *model.image_size), dtype=torch.uint8)
+        keep = torch.tensor([[0, 3], [5, 1]])
+        outputs = model.encode(model.embed(images))[:, model.prefix_tokens :]
+        kept = model.finish(outputs.gather(1, keep[..., None].expand(-1, -1, model.width)))
+        assert torch.allclose(model.encode(model.embed(images), keep_BK=keep), kept, atol=1e-6)

@@ -1,0 +1,184 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+from safetensors.torch import load_file, save_file
+
+from ssl_vit.interfaces import UserError
+from ssl_vit.models.backbone import CONFIG, WEIGHTS, fresh, load, load_state, state
+
+Make = Callable[..., Any]
+
+FREE = {"image_size": 28, "channels": 1, "patch_size": 7, "width": 16, "depth": 2, "heads": 2}
+# No position for the class token, registers, no class token at all, a norm after pooling.
+OTHERS = [
+    "deit3_small_patch16_224",
+    "vit_small_patch14_reg4_dinov2",
+    "vit_base_patch16_siglip_gap_224",
+    "vit_medium_patch16_reg4_gap_256",
+]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {},
+        FREE,
+        {"mean": 0.3, "std": 0.2, "mlp_ratio": 1.5, "init": "timm"},
+        {"image_size": (8, 20), "positions": "sincos2d"},
+        {"class_token": False},
+        *({"name": name} for name in OTHERS),
+        {"name": "vit_tiny_r_s16_p8_224", "image_size": 32},
+    ],
+)
+def test_saved_weights_open_here_and_in_timm(
+    make_backbone: Make, tmp_path: Path, overrides: dict[str, Any], shaken: Make, pixels: Make, saved: Make
+) -> None:
+    backbone = shaken(make_backbone(**overrides))
+    folder = saved(tmp_path / "weights", backbone)
+    images = pixels(backbone)
+    normalised = images.float() * (1 / (255 * backbone.std)) - backbone.mean / backbone.std
+    reference = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
+    again = load(folder)
+    assert not again.training
+    assert (again.name, again.mean, again.std) == (backbone.name, backbone.mean, backbone.std)
+    with torch.no_grad():
+        expected = backbone(images)
+        assert torch.equal(again(images), expected)
+        assert torch.equal(reference.forward_features(normalised), expected)
+    settings = reference.pretrained_cfg
+    assert list(settings["input_size"]) == [backbone.channels, *backbone.image_size]
+    assert list(settings["mean"]) == [backbone.mean] * backbone.channels
+    assert list(settings["std"]) == [backbone.std] * backbone.channels
+
+
+def test_dropout_and_initialisation_travel_with_the_weights(make_backbone: Make, tmp_path: Path, saved: Make) -> None:
+    backbone = make_backbone(dropout=0.3, drop_path=0.2, position_std=0.5)
+    again = load(saved(tmp_path, backbone))
+    assert again.vit.pos_drop.p == 0.3
+    assert again.position_std == 0.5
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(state(fresh(again, 3)).values(), state(fresh(backbone, 3)).values(), strict=True)
+    )
+
+
+@pytest.mark.parametrize("asked", ["run", "checkpoint", "published"])
+def test_a_run_a_checkpoint_or_a_folder_opens(make_backbone: Make, tmp_path: Path, asked: str, saved: Make) -> None:
+    old, new, published = (make_backbone(seed) for seed in (1, 2, 3))
+    saved(tmp_path / "checkpoints" / "step_00000010", old)
+    saved(tmp_path / "checkpoints" / "step_00000200", new)
+    (tmp_path / "checkpoints" / "step_00000300").mkdir()  # without weights: passed over
+    path, expected = {
+        "run": (tmp_path, new),
+        "checkpoint": (tmp_path / "checkpoints" / "step_00000010", old),
+        "published": (saved(tmp_path, published) if asked == "published" else tmp_path, published),
+    }[asked]
+    assert torch.equal(load(str(path)).vit.pos_embed, expected.vit.pos_embed)
+
+
+def test_loading_leaves_torchs_generator_out_of_the_weights(make_backbone: Make, tmp_path: Path, saved: Make) -> None:
+    folder = saved(tmp_path, make_backbone())
+    torch.manual_seed(1)
+    first = state(load(folder))
+    torch.manual_seed(2)
+    second = state(load(folder))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def cut(folder: Path, file: str) -> None:
+    content = (folder / file).read_bytes()
+    (folder / file).write_bytes(content[: len(content) // 2])
+
+
+def config_becomes(content: Any) -> Callable[[Path], object]:
+    return lambda folder: (folder / CONFIG).write_text(json.dumps(content))
+
+
+def edit_config(**changes: Any) -> Callable[[Path], object]:
+    def edit(folder: Path) -> None:
+        config = json.loads((folder / CONFIG).read_text())
+        (folder / CONFIG).write_text(json.dumps(config | changes))
+
+    return edit
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        pytest.param(lambda f: cut(f, WEIGHTS), id="weights cut short"),
+        pytest.param(lambda f: (f / WEIGHTS).write_bytes(b""), id="weights empty"),
+        pytest.param(lambda f: (f / WEIGHTS).write_text("hello " * 99), id="weights are text"),
+        pytest.param(lambda f: cut(f, CONFIG), id="config cut short"),
+        pytest.param(lambda f: (f / CONFIG).unlink(), id="config missing"),
+        pytest.param(lambda f: (f / CONFIG).write_bytes(b"\xff\xfe"), id="config is binary"),
+        pytest.param(config_becomes({}), id="config empty"),
+        pytest.param(config_becomes(None), id="config null"),
+        pytest.param(config_becomes([1]), id="config a list"),
+        pytest.param(edit_config(pretrained_cfg={"mean": 0.5, "std": 0.5}), id="mean not a list"),
+        pytest.param(edit_config(pretrained_cfg={"mean": [], "std": []}), id="mean empty"),
+        pytest.param(edit_config(model_args={"embed_dimension": 16}), id="unknown argument"),
+        pytest.param(edit_config(architecture="vit_unknown"), id="unknown architecture"),
+    ],
+)
+def test_damaged_weights_are_reported_with_their_folder(
+    make_backbone: Make, tmp_path: Path, damage: Callable[[Path], object], saved: Make
+) -> None:
+    folder = saved(tmp_path / "weights", make_backbone())
+    damage(folder)
+    with pytest.raises(UserError):
+        load(folder)
+
+
+@pytest.mark.parametrize(("create", "message"), [(False, "no such run"), (True, f"no {WEIGHTS} there")])
+def test_missing_weights_are_reported(tmp_path: Path, create: bool, message: str) -> None:
+    path = tmp_path / "run"
+    if create:
+        path.mkdir()
+    with pytest.raises(UserError, match=message):
+        load(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"drop": "cls_token"}, "cls_token is missing"),
+        ({"add": "head.weight"}, "head.weight is unknown"),
+        ({"cut": "pos_embed"}, r"pos_embed is \(1, 3, 16\), not \(1, 17, 16\)"),
+    ],
+)
+def test_wrong_weights_are_listed_by_name(
+    make_backbone: Make, tmp_path: Path, change: dict[str, str], message: str, saved: Make
+) -> None:
+    folder = saved(tmp_path, make_backbone())
+    tensors = load_file(folder / WEIGHTS)
+    if "drop" in change:
+        del tensors[change["drop"]]
+    if "add" in change:
+        tensors[change["add"]] = torch.zeros(2)
+    if "cut" in change:
+        tensors[change["cut"]] = tensors[change["cut"]][:, :3].contiguous()
+    save_file(tensors, folder / WEIGHTS)
+    with pytest.raises(UserError, match=message) as raised:
+        load(folder)
+    assert str(folder) in str(raised.value)
+
+
+def test_many_wrong_weights_are_counted(make_backbone: Make) -> None:
+    with pytest.raises(UserError, match=r"and \d+ more"):
+        load_state(make_backbone(), state(make_backbone(depth=1)), "there")
+
+
+def test_loaded_weights_are_copies(make_backbone: Make) -> None:
+    one, other = make_backbone(1), make_backbone(2)
+    load_state(other, state(one), "one")
+    assert torch.equal(one.vit.cls_token, other.vit.cls_token)
+    with torch.no_grad():
+        other.vit.cls_token.add_(1)
+    assert not torch.equal(one.vit.cls_token, other.vit.cls_token)

@@ -1,0 +1,187 @@
+"""What every process of a small world does; `conftest.world` starts it with a scenario's name and arguments."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from ssl_vit import cli, experiment, recipe, runs
+from ssl_vit.interfaces import RunError, UserError
+from ssl_vit.training import checkpoint, metrics
+from ssl_vit.training.engine import make_accelerator
+
+TINY = ("backbone.width=32", "backbone.depth=2", "backbone.heads=2", "training.picture_every=0", "training.trackers={}")
+STAGES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "pretraining": ("digits_ssl", ()),
+    "supervised": ("digits_supervised", ()),
+    "fine_tuning": ("digits_supervised", ("objective.head=linear", "optim.name=sgd")),
+}
+
+
+def train(digits: str, run: Path, stage: str, *more: str) -> None:
+    """20 steps of 48 of the 1,437 digits (two thirds of an epoch) in 12 lanes, every step logged."""
+    name, keys = STAGES[stage]
+    fixed = [f"data.train={digits}/train", f"run={run}", "data.lanes=12", "training.batch_size=48", "training.steps=20"]
+    fixed += ["training.log_every=1", "training.checkpoint_every=0", "optim.lr=1e-3", "optim.warmup_steps=5"]
+    experiment.train(recipe.load_recipe(name, [*fixed, *TINY, *keys, *more]), quiet=True)
+
+
+def same_maths(digits: str, out: Path, first: Path, accumulations: str) -> None:
+    """The three stages, in so many micro-batches, into OUT/STAGE-ACCUMULATE; fine-tuning starts from FIRST."""
+    for stage in STAGES:
+        start = [f"init_from={first}"] if stage == "fine_tuning" else []
+        for accumulate in accumulations.split(","):
+            train(digits, out / f"{stage}-{accumulate}", stage, f"training.accumulate={accumulate}", *start)
+
+
+def sharding_accelerator(*arguments: Any) -> Any:
+    """The engine, but `prepare` shards with torch's own fully_shard, as Accelerate does on accelerators alone."""
+    accelerator = make_accelerator(*arguments)
+
+    def prepare(objective: Any, optimizer: torch.optim.Optimizer) -> Any:
+        names = {id(parameter): name for name, parameter in objective.named_parameters()}
+        order = [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
+        for block in objective.backbone.vit.blocks:
+            fully_shard(block)
+        fully_shard(objective)
+        sharded = dict(objective.named_parameters())
+        assert all(isinstance(parameter, DTensor) for parameter in sharded.values())
+        for group, own in zip(optimizer.param_groups, order, strict=True):
+            group["params"] = [sharded[name] for name in own]
+        return objective, accelerator.prepare_optimizer(optimizer, device_placement=False)
+
+    accelerator.prepare = prepare
+    return accelerator
+
+
+SHARDED = ("training.ema=0.9", "training.checkpoint_every=12", "training.keep_last=9", "optim.lr=1e-4")
+
+
+def sharded(digits: str, out: Path) -> None:
+    """A sharded run into OUT/sharded; another goes on from its step 12 in OUT/again."""
+    experiment.make_accelerator = sharding_accelerator  # type: ignore[assignment]
+    train(digits, out / "sharded", "pretraining", *SHARDED)
+    back_to_step_12(out / "sharded", out / "again")
+    train(digits, out / "again", "pretraining", *SHARDED)
+
+
+def sharded_on_three(digits: str, out: Path) -> None:
+    """OUT/sharded, which two processes trained, goes on from its step 12 in OUT/three."""
+    experiment.make_accelerator = sharding_accelerator  # type: ignore[assignment]
+    back_to_step_12(out / "sharded", out / "three")
+    train(digits, out / "three", "pretraining", *SHARDED)
+
+
+def back_to_step_12(run: Path, copy: Path) -> None:
+    """A copy of a run as it was at its checkpoint of step 12; the main process makes it."""
+    if experiment.is_main_process():
+        shutil.copytree(run, copy, ignore=shutil.ignore_patterns("step_00000020"))
+    experiment.wait_for_everyone()
+
+
+def two(digits: str, out: str, first: str, accumulations: str) -> None:
+    same_maths(digits, Path(out) / "2", Path(first), accumulations)
+    sharded(digits, Path(out))
+
+
+def three(digits: str, out: str, first: str, accumulations: str) -> None:
+    same_maths(digits, Path(out) / "3", Path(first), accumulations)
+    sharded_on_three(digits, Path(out))
+
+
+def outcome(action: Callable[[], Any]) -> str:
+    """How a call ends, in words: of an error, its kind, whether every process raises it, and its message."""
+    try:
+        action()
+    except (UserError, RunError) as error:
+        return f"{type(error).__name__} everywhere={error.everywhere} {error}"
+    return "done"
+
+
+def errors_of_one(digits: str, out: str, bad: str) -> None:
+    """What happens to each process when one alone has an error: the main one at the start, at a checkpoint, while it
+    logs, and at last the other one, which reads a bad sample from the shards BAD."""
+    folder = Path(out)
+    if experiment.is_main_process():
+        (folder / "occupied").mkdir()
+        (folder / "occupied" / "thesis.tex").write_text("mine")
+        (folder / "blocked").mkdir()
+    print("occupied:", outcome(lambda: train(digits, folder / "occupied", "pretraining")), flush=True)
+    save = checkpoint._flush
+
+    def full(path: Path) -> None:
+        if "step_00000012" in str(path):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        save(path)
+
+    checkpoint._flush = full
+    keys = ("training.checkpoint_every=4", "training.keep_last=9")
+    print("full:", outcome(lambda: train(digits, folder / "full", "pretraining", *keys)), flush=True)
+    checkpoint._flush = save
+
+    def refused(self: Any, step: int, values: Any) -> None:
+        raise RunError("metrics.jsonl: cannot write")
+
+    write, metrics.MetricLog.write = metrics.MetricLog.write, refused  # type: ignore[method-assign]
+    print("log:", outcome(lambda: train(digits, folder / "log", "pretraining")), flush=True)
+    metrics.MetricLog.write = write  # type: ignore[method-assign]
+    keys = ("data.on_bad_sample=fail", "training.checkpoint_every=1")
+    print("bad:", outcome(lambda: train(bad, folder / "bad", "pretraining", *keys)), flush=True)
+    os._exit(0)
+
+
+def disk(digits: str, out: str) -> None:
+    """Fill, remount read-only and enlarge a real small disk, in a mount namespace of this process."""
+    run, keys = Path(out) / "run", ("training.checkpoint_every=2", "training.keep_last=99")
+    assert ctypes.CDLL(None).unshare(0x00020000) == 0  # CLONE_NEWNS
+
+    def mount(*options: str) -> None:
+        subprocess.run(["mount", *options], check=True)
+
+    mount("--make-rprivate", "/")
+    mount("-t", "tmpfs", "-o", "size=2m", "tmpfs", out)
+    print("full:", outcome(lambda: train(digits, run, "pretraining", *keys)), flush=True)
+    print("left:", *sorted(path.name for path in (run / "checkpoints").iterdir()), flush=True)
+    for lock in runs._locks.values():
+        lock.release()  # a file open for writing keeps the disk from becoming read-only
+    runs._locks.clear()
+    mount("-o", "remount,ro", out)
+    print("read-only:", outcome(lambda: train(digits, run, "pretraining", *keys)), flush=True)
+    mount("-o", "remount,rw,size=99m", out)
+    print("mended:", outcome(lambda: train(digits, run, "pretraining", *keys)), flush=True)
+    steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    print("steps:", *steps, flush=True)
+
+
+def command_line(*arguments: str) -> None:
+    """`ssl-vit ARGUMENTS`."""
+    sys.argv = ["ssl-vit", *arguments]
+    cli.main()
+
+
+def main(output: str, environment: dict[str, str], arguments: list[str]) -> None:
+    os.setsid()
+    os.environ.clear()
+    os.environ.update(environment)
+    file = os.open(output, os.O_WRONLY | os.O_CREAT)
+    for stream in (1, 2):
+        os.dup2(file, stream)
+    torch.set_num_threads(1)
+    scenarios[arguments[0]](*arguments[1:])
+
+
+scenarios = {function.__name__: function for function in (two, three, errors_of_one, disk, command_line)}
+if __name__ == "__main__":
+    main(globals()["output"], globals()["environment"], globals()["arguments"])

@@ -1,0 +1,115 @@
+"""Twenty thousand samples, one in a hundred broken in one of ten ways: training goes through and tells of each."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+import tarfile
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+SAMPLES, SHARDS, EVERY = 20_000, 16, 100
+
+Members = dict[str, bytes]
+
+
+def ssl_vit(*arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+    command = [sys.executable, "-m", "ssl_vit", *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+
+
+def encoded(kind: str) -> bytes:
+    buffer = io.BytesIO()
+    Image.fromarray(np.random.default_rng(0).integers(0, 255, (12, 12), dtype=np.uint8)).save(buffer, kind)
+    return buffer.getvalue()
+
+
+JPEG, PNG = encoded("JPEG"), encoded("PNG")
+BROKEN: list[Callable[[Members], Members]] = [
+    lambda sample: {**sample, "jpg": b""},
+    lambda sample: {**sample, "jpg": b"this is no picture\n" * 9},
+    lambda sample: {**sample, "jpg": JPEG[: len(JPEG) // 2]},
+    lambda sample: {**sample, "jpg": JPEG[:2] + bytes(60) + JPEG[62:]},
+    lambda sample: {"cls": sample["cls"], "png": PNG[:-30]},
+    lambda sample: {"cls": sample["cls"], "txt": b"a caption"},
+    lambda sample: {"jpg": JPEG},
+    lambda sample: {**sample, "cls": b"cat"},
+    lambda sample: {**sample, "cls": b"10"},
+    lambda sample: {**sample, "cls": b"-1"},
+]
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("corrupt")
+    pictures = []
+    for n in range(50):
+        buffer = io.BytesIO()
+        pixels = np.random.default_rng(n).integers(0, 255, (12, 12), dtype=np.uint8)
+        Image.fromarray(pixels).save(buffer, "JPEG")
+        pictures.append(buffer.getvalue())
+    listed = []
+    for shard in range(SHARDS):
+        numbers = range(shard * SAMPLES // SHARDS, (shard + 1) * SAMPLES // SHARDS)
+        with tarfile.open(folder / f"{shard:06d}.tar", "w") as tar:
+            for n in numbers:
+                sample = {"jpg": pictures[n % 50], "cls": b"%d" % (n % 10)}
+                if n % EVERY == 7:
+                    sample = BROKEN[n // EVERY % len(BROKEN)](sample)
+                for extension, data in sample.items():
+                    member = tarfile.TarInfo(f"{n:08d}.{extension}")
+                    member.size = len(data)
+                    tar.addfile(member, io.BytesIO(data))
+        listed.append({"file": f"{shard:06d}.tar", "samples": len(numbers)})
+    info = {"classes": [str(n) for n in range(10)], "samples": SAMPLES, "shards": listed}
+    (folder / "info.json").write_text(json.dumps(info))
+    return folder
+
+
+RECIPE = [
+    "backbone.width=16",
+    "backbone.depth=1",
+    "backbone.heads=1",
+    "data.augment.crop=centre",
+    "training.log_every=10",
+]
+
+
+def test_an_epoch_goes_through_and_every_broken_sample_is_told(shards: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    keys = ["training.batch_size=400", "training.steps=50", "data.workers=2", "data.lanes=8", *RECIPE]
+    done = ssl_vit("train", "digits_supervised", f"data.train={shards}", f"run={run}", *keys)
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert rows[-1]["step"] == 50 or any(row["step"] == 50 for row in rows)
+    skipped = [sample for row in rows if row.get("event") == "skipped_samples" for sample in row["samples"]]
+    # Broken samples are passed over, so 50 steps of 400 go a little way into the second epoch.
+    first_epoch = {sample["key"]: sample for sample in skipped}
+    assert {int(key) for key in first_epoch} == {n for n in range(SAMPLES) if n % EVERY == 7}
+    assert Counter(sample["key"] for sample in skipped).most_common(1)[0][1] <= 2
+    for key, sample in first_epoch.items():
+        assert f"{int(key) * SHARDS // SAMPLES:06d}.tar" in sample["shard"]
+    assert len({sample["reason"] for sample in skipped}) >= 7
+    total = [row["total"] for row in rows if row.get("event") == "skipped_samples"][-1]
+    assert total == len(skipped)
+    printed = done.stdout + done.stderr
+    assert f"{total} in all" in printed
+    assert "sample 0" in printed
+
+
+def test_a_strict_run_stops_at_the_first_and_names_it(shards: Path, tmp_path: Path) -> None:
+    keys = ["training.batch_size=400", "training.steps=50", "data.on_bad_sample=fail", "data.workers=1", *RECIPE]
+    done = ssl_vit("train", "digits_supervised", f"data.train={shards}", f"run={tmp_path / 'run'}", *keys)
+    assert done.returncode == 2
+    assert "data.on_bad_sample=fail" in done.stderr
+    assert ".tar: sample 000" in done.stderr
+    assert len(done.stderr.strip().splitlines()) <= 3

@@ -1,0 +1,227 @@
+"""What breaks while processes train: nothing saved is lost, every process ends, and the message says what to do."""
+
+from __future__ import annotations
+
+import gc
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import tarfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.numpy import load_file
+
+from ssl_vit import experiment, recipe
+from ssl_vit.data.plan import LanePosition, lane_stream
+from ssl_vit.data.shards import open_shards
+from ssl_vit.interfaces import RunError
+from ssl_vit.models import backbone
+
+World = Callable[..., Any]
+SMALL = (
+    "backbone.width=32",
+    "backbone.depth=2",
+    "backbone.heads=2",
+    "training.picture_every=0",
+    "training.batch_size=48",
+)
+
+
+def settings(digits: Path, run: Path, *more: str) -> list[str]:
+    keys = [f"data.train={digits}/train", f"run={run}", "data.lanes=12", "training.log_every=1", "training.trackers={}"]
+    return [*keys, *SMALL, *more]
+
+
+def train(digits: Path, run: Path, *more: str) -> Path:
+    """In this process."""
+    return experiment.train(recipe.load_recipe("digits_ssl", settings(digits, run, *more)), quiet=True)
+
+
+def steps_saved(run: Path) -> list[int]:
+    return sorted(int(path.name[5:]) for path in (run / "checkpoints").glob("step_*"))
+
+
+def wait_for_step(run: Path, step: int, seconds: float = 120) -> None:
+    deadline = time.monotonic() + seconds
+    while not (steps_saved(run) and steps_saved(run)[-1] >= step):
+        assert time.monotonic() < deadline, "no such checkpoint came"
+        time.sleep(0.02)
+
+
+def losses(run: Path) -> dict[int, float]:
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    found = {row["step"]: row["loss"] for row in rows if "loss" in row}
+    assert len(found) == len(rows)  # no step twice
+    return found
+
+
+def test_a_preempted_process_makes_all_save_and_leave_with_75(world: World, digits: Path, tmp_path: Path) -> None:
+    """SIGUSR1 reaches one of two processes; another number of processes goes on as if nothing had been."""
+    run, keys = tmp_path / "run", ["training.steps=80", "training.checkpoint_every=4"]
+    both = world(2, "command_line", "train", "digits_ssl", *settings(digits, run, *keys))
+    wait_for_step(run, 4)
+    os.kill(both[1].pid, signal.SIGUSR1)
+    assert [process.wait(60) for process in both] == [75, 75], both[0].text + both[1].text
+    assert "stopped by SIGUSR1; saved" in both[0].text and "stopped" not in both[1].text
+    before = losses(run)
+    assert list(before) == list(range(1, steps_saved(run)[-1] + 1)) and len(before) < 80  # saved where it stood
+    train(digits, run, *keys)
+    whole = losses(train(digits, tmp_path / "whole", *keys))
+    assert losses(run) == pytest.approx(whole, abs=1e-4) and list(whole) == list(range(1, 81))
+    assert before == {step: loss for step, loss in losses(run).items() if step in before}
+
+
+def test_the_end_of_one_process_ends_the_others(world: World, digits: Path, tmp_path: Path) -> None:
+    run, keys = tmp_path / "run", ["training.steps=20000", "training.checkpoint_every=4"]
+    both = world(2, "command_line", "train", "digits_ssl", *settings(digits, run, *keys))
+    wait_for_step(run, 4)
+    os.kill(both[1].pid, signal.SIGKILL)
+    start = time.monotonic()
+    assert both[0].wait(30) == 1
+    assert time.monotonic() - start < 15
+    text = both[0].text
+    assert "another process of this run is gone" in text and "training.timeout" in text and "Traceback" not in text
+    assert f"last good checkpoint: {run}/checkpoints/step_" in text
+
+
+def test_an_error_of_one_process_ends_all_in_plain_words(world: World, digits: Path, tmp_path: Path) -> None:
+    bad = tmp_path / "shards"
+    shutil.copytree(digits, bad)
+    spoil_a_sample_of_lane(11, bad / "train", batch=48)
+    main, other = world(2, "errors_of_one", digits, tmp_path, bad)
+    assert (main.wait(), other.wait()) == (0, 0), main.text + other.text
+    lines = [dict(line.split(": ", 1) for line in one.text.splitlines() if ": " in line[:10]) for one in (main, other)]
+    for told in lines:
+        assert told["occupied"].startswith("UserError everywhere=True") and "holds no run" in told["occupied"]
+        assert told["full"].startswith("RunError everywhere=True") and "No space left on device" in told["full"]
+        assert told["log"].startswith("RunError everywhere=True") and "cannot write" in told["log"]
+    assert steps_saved(tmp_path / "full") == [4, 8]  # nothing half-made beside them
+    assert not [path for path in (tmp_path / "full" / "checkpoints").iterdir() if path.name[0] == "."]
+    backbone.load(tmp_path / "full")
+    assert lines[1]["bad"].startswith("UserError everywhere=False") and "on_bad_sample=fail" in lines[1]["bad"]
+    assert lines[0]["bad"].startswith("RunError everywhere=False another process of this run is gone")
+
+
+def spoil_a_sample_of_lane(lane: int, folder: Path, batch: int) -> None:
+    """Overwrite an image that this lane reads in its third step."""
+    shards = open_shards(str(folder))
+    pieces = lane_stream(0, shards.sets(None), 12, lane, LanePosition())
+    members = [
+        (piece.shard, int(member)) for piece, _ in zip(pieces, range(3), strict=False) for member in piece.members
+    ]
+    shard, member = members[2 * batch // 12]
+    path = Path(shards.urls[shard])
+    with tarfile.open(path) as tar:
+        keys = sorted({name.split(".")[0] for name in tar.getnames()})
+        entry = next(entry for entry in tar if entry.name.startswith(f"{keys[member]}.png"))
+    with path.open("r+b") as file:
+        file.seek(entry.offset_data)
+        file.write(b"no picture".ljust(entry.size, b"!"))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root mounts a disk")
+def test_a_full_and_a_read_only_disk_lose_nothing(world: World, digits: Path, tmp_path: Path) -> None:
+    process = world(1, "disk", digits, tmp_path)[0]
+    assert process.wait() == 0, process.text
+    told = dict(line.split(": ", 1) for line in process.text.splitlines() if ": " in line[:12])
+    assert told["full"].startswith("RunError") and "could not save checkpoint" in told["full"]
+    left = told["left"].split()
+    assert left == [f"step_{step:08d}" for step in range(2, 2 * len(left) + 1, 2)] and 0 < len(left) < 10
+    assert told["read-only"].startswith("UserError") and "Read-only file system" in told["read-only"]
+    assert told["mended"] == "done"
+    assert told["steps"].split() == [str(step) for step in range(1, 21)]
+
+
+def test_a_removed_run_directory_stops_the_run(digits: Path, tmp_path: Path) -> None:
+    run, moved = tmp_path / "run", tmp_path / "moved"
+    keys = ["training.steps=20000", "training.checkpoint_every=5"]
+    mover = threading.Thread(target=lambda: (wait_for_step(run, 5), run.rename(moved)))
+    mover.start()
+    with pytest.raises(RunError, match="was removed or moved while it was trained: put it back"):
+        train(digits, run, *keys)
+    mover.join()
+    backbone.load(moved)
+    assert not run.exists()
+
+
+def test_a_broken_checkpoint_is_put_aside(digits: Path, tmp_path: Path) -> None:
+    """A flipped bit in each kind of file: the one before it is used, and the end is the same, bit for bit."""
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    keys = ["training.steps=8", "training.checkpoint_every=2", "training.keep_last=9", "training.ema=0.9"]
+    train(digits, whole, *keys)
+    shutil.copytree(whole, run, ignore=shutil.ignore_patterns(".lock"))
+    names = ["optimizer/shard-00001-model-00001-of-00001.safetensors", "backbone.safetensors", "SHA256SUMS"]
+    for step, name in zip((8, 6, 4), names, strict=True):
+        file = run / "checkpoints" / f"step_{step:08d}" / name
+        content = bytearray(file.read_bytes())
+        content[-5] ^= 1
+        file.write_bytes(content)
+    train(digits, run, *keys)
+    broken = sorted(path.name for path in (run / "checkpoints").glob("broken_*"))
+    assert broken == [f"broken_step_{step:08d}" for step in (4, 6, 8)]
+    for name in [*names[:2], "objective.safetensors", "training.safetensors"]:
+        last = Path("checkpoints") / "step_00000008" / name
+        found, expected = load_file(run / last), load_file(whole / last)
+        assert found.keys() == expected.keys() and all((found[key] == expected[key]).all() for key in expected), name
+    assert losses(run) == losses(whole)
+
+
+@pytest.fixture
+def one_worker_gets(digits: Path) -> Iterator[Callable[[Path, signal.Signals], str]]:
+    """Train with two loader workers, send the second a signal after the first checkpoint; returns the error."""
+
+    def run(folder: Path, number: signal.Signals) -> str:
+        gc.collect()  # loaders that earlier tests dropped without ending them
+        others = set(multiprocessing.active_children())
+
+        def own_workers() -> list[int]:
+            return sorted(p.pid or 0 for p in multiprocessing.active_children() if p.daemon and p not in others)
+
+        def hit() -> None:
+            wait_for_step(folder, 5)
+            os.kill(own_workers()[1], number)
+
+        hitter = threading.Thread(target=hit)
+        hitter.start()
+        keys = ["training.steps=20000", "training.checkpoint_every=5", "data.workers=2", "data.worker_timeout=3"]
+        with pytest.raises(RunError) as told:
+            train(digits, folder, *keys)
+        hitter.join()
+        text = str(told.value)
+        del told  # its traceback holds the loader
+        gc.collect()
+        assert wait_until(lambda: not own_workers())
+        backbone.load(folder)
+        return text
+
+    yield run
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 20) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return condition()
+
+
+@pytest.mark.slow  # torch raises a second death wherever the main process is, in pytest itself too
+def test_a_loader_worker_that_hangs_is_named(
+    one_worker_gets: Callable[[Path, signal.Signals], str], tmp_path: Path
+) -> None:
+    text = one_worker_gets(tmp_path / "run", signal.SIGSTOP)
+    assert "loader worker 1 of 2 of process 0 (pid " in text and "gave nothing for 3 s (data.worker_timeout)" in text
+
+
+@pytest.mark.slow  # torch raises a second death wherever the main process is, in pytest itself too
+def test_a_loader_worker_that_dies_is_named(
+    one_worker_gets: Callable[[Path, signal.Signals], str], tmp_path: Path
+) -> None:
+    text = one_worker_gets(tmp_path / "run", signal.SIGKILL)
+    assert "a loader worker of process 0 died: (pid" in text and "data.cache_mb" in text

@@ -1,0 +1,159 @@
+"""The page in a real browser (headless Chromium): nothing on its console, figures that are seen, a phone's width."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from ssl_vit.report.page import write_report
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
+# What a page measures of itself once it is laid out. Its own policy forbids scripts, so a copy without that is asked.
+MEASURE = """<script>addEventListener("load", () => {
+  const box = e => { const r = e.getBoundingClientRect(); return [r.left, r.right, r.width, r.height]; };
+  const all = s => [...document.querySelectorAll(s)];
+  const out = document.createElement("pre");
+  out.id = "measured";
+  out.textContent = JSON.stringify({
+    width: innerWidth, content: document.documentElement.scrollWidth,
+    figures: all("figure svg, figure img").map(box), images: all("img").map(i => i.naturalWidth),
+    letters: Math.min(...all("figure svg text").map(t => t.getBoundingClientRect().height)),
+    regions: all(".scroll").map(box), text: getComputedStyle(document.body).color,
+    page: getComputedStyle(document.body).backgroundColor });
+  document.body.append(out);
+});</script></head>"""
+
+
+def chromium(page: Path, width: int, *more: str) -> subprocess.CompletedProcess[str]:
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", f"--window-size={width},2000"]
+    command = [str(CHROMIUM), *flags, *more, page.as_uri()]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+
+
+def measured(page: Path, width: int, *more: str) -> dict[str, Any]:
+    text = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", page.read_text())
+    copy = page.with_name("measured.html")
+    copy.write_text(text.replace("</head>", MEASURE))
+    found = re.search(r'<pre id="measured">(.*?)</pre>', chromium(copy, width, "--dump-dom", *more).stdout, re.DOTALL)
+    assert found
+    return dict(json.loads(html.unescape(found[1])))
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A comparison of three arms and two references at five budgets, with pictures."""
+    run = tmp_path_factory.mktemp("comparison")
+    (run / "ssl" / "inspect").mkdir(parents=True)
+    generator = np.random.default_rng(0)
+    for name in ("reconstructions", "filters"):
+        pixels = generator.integers(0, 256, (60, 90, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(run / "ssl" / "inspect" / f"{name}.png")
+    lines = [json.dumps({"step": n, "loss": 3 / n, "constant_loss": 2.5, "images_seen": 64 * n}) for n in range(1, 40)]
+    (run / "ssl" / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    (run / "ssl" / "recipe.yaml").write_text("name: ssl\n")
+    budgets, gain = (1, 5, 10, 100, 1000), {"ssl": 0.2, "supervised": 0.3, "pixels": -0.1}
+    rows = [
+        {"arm": arm, "evaluator": evaluator, "labels_per_class": budget, "seed": seed}
+        | {"accuracy": 0.4 + gain.get(arm, 0.0) + 0.1 * np.log10(budget) + 0.01 * generator.normal()}
+        for evaluator, others in (("fine_tune", ["scratch"]), ("few_shot", ["untrained", "pixels"]))
+        for arm in ["ssl", "supervised", *others]
+        for budget in budgets
+        for seed in (0, 1, 2)
+    ]
+    costs = {
+        "images_seen": 10_000_000,
+        "flops": 3.2e18,
+        "seconds": 86400.0,
+        "parameters": 86_000_000,
+        "device_hours": 24.0,
+    }
+    arms = [
+        {"name": "ssl", "label": "SSL (masked patches)", "run": "ssl", "labels_used": 0, "pretraining": costs},
+        {"name": "scratch", "label": "scratch", "run": None, "labels_used": 0, "pretraining": None},
+        {"name": "supervised", "label": "supervised (all labels)", "labels_used": 50000, "pretraining": costs},
+    ]
+    results = {
+        "kind": "comparison",
+        "title": "A comparison in a browser",
+        "seeds": [0, 1, 2],
+        "arms": arms,
+        "sets": {"": {"classes": 10, "metric": "accuracy"}},
+        "evaluators": {
+            "fine_tune": {"title": "Fine-tuning", "trains_backbone": True},
+            "few_shot": {"title": "Few-shot linear classifier on frozen features"},
+        },
+        "measurements": rows,
+        "command": "ssl-vit compare recipe.yaml "
+        + " ".join(f"arms.ssl.overrides=[training.steps={n}]" for n in range(9)),
+    }
+    (run / "results.json").write_text(json.dumps(results))
+    return write_report([run], run / "report.html")
+
+
+def test_nothing_is_said_on_the_console(page: Path) -> None:
+    said = [line for line in chromium(page, 1000, "--dump-dom").stderr.splitlines() if "CONSOLE" in line]
+    assert said == []
+    broken = page.with_name("broken.html")
+    broken.write_text(page.read_text().replace("</head>", "<script>1</script></head>"))
+    assert "CONSOLE" in chromium(broken, 1000, "--dump-dom").stderr, (
+        "the page's policy stops scripts, and this test hears it"
+    )
+
+
+@pytest.mark.parametrize("width", [500, 1200])
+def test_figures_and_tables_fit_and_can_be_read(page: Path, width: int) -> None:
+    found = measured(page, width)
+    assert found["width"] == width
+    assert found["content"] <= width, "the page itself never scrolls sideways"
+    assert len(found["figures"]) == 7
+    for left, right, wide, high in [*found["figures"], *found["regions"]]:
+        assert left >= 0 and right <= width, "what is wider scrolls inside its own region"
+        assert wide > 0.3 * min(width, 800) and high > 20
+    assert all(natural == 90 for natural in found["images"])
+    assert found["letters"] >= 10
+
+
+def test_a_phone_is_no_narrower_than_what_it_shows(page: Path) -> None:
+    """Chromium's window stops at 500 pixels: a frame of 400 is asked instead."""
+    frame = page.with_name("frame.html")
+    frame.write_text(f'<iframe src="{page.with_name("measured.html").as_uri()}" width="400" height="900"></iframe>')
+    measured(page, 500)
+    inner = page.with_name("measured.html")
+    inner.write_text(inner.read_text().replace("document.body.append(out)", "parent.postMessage(out.textContent, '*')"))
+    listen = "<script>addEventListener('message', e => { document.body.append(e.data); });</script>"
+    frame.write_text(listen + frame.read_text())
+    found = re.search(r"\{.*\}", html.unescape(chromium(frame, 600, "--dump-dom", "--virtual-time-budget=5000").stdout))
+    assert found
+    values = json.loads(found[0][found[0].index('{"width"') :])
+    assert values["width"] == 400 and values["content"] <= 400
+    assert all(right <= 400 for _, right, *_ in [*values["figures"], *values["regions"]])
+    assert values["letters"] >= 9
+
+
+def test_a_dark_page_is_dark_and_its_figures_are_not_black_on_it(page: Path) -> None:
+    dark = measured(page, 1000, "--blink-settings=preferredColorScheme=0", "--force-dark-mode")
+    light = measured(page, 1000)
+
+    def brightness(colour: str) -> float:
+        return float(np.mean([int(n) for n in re.findall(r"\d+", colour)[:3]]))
+
+    assert brightness(light["page"]) > 200 > 100 > brightness(light["text"])
+    assert brightness(dark["page"]) < 60 < 180 < brightness(dark["text"])
+
+
+def test_what_is_seen_is_drawn(page: Path, tmp_path: Path) -> None:
+    """The screenshot has the arms' colours, in the figures and beside the tables."""
+    chromium(page, 1000, f"--screenshot={tmp_path / 'seen.png'}", "--hide-scrollbars")
+    seen = np.asarray(Image.open(tmp_path / "seen.png").convert("RGB")).reshape(-1, 3)
+    for colour in ((0x00, 0x72, 0xB2), (0xD5, 0x5E, 0x00), (0x00, 0x9E, 0x73)):
+        assert (np.abs(seen.astype(int) - colour).max(1) <= 3).sum() > 300, colour

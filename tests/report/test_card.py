@@ -1,0 +1,186 @@
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from huggingface_hub import ModelCard
+from safetensors.torch import save_file
+
+from ssl_vit import cli
+from ssl_vit import recipe as recipes
+from ssl_vit.models import BackboneConfig, backbone
+from ssl_vit.report import card
+
+Make = Callable[..., Any]
+
+
+def weights(folder: Path, model: Any) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    backbone.write_config(model, folder / "config.json")
+    save_file(backbone.state(model), folder / "backbone.safetensors")
+    return folder
+
+
+def write(model: Any, given: Path, to: str = "timm", **options: Any) -> str:
+    options = {"title": "digits", "address": None, "licence": None} | options
+    return card.write(model, given, backbone.find_weights(given), to, **options)
+
+
+@pytest.fixture
+def run(tmp_path: Path, make_backbone: Make) -> Path:
+    """A finished run of the shipped recipe on shards with a licence, judged once, with one checkpoint."""
+    shards = tmp_path / "shards"
+    shards.mkdir()
+    (shards / "000000.tar").touch()
+    info = {"classes": ["a", "b"], "samples": 7, "shards": [{"file": "000000.tar", "samples": 7}]}
+    (shards / "info.json").write_text(json.dumps(info | {"source": "my | photographs", "licence": "CC BY 4.0"}))
+    folder = weights(tmp_path / "run", make_backbone())
+    recipe = recipes.load_recipe("digits_ssl", [f"data.train={shards}", f"run={folder}", "training.batch_size=32"])
+    recipes.save(recipe, folder / "recipe.yaml")
+    summary = {"name": "digits_ssl", "steps": 900, "images_seen": 28800, "seconds": 61.5}
+    (folder / "summary.json").write_text(json.dumps(summary))
+    hardware = {"gpus": ["NVIDIA H200", "NVIDIA H200"], "processor": "EPYC", "cores": 16}
+    machine = {"hardware": hardware, "versions": {"torch": "2.9.1"}, "world_size": 2, "git": "abc123"}
+    (folder / "environment.json").write_text(json.dumps(machine))
+    values = {"trained/1-shot/mean": 0.5, "trained/1-shot/std": 0.125, "trained/1-shot/seed0": 0.5}
+    values |= {"pixels/1-shot/mean": 0.25, "pixels/1-shot/std": 0.0, "trained/C": 12.0}
+    judged = {"evaluator": "few_shot", "settings": {"shots": [1], "l2": 32.0}, "data": {"train": "x", "test": "y"}}
+    judged |= {"values": values, "skipped": [{"shard": "s.tar", "key": "k", "reason": "cut"}]}
+    (folder / "results.json").write_text(json.dumps({"kind": "evaluations", "evaluations": [judged]}))
+    checkpoint = weights(folder / "checkpoints" / "step_00000300", make_backbone())
+    (checkpoint / "state.json").write_text(json.dumps({"step": 300, "seconds": 20.0, "lanes": [], "data": ""}))
+    return folder
+
+
+def rows(text: str) -> dict[str, list[str]]:
+    lines = [re.split(r"(?<!\\)\|", line)[1:-1] for line in text.splitlines() if line.startswith("|")]
+    return {cells[0].strip(): [cell.strip() for cell in cells[1:]] for cells in lines}
+
+
+def test_the_card_tells_the_runs_story(run: Path, make_backbone: Make) -> None:
+    text = write(make_backbone(), run, licence="apache-2.0")
+    found = rows(text)
+    assert found["Parameters"] == [f"{sum(p.numel() for p in make_backbone().parameters()):,}"]
+    assert "| Images | 16 x 16 pixels, 3 channel(s) |" in text
+    assert "| Images | 7 |" in text
+    assert (found["Steps"], found["Images seen"], found["Seconds"]) == (["900"], ["28,800"], ["61.5"])
+    assert found["Hardware"] == ["2 x NVIDIA H200; 2 process(es)"]
+    assert found["Objective"] == ["masked_patch"]
+    assert found["Commit"] == ["abc123"]
+    assert (found["Source"], found["Licence"]) == ([r"my \| photographs"], ["CC BY 4.0"])
+    assert found["1-shot mean ± std"] == ["0.5 ± 0.125", "0.25 ± 0"]
+    assert found["C"] == ["12", "–"]
+    assert not any("seed" in row for row in found)
+    assert "left out 1 unreadable sample(s): s.tar: k (cut)" in text
+    recipe = re.search(r"```yaml\n(.*?)\n```", text, re.DOTALL)
+    assert recipe is not None
+    assert recipe[1] == (run / "recipe.yaml").read_text().strip()
+    assert text.endswith("The weights: apache-2.0. The training images: CC BY 4.0.\n")
+
+
+def test_the_hub_reads_the_front_matter(run: Path, make_backbone: Make) -> None:
+    data = ModelCard(write(make_backbone(), run, licence="apache-2.0", to="onnx")).data
+    assert (data.license, data.library_name, data.tags) == ("apache-2.0", "onnx", ["ssl-vit"])
+    assert "license" not in ModelCard(write(make_backbone(), run)).data.to_dict()
+
+
+def test_a_checkpoint_has_its_own_steps_and_no_results(run: Path, make_backbone: Make) -> None:
+    text = write(make_backbone(), run / "checkpoints" / "step_00000300")
+    found = rows(text)
+    assert (found["Steps"], found["Images seen"], found["Seconds"]) == (["300"], ["9,600"], ["20"])
+    assert "Not measured" in text
+    assert "1-shot" not in text
+
+
+def test_shards_that_moved_are_said_to_be_out_of_reach(run: Path, make_backbone: Make) -> None:
+    (run.parent / "shards").rename(run.parent / "elsewhere")
+    text = write(make_backbone(), run)
+    assert "the training shards could not be read when this card was written" in text
+    assert "CC BY" not in text
+    assert "The weights: not stated." in text
+
+
+def test_a_mixtures_licences_are_all_named(run: Path, make_backbone: Make) -> None:
+    other = run.parent / "other"
+    other.mkdir()
+    (other / "000000.tar").touch()
+    info = {"classes": None, "samples": 3, "shards": [{"file": "000000.tar", "samples": 3}], "licence": "CC0"}
+    (other / "info.json").write_text(json.dumps(info))
+    recipe = recipes.load_recipe(run / "recipe.yaml", [f"data.train=[{run.parent / 'shards'},{other}]"])
+    recipes.save(recipe, run / "recipe.yaml")
+    text = write(make_backbone(), run)
+    assert "| Images | 10 |" in text
+    assert "The training images: CC BY 4.0 + CC0." in text
+
+
+def test_imported_weights_tell_where_they_come_from(tmp_path: Path, make_backbone: Make) -> None:
+    folder = weights(tmp_path, make_backbone())
+    config = json.loads((folder / "config.json").read_text())
+    config["imported"] = {"from": "some/model", "notes": ["guessed"], "left_out": ["head.bias"], "licence": "mit"}
+    (folder / "config.json").write_text(json.dumps(config))
+    text = write(make_backbone(), folder)
+    assert "imported from `some/model`" in text
+    assert "- guessed" in text
+    assert "left out: head.bias" in text
+    assert "imported under mit" in text
+
+
+def test_weights_without_a_story_say_so(tmp_path: Path, make_backbone: Make) -> None:
+    text = write(make_backbone(), weights(tmp_path, make_backbone()))
+    assert "Not known: the weights came without the run that made them." in text
+
+
+@pytest.mark.parametrize("to", ["timm", "transformers", "onnx"])
+def test_the_code_in_the_card_runs(
+    tmp_path: Path, make_backbone: Make, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], to: str
+) -> None:
+    """In the exported folder, as the card says, and with the outputs that the backbone has."""
+    model = make_backbone(mean=(0.1, 0.2, 0.3), std=(0.4, 0.5, 0.6)).eval()
+    weights(tmp_path / "weights", model)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["ssl-vit", "export", "weights", "out", "--to", to])
+    with pytest.raises(SystemExit, match="0"):
+        cli.main()
+    assert "README.md says how to load it" in capsys.readouterr().out
+    text = (tmp_path / "out" / "README.md").read_text()
+    code = re.search(r"```python\n(.*?)\n```", text, re.DOTALL)
+    assert code is not None
+    monkeypatch.chdir(tmp_path / "out")
+    names: dict[str, Any] = {}
+    exec(code[1], names)
+    with torch.no_grad():
+        pixels = torch.as_tensor(names["images"]) * 255
+        expected = model.encode(model.vit.patch_embed((pixels * model._scale) - model._shift))
+    np.testing.assert_allclose(np.asarray(names["tokens"]), expected.numpy(), atol=1e-4)
+    assert f"`tokens` is float32 {tuple(expected.shape)}: the class token, then 4 x 4 patches, row by row." in text
+
+
+@pytest.mark.parametrize(
+    ("settings", "reading"),
+    [
+        (
+            {"name": "vit_small_patch14_reg4_dinov2"},
+            "(2, 21, 16): the class token, then 4 registers, then 4 x 4 patches",
+        ),
+        ({"class_token": False}, "(2, 16, 16): 4 x 4 patches"),
+    ],
+)
+def test_the_card_says_what_the_tokens_are(
+    tmp_path: Path, make_backbone: Make, settings: dict[str, Any], reading: str
+) -> None:
+    model = make_backbone(**settings)
+    assert reading in write(model, weights(tmp_path, model))
+
+
+def test_a_resnets_map_is_a_map_in_timm_and_tokens_elsewhere(tmp_path: Path) -> None:
+    model = backbone.build(BackboneConfig(name="test_resnet", image_size=(64, 96)))
+    folder = weights(tmp_path, model)
+    assert f"(2, {model.width}, 2, 3): 2 x 3 patches" in write(model, folder)
+    assert f"(2, 6, {model.width}): 2 x 3 patches" in write(model, folder, "onnx")

@@ -1,0 +1,87 @@
+"""`train --dry-run` and `doctor`: what they say is what a run does, and nothing is written."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from ssl_vit import health
+from ssl_vit.cli import app
+from ssl_vit.data import pack, sources
+from ssl_vit.interfaces import UserError
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("digits") / "train"
+    pack.make(sources.open_source("digits", split="test"), folder, shards=4, progress=False)
+    return folder
+
+
+def dry_run(*arguments: str) -> Any:
+    return CliRunner().invoke(app, ["train", "digits_ssl", "--dry-run", *arguments], catch_exceptions=False)
+
+
+def test_a_dry_run_counts_what_the_run_would_do_and_writes_nothing(
+    digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    keys = [f"data.train={digits}", "training.steps=90", "training.batch_size=40", "backbone.depth=2"]
+    found = json.loads(dry_run("--json", *keys).stdout)
+    assert found["data"] | {"epochs": 10.0, "samples": 360, "shards": 4} == found["data"]
+    width, hidden, patches, classes = 64, 128, 16, 8
+    block = 4 * width * width + 4 * width + 2 * width * hidden + hidden + width + 4 * width
+    outside = (4 * width + width) + (patches + 1) * width + width + 2 * width + width + (classes * width + classes)
+    assert found["model"]["parameters"] == 2 * block + outside
+    assert found["memory"]["weights_gradients_and_optimizer_mib"] == round(16 * (2 * block + outside) / 2**20, 1)
+    assert found["time"]["steps"] == 90
+    assert found["time"]["hours_in_all"] >= 0
+    assert found["recipe"]["backbone"]["depth"] == 2
+    assert not list(tmp_path.iterdir())
+    text = dry_run(*keys).stdout
+    assert "parameters" in text
+    assert "nothing was written" in text
+
+
+def test_activations_grow_with_the_batch_and_shrink_when_they_are_recomputed(digits: Path) -> None:
+    def kept(*keys: str) -> float:
+        found = json.loads(dry_run("--json", f"data.train={digits}", *keys).stdout)
+        return float(found["memory"]["activations_of_a_micro_batch_mib"])
+
+    whole = kept("training.batch_size=64")
+    assert kept("training.batch_size=128") == pytest.approx(2 * whole, rel=0.05)
+    assert kept("training.batch_size=64", "training.accumulate=2") == pytest.approx(whole / 2, rel=0.05)
+    assert kept("training.batch_size=64", "training.checkpoint_activations=true") < 0.5 * whole
+
+
+def test_what_would_stop_the_run_stops_the_dry_run(digits: Path) -> None:
+    with pytest.raises(UserError, match="too few"):
+        dry_run(f"data.train={digits}", "data.workers=5")
+
+
+def test_doctor_says_what_is_there(digits: Path) -> None:
+    done = CliRunner().invoke(app, ["doctor", "--data", str(digits), "--json"])
+    findings = {(finding["about"], finding["level"]): finding["text"] for finding in json.loads(done.stdout)}
+    assert "torch" in findings["versions", "ok"]
+    assert findings["shards", "ok"] == "360 samples in 4 shards, 10 classes"
+    assert "processor" in CliRunner().invoke(app, ["doctor"]).stdout
+
+
+def test_doctor_names_what_would_stop_or_slow_a_run(
+    digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = CliRunner().invoke(app, ["doctor", "--data", str(tmp_path / "nowhere")])
+    assert done.exit_code == 1
+    assert "stop  shards" in done.stdout
+    assert "nowhere" in done.stdout
+    monkeypatch.setattr(health.os, "cpu_count", lambda: 64)
+    slow = [finding for finding in health.examine(str(digits), str(tmp_path)) if finding.level == "slow"]
+    assert any("--shards 64" in finding.text for finding in slow)
+    monkeypatch.setattr(
+        health.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1 << 30, "total": 1 << 40})
+    )
+    assert any(f.level == "stop" and f.about == "disk" for f in health.examine(None, str(tmp_path)))

@@ -1,0 +1,176 @@
+"""What strangers send: nothing of it runs, and nothing is written outside the folder that was named.
+
+Beside this: pickles in shards and paths in info.json (tests/data/test_check.py), hub folders (tests/models/exchange),
+names in reports (tests/report), values that reach launch scripts (tests/processes/test_launch.py).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import pickle
+import shutil
+import sys
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ssl_vit import cli, recipe
+from ssl_vit.data import pack, sources
+from ssl_vit.data.check import stats, verify
+from ssl_vit.interfaces import UserError
+
+SMALL = (
+    "backbone.depth=1",
+    "backbone.width=16",
+    "backbone.heads=2",
+    "training.picture_every=0",
+    "training.trackers={}",
+)
+Call = Callable[..., tuple[int, str]]
+
+
+class Bomb:
+    """A pickle that leaves a file behind if it is ever loaded."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[object, tuple[object, ...]]:
+        return Path.touch, (self.mark,)
+
+
+@pytest.fixture
+def call(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Call:
+    """Run a command line in this process, in a directory of its own: (exit code, what it wrote to stderr)."""
+
+    def run(*arguments: object) -> tuple[int, str]:
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(sys, "argv", ["ssl-vit", *map(str, arguments)])
+        capfd.readouterr()
+        try:
+            cli.main()
+            code = 0
+        except SystemExit as stop:
+            code = int(stop.code or 0)
+        return code, capfd.readouterr().err
+
+    return run
+
+
+@pytest.fixture
+def digits(tmp_path: Path) -> Path:
+    pack.make(sources.open_source("digits", split="test"), tmp_path / "digits", shards=2, progress=False)
+    return tmp_path / "digits"
+
+
+def keys(digits: Path, *more: str) -> list[str]:
+    return ["train", "digits_ssl", f"data.train={digits}", "run=run", "training.batch_size=16", *SMALL, *more]
+
+
+def test_the_bomb_works(tmp_path: Path) -> None:
+    pickle.loads(pickle.dumps(Bomb(tmp_path / "boom")))
+    assert (tmp_path / "boom").exists()
+
+
+def test_no_file_of_a_checkpoint_is_unpickled(call: Call, digits: Path, tmp_path: Path) -> None:
+    """Each file in turn is a pickle that runs, its checksum is right, and torch's own pickled metadata lies beside."""
+    mark, length = tmp_path / "boom", ("training.steps=4", "training.checkpoint_every=2", "training.ema=0.5")
+    assert call(*keys(digits, *length))[0] == 0
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step_00000004")
+    kept = tmp_path / "kept"
+    (tmp_path / "run").rename(kept)
+    names = [
+        path.relative_to(kept / "checkpoints" / "step_00000002")
+        for path in kept.rglob("step_00000002/**/*")
+        if path.is_file()
+    ]
+    assert len(names) == 8
+    for name in names:
+        shutil.rmtree(tmp_path / "run", ignore_errors=True)
+        shutil.copytree(kept, tmp_path / "run")
+        folder = tmp_path / "run" / "checkpoints" / "step_00000002"
+        bomb = pickle.dumps(Bomb(mark))
+        (folder / name).write_bytes(bomb)
+        for extra in ("optimizer/.metadata", "optimizer/__0_0.distcp", "training.pt", "optimizer/extra.safetensors"):
+            (folder / extra).write_bytes(bomb)
+        if name.name != "SHA256SUMS":
+            files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != "SHA256SUMS"]
+            lines = [f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.relative_to(folder)}\n" for path in files]
+            (folder / "SHA256SUMS").write_text("".join(lines))
+        code, text = call(*keys(digits, *length))
+        assert code in (0, 2) and "Traceback" not in text, (name, text)
+        assert code == 2 or "is broken" in text or name.name == "config.json", (name, text)
+        assert not mark.exists(), name
+
+
+def test_members_of_an_archive_are_never_written(call: Call, digits: Path, tmp_path: Path) -> None:
+    """Paths that climb out, absolute ones, links and devices: training, verify and stats leave nothing behind."""
+    shard = next(digits.glob("*.tar"))
+    with tarfile.open(shard) as tar:
+        good = [(entry, tar.extractfile(entry).read()) for entry in tar]  # type: ignore[union-attr]
+    with tarfile.open(shard, "w") as tar:
+        for name in ("../../climbed.png", f"{tmp_path}/absolute.png", "a/../../../climbed.cls", "..\\climbed.png"):
+            entry = tarfile.TarInfo(name)
+            entry.size = len(good[0][1])
+            tar.addfile(entry, io.BytesIO(good[0][1]))
+        for name, kind in (
+            ("link.png", tarfile.SYMTYPE),
+            ("hard.png", tarfile.LNKTYPE),
+            ("device.png", tarfile.CHRTYPE),
+        ):
+            entry = tarfile.TarInfo(name)
+            entry.type, entry.linkname = kind, "/etc/passwd"
+            tar.addfile(entry)
+        for entry, data in good:
+            tar.addfile(entry, io.BytesIO(data))
+    about = json.loads((digits / "info.json").read_text())
+    entry = next(entry for entry in about["shards"] if entry["file"] == shard.name)
+    entry |= {"bytes": shard.stat().st_size, "sha256": hashlib.sha256(shard.read_bytes()).hexdigest()}
+    (digits / "info.json").write_text(json.dumps(about))
+    before = everything(tmp_path)
+    assert verify(digits)
+    with pytest.raises(UserError, match="verify"):
+        stats(digits)
+    code, text = call(*keys(digits, "training.steps=20"))
+    assert code in (0, 2) and "Traceback" not in text, text
+    written = {path for path in everything(tmp_path) - before if not path.is_relative_to(tmp_path / "run")}
+    assert {path.name for path in written} <= {"run"} | {path.name for path in digits.iterdir()}, written
+    assert not list(tmp_path.parent.rglob("*climbed*")) and not (tmp_path / "absolute.png").exists()
+
+
+def everything(folder: Path) -> set[Path]:
+    return set(folder.rglob("*"))
+
+
+NASTY = ["$(touch pwned) `touch pwned` ; touch pwned | touch pwned & touch pwned \n touch pwned", "pipe:touch pwned"]
+
+
+@pytest.mark.parametrize("value", NASTY)
+def test_recipe_values_do_not_reach_a_shell(call: Call, digits: Path, tmp_path: Path, value: str) -> None:
+    quoted = json.dumps(value)
+    for key in ("data.train", "run", "init_from", "name"):
+        code, text = call(*keys(digits, "training.steps=1", f"{key}={quoted}"))
+        assert code in (0, 2) and "Traceback" not in text, (key, text)
+    assert not list(tmp_path.rglob("pwned"))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "name: !!python/object/apply:os.system ['touch pwned']",
+        "name: !!python/object/apply:pathlib.Path.touch [!!python/object/apply:pathlib.Path ['pwned']]",
+        "name: ${oc.eval:__import__('os').system('touch pwned')}",
+    ],
+)
+def test_a_recipe_cannot_run_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("bad.yaml").write_text(
+        f"{line}\ndata: {{train: x}}\nobjective: {{name: masked_patch}}\ntraining: {{steps: 1}}\n"
+    )
+    with pytest.raises(UserError, match=r"bad\.yaml"):
+        recipe.load_recipe("bad.yaml")
+    assert not list(tmp_path.rglob("pwned"))

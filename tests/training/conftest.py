@@ -1,0 +1,49 @@
+"""Shards of the embedded digits, and a short training of a tiny ViT on them in this process."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from ssl_vit.data import pack, sources
+
+    folder = tmp_path_factory.mktemp("digits")
+    pack.make(sources.open_source("digits", split="train"), folder, shards=4, progress=False)
+    return folder
+
+
+@pytest.fixture
+def train(digits: Path) -> Callable[..., Path]:
+    """Train `recipe` into a run directory, a log line a step; further keys come last. Returns the directory."""
+    import torch
+
+    from ssl_vit import experiment, recipe
+
+    torch.set_num_threads(1)
+
+    def run(folder: Path, *more: str, name: str = "digits_ssl") -> Path:
+        keys = [
+            f"data.train={digits}",
+            f"run={folder}",
+            "data.lanes=4",
+            "training.batch_size=32",
+            "training.log_every=1",
+        ]
+        keys += ["training.steps=12", "training.picture_every=0", "training.trackers={}", "training.checkpoint_every=0"]
+        keys += ["backbone.width=32", "backbone.depth=2", "backbone.heads=2", "optim.warmup_steps=5"]
+        return experiment.train(recipe.load_recipe(name, [*keys, *more]), quiet=True)
+
+    return run
+
+
+@pytest.fixture
+def lines() -> Callable[[Path], list[dict[str, Any]]]:
+    """A run's `metrics.jsonl`."""
+    return lambda run: [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

@@ -1,0 +1,34 @@
+"""The counted cost of a training step, against counts worked out by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ssl_vit.objectives import classification, masked_patch
+from ssl_vit.training.flops import training_flops
+
+
+def test_a_vit_costs_what_its_matrices_say(make_backbone: Callable[..., Any]) -> None:
+    width, depth, patches, classes = 16, 2, 16, 5
+    objective = classification.Objective(make_backbone(), classification.Config(head="linear", pooling="mean"), classes)
+    tokens = patches + 1
+    block = tokens * (4 * width * width + 2 * width * 4 * width)  # qkv, projection, MLP
+    attention = 2 * tokens * tokens * width
+    patch = patches * 3 * 4 * 4 * width
+    forward = 2 * (patch + depth * (block + attention) + width * classes)
+    backward = 2 * forward - 2 * patch  # the images need no gradient
+    assert training_flops(objective) == forward + backward
+
+
+def test_counting_changes_nothing(make_backbone: Callable[..., Any]) -> None:
+    objective = masked_patch.Objective(make_backbone(dropout=0.5), masked_patch.Config()).eval()
+    weights = {name: value.clone() for name, value in objective.state_dict().items()}
+    state = torch.get_rng_state()
+    assert training_flops(objective) > 0
+    assert torch.equal(state, torch.get_rng_state())
+    assert not objective.training
+    assert all(torch.equal(value, weights[name]) for name, value in objective.state_dict().items())
+    assert all(parameter.grad is None for parameter in objective.parameters())

@@ -1,0 +1,134 @@
+"""Micro-batches that fit, activations computed again, the average of the weights: none changes what is learnt."""
+
+from __future__ import annotations
+
+import multiprocessing
+import resource
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from timm.models.vision_transformer import Block
+from torch import nn
+
+from ssl_vit.interfaces import UserError
+from ssl_vit.training.memory import fitting_accumulation
+from ssl_vit.training.state import Average
+from ssl_vit.training.step import Stepper
+
+Train = Callable[..., Path]
+Lines = Callable[[Path], list[dict[str, Any]]]
+
+
+def weights(run: Path, name: str = "backbone.safetensors") -> dict[str, torch.Tensor]:
+    return load_file(sorted((run / "checkpoints").iterdir())[-1] / name)
+
+
+def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def test_the_first_number_of_micro_batches_that_fits_is_taken() -> None:
+    tried: list[int] = []
+
+    def attempt(count: int, room: int = 10) -> None:
+        tried.append(count)
+        if 48 // count > room:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    assert fitting_accumulation(48, [1, 2, 3, 4, 6, 12], attempt) == 6 and tried == [1, 2, 3, 4, 6]
+    assert fitting_accumulation(48, [1, 2], lambda count: None) == 1
+    with pytest.raises(UserError, match="not even micro-batches of 24 images fit"):
+        fitting_accumulation(48, [1, 2], attempt)
+    with pytest.raises(ValueError, match="a mistake"):
+        fitting_accumulation(48, [1, 2], lambda count: (_ for _ in ()).throw(ValueError("a mistake")))
+
+
+def short_of_memory(train: Train, run: Path, *more: str) -> None:
+    """While it searches, this process may map 100 MB more than it has mapped by then: a real refusal by the kernel."""
+    accumulation = Stepper.accumulation
+
+    def limited(self: Stepper, batch: Any, lanes: int) -> int:
+        mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+        resource.setrlimit(resource.RLIMIT_AS, (mapped + (100 << 20), hard))
+        try:
+            return accumulation(self, batch, lanes)
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+    Stepper.accumulation = limited  # type: ignore[method-assign]
+    train(run, *more)
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="the limit is Linux's")
+def test_auto_batch_finds_what_the_memory_holds_and_keeps_the_batch(
+    train: Train, lines: Lines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)  # it has other words for a refusal
+    keys = ["training.batch_size=2048", "data.lanes=16", "training.steps=3", "backbone.dropout=0.1", "backbone.depth=4"]
+    process = multiprocessing.get_context("fork").Process(
+        target=short_of_memory, args=(train, tmp_path / "auto", *keys, "training.auto_batch=true")
+    )
+    process.start()
+    process.join(100)
+    assert process.exitcode == 0
+    first, *rows = lines(tmp_path / "auto")
+    count = first["accumulate"]
+    assert first == {"step": 0, "event": "auto_batch", "accumulate": count, "micro_batch": 2048 // count} and count > 1
+    assert [row["step"] for row in rows] == [1, 2, 3] and rows[-1]["images_seen"] == 3 * 2048
+    # The search left nothing behind: with that number from the start, the same weights come out, bit for bit.
+    plain = train(tmp_path / "plain", *keys, f"training.accumulate={count}")
+    assert same(weights(tmp_path / "auto"), weights(plain))
+
+
+def test_activation_checkpointing_changes_nothing(train: Train, lines: Lines, tmp_path: Path) -> None:
+    """Not even dropout; and it does happen: blocks run twice a step."""
+    calls = 0
+
+    def count(*arguments: Any) -> None:
+        nonlocal calls
+        calls += 1
+
+    hook = nn.modules.module.register_module_forward_pre_hook(
+        lambda module, inputs: count() if isinstance(module, Block) and inputs[0].device.type == "cpu" else None
+    )
+    runs = {}
+    try:
+        for again in ("false", "true"):
+            calls = 0
+            keys = ["backbone.dropout=0.1", "backbone.depth=3", f"training.checkpoint_activations={again}"]
+            runs[again] = train(tmp_path / again, *keys), calls
+    finally:
+        hook.remove()
+    (plain, once), (again, twice) = runs["false"], runs["true"]
+    assert (once, twice) == (12 * 3, 12 * (3 + 2))  # the last block's are kept: the backward pass begins with them
+    assert same(weights(again), weights(plain))
+    assert [row["loss"] for row in lines(again)] == [row["loss"] for row in lines(plain)]
+
+
+def test_the_average_follows_its_recurrence() -> None:
+    model = nn.Linear(3, 2)
+    model.bias.requires_grad_(False)
+    average, generator = Average(model, 0.9), torch.Generator().manual_seed(0)
+    expected = model.weight.detach().numpy().astype(np.float64)
+    for step in range(100):
+        with torch.no_grad():
+            model.weight.copy_(torch.randn(2, 3, generator=generator))
+        average.update(step)
+        decay = min(0.9, (1 + step) / (10 + step))
+        expected = decay * expected + (1 - decay) * model.weight.detach().numpy()
+    assert average.values.keys() == {"weight"}
+    np.testing.assert_allclose(average.values["weight"].numpy(), expected, rtol=1e-5)
+
+
+def test_the_average_is_what_is_published_and_trains_nothing(train: Train, lines: Lines, tmp_path: Path) -> None:
+    plain, averaged = train(tmp_path / "plain"), train(tmp_path / "averaged", "training.ema=0.5")
+    assert [row["loss"] for row in lines(averaged)] == [row["loss"] for row in lines(plain)]
+    trained = {n.removeprefix("backbone.vit."): t for n, t in weights(averaged, "training.safetensors").items()}
+    assert same(trained, weights(plain)) and not same(weights(averaged), weights(plain))
+    assert same(load_file(averaged / "backbone.safetensors"), weights(averaged))

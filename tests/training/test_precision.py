@@ -1,0 +1,94 @@
+"""What stays in float32 under autocast, and precisions that a device does not have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import nn
+
+from ssl_vit.interfaces import UserError
+from ssl_vit.objectives import classification, masked_patch
+from ssl_vit.training.engine import make_accelerator
+
+Make = Callable[..., Any]
+
+
+@pytest.mark.parametrize("target", ["mean_colour", "downsized", "pixels", "labels"])
+def test_norms_losses_and_targets_are_float32_under_autocast(
+    make_backbone: Make, make_batch: Make, target: str
+) -> None:
+    backbone = make_backbone(positions="learned")
+    if target == "labels":
+        objective: Any = classification.Objective(backbone, classification.Config(classes=5))
+    else:
+        objective = masked_patch.Objective(backbone, masked_patch.Config(target=target, bits=1))
+    batch = make_batch(4, noise=objective.noise_per_sample())
+    seen: dict[str, set[torch.dtype]] = {"norms": set(), "products": set(), "log_softmax": set()}
+
+    def look(module: nn.Module, inputs: Any, output: Any) -> None:
+        kind = "norms" if isinstance(module, nn.LayerNorm) else "products" if isinstance(module, nn.Linear) else None
+        if kind == "norms":
+            seen[kind] |= {inputs[0].dtype, output.dtype}
+        elif kind:
+            seen[kind].add(output.dtype)
+
+    cross_entropy = F.cross_entropy
+
+    def watched(logits: torch.Tensor, labels: torch.Tensor, **more: Any) -> torch.Tensor:
+        seen["log_softmax"] |= {logits.dtype}
+        return cross_entropy(logits, labels, **more)
+
+    hook = nn.modules.module.register_module_forward_hook(look)
+    F.cross_entropy = watched  # type: ignore[assignment]
+    try:
+        with torch.autocast("cpu", torch.bfloat16):
+            output = objective(batch)
+            targets = objective.targets(batch.images) if target != "labels" else None
+    finally:
+        hook.remove()
+        F.cross_entropy = cross_entropy  # type: ignore[assignment]
+    assert seen["products"] == {torch.bfloat16}  # autocast was at work
+    assert seen["norms"] == {torch.float32}
+    assert seen["log_softmax"] == (set() if target == "pixels" else {torch.float32})
+    assert output.loss.dtype == torch.float32
+    assert all(metric.dtype == torch.float32 for metric in output.metrics.values())
+    if targets is not None:
+        assert targets.dtype == (torch.float32 if target == "pixels" else torch.int64)
+        assert torch.equal(targets, objective.targets(batch.images))  # the same as without autocast
+    output.loss.backward()
+    assert {p.grad.dtype for p in objective.parameters() if p.grad is not None} == {torch.float32}
+
+
+def test_attention_sums_its_softmax_in_float32(make_backbone: Make) -> None:
+    """Over 2,305 equal keys: bfloat16 cannot count beyond 256, so weights summed in it would add up to 9, not to 1."""
+    backbone = make_backbone(image_size=192, width=8, heads=1, depth=1)
+    attention = backbone.vit.blocks[0].attn
+    with torch.no_grad():
+        attention.qkv.weight.zero_()
+        attention.qkv.bias.copy_(torch.cat([torch.zeros(16), torch.ones(8)]))
+        attention.proj.weight.copy_(torch.eye(8))
+        attention.proj.bias.zero_()
+        with torch.autocast("cpu", torch.bfloat16):
+            outputs = attention(torch.randn(1, 2305, 8))
+    assert outputs.dtype == torch.bfloat16
+    torch.testing.assert_close(outputs.float(), torch.ones(1, 2305, 8), atol=0.01, rtol=0)
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="this machine has an accelerator")
+@pytest.mark.parametrize(("precision", "mend"), [("fp16", "use bf16 or fp32"), ("tf32", "use fp32")])
+def test_a_precision_that_a_cpu_does_not_have_is_refused(precision: Any, mend: str) -> None:
+    with pytest.raises(UserError, match=rf"training.precision={precision} needs .*: {mend}"):
+        make_accelerator(precision)
+
+
+def test_old_gpus_are_told_what_they_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: False)
+    for precision, mend in (("bf16", "use fp16"), ("tf32", "use fp32")):
+        with pytest.raises(UserError, match=mend):
+            make_accelerator(precision)  # type: ignore[arg-type]

@@ -1,0 +1,88 @@
+"""Trackers by name through Accelerate; whatever happens to them, the training goes on."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import accelerate.tracking
+import numpy as np
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from ssl_vit.interfaces import UserError
+from ssl_vit.training import trackers
+from ssl_vit.training.trackers import Trackers, check_trackers
+
+Train = Callable[..., Path]
+Lines = Callable[[Path], list[dict[str, Any]]]
+
+
+def scalars(run: Path, name: str) -> dict[int, float]:
+    events = EventAccumulator(str(run)).Reload()
+    return {event.step: event.value for event in events.Scalars(name)}
+
+
+def test_tensorboard_gets_what_the_log_holds(train: Train, lines: Lines, tmp_path: Path) -> None:
+    run = train(tmp_path / "run", "training.trackers={tensorboard: {}}")
+    expected = {row["step"]: row["loss"] for row in lines(run)}
+    assert scalars(run, "loss") == pytest.approx(expected)
+    assert {path.name.split(".")[0] for path in run.iterdir() if path.is_dir()} == {"checkpoints"}  # no clutter
+
+
+def test_a_resumed_run_overwrites_what_came_after_its_checkpoint(tmp_path: Path) -> None:
+    for resumed, value in ((0, 1.0), (3, 2.0)):
+        board = Trackers(tmp_path / "run", {"tensorboard": {}}, {}, resumed, print)
+        for step in range(resumed + 1, 6):
+            board.log(step, {"loss": value})
+        board.picture("reconstruction", np.zeros((4, 6, 3), dtype=np.uint8), 5)
+        board.close()
+    assert scalars(tmp_path / "run", "loss") == {1: 1.0, 2: 1.0, 3: 1.0, 4: 2.0, 5: 2.0}
+    assert EventAccumulator(str(tmp_path / "run")).Reload().Images("reconstruction")[0].height == 4
+
+
+def test_a_tracker_that_cannot_start_or_breaks_is_left_out(
+    train: Train, lines: Lines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said: list[str] = []
+    started = Trackers(tmp_path / "a", {"tensorboard": {"nonsense": 1}}, {}, 0, said.append)
+    started.log(1, {"loss": 1.0})
+    assert not started.trackers and "tracker tensorboard failed and is left out" in said[0] and "nonsense" in said[0]
+    (tmp_path / "b").write_text("a file where its folder should be")
+    Trackers(tmp_path / "b", {"tensorboard": {}}, {}, 0, said.append)
+    assert len(said) == 2
+    calls = []
+
+    def breaks(self: Any, values: Any, step: int) -> None:
+        calls.append(step)
+        if step == 3:
+            raise ConnectionError("the server is gone")
+
+    monkeypatch.setattr(accelerate.tracking.TensorBoardTracker, "log", breaks)
+    monkeypatch.setattr(accelerate.tracking.TensorBoardTracker, "finish", lambda self: 1 / 0)
+    run = train(tmp_path / "run", "training.trackers={tensorboard: {}}")
+    assert [row["step"] for row in lines(run)] == list(range(1, 13)) and calls == [1, 2, 3]
+    capsys.readouterr()
+
+
+def test_an_unknown_or_missing_tracker_is_refused_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match=r"training.trackers.wandbb: .*did you mean 'wandb'"):
+        check_trackers({"wandbb": {}})
+    monkeypatch.setattr(trackers, "get_available_trackers", lambda: ["tensorboard"])
+    with pytest.raises(
+        UserError, match=r"training.trackers.wandb: it is not installed: pip install wandb, or .*\[trackers\]"
+    ):
+        check_trackers({"tensorboard": {}, "wandb": {}})
+
+
+def test_trackio_keeps_a_run(train: Train, lines: Lines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A real tracker with a local store, by its name alone."""
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "store"))  # read when it is imported
+    pytest.importorskip("trackio")
+    run = train(tmp_path / "run", "training.trackers={trackio: {name: first}}")
+    with sqlite3.connect(next((tmp_path / "store").rglob("run.db"))) as store:
+        rows = store.execute("select step, metrics from metrics order by step").fetchall()
+    assert [(step, json.loads(values)["loss"]) for step, values in rows] == [(r["step"], r["loss"]) for r in lines(run)]

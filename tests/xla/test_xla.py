@@ -1,0 +1,137 @@
+"""All three stages through torch_xla on a CPU: `tools/test_xla.sh` installs it and runs this."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.xla
+torch_xla = pytest.importorskip("torch_xla")
+
+import torch  # noqa: E402
+from accelerate.utils import DistributedType  # noqa: E402
+from safetensors.torch import load_file  # noqa: E402
+from torch_xla.debug import metrics  # noqa: E402
+
+from ssl_vit import experiment, recipe  # noqa: E402
+from ssl_vit.data import pack, sources  # noqa: E402
+from ssl_vit.interfaces import UserError  # noqa: E402
+from ssl_vit.training.engine import make_accelerator  # noqa: E402
+from ssl_vit.training.step import Stepper  # noqa: E402
+
+STEPS = 24
+STAGES = {
+    "pretraining": ("digits_ssl", ()),
+    "supervised": ("digits_supervised", ()),
+    "fine_tuning": ("digits_supervised", ("objective.head=linear", "optim.name=sgd")),
+}
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("digits")
+    pack.make(sources.open_source("digits", split="train"), folder, shards=4, progress=False)
+    return folder
+
+
+def settings(digits: Path, run: Path, stage: str, *more: str) -> list[str]:
+    """24 steps of 32 digits, a log line every 3 and a checkpoint every 6."""
+    name, keys = STAGES[stage]
+    fixed = [f"data.train={digits}", f"run={run}", "data.lanes=4", "training.batch_size=32", "training.picture_every=0"]
+    fixed += [f"training.steps={STEPS}", "training.log_every=3", "training.checkpoint_every=6", "training.keep_last=9"]
+    fixed += ["backbone.width=32", "backbone.depth=2", "backbone.heads=2", "optim.warmup_steps=5"]
+    return [name, *fixed, *keys, *more]
+
+
+def train(digits: Path, run: Path, stage: str, *more: str) -> Path:
+    name, *keys = settings(digits, run, stage, *more)
+    return experiment.train(recipe.load_recipe(name, keys), quiet=True)
+
+
+def losses(run: Path) -> list[float]:
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(3, STEPS + 1, 3))
+    return [row["loss"] for row in rows]
+
+
+def weights(run: Path) -> dict[str, torch.Tensor]:
+    last = run / "checkpoints" / f"step_{STEPS:08d}"
+    return {**load_file(last / "backbone.safetensors"), **load_file(last / "objective.safetensors")}
+
+
+@pytest.fixture
+def compilations(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """How many programs had been compiled before each optimiser step."""
+    counts: list[int] = []
+    take = Stepper.take
+
+    def counted(self, *arguments):  # type: ignore[no-untyped-def]
+        data = metrics.metric_data("CompileTime")
+        counts.append(data[0] if data else 0)
+        return take(self, *arguments)
+
+    monkeypatch.setattr(Stepper, "take", counted)
+    yield counts
+
+
+def test_accelerate_says_xla() -> None:
+    accelerator = make_accelerator()
+    assert accelerator.distributed_type == DistributedType.XLA and accelerator.device.type == "xla"
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_stage_compiles_while_it_warms_up_and_never_again(
+    digits: Path, tmp_path: Path, stage: str, compilations: list[int]
+) -> None:
+    """Over half an epoch, with two log lines and a checkpoint in the warm-up and several of each after it."""
+    start = [f"init_from={train(digits, tmp_path / 'start', 'pretraining')}"] if stage == "fine_tuning" else []
+    compilations.clear()
+    run = train(digits, tmp_path / "run", stage, "backbone.dropout=0.1", *start)
+    assert len(compilations) == STEPS and compilations[0] < compilations[2]
+    assert len(set(compilations[7:])) == 1, compilations
+    assert losses(run)[-1] < losses(run)[0]
+
+
+def test_it_trains_as_a_cpu_does_without_it(digits: Path, tmp_path: Path) -> None:
+    """With accumulation on XLA's side; to what float32 leaves after 24 steps."""
+    on_xla = losses(train(digits, tmp_path / "xla", "pretraining", "training.accumulate=2"))
+    command = [sys.executable, "-m", "ssl_vit", "train", *settings(digits, tmp_path / "cpu", "pretraining")]
+    subprocess.run(command, env={**os.environ, "USE_TORCH_XLA": "0"}, check=True, capture_output=True, timeout=200)
+    assert json.loads((tmp_path / "cpu" / "environment.json").read_text())["device"] == "cpu"
+    assert on_xla == pytest.approx(losses(tmp_path / "cpu"), abs=1e-4)
+
+
+def test_a_resumed_run_is_bit_identical(digits: Path, tmp_path: Path) -> None:
+    """Dropout too: the device's generator is part of a checkpoint."""
+    more = ("backbone.dropout=0.1", "data.augment.flip=true", "training.ema=0.9")
+    whole = train(digits, tmp_path / "whole", "pretraining", *more)
+    broken = tmp_path / "broken"
+    gone = [f"step_{step:08d}" for step in range(18, STEPS + 1)]
+    shutil.copytree(whole, broken, ignore=shutil.ignore_patterns(*gone, ".lock"))
+    train(digits, broken, "pretraining", *more)
+    assert losses(broken) == losses(whole)
+    found, expected = weights(broken), weights(whole)
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def test_the_launch_file_runs(digits: Path, tmp_path: Path) -> None:
+    script = Path(__file__).parents[2] / "recipes" / "launch" / "tpu.sh"
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    command = ["sh", str(script), *settings(digits, tmp_path / "run", "pretraining", "training.precision=bf16")]
+    subprocess.run(command, env={**os.environ, "PATH": path}, check=True, capture_output=True, timeout=200)
+    environment = json.loads((tmp_path / "run" / "environment.json").read_text())
+    assert environment["distribution"] == "XLA" and environment["precision"] == "bf16"
+    assert losses(tmp_path / "run")[-1] < losses(tmp_path / "run")[0]
+
+
+@pytest.mark.parametrize("key", ["auto_batch", "checkpoint_activations"])
+def test_what_xla_does_not_do_is_refused(digits: Path, tmp_path: Path, key: str) -> None:
+    with pytest.raises(UserError, match=f"training.{key}: .* XLA"):
+        train(digits, tmp_path / "run", "pretraining", f"training.{key}=true")

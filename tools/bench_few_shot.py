@@ -1,0 +1,76 @@
+"""How long few-shot evaluation takes, beside scikit-learn's Ridge on the same features in the same run.
+
+python tools/bench_few_shot.py
+
+6,000 training and 2,000 test features of 768 numbers, 100 classes, shots 1/5/10/25, 3 seeds, for one l2 and for seven;
+then 1,000 classes x 25 shots x 1,280 numbers. Each line: the best of three, in seconds.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+from sklearn.linear_model import Ridge
+
+from ssl_vit.evaluators.few_shot import few_shot_accuracy
+from ssl_vit.evaluators.labels import choose_shots
+
+Split = tuple[np.ndarray, np.ndarray]
+SEVEN = [2.0**power for power in (4, 6, 8, 10, 12, 14, 16)]
+
+
+def features(count: int, classes: int, width: int, seed: int) -> Split:
+    means = np.random.default_rng(0).normal(size=(classes, width))
+    labels = np.arange(count) % classes
+    noise = np.random.default_rng(seed).normal(size=(count, width))
+    return (means[labels] + 6 * noise).astype(np.float32), labels
+
+
+def ridge(train: Split, test: Split, shots: tuple[int, ...], l2: list[float]) -> dict[tuple[int, int, float], float]:
+    """The same protocol by scikit-learn, a fit for each (shots, seed, l2)."""
+    found = {}
+    for seed in (0, 1, 2):
+        for count in shots:
+            chosen = choose_shots(train[1], count, seed)
+            x = train[0][chosen].astype(np.float64)
+            mean, scale = x.mean(0), x.std(0) + 1e-5
+            x, queries = (np.column_stack([(part - mean) / scale, np.full(len(part), 100.0)]) for part in (x, test[0]))
+            y = np.where(train[1][chosen][:, None] == np.unique(train[1]), 1.0, -1.0)
+            for value in l2:
+                predicted = Ridge(alpha=value, fit_intercept=False).fit(x, y).predict(queries).argmax(1)
+                found[count, seed, value] = float((predicted == test[1]).mean())
+    return found
+
+
+def seconds(do: Callable[[], object]) -> float:
+    times = []
+    for _ in range(3):
+        start = time.perf_counter()
+        do()
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def main() -> None:
+    train, test, shots = features(6000, 100, 768, 1), features(2000, 100, 768, 2), (1, 5, 10, 25)
+    one, theirs = few_shot_accuracy(*train, *test, shots=shots, l2=[1024.0]), ridge(train, test, shots, [1024.0])
+    assert one == theirs, "the two do not measure the same"
+    ours = {
+        n: seconds(lambda l2=l2: few_shot_accuracy(*train, *test, shots=shots, l2=l2))
+        for n, l2 in ((1, SEVEN[3:4]), (7, SEVEN))
+    }
+    peer = {n: seconds(lambda l2=l2: ridge(train, test, shots, l2)) for n, l2 in ((1, SEVEN[3:4]), (7, SEVEN))}
+    for number in (1, 7):
+        print(
+            f"{number} l2: {ours[number]:.2f} s, scikit-learn {peer[number]:.2f} s ({peer[number] / ours[number]:.1f}x)"
+        )
+    print(f"seven l2 cost {ours[7] / ours[1]:.2f} times one")
+    large, queries = features(25_000, 1000, 1280, 1), features(2000, 1000, 1280, 2)
+    time_large = seconds(lambda: few_shot_accuracy(*large, *queries, shots=(25,), seeds=(0,)))
+    print(f"1,000 classes x 25 shots x 1,280 numbers, one seed: {time_large:.2f} s")
+
+
+if __name__ == "__main__":
+    main()

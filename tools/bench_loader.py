@@ -1,0 +1,194 @@
+"""Training views from JPEGs: our loader beside the pipelines that tutorials show, and the decoder's own limit.
+
+    python tools/bench_loader.py FOLDER_OF_JPEGS [--size 224] [--images 400] [--rounds 5] [--workers 0 1 2]
+
+Every pipeline makes the same kind of thing from the same bytes: batches of random-area crops (5 % to 100 %) of
+`size` pixels. All are run in turns, on the operating system's warm file cache. With 0 workers there is one process on
+one thread and the rate is per second of processor time, so that it is the cost of a core whatever else the machine
+does; with workers it is per second of the clock. The limits are libjpeg-turbo alone on bytes in memory, through
+torchvision's `decode_jpeg` and through simplejpeg: what a pipeline that decodes whole images with them cannot beat.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import simplejpeg
+import timm.data
+import torch
+import webdataset
+from PIL import Image
+from torch.utils.data import DataLoader
+from torchvision import transforms
+from torchvision.datasets import ImageFolder
+from torchvision.io import ImageReadMode, decode_jpeg
+
+from ssl_vit.data import AugmentConfig, DataConfig, pack, sources
+from ssl_vit.data.plan import LanePosition
+from ssl_vit.data.samples import View
+from ssl_vit.data.shards import open_shards
+from ssl_vit.data.stream import train_source
+from ssl_vit.data.transforms import train_transform
+
+BATCH = 40
+MEAN = STD = (0.5, 0.5, 0.5)
+Pipeline = Callable[[int, int], Iterator[int]]  # size, workers -> batches' sizes
+
+
+def tutorial(size: int) -> transforms.Compose:
+    steps = [transforms.RandomResizedCrop(size, (0.05, 1.0)), transforms.RandomHorizontalFlip()]
+    return transforms.Compose([*steps, transforms.ToTensor(), transforms.Normalize(MEAN, STD)])
+
+
+def ours(shards: Path, reduced: bool = True) -> Pipeline:
+    def batches(size: int, workers: int) -> Iterator[int]:
+        view = View(train_transform(size, AugmentConfig(reduced_decode=reduced)), 3, None, flip=True)
+        data = DataConfig(train=str(shards), lanes=8, workers=workers, cache_mb=0)
+        source = train_source(
+            open_shards(str(shards)), view, data, batch_size=BATCH, rank=0, ranks=1, device=torch.device("cpu")
+        )
+        for batch, _ in source([LanePosition()] * 8):
+            yield len(batch.images)
+
+    return batches
+
+
+def webdataset_pil(shards: Path) -> Pipeline:
+    def batches(size: int, workers: int) -> Iterator[int]:
+        transform = tutorial(size)
+        urls = sorted(str(path) for path in shards.glob("*.tar"))
+        dataset = (
+            webdataset.WebDataset(urls, shardshuffle=len(urls), resampled=False, empty_check=False)
+            .shuffle(1000)
+            .decode("pil")
+            .to_tuple("jpg", "cls")
+            .map_tuple(transform, lambda label: label)
+        )
+        while True:
+            for images, _ in DataLoader(dataset.repeat(), BATCH, num_workers=workers):
+                yield len(images)
+
+    return batches
+
+
+def image_folder(folder: Path) -> Pipeline:
+    def batches(size: int, workers: int) -> Iterator[int]:
+        loader = DataLoader(
+            ImageFolder(folder, tutorial(size)), BATCH, shuffle=True, num_workers=workers, drop_last=True
+        )
+        while True:
+            for images, _ in loader:
+                yield len(images)
+
+    return batches
+
+
+def timm_loader(folder: Path) -> Pipeline:
+    def batches(size: int, workers: int) -> Iterator[int]:
+        loader = timm.data.create_loader(
+            timm.data.create_dataset("", root=str(folder), is_training=True),
+            (3, size, size),
+            BATCH,
+            is_training=True,
+            scale=(0.05, 1.0),
+            color_jitter=None,
+            interpolation="bilinear",
+            num_workers=workers,
+            persistent_workers=False,
+            device=torch.device("cpu"),
+            pin_memory=False,
+        )
+        while True:
+            for images, _ in loader:
+                yield len(images)
+
+    return batches
+
+
+def full_decode(files: list[Path], decode: Callable[[Any], Any], prepare: Callable[[bytes], Any]) -> Pipeline:
+    data = [prepare(path.read_bytes()) for path in files]
+
+    def batches(size: int, workers: int) -> Iterator[int]:
+        while True:
+            for first in range(0, len(data), BATCH):
+                yield len([decode(one) for one in data[first : first + BATCH]])
+
+    return batches
+
+
+def as_tensor(data: bytes) -> torch.Tensor:
+    return torch.from_numpy(np.frombuffer(data, dtype=np.uint8).copy())
+
+
+def rate(pipeline: Pipeline, size: int, workers: int, images: int) -> float:
+    """Images a second after the first batches, which pay for starting."""
+    batches = pipeline(size, workers)
+    for _ in islice(batches, 1 + 2 * workers):
+        pass
+    clock = time.perf_counter if workers else time.process_time
+    seen, start = 0, clock()
+    for count in batches:
+        seen += count
+        if seen >= images:
+            return seen / (clock() - start)
+    raise AssertionError("a pipeline ended")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="JPEGs in sub-folders, one a class")
+    parser.add_argument("--size", type=int, default=224)
+    parser.add_argument("--images", type=int, default=400, help="images a round")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--workers", type=int, nargs="+", default=[0])
+    parser.add_argument("--json", type=Path, help="also write the numbers here")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    files = sorted(arguments.folder.glob("*/*.jpg"))
+    sizes = np.array([Image.open(io.BytesIO(path.read_bytes())).size for path in files[:200]]).mean(0)
+    with tempfile.TemporaryDirectory() as scratch:
+        shards = Path(scratch) / "shards"
+        pack.make(sources.open_source(str(arguments.folder)), shards, progress=False)
+        pipelines: dict[str, Pipeline] = {
+            "webdataset + PIL + torchvision": webdataset_pil(shards),
+            "ImageFolder + PIL + torchvision": image_folder(arguments.folder),
+            "timm loader": timm_loader(arguments.folder),
+            "limit: torchvision's decoder alone": full_decode(
+                files, partial(decode_jpeg, mode=ImageReadMode.RGB), as_tensor
+            ),
+            "limit: simplejpeg alone": full_decode(files, simplejpeg.decode_jpeg, bytes),
+            "ours, every pixel exact": ours(shards, reduced=False),
+            "ours": ours(shards),
+        }
+        rows: list[dict[str, Any]] = []
+        for workers in arguments.workers:
+            rates: dict[str, list[float]] = {name: [] for name in pipelines}
+            for _ in range(arguments.rounds):
+                for name, pipeline in pipelines.items():
+                    if workers == 0 or "limit" not in name:
+                        rates[name].append(rate(pipeline, arguments.size, workers, arguments.images))
+            medians = {name: statistics.median(found) for name, found in rates.items() if found}
+            peer = medians["webdataset + PIL + torchvision"]
+            rows += [{"workers": workers, "name": n, "images_per_s": m, "ratio": m / peer} for n, m in medians.items()]
+    width, height = sizes
+    print(f"{len(files)} JPEGs of {width:.0f}x{height:.0f} to {arguments.size}, medians of {arguments.rounds} rounds")
+    print(f"{'workers':>7}  {'':34}{'images/s':>9}{'x webdataset':>14}")
+    for row in rows:
+        print(f"{row['workers']:7d}  {row['name']:34}{row['images_per_s']:9.0f}{row['ratio']:14.2f}")
+    if arguments.json:
+        arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

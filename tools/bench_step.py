@@ -1,0 +1,245 @@
+"""Training steps of our two stages beside those of other libraries, and the machine's own matrix-product rate.
+
+    python tools/bench_step.py [--models vit_small_patch16_224] [--batch 16] [--device cpu|cuda]
+                               [--precision fp32|bf16] [--compile] [--rounds 9] [--json FILE]
+
+A step is forward, backward and a fused AdamW update on images that are on the device already: uint8 for ours, which
+normalises and (masked stage) derives its targets in the step; normalised float32 for all others. Every row gets the
+same optimiser and precision, and all are run in turns. MFU is the share of the rate of a large matrix product, measured
+in the same run, that the row reaches if the *full* model's operations are counted (three times the encoder's forward
+pass, whatever a row leaves out). Peers: timm's encoder alone (loss: the mean of its output) and with a classifier;
+Hugging Face's masked image model and MAE (which encodes only a quarter of the patches); lucidrains' masked patch
+prediction, where its package runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from ssl_vit.interfaces import Batch
+from ssl_vit.models import BackboneConfig
+from ssl_vit.models.backbone import build
+from ssl_vit.objectives import classification, masked_patch
+
+CLASSES = 1000
+Step = Callable[[], torch.Tensor]  # forward pass to a loss
+
+
+def batch_of(images: torch.Tensor, noise: int) -> Batch:
+    count, device = len(images), images.device
+    return Batch(
+        images=images,
+        labels=torch.randint(0, CLASSES, (count,), device=device),
+        noise=torch.rand(count, noise, device=device),
+        flip=torch.arange(count, device=device) % 2 == 0,
+        indices=torch.arange(count, device=device),
+        valid=torch.ones(count, dtype=torch.bool, device=device),
+        keys=[""] * count,
+        lane_size=count,
+    )
+
+
+def ours(objective: nn.Module, images: torch.Tensor) -> tuple[nn.Module, Step]:
+    batch = batch_of(images, objective.noise_per_sample())  # type: ignore[operator]
+    return objective, lambda: objective(batch).loss
+
+
+def timm_encoder(model: str, pixels: torch.Tensor) -> tuple[nn.Module, Step]:
+    encoder = timm.create_model(model, num_classes=0)
+    return encoder, lambda: encoder.forward_features(pixels).mean()
+
+
+def timm_supervised(model: str, pixels: torch.Tensor) -> tuple[nn.Module, Step]:
+    classifier = timm.create_model(model, num_classes=CLASSES)
+    labels = torch.randint(0, CLASSES, (len(pixels),), device=pixels.device)
+    return classifier, lambda: F.cross_entropy(classifier(pixels), labels)
+
+
+def hugging_face(model: str, pixels: torch.Tensor, mae: bool) -> tuple[nn.Module, Step]:
+    import transformers
+
+    backbone = build(BackboneConfig(name=model))
+    depth, mlp = len(backbone.vit.blocks), backbone.vit.blocks[0].mlp.fc1.out_features
+    sizes = {"hidden_size": backbone.width, "num_hidden_layers": depth, "num_attention_heads": backbone.heads}
+    sizes |= {"intermediate_size": mlp, "image_size": backbone.image_size[0], "patch_size": backbone.patch_size}
+    if mae:
+        whole = transformers.ViTMAEForPreTraining(transformers.ViTMAEConfig(**sizes))
+        return whole, lambda: whole(pixel_values=pixels).loss
+    config = transformers.ViTConfig(**sizes, encoder_stride=backbone.patch_size)
+    masked = transformers.ViTForMaskedImageModeling(config)
+    where = torch.rand(len(pixels), backbone.patches, device=pixels.device) < 0.5
+    return masked, lambda: masked(pixel_values=pixels, bool_masked_pos=where).loss
+
+
+def lucidrains(model: str, pixels: torch.Tensor) -> tuple[nn.Module, Step]:
+    from vit_pytorch import ViT
+    from vit_pytorch.mpp import MPP
+
+    backbone = build(BackboneConfig(name=model))
+    patch, width = backbone.patch_size, backbone.width
+    vit = ViT(
+        image_size=backbone.image_size[0],
+        patch_size=patch,
+        num_classes=CLASSES,
+        dim=width,
+        depth=len(backbone.vit.blocks),
+        heads=backbone.heads,
+        mlp_dim=4 * width,
+    )
+    trainer = MPP(transformer=vit, patch_size=patch, dim=width, mask_prob=0.5, random_patch_prob=0.1, replace_prob=0.8)
+    trainer.to(pixels.device)(pixels)  # its published version fails here; the row then says how
+    return trainer, lambda: trainer(pixels)
+
+
+def rows_of(model: str, images: torch.Tensor) -> dict[str, Callable[[], tuple[nn.Module, Step]]]:
+    pixels = images.float() / 127.5 - 1
+    config = BackboneConfig(name=model)
+    return {
+        "ours: masked patches": lambda: ours(masked_patch.Objective(build(config), masked_patch.Config()), images),
+        "ours: supervised": lambda: ours(
+            classification.Objective(build(config), classification.Config(head="linear", classes=CLASSES)), images
+        ),
+        "timm: encoder alone": lambda: timm_encoder(model, pixels),
+        "timm: supervised": lambda: timm_supervised(model, pixels),
+        "Hugging Face: masked images": lambda: hugging_face(model, pixels, mae=False),
+        "Hugging Face: MAE (75 % left out)": lambda: hugging_face(model, pixels, mae=True),
+        "lucidrains: masked patches": lambda: lucidrains(model, pixels),
+    }
+
+
+def gemm_rate(device: torch.device, dtype: torch.dtype) -> float:
+    """Operations a second of a large square product, the best of a few."""
+    side = 8192 if device.type == "cuda" else 1536
+    left, right = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
+    return max(2 * side**3 / seconds(lambda: left @ right, device) for _ in range(8))
+
+
+def seconds(act: Callable[[], Any], device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    # One thread: processor time, which does not count what else the machine does meanwhile.
+    clock = time.process_time if device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
+    start = clock()
+    act()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return clock() - start
+
+
+def full_flops(model: str) -> float:
+    """Of the encoder's forward and backward pass, for one image."""
+    with torch.device("meta"):
+        encoder = timm.create_model(model, num_classes=0)
+        pixels = torch.empty(1, *encoder.pretrained_cfg["input_size"])
+    with FlopCounterMode(display=False) as counter:
+        encoder.forward_features(pixels)
+    return 3.0 * counter.get_total_flops()
+
+
+def training_step(
+    module: nn.Module, loss: Step, device: torch.device, bf16: bool, compiled: bool
+) -> Callable[[], None]:
+    module.to(device).train()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4, fused=True)
+
+    def forward() -> torch.Tensor:
+        with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
+            return loss()
+
+    if compiled:
+        forward = torch.compile(forward)
+
+    def step() -> None:
+        optimizer.zero_grad(set_to_none=True)
+        forward().backward()
+        optimizer.step()
+
+    return step
+
+
+def measure(model: str, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    device, bf16 = torch.device(arguments.device), arguments.precision == "bf16"
+    images = torch.randint(0, 256, (arguments.batch, 3, 224, 224), dtype=torch.uint8, device=device)
+    steps, failures = {}, {}
+    for name, make in rows_of(model, images).items():
+        try:
+            with torch.device(device):
+                module, loss = make()
+            steps[name] = training_step(module, loss, device, bf16, arguments.compile)
+            steps[name]()
+        except Exception as error:  # a peer that does not run is a finding, not a failure of the benchmark
+            steps.pop(name, None)
+            failures[name] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+    taken: dict[str, list[float]] = {name: [] for name in steps}
+    rates = []
+    for _ in range(arguments.rounds):
+        rates.append(gemm_rate(device, torch.bfloat16 if bf16 else torch.float32))
+        for name, step in steps.items():
+            taken[name].append(seconds(step, device))
+    rate, full = statistics.median(rates), full_flops(model) * arguments.batch
+    rows = [
+        {
+            "model": model,
+            "name": name,
+            "ms": 1000 * statistics.median(times),
+            "images_per_s": arguments.batch / statistics.median(times),
+            "mfu": full / statistics.median(times) / rate,
+            # The median of the rounds' own ratios: what else the machine did meanwhile weighs on both alike.
+            **{
+                f"vs {peer}": statistics.median(a / b for a, b in zip(times, taken[peer], strict=True))
+                for peer in ("timm: encoder alone", "timm: supervised", "Hugging Face: masked images")
+                if peer in taken
+            },
+        }
+        for name, times in taken.items()
+    ]
+    print(
+        f"\n{model}, batch {arguments.batch}, {arguments.precision}{', compiled' if arguments.compile else ''}, ",
+        end="",
+    )
+    print(f"{device.type}, {torch.get_num_threads()} threads; matrix product {rate / 1e12:.3f} TFLOP/s")
+    print(f"{'':34}{'ms':>9}{'images/s':>10}{'MFU':>7}{'x timm enc.':>13}{'x timm sup.':>13}{'x HF masked':>13}")
+    for row in rows:
+        ratios = [
+            row.get(f"vs {peer}") for peer in ("timm: encoder alone", "timm: supervised", "Hugging Face: masked images")
+        ]
+        cells = "".join(f"{ratio:13.3f}" if ratio else f"{'-':>13}" for ratio in ratios)
+        print(f"{row['name']:34}{row['ms']:9.1f}{row['images_per_s']:10.1f}{row['mfu']:7.1%}{cells}")
+    for name, why in failures.items():
+        print(f"{name:34} does not run: {why[:100]}")
+    return rows + [{"model": model, "name": name, "failure": why} for name, why in failures.items()]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=["vit_small_patch16_224"])
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32")
+    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--threads", type=int, help="on the CPU (default: torch's own choice)")
+    parser.add_argument("--json", type=Path, help="also write the numbers here")
+    arguments = parser.parse_args()
+    torch.manual_seed(0)
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
+    rows = [row for model in arguments.models for row in measure(model, arguments)]
+    if arguments.json:
+        arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,129 @@
+"""What the training stream costs besides decoding: the time to resume anywhere in an epoch, and memory.
+
+    python tools/bench_stream.py [--shards 1000] [--samples 1000]
+
+Resume: an epoch of many shards is entered at several points, as a checkpoint would, and the time to the first batch is
+printed beside the time at the epoch's start, with the shards that were opened for it (each lane's own and its next).
+The shards are one file under many names (hard links): what is read of each is the same as of different files, from a
+warm cache. Memory: how much a process grows while it reads one epoch, at 1x and at 10x as many samples.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import os
+import tarfile
+import tempfile
+import time
+from itertools import islice
+from multiprocessing import get_context
+from pathlib import Path
+
+import numpy as np
+import psutil
+import torch
+from PIL import Image
+
+from ssl_vit.data import AugmentConfig, DataConfig, shard_file
+from ssl_vit.data.plan import LanePosition
+from ssl_vit.data.samples import View
+from ssl_vit.data.shards import open_shards
+from ssl_vit.data.stream import train_source
+from ssl_vit.data.transforms import train_transform
+
+LANES, BATCH = 8, 64
+
+
+def write_shards(folder: Path, shards: int, samples: int, side: int) -> None:
+    folder.mkdir()
+    with tarfile.open(folder / "000000.tar", "w") as tar:
+        for n in range(samples):
+            pixels = np.random.default_rng(n).integers(0, 256, (side // 8, side // 8, 3), dtype=np.uint8)
+            buffer = io.BytesIO()
+            Image.fromarray(pixels).resize((side, side)).save(buffer, "JPEG")
+            for extension, data in (("jpg", buffer.getvalue()), ("cls", b"0")):
+                member = tarfile.TarInfo(f"{n:08d}.{extension}")
+                member.size = len(data)
+                tar.addfile(member, io.BytesIO(data))
+    for number in range(1, shards):
+        os.link(folder / "000000.tar", folder / f"{number:06d}.tar")
+    listed = [{"file": f"{number:06d}.tar", "samples": samples} for number in range(shards)]
+    info = {"classes": ["one"], "samples": shards * samples, "shards": listed}
+    (folder / "info.json").write_text(json.dumps(info))
+
+
+def first_batch(folder: Path, position: int) -> tuple[float, int]:
+    """Seconds from nothing to the first batch, and how many shards were opened for it."""
+    opened = []
+    whole = shard_file.ShardFile.__init__
+
+    def counted(self: shard_file.ShardFile, *arguments: object) -> None:
+        opened.append(arguments)
+        whole(self, *arguments)  # type: ignore[arg-type]
+
+    shard_file.ShardFile.__init__ = counted  # type: ignore[method-assign]
+    start = time.perf_counter()
+    view = View(train_transform(32, AugmentConfig()), 3, None)
+    data = DataConfig(train=str(folder), lanes=LANES, workers=0, cache_mb=0)
+    source = train_source(
+        open_shards(str(folder)), view, data, batch_size=BATCH, rank=0, ranks=1, device=torch.device("cpu")
+    )
+    next(source([LanePosition(3, position)] * LANES))
+    shard_file.ShardFile.__init__ = whole  # type: ignore[method-assign]
+    return time.perf_counter() - start, len(opened)
+
+
+def peak_of_an_epoch(folder: Path) -> float:
+    """The most MiB that a fresh process ever holds more than after its first batch, while it reads one epoch."""
+    with get_context("spawn").Pool(1) as pool:
+        return pool.apply(_peak, (folder,))
+
+
+def _peak(folder: Path) -> float:
+    view = View(train_transform(32, AugmentConfig()), 3, None)
+    data = DataConfig(train=str(folder), lanes=LANES, workers=0, cache_mb=0)
+    shards = open_shards(str(folder))
+    source = train_source(shards, view, data, batch_size=BATCH, rank=0, ranks=1, device=torch.device("cpu"))
+    batches = source([LanePosition()] * LANES)
+    next(batches)
+    process = psutil.Process()
+    before = process.memory_info().rss
+    peak = before
+    for _ in islice(batches, shards.samples // BATCH):
+        peak = max(peak, process.memory_info().rss)
+    return (peak - before) / (1 << 20)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shards", type=int, default=1000)
+    parser.add_argument("--samples", type=int, default=1000, help="in each shard")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch) / "many"
+        write_shards(folder, arguments.shards, arguments.samples, 64)
+        lane = arguments.shards * arguments.samples // LANES
+        print(
+            f"resume in an epoch of {arguments.shards} shards x {arguments.samples} samples, {LANES} lanes, 0 workers"
+        )
+        base = None
+        for share in (0.0, 0.1, 0.37, 0.5, 0.731, 0.999):
+            seconds, opened = first_batch(folder, int(share * lane))
+            base = base or seconds
+            ratio = f"{seconds / base:4.2f} x the start"
+            print(f"  {share:6.1%} of the epoch: {seconds:6.3f} s ({ratio}), {opened} shards opened")
+        print("memory added by reading an epoch of 128 px JPEGs")
+        small = None
+        for samples in (2_000, 20_000):
+            path = Path(scratch) / str(samples)
+            write_shards(path, samples // 500, 500, 128)
+            added = peak_of_an_epoch(path)
+            small = small or added
+            print(f"  {samples:6d} samples: {added:6.1f} MiB ({added / max(small, 1e-9):4.2f} x)")
+
+
+if __name__ == "__main__":
+    main()
