@@ -29,6 +29,7 @@ folder, ranks, workers, lanes, batch_size, steps = sys.argv[1], *map(int, sys.ar
 
 def work(rank):
     torch.distributed.init_process_group("gloo", rank=rank, world_size=ranks, timeout=timedelta(seconds=60))
+    torch.distributed.barrier()  # a rank that gives up at once must not leave while others still look for it
     shards = open_shards(folder)
     data = DataConfig(train=folder, lanes=lanes, workers=workers)
     view = View(train_transform(8, AugmentConfig(crop="centre")), 1, 10)
