@@ -1,5 +1,7 @@
 """Recipes: YAML, merged with `key=value` by OmegaConf, validated by the rooms' typed configurations.
 
+A recipe may say `base: NAME`, a shipped recipe or a file beside it, and then holds only what differs from that one.
+
 Torch-free; the objective's and evaluators' own configurations are looked up when a recipe that names them is read.
 """
 
@@ -73,14 +75,31 @@ def find(name: str, near: Path | None = None) -> Path:
 
 
 def read(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """YAML merged with `key=value` overrides, as plain containers. Raises UserError naming the file or the override."""
+    """YAML on top of what its `base` names, merged with `key=value` overrides, as plain containers.
+
+    Raises UserError naming the file or the override.
+    """
+    return _merge(_open(path), overrides, str(path))
+
+
+def _open(path: Path, above: tuple[Path, ...] = ()) -> DictConfig:
+    """A recipe file merged onto its base's. above: the recipes that led here, to catch a circle."""
     try:
         loaded = OmegaConf.load(path)
+        if not isinstance(loaded, DictConfig):
+            raise UserError(f"{path}: a recipe is a mapping of keys to values")
+        base = loaded.pop("base", None)
     except (yaml.YAMLError, OmegaConfBaseException, OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: not readable YAML: {error}") from None
-    if not isinstance(loaded, DictConfig):
-        raise UserError(f"{path}: a recipe is a mapping of keys to values")
-    return _merge(loaded, overrides, str(path))
+    if base is None:
+        return loaded
+    under = find(str(base), path)
+    if under.resolve() in {seen.resolve() for seen in (path, *above)}:
+        raise UserError(f"{path}: base={base} leads back to this recipe")
+    try:
+        return _onto(_open(under, (path, *above)), loaded)
+    except OmegaConfBaseException as error:
+        raise UserError(f"{path}: {str(error).splitlines()[0]}") from None
 
 
 def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
@@ -94,10 +113,29 @@ def _merge(base: DictConfig, overrides: Sequence[str], origin: str) -> dict[str,
         if not equals or not key.strip():
             raise UserError(f"'{override}' is not key=value, such as training.steps=100")
     try:
-        merged = OmegaConf.merge(base, OmegaConf.from_dotlist(list(overrides)))
+        merged = _onto(base, OmegaConf.from_dotlist(list(overrides)))
         return dict(OmegaConf.to_container(merged, resolve=True))
     except (yaml.YAMLError, OmegaConfBaseException) as error:
         raise UserError(f"{origin}: {str(error).splitlines()[0]}") from None
+
+
+def _onto(under: DictConfig, over: DictConfig) -> DictConfig:
+    """`over` merged onto `under`: a length replaces the other way of counting it, an objective one of another name."""
+    lengths = {"steps", "epochs"}
+    if given := lengths.intersection(_section(over, "training")):
+        for other in lengths - given:
+            _section(under, "training").pop(other, None)
+    name = _section(over, "objective").get("name")
+    if name is not None and name != _section(under, "objective").get("name"):
+        under.pop("objective", None)
+    merged = OmegaConf.merge(under, over)
+    assert isinstance(merged, DictConfig)
+    return merged
+
+
+def _section(content: DictConfig, key: str) -> Any:
+    found = content.get(key)
+    return found if isinstance(found, DictConfig) else {}
 
 
 def load_recipe(name: str | Path, overrides: Sequence[str] = (), near: Path | None = None) -> Recipe:
@@ -111,15 +149,6 @@ def load_recipe(name: str | Path, overrides: Sequence[str] = (), near: Path | No
         raise UserError(f"{path}: objective.name is missing, such as masked_patch")
     config = plugins.load("objectives", str(objective["name"])).Config
     content["objective"] = validate(config, objective, f"{path}: objective.")
-    given = {override.partition("=")[0] for override in overrides}
-    for length, other in (("steps", "epochs"), ("epochs", "steps")):
-        # A length on the command line replaces the recipe's, whichever way that was counted.
-        if (
-            f"training.{length}" in given
-            and f"training.{other}" not in given
-            and isinstance(content.get("training"), dict)
-        ):
-            content["training"].pop(other, None)
     return validate(Recipe, content, f"{path}: ")
 
 

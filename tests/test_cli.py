@@ -1,4 +1,4 @@
-"""Help answers at once, carries examples, and every shipped recipe is one that runs."""
+"""Help answers at once and carries examples; wrong words are the user's mistake."""
 
 from __future__ import annotations
 
@@ -7,13 +7,10 @@ import sys
 import time
 
 import pytest
-import torch
 from typer.main import get_command
 
-from ssl_vit import cli, experiment, plugins
+from ssl_vit import cli
 from ssl_vit import recipe as recipes
-from ssl_vit.compare.config import load_comparison
-from ssl_vit.compare.plan import Plan
 
 COMMANDS = [
     ["demo"], ["train"], ["eval"], ["compare"], ["inspect"], ["report"], ["recipes"], ["shards", "make"],
@@ -57,27 +54,6 @@ def test_a_wrong_option_is_the_users_mistake() -> None:
 def test_debug_shows_the_traceback() -> None:
     assert "Traceback" not in run("train", "nothing").stderr
     assert "Traceback" in run("train", "nothing", "--debug").stderr
-
-
-@pytest.mark.parametrize("name", sorted(recipes.shipped()))
-def test_every_recipe_builds(name: str) -> None:
-    path = recipes.shipped()[name]
-    assert path.read_text().startswith("# "), "a recipe opens with what it does"
-    assert (
-        f"ssl-vit {'compare' if 'arms' in recipes.read(path) else 'train'} {name}" in path.read_text()
-        or "ssl-vit demo" in path.read_text()
-    )
-    if "arms" in recipes.read(path):
-        study = load_comparison(name)
-        assert Plan(study, study.comparison.run_directory, study.sets).pieces
-        settings = list(study.recipes.values())
-    else:
-        settings = [recipes.load_recipe(name)]
-    for recipe in settings:
-        module = plugins.load("objectives", recipe.objective.name)  # type: ignore[attr-defined]
-        with torch.device("meta"):  # the large ones need no memory here
-            encoder = experiment.build_backbone(recipe.backbone, None)
-            assert module.Objective(encoder, recipe.objective, 10).noise_per_sample() >= 0
 
 
 def test_a_saved_recipe_is_the_recipe(tmp_path) -> None:  # type: ignore[no-untyped-def]

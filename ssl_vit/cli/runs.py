@@ -230,7 +230,7 @@ def recipes() -> None:
         print(f"\n{title}" if title else "", end="")
         for name, path in found.items():
             first = path.read_text().splitlines()[0].removeprefix("#").strip()
-            print(f"{name:24s} {first}")
+            print(f"{name:28s} {first}")
     print(f"\nfiles: {recipe_files.recipes_folder()}")
 
 
