@@ -158,9 +158,6 @@ def compare(
     show: Annotated[
         bool, typer.Option("--list", help="Print the pieces (id, stage, done or missing) instead of running them.")
     ] = False,
-    stage: Annotated[
-        int | None, typer.Option(min=0, help="With --list: the ids of one stage's missing pieces.")
-    ] = None,
     only: Annotated[str | None, typer.Option(help="Run one piece, by its id, and what it needs.")] = None,
 ) -> None:
     """Arms x seeds x label budgets: who wins, by how much, at what cost. Repeating the command runs what is missing.

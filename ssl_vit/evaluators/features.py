@@ -177,7 +177,7 @@ def _reader(task: Task, source: str, representation: Representation) -> Callable
     if representation.image_size:
         backbone = at_size(backbone, representation.image_size, representation.position_resampling)
     backbone.to(task.accelerator.device).eval()
-    return lambda images: backbone.pool(outputs(backbone, images, representation.block), representation.pooling)
+    return lambda images: backbone.represent(images, representation.pooling, representation.block)
 
 
 def _pixels(images: torch.Tensor) -> torch.Tensor:
@@ -186,23 +186,6 @@ def _pixels(images: torch.Tensor) -> torch.Tensor:
     size = (min(height, _PIXELS), min(width, _PIXELS))
     pixels = images.float()
     return (pixels if size == (height, width) else F.adaptive_avg_pool2d(pixels, size)).flatten(1) / 127.5 - 1
-
-
-def outputs(backbone: Encoder, images_BCHW: torch.Tensor, block: int | None) -> torch.Tensor:
-    """The output tokens, or those after a block (from 1) under the model's last norm; raises UserError for no such."""
-    if block is None:
-        return backbone(images_BCHW)
-    blocks = getattr(backbone.network, "blocks", None)
-    if blocks is None or block > len(blocks):
-        has = f"has blocks 1 to {len(blocks)}" if blocks is not None else "is no transformer and has no blocks"
-        raise UserError(f"block={block}: {backbone.name} {has}")
-    after: list[torch.Tensor] = []
-    hook = blocks[block - 1].register_forward_hook(lambda module, inputs, tokens: after.append(tokens))
-    try:
-        backbone(images_BCHW)
-    finally:
-        hook.remove()
-    return backbone.network.norm(after[0])  # type: ignore[operator]
 
 
 def _cached(task: Task, source: str, shards: ShardSet, representation: Representation) -> Features:

@@ -47,6 +47,4 @@ class OnlineProbe:
     def _features(self, objective: nn.Module, images: np.ndarray) -> Features:
         backbone, pooling = objective.backbone, self.config.pooling
         assert isinstance(backbone, Encoder)
-        return extract(
-            self.task, self.task.train, lambda pixels: backbone.pool(backbone(pixels), pooling), None, images
-        )
+        return extract(self.task, self.task.train, lambda pixels: backbone.represent(pixels, pooling), None, images)

@@ -94,8 +94,11 @@ class Encoder(nn.Module, ABC):
     def forward(self, images_BCHW: torch.Tensor) -> torch.Tensor:
         """uint8 images -> output tokens (B, P + N, D), patches in row-major order."""
 
-    def represent(self, images_BCHW: torch.Tensor, pooling: Pooling) -> torch.Tensor:
-        """uint8 images -> one vector an image, as `pool` makes it of the output tokens."""
+    def represent(self, images_BCHW: torch.Tensor, pooling: Pooling, block: int | None = None) -> torch.Tensor:
+        """uint8 images -> one vector an image, as `pool` makes it of the output tokens; or of the tokens after a block
+        (from 1), under the model's last norm. Raises UserError for a block that the network does not have."""
+        if block is not None:
+            raise UserError(f"block={block}: {self.name} is no transformer and has no blocks")
         return self.pool(self(images_BCHW), pooling)
 
     def normalised(self, images_BCHW: torch.Tensor) -> torch.Tensor:

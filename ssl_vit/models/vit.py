@@ -129,15 +129,15 @@ class Backbone(Encoder):
         index = (keep_BK + self.prefix_tokens)[..., None].expand(-1, -1, self.width)
         return self.finish(self._read(tokens_BND, lambda tokens: tokens.gather(1, index)))
 
-    def _read(self, tokens_BND: torch.Tensor, pick: Pick | None) -> torch.Tensor:
-        """All blocks and the last norm; of the last block, only the tokens that `pick` takes."""
-        tokens, last = self.enter(tokens_BND), self.vit.blocks[-1]
+    def _read(self, tokens_BND: torch.Tensor, pick: Pick | None, depth: int | None = None) -> torch.Tensor:
+        """All blocks (or the first `depth`) and the last norm; of the last one, only the tokens that `pick` takes."""
+        tokens, (*before, last) = self.enter(tokens_BND), list(self.vit.blocks)[:depth]
         if self.vit.grad_checkpointing and torch.is_grad_enabled():
-            tokens = checkpoint_seq(self.vit.blocks[:-1], tokens)
+            tokens = checkpoint_seq(before, tokens)
         else:
-            for block in self.vit.blocks[:-1]:
+            for block in before:
                 tokens = block(tokens)
-        if pick is None or not self.prunes:
+        if pick is None or last is not self.vit.blocks[-1] or not self.prunes:
             tokens = last(tokens)
             return cast(torch.Tensor, self.vit.norm(tokens if pick is None else pick(tokens)))
         return cast(torch.Tensor, self.vit.norm(last(tokens, pick=pick)))
@@ -145,11 +145,14 @@ class Backbone(Encoder):
     def forward(self, images_BCHW: torch.Tensor) -> torch.Tensor:
         return self.encode(self.embed(images_BCHW))
 
-    def represent(self, images_BCHW: torch.Tensor, pooling: Pooling) -> torch.Tensor:
-        if pooling != "token":
-            return super().represent(images_BCHW, pooling)
+    def represent(self, images_BCHW: torch.Tensor, pooling: Pooling, block: int | None = None) -> torch.Tensor:
         self.check_pooling(pooling)
-        return self.finish(self._read(self.embed(images_BCHW), lambda tokens: tokens[:, :1])[:, 0])
+        if block and block > (depth := len(self.vit.blocks)):
+            raise UserError(f"block={block}: {self.name} has blocks 1 to {depth}")
+        if pooling != "token" and block is None:
+            return super().represent(images_BCHW, pooling)
+        pick: Pick | None = (lambda tokens: tokens[:, :1]) if pooling == "token" else None
+        return self.pool(self._read(self.embed(images_BCHW), pick, block), pooling)
 
     def finish(self, vectors: torch.Tensor) -> torch.Tensor:
         return cast(torch.Tensor, self.vit.fc_norm(vectors))

@@ -60,7 +60,8 @@ def _of_one_set(results: dict[str, Any], ours: list[Row]) -> list[str]:
     curve = [row for row in curve if row["evaluator"] == head["evaluator"]]
     name, where = spoken(results, head["arm"]), _budgets([head])
     kind = "" if trains_backbone(results, head["evaluator"]) else f"{evaluator_title(results, head['evaluator'])}: "
-    sentences = [_capital(f"{kind}{where}, {_claim(head, name, spoken(results, head['against']))}")]
+    claim = _claim(head, name, spoken(results, head["against"]))
+    sentences = [_capital(f"{kind}{where}, {claim.removesuffix('.')}{_end(curve)}.")]
     sentences.append(_over_budgets(curve, name))
     used = {arm["name"]: arm.get("labels_used") for arm in results.get("arms") or []}
     for row in ours:
@@ -116,19 +117,32 @@ def _over_budgets(curve: list[Row], name: str) -> str:
             "one": f"{where} the difference on one seed is {sizes} points",
         }
         parts.append(words[kind])
-    outcomes = [outcome(row) for row in curve]
-    gains = len(list(takewhile("gain".__eq__, outcomes)))
     first, last = curve[0], curve[-1]
     lead = ""
-    if gains == len(curve):
+    if _gains(curve) == len(curve):
         # "Shrinks" is a claim of its own: it is made only where the first and the last interval do not touch.
         apart = first["mean"] - first["half_width"] > last["mean"] + last["half_width"]
         lead = "The gain shrinks with more labels but holds" if apart else "The gain holds"
         lead += " at every budget measured: "
-    elif gains and not {"gain", "one"} & set(outcomes[gains:]):
-        ends = [_number(row["x"]) for row in curve[gains - 1 : gains + 1]]
-        lead = f"The gain ends between {ends[0]} and {ends[1]} labels a class: "
     return _capital(lead + "; ".join(parts) + ".")
+
+
+def _gains(curve: list[Row]) -> int:
+    """How many budgets, from the smallest on, show a gain."""
+    return len(list(takewhile(lambda row: outcome(row) == "gain", curve)))
+
+
+def _end(curve: list[Row]) -> str:
+    """Where a gain ends that no larger budget shows again: where the lower end of the 95% interval, taken as straight
+    over the logarithm of the labels between the two budgets, crosses 0."""
+    gains = _gains(curve)
+    if gains in (0, len(curve)) or {"gain", "one"}.intersection(map(outcome, curve[gains:])):
+        return ""
+    last, none = curve[gains - 1], curve[gains]
+    above, below = (row["mean"] - row["half_width"] for row in (last, none))
+    labels = last["x"] * (none["x"] / last["x"]) ** (above / (above - below))
+    about, *between = (_number(value) for value in (float(f"{labels:.2g}"), last["x"], none["x"]))
+    return f"; the gain ends at about {about} labels a class, between {' and '.join(between)}"
 
 
 def _study(results: dict[str, Any], ends: list[Row]) -> list[str]:

@@ -93,10 +93,12 @@ def test_no_process_outlives_the_first(work: ModuleType, tmp_path: Path, sign: s
     script = tmp_path / "main.py"
     script.write_text(
         textwrap.dedent("""
+        import signal
         import work_for_jobs
         from ssl_vit.data import jobs
 
         if __name__ == "__main__":
+            signal.signal(signal.SIGINT, signal.default_int_handler)  # tests in the background inherit "ignored"
             jobs.run(work_for_jobs.forever, range(4), on=2, what="x", total=4, progress=False)
         """)
     )

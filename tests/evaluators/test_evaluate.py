@@ -120,19 +120,6 @@ def test_the_cache_knows_other_weights_shards_and_preparation(trained: Path, tmp
     assert damaged.read_bytes() == whole, "what a full disk cut short is extracted again"
 
 
-def test_a_block_is_the_output_after_it_under_the_last_norm(trained: Path) -> None:
-    model = backbone.load(trained / "run")
-    images = torch.randint(0, 256, (3, 1, 8, 8), dtype=torch.uint8)
-    with torch.no_grad():
-        tokens = model.vit.norm_pre(model.vit._pos_embed(model.embed(images)))
-        for number, block in enumerate(model.vit.blocks, 1):
-            tokens = block(tokens)
-            torch.testing.assert_close(features.outputs(model, images, number), model.vit.norm(tokens))
-        torch.testing.assert_close(features.outputs(model, images, 4), model(images))
-    with pytest.raises(UserError, match="block=5: vit_tiny_patch16_224 has blocks 1 to 4"):
-        features.outputs(model, images, 5)
-
-
 def test_large_raw_pixels_are_shrunk_by_area() -> None:
     small = torch.randint(0, 256, (2, 3, 8, 20), dtype=torch.uint8)
     torch.testing.assert_close(features._pixels(small), small.flatten(1) / 127.5 - 1)

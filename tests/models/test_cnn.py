@@ -57,6 +57,12 @@ def test_a_cnn_has_no_class_token() -> None:
             cnn().pool(torch.zeros(2, 4, 512), pooling)
 
 
+def test_a_cnn_has_no_blocks_to_read() -> None:
+    images = torch.zeros(1, 3, 32, 32, dtype=torch.uint8)
+    with pytest.raises(UserError, match="block=1: resnet10t is no transformer and has no blocks"):
+        cnn().eval().represent(images, "mean", 1)
+
+
 @pytest.mark.parametrize(
     ("name", "known"),
     [("resnet50", True), ("resnetv2_50x1_bit", True), ("vit_base_r50_s16_224", False), ("swin_tiny_x", False)],

@@ -169,6 +169,30 @@ def test_pooling(make_backbone: Make) -> None:
     assert torch.equal(side_by_side[:, 32:48], outputs[:, 3])
 
 
+@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "vit_small_patch14_reg4_dinov2", "test_vit2"])
+def test_every_representation_after_every_block_is_timms_under_the_last_norm(
+    make_backbone: Make, shaken: Make, pixels: Make, name: str
+) -> None:
+    backbone = shaken(make_backbone(name=name, depth=3)).eval()
+    images, run = pixels(backbone), []
+    for block in backbone.vit.blocks:
+        block.register_forward_hook(lambda *_: run.append(1))
+    with torch.no_grad():
+        reached = backbone.vit.forward_intermediates(
+            backbone.normalised(images), norm=True, output_fmt="NLC", intermediates_only=True, return_prefix_tokens=True
+        )
+        for pooling in ("token", "mean", "both", "patches") if backbone.has_class_token else ("mean", "patches"):
+            for number, (patches, prefix) in enumerate(reached, 1):
+                expected = backbone.pool(torch.cat([prefix, patches], dim=1), pooling)
+                run.clear()
+                found = backbone.represent(images, pooling, number)
+                assert len(run) == number, "no block is computed that is not read"
+                torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(backbone.represent(images, pooling), found, atol=1e-5, rtol=1e-5)
+    with pytest.raises(UserError, match=r"block=4: .* has blocks 1 to 3"):
+        backbone.represent(images, "mean", 4)
+
+
 @pytest.mark.parametrize(
     "overrides", [{"name": "vit_base_patch16_siglip_gap_224"}, {"class_token": False}, {"name": "test_vit2"}]
 )

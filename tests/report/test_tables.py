@@ -87,10 +87,28 @@ def test_verdict_of_a_clear_gain_that_stops() -> None:
     sentences = summarise(comparison({"ssl": ssl, "scratch": scratch}))["sentences"]
     assert sentences == [
         "With 10 labels a class, SSL pretraining gains +33.3 ± 5.2 points over training from scratch "
-        "(90.0% against 56.7%, 3 seeds).",
-        "The gain ends between 25 and 100 labels a class: with 25 labels a class SSL pretraining gains +11.7 ± 1.4 "
-        "points; with 100 labels a class these seeds show no difference (+0.0 ± 2.5 points).",
+        "(90.0% against 56.7%, 3 seeds); the gain ends at about 76 labels a class, between 25 and 100.",
+        "With 25 labels a class SSL pretraining gains +11.7 ± 1.4 points; with 100 labels a class these seeds show no "
+        "difference (+0.0 ± 2.5 points).",
     ]
+    # By hand: the intervals' lower ends are 11.667 - 1.434 and 0 - 2.484.
+    assert round(25 * 4 ** (10.232 / (10.232 + 2.484))) == 76
+
+
+def test_no_end_of_a_gain_is_claimed_where_it_comes_back_or_never_was() -> None:
+    flat = {budget: [0.5, 0.5, 0.5] for budget in (5, 10, 25)}
+    gain, none, loss = [0.60, 0.61, 0.62], [0.4, 0.5, 0.6], [0.40, 0.41, 0.42]
+    for rows, ends in (
+        ((gain, none, gain), False),
+        ((none, none, none), False),
+        ((gain, gain, gain), False),
+        ((loss, none, loss), False),
+        ((gain, [0.6], none), False),
+        ((gain, none, loss), True),
+        ((gain, loss, loss), True),
+    ):
+        verdict = summarise(comparison({"ssl": dict(zip(flat, rows, strict=True)), "scratch": flat}))["verdict"]
+        assert ("; the gain ends at about" in verdict) == ends, verdict
 
 
 def test_a_gain_shrinks_only_where_the_intervals_do_not_touch() -> None:

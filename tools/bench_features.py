@@ -1,0 +1,115 @@
+"""What extracting frozen features costs besides the forward passes.
+
+    python tools/bench_features.py [--images 50000] [--rounds 5] [--model vit_tiny_patch16_224] [--image-size 64]
+                                   [--patch-size 8] [--device cpu|cuda]
+
+JPEGs lie in shards in memory (/dev/shm, where there is one) and are decoded by a loader process. Each round extracts an
+equal part of the images, and runs as many forward passes of the same size on one batch that is on the device already,
+pooled alike; the two take turns to be first. Printed for each pooling: seconds of the main process's own processor time
+(what it waits for its loader does not count), and on the wall, where the loader competes for the same cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import os
+import tarfile
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from PIL import Image
+
+from ssl_vit.data import DataConfig
+from ssl_vit.data.shards import open_shards
+from ssl_vit.evaluators.features import Representation, Task, _reader, extract
+from ssl_vit.models import BackboneConfig
+from ssl_vit.models.backbone import Pooling, build
+
+PER_SHARD = 1000
+
+
+def write_shards(folder: Path, images: int, side: int) -> None:
+    """Shards of one and the same 1,000 pictures."""
+    generator = np.random.default_rng(0)
+    with tarfile.open(folder / "000000.tar", "w") as tar:
+        for n in range(PER_SHARD):
+            buffer = io.BytesIO()
+            pixels = generator.integers(0, 256, (side // 8, side // 8, 3), dtype=np.uint8)
+            Image.fromarray(pixels).resize((side, side)).save(buffer, "JPEG")
+            for extension, data in (("jpg", buffer.getvalue()), ("cls", str(n % 10).encode())):
+                member = tarfile.TarInfo(f"{n:08d}.{extension}")
+                member.size = len(data)
+                tar.addfile(member, io.BytesIO(data))
+    shards = max(1, images // PER_SHARD)
+    for number in range(1, shards):
+        os.link(folder / "000000.tar", folder / f"{number:06d}.tar")
+    listed = [{"file": f"{number:06d}.tar", "samples": PER_SHARD} for number in range(shards)]
+    classes = [str(n) for n in range(10)]
+    (folder / "info.json").write_text(json.dumps({"classes": classes, "samples": shards * PER_SHARD, "shards": listed}))
+
+
+def timed(do: Callable[[], object], device: str) -> np.ndarray:
+    """Seconds of this process and on the wall."""
+    start = time.process_time(), time.perf_counter()
+    do()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return np.array([time.process_time(), time.perf_counter()]) - start
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--images", type=int, default=50_000)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--model", default="vit_tiny_patch16_224")
+    parser.add_argument("--image-size", type=int, default=64)
+    parser.add_argument("--patch-size", type=int, default=8)
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    chosen = parser.parse_args()
+    sizes = {"name": chosen.model, "image_size": chosen.image_size, "patch_size": chosen.patch_size}
+    backbone = build(BackboneConfig.model_validate(sizes)).to(chosen.device).eval()
+    memory = "/dev/shm" if Path("/dev/shm").is_dir() else None
+    with tempfile.TemporaryDirectory(dir=memory) as folder:
+        write_shards(Path(folder), chosen.images // chosen.rounds, chosen.image_size)
+        shards = open_shards(folder)
+        data = DataConfig(train=folder, evaluation_resize=1.0)
+        task = Task(backbone, backbone, shards, shards, data, Accelerator(cpu=chosen.device == "cpu"), workers=1)
+        shape = (task.batch_size, 3, chosen.image_size, chosen.image_size)
+        batch = torch.randint(0, 256, shape, dtype=torch.uint8, device=chosen.device)
+        batches = -(-shards.samples // task.batch_size)
+        print(f"{chosen.rounds * shards.samples} images of {chosen.image_size} pixels, {chosen.model}")
+        for pooling in ("token", "mean"):
+            measure(task, batch, batches, pooling, chosen.rounds)
+
+
+@torch.inference_mode()
+def measure(task: Task, batch: torch.Tensor, batches: int, pooling: Pooling, rounds: int) -> None:
+    backbone, device = task.trained, batch.device.type
+
+    def bare() -> None:
+        for _ in range(batches):
+            backbone.represent(batch, pooling)
+
+    def extracted() -> None:
+        extract(task, task.train, _reader(task, "trained", Representation(pooling)))
+
+    for do in (bare, extracted):  # what is done once only: threads, caches, the first batch's memory
+        do()
+    spent = {bare: np.zeros(2), extracted: np.zeros(2)}
+    for n in range(rounds):
+        for do in (bare, extracted)[:: 1 if n % 2 else -1]:
+            spent[do] += timed(do, device)
+    ours, alone = spent[extracted], spent[bare]
+    for name, own, passes in zip(("processor", "wall"), ours, alone, strict=True):
+        print(f"{pooling}: {name} {own:.1f} s, forward passes alone {passes:.1f} s: {own / passes:.3f} x")
+
+
+if __name__ == "__main__":
+    main()
