@@ -1,4 +1,5 @@
-"""Objectives and evaluators by name: `objectives/<name>.py` and `evaluators/<name>.py` are the only registry."""
+"""Objectives, evaluators and sources by name: `objectives/<name>.py`, `evaluators/<name>.py` and
+`data/sources/<name>.py` are the only registry."""
 
 from __future__ import annotations
 
@@ -9,30 +10,37 @@ from typing import Any, Literal
 
 from ssl_vit.interfaces import UserError
 
-Kind = Literal["objectives", "evaluators"]
+Kind = Literal["objectives", "evaluators", "sources"]
+# The package of each kind, what a file there must define, and what one is called.
+_ROOMS = {
+    "objectives": ("ssl_vit.objectives", "Objective", "objective"),
+    "evaluators": ("ssl_vit.evaluators", "Evaluator", "evaluator"),
+    "sources": ("ssl_vit.data.sources", "open_images", "source"),
+}
 
 
-def names(kind: Kind, member: str) -> list[str]:
-    """Modules of a room that define `member` (`Objective` or `Evaluator`); imports them."""
-    package = importlib.import_module(f"ssl_vit.{kind}")
-    found = [module.name for module in pkgutil.iter_modules(package.__path__)]
-    return [name for name in found if hasattr(importlib.import_module(f"ssl_vit.{kind}.{name}"), member)]
+def names(kind: Kind) -> list[str]:
+    """Modules of a room that define what makes one; imports them."""
+    room, member, _ = _ROOMS[kind]
+    found = [module.name for module in pkgutil.iter_modules(importlib.import_module(room).__path__)]
+    return [name for name in found if hasattr(importlib.import_module(f"{room}.{name}"), member)]
 
 
 def load(kind: Kind, name: str) -> Any:
-    """The module of an objective (with `Config`, `Objective`) or an evaluator (with `Config`, `Evaluator`).
+    """The module of an objective (with `Config`, `Objective`), an evaluator (with `Config`, `Evaluator`) or a source
+    (with `open_images`).
 
     Raises UserError naming what exists.
     """
-    member = "Objective" if kind == "objectives" else "Evaluator"
+    room, member, word = _ROOMS[kind]
     try:
-        module = importlib.import_module(f"ssl_vit.{kind}.{name}")
+        module = importlib.import_module(f"{room}.{name}")
         if hasattr(module, member):
             return module
     except ModuleNotFoundError as error:
-        if error.name != f"ssl_vit.{kind}.{name}":
+        if error.name != f"{room}.{name}":
             raise
-    known = names(kind, member)
+    known = names(kind)
     near = get_close_matches(name, known, n=1)
     hint = f"did you mean '{near[0]}'? " if near else ""
-    raise UserError(f"no {member.lower()} is called '{name}'; {hint}there are: {', '.join(known)}")
+    raise UserError(f"no {word} is called '{name}'; {hint}there are: {', '.join(known)}")

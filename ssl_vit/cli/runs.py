@@ -77,9 +77,10 @@ def train(
 
     settings = recipes.load_recipe(recipe, overrides or [])
     if dry_run:
+        from ssl_vit.cli import previewed
         from ssl_vit.preview import preview
 
-        _print_preview(preview(settings), as_json)
+        previewed.stage(preview(settings), as_json)
         return
     run = experiment.train(settings)
     if experiment.is_main_process():
@@ -94,21 +95,6 @@ def train(
             f"look       ssl-vit report {run}   and   tensorboard --logdir {run}\n"
             f'in timm    timm.create_model("local-dir:{run}", pretrained=True)'
         )
-
-
-def _print_preview(found: dict[str, Any], as_json: bool) -> None:
-    if as_json:
-        print(json.dumps(found, indent=1))
-        return
-    for section in ("data", "model", "memory", "time"):
-        print(section)
-        for name, value in found[section].items():
-            print(
-                f"  {name.replace('_', ' '):42} {value:,}"
-                if isinstance(value, int)
-                else f"  {name.replace('_', ' '):42} {value}"
-            )
-    print(f"nothing was written; {found['run']} is where it would go")
 
 
 @app.command("eval")
@@ -159,6 +145,10 @@ def compare(
         bool, typer.Option("--list", help="Print the pieces (id, stage, done or missing) instead of running them.")
     ] = False,
     only: Annotated[str | None, typer.Option(help="Run one piece, by its id, and what it needs.")] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the comparison's size, memory and time, and run nothing.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="The dry run as JSON.")] = False,
 ) -> None:
     """Arms x seeds x label budgets: who wins, by how much, at what cost. Repeating the command runs what is missing.
 
@@ -169,6 +159,13 @@ def compare(
     """
     changed = overrides or []
     command = shlex.join(["ssl-vit", "compare", recipe, *changed])
+    if dry_run:
+        from ssl_vit.cli import previewed
+        from ssl_vit.compare.config import load_comparison
+        from ssl_vit.compare.preview import preview
+
+        previewed.comparison(preview(load_comparison(recipe, changed)), as_json)
+        return
     if not (show or only):
         _compare(recipe, changed, command)
         return

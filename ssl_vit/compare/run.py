@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ssl_vit import plugins
-from ssl_vit.compare.config import ONLY, Study
+from ssl_vit.compare.config import ONLY, DataSet, Study
 from ssl_vit.compare.plan import Piece, Plan
 from ssl_vit.compare.suites import prepare
 from ssl_vit.compare.work import do, is_done
@@ -32,13 +32,11 @@ from ssl_vit.training.engine import make_accelerator
 Say = Callable[[str], None]
 
 
-def open_plan(study: Study, command: str, say: Say = print) -> Plan:
-    """The plan of a study, its data sets packed and opened; written down (`comparison.yaml`, `plan.json`) for `report`.
+def look(study: Study, sets: dict[str, DataSet]) -> tuple[Plan, dict[tuple[str, str], ShardSet], dict[str, ShardSet]]:
+    """The plan of a study on these sets, their shards by (set, part), and the arms' pretraining shards; writes nothing.
 
-    Raises UserError when an arm cannot run, wherever that can be seen before the long work.
+    Raises UserError for shards that cannot be opened.
     """
-    c = study.comparison
-    sets = prepare(study.sets, study.folder, say if is_main_process() else lambda text: None)
     remote = next(iter(study.recipes.values())).data.remote if study.recipes else None
     opened = {
         (name, part): open_shards(path, *([remote] if remote else []))
@@ -48,7 +46,20 @@ def open_plan(study: Study, command: str, say: Say = print) -> Plan:
     pretraining = {arm: open_training(r.data) for arm, r in study.recipes.items()}
     shards = {f"{name} {part}": found.fingerprint for (name, part), found in opened.items()}
     shards |= {f"{arm} pretrain": found.fingerprint for arm, found in pretraining.items()}
-    plan = Plan(study, c.run_directory, sets, shards)
+    return Plan(study, study.comparison.run_directory, sets, shards), opened, pretraining
+
+
+def _silent(text: str) -> None:
+    """A process that is not the main one says nothing."""
+
+
+def open_plan(study: Study, command: str, say: Say = print) -> Plan:
+    """The plan of a study, its data sets packed and opened; written down (`comparison.yaml`, `plan.json`) for `report`.
+
+    Raises UserError when an arm cannot run, wherever that can be seen before the long work.
+    """
+    c = study.comparison
+    plan, opened, pretraining = look(study, prepare(study.sets, study.folder, say if is_main_process() else _silent))
     content = _written(plan, opened, pretraining, command)
     if is_main_process():
         try:

@@ -20,10 +20,32 @@ def prepare(sets: Mapping[str, DataSet], folder: Path, say: Callable[[str], None
     return {name: _packed(name, chosen, folder, say) for name, chosen in sets.items()}
 
 
+def packed(sets: Mapping[str, DataSet], folder: Path) -> dict[str, DataSet]:
+    """The same sets where all are packed already; nothing is written. Raises UserError naming one that is not."""
+    found = {}
+    for name, chosen in sets.items():
+        parts = _parts(name, folder)
+        if chosen.source and not all((out / INFO).exists() for out in parts.values()):
+            raise UserError(
+                f"data set {name} is not packed yet, and a dry run packs nothing: "
+                f"`ssl-vit shards make {chosen.source} {parts['train']} --split {chosen.splits[0]}`, and test likewise"
+            )
+        found[name] = _with_shards(chosen, parts) if chosen.source else chosen
+    return found
+
+
+def _parts(name: str, folder: Path) -> dict[str, Path]:
+    return {part: folder / name / part for part in ("train", "test")}
+
+
+def _with_shards(chosen: DataSet, parts: Mapping[str, Path]) -> DataSet:
+    return chosen.model_copy(update={"source": None, **{part: str(out) for part, out in parts.items()}})
+
+
 def _packed(name: str, chosen: DataSet, folder: Path, say: Callable[[str], None]) -> DataSet:
     if chosen.source is None:
         return chosen
-    parts = {part: folder / name / part for part in ("train", "test")}
+    parts = _parts(name, folder)
     (folder / name).mkdir(parents=True, exist_ok=True)
     with FileLock(folder / name / ".lock"):
         for split, out in zip(chosen.splits, parts.values(), strict=True):
@@ -39,4 +61,4 @@ def _packed(name: str, chosen: DataSet, folder: Path, say: Callable[[str], None]
                     pack.make(source, out, overwrite=True, progress=False)
             except UserError as error:
                 raise UserError(f"data set {name}: {error}") from None
-    return chosen.model_copy(update={"source": None, **{part: str(out) for part, out in parts.items()}})
+    return _with_shards(chosen, parts)

@@ -102,6 +102,11 @@ class Judge(ABC):
         """The label budget whose sweep serves `budget`."""
         return budget
 
+    def stages(self, kind: str, images: int) -> list[dict[str, Any]]:
+        """Recipe keys of every training of the whole backbone that a `choose` or a `measure` of one seed does, at most,
+        with so many labelled images; none where it stays frozen. A dry run measures them."""
+        return []
+
     def measurements(self, task: Task) -> Iterator[tuple[str, Measurement]]:
         """(source, measurement) of everything that the settings ask for: the judged backbone, then its references."""
         seeds, budgets = self.config.seeds, self.budgets(getattr(self.config, "labels_per_class", ()))

@@ -127,6 +127,18 @@ class Evaluator(Judge):
     def tuned_at(self, budget: int | str) -> int | str:
         return self.config.tune_labels_per_class or budget
 
+    def stages(self, kind: str, images: int) -> list[dict[str, Any]]:
+        c: Config = self.config
+        lengths = [length.get("steps") or self._steps(length["epochs"], images) for length in self._lengths()]
+        keys = {
+            "data": {"lanes": c.lanes, "augment": c.augment.model_dump()},
+            "backbone": {"image_size": c.image_size} if c.image_size else {},
+            "objective": {"name": "classification", "head": "linear", "pooling": c.pooling},
+            "optim": {"name": c.optimizer, "lr": max(c.lrs), "layer_decay": c.layer_decay},
+        }
+        several = [steps for steps in lengths for _ in c.lrs] if kind == "choose" else [max(lengths)]
+        return [keys | {"training": {"steps": steps, "batch_size": c.batch_size}} for steps in several]
+
     def choose(self, task: Task, source: str, budget: int | str, seed: int) -> Choice | None:
         """Try every (lr, length) on the seed's labelled subset; the winner is chosen on held-out train alone.
 
@@ -189,6 +201,9 @@ class Evaluator(Judge):
             return [{"epochs": epochs} for epochs in sorted(c.epochs)]
         return [{"steps": steps} for steps in sorted(c.steps)]
 
+    def _steps(self, epochs: float, images: int) -> int:
+        return math.ceil(epochs * images / self.config.batch_size)
+
     def _train(
         self, task: Task, source: str, lr: float, length: dict[str, Any], seed: int, train: np.ndarray
     ) -> tuple[classification.Objective, Cost]:
@@ -196,7 +211,7 @@ class Evaluator(Judge):
         c: Config = self.config
         steps, warmup = length.get("steps", 0), float(c.warmup_steps)
         if "epochs" in length:
-            steps = math.ceil(length["epochs"] * len(train) / c.batch_size)
+            steps = self._steps(length["epochs"], len(train))
             warmup = c.warmup_epochs * len(train) / c.batch_size
         optim = OptimConfig(
             name=c.optimizer,

@@ -218,3 +218,14 @@ def test_a_sound_folder_gives_no_warning(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert open_source(str(tmp_path)).count == 1
+
+
+def test_a_source_of_its_own_is_called_by_its_files_name() -> None:
+    with pytest.raises(UserError, match="no source is called 'digit'; did you mean 'digits'"):
+        open_source("digit:somewhere")
+    with pytest.raises(UserError, match="digits:elsewhere: the digits come with scikit-learn"):
+        open_source("digits:elsewhere")
+    with pytest.raises(UserError, match="are for tables"):
+        open_source("digits", label_column="digit")
+    with pytest.raises(UserError, match="no such file or folder"):
+        open_source("s3://bucket/images")

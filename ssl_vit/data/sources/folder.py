@@ -1,85 +1,23 @@
-"""What can be packed into shards: folders of images, anything `datasets` reads, scikit-learn's digits.
-
-A source lists its images and reads one only when it is asked for, so packing needs memory for file names and labels
-(some 40 bytes an image), not for images.
-"""
+"""Folders of images as a source."""
 
 from __future__ import annotations
 
 import hashlib
-import io
 import os
-import re
 import stat
 import warnings
 from array import array
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
 import numpy as np
-from PIL import Image
 
 from ssl_vit.data.raw import VALIDATION, FileReader, Source, find_split
 from ssl_vit.interfaces import UserError
 
 _SUFFIXES = {".jpg", ".jpeg", ".jfif", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ".pbm", ".jp2"}
 _SPLITS = {"train", "test", *VALIDATION}
-_HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
-
-
-def open_source(
-    spec: str, *, split: str | None = None, label_column: str | None = None, image_column: str | None = None
-) -> Source:
-    """Open what `spec` names: a folder of images (one sub-folder a class, or flat and unlabelled), a local parquet or
-    arrow file or dataset directory, "digits" (scikit-learn's; a folder of that name is "./digits"), or the name of a
-    dataset on the Hugging Face hub. `split` picks one of the source's parts; the columns matter to datasets only.
-
-    Raises UserError where the source is missing, empty or ambiguous.
-    """
-    path = Path(spec).expanduser()
-    is_images = spec != "digits" and path.is_dir() and not _is_dataset(path)
-    if (spec == "digits" or is_images) and (label_column or image_column):
-        raise UserError(f"{spec}: label_column and image_column are for tables (parquet, arrow, hub); leave them out")
-    if spec == "digits":
-        return _digits(split)
-    if is_images:
-        return _folder(path, split)
-    if not path.exists() and (not _HUB_NAME.fullmatch(spec) or ("/" in spec and path.parent.is_dir())):
-        raise UserError(f"{spec}: no such file or folder")
-    from ssl_vit.data.tables import open_table  # here, not above: `datasets` takes a second to import
-
-    return open_table(spec, path if path.exists() else None, split, label_column, image_column)
-
-
-@dataclass(frozen=True)
-class _DigitReader:
-    pixels: np.ndarray  # uint8 (1797, 8, 8)
-
-    def __call__(self, row: int) -> tuple[str, bytes]:
-        encoded = io.BytesIO()
-        Image.fromarray(self.pixels[row]).save(encoded, "PNG")
-        return f"digit {row}", encoded.getvalue()
-
-
-def _digits(split: str | None) -> Source:
-    from sklearn.datasets import load_digits
-
-    ranges = {"train": range(1437), "test": range(1437, 1797), "all": range(1797)}
-    if (split or "all") not in ranges:
-        raise UserError(f"digits has no split {split!r}; choose train (first 1,437), test (last 360) or all")
-    digits = load_digits()
-    rows = ranges[split or "all"]
-    pixels = np.round(digits.images * 255 / 16).astype(np.uint8)
-    labels = digits.target[rows.start : rows.stop].astype(np.int64)
-    licence = (
-        "CC BY 4.0: E. Alpaydin and C. Kaynak, Optical Recognition of Handwritten Digits, UCI Machine Learning "
-        "Repository (scikit-learn ships its test set)"
-    )
-    listing = hashlib.sha256(pixels[rows.start : rows.stop].tobytes()).hexdigest()
-    names = [str(digit) for digit in range(10)]
-    return Source("digits (scikit-learn)", licence, names, labels, rows, _DigitReader(pixels), listing)
 
 
 class _Names:
@@ -144,7 +82,8 @@ def _images_in(folder: Path, prefix: str = "") -> tuple[list[tuple[str, int]], i
     return images, others
 
 
-def _folder(root: Path, split: str | None) -> Source:
+def open_folder(root: Path, split: str | None) -> Source:
+    """One sub-folder a class, or flat and unlabelled; `split` picks where folders named train, test, val are above."""
     name = root.resolve().name
     parts = _sub_folders(root)
     class_roots = [root]
@@ -189,7 +128,7 @@ def _folder(root: Path, split: str | None) -> Source:
     return Source(f"{name} (folder)", None, classes, labels, files, FileReader(root), listing.hexdigest(), total)
 
 
-def _is_dataset(folder: Path) -> bool:
+def is_dataset(folder: Path) -> bool:
     """Whether `datasets` must read this directory: saved tables, or images described by a metadata file."""
     for entry in _entries(folder):
         if entry.name in ("dataset_dict.json", "state.json") or _is_table(entry):
