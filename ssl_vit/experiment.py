@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Literal
 
 import numpy as np
@@ -104,22 +105,32 @@ def training_samples(shards: ShardSet, data: DataConfig) -> np.ndarray:
     return np.sort(np.random.default_rng(0).permutation(shards.samples)[:wanted])
 
 
+def _objective(settings: Recipe, shards: ShardSet, encoder: backbone.Encoder) -> tuple[ModuleType, nn.Module]:
+    module = plugins.load("objectives", str(settings.objective.name))  # type: ignore[attr-defined]
+    return module, module.Objective(encoder, settings.objective, len(shards.classes) if shards.classes else None)
+
+
+def check(settings: Recipe, shards: ShardSet) -> None:
+    """Raises UserError for a model, objective or number of samples that `train` would refuse, at next to no cost."""
+    with torch.device("meta"):
+        _objective(settings, shards, backbone.build(settings.backbone))
+    training_samples(shards, settings.data)
+
+
 def prepare(settings: Recipe, shards: ShardSet, accelerator: Accelerator, quiet: bool) -> loop.Job:
     """Everything that a training needs, the same on every process but for its data and its dropout."""
     training = settings.training
     set_seed(settings.seed)
-    module = plugins.load("objectives", str(settings.objective.name))  # type: ignore[attr-defined]
     encoder = build_backbone(settings.backbone, settings.init_from)
     if training.checkpoint_activations:
         if accelerator.device.type == "xla":
             raise UserError("training.checkpoint_activations: torch does not do it on XLA; raise training.accumulate")
         encoder.network.set_grad_checkpointing(True)  # type: ignore[operator]
-    classes = len(shards.classes) if shards.classes else None
-    objective: nn.Module = module.Objective(encoder, settings.objective, classes)
+    module, objective = _objective(settings, shards, encoder)
     view = View(
         train_transform(settings.backbone.image_size, settings.data.augment),
         settings.backbone.channels,
-        getattr(settings.objective, "classes", None) or classes,
+        getattr(settings.objective, "classes", None) or (len(shards.classes) if shards.classes else None),
         noise=objective.noise_per_sample(),  # type: ignore[operator]
         flip=settings.data.augment.flip,
         jitter=settings.data.augment.jitter,

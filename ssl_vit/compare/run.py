@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ssl_vit import plugins
+from ssl_vit import experiment, plugins
 from ssl_vit.compare.config import ONLY, DataSet, Study
 from ssl_vit.compare.plan import Piece, Plan
 from ssl_vit.compare.suites import prepare
@@ -35,7 +35,7 @@ Say = Callable[[str], None]
 def look(study: Study, sets: dict[str, DataSet]) -> tuple[Plan, dict[tuple[str, str], ShardSet], dict[str, ShardSet]]:
     """The plan of a study on these sets, their shards by (set, part), and the arms' pretraining shards; writes nothing.
 
-    Raises UserError for shards that cannot be opened.
+    Raises UserError for shards that cannot be opened and arms that cannot run, wherever that can be seen beforehand.
     """
     remote = next(iter(study.recipes.values())).data.remote if study.recipes else None
     opened = {
@@ -44,6 +44,11 @@ def look(study: Study, sets: dict[str, DataSet]) -> tuple[Plan, dict[tuple[str, 
         for part, path in (("train", str(chosen.train)), ("test", str(chosen.test)))
     }
     pretraining = {arm: open_training(r.data) for arm, r in study.recipes.items()}
+    for arm, found in pretraining.items():
+        try:
+            experiment.check(study.recipes[arm], found)
+        except UserError as error:
+            raise UserError(f"arms.{arm}: {error}") from None
     shards = {f"{name} {part}": found.fingerprint for (name, part), found in opened.items()}
     shards |= {f"{arm} pretrain": found.fingerprint for arm, found in pretraining.items()}
     return Plan(study, study.comparison.run_directory, sets, shards), opened, pretraining
@@ -56,7 +61,7 @@ def _silent(text: str) -> None:
 def open_plan(study: Study, command: str, say: Say = print) -> Plan:
     """The plan of a study, its data sets packed and opened; written down (`comparison.yaml`, `plan.json`) for `report`.
 
-    Raises UserError when an arm cannot run, wherever that can be seen before the long work.
+    Raises UserError as `look` does.
     """
     c = study.comparison
     plan, opened, pretraining = look(study, prepare(study.sets, study.folder, say if is_main_process() else _silent))

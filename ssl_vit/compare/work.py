@@ -49,6 +49,7 @@ def do(plan: Plan, piece: Piece) -> str:
             result = run_piece(plan, piece)
             if is_main_process():
                 done = {"id": piece.id, "fingerprint": plan.fingerprint(piece), "hardware": environment()["hardware"]}
+                done["processes"] = int(os.environ.get("WORLD_SIZE", 1))
                 write_json(path_of(plan, piece.id), done | {"result": result})
     wait_for_everyone()  # what comes next may read it
     return piece.id

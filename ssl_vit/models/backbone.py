@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -35,9 +36,15 @@ def build(config: BackboneConfig) -> Encoder:
     return _build_cnn(config) if is_cnn(config.name) else _build_vit(config)
 
 
-def _build_vit(config: BackboneConfig) -> Backbone:
+@cache
+def _named(name: str) -> Backbone:
+    """The model of timm's `name` without any numbers, to read what the name implies."""
     with torch.device("meta"):
-        named = Backbone(config.name, {}, 0.5, 0.5)  # only to read what the name implies
+        return Backbone(name, {}, 0.5, 0.5)
+
+
+def _build_vit(config: BackboneConfig) -> Backbone:
+    named = _named(config.name)
     width, heads = config.width or named.width, config.heads or named.heads
     cells = int(named.vit.patch_embed.patch_size[0])  # pixels, or in a hybrid cells of the feature map
     patch_size = named.patch_size // cells * (config.patch_size or cells)

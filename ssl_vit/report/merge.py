@@ -45,7 +45,7 @@ def merge(runs: Sequence[Path]) -> dict[str, Any]:
         "sets": {name: chosen | {"classes": _classes(plan, name, results)} for name, chosen in header["sets"].items()},
         "finished": not missing,
         "missing": missing,
-        "arms": [_arm(plan, arm, results) for arm in plan["arms"]],
+        "arms": [_arm(plan, arm, results) | {"total": _total(plan, arm, found)} for arm in plan["arms"]],
         "references": plan["references"],
         "measurements": [
             _row(piece, measured)
@@ -126,6 +126,27 @@ def _arm(plan: dict[str, Any], arm: dict[str, Any], results: dict[str, Any]) -> 
         "tuning": tuning,
         "pictures": next(iter(pictures), None),
     }
+
+
+def _total(plan: dict[str, Any], arm: dict[str, Any], found: dict[str, dict[str, Any]]) -> dict[str, float]:
+    """What an arm's pretrainings, sweeps and fine-tunings cost together; a model that its sweep trained counts once."""
+    spent = [(arm["summary"], 1)] if arm.get("summary") else []
+    swept = set()
+    for piece in plan["pieces"]:
+        if piece["arm"] != arm["name"] or piece["id"] not in found:
+            continue
+        result, processes = found[piece["id"]]["result"], found[piece["id"]].get("processes", 1)
+        place = tuple(piece[key] for key in ("data", "evaluator", "budget", "seed"))
+        if piece["kind"] == "pretrain":
+            spent.append((result, processes))
+        elif piece["kind"] == "choose" and result["choice"]:
+            spent.append((result["choice"], processes))
+            swept |= {place} if result["choice"]["measured"] else set()
+        elif piece["kind"] == "measure" and place not in swept:
+            spent += [(measured, processes) for measured in result["measurements"]]
+    total: dict[str, float] = {name: sum(cost[name] for cost, _ in spent) for name in _COSTS}
+    hours = (cost["seconds"] * cost.get("processes", processes) / 3600 for cost, processes in spent)
+    return total | {"device_hours": sum(hours)}
 
 
 def _skipped(results: dict[str, Any]) -> list[dict[str, str]]:

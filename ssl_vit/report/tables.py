@@ -96,7 +96,10 @@ def _seeds(row: Row, results: dict[str, Any]) -> str:
 def cost_table(results: dict[str, Any]) -> Table:
     """What each arm spent, an arm a column: three stages' costs in a row would be too wide for a terminal."""
     arms = results.get("arms") or []
-    title = "Pretraining: one run; sweep: every setting tried; fine-tuning: all seeds and label budgets"
+    title = (
+        "Pretraining: one run; sweep: every setting tried; fine-tuning: all seeds and label budgets; in all: every "
+        "pretraining, sweep and fine-tuning, each trained model once"
+    )
     jobs = results.get("jobs") or 1
     if jobs > 1:
         title += f". Seconds were measured with {jobs} pieces running side by side, which slow each other down"
@@ -123,7 +126,12 @@ def cost_table(results: dict[str, Any]) -> Table:
         for (unit, text), key in zip(units.items(), ("images_seen", "flops", "seconds"), strict=True):
             table.rows.append([f"{stage} {unit}", *(text(cost.get(key)) for cost in costs)])
     hours = [spent.get("device_hours") for spent in trained]
-    table.rows.append(["Pretraining device-hours", *(MISSING if hour is None else f"{hour:.3g}" for hour in hours)])
+    table.rows.append(["Pretraining device-hours", *map(_hours, hours)])
+    totals = [arm.get("total") or {} for arm in arms]
+    if any(total.get("seconds") for total in totals):
+        for (unit, text), key in zip(units.items(), ("images_seen", "flops", "seconds"), strict=True):
+            table.rows.append([f"In all, {unit}", *(text(total.get(key)) for total in totals)])
+        table.rows.append(["In all, device-hours", *(_hours(total.get("device_hours")) for total in totals)])
     return table
 
 
@@ -160,6 +168,10 @@ def _number(value: float | None) -> str:
     if value is None:
         return MISSING
     return f"{value:,}" if isinstance(value, int) else f"{value:,.1f}"
+
+
+def _hours(value: float | None) -> str:
+    return MISSING if value is None else f"{value:.3g}"
 
 
 def _flops(value: float | None) -> str:

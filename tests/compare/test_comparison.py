@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -363,6 +364,22 @@ def test_a_comparison_needs_an_arm_with_a_backbone_and_data(tmp_path: Path) -> N
         load_comparison(mini(tmp_path, tmp_path, data={"suite": "transfers"}))
     with pytest.raises(UserError, match="give train and test, or sets, or suite"):
         load_comparison(mini(tmp_path, tmp_path, data={}))
+
+
+def test_an_arm_that_cannot_run_is_named_before_any_piece(demo: Path, tmp_path: Path) -> None:
+    """Whatever its recipe, its shards and the model say; the first arm alone would train for long."""
+    shutil.copytree(demo / "data" / "train", tmp_path / "nameless")
+    (tmp_path / "nameless" / "info.json").unlink()
+    for keys, words in (
+        ([f"data.train={tmp_path}/nameless"], "objective.classes: the shards' info.json names no classes"),
+        (["data.samples=2000"], "data.samples=2000: .* has 1437 samples"),
+        (["backbone.heads=5"], "backbone.width=64 is not a multiple"),
+    ):
+        long = {"label": "SSL", "recipe": "digits_ssl", "overrides": ["training.steps=100000"]}
+        arms = {"ssl": long, "other": {"label": "x", "recipe": "digits_supervised", "overrides": keys}}
+        with pytest.raises(UserError, match=rf"arms\.other: .*{words}"):
+            quietly(mini(tmp_path, demo, arms=arms))
+        assert not (tmp_path / "run").exists()
 
 
 def test_the_shipped_suites_are_whole() -> None:

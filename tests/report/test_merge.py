@@ -78,6 +78,27 @@ def test_all_pieces_make_a_finished_comparison(tmp_path: Path) -> None:
     assert results["summary"]["verdict"].startswith("With 5 labels a class, SSL pretraining gains +40.0")
 
 
+def test_what_an_arm_cost_in_all_counts_every_trained_model_once(tmp_path: Path) -> None:
+    run = write(tmp_path / "run")
+    ssl, scratch = (arm["total"] for arm in merge([run])["arms"])
+    assert {name: scratch[name] for name in ("images_seen", "flops", "seconds")} == {
+        "images_seen": 128 + 2 * 64,
+        "flops": 2e6 + 2 * 1e6,
+        "seconds": 3.0 + 2 * 2.0,
+    }
+    assert ssl["images_seen"] == scratch["images_seen"] + 640
+    assert ssl["device_hours"] == pytest.approx((1800 * 4 + 7) / 3600), "the pretraining ran on four processes"
+    path = run / "pieces" / "choose-scratch.json"
+    swept = json.loads(path.read_text())
+    swept["result"]["choice"]["measured"], swept["processes"] = measured(0.4, 0), 2
+    path.write_text(json.dumps(swept))
+    scratch = merge([run])["arms"][1]["total"]
+    assert scratch["images_seen"] == 128 + 64, "seed 0's model is one of the sweep's"
+    assert scratch["device_hours"] == pytest.approx((3.0 * 2 + 2.0) / 3600)
+    text = write_report([run], run / "report.html").read_text()
+    assert "In all, images</th><td>896</td><td>192</td>" in text
+
+
 def test_what_is_missing_is_named_and_the_page_says_so(tmp_path: Path) -> None:
     run = write(tmp_path / "run", {"pretrain-ssl-0", "fine-ssl-0"})
     results = merge([run])
