@@ -56,7 +56,7 @@ def train(settings: Recipe, *, quiet: bool = False) -> Path:
     on the way (non-finite loss, full disk), and Stopped, with all saved, after a signal.
     """
     training, run = settings.training, settings.run_directory
-    accelerator = make_accelerator(training.precision, training.timeout)
+    accelerator = make_accelerator(training.precision, training.timeout, training.compile)
     with shared_errors():
         check_trackers(training.trackers)
         shards = open_training(settings.data)

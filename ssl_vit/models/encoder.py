@@ -103,7 +103,7 @@ class Encoder(nn.Module, ABC):
 
     def normalised(self, images_BCHW: torch.Tensor) -> torch.Tensor:
         """uint8 images -> float32 of the same shape, (pixel / 255 - mean) / std, on the images' device."""
-        return images_BCHW.to(torch.float32) * self._scale - self._shift
+        return (images_BCHW * self._scale).sub_(self._shift)
 
     def finish(self, vectors: torch.Tensor) -> torch.Tensor:
         """The norm that some models apply after pooling: (..., D) -> (..., D)."""

@@ -13,7 +13,7 @@ from torch import nn
 from ssl_vit.interfaces import Size, UserError, pair
 from ssl_vit.models import Positions
 from ssl_vit.models.encoder import Encoder, Numbers, Pooling, create
-from ssl_vit.models.last_block import Pick, make_last
+from ssl_vit.models.last_block import Pick, make_last, take
 
 
 class Backbone(Encoder):
@@ -126,8 +126,8 @@ class Backbone(Encoder):
         with `keep_BK` (int64 patch indices) only those patches' outputs (B, K, D), normalised in any case."""
         if keep_BK is None:
             return self._read(tokens_BND, None)
-        index = (keep_BK + self.prefix_tokens)[..., None].expand(-1, -1, self.width)
-        return self.finish(self._read(tokens_BND, lambda tokens: tokens.gather(1, index)))
+        index_BK = keep_BK + self.prefix_tokens
+        return self.finish(self._read(tokens_BND, lambda tokens: take(tokens, index_BK)))
 
     def _read(self, tokens_BND: torch.Tensor, pick: Pick | None, depth: int | None = None) -> torch.Tensor:
         """All blocks (or the first `depth`) and the last norm; of the last one, only the tokens that `pick` takes."""

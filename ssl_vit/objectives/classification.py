@@ -81,12 +81,18 @@ class Objective(nn.Module):
         """Images, 0..255 -> float32 class logits (B, classes)."""
         return self.head(self.backbone.represent(images_BCHW, self.config.pooling)).float()
 
+    @torch.compiler.disable  # what it draws changes its shapes: a compiler would make a graph of every draw
+    def _mixed(self, images_BCHW: torch.Tensor, labels_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        assert self.mix is not None
+        images, targets = self.mix(images_BCHW.float(), labels_B)
+        return images, targets
+
     def forward(self, batch: Batch) -> StepOutput:
         images = device_images(batch)
         labels = batch.labels.clamp(min=0)  # padding carries -1 and weighs nothing
         targets = labels
         if self.mix is not None and self.training:
-            images, targets = self.mix(images.float(), labels)
+            images, targets = self._mixed(images, labels)
         logits = self.logits(images)
         per_image = F.cross_entropy(logits, targets, reduction="none", label_smoothing=self.config.label_smoothing)
         hits = (logits.detach().argmax(-1) == labels).float()

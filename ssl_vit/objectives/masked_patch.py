@@ -14,6 +14,7 @@ from ssl_vit.data.transforms import device_images
 from ssl_vit.interfaces import Batch, StepOutput, UserError
 from ssl_vit.interfaces import Config as BaseConfig
 from ssl_vit.models.backbone import Encoder, require_vit
+from ssl_vit.models.last_block import flat_rows, take
 
 _FREQUENCY_RATE = 0.01  # the class frequencies are a moving average over about 100 batches
 _DOWNSIZED = 4  # target 2 of the paper: the patch downsized to 4x4
@@ -64,9 +65,11 @@ def mean_colour_classes(images_BCHW: torch.Tensor, patch_size: int, bits: int = 
     """uint8 images -> each patch's mean colour as a class, int64 (B, N).
 
     Each channel's mean over the patch's pixels (0..255) falls into one of 2**bits equal bins; the class reads the bins
-    as digits, first channel highest: 64 * R + 8 * G + B for 3 bits of RGB. Exact integer arithmetic.
+    as digits, first channel highest: 64 * R + 8 * G + B for 3 bits of RGB. Exact: sums of whole numbers, below what the
+    float type holds.
     """
-    sums_BNC = patch_pixels(images_BCHW, patch_size).sum(dim=(-2, -1), dtype=torch.int64)
+    pixels = images_BCHW.to(torch.float32 if patch_size <= 256 else torch.float64)
+    sums_BNC = F.avg_pool2d(pixels, patch_size, divisor_override=1).flatten(2).transpose(1, 2).long()
     bins_BNC = sums_BNC * 2**bits // (256 * patch_size**2)
     weights_C = 2 ** (bits * torch.arange(bins_BNC.shape[-1] - 1, -1, -1, device=bins_BNC.device))
     return (bins_BNC * weights_C).sum(-1)
@@ -124,7 +127,7 @@ def corrupt(
     patches, for corruption in rectangles. Shapes are static.
     Raises ValueError for a count outside 1..N, or noise, blocks or a pool that do not fit the batch.
     """
-    b, n, d = tokens_BND.shape
+    b, n, _ = tokens_BND.shape
     if not 1 <= count <= n:
         raise ValueError(f"cannot corrupt {count} of {n} patches")
     if blocks and blocks[0] * blocks[1] != n:
@@ -148,12 +151,13 @@ def corrupt(
     row_B1 = torch.arange(b, device=tokens_BND.device)[:, None]
     start_B1 = row_B1 // images * ring
     donors_BK = start_B1 + (row_B1 % images * n + indices_BK + steps_BK) % ring
-    donated_BKD = tokens_BND.reshape(b * n, d)[donors_BK]
-    gather_BKD = indices_BK[..., None].expand(-1, -1, d)
-    own_BKD = tokens_BND.gather(1, gather_BKD)
+    flat = tokens_BND.flatten(0, 1)
+    donated_BKD = flat.index_select(0, donors_BK.flatten()).unflatten(0, (b, -1))
+    own_BKD = take(tokens_BND, indices_BK)
     kept_BKD = torch.where(kind_BK1 < mask_share + random_share, donated_BKD, own_BKD)
     replaced_BKD = torch.where(kind_BK1 < mask_share, mask_token_D.to(tokens_BND.dtype), kept_BKD)
-    return tokens_BND.scatter(1, gather_BKD, replaced_BKD), indices_BK
+    corrupted = flat.index_copy(0, flat_rows(indices_BK, n), replaced_BKD.flatten(0, 1))
+    return corrupted.unflatten(0, (b, n)), indices_BK
 
 
 def noise_needed(patches: int, count: int, blocks: bool = False) -> int:

@@ -41,6 +41,8 @@ class TrainingConfig(Config):
     auto_batch: before the first step, raise `accumulate` until a micro-batch fits into the memory; the batch stays.
     precision: `fp32`, `tf32` (float32 with matrix products in TensorFloat-32), `bf16` or `fp16` (with loss scaling);
         weights, colour targets, softmax, norms and losses are float32 in any case.
+    compile: run the model through torch.compile: faster on GPUs, for a minute or more before the first step. Of little
+        use on CPUs.
     checkpoint_activations: keep one block's activations at a time and compute them again in the backward pass: less
         memory, about a third more time. The result is the same.
     ema: decay a step of an average of the weights, which is what checkpoints publish then (0: none; 0.999 is common).
@@ -62,6 +64,7 @@ class TrainingConfig(Config):
     accumulate: int = Field(1, ge=1)
     auto_batch: bool = False
     precision: Precision = "fp32"
+    compile: bool = False
     checkpoint_activations: bool = False
     ema: float = Field(0.0, ge=0, lt=1)
     on_nonfinite: Literal["stop", "skip"] = "stop"

@@ -6,6 +6,7 @@ import atexit
 import datetime
 import gc
 import os
+import shutil
 from functools import cache
 
 import torch
@@ -15,20 +16,24 @@ from accelerate.utils import (
     DistributedDataParallelKwargs,
     DistributedType,
     InitProcessGroupKwargs,
+    TorchDynamoPlugin,
     is_torch_xla_available,
 )
 
 from ssl_vit.interfaces import RunError, UserError
 from ssl_vit.training import Precision, processes
+from ssl_vit.training.memory import keep_freed_memory
 
 _MIXED = {"fp32": "no", "tf32": "no", "bf16": "bf16", "fp16": "fp16"}
 
 
-def make_accelerator(precision: Precision = "fp32", timeout: int = 600) -> Accelerator:
+def make_accelerator(precision: Precision = "fp32", timeout: int = 600, compiled: bool = False) -> Accelerator:
     """The engine that all processes share; the data plan shards, the loop accumulates.
 
-    timeout: seconds that a process waits for the others. Raises UserError for a precision that the device does not
-    have and for ways of distribution that checkpoints do not cover; RunError when the processes do not find each other.
+    timeout: seconds that a process waits for the others. compiled: prepared models go through torch.compile, one graph
+    for one shape (without it, what `accelerate launch --dynamo_backend` says holds). Raises UserError for a precision
+    that the device does not have, for compiling where nothing compiles, and for ways of distribution that checkpoints
+    do not cover; RunError when the processes do not find each other.
     """
     has_xla = is_torch_xla_available()
     # Without cpu=True, Accelerate 1.15 ignores the launcher's processes on a machine that has no accelerator.
@@ -36,6 +41,8 @@ def make_accelerator(precision: Precision = "fp32", timeout: int = 600) -> Accel
     launched = int(os.environ.get("WORLD_SIZE", 1))
     if not has_xla:
         _check_precision(precision)
+    if compiled:
+        _check_compiler(has_xla, no_device)
     torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
     torch.backends.cudnn.allow_tf32 = precision == "tf32"
     AcceleratorState._reset_state()  # it fixes the precision of the process's first stage; the next may have another
@@ -43,6 +50,7 @@ def make_accelerator(precision: Precision = "fp32", timeout: int = 600) -> Accel
         accelerator = Accelerator(
             mixed_precision=_MIXED[precision],
             cpu=no_device,
+            dynamo_plugin=TorchDynamoPlugin(backend="inductor", dynamic=False) if compiled else None,
             kwargs_handlers=[
                 InitProcessGroupKwargs(timeout=datetime.timedelta(seconds=timeout)),
                 # Buffers change in the same way on every process, or not at all.
@@ -69,6 +77,8 @@ def make_accelerator(precision: Precision = "fp32", timeout: int = 600) -> Accel
         raise UserError(
             f"{accelerator.num_processes} XLA processes are not supported: launch one (recipes/launch/tpu.yaml)"
         )
+    if accelerator.device.type == "cpu":
+        keep_freed_memory()
     processes.connect(timeout)
     _keep_what_is_imported()
     return accelerator
@@ -79,6 +89,14 @@ def _keep_what_is_imported() -> None:
     """Accelerate collects garbage after every training, which would walk all that is imported: 0.3 s each time."""
     gc.freeze()
     atexit.register(gc.unfreeze)  # else native modules report what they own as leaked
+
+
+def _check_compiler(has_xla: bool, no_device: bool) -> None:
+    if has_xla:
+        raise UserError("training.compile: XLA compiles by itself: leave it out")
+    compiler = os.environ.get("CXX", "g++")
+    if no_device and shutil.which(compiler) is None:
+        raise UserError(f"training.compile needs a C++ compiler on a CPU, and there is no {compiler}: install one")
 
 
 def _check_precision(precision: Precision) -> None:

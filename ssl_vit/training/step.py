@@ -36,7 +36,7 @@ class Stepper:
         device = accelerator.device
         optimizer = optim.build_optimizer(objective, config, training.batch_size, device)
         self.model, self.optimizer = accelerator.prepare(objective, optimizer)
-        unwrapped = accelerator.unwrap_model(self.model)
+        unwrapped = accelerator.unwrap_model(self.model, keep_torch_compile=False)
         average = Average(unwrapped, training.ema) if training.ema else None
         self.state = State(unwrapped, self.optimizer.optimizer, device, accelerator.scaler, average)
 
