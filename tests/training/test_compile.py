@@ -1,0 +1,77 @@
+"""A compiled step is the plain step in one graph, compiled once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from ssl_vit.interfaces import UserError
+from ssl_vit.models import backbone
+from ssl_vit.training.engine import make_accelerator
+
+Train = Callable[..., Path]
+Lines = Callable[[Path], list[dict[str, Any]]]
+STAGES = {
+    "masked patches": ("digits_ssl", "training.picture_every=2", "training.accumulate=2"),
+    "supervised, bf16": ("digits_supervised", "training.precision=bf16"),
+}
+SHORT = ("training.steps=4", "backbone.depth=1")
+
+
+@pytest.fixture(autouse=True)
+def forgotten() -> Iterator[None]:
+    """What was compiled before does not count."""
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_one_graph_without_breaks_or_recompilation(
+    train: Train, lines: Lines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str
+) -> None:
+    """Traced and differentiated as for inductor (whose kernels take minutes to build on a CPU), then run operation by
+    operation: the same losses, and weights under the same names."""
+    name, *keys = (*STAGES[stage], *SHORT)
+    plain = [row["loss"] for row in lines(train(tmp_path / "plain", *keys, name=name)) if "loss" in row]
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "aot_eager")
+    found = [row["loss"] for row in lines(train(tmp_path / "compiled", *keys, name=name)) if "loss" in row]
+    assert counters["stats"]["unique_graphs"] == counters["frames"]["ok"] == counters["frames"]["total"] == 1
+    assert not counters["graph_break"]
+    assert len(found) == 4
+    assert found == pytest.approx(plain, rel=2e-2 if "bf16" in stage else 1e-5)
+    saved = [backbone.load(tmp_path / run).state_dict() for run in ("plain", "compiled")]
+    assert saved[0].keys() == saved[1].keys()
+
+
+@pytest.mark.slow
+def test_mixing_images_is_left_out_of_the_graph(train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "aot_eager")
+    train(tmp_path, "objective.mixup=0.2", "objective.cutmix=1", name="digits_supervised")
+    assert counters["stats"]["unique_graphs"] <= 3
+
+
+@pytest.mark.slow
+def test_inductor_trains_and_resumes(train: Train, lines: Lines, tmp_path: Path) -> None:
+    keys = ("training.checkpoint_every=6",)
+    plain = [row["loss"] for row in lines(train(tmp_path / "plain", *keys)) if "loss" in row]
+    run = train(tmp_path / "compiled", "training.compile=true", *keys)
+    found = [row["loss"] for row in lines(run) if "loss" in row]
+    assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
+    assert found == pytest.approx(plain, rel=1e-4)
+    (run / "checkpoints" / "step_00000012" / "model.safetensors").unlink()
+    again = [row["loss"] for row in lines(train(run, "training.compile=true", *keys)) if "loss" in row]
+    assert again == pytest.approx(found, rel=1e-6)
+
+
+def test_compiling_needs_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    with pytest.raises(UserError, match="needs a C\\+\\+ compiler on a CPU, and there is no no-such-compiler"):
+        make_accelerator(compiled=True)
