@@ -1,15 +1,18 @@
 """Training steps of our two stages beside those of other libraries, and the machine's own matrix-product rate.
 
     python tools/bench_step.py [--models vit_small_patch16_224] [--batch 16] [--device cpu|cuda]
-                               [--precision fp32|bf16] [--compile] [--rounds 9] [--json FILE]
+                               [--precision fp32|bf16] [--compile] [--rounds 9] [--peers-keep-memory]
+                               [--json FILE]
 
 A step is forward, backward and a fused AdamW update on images that are on the device already: uint8 for ours, which
 normalises and (masked stage) derives its targets in the step; normalised float32 for all others. Every row gets the
-same optimiser and precision, and all are run in turns. MFU is the share of the rate of a large matrix product, measured
-in the same run, that the row reaches if the *full* model's operations are counted (three times the encoder's forward
-pass, whatever a row leaves out). Peers: timm's encoder alone (loss: the mean of its output) and with a classifier;
-Hugging Face's masked image model and MAE (which encodes only a quarter of the patches); lucidrains' masked patch
-prediction, where its package runs.
+same optimiser and precision, runs in a process of its own as its users would run it, and all take a step in turns. On a
+CPU ours keeps the memory that a step frees, as `ssl-vit train` does; with --peers-keep-memory the others get that too.
+
+MFU is the share of the rate of a large matrix product, measured in the same rounds, that the row reaches if the *full*
+model's operations are counted (three times the encoder's forward pass, whatever a row leaves out). Peers: timm's
+encoder alone (loss: the mean of its output) and with a classifier; Hugging Face's masked image model and MAE (which
+encodes only a quarter of the patches); lucidrains' masked patch prediction, where its package runs.
 """
 
 from __future__ import annotations
@@ -19,6 +22,9 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +38,11 @@ from ssl_vit.interfaces import Batch
 from ssl_vit.models import BackboneConfig
 from ssl_vit.models.backbone import build
 from ssl_vit.objectives import classification, masked_patch
+from ssl_vit.training.memory import keep_freed_memory
 
 CLASSES = 1000
 Step = Callable[[], torch.Tensor]  # forward pass to a loss
+Row = Callable[[str, torch.Tensor], tuple[nn.Module, Step]]  # from a model's name and uint8 images
 
 
 def batch_of(images: torch.Tensor, noise: int) -> Batch:
@@ -103,20 +111,30 @@ def lucidrains(model: str, pixels: torch.Tensor) -> tuple[nn.Module, Step]:
     return trainer, lambda: trainer(pixels)
 
 
-def rows_of(model: str, images: torch.Tensor) -> dict[str, Callable[[], tuple[nn.Module, Step]]]:
-    pixels = images.float() / 127.5 - 1
-    config = BackboneConfig(name=model)
-    return {
-        "ours: masked patches": lambda: ours(masked_patch.Objective(build(config), masked_patch.Config()), images),
-        "ours: supervised": lambda: ours(
-            classification.Objective(build(config), classification.Config(head="linear", classes=CLASSES)), images
-        ),
-        "timm: encoder alone": lambda: timm_encoder(model, pixels),
-        "timm: supervised": lambda: timm_supervised(model, pixels),
-        "Hugging Face: masked images": lambda: hugging_face(model, pixels, mae=False),
-        "Hugging Face: MAE (75 % left out)": lambda: hugging_face(model, pixels, mae=True),
-        "lucidrains: masked patches": lambda: lucidrains(model, pixels),
-    }
+def masked_patches(model: str, images: torch.Tensor) -> tuple[nn.Module, Step]:
+    return ours(masked_patch.Objective(build(BackboneConfig(name=model)), masked_patch.Config()), images)
+
+
+def supervised(model: str, images: torch.Tensor) -> tuple[nn.Module, Step]:
+    config = classification.Config(head="linear", classes=CLASSES)
+    return ours(classification.Objective(build(BackboneConfig(name=model)), config), images)
+
+
+def on_pixels(make: Callable[..., tuple[nn.Module, Step]], **more: Any) -> Row:
+    return lambda model, images: make(model, images.float() / 127.5 - 1, **more)
+
+
+GEMM = "matrix product"
+ROWS: dict[str, Row] = {
+    "ours: masked patches": masked_patches,
+    "ours: supervised": supervised,
+    "timm: encoder alone": on_pixels(timm_encoder),
+    "timm: supervised": on_pixels(timm_supervised),
+    "Hugging Face: masked images": on_pixels(hugging_face, mae=False),
+    "Hugging Face: MAE (75 % left out)": on_pixels(hugging_face, mae=True),
+    "lucidrains: masked patches": on_pixels(lucidrains),
+}
+PEERS = ("timm: encoder alone", "timm: supervised", "Hugging Face: masked images")
 
 
 def gemm_rate(device: torch.device, dtype: torch.dtype) -> float:
@@ -159,7 +177,7 @@ def training_step(
             return loss()
 
     if compiled:
-        forward = torch.compile(forward)
+        forward = torch.compile(forward, dynamic=False)
 
     def step() -> None:
         optimizer.zero_grad(set_to_none=True)
@@ -169,26 +187,54 @@ def training_step(
     return step
 
 
-def measure(model: str, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+def serve(pipe: Connection, name: str, model: str, arguments: argparse.Namespace) -> None:
+    """One row's process: builds and warms it up, then takes a step and answers how long it took, whenever asked."""
+    torch.manual_seed(0)
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
     device, bf16 = torch.device(arguments.device), arguments.precision == "bf16"
-    images = torch.randint(0, 256, (arguments.batch, 3, 224, 224), dtype=torch.uint8, device=device)
-    steps, failures = {}, {}
-    for name, make in rows_of(model, images).items():
-        try:
+    if device.type == "cpu" and (name.startswith("ours") or arguments.peers_keep_memory):
+        keep_freed_memory()  # as `ssl-vit train` does
+    try:
+        if name == GEMM:
+            product = partial(gemm_rate, device, torch.bfloat16 if bf16 else torch.float32)
+            answer: Callable[[], float] = product
+        else:
+            images = torch.randint(0, 256, (arguments.batch, 3, 224, 224), dtype=torch.uint8, device=device)
             with torch.device(device):
-                module, loss = make()
-            steps[name] = training_step(module, loss, device, bf16, arguments.compile)
-            steps[name]()
-        except Exception as error:  # a peer that does not run is a finding, not a failure of the benchmark
-            steps.pop(name, None)
-            failures[name] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
-    taken: dict[str, list[float]] = {name: [] for name in steps}
-    rates = []
+                module, loss = ROWS[name](model, images)
+            step = training_step(module, loss, device, bf16, arguments.compile)
+            for _ in range(3):
+                step()
+            answer = partial(seconds, step, device)
+    except Exception as error:  # a peer that does not run is a finding, not a failure of the benchmark
+        pipe.send(f"{type(error).__name__}: {str(error).splitlines()[0]}")
+        return
+    pipe.send(torch.get_num_threads())
+    while pipe.recv():
+        pipe.send(answer())
+
+
+def measure(model: str, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    pipes, failures, threads, context = {}, {}, 0, get_context("forkserver")
+    context.set_forkserver_preload(["timm", "ssl_vit.objectives.masked_patch", "ssl_vit.objectives.classification"])
+    for name in (GEMM, *ROWS):
+        pipes[name], theirs = context.Pipe()
+        context.Process(target=serve, args=(theirs, name, model, arguments), daemon=True).start()
+        theirs.close()
+        if isinstance(ready := pipes[name].recv(), str):
+            failures[name] = ready
+            del pipes[name]
+        else:
+            threads = ready
+    taken: dict[str, list[float]] = {name: [] for name in pipes}
     for _ in range(arguments.rounds):
-        rates.append(gemm_rate(device, torch.bfloat16 if bf16 else torch.float32))
-        for name, step in steps.items():
-            taken[name].append(seconds(step, device))
-    rate, full = statistics.median(rates), full_flops(model) * arguments.batch
+        for name, pipe in pipes.items():
+            pipe.send(True)
+            taken[name].append(pipe.recv())
+    for pipe in pipes.values():
+        pipe.send(False)
+    rate, full = statistics.median(taken.pop(GEMM)), full_flops(model) * arguments.batch
     rows = [
         {
             "model": model,
@@ -199,22 +245,17 @@ def measure(model: str, arguments: argparse.Namespace) -> list[dict[str, Any]]:
             # The median of the rounds' own ratios: what else the machine did meanwhile weighs on both alike.
             **{
                 f"vs {peer}": statistics.median(a / b for a, b in zip(times, taken[peer], strict=True))
-                for peer in ("timm: encoder alone", "timm: supervised", "Hugging Face: masked images")
+                for peer in PEERS
                 if peer in taken
             },
         }
         for name, times in taken.items()
     ]
-    print(
-        f"\n{model}, batch {arguments.batch}, {arguments.precision}{', compiled' if arguments.compile else ''}, ",
-        end="",
-    )
-    print(f"{device.type}, {torch.get_num_threads()} threads; matrix product {rate / 1e12:.3f} TFLOP/s")
+    how = f"{arguments.precision}{', compiled' if arguments.compile else ''}, {arguments.device}"
+    print(f"\n{model}, batch {arguments.batch}, {how}, {threads} threads; matrix product {rate / 1e12:.3f} TFLOP/s")
     print(f"{'':34}{'ms':>9}{'images/s':>10}{'MFU':>7}{'x timm enc.':>13}{'x timm sup.':>13}{'x HF masked':>13}")
     for row in rows:
-        ratios = [
-            row.get(f"vs {peer}") for peer in ("timm: encoder alone", "timm: supervised", "Hugging Face: masked images")
-        ]
+        ratios = [row.get(f"vs {peer}") for peer in PEERS]
         cells = "".join(f"{ratio:13.3f}" if ratio else f"{'-':>13}" for ratio in ratios)
         print(f"{row['name']:34}{row['ms']:9.1f}{row['images_per_s']:10.1f}{row['mfu']:7.1%}{cells}")
     for name, why in failures.items():
@@ -231,11 +272,9 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--threads", type=int, help="on the CPU (default: torch's own choice)")
+    parser.add_argument("--peers-keep-memory", action="store_true", help="see above")
     parser.add_argument("--json", type=Path, help="also write the numbers here")
     arguments = parser.parse_args()
-    torch.manual_seed(0)
-    if arguments.threads:
-        torch.set_num_threads(arguments.threads)
     rows = [row for model in arguments.models for row in measure(model, arguments)]
     if arguments.json:
         arguments.json.write_text(json.dumps(rows, indent=1) + "\n")

@@ -1,0 +1,134 @@
+"""What `ssl-vit train` loses to everything around its step: images a second of the command as a user runs it, beside
+its step alone on one batch and its loader alone.
+
+    python tools/bench_train.py RECIPE [key=value ...] [--steps 40] [--rounds 3] [--json FILE]
+
+Each runs in a process of its own, in turns; the first `--warm` steps do not count (compilation, caches, the loader's
+head start). The last line is the command's share of the slower of the two. Start-up is the time of a whole command that
+takes one step, less that step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+PHASES = ("train", "step", "loader", "start")
+
+
+def settings_of(arguments: argparse.Namespace, run: Path, steps: int) -> Any:
+    from ssl_vit.recipe import load_recipe
+
+    fixed = [f"run={run}", f"training.steps={steps}", "training.epochs=null", "training.checkpoint_every=0"]
+    return load_recipe(arguments.recipe, [*arguments.keys, *fixed, f"training.log_every={arguments.warm}"])
+
+
+def phase_seconds(arguments: argparse.Namespace, run: Path) -> float:
+    """Seconds a step of the step or the loader alone."""
+    from ssl_vit import experiment
+    from ssl_vit.data.mixture import open_training
+    from ssl_vit.data.plan import LanePosition
+    from ssl_vit.training.engine import make_accelerator
+    from ssl_vit.training.step import Stepper
+
+    settings = settings_of(arguments, run, arguments.steps)
+    training = settings.training
+    accelerator = make_accelerator(training.precision, training.timeout, training.compile)
+    job = experiment.prepare(settings, open_training(settings.data), accelerator, quiet=True)
+    batches = job.batches([LanePosition()] * job.lanes)
+    if arguments.phase == "loader":
+        act: Callable[[int], Any] = lambda step: next(batches)  # noqa: E731
+    else:
+        batch, _ = next(batches)
+        batches.close()  # type: ignore[attr-defined]
+        stepper = Stepper(job.objective, job.optim, training, job.total_steps, accelerator)
+        stepper.model.train()
+        act = lambda step: stepper.take(batch, step, training.accumulate)  # noqa: E731
+
+    def wait() -> None:
+        if accelerator.device.type == "cuda":
+            import torch
+
+            torch.cuda.synchronize()
+
+    for step in range(arguments.warm):
+        act(step)
+    wait()
+    start = time.perf_counter()
+    for step in range(arguments.warm, arguments.steps):
+        act(step)
+    wait()
+    return (time.perf_counter() - start) / (arguments.steps - arguments.warm)
+
+
+def command_seconds(arguments: argparse.Namespace, run: Path, steps: int) -> tuple[float, float]:
+    """Of the real command: seconds a step after the warm-up, and of the whole process."""
+    fixed = [f"run={run}", f"training.steps={steps}", "training.epochs=null", "training.checkpoint_every=0"]
+    command = [sys.executable, "-m", "ssl_vit", "train", arguments.recipe, *arguments.keys, *fixed]
+    start = time.perf_counter()
+    subprocess.run(
+        [*command, f"training.log_every={arguments.warm}"], check=True, stdout=sys.stderr, stderr=subprocess.STDOUT
+    )
+    whole = time.perf_counter() - start
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rows = [row for row in rows if "seconds" in row]
+    if len(rows) == 1:
+        return rows[0]["seconds"], whole
+    return (rows[-1]["seconds"] - rows[0]["seconds"]) / (rows[-1]["step"] - rows[0]["step"]), whole
+
+
+def measured(arguments: argparse.Namespace, phase: str) -> float:
+    with tempfile.TemporaryDirectory() as folder:
+        run = Path(folder) / "run"
+        if phase == "train":
+            return command_seconds(arguments, run, arguments.steps)[0]
+        if phase == "start":
+            first, whole = command_seconds(arguments, run, 1)
+            return whole - first
+        options = ["--phase", phase, "--steps", str(arguments.steps), "--warm", str(arguments.warm)]
+        command = [sys.executable, __file__, arguments.recipe, *arguments.keys, *options]
+        return float(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()[-1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recipe")
+    parser.add_argument("keys", nargs="*", metavar="key=value", help="recipe keys, as `ssl-vit train` takes them")
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--warm", type=int, default=10, help="steps that do not count")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--phase", choices=PHASES, help=argparse.SUPPRESS)
+    parser.add_argument("--json", type=Path, help="also write the numbers here")
+    arguments = parser.parse_intermixed_args()
+    if arguments.steps < 2 * arguments.warm:
+        parser.error("--steps must be at least twice --warm")
+    if arguments.phase:
+        with tempfile.TemporaryDirectory() as folder:
+            print(phase_seconds(arguments, Path(folder) / "run"))
+        return
+    taken: dict[str, list[float]] = {phase: [] for phase in PHASES}
+    for _ in range(arguments.rounds):
+        for phase in PHASES:
+            taken[phase].append(measured(arguments, phase))
+    batch = settings_of(arguments, Path("unused"), arguments.steps).training.batch_size
+    medians = {phase: statistics.median(times) for phase, times in taken.items()}
+    for phase, name in (("train", "ssl-vit train"), ("step", "its step alone"), ("loader", "its loader alone")):
+        print(f"{name:18}{1000 * medians[phase]:9.1f} ms a step{batch / medians[phase]:10.1f} images/s")
+    print(f"start-up to the first step {medians['start']:.1f} s")
+    slower = max(("step", "loader"), key=lambda phase: medians[phase])
+    share = statistics.median(a / b for a, b in zip(taken[slower], taken["train"], strict=True))
+    print(f"the command reaches {share:.1%} of its {slower} alone, the slower of the two")
+    if arguments.json:
+        arguments.json.write_text(json.dumps({"batch": batch, "seconds": taken, "share": share}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
