@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ssl_vit.cli import complete
 from ssl_vit.interfaces import UserError
 
 if TYPE_CHECKING:
@@ -59,7 +60,9 @@ def demo(
 
 @app.command()
 def train(
-    recipe: Annotated[str, typer.Argument(help="A recipe file or a shipped recipe's name.")],
+    recipe: Annotated[
+        str, typer.Argument(help="A recipe file or a shipped recipe's name.", autocompletion=complete.stages)
+    ],
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the run's data, size, memory and time, and do not train.")
     ] = False,
@@ -100,13 +103,19 @@ def train(
 @app.command("eval")
 def evaluate(
     run: Annotated[Path, typer.Argument(help="A run directory, a checkpoint or a weights folder.")],
-    evaluator: Annotated[str, typer.Argument(help="few_shot, linear_probe, knn, fine_tune or own_head.")],
+    evaluator: Annotated[
+        str,
+        typer.Argument(help="few_shot, linear_probe, knn, fine_tune or own_head.", autocompletion=complete.evaluators),
+    ],
     data: Annotated[
         list[str] | None,
         typer.Option(help="Labelled training shards, or a folder that holds train/ and test/. Several: give it again."),
     ] = None,
     test: Annotated[str | None, typer.Option(help="Labelled test shards (default: DATA/test).")] = None,
-    suite: Annotated[str | None, typer.Option(help="A suite of data sets: a file or a shipped name.")] = None,
+    suite: Annotated[
+        str | None,
+        typer.Option(help="A suite of data sets: a file or a shipped name.", autocompletion=complete.suites),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
     per_class: Annotated[bool, typer.Option("--per-class", help="Print the accuracy of every class too.")] = False,
     overrides: Annotated[list[str] | None, typer.Argument(help="Evaluator keys.", metavar="key=value")] = None,
@@ -139,7 +148,10 @@ def evaluate(
 
 @app.command()
 def compare(
-    recipe: Annotated[str, typer.Argument(help="A comparison recipe: a file or a shipped name.")],
+    recipe: Annotated[
+        str,
+        typer.Argument(help="A comparison recipe: a file or a shipped name.", autocompletion=complete.comparisons),
+    ],
     overrides: Overrides = None,
     show: Annotated[
         bool, typer.Option("--list", help="Print the pieces (id, stage, done or missing) instead of running them.")

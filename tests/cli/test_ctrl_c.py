@@ -1,0 +1,115 @@
+"""Ctrl-C ends every command cleanly: one line, exit code 1, no traceback from any of its processes, none left behind.
+
+A terminal sends the signal to all processes of the foreground group, so the tests do.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+from PIL import Image
+
+from ssl_vit.data import pack, sources
+
+LONG = "training.steps=100000,training.batch_size=16,training.checkpoint_every=20"
+FEW = ["seeds=[0]", "labels_per_class=[2]", "evaluators.few_shot.shots=[1]", "pictures=false"]
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("digits")
+    for split in ("train", "test"):
+        pack.make(sources.open_source("digits", split=split), folder / split, shards=4, progress=False)
+    return folder
+
+
+def wait_until(condition: Callable[[], object], process: subprocess.Popen[bytes], log: Path) -> None:
+    deadline = time.monotonic() + 240
+    while not condition():
+        assert process.poll() is None, f"ended before it could be interrupted:\n{log.read_text()}"
+        assert time.monotonic() < deadline, f"did not start its work:\n{log.read_text()}"
+        time.sleep(0.05)
+
+
+def interrupt(tmp_path: Path, arguments: list[str], at_work: Callable[[psutil.Process], object]) -> str:
+    """Start `ssl-vit ARGUMENTS`, press Ctrl-C once `at_work`; everything it printed."""
+    log = tmp_path / "log.txt"
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "ssl_vit", *arguments],
+            cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=file, stderr=file, start_new_session=True,
+        )  # fmt: skip
+    try:
+        watched = psutil.Process(process.pid)
+        wait_until(lambda: at_work(watched), process, log)
+        children = watched.children(recursive=True)
+        os.killpg(process.pid, signal.SIGINT)
+        code = process.wait(120)
+        _, left = psutil.wait_procs(children, 30)
+        assert not left
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    text = log.read_text()
+    assert code == 1, text
+    assert "Traceback" not in text and "KeyboardInterrupt" not in text, text
+    assert text.rstrip().endswith("stopped; run the same command to go on"), text
+    return text
+
+
+def test_train(digits: Path, tmp_path: Path) -> None:
+    keys = [f"data.train={digits}/train", "run=run", "data.workers=1", *LONG.split(",")]
+    interrupt(tmp_path, ["train", "digits_ssl", *keys], lambda _: any(tmp_path.glob("run/checkpoints/step_*")))
+    steps = [int(path.name[5:]) for path in tmp_path.glob("run/checkpoints/step_*")]
+    assert max(steps) % 20, "the training that was stopped did not save where it stood"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_compare(digits: Path, tmp_path: Path, jobs: int) -> None:
+    keys = [f"data.train={digits}/train", f"data.test={digits}/test", "run=run", f"jobs={jobs}", *FEW]
+    keys += [f"arms.{arm}.overrides=[{LONG}]" for arm in ("ssl", "supervised")]
+    interrupt(tmp_path, ["compare", "demo_digits", *keys], lambda _: any(tmp_path.glob("run/ssl/checkpoints/step_*")))
+    assert not list(tmp_path.glob("run/pieces/*.json"))
+
+
+@pytest.mark.slow
+def test_demo(tmp_path: Path) -> None:
+    keys = [*FEW, *(f"arms.{arm}.overrides=[{LONG}]" for arm in ("ssl", "supervised"))]
+    interrupt(tmp_path, ["demo", *keys], lambda _: any(tmp_path.glob("runs/demo/ssl/checkpoints/step_*")))
+
+
+@pytest.mark.slow
+def test_eval(digits: Path, tmp_path: Path) -> None:
+    """While loader workers read, and before any result is written."""
+    keys = [f"data.train={digits}/train", "run=run", "data.workers=1", "training.steps=2", "training.picture_every=0"]
+    subprocess.run(
+        [sys.executable, "-m", "ssl_vit", "train", "digits_ssl", *keys], cwd=tmp_path, check=True, timeout=240
+    )
+    arguments = ["eval", "run", "fine_tune", "--data", str(digits), "steps=[100000]", "lrs=[0.01]", "seeds=[0]"]
+    interrupt(tmp_path, arguments, lambda process: process.children())
+    assert not (tmp_path / "run/results.json").exists()
+
+
+def test_shards_make(tmp_path: Path) -> None:
+    folder = tmp_path / "images" / "noise"
+    folder.mkdir(parents=True)
+    pixels = np.random.default_rng(0).integers(0, 256, (800, 800, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(tmp_path / "one.jpg", quality=95)
+    for n in range(600):
+        shutil.copy(tmp_path / "one.jpg", folder / f"{n}.jpg")
+    arguments = ["shards", "make", "images", "out", "--resize", "400", "--shards", "30", "--jobs", "2"]
+    interrupt(tmp_path, arguments, lambda _: any((tmp_path / "out").glob("*.tar")))
+    assert not (tmp_path / "out/info.json").exists()
+    subprocess.run([sys.executable, "-m", "ssl_vit", *arguments], cwd=tmp_path, check=True, timeout=240)
+    assert (tmp_path / "out/info.json").exists()
