@@ -13,6 +13,7 @@ import pytest
 from ssl_vit.data import pack, sources
 
 ESCAPE = "\x1b["
+STEPS = ["training.steps=2", "training.log_every=1"]
 # What would decide in place of the output being a terminal or not.
 CLEAN = {name: value for name, value in os.environ.items() if name not in ("FORCE_COLOR", "NO_COLOR", "CI", "TERM")}
 CLEAN |= {"TERM": "xterm-256color", "OMP_NUM_THREADS": "1"}
@@ -62,5 +63,5 @@ def test_what_is_piped_has_none(arguments: list[str]) -> None:
 
 def test_training_has_none_in_a_pipe(tmp_path: Path) -> None:
     pack.make(sources.open_source("digits", split="test"), tmp_path / "train", shards=4, progress=False)
-    text = piped("train", "digits_ssl", "data.train=train", "run=run", "training.steps=2", cwd=tmp_path)
+    text = piped("train", "digits_ssl", "data.train=train", "run=run", *STEPS, cwd=tmp_path)
     assert "loss" in text and ESCAPE not in text
