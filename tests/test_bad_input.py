@@ -8,6 +8,7 @@ import json
 import os
 import resource
 import shutil
+import signal
 import subprocess
 import sys
 import tarfile
@@ -291,3 +292,10 @@ def test_a_full_disk_keeps_the_previous_checkpoint(shards: Path, tmp_path: Path)
         timeout=100,
     )
     assert again.returncode == 2 and "training.steps" in again.stderr  # another length is another schedule
+
+
+def test_a_command_gives_the_signals_back(call: Call) -> None:
+    """Else the processes that a caller starts later would not end by SIGTERM, but raise wherever they are."""
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)]
+    assert call("train", "no_such_recipe")[0] == 2
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)] == before

@@ -48,8 +48,7 @@ def main() -> None:
     the same command goes on from there, 1 for other failures and Ctrl-C."""
     arguments = [a for a in sys.argv[1:] if a != "--debug"]
     debug = len(arguments) < len(sys.argv) - 1
-    for number in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, _preempted)
+    before = {number: signal.signal(number, _preempted) for number in (signal.SIGTERM, signal.SIGUSR1)}
     try:
         app(arguments)
     except (UserError, RunError) as error:
@@ -76,6 +75,9 @@ def main() -> None:
             raise
         traceback.print_exc()
         _leave(1)
+    finally:  # whoever called this from a program of their own has theirs back
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 _INTERRUPTED = 130  # Typer's exit code after Ctrl-C
