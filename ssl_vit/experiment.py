@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -17,7 +17,6 @@ from omegaconf import OmegaConf
 from torch import nn
 
 from ssl_vit import plugins, recipe
-from ssl_vit.analysis import figures, inspection, reconstruction
 from ssl_vit.data import DataConfig
 from ssl_vit.data.mixture import open_training
 from ssl_vit.data.samples import View
@@ -37,6 +36,9 @@ from ssl_vit.training.flops import training_flops
 from ssl_vit.training.processes import shared_errors
 from ssl_vit.training.trackers import check_trackers
 from ssl_vit.training.watch import Watch
+
+if TYPE_CHECKING:
+    from ssl_vit.analysis import inspection
 
 __all__ = ["MAY_CHANGE", "is_main_process", "read_json", "wait_for_everyone", "write_json"]
 
@@ -163,7 +165,7 @@ def prepare(settings: Recipe, shards: ShardSet, accelerator: Accelerator, quiet:
         accelerator=accelerator,
         run=run,
         data=shards.fingerprint,
-        picture=_pictures(run) if hasattr(module, "mean_colour_classes") else None,
+        picture=_pictures(run) if training.picture_every and hasattr(module, "mean_colour_classes") else None,
         watch=_watch(settings, shards, encoder, accelerator),
         recipe=recipe.flatten(settings.model_dump(mode="json")),
         quiet=quiet,
@@ -261,6 +263,8 @@ def evaluate(
 
 def inspect(weights: Path, shards: str, out: Path, options: inspection.Options) -> Path:
     """Write the pictures of a trained backbone into `out`; returns the page. See `inspection.inspect`."""
+    from ssl_vit.analysis import inspection
+
     settings = run_recipe(weights)
     preparation = settings.data if settings else DataConfig(train=shards)
     return inspection.inspect(
@@ -276,6 +280,8 @@ def inspect(weights: Path, shards: str, out: Path, options: inspection.Options) 
 
 
 def _pictures(run: Path) -> loop.Picture:
+    from ssl_vit.analysis import figures, reconstruction  # matplotlib: no run without pictures waits for it
+
     def draw(objective: nn.Module, batch: Batch, step: int) -> np.ndarray:
         path = run / "pictures" / f"reconstruction_step_{step:08d}.png"
         return figures.save_png(reconstruction.sheet(reconstruction.reconstructions(objective, batch)), path)  # type: ignore[arg-type]

@@ -3,9 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+
+
+def few_of(whole: Callable[..., Any]) -> Callable[..., Any]:
+    """A source's `open_images` cut to the first 400 digits to train on and the first 100 to test on."""
+
+    def open_images(place: str, split: str) -> Any:
+        found, count = whole(place, split), {"train": 400, "test": 100}[split]
+        return replace(found, items=found.items[:count], labels=found.labels[:count])
+
+    return open_images
+
+
+@pytest.fixture(scope="session")
+def few_digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with shards of 400 digits, `train`, and of 100 by others, `test`; not to be written to."""
+    from ssl_vit.data import pack
+    from ssl_vit.data.sources import digits
+
+    folder = tmp_path_factory.mktemp("few_digits")
+    for split in ("train", "test"):
+        pack.make(few_of(digits.open_images)("", split), folder / split, shards=4, progress=False)
+    return folder
+
+
+@pytest.fixture
+def fewer_digits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The source `digits` has only those of `few_digits`."""
+    from ssl_vit.data.sources import digits
+
+    monkeypatch.setattr(digits, "open_images", few_of(digits.open_images))
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from sklearn.decomposition import PCA
 from torch import nn
 
 from ssl_vit.interfaces import UserError
@@ -31,6 +30,8 @@ def filter_components(backbone: Backbone, count: int = FILTERS) -> Components:
     In a plain ViT these are the rows of the patch projection (paper, section 4.5); in a hybrid, the first convolution
     of its CNN. At most as many as the filters and their numbers allow. A component's largest number is positive.
     """
+    from sklearn.decomposition import PCA  # here, not above: it takes a second to import, and training comes by here
+
     first = next(m for m in backbone.vit.patch_embed.modules() if isinstance(m, nn.Conv2d))
     weights = first.weight.detach().double().cpu()
     flat = weights.flatten(1).numpy()
@@ -69,6 +70,8 @@ def feature_map(backbone: Backbone, images_NCHW: torch.Tensor) -> Components:
     The largest number of each component is positive, so that a model keeps its colours. Raises UserError for one
     patch alone.
     """
+    from sklearn.decomposition import PCA
+
     prefix = backbone.prefix_tokens
     outputs = [backbone(images)[:, prefix:].double().cpu() for images in images_NCHW.split(_BATCH)]
     tokens_TD = torch.cat(outputs).flatten(0, 1).numpy()

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
+from PIL import Image
+from sklearn.datasets import load_digits
 
 from ssl_vit import cli, evaluators, experiment
+from ssl_vit.cli import runs as commands
 from ssl_vit.compare.config import load_comparison, load_suite, suites
 from ssl_vit.compare.plan import Plan
 from ssl_vit.compare.run import compare
+from ssl_vit.data.shards import open_shards
 from ssl_vit.interfaces import UserError
 from ssl_vit.report.page import write_report
 
@@ -34,8 +40,12 @@ TINY = [
 
 
 @pytest.fixture(scope="module")
-def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def demo(few_digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo on fewer digits, which it finds where it would pack all of them."""
     out = tmp_path_factory.mktemp("demo") / "out"
+    (out / "data").mkdir(parents=True)
+    for split in ("train", "test"):
+        (out / "data" / split).symlink_to(few_digits / split)
     run_demo(out)
     return out
 
@@ -74,6 +84,22 @@ def stamps(out: Path) -> dict[str, int]:
     return {path.name: path.stat().st_mtime_ns for path in (out / "pieces").glob("*.json")}
 
 
+def test_the_demo_packs_the_digits_in_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[str]] = []
+    monkeypatch.setattr(commands, "_compare", lambda name, overrides, command: asked.append([name, *overrides]))
+    run_demo(tmp_path, "seeds=[7]")
+    (words,) = asked
+    assert words[0] == "demo_digits" and words[-1] == "seeds=[7]" and f"data.test={tmp_path}/data/test" in words
+    images = load_digits().images
+    for split, start, count in (("train", 0, 1437), ("test", 1437, 360)):
+        shards = open_shards(f"{tmp_path}/data/{split}")
+        assert shards.samples == count
+        first = next(iter(shards.read(0)))[1]
+        assert isinstance(first, dict) and isinstance(first["png"], bytes)
+        pixels = np.asarray(Image.open(io.BytesIO(first["png"])))
+        np.testing.assert_array_equal(pixels, (images[start] * 255 / 16).round())
+
+
 def test_every_arm_budget_and_seed_is_measured(demo: Path) -> None:
     results = json.loads((demo / "results.json").read_text())
     found = {(r["evaluator"], r["arm"], r["labels_per_class"], r["seed"]) for r in results["measurements"]}
@@ -86,7 +112,7 @@ def test_every_arm_budget_and_seed_is_measured(demo: Path) -> None:
     tried = {arm["name"]: [len(choice["tried"]) for choice in arm["choices"]] for arm in results["arms"]}
     assert tried == {arm: [2, 2] for arm in ("ssl", "scratch", "supervised")}, "every arm gets the same trials"
     labels = {arm["name"]: arm["labels_used"] for arm in results["arms"]}
-    assert labels == {"ssl": 0, "scratch": 0, "supervised": 1437}
+    assert labels == {"ssl": 0, "scratch": 0, "supervised": 400}
     assert results["summary"]["verdict"]
 
 
@@ -245,6 +271,7 @@ def test_a_new_evaluator_is_one_file(demo: Path, tmp_path: Path, monkeypatch: py
     assert "The most frequent label" in write_report([tmp_path / "run"], tmp_path / "report.html").read_text()
 
 
+@pytest.mark.usefixtures("fewer_digits")
 def test_several_sets_and_given_weights(demo: Path, tmp_path: Path) -> None:
     """Two data sets in one comparison, a backbone that is there already, percent budgets, classes' mean as metric."""
     suite = tmp_path / "two.yaml"
@@ -372,7 +399,7 @@ def test_an_arm_that_cannot_run_is_named_before_any_piece(demo: Path, tmp_path: 
     (tmp_path / "nameless" / "info.json").unlink()
     for keys, words in (
         ([f"data.train={tmp_path}/nameless"], "objective.classes: the shards' info.json names no classes"),
-        (["data.samples=2000"], "data.samples=2000: .* has 1437 samples"),
+        (["data.samples=2000"], "data.samples=2000: .* has 400 samples"),
         (["backbone.heads=5"], "backbone.width=64 is not a multiple"),
     ):
         long = {"label": "SSL", "recipe": "digits_ssl", "overrides": ["training.steps=100000"]}

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ssl_vit import experiment, recipe
-from ssl_vit.data import DataConfig, pack, sources
+from ssl_vit.data import DataConfig
 from ssl_vit.data.evaluation import EvaluationStream, evaluation_batches
 from ssl_vit.data.samples import View
 from ssl_vit.data.shards import open_shards
@@ -23,11 +23,11 @@ KEYS = ["training.steps=60", "training.checkpoint_every=30", "training.picture_e
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(few_digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Digits, and a supervised and an SSL run on them."""
     folder = tmp_path_factory.mktemp("own_head")
     for split in ("train", "test"):
-        pack.make(sources.open_source("digits", split=split), folder / split, shards=4, progress=False)
+        (folder / split).symlink_to(few_digits / split)
     for name, steps in (("digits_supervised", 60), ("digits_ssl", 2)):
         keys = [*KEYS, f"data.train={folder}/train", f"run={folder}/{name}", f"training.steps={steps}"]
         experiment.train(recipe.load_recipe(name, keys), quiet=True)
@@ -47,7 +47,7 @@ def by_hand(folder: Path, saved: Path) -> float:
     with torch.no_grad():
         for batch, _ in evaluation_batches(stream, torch.device("cpu")):
             hits += (objective.logits(batch.images).argmax(-1) == batch.labels)[batch.valid].tolist()
-    assert len(hits) == 360
+    assert len(hits) == 100
     return float(np.mean(hits))
 
 

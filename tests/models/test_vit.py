@@ -44,9 +44,9 @@ MODELS = [
     ),
     ("vit_base_r50_s16_224", {**SMALL, "image_size": 64}, {**TIMM_SMALL, "img_size": 64}),
     (
-        "vit_base_r50_s16_224",
-        {**SMALL, "image_size": (64, 96), "patch_size": 2},
-        {**TIMM_SMALL, "img_size": (64, 96), "patch_size": 2},
+        "vit_tiny_r_s16_p8_224",
+        {**SMALL, "image_size": (64, 96), "patch_size": 4},
+        {**TIMM_SMALL, "img_size": (64, 96), "patch_size": 4},
     ),
     (
         "vit_small_r26_s32_224",

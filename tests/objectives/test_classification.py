@@ -13,7 +13,6 @@ from pydantic import ValidationError
 from torch import nn
 
 from ssl_vit import experiment
-from ssl_vit.data import pack, sources
 from ssl_vit.interfaces import UserError
 from ssl_vit.models.backbone import load
 from ssl_vit.objectives.classification import Config, Objective
@@ -186,12 +185,10 @@ def test_configurations_that_make_no_sense_are_refused(wrong: dict[str, Any]) ->
         Config(**wrong)
 
 
-def test_a_resnet_learns_real_digits_and_serves_the_evaluators(tmp_path: Path) -> None:
+def test_a_resnet_learns_real_digits_and_serves_the_evaluators(few_digits: Path, tmp_path: Path) -> None:
     """The comparison's CNN through the same recipe, loop, checkpoint and evaluators as a ViT."""
-    for split in ("train", "test"):
-        pack.make(sources.open_source("digits", split=split), tmp_path / split, shards=4, progress=False)
     sizes = ["backbone.name=resnet10t", "backbone.image_size=[8,16]", "backbone.channels=1"]
-    data = [f"data.train={tmp_path}/train", "data.lanes=4", "data.workers=0", "data.augment.crop=centre"]
+    data = [f"data.train={few_digits}/train", "data.lanes=4", "data.workers=0", "data.augment.crop=centre"]
     length = ["training.steps=30", "training.batch_size=32", "training.log_every=10", "optim.warmup_steps=5"]
     keys = [*sizes, *data, *length, "optim.lr=3e-3", "data.augment.flip=false", f"run={tmp_path}/run"]
     experiment.train(load_recipe("supervised_resnet50", keys), quiet=True)
@@ -200,7 +197,7 @@ def test_a_resnet_learns_real_digits_and_serves_the_evaluators(tmp_path: Path) -
     backbone = load(tmp_path / "run")
     assert (backbone.name, backbone.image_size, backbone.channels) == ("resnet10t", (8, 16), 1)
     judge = ["shots=[5]", "pooling=mean"]
-    result = experiment.evaluate(tmp_path / "run", "few_shot", f"{tmp_path}/train", f"{tmp_path}/test", judge)
+    result = experiment.evaluate(tmp_path / "run", "few_shot", f"{few_digits}/train", f"{few_digits}/test", judge)
     values = {name: value for name, value in result["values"].items() if name.endswith("mean")}
     trained, untrained = (next(v for n, v in values.items() if n.startswith(row)) for row in ("trained", "untrained"))
     assert trained > max(untrained, 0.5)

@@ -28,6 +28,11 @@ class Hub(ThreadingHTTPServer):
         self.tokens: set[str | None] = set()
         self.downloads: list[str] = []
 
+    def stop(self) -> None:
+        """Answer nobody any more."""
+        self.shutdown()
+        self.server_close()
+
 
 class _Handler(BaseHTTPRequestHandler):
     server: Hub
@@ -38,6 +43,9 @@ class _Handler(BaseHTTPRequestHandler):
         self.do_GET()
 
     def do_GET(self) -> None:
+        if self.path == "/stop":
+            threading.Thread(target=self.server.stop).start()
+            return self._send(200, {})
         parts = urlparse(self.path).path.strip("/").split("/")
         if parts[:2] == ["api", "models"] and len(parts) >= 4:
             folder = self.server.root / parts[2] / parts[3]
@@ -111,6 +119,5 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hub]:
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     yield server
-    server.shutdown()
-    server.server_close()
+    server.stop()
     thread.join()

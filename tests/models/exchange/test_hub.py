@@ -1,4 +1,5 @@
-"""The real client against a hub on this machine; one process, since the client reads its address at import."""
+"""The real client against a hub on this machine, which goes away in the end; one process for all commands, since the
+client reads the hub's address at import."""
 
 from __future__ import annotations
 
@@ -38,12 +39,20 @@ COMMANDS = {
     "forbidden": ["export", "transformers", "forbidden", "--to", "timm", "--push", "forbidden/digits"],
     "licence": ["export", "transformers", "licence", "--to", "timm", "--push", "me/x", "--licence", "nonsense"],
     "name": ["export", "transformers", "name", "--to", "timm", "--push", "my digits"],
+    "stop": [],  # from here on the hub is out of reach
+    "away": ["import", "someone/other", "away"],
+    "kept": ["export", "transformers", "kept", "--to", "timm", "--push", "me/digits"],
 }
 RUN = """
-import contextlib, io, json, sys
+import contextlib, io, json, os, sys, urllib.request
 from ssl_vit import cli
 said = {}
 for name, arguments in json.loads(sys.argv[1]).items():
+    if name == "stop":
+        with contextlib.suppress(OSError):
+            while True:
+                urllib.request.urlopen(os.environ["HF_ENDPOINT"] + "/stop", timeout=5)
+        continue
     out, err = io.StringIO(), io.StringIO()
     sys.argv = ["ssl-vit", *arguments]
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
@@ -64,10 +73,12 @@ class Said:
     weights: dict[str, dict[str, torch.Tensor]]
 
 
-def talk(folder: Path, commands: dict[str, list[str]], **environment: str) -> dict[str, tuple[int, str, str]]:
-    kept = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "HUGGING"))}
-    environment = {**kept, "HF_HOME": str(folder / "cache"), "NO_PROXY": "127.0.0.1", **environment}
-    command = [sys.executable, "-c", RUN, json.dumps(commands)]
+def talk(folder: Path, address: str) -> dict[str, tuple[int, str, str]]:
+    """What every command answered: exit code, output, errors."""
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "HUGGING"))}
+    environment |= {"HF_HOME": str(folder / "cache"), "HF_ENDPOINT": address, "HF_TOKEN": "hf_secret"}
+    environment |= {"NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
+    command = [sys.executable, "-c", RUN, json.dumps(COMMANDS)]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=200, check=True)
     return {name: tuple(answer) for name, answer in json.loads(done.stdout.splitlines()[-1]).items()}  # type: ignore[misc]
 
@@ -91,7 +102,7 @@ def said(hub: Any, tmp_path_factory: pytest.TempPathFactory) -> Said:
     (hub.root / "timm" / "test_vit.r160_in1k").mkdir(parents=True)
     save_file(network.state_dict(), hub.root / "timm" / "test_vit.r160_in1k" / "model.safetensors")
     folder = tmp_path_factory.mktemp("work")
-    answers = talk(folder, COMMANDS, HF_ENDPOINT=hub.address, HF_TOKEN="hf_secret")
+    answers = talk(folder, hub.address)
     encoder = {key: tensor for key, tensor in network.state_dict().items() if not key.startswith("head.")}
     return Said(folder, answers, {"transformers": state(ours), "timm": encoder})
 
@@ -155,15 +166,11 @@ def test_the_pushed_commit_is_the_folder(said: Said, hub: Any) -> None:
 
 
 def test_a_hub_out_of_reach(said: Said) -> None:
-    commands = {
-        "import": ["import", "someone/other", "away"],
-        "push": ["export", "transformers", "kept", "--to", "timm", "--push", "me/digits"],
-    }
-    answers = talk(said.folder, commands, HF_ENDPOINT="http://127.0.0.1:9", HF_TOKEN="hf_secret")
-    assert answers["import"][0] == answers["push"][0] == 1
-    assert "someone/other: downloading needs the hub, which does not answer" in answers["import"][2]
-    assert "me/digits: pushing failed" in answers["push"][2]
-    assert "hf upload me/digits kept" in answers["push"][2]
+    away, kept = said.answers["away"], said.answers["kept"]
+    assert away[0] == kept[0] == 1
+    assert "someone/other: downloading needs the hub, which does not answer" in away[2]
+    assert "me/digits: pushing failed" in kept[2]
+    assert "hf upload me/digits kept" in kept[2]
 
 
 def test_without_a_token_nothing_is_begun(
