@@ -127,3 +127,38 @@ def test_fsdp2_exports_what_one_gpu_does(pictures: Path, tmp_path: Path) -> None
     train(pictures, tmp_path / "plain")
     assert losses(tmp_path / "sharded") == pytest.approx(losses(tmp_path / "plain"), rel=0.02)
     assert weights(tmp_path / "sharded").keys() == weights(tmp_path / "plain").keys()
+
+
+@pytest.mark.parametrize("recipe", ["pretrain_vit_tiny", "supervised_vit_tiny"])
+def test_a_compiled_step_waits_for_nothing_and_compiles_once(pictures: Path, tmp_path: Path, recipe: str) -> None:
+    """Ten steps of the real stepper under CUDA's sync debug mode, after two that compile."""
+    program = """
+import sys, torch
+from torch._dynamo.utils import counters
+from ssl_vit import experiment
+from ssl_vit.data.mixture import open_training
+from ssl_vit.data.plan import LanePosition
+from ssl_vit.recipe import load_recipe
+from ssl_vit.training.engine import make_accelerator
+from ssl_vit.training.step import Stepper
+
+name, *keys = sys.argv[1:]
+settings = load_recipe(name, keys)
+accelerator = make_accelerator("bf16", compiled=True)
+job = experiment.prepare(settings, open_training(settings.data), accelerator, quiet=True)
+batches = job.batches([LanePosition()] * job.lanes)
+stepper = Stepper(job.objective, job.optim, job.training, job.total_steps, accelerator)
+for step in range(12):
+    batch, _ = next(batches)
+    if step == 2:
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        before = dict(counters["stats"]), dict(counters["frames"])
+    stepper.take(batch, step, job.training.accumulate)
+torch.cuda.set_sync_debug_mode("default")
+assert before == (dict(counters["stats"]), dict(counters["frames"])) and not counters["graph_break"]
+"""
+    keys_of_run = keys(pictures, tmp_path / "run", "optim.clip_norm=1.0")[1:]
+    command = [sys.executable, "-c", program, recipe, *keys_of_run]
+    done = subprocess.run(command, env=os.environ, capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
