@@ -25,7 +25,7 @@ def values(found: dict[str, Any]) -> dict[str, Any]:
         "colours": {arm: colour for arm, (colour, _) in styles.items()},
         "sentences": summary["sentences"],
         "studies": _studies(results, summary),
-        "evaluators": [_section(results, summary, styles, *place) for place in tables.sections(summary)],
+        "evaluators": [section(results, summary, styles, *place) for place in tables.sections(summary)],
         "runs": [
             {
                 "name": arm_label(results, arm),
@@ -49,7 +49,7 @@ def values(found: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _section(
+def section(
     results: dict[str, Any], summary: dict[str, Any], styles: dict[str, tuple[str, str]], data: str, evaluator: str
 ) -> dict[str, Any]:
     """One data set under one evaluator."""
@@ -77,6 +77,8 @@ def _section(
     axis = "labels a class"
     return {
         "title": tables.section_title(results, data, evaluator),
+        "note": "",
+        "settings": "",
         "curve": plots.embed(plots.accuracy_curve(curves, axis, "test accuracy, %", chance=chance)),
         "gain": plots.embed(plots.accuracy_curve(pairs, axis, "difference, points", zero=True)) if pairs else None,
         "under_test": " / ".join(dict.fromkeys(label(row["arm"]) for row in gains)),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from ssl_vit.interfaces import RunError, UserError
-from ssl_vit.report import cells, compared, plots, tables
+from ssl_vit.report import cells, compared, plots, separate, tables
 from ssl_vit.report.read import read_comparison, read_directory
 from ssl_vit.report.tables import Table
 
@@ -93,7 +92,7 @@ def _commands(found: list[dict[str, Any]], paths: list[Path]) -> list[str]:
 
 def _side_by_side(found: list[dict[str, Any]]) -> dict[str, Any]:
     names = _names(found)
-    colours = [plots.PALETTE[place % len(plots.PALETTE)] for place in range(len(found))]
+    colours = [colour for colour, _ in separate.styles(names).values()]
     runs = list(zip(names, colours, found, strict=True))
     groups: dict[str, list[tuple[str, str, list[dict[str, Any]]]]] = {}
     for name, colour, run in runs:
@@ -103,7 +102,9 @@ def _side_by_side(found: list[dict[str, Any]]) -> dict[str, Any]:
     losses = [(objective, plots.embed(plots.loss_curves(group))) for objective, group in groups.items()]
     return {
         "title": names[0] if len(found) == 1 else f"{len(found)} runs side by side",
-        "colours": dict(zip(names, colours, strict=True)),
+        "colours": plots.COLOURS | dict(zip(names, colours, strict=True)),
+        "evaluators": (sections := separate.sections(names, found)),
+        "notes": [separate.NOTE] if sections else [],
         "runs": [
             {
                 "name": name,
@@ -115,7 +116,7 @@ def _side_by_side(found: list[dict[str, Any]]) -> dict[str, Any]:
             for name, colour, run in runs
         ],
         "losses": [(objective, figure) for objective, figure in losses if figure],
-        "tables": run_tables(found),
+        "tables": [_facts(names, found)],
         "environment": cells.columns("Environment", names, [cells.flat(run["environment"] or {}) for run in found]),
         "recipes": [(name, run["recipe"]) for name, _, run in runs if run["recipe"]],
         "raw": [
@@ -130,7 +131,7 @@ def _side_by_side(found: list[dict[str, Any]]) -> dict[str, Any]:
 def run_tables(found: list[dict[str, Any]]) -> list[Table]:
     """What the evaluators found for each run, and what the runs were."""
     names = _names(found)
-    return [*_evaluations(names, found), _facts(names, found)]
+    return [*separate.evaluation_tables(names, found), _facts(names, found)]
 
 
 def _names(found: list[dict[str, Any]]) -> list[str]:
@@ -146,29 +147,3 @@ def _facts(names: list[str], found: list[dict[str, Any]]) -> Table:
         last: dict[str, Any] = next((record for record in reversed(run["metrics"]) if "loss" in record), {})
         table.add(name, name, *map(cells.text, [*map(summary.get, FACTS), *map(last.get, LOSSES)]))
     return table
-
-
-def _evaluations(names: list[str], found: list[dict[str, Any]]) -> list[Table]:
-    """One table for each evaluator, settings and data: only numbers measured alike stand in one row."""
-    groups: dict[str, dict[str, dict[str, Any]]] = {}
-    titles: dict[str, str] = {}
-    for name, run in zip(names, found, strict=True):
-        for evaluation in (run["results"] or {}).get("evaluations") or []:
-            measured = {key: evaluation.get(key) for key in ("evaluator", "settings", "data", "metric")}
-            titles[evaluation["evaluator"]] = evaluation.get("title") or evaluation["evaluator"]
-            groups.setdefault(json.dumps(measured, sort_keys=True), {})[name] = evaluation["values"]
-    shown = []
-    for key, values in groups.items():
-        measured = json.loads(key)
-        title = f"{titles[measured.pop('evaluator')]} ({cells.settings(measured)})"
-        table = Table(title, ["Value", *values])
-        rows = dict.fromkeys(row for run_values in values.values() for row in run_values)
-        for row in rows:
-            if row.endswith("/std") and f"{row.removesuffix('std')}mean" in rows:
-                continue
-            std = f"{row.removesuffix('mean')}std" if row.endswith("/mean") else ""
-            spreads = [f" ± {cells.text(v[std])}" if v.get(std) is not None else "" for v in values.values()]
-            texts = [cells.text(v.get(row)) + spread for v, spread in zip(values.values(), spreads, strict=True)]
-            table.add(None, row.removesuffix("/mean") + " (mean ± std)" if any(spreads) else row, *texts)
-        shown.append(table)
-    return shown

@@ -30,31 +30,38 @@ def summarise(results: dict[str, Any]) -> dict[str, Any]:
     Where a measurement was made twice, the later one counts; without a finite accuracy it counts as missing.
     The verdict is about the smallest label budget measured, a rule fixed before any number is seen.
     """
-    scores, sizes = _scores(results)
+    found, sizes = scores(results)
     accuracy: list[Row] = []
     differences: list[Row] = []
-    for data, evaluator, budget in _places(results, scores, sizes):
-        cells = scores[data, evaluator, budget]
+    for data, evaluator, budget in places(results, found, sizes):
+        cells = found[data, evaluator, budget]
         place = {"data": data, "evaluator": evaluator, "labels_per_class": budget, "x": sizes[data, budget]}
         arms = [arm for arm in arm_names(results) if arm in cells]
-        accuracy += [place | {"arm": arm} | _spread(list(cells[arm].values())) for arm in arms]
+        accuracy += [place | {"arm": arm} | spread(list(cells[arm].values())) for arm in arms]
         for subject in [arm for arm in subjects(results) if arm in cells]:
             for role, against in _against(results, subject, arms):
-                ours, theirs = cells[subject], cells[against]
-                seeds = [seed for seed in ours if seed in theirs]
-                if seeds:
-                    row = place | {"arm": subject, "against": against, "role": role}
-                    row |= _spread([ours[seed] - theirs[seed] for seed in seeds])
-                    row["arm_mean"] = statistics.fmean(ours[seed] for seed in seeds)
-                    row["against_mean"] = statistics.fmean(theirs[seed] for seed in seeds)
-                    differences.append(row)
+                if row := paired(cells[subject], cells[against]):
+                    differences.append(place | {"arm": subject, "against": against, "role": role} | row)
     study = list(_study(results, accuracy))
-    summary = {"accuracy": accuracy, "differences": differences, "study": study, "ends": list(_ends(study, scores))}
+    summary = {"accuracy": accuracy, "differences": differences, "study": study, "ends": list(_ends(study, found))}
     sentences = verdict(results, summary)
     return summary | {"sentences": sentences, "verdict": " ".join(sentences)}
 
 
-def _scores(
+def paired(ours: dict[int, float], theirs: dict[int, float]) -> Row:
+    """Statistics of the differences between scores by seed, over the seeds that both have; empty where they share
+    none."""
+    seeds = [seed for seed in ours if seed in theirs]
+    if not seeds:
+        return {}
+    means = {
+        name: statistics.fmean(by_seed[seed] for seed in seeds)
+        for name, by_seed in (("arm_mean", ours), ("against_mean", theirs))
+    }
+    return spread([ours[seed] - theirs[seed] for seed in seeds]) | means
+
+
+def scores(
     results: dict[str, Any],
 ) -> tuple[dict[Place, dict[str, dict[int, float]]], dict[tuple[str, int | str], float]]:
     """Scores by place, arm and seed; and by data set and budget how many labels a class that is."""
@@ -72,7 +79,7 @@ def _scores(
     return scores, sizes
 
 
-def _places(results: dict[str, Any], scores: Any, sizes: dict[tuple[str, int | str], float]) -> list[Place]:
+def places(results: dict[str, Any], scores: Any, sizes: dict[tuple[str, int | str], float]) -> list[Place]:
     """Data sets and evaluators in the comparison's order, budgets from small to large."""
     data = list(dict.fromkeys([*(results.get("sets") or {}), *(place[0] for place in scores)]))
     names = evaluator_names(results)
@@ -121,12 +128,12 @@ def _ends(study: list[Row], scores: dict[Place, dict[str, dict[int, float]]]) ->
         one, two = (scores[key[0], key[1], key[2]][row["arm"]] for row in (small, large))
         seeds = [seed for seed in one if seed in two]
         if small["size"] < large["size"] and seeds:
-            row = dict(zip(names, key, strict=True)) | _spread([two[seed] - one[seed] for seed in seeds])
+            row = dict(zip(names, key, strict=True)) | spread([two[seed] - one[seed] for seed in seeds])
             row |= {"sizes": [small["size"], large["size"]]}
             yield row | {"means": [statistics.fmean(by_seed[seed] for seed in seeds) for by_seed in (one, two)]}
 
 
-def _spread(values: list[float]) -> Row:
+def spread(values: list[float]) -> Row:
     count = len(values)
     std = statistics.stdev(values) if count > 1 else None
     half_width = None if std is None else float(stdtrit(count - 1, 0.975)) * std / math.sqrt(count)

@@ -79,7 +79,8 @@ def test_runs_give_the_tables_of_their_evaluations(tmp_path: Path) -> None:
     (run / "results.json").write_text(json.dumps({"kind": "evaluations", "evaluations": [evaluation]}))
     rows = list(csv.DictReader(write_tables([run], run / "t.csv", "csv").open()))
     assert [(r["arm"], r["data"], r["accuracy"]) for r in rows] == [("trained", "t", "0.6"), ("pixels", "t", "0.7")]
-    assert "| trained/10-shot/mean | 0.6 |" in write_tables([run], run / "t.md", "markdown").read_text()
+    text = write_tables([run], run / "t.md", "markdown").read_text()
+    assert "| run | 60.0 (1 seed) |" in text and "| run minus raw pixels | -10.0 (1 seed) |" in text
 
 
 def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:

@@ -70,8 +70,19 @@ def write_run(folder: Path, name: str, objective: str = "masked_patch") -> Path:
     lines.append({"step": 20, "event": "skipped_samples", "total": 11, "samples": skips(0, 7)})
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (folder / "pictures/reconstruction_step_00000020.png").write_bytes(PNG)
-    values = {"trained/10-shot/mean": 0.6125, "trained/10-shot/std": 0.01, "pixels/10-shot/mean": 0.7}
-    evaluation = {"evaluator": "few_shot", "settings": {"l2": 1024.0}, "data": {"test": HOSTILE}, "values": values}
+    rows = [
+        {
+            "source": source,
+            "labels_per_class": 10,
+            "seed": seed,
+            "accuracy": accuracy + seed / 50,
+            "per_class": [0.5] * 4,
+        }
+        for source, accuracy in (("trained", 0.61), ("pixels", 0.7))
+        for seed in (0, 1)
+    ]
+    evaluation = {"evaluator": "few_shot", "title": HOSTILE, "settings": {"l2": 1024.0}, "data": {"test": HOSTILE}}
+    evaluation |= {"metric": "accuracy", "values": {}, "measurements": rows}
     (folder / "results.json").write_text(json.dumps({"kind": "evaluations", "evaluations": [evaluation]}))
     return folder
 
@@ -179,9 +190,12 @@ def test_runs_side_by_side(tmp_path: Path) -> None:
     results["evaluations"][0]["skipped"] = skips(8, 9)
     (runs[0] / "results.json").write_text(json.dumps(results))
     page = Page(write_report(runs, tmp_path / "report.html"))
-    assert page.tags.count("svg") == 2  # losses of different objectives are never drawn on the same axes
+    # Accuracy and difference; losses of different objectives are never drawn on the same axes.
+    assert page.tags.count("svg") == 2 + 2
     assert page.tags.count("img") == 3
-    assert page.text.count("<td>0.6125\u00a0±\u00a00.01</td>") == 3
+    assert page.text.count("<td>62.0\u00a0±\u00a01.4</td>") == 3
+    assert page.text.count("<td>71.0\u00a0±\u00a01.4</td>") == 1, "raw pixels are the same for all"
+    assert page.text.count("+0.0\u00a0±\u00a00.0") == 2 and page.text.count("-9.0\u00a0±\u00a00.0") == 1
     assert "3 runs side by side" in page.text
     assert page.text.count("the evaluations left out 1 unreadable sample(s): 000001.tar: 00000008 (image cannot") == 1
     assert f"ssl-vit report {tmp_path}/a {tmp_path}/b {tmp_path}/c" in page.text
