@@ -109,7 +109,7 @@ def _studies(results: dict[str, Any], summary: dict[str, Any]) -> list[dict[str,
         curves = [_curve(s, styles[s], [row for row in here if row["series"] == s], "size") for s in series]
         compared = {row["arm"] for row in here}
         levels = [
-            (arm_label(results, row["arm"]), plots.COLOURS.get(row["arm"], "#808080"), 100 * row["mean"])
+            (*_level(results, row["arm"], styles), 100 * row["mean"])
             for row in summary["accuracy"]
             if (row["data"], row["evaluator"], row["labels_per_class"]) == place and row["arm"] not in compared
         ]
@@ -117,6 +117,16 @@ def _studies(results: dict[str, Any], summary: dict[str, Any]) -> list[dict[str,
         svg = plots.accuracy_curve(curves, axis, "test accuracy, %", levels=levels)
         figures.append({"title": tables.budget_title(results, *place), "figure": plots.embed(svg), "axis": axis})
     return figures
+
+
+def _level(results: dict[str, Any], arm: str, styles: dict[str, tuple[str, str]]) -> tuple[str, str]:
+    """Name and colour of a dashed line: an untrained backbone has those of the series of its architecture."""
+    made = (results.get("references") or {}).get(arm)
+    alike = {one.get("series") or made for one in results.get("arms") or [] if one.get("architecture") == made}
+    if arm.startswith("untrained") and len(styles) > 1 and len(alike) == 1:
+        (series,) = alike
+        return f"{series}, untrained", styles[str(series)][0]
+    return arm_label(results, arm), plots.COLOURS.get(arm, "#808080")
 
 
 def _choices(results: dict[str, Any]) -> list[Table]:

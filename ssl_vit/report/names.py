@@ -30,7 +30,10 @@ def arm_label(results: dict[str, Any], name: str) -> str:
 
 
 def spoken(results: dict[str, Any], name: str) -> str:
-    """An arm inside a sentence: plain words for the usual arms, the label of any other."""
+    """An arm inside a sentence: plain words for the usual arms, the label of any other, and both for one SSL arm of
+    several."""
+    if name == "ssl" and len(subjects(results)) > 1:
+        return f"{LABELS[name]} ({arm_label(results, name)})"
     return LABELS.get(name) or arm_label(results, name)
 
 

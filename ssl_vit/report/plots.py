@@ -228,9 +228,9 @@ def _pieces(values: list[float], points: int) -> list[float]:
 def _short(value: float, _: Any = None) -> str:
     if 1 <= abs(value) < 1e4:
         return f"{value:,.4g}"
-    if abs(value) >= 1e12:
-        return f"{value:.1e}".replace("e+", "e")
-    for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+    if abs(value) >= 1e9:
+        return f"{value:.1e}".replace("e+", "e").replace(".0e", "e")
+    for size, unit in ((1e6, "M"), (1e3, "k")):
         if abs(value) >= size:
             return f"{value / size:.4g}{unit}"
     return f"{value:.4g}"

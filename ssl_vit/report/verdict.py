@@ -142,7 +142,8 @@ def _end(curve: list[Row]) -> str:
     above, below = (row["mean"] - row["half_width"] for row in (last, none))
     labels = last["x"] * (none["x"] / last["x"]) ** (above / (above - below))
     about, *between = (_number(value) for value in (float(f"{labels:.2g}"), last["x"], none["x"]))
-    return f"; the gain ends at about {about} labels a class, between {' and '.join(between)}"
+    unit = f"label{'s' * (about != '1')} a class"
+    return f"; the gain ends at about {about} {unit}, between {' and '.join(between)}"
 
 
 def _study(results: dict[str, Any], ends: list[Row]) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import html
 import json
 import re
 import subprocess
@@ -250,3 +251,32 @@ def test_figures_take_the_colour_of_the_page_and_leave_no_global_state() -> None
 def test_the_report_does_not_import_torch_or_pyplot() -> None:
     code = "import sys, ssl_vit.report.page; sys.exit(bool({'torch', 'matplotlib.pyplot'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_scaling_study_has_a_line_and_an_untrained_level_for_each_size(tmp_path: Path) -> None:
+    sizes = {"ssl": ("wide", 2e12, "w"), "wide_short": ("wide", 5e11, "w"), "small": ("narrow", 1e10, "n")}
+    scores = {"ssl": 0.7, "wide_short": 0.6, "small": 0.5, "untrained": 0.4, "untrained_small": 0.3, "pixels": 0.35}
+    results = {
+        "kind": "comparison",
+        "study": "flops",
+        "seeds": [0, 1],
+        "arms": [
+            {"name": name, "label": f"{series}, {flops:.0e}", "series": series, "architecture": made, "labels_used": 0}
+            | {"pretraining": {"flops": flops}}
+            for name, (series, flops, made) in sizes.items()
+        ],
+        "references": {"untrained": "w", "untrained_small": "n", "pixels": "w"},
+        "evaluators": {"few_shot": {"title": "Few-shot"}},
+        "measurements": [
+            {"arm": arm, "evaluator": "few_shot", "labels_per_class": 5, "seed": s, "accuracy": a + s / 100}
+            for arm, a in scores.items()
+            for s in (0, 1)
+        ],
+    }
+    (tmp_path / "results.json").write_text(json.dumps(results))
+    text = write_report([tmp_path], tmp_path / "report.html").read_text()
+    figure = text[text.index("Accuracy over pretraining compute") : text.index("<h2>Few-shot")]
+    names = [html.unescape(name) for name in re.findall(r"<text[^>]*>([^<]*)</text>", figure)]
+    for name in ("wide", "narrow", "wide, untrained", "narrow, untrained", "raw pixels", "1e10", "5e11", "2e12"):
+        assert names.count(name) == 1, (name, names)
+    assert "SSL pretraining (wide, 2e+12) gains" in text, "one of several arms is named"
