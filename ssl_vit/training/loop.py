@@ -14,7 +14,6 @@ import numpy as np
 from accelerate import Accelerator
 from torch import nn
 
-from ssl_vit.data.loader import worker_deaths
 from ssl_vit.data.plan import LanePosition
 from ssl_vit.data.samples import Chunk, Skip
 from ssl_vit.interfaces import Batch, RunError, UserError
@@ -78,7 +77,7 @@ def train(job: Job) -> Outcome:
     UserError for data that cannot be read and checkpoints that do not fit.
     """
     others_watched = processes.others_watched(partial(checkpoint.last_saved, job.run))
-    with worker_deaths(), others_watched, stop_requests() as stop:
+    with others_watched, stop_requests() as stop:
         return _Loop(job, stop).run()
 
 

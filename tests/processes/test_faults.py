@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import gc
 import json
-import multiprocessing
 import os
 import shutil
 import signal
 import tarfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from safetensors.numpy import load_file
 
@@ -173,55 +172,25 @@ def test_a_broken_checkpoint_is_put_aside(digits: Path, tmp_path: Path) -> None:
     assert losses(run) == losses(whole)
 
 
-@pytest.fixture
-def one_worker_gets(digits: Path) -> Iterator[Callable[[Path, signal.Signals], str]]:
-    """Train with two loader workers, send the second a signal after the first checkpoint; returns the error."""
-
-    def run(folder: Path, number: signal.Signals) -> str:
-        gc.collect()  # loaders that earlier tests dropped without ending them
-        others = set(multiprocessing.active_children())
-
-        def own_workers() -> list[int]:
-            return sorted(p.pid or 0 for p in multiprocessing.active_children() if p.daemon and p not in others)
-
-        def hit() -> None:
-            wait_for_step(folder, 5)
-            os.kill(own_workers()[1], number)
-
-        hitter = threading.Thread(target=hit)
-        hitter.start()
-        keys = ["training.steps=20000", "training.checkpoint_every=5", "data.workers=2", "data.worker_timeout=3"]
-        with pytest.raises(RunError) as told:
-            train(digits, folder, *keys)
-        hitter.join()
-        text = str(told.value)
-        del told  # its traceback holds the loader
-        gc.collect()
-        assert wait_until(lambda: not own_workers())
-        backbone.load(folder)
-        return text
-
-    yield run
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 20) -> bool:
-    deadline = time.monotonic() + seconds
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return condition()
-
-
-@pytest.mark.slow  # torch raises a second death wherever the main process is, in pytest itself too
-def test_a_loader_worker_that_hangs_is_named(
-    one_worker_gets: Callable[[Path, signal.Signals], str], tmp_path: Path
+@pytest.mark.parametrize(
+    ("number", "expected"),
+    [
+        (signal.SIGSTOP, "gave nothing for 3 s (data.worker_timeout): is its storage gone?"),
+        (signal.SIGKILL, "died (signal 9: Killed); if the memory ran out, lower data.workers or data.cache_mb"),
+    ],
+)
+def test_a_loader_worker_that_hangs_or_dies_is_named(
+    world: World, digits: Path, tmp_path: Path, number: signal.Signals, expected: str
 ) -> None:
-    text = one_worker_gets(tmp_path / "run", signal.SIGSTOP)
-    assert "loader worker 1 of 2 of process 0 (pid " in text and "gave nothing for 3 s (data.worker_timeout)" in text
-
-
-@pytest.mark.slow  # torch raises a second death wherever the main process is, in pytest itself too
-def test_a_loader_worker_that_dies_is_named(
-    one_worker_gets: Callable[[Path, signal.Signals], str], tmp_path: Path
-) -> None:
-    text = one_worker_gets(tmp_path / "run", signal.SIGKILL)
-    assert "a loader worker of process 0 died: (pid" in text and "data.cache_mb" in text
+    run, keys = tmp_path / "run", ["training.steps=20000", "training.checkpoint_every=5"]
+    keys += ["data.workers=2", "data.worker_timeout=3"]
+    process = world(1, "command_line", "train", "digits_ssl", *settings(digits, run, *keys))[0]
+    wait_for_step(run, 5)
+    workers = sorted(psutil.Process(process.pid).children(), key=lambda child: child.pid)
+    assert len(workers) == 2
+    workers[1].send_signal(number)
+    assert process.wait(60) == 1
+    told = f"error: loader worker 1 of 2 of process 0 (pid {workers[1].pid}) {expected}"
+    assert told in process.text and "Traceback" not in process.text, process.text
+    assert not psutil.wait_procs(workers, 20)[1]  # none is left behind
+    backbone.load(run)
