@@ -57,6 +57,7 @@ def make_accelerator(precision: Precision = "fp32", timeout: int = 600, compiled
                 DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),
             ],
         )
+        processes.connect(timeout)
     except (RuntimeError, ConnectionError) as error:
         if launched == 1:
             raise
@@ -75,11 +76,10 @@ def make_accelerator(precision: Precision = "fp32", timeout: int = 600, compiled
         raise UserError(f"{kind.value} is not supported: use FSDP2 (recipes/launch/fsdp2.yaml), which shards the same")
     if kind == DistributedType.XLA and accelerator.num_processes > 1:
         raise UserError(
-            f"{accelerator.num_processes} XLA processes are not supported: launch one (recipes/launch/tpu.yaml)"
+            f"{accelerator.num_processes} XLA processes are not supported: launch one (recipes/launch/tpu.sh)"
         )
     if accelerator.device.type == "cpu":
         keep_freed_memory()
-    processes.connect(timeout)
     _keep_what_is_imported()
     return accelerator
 

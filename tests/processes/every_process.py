@@ -18,8 +18,14 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from ssl_vit import cli, experiment, recipe, runs
+from ssl_vit.data import AugmentConfig, DataConfig
+from ssl_vit.data.plan import LanePosition
+from ssl_vit.data.samples import View
+from ssl_vit.data.shards import open_shards
+from ssl_vit.data.stream import train_source
+from ssl_vit.data.transforms import train_transform
 from ssl_vit.interfaces import RunError, UserError
-from ssl_vit.training import checkpoint, metrics
+from ssl_vit.training import checkpoint, metrics, processes
 from ssl_vit.training.engine import make_accelerator
 
 TINY = ("backbone.width=32", "backbone.depth=2", "backbone.heads=2", "training.picture_every=0", "training.trackers={}")
@@ -142,6 +148,28 @@ def errors_of_one(digits: str, out: str, bad: str) -> None:
     os._exit(0)
 
 
+def gone_at_once() -> None:
+    """The main process, by which the others find each other, leaves as soon as it has its engine."""
+    print("engine:", outcome(lambda: make_accelerator(timeout=30)), flush=True)
+    os._exit(0)
+
+
+def uneven(shards: str, workers: str, lanes: str, batch_size: str, steps: str) -> None:
+    """How often the samples come: the least and the most often seen one, and all together, told by the main process."""
+    accelerator = make_accelerator()
+    found = open_shards(shards)
+    data = DataConfig(train=shards, lanes=int(lanes), workers=int(workers))
+    view = View(train_transform(8, AugmentConfig(crop="centre")), 1, 10)
+    where = {"rank": accelerator.process_index, "ranks": accelerator.num_processes, "device": accelerator.device}
+    source = train_source(found, view, data, batch_size=int(batch_size), **where)
+    counts = torch.zeros(found.samples, dtype=torch.int64)
+    batches = source([LanePosition()] * int(lanes))
+    for _ in range(int(steps)):  # every process must come to every step, or this waits
+        counts += processes.total(torch.bincount(next(batches)[0].indices, minlength=found.samples))
+    if accelerator.is_main_process:
+        print(counts.min().item(), counts.max().item(), counts.sum().item(), flush=True)
+
+
 def disk(digits: str, out: str) -> None:
     """Fill, remount read-only and enlarge a real small disk, in a mount namespace of this process."""
     run, keys = Path(out) / "run", ("training.checkpoint_every=2", "training.keep_last=99")
@@ -171,6 +199,20 @@ def command_line(*arguments: str) -> None:
     cli.main()
 
 
+def signalled(number: str, rank: str, step: str, *arguments: str) -> None:
+    """`ssl-vit ARGUMENTS`; process RANK and its loader workers get a signal when it has saved step STEP."""
+    save = checkpoint.save
+
+    def told(*state: Any) -> Path:
+        folder = save(*state)
+        if folder.name == f"step_{int(step):08d}" and os.environ.get("RANK", "0") == rank:
+            os.killpg(os.getpid(), int(number))
+        return folder
+
+    checkpoint.save = told
+    command_line(*arguments)
+
+
 def main(output: str, environment: dict[str, str], arguments: list[str]) -> None:
     os.setsid()
     os.environ.clear()
@@ -182,6 +224,7 @@ def main(output: str, environment: dict[str, str], arguments: list[str]) -> None
     scenarios[arguments[0]](*arguments[1:])
 
 
-scenarios = {function.__name__: function for function in (two, three, errors_of_one, disk, command_line)}
+every = (two, three, errors_of_one, gone_at_once, uneven, disk, command_line, signalled)
+scenarios: dict[str, Callable[..., None]] = {function.__name__: function for function in every}
 if __name__ == "__main__":
     main(globals()["output"], globals()["environment"], globals()["arguments"])

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import io
 import json
-import os
-import subprocess
-import sys
 import tarfile
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,12 +17,7 @@ from PIL import Image
 SAMPLES, SHARDS, EVERY = 20_000, 16, 100
 
 Members = dict[str, bytes]
-
-
-def ssl_vit(*arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
-    command = [sys.executable, "-m", "ssl_vit", *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+World = Callable[..., Any]
 
 
 def encoded(kind: str) -> bytes:
@@ -84,11 +77,11 @@ RECIPE = [
 ]
 
 
-def test_an_epoch_goes_through_and_every_broken_sample_is_told(shards: Path, tmp_path: Path) -> None:
+def test_an_epoch_goes_through_and_every_broken_sample_is_told(world: World, shards: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     keys = ["training.batch_size=400", "training.steps=50", "data.workers=2", "data.lanes=8", *RECIPE]
-    done = ssl_vit("train", "digits_supervised", f"data.train={shards}", f"run={run}", *keys)
-    assert done.returncode == 0, done.stderr[-3000:]
+    process = world(1, "command_line", "train", "digits_supervised", f"data.train={shards}", f"run={run}", *keys)[0]
+    assert process.wait() == 0, process.text[-3000:]
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert rows[-1]["step"] == 50 or any(row["step"] == 50 for row in rows)
     skipped = [sample for row in rows if row.get("event") == "skipped_samples" for sample in row["samples"]]
@@ -101,15 +94,13 @@ def test_an_epoch_goes_through_and_every_broken_sample_is_told(shards: Path, tmp
     assert len({sample["reason"] for sample in skipped}) >= 7
     total = [row["total"] for row in rows if row.get("event") == "skipped_samples"][-1]
     assert total == len(skipped)
-    printed = done.stdout + done.stderr
-    assert f"{total} in all" in printed
-    assert "sample 0" in printed
+    assert f"{total} in all" in process.text and "sample 0" in process.text
 
 
-def test_a_strict_run_stops_at_the_first_and_names_it(shards: Path, tmp_path: Path) -> None:
+def test_a_strict_run_stops_at_the_first_and_names_it(world: World, shards: Path, tmp_path: Path) -> None:
     keys = ["training.batch_size=400", "training.steps=50", "data.on_bad_sample=fail", "data.workers=1", *RECIPE]
-    done = ssl_vit("train", "digits_supervised", f"data.train={shards}", f"run={tmp_path / 'run'}", *keys)
-    assert done.returncode == 2
-    assert "data.on_bad_sample=fail" in done.stderr
-    assert ".tar: sample 000" in done.stderr
-    assert len(done.stderr.strip().splitlines()) <= 3
+    keys += [f"data.train={shards}", f"run={tmp_path / 'run'}"]
+    process = world(1, "command_line", "train", "digits_supervised", *keys)[0]
+    assert process.wait() == 2
+    assert "data.on_bad_sample=fail" in process.text and ".tar: sample 000" in process.text
+    assert len(process.text.strip().splitlines()) <= 3

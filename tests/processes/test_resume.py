@@ -86,23 +86,24 @@ def test_random_sigkills_leave_no_trace(world: World, digits: Path, tmp_path: Pa
     assert half_made or kills < 50
 
 
+@pytest.fixture(scope="module")
+def whole(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """30 undisturbed steps."""
+    return train(digits, tmp_path_factory.mktemp("whole") / "run", "training.steps=30", "training.checkpoint_every=0")
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_preempted_run_saves_first_and_the_next_start_goes_on(
-    world: World, digits: Path, tmp_path: Path, number: signal.Signals
+def test_a_preempted_run_saves_within_a_step_and_the_next_start_goes_on(
+    world: World, digits: Path, tmp_path: Path, whole: Path, number: signal.Signals
 ) -> None:
-    """Its loader workers get the signal too."""
-    run, keys = tmp_path / "run", ["training.steps=150", "training.checkpoint_every=15", "data.workers=1"]
-    process = world(1, "command_line", "train", "digits_ssl", *settings(digits, run, *keys))[0]
-    while not saved(run) and process.process.is_alive():
-        time.sleep(0.01)
-    assert process.process.is_alive(), process.text
-    process.signal(number)
+    """The signal comes at the end of step 10, to its loader worker too."""
+    run, keys = tmp_path / "run", ["training.steps=30", "training.checkpoint_every=10", "data.workers=1"]
+    command = ["train", "digits_ssl", *settings(digits, run, *keys)]
+    process = world(1, "signalled", number.value, 0, 10, *command)[0]
     assert process.wait(60) == 75, process.text
-    reached = saved(run)
-    assert 15 <= reached < 150 and losses(run)[-1][0] == reached
-    assert f"stopped by {number.name}; saved, run the same command to go on from step {reached}" in process.text
+    assert saved(run) == losses(run)[-1][0] == 11
+    assert f"stopped by {number.name}; saved, run the same command to go on from step 11" in process.text
     train(digits, run, *keys)
-    whole = train(digits, tmp_path / "whole", "training.steps=150", "training.checkpoint_every=0")
     assert weights(run) == weights(whole) and losses(run) == losses(whole)
 
 
@@ -125,5 +126,5 @@ def test_a_finished_run_is_left_alone(digits: Path, tmp_path: Path) -> None:
 
 def test_other_worker_counts_see_the_same_data(digits: Path, tmp_path: Path) -> None:
     """The order belongs to the lanes: with 0 and 4 workers the same weights come out."""
-    runs = [train(digits, tmp_path / str(n), "training.steps=60", f"data.workers={n}") for n in (0, 4)]
+    runs = [train(digits, tmp_path / str(n), "training.steps=20", f"data.workers={n}") for n in (0, 4)]
     assert weights(runs[0]) == weights(runs[1])

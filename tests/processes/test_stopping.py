@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 KEYS = [
     "seeds=[0]",
     "labels_per_class=[2]",
@@ -33,16 +32,22 @@ def wait_until(condition, seconds: float = 60) -> bool:  # type: ignore[no-untyp
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_no_process_is_left_behind(tmp_path: Path, number: signal.Signals) -> None:
-    out = tmp_path / "demo"
+def test_no_process_is_left_behind(
+    world: Callable[..., Any], digits: Path, tmp_path: Path, number: signal.Signals
+) -> None:
+    out = tmp_path / "run"
     long = ["arms.ssl.overrides=[training.steps=100000,training.batch_size=16,training.checkpoint_every=20]"]
-    command = [sys.executable, "-m", "ssl_vit", "demo", "--out", str(out), *KEYS]
-    process = subprocess.Popen([*command, *long], env=ENVIRONMENT, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL)
+    data = [
+        f"run={out}",
+        *(f"data.{name}={digits}/train" for name in ("train", "pretrain")),
+        f"data.test={digits}/test",
+    ]
+    process = world(1, "command_line", "compare", "demo_digits", *data, *KEYS, *long)[0]
     checkpoints = out / "ssl" / "checkpoints"
     assert wait_until(lambda: any(checkpoints.glob("step_*")), 120)
     children = psutil.Process(process.pid).children(recursive=True)
     assert children
-    process.send_signal(number)
+    os.kill(process.pid, number)
     assert process.wait(60) == (75 if number == signal.SIGTERM else -signal.SIGKILL)
     assert wait_until(lambda: not any(child.is_running() and child.status() != "zombie" for child in children))
     saved = max(int(path.name[5:]) for path in checkpoints.glob("step_*"))
