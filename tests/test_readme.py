@@ -14,13 +14,24 @@ from PIL import Image
 from typer.main import get_command
 
 from ssl_vit import cli
+from ssl_vit.recipe import load_recipe
 
 ROOT = Path(__file__).parent.parent
-BLOCKS = re.findall(r"```bash\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-CODE = re.findall(r"`([^`\n]+)`", (ROOT / "README.md").read_text())
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"```bash\n(.*?)```", README, re.DOTALL)
+CODE = re.findall(r"`([^`\n]+)`", README)
 COMMANDS = [line for block in BLOCKS for line in block.splitlines()]
-RUNS = re.compile(r"(ssl-vit|accelerate launch .* -m ssl_vit) \w")
-SSL_VIT = [re.sub(r"^.*-m ssl_vit", "ssl-vit", text) for text in [*COMMANDS, *CODE] if RUNS.match(text)]
+
+
+def unlaunched(command: str) -> str:
+    """A command as this program gets it, whatever launches it."""
+    command = re.sub(r"^(\w+=\S+ )+", "", command)
+    command = re.sub(r"^accelerate launch .* -m ssl_vit ", "ssl-vit ", command)
+    command = re.sub(r"^recipes/launch/compare_slurm.sh ", "ssl-vit compare ", command)
+    return re.sub(r"^(sh|sbatch) (-\S+ )*recipes/launch/\w+\.sh ", "ssl-vit train ", command)
+
+
+SSL_VIT = [text for text in map(unlaunched, [*COMMANDS, *CODE]) if re.match(r"ssl-vit \w", text)]
 
 
 def test_the_first_two_commands_install_and_run() -> None:
@@ -36,7 +47,15 @@ def test_every_command_in_the_readme_parses(command: str) -> None:
     words = shlex.split(command)[1:]
     while isinstance(group, click.Group) or hasattr(group, "commands"):
         group = group.commands[words.pop(0)]  # type: ignore[attr-defined]
-    group.make_context("ssl-vit", words)
+    given = group.make_context("ssl-vit", words).params
+    if group.name == "train" and not given["recipe"].endswith(".yaml"):
+        load_recipe(given["recipe"], given["overrides"] or [])
+
+
+def test_every_launch_file_has_its_place_in_the_table() -> None:
+    table = README[README.index("| I have ... | run |") :].split("\n\n")[0]
+    files = {path.name for path in (ROOT / "recipes" / "launch").iterdir()}
+    assert set(re.findall(r"recipes/launch/([\w.]+)", table)) == files - {"one_gpu.yaml"}  # it needs no launcher
 
 
 def test_own_images_to_a_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

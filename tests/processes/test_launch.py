@@ -19,6 +19,8 @@ import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from safetensors import safe_open
 
+from ssl_vit import recipe
+
 LAUNCH = Path(__file__).parents[2] / "recipes" / "launch"
 FILES = sorted(LAUNCH.iterdir())
 ACCELERATE = [path for path in FILES if path.suffix == ".yaml" and path.stem != "kubernetes"]
@@ -79,6 +81,19 @@ def test_accelerate_reads_its_files(file: Path) -> None:
     assert config.mixed_precision == "no"  # the recipe's training.precision decides, wherever it runs
     if file.stem == "fsdp2":
         assert config.fsdp_config["fsdp_version"] == 2 and not config.fsdp_config["fsdp_cpu_ram_efficient_loading"]
+
+
+def test_what_is_told_to_run_sharded_can_be() -> None:
+    """Every command with fsdp2.yaml: a sharded model is neither drawn nor probed, nor searched for its micro-batch."""
+    folder = LAUNCH.parent
+    texts = [path.read_text() for path in (folder.parent / "README.md", *folder.glob("*.yaml"), LAUNCH / "fsdp2.yaml")]
+    commands = [line for text in texts for line in re.findall(r"accelerate launch [^`\n]*fsdp2\.yaml[^`\n]*", text)]
+    assert len(commands) >= 6
+    for command in commands:
+        name, *keys = shlex.split(command.split(" train ")[1])
+        settings = recipe.load_recipe(name, keys)
+        training = settings.training
+        assert not (training.auto_batch or training.picture_every or settings.probe), command
 
 
 @pytest.mark.parametrize(
