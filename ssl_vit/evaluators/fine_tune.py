@@ -260,13 +260,12 @@ class Evaluator(Judge):
     def _pixels(self, task: Task, budget: int | str, seed: int) -> Measurement:
         train, test = (task.features("pixels", split, Representation()) for split in ("train", "test"))
         chosen = labelled(train.labels, self.config, budget, seed)[0]
-        predicted, best = probe_predictions(
-            train.vectors[chosen], train.labels[chosen], test.vectors, cs=_PIXEL_CS, seed=seed
-        )
-        found = score(predicted, test.labels, task.classes)
+        fitted = probe_predictions(train.vectors[chosen], train.labels[chosen], test.vectors, cs=_PIXEL_CS, seed=seed)
+        found = score(fitted.predicted, test.labels, task.classes)
         note = "raw pixels have no network to fine-tune: a linear probe"
         place = {"name": _name(budget), "labels_per_class": budget, "seed": seed, "labels": len(chosen)}
-        return Measurement(**place, chosen={"C": best}, notes=(note,), **found)  # type: ignore[arg-type]
+        chosen_c, notes = {"C": fitted.c}, (note, *fitted.notes)
+        return Measurement(**place, chosen=chosen_c, notes=notes, **found)  # type: ignore[arg-type]
 
 
 def _name(budget: int | str) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from pydantic import Field
@@ -51,6 +51,19 @@ class Config(LabelledConfig):
     lanes: int = Field(8, ge=1)
 
 
+class Fitted(NamedTuple):
+    """predicted: int (m,), the classes of the test images. c: the chosen C. converged: whether L-BFGS came to its end
+    before `max_iterations` in the fit to all of train."""
+
+    predicted: np.ndarray
+    c: float
+    converged: bool
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return () if self.converged else ("the logistic regression stopped at max_iterations before it had converged",)
+
+
 def probe_predictions(
     train_features: np.ndarray,
     train_labels: np.ndarray,
@@ -60,28 +73,28 @@ def probe_predictions(
     held_out: float = 0.2,
     seed: int = 0,
     max_iterations: int = 1000,
-) -> tuple[np.ndarray, float]:
-    """(predicted classes of test, chosen C): C is chosen on a held-out part of train, then the fit uses all of train.
+) -> Fitted:
+    """C is chosen on a held-out part of train, then the fit uses all of train.
 
     features: float (n, d); labels: int (n,). Of equally good C the first counts. With so few labels that nothing can be
     held out (one image a class), the middle C is used.
     """
 
-    def predicted(fit: np.ndarray, c: float, x: np.ndarray) -> np.ndarray:
+    def fitted(fit: np.ndarray, c: float, x: np.ndarray) -> Fitted:
         mean = train_features[fit].mean(0)
         scale = np.sqrt(train_features[fit].var(0) + 1e-6)
         model = LogisticRegression(C=c, max_iter=max_iterations)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ConvergenceWarning)  # a cap on iterations is a setting, not an accident
+            warnings.simplefilter("ignore", ConvergenceWarning)  # it is told in the result
             model.fit((train_features[fit] - mean) / scale, train_labels[fit])
-        return np.asarray(model.predict((x - mean) / scale))
+        return Fitted(np.asarray(model.predict((x - mean) / scale)), c, int(np.max(model.n_iter_)) < max_iterations)
 
     kept, held = held_out_split(train_labels, held_out, seed)
     best = sorted(cs)[len(cs) // 2]
     if len(held) and len(cs) > 1:
-        right = [float((predicted(kept, c, train_features[held]) == train_labels[held]).mean()) for c in cs]
+        right = [float((fitted(kept, c, train_features[held]).predicted == train_labels[held]).mean()) for c in cs]
         best = cs[int(np.argmax(right))]
-    return predicted(np.arange(len(train_labels)), best, test_features), best
+    return fitted(np.arange(len(train_labels)), best, test_features)
 
 
 def probe_accuracy(
@@ -92,8 +105,8 @@ def probe_accuracy(
     **settings: Any,
 ) -> tuple[float, float]:
     """(test accuracy 0..1, chosen C); settings as in `probe_predictions`."""
-    predicted, best = probe_predictions(train_features, train_labels, test_features, **settings)
-    return float((predicted == test_labels).mean()), best
+    found = probe_predictions(train_features, train_labels, test_features, **settings)
+    return float((found.predicted == test_labels).mean()), found.c
 
 
 class Evaluator(Judge):
@@ -126,9 +139,9 @@ class Evaluator(Judge):
         test = task.features(source, "test", c.representation)
         arrays = (train.vectors, train.labels, test.vectors)
         settings = {"cs": c.cs, "held_out": c.held_out, "max_iterations": c.max_iterations}
-        predicted, best = probe_predictions(*arrays, seed=seed, **settings)  # type: ignore[arg-type]
-        found = score(predicted, test.labels, task.classes)
-        return Measurement(**place, labels=len(train.labels), chosen={"C": best}, **found)
+        fitted = probe_predictions(*arrays, seed=seed, **settings)  # type: ignore[arg-type]
+        found = score(fitted.predicted, test.labels, task.classes)
+        return Measurement(**place, labels=len(train.labels), chosen={"C": fitted.c}, notes=fitted.notes, **found)
 
     def _lars(self, task: Task, source: str, place: dict[str, Any]) -> Measurement:
         c: Config = self.config

@@ -129,6 +129,18 @@ def test_the_evaluator_uses_the_labels_it_was_allowed(budget: int | str) -> None
         assert measured.per_class[2:4] == (None, None), "classes without a test image have no accuracy"
 
 
+def test_a_fit_that_was_cut_short_says_so() -> None:
+    x, y = features(LABELS, 1), LABELS
+    task: Any = SimpleNamespace(features=lambda source, split, representation: Features(x, y), classes=5)
+    task.labelled_features = lambda *choice: Task.labelled_features(task, *choice)
+    notes = {}
+    for iterations in (3, 1000):
+        judge = Evaluator(Config(cs=(1.0,), max_iterations=iterations))
+        (measured,) = judge.measure(task, "trained", ("all",), (0,))
+        notes[iterations] = measured.notes
+    assert notes == {3: ("the logistic regression stopped at max_iterations before it had converged",), 1000: ()}
+
+
 def test_on_real_digits_it_agrees_with_sklearn_to_a_tenth_of_a_point() -> None:
     data = load_digits()
     train, test = (data.data[:1437], data.target[:1437]), (data.data[1437:], data.target[1437:])
