@@ -7,6 +7,9 @@
 # Run it on every machine. Set these in the environment: NODES (fewest:most), GPUS of each machine, MAIN (host:port of
 # one of them). Every number of processes that can come about must divide data.lanes. Run by the tests on CPU processes.
 set -eu
+# Else all attempts share one store, and processes look for each other where those of the attempt before were
+# (torch 2.9 to 2.15).
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 exec torchrun --nnodes "${NODES:-1}" --nproc-per-node "${GPUS:-8}" --max-restarts "${RESTARTS:-10}" \
   --rdzv-backend c10d --rdzv-endpoint "${MAIN:-localhost:29400}" --rdzv-id "${JOB:-ssl-vit}" \
   -m ssl_vit train "$@"

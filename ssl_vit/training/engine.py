@@ -7,6 +7,7 @@ import datetime
 import gc
 import os
 import shutil
+import warnings
 from functools import cache
 
 import torch
@@ -18,6 +19,7 @@ from accelerate.utils import (
     InitProcessGroupKwargs,
     TorchDynamoPlugin,
     is_torch_xla_available,
+    parse_flag_from_env,
 )
 
 from ssl_vit.interfaces import RunError, UserError
@@ -43,6 +45,9 @@ def make_accelerator(precision: Precision = "fp32", timeout: int = 600, compiled
         _check_precision(precision)
     if compiled:
         _check_compiler(has_xla, no_device)
+    for kind in ("DEEPSPEED", "MEGATRON_LM"):
+        if parse_flag_from_env(f"ACCELERATE_USE_{kind}"):
+            raise UserError(f"{kind} is not supported: use FSDP2 (recipes/launch/fsdp2.yaml), which shards the same")
     torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
     torch.backends.cudnn.allow_tf32 = precision == "tf32"
     AcceleratorState._reset_state()  # it fixes the precision of the process's first stage; the next may have another
@@ -65,23 +70,35 @@ def make_accelerator(precision: Precision = "fp32", timeout: int = 600, compiled
             f"the {launched} processes did not find each other within {timeout} s (training.timeout): "
             f"{str(error).splitlines()[0]}; check that all were started, with the same main address and port"
         ) from error
+    # Accelerate has no new name for the first; the second is about one small gradient, which is copied.
+    for known in ("`broadcast_buffers` is deprecated", "Grad strides do not match bucket view strides"):
+        warnings.filterwarnings("ignore", known)
+    with processes.shared_errors():
+        _check_world(accelerator, launched)
+    if accelerator.device.type == "cpu":
+        keep_freed_memory()
+    _keep_what_is_imported()
+    return accelerator
+
+
+def _check_world(accelerator: Accelerator, launched: int) -> None:
+    """Refuse a world that is not the one that was launched, and those that checkpoints do not cover."""
     if accelerator.num_processes < launched:
         raise UserError(
             f"{launched} processes were launched but Accelerate formed a world of {accelerator.num_processes}"
         )
     kind = accelerator.distributed_type
-    if kind in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM) or (
-        kind == DistributedType.FSDP and not accelerator.is_fsdp2
-    ):
-        raise UserError(f"{kind.value} is not supported: use FSDP2 (recipes/launch/fsdp2.yaml), which shards the same")
+    if kind == DistributedType.FSDP and not accelerator.is_fsdp2:
+        raise UserError("the first FSDP is not supported: use FSDP2 (recipes/launch/fsdp2.yaml)")
+    if kind != DistributedType.FSDP and parse_flag_from_env("ACCELERATE_USE_FSDP"):
+        raise UserError(
+            f"FSDP was launched, but Accelerate runs {kind.value} here: it shards on accelerators alone; on a CPU use "
+            "recipes/launch/cpu.yaml"
+        )
     if kind == DistributedType.XLA and accelerator.num_processes > 1:
         raise UserError(
             f"{accelerator.num_processes} XLA processes are not supported: launch one (recipes/launch/tpu.sh)"
         )
-    if accelerator.device.type == "cpu":
-        keep_freed_memory()
-    _keep_what_is_imported()
-    return accelerator
 
 
 @cache

@@ -5,15 +5,19 @@ from __future__ import annotations
 import ctypes
 import errno
 import json
+import math
 import os
+import resource
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import distributed
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -24,9 +28,11 @@ from ssl_vit.data.samples import View
 from ssl_vit.data.shards import open_shards
 from ssl_vit.data.stream import train_source
 from ssl_vit.data.transforms import train_transform
-from ssl_vit.interfaces import RunError, UserError
+from ssl_vit.interfaces import RunError, StepOutput, UserError
+from ssl_vit.objectives import masked_patch
 from ssl_vit.training import checkpoint, metrics, processes
 from ssl_vit.training.engine import make_accelerator
+from ssl_vit.training.step import Stepper
 
 TINY = ("backbone.width=32", "backbone.depth=2", "backbone.heads=2", "training.picture_every=0", "training.trackers={}")
 STAGES: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -170,6 +176,55 @@ def uneven(shards: str, workers: str, lanes: str, batch_size: str, steps: str) -
         print(counts.min().item(), counts.max().item(), counts.sum().item(), flush=True)
 
 
+def spoil(factors: dict[int, float]) -> None:
+    """Multiply the loss of some forward passes (counted from 1) by a number, on the last process alone."""
+    forward, seen = masked_patch.Objective.forward, [0]
+    last = processes.rank() == distributed.get_world_size() - 1 if processes.several() else True
+
+    def spoiled(self: Any, batch: Any) -> StepOutput:
+        output = forward(self, batch)
+        if self.training and batch.images.device.type != "meta":  # where operations are only counted
+            seen[0] += 1
+            output.loss = output.loss * (factors.get(seen[0], 1.0) if last else 1.0)
+        return output
+
+    masked_patch.Objective.forward = spoiled  # type: ignore[method-assign]
+
+
+def bad_losses(digits: str, out: str) -> None:
+    """Losses of one process that are not finite, stopped at or left out, and a spike, gone back from: OUT/KIND."""
+    make_accelerator()
+    forward = masked_patch.Objective.forward
+    kinds: dict[str, tuple[dict[int, float], tuple[str, ...]]] = {
+        "stop": ({8: math.nan}, ("training.checkpoint_every=3",)),
+        "skip": ({8: math.nan, 11: math.inf}, ("training.on_nonfinite=skip", "training.ema=0.9")),
+        "rewind": ({24: 99.0}, ("training.on_spike=rewind", "training.checkpoint_every=11", "training.steps=26")),
+    }
+    for kind, (factors, keys) in kinds.items():
+        masked_patch.Objective.forward = forward  # type: ignore[method-assign]
+        spoil(factors)
+        print(f"{kind}:", outcome(partial(train, digits, Path(out) / kind, "pretraining", *keys)), flush=True)
+
+
+def auto_batch(digits: str, run: str, *keys: str) -> None:
+    """The last process may map 100 MB more than it has mapped when the search begins: a real refusal by the kernel."""
+    accumulation = Stepper.accumulation
+
+    def limited(self: Stepper, batch: Any, lanes: int) -> int:
+        mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+        last = processes.rank() == self.accelerator.num_processes - 1
+        resource.setrlimit(resource.RLIMIT_AS, (mapped + (100 << 20) if last else soft, hard))
+        try:
+            return accumulation(self, batch, lanes)
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+    Stepper.accumulation = limited  # type: ignore[method-assign]
+    torch.backends.mkldnn.enabled = False  # type: ignore[assignment]  # it has other words for a refusal
+    train(digits, Path(run), "pretraining", "training.auto_batch=true", *keys)
+
+
 def disk(digits: str, out: str) -> None:
     """Fill, remount read-only and enlarge a real small disk, in a mount namespace of this process."""
     run, keys = Path(out) / "run", ("training.checkpoint_every=2", "training.keep_last=99")
@@ -224,7 +279,7 @@ def main(output: str, environment: dict[str, str], arguments: list[str]) -> None
     scenarios[arguments[0]](*arguments[1:])
 
 
-every = (two, three, errors_of_one, gone_at_once, uneven, disk, command_line, signalled)
+every = (two, three, errors_of_one, gone_at_once, uneven, bad_losses, auto_batch, disk, command_line, signalled)
 scenarios: dict[str, Callable[..., None]] = {function.__name__: function for function in every}
 if __name__ == "__main__":
     main(globals()["output"], globals()["environment"], globals()["arguments"])
