@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+# The models are so small that a second thread only waits for the first, in this process and in those that tests start.
+# Before torch is imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def few_of(whole: Callable[..., Any]) -> Callable[..., Any]:

@@ -40,10 +40,16 @@ def chromium(page: Path, width: int, *more: str) -> subprocess.CompletedProcess[
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
 
 
-def measured(page: Path, width: int, *more: str) -> dict[str, Any]:
+def instrumented(page: Path, measure: str = MEASURE) -> Path:
+    """A copy that measures itself."""
     text = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", page.read_text())
     copy = page.with_name("measured.html")
-    copy.write_text(text.replace("</head>", MEASURE))
+    copy.write_text(text.replace("</head>", measure))
+    return copy
+
+
+def measured(page: Path, width: int, *more: str) -> dict[str, Any]:
+    copy = instrumented(page)
     found = re.search(r'<pre id="measured">(.*?)</pre>', chromium(copy, width, "--dump-dom", *more).stdout, re.DOTALL)
     assert found
     return dict(json.loads(html.unescape(found[1])))
@@ -125,13 +131,10 @@ def test_figures_and_tables_fit_and_can_be_read(page: Path, width: int) -> None:
 
 def test_a_phone_is_no_narrower_than_what_it_shows(page: Path) -> None:
     """Chromium's window stops at 500 pixels: a frame of 400 is asked instead."""
-    frame = page.with_name("frame.html")
-    frame.write_text(f'<iframe src="{page.with_name("measured.html").as_uri()}" width="400" height="900"></iframe>')
-    measured(page, 500)
-    inner = page.with_name("measured.html")
-    inner.write_text(inner.read_text().replace("document.body.append(out)", "parent.postMessage(out.textContent, '*')"))
+    told = MEASURE.replace("document.body.append(out)", "parent.postMessage(out.textContent, '*')")
+    inner, frame = instrumented(page, told), page.with_name("frame.html")
     listen = "<script>addEventListener('message', e => { document.body.append(e.data); });</script>"
-    frame.write_text(listen + frame.read_text())
+    frame.write_text(f'{listen}<iframe src="{inner.as_uri()}" width="400" height="900"></iframe>')
     found = re.search(r"\{.*\}", html.unescape(chromium(frame, 600, "--dump-dom", "--virtual-time-budget=5000").stdout))
     assert found
     values = json.loads(found[0][found[0].index('{"width"') :])
