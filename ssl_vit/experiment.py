@@ -30,7 +30,7 @@ from ssl_vit.interfaces import Batch, UserError
 from ssl_vit.models import BackboneConfig, backbone
 from ssl_vit.recipe import Recipe
 from ssl_vit.runs import MAY_CHANGE, is_main_process, open_run, read_json, wait_for_everyone, write_json
-from ssl_vit.training import checkpoint, loop
+from ssl_vit.training import checkpoint, loop, processes
 from ssl_vit.training.engine import make_accelerator
 from ssl_vit.training.flops import training_flops
 from ssl_vit.training.processes import shared_errors
@@ -238,7 +238,8 @@ def evaluate(
     task = make_task(weights, run_recipe(weights), train, test, cache=weights / "features")
     start = time.perf_counter()
     evaluator = module.Evaluator(config)
-    measured = list(evaluator.measurements(task))
+    with processes.others_watched(lambda: f"{weights / 'results.json'} holds what was measured before"):
+        measured = list(evaluator.measurements(task))
     result = {
         "evaluator": name,
         "title": evaluator.title,

@@ -39,7 +39,7 @@ class Probabilities(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def attention_maps(
     backbone: Backbone, images_BCHW: torch.Tensor, layers: Sequence[int] | None = None
 ) -> Iterator[tuple[int, torch.Tensor]]:
@@ -89,7 +89,7 @@ def patch_distances(backbone: Backbone) -> torch.Tensor:
     return (centres_N2[:, None] - centres_N2[None]).square().sum(-1).sqrt()
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def attention_distance(
     backbone: Backbone, images_NCHW: torch.Tensor, layers: Sequence[int] | None = None
 ) -> np.ndarray:
@@ -114,7 +114,7 @@ def attention_distance(
     return (total / len(images_NCHW)).numpy()
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def rollout(backbone: Backbone, images_NCHW: torch.Tensor, layers: Sequence[int] | None = None) -> np.ndarray:
     """Attention rollout over the image, float64 (N, grid rows, grid columns) (paper, section 4.5, figure 6; Abnar and
     Zuidema 2020).

@@ -62,7 +62,7 @@ def neighbourhoods(similarity: np.ndarray) -> dict[str, float]:
     return {name: float(similarity[where].mean()) for name, where in places.items() if where.any()}
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def feature_map(backbone: Backbone, images_NCHW: torch.Tensor) -> Components:
     """The output patch tokens' first three principal components over all the images, as colours: values float64
     (N, grid rows, grid columns, 3) in 0..1, one colour scale for all images.

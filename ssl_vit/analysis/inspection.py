@@ -77,7 +77,7 @@ def inspect(
     if options.image_size:
         model = backbones.at_size(model, options.image_size, resampling)
     head, no_head = _masked_patch_head(model, objective, saved)
-    model.to(device)
+    (head or model).to(device)  # the head holds the model
     batch, skipped = _first_images(model, shards, preparation, options, head, device)
     layers = sorted({*(options.layers if options.layers is not None else range(len(model.vit.blocks)))})
     numbers: dict[str, Any] = {

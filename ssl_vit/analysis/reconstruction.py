@@ -17,7 +17,7 @@ HEADINGS = ("input", "corrupted", "predicted", "target")
 _MASK_GREY = 128
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def reconstructions(objective: masked_patch.Objective, batch: Batch, images: int = 6) -> np.ndarray:
     """uint8 (rows, 4, H, W, C): for the batch's first images the four pictures of `HEADINGS`.
 

@@ -18,7 +18,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812
 from accelerate import Accelerator
-from accelerate.utils import gather_object
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
@@ -32,6 +31,7 @@ from ssl_vit.evaluators.labels import choose_labelled, labels_of
 from ssl_vit.interfaces import Config, Size, UserError
 from ssl_vit.models import Resampling
 from ssl_vit.models.backbone import Encoder, Pooling, at_size
+from ssl_vit.training import processes
 
 REFERENCES = ("untrained", "pixels")
 _PIXELS = 32  # a side of the raw-pixel reference, at most: 3,072 numbers an image, whatever the images' size
@@ -139,7 +139,7 @@ def evaluation_stream(
     )
 
 
-@torch.inference_mode()
+@torch.no_grad()  # inference mode does not go with XLA
 def extract(
     task: Task,
     shards: ShardSet,
@@ -162,7 +162,7 @@ def extract(
         labels.append(batch.labels.cpu()[valid])
         places.append(batch.indices.cpu()[valid])
     own = tuple(torch.cat(parts).numpy() for parts in (vectors, labels, places))
-    everyone = gather_object([own])
+    everyone = processes.gather(own)
     rows, classes, order = (np.concatenate([rank[n] for rank in everyone]) for n in range(3))
     if len(classes) == 0:
         raise UserError(f"{shards.spec}: no sample there has a readable image and a label (.cls)")
@@ -192,7 +192,7 @@ def _cached(task: Task, source: str, shards: ShardSet, representation: Represent
     """From the cache where the same features are there, else extracted (and kept). Every rank gets the same."""
     path = task.cache / f"{_content(task, source, shards, representation)}.safetensors" if task.cache else None
     main = task.accelerator.is_main_process
-    found = gather_object([_read(path) if path and main else None])[0]
+    found = processes.gather(_read(path) if path and main else None)[0]
     if found is not None:
         features, skipped = found
         task.skipped += skipped
@@ -200,7 +200,7 @@ def _cached(task: Task, source: str, shards: ShardSet, representation: Represent
     before = len(task.skipped)
     image_size = None if source == "pixels" else representation.image_size
     features = extract(task, shards, _reader(task, source, representation), image_size)
-    skipped = [skip for rank in gather_object([task.skipped[before:]]) for skip in rank]
+    skipped = [skip for rank in processes.gather(task.skipped[before:]) for skip in rank]
     task.skipped[before:] = skipped
     if path and main:
         _write(path, features, skipped)

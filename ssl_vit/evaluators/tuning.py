@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from accelerate.utils import gather_object
 
 from ssl_vit.data import AugmentConfig
 from ssl_vit.data.evaluation import evaluation_batches
@@ -22,7 +21,7 @@ from ssl_vit.evaluators.features import Task, evaluation_stream
 from ssl_vit.interfaces import UserError
 from ssl_vit.models import backbone as backbones
 from ssl_vit.objectives import classification
-from ssl_vit.training import OptimConfig, TrainingConfig, loop
+from ssl_vit.training import OptimConfig, TrainingConfig, loop, processes
 from ssl_vit.training.flops import training_flops
 
 
@@ -99,7 +98,7 @@ def train_classifier(
     return objective, Cost(seen, seen * flops, round(time.perf_counter() - start, 2))
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def predictions(
     task: Task, objective: classification.Objective, shards: ShardSet, indices: np.ndarray | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -111,9 +110,10 @@ def predictions(
     for batch, chunk in evaluation_batches(stream, task.accelerator.device):
         task.skipped += chunk.skipped
         with task.accelerator.autocast():
-            predicted = objective.logits(batch.images).argmax(-1)
-        found.append((predicted[batch.valid].tolist(), batch.labels[batch.valid].tolist()))
-    everyone = gather_object([found])
+            predicted = objective.logits(batch.images).argmax(-1).cpu()
+        valid = batch.valid.cpu()  # chosen on the host: on XLA, each number of them would be a program of its own
+        found.append((predicted[valid].tolist(), batch.labels.cpu()[valid].tolist()))
+    everyone = processes.gather(found)
     predicted_all, labels = (
         np.array([value for rank in everyone for part in rank for value in part[n]], dtype=np.int64) for n in range(2)
     )

@@ -21,7 +21,10 @@ from safetensors.torch import load_file  # noqa: E402
 from torch_xla.debug import metrics  # noqa: E402
 
 from ssl_vit import experiment, recipe  # noqa: E402
+from ssl_vit.analysis import inspection  # noqa: E402
 from ssl_vit.data import pack, sources  # noqa: E402
+from ssl_vit.data.evaluation import evaluation_batches  # noqa: E402
+from ssl_vit.evaluators import features, tuning  # noqa: E402
 from ssl_vit.interfaces import UserError  # noqa: E402
 from ssl_vit.training.engine import make_accelerator  # noqa: E402
 from ssl_vit.training.step import Stepper  # noqa: E402
@@ -119,6 +122,34 @@ def test_a_resumed_run_is_bit_identical(digits: Path, tmp_path: Path) -> None:
     assert losses(broken) == losses(whole)
     found, expected = weights(broken), weights(whole)
     assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def test_evaluators_compile_for_the_first_batches_alone(
+    digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 1,437 images in batches of 256 the last is padded; few_shot extracts features, own_head predicts."""
+    run = train(digits, tmp_path / "run", "supervised")
+    counts: list[int] = []
+
+    def counted(*arguments):  # type: ignore[no-untyped-def]
+        for found in evaluation_batches(*arguments):
+            counts.append(metrics.metric_data("CompileTime")[0])
+            yield found
+
+    for module, name, keys in ((features, "few_shot", ["shots=[5]", "seeds=[0]"]), (tuning, "own_head", [])):
+        monkeypatch.setattr(module, "evaluation_batches", counted)
+        counts.clear()
+        result = experiment.evaluate(run, name, str(digits), str(digits), keys)
+        assert max(result["values"].values()) > 0.2  # of ten classes
+        assert len(counts) % 6 == 0
+        for first in range(0, len(counts), 6):  # one model on one split each
+            assert len(set(counts[first + 2 : first + 6])) == 1, counts
+
+
+def test_pictures_of_a_trained_model(digits: Path, tmp_path: Path) -> None:
+    run = train(digits, tmp_path / "run", "pretraining")
+    page = experiment.inspect(run, str(digits), tmp_path / "pictures", inspection.Options())
+    assert set(inspection.PICTURES) <= {path.stem for path in page.parent.glob("*.png")}
 
 
 def test_the_launch_file_runs(digits: Path, tmp_path: Path) -> None:
