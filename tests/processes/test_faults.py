@@ -76,15 +76,17 @@ def test_a_preempted_process_makes_all_save_and_leave_with_75(world: World, digi
     assert before == {step: loss for step, loss in losses(run).items() if step in before}
 
 
-def test_the_end_of_one_process_ends_the_others(world: World, digits: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("killed", [0, 1])
+def test_the_end_of_one_process_ends_the_others(world: World, digits: Path, tmp_path: Path, killed: int) -> None:
+    """The first one holds what the others find each other by."""
     run, keys = tmp_path / "run", ["training.steps=20000", "training.checkpoint_every=4"]
     both = world(2, "command_line", "train", "digits_ssl", *settings(digits, run, *keys))
     wait_for_step(run, 4)
-    os.kill(both[1].pid, signal.SIGKILL)
+    os.kill(both[killed].pid, signal.SIGKILL)
     start = time.monotonic()
-    assert both[0].wait(30) == 1
+    assert both[1 - killed].wait(30) == 1
     assert time.monotonic() - start < 15
-    text = both[0].text
+    text = both[1 - killed].text
     assert "another process of this run is gone" in text and "training.timeout" in text and "Traceback" not in text
     assert f"last good checkpoint: {run}/checkpoints/step_" in text
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from ssl_vit import experiment, recipe
 
 World = Callable[..., Any]
 
@@ -39,10 +42,41 @@ def test_a_bad_loss_of_one_process_is_taken_by_both_as_by_one_alone(world: World
 def test_a_process_short_of_memory_makes_both_take_smaller_micro_batches(
     world: World, digits: Path, tmp_path: Path
 ) -> None:
-    keys = ["training.batch_size=2400", "training.steps=2", "backbone.depth=4"]
+    keys = ["training.batch_size=2400", "training.steps=2", "backbone.width=64", "backbone.depth=6"]
     both = world(2, "auto_batch", digits, tmp_path / "run", *keys)
     assert [process.wait() for process in both] == [0, 0], both[0].text + both[1].text
     first, *others = rows(tmp_path / "run")
     count = first["accumulate"]
     assert first == {"step": 0, "event": "auto_batch", "accumulate": count, "micro_batch": 1200 // count} and count > 1
     assert [row["images_seen"] for row in others] == [2400, 4800]
+
+
+@pytest.fixture(scope="module")
+def trained(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("trained") / "run"
+    keys = [f"data.train={digits}/train", f"run={run}", "training.steps=9", "training.checkpoint_every=0"]
+    experiment.train(recipe.load_recipe("digits_supervised", [*keys, "training.trackers={}"]), quiet=True)
+    return run
+
+
+def test_three_processes_judge_as_one_does(world: World, digits: Path, trained: Path, tmp_path: Path) -> None:
+    """Images that do not deal out evenly: none counts twice, and padding counts for nothing."""
+    measured = {}
+    for count in (1, 3):
+        run = shutil.copytree(trained, tmp_path / str(count))
+        for name, keys in (("few_shot", ("shots=[5]", "seeds=[0]")), ("own_head", ())):
+            everyone = world(count, "command_line", "eval", run, name, "--data", digits, *keys)
+            assert [process.wait() for process in everyone] == [0] * count, "".join(one.text for one in everyone)
+            assert all("took" in one.text for one in everyone[:1]) and not any(one.text for one in everyone[1:])
+        results = json.loads((run / "results.json").read_text())["evaluations"]
+        measured[count] = {f"{one['evaluator']} {name}": v for one in results for name, v in one["values"].items()}
+    assert measured[3] == pytest.approx(measured[1], abs=0.003) and len(measured[1]) >= 4  # one image of 360
+
+
+def test_an_evaluation_ends_with_its_processes(world: World, digits: Path, trained: Path, tmp_path: Path) -> None:
+    run = shutil.copytree(trained, tmp_path / "run")
+    both = world(2, "left_by_the_last", "eval", run, "few_shot", "--data", digits)
+    assert [process.wait(60) for process in both] == [1, 9]
+    told = "error: another process of this run is gone, or has not answered for 600 s (training.timeout)"
+    assert told in both[0].text and f"{run}/results.json holds what was measured before" in both[0].text
+    assert "Traceback" not in both[0].text
