@@ -120,7 +120,7 @@ def test_verify_lists_defects_and_exits_1(call: Call, images: Path) -> None:
         (("images", "out", "--part", "x"), "part must be i/n"),
         (("images", "out", "--part", "1/2", "--overwrite"), "parts cannot overwrite"),
         (("images", "out", "--order", "random"), "'random' is not one of"),
-        (("images", "out", "--jobs", "0"), "greater than or equal to 1"),
+        (("images", "out", "--jobs", "0"), "Invalid value for '--jobs'"),
         (("images", "images/cat/1.png"), "lies inside images"),
         (("digits", "images/cat/1.png"), "images/cat/1.png is a file; name a folder"),
         (("./nothing", "out"), "./nothing: no such file or folder"),
