@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import pytest
@@ -82,8 +83,9 @@ def test_fsspecs_own_settings_hold(server, monkeypatch: pytest.MonkeyPatch) -> N
     server.key = "Bearer secret"
     with pytest.raises(UserError, match="access is refused"):
         open_shards(f"{server.url}/shards/000000.tar", REMOTE)
-    monkeypatch.setattr(fsspec.config, "conf", {})
-    fsspec.config.set_conf_env(fsspec.config.conf, {"FSSPEC_HTTPS_HEADERS": '{"Authorization": "Bearer secret"}'})
+    settings: dict[str, Any] = {}
+    fsspec.config.set_conf_env(settings, {"FSSPEC_HTTP": '{"headers": {"Authorization": "Bearer secret"}}'})
+    monkeypatch.setitem(fsspec.config.conf, "http", settings["http"])
     assert len(list(open_shards(f"{server.url}/shards/000000.tar", REMOTE).read(0))) == 180
 
 

@@ -6,6 +6,7 @@ import http.server
 import json
 import re
 import threading
+import urllib.parse
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -47,7 +48,8 @@ class _HubHandler(http.server.BaseHTTPRequestHandler):
         if path == "/api/datasets/someone/digits":
             self._json({"id": "someone/digits", "sha": "0" * 40, "private": False, "siblings": []})
         elif path.startswith("/api/datasets/someone/digits/paths-info/main"):
-            wanted = json.loads(asked)["paths"]
+            # Newer clients ask in JSON, older ones by a form.
+            wanted = json.loads(asked)["paths"] if asked.startswith("{") else urllib.parse.parse_qs(asked)["paths"]
             self._json([self._about(name) for name in wanted if (self.server.folder.parent / name).exists()])
         elif path == "/api/datasets/someone/digits/tree/main":
             self._json([self._about("shards")])
