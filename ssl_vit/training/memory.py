@@ -19,9 +19,8 @@ def fitting_accumulation(share: int, candidates: list[int], attempt: Callable[[i
     share: one process's images of a step. attempt: does what a step does, without other processes, and raises what an
     allocator raises. Raises UserError when not even the last one fits.
     """
-    sizes = iter([share // count for count in candidates[1:]])
+    sizes = iter([share // count for count in candidates])
 
-    @find_executable_batch_size(starting_batch_size=share // candidates[0], reduce_batch_size_fn=lambda: next(sizes, 0))
     def fits(size: int) -> int:
         full = False
         try:
@@ -34,8 +33,10 @@ def fitting_accumulation(share: int, candidates: list[int], attempt: Callable[[i
             raise RuntimeError("Some process is out of memory.")  # the words that make Accelerate try the next
         return share // size
 
+    # Called, not used as a decorator, which drops `reduce_batch_size_fn` in older versions of Accelerate.
+    search = find_executable_batch_size(fits, next(sizes), lambda: next(sizes, 0))
     try:
-        return int(fits())
+        return int(search())
     except RuntimeError as error:
         if "No executable batch size" not in str(error):
             raise
