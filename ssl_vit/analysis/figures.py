@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import matplotlib as mpl
 import numpy as np
@@ -16,16 +15,10 @@ from matplotlib.ticker import MaxNLocator
 from PIL import Image
 from scipy.ndimage import zoom
 
+from ssl_vit.analysis.pages import figure_style
+
 _BLUE, _INK, _SOFT, _FRAME = "#0072b2", "#1b1f23", "#6b737b", "#b5bcc3"
-_STYLE: dict[Any, Any] = {
-    "svg.fonttype": "none",
-    "svg.hashsalt": "ssl_vit",
-    "font.size": 10.5,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.titlesize": 11,
-    **{key: _INK for key in ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")},
-}
+_STYLE = figure_style(_INK)
 _DPI = 160
 _WIDTH = 8.0  # inches: the width of every figure that fills the page
 _TILES = 14  # most tiles of the position grid on a side; the paper's ViT-B/16 has 14

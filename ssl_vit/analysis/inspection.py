@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from matplotlib.figure import Figure
 from torch.utils.tensorboard import SummaryWriter
 
 from ssl_vit.analysis import attention, embedding, figures, reconstruction
+from ssl_vit.analysis.pages import template
 from ssl_vit.data import DataConfig
 from ssl_vit.data.decode import check_channels
 from ssl_vit.data.evaluation import EvaluationStream, evaluation_batches
@@ -206,15 +206,13 @@ def _write(out: Path, drawn: dict[str, Figure], missing: dict[str, str], numbers
                 encoded = base64.b64encode((out / f"{name}.png").read_bytes()).decode()
                 embedded[name] = f"data:image/png;base64,{encoded}"
         (out / "numbers.json").write_text(json.dumps(numbers, indent=1) + "\n")
-        template = Environment(
-            loader=FileSystemLoader(Path(__file__).parent),
-            autoescape=True,
-            undefined=StrictUndefined,
-            trim_blocks=True,
-            lstrip_blocks=True,
-        ).get_template("page.html.j2")
         page = out / "index.html"
-        page.write_text(template.render(pictures=embedded, missing=missing, numbers=numbers), encoding="utf-8")
+        page.write_text(
+            template(Path(__file__).with_name("page.html.j2")).render(
+                pictures=embedded, missing=missing, numbers=numbers
+            ),
+            encoding="utf-8",
+        )
     except OSError as error:
         raise UserError(
             f"{out}: the pictures could not be written there ({error.strerror}); name another --out"

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 from huggingface_hub import ModelCardData
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from ssl_vit import __version__
+from ssl_vit.analysis.pages import template
 from ssl_vit.interfaces import RunError, UserError
 from ssl_vit.report.read import read_directory
 from ssl_vit.report.tables import MISSING, Table, skipped_note
@@ -38,17 +38,10 @@ def write(
     shards = _shards(recipe["data"]) if recipe else None
     imported = json.loads((weights / "config.json").read_text()).get("imported")
     results = read_directory(given)["results"] if (given / "results.json").is_file() else None
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
     metadata = ModelCardData(
         library_name=to, license=licence, pipeline_tag="image-feature-extraction", tags=["ssl-vit"]
     )
-    return environment.get_template("card.md.j2").render(
+    return template(Path(__file__).with_name("card.md.j2"), html=False).render(
         metadata=metadata.to_yaml(),
         title=title,
         to=to,

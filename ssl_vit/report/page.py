@@ -6,8 +6,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
+from ssl_vit.analysis.pages import template
 from ssl_vit.interfaces import RunError, UserError
 from ssl_vit.report import cells, compared, plots, separate, tables
 from ssl_vit.report.read import read_comparison, read_directory
@@ -61,16 +60,11 @@ def write_report(paths: list[Path], out: Path) -> Path:
     Raises UserError as `read_all` does; RunError when the file cannot be written.
     """
     found = read_all(paths)
-    template = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    ).get_template("page.html.j2")
     comparison = found[0]["kind"] == "comparison"
     shown = compared.values(found[0]) if comparison else _side_by_side(found)
-    html = template.render(EMPTY | shown | {"commands": _commands(found, paths)})
+    html = template(Path(__file__).with_name("page.html.j2")).render(
+        EMPTY | shown | {"commands": _commands(found, paths)}
+    )
     out = Path(out)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)

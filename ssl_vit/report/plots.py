@@ -24,6 +24,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
+from ssl_vit.analysis.pages import figure_style
+
 # Okabe and Ito's colour-blind-safe palette, less its yellow (invisible on white); a mid grey replaces its black, which
 # would be invisible on a dark page. An arm keeps its colour and its marker in every figure and table.
 COLOURS = {"ssl": "#0072b2", "scratch": "#d55e00", "supervised": "#009e73", "pixels": "#cc79a7", "untrained": "#808080"}
@@ -33,16 +35,7 @@ MARKERS = {"ssl": "o", "scratch": "s", "supervised": "^", "pixels": "D", "untrai
 OTHER_MARKERS = ("P", "X", "<", ">", "h", "p", "d")
 # Matplotlib cannot draw in `currentColor`; it draws in this colour, which no palette above uses, and we replace it.
 INK = "#010203"
-STYLE: dict[Any, Any] = {
-    "svg.fonttype": "none",
-    "svg.hashsalt": "ssl_vit",
-    "font.size": 10.5,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.titlesize": 11,
-    "axes.titlelocation": "left",
-    **{key: INK for key in ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")},
-}
+STYLE = figure_style(INK) | {"axes.titlelocation": "left"}
 
 
 @dataclass
