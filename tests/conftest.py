@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -94,3 +95,25 @@ def make_batch() -> Callable[..., Any]:
         return Batch(**(tensors | {"keys": [str(n) for n in range(count)]} | replace))
 
     return build
+
+
+@pytest.fixture
+def call(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str]]:
+    """Run a command line in this process, in a directory of its own: (exit code, what it wrote to stderr)."""
+
+    def run(*arguments: object) -> tuple[int, str]:
+        from ssl_vit import cli
+
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(sys, "argv", ["ssl-vit", *map(str, arguments)])
+        capfd.readouterr()
+        try:
+            cli.main()
+            code = 0
+        except SystemExit as stop:
+            code = int(stop.code or 0)
+        return code, capfd.readouterr().err
+
+    return run

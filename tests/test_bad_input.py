@@ -20,29 +20,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from ssl_vit import cli
 from ssl_vit.models import backbone
 
 Call = Callable[..., tuple[int, str]]
 SMALL = ("training.steps=4", "training.batch_size=8", "training.log_every=2", "training.picture_every=0")
-
-
-@pytest.fixture
-def call(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Call:
-    """Run a command line in this process, in a directory of its own: (exit code, what it wrote to stderr)."""
-
-    def run(*arguments: object) -> tuple[int, str]:
-        monkeypatch.chdir(tmp_path)
-        monkeypatch.setattr(sys, "argv", ["ssl-vit", *map(str, arguments)])
-        capfd.readouterr()
-        try:
-            cli.main()
-            code = 0
-        except SystemExit as stop:
-            code = int(stop.code or 0)
-        return code, capfd.readouterr().err
-
-    return run
 
 
 def picture(seed: int, form: str = "JPEG", size: int = 16) -> bytes:

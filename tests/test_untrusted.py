@@ -11,14 +11,13 @@ import io
 import json
 import pickle
 import shutil
-import sys
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from ssl_vit import cli, recipe
+from ssl_vit import recipe
 from ssl_vit.data import pack, sources
 from ssl_vit.data.check import stats, verify
 from ssl_vit.interfaces import UserError
@@ -41,24 +40,6 @@ class Bomb:
 
     def __reduce__(self) -> tuple[object, tuple[object, ...]]:
         return Path.touch, (self.mark,)
-
-
-@pytest.fixture
-def call(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Call:
-    """Run a command line in this process, in a directory of its own: (exit code, what it wrote to stderr)."""
-
-    def run(*arguments: object) -> tuple[int, str]:
-        monkeypatch.chdir(tmp_path)
-        monkeypatch.setattr(sys, "argv", ["ssl-vit", *map(str, arguments)])
-        capfd.readouterr()
-        try:
-            cli.main()
-            code = 0
-        except SystemExit as stop:
-            code = int(stop.code or 0)
-        return code, capfd.readouterr().err
-
-    return run
 
 
 @pytest.fixture

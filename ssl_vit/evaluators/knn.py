@@ -62,20 +62,6 @@ def _nearest(similarity: np.ndarray, count: int) -> np.ndarray:
     return nearest
 
 
-def knn_accuracy(
-    train_features: np.ndarray,
-    train_labels: np.ndarray,
-    test_features: np.ndarray,
-    test_labels: np.ndarray,
-    *,
-    ks: Sequence[int] = (10, 20),
-    temperature: float = 0.07,
-) -> dict[int, float]:
-    """Test accuracy (0..1) for each k; see `knn_predictions`."""
-    found = knn_predictions(train_features, train_labels, test_features, ks=ks, temperature=temperature)
-    return {k: float((predicted == test_labels).mean()) for k, predicted in found.items()}
-
-
 def _unit(x: np.ndarray) -> np.ndarray:
     return x / np.maximum(np.linalg.norm(x, axis=1, keepdims=True), 1e-12)
 

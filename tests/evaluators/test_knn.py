@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ssl_vit.evaluators.features import Features, Task
-from ssl_vit.evaluators.knn import Config, Evaluator, knn_accuracy
+from ssl_vit.evaluators.knn import Config, Evaluator, knn_predictions
 from ssl_vit.evaluators.labels import choose_labelled
 from ssl_vit.interfaces import UserError
 from ssl_vit.recipe import validate
@@ -17,6 +17,14 @@ TRAIN_X = np.random.default_rng(0).normal(size=(60, 5)).astype(np.float32)
 TRAIN_Y = np.random.default_rng(1).choice([2, 3, 7], 60)
 TEST_X = np.random.default_rng(2).normal(size=(40, 5)).astype(np.float32)
 TEST_Y = np.random.default_rng(3).choice([2, 3, 7], 40)
+
+
+def accuracies(
+    train: np.ndarray, train_labels: np.ndarray, test: np.ndarray, test_labels: np.ndarray, **settings: Any
+) -> dict[int, float]:
+    """Test accuracy (0..1) for each k."""
+    found = knn_predictions(train, train_labels, test, **settings)
+    return {k: float((predicted == test_labels).mean()) for k, predicted in found.items()}
 
 
 def naive_predictions(k: int, temperature: float) -> np.ndarray:
@@ -39,20 +47,20 @@ def naive_predictions(k: int, temperature: float) -> np.ndarray:
 @pytest.mark.parametrize("k", [1, 10, 20, 60, 1000])
 def test_every_prediction_agrees_with_a_naive_loop(k: int, temperature: float) -> None:
     predictions = naive_predictions(k, temperature)
-    accuracy = knn_accuracy(TRAIN_X, TRAIN_Y, TEST_X, TEST_Y, ks=(k,), temperature=temperature)
+    accuracy = accuracies(TRAIN_X, TRAIN_Y, TEST_X, TEST_Y, ks=(k,), temperature=temperature)
     assert accuracy == {k: np.mean(predictions == TEST_Y)}
-    assert knn_accuracy(TRAIN_X, TRAIN_Y, TEST_X, predictions, ks=(k,), temperature=temperature) == {k: 1.0}
+    assert accuracies(TRAIN_X, TRAIN_Y, TEST_X, predictions, ks=(k,), temperature=temperature) == {k: 1.0}
 
 
 def test_several_ks_at_once_are_the_single_ones() -> None:
-    together = knn_accuracy(TRAIN_X, TRAIN_Y, TEST_X, TEST_Y, ks=(20, 1, 500, 5))
+    together = accuracies(TRAIN_X, TRAIN_Y, TEST_X, TEST_Y, ks=(20, 1, 500, 5))
     for k, accuracy in together.items():
-        assert knn_accuracy(TRAIN_X, TRAIN_Y, TEST_X, TEST_Y, ks=(k,)) == {k: accuracy}
+        assert accuracies(TRAIN_X, TRAIN_Y, TEST_X, TEST_Y, ks=(k,)) == {k: accuracy}
     assert list(together) == [20, 1, 500, 5]
 
 
 def test_k_beyond_the_training_set_counts_all_of_it() -> None:
-    together = knn_accuracy(TRAIN_X, TRAIN_Y, TEST_X, TEST_Y, ks=(60, 61, 10_000), temperature=1.0)
+    together = accuracies(TRAIN_X, TRAIN_Y, TEST_X, TEST_Y, ks=(60, 61, 10_000), temperature=1.0)
     assert together[60] == together[61] == together[10_000]
 
 
@@ -67,30 +75,28 @@ def test_many_test_images_are_scored_in_portions() -> None:
     tiled = np.tile(TEST_X, (repeats, 1))
     predictions = np.tile(naive_predictions(10, 0.07), repeats)
     assert len(predictions) > 2048
-    assert knn_accuracy(TRAIN_X, TRAIN_Y, tiled, predictions, ks=(10,)) == {10: 1.0}
+    assert accuracies(TRAIN_X, TRAIN_Y, tiled, predictions, ks=(10,)) == {10: 1.0}
     predictions[-1] = 99  # a wrong one in the last portion counts
-    assert knn_accuracy(TRAIN_X, TRAIN_Y, tiled, predictions, ks=(10,))[10] == 1 - 1 / len(predictions)
+    assert accuracies(TRAIN_X, TRAIN_Y, tiled, predictions, ks=(10,))[10] == 1 - 1 / len(predictions)
 
 
 def test_the_length_of_a_feature_vector_does_not_matter() -> None:
     scale = np.random.default_rng(5).uniform(0.1, 10, (60, 1)).astype(np.float32)
     predictions = naive_predictions(10, 0.07)
-    assert knn_accuracy(TRAIN_X * scale, TRAIN_Y, TEST_X * 100, predictions, ks=(10,)) == {10: 1.0}
+    assert accuracies(TRAIN_X * scale, TRAIN_Y, TEST_X * 100, predictions, ks=(10,)) == {10: 1.0}
 
 
 def test_a_vector_of_zeros_is_no_accident() -> None:
     with np.errstate(all="raise"):
-        found = knn_accuracy(
-            np.vstack([TRAIN_X, np.zeros((1, 5))]), np.append(TRAIN_Y, 2), TEST_X[:1] * 0, [2], ks=(61,)
-        )
+        found = accuracies(np.vstack([TRAIN_X, np.zeros((1, 5))]), np.append(TRAIN_Y, 2), TEST_X[:1] * 0, [2], ks=(61,))
     assert set(found) == {61}
 
 
 def test_of_equally_similar_neighbours_the_earlier_count() -> None:
     train = np.repeat(np.eye(3, dtype=np.float32), [4, 4, 2], axis=0)
     labels = np.array([5, 5, 9, 9, 9, 9, 9, 9, 2, 2])
-    assert knn_accuracy(train, labels, train[:1], np.array([5]), ks=(2,)) == {2: 1.0}
-    assert knn_accuracy(train[::-1], labels[::-1], train[:1], np.array([9]), ks=(2,)) == {2: 1.0}
+    assert accuracies(train, labels, train[:1], np.array([5]), ks=(2,)) == {2: 1.0}
+    assert accuracies(train[::-1], labels[::-1], train[:1], np.array([9]), ks=(2,)) == {2: 1.0}
 
 
 @pytest.mark.parametrize("budget", ["all", 4, "50%"])
@@ -100,7 +106,7 @@ def test_the_evaluator_uses_the_labels_it_was_allowed(budget: int | str) -> None
     task.labelled_features = lambda *choice: Task.labelled_features(task, *choice)
     config = Config(ks=(20, 1), labels_per_class=budget, seeds=3, temperature=0.5)
     rows = choose_labelled(TRAIN_Y, budget, 3)
-    expected = knn_accuracy(TRAIN_X[rows], TRAIN_Y[rows], TEST_X, TEST_Y, ks=(20, 1), temperature=0.5)
+    expected = accuracies(TRAIN_X[rows], TRAIN_Y[rows], TEST_X, TEST_Y, ks=(20, 1), temperature=0.5)
     found = list(Evaluator(config).measure(task, "trained", (budget,), (3,)))
     assert [m.accuracy for m in found] == list(expected.values())
     assert [(m.main, m.labels, m.labels_per_class) for m in found] == [(n == 0, len(rows), budget) for n in range(2)]
