@@ -34,7 +34,7 @@ class Probabilities(TorchFunctionMode):
             queries, keys = args[:2]
             given = kwargs or {}
             if given.get("attn_mask") is not None or given.get("is_causal") or given.get("scale"):
-                raise NotImplementedError("attention with a mask or a scale of its own")
+                raise UserError("this model's attention has a mask or a scale of its own; its pictures of attention cannot be drawn")
             self.maps.append((queries * queries.shape[-1] ** -0.5 @ keys.mT).softmax(-1))
         return func(*args, **(kwargs or {}))
 
@@ -48,7 +48,8 @@ def attention_maps(
     T counts prefix tokens and patches; row q holds how query token q spreads its attention over all tokens and sums to
     1. One layer's maps exist at a time; layers after the last inspected one are not run. Where a block makes several
     attention calls (parallel or differential attention), H counts the heads of all.
-    Raises UserError for a layer that does not exist and where timm's fused attention is switched off.
+    Raises UserError for a layer that does not exist, for attention with a mask or a scale of its own, and where timm's
+    fused attention is switched off.
     """
     vit, wanted = backbone.vit, _layers(backbone, layers)
     tokens = backbone.enter(backbone.embed(images_BCHW))

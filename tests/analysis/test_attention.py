@@ -277,3 +277,15 @@ def test_without_fused_attention_it_says_so(make_backbone: Build) -> None:
     backbone.vit.blocks[1].attn.fused_attn = False
     with pytest.raises(UserError, match="unset TIMM_FUSED_ATTN"):
         list(attention.attention_maps(backbone, images_for(backbone)))
+
+
+@pytest.mark.parametrize("given", [{"scale": 1.0}, {"is_causal": True}, {"attn_mask": torch.ones(1, 1, dtype=torch.bool)}])
+def test_attention_with_a_scale_or_mask_of_its_own_is_refused(make_backbone: Build, given: dict[str, Any]) -> None:
+    class Own(nn.Module):
+        def forward(self, tokens: torch.Tensor, **_: Any) -> torch.Tensor:
+            return nn.functional.scaled_dot_product_attention(tokens, tokens, tokens, **given)
+
+    backbone = make_backbone().eval()
+    backbone.vit.blocks[0].attn = Own()
+    with pytest.raises(UserError, match="mask or a scale of its own"):
+        list(attention.attention_maps(backbone, images_for(backbone)))
