@@ -34,7 +34,7 @@ class Probabilities(TorchFunctionMode):
             queries, keys = args[:2]
             given = kwargs or {}
             if given.get("attn_mask") is not None or given.get("is_causal") or given.get("scale"):
-                raise UserError("this model's attention has a mask or a scale of its own; its pictures of attention cannot be drawn")
+                raise UserError("this model's attention has a mask or a scale of its own, and cannot be pictured")
             self.maps.append((queries * queries.shape[-1] ** -0.5 @ keys.mT).softmax(-1))
         return func(*args, **(kwargs or {}))
 

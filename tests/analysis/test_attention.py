@@ -279,7 +279,9 @@ def test_without_fused_attention_it_says_so(make_backbone: Build) -> None:
         list(attention.attention_maps(backbone, images_for(backbone)))
 
 
-@pytest.mark.parametrize("given", [{"scale": 1.0}, {"is_causal": True}, {"attn_mask": torch.ones(1, 1, dtype=torch.bool)}])
+@pytest.mark.parametrize(
+    "given", [{"scale": 1.0}, {"is_causal": True}, {"attn_mask": torch.ones(1, 1, dtype=torch.bool)}]
+)
 def test_attention_with_a_scale_or_mask_of_its_own_is_refused(make_backbone: Build, given: dict[str, Any]) -> None:
     class Own(nn.Module):
         def forward(self, tokens: torch.Tensor, **_: Any) -> torch.Tensor:
