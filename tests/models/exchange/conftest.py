@@ -49,9 +49,9 @@ class _Handler(BaseHTTPRequestHandler):
         parts = urlparse(self.path).path.strip("/").split("/")
         if parts[:2] == ["api", "models"] and len(parts) >= 4:
             folder = self.server.root / parts[2] / parts[3]
-            if not folder.is_dir():
+            if not folder.is_dir() and "/".join(parts[2:4]) not in self.server.created:
                 return self._send(401, {"error": "Repository not found"}, {"X-Error-Code": "RepoNotFound"})
-            files = sorted(path for path in folder.iterdir())
+            files = sorted(folder.iterdir()) if folder.is_dir() else []
             if "tree" in parts:
                 return self._send(200, [_entry(path) for path in files])
             siblings = [{"rfilename": path.name} for path in files]
