@@ -46,8 +46,9 @@ class Backbone(Encoder):
                 raise UserError(f"backbone.name='{name}' cannot have these sizes: {arguments} ({error})") from None
         if type(vit) is not VisionTransformer:
             raise UserError(f"backbone.name='{name}' is a {type(vit).__name__}: use a VisionTransformer or a ResNet")
-        if vit.attn_pool is not None:
-            raise UserError(f"backbone.name='{name}' pools by attention: use a model with a class token or plain mean")
+        if vit.attn_pool is not None:  # a head, as SigLIP's: the encoder is what comes before it
+            self.arguments |= {"global_pool": "avg", "fc_norm": False}
+            vit = create(name, self.arguments)
         if vit.pos_embed is None:
             raise UserError(f"backbone.name='{name}' has no position embeddings: use another VisionTransformer")
         self.vit = vit

@@ -165,7 +165,6 @@ def test_weights_of_another_normalisation_are_not_taken_over(make_backbone: Make
             {"name": "vit_base_r50_s16_224", "image_size": 48, "patch_size": 2},
             r"image_size=48 .* patch size 32: use 32",
         ),
-        ({"name": "vit_base_patch16_siglip_224"}, "pools by attention"),
         ({"name": "vitamin_xlarge_256"}, "has no position embeddings"),
         ({"name": "deit_tiny_distilled_patch16_224"}, "VisionTransformerDistilled"),
         ({"width": 16, "heads": 3}, r"backbone\.width=16"),

@@ -16,11 +16,12 @@ from ssl_vit.models.backbone import CONFIG, WEIGHTS, fresh, load, load_state, st
 Make = Callable[..., Any]
 
 FREE = {"image_size": 28, "channels": 1, "patch_size": 7, "width": 16, "depth": 2, "heads": 2}
-# No position for the class token, registers, no class token at all, a norm after pooling.
+# No position for the class token, registers, no class token at all, a pool by attention left out, a norm after pooling.
 OTHERS = [
     "deit3_small_patch16_224",
     "vit_small_patch14_reg4_dinov2",
     "vit_base_patch16_siglip_gap_224",
+    "vit_base_patch16_siglip_224",
     "vit_medium_patch16_reg4_gap_256",
 ]
 

@@ -18,6 +18,7 @@ from ssl_vit.experiment import build_backbone
 from ssl_vit.interfaces import UserError
 from ssl_vit.models import BackboneConfig
 from ssl_vit.models.backbone import load, state
+from ssl_vit.models.exchange.exports import export
 from ssl_vit.models.exchange.imports import import_weights, recipe_keys
 from ssl_vit.models.exchange.sizes import ratio, read_sizes
 
@@ -57,6 +58,21 @@ def test_a_timm_folder(tmp_path: Path, shaken: Make, pixels: Make) -> None:
     images = pixels(ours)
     with torch.no_grad():
         assert torch.equal(ours.encode(ours.embed(images)), network.forward_features(ours.normalised(images)))  # type: ignore[attr-defined]
+
+
+def test_a_pool_by_attention_is_a_head(tmp_path: Path, shaken: Make, pixels: Make) -> None:
+    network = shaken(timm.create_model("vit_base_patch16_siglip_224", num_classes=0, **SMALL))
+    save_for_hf(network, tmp_path / "timm", safe_serialization=True, model_args=SMALL)
+    _, found = import_weights(str(tmp_path / "timm"), tmp_path / "out")
+    ours = load(tmp_path / "out")
+    assert found.left_out == [key for key in network.state_dict() if key.startswith("attn_pool.")] != []
+    images = pixels(ours)
+    with torch.no_grad():
+        tokens = network.forward_features(ours.normalised(images))
+        assert torch.equal(ours(images), tokens)
+        assert torch.equal(ours.represent(images, "mean"), tokens.mean(1))
+    export(ours, tmp_path / "back", "timm", "")  # which loads it in timm, and compares
+    assert recipe_keys(ours)["name"] == "vit_base_patch16_siglip_224"
 
 
 def test_a_timm_resnet(tmp_path: Path, pixels: Make) -> None:
