@@ -21,6 +21,13 @@ from ssl_vit.models.exchange.sizes import Found, family, named_backbone, ratio
 
 _PREFIXES = ("", "opt/target/", "params/", "params/img/")
 _ENCODER = re.compile(r"(embedding|cls|pos_embedding|Transformer|conv_root|gn_root|block\d+)(/|$)")
+_BLOCK_NUMBER = re.compile(r"(?<=encoderblock)_\d+")
+_READ = re.compile(  # by timm's loader, which passes over any other name
+    r"embedding/(kernel|bias)|cls|pos_embedding|Transformer/(posembed_input/pos_embedding|encoder_norm/(scale|bias))"
+    r"|Transformer/encoderblock/(LayerNorm_[012]/(scale|bias)|MlpBlock_[03]/Dense_[01]/(kernel|bias)"
+    r"|MultiHeadDotProductAttention_[01]/(query|key|value|out)/(kernel|bias))"
+    r"|conv_root/kernel|gn_root/(scale|bias)|block\d+/unit\d+/(conv(\d|_proj)/kernel|gn(\d|_proj)/(scale|bias))"
+)
 
 
 def read(path: Path, name: str | None = None) -> Found:
@@ -35,6 +42,9 @@ def read(path: Path, name: str | None = None) -> Found:
         raise UserError(f"{path}: no ViT in Google's layout (no embedding/kernel); it holds {_some(arrays)}")
     own = {key.removeprefix(prefix): value for key, value in arrays.items() if key.startswith(prefix)}
     encoder = {key: value for key, value in own.items() if _ENCODER.match(key)}
+    if wrong := _unfitting(encoder):
+        more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        raise UserError(f"{path}: its encoder is no ViT of Google's: {'; '.join(wrong[:3])}{more}")
     try:
         name, arguments, patches_only, notes = _sizes(encoder, path, name)
         vit = timm.create_model(name, num_classes=0, no_embed_class=patches_only, **arguments).eval()
@@ -61,6 +71,19 @@ def _open(path: Path) -> dict[str, np.ndarray]:
             return {key: archive[key] for key in archive.files}
     except (OSError, ValueError, EOFError, AttributeError, TypeError, zipfile.BadZipFile) as error:
         raise UserError(f"{path}: not a readable .npz of plain arrays: {error}") from None
+
+
+def _unfitting(arrays: dict[str, np.ndarray]) -> list[str]:
+    """What is wrong with an encoder's tensors: names that nothing reads, shapes other than in the first block."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    wrong = []
+    for key, value in arrays.items():
+        alike = _BLOCK_NUMBER.sub("", key)
+        if not _READ.fullmatch(alike):
+            wrong.append(f"{key} is unknown")
+        elif value.shape != (first := shapes.setdefault(alike, value.shape)):
+            wrong.append(f"{key} is {value.shape}, not {first}")
+    return wrong
 
 
 def _sizes(arrays: dict[str, np.ndarray], path: Path, name: str | None) -> tuple[str, dict[str, Any], bool, list[str]]:

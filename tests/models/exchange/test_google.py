@@ -212,6 +212,10 @@ def spoil(arrays: Arrays, how: str) -> Arrays:
         del arrays[OLD]
     elif how == "would be broadcast":
         arrays[f"{block}/LayerNorm_0/scale"] = np.ones(1, np.float32)
+    elif how == "of no block alone":
+        arrays["Transformer/encoder_norm/bias"] = np.ones(1, np.float32)
+    elif how == "another shape in every block":
+        arrays |= {f"{block[:-1]}{n}/MlpBlock_3/Dense_1/kernel": np.ones((10, 48), np.float32) for n in (0, 1)}
     elif how == "would be interpolated":
         arrays[OLD] = np.ones((1, 12, 48), np.float32)
     elif how == "unknown in a block":
@@ -230,10 +234,12 @@ def spoil(arrays: Arrays, how: str) -> Arrays:
     [
         ("missing", "incomplete.*encoderblock_1/MlpBlock_3/Dense_1/bias"),
         ("no positions", "incomplete.*posembed_input/pos_embedding"),
-        ("would be broadcast", r"its encoder has 57,409 numbers, but vit_base_patch16_224 of its sizes 57,456"),
+        ("would be broadcast", r"encoderblock_1/LayerNorm_0/scale is \(1,\), not \(48,\)"),
+        ("of no block alone", r"its encoder has 57,409 numbers, but vit_base_patch16_224 of its sizes 57,456"),
         ("would be interpolated", "12 entries, which is no square"),
-        ("unknown in a block", "its encoder has 57,504 numbers"),
-        ("another shape", "its tensors do not fit together"),
+        ("unknown in a block", "encoderblock_1/LayerScale_0/scale is unknown"),
+        ("another shape", r"encoderblock_1/MlpBlock_3/Dense_0/kernel is \(48, 10\), not \(48, 144\)"),
+        ("another shape in every block", "its tensors do not fit together"),
         ("no blocks", "incomplete"),
         ("something else", "no ViT in Google's layout .*it holds weights"),
     ],
