@@ -1,4 +1,4 @@
-"""Every VisionTransformer that timm can name: small, on a rectangle, its outputs are timm's own and it has its pictures."""
+"""Every VisionTransformer that timm can name, small and on a rectangle: outputs are timm's own, pictures are drawn."""
 
 from __future__ import annotations
 
