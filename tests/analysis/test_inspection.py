@@ -121,7 +121,7 @@ def test_the_page_is_whole_and_asks_nothing_of_the_network(run: Path, shards: Pa
     assert not re.findall(r'(?:src|href)="(?!data:)', page) and "<script" not in page
     assert "Left out" not in page and "{{" not in page and "undefined" not in page
     assert "first 3 of" in page and "000001" in page  # which sample was skipped
-    assert "each of" not in page and "16×16 pixels in 4×4 patches" in page.replace("&times;", "×")
+    assert "each of" not in page and "16×16 pixels in a grid of 4×4 patches" in page.replace("&times;", "×")
 
 
 def test_the_numbers_are_those_of_the_first_readable_images(run: Path, shards: Path, tmp_path: Path) -> None:
