@@ -18,9 +18,11 @@ from accelerate.utils import (
     DistributedType,
     InitProcessGroupKwargs,
     TorchDynamoPlugin,
+    get_mixed_precision_context_manager,
     is_torch_xla_available,
     parse_flag_from_env,
 )
+from torch import nn
 
 from ssl_vit.interfaces import RunError, UserError
 from ssl_vit.training import Precision, processes
@@ -79,6 +81,18 @@ def make_accelerator(precision: Precision = "fp32", timeout: int = 600, compiled
         keep_freed_memory()
     _keep_what_is_imported()
     return accelerator
+
+
+def autocast_sharded(objective: nn.Module, accelerator: Accelerator) -> None:
+    """Before `prepare`: FSDP2 shards, and autocast rules the precision, as it does on one GPU.
+
+    Accelerate would leave it to FSDP2, which casts a batch's noise, what is logged and the sums of gradients to 16
+    bits, but not the images made of its bytes, so that the first convolution fails.
+    """
+    accelerator.state.fsdp_plugin.mixed_precision_policy = None
+    if accelerator.native_amp:
+        autocast = get_mixed_precision_context_manager(True, accelerator.autocast_handler)
+        objective.forward = autocast(objective.forward)
 
 
 def _check_world(accelerator: Accelerator, launched: int) -> None:

@@ -47,15 +47,16 @@ def _layer_scales(network: nn.Module, decay: float) -> dict[int, float]:
 
 
 def build_optimizer(
-    model: nn.Module, config: OptimConfig, batch_size: int, device: torch.device
+    model: nn.Module, config: OptimConfig, batch_size: int, device: torch.device, *, sharded: bool = False
 ) -> torch.optim.Optimizer:
-    """The optimiser of `config` over the model's trainable parameters; torch's fused kernels where they exist."""
+    """The optimiser of `config` over the model's trainable parameters; torch's fused kernels where they exist: of SGD
+    there is none for parameters that will be sharded."""
     groups, lr = parameter_groups(model, config.weight_decay, config.layer_decay), peak_lr(config, batch_size)
     fused = device.type in ("cpu", "cuda")
     if config.name == "adamw":
         return torch.optim.AdamW(groups, lr=lr, betas=config.betas, fused=fused)
     if config.name == "sgd":
-        return torch.optim.SGD(groups, lr=lr, momentum=config.momentum, fused=fused)
+        return torch.optim.SGD(groups, lr=lr, momentum=config.momentum, fused=fused and not sharded)
     for group in groups:
         group["always_adapt"] = group["decays"]  # else timm's Lars is plain SGD where the decay is 0, as in MAE's probe
     return Lars(groups, lr=lr, momentum=config.momentum)

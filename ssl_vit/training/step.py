@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from ssl_vit.interfaces import Batch, StepOutput, UserError
 from ssl_vit.training import OptimConfig, TrainingConfig, optim, processes
+from ssl_vit.training.engine import autocast_sharded
 from ssl_vit.training.memory import fitting_accumulation
 from ssl_vit.training.state import Average, State, random_state, set_random_state
 
@@ -34,7 +35,9 @@ class Stepper:
     ) -> None:
         self.config, self.training, self.total, self.accelerator = config, training, total, accelerator
         device = accelerator.device
-        optimizer = optim.build_optimizer(objective, config, training.batch_size, device)
+        optimizer = optim.build_optimizer(objective, config, training.batch_size, device, sharded=accelerator.is_fsdp2)
+        if accelerator.is_fsdp2:
+            autocast_sharded(objective, accelerator)
         self.model, self.optimizer = accelerator.prepare(objective, optimizer)
         unwrapped = accelerator.unwrap_model(self.model, keep_torch_compile=False)
         average = Average(unwrapped, training.ema) if training.ema else None

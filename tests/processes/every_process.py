@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch import distributed
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 
 from ssl_vit import cli, experiment, recipe, runs
 from ssl_vit.data import AugmentConfig, DataConfig
@@ -35,6 +35,7 @@ from ssl_vit.training import checkpoint, metrics, processes
 from ssl_vit.training.engine import make_accelerator
 from ssl_vit.training.step import Stepper
 
+FSDP2 = Path(__file__).parents[2] / "recipes" / "launch" / "fsdp2.yaml"
 TINY = ("backbone.width=32", "backbone.depth=2", "backbone.heads=2", "training.picture_every=0", "training.trackers={}")
 STAGES: dict[str, tuple[str, tuple[str, ...]]] = {
     "pretraining": ("digits_ssl", ()),
@@ -60,34 +61,32 @@ def same_maths(digits: str, out: Path, first: Path, accumulations: str) -> None:
 
 
 def sharding_accelerator(*arguments: Any) -> Any:
-    """The engine, but `prepare` shards with torch's own fully_shard, as Accelerate does on accelerators alone."""
+    """The engine with Accelerate's FSDP2, set as in the launch file; by itself it offers that on accelerators alone."""
     accelerator = make_accelerator(*arguments)
-
-    def prepare(objective: Any, optimizer: torch.optim.Optimizer) -> Any:
-        names = {id(parameter): name for name, parameter in objective.named_parameters()}
-        order = [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
-        for block in objective.backbone.vit.blocks:
-            fully_shard(block)
-        fully_shard(objective)
-        sharded = dict(objective.named_parameters())
-        assert all(isinstance(parameter, DTensor) for parameter in sharded.values())
-        for group, own in zip(optimizer.param_groups, order, strict=True):
-            group["params"] = [sharded[name] for name in own]
-        return objective, accelerator.prepare_optimizer(optimizer, device_placement=False)
-
-    accelerator.prepare = prepare
+    given = yaml.safe_load(FSDP2.read_text())["fsdp_config"]
+    same = ("auto_wrap_policy", "reshard_after_forward", "cpu_ram_efficient_loading", "state_dict_type")
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=given["fsdp_version"],
+        transformer_cls_names_to_wrap=[given["fsdp_transformer_layer_cls_to_wrap"]],
+        **{name: given[f"fsdp_{name}"] for name in same},
+    )
+    if accelerator.mixed_precision != "no":
+        plugin.set_mixed_precision(accelerator.mixed_precision)  # as Accelerate's state does
+    accelerator.state.distributed_type, accelerator.state.fsdp_plugin = DistributedType.FSDP, plugin
     return accelerator
 
 
 SHARDED = ("training.ema=0.9", "training.checkpoint_every=12", "training.keep_last=9", "optim.lr=1e-4")
+MIXED = ("training.precision=bf16", "training.checkpoint_activations=true", "optim.name=sgd", "optim.lr=0.1")
 
 
 def sharded(digits: str, out: Path) -> None:
-    """A sharded run into OUT/sharded; another goes on from its step 12 in OUT/again."""
+    """A sharded run into OUT/sharded; another goes on from its step 12 in OUT/again; one with MIXED in OUT/mixed."""
     experiment.make_accelerator = sharding_accelerator  # type: ignore[assignment]
     train(digits, out / "sharded", "pretraining", *SHARDED)
     back_to_step_12(out / "sharded", out / "again")
     train(digits, out / "again", "pretraining", *SHARDED)
+    train(digits, out / "mixed", "pretraining", *MIXED, "training.accumulate=2")
 
 
 def sharded_on_three(digits: str, out: Path) -> None:
