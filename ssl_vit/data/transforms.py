@@ -118,5 +118,6 @@ def _jittered(images_BCHW: torch.Tensor, factors_B3: torch.Tensor) -> torch.Tens
 def _grey(pixels_BCHW: torch.Tensor) -> torch.Tensor:
     if pixels_BCHW.shape[1] != 3:
         return pixels_BCHW
-    weights = torch.tensor(_GREY, device=pixels_BCHW.device)[:, None, None]
-    return (pixels_BCHW * weights).sum(1, keepdim=True)
+    # Numbers, no tensor of them: that would be copied to the device, and the host would wait for it.
+    red, green, blue = (weight * channel for weight, channel in zip(_GREY, pixels_BCHW.split(1, dim=1), strict=True))
+    return red + green + blue

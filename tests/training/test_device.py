@@ -1,0 +1,173 @@
+"""Steps on a CUDA device that need not be there: torch's fake tensors have devices and shapes but no numbers, so that
+whatever mixes devices or asks for a number, for which a real device would make the host wait, raises."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from ssl_vit.interfaces import Batch
+from ssl_vit.objectives import classification, masked_patch
+from ssl_vit.training import OptimConfig, TrainingConfig
+from ssl_vit.training.metrics import Window
+from ssl_vit.training.step import Stepper
+
+CUDA = torch.device("cuda", 0)
+BACKBONES: dict[str, dict[str, Any]] = {
+    "plain": {"dropout": 0.1, "drop_path": 0.1},
+    "sincos": {"positions": "sincos2d", "mean": (0.1, 0.2, 0.3), "std": (0.2, 0.2, 0.3)},
+    "registers": {"name": "vit_medium_patch16_reg4_gap_256"},
+    "hybrid": {"name": "vit_tiny_r_s16_p8_224", "image_size": 64, "patch_size": None},
+}
+
+
+class Crossings(TorchDispatchMode):
+    """Refuses operations with tensors on two devices: copies, for which the host waits, among them."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        tensors = [leaf for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, torch.Tensor)]
+        assert len({tensor.device for tensor in tensors}) < 2, f"{func} goes from device to device"
+        return result
+
+
+@contextmanager
+def fake() -> Iterator[None]:
+    with FakeTensorMode(), Crossings():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _torch_can() -> None:
+    try:
+        with fake():
+            torch.zeros(4, device=CUDA)[1:]
+    except RuntimeError as error:
+        pytest.skip(f"this torch asks the CUDA driver even about fake tensors: {str(error).splitlines()[0]}")
+
+
+@contextmanager
+def autocast(dtype: torch.dtype | None) -> Iterator[None]:
+    """By hand: `torch.autocast` does nothing where there is no device."""
+    if dtype:
+        torch.set_autocast_dtype("cuda", dtype)
+    torch.set_autocast_enabled("cuda", dtype is not None)
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled("cuda", False)
+
+
+def engine(dtype: torch.dtype | None = None) -> Any:
+    """Accelerate's, as far as a step uses it. Gradients appear without a backward pass, which fake tensors of a device
+    that is not there do not have."""
+
+    def prepare(objective: nn.Module, optimizer: Any) -> tuple[Any, Any]:
+        def model(batch: Batch) -> Any:
+            with autocast(dtype):
+                return objective(batch)
+
+        model.parameters, optimizer.optimizer = objective.parameters, optimizer  # type: ignore[attr-defined]
+        engine.backward = lambda loss: [setattr(p, "grad", torch.empty_like(p)) for p in objective.parameters()]
+        engine.unwrap_model = lambda *_, **__: objective
+        return model, optimizer
+
+    engine = SimpleNamespace(device=CUDA, scaler=None, is_fsdp2=False, prepare=prepare, no_sync=lambda _: nullcontext())
+    engine.clip_grad_norm_ = torch.nn.utils.clip_grad_norm_
+    return engine
+
+
+def to_cuda(objective: nn.Module, count: int, jitter: bool) -> Batch:
+    """Put the objective there, and make a batch for it."""
+    objective._apply(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device=CUDA))
+    height, width = objective.backbone.image_size  # type: ignore[union-attr, misc]
+    return Batch(
+        torch.empty(count, 3, height, width, dtype=torch.uint8, device=CUDA),
+        torch.empty(count, dtype=torch.int64, device=CUDA),
+        torch.empty(count, objective.noise_per_sample(), device=CUDA),  # type: ignore[operator]
+        torch.empty(count, dtype=torch.bool, device=CUDA),
+        torch.empty(count, dtype=torch.int64, device=CUDA),
+        torch.empty(count, dtype=torch.bool, device=CUDA),
+        [""] * count,
+        lane_size=2,
+        jitter=torch.empty(count, 3, device=CUDA) if jitter else None,
+    )
+
+
+def step(objective: nn.Module, optim: str = "adamw", dtype: torch.dtype | None = None) -> None:
+    """One of the real stepper, and its row in the window. Not by SGD, whose fused kernel knows no fake tensors."""
+    with fake():
+        batch = to_cuda(objective, 8, jitter=True)
+        training = TrainingConfig(steps=9, batch_size=8, ema=0.9)
+        stepper = Stepper(objective, OptimConfig(name=optim, lr=0.1), training, 9, engine(dtype))  # type: ignore[arg-type]
+        window = Window()
+        taken = stepper.take(batch, 0, accumulate=2)
+        window.add(1, taken.parts, taken.outputs, taken.norm)
+        outputs = [*(output.loss for output in taken.outputs), *taken.outputs[0].metrics.values(), *window.rows]
+        assert {output.device for output in outputs} == {CUDA} and {output.dtype for output in outputs} == {
+            torch.float32
+        }
+
+
+@pytest.mark.parametrize("target", ["mean_colour", "downsized", "pixels"])
+@pytest.mark.parametrize("kind", BACKBONES)
+def test_a_pretraining_step_waits_for_nothing(make_backbone: Callable[..., Any], kind: str, target: Any) -> None:
+    layout, source, dtype = {
+        "mean_colour": ("random", "batch", torch.bfloat16),
+        "downsized": ("blocks", "image", torch.float16),
+        "pixels": ("blocks", "batch", None),
+    }[target]
+    config = masked_patch.Config(target=target, corruption_layout=layout, random_from=source, bits=2)  # type: ignore[arg-type]
+    step(masked_patch.Objective(make_backbone(**BACKBONES[kind]), config), dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("head", "pooling", "optim", "dtype"),
+    [
+        ("mlp", "token", "adamw", torch.bfloat16),
+        ("linear", "mean", "adamw", None),
+        ("linear", "patches", "adamw", torch.float16),
+        ("probe", "mean", "lars", torch.bfloat16),
+    ],
+)
+def test_a_supervised_step_waits_for_nothing(
+    make_backbone: Callable[..., Any], head: Any, pooling: Any, optim: str, dtype: torch.dtype | None
+) -> None:
+    config = classification.Config(head=head, pooling=pooling, classes=5, label_smoothing=0.1)
+    step(classification.Objective(make_backbone(), config), optim, dtype)
+
+
+@pytest.mark.parametrize("kind", ["mixup", "cutmix"])
+def test_mixing_images_waits_for_nothing(
+    make_backbone: Callable[..., Any], kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What torchvision draws for it are numbers on the host, which fake tensors do not have."""
+    objective = classification.Objective(make_backbone(), classification.Config(classes=5, **{kind: 1.0}))  # type: ignore[arg-type]
+    assert objective.mix is not None
+    (objective.mix,) = objective.mix.transforms
+    drawn = {"mixup": {"lam": 0.3}, "cutmix": {"box": (1, 1, 9, 9), "lam_adjusted": 0.7}}[kind]
+    monkeypatch.setattr(objective.mix, "make_params", lambda _: drawn)
+    step(objective)
+
+
+def test_a_step_that_waits_is_found(make_backbone: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: dict[type[Exception], Callable[[torch.Tensor], Any]] = {
+        DynamicOutputShapeException: lambda images: images[images > 0],
+        AssertionError: lambda images: torch.tensor([1.0], device=images.device),
+    }
+    original = classification.Objective.logits
+    for error, wait in waits.items():
+        monkeypatch.setattr(
+            classification.Objective, "logits", lambda self, images, w=wait: (w(images), original(self, images))[1]
+        )
+        with pytest.raises(error):
+            step(classification.Objective(make_backbone(), classification.Config(classes=5)))
