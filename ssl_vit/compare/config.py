@@ -142,6 +142,14 @@ class Comparison(Config):
 
     _names = field_validator("arms")(_check_names)
 
+    @field_validator("arms")
+    @classmethod
+    def _not_a_reference(cls, arms: dict[str, Arm]) -> dict[str, Arm]:
+        for name in arms:
+            if name == "pixels" or name.partition("_")[0] == "untrained":
+                raise ValueError(f"'{name}': raw pixels and untrained backbones have such names in every comparison")
+        return arms
+
     @property
     def run_directory(self) -> Path:
         return Path(self.run or f"runs/{self.name}")

@@ -369,6 +369,8 @@ def test_precision_may_differ_between_pretrainings_and_judging(demo: Path, tmp_p
         (["evaluators={kn: {}}"], "did you mean 'knn'"),
         (["arms.scratch.like=nobody"], "arms.scratch.like=nobody: that is no arm with a recipe"),
         (["arms={a b: {label: x, recipe: digits_ssl}}"], "names are made of letters"),
+        (["arms={pixels: {label: x, recipe: digits_ssl}}"], "'pixels': raw pixels and untrained backbones have such"),
+        (["arms={untrained_2: {label: x, recipe: digits_ssl}}"], "'untrained_2': raw pixels and untrained backbones"),
         (["arms.ssl.weights=x"], "give recipe or weights, not both"),
         (["data.suite=transfer"], "give train and test, or sets, or suite"),
         (["labels_per_class=[10,zero]"], "a label budget is"),
