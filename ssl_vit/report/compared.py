@@ -63,10 +63,12 @@ def section(
         _curve(label(arm), styles[arm], [row for row in accuracy if row["arm"] == arm])
         for arm in dict.fromkeys(row["arm"] for row in accuracy)
     ]
+    first = gains[0]["arm"] if gains else ""  # of several arms under test; the table has all
+    ours = [row for row in gains if row["arm"] == first]
     pairs = [
         # In the colour of what it is measured against: the arm under test is in all of them.
-        _curve(f"minus {label(other)}", styles[other], [r for r in gains if (r["arm"], r["against"]) == (arm, other)])
-        for arm, other in dict.fromkeys((row["arm"], row["against"]) for row in gains)
+        _curve(f"minus {label(other)}", styles[other], [row for row in ours if row["against"] == other])
+        for other in dict.fromkeys(row["against"] for row in ours)
     ]
     shown = [
         tables.accuracy_table(results, summary, data, evaluator),
@@ -81,7 +83,7 @@ def section(
         "settings": "",
         "curve": plots.embed(plots.accuracy_curve(curves, axis, "test accuracy, %", chance=chance)),
         "gain": plots.embed(plots.accuracy_curve(pairs, axis, "difference, points", zero=True)) if pairs else None,
-        "under_test": " / ".join(dict.fromkeys(label(row["arm"]) for row in gains)),
+        "under_test": label(first),
         "one_seed": all(row["n"] == 1 for row in accuracy),
         "tables": [table for table in shown if table.rows],
     }

@@ -24,9 +24,10 @@ def summarise(results: dict[str, Any]) -> dict[str, Any]:
     An accuracy row: data, evaluator, labels_per_class (the budget), x (labels a class as a number), arm, n (seeds),
     mean, std (ddof=1), half_width (of the 95% interval of the mean, Student t); std and half_width are None for n=1. A
     difference row has the same statistics of `arm` minus `against`, paired by seed (n: seeds that both have), arm_mean
-    and against_mean over those seeds, and `role`, what `against` is: baseline, supervised or pixels. A study row is an
-    accuracy row with the arm's `size` (pretraining images or FLOPs) and `series`; a row of ends is the difference of a
-    series' largest and smallest, paired by seed, with their sizes and means. The number is the data set's metric.
+    and against_mean over those seeds, and `role`, what `against` is: baseline, supervised, pixels or variant (another
+    arm without labels). A study row is an accuracy row with the arm's `size` (pretraining images or FLOPs) and its
+    `series`; a row of ends is the difference of a series' largest and smallest, paired by seed, with their sizes and means. The
+    number is the data set's metric.
     Where a measurement was made twice, the later one counts; without a finite accuracy it counts as missing.
     The verdict is about the smallest label budget measured, a rule fixed before any number is seen.
     """
@@ -88,7 +89,7 @@ def places(results: dict[str, Any], scores: Any, sizes: dict[tuple[str, int | st
 
 def _against(results: dict[str, Any], subject: str, measured: list[str]) -> Iterator[tuple[str, str]]:
     """(role, arm) of what a subject is held against, as far as measured: no pretraining, then supervised arms, then raw
-    pixels."""
+    pixels; the first subject also against the others, unless a study draws them over their size."""
     if start := _baseline(results, subject, measured):
         yield "baseline", start
     for arm in results.get("arms") or []:
@@ -96,6 +97,9 @@ def _against(results: dict[str, Any], subject: str, measured: list[str]) -> Iter
             yield "supervised", arm["name"]
     if "pixels" in measured:
         yield "pixels", "pixels"
+    first, *others = subjects(results)
+    if subject == first and not results.get("study"):
+        yield from (("variant", other) for other in others if other in measured)
 
 
 def _baseline(results: dict[str, Any], subject: str, measured: list[str]) -> str | None:
