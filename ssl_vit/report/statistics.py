@@ -26,8 +26,8 @@ def summarise(results: dict[str, Any]) -> dict[str, Any]:
     difference row has the same statistics of `arm` minus `against`, paired by seed (n: seeds that both have), arm_mean
     and against_mean over those seeds, and `role`, what `against` is: baseline, supervised, pixels or variant (another
     arm without labels). A study row is an accuracy row with the arm's `size` (pretraining images or FLOPs) and its
-    `series`; a row of ends is the difference of a series' largest and smallest, paired by seed, with their sizes and means. The
-    number is the data set's metric.
+    `series`; a row of ends is the difference of a series' largest and smallest, paired by seed, with their sizes and
+    means. The number is the data set's metric.
     Where a measurement was made twice, the later one counts; without a finite accuracy it counts as missing.
     The verdict is about the smallest label budget measured, a rule fixed before any number is seen.
     """
