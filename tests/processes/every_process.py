@@ -18,8 +18,10 @@ from typing import Any
 
 import torch
 import yaml
+from accelerate import PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch import distributed
+from torch.distributed.tensor import DTensor
 
 from ssl_vit import cli, experiment, recipe, runs
 from ssl_vit.data import AugmentConfig, DataConfig
@@ -62,17 +64,25 @@ def same_maths(digits: str, out: Path, first: Path, accumulations: str) -> None:
 
 def sharding_accelerator(*arguments: Any) -> Any:
     """The engine with Accelerate's FSDP2, set as in the launch file; by itself it offers that on accelerators alone."""
+    shared = PartialState._shared_state
+    shared |= {"distributed_type": DistributedType.MULTI_CPU} if shared else {}  # after a run before
     accelerator = make_accelerator(*arguments)
     given = yaml.safe_load(FSDP2.read_text())["fsdp_config"]
     same = ("auto_wrap_policy", "reshard_after_forward", "cpu_ram_efficient_loading", "state_dict_type")
-    plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=given["fsdp_version"],
-        transformer_cls_names_to_wrap=[given["fsdp_transformer_layer_cls_to_wrap"]],
-        **{name: given[f"fsdp_{name}"] for name in same},
-    )
+    keywords = {name: given[f"fsdp_{name}"] for name in same}
+    keywords["transformer_cls_names_to_wrap"] = [given["fsdp_transformer_layer_cls_to_wrap"]]
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, **keywords)
     if accelerator.mixed_precision != "no":
         plugin.set_mixed_precision(accelerator.mixed_precision)  # as Accelerate's state does
-    accelerator.state.distributed_type, accelerator.state.fsdp_plugin = DistributedType.FSDP, plugin
+    accelerator.state.distributed_type = shared["distributed_type"] = DistributedType.FSDP
+    accelerator.state.fsdp_plugin, prepare = plugin, accelerator.prepare
+
+    def checked(objective: Any, optimizer: torch.optim.Optimizer) -> Any:
+        prepared = prepare(objective, optimizer)
+        assert all(isinstance(parameter, DTensor) for parameter in prepared[0].parameters())
+        return prepared
+
+    accelerator.prepare = checked  # type: ignore[method-assign]
     return accelerator
 
 
