@@ -120,17 +120,19 @@ def test_auto_batch_on_a_gpu(pictures: Path, tmp_path: Path, make: Callable[[Pat
     assert first["event"] == "auto_batch" and first["accumulate"] * first["micro_batch"] == 4096
 
 
-def test_fsdp2_exports_what_one_gpu_does(pictures: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("more", [(), ("training.precision=bf16", "optim.name=sgd"), ("training.precision=fp16",)])
+def test_fsdp2_exports_what_one_gpu_does(pictures: Path, tmp_path: Path, more: tuple[str, ...]) -> None:
     launcher = ("-m", "accelerate.commands.launch", "--config_file", str(FSDP2), "--num_processes", "1")
-    train(pictures, tmp_path / "sharded", launcher=launcher)
+    train(pictures, tmp_path / "sharded", *more, launcher=launcher)
     assert json.loads((tmp_path / "sharded" / "environment.json").read_text())["distribution"] == "FSDP"
-    train(pictures, tmp_path / "plain")
+    train(pictures, tmp_path / "plain", *more)
     assert losses(tmp_path / "sharded") == pytest.approx(losses(tmp_path / "plain"), rel=0.02)
     assert weights(tmp_path / "sharded").keys() == weights(tmp_path / "plain").keys()
 
 
+@pytest.mark.parametrize("compiled", ["", "compiled"])
 @pytest.mark.parametrize("recipe", ["pretrain_vit_tiny", "supervised_vit_tiny"])
-def test_a_compiled_step_waits_for_nothing_and_compiles_once(pictures: Path, tmp_path: Path, recipe: str) -> None:
+def test_a_step_waits_for_nothing_and_compiles_once(pictures: Path, tmp_path: Path, recipe: str, compiled: str) -> None:
     """Ten steps of the real stepper under CUDA's sync debug mode, after two that compile."""
     program = """
 import sys, torch
@@ -142,9 +144,9 @@ from ssl_vit.recipe import load_recipe
 from ssl_vit.training.engine import make_accelerator
 from ssl_vit.training.step import Stepper
 
-name, *keys = sys.argv[1:]
+name, compiled, *keys = sys.argv[1:]
 settings = load_recipe(name, keys)
-accelerator = make_accelerator("bf16", compiled=True)
+accelerator = make_accelerator("bf16", compiled=bool(compiled))
 job = experiment.prepare(settings, open_training(settings.data), accelerator, quiet=True)
 batches = job.batches([LanePosition()] * job.lanes)
 stepper = Stepper(job.objective, job.optim, job.training, job.total_steps, accelerator)
@@ -158,7 +160,8 @@ for step in range(12):
 torch.cuda.set_sync_debug_mode("default")
 assert before == (dict(counters["stats"]), dict(counters["frames"])) and not counters["graph_break"]
 """
-    keys_of_run = keys(pictures, tmp_path / "run", "optim.clip_norm=1.0")[1:]
-    command = [sys.executable, "-c", program, recipe, *keys_of_run]
+    jitter = ("data.augment.brightness=0.4", "data.augment.contrast=0.4", "data.augment.saturation=0.4")
+    keys_of_run = keys(pictures, tmp_path / "run", "optim.clip_norm=1.0", "training.ema=0.9", *jitter)[1:]
+    command = [sys.executable, "-c", program, recipe, compiled, *keys_of_run]
     done = subprocess.run(command, env=os.environ, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
