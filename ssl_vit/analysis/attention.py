@@ -110,7 +110,7 @@ def attention_distance(
             between = maps[..., prefix:, prefix:]
             paid = between.sum(-1).clamp(min=torch.finfo(between.dtype).tiny)
             lengths_BHN = (between * distances).sum(-1) / paid
-            rows.append(lengths_BHN.double().mean(-1).sum(0).cpu())
+            rows.append(lengths_BHN.cpu().double().mean(-1).sum(0))
         total = total + torch.stack(rows)
     return (total / len(images_NCHW)).numpy()
 
@@ -135,5 +135,5 @@ def rollout(backbone: Backbone, images_NCHW: torch.Tensor, layers: Sequence[int]
             rolled = mixed if rolled is None else mixed @ rolled
         assert rolled is not None
         row = rolled[:, 0] if backbone.has_class_token else rolled[:, prefix:].mean(1)
-        found.append(row[:, prefix:].reshape(-1, *backbone.grid).double().cpu())
+        found.append(row[:, prefix:].reshape(-1, *backbone.grid).cpu().double())
     return torch.cat(found).numpy()

@@ -33,7 +33,7 @@ def filter_components(backbone: Backbone, count: int = FILTERS) -> Components:
     from sklearn.decomposition import PCA  # here, not above: it takes a second to import, and training comes by here
 
     first = next(m for m in backbone.vit.patch_embed.modules() if isinstance(m, nn.Conv2d))
-    weights = first.weight.detach().double().cpu()
+    weights = first.weight.detach().cpu().double()
     flat = weights.flatten(1).numpy()
     pca = PCA(min(count, *flat.shape), svd_solver="full").fit(flat)
     return Components(pca.components_.reshape(-1, *weights.shape[1:]), pca.explained_variance_ratio_)
@@ -42,7 +42,7 @@ def filter_components(backbone: Backbone, count: int = FILTERS) -> Components:
 def position_similarity(backbone: Backbone) -> np.ndarray:
     """Cosine similarity of every patch's position embedding with every other's, float64 (rows, columns, rows, columns),
     query patch first (paper, section 4.5, figure 7, centre)."""
-    positions_ND = backbone.vit.pos_embed[0, backbone.position_prefix :].detach().double().cpu()
+    positions_ND = backbone.vit.pos_embed[0, backbone.position_prefix :].detach().cpu().double()
     unit_ND = nn.functional.normalize(positions_ND, dim=-1)
     return (unit_ND @ unit_ND.T).reshape(*backbone.grid, *backbone.grid).numpy()
 
@@ -73,7 +73,7 @@ def feature_map(backbone: Backbone, images_NCHW: torch.Tensor) -> Components:
     from sklearn.decomposition import PCA
 
     prefix = backbone.prefix_tokens
-    outputs = [backbone(images)[:, prefix:].double().cpu() for images in images_NCHW.split(_BATCH)]
+    outputs = [backbone(images)[:, prefix:].cpu().double() for images in images_NCHW.split(_BATCH)]
     tokens_TD = torch.cat(outputs).flatten(0, 1).numpy()
     if len(tokens_TD) < 2:
         raise UserError("one patch alone has no feature map: picture more images, or larger ones")
