@@ -12,7 +12,7 @@ from functools import cache
 
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
+from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import (
     DistributedDataParallelKwargs,
     DistributedType,
@@ -52,7 +52,10 @@ def make_accelerator(precision: Precision = "fp32", timeout: int = 600, compiled
             raise UserError(f"{kind} is not supported: use FSDP2 (recipes/launch/fsdp2.yaml), which shards the same")
     torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
     torch.backends.cudnn.allow_tf32 = precision == "tf32"
-    AcceleratorState._reset_state()  # it fixes the precision of the process's first stage; the next may have another
+    # It fixes the precision of the process's first stage; the next may have another. After a sharded stage, what lies
+    # under it must go too: it would find FSDP named there and not set it up again.
+    sharded = PartialState._shared_state.get("distributed_type") == DistributedType.FSDP
+    AcceleratorState._reset_state(reset_partial_state=sharded)
     try:
         accelerator = Accelerator(
             mixed_precision=_MIXED[precision],

@@ -64,8 +64,6 @@ def same_maths(digits: str, out: Path, first: Path, accumulations: str) -> None:
 
 def sharding_accelerator(*arguments: Any) -> Any:
     """The engine with Accelerate's FSDP2, set as in the launch file; by itself it offers that on accelerators alone."""
-    shared = PartialState._shared_state
-    shared |= {"distributed_type": DistributedType.MULTI_CPU} if shared else {}  # after a run before
     accelerator = make_accelerator(*arguments)
     given = yaml.safe_load(FSDP2.read_text())["fsdp_config"]
     same = ("auto_wrap_policy", "reshard_after_forward", "cpu_ram_efficient_loading", "state_dict_type")
@@ -74,7 +72,8 @@ def sharding_accelerator(*arguments: Any) -> Any:
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, **keywords)
     if accelerator.mixed_precision != "no":
         plugin.set_mixed_precision(accelerator.mixed_precision)  # as Accelerate's state does
-    accelerator.state.distributed_type = shared["distributed_type"] = DistributedType.FSDP
+    accelerator.state.distributed_type = DistributedType.FSDP
+    PartialState._shared_state["distributed_type"] = DistributedType.FSDP
     accelerator.state.fsdp_plugin, prepare = plugin, accelerator.prepare
 
     def checked(objective: Any, optimizer: torch.optim.Optimizer) -> Any:
