@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -48,6 +49,8 @@ def interrupt(tmp_path: Path, arguments: list[str], at_work: Callable[[psutil.Pr
         process = subprocess.Popen(
             [sys.executable, "-m", "ssl_vit", *arguments],
             cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=file, stderr=file, start_new_session=True,
+            # A shell starts what runs in its background, such as these tests, with Ctrl-C ignored.
+            preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
         )  # fmt: skip
     try:
         watched = psutil.Process(process.pid)
