@@ -252,7 +252,7 @@ def _data_sets(data: list[str], test: str | None, suite: str | None) -> dict[str
     if test:
         if len(data) > 1:
             raise UserError("--test goes with one --data; give several as folders that hold train/ and test/")
-        return {data[0]: DataSet(train=data[0], test=test)}
+        return {test: DataSet(train=data[0], test=test)}  # the numbers are about these images
     for folder in data:
         if not ((Path(folder) / "train").is_dir() and (Path(folder) / "test").is_dir()):
             raise UserError(f"{folder} does not hold train/ and test/: name the test shards with --test")

@@ -235,6 +235,10 @@ def test_several_data_sets_in_one_call(
     assert row.count("±") == 2
     saved = json.loads((trained / "run" / "results.json").read_text())["evaluations"]
     assert {f"{trained}/test", f"{other}/test"} <= {old["data"]["test"] for old in saved}
+    places = ["--data", f"{trained}/train", "--test", f"{trained}/test"]
+    assert call(monkeypatch, trained / "run", "few_shot", *places, "shots=[2]") == 0
+    shown = capsys.readouterr().out
+    assert f"{trained}/test" in shown and f"{trained}/train" not in shown, "the numbers are about the test images"
 
 
 @pytest.mark.usefixtures("fewer_digits")
