@@ -28,6 +28,11 @@ from ssl_vit.interfaces import RunError, UserError
 from ssl_vit.training import Precision, processes
 from ssl_vit.training.memory import keep_freed_memory
 
+_KNOWN_WARNINGS = (
+    "Please use the new API settings to control TF32",  # torch 2.9's alone, of what later versions take in silence
+    "`broadcast_buffers` is deprecated",  # Accelerate has no new name for it
+    "Grad strides do not match bucket view strides",  # of one small gradient, which is copied
+)
 _MIXED = {"fp32": "no", "tf32": "no", "bf16": "bf16", "fp16": "fp16"}
 
 
@@ -50,6 +55,8 @@ def make_accelerator(precision: Precision = "fp32", timeout: int = 600, compiled
     for kind in ("DEEPSPEED", "MEGATRON_LM"):
         if parse_flag_from_env(f"ACCELERATE_USE_{kind}"):
             raise UserError(f"{kind} is not supported: use FSDP2 (recipes/launch/fsdp2.yaml), which shards the same")
+    for known in _KNOWN_WARNINGS:
+        warnings.filterwarnings("ignore", known)
     torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
     torch.backends.cudnn.allow_tf32 = precision == "tf32"
     # It fixes the precision of the process's first stage; the next may have another. After a sharded stage, what lies
@@ -75,9 +82,6 @@ def make_accelerator(precision: Precision = "fp32", timeout: int = 600, compiled
             f"the {launched} processes did not find each other within {timeout} s (training.timeout): "
             f"{str(error).splitlines()[0]}; check that all were started, with the same main address and port"
         ) from error
-    # Accelerate has no new name for the first; the second is about one small gradient, which is copied.
-    for known in ("`broadcast_buffers` is deprecated", "Grad strides do not match bucket view strides"):
-        warnings.filterwarnings("ignore", known)
     with processes.shared_errors():
         _check_world(accelerator, launched)
     if accelerator.device.type == "cpu":
