@@ -51,7 +51,9 @@ class Started:
 
     @property
     def text(self) -> str:
-        return self.output.read_text()
+        """What it printed, without what torch 2.9 tells of every group of processes."""
+        lines = self.output.read_text().splitlines(keepends=True)
+        return "".join(line for line in lines if not line.startswith("[Gloo] Rank "))
 
     def signal(self, number: signal.Signals) -> None:
         """To its loader workers too, as schedulers do."""
