@@ -12,6 +12,8 @@ import pytest
 from rich.console import Console
 from scipy import stats
 
+from ssl_vit.report import plots
+from ssl_vit.report.compared import section
 from ssl_vit.report.statistics import summarise
 from ssl_vit.report.tables import terminal_table
 
@@ -221,6 +223,20 @@ def test_the_metric_of_a_data_set_is_what_is_counted() -> None:
         found["mean_per_class"] = found["accuracy"] / 2
     results["sets"] = {"": {"classes": 10, "metric": "mean_per_class"}}
     assert row(summarise(results)["accuracy"], arm="ssl")["mean"] == pytest.approx(0.425)
+
+
+def test_the_first_arm_without_labels_is_held_against_the_others() -> None:
+    spent = {"images_seen": 1, "seconds": 1.0, "parameters": 1, "flops": 1}
+    results = comparison({"ssl": {5: [0.6, 0.8]}, "ssl_15": {5: [0.5, 0.6]}, "scratch": {5: [0.4, 0.4]}})
+    results["arms"].append({"name": "ssl_15", "label": "15%", "run": "ssl_15", "labels_used": 0, "pretraining": spent})
+    differences = summarise(results)["differences"]
+    pairs = [(found["arm"], found["against"], found["role"]) for found in differences]
+    assert pairs == [("ssl", "scratch", "baseline"), ("ssl", "ssl_15", "variant"), ("ssl_15", "scratch", "baseline")]
+    assert row(differences, role="variant")["mean"] == pytest.approx(0.15)
+    drawn = section(results, summarise(results), plots.arm_styles(["ssl", "ssl_15", "scratch"]), "", "fine_tune")
+    assert drawn["under_test"] == "the ssl arm [bold]" and drawn["gain"]["inline"].count("minus") == 2
+    results["study"] = "flops"
+    assert "variant" not in {found["role"] for found in summarise(results)["differences"]}
 
 
 def test_each_data_set_gets_its_sentences_and_its_tables() -> None:
