@@ -67,13 +67,11 @@ class Judge(ABC):
 
     title: a heading for people. references: sources measured beside the judged backbone: `untrained` (the same
     architecture, freshly initialised; where the evaluator trains it, that is training from scratch) and `pixels`.
-    tuned: whether `choose` must run before `measure`, once a source and tuning budget.
     trains_backbone: whether judging trains the whole network, so that a comparison measures its scratch arm with it.
     """
 
     title: ClassVar[str]
     references: ClassVar[tuple[str, ...]] = REFERENCES
-    tuned: ClassVar[bool] = False
     trains_backbone: ClassVar[bool] = False
 
     def __init__(self, config: Any) -> None:
@@ -91,8 +89,15 @@ class Judge(ABC):
         """Measure one source at every budget and seed; `choice` is what `choose` returned, where there is such."""
 
     def choose(self, task: Task, source: str, budget: int | str, seed: int) -> Choice | None:
-        """Sweep settings on held-out training images; None where there is nothing to choose for this source."""
-        raise NotImplementedError
+        """Sweep settings on held-out training images; None where there is nothing to choose for this source.
+
+        An evaluator that has its own is `tuned`: its `choose` runs before `measure`, once a source and tuning budget.
+        """
+        return None
+
+    @property
+    def tuned(self) -> bool:
+        return type(self).choose is not Judge.choose
 
     def budgets(self, asked: Sequence[int | str]) -> Sequence[int | str]:
         """The label budgets to measure where these are asked for."""

@@ -121,7 +121,6 @@ class Evaluator(Judge):
     """Sweep, then a fine-tuning a seed, for the trained backbone and from scratch; raw pixels get the linear probe."""
 
     title = "Fine-tuning"
-    tuned = True
     trains_backbone = True
 
     def tuned_at(self, budget: int | str) -> int | str:
