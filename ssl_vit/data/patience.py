@@ -39,7 +39,7 @@ class Patience:
         if isinstance(error, (UserError, RunError, FileNotFoundError, PermissionError, *_MISTAKES)):
             raise error
         if (
-            isinstance(error, (ValueError, NotImplementedError))
+            isinstance(error, (ValueError, NotImplementedError))  # the second: what a file system cannot do
             or (isinstance(error, OSError) and error.errno in _REFUSALS)
             or (status is not None and 400 <= status < 500 and status not in _PASSING_STATUS)
         ):

@@ -40,7 +40,7 @@ def find_filesystem(url: str) -> tuple[Any, str]:
     except ImportError as error:
         mend = f"pip install 'ssl-vit[{_EXTRAS[protocol]}]'" if protocol in _EXTRAS else str(error)
         raise UserError(f"{url}: {protocol}:// needs a package that is not installed: {mend}") from None
-    except (ValueError, NotImplementedError) as error:
+    except (ValueError, NotImplementedError) as error:  # fsspec has the second for what a file system cannot do
         raise UserError(f"{url}: cannot open such a URL: {error}") from None
     if filesystem.async_impl:
         _clients[id(filesystem)] = filesystem

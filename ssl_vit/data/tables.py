@@ -11,7 +11,7 @@ from typing import Any
 
 import datasets
 import numpy as np
-from pyarrow import compute  # type: ignore[import-untyped]
+from pyarrow import ArrowNotImplementedError, compute  # type: ignore[import-untyped]
 
 from ssl_vit.data.raw import BrokenImageError, Source, find_split, read_file
 from ssl_vit.interfaces import UserError
@@ -30,7 +30,7 @@ def open_table(
     column = image_column or _image_column(spec, table)
     try:
         images = table.select_columns([column]).cast_column(column, datasets.Image(decode=False))
-    except (TypeError, ValueError, NotImplementedError) as error:  # the last is pyarrow's
+    except (TypeError, ValueError, ArrowNotImplementedError) as error:
         raise UserError(f"{spec}: column {column!r} does not hold images: {_first_line(error)}") from None
     wanted = label_column or _label_column(spec, table)
     classes, labels = _classes_and_labels(spec, table, list(tables.values()), wanted) if wanted else (None, None)
