@@ -6,6 +6,8 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from ssl_vit import plugins, recipe
 from ssl_vit.compare.config import ONLY, Study
 from ssl_vit.compare.plan import Piece, Plan
@@ -13,7 +15,7 @@ from ssl_vit.compare.run import look
 from ssl_vit.compare.suites import packed
 from ssl_vit.compare.work import is_done
 from ssl_vit.data.shards import ShardSet
-from ssl_vit.evaluators.labels import choose_labelled, labels_of
+from ssl_vit.evaluators.labels import choose_each, choose_labelled, labels_of
 from ssl_vit.preview import preview as preview_stage
 from ssl_vit.recipe import Recipe
 
@@ -97,17 +99,22 @@ class _Costs:
             self.hours[piece.arm, "fine_tuning"] += seconds / 3600
 
     def _features(self, piece: Piece, like: Recipe) -> None:
-        """Every image once through the backbone, for each representation that evaluators read of it."""
-        config = self.plan.evaluators[piece.data][piece.evaluator].config
-        representation = getattr(config, "representation", None)
-        if (what := (piece.arm, piece.data, piece.seed, representation)) in self.read:
-            return
-        self.read.add(what)
+        """The images that an evaluator reads once through the backbone; test images once for each representation."""
+        judge = self.plan.evaluators[piece.data][piece.evaluator]
+        representation = getattr(judge.config, "representation", None)
+        budgets = judge.budgets(self.plan.study.comparison.labels_per_class)
+        labels = labels_of(self.opened[piece.data, "train"])
+        chosen = choose_each(labels, budgets, self.plan.seeds_of(piece)).values()
+        few = np.unique(np.concatenate(list(chosen)))
+        images = 0
+        for part, count in (("test", self.opened[piece.data, "test"].samples), (few.tobytes(), len(few))):
+            what = (piece.arm, piece.data, piece.seed, representation, part)
+            images += 0 if what in self.read else count
+            self.read.add(what)
         size = {"image_size": representation.image_size} if representation and representation.image_size else {}
         batch = like.training.batch_size
         keys = {"backbone": size, "objective": {"name": "classification", "head": "linear", "pooling": "mean"}}
         measured = self._measured(piece, like, keys | {"training": {"steps": 1, "batch_size": batch}})
-        images = sum(self.opened[piece.data, part].samples for part in ("train", "test"))
         self.hours[piece.arm, "features"] += _seconds(measured, _FORWARD) * images / batch / 3600
 
     def _measured(self, piece: Piece, like: Recipe, keys: Shown) -> Shown:

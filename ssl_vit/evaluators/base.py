@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 from pydantic import Field
 
-from ssl_vit.evaluators import ALL, Budgets, Seeds
+from ssl_vit.evaluators import ALL, Budgets, Seeds, budget_words
 from ssl_vit.evaluators.features import REFERENCES, Representation, Task
 from ssl_vit.interfaces import Config, Measurement
 from ssl_vit.models import ImageSize, Resampling
@@ -142,6 +142,11 @@ def named(
         yield f"{name}/std", float(np.std(values, ddof=1)) if len(values) > 1 else 0.0
         for seed, value in by_seed.items():
             yield f"{name}/seed{seed}", value
+
+
+def accuracy_name(budget: int | str) -> str:
+    """What a budget's only number is called."""
+    return "accuracy" if budget == ALL else budget_words(budget)
 
 
 def score(predicted: np.ndarray, labels: np.ndarray, classes: int | None = None) -> dict[str, Any]:

@@ -9,10 +9,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ from ssl_vit.data.evaluation import EvaluationStream, evaluation_batches
 from ssl_vit.data.samples import Skip, View
 from ssl_vit.data.shards import ShardSet, open_url
 from ssl_vit.data.transforms import evaluation_transform
-from ssl_vit.evaluators.labels import choose_labelled, labels_of
+from ssl_vit.evaluators.labels import choose_each, labels_of
 from ssl_vit.interfaces import Config, Size, UserError
 from ssl_vit.models import Resampling
 from ssl_vit.models.backbone import Encoder, Pooling, at_size
@@ -35,7 +35,7 @@ from ssl_vit.training import processes
 
 REFERENCES = ("untrained", "pixels")
 _PIXELS = 32  # a side of the raw-pixel reference, at most: 3,072 numbers an image, whatever the images' size
-_FORMAT = "1"
+_FORMAT = "2"
 
 
 class Representation(NamedTuple):
@@ -52,10 +52,16 @@ class Representation(NamedTuple):
 
 @dataclass(frozen=True)
 class Features:
-    """vectors: float32 (n, d). labels: int64 (n,). Rows are in the shard set's order."""
+    """vectors: float32 (n, d). labels: int64 (n,). images: int64 (n,), their global indices, rising."""
 
     vectors: np.ndarray
     labels: np.ndarray
+    images: np.ndarray
+
+    def of(self, images: np.ndarray) -> Features:
+        """The rows of these images in their order; an image that could not be read has none."""
+        rows = np.searchsorted(self.images, images[np.isin(images, self.images)])
+        return Features(self.vectors[rows], self.labels[rows], self.images[rows])
 
 
 @dataclass
@@ -81,29 +87,47 @@ class Task:
     cache: Path | None = None
     objective: Config | None = None
     skipped: list[Skip] = field(default_factory=list)
-    _features: dict[tuple[str, str, Representation | None], Features] = field(default_factory=dict)
+    _features: dict[tuple[Any, ...], Features] = field(default_factory=dict)
 
-    def features(self, source: str, split: str, representation: Representation) -> Features:
+    def features(
+        self, source: str, split: str, representation: Representation, images: np.ndarray | None = None
+    ) -> Features:
         """Features of `trained`, `untrained` or `pixels` on `train` or `test`; each is extracted once.
 
+        images: int64, global indices of those wanted, rising (None: all). What is asked for is extracted whole or taken
+        from the same question before: parts of other answers could differ in the last bit.
         Raises UserError where the shards carry no labels, and for a block that the backbone does not have.
         """
-        key = (source, split, None if source == "pixels" else representation)
+        what = None if source == "pixels" else representation
+        key = (source, split, what, None if images is None else images.tobytes())
         if key not in self._features:
-            self._features[key] = _cached(self, source, getattr(self, split), representation)
+            self._features[key] = _cached(self, source, getattr(self, split), representation, images)
         return self._features[key]
 
-    def labelled_features(self, source: str, representation: Representation, budget: int | str, seed: int) -> Features:
-        """Training features of the images that a label budget allows, chosen by `seed` as few_shot does."""
-        train = self.features(source, "train", representation)
-        chosen = choose_labelled(train.labels, budget, seed)
-        return Features(train.vectors[chosen], train.labels[chosen])
+    def labelled_features(
+        self, source: str, representation: Representation, budgets: Sequence[int | str], seeds: Sequence[int]
+    ) -> Iterator[tuple[tuple[int | str, int], Features]]:
+        """((label budget, seed), training features of the images that they allow, in the order of `choose_labelled`).
+
+        Only images that one of them allows are read.
+        """
+        chosen = choose_each(self.train_labels, budgets, seeds)
+        wanted = np.unique(np.concatenate(list(chosen.values())))
+        everything = len(wanted) == (self.train_labels >= 0).sum()
+        read = self.features(source, "train", representation, None if everything else wanted)
+        for place, images in chosen.items():
+            yield place, read.of(images)
+
+    @property
+    def train_labels(self) -> np.ndarray:
+        """Every training image's class, int64 (samples,); -1 where there is none."""
+        return labels_of(self.train)
 
     @property
     def classes(self) -> int:
         """How many classes the shards name; where neither set names any, as many as the training labels say."""
         named = max(len(self.train.classes or ()), len(self.test.classes or ()))
-        return named or int(labels_of(self.train).max()) + 1
+        return named or int(self.train_labels.max()) + 1
 
     def skipped_names(self) -> list[dict[str, str]]:
         """The samples left out so far, each once, as plain JSON."""
@@ -127,10 +151,11 @@ def evaluation_stream(
         needs_labels=True,
     )
     ranks = task.accelerator.num_processes
+    samples = shards.samples if indices is None else len(indices)
     return EvaluationStream(
         shards,
         view,
-        batch_size=max(1, min(task.batch_size, -(-shards.samples // ranks))),
+        batch_size=max(1, min(task.batch_size, -(-samples // ranks))),
         rank=task.accelerator.process_index,
         ranks=ranks,
         workers=task.workers,
@@ -166,8 +191,8 @@ def extract(
     rows, classes, order = (np.concatenate([rank[n] for rank in everyone]) for n in range(3))
     if len(classes) == 0:
         raise UserError(f"{shards.spec}: no sample there has a readable image and a label (.cls)")
-    order = np.argsort(order)
-    return Features(rows[order], classes[order])
+    rising = np.argsort(order)
+    return Features(rows[rising], classes[rising], order[rising])
 
 
 def _reader(task: Task, source: str, representation: Representation) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -188,9 +213,11 @@ def _pixels(images: torch.Tensor) -> torch.Tensor:
     return (pixels if size == (height, width) else F.adaptive_avg_pool2d(pixels, size)).flatten(1) / 127.5 - 1
 
 
-def _cached(task: Task, source: str, shards: ShardSet, representation: Representation) -> Features:
+def _cached(
+    task: Task, source: str, shards: ShardSet, representation: Representation, images: np.ndarray | None
+) -> Features:
     """From the cache where the same features are there, else extracted (and kept). Every rank gets the same."""
-    path = task.cache / f"{_content(task, source, shards, representation)}.safetensors" if task.cache else None
+    path = task.cache / f"{_content(task, source, shards, representation, images)}.safetensors" if task.cache else None
     main = task.accelerator.is_main_process
     found = processes.gather(_read(path) if path and main else None)[0]
     if found is not None:
@@ -199,7 +226,7 @@ def _cached(task: Task, source: str, shards: ShardSet, representation: Represent
         return features
     before = len(task.skipped)
     image_size = None if source == "pixels" else representation.image_size
-    features = extract(task, shards, _reader(task, source, representation), image_size)
+    features = extract(task, shards, _reader(task, source, representation), image_size, images)
     skipped = [skip for rank in processes.gather(task.skipped[before:]) for skip in rank]
     task.skipped[before:] = skipped
     if path and main:
@@ -211,7 +238,7 @@ def _read(path: Path) -> tuple[Features, list[Skip]] | None:
     try:
         with safe_open(path, "numpy") as file:
             skipped = [Skip(**skip) for skip in json.loads(file.metadata()["skipped"])]
-            return Features(file.get_tensor("vectors"), file.get_tensor("labels")), skipped
+            return Features(*(file.get_tensor(key) for key in ("vectors", "labels", "images"))), skipped
     except (OSError, SafetensorError):  # not there, or cut short by a full disk: extracted again
         return None
 
@@ -220,17 +247,21 @@ def _write(path: Path, features: Features, skipped: list[Skip]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     metadata = {"skipped": json.dumps([asdict(skip) for skip in skipped])}
-    save_file({"vectors": features.vectors, "labels": features.labels}, beside, metadata)
+    save_file(vars(features), beside, metadata)
     beside.replace(path)
 
 
-def _content(task: Task, source: str, shards: ShardSet, representation: Representation) -> str:
+def _content(
+    task: Task, source: str, shards: ShardSet, representation: Representation, images: np.ndarray | None
+) -> str:
     """A hash of everything that the features depend on."""
     content = hashlib.sha256()
     for shard, checksum in enumerate(shards.checksums or [""] * len(shards.urls)):
         content.update(f"{shards.counts[shard]} {checksum or _checksum(shards, shard)}\n".encode())
     what = [_FORMAT, source == "pixels", task.trained.channels, task.trained.image_size, task.data.evaluation_resize]
     content.update(json.dumps([*what, len(shards.classes or ())]).encode())
+    if images is not None:
+        content.update(images.tobytes())
     if source != "pixels":
         backbone: Encoder = getattr(task, source)
         settings = [backbone.name, backbone.arguments, backbone.mean, backbone.std, backbone.own_settings]

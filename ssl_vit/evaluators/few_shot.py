@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,10 +17,13 @@ from threadpoolctl import threadpool_limits
 from ssl_vit.evaluators import Numbers, Seeds
 from ssl_vit.evaluators.base import Choice, FeatureConfig, Judge, score
 from ssl_vit.evaluators.features import Task
-from ssl_vit.evaluators.labels import choose_shots
+from ssl_vit.evaluators.labels import choose_each
 from ssl_vit.interfaces import Measurement
 
 _BIAS = 100.0  # the constant feature; regularised like the rest, so its size sets how free the bias is
+Place = tuple[int | str, int]
+"""(shots, seed)"""
+
 _SCORES = 1 << 22  # scores computed at once by a thread: 32 MiB
 
 
@@ -47,50 +50,44 @@ class Config(FeatureConfig):
 
 @dataclass(frozen=True)
 class Fit:
-    """Of one (shots, seed): the images chosen (indices into train), and by l2 the predicted class of every test image
-    and (where asked for) the leave-one-out accuracy over the shots, None for one shot a class."""
+    """Of one choice of images: by l2 the predicted class of every test image and (where asked for) the leave-one-out
+    accuracy over the shots, None for one shot a class."""
 
-    chosen: np.ndarray
     predicted: dict[float, np.ndarray]
     held_out: dict[float, float] | None
 
 
 def fit_all(
-    train_features: np.ndarray,
-    train_labels: np.ndarray,
+    train: Mapping[Place, tuple[np.ndarray, np.ndarray]],
     test_features: np.ndarray,
     *,
-    shots: Sequence[int],
-    seeds: Sequence[int],
     l2: Sequence[float],
     leave_one_out: bool = False,
-) -> dict[tuple[int, int], Fit]:
-    """Ridge regression on one-hot +1/-1 targets for every (shots, seed), all l2 values from one eigendecomposition.
+) -> dict[Place, Fit]:
+    """Ridge regression on one-hot +1/-1 targets for every choice of images, all l2 values from one eigendecomposition.
 
-    features: float (n, d). labels: int (n,). Features are standardised by the chosen shots' own mean and population
-    standard deviation (+ 1e-5); a constant feature of 100 carries the bias and is regularised like the rest. Solved in
-    float64. Each (shots, seed) is solved by one thread whose linear algebra does not split further, so the same arrays
-    give the same bits on any number of cores.
+    train: (features, labels) by (shots, seed), rows class by class. features: float (n, d). labels: int (n,). Features
+    are standardised by the chosen shots' own mean and population standard deviation (+ 1e-5); a constant feature of 100
+    carries the bias and is regularised like the rest. Solved in float64. Each choice is solved by one thread whose
+    linear algebra does not split further, so the same arrays give the same bits on any number of cores.
     """
-    if train_features.shape[1:] != test_features.shape[1:]:
-        raise ValueError(f"train features {train_features.shape} and test features {test_features.shape} do not fit")
-    centre = train_features.mean(0, dtype=np.float64)  # large offsets would cost digits below
+    centre = test_features.mean(0, dtype=np.float64)  # large offsets would cost digits below
     test = test_features - centre
 
-    def fit(shot: int, seed: int) -> Fit:
-        chosen = choose_shots(train_labels, shot, seed)
-        return _fit(train_features[chosen] - centre, train_labels[chosen], chosen, test, l2, leave_one_out)
+    def fit(place: Place) -> Fit:
+        features, labels = train[place]
+        if features.shape[1:] != test_features.shape[1:]:
+            raise ValueError(f"train features {features.shape} and test features {test_features.shape} do not fit")
+        return _fit(features - centre, labels, test, l2, leave_one_out)
 
-    pairs = sorted(((shot, seed) for seed in seeds for shot in shots), reverse=True)  # the long ones first
+    places = sorted(train, reverse=True)  # the long ones first
     with threadpool_limits(1, "blas"), ThreadPoolExecutor(torch.get_num_threads()) as pool:
-        fits = dict(zip(pairs, pool.map(lambda pair: fit(*pair), pairs), strict=True))
-    return {(shot, seed): fits[shot, seed] for seed in seeds for shot in shots}
+        fits = dict(zip(places, pool.map(fit, places), strict=True))
+    return {place: fits[place] for place in train}
 
 
-def _fit(
-    x: np.ndarray, labels: np.ndarray, chosen: np.ndarray, test: np.ndarray, l2: Sequence[float], leave_one_out: bool
-) -> Fit:
-    """One (shots, seed); the rows of x (n, d) come class by class."""
+def _fit(x: np.ndarray, labels: np.ndarray, test: np.ndarray, l2: Sequence[float], leave_one_out: bool) -> Fit:
+    """One choice of images; the rows of x (n, d) come class by class."""
     mean, deviation = x.mean(0), x.std(0) + 1e-5
     x = np.concatenate([(x - mean) / deviation, np.full((len(x), 1), _BIAS)], axis=1)
     classes, first = np.unique(labels, return_index=True)
@@ -109,7 +106,7 @@ def _fit(
     if leave_one_out and len(x) > len(classes):
         scores = {value: path.leave_one_out(value) for value in l2}
         held_out = {value: float((classes[found.argmax(1)] == labels).mean()) for value, found in scores.items()}
-    return Fit(chosen, dict(zip(l2, predicted, strict=True)), held_out)
+    return Fit(dict(zip(l2, predicted, strict=True)), held_out)
 
 
 class RidgePath:
@@ -178,7 +175,9 @@ def few_shot_accuracy(
             stacklevel=2,
         )
     values = (l2,) if isinstance(l2, (int, float)) else tuple(l2)
-    fits = fit_all(train_features, train_labels, test_features, shots=shots, seeds=seeds, l2=values)
+    chosen = choose_each(train_labels, shots, seeds)
+    train = {place: (train_features[at], train_labels[at]) for place, at in chosen.items()}
+    fits = fit_all(train, test_features, l2=values)
     found = {
         (shot, seed, value): float((fit.predicted[value] == test_labels).mean())
         for (shot, seed), fit in fits.items()
@@ -211,19 +210,18 @@ class Evaluator(Judge):
         choice: Choice | None = None,
     ) -> Iterator[Measurement]:
         c: Config = self.config
-        shots = [int(budget) for budget in budgets]
-        train, test = (task.features(source, split, c.representation) for split in ("train", "test"))
-        fits = fit_all(
-            train.vectors, train.labels, test.vectors, shots=shots, seeds=seeds, l2=c.l2, leave_one_out=c.select_l2
-        )
-        for (shot, seed), fit in fits.items():
-            short = short_classes(train.labels, shot)
-            note = f"{len(short)} class(es) have fewer than {shot} images and gave all they have: {short[:10]}"
+        test = task.features(source, "test", c.representation)
+        train = dict(task.labelled_features(source, c.representation, budgets, seeds))
+        arrays = {place: (few.vectors, few.labels) for place, few in train.items()}
+        for (shot, seed), fit in fit_all(arrays, test.vectors, l2=c.l2, leave_one_out=c.select_l2).items():
+            labels = train[shot, seed].labels
+            short = short_classes(labels, int(shot))
+            note = f"{len(short)} class(es) gave fewer than {shot} images, all that could be read: {short[:10]}"
             for value in [select(fit, c.l2)] if c.select_l2 else c.l2:
                 yield Measurement(
                     name=f"{shot}-shot" if value == c.l2[0] or c.select_l2 else f"{shot}-shot, l2={value:g}",
                     labels_per_class=shot,
-                    labels=len(fit.chosen),
+                    labels=len(labels),
                     seed=seed,
                     chosen={"l2": value} if c.select_l2 else {},
                     notes=(note,) if short else (),

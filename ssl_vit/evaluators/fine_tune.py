@@ -16,12 +16,12 @@ from pydantic import Field, model_validator
 from timm.layers import DropPath, calculate_drop_path_rates
 
 from ssl_vit.data import AugmentConfig
-from ssl_vit.evaluators import ALL, Budget, Budgets, Seeds, budget_words
-from ssl_vit.evaluators.base import Choice, Judge, score
+from ssl_vit.evaluators import ALL, Budget, Budgets, Seeds
+from ssl_vit.evaluators.base import Choice, Judge, accuracy_name, score
 from ssl_vit.evaluators.features import Representation, Task
-from ssl_vit.evaluators.labels import choose_labelled, held_out_split, labels_of
+from ssl_vit.evaluators.labels import choose_labelled, held_out_split
 from ssl_vit.evaluators.linear_probe import probe_predictions
-from ssl_vit.evaluators.tuning import Cost, scores, train_classifier
+from ssl_vit.evaluators.tuning import Cost, measurement, scores, train_classifier
 from ssl_vit.interfaces import Config as BaseConfig
 from ssl_vit.interfaces import Measurement, RunError, UserError
 from ssl_vit.models import ImageSize, Resampling
@@ -147,7 +147,7 @@ class Evaluator(Judge):
         if source == "pixels":
             return None
         c: Config = self.config
-        labels = labels_of(task.train)
+        labels = task.train_labels
         train, held = labelled(labels, c, budget, seed)
         tried: list[dict[str, Any]] = []
         costs: list[Cost] = []
@@ -167,7 +167,7 @@ class Evaluator(Judge):
         if winner is None:
             raise UserError(f"fine_tune: no candidate of lrs={c.lrs} trained without diverging")
         chosen, objective, cost = winner
-        measured = None if budget == ALL else _measurement(task, objective, cost, budget, seed, len(train))
+        measured = None if budget == ALL else measurement(task, objective, cost, budget, seed, len(train))
         total = Cost(*(sum(values) for values in zip(*(vars(cost).values() for cost in costs), strict=True)))
         return Choice(tried, chosen, measured, **vars(total))
 
@@ -186,13 +186,13 @@ class Evaluator(Judge):
                 elif choice.measured and (choice.measured.labels_per_class, choice.measured.seed) == (budget, seed):
                     yield choice.measured  # the sweep has trained this very model already
                 else:
-                    labels = labels_of(task.train)
+                    labels = task.train_labels
                     train, held = labelled(labels, self.config, budget, seed)
                     if budget == ALL:
                         train = np.sort(np.concatenate([train, held]))
                     length = {key: value for key, value in choice.chosen.items() if key in ("steps", "epochs")}
                     objective, cost = self._train(task, source, choice.chosen["lr"], length, seed, train)
-                    yield _measurement(task, objective, cost, budget, seed, len(train))
+                    yield measurement(task, objective, cost, budget, seed, len(train))
 
     def _lengths(self) -> list[dict[str, Any]]:
         c: Config = self.config
@@ -257,22 +257,17 @@ class Evaluator(Judge):
         return encoder
 
     def _pixels(self, task: Task, budget: int | str, seed: int) -> Measurement:
-        train, test = (task.features("pixels", split, Representation()) for split in ("train", "test"))
-        chosen = labelled(train.labels, self.config, budget, seed)[0]
-        fitted = probe_predictions(train.vectors[chosen], train.labels[chosen], test.vectors, cs=_PIXEL_CS, seed=seed)
-        found = score(fitted.predicted, test.labels, task.classes)
+        chosen = labelled(task.train_labels, self.config, budget, seed)[0]
+        train = task.features("pixels", "train", Representation(), chosen)
+        test = task.features("pixels", "test", Representation())
+        fitted = probe_predictions(train.vectors, train.labels, test.vectors, cs=_PIXEL_CS, seed=seed)
         note = "raw pixels have no network to fine-tune: a linear probe"
-        place = {"name": _name(budget), "labels_per_class": budget, "seed": seed, "labels": len(chosen)}
-        chosen_c, notes = {"C": fitted.c}, (note, *fitted.notes)
-        return Measurement(**place, chosen=chosen_c, notes=notes, **found)  # type: ignore[arg-type]
-
-
-def _name(budget: int | str) -> str:
-    return "accuracy" if budget == ALL else budget_words(budget)
-
-
-def _measurement(
-    task: Task, objective: classification.Objective, cost: Cost, budget: int | str, seed: int, labels: int
-) -> Measurement:
-    place = {"name": _name(budget), "labels_per_class": budget, "seed": seed, "labels": labels}
-    return Measurement(**place, **vars(cost), **scores(task, objective, task.test))  # type: ignore[arg-type]
+        return Measurement(
+            name=accuracy_name(budget),
+            labels_per_class=budget,
+            labels=len(train.labels),
+            seed=seed,
+            chosen={"C": fitted.c},
+            notes=(note, *fitted.notes),
+            **score(fitted.predicted, test.labels, task.classes),
+        )

@@ -81,16 +81,14 @@ class Evaluator(Judge):
     ) -> Iterator[Measurement]:
         c: Config = self.config
         test = task.features(source, "test", c.representation)
-        for budget in budgets:
-            for seed in seeds:
-                train = task.labelled_features(source, c.representation, budget, seed)
-                arrays = (train.vectors, train.labels, test.vectors)
-                for k, predicted in knn_predictions(*arrays, ks=c.ks, temperature=c.temperature).items():
-                    yield Measurement(
-                        name=f"k={k}" if budget == ALL else f"k={k}, {budget_words(budget)}",
-                        labels_per_class=budget,
-                        labels=len(train.labels),
-                        seed=seed,
-                        main=k == c.ks[0],
-                        **score(predicted, test.labels, task.classes),
-                    )
+        for (budget, seed), train in task.labelled_features(source, c.representation, budgets, seeds):
+            arrays = (train.vectors, train.labels, test.vectors)
+            for k, predicted in knn_predictions(*arrays, ks=c.ks, temperature=c.temperature).items():
+                yield Measurement(
+                    name=f"k={k}" if budget == ALL else f"k={k}, {budget_words(budget)}",
+                    labels_per_class=budget,
+                    labels=len(train.labels),
+                    seed=seed,
+                    main=k == c.ks[0],
+                    **score(predicted, test.labels, task.classes),
+                )

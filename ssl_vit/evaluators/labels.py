@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -30,6 +30,13 @@ def choose_labelled(labels: np.ndarray, budget: int | str, seed: int) -> np.ndar
         return choose_shots(labels, budget, seed)
     share = float(budget[:-1]) / 100
     return _first_of_each(labels, seed, lambda count: max(1, round(share * count)))
+
+
+def choose_each(
+    labels: np.ndarray, budgets: Sequence[int | str], seeds: Sequence[int]
+) -> dict[tuple[int | str, int], np.ndarray]:
+    """`choose_labelled` for every (label budget, seed)."""
+    return {(budget, seed): choose_labelled(labels, budget, seed) for budget in budgets for seed in seeds}
 
 
 def _first_of_each(labels: np.ndarray, seed: int, wanted: Callable[[int], int]) -> np.ndarray:

@@ -17,11 +17,10 @@ from sklearn.exceptions import ConvergenceWarning
 from sklearn.linear_model import LogisticRegression
 
 from ssl_vit.data import AugmentConfig
-from ssl_vit.evaluators import ALL, budget_words
-from ssl_vit.evaluators.base import Choice, Judge, LabelledConfig, score
+from ssl_vit.evaluators.base import Choice, Judge, LabelledConfig, accuracy_name, score
 from ssl_vit.evaluators.features import Task
-from ssl_vit.evaluators.labels import choose_labelled, held_out_split, labels_of
-from ssl_vit.evaluators.tuning import scores, train_classifier
+from ssl_vit.evaluators.labels import choose_labelled, held_out_split
+from ssl_vit.evaluators.tuning import measurement, train_classifier
 from ssl_vit.interfaces import Measurement, UserError
 from ssl_vit.models.backbone import at_size
 from ssl_vit.objectives import classification
@@ -122,32 +121,29 @@ class Evaluator(Judge):
         seeds: Sequence[int],
         choice: Choice | None = None,
     ) -> Iterator[Measurement]:
-        by_lars = self.config.method == "lars" and source != "pixels"
-        for budget in budgets:
-            for seed in seeds:
-                place: dict[str, Any] = {
-                    "name": "accuracy" if budget == ALL else budget_words(budget),
-                    "labels_per_class": budget,
-                    "seed": seed,
-                }
-                yield self._lars(task, source, place) if by_lars else self._exact(task, source, place)
-
-    def _exact(self, task: Task, source: str, place: dict[str, Any]) -> Measurement:
+        if self.config.method == "lars" and source != "pixels":
+            yield from (self._lars(task, source, budget, seed) for budget in budgets for seed in seeds)
+            return
         c: Config = self.config
-        seed = place["seed"]
-        train = task.labelled_features(source, c.representation, place["labels_per_class"], seed)
+        settings: dict[str, Any] = {"cs": c.cs, "held_out": c.held_out, "max_iterations": c.max_iterations}
         test = task.features(source, "test", c.representation)
-        arrays = (train.vectors, train.labels, test.vectors)
-        settings = {"cs": c.cs, "held_out": c.held_out, "max_iterations": c.max_iterations}
-        fitted = probe_predictions(*arrays, seed=seed, **settings)  # type: ignore[arg-type]
-        found = score(fitted.predicted, test.labels, task.classes)
-        return Measurement(**place, labels=len(train.labels), chosen={"C": fitted.c}, notes=fitted.notes, **found)
+        for (budget, seed), train in task.labelled_features(source, c.representation, budgets, seeds):
+            fitted = probe_predictions(train.vectors, train.labels, test.vectors, seed=seed, **settings)
+            yield Measurement(
+                name=accuracy_name(budget),
+                labels_per_class=budget,
+                labels=len(train.labels),
+                seed=seed,
+                chosen={"C": fitted.c},
+                notes=fitted.notes,
+                **score(fitted.predicted, test.labels, task.classes),
+            )
 
-    def _lars(self, task: Task, source: str, place: dict[str, Any]) -> Measurement:
+    def _lars(self, task: Task, source: str, budget: int | str, seed: int) -> Measurement:
         c: Config = self.config
         if c.pooling == "both" or c.block is not None:
             raise UserError("linear_probe: method=lars reads the model's output pooled as token, mean or patches")
-        images = choose_labelled(labels_of(task.train), place["labels_per_class"], place["seed"])
+        images = choose_labelled(task.train_labels, budget, seed)
         batch_size = min(c.batch_size, len(images)) // c.lanes * c.lanes
         if not batch_size:
             raise UserError(f"linear_probe: {len(images)} labelled images are fewer than lanes={c.lanes}: lower lanes")
@@ -170,7 +166,6 @@ class Evaluator(Judge):
             augment=c.augment,
             lanes=c.lanes,
             images=images,
-            seed=place["seed"],
+            seed=seed,
         )
-        found = scores(task, objective, task.test)
-        return Measurement(**place, labels=len(images), **vars(cost), **found)
+        return measurement(task, objective, cost, budget, seed, len(images))

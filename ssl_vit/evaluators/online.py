@@ -41,8 +41,9 @@ class OnlineProbe:
         objective.eval()
         few, scored = self._features(objective, self.shots), self._features(objective, self.scored)
         c = self.config
-        fits = fit_all(few.vectors, few.labels, scored.vectors, shots=(c.shots,), seeds=(0,), l2=(c.l2,))
-        return float((fits[c.shots, 0].predicted[c.l2] == scored.labels).mean())
+        few = few.of(self.shots)  # class by class
+        (fit,) = fit_all({(c.shots, 0): (few.vectors, few.labels)}, scored.vectors, l2=(c.l2,)).values()
+        return float((fit.predicted[c.l2] == scored.labels).mean())
 
     def _features(self, objective: nn.Module, images: np.ndarray) -> Features:
         backbone, pooling = objective.backbone, self.config.pooling

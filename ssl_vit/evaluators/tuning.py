@@ -16,9 +16,9 @@ from ssl_vit.data.samples import View
 from ssl_vit.data.shards import ShardSet
 from ssl_vit.data.stream import train_source
 from ssl_vit.data.transforms import train_transform
-from ssl_vit.evaluators.base import score
+from ssl_vit.evaluators.base import accuracy_name, score
 from ssl_vit.evaluators.features import Task, evaluation_stream
-from ssl_vit.interfaces import UserError
+from ssl_vit.interfaces import Measurement, UserError
 from ssl_vit.models import backbone as backbones
 from ssl_vit.objectives import classification
 from ssl_vit.training import OptimConfig, TrainingConfig, loop, processes
@@ -127,3 +127,11 @@ def scores(
 ) -> dict[str, Any]:
     """accuracy, mean_per_class and per_class on labelled images; see `predictions`."""
     return score(*predictions(task, objective, shards, indices), task.classes)
+
+
+def measurement(
+    task: Task, objective: classification.Objective, cost: Cost, budget: int | str, seed: int, labels: int
+) -> Measurement:
+    """What a trained classifier scores on test, and what it cost."""
+    place: dict[str, Any] = {"name": accuracy_name(budget), "labels_per_class": budget, "seed": seed, "labels": labels}
+    return Measurement(**place, **vars(cost), **scores(task, objective, task.test))

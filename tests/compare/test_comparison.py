@@ -251,12 +251,10 @@ class Evaluator(Judge):
 
     def measure(self, task, source, budgets, seeds, choice=None):
         test = task.features(source, "test", self.config.representation)
-        for budget in budgets:
-            for seed in seeds:
-                train = task.labelled_features(source, self.config.representation, budget, seed)
-                guess = np.full_like(test.labels, np.bincount(train.labels).argmax())
-                place = {"labels_per_class": budget, "labels": len(train.labels), "seed": seed}
-                yield Measurement(name=str(budget), **place, **score(guess, test.labels, task.classes))
+        for (budget, seed), train in task.labelled_features(source, self.config.representation, budgets, seeds):
+            guess = np.full_like(test.labels, np.bincount(train.labels).argmax())
+            place = {"labels_per_class": budget, "labels": len(train.labels), "seed": seed}
+            yield Measurement(name=str(budget), **place, **score(guess, test.labels, task.classes))
 """
 
 

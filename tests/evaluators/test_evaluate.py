@@ -15,6 +15,7 @@ from sklearn.datasets import load_digits
 from torchvision.transforms import v2
 
 from ssl_vit import cli, experiment, recipe
+from ssl_vit.data.samples import SampleReader
 from ssl_vit.data.shards import open_shards
 from ssl_vit.evaluators import features
 from ssl_vit.evaluators.labels import labels_of
@@ -86,9 +87,31 @@ def test_features_are_extracted_once_for_all_evaluators(trained: Path, monkeypat
     monkeypatch.setattr(features, "extract", None)  # nothing may be extracted any more
     again = experiment.evaluate(trained / "run", "few_shot", *data, ["shots=[2]"])
     assert again["measurements"] == first["measurements"], "a result repeats bit for bit"
-    experiment.evaluate(trained / "run", "knn", *data, ["ks=[3]"])
+    experiment.evaluate(trained / "run", "knn", *data, ["ks=[3]", "labels_per_class=2", "seeds=[0,1,2]"])  # the same
     with pytest.raises(TypeError, match="NoneType"):
         experiment.evaluate(trained / "run", "few_shot", *data, ["shots=[2]", "pooling=token"])
+
+
+def test_only_the_images_that_a_label_budget_allows_are_read(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = experiment.run_recipe(trained / "run")
+    task = experiment.make_task(trained / "run", settings, f"{trained}/train", f"{trained}/test")
+    read: list[int] = []
+    sample = SampleReader.sample
+
+    def counted(self: SampleReader, shard: int, *where: int) -> Any:
+        read.append(shard)
+        return sample(self, shard, *where)
+
+    monkeypatch.setattr(SampleReader, "sample", counted)
+    found = dict(task.labelled_features("trained", features.Representation(), (1, 3, "all"), (0, 1)))
+    assert len(read) == task.train.samples, "all are asked for"
+    read.clear()
+    few = dict(task.labelled_features("trained", features.Representation(), (1, 3), (0, 1)))
+    assert len(read) == len({int(image) for one in few.values() for image in one.images}) < 61
+    for place, one in few.items():
+        assert one.images.tolist() == found[place].images.tolist()
+        assert one.labels.tolist() == found[place].labels.tolist() == labels_of(task.train)[one.images].tolist()
+        np.testing.assert_allclose(one.vectors, found[place].vectors, rtol=1e-5, atol=1e-6)
 
 
 def test_the_cache_knows_other_weights_shards_and_preparation(trained: Path, tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from threadpoolctl import threadpool_limits
 from ssl_vit.evaluators import few_shot
 from ssl_vit.evaluators.features import Features, Representation
 from ssl_vit.evaluators.few_shot import Config, Evaluator, RidgePath, few_shot_accuracy, fit_all, select
-from ssl_vit.evaluators.labels import choose_shots
+from ssl_vit.evaluators.labels import choose_each, choose_shots
 
 Split = tuple[np.ndarray, np.ndarray]
 Scores = Callable[[Split, np.ndarray, float], np.ndarray]
@@ -27,6 +28,12 @@ def published_shots(labels: np.ndarray, shots: int, seed: int, classes: int) -> 
     for label in range(classes):
         permuted.append(generator.permutation(np.where(labels == label)[0]))
     return np.concatenate([indices[:shots] for indices in permuted])
+
+
+def shots_of(train: Split, shots: Sequence[int], seeds: Sequence[int]) -> dict[tuple[int | str, int], Split]:
+    """The images of every (shots, seed)."""
+    x, labels = train
+    return {place: (x[rows], labels[rows]) for place, rows in choose_each(labels, shots, seeds).items()}
 
 
 def prepared(train: np.ndarray, test: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -141,7 +148,7 @@ def test_several_l2_at_once_are_the_single_ones() -> None:
 def test_l2_is_selected_by_the_shots_alone() -> None:
     train, test = feature_set("n<d")
     l2 = (1e-2, 1.0, 1e2, 1e4, 1e6)
-    fits = fit_all(*train, test[0], shots=(1, 10), seeds=(0,), l2=l2, leave_one_out=True)
+    fits = fit_all(shots_of(train, (1, 10), (0,)), test[0], l2=l2, leave_one_out=True)
     assert fits[1, 0].held_out is None
     assert select(fits[1, 0], l2) == 1e2, "nothing can be left out of one shot a class: the middle one"
     held_out = fits[10, 0].held_out
@@ -169,7 +176,7 @@ def test_the_same_arrays_give_the_same_bits_on_any_number_of_threads(monkeypatch
             bits[threads] = set()
             torch.set_num_threads(threads)
             with threadpool_limits(threads):
-                fit_all(train, labels, train, shots=(1, 10, 25), seeds=(0, 1), l2=(1.0, 1024.0))
+                fit_all(shots_of((train, labels), (1, 10, 25), (0, 1)), train, l2=(1.0, 1024.0))
     finally:
         torch.set_num_threads(before)
     assert len(bits[1]) == 6
@@ -243,24 +250,25 @@ def test_the_precision_of_the_features_does_not_matter(dtype: type) -> None:
     assert found == few_shot_accuracy(*train, *test, shots=(5,))
 
 
-class TwoSources:
-    """A task of digits' pixels, train and test; as `pixels` both are the test digits."""
-
-    classes = 10
-
-    def features(self, source: str, split: str, representation: Representation) -> Features:
-        assert representation == Representation("both", 2)
-        return Features(*(digits()[1] if source == "pixels" else digits()[split == "test"]))
-
-
 @pytest.mark.parametrize("seeds", [(0, 1, 2), (4,)])
-def test_the_evaluator_reports_each_seed_its_mean_and_deviation(seeds: tuple[int, ...]) -> None:
+def test_the_evaluator_reports_each_seed_its_mean_and_deviation(array_task: Any, seeds: tuple[int, ...]) -> None:
+    (train_x, train_y), (test_x, test_y) = digits()
+
+    class TwoSources(array_task):  # type: ignore[misc]
+        """The raw pixels are only some of the pixels."""
+
+        def features(self, source: str, split: str, representation: Representation, images: Any = None) -> Features:
+            assert representation == Representation("both", 2)
+            found: Features = super().features(source, split, representation, images)
+            return replace(found, vectors=found.vectors[:, :: 2 if source == "pixels" else 1])
+
     config = Config(shots=(1, 5), seeds=seeds, l2=3.0, pooling="both", block=2)
-    found = dict(Evaluator(config).run(TwoSources()))  # type: ignore[arg-type]
+    found = dict(Evaluator(config).run(TwoSources(*digits())))
     expected = {}
     for source in ("trained", "untrained", "pixels"):
-        train, test = digits() if source != "pixels" else (digits()[1],) * 2
-        accuracies = few_shot_accuracy(*train, *test, shots=(1, 5), seeds=seeds, l2=3.0)
+        every = 2 if source == "pixels" else 1
+        arrays = (train_x[:, ::every], train_y, test_x[:, ::every], test_y)
+        accuracies = few_shot_accuracy(*arrays, shots=(1, 5), seeds=seeds, l2=3.0)
         for k in (1, 5):
             values = [accuracies[k, seed] for seed in seeds]
             expected[f"{source}/{k}-shot/mean"] = sum(values) / len(values)
@@ -270,12 +278,11 @@ def test_the_evaluator_reports_each_seed_its_mean_and_deviation(seeds: tuple[int
     assert found == pytest.approx(expected)
 
 
-def test_a_measurement_tells_classes_labels_and_what_was_chosen() -> None:
-    config = Config(shots=(5,), seeds=(0,), l2=(1.0, 100.0), select_l2=True, pooling="both", block=2)
-    task: Any = TwoSources()
-    (found,) = Evaluator(config).measure(task, "trained", (5,), (0,))
+def test_a_measurement_tells_classes_labels_and_what_was_chosen(array_task: Any) -> None:
+    config = Config(shots=(5,), seeds=(0,), l2=(1.0, 100.0), select_l2=True)
+    (found,) = Evaluator(config).measure(array_task(*digits()), "trained", (5,), (0,))
     train, test = digits()
-    fit = fit_all(*train, test[0], shots=(5,), seeds=(0,), l2=(1.0, 100.0), leave_one_out=True)[5, 0]
+    fit = fit_all(shots_of(train, (5,), (0,)), test[0], l2=(1.0, 100.0), leave_one_out=True)[5, 0]
     predicted = fit.predicted[select(fit, (1.0, 100.0))]
     assert found.chosen == {"l2": select(fit, (1.0, 100.0))}
     assert (found.labels, found.labels_per_class, found.seed, found.main) == (50, 5, 0, True)
@@ -285,10 +292,9 @@ def test_a_measurement_tells_classes_labels_and_what_was_chosen() -> None:
     assert found.accuracy == pytest.approx((predicted == test[1]).mean())
 
 
-def test_every_l2_is_shown_but_a_comparison_counts_the_first() -> None:
-    config = Config(shots=(5,), seeds=(0, 1), l2=(7.0, 100.0), pooling="both", block=2)
-    task: Any = TwoSources()
-    found = list(Evaluator(config).measure(task, "trained", (5,), (0, 1)))
+def test_every_l2_is_shown_but_a_comparison_counts_the_first(array_task: Any) -> None:
+    config = Config(shots=(5,), seeds=(0, 1), l2=(7.0, 100.0))
+    found = list(Evaluator(config).measure(array_task(*digits()), "trained", (5,), (0, 1)))
     assert [(m.name, m.seed, m.main) for m in found] == [
         ("5-shot", 0, True),
         ("5-shot, l2=100", 0, False),
@@ -297,16 +303,31 @@ def test_every_l2_is_shown_but_a_comparison_counts_the_first() -> None:
     ]
 
 
-def test_a_class_short_of_shots_is_noted_in_the_measurement() -> None:
+def test_a_class_short_of_shots_is_noted_in_the_measurement(array_task: Any) -> None:
     (train_x, train_y), test = digits()
     few = np.flatnonzero((train_y != 3) | (np.cumsum(train_y == 3) <= 2))
-
-    class Short(TwoSources):
-        def features(self, source: str, split: str, representation: Representation) -> Features:
-            return Features(train_x[few], train_y[few]) if split == "train" else Features(*test)
-
-    task: Any = Short()
+    task = array_task((train_x[few], train_y[few]), test)
     found = {m.labels_per_class: m for m in Evaluator(Config(shots=(1, 5))).measure(task, "trained", (1, 5), (0,))}
     assert found[1].notes == ()
-    assert "1 class(es) have fewer than 5 images" in found[5].notes[0] and "[3]" in found[5].notes[0]
+    assert found[5].notes == ("1 class(es) gave fewer than 5 images, all that could be read: [3]",)
     assert found[5].labels == 47
+
+
+def test_only_the_chosen_images_are_read(array_task: Any) -> None:
+    (train_x, train_y), test = digits()
+    labels = np.where(np.arange(len(train_y)) % 50 == 0, -1, train_y)
+    task = array_task((train_x, labels), test)
+    config = Config(shots=(1, 5), seeds=(0, 1))
+    found = {(m.labels_per_class, m.seed): m for m in Evaluator(config).measure(task, "trained", (1, 5), (0, 1))}
+    wanted = np.unique(np.concatenate([choose_shots(labels, 5, seed) for seed in (0, 1)]))
+    assert task.read == [len(test[1]), len(wanted)], "all test images, and each shot once"
+    accuracies = few_shot_accuracy(train_x, labels, *test, shots=(1, 5), seeds=(0, 1))
+    assert {place: one.accuracy for place, one in found.items()} == pytest.approx(accuracies)
+
+
+def test_a_chosen_image_that_cannot_be_read_is_missing_and_noted(array_task: Any) -> None:
+    train, test = digits()
+    broken = int(choose_shots(train[1], 5, 0)[12])
+    (found,) = Evaluator(Config(shots=(5,))).measure(array_task(train, test, (broken,)), "trained", (5,), (0,))
+    assert found.labels == 49
+    assert found.notes == ("1 class(es) gave fewer than 5 images, all that could be read: [2]",)

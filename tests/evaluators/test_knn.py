@@ -1,13 +1,11 @@
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from ssl_vit.evaluators.features import Features, Task
 from ssl_vit.evaluators.knn import Config, Evaluator, knn_predictions
 from ssl_vit.evaluators.labels import choose_labelled
 from ssl_vit.interfaces import UserError
@@ -100,10 +98,8 @@ def test_of_equally_similar_neighbours_the_earlier_count() -> None:
 
 
 @pytest.mark.parametrize("budget", ["all", 4, "50%"])
-def test_the_evaluator_uses_the_labels_it_was_allowed(budget: int | str) -> None:
-    splits = {"train": Features(TRAIN_X, TRAIN_Y), "test": Features(TEST_X, TEST_Y)}
-    task: Any = SimpleNamespace(features=lambda source, split, representation: splits[split], classes=8)
-    task.labelled_features = lambda *choice: Task.labelled_features(task, *choice)
+def test_the_evaluator_uses_the_labels_it_was_allowed(array_task: Any, budget: int | str) -> None:
+    task = array_task((TRAIN_X, TRAIN_Y), (TEST_X, TEST_Y))
     config = Config(ks=(20, 1), labels_per_class=budget, seeds=3, temperature=0.5)
     rows = choose_labelled(TRAIN_Y, budget, 3)
     expected = accuracies(TRAIN_X[rows], TRAIN_Y[rows], TEST_X, TEST_Y, ks=(20, 1), temperature=0.5)

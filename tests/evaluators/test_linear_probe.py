@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import warnings
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,6 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
-from ssl_vit.evaluators.features import Features, Task
 from ssl_vit.evaluators.labels import choose_labelled, held_out_split
 from ssl_vit.evaluators.linear_probe import Config, Evaluator, probe_accuracy
 
@@ -114,25 +112,22 @@ def test_the_accuracy_is_of_the_test_images() -> None:
 
 
 @pytest.mark.parametrize("budget", ["all", 6, "20%"])
-def test_the_evaluator_uses_the_labels_it_was_allowed(budget: int | str) -> None:
+def test_the_evaluator_uses_the_labels_it_was_allowed(array_task: Any, budget: int | str) -> None:
     x = features(LABELS, 1)
-    splits = {"train": Features(x, LABELS), "test": Features(features(LABELS, 2), LABELS)}
-    task: Any = SimpleNamespace(features=lambda source, split, representation: splits[split], classes=5)
-    task.labelled_features = lambda *choice: Task.labelled_features(task, *choice)
+    test = features(LABELS, 2)
+    task = array_task((x, LABELS), (test, LABELS))
     config = Config(cs=CS, labels_per_class=budget, seeds=(2, 3), held_out=0.3)
     found = list(Evaluator(config).measure(task, "trained", (budget,), (2, 3)))
     for seed, measured in zip((2, 3), found, strict=True):
         rows = choose_labelled(LABELS, budget, seed)
-        test = splits["test"].vectors
         accuracy, c = probe_accuracy(x[rows], LABELS[rows], test, LABELS, cs=CS, held_out=0.3, seed=seed)
         assert (measured.accuracy, measured.chosen, measured.labels) == (accuracy, {"C": c}, len(rows))
         assert measured.per_class[2:4] == (None, None), "classes without a test image have no accuracy"
 
 
-def test_a_fit_that_was_cut_short_says_so() -> None:
+def test_a_fit_that_was_cut_short_says_so(array_task: Any) -> None:
     x, y = features(LABELS, 1), LABELS
-    task: Any = SimpleNamespace(features=lambda source, split, representation: Features(x, y), classes=5)
-    task.labelled_features = lambda *choice: Task.labelled_features(task, *choice)
+    task = array_task((x, y), (x, y))
     notes = {}
     for iterations in (3, 1000):
         judge = Evaluator(Config(cs=(1.0,), max_iterations=iterations))
