@@ -20,15 +20,11 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def train(digits: Path) -> Callable[..., Path]:
-    """Train `recipe` into a run directory, a log line a step; further keys come last. Returns the directory."""
-    import torch
+def settings(digits: Path) -> Callable[..., Any]:
+    """The recipe `name` for a run directory, small and with a log line a step; further keys come last."""
+    from ssl_vit import recipe
 
-    from ssl_vit import experiment, recipe
-
-    torch.set_num_threads(1)
-
-    def run(folder: Path, *more: str, name: str = "digits_ssl") -> Path:
+    def load(folder: Path, *more: str, name: str = "digits_ssl") -> recipe.Recipe:
         keys = [
             f"data.train={digits}",
             f"run={folder}",
@@ -38,9 +34,20 @@ def train(digits: Path) -> Callable[..., Path]:
         ]
         keys += ["training.steps=12", "training.picture_every=0", "training.trackers={}", "training.checkpoint_every=0"]
         keys += ["backbone.width=32", "backbone.depth=2", "backbone.heads=2", "optim.warmup_steps=5"]
-        return experiment.train(recipe.load_recipe(name, [*keys, *more]), quiet=True)
+        return recipe.load_recipe(name, [*keys, *more])
 
-    return run
+    return load
+
+
+@pytest.fixture
+def train(settings: Callable[..., Any]) -> Callable[..., Path]:
+    """Train `settings` into its run directory. Returns the directory."""
+    import torch
+
+    from ssl_vit import experiment
+
+    torch.set_num_threads(1)
+    return lambda folder, *more, **name: experiment.train(settings(folder, *more, **name), quiet=True)
 
 
 @pytest.fixture

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import resource
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,12 @@ from safetensors.torch import load_file
 from timm.models.vision_transformer import Block
 from torch import nn
 
+from ssl_vit import recipe
 from ssl_vit.interfaces import UserError
 from ssl_vit.training.memory import fitting_accumulation
 from ssl_vit.training.state import Average
-from ssl_vit.training.step import Stepper
 
+Settings = Callable[..., recipe.Recipe]
 Train = Callable[..., Path]
 Lines = Callable[[Path], list[dict[str, Any]]]
 
@@ -48,35 +49,41 @@ def test_the_first_number_of_micro_batches_that_fits_is_taken() -> None:
         fitting_accumulation(48, [1, 2], lambda count: (_ for _ in ()).throw(ValueError("a mistake")))
 
 
-def short_of_memory(train: Train, run: Path, *more: str) -> None:
-    """While it searches, this process may map 100 MB more than it has mapped by then: a real refusal by the kernel."""
-    accumulation = Stepper.accumulation
+# While it searches, this process may map 100 MB more than it has mapped by then: a real refusal by the kernel.
+SHORT_OF_MEMORY = """
+import resource, sys
+from pathlib import Path
+import torch
+from ssl_vit import experiment, recipe
+from ssl_vit.training.step import Stepper
 
-    def limited(self: Stepper, batch: Any, lanes: int) -> int:
-        mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-        resource.setrlimit(resource.RLIMIT_AS, (mapped + (100 << 20), hard))
-        try:
-            return accumulation(self, batch, lanes)
-        finally:
-            resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+accumulation = Stepper.accumulation
 
-    Stepper.accumulation = limited  # type: ignore[method-assign]
-    train(run, *more)
+def limited(self, batch, lanes):
+    mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (mapped + (100 << 20), hard))
+    try:
+        return accumulation(self, batch, lanes)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+Stepper.accumulation = limited
+torch.backends.mkldnn.enabled = False
+torch.set_num_threads(1)
+experiment.train(recipe.load_recipe(sys.argv[1]), quiet=True)
+"""
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="the limit is Linux's")
 def test_auto_batch_finds_what_the_memory_holds_and_keeps_the_batch(
-    train: Train, lines: Lines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    settings: Settings, train: Train, lines: Lines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)  # it has other words for a refusal
     keys = ["training.batch_size=2048", "data.lanes=16", "training.steps=3", "backbone.dropout=0.1", "backbone.depth=4"]
-    process = multiprocessing.get_context("fork").Process(
-        target=short_of_memory, args=(train, tmp_path / "auto", *keys, "training.auto_batch=true")
-    )
-    process.start()
-    process.join(100)
-    assert process.exitcode == 0
+    recipe.save(settings(tmp_path / "auto", *keys, "training.auto_batch=true"), tmp_path / "auto.yaml")
+    # A process of its own, not a fork: that would have the memory which the tests before have freed.
+    subprocess.run([sys.executable, "-c", SHORT_OF_MEMORY, tmp_path / "auto.yaml"], check=True, timeout=100)
     first, *rows = lines(tmp_path / "auto")
     count = first["accumulate"]
     assert first == {"step": 0, "event": "auto_batch", "accumulate": count, "micro_batch": 2048 // count} and count > 1
