@@ -6,13 +6,13 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
+from filelock import FileLock
 from omegaconf import OmegaConf
 from torch import nn
 
@@ -26,10 +26,11 @@ from ssl_vit.data.transforms import train_transform
 from ssl_vit.evaluators.base import named
 from ssl_vit.evaluators.features import Task
 from ssl_vit.evaluators.online import OnlineProbe
+from ssl_vit.files import read_json, write_json
 from ssl_vit.interfaces import Batch, UserError
 from ssl_vit.models import BackboneConfig, backbone
 from ssl_vit.recipe import Recipe
-from ssl_vit.runs import MAY_CHANGE, is_main_process, open_run, read_json, wait_for_everyone, write_json
+from ssl_vit.runs import SUMMARY, open_run
 from ssl_vit.training import checkpoint, loop, processes
 from ssl_vit.training.engine import make_accelerator
 from ssl_vit.training.flops import training_flops
@@ -39,8 +40,6 @@ from ssl_vit.training.watch import Watch
 
 if TYPE_CHECKING:
     from ssl_vit.analysis import inspection
-
-__all__ = ["MAY_CHANGE", "is_main_process", "read_json", "wait_for_everyone", "write_json"]
 
 
 def build_backbone(config: BackboneConfig, init_from: str | None) -> backbone.Encoder:
@@ -62,9 +61,9 @@ def train(settings: Recipe, *, quiet: bool = False) -> Path:
     with shared_errors():
         check_trackers(training.trackers)
         shards = open_training(settings.data)
+        job = prepare(settings, shards, accelerator, quiet)
         if accelerator.is_main_process:
             open_run(run, settings, accelerator)
-        job = prepare(settings, shards, accelerator, quiet)
     parameters, flops = sum(p.numel() for p in job.objective.parameters()), training_flops(job.objective)
     outcome = loop.train(job)
     with shared_errors():
@@ -79,11 +78,12 @@ def train(settings: Recipe, *, quiet: bool = False) -> Path:
                 "flops": images_seen * flops,
                 "seconds": round(outcome.seconds, 2),
                 "parameters": parameters,
-                "samples": len(training_samples(shards, settings.data)),
+                "samples": settings.data.samples or shards.samples,
                 "processes": accelerator.num_processes,
                 "left_out_steps": outcome.left_out,
             }
-            write_json(run / "summary.json", summary)
+            if not (run / SUMMARY).exists():  # what finished is not told anew by whoever asks again
+                write_json(run / SUMMARY, summary)
     accelerator.free_memory()
     return run
 
@@ -93,23 +93,24 @@ def _watch(settings: Recipe, shards: ShardSet, encoder: backbone.Encoder, accele
         return None
     labelled = open_shards(settings.probe.data, settings.data.remote) if settings.probe.data else shards
     probe = OnlineProbe(settings.probe, labelled, settings.data, encoder, accelerator)
-    return Watch(probe, settings.probe.every, settings.probe.patience)
+    return Watch(probe, settings.probe.every, settings.probe.patience, probe.skipped)
 
 
-def training_samples(shards: ShardSet, data: DataConfig) -> np.ndarray:
-    """Global indices of the samples that training draws from: all, or `data.samples` of them; int64, sorted.
+def training_samples(shards: ShardSet, data: DataConfig) -> np.ndarray | None:
+    """Global indices of the `data.samples` samples that training draws from, int64, sorted; None for all.
 
     Raises UserError where there are fewer.
     """
-    wanted = shards.samples if data.samples is None else data.samples
-    if wanted > shards.samples:
-        raise UserError(f"data.samples={wanted}: {shards.spec} has {shards.samples} samples")
-    return np.sort(np.random.default_rng(0).permutation(shards.samples)[:wanted])
+    if data.samples is None or data.samples == shards.samples:
+        return None
+    if data.samples > shards.samples:
+        raise UserError(f"data.samples={data.samples}: {shards.spec} has {shards.samples} samples")
+    return np.sort(np.random.default_rng(0).permutation(shards.samples)[: data.samples])
 
 
-def _objective(settings: Recipe, shards: ShardSet, encoder: backbone.Encoder) -> tuple[ModuleType, nn.Module]:
+def _objective(settings: Recipe, shards: ShardSet, encoder: backbone.Encoder) -> nn.Module:
     module = plugins.load("objectives", str(settings.objective.name))  # type: ignore[attr-defined]
-    return module, module.Objective(encoder, settings.objective, len(shards.classes) if shards.classes else None)
+    return module.Objective(encoder, settings.objective, len(shards.classes) if shards.classes else None)
 
 
 def check(settings: Recipe, shards: ShardSet) -> None:
@@ -128,7 +129,7 @@ def prepare(settings: Recipe, shards: ShardSet, accelerator: Accelerator, quiet:
         if accelerator.device.type == "xla":
             raise UserError("training.checkpoint_activations: torch does not do it on XLA; raise training.accumulate")
         encoder.network.set_grad_checkpointing(True)  # type: ignore[operator]
-    module, objective = _objective(settings, shards, encoder)
+    objective = _objective(settings, shards, encoder)
     view = View(
         train_transform(settings.backbone.image_size, settings.data.augment),
         settings.backbone.channels,
@@ -149,7 +150,7 @@ def prepare(settings: Recipe, shards: ShardSet, accelerator: Accelerator, quiet:
         rank=accelerator.process_index,
         ranks=accelerator.num_processes,
         device=accelerator.device,
-        keep=None if len(samples) == shards.samples else shards.members_of(samples),
+        keep=None if samples is None else shards.members_of(samples),
     )
     # From here on each rank draws its own dropout; the initialisation above was the same on all.
     set_seed(settings.seed + 1 + accelerator.process_index)
@@ -159,13 +160,13 @@ def prepare(settings: Recipe, shards: ShardSet, accelerator: Accelerator, quiet:
         objective=objective,
         batches=batches,
         lanes=settings.data.lanes,
-        total_steps=training.total_steps(len(samples)),
+        total_steps=training.total_steps(settings.data.samples or shards.samples),
         training=training,
         optim=settings.optim,
         accelerator=accelerator,
         run=run,
         data=shards.fingerprint,
-        picture=_pictures(run) if training.picture_every and hasattr(module, "mean_colour_classes") else None,
+        picture=_pictures(run) if training.picture_every and getattr(objective, "reconstructs", False) else None,
         watch=_watch(settings, shards, encoder, accelerator),
         recipe=recipe.flatten(settings.model_dump(mode="json")),
         quiet=quiet,
@@ -210,7 +211,7 @@ def make_task(
 
 def run_recipe(weights: Path) -> Recipe | None:
     """The recipe of the run that a run directory or one of its checkpoints belongs to, if there is one."""
-    for folder in (weights, weights.parent.parent):
+    for folder in (weights, weights.resolve().parent.parent):
         if (folder / "recipe.yaml").is_file():
             return recipe.load_recipe(folder / "recipe.yaml")
     return None
@@ -232,13 +233,15 @@ def evaluate(
     "settings", "data", "classes", "metric", "backbone", "values", "measurements", "skipped", "seconds"}; values: see
     `evaluators.base.named`; measurements: every `Measurement` with its `source`. Raises UserError.
     """
+    path = weights / "results.json"
+    _evaluations(path)  # a file that cannot be added to is known before anything is measured
     module = plugins.load("evaluators", name)
     given = OmegaConf.merge(dict(defaults or {}), recipe.parse_overrides(overrides))
     config = recipe.validate(module.Config, OmegaConf.to_container(given), f"{name}: ")
     task = make_task(weights, run_recipe(weights), train, test, cache=weights / "features")
     start = time.perf_counter()
     evaluator = module.Evaluator(config)
-    with processes.others_watched(lambda: f"{weights / 'results.json'} holds what was measured before"):
+    with processes.others_watched(lambda: f"{path} holds what was measured before"):
         measured = list(evaluator.measurements(task))
     result = {
         "evaluator": name,
@@ -254,12 +257,19 @@ def evaluate(
         "seconds": round(time.perf_counter() - start, 2),
     }
     if task.accelerator.is_main_process:
-        path = weights / "results.json"
-        kept = read_json(path)["evaluations"] if path.exists() else []
         same = ("evaluator", "settings", "data", "metric")
-        kept = [old for old in kept if any(old.get(key) != result[key] for key in same)]
-        write_json(path, {"kind": "evaluations", "evaluations": [*kept, result]})
+        with FileLock(weights / ".results.lock"):
+            kept = [old for old in _evaluations(path) if any(old.get(key) != result[key] for key in same)]
+            write_json(path, {"kind": "evaluations", "evaluations": [*kept, result]})
     return result
+
+
+def _evaluations(path: Path) -> list[dict[str, Any]]:
+    """What was measured before. Raises UserError for a file of another kind."""
+    try:
+        return list(read_json(path)["evaluations"]) if path.exists() else []
+    except (ValueError, LookupError, TypeError):
+        raise UserError(f"{path}: not what `ssl-vit eval` wrote; put it aside, and its place is taken anew") from None
 
 
 def inspect(weights: Path, shards: str, out: Path, options: inspection.Options) -> Path:

@@ -69,7 +69,7 @@ def _devices() -> list[Finding]:
     elif count == 0:
         found.append(Finding("slow", "device", "no GPU: small models and small images only (the demo takes minutes)"))
     threads = os.environ.get("OMP_NUM_THREADS")
-    if threads and int(threads) < cores and count == 0:
+    if threads and threads.split(",")[0].isdigit() and int(threads.split(",")[0]) < cores and count == 0:
         found.append(Finding("slow", "processor", f"OMP_NUM_THREADS={threads} leaves cores of {cores} idle"))
     return found
 

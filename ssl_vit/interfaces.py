@@ -129,7 +129,11 @@ class Objective(Protocol):
 
     def __call__(self, batch: Batch) -> StepOutput: ...
 
-    # Optional: `summarise(means) -> logged`, from each metric's means over the global batches of S consecutive steps,
+    # Optional:
+    # `needs_labels`: True where samples without a label are of no use.
+    # `config.classes`: how many classes there are, where the shards do not name them.
+    # `reconstructs`: True where `analysis.reconstruction` can draw what it predicts (`training.picture_every`).
+    # `summarise(means) -> logged`: from each metric's means over the global batches of S consecutive steps,
     # float64 (S,) or (S, M) on the CPU, to the scalars to log, (S,). Every process calls it once for every step.
 
 

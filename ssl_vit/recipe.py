@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
@@ -20,6 +20,7 @@ from pydantic import BaseModel, Field, SerializeAsAny, ValidationError
 from ssl_vit import plugins
 from ssl_vit.data import DataConfig
 from ssl_vit.evaluators import ProbeConfig
+from ssl_vit.files import write_text
 from ssl_vit.interfaces import Config, UserError
 from ssl_vit.models import BackboneConfig
 from ssl_vit.training import OptimConfig, TrainingConfig
@@ -63,8 +64,8 @@ def shipped() -> dict[str, Path]:
 
 
 def find(name: str, near: Path | None = None) -> Path:
-    """A recipe file: a path, one beside the recipe `near`, or a shipped recipe's name. UserError names the closest."""
-    for path in [Path(name)] + ([near.parent / name, near.parent / f"{name}.yaml"] if near else []):
+    """A recipe file: one beside the recipe `near`, a path, or a shipped recipe's name. UserError names the closest."""
+    for path in ([near.parent / name, near.parent / f"{name}.yaml"] if near else []) + [Path(name)]:
         if path.is_file():
             return path
     if name in shipped():
@@ -154,7 +155,7 @@ def load_recipe(name: str | Path, overrides: Sequence[str] = (), near: Path | No
 
 def save(config: Config, path: Path) -> None:
     """Write the resolved recipe so that `train PATH` repeats it."""
-    path.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True))
+    write_text(path, yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True))
 
 
 def differences(old: Config, new: Config, ignore: Sequence[str] = ()) -> list[str]:
@@ -195,11 +196,16 @@ def validate(model: type[T], content: Any, prefix: str = "") -> T:
 
 
 def _fields(model: type[BaseModel], keys: Sequence[str]) -> list[str]:
-    """Field names of the configuration nested at `keys`."""
-    current: Any = model
+    """Field names of the configuration nested at `keys`; numbers of a list and names in a mapping lead no deeper."""
+    current: type[BaseModel] | None = model
     for key in keys:
-        field = current.model_fields.get(key) if isinstance(current, type) and issubclass(current, BaseModel) else None
-        if field is None:
-            return []
-        current = field.annotation
-    return list(current.model_fields) if isinstance(current, type) and issubclass(current, BaseModel) else []
+        if current and key in current.model_fields:
+            current = _model(current.model_fields[key].annotation)
+    return list(current.model_fields) if current else []
+
+
+def _model(annotation: Any) -> type[BaseModel] | None:
+    """The configuration in a type such as `X`, `X | None` or `dict[str, X]`."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next(filter(None, map(_model, get_args(annotation))), None)

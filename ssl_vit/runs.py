@@ -1,8 +1,7 @@
-"""Run directories: opened for one training at a time, continued by the same recipe only; and their JSON files."""
+"""Run directories: opened for one training at a time, continued by the same recipe only."""
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -13,10 +12,11 @@ from filelock import FileLock, Timeout
 
 from ssl_vit import recipe
 from ssl_vit.environment import environment
+from ssl_vit.files import read_json, write_json
 from ssl_vit.interfaces import UserError
 from ssl_vit.recipe import Recipe
 
-# What a run may go on with another value of: none of it changes what is computed, but for rounding.
+# What a run may go on with another value of: how it is computed, told, kept and guarded, not what it learns.
 MAY_CHANGE = (
     "run",
     "training.accumulate",
@@ -37,6 +37,7 @@ MAY_CHANGE = (
     "data.remote",
     "data.on_bad_sample",
 )
+SUMMARY = "summary.json"
 _locks: dict[Path, FileLock] = {}
 
 
@@ -57,22 +58,32 @@ def open_run(run: Path, settings: Recipe, accelerator: Accelerator) -> None:
     Raises UserError when it is another recipe's, another process's, or cannot be written.
     """
     path = run / "recipe.yaml"
-    if path.exists():
+    begun = (run / "checkpoints").is_dir() or (run / "metrics.jsonl").exists()
+    if begun and path.exists():
         changed = recipe.differences(recipe.load_recipe(path), settings, ignore=MAY_CHANGE)
         if changed:
             raise UserError(
                 f"{run} holds a run of another recipe ({'; '.join(changed[:3])}): "
                 "give this one another directory with run=PATH, or delete that one"
             )
-    elif run.exists() and any(entry.name != ".lock" for entry in run.iterdir()):
+    elif not path.exists() and run.exists() and any(entry.name != ".lock" for entry in run.iterdir()):
         raise UserError(f"{run} is not empty and holds no run: give this run another directory with run=PATH")
     try:
         run.mkdir(parents=True, exist_ok=True)
         _lock(run)
         recipe.save(settings, path)
-        write_json(run / "environment.json", environment(accelerator))
+        _note_environment(run / "environment.json", environment(accelerator), begun)
     except OSError as error:
         raise UserError(f"run={run}: cannot write there: {error}") from None
+
+
+def _note_environment(path: Path, now: dict[str, Any], begun: bool) -> None:
+    """The first session's environment stays; those of later ones come under `resumed`. A finished run has no more."""
+    if not begun or not path.exists():
+        write_json(path, now)
+    elif not (path.parent / SUMMARY).exists():
+        first = read_json(path)
+        write_json(path, first | {"resumed": [*first.get("resumed", []), now]})
 
 
 def _lock(run: Path) -> None:
@@ -84,14 +95,3 @@ def _lock(run: Path) -> None:
     except Timeout:
         raise UserError(f"{run}: another process is training in this directory; wait for it or use run=PATH") from None
     _locks[run.resolve()] = lock
-
-
-def write_json(path: Path, content: Any) -> None:
-    """Write JSON beside, then rename: a reader never sees half a file."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    beside.write_text(json.dumps(content, indent=1) + "\n")
-    beside.replace(path)
-
-
-def read_json(path: Path) -> Any:
-    return json.loads(path.read_text())

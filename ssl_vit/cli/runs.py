@@ -75,7 +75,7 @@ def train(
 
     Several processes: `accelerate launch --multi_gpu --num_processes 2 -m ssl_vit train digits_ssl`
     """
-    from ssl_vit import experiment
+    from ssl_vit import experiment, runs
     from ssl_vit import recipe as recipes
 
     settings = recipes.load_recipe(recipe, overrides or [])
@@ -86,7 +86,7 @@ def train(
         previewed.stage(preview(settings), as_json)
         return
     run = experiment.train(settings)
-    if experiment.is_main_process():
+    if runs.is_main_process():
         named = settings.data.train
         train_shards = named if isinstance(named, str) else named[0].shards
         beside = Path(train_shards).parent / "test"
@@ -124,7 +124,7 @@ def evaluate(
 
     Example: `ssl-vit eval runs/digits_ssl few_shot --data runs/demo/data shots=[1,5]`
     """
-    from ssl_vit import experiment
+    from ssl_vit import experiment, runs
     from ssl_vit.cli.judged import show
 
     results = {}
@@ -138,7 +138,7 @@ def evaluate(
             defaults=chosen.evaluators.get(evaluator),
             metric=chosen.metric,
         )
-    if not experiment.is_main_process():
+    if not runs.is_main_process():
         return
     if as_json:
         print(json.dumps(list(results.values()) if len(results) > 1 else next(iter(results.values())), indent=1))

@@ -19,6 +19,7 @@ from ssl_vit.compare.config import ONLY, DataSet, Study
 from ssl_vit.evaluators import ALL
 from ssl_vit.evaluators.base import Judge
 from ssl_vit.experiment import run_recipe
+from ssl_vit.files import sha256
 from ssl_vit.models import backbone
 from ssl_vit.recipe import Recipe
 
@@ -104,7 +105,7 @@ class Plan:
     def _made_like(self, arm: str, *, dropout: bool) -> str:
         like = self.like(arm)
         if like not in self.settings:
-            return _digest(backbone.find_weights(self.study.comparison.arms[like].weights or "") / backbone.CONFIG)
+            return sha256(backbone.find_weights(self.study.comparison.arms[like].weights or "") / backbone.CONFIG)
         content = self.settings[like].model_dump(mode="json", include=_LIKE)
         if not dropout:
             content["backbone"] = {key: value for key, value in content["backbone"].items() if "drop" not in key}
@@ -218,17 +219,13 @@ class Plan:
             seed = self.pretraining_seed(arm, piece.seed) if self.study.comparison.pretrain_per_seed else None
             return [made, self.shards.get(f"{arm} pretrain"), seed]
         if given := self.study.comparison.arms[arm].weights if arm in self.with_backbone else None:
-            return [_digest(backbone.find_weights(given) / backbone.WEIGHTS)]
+            return [sha256(backbone.find_weights(given) / backbone.WEIGHTS)]
         return [arm == "pixels", self._made_like(arm, dropout=True)]
 
 
 def _word(budget: int | str) -> str:
     """A budget in a file's name."""
     return str(budget).replace("%", "percent")
-
-
-def _digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def _hash(content: Any) -> str:

@@ -22,10 +22,11 @@ from ssl_vit.compare.work import do, is_done
 from ssl_vit.data.mixture import open_training
 from ssl_vit.data.shards import ShardSet, open_shards
 from ssl_vit.environment import environment
+from ssl_vit.files import read_json, write_json
 from ssl_vit.interfaces import UserError
 from ssl_vit.recipe import save
 from ssl_vit.report.merge import PLAN, merge, update
-from ssl_vit.runs import is_main_process, read_json, write_json
+from ssl_vit.runs import is_main_process
 from ssl_vit.training import processes
 from ssl_vit.training.engine import make_accelerator
 

@@ -20,8 +20,9 @@ from ssl_vit.compare.plan import Piece, Plan
 from ssl_vit.environment import environment
 from ssl_vit.evaluators.base import Choice
 from ssl_vit.evaluators.features import Task
+from ssl_vit.files import read_json, write_json
 from ssl_vit.interfaces import UserError
-from ssl_vit.runs import is_main_process, read_json, wait_for_everyone, write_json
+from ssl_vit.runs import SUMMARY, is_main_process, wait_for_everyone
 from ssl_vit.training import processes
 
 PICTURES = "pictures"
@@ -75,7 +76,7 @@ def run_piece(plan: Plan, piece: Piece) -> dict[str, Any]:
         seed = piece.seed if plan.study.comparison.pretrain_per_seed else settings.seed
         experiment.train(settings.model_copy(update={"run": str(run), "seed": seed}))
         assert run
-        return dict(read_json(run / "summary.json"))
+        return dict(read_json(run / SUMMARY))
     if piece.kind == "pictures":
         return _pictures(plan, piece)
     start = time.perf_counter()

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
 from ssl_vit.interfaces import Config
 
@@ -79,6 +79,11 @@ class WeightedShards(Config):
     weight: float | None = Field(None, gt=0)
 
 
+def _kind(train: Any) -> str:
+    """Which way of naming shards a value is, so that an error tells of that one."""
+    return "mixture" if isinstance(train, (list, tuple)) else "name"
+
+
 class DataConfig(Config):
     """Which shards feed training, and how.
 
@@ -99,7 +104,9 @@ class DataConfig(Config):
         (256/224, the paper authors' few-shot protocol; 1.0 for images that already have the right size).
     """
 
-    train: str | tuple[WeightedShards, ...]
+    train: Annotated[
+        Annotated[str, Tag("name")] | Annotated[tuple[WeightedShards, ...], Tag("mixture")], Discriminator(_kind)
+    ]
     samples: int | None = Field(None, ge=1)
     remote: RemoteConfig = RemoteConfig()
     lanes: int = Field(8, ge=1)

@@ -17,7 +17,7 @@ from ssl_vit.data import jobs as parallel
 from ssl_vit.data.journal import content_hash
 from ssl_vit.data.raw import BrokenImageError, channels, load, open_header
 from ssl_vit.data.shard_list import Info, ShardList, open_set
-from ssl_vit.data.writer import sha256
+from ssl_vit.files import sha256
 from ssl_vit.interfaces import UserError
 
 Report = Callable[[str, str, str], None]  # key, kind, detail

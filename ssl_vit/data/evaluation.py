@@ -11,7 +11,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from ssl_vit.data.decode import Pixels
 from ssl_vit.data.loader import loaded
-from ssl_vit.data.samples import Chunk, Sample, SampleReader, Skip, View, bookkeeping, join
+from ssl_vit.data.samples import Chunk, Sample, SampleReader, Skip, View, bookkeeping, join, stacked
 from ssl_vit.data.shards import ShardSet
 from ssl_vit.interfaces import Batch, RunError, UserError
 
@@ -71,8 +71,7 @@ class EvaluationStream(IterableDataset[Chunk]):
 
     def _chunk(self, items: list[Sample | Skip]) -> Chunk:
         good = [item for item in items if isinstance(item, Sample)]
-        reader = SampleReader(self.shards, self.view, 0)
-        chunk = reader.chunk(good or [self._blank()], self.batch_size)
+        chunk = stacked(good or [self._blank()], self.batch_size)
         if not good:
             chunk.tensors["valid"][:], chunk.keys = False, []
         chunk.skipped = [item for item in items if isinstance(item, Skip)]

@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 
 from filelock import FileLock, Timeout
 
-from ssl_vit.data.writer import entry_path, write_json
+from ssl_vit.data.writer import entry_path
+from ssl_vit.files import write_json
 from ssl_vit.interfaces import RunError, UserError
 
 INFO = "info.json"

@@ -123,6 +123,8 @@ class RemoteFile(io.RawIOBase):
                 return act(self.source)
             except Exception as error:
                 self._disconnect()
+                if self.position == self.size:  # all of it is here; only its end mark is missing
+                    return b""
                 if isinstance(error, TimeoutError):  # a slow line: ask for less at a time
                     self.block = max(self.block // 4, _SMALLEST_BLOCK)
                 try:

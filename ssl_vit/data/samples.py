@@ -135,25 +135,26 @@ class SampleReader:
         self.cache[shard, member] = (pixels, label, key)
         return pixels
 
-    def chunk(self, samples: Sequence[Sample], padded_to: int) -> Chunk:
-        """Stack samples; padding repeats zeros with label -1, index -1 and valid False. At least one sample."""
-        padding = padded_to - len(samples)
-        blank = torch.zeros_like(samples[0].image)
-        # As rows of pixels, which is how the resize left them: a copy, not a transposition. In a loader worker,
-        # default_collate fills shared memory at once.
-        rows = default_collate([image.permute(1, 2, 0) for image in [*(s.image for s in samples), *[blank] * padding]])
-        tensors = {
-            "images": rows.permute(0, 3, 1, 2),
-            "labels": torch.tensor([s.label for s in samples] + [-1] * padding),
-            "noise": torch.stack([s.noise for s in samples] + [torch.zeros(self.view.noise)] * padding),
-            "flip": torch.tensor([s.flip for s in samples] + [False] * padding),
-            "indices": torch.tensor([s.index for s in samples] + [-1] * padding),
-            "valid": torch.tensor([True] * len(samples) + [False] * padding),
-        }
-        if any(self.view.jitter):
-            factors = [s.jitter for s in samples if s.jitter is not None]
-            tensors["jitter"] = torch.stack(factors + [torch.ones(3)] * padding)
-        return Chunk(tensors, keys=[s.key for s in samples])
+
+def stacked(samples: Sequence[Sample], padded_to: int) -> Chunk:
+    """Samples as a chunk; padding repeats zeros with label -1, index -1 and valid False. At least one sample."""
+    padding, like = padded_to - len(samples), samples[0]
+    blank = torch.zeros_like(like.image)
+    # As rows of pixels, which is how the resize left them: a copy, not a transposition. In a loader worker,
+    # default_collate fills shared memory at once.
+    rows = default_collate([image.permute(1, 2, 0) for image in [*(s.image for s in samples), *[blank] * padding]])
+    tensors = {
+        "images": rows.permute(0, 3, 1, 2),
+        "labels": torch.tensor([s.label for s in samples] + [-1] * padding),
+        "noise": torch.stack([s.noise for s in samples] + [torch.zeros_like(like.noise)] * padding),
+        "flip": torch.tensor([s.flip for s in samples] + [False] * padding),
+        "indices": torch.tensor([s.index for s in samples] + [-1] * padding),
+        "valid": torch.tensor([True] * len(samples) + [False] * padding),
+    }
+    if like.jitter is not None:
+        factors = [s.jitter for s in samples if s.jitter is not None]
+        tensors["jitter"] = torch.stack(factors + [torch.ones(3)] * padding)
+    return Chunk(tensors, keys=[s.key for s in samples])
 
 
 def join(parts: list[Chunk], device: torch.device, lane_size: int) -> Batch:

@@ -19,7 +19,7 @@ from webdataset.tariterators import group_by_keys
 
 from ssl_vit.data.decode import BadSample
 from ssl_vit.data.shards import ShardSet
-from ssl_vit.interfaces import UserError
+from ssl_vit.interfaces import RunError, UserError
 
 _BLOCK = tarfile.BLOCKSIZE
 _COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")  # gzip, bzip2, xz, zstd
@@ -60,14 +60,18 @@ class ShardFile:
             note(error)
 
     def read(self, position: int) -> dict[str, bytes | str]:
-        """One sample's raw members by extension, plus `__key__`. Raises BadSample where the shard ends before it."""
+        """One sample's raw members by extension, plus `__key__`. Raises BadSample where the shard ends before it,
+        RunError where the disk refuses."""
         if position >= len(self.samples):
             why = f"the shard is damaged ({self.damage})" if self.damage else "the shard ends before it"
             raise BadSample(f"missing: {why}")
         content: dict[str, bytes | str] = {}
         for name, value in self.samples[position].items():
             if isinstance(value, _Span):
-                content[name] = os.pread(self.file.fileno(), value.size, value.offset)
+                try:
+                    content[name] = os.pread(self.file.fileno(), value.size, value.offset)
+                except OSError as error:  # of the disk or the network: the sample may be good
+                    raise RunError(f"{self.name}: cannot be read: {error.strerror}") from None
                 if len(content[name]) < value.size:
                     raise BadSample("missing: the shard was cut short while it was read")
             else:

@@ -124,6 +124,8 @@ def open_url(url: str, remote: RemoteConfig = _DEFAULT, size: int | None = None,
             return Path(url).open("rb")
         except FileNotFoundError:
             raise UserError(f"{url}: no such shard") from None
+        except OSError as error:
+            raise RunError(f"{url}: cannot be read: {error.strerror}") from None
     file = RemoteFile(url, remote, size)
     if remote.cache_dir:
         if kept := ShardCache(remote).open(file, sha256):

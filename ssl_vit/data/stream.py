@@ -11,7 +11,7 @@ from ssl_vit.data import DataConfig
 from ssl_vit.data.decode import check_channels
 from ssl_vit.data.loader import loaded
 from ssl_vit.data.plan import LanePosition, Members, Piece, SampleSet, check_topology, lane_stream, worker_lanes
-from ssl_vit.data.samples import Chunk, Sample, SampleReader, Skip, View, bookkeeping, join
+from ssl_vit.data.samples import Chunk, Sample, SampleReader, Skip, View, bookkeeping, join, stacked
 from ssl_vit.data.shards import ShardSet
 from ssl_vit.interfaces import Batch, RunError, UserError
 
@@ -99,7 +99,7 @@ class TrainStream(IterableDataset[Chunk]):
         if self.strict and skipped:
             bad = skipped[0]
             raise UserError(f"{bad.shard}: sample {bad.key}: {bad.reason} (data.on_bad_sample=fail)")
-        chunk = reader.chunk(samples, len(samples))
+        chunk = stacked(samples, len(samples))
         chunk.positions = {n: lane.position for n, lane in zip(own, streams, strict=True)}
         chunk.skipped = skipped
         return chunk

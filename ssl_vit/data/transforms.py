@@ -15,7 +15,7 @@ from torchvision.transforms import InterpolationMode, v2
 
 from ssl_vit.data import AugmentConfig, DataConfig
 from ssl_vit.data.decode import Picture
-from ssl_vit.interfaces import Batch, Size, pair
+from ssl_vit.interfaces import Batch, Size, UserError, pair
 
 Transform = Callable[[Picture], torch.Tensor]
 _GREY = (0.2989, 0.587, 0.114)  # torchvision's weights of red, green and blue
@@ -55,6 +55,10 @@ def train_transform(image_size: Size, augment: AugmentConfig) -> Transform:
     if augment.crop == "shift":
         return _compose(cover, v2.RandomCrop(size, padding=augment.padding or None))
     if augment.crop == "affine":
+        if augment.padding > min(size):
+            raise UserError(
+                f"data.augment.padding={augment.padding}: images of {size[0]}x{size[1]} cannot shift so far"
+            )
         affine = v2.RandomAffine(
             degrees=augment.degrees,
             translate=(augment.padding / size[1], augment.padding / size[0]),  # torchvision: horizontal first

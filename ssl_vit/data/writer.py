@@ -6,18 +6,16 @@ every process. WebDataset's reader, which training and `ssl_vit.data.check` use,
 
 from __future__ import annotations
 
-import hashlib
 import io
 import json
-import os
 import tarfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from ssl_vit.data.raw import BrokenImageError, to_stored
+from ssl_vit.files import sha256, whole_file, write_json
 
 
 @dataclass(frozen=True)
@@ -101,27 +99,3 @@ def _add(tar: tarfile.TarFile, key: str, members: dict[str, bytes]) -> None:
         member.size, member.mode = len(data), 0o444
         tar.addfile(member, io.BytesIO(data))
     tar.members.clear()  # type: ignore[attr-defined]  # else every header stays in memory
-
-
-@contextmanager
-def whole_file(path: Path, tag: str) -> Iterator[BinaryIO]:
-    """A file that appears under its name only when all of it is on the disk; until then `.TAG.tmp` ends its name."""
-    unfinished = path.with_name(f"{path.name}.{tag}.tmp")
-    try:
-        with unfinished.open("wb", buffering=1 << 20) as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
-
-
-def write_json(path: Path, content: Any, tag: str) -> None:
-    with whole_file(path, tag) as file:
-        file.write(json.dumps(content, indent=1).encode() + b"\n")
-
-
-def sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

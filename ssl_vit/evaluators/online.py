@@ -7,6 +7,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from ssl_vit.data import DataConfig
+from ssl_vit.data.samples import Skip
 from ssl_vit.data.shards import ShardSet
 from ssl_vit.evaluators import ProbeConfig
 from ssl_vit.evaluators.features import Features, Task, extract
@@ -25,6 +26,7 @@ class OnlineProbe:
         """Raises UserError where the shards have too few labelled images."""
         self.config = config
         self.task = Task(encoder, encoder, shards, shards, data, accelerator, workers=data.workers)
+        self.told: set[tuple[str, str]] = set()
         labels = labels_of(shards)
         classes = len(np.unique(labels[labels >= 0]))
         held_out = max(1, config.images // classes)
@@ -44,6 +46,13 @@ class OnlineProbe:
         few = few.of(self.shots)  # class by class
         (fit,) = fit_all({(c.shots, 0): (few.vectors, few.labels)}, scored.vectors, l2=(c.l2,)).values()
         return float((fit.predicted[c.l2] == scored.labels).mean())
+
+    def skipped(self) -> list[Skip]:
+        """This process's samples that could not be used, each told once."""
+        fresh = [skip for skip in self.task.skipped if (skip.shard, skip.key) not in self.told]
+        self.told |= {(skip.shard, skip.key) for skip in fresh}
+        self.task.skipped.clear()
+        return fresh
 
     def _features(self, objective: nn.Module, images: np.ndarray) -> Features:
         backbone, pooling = objective.backbone, self.config.pooling

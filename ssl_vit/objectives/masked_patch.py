@@ -168,6 +168,8 @@ def noise_needed(patches: int, count: int, blocks: bool = False) -> int:
 class Objective(nn.Module):
     """The backbone, the mask token and a linear head on the corrupted patches' outputs."""
 
+    reconstructs = True
+
     def __init__(self, encoder: Encoder, config: Config, classes: int | None = None) -> None:
         super().__init__()
         backbone = require_vit(encoder, "objective.name=masked_patch")

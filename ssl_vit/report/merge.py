@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ssl_vit.files import read_json, write_json
 from ssl_vit.interfaces import UserError
 from ssl_vit.report.statistics import summarise
 
@@ -23,7 +23,7 @@ def merge(runs: Sequence[Path]) -> dict[str, Any]:
     `finished` says whether every piece is there; `missing` names those that are not. Raises UserError where the
     directories are of different comparisons.
     """
-    plans = [json.loads((run / PLAN).read_text()) for run in runs]
+    plans = [read_json(run / PLAN) for run in runs]
     plan = plans[0]
     wanted = {piece["id"]: piece["fingerprint"] for piece in plan["pieces"]}
     for run, other in zip(runs, plans, strict=True):
@@ -63,11 +63,10 @@ def merge(runs: Sequence[Path]) -> dict[str, Any]:
 def update(run: Path, environment: dict[str, Any] | None = None) -> dict[str, Any]:
     """Write `results.json` of whatever is finished by now, by rename; returns the results. The environment is that of
     the process that runs the comparison; without one, what the file says stays."""
-    path, beside = run / RESULTS, run / f".{RESULTS}.{os.getpid()}.tmp"
-    kept = json.loads(path.read_text()).get("environment") if path.is_file() else None
+    path = run / RESULTS
+    kept = read_json(path).get("environment") if path.is_file() else None
     results = merge([run]) | {"environment": environment or kept}
-    beside.write_text(json.dumps(results, indent=1) + "\n")
-    beside.replace(path)
+    write_json(path, results)
     return results
 
 
@@ -76,7 +75,7 @@ def _finished(run: Path, wanted: dict[str, str]) -> dict[str, dict[str, Any]]:
     for identifier, fingerprint in wanted.items():
         path = run / "pieces" / f"{identifier}.json"
         if path.is_file():
-            piece = json.loads(path.read_text())
+            piece = read_json(path)
             if piece["fingerprint"] == fingerprint:
                 pieces[identifier] = piece
     return pieces

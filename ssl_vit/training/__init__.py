@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
 from ssl_vit.interfaces import Config
 
 Precision = Literal["fp32", "tf32", "bf16", "fp16"]
+Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class OptimConfig(Config):
@@ -25,7 +26,7 @@ class OptimConfig(Config):
     name: Literal["adamw", "sgd", "lars"] = "adamw"
     lr: float = Field(2e-4, gt=0)
     lr_batch: int | None = Field(None, ge=1)
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[Beta, Beta] = (0.9, 0.999)
     momentum: float = Field(0.9, ge=0, lt=1)
     weight_decay: float = Field(0.0, ge=0)
     layer_decay: float | None = Field(None, gt=0, le=1)

@@ -8,7 +8,6 @@ and `SHA256SUMS`, which `sha256sum -c` reads. Nothing in it is a pickle.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -23,6 +22,7 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 from ssl_vit.data.plan import LanePosition
+from ssl_vit.files import sha256
 from ssl_vit.interfaces import RunError, UserError
 from ssl_vit.models import backbone as backbones
 from ssl_vit.training import processes
@@ -39,10 +39,11 @@ _BACKBONE = "backbone."  # the prefix of its tensors in the objective
 class Progress:
     """Where a run stands: optimiser steps done, seconds trained, each lane's position in which shards.
 
-    accumulate: micro-batches a process's part of a step is made of (0: not known yet). recent: the losses of the last
+    accumulate: micro-batches a process's part of a step is made of. recent: the losses of the last
     steps (see `Guard`). left_out: steps that were skipped because they were not finite. rewinds: since the newest
     checkpoint.
-    best, since_best: the highest probe so far, and how many came after it; done: they ended the run (see `Watch`).
+    probed: the step of the last probe. best, since_best: the highest so far, and how many came after it; done: they
+    ended the run (see `Watch`).
     """
 
     step: int = 0
@@ -53,6 +54,7 @@ class Progress:
     recent: list[float] = field(default_factory=list)
     left_out: int = 0
     rewinds: int = 0
+    probed: int = 0
     best: float = 0.0
     since_best: int = 0
     done: bool = False
@@ -79,7 +81,9 @@ def newest(run: Path) -> tuple[Path | None, list[str]]:
             if defect is None:
                 found = folder
                 break
-            folder.rename(folder.with_name(f"broken_{folder.name}"))
+            aside = folder.with_name(f"broken_{folder.name}")
+            shutil.rmtree(aside, ignore_errors=True)  # of an earlier break at this step
+            folder.rename(aside)
             notes.append(f"{folder} is broken ({defect}) and was put aside as broken_{folder.name}")
     return processes.gather((found, notes))[0]
 
@@ -89,7 +93,7 @@ def _defect(folder: Path) -> str | None:
     try:
         sums = [line.split("  ", 1) for line in (folder / _SUMS).read_text().splitlines()]
         for expected, name in sums:
-            if _sha256(folder / name) != expected:
+            if sha256(folder / name) != expected:
                 return f"{name} is not what was written"
         return None if sums else f"{_SUMS} is empty"
     except (OSError, ValueError) as error:
@@ -127,7 +131,7 @@ def save(run: Path, progress: Progress, state: State, keep_last: int) -> Path:
             own = f"shard-{processes.rank() + 1:05d}-"
             for path in sorted(files):
                 if path.name.startswith(own) or (processes.is_main() and path.parent == beside):
-                    sums[path.relative_to(beside).as_posix()] = _sha256(path)
+                    sums[path.relative_to(beside).as_posix()] = sha256(path)
                     _flush(path)
     parts = processes.gather(sums)
     with shared_errors(), _refusals(run, target, beside):
@@ -242,11 +246,6 @@ def _network(objective: nn.Module) -> str:
     """The prefix of timm's own names among the objective's."""
     backbone = _backbone(objective)
     return f"{_BACKBONE}{next(name for name, module in backbone.named_modules() if module is backbone.network)}."
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _flush(path: Path) -> None:

@@ -70,7 +70,7 @@ def make_accelerator(precision: Precision = "fp32", timeout: int = 600, compiled
             dynamo_plugin=TorchDynamoPlugin(backend="inductor", dynamic=False) if compiled else None,
             kwargs_handlers=[
                 InitProcessGroupKwargs(timeout=datetime.timedelta(seconds=timeout)),
-                # Buffers change in the same way on every process, or not at all.
+                # A batch norm's running statistics are each process's own until `Stepper.share_buffers`.
                 DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),
             ],
         )

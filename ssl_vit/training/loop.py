@@ -61,7 +61,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended: optimiser steps done, seconds over all its sessions, samples and steps that were left out."""
+    """How a run ended: optimiser steps done, seconds and left-out steps over all its sessions, samples skipped in this."""
 
     steps: int
     seconds: float
@@ -90,13 +90,14 @@ class _Loop:
             raise UserError(
                 "a sharded model is neither probed nor drawn: leave probe out, set training.picture_every=0"
             )
-        self.progress = checkpoint.Progress(lanes=[LanePosition()] * job.lanes, data=job.data, accumulate=0)
-        self.saved_step, self.notes = -1, list[str]()
+        self.progress = checkpoint.Progress(lanes=[LanePosition()] * job.lanes, data=job.data)
+        self.saved, self.notes = (0, 0), list[str]()
         if job.run:
             saved, self.notes = checkpoint.newest(job.run)
             if saved:
                 self.progress = self._loaded(saved)
-        if not job.training.auto_batch:
+        self.to_search = job.training.auto_batch
+        if not self.to_search:
             self.progress.accumulate = job.training.accumulate
         self.guard = Guard(job.training.spike_factor, self.progress.recent)
         self.skips, self.skipped, self.left_out_in_a_row = list[Skip](), list[Skip](), 0
@@ -108,19 +109,20 @@ class _Loop:
                 f"{saved} was trained on other shards than data.train names now (repacked?): "
                 "start again with run=PATH, or put the old shards back"
             )
-        self.saved_step = progress.step
+        self.saved = progress.step, progress.probed
         return progress
 
     def run(self) -> Outcome:
         job, step = self.job, self.progress.step
         main, training = self.accelerator.is_main_process, job.training
         display = Display(job.name, job.total_steps, step, self.accelerator.device, main and not job.quiet)
-        with Records(display, job.run if main else None, step, training.trackers, job.recipe) as self.records:
+        with Records(display, job.run if main else None, self.progress, training.trackers, job.recipe) as self.records:
             for note in [*self.notes, *([f"resuming at step {step} of {job.total_steps}"] if step else [])]:
                 self.records.say(note)
-            number = self._steps() if step < job.total_steps and not self.progress.done else 0
+            number = self._steps()
         if number:
             raise stopped(number)
+        self.stepper.share_buffers()
         progress = self.progress
         return Outcome(progress.step, progress.seconds, tuple(self.skipped), progress.left_out)
 
@@ -128,14 +130,17 @@ class _Loop:
         """Returns the signal that ended the steps early, or 0."""
         job, training = self.job, self.job.training
         self.stepper.model.train()
+        self._watch()  # a stop may have come before it
+        if self._over():
+            return 0
         batches = job.batches(self.progress.lanes)
         self._new_window()
-        while self.progress.step < job.total_steps and not self.progress.done:
+        while not self._over():
             asked = time.perf_counter()
             batch, chunk = next(batches)
             self.waited += time.perf_counter() - asked
             progress = self.progress
-            if not progress.accumulate or self._own_lanes() % progress.accumulate:
+            if self.to_search:
                 self._find_accumulation(batch)
             taken = self.stepper.take(batch, progress.step, progress.accumulate)
             progress.step += 1
@@ -147,28 +152,47 @@ class _Loop:
             number = self.stop.agreed()
             last = bool(number) or progress.step == job.total_steps
             save = last or bool(training.checkpoint_every and progress.step % training.checkpoint_every == 0)
-            watched = job.watch is not None and job.watch.due(progress.step, job.total_steps)
-            if (save or watched or progress.step % training.log_every == 0) and not self._log():
+            if (save or self._watch_due() or progress.step % training.log_every == 0) and not self._log():
                 continue  # gone back to a checkpoint
-            if job.watch and watched:
-                job.watch.take(self.state.objective, progress, self.records)
-                self.stepper.model.train()
-                self._new_window()
-            if save or progress.done:
+            if save:
                 self._save()
-            if job.picture and training.picture_every and (last or progress.step % training.picture_every == 0):
-                self._draw(batch)
             if number and progress.step < job.total_steps:
                 where = f"; saved, run the same command to go on from step {progress.step}" if job.run else ""
                 self.records.say(f"stopped by {signal.Signals(number).name}{where}")
                 return number
+            self._watch()
+            if job.picture and training.picture_every and (last or progress.step % training.picture_every == 0):
+                self._draw(batch)
         return 0
+
+    def _over(self) -> bool:
+        return self.progress.done or self.progress.step == self.job.total_steps
+
+    def _watch_due(self) -> bool:
+        watch, progress = self.job.watch, self.progress
+        return watch is not None and progress.probed < progress.step and watch.due(progress.step, self.job.total_steps)
+
+    def _watch(self) -> None:
+        """The watched measure, where it is due; the checkpoint of this step, if there is one, is saved before it."""
+        watch, progress = self.job.watch, self.progress
+        if watch is None or not self._watch_due():
+            return
+        self.stepper.share_buffers()
+        watch.take(self.state.objective, progress, self.records)
+        self.skips += watch.skipped()
+        self._report_skipped()
+        self.stepper.model.train()
+        if self._over():
+            self._save()  # with what the measure said
+        self._new_window()
 
     def _own_lanes(self) -> int:
         return self.job.lanes // self.accelerator.num_processes
 
     def _find_accumulation(self, batch: Batch) -> None:
-        count = self.progress.accumulate = self.stepper.accumulation(batch, self._own_lanes())
+        """The search begins with the number that the session before found: where it fits again, nothing changes."""
+        self.to_search, least = False, max(self.progress.accumulate, self.job.training.accumulate)
+        count = self.progress.accumulate = self.stepper.accumulation(batch, self._own_lanes(), least)
         size = len(batch.images) // count
         self.records.say(f"auto_batch: {count} micro-batch(es) of {size} images a step on each process")
         self.records.event(self.progress.step, {"event": "auto_batch", "accumulate": count, "micro_batch": size})
@@ -260,9 +284,10 @@ class _Loop:
         kept = {name: getattr(before, name) for name in ("lanes", "seconds", "accumulate", "left_out")}
         self.progress = replace(back, **kept, rewinds=before.rewinds + 1)
         self.guard = Guard(job.training.spike_factor, back.recent)
-        self.records.go_back(back.step)
+        self.records.go_back(back)
         self.records.say(f"{what}: back to step {back.step}, and on with other samples")
         self.records.event(back.step, {"event": "rewind", "spike_step": step, "spike_loss": loss, "usual_loss": usual})
+        self._watch()  # it is due again where that checkpoint was saved before it
         self._new_window()
 
     def _report_skipped(self) -> None:
@@ -287,7 +312,7 @@ class _Loop:
     def _save(self) -> None:
         """One checkpoint of all processes' state."""
         job, progress = self.job, self.progress
-        if job.run is None or self.saved_step == progress.step:
+        if job.run is None or self.saved == (progress.step, progress.probed):
             return
         # Each rank knows where its own lanes are; together they know all.
         first = self.accelerator.process_index * self._own_lanes()
@@ -295,4 +320,4 @@ class _Loop:
         progress.lanes = [position for part in processes.gather(own) for position in part]
         progress.rewinds = 0
         checkpoint.save(job.run, progress, self.state, job.training.keep_last)
-        self.saved_step = progress.step
+        self.saved = progress.step, progress.probed

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ssl_vit.files import write_text
 from ssl_vit.interfaces import Batch, RunError, StepOutput
 from ssl_vit.training import processes
 
@@ -24,15 +26,14 @@ class Window:
         self.keys: list[list[str]] = []
         self.sizes: dict[str, int] = {}
 
-    def add(self, step: int, parts: list[Batch], outputs: list[StepOutput], grad_norm: torch.Tensor | None) -> None:
+    def add(self, step: int, parts: list[Batch], outputs: list[StepOutput], grad_norm: torch.Tensor) -> None:
         """One optimiser step: its micro-batches, what the objective said of each, the gradient norm before clipping."""
         count = torch.stack([part.valid.sum() for part in parts]).float()
         share = count / count.sum().clamp(min=1)
         values = {"loss": torch.stack([output.loss.detach().float() for output in outputs])}
         values |= {name: torch.stack([o.metrics[name].float() for o in outputs]) for name in outputs[0].metrics}
         means = {name: torch.tensordot(share, stacked, 1) for name, stacked in values.items()}
-        if grad_norm is not None:
-            means["grad_norm"] = grad_norm.detach().float()
+        means["grad_norm"] = grad_norm.detach().float()
         self.sizes = {name: mean.numel() for name, mean in means.items()}
         # This process's sums over its samples; the number of samples comes last.
         row = torch.cat([mean.reshape(-1) for mean in means.values()]) * count.sum()
@@ -81,25 +82,33 @@ def some(keys: list[str]) -> str:
 
 
 class MetricLog:
-    """Appends to `metrics.jsonl`; on a resume, lines after the checkpoint's step are dropped first."""
+    """Appends to `metrics.jsonl`; on a resume, lines that the checkpoint does not know of are dropped first."""
 
-    def __init__(self, run: Path, resumed_step: int) -> None:
+    def __init__(self, run: Path, step: int, probed: int) -> None:
         self.path = run / "metrics.jsonl"
-        self.go_back(resumed_step)
+        self.go_back(step, probed)
 
-    def go_back(self, step: int) -> None:
-        """Drop the lines after a step: it will be trained on from there."""
-        if self.path.exists():
-            kept = [line for line in _complete_lines(self.path) if json.loads(line)["step"] <= step]
-            beside = self.path.with_suffix(".tmp")
-            beside.write_text("".join(line + "\n" for line in kept))
-            beside.replace(self.path)
-        self.file = self.path.open("a", buffering=1)
+    def go_back(self, step: int, probed: int) -> None:
+        """Drop the lines after a step, and what was probed after `probed`: it will go on from there."""
+        with self._refusals():
+            if self.path.exists():
+                kept = [
+                    row
+                    for row in _rows(self.path)
+                    if row["step"] <= (probed if any(key.startswith("probe_") for key in row) else step)
+                ]
+                write_text(self.path, "".join(json.dumps(row) + "\n" for row in kept))
+            self.file = self.path.open("a", buffering=1)
 
     def write(self, step: int, values: dict[str, Any]) -> None:
         """One line: `step` and the values. Raises RunError when the disk refuses."""
-        try:
+        with self._refusals():
             self.file.write(json.dumps({"step": step, **values}) + "\n")
+
+    @contextmanager
+    def _refusals(self) -> Iterator[None]:
+        try:
+            yield
         except OSError as error:
             raise RunError(f"{self.path}: cannot write: {error}; mend that and run it again to go on") from error
 
@@ -107,13 +116,12 @@ class MetricLog:
         self.file.close()
 
 
-def _complete_lines(path: Path) -> list[str]:
+def _rows(path: Path) -> list[dict[str, Any]]:
     """Lines that are whole JSON objects: a kill may have cut the last one."""
-    lines = []
+    rows = []
     for line in path.read_text().splitlines():
         try:
-            json.loads(line)
+            rows.append(json.loads(line))
         except ValueError:
             continue
-        lines.append(line)
-    return lines
+    return rows

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from ssl_vit.training.checkpoint import Progress
 from ssl_vit.training.metrics import MetricLog
 from ssl_vit.training.processes import shared_errors
 from ssl_vit.training.progress import Display
@@ -17,13 +18,13 @@ from ssl_vit.training.trackers import Settings, Trackers
 class Records:
     """Open while a run goes on. Every process must make the same calls: an error of writing reaches all of them.
 
-    run: its directory; None keeps nothing but the display. settings, recipe: see `Trackers`.
+    run: its directory; None keeps nothing but the display. progress: where it starts. settings, recipe: see `Trackers`.
     """
 
     def __init__(
-        self, display: Display, run: Path | None, step: int, settings: Settings, recipe: dict[str, Any]
+        self, display: Display, run: Path | None, progress: Progress, settings: Settings, recipe: dict[str, Any]
     ) -> None:
-        self.display, self.run, self.step, self.settings, self.recipe = display, run, step, settings, recipe
+        self.display, self.run, self.progress, self.settings, self.recipe = display, run, progress, settings, recipe
         self.log: MetricLog | None = None
         self.trackers: Trackers | None = None
 
@@ -31,8 +32,9 @@ class Records:
         self.display.__enter__()
         with shared_errors():
             if self.run:
-                self.log = MetricLog(self.run, self.step)
-                self.trackers = Trackers(self.run, self.settings, self.recipe, self.step, self.display.say)
+                step = self.progress.step
+                self.log = MetricLog(self.run, step, self.progress.probed)
+                self.trackers = Trackers(self.run, self.settings, self.recipe, step, self.display.say)
         return self
 
     def __exit__(
@@ -64,8 +66,8 @@ class Records:
         if self.trackers:
             self.trackers.picture(name, pixels_HWC, step)
 
-    def go_back(self, step: int) -> None:
-        """Drop what was written of the steps after this one: it will be trained on from there."""
+    def go_back(self, progress: Progress) -> None:
+        """Drop what was written later: it will be trained on from there."""
         with shared_errors():
             if self.log:
-                self.log.go_back(step)
+                self.log.go_back(progress.step, progress.probed)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import broadcast
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -19,11 +20,11 @@ from ssl_vit.training.state import Average, State, random_state, set_random_stat
 
 @dataclass(frozen=True)
 class Taken:
-    """What a step did. norm: of the gradient before clipping, where it was computed; finite: whether it counts."""
+    """What a step did. norm: of the gradient before clipping; finite: whether it counts."""
 
     parts: list[Batch]
     outputs: list[StepOutput]
-    norm: torch.Tensor | None
+    norm: torch.Tensor
     finite: bool
 
 
@@ -55,6 +56,8 @@ class Stepper:
         peak = optim.peak_lr(self.config, self.training.batch_size)
         optim.set_lr(self.optimizer.param_groups, peak * optim.lr_factor(step, self.total, self.config))
         parts = batch.split(accumulate)
+        skip = self.training.on_nonfinite == "skip"
+        buffers = self._buffers() if skip else []
         outputs = []
         for part in parts[:-1]:
             with self.accelerator.no_sync(self.model):
@@ -62,11 +65,12 @@ class Stepper:
                 self.accelerator.backward(outputs[-1].loss / accumulate)
         outputs.append(self.model(parts[-1]))
         self.accelerator.backward(outputs[-1].loss / accumulate)
-        norm, skip = None, self.training.on_nonfinite == "skip"
-        if self.config.clip_norm or skip:
-            norm = self.accelerator.clip_grad_norm_(self.model.parameters(), self.config.clip_norm or math.inf)
-            norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        # Without a limit too: a gradient that is not finite must be seen before its step is kept.
+        norm = self.accelerator.clip_grad_norm_(self.model.parameters(), self.config.clip_norm or math.inf)
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         finite = not skip or self._finite(outputs, norm)
+        if not finite:
+            self._restore(buffers)
         if finite or self.accelerator.scaler:  # the scaler leaves such a step out by itself
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -78,23 +82,39 @@ class Stepper:
             torch_xla.sync()  # one graph a step
         return Taken(parts, outputs, norm, finite)
 
-    def _finite(self, outputs: list[StepOutput], norm: torch.Tensor | None) -> bool:
+    def _finite(self, outputs: list[StepOutput], norm: torch.Tensor) -> bool:
         """Whether the loss and gradient are finite on every process; waits for the device."""
         values = [output.loss.detach() for output in outputs]
         # With loss scaling, a gradient may overflow: that is the scaler's matter.
-        if norm is not None and not self.accelerator.scaler:
+        if not self.accelerator.scaler:
             values.append(norm.to(values[0]))
         return not processes.largest(int(not bool(torch.stack(values).isfinite().all())))
 
-    def accumulation(self, batch: Batch, lanes: int) -> int:
-        """The fewest micro-batches, made of whole ones of this process's `lanes`, that the memory holds.
+    def _buffers(self) -> list[torch.Tensor]:
+        """A copy of what a forward pass may change beside the gradients: running statistics of a batch norm."""
+        return [buffer.clone() for buffer in self.state.objective.buffers()]
 
-        Leaves weights, optimiser and random state as they are. Raises UserError where nothing fits.
+    def _restore(self, buffers: list[torch.Tensor]) -> None:
+        for buffer, kept in zip(self.state.objective.buffers(), buffers, strict=True):
+            buffer.copy_(kept)
+
+    def share_buffers(self) -> None:
+        """The main process's running statistics for all: each saw other images, and a checkpoint keeps those alone."""
+        if self.accelerator.num_processes > 1 and not self.state.sharded:
+            own = list(self.state.objective.buffers())
+            for buffer, shared in zip(own, broadcast(own), strict=True):
+                buffer.copy_(shared)
+
+    def accumulation(self, batch: Batch, lanes: int, least: int) -> int:
+        """The fewest micro-batches (`least` or more), made of whole ones of this process's `lanes`, that the memory
+        holds.
+
+        Leaves weights, buffers, optimiser and random state as they are. Raises UserError where nothing fits.
         """
         if self.state.sharded or self.accelerator.device.type == "xla":
             raise UserError("training.auto_batch: not for sharded models and XLA; set training.accumulate instead")
         optimizer, device = self.state.optimizer, self.accelerator.device
-        random, fresh = random_state(device), not optimizer.state
+        random, buffers, fresh = random_state(device), self._buffers(), not optimizer.state
 
         def attempt(accumulate: int) -> None:
             try:
@@ -110,8 +130,9 @@ class Stepper:
                 if fresh:
                     optimizer.state.clear()
 
-        counts = [n for n in range(self.training.accumulate, lanes + 1) if lanes % n == 0]
+        counts = [n for n in range(min(least, lanes), lanes + 1) if lanes % n == 0]
         try:
             return fitting_accumulation(len(batch.images), counts, attempt)
         finally:
             set_random_state(random, device)
+            self._restore(buffers)

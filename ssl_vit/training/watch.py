@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from ssl_vit.data.samples import Skip
 from ssl_vit.training.checkpoint import Progress
 from ssl_vit.training.records import Records
 
@@ -16,12 +17,13 @@ from ssl_vit.training.records import Records
 class Watch:
     """measure: from the unwrapped objective to a number that should rise; every process calls it at the same steps, and
     it leaves the objective in evaluation mode. every: steps. patience: measures in a row without a new best after which
-    training ends (None: never).
+    training ends (None: never). skipped: the samples that this process could not use for it, each told once.
     """
 
     measure: Callable[[nn.Module], float]
     every: int
     patience: int | None = None
+    skipped: Callable[[], list[Skip]] = list
 
     def due(self, step: int, total: int) -> bool:
         return step % self.every == 0 or step == total
@@ -31,6 +33,7 @@ class Watch:
         start = time.perf_counter()
         value = self.measure(objective)
         progress.seconds += time.perf_counter() - start
+        progress.probed = progress.step
         progress.since_best = 0 if value > progress.best else progress.since_best + 1
         progress.best = max(value, progress.best)
         records.values(progress.step, {"probe_accuracy": value, "probe_best": progress.best})

@@ -107,9 +107,9 @@ def sharded_on_three(digits: str, out: Path) -> None:
 
 def back_to_step_12(run: Path, copy: Path) -> None:
     """A copy of a run as it was at its checkpoint of step 12; the main process makes it."""
-    if experiment.is_main_process():
+    if runs.is_main_process():
         shutil.copytree(run, copy, ignore=shutil.ignore_patterns("step_00000020"))
-    experiment.wait_for_everyone()
+    runs.wait_for_everyone()
 
 
 def two(digits: str, out: str, first: str, accumulations: str) -> None:
@@ -135,7 +135,7 @@ def errors_of_one(digits: str, out: str, bad: str) -> None:
     """What happens to each process when one alone has an error: the main one at the start, at a checkpoint, while it
     logs, and at last the other one, which reads a bad sample from the shards BAD."""
     folder = Path(out)
-    if experiment.is_main_process():
+    if runs.is_main_process():
         (folder / "occupied").mkdir()
         (folder / "occupied" / "thesis.tex").write_text("mine")
         (folder / "blocked").mkdir()
@@ -219,13 +219,13 @@ def auto_batch(digits: str, run: str, *keys: str) -> None:
     """The last process may map 100 MB more than it has mapped when the search begins: a real refusal by the kernel."""
     accumulation = Stepper.accumulation
 
-    def limited(self: Stepper, batch: Any, lanes: int) -> int:
+    def limited(self: Stepper, batch: Any, *counts: int) -> int:
         mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         soft, hard = resource.getrlimit(resource.RLIMIT_AS)
         last = processes.rank() == self.accelerator.num_processes - 1
         resource.setrlimit(resource.RLIMIT_AS, (mapped + (100 << 20) if last else soft, hard))
         try:
-            return accumulation(self, batch, lanes)
+            return accumulation(self, batch, *counts)
         finally:
             resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 

@@ -59,12 +59,12 @@ from ssl_vit.training.step import Stepper
 
 accumulation = Stepper.accumulation
 
-def limited(self, batch, lanes):
+def limited(self, batch, *counts):
     mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (mapped + (100 << 20), hard))
     try:
-        return accumulation(self, batch, lanes)
+        return accumulation(self, batch, *counts)
     finally:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 

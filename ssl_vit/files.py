@@ -1,0 +1,49 @@
+"""Files that are whole or not there: written beside, flushed to the disk, then renamed. Torch-free."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+
+@contextmanager
+def whole_file(path: Path, tag: str = "") -> Iterator[BinaryIO]:
+    """A file that appears under its name only when all of it is on the disk; until then `.TAG.tmp` ends its name.
+
+    tag: tells writers of one folder apart (default: the process's number).
+    """
+    unfinished = path.with_name(f"{path.name}.{tag or os.getpid()}.tmp")
+    try:
+        with unfinished.open("wb", buffering=1 << 20) as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str, tag: str = "") -> None:
+    """UTF-8, whole or not at all."""
+    with whole_file(path, tag) as file:
+        file.write(text.encode())
+
+
+def write_json(path: Path, content: Any, tag: str = "") -> None:
+    """Indented by one, whole or not at all."""
+    write_text(path, json.dumps(content, indent=1) + "\n", tag)
+
+
+def read_json(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def sha256(path: Path) -> str:
+    """Of a file's bytes, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
