@@ -57,8 +57,8 @@ def open_run(run: Path, settings: Recipe, accelerator: Accelerator) -> None:
 
     Raises UserError when it is another recipe's, another process's, or cannot be written.
     """
-    path = run / "recipe.yaml"
-    begun = (run / "checkpoints").is_dir() or (run / "metrics.jsonl").exists()
+    path, metrics = run / "recipe.yaml", run / "metrics.jsonl"
+    begun = (run / "checkpoints").is_dir() or (metrics.is_file() and metrics.stat().st_size > 0)
     if begun and path.exists():
         changed = recipe.differences(recipe.load_recipe(path), settings, ignore=MAY_CHANGE)
         if changed:

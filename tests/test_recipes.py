@@ -179,6 +179,15 @@ def test_a_recipe_on_a_base_holds_what_differs(tmp_path: Path) -> None:
     assert recipes.load_recipe(tmp_path / "resolved.yaml") == found
 
 
+def test_a_base_is_looked_for_beside_its_recipe_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for folder, seed in (("beside", 1), ("here", 99)):
+        (tmp_path / folder).mkdir()
+        write(tmp_path / folder / "common.yaml", f"base: digits_ssl\nname: common\nseed: {seed}\n")
+    top = write(tmp_path / "beside" / "top.yaml", "base: common.yaml\nname: top\n")
+    monkeypatch.chdir(tmp_path / "here")
+    assert recipes.load_recipe(top).seed == 1
+
+
 def test_an_objective_on_the_command_line_replaces_the_recipes() -> None:
     found = recipes.load_recipe("digits_supervised", ["objective.name=masked_patch", "objective.bits=2"])
     assert found.objective.model_dump()["bits"] == 2

@@ -61,7 +61,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended: optimiser steps done, seconds and left-out steps over all its sessions, samples skipped in this."""
+    """How a run ended: its steps, seconds and left-out steps over all its sessions; the samples skipped in this one."""
 
     steps: int
     seconds: float

@@ -25,7 +25,8 @@ class FaultyServer(http.server.ThreadingHTTPServer):
 
     A fault: ("status", 503); ("stall", n), ("cut", n): n bytes of the body, then nothing, or the end of the connection,
     where the headers promised all; ("silent",): not even headers; ("short", n): the object has only n bytes;
-    ("unsized", n): n bytes without a word on how many there are; ("garbage",): other bytes; ("delay", seconds).
+    ("unsized", n): n bytes without a word on how many there are; ("unended",): all, in chunks whose end is not marked;
+    ("garbage",): other bytes; ("delay", seconds).
     `always[name]` is a fault of every request. `log` holds (method, name, first byte asked for).
     """
 
@@ -109,7 +110,11 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if asked and self.server.ranges:
             headers["Content-Range"] = f"bytes {first}-{len(whole) - 1}/{len(whole)}"
         status = 206 if asked and self.server.ranges else 200
-        if kind == "unsized":
+        if kind == "unended":
+            self._reply(
+                status, b"%x\r\n%s\r\n" % (len(body), body), headers | {"Transfer-Encoding": "chunked"}, sized=False
+            )
+        elif kind == "unsized":
             self._reply(status, body[:amount], headers, sized=False)
         elif kind in ("stall", "cut"):
             self._reply(status, body[:amount], headers, promised=len(body))

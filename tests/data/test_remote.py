@@ -109,6 +109,12 @@ def test_an_object_that_ends_early_without_a_word_is_asked_for_again(server) -> 
         read(server, size=SIZE)
 
 
+def test_a_transfer_that_breaks_behind_its_last_byte_is_whole(server) -> None:
+    server.ranges = True
+    server.faults["x.tar"] = [("unended",)]
+    assert read(server, size=SIZE) == expected(server)
+
+
 def test_an_object_of_unknown_size_ends_where_it_ends(server) -> None:
     server.always["x.tar"] = ("unsized", 70_000)
     assert read(server) == expected(server)[:70_000]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import io
+import os
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ import pytest
 from ssl_vit.data.decode import BadSample
 from ssl_vit.data.shard_file import OpenShards, ShardFile
 from ssl_vit.data.shards import open_shards, read_members
-from ssl_vit.interfaces import UserError
+from ssl_vit.interfaces import RunError, UserError
 
 Files = list[tuple[str, bytes]]
 
@@ -144,6 +146,22 @@ def test_shards_are_opened_ahead_and_the_oldest_are_let_go(tmp_path: Path) -> No
         assert reader.get(n).read(1)["__key__"] == f"{n}_000001"
         assert len(reader.open) <= 4
     assert 0 in reader.open, "asked for ahead by the last one"
+
+
+def test_a_shard_that_the_disk_refuses_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shards = open_shards(str(write(tmp_path / "000000.tar", samples(2))))
+    shard = opened(tmp_path / "000000.tar")
+    (tmp_path / "000000.tar").unlink()
+    (tmp_path / "000000.tar").mkdir()
+    with pytest.raises(RunError, match=r"000000\.tar: cannot be read: Is a directory"):
+        OpenShards(shards, 2).get(0)
+
+    def refuse(*arguments: int) -> bytes:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "pread", refuse)
+    with pytest.raises(RunError, match=r"000000\.tar: cannot be read: Input/output error"):
+        shard.read(0)
 
 
 def test_a_shard_that_is_gone_is_named(tmp_path: Path) -> None:

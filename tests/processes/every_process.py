@@ -215,6 +215,19 @@ def bad_losses(digits: str, out: str) -> None:
         print(f"{kind}:", outcome(partial(train, digits, Path(out) / kind, "pretraining", *keys)), flush=True)
 
 
+def statistics(digits: str, run: str) -> None:
+    """A batch norm's running statistics on each process, before and after they are shared at the end of training."""
+    share = Stepper.share_buffers
+
+    def told(self: Stepper) -> None:
+        print("own:", sum(float(buffer.sum()) for buffer in self.state.objective.buffers()), flush=True)
+        share(self)
+        print("shared:", sum(float(buffer.sum()) for buffer in self.state.objective.buffers()), flush=True)
+
+    Stepper.share_buffers = told  # type: ignore[method-assign]
+    train(digits, Path(run), "supervised", "objective.head=probe", "training.steps=3")
+
+
 def auto_batch(digits: str, run: str, *keys: str) -> None:
     """The last process may map 100 MB more than it has mapped when the search begins: a real refusal by the kernel."""
     accumulation = Stepper.accumulation

@@ -51,6 +51,15 @@ def test_a_process_short_of_memory_makes_both_take_smaller_micro_batches(
     assert [row["images_seen"] for row in others] == [2400, 4800]
 
 
+def test_all_processes_end_with_the_running_statistics_that_are_saved(
+    world: World, digits: Path, tmp_path: Path
+) -> None:
+    both = world(2, "statistics", digits, tmp_path / "run")
+    assert [process.wait() for process in both] == [0, 0], both[0].text + both[1].text
+    main, other = (dict(re.findall(r"(own|shared): (.*)", process.text)) for process in both)
+    assert main["own"] != other["own"] and main["own"] == main["shared"] == other["shared"]
+
+
 @pytest.fixture(scope="module")
 def trained(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = tmp_path_factory.mktemp("trained") / "run"

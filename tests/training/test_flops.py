@@ -23,6 +23,14 @@ def test_a_vit_costs_what_its_matrices_say(make_backbone: Callable[..., Any]) ->
     assert training_flops(objective) == forward + backward
 
 
+def test_what_is_computed_again_counts_once(make_backbone: Callable[..., Any]) -> None:
+    backbone = make_backbone()
+    expected = training_flops(masked_patch.Objective(backbone, masked_patch.Config()))
+    backbone.network.set_grad_checkpointing(True)
+    assert training_flops(masked_patch.Objective(backbone, masked_patch.Config())) == expected
+    assert backbone.network.grad_checkpointing
+
+
 def test_counting_changes_nothing(make_backbone: Callable[..., Any]) -> None:
     objective = masked_patch.Objective(make_backbone(dropout=0.5), masked_patch.Config()).eval()
     weights = {name: value.clone() for name, value in objective.state_dict().items()}

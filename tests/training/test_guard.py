@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from ssl_vit.interfaces import RunError, StepOutput
+from ssl_vit.models.backbone import Encoder
 from ssl_vit.objectives import masked_patch
 from ssl_vit.training.guard import Guard
 
@@ -65,6 +66,46 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_names_step_and_samples(
         train(tmp_path / "none")
     assert "not finite at step 3" in str(told.value) and "last good checkpoint: none" in str(told.value)
     assert ", ".join(seen[2].keys[:8]) in str(told.value) and "and 24 more" in str(told.value)
+
+
+def test_a_gradient_that_is_not_finite_is_seen_without_clipping_before_its_step_is_kept(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward = masked_patch.Objective.forward
+    count = 0
+
+    def spoiled(self: Any, batch: Any) -> StepOutput:
+        nonlocal count
+        output = forward(self, batch)
+        count += batch.images.device.type != "meta"
+        if count == 4:  # the loss is what it was, its gradient is not
+            output.loss.register_hook(lambda gradient: gradient * math.nan)
+        return output
+
+    monkeypatch.setattr(masked_patch.Objective, "forward", spoiled)
+    with pytest.raises(RunError, match=r"gradient was not finite at step 4; .*\nlast good checkpoint: .*step_00000002"):
+        train(tmp_path / "run", "optim.clip_norm=0", "training.checkpoint_every=2", "training.keep_last=1")
+
+
+def test_a_left_out_step_leaves_running_statistics_as_they_were(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = ["objective.head=probe", "training.on_nonfinite=skip", "optim.schedule=constant"]
+    expected = train(tmp_path / "shorter", "training.steps=11", *keys, name="digits_supervised")
+    represent, count = Encoder.represent, 0
+
+    def spoiled(self: Encoder, images: torch.Tensor, *arguments: Any) -> torch.Tensor:
+        nonlocal count
+        count += images.device.type != "meta"
+        return represent(self, images, *arguments) * (math.inf if count == 12 else 1)
+
+    monkeypatch.setattr(Encoder, "represent", spoiled)
+    found = train(tmp_path / "left_out", *keys, name="digits_supervised")
+    one, other = (
+        load_file(sorted((run / "checkpoints").iterdir())[-1] / "objective.safetensors") for run in (found, expected)
+    )
+    assert count == 12 and one.keys() == other.keys() and any("running_mean" in key for key in one)
+    assert all(torch.equal(one[key], value) for key, value in other.items())
 
 
 def test_steps_that_are_not_finite_are_left_out_counted_and_gone_on_from(

@@ -18,6 +18,7 @@ from torch import nn
 from ssl_vit import recipe
 from ssl_vit.interfaces import UserError
 from ssl_vit.training.memory import fitting_accumulation
+from ssl_vit.training.records import Records
 from ssl_vit.training.state import Average
 
 Settings = Callable[..., recipe.Recipe]
@@ -91,6 +92,33 @@ def test_auto_batch_finds_what_the_memory_holds_and_keeps_the_batch(
     # The search left nothing behind: with that number from the start, the same weights come out, bit for bit.
     plain = train(tmp_path / "plain", *keys, f"training.accumulate={count}")
     assert same(weights(tmp_path / "auto"), weights(plain))
+
+
+def test_the_search_leaves_running_statistics_alone_and_begins_where_the_last_one_ended(
+    train: Train, lines: Lines, tmp_path: Path
+) -> None:
+    keys = ["objective.head=probe", "training.steps=2"]
+    plain = train(tmp_path / "plain", *keys, name="digits_supervised")
+    searched = train(tmp_path / "auto", *keys, "training.auto_batch=true", name="digits_supervised")
+    assert same(weights(searched, "objective.safetensors"), weights(plain, "objective.safetensors"))
+    again = ["training.steps=4", "training.auto_batch=true"]
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Records, "values", interrupted_at(3))
+        train(tmp_path / "run", *again, "training.checkpoint_every=1")
+    train(tmp_path / "run", *again, "training.accumulate=2", "training.checkpoint_every=1")
+    found = [(row["step"], row["accumulate"]) for row in lines(tmp_path / "run") if row.get("event") == "auto_batch"]
+    assert found == [(0, 1), (2, 2)]
+
+
+def interrupted_at(step: int) -> Callable[..., None]:
+    values = Records.values
+
+    def interrupted(self: Records, at: int, *arguments: Any) -> None:
+        if at == step:
+            raise KeyboardInterrupt
+        values(self, at, *arguments)
+
+    return interrupted
 
 
 def test_activation_checkpointing_changes_nothing(train: Train, lines: Lines, tmp_path: Path) -> None:

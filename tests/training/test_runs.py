@@ -1,0 +1,135 @@
+"""Run directories: what a refused, a finished and a resumed training leave in them."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ssl_vit import experiment, runs
+from ssl_vit.interfaces import UserError
+from ssl_vit.training import checkpoint
+from ssl_vit.training.interrupt import Stopped, StopRequest
+from ssl_vit.training.step import Stepper
+
+Train = Callable[..., Path]
+
+
+def environment(run: Path) -> dict[str, Any]:
+    return dict(json.loads((run / "environment.json").read_text()))
+
+
+@pytest.fixture
+def stop_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Let a SIGTERM be agreed on at one step of the trainings that follow."""
+
+    def install(step: int) -> None:
+        steps = iter(range(1, step + 1))
+        monkeypatch.setattr(StopRequest, "agreed", lambda self: signal.SIGTERM if next(steps, 0) == step else 0)
+
+    return install
+
+
+def test_a_refused_start_leaves_nothing_in_the_way(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(UserError, match=r"data\.lanes"):
+        train(tmp_path / "run", "data.lanes=5")
+    assert not (tmp_path / "run").exists()
+
+    def too_large(self: Stepper, *arguments: Any) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr(Stepper, "take", too_large)
+        train(tmp_path / "run", "backbone.depth=3")
+    assert (tmp_path / "run" / "recipe.yaml").exists()
+    train(tmp_path / "run")
+    with pytest.raises(UserError, match=r"another recipe \(backbone.depth: 2 -> 3\)"):
+        train(tmp_path / "run", "backbone.depth=3")
+
+
+def test_asking_a_finished_run_again_tells_nothing_anew(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = train(tmp_path / "run")
+    before = [(run / name).read_bytes() for name in ("environment.json", "summary.json", "metrics.jsonl")]
+    monkeypatch.setattr(runs, "environment", lambda accelerator: {"git": "another"})
+    train(tmp_path / "run")
+    assert before == [(run / name).read_bytes() for name in ("environment.json", "summary.json", "metrics.jsonl")]
+
+
+def test_a_resumed_run_tells_of_both_machines(
+    train: Train, tmp_path: Path, stop_at: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stop_at(3)
+    with pytest.raises(Stopped):
+        train(tmp_path / "run")
+    first = environment(tmp_path / "run")
+    monkeypatch.setattr(runs, "environment", lambda accelerator: {"git": "another"})
+    train(tmp_path / "run")
+    assert environment(tmp_path / "run") == first | {"resumed": [{"git": "another"}]}
+
+
+def test_a_stop_saves_before_a_probe_which_the_next_session_takes(
+    train: Train, tmp_path: Path, stop_at: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As without the stop, every probe is taken once; also one whose line was written, but no checkpoint after it."""
+    keys = ["probe.every=2", "probe.images=20", "probe.shots=1", "training.checkpoint_every=4"]
+    told: list[str] = []
+    save = checkpoint.save
+
+    def saved(run: Path, progress: checkpoint.Progress, *rest: Any) -> Path:
+        told.append(f"saved {progress.step}, probed {progress.probed}")
+        return save(run, progress, *rest)
+
+    monkeypatch.setattr(checkpoint, "save", saved)
+    expected = (train(tmp_path / "whole", *keys) / "metrics.jsonl").read_text().splitlines()
+    assert told == ["saved 4, probed 2", "saved 8, probed 6", "saved 12, probed 10", "saved 12, probed 12"]
+    told.clear()
+    stop_at(6)
+    with pytest.raises(Stopped):
+        train(tmp_path / "run", *keys)
+    assert told == ["saved 4, probed 2", "saved 6, probed 4"]
+    with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 6, "probe_accuracy": 0.5, "probe_best": 0.5}\n')
+    train(tmp_path / "run", *keys)
+    found = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+
+    def numbers(lines: list[str]) -> list[dict[str, float]]:
+        names = ("step", "loss", "probe_accuracy", "probe_best")
+        return [{name: row[name] for name in names if name in row} for row in map(json.loads, lines)]
+
+    assert numbers(found) == numbers(expected)
+
+
+def test_a_checkpoint_that_breaks_twice_is_put_aside_twice(train: Train, tmp_path: Path) -> None:
+    for _ in range(2):
+        run = train(tmp_path / "run", "training.checkpoint_every=6", "training.keep_last=9")
+        (run / "checkpoints" / "step_00000012" / "random.safetensors").write_bytes(b"")
+    train(tmp_path / "run", "training.checkpoint_every=6", "training.keep_last=9")
+    names = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    assert names == ["broken_step_00000012", "step_00000006", "step_00000012"]
+
+
+def test_the_recipe_of_a_checkpoint_is_found_from_beside_it(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = train(tmp_path / "run")
+    monkeypatch.chdir(run / "checkpoints")
+    assert experiment.run_recipe(Path("step_00000012")) == experiment.run_recipe(run) is not None
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"kind": "comparison"}'])
+def test_results_that_cannot_be_added_to_are_named_before_measuring(
+    train: Train, digits: Path, tmp_path: Path, content: str
+) -> None:
+    run = train(tmp_path / "run")
+    (run / "results.json").write_text(content)
+    with pytest.raises(UserError, match=r"results\.json: not what `ssl-vit eval` wrote"):
+        experiment.evaluate(run, "knn", "no such place", "no such place")
+    assert (run / "results.json").read_text() == content
