@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -20,7 +20,7 @@ from ssl_vit import plugins, recipe
 from ssl_vit.data import DataConfig
 from ssl_vit.data.mixture import open_training
 from ssl_vit.data.samples import View
-from ssl_vit.data.shards import ShardSet, open_shards
+from ssl_vit.data.shards import ShardSet, check_same_classes, open_shards
 from ssl_vit.data.stream import train_source
 from ssl_vit.data.transforms import train_transform
 from ssl_vit.evaluators.base import named
@@ -81,6 +81,7 @@ def train(settings: Recipe, *, quiet: bool = False) -> Path:
                 "samples": settings.data.samples or shards.samples,
                 "processes": accelerator.num_processes,
                 "left_out_steps": outcome.left_out,
+                "classes": list(shards.classes or ()) if getattr(job.objective, "needs_labels", False) else [],
             }
             if not (run / SUMMARY).exists():  # what finished is not told anew by whoever asks again
                 write_json(run / SUMMARY, summary)
@@ -195,11 +196,13 @@ def make_task(
     else:
         trained = backbone.load(weights)
     preparation = settings.data if settings else DataConfig(train=train)
+    shards = open_shards(train, preparation.remote), open_shards(test, preparation.remote)
+    check_same_classes(shards[0].classes, shards[1].classes, f"{train} and {test}")
     return Task(
         trained=trained,
         untrained=backbone.fresh(trained, seed),
-        train=open_shards(train, preparation.remote),
-        test=open_shards(test, preparation.remote),
+        train=shards[0],
+        test=shards[1],
         data=preparation,
         accelerator=make_accelerator(settings.training.precision if settings else "fp32"),
         workers=preparation.workers,
@@ -211,10 +214,10 @@ def make_task(
 
 def run_recipe(weights: Path) -> Recipe | None:
     """The recipe of the run that a run directory or one of its checkpoints belongs to, if there is one."""
-    for folder in (weights, weights.resolve().parent.parent):
-        if (folder / "recipe.yaml").is_file():
-            return recipe.load_recipe(folder / "recipe.yaml")
-    return None
+    checkpoints = weights.resolve().parent
+    run = checkpoints.parent if checkpoints.name == "checkpoints" else weights
+    path = run / "recipe.yaml"
+    return recipe.load_recipe(path) if path.is_file() else None
 
 
 def evaluate(
@@ -226,12 +229,14 @@ def evaluate(
     *,
     defaults: Mapping[str, Any] | None = None,
     metric: Literal["accuracy", "mean_per_class"] = "accuracy",
+    say: Callable[[str], None] | None = None,
 ) -> dict[str, Any]:
     """Run one evaluator on a run or checkpoint; the result is also added to `results.json` beside the weights.
 
-    defaults: settings under the overrides. metric: the number that the values are. Returns {"evaluator", "title",
-    "settings", "data", "classes", "metric", "backbone", "values", "measurements", "skipped", "seconds"}; values: see
-    `evaluators.base.named`; measurements: every `Measurement` with its `source`. Raises UserError.
+    defaults: settings under the overrides. metric: the number that the values are. say: told what is done, where that
+    takes long. Returns {"evaluator", "title", "settings", "data", "classes", "metric", "backbone", "values",
+    "measurements", "skipped", "seconds"}; values: see `evaluators.base.named`; measurements: every `Measurement` with
+    its `source`. Raises UserError.
     """
     path = weights / "results.json"
     _evaluations(path)  # a file that cannot be added to is known before anything is measured
@@ -239,6 +244,8 @@ def evaluate(
     given = OmegaConf.merge(dict(defaults or {}), recipe.parse_overrides(overrides))
     config = recipe.validate(module.Config, OmegaConf.to_container(given), f"{name}: ")
     task = make_task(weights, run_recipe(weights), train, test, cache=weights / "features")
+    if say and task.accelerator.is_main_process:
+        task.say = say
     start = time.perf_counter()
     evaluator = module.Evaluator(config)
     with processes.others_watched(lambda: f"{path} holds what was measured before"):

@@ -31,6 +31,10 @@ class RunError(Exception):
     everywhere = False
 
 
+class Diverged(RunError):
+    """A loss or gradient that is not finite, or a loss that jumped: other settings may not."""
+
+
 PREEMPTED = 75  # EX_TEMPFAIL: what was done is saved, start the same command again
 
 

@@ -30,7 +30,7 @@ def show(results: Results, run: Path, per_class: bool) -> None:
             console.print(_classes(name, result))
     for name, result in results.items():
         metric = "" if result["metric"] == "accuracy" else "mean of the classes' accuracies"
-        chosen = sorted({_settings(m["chosen"]) for m in result["measurements"] if m["chosen"]})
+        chosen = dict.fromkeys(f"{m['source']} {_settings(m['chosen'])}" for m in result["measurements"] if m["chosen"])
         notes = dict.fromkeys(note for m in result["measurements"] for note in m["notes"])
         for text in [metric, f"chosen on held-out images: {'; '.join(chosen)}" if chosen else "", *notes]:
             if text:

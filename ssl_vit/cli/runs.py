@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import sys
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -137,6 +138,7 @@ def evaluate(
             overrides or [],
             defaults=chosen.evaluators.get(evaluator),
             metric=chosen.metric,
+            say=lambda text: print(text, file=sys.stderr),
         )
     if not runs.is_main_process():
         return

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from pydantic import Field, SerializeAsAny, field_validator, model_validator
 
 from ssl_vit import plugins, recipe
-from ssl_vit.evaluators import Budgets
+from ssl_vit.evaluators import Budgets, Seeds
 from ssl_vit.interfaces import Config, UserError
 from ssl_vit.recipe import Recipe
 
@@ -129,7 +129,7 @@ class Comparison(Config):
     name: str
     title: str = ""
     run: str = ""
-    seeds: tuple[int, ...] = Field((0, 1, 2), min_length=1)
+    seeds: Seeds = Field((0, 1, 2), min_length=1)
     pretrain_per_seed: bool = False
     labels_per_class: Budgets = Field((5, 10, 25), min_length=1)
     data: ComparisonData

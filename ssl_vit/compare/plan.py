@@ -216,6 +216,8 @@ class Plan:
                 room, _, name = key.partition(".")
                 if name:
                     made.get(room, {}).pop(name, None)
+            if made["init_from"]:
+                made["init_from"] = sha256(backbone.find_weights(made["init_from"]) / backbone.WEIGHTS)
             seed = self.pretraining_seed(arm, piece.seed) if self.study.comparison.pretrain_per_seed else None
             return [made, self.shards.get(f"{arm} pretrain"), seed]
         if given := self.study.comparison.arms[arm].weights if arm in self.with_backbone else None:

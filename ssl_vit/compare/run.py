@@ -20,7 +20,7 @@ from ssl_vit.compare.plan import Piece, Plan
 from ssl_vit.compare.suites import prepare
 from ssl_vit.compare.work import do, is_done
 from ssl_vit.data.mixture import open_training
-from ssl_vit.data.shards import ShardSet, open_shards
+from ssl_vit.data.shards import ShardSet, check_same_classes, open_shards
 from ssl_vit.environment import environment
 from ssl_vit.files import read_json, write_json
 from ssl_vit.interfaces import UserError
@@ -44,6 +44,9 @@ def look(study: Study, sets: dict[str, DataSet]) -> tuple[Plan, dict[tuple[str, 
         for name, chosen in sets.items()
         for part, path in (("train", str(chosen.train)), ("test", str(chosen.test)))
     }
+    for name, chosen in sets.items():
+        train, test = opened[name, "train"].classes, opened[name, "test"].classes
+        check_same_classes(train, test, f"{chosen.train} and {chosen.test}")
     pretraining = {arm: open_training(r.data) for arm, r in study.recipes.items()}
     for arm, found in pretraining.items():
         try:
@@ -255,9 +258,10 @@ def _seeds_vary(plan: Plan) -> str:
     c = plan.study.comparison
     shared = "which images are labelled, the head's initialisation, the order and augmentation of the images"
     if c.pretrain_per_seed and plan.study.recipes:
-        return f"A seed changes the pretraining as a whole, {shared}."
+        whole = f"A seed changes the pretraining as a whole, {shared}"
+        return f"{whole}; the intervals do not contain the choice of test images."
     scratch = ", and the whole initialisation of what is trained from scratch" * (len(c.arms) > len(plan.with_backbone))
     return (
         f"A seed changes {shared}{scratch}; each pretraining ran once and serves all seeds, so the intervals do not "
-        "contain the variation between pretrainings."
+        "contain the variation between pretrainings, nor the choice of test images."
     )

@@ -15,7 +15,7 @@ import tarfile
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from pathlib import Path
 from typing import BinaryIO, cast
 
@@ -180,6 +180,15 @@ def _count_samples(url: str, remote: RemoteConfig) -> int:
             if not keys:
                 raise UserError(f"{url}: not a readable tar ({error})") from None
     return len(keys)
+
+
+def check_same_classes(ours: Sequence[str] | None, theirs: Sequence[str] | None, where: str) -> None:
+    """Raises UserError where two lists of class names differ: the same number would mean another class. Sets that do
+    not name theirs are trusted."""
+    if ours and theirs and list(ours) != list(theirs):
+        number = next(n for n, (one, other) in enumerate(zip_longest(ours, theirs)) if one != other)
+        names = " in one, ".join(classes[number] if number < len(classes) else "none" for classes in (ours, theirs))
+        raise UserError(f"{where} have other classes: class {number} is {names} in the other")
 
 
 def read_members(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from ssl_vit.interfaces import Config
 
@@ -29,12 +29,22 @@ def _several(value: Any) -> Any:
     return value if isinstance(value, (list, tuple)) else (value,)
 
 
+def _distinct(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    for value in values:
+        if values.count(value) > 1:
+            raise ValueError(f"{value} is named twice")
+    return values
+
+
 Budget = Annotated[int | str, BeforeValidator(_budget)]
 """How many training images are labelled: so many a class, a share of every class such as "10%", or "all"."""
 
-Budgets = Annotated[tuple[Budget, ...], BeforeValidator(_several)]
-Numbers = Annotated[tuple[float, ...], BeforeValidator(_several)]
-Seeds = Annotated[tuple[int, ...], BeforeValidator(_several)]
+_Several = (BeforeValidator(_several), AfterValidator(_distinct))
+Budgets = Annotated[tuple[Budget, ...], *_Several]
+Numbers = Annotated[tuple[float, ...], *_Several]
+Counts = Annotated[tuple[Annotated[int, Field(ge=1)], ...], *_Several]
+Seeds = Annotated[tuple[int, ...], *_Several]
+"""Lists of different values; one alone needs no brackets."""
 
 
 class ProbeConfig(Config):

@@ -64,6 +64,10 @@ class Features:
         return Features(self.vectors[rows], self.labels[rows], self.images[rows])
 
 
+def _silent(text: str) -> None:
+    pass
+
+
 @dataclass
 class Task:
     """What an evaluator judges: one backbone on labelled train and test shards.
@@ -72,7 +76,7 @@ class Task:
     data: image preparation (`evaluation_resize`). batch_size: images in a forward pass of one process.
     weights: where the trained backbone came from (None: it is freshly initialised itself).
     cache: folder that keeps extracted features (None: none is kept); it may be deleted at any time.
-    objective: what the weights' run trained them with (None: unknown).
+    objective: what the weights' run trained them with (None: unknown). say: told what is done, where that takes long.
     """
 
     trained: Encoder
@@ -86,6 +90,7 @@ class Task:
     workers: int = 0
     cache: Path | None = None
     objective: Config | None = None
+    say: Callable[[str], None] = _silent
     skipped: list[Skip] = field(default_factory=list)
     _features: dict[tuple[Any, ...], Features] = field(default_factory=dict)
 
@@ -120,8 +125,12 @@ class Task:
 
     @property
     def train_labels(self) -> np.ndarray:
-        """Every training image's class, int64 (samples,); -1 where there is none."""
-        return labels_of(self.train)
+        """Every training image's class, int64 (samples,); -1 where there is none. Raises UserError where all are of one
+        class."""
+        labels = labels_of(self.train)
+        if len(np.unique(labels[labels >= 0])) < 2:
+            raise UserError(f"{self.train.spec}: all labelled images there are of one class")
+        return labels
 
     @property
     def classes(self) -> int:

@@ -14,10 +14,10 @@ import torch
 from pydantic import Field, field_validator
 from threadpoolctl import threadpool_limits
 
-from ssl_vit.evaluators import Numbers, Seeds
+from ssl_vit.evaluators import Counts, Numbers, Seeds
 from ssl_vit.evaluators.base import Choice, FeatureConfig, Judge, score
 from ssl_vit.evaluators.features import Task
-from ssl_vit.evaluators.labels import choose_each
+from ssl_vit.evaluators.labels import choose_each, short_classes, short_note
 from ssl_vit.interfaces import Measurement
 
 _BIAS = 100.0  # the constant feature; regularised like the rest, so its size sets how free the bias is
@@ -35,12 +35,12 @@ class Config(FeatureConfig):
     larger value, one shot a class to the middle one); without it, every value is reported.
     """
 
-    shots: tuple[int, ...] = Field((1, 5, 10, 25), min_length=1)
+    shots: Counts = Field((1, 5, 10, 25), min_length=1)
     seeds: Seeds = (0, 1, 2)
     l2: Numbers = (2.0**10,)
     select_l2: bool = False
 
-    @field_validator("shots", "l2")
+    @field_validator("l2")
     @classmethod
     def _positive(cls, values: tuple[float, ...]) -> tuple[float, ...]:
         if not values or min(values) <= 0:
@@ -186,12 +186,6 @@ def few_shot_accuracy(
     return {key[:2]: value for key, value in found.items()} if isinstance(l2, (int, float)) else found
 
 
-def short_classes(labels: np.ndarray, shots: int) -> list[int]:
-    """The classes that have fewer images than shots (and at least one)."""
-    classes, counts = np.unique(labels[labels >= 0], return_counts=True)
-    return [int(label) for label in classes[counts < shots]]
-
-
 class Evaluator(Judge):
     """Accuracy of every (shots, seed), and of every l2 where several are given and none is selected."""
 
@@ -215,8 +209,6 @@ class Evaluator(Judge):
         arrays = {place: (few.vectors, few.labels) for place, few in train.items()}
         for (shot, seed), fit in fit_all(arrays, test.vectors, l2=c.l2, leave_one_out=c.select_l2).items():
             labels = train[shot, seed].labels
-            short = short_classes(labels, int(shot))
-            note = f"{len(short)} class(es) gave fewer than {shot} images, all that could be read: {short[:10]}"
             for value in [select(fit, c.l2)] if c.select_l2 else c.l2:
                 yield Measurement(
                     name=f"{shot}-shot" if value == c.l2[0] or c.select_l2 else f"{shot}-shot, l2={value:g}",
@@ -224,7 +216,7 @@ class Evaluator(Judge):
                     labels=len(labels),
                     seed=seed,
                     chosen={"l2": value} if c.select_l2 else {},
-                    notes=(note,) if short else (),
+                    notes=short_note(labels, shot),
                     main=value == c.l2[0] or c.select_l2,
                     **score(fit.predicted[value], test.labels, task.classes),
                 )

@@ -16,14 +16,14 @@ from pydantic import Field, model_validator
 from timm.layers import DropPath, calculate_drop_path_rates
 
 from ssl_vit.data import AugmentConfig
-from ssl_vit.evaluators import ALL, Budget, Budgets, Seeds
+from ssl_vit.evaluators import ALL, Budget, Budgets, Counts, Numbers, Seeds, budget_words
 from ssl_vit.evaluators.base import Choice, Judge, accuracy_name, score
 from ssl_vit.evaluators.features import Representation, Task
-from ssl_vit.evaluators.labels import choose_labelled, held_out_split
+from ssl_vit.evaluators.labels import choose_labelled, held_out_split, short_note
 from ssl_vit.evaluators.linear_probe import probe_predictions
 from ssl_vit.evaluators.tuning import Cost, measurement, scores, train_classifier
 from ssl_vit.interfaces import Config as BaseConfig
-from ssl_vit.interfaces import Measurement, RunError, UserError
+from ssl_vit.interfaces import Diverged, Measurement, UserError
 from ssl_vit.models import ImageSize, Resampling
 from ssl_vit.models import backbone as backbones
 from ssl_vit.objectives import classification
@@ -73,10 +73,10 @@ class Config(BaseConfig):
     """
 
     protocol: Literal["paper", "mae"] = "paper"
-    lrs: tuple[float, ...] = Field((0.003, 0.01, 0.03, 0.06), min_length=1)
+    lrs: Numbers = Field((0.001, 0.003, 0.01, 0.03), min_length=1)
     lr_batch: int | None = Field(None, ge=1)
-    steps: tuple[int, ...] = Field((500,), min_length=1)
-    epochs: tuple[float, ...] = ()
+    steps: Counts = Field((500,), min_length=1)
+    epochs: Numbers = ()
     batch_size: int = Field(512, ge=1)
     warmup_steps: int = Field(100, ge=0)
     warmup_epochs: float = Field(0, ge=0)
@@ -149,25 +149,31 @@ class Evaluator(Judge):
         c: Config = self.config
         labels = task.train_labels
         train, held = labelled(labels, c, budget, seed)
+        if not len(held):
+            raise UserError(f"fine_tune: held_out={c.held_out:g} of so few images a class leaves none: raise it")
+        task.say(f"{source}: {len(self._lengths()) * len(c.lrs)} trainings to choose by {len(held)} held-out images")
         tried: list[dict[str, Any]] = []
         costs: list[Cost] = []
         winner: tuple[dict[str, Any], classification.Objective, Cost] | None = None
         for length in self._lengths():
             for lr in sorted(c.lrs):
                 try:
-                    objective, cost = self._train(task, source, lr, length, seed, train)
-                except RunError:  # it diverged: the candidate has lost, the others go on
+                    objective, cost = self._train(task, source, {"lr": lr, **length}, seed, train)
+                except Diverged:  # the candidate has lost, the others go on
                     tried.append({"lr": lr, **length, "held_out_accuracy": 0.0})
+                    task.say(f"{_words(tried[-1])}: diverged")
                     continue
                 accuracy = scores(task, objective, task.train, held)["accuracy"]
                 tried.append({"lr": lr, **length, "held_out_accuracy": accuracy})
+                task.say(f"{_words(tried[-1])}: {accuracy:.1%} of the held-out images, {cost.seconds:.0f} s")
                 costs.append(cost)
                 if winner is None or accuracy > winner[0]["held_out_accuracy"]:
                     winner = tried[-1], objective, cost
         if winner is None:
             raise UserError(f"fine_tune: no candidate of lrs={c.lrs} trained without diverging")
         chosen, objective, cost = winner
-        measured = None if budget == ALL else measurement(task, objective, cost, budget, seed, len(train))
+        settings = {key: value for key, value in chosen.items() if key != "held_out_accuracy"}
+        measured = None if budget == ALL else measurement(task, objective, cost, budget, seed, train, settings)
         total = Cost(*(sum(values) for values in zip(*(vars(cost).values() for cost in costs), strict=True)))
         return Choice(tried, chosen, measured, **vars(total))
 
@@ -190,9 +196,10 @@ class Evaluator(Judge):
                     train, held = labelled(labels, self.config, budget, seed)
                     if budget == ALL:
                         train = np.sort(np.concatenate([train, held]))
-                    length = {key: value for key, value in choice.chosen.items() if key in ("steps", "epochs")}
-                    objective, cost = self._train(task, source, choice.chosen["lr"], length, seed, train)
-                    yield measurement(task, objective, cost, budget, seed, len(train))
+                    settings = {key: value for key, value in choice.chosen.items() if key != "held_out_accuracy"}
+                    objective, cost = self._chosen(task, source, settings, seed, train)
+                    task.say(f"{source}, {budget_words(budget)}, seed {seed}: {cost.seconds:.0f} s")
+                    yield measurement(task, objective, cost, budget, seed, train, settings)
 
     def _lengths(self) -> list[dict[str, Any]]:
         c: Config = self.config
@@ -203,18 +210,30 @@ class Evaluator(Judge):
     def _steps(self, epochs: float, images: int) -> int:
         return math.ceil(epochs * images / self.config.batch_size)
 
-    def _train(
-        self, task: Task, source: str, lr: float, length: dict[str, Any], seed: int, train: np.ndarray
+    def _chosen(
+        self, task: Task, source: str, settings: dict[str, Any], seed: int, train: np.ndarray
     ) -> tuple[classification.Objective, Cost]:
-        """Fine-tune the `trained` backbone or a fresh `untrained` one on the `train` images (global indices)."""
+        try:
+            return self._train(task, source, settings, seed, train)
+        except Diverged as error:
+            raise Diverged(
+                f"fine_tune: {_words(settings)}, chosen on held-out images, diverged with seed {seed} ({source}, "
+                f"{len(train)} images): {str(error).splitlines()[0]}; leave that rate out of fine_tune.lrs"
+            ) from None
+
+    def _train(
+        self, task: Task, source: str, settings: dict[str, Any], seed: int, train: np.ndarray
+    ) -> tuple[classification.Objective, Cost]:
+        """Fine-tune the `trained` backbone or a fresh `untrained` one on the `train` images (global indices). settings:
+        lr, and steps or epochs."""
         c: Config = self.config
-        steps, warmup = length.get("steps", 0), float(c.warmup_steps)
-        if "epochs" in length:
-            steps = self._steps(length["epochs"], len(train))
+        steps, warmup = settings.get("steps", 0), float(c.warmup_steps)
+        if "epochs" in settings:
+            steps = self._steps(settings["epochs"], len(train))
             warmup = c.warmup_epochs * len(train) / c.batch_size
         optim = OptimConfig(
             name=c.optimizer,
-            lr=lr,
+            lr=settings["lr"],
             lr_batch=c.lr_batch,
             momentum=c.momentum,
             weight_decay=c.weight_decay,
@@ -268,6 +287,10 @@ class Evaluator(Judge):
             labels=len(train.labels),
             seed=seed,
             chosen={"C": fitted.c},
-            notes=(note, *fitted.notes),
+            notes=(note, *fitted.notes, *short_note(train.labels, budget)),
             **score(fitted.predicted, test.labels, task.classes),
         )
+
+
+def _words(settings: dict[str, Any]) -> str:
+    return ", ".join(f"{key}={value:g}" for key, value in settings.items() if key != "held_out_accuracy")

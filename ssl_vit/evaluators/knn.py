@@ -7,9 +7,10 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from pydantic import Field
 
-from ssl_vit.evaluators import ALL, budget_words
+from ssl_vit.evaluators import ALL, Counts, budget_words
 from ssl_vit.evaluators.base import Choice, Judge, LabelledConfig, score
 from ssl_vit.evaluators.features import Task
+from ssl_vit.evaluators.labels import short_note
 from ssl_vit.interfaces import Measurement
 
 _SIMILARITIES = 1 << 25  # computed at once: 128 MiB
@@ -18,7 +19,7 @@ _SIMILARITIES = 1 << 25  # computed at once: 128 MiB
 class Config(LabelledConfig):
     """ks: numbers of neighbours (a comparison uses the first). temperature: votes weigh exp(similarity / it)."""
 
-    ks: tuple[int, ...] = Field((10, 20), min_length=1)
+    ks: Counts = Field((10, 20), min_length=1)
     temperature: float = Field(0.07, gt=0)
 
 
@@ -90,5 +91,6 @@ class Evaluator(Judge):
                     labels=len(train.labels),
                     seed=seed,
                     main=k == c.ks[0],
+                    notes=short_note(train.labels, budget),
                     **score(predicted, test.labels, task.classes),
                 )

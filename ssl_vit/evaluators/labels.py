@@ -60,6 +60,19 @@ def held_out_split(labels: np.ndarray, share: float, seed: int) -> tuple[np.ndar
     return np.sort(np.concatenate(kept)), np.sort(np.concatenate(held))
 
 
+def short_classes(labels: np.ndarray, shots: int) -> list[int]:
+    """The classes that have fewer images than shots (and at least one)."""
+    classes, counts = np.unique(labels[labels >= 0], return_counts=True)
+    return [int(label) for label in classes[counts < shots]]
+
+
+def short_note(labels: np.ndarray, budget: int | str) -> tuple[str, ...]:
+    """What a reader must know of the labels (n,) that a label budget gave: which classes have fewer than it says."""
+    if not isinstance(budget, int) or not (short := short_classes(labels, budget)):
+        return ()
+    return (f"{len(short)} class(es) gave fewer than {budget} images, all that could be used: {short[:10]}",)
+
+
 @lru_cache(maxsize=8)
 def labels_of(shards: ShardSet) -> np.ndarray:
     """Every sample's class index, int64 (samples,), read without decoding an image; -1 where there is none.

@@ -17,9 +17,10 @@ from sklearn.exceptions import ConvergenceWarning
 from sklearn.linear_model import LogisticRegression
 
 from ssl_vit.data import AugmentConfig
+from ssl_vit.evaluators import Numbers
 from ssl_vit.evaluators.base import Choice, Judge, LabelledConfig, accuracy_name, score
 from ssl_vit.evaluators.features import Task
-from ssl_vit.evaluators.labels import choose_labelled, held_out_split
+from ssl_vit.evaluators.labels import choose_labelled, held_out_split, short_note
 from ssl_vit.evaluators.tuning import measurement, train_classifier
 from ssl_vit.interfaces import Measurement, UserError
 from ssl_vit.models.backbone import at_size
@@ -39,7 +40,7 @@ class Config(LabelledConfig):
     """
 
     method: Literal["exact", "lars"] = "exact"
-    cs: tuple[float, ...] = Field(_CS, min_length=1)
+    cs: Numbers = Field(_CS, min_length=1)
     held_out: float = Field(0.2, gt=0, lt=1)
     max_iterations: int = Field(1000, ge=1)
     lr: float = Field(0.1, gt=0)
@@ -135,7 +136,7 @@ class Evaluator(Judge):
                 labels=len(train.labels),
                 seed=seed,
                 chosen={"C": fitted.c},
-                notes=fitted.notes,
+                notes=(*fitted.notes, *short_note(train.labels, budget)),
                 **score(fitted.predicted, test.labels, task.classes),
             )
 
@@ -168,4 +169,4 @@ class Evaluator(Judge):
             images=images,
             seed=seed,
         )
-        return measurement(task, objective, cost, budget, seed, len(images))
+        return measurement(task, objective, cost, budget, seed, images)

@@ -6,10 +6,12 @@ import copy
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from ssl_vit.data.shards import check_same_classes
 from ssl_vit.evaluators import ALL
 from ssl_vit.evaluators.base import Choice, Judge
 from ssl_vit.evaluators.features import Task
 from ssl_vit.evaluators.tuning import scores
+from ssl_vit.files import read_json
 from ssl_vit.interfaces import Config as BaseConfig
 from ssl_vit.interfaces import Measurement, UserError
 from ssl_vit.objectives import classification
@@ -39,6 +41,12 @@ class Evaluator(Judge):
         if not isinstance(task.objective, classification.Config) or task.weights is None:
             raise UserError(
                 f"{task.weights}: own_head needs a run whose objective is classification; use another evaluator"
+            )
+        run = _checkpoint(Path(task.weights)).resolve().parent.parent
+        if (run / "summary.json").is_file():
+            trained_on = read_json(run / "summary.json").get("classes")
+            check_same_classes(
+                trained_on, task.test.classes, f"what {task.weights} was trained on and {task.test.spec}"
             )
         objective = classification.Objective(copy.deepcopy(task.trained), task.objective, task.classes)
         checkpoint.load_head(_checkpoint(Path(task.weights)), objective)

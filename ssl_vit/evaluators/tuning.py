@@ -18,6 +18,7 @@ from ssl_vit.data.stream import train_source
 from ssl_vit.data.transforms import train_transform
 from ssl_vit.evaluators.base import accuracy_name, score
 from ssl_vit.evaluators.features import Task, evaluation_stream
+from ssl_vit.evaluators.labels import short_note
 from ssl_vit.interfaces import Measurement, UserError
 from ssl_vit.models import backbone as backbones
 from ssl_vit.objectives import classification
@@ -130,8 +131,22 @@ def scores(
 
 
 def measurement(
-    task: Task, objective: classification.Objective, cost: Cost, budget: int | str, seed: int, labels: int
+    task: Task,
+    objective: classification.Objective,
+    cost: Cost,
+    budget: int | str,
+    seed: int,
+    images: np.ndarray,
+    chosen: dict[str, Any] | None = None,
 ) -> Measurement:
-    """What a trained classifier scores on test, and what it cost."""
-    place: dict[str, Any] = {"name": accuracy_name(budget), "labels_per_class": budget, "seed": seed, "labels": labels}
-    return Measurement(**place, **vars(cost), **scores(task, objective, task.test))
+    """What a classifier scores on test, trained on the images with these global indices, and what it cost."""
+    return Measurement(
+        name=accuracy_name(budget),
+        labels_per_class=budget,
+        labels=len(images),
+        seed=seed,
+        chosen=chosen or {},
+        notes=short_note(task.train_labels[images], budget),
+        **vars(cost),
+        **scores(task, objective, task.test),
+    )

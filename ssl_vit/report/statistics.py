@@ -13,6 +13,7 @@ from ssl_vit.report.names import arm_names, evaluator_names, subjects
 from ssl_vit.report.verdict import verdict
 
 Row = dict[str, Any]
+_ROUNDING = 1e-9  # equal shares of right answers may differ by less, once subtracted
 Place = tuple[str, str, int | str]  # data set, evaluator, label budget
 
 
@@ -22,12 +23,12 @@ def summarise(results: dict[str, Any]) -> dict[str, Any]:
     Returns {"accuracy": rows, "differences": rows, "study": rows, "ends": rows, "sentences": [...], "verdict": them as
     one text}.
     An accuracy row: data, evaluator, labels_per_class (the budget), x (labels a class as a number), arm, n (seeds),
-    mean, std (ddof=1), half_width (of the 95% interval of the mean, Student t); std and half_width are None for n=1. A
-    difference row has the same statistics of `arm` minus `against`, paired by seed (n: seeds that both have), arm_mean
-    and against_mean over those seeds, and `role`, what `against` is: baseline, supervised, pixels or variant (another
-    arm without labels). A study row is an accuracy row with the arm's `size` (pretraining images or FLOPs) and its
-    `series`; a row of ends is the difference of a series' largest and smallest, paired by seed, with their sizes and
-    means. The number is the data set's metric.
+    mean, std (ddof=1), half_width (of the 95% interval of the mean, Student t). std is None for n=1; half_width too,
+    and where all values are equal: seeds without variation make no interval. A difference row has the same statistics
+    of `arm` minus `against`, paired by seed (n: seeds that both have), arm_mean and against_mean over those seeds, and
+    `role`, what `against` is: baseline, supervised, pixels or variant (another arm without labels). A study row is an
+    accuracy row with the arm's `size` (pretraining images or FLOPs) and its `series`; a row of ends is the difference
+    of a series' largest and smallest, paired by seed, with their sizes and means. The number is the data set's metric.
     Where a measurement was made twice, the later one counts; without a finite accuracy it counts as missing.
     The verdict is about the smallest label budget measured, a rule fixed before any number is seen.
     """
@@ -140,5 +141,7 @@ def _ends(study: list[Row], scores: dict[Place, dict[str, dict[int, float]]]) ->
 def spread(values: list[float]) -> Row:
     count = len(values)
     std = statistics.stdev(values) if count > 1 else None
-    half_width = None if std is None else float(stdtrit(count - 1, 0.975)) * std / math.sqrt(count)
+    half_width = None
+    if std is not None and std > _ROUNDING:
+        half_width = float(stdtrit(count - 1, 0.975)) * std / math.sqrt(count)
     return {"n": count, "mean": statistics.fmean(values), "std": std, "half_width": half_width}

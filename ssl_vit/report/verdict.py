@@ -10,19 +10,25 @@ from ssl_vit.evaluators import budget_words
 from ssl_vit.report.names import evaluator_title, spoken, subjects, trains_backbone
 
 Row = dict[str, Any]
+_SURE = {
+    "none": ", which these seeds cannot tell from none",
+    "one": ", on one seed",
+    "same": ", the same at every seed",
+}
 
 
 def outcome(row: Row) -> str:
-    """What a difference says: gain, loss, none (its interval holds 0), or one (a single seed, no interval)."""
+    """What a difference says: gain, loss, none (its interval holds 0), one (a single seed) or same (the same at every
+    seed); the last two have no interval."""
     if row["half_width"] is None:
-        return "one"
+        return "one" if row["n"] == 1 else "same"
     if abs(row["mean"]) <= row["half_width"]:
         return "none"
     return "gain" if row["mean"] > 0 else "loss"
 
 
 def signed_points(row: Row) -> str:
-    """A difference row as text: signed points and the half-width of its 95% interval (none for one seed)."""
+    """A difference row as text: signed points and the half-width of its 95% interval (where there is one)."""
     mean = f"{round(100 * row['mean'], 1) + 0.0:+.1f}"  # adding 0.0 turns -0.0 into 0.0
     return mean if row["half_width"] is None else f"{mean} ± {100 * row['half_width']:.1f}"
 
@@ -87,6 +93,8 @@ def _claim(row: Row, subject: str, other: str) -> str:
         f"({size} points; {means}, {row['n']} seeds).",
         "one": f"{subject} is at {means} for {other} ({size} points) on one seed: there is no interval, "
         "so this may be chance.",
+        "same": f"{subject} is at {means} for {other} ({size} points), the same at all {row['n']} seeds: they show no "
+        "variation, so there is no interval and this may be chance.",
     }[outcome(row)]
 
 
@@ -115,6 +123,7 @@ def _over_budgets(curve: list[Row], name: str) -> str:
             "loss": f"{where} {name} loses ({sizes} points)",
             "none": f"{where} these seeds show no difference ({sizes} points)",
             "one": f"{where} the difference on one seed is {sizes} points",
+            "same": f"{where} the difference is {sizes} points at every seed, without an interval",
         }
         parts.append(words[kind])
     first, last = curve[0], curve[-1]
@@ -136,7 +145,7 @@ def _end(curve: list[Row]) -> str:
     """Where a gain ends that no larger budget shows again: where the lower end of the 95% interval, taken as straight
     over the logarithm of the labels between the two budgets, crosses 0."""
     gains = _gains(curve)
-    if gains in (0, len(curve)) or {"gain", "one"}.intersection(map(outcome, curve[gains:])):
+    if gains in (0, len(curve)) or {"gain", "one", "same"}.intersection(map(outcome, curve[gains:])):
         return ""
     last, none = curve[gains - 1], curve[gains]
     above, below = (row["mean"] - row["half_width"] for row in (last, none))
@@ -155,7 +164,7 @@ def _study(results: dict[str, Any], ends: list[Row]) -> list[str]:
         small, large = (
             f"{100 * mean:.1f}% with {_number(n)}" for mean, n in zip(row["means"], row["sizes"], strict=True)
         )
-        sure = {"none": ", which these seeds cannot tell from none", "one": ", on one seed"}.get(outcome(row), "")
+        sure = _SURE.get(outcome(row), "")
         where = _budgets([row]) if len(same) == 1 else f"{row['series']}, {_budgets([row])}"
         change = f"{signed_points(row)} points{sure}"
         found.append(_capital(f"{where}: accuracy goes from {small} {unit} to {large} ({change})."))

@@ -16,7 +16,7 @@ from torch import nn
 
 from ssl_vit.data.plan import LanePosition
 from ssl_vit.data.samples import Chunk, Skip
-from ssl_vit.interfaces import Batch, RunError, UserError
+from ssl_vit.interfaces import Batch, Diverged, UserError
 from ssl_vit.training import OptimConfig, TrainingConfig, checkpoint, metrics, processes
 from ssl_vit.training.guard import REWINDS, SKIPS_IN_A_ROW, Guard
 from ssl_vit.training.interrupt import StopRequest, stop_requests, stopped
@@ -72,9 +72,9 @@ class Outcome:
 def train(job: Job) -> Outcome:
     """Train to `total_steps`, resuming from the run's newest checkpoint; leaves the objective trained in place.
 
-    Raises Stopped after a signal, once everything is saved; RunError on a non-finite loss (naming step, sample keys
-    and the last good checkpoint) or a spike, on a disk that refuses a checkpoint, and when another process is gone;
-    UserError for data that cannot be read and checkpoints that do not fit.
+    Raises Stopped after a signal, once everything is saved; Diverged on a non-finite loss (naming step, sample keys
+    and the last good checkpoint) or a spike, RunError on a disk that refuses a checkpoint and when another process is
+    gone; UserError for data that cannot be read and checkpoints that do not fit.
     """
     others_watched = processes.others_watched(partial(checkpoint.last_saved, job.run))
     with others_watched, stop_requests() as stop:
@@ -259,7 +259,7 @@ class _Loop:
         self.window_start = time.perf_counter()
 
     def _fail(self, what: str, keys: list[str]) -> None:
-        error = RunError(
+        error = Diverged(
             f"{what}; {metrics.some(keys)}\n{checkpoint.last_saved(self.job.run)}; lower optim.lr, check those images, "
             "or leave such steps out with training.on_nonfinite=skip"
         )
@@ -275,7 +275,7 @@ class _Loop:
         saved = checkpoint.newest(job.run)[0] if job.run and job.training.on_spike == "rewind" else None
         if saved is None or before.rewinds >= REWINDS:
             again = f"; it did so after each of {REWINDS} rewinds" if saved else ""
-            error = RunError(
+            error = Diverged(
                 f"{what}{again}\n{checkpoint.last_saved(job.run)}; lower optim.lr or raise optim.warmup_steps"
             )
             error.everywhere = True

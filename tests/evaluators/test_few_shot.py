@@ -309,7 +309,7 @@ def test_a_class_short_of_shots_is_noted_in_the_measurement(array_task: Any) -> 
     task = array_task((train_x[few], train_y[few]), test)
     found = {m.labels_per_class: m for m in Evaluator(Config(shots=(1, 5))).measure(task, "trained", (1, 5), (0,))}
     assert found[1].notes == ()
-    assert found[5].notes == ("1 class(es) gave fewer than 5 images, all that could be read: [3]",)
+    assert found[5].notes == ("1 class(es) gave fewer than 5 images, all that could be used: [3]",)
     assert found[5].labels == 47
 
 
@@ -330,4 +330,4 @@ def test_a_chosen_image_that_cannot_be_read_is_missing_and_noted(array_task: Any
     broken = int(choose_shots(train[1], 5, 0)[12])
     (found,) = Evaluator(Config(shots=(5,))).measure(array_task(train, test, (broken,)), "trained", (5,), (0,))
     assert found.labels == 49
-    assert found.notes == ("1 class(es) gave fewer than 5 images, all that could be read: [2]",)
+    assert found.notes == ("1 class(es) gave fewer than 5 images, all that could be used: [2]",)
