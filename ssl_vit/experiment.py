@@ -255,6 +255,7 @@ def evaluate(
         "title": evaluator.title,
         "settings": config.model_dump(mode="json"),
         "data": {"train": train, "test": test},
+        "shards": {"train": task.train.fingerprint, "test": task.test.fingerprint},
         "classes": list(task.train.classes or task.test.classes or ()),
         "metric": metric,
         "backbone": str(weights),

@@ -64,9 +64,13 @@ def shipped() -> dict[str, Path]:
 
 
 def find(name: str, near: Path | None = None) -> Path:
-    """A recipe file: one beside the recipe `near`, a path, or a shipped recipe's name. UserError names the closest."""
+    """A recipe file: one beside the recipe `near`, a path, a run directory's, or a shipped recipe's name. UserError
+    names the closest."""
     for path in ([near.parent / name, near.parent / f"{name}.yaml"] if near else []) + [Path(name)]:
         if path.is_file():
+            return path
+    for saved in ("recipe.yaml", "comparison.yaml"):
+        if (path := Path(name) / saved).is_file():
             return path
     if name in shipped():
         return shipped()[name]

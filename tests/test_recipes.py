@@ -188,6 +188,11 @@ def test_a_base_is_looked_for_beside_its_recipe_first(tmp_path: Path, monkeypatc
     assert recipes.load_recipe(top).seed == 1
 
 
+def test_a_run_directory_stands_for_its_recipe(tmp_path: Path) -> None:
+    recipes.save(recipes.load_recipe("digits_ssl", ["seed=7"]), tmp_path / "recipe.yaml")
+    assert recipes.load_recipe(tmp_path).seed == 7
+
+
 def test_an_objective_on_the_command_line_replaces_the_recipes() -> None:
     found = recipes.load_recipe("digits_supervised", ["objective.name=masked_patch", "objective.bits=2"])
     assert found.objective.model_dump()["bits"] == 2

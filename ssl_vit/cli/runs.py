@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
+import shutil
 import sys
+import textwrap
 from enum import StrEnum
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -76,6 +80,8 @@ def train(
 
     Several processes: `accelerate launch --multi_gpu --num_processes 2 -m ssl_vit train digits_ssl`
     """
+    import torch
+
     from ssl_vit import experiment, runs
     from ssl_vit import recipe as recipes
 
@@ -92,10 +98,12 @@ def train(
         train_shards = named if isinstance(named, str) else named[0].shards
         beside = Path(train_shards).parent / "test"
         test_shards = str(beside) if beside.is_dir() else "TEST_SHARDS"
+        own = "own_images" if torch.accelerator.is_available() else "own_images_cpu"
+        compared = f"compare    ssl-vit compare {own} data.train={train_shards} data.test={test_shards}\n"
         print(
             f"\nrun        {run}  (recipe, metrics.jsonl, TensorBoard events, checkpoints, backbone.safetensors)\n"
             f"evaluate   ssl-vit eval {run} few_shot --data {train_shards} --test {test_shards}\n"
-            f"compare    ssl-vit compare own_images data.train={train_shards} data.test={test_shards}\n"
+            f"{compared if settings.backbone.channels == 3 else ''}"
             f"look       ssl-vit report {run}   and   tensorboard --logdir {run}\n"
             f'in timm    timm.create_model("local-dir:{run}", pretrained=True)'
         )
@@ -186,11 +194,13 @@ def compare(
     from ssl_vit.compare import run as comparisons
     from ssl_vit.compare import work
     from ssl_vit.compare.config import load_comparison
+    from ssl_vit.compare.suites import prepare
 
-    plan = comparisons.open_plan(load_comparison(recipe, changed), command)
+    study = load_comparison(recipe, changed)
     if only:
-        comparisons.run_only(plan, only)
+        comparisons.run_only(comparisons.open_plan(study, command), only)
         return
+    plan = comparisons.look(study, prepare(study.sets, study.folder, lambda text: print(text, file=sys.stderr)))[0]
     print(f"# run: {plan.run}")
     for piece, stage in zip(plan.pieces, comparisons.stages(plan).values(), strict=True):
         print(f"{piece.id}\t{stage}\t{'done' if work.is_done(plan, piece) else 'missing'}")
@@ -227,18 +237,21 @@ def report(
 
 @app.command()
 def recipes() -> None:
-    """List the shipped recipes and suites of data sets, each with its first line.
+    """List the shipped recipes and suites of data sets, each with its first sentence.
 
     Example: `ssl-vit recipes`
     """
     from ssl_vit import recipe as recipe_files
     from ssl_vit.compare.config import suites
 
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 10_000
     for title, found in (("", recipe_files.shipped()), ("suites, for --suite:\n", suites())):
         print(f"\n{title}" if title else "", end="")
         for name, path in found.items():
-            first = path.read_text().splitlines()[0].removeprefix("#").strip()
-            print(f"{name:28s} {first}")
+            head = " ".join(line[1:].strip() for line in takewhile(lambda line: line[:1] == "#", path.open()))
+            sentences = re.split(r"(?<=[.?])\s", head)
+            about = " ".join(sentences[: 1 + sentences[0].endswith("?")])  # a question, and what it is about
+            print(textwrap.fill(f"{name:28s} {about}", width, subsequent_indent=" " * 29, break_on_hyphens=False))
     print(f"\nfiles: {recipe_files.recipes_folder()}")
 
 
@@ -276,5 +289,4 @@ def _compare(name: str, overrides: list[str], command: str) -> None:
         return
     run = study.comparison.run_directory
     Console().print(tables.terminal_table(results))
-    print(f"\n{results['summary']['verdict']}\n")
-    print(f"report   {page.write_report([run], run / 'report.html')}\nresults  {run / 'results.json'}")
+    print(f"\nreport   {page.write_report([run], run / 'report.html')}\nresults  {run / 'results.json'}")

@@ -5,10 +5,12 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import statistics
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +72,8 @@ def open_plan(study: Study, command: str, say: Say = print) -> Plan:
     c = study.comparison
     plan, opened, pretraining = look(study, prepare(study.sets, study.folder, say if is_main_process() else _silent))
     content = _written(plan, opened, pretraining, command)
+    if (plan.run / PLAN).is_file() and (other := read_json(plan.run / PLAN)["header"]["name"]) != c.name:
+        raise UserError(f"{plan.run} holds the comparison {other}: give this one another directory with run=PATH")
     if is_main_process():
         try:
             plan.run.mkdir(parents=True, exist_ok=True)
@@ -90,12 +94,14 @@ def compare(study: Study, command: str, say: Say = print) -> dict[str, Any]:
     undone = processes.gather([piece.id for piece in plan.pieces if not is_done(plan, piece)])[0]
     missing = [piece for piece in plan.pieces if piece.id in undone]
     say(f"{study.comparison.name}: {len(plan.pieces)} pieces, {len(plan.pieces) - len(missing)} of them done before")
+    clock = _Clock(missing, jobs, say)
     if jobs == 1:
-        for number, piece in enumerate(missing, 1):
+        for piece in missing:
+            start = time.monotonic()
             do(plan, piece)
-            say(f"[{number}/{len(missing)}] {piece.id}")
+            clock.done(piece, time.monotonic() - start)
     elif missing:
-        _run_in_processes(plan, missing, jobs, say)
+        _run_in_processes(plan, missing, jobs, clock)
     return update(plan.run, environment()) if is_main_process() else merge([plan.run])
 
 
@@ -116,6 +122,25 @@ def run_only(plan: Plan, identifier: str, say: Say = print) -> None:
     say(f"{piece.id}: done")
 
 
+class _Clock:
+    """Says which piece is done, how long all have taken, and how long the others may take: as pieces of their kind did,
+    once there was one of every kind that is left."""
+
+    def __init__(self, missing: list[Piece], jobs: int, say: Say) -> None:
+        self.left, self.count, self.jobs, self.say = list(missing), len(missing), jobs, say
+        self.took: dict[tuple[str, str], list[float]] = {}
+        self.start = time.monotonic()
+
+    def done(self, piece: Piece, seconds: float) -> None:
+        self.left.remove(piece)
+        self.took.setdefault((piece.kind, piece.evaluator), []).append(seconds)
+        spent = timedelta(seconds=round(time.monotonic() - self.start))
+        kinds = [self.took.get((other.kind, other.evaluator)) for other in self.left]
+        expected = sum(statistics.fmean(times) for times in kinds if times) / self.jobs
+        left = f", about {timedelta(seconds=round(expected))} left" if self.left and all(kinds) else ""
+        self.say(f"[{self.count - len(self.left)}/{self.count}] {piece.id}  ({spent}{left})")
+
+
 def stages(plan: Plan) -> dict[str, int]:
     """By id: 0 for a piece that needs none, else one more than the latest it needs. Pieces of one stage are
     independent of each other."""
@@ -125,33 +150,33 @@ def stages(plan: Plan) -> dict[str, int]:
     return found
 
 
-def _run_in_processes(plan: Plan, missing: list[Piece], jobs: int, say: Say) -> None:
+def _run_in_processes(plan: Plan, missing: list[Piece], jobs: int, clock: _Clock) -> None:
     # Small models are bound by overhead: several processes of one thread each use the cores better than one of many.
     os.environ["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // jobs))
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(jobs, mp_context=context, initializer=_init_worker, initargs=(os.getpid(),)) as pool:
         try:
-            _schedule(pool, plan, missing, say)
+            _schedule(pool, plan, missing, clock)
         except BaseException:  # Ctrl-C too: what runs saves and stops, instead of being waited for to its end
             for process in multiprocessing.active_children():
                 process.terminate()
             raise
 
 
-def _schedule(pool: ProcessPoolExecutor, plan: Plan, missing: list[Piece], say: Say) -> None:
+def _schedule(pool: ProcessPoolExecutor, plan: Plan, missing: list[Piece], clock: _Clock) -> None:
     """Keep the pool's processes busy with pieces whose needs are done."""
-    waiting, open_ids, running = list(missing), {p.id for p in missing}, dict[Future[str], Piece]()
+    waiting, open_ids, running = list(missing), {p.id for p in missing}, dict[Future[str], tuple[Piece, float]]()
     while waiting or running:
         ready = [piece for piece in waiting if not open_ids.intersection(piece.after)]
         for piece in ready[: plan.study.comparison.jobs - len(running)]:
             waiting.remove(piece)
-            running[pool.submit(_do, plan, piece, os.getpid())] = piece
+            running[pool.submit(_do, plan, piece, os.getpid())] = piece, time.monotonic()
         done, _ = wait(running, return_when=FIRST_COMPLETED)
         for future in done:
-            piece = running.pop(future)
+            piece, start = running.pop(future)
             future.result()
             open_ids.discard(piece.id)
-            say(f"[{len(missing) - len(open_ids)}/{len(missing)}] {piece.id}")
+            clock.done(piece, time.monotonic() - start)
 
 
 def _init_worker(parent: int) -> None:

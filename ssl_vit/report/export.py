@@ -30,13 +30,26 @@ def write_tables(paths: list[Path], out: Path, form: str) -> Path:
     """Write the tables of a report to `out` as `markdown`, `latex` or `csv`; returns `out`. Raises UserError as
     `page.read_all` does."""
     found = page.read_all(paths)
-    out.parent.mkdir(parents=True, exist_ok=True)
     if form == "csv":
-        out.write_text(_csv(found), encoding="utf-8", newline="")
+        text = _csv(found)
     else:
         shown = {"markdown": markdown, "latex": latex}[form]
-        out.write_text("\n".join(shown(table) for table in _tables(found)), encoding="utf-8")
-    return out
+        text = "\n".join(shown(table) for table in _tables(found)) + _notes(found, "" if form == "markdown" else "% ")
+    return page.write(out, text)
+
+
+def _notes(found: list[dict[str, Any]], mark: str) -> str:
+    """What a reader of the tables must know, a line each."""
+    if found[0]["kind"] != "comparison":
+        return ""
+    results = found[0]["results"]
+    notes = [
+        tables.INTERVAL,
+        results.get("seeds_vary"),
+        *(results.get("notes") or []),
+        *tables.measurement_notes(results),
+    ]
+    return "".join(f"\n{mark}{note}\n" for note in [*notes, tables.skipped_note(results)] if note)
 
 
 def _tables(found: list[dict[str, Any]]) -> list[Table]:

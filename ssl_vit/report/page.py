@@ -65,10 +65,14 @@ def write_report(paths: list[Path], out: Path) -> Path:
     html = template(Path(__file__).with_name("page.html.j2")).render(
         EMPTY | shown | {"commands": _commands(found, paths)}
     )
-    out = Path(out)
+    return write(Path(out), html)
+
+
+def write(out: Path, text: str) -> Path:
+    """Write a report's text to `out`, whose folders are made; returns `out`. Raises RunError where that fails."""
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(html, encoding="utf-8", errors="replace", newline="\n")
+        out.write_text(text, encoding="utf-8", errors="replace", newline="")
     except OSError as error:
         raise RunError(f"{out}: the report could not be written ({error.strerror}).") from error
     return out

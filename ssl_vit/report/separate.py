@@ -54,7 +54,8 @@ def _groups(names: list[str], found: list[dict[str, Any]]) -> list[tuple[dict[st
     groups: dict[str, dict[str, dict[str, Any]]] = {}
     for name, run in zip(names, found, strict=True):
         for evaluation in (run["results"] or {}).get("evaluations") or []:
-            alike = {key: evaluation.get(key) for key in ("evaluator", "settings", "data", "metric")}
+            alike = {key: evaluation.get(key) for key in ("evaluator", "settings", "metric")}
+            alike["data"] = evaluation.get("shards") or evaluation.get("data")
             groups.setdefault(json.dumps(alike, sort_keys=True), {})[name] = evaluation
     return [(_results(runs), _note(first := next(iter(runs.values()))), _settings(first)) for runs in groups.values()]
 

@@ -18,8 +18,8 @@ from sklearn.datasets import load_digits
 from ssl_vit import cli, evaluators, experiment
 from ssl_vit.cli import runs as commands
 from ssl_vit.compare.config import load_comparison, load_suite, suites
-from ssl_vit.compare.plan import Plan
-from ssl_vit.compare.run import compare
+from ssl_vit.compare.plan import Piece, Plan
+from ssl_vit.compare.run import _Clock, compare
 from ssl_vit.data.shards import open_shards
 from ssl_vit.interfaces import UserError
 from ssl_vit.report.page import write_report
@@ -324,6 +324,7 @@ def test_pieces_one_by_one_are_the_comparison(
     listed = {row.split("\t")[0]: row.split("\t")[1:] for row in rows}
     assert listed["pretrain-ssl-0"] == ["0", "missing"] and listed["few_shot-ssl-0"] == ["1", "missing"]
     assert listed["few_shot-pixels-0"] == ["0", "missing"]
+    assert not (tmp_path / "parts").exists(), "a list writes nothing"
     assert call(monkeypatch, *arguments, "--only", "few_shot-ssl-0") == 0
     assert "pretrain-ssl-0: done" in capsys.readouterr().out, "what it needs is done first"
     assert call(monkeypatch, "report", f"{tmp_path}/parts") == 0
@@ -339,6 +340,55 @@ def test_pieces_one_by_one_are_the_comparison(
     assert parts["finished"] and without_times(parts) == without_times(at_once)
     assert call(monkeypatch, *arguments, "--only", "few_shot-nobody") == 2
     assert "few_shot-nobody: no such piece" in capsys.readouterr().err
+
+
+def test_the_directory_of_another_comparison_is_refused(demo: Path, tmp_path: Path) -> None:
+    quietly(mini(tmp_path, demo, evaluators={"few_shot": {"shots": [1]}}))
+    before = (tmp_path / "run" / "plan.json").read_bytes()
+    with pytest.raises(UserError, match="holds the comparison mini: give this one another directory"):
+        quietly(mini(tmp_path, demo, name="other"))
+    assert (tmp_path / "run" / "plan.json").read_bytes() == before
+
+
+def test_what_a_pretraining_starts_from_counts_by_its_content(demo: Path, tmp_path: Path) -> None:
+    weights = tmp_path / "weights"
+    weights.mkdir()
+    for name in ("backbone.safetensors", "config.json"):
+        shutil.copy(demo / "ssl" / name, weights)
+    study = load_comparison(mini(tmp_path, demo), [f"arms.ssl.overrides=[init_from={weights}]"])
+
+    def prints() -> dict[str, str]:
+        plan = Plan(study, tmp_path, study.sets, {})
+        return {piece.id: plan.fingerprint(piece) for piece in plan.pieces}
+
+    before = prints()
+    shutil.copy(demo / "supervised" / "backbone.safetensors", weights)
+    differ = {name for name, value in prints().items() if value != before[name]}
+    assert differ == {"pretrain-ssl-0", "few_shot-ssl-0"}
+
+
+def test_sets_that_number_other_classes_are_refused(demo: Path, tmp_path: Path) -> None:
+    other = shutil.copytree(demo / "data" / "test", tmp_path / "test")
+    info = json.loads((other / "info.json").read_text())
+    (other / "info.json").write_text(json.dumps(info | {"classes": info["classes"][::-1]}))
+    words = "have other classes: class 0 is 0 in one, 9 in the other"
+    with pytest.raises(UserError, match=words):
+        quietly(mini(tmp_path, demo, data={"train": f"{demo}/data/train", "test": str(other)}))
+    for evaluator in ("knn", "own_head"):
+        with pytest.raises(UserError, match=words):
+            experiment.evaluate(demo / "supervised", evaluator, f"{demo}/data/train", str(other))
+    with pytest.raises(UserError, match=f"the training of .*supervised and .* {words}"):
+        experiment.evaluate(demo / "supervised", "own_head", str(other), str(other))
+
+
+def test_what_is_left_is_told_once_every_kind_was_seen() -> None:
+    pieces = [Piece("a", "measure", "x", evaluator="knn"), Piece("b", "measure", "y", evaluator="knn")]
+    pieces += [Piece("c", "pretrain", "x")]
+    said: list[str] = []
+    clock = _Clock(pieces, 2, said.append)
+    for piece, seconds in zip(pieces[::2] + pieces[1:2], (60.0, 240.0, 50.0), strict=True):
+        clock.done(piece, seconds)
+    assert said == ["[1/3] a  (0:00:00)", "[2/3] c  (0:00:00, about 0:00:30 left)", "[3/3] b  (0:00:00)"]
 
 
 def without_times(value: Any) -> Any:
@@ -372,6 +422,8 @@ def test_precision_may_differ_between_pretrainings_and_judging(demo: Path, tmp_p
         (["arms.ssl.weights=x"], "give recipe or weights, not both"),
         (["data.suite=transfer"], "give train and test, or sets, or suite"),
         (["labels_per_class=[10,zero]"], "a label budget is"),
+        (["labels_per_class=[all,'100%']"], "labels_per_class: all is named twice"),
+        (["seeds=[1,0,1]"], "seeds: 1 is named twice"),
         (
             ["arms.ssl.overrides=[probe.every=5,probe.patience=2]"],
             "probe.patience would end this pretraining by labels",

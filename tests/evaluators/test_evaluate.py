@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,12 @@ from sklearn.datasets import load_digits
 from torchvision.transforms import v2
 
 from ssl_vit import cli, experiment, recipe
+from ssl_vit.data import pack, sources
 from ssl_vit.data.samples import SampleReader
 from ssl_vit.data.shards import open_shards
-from ssl_vit.evaluators import features
+from ssl_vit.evaluators import features, fine_tune
 from ssl_vit.evaluators.labels import labels_of
-from ssl_vit.interfaces import UserError
+from ssl_vit.interfaces import Diverged, RunError, UserError
 from ssl_vit.models import backbone
 from ssl_vit.objectives import classification
 from ssl_vit.training.flops import training_flops
@@ -173,6 +175,66 @@ def test_fine_tuning_variants(trained: Path, keys: list[str]) -> None:
         assert [m["labels"] for m in found] == [30, 400], "with all labels the held-out images are trained on too"
 
 
+def fine_tuned(trained: Path, *keys: str) -> list[dict[str, Any]]:
+    data = (f"{trained}/train", f"{trained}/test")
+    result = experiment.evaluate(trained / "run", "fine_tune", *data, [*FAST["fine_tune"], *keys])
+    return [m for m in result["measurements"] if m["source"] == "trained"]
+
+
+def test_what_a_sweep_chose_and_what_a_budget_lacked_stays_with_the_number(trained: Path) -> None:
+    found = fine_tuned(trained, "labels_per_class=[30,all]", "held_out=0.3", "steps=2")
+    assert [m["chosen"] for m in found] == [{"lr": 0.01, "steps": 2}] * 4
+    few = [m for m in found if m["labels_per_class"] == 30]
+    assert all(m["labels"] < 300 and "gave fewer than 30 images, all that could be used" in m["notes"][0] for m in few)
+    assert not any(m["notes"] for m in found if m["labels_per_class"] == "all")
+    data = (f"{trained}/train", f"{trained}/test")
+    for name, keys in (("knn", ["ks=5"]), ("linear_probe", ["cs=0.1"])):
+        notes = experiment.evaluate(trained / "run", name, *data, [*keys, "labels_per_class=99"])["measurements"][0][
+            "notes"
+        ]
+        assert "10 class(es) gave fewer than 99 images" in notes[-1]
+
+
+def test_a_sweep_goes_on_without_a_rate_that_diverges_and_ends_with_an_outage(
+    trained: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train, failure = fine_tune.train_classifier, list[Exception]()
+
+    def failing(task: Any, encoder: Any, head: Any, optim: Any, **rest: Any) -> Any:
+        if optim.lr == 0.02 and failure:
+            raise failure[0]
+        return train(task, encoder, head, optim, **rest)
+
+    monkeypatch.setattr(fine_tune, "train_classifier", failing)
+    failure.append(Diverged("the loss was not finite"))
+    assert [m["chosen"]["lr"] for m in fine_tuned(trained, "lrs=[0.02,0.01]")] == [0.01, 0.01]
+    failure[0] = RunError("HTTP status 503")
+    with pytest.raises(RunError, match="503"):
+        fine_tuned(trained, "lrs=[0.02,0.01]")
+
+
+def test_a_chosen_rate_that_diverges_at_another_seed_is_named(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train = fine_tune.train_classifier
+
+    def failing(*arguments: Any, **rest: Any) -> Any:
+        if rest["seed"] == 1:
+            raise Diverged("the loss was not finite")
+        return train(*arguments, **rest)
+
+    monkeypatch.setattr(fine_tune, "train_classifier", failing)
+    with pytest.raises(Diverged, match=r"lr=0.01, steps=4, chosen .* seed 1 .*; leave that rate out of fine_tune.lrs"):
+        fine_tuned(trained)
+
+
+def test_labels_of_one_class_are_nothing_to_judge_by(trained: Path, tmp_path: Path) -> None:
+    source = sources.open_source("digits", split="train")
+    one = replace(source, labels=np.zeros_like(source.labels))
+    pack.make(one, tmp_path / "one", shards=2, progress=False)
+    for name in ("few_shot", "knn", "linear_probe", "fine_tune"):
+        with pytest.raises(UserError, match="one: all labelled images there are of one class"):
+            experiment.evaluate(trained / "run", name, f"{tmp_path}/one", f"{tmp_path}/one", FAST[name])
+
+
 def test_the_streaming_probe_learns_on_frozen_features(trained: Path) -> None:
     keys = [
         "method=lars",
@@ -203,6 +265,9 @@ def test_the_streaming_probe_learns_on_frozen_features(trained: Path) -> None:
         ("run", "few_shots", [], "did you mean 'few_shot'"),
         ("run", "few_shot", ["shot=[1]"], "did you mean 'shots'"),
         ("run", "few_shot", ["block=9"], "has blocks 1 to 4"),
+        ("run", "knn", ["ks=[5,5]"], "ks: 5 is named twice"),
+        ("run", "knn", ["ks=0"], "ks.0: Input should be greater than or equal to 1"),
+        ("run", "fine_tune", ["held_out=0.001"], "of so few images a class, held_out=0.001 leaves none"),
         ("run", "linear_probe", ["method=lars", "pooling=both"], "token, mean or patches"),
         ("run", "linear_probe", ["method=lars", "labels_per_class=1", "lanes=16"], "lower lanes"),
         ("nowhere", "knn", [], "no such run"),

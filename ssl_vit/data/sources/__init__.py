@@ -8,6 +8,7 @@ bytes an image), not for images.
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 from ssl_vit import plugins
@@ -41,6 +42,11 @@ def open_source(
         return open_folder(path, split)
     if not path.exists() and (not _HUB_NAME.fullmatch(spec) or ("/" in spec and path.parent.is_dir())):
         raise UserError(f"{spec}: no such file or folder")
+    if not path.exists():
+        print(
+            f"{spec}: no such folder here, so the Hugging Face hub is asked for a data set of that name",
+            file=sys.stderr,
+        )
     from ssl_vit.data.tables import open_table  # here, not above: `datasets` takes a second to import
 
     return open_table(spec, path if path.exists() else None, split, label_column, image_column)
