@@ -377,7 +377,7 @@ def test_sets_that_number_other_classes_are_refused(demo: Path, tmp_path: Path) 
     for evaluator in ("knn", "own_head"):
         with pytest.raises(UserError, match=words):
             experiment.evaluate(demo / "supervised", evaluator, f"{demo}/data/train", str(other))
-    with pytest.raises(UserError, match=f"the training of .*supervised and .* {words}"):
+    with pytest.raises(UserError, match=f"what .*supervised was trained on and .* {words}"):
         experiment.evaluate(demo / "supervised", "own_head", str(other), str(other))
 
 

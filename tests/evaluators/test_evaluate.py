@@ -189,10 +189,8 @@ def test_what_a_sweep_chose_and_what_a_budget_lacked_stays_with_the_number(train
     assert not any(m["notes"] for m in found if m["labels_per_class"] == "all")
     data = (f"{trained}/train", f"{trained}/test")
     for name, keys in (("knn", ["ks=5"]), ("linear_probe", ["cs=0.1"])):
-        notes = experiment.evaluate(trained / "run", name, *data, [*keys, "labels_per_class=99"])["measurements"][0][
-            "notes"
-        ]
-        assert "10 class(es) gave fewer than 99 images" in notes[-1]
+        result = experiment.evaluate(trained / "run", name, *data, [*keys, "labels_per_class=99"])
+        assert "10 class(es) gave fewer than 99 images" in result["measurements"][0]["notes"][-1]
 
 
 def test_a_sweep_goes_on_without_a_rate_that_diverges_and_ends_with_an_outage(
@@ -267,7 +265,7 @@ def test_the_streaming_probe_learns_on_frozen_features(trained: Path) -> None:
         ("run", "few_shot", ["block=9"], "has blocks 1 to 4"),
         ("run", "knn", ["ks=[5,5]"], "ks: 5 is named twice"),
         ("run", "knn", ["ks=0"], "ks.0: Input should be greater than or equal to 1"),
-        ("run", "fine_tune", ["held_out=0.001"], "of so few images a class, held_out=0.001 leaves none"),
+        ("run", "fine_tune", ["held_out=0.001"], "held_out=0.001 of so few images a class leaves none"),
         ("run", "linear_probe", ["method=lars", "pooling=both"], "token, mean or patches"),
         ("run", "linear_probe", ["method=lars", "labels_per_class=1", "lanes=16"], "lower lanes"),
         ("nowhere", "knn", [], "no such run"),
