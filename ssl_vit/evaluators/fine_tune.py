@@ -147,8 +147,7 @@ class Evaluator(Judge):
         if source == "pixels":
             return None
         c: Config = self.config
-        labels = task.train_labels
-        train, held = labelled(labels, c, budget, seed)
+        train, held = labelled(task.train_labels, c, budget, seed)
         if not len(held):
             raise UserError(f"fine_tune: held_out={c.held_out:g} of so few images a class leaves none: raise it")
         task.say(f"{source}: {len(self._lengths()) * len(c.lrs)} trainings to choose by {len(held)} held-out images")
@@ -172,8 +171,7 @@ class Evaluator(Judge):
         if winner is None:
             raise UserError(f"fine_tune: no candidate of lrs={c.lrs} trained without diverging")
         chosen, objective, cost = winner
-        settings = {key: value for key, value in chosen.items() if key != "held_out_accuracy"}
-        measured = None if budget == ALL else measurement(task, objective, cost, budget, seed, train, settings)
+        measured = None if budget == ALL else measurement(task, objective, cost, budget, seed, train, _settings(chosen))
         total = Cost(*(sum(values) for values in zip(*(vars(cost).values() for cost in costs), strict=True)))
         return Choice(tried, chosen, measured, **vars(total))
 
@@ -192,11 +190,10 @@ class Evaluator(Judge):
                 elif choice.measured and (choice.measured.labels_per_class, choice.measured.seed) == (budget, seed):
                     yield choice.measured  # the sweep has trained this very model already
                 else:
-                    labels = task.train_labels
-                    train, held = labelled(labels, self.config, budget, seed)
+                    train, held = labelled(task.train_labels, self.config, budget, seed)
                     if budget == ALL:
                         train = np.sort(np.concatenate([train, held]))
-                    settings = {key: value for key, value in choice.chosen.items() if key != "held_out_accuracy"}
+                    settings = _settings(choice.chosen)
                     objective, cost = self._chosen(task, source, settings, seed, train)
                     task.say(f"{source}, {budget_words(budget)}, seed {seed}: {cost.seconds:.0f} s")
                     yield measurement(task, objective, cost, budget, seed, train, settings)
@@ -216,10 +213,12 @@ class Evaluator(Judge):
         try:
             return self._train(task, source, settings, seed, train)
         except Diverged as error:
-            raise Diverged(
+            told = Diverged(
                 f"fine_tune: {_words(settings)}, chosen on held-out images, diverged with seed {seed} ({source}, "
                 f"{len(train)} images): {str(error).splitlines()[0]}; leave that rate out of fine_tune.lrs"
-            ) from None
+            )
+            told.everywhere = error.everywhere
+            raise told from None
 
     def _train(
         self, task: Task, source: str, settings: dict[str, Any], seed: int, train: np.ndarray
@@ -292,5 +291,10 @@ class Evaluator(Judge):
         )
 
 
-def _words(settings: dict[str, Any]) -> str:
-    return ", ".join(f"{key}={value:g}" for key, value in settings.items() if key != "held_out_accuracy")
+def _settings(candidate: dict[str, Any]) -> dict[str, Any]:
+    """What a sweep's candidate was trained with."""
+    return {key: value for key, value in candidate.items() if key != "held_out_accuracy"}
+
+
+def _words(candidate: dict[str, Any]) -> str:
+    return ", ".join(f"{key}={value:g}" for key, value in _settings(candidate).items())
