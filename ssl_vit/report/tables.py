@@ -16,6 +16,7 @@ from ssl_vit.report.statistics import Row, summarise
 from ssl_vit.report.verdict import signed_points
 
 MISSING = "–"
+_ARMS = 4  # of the costs in a terminal
 INTERVAL = (
     "± after a difference is the half-width of its 95% interval: Student's t over seeds, the arms paired by seed, not "
     "corrected for the number of budgets. It covers what the seeds vary and nothing else."
@@ -188,7 +189,11 @@ def terminal_table(results: dict[str, Any]) -> Group:
         parts.append(_rich(accuracy_table(results, summary, data, evaluator)))
         differences = difference_table(results, summary, data, evaluator)
         parts += [_rich(differences)] if differences.rows else []
-    parts.append(_rich(cost_table(results)))
+    arms = results.get("arms") or []
+    for first in range(0, len(arms), _ARMS):  # more of them side by side would be too wide
+        costs = cost_table(results | {"arms": arms[first : first + _ARMS]})
+        costs.title = "" if first else costs.title
+        parts.append(_rich(costs))
     parts += [Text(note, style="dim") for note in measurement_notes(results)]
     note = skipped_note(results)
     return Group(*parts, *([Text(note, style="bold")] if note else []))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 import random
+import re
 from typing import Any
 
 import numpy as np
@@ -319,3 +320,16 @@ def test_skipped_samples_follow_the_tables() -> None:
     lines = terminal_lines(comparison({"ssl": {10: [0.9]}}) | {"skipped": skipped}, 2000)
     names = "; ".join(f"[b].tar: 0000000{key} (not an image)" for key in range(5))
     assert lines[-1].strip() == f"Caution: the evaluations left out 7 unreadable sample(s): {names}; and 2 more."
+
+
+def test_the_costs_of_many_arms_fit_a_terminal() -> None:
+    results = comparison({"ssl": {10: [0.9]}, "scratch": {10: [0.5]}})
+    results["arms"] = [
+        {"name": f"ssl_{n}", "label": f"arm{n}", "run": "x", "labels_used": 0, "pretraining": {"seconds": 1000.0 + n}}
+        for n in range(9)
+    ]
+    lines = terminal_lines(results, 80)
+    heads = [re.findall(r"arm\d", line) for line in lines if "Cost" in line]
+    assert [len(head) for head in heads] == [4, 4, 1] and sum(heads, []) == [f"arm{n}" for n in range(9)]
+    assert all(f"1,00{n}.0" in " ".join(lines) for n in range(9))
+    assert sum("Pretraining: one run" in line for line in lines) == 1
