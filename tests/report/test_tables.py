@@ -330,6 +330,6 @@ def test_the_costs_of_many_arms_fit_a_terminal() -> None:
     ]
     lines = terminal_lines(results, 80)
     heads = [re.findall(r"arm\d", line) for line in lines if "Cost" in line]
-    assert [len(head) for head in heads] == [4, 4, 1] and sum(heads, []) == [f"arm{n}" for n in range(9)]
+    assert heads == [["arm0", "arm1", "arm2", "arm3"], ["arm4", "arm5", "arm6", "arm7"], ["arm8"]]
     assert all(f"1,00{n}.0" in " ".join(lines) for n in range(9))
     assert sum("Pretraining: one run" in line for line in lines) == 1
