@@ -88,10 +88,12 @@ class SampleReader:
     """
 
     def __init__(self, shards: ShardSet, view: View, cache_bytes: int, streams: int = 1) -> None:
-        self.shards, self.view, self.free = shards, view, cache_bytes
+        self.shards, self.view = shards, view
         self.files = OpenShards(shards, 2 * streams + 2)
         self.first_index = shards.first_index
-        self.cache: dict[tuple[int, int], tuple[Pixels, int, str]] = {}
+        # Decoded images lie in one block: as many small ones they would pin what a training step frees around them.
+        self.kept, self.end = torch.empty(cache_bytes, dtype=torch.uint8), 0
+        self.cache: dict[tuple[int, int], tuple[int, int, int, int, str]] = {}
         self.reads = 0
         self.least: tuple[int, int] | None = getattr(view.transform, "least", None)
         self.spread = torch.tensor(view.jitter)
@@ -102,7 +104,8 @@ class SampleReader:
         try:
             picture: Picture
             if (shard, member) in self.cache:
-                picture, label, key = self.cache[shard, member]
+                start, height, width, label, key = self.cache[shard, member]
+                picture = Pixels(self._recalled(start, height, width))
             else:
                 self.reads += 1
                 content = self.files.get(shard).read(member)
@@ -126,14 +129,20 @@ class SampleReader:
 
         Not one so large that its crops may be decoded reduced: a sample must look the same whoever keeps it.
         """
-        size = picture.height * picture.width * self.view.channels
-        least = self.least
-        if size > self.free or (least and picture.height >= 2 * least[0] and picture.width >= 2 * least[1]):
+        height, width, start = picture.height, picture.width, self.end
+        size, least = height * width * self.view.channels, self.least
+        if start + size > len(self.kept) or (least and height >= 2 * least[0] and width >= 2 * least[1]):
             return picture
-        pixels = Pixels(picture.whole())
-        self.free -= size
-        self.cache[shard, member] = (pixels, label, key)
-        return pixels
+        pixels = picture.whole()
+        self.end += size
+        self._recalled(start, height, width).copy_(pixels)
+        self.cache[shard, member] = (start, height, width, label, key)
+        return Pixels(pixels)
+
+    def _recalled(self, start: int, height: int, width: int) -> torch.Tensor:
+        """Kept pixels, uint8 (C, height, width), in rows of pixels as a decoder gives them."""
+        size = height * width * self.view.channels
+        return self.kept[start : start + size].view(height, width, self.view.channels).permute(2, 0, 1)
 
 
 def stacked(samples: Sequence[Sample], padded_to: int) -> Chunk:

@@ -16,7 +16,7 @@ import torch
 from ssl_vit.data import AugmentConfig, DataConfig, pack, sources
 from ssl_vit.data.evaluation import EvaluationStream, evaluation_batches
 from ssl_vit.data.plan import LanePosition
-from ssl_vit.data.samples import View, sample_seed
+from ssl_vit.data.samples import Sample, SampleReader, View, sample_seed
 from ssl_vit.data.shard_file import ShardFile
 from ssl_vit.data.shards import ShardSet, open_shards
 from ssl_vit.data.stream import train_source
@@ -124,6 +124,23 @@ def test_a_small_cache_changes_nothing(shards: ShardSet) -> None:
         return torch.stack([batch.images for batch, _ in itertools.islice(source([LanePosition()] * LANES), 12)])
 
     assert torch.equal(images(0), images(64))
+
+
+def test_decoded_images_are_kept_in_one_block_while_they_fit(shards: ShardSet) -> None:
+    """Small arrays of their own would pin what a training step frees around them: megabytes a step."""
+    reader = SampleReader(shards, view(), cache_bytes=100 * 64 + 63)
+    first = [reader.sample(0, member, 0) for member in range(50)] + [
+        reader.sample(1, member, 0) for member in range(60)
+    ]
+    assert (reader.reads, len(reader.cache)) == (110, 100)
+    again = [reader.sample(1, member, 0) for member in range(60)]
+    assert reader.reads == 120
+    for one, other in zip(first[50:], again, strict=True):
+        assert isinstance(one, Sample) and isinstance(other, Sample)
+        assert torch.equal(one.image, other.image) and (one.label, one.key) == (other.label, other.key)
+    block = reader.kept.data_ptr()
+    kept = [reader._recalled(start, height, width) for start, height, width, _, _ in reader.cache.values()]
+    assert sorted(pixels.data_ptr() - block for pixels in kept) == list(range(0, 6400, 64))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 7])
