@@ -69,9 +69,8 @@ def find(name: str, near: Path | None = None) -> Path:
     for path in ([near.parent / name, near.parent / f"{name}.yaml"] if near else []) + [Path(name)]:
         if path.is_file():
             return path
-    for saved in ("recipe.yaml", "comparison.yaml"):
-        if (path := Path(name) / saved).is_file():
-            return path
+    if (path := Path(name) / "recipe.yaml").is_file():
+        return path
     if name in shipped():
         return shipped()[name]
     close = get_close_matches(name, shipped(), n=1)
@@ -186,7 +185,7 @@ def validate(model: type[T], content: Any, prefix: str = "") -> T:
     except ValidationError as error:
         lines = []
         for problem in error.errors():
-            keys = [str(key) for key in problem["loc"]]
+            keys = [str(key) for key in problem["loc"] if not str(key).startswith("<")]  # <...>: one of several types
             where = prefix + ".".join(keys)
             if problem["type"] == "extra_forbidden":
                 close = get_close_matches(keys[-1], _fields(model, keys[:-1]), n=1)

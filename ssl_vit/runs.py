@@ -15,6 +15,7 @@ from ssl_vit.environment import environment
 from ssl_vit.files import read_json, write_json
 from ssl_vit.interfaces import UserError
 from ssl_vit.recipe import Recipe
+from ssl_vit.training import checkpoint
 
 # What a run may go on with another value of: how it is computed, told, kept and guarded, not what it learns.
 MAY_CHANGE = (
@@ -37,7 +38,7 @@ MAY_CHANGE = (
     "data.remote",
     "data.on_bad_sample",
 )
-SUMMARY = "summary.json"
+SUMMARY, ENVIRONMENT = "summary.json", "environment.json"
 _locks: dict[Path, FileLock] = {}
 
 
@@ -57,8 +58,36 @@ def open_run(run: Path, settings: Recipe, accelerator: Accelerator) -> None:
 
     Raises UserError when it is another recipe's, another process's, or cannot be written.
     """
+    _check(run, settings)
+    try:
+        run.mkdir(parents=True, exist_ok=True)
+        _lock(run)
+        _check(run, settings)  # again: another process may have ended just now
+        recipe.save(settings, run / "recipe.yaml")
+        if not _is_finished(run):
+            (run / SUMMARY).unlink(missing_ok=True)  # of a training whose last checkpoint is gone
+            write_json(run / ENVIRONMENT, environment(accelerator) | _sessions_before(run))
+    except OSError as error:
+        raise UserError(f"run={run}: cannot write there: {error}") from None
+
+
+def _is_finished(run: Path) -> bool:
+    """Whether the training that `summary.json` tells of is all there."""
+    kept = checkpoint.folders(run)
+    return bool(kept) and (run / SUMMARY).exists() and kept[-1].name == f"step_{read_json(run / SUMMARY)['steps']:08d}"
+
+
+def _sessions_before(run: Path) -> dict[str, Any]:
+    """The environments of the sessions that the run goes on from."""
+    if not checkpoint.folders(run) or not (run / ENVIRONMENT).exists():
+        return {}
+    last = read_json(run / ENVIRONMENT)
+    return {"before": [*last.pop("before", []), last]}
+
+
+def _check(run: Path, settings: Recipe) -> None:
     path, metrics = run / "recipe.yaml", run / "metrics.jsonl"
-    begun = (run / "checkpoints").is_dir() or (metrics.is_file() and metrics.stat().st_size > 0)
+    begun = checkpoint.folders(run) or (run / SUMMARY).exists() or (metrics.is_file() and metrics.stat().st_size)
     if begun and path.exists():
         changed = recipe.differences(recipe.load_recipe(path), settings, ignore=MAY_CHANGE)
         if changed:
@@ -66,24 +95,13 @@ def open_run(run: Path, settings: Recipe, accelerator: Accelerator) -> None:
                 f"{run} holds a run of another recipe ({'; '.join(changed[:3])}): "
                 "give this one another directory with run=PATH, or delete that one"
             )
-    elif not path.exists() and run.exists() and any(entry.name != ".lock" for entry in run.iterdir()):
+    elif not path.exists() and run.exists() and any(_is_foreign(entry.name) for entry in run.iterdir()):
         raise UserError(f"{run} is not empty and holds no run: give this run another directory with run=PATH")
-    try:
-        run.mkdir(parents=True, exist_ok=True)
-        _lock(run)
-        recipe.save(settings, path)
-        _note_environment(run / "environment.json", environment(accelerator), begun)
-    except OSError as error:
-        raise UserError(f"run={run}: cannot write there: {error}") from None
 
 
-def _note_environment(path: Path, now: dict[str, Any], begun: bool) -> None:
-    """The first session's environment stays; those of later ones come under `resumed`. A finished run has no more."""
-    if not begun or not path.exists():
-        write_json(path, now)
-    elif not (path.parent / SUMMARY).exists():
-        first = read_json(path)
-        write_json(path, first | {"resumed": [*first.get("resumed", []), now]})
+def _is_foreign(name: str) -> bool:
+    """Whether a file is none that a start leaves behind which did not come to its recipe."""
+    return name != ".lock" and not name.endswith(".tmp")
 
 
 def _lock(run: Path) -> None:

@@ -40,6 +40,7 @@ def look(study: Study, sets: dict[str, DataSet]) -> tuple[Plan, dict[tuple[str, 
 
     Raises UserError for shards that cannot be opened and arms that cannot run, wherever that can be seen beforehand.
     """
+    _check_directory(study)
     remote = next(iter(study.recipes.values())).data.remote if study.recipes else None
     opened = {
         (name, part): open_shards(path, *([remote] if remote else []))
@@ -60,6 +61,20 @@ def look(study: Study, sets: dict[str, DataSet]) -> tuple[Plan, dict[tuple[str, 
     return Plan(study, study.comparison.run_directory, sets, shards), opened, pretraining
 
 
+def _check_directory(study: Study) -> None:
+    """Raises UserError where the comparison's directory holds something else."""
+    run, name = study.comparison.run_directory, study.comparison.name
+    held = "a training run" if (run / "recipe.yaml").is_file() else ""
+    if (run / PLAN).is_file():
+        try:
+            other = read_json(run / PLAN)["header"]["name"]
+        except (ValueError, LookupError, TypeError):
+            other = f"whose {PLAN} cannot be read"
+        held = "" if other == name else f"the comparison {other}"
+    if held:
+        raise UserError(f"{run} holds {held}: give this comparison another directory with run=PATH")
+
+
 def _silent(text: str) -> None:
     """A process that is not the main one says nothing."""
 
@@ -70,10 +85,9 @@ def open_plan(study: Study, command: str, say: Say = print) -> Plan:
     Raises UserError as `look` does.
     """
     c = study.comparison
+    _check_directory(study)
     plan, opened, pretraining = look(study, prepare(study.sets, study.folder, say if is_main_process() else _silent))
     content = _written(plan, opened, pretraining, command)
-    if (plan.run / PLAN).is_file() and (other := read_json(plan.run / PLAN)["header"]["name"]) != c.name:
-        raise UserError(f"{plan.run} holds the comparison {other}: give this one another directory with run=PATH")
     if is_main_process():
         try:
             plan.run.mkdir(parents=True, exist_ok=True)

@@ -81,7 +81,7 @@ class WeightedShards(Config):
 
 def _kind(train: Any) -> str:
     """Which way of naming shards a value is, so that an error tells of that one."""
-    return "mixture" if isinstance(train, (list, tuple)) else "name"
+    return "<mixture>" if isinstance(train, (list, tuple)) else "<name>"
 
 
 class DataConfig(Config):
@@ -105,7 +105,7 @@ class DataConfig(Config):
     """
 
     train: Annotated[
-        Annotated[str, Tag("name")] | Annotated[tuple[WeightedShards, ...], Tag("mixture")], Discriminator(_kind)
+        Annotated[str, Tag("<name>")] | Annotated[tuple[WeightedShards, ...], Tag("<mixture>")], Discriminator(_kind)
     ]
     samples: int | None = Field(None, ge=1)
     remote: RemoteConfig = RemoteConfig()

@@ -15,7 +15,7 @@ import tarfile
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise, zip_longest
+from itertools import pairwise
 from pathlib import Path
 from typing import BinaryIO, cast
 
@@ -183,12 +183,14 @@ def _count_samples(url: str, remote: RemoteConfig) -> int:
 
 
 def check_same_classes(ours: Sequence[str] | None, theirs: Sequence[str] | None, where: str) -> None:
-    """Raises UserError where two lists of class names differ: the same number would mean another class. Sets that do
-    not name theirs are trusted."""
-    if ours and theirs and list(ours) != list(theirs):
-        number = next(n for n, (one, other) in enumerate(zip_longest(ours, theirs)) if one != other)
-        names = " in one, ".join(classes[number] if number < len(classes) else "none" for classes in (ours, theirs))
-        raise UserError(f"{where} have other classes: class {number} is {names} in the other")
+    """Raises UserError where the same number means another class. One list may be longer; sets that do not name their
+    classes are trusted."""
+    for number, (one, other) in enumerate(zip(ours or (), theirs or (), strict=False)):
+        if one != other:
+            raise UserError(
+                f"{where} have other classes: class {number} is {one} in one, {other} in the other; "
+                "pack both parts from folders that have all classes"
+            )
 
 
 def read_members(

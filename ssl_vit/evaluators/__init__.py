@@ -40,10 +40,10 @@ Budget = Annotated[int | str, BeforeValidator(_budget)]
 """How many training images are labelled: so many a class, a share of every class such as "10%", or "all"."""
 
 _Several = (BeforeValidator(_several), AfterValidator(_distinct))
-Budgets = Annotated[tuple[Budget, ...], *_Several]
+Budgets = Annotated[tuple[Budget, ...], *_Several, Field(min_length=1)]
 Numbers = Annotated[tuple[float, ...], *_Several]
 Counts = Annotated[tuple[Annotated[int, Field(ge=1)], ...], *_Several]
-Seeds = Annotated[tuple[int, ...], *_Several]
+Seeds = Annotated[tuple[int, ...], *_Several, Field(min_length=1)]
 """Lists of different values; one alone needs no brackets."""
 
 

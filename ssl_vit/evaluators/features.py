@@ -1,7 +1,7 @@
 """Frozen features, extracted once: of the trained backbone, of an untrained one, and the raw pixels beside them.
 
-They are kept in a folder by what they are made from (weights, shards, preparation, representation), so that the next
-evaluator, label budget or process reads them.
+They are kept in a folder by what they are made from (weights, shards, images, preparation, representation), so that
+whoever asks for the same reads them.
 """
 
 from __future__ import annotations

@@ -216,7 +216,7 @@ class Evaluator(Judge):
                     labels=len(labels),
                     seed=seed,
                     chosen={"l2": value} if c.select_l2 else {},
-                    notes=short_note(labels, shot),
+                    notes=short_note(labels, shot, task.train_labels),
                     main=value == c.l2[0] or c.select_l2,
                     **score(fit.predicted[value], test.labels, task.classes),
                 )

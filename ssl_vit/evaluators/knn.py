@@ -91,6 +91,6 @@ class Evaluator(Judge):
                     labels=len(train.labels),
                     seed=seed,
                     main=k == c.ks[0],
-                    notes=short_note(train.labels, budget),
+                    notes=short_note(train.labels, budget, task.train_labels),
                     **score(predicted, test.labels, task.classes),
                 )

@@ -66,9 +66,14 @@ def short_classes(labels: np.ndarray, shots: int) -> list[int]:
     return [int(label) for label in classes[counts < shots]]
 
 
-def short_note(labels: np.ndarray, budget: int | str) -> tuple[str, ...]:
-    """What a reader must know of the labels (n,) that a label budget gave: which classes have fewer than it says."""
-    if not isinstance(budget, int) or not (short := short_classes(labels, budget)):
+def short_note(labels: np.ndarray, budget: int | str, everything: np.ndarray) -> tuple[str, ...]:
+    """What a reader must know of the labels (n,) that a label budget gave: which of all training images' classes have
+    fewer than it says."""
+    if not isinstance(budget, int):
+        return ()
+    classes = np.unique(everything[everything >= 0])
+    counts = np.bincount(labels, minlength=int(classes.max()) + 1)[classes]
+    if not (short := classes[counts < budget].tolist()):
         return ()
     return (f"{len(short)} class(es) gave fewer than {budget} images, all that could be used: {short[:10]}",)
 

@@ -136,7 +136,7 @@ class Evaluator(Judge):
                 labels=len(train.labels),
                 seed=seed,
                 chosen={"C": fitted.c},
-                notes=(*fitted.notes, *short_note(train.labels, budget)),
+                notes=(*fitted.notes, *short_note(train.labels, budget, task.train_labels)),
                 **score(fitted.predicted, test.labels, task.classes),
             )
 

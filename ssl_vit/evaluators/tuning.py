@@ -51,8 +51,8 @@ def train_classifier(
 ) -> tuple[classification.Objective, Cost]:
     """Train `encoder` and a new head on the task's training images with these global indices, through the one loop.
 
-    seed: of the head, and of the order and augmentation of the images. Nothing is kept on disk. Raises RunError when
-    it diverges.
+    seed: of the head, and of the order and augmentation of the images. Nothing is kept on disk. Raises Diverged when
+    it does.
     """
     accelerator, classes = task.accelerator, task.classes
     with torch.random.fork_rng(devices=[]):
@@ -146,7 +146,7 @@ def measurement(
         labels=len(images),
         seed=seed,
         chosen=chosen or {},
-        notes=short_note(task.train_labels[images], budget),
+        notes=short_note(task.train_labels[images], budget, task.train_labels),
         **vars(cost),
         **scores(task, objective, task.test),
     )

@@ -20,9 +20,11 @@ def text(value: Any) -> str:
 
 
 def flat(value: dict[str, Any], prefix: str = "") -> dict[str, str]:
-    """Nested keys joined by dots."""
+    """Nested keys joined by dots; dictionaries in a list are numbered from 1."""
     found: dict[str, str] = {}
     for key, part in value.items():
+        if isinstance(part, list) and part and isinstance(part[0], dict):
+            part = {str(number): one for number, one in enumerate(part, 1)}
         found |= flat(part, f"{prefix}{key}.") if isinstance(part, dict) else {f"{prefix}{key}": text(part)}
     return found
 

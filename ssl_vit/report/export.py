@@ -49,7 +49,7 @@ def _notes(found: list[dict[str, Any]], mark: str) -> str:
         *(results.get("notes") or []),
         *tables.measurement_notes(results),
     ]
-    return "".join(f"\n{mark}{note}\n" for note in [*notes, tables.skipped_note(results)] if note)
+    return "".join(f"\n{mark}{' '.join(note.split())}\n" for note in [*notes, tables.skipped_note(results)] if note)
 
 
 def _tables(found: list[dict[str, Any]]) -> list[Table]:

@@ -75,12 +75,16 @@ def _of_one_set(results: dict[str, Any], ours: list[Row]) -> list[str]:
         if same and row["role"] == "supervised":
             other = f"{spoken(results, row['against'])} on {used[row['against']]:,} labels"
             sentences.append(_capital(f"{where}, {_claim(row, name, other)}"))
-    beaten = [row for row in ours if row not in curve and row["role"] != "supervised" and outcome(row) == "loss"]
+    beaten = [row for row in ours if row not in curve and row["role"] != "supervised" and _is_beaten(row)]
     beaten.sort(key=itemgetter("evaluator", "against"))
     for (evaluator, against), rows in groupby(beaten, key=itemgetter("evaluator", "against")):
         where, title = _budgets(list(rows)), evaluator_title(results, evaluator)
         sentences.append(f"Caution: {title}, {where}: better with {spoken(results, against)} than with {name}.")
     return sentences
+
+
+def _is_beaten(row: Row) -> bool:
+    return outcome(row) == "loss" or (outcome(row) == "same" and row["mean"] < 0)
 
 
 def _claim(row: Row, subject: str, other: str) -> str:

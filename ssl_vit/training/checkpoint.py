@@ -32,6 +32,7 @@ from ssl_vit.training.state import State, Tensors, placed, random_state, set_ran
 OBJECTIVE = "objective.safetensors"
 _TRAINING, _RANDOM, _OPTIMIZER = "training.safetensors", "random.safetensors", "optimizer"
 _STATE, _SUMS = "state.json", "SHA256SUMS"
+_ASIDE = ".replaced_"  # the checkpoint of a step that is being saved again
 _BACKBONE = "backbone."  # the prefix of its tensors in the objective
 
 
@@ -76,6 +77,9 @@ def newest(run: Path) -> tuple[Path | None, list[str]]:
     put aside as `broken_step_NNNNNNNN`. Every process must call it; the main one looks."""
     found, notes = None, list[str]()
     if processes.is_main():
+        for aside in (run / "checkpoints").glob(f"{_ASIDE}step_*"):  # a kill came between two renames
+            target = aside.with_name(aside.name.removeprefix(_ASIDE))
+            shutil.rmtree(aside) if target.exists() else aside.rename(target)
         for folder in reversed(folders(run)):
             defect = _defect(folder)
             if defect is None:
@@ -140,9 +144,12 @@ def save(run: Path, progress: Progress, state: State, keep_last: int) -> Path:
             (beside / _SUMS).write_text("".join(lines))
             for path in (beside / _SUMS, beside / _OPTIMIZER, beside):
                 _flush(path)
-            shutil.rmtree(target, ignore_errors=True)
+            aside = target.with_name(f"{_ASIDE}{target.name}")
+            if target.exists():
+                target.rename(aside)
             beside.rename(target)
             _flush(target.parent)
+            shutil.rmtree(aside, ignore_errors=True)
     if processes.is_main():
         for old in folders(run)[:-keep_last]:
             shutil.rmtree(old, ignore_errors=True)
@@ -188,6 +195,7 @@ def load(folder: Path, state: State) -> Progress:
     try:
         content = json.loads((folder / _STATE).read_text())
         scaler = content.pop("scaler")
+        content.setdefault("probed", content["step"])  # as it was before probes were counted
         progress = Progress(**content | {"lanes": [LanePosition(**lane) for lane in content["lanes"]]})
         random = load_file(folder / _RANDOM)
         saved = {f"{network}{name}": tensor for name, tensor in load_file(folder / backbones.WEIGHTS).items()}

@@ -156,7 +156,7 @@ class _Loop:
                 continue  # gone back to a checkpoint
             if save:
                 self._save()
-            if number and progress.step < job.total_steps:
+            if number and (progress.step < job.total_steps or self._watch_due()):
                 where = f"; saved, run the same command to go on from step {progress.step}" if job.run else ""
                 self.records.say(f"stopped by {signal.Signals(number).name}{where}")
                 return number

@@ -19,7 +19,7 @@ from ssl_vit import cli, evaluators, experiment
 from ssl_vit.cli import runs as commands
 from ssl_vit.compare.config import load_comparison, load_suite, suites
 from ssl_vit.compare.plan import Piece, Plan
-from ssl_vit.compare.run import _Clock, compare
+from ssl_vit.compare.run import _Clock, compare, look
 from ssl_vit.data.shards import open_shards
 from ssl_vit.interfaces import UserError
 from ssl_vit.report.page import write_report
@@ -345,9 +345,16 @@ def test_pieces_one_by_one_are_the_comparison(
 def test_the_directory_of_another_comparison_is_refused(demo: Path, tmp_path: Path) -> None:
     quietly(mini(tmp_path, demo, evaluators={"few_shot": {"shots": [1]}}))
     before = (tmp_path / "run" / "plan.json").read_bytes()
-    with pytest.raises(UserError, match="holds the comparison mini: give this one another directory"):
+    with pytest.raises(UserError, match="holds the comparison mini: give this comparison another directory"):
         quietly(mini(tmp_path, demo, name="other"))
     assert (tmp_path / "run" / "plan.json").read_bytes() == before
+    (tmp_path / "run" / "plan.json").write_text("[]")
+    with pytest.raises(UserError, match=r"whose plan\.json cannot be read"):
+        quietly(mini(tmp_path, demo))
+    with pytest.raises(UserError, match="holds a training run"):
+        load = load_comparison(mini(tmp_path, demo), [f"run={demo}/ssl"])
+        look(load, load.sets)
+    assert not (demo / "ssl" / "plan.json").exists()
 
 
 def test_what_a_pretraining_starts_from_counts_by_its_content(demo: Path, tmp_path: Path) -> None:
@@ -370,6 +377,10 @@ def test_what_a_pretraining_starts_from_counts_by_its_content(demo: Path, tmp_pa
 def test_sets_that_number_other_classes_are_refused(demo: Path, tmp_path: Path) -> None:
     other = shutil.copytree(demo / "data" / "test", tmp_path / "test")
     info = json.loads((other / "info.json").read_text())
+    (other / "info.json").write_text(json.dumps(info | {"classes": info["classes"][:9]}))  # none of the last: no matter
+    experiment.evaluate(
+        demo / "supervised", "own_head", f"{demo}/data/train", str(other)
+    )  # none of the last: no matter
     (other / "info.json").write_text(json.dumps(info | {"classes": info["classes"][::-1]}))
     words = "have other classes: class 0 is 0 in one, 9 in the other"
     with pytest.raises(UserError, match=words):

@@ -264,6 +264,8 @@ def test_the_streaming_probe_learns_on_frozen_features(trained: Path) -> None:
         ("run", "few_shot", ["shot=[1]"], "did you mean 'shots'"),
         ("run", "few_shot", ["block=9"], "has blocks 1 to 4"),
         ("run", "knn", ["ks=[5,5]"], "ks: 5 is named twice"),
+        ("run", "knn", ["seeds=[]"], "seeds: Value should have at least 1 item"),
+        ("run", "knn", ["labels_per_class=[]"], "labels_per_class: Value should have at least 1 item"),
         ("run", "knn", ["ks=0"], "ks.0: Input should be greater than or equal to 1"),
         ("run", "fine_tune", ["held_out=0.001"], "held_out=0.001 of so few images a class leaves none"),
         ("run", "linear_probe", ["method=lars", "pooling=both"], "token, mean or patches"),

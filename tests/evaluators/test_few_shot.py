@@ -330,4 +330,7 @@ def test_a_chosen_image_that_cannot_be_read_is_missing_and_noted(array_task: Any
     broken = int(choose_shots(train[1], 5, 0)[12])
     (found,) = Evaluator(Config(shots=(5,))).measure(array_task(train, test, (broken,)), "trained", (5,), (0,))
     assert found.labels == 49
+    nothing = tuple(np.flatnonzero(train[1] == 2))
+    (without,) = Evaluator(Config(shots=(5,))).measure(array_task(train, test, nothing), "trained", (5,), (0,))
+    assert (without.labels, without.notes) == (45, found.notes), "a class that gave none is short too"
     assert found.notes == ("1 class(es) gave fewer than 5 images, all that could be used: [2]",)

@@ -27,7 +27,7 @@ def test_a_bad_loss_of_one_process_is_taken_by_both_as_by_one_alone(world: World
     assert [process.wait() for process in everyone] == [0, 0, 0], "\n".join(process.text for process in everyone)
     for process in everyone:
         told = dict(line.split(": ", 1) for line in process.text.splitlines() if re.match("(stop|skip|rewind): ", line))
-        assert told["stop"].startswith("RunError everywhere=True the loss or its gradient was not finite at step 8;")
+        assert told["stop"].startswith("Diverged everywhere=True the loss or its gradient was not finite at step 8;")
         assert f"and {48 // (1 if process is everyone[0] else 2) - 8} more" in told["stop"]
         assert told["skip"] == told["rewind"] == "done"
     left_out, rewound = [run / "skip" for run in (one, two)], [run / "rewind" for run in (one, two)]

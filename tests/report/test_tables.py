@@ -161,6 +161,8 @@ def test_seeds_that_vary_nothing_make_no_interval_and_no_claim() -> None:
     assert all(found["half_width"] is None for found in summary["differences"])
     assert " gain" not in summary["verdict"] and "±" not in summary["verdict"]
     assert "(+20.0 points), the same at all 3 seeds: they show no variation" in summary["verdict"]
+    few = comparison({"ssl": {5: [0.3] * 3}, "untrained": {5: [0.2] * 3}, "pixels": {5: [0.4] * 3}}, "few_shot")
+    assert "with 5 labels a class: better with raw pixels than with SSL pretraining" in summarise(few)["verdict"]
     assert row(summary["accuracy"], labels_per_class=5, arm="ssl")["half_width"] > 0.2
 
 

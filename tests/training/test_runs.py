@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +13,7 @@ from typing import Any
 import pytest
 
 from ssl_vit import experiment, runs
+from ssl_vit.files import sha256
 from ssl_vit.interfaces import UserError
 from ssl_vit.training import checkpoint
 from ssl_vit.training.interrupt import Stopped, StopRequest
@@ -70,9 +73,35 @@ def test_a_resumed_run_tells_of_both_machines(
     with pytest.raises(Stopped):
         train(tmp_path / "run")
     first = environment(tmp_path / "run")
-    monkeypatch.setattr(runs, "environment", lambda accelerator: {"git": "another"})
+    for session in (2, 3):
+        monkeypatch.setattr(runs, "environment", lambda accelerator, number=session: {"git": number})
+        stop_at(3)
+        with pytest.raises(Stopped):
+            train(tmp_path / "run")
+    assert environment(tmp_path / "run") == {"git": 3, "before": [first, {"git": 2}]}
+
+
+@pytest.mark.parametrize("left", [("summary.json", "recipe.yaml", "metrics.jsonl"), ("summary.json", "recipe.yaml")])
+def test_a_run_whose_checkpoints_are_gone_is_told_anew(train: Train, tmp_path: Path, left: tuple[str, ...]) -> None:
+    run = train(tmp_path / "run")
+    for path in run.iterdir():
+        if path.name not in left:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    (run / "summary.json").write_text('{"seconds": -1}')
+    with pytest.raises(UserError, match="another recipe"):
+        train(tmp_path / "run", "training.steps=6")
     train(tmp_path / "run")
-    assert environment(tmp_path / "run") == first | {"resumed": [{"git": "another"}]}
+    assert json.loads((run / "summary.json").read_text())["seconds"] > 0
+
+
+def test_a_start_that_was_killed_while_it_wrote_its_recipe_is_begun_anew(train: Train, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "recipe.yaml.1234.tmp").write_text("name: di")
+    train(tmp_path / "run")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "thesis.tex").write_text("")
+    with pytest.raises(UserError, match="is not empty and holds no run"):
+        train(tmp_path / "other")
 
 
 def test_a_stop_saves_before_a_probe_which_the_next_session_takes(
@@ -105,6 +134,44 @@ def test_a_stop_saves_before_a_probe_which_the_next_session_takes(
         return [{name: row[name] for name in names if name in row} for row in map(json.loads, lines)]
 
     assert numbers(found) == numbers(expected)
+
+
+def test_a_kill_between_the_two_saves_of_the_last_step_loses_nothing(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = ["probe.every=12", "probe.images=20", "probe.shots=1"]
+    rename, count = Path.rename, 0
+
+    def killed(self: Path, target: Path) -> Path:
+        nonlocal count
+        count += self.name.endswith("step_00000012.tmp")
+        if count == 2:
+            raise KeyboardInterrupt
+        return rename(self, target)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Path, "rename", killed)
+        train(tmp_path / "run", *keys)
+    assert not (tmp_path / "run" / "checkpoints" / "step_00000012").exists()
+    monkeypatch.setattr(Stepper, "take", None)  # no step may be taken again
+    train(tmp_path / "run", *keys)
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "probe_accuracy" in row] == [12]
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_00000012"]
+
+
+def test_a_checkpoint_of_before_probes_were_counted_has_taken_its_own(train: Train, tmp_path: Path) -> None:
+    keys = ["probe.every=6", "probe.images=20", "probe.shots=1"]
+    run = train(tmp_path / "run", *keys)
+    state = run / "checkpoints" / "step_00000012" / "state.json"
+    content = json.loads(state.read_text())
+    assert content.pop("probed") == 12
+    state.write_text(json.dumps(content) + "\n")
+    sums = state.with_name("SHA256SUMS")
+    sums.write_text(re.sub(r"\w+(?=  state.json)", sha256(state), sums.read_text()))
+    before = (run / "metrics.jsonl").read_text()
+    train(tmp_path / "run", *keys)
+    assert (run / "metrics.jsonl").read_text() == before
 
 
 def test_a_checkpoint_that_breaks_twice_is_put_aside_twice(train: Train, tmp_path: Path) -> None:
