@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from accelerate.utils import set_seed
 
 from ssl_vit.data import AugmentConfig
 from ssl_vit.data.evaluation import evaluation_batches
@@ -51,13 +52,14 @@ def train_classifier(
 ) -> tuple[classification.Objective, Cost]:
     """Train `encoder` and a new head on the task's training images with these global indices, through the one loop.
 
-    seed: of the head, and of the order and augmentation of the images. Nothing is kept on disk. Raises Diverged when
-    it does.
+    seed: of the head, of the order and augmentation of the images, and of dropout and mixup. Nothing is kept on disk.
+    Raises Diverged when it does.
     """
     accelerator, classes = task.accelerator, task.classes
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)
-        objective = classification.Objective(encoder, head, classes)
+    set_seed(seed)
+    objective = classification.Objective(encoder, head, classes)
+    # Dropout and mixup are each process's own; what was trained or judged before in it changes nothing.
+    set_seed(seed + 1 + accelerator.process_index)
     view = View(
         train_transform(encoder.image_size, augment),
         encoder.channels,

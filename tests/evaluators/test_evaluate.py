@@ -224,6 +224,30 @@ def test_a_chosen_rate_that_diverges_at_another_seed_is_named(trained: Path, mon
         fine_tuned(trained)
 
 
+def test_dropout_and_mixup_do_not_depend_on_what_came_before(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = [f"data.train={trained}/train", f"run={tmp_path}/run", "training.steps=2", "training.batch_size=16"]
+    experiment.train(recipe.load_recipe("digits_supervised", [*keys, "backbone.dropout=0.5"]), quiet=True)
+    heads: list[torch.Tensor] = []
+
+    def kept(task: Any, objective: Any, *rest: Any) -> Any:
+        heads.append(objective.head.weight.detach().clone())
+        return measurement(task, objective, *rest)
+
+    measurement = fine_tune.measurement
+    monkeypatch.setattr(fine_tune, "measurement", kept)
+    for before in (1, 2):
+        torch.manual_seed(before)
+        np.random.seed(before)
+        more = ["seeds=[0]", "labels_per_class=5", "mixup=0.8", "cutmix=1.0"]
+        data = (f"{trained}/train", f"{trained}/test")
+        experiment.evaluate(tmp_path / "run", "fine_tune", *data, [*FAST["fine_tune"], *more])
+    once, again = heads[: len(heads) // 2], heads[len(heads) // 2 :]
+    assert len(once) == 2 and not torch.equal(once[0], once[1])
+    assert all(torch.equal(one, other) for one, other in zip(once, again, strict=True))
+
+
 def test_labels_of_one_class_are_nothing_to_judge_by(trained: Path, tmp_path: Path) -> None:
     source = sources.open_source("digits", split="train")
     one = replace(source, labels=np.zeros_like(source.labels))
