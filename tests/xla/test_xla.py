@@ -127,7 +127,7 @@ def test_a_resumed_run_is_bit_identical(digits: Path, tmp_path: Path) -> None:
 def test_evaluators_compile_for_the_first_batches_alone(
     digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of 1,437 images in batches of 256 the last is padded; few_shot extracts features, own_head predicts."""
+    """Of 1,437 images in batches of 256 the last is padded; knn extracts features, own_head predicts."""
     run = train(digits, tmp_path / "run", "supervised")
     counts: list[int] = []
 
@@ -136,7 +136,7 @@ def test_evaluators_compile_for_the_first_batches_alone(
             counts.append(metrics.metric_data("CompileTime")[0])
             yield found
 
-    for module, name, keys in ((features, "few_shot", ["shots=[5]", "seeds=[0]"]), (tuning, "own_head", [])):
+    for module, name, keys in ((features, "knn", ["ks=[5]"]), (tuning, "own_head", [])):
         monkeypatch.setattr(module, "evaluation_batches", counted)
         counts.clear()
         result = experiment.evaluate(run, name, str(digits), str(digits), keys)
