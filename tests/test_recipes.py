@@ -120,7 +120,8 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def one_step(name: str, shards: Path, run: Path, *more: str) -> Path:
     keys = [f"data.train={shards}", f"run={run}", "training.steps=1", "training.batch_size=4", "data.lanes=2"]
-    keys += ["data.workers=0", "training.precision=fp32", "training.auto_batch=false", "training.trackers={}"]
+    keys += ["data.workers=0", "training.precision=fp32", "training.trackers={}"]
+    keys += ["training.auto_batch=false", "training.accumulate=1"]
     recipe = recipes.load_recipe(name, [*keys, *more])
     torch.set_num_threads(1)
     experiment.train(recipe, quiet=True)

@@ -65,7 +65,7 @@ def test_inductor_trains_and_resumes(train: Train, lines: Lines, tmp_path: Path)
     found = [row["loss"] for row in lines(run) if "loss" in row]
     assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
     assert found == pytest.approx(plain, rel=1e-4)
-    (run / "checkpoints" / "step_00000012" / "model.safetensors").unlink()
+    (run / "checkpoints" / "step_00000012" / "backbone.safetensors").unlink()
     again = [row["loss"] for row in lines(train(run, "training.compile=true", *keys)) if "loss" in row]
     assert again == pytest.approx(found, rel=1e-6)
 
