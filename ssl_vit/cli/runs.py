@@ -248,7 +248,8 @@ def recipes() -> None:
     for title, found in (("", recipe_files.shipped()), ("suites, for --suite:\n", suites())):
         print(f"\n{title}" if title else "", end="")
         for name, path in found.items():
-            head = " ".join(line[1:].strip() for line in takewhile(lambda line: line[:1] == "#", path.open()))
+            comment = takewhile(lambda line: line[:1] == "#", path.read_text().splitlines())
+            head = " ".join(line[1:].strip() for line in comment)
             sentences = re.split(r"(?<=[.?])\s", head)
             about = " ".join(sentences[: 1 + sentences[0].endswith("?")])  # a question, and what it is about
             print(textwrap.fill(f"{name:28s} {about}", width, subsequent_indent=" " * 29, break_on_hyphens=False))

@@ -168,7 +168,7 @@ def few_shot_accuracy(
     """
     if len(train_features) != len(train_labels) or len(test_features) != len(test_labels) or not len(test_labels):
         raise ValueError("features and labels must have equal, non-zero lengths")
-    short = short_classes(train_labels, max(shots))
+    short = short_classes(train_labels, max(shots), train_labels)
     if short:
         warnings.warn(
             f"{len(short)} class(es) have fewer than {max(shots)} images and give all they have: {short[:10]}",

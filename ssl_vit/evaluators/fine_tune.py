@@ -17,10 +17,10 @@ from timm.layers import DropPath, calculate_drop_path_rates
 
 from ssl_vit.data import AugmentConfig
 from ssl_vit.evaluators import ALL, Budget, Budgets, Counts, Numbers, Seeds, budget_words
-from ssl_vit.evaluators.base import Choice, Judge, accuracy_name, score
+from ssl_vit.evaluators.base import Choice, Judge
 from ssl_vit.evaluators.features import Representation, Task
-from ssl_vit.evaluators.labels import choose_labelled, held_out_split, short_note
-from ssl_vit.evaluators.linear_probe import probe_predictions
+from ssl_vit.evaluators.labels import choose_labelled, held_out_split
+from ssl_vit.evaluators.linear_probe import measured, probe_predictions
 from ssl_vit.evaluators.tuning import Cost, measurement, scores, train_classifier
 from ssl_vit.interfaces import Config as BaseConfig
 from ssl_vit.interfaces import Diverged, Measurement, UserError
@@ -171,9 +171,9 @@ class Evaluator(Judge):
         if winner is None:
             raise UserError(f"fine_tune: no candidate of lrs={c.lrs} trained without diverging")
         chosen, objective, cost = winner
-        measured = None if budget == ALL else measurement(task, objective, cost, budget, seed, train, _settings(chosen))
+        scored = None if budget == ALL else measurement(task, objective, cost, budget, seed, train, _settings(chosen))
         total = Cost(*(sum(values) for values in zip(*(vars(cost).values() for cost in costs), strict=True)))
-        return Choice(tried, chosen, measured, **vars(total))
+        return Choice(tried, chosen, scored, **vars(total))
 
     def measure(
         self,
@@ -280,15 +280,7 @@ class Evaluator(Judge):
         test = task.features("pixels", "test", Representation())
         fitted = probe_predictions(train.vectors, train.labels, test.vectors, cs=_PIXEL_CS, seed=seed)
         note = "raw pixels have no network to fine-tune: a linear probe"
-        return Measurement(
-            name=accuracy_name(budget),
-            labels_per_class=budget,
-            labels=len(train.labels),
-            seed=seed,
-            chosen={"C": fitted.c},
-            notes=(note, *fitted.notes, *short_note(train.labels, budget, task.train_labels)),
-            **score(fitted.predicted, test.labels, task.classes),
-        )
+        return measured(task, fitted, train, test, budget, seed, note)
 
 
 def _settings(candidate: dict[str, Any]) -> dict[str, Any]:

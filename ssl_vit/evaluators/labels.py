@@ -60,20 +60,16 @@ def held_out_split(labels: np.ndarray, share: float, seed: int) -> tuple[np.ndar
     return np.sort(np.concatenate(kept)), np.sort(np.concatenate(held))
 
 
-def short_classes(labels: np.ndarray, shots: int) -> list[int]:
-    """The classes that have fewer images than shots (and at least one)."""
-    classes, counts = np.unique(labels[labels >= 0], return_counts=True)
-    return [int(label) for label in classes[counts < shots]]
+def short_classes(labels: np.ndarray, shots: int, everything: np.ndarray) -> list[int]:
+    """Those of all training images' classes that have fewer than `shots` among `labels`, both int (n,)."""
+    classes = np.unique(everything[everything >= 0])
+    counts = np.bincount(labels[labels >= 0], minlength=int(classes.max()) + 1)[classes]
+    return list(map(int, classes[counts < shots]))
 
 
 def short_note(labels: np.ndarray, budget: int | str, everything: np.ndarray) -> tuple[str, ...]:
-    """What a reader must know of the labels (n,) that a label budget gave: which of all training images' classes have
-    fewer than it says."""
-    if not isinstance(budget, int):
-        return ()
-    classes = np.unique(everything[everything >= 0])
-    counts = np.bincount(labels, minlength=int(classes.max()) + 1)[classes]
-    if not (short := classes[counts < budget].tolist()):
+    """What a reader must know of the labels (n,) that a label budget gave; everything: see `short_classes`."""
+    if not isinstance(budget, int) or not (short := short_classes(labels, budget, everything)):
         return ()
     return (f"{len(short)} class(es) gave fewer than {budget} images, all that could be used: {short[:10]}",)
 

@@ -19,7 +19,7 @@ from sklearn.linear_model import LogisticRegression
 from ssl_vit.data import AugmentConfig
 from ssl_vit.evaluators import Numbers
 from ssl_vit.evaluators.base import Choice, Judge, LabelledConfig, accuracy_name, score
-from ssl_vit.evaluators.features import Task
+from ssl_vit.evaluators.features import Features, Task
 from ssl_vit.evaluators.labels import choose_labelled, held_out_split, short_note
 from ssl_vit.evaluators.tuning import measurement, train_classifier
 from ssl_vit.interfaces import Measurement, UserError
@@ -109,6 +109,21 @@ def probe_accuracy(
     return float((found.predicted == test_labels).mean()), found.c
 
 
+def measured(
+    task: Task, fitted: Fitted, train: Features, test: Features, budget: int | str, seed: int, *notes: str
+) -> Measurement:
+    """A fit's score on test, with what a reader must know of it."""
+    return Measurement(
+        name=accuracy_name(budget),
+        labels_per_class=budget,
+        labels=len(train.labels),
+        seed=seed,
+        chosen={"C": fitted.c},
+        notes=(*notes, *fitted.notes, *short_note(train.labels, budget, task.train_labels)),
+        **score(fitted.predicted, test.labels, task.classes),
+    )
+
+
 class Evaluator(Judge):
     """Accuracy at every label budget and seed, with the chosen C."""
 
@@ -130,15 +145,7 @@ class Evaluator(Judge):
         test = task.features(source, "test", c.representation)
         for (budget, seed), train in task.labelled_features(source, c.representation, budgets, seeds):
             fitted = probe_predictions(train.vectors, train.labels, test.vectors, seed=seed, **settings)
-            yield Measurement(
-                name=accuracy_name(budget),
-                labels_per_class=budget,
-                labels=len(train.labels),
-                seed=seed,
-                chosen={"C": fitted.c},
-                notes=(*fitted.notes, *short_note(train.labels, budget, task.train_labels)),
-                **score(fitted.predicted, test.labels, task.classes),
-            )
+            yield measured(task, fitted, train, test, budget, seed)
 
     def _lars(self, task: Task, source: str, budget: int | str, seed: int) -> Measurement:
         c: Config = self.config

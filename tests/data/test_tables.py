@@ -166,11 +166,14 @@ def test_a_table_travels_to_another_process_without_its_images(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("spec", ["cifar10", "uoft-cs/cifar10"])
-def test_hub_names_offline_say_so(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_names_offline_say_so(
+    spec: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     with pytest.raises(UserError, match=rf"{spec}: no such file or folder here, and .* cannot be reached"):
         open_source(spec)
+    assert f"{spec}: no such folder here, so the Hugging Face hub is asked" in capsys.readouterr().err
 
 
 def test_other_files_are_refused(tmp_path: Path) -> None:

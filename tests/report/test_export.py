@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ssl_vit.interfaces import UserError
+from ssl_vit.interfaces import RunError, UserError
 from ssl_vit.report.export import escaped, write_tables
 
 
@@ -67,6 +67,18 @@ def test_latex_is_escaped_and_balanced(comparison: Path) -> None:
         assert line.startswith("% ") or not re.search(r"(?<!\\)[%#_]", line)
     assert "\n% ± after a difference is the half-width of its 95% interval" in text
     assert escaped("a\\b {x} ~^") == r"a\textbackslash{}b \{x\} \textasciitilde{}\textasciicircum{}"
+
+
+@pytest.mark.parametrize("form", ["csv", "markdown", "latex"])
+def test_a_disk_that_refuses_tables_is_named(comparison: Path, form: str) -> None:
+    with pytest.raises(RunError, match="could not be written"):
+        write_tables([comparison], comparison, form)
+
+
+def test_a_note_of_several_lines_stays_a_comment(comparison: Path) -> None:
+    results = json.loads((comparison / "results.json").read_text()) | {"notes": ["one\n100% of two"]}
+    (comparison / "results.json").write_text(json.dumps(results))
+    assert "\n% one 100% of two\n" in write_tables([comparison], comparison / "t.tex", "latex").read_text()
 
 
 def test_runs_give_the_tables_of_their_evaluations(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from rich.console import Console
 from scipy import stats
 
 from ssl_vit.report import plots
+from ssl_vit.report.cells import flat
 from ssl_vit.report.compared import section
 from ssl_vit.report.statistics import summarise
 from ssl_vit.report.tables import terminal_table
@@ -322,6 +323,12 @@ def test_skipped_samples_follow_the_tables() -> None:
     lines = terminal_lines(comparison({"ssl": {10: [0.9]}}) | {"skipped": skipped}, 2000)
     names = "; ".join(f"[b].tar: 0000000{key} (not an image)" for key in range(5))
     assert lines[-1].strip() == f"Caution: the evaluations left out 7 unreadable sample(s): {names}; and 2 more."
+
+
+def test_sessions_in_a_list_are_numbered() -> None:
+    sessions = {"git": "c", "before": [{"git": "a", "hardware": {"cores": 2}}, {"git": "b"}]}
+    expected = {"git": "c", "before.1.git": "a", "before.1.hardware.cores": "2", "before.2.git": "b"}
+    assert flat(sessions) == expected
 
 
 def test_the_costs_of_many_arms_fit_a_terminal() -> None:
