@@ -238,7 +238,7 @@ def evaluate(
     "measurements", "skipped", "seconds"}; values: see `evaluators.base.named`; measurements: every `Measurement` with
     its `source`. Raises UserError.
     """
-    path = weights / "results.json"
+    path = weights / checkpoint.RESULTS
     _evaluations(path)  # a file that cannot be added to is known before anything is measured
     module = plugins.load("evaluators", name)
     given = OmegaConf.merge(dict(defaults or {}), recipe.parse_overrides(overrides))

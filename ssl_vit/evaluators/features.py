@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -19,7 +18,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from accelerate import Accelerator
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
+from safetensors.numpy import save
 
 from ssl_vit.data import DataConfig
 from ssl_vit.data.decode import check_channels
@@ -28,6 +27,7 @@ from ssl_vit.data.samples import Skip, View
 from ssl_vit.data.shards import ShardSet, open_url
 from ssl_vit.data.transforms import evaluation_transform
 from ssl_vit.evaluators.labels import choose_each, labels_of
+from ssl_vit.files import whole_file
 from ssl_vit.interfaces import Config, Size, UserError
 from ssl_vit.models import Resampling
 from ssl_vit.models.backbone import Encoder, Pooling, at_size
@@ -254,10 +254,8 @@ def _read(path: Path) -> tuple[Features, list[Skip]] | None:
 
 def _write(path: Path, features: Features, skipped: list[Skip]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    metadata = {"skipped": json.dumps([asdict(skip) for skip in skipped])}
-    save_file(vars(features), beside, metadata)
-    beside.replace(path)
+    with whole_file(path) as file:
+        file.write(save(vars(features), {"skipped": json.dumps([asdict(skip) for skip in skipped])}))
 
 
 def _content(

@@ -56,7 +56,7 @@ class TrainingConfig(Config):
     trackers: Accelerate's trackers by name (`tensorboard`, `wandb`, `mlflow`, `clearml`, `trackio`, ...), each with the
         keywords of its own initialisation.
     log_every, checkpoint_every, picture_every: steps; 0 switches checkpoints (but the last) or pictures off.
-    keep_last: newest checkpoints kept.
+    keep_last: newest checkpoints kept (those that `ssl-vit eval` judged stay too).
     """
 
     steps: int | None = Field(None, ge=1)

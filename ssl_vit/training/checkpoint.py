@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 from ssl_vit.data.plan import LanePosition
-from ssl_vit.files import sha256
+from ssl_vit.files import sha256, whole_file
 from ssl_vit.interfaces import RunError, UserError
 from ssl_vit.models import backbone as backbones
 from ssl_vit.training import processes
@@ -30,6 +30,7 @@ from ssl_vit.training.processes import shared_errors
 from ssl_vit.training.state import State, Tensors, placed, random_state, set_random_state
 
 OBJECTIVE = "objective.safetensors"
+RESULTS = "results.json"  # what evaluators measured of the weights beside it
 _TRAINING, _RANDOM, _OPTIMIZER = "training.safetensors", "random.safetensors", "optimizer"
 _STATE, _SUMS = "state.json", "SHA256SUMS"
 _ASIDE = ".replaced_"  # the checkpoint of a step that is being saved again
@@ -105,7 +106,8 @@ def _defect(folder: Path) -> str | None:
 
 
 def save(run: Path, progress: Progress, state: State, keep_last: int) -> Path:
-    """Write a checkpoint of all processes' state, then drop all but the newest `keep_last`. Every process must call it.
+    """Write a checkpoint of all processes' state, then drop all but the newest `keep_last` and those that were
+    evaluated. Every process must call it.
 
     Raises RunError, on every process, when a disk refuses; older checkpoints are untouched then.
     """
@@ -152,7 +154,8 @@ def save(run: Path, progress: Progress, state: State, keep_last: int) -> Path:
             shutil.rmtree(aside, ignore_errors=True)
     if processes.is_main():
         for old in folders(run)[:-keep_last]:
-            shutil.rmtree(old, ignore_errors=True)
+            if not (old / RESULTS).exists():
+                shutil.rmtree(old, ignore_errors=True)
     return target
 
 
@@ -180,10 +183,8 @@ def _write_weights(objective: nn.Module, weights: Tensors, folder: Path) -> None
 def publish_backbone(run: Path) -> None:
     """Put the newest checkpoint's backbone at the top of the run directory, by rename."""
     for name in (backbones.WEIGHTS, backbones.CONFIG):
-        beside = run / f".{name}.tmp"
-        shutil.copyfile(folders(run)[-1] / name, beside)
-        _flush(beside)
-        beside.rename(run / name)
+        with (folders(run)[-1] / name).open("rb") as source, whole_file(run / name) as published:
+            shutil.copyfileobj(source, published)
 
 
 def load(folder: Path, state: State) -> Progress:

@@ -183,6 +183,20 @@ def test_a_checkpoint_that_breaks_twice_is_put_aside_twice(train: Train, tmp_pat
     assert names == ["broken_step_00000012", "step_00000006", "step_00000012"]
 
 
+def test_a_checkpoint_that_was_evaluated_is_kept(
+    train: Train, tmp_path: Path, few_digits: Path, stop_at: Callable[[int], None]
+) -> None:
+    keys, run = ("training.checkpoint_every=2", "training.keep_last=1"), tmp_path / "run"
+    stop_at(4)
+    with pytest.raises(Stopped):
+        train(run, *keys)
+    judged = run / "checkpoints" / "step_00000004"
+    assert [path.name for path in (run / "checkpoints").iterdir()] == [judged.name]
+    experiment.evaluate(judged, "knn", f"{few_digits}/train", f"{few_digits}/test", ["ks=[5]"])
+    train(run, *keys)
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == [judged.name, "step_00000012"]
+
+
 def test_the_recipe_of_a_checkpoint_is_found_from_beside_it(
     train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
