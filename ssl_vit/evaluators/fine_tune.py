@@ -57,8 +57,9 @@ class Config(BaseConfig):
 
     protocol: which recipe the other keys default to: `paper`, or `mae` (its ViT-B numbers; without RandAugment and
         random erasing, and with a decay to zero instead of 1e-6).
-    lrs x steps: the candidates of the sweep. epochs: lengths in passes over the labelled images, in place of steps.
-        lr_batch: when set, the rates are for that batch size and scaled linearly to the real one.
+    lrs x steps: the candidates of the sweep; a single one is taken without it. epochs: lengths in passes over the
+        labelled images, in place of steps. lr_batch: when set, the rates are for that batch size and scaled linearly to
+        the real one.
     warmup_steps, warmup_epochs: of rising rate (epochs where lengths are epochs); at most a fifth of a run.
     held_out: share of the training images (each class's) that the sweep is scored on. No run trains on them but the
         last one with all labels, as in the paper.
@@ -135,11 +136,16 @@ class Evaluator(Judge):
             "objective": {"name": "classification", "head": "linear", "pooling": c.pooling},
             "optim": {"name": c.optimizer, "lr": max(c.lrs), "layer_decay": c.layer_decay},
         }
-        several = [steps for steps in lengths for _ in c.lrs] if kind == "choose" else [max(lengths)]
+        several = [steps for steps in lengths for _ in c.lrs]
+        if kind != "choose":
+            several = [max(lengths)]
+        elif len(several) == 1:
+            several = []
         return [keys | {"training": {"steps": steps, "batch_size": c.batch_size}} for steps in several]
 
     def choose(self, task: Task, source: str, budget: int | str, seed: int) -> Choice | None:
-        """Try every (lr, length) on the seed's labelled subset; the winner is chosen on held-out train alone.
+        """Try every (lr, length) on the seed's labelled subset; the winner is chosen on held-out train alone. A single
+        candidate is taken as it is.
 
         Of equals the shorter wins, then the lower learning rate. Only the winner is scored on test, and its score is a
         measurement of the first label budget that equals the sweep's.
@@ -147,27 +153,29 @@ class Evaluator(Judge):
         if source == "pixels":
             return None
         c: Config = self.config
+        candidates = [{"lr": lr, **length} for length in self._lengths() for lr in sorted(c.lrs)]
+        if len(candidates) == 1:
+            return Choice(candidates, candidates[0])
         train, held = labelled(task.train_labels, c, budget, seed)
         if not len(held):
             raise UserError(f"fine_tune: held_out={c.held_out:g} of so few images a class leaves none: raise it")
-        task.say(f"{source}: {len(self._lengths()) * len(c.lrs)} trainings to choose by {len(held)} held-out images")
+        task.say(f"{source}: {len(candidates)} trainings to choose by {len(held)} held-out images")
         tried: list[dict[str, Any]] = []
         costs: list[Cost] = []
         winner: tuple[dict[str, Any], classification.Objective, Cost] | None = None
-        for length in self._lengths():
-            for lr in sorted(c.lrs):
-                try:
-                    objective, cost = self._train(task, source, {"lr": lr, **length}, seed, train)
-                except Diverged:  # the candidate has lost, the others go on
-                    tried.append({"lr": lr, **length, "held_out_accuracy": 0.0})
-                    task.say(f"{_words(tried[-1])}: diverged")
-                    continue
-                accuracy = scores(task, objective, task.train, held)["accuracy"]
-                tried.append({"lr": lr, **length, "held_out_accuracy": accuracy})
-                task.say(f"{_words(tried[-1])}: {accuracy:.1%} of the held-out images, {cost.seconds:.0f} s")
-                costs.append(cost)
-                if winner is None or accuracy > winner[0]["held_out_accuracy"]:
-                    winner = tried[-1], objective, cost
+        for candidate in candidates:
+            try:
+                objective, cost = self._train(task, source, candidate, seed, train)
+            except Diverged:  # the candidate has lost, the others go on
+                tried.append({**candidate, "held_out_accuracy": 0.0})
+                task.say(f"{_words(tried[-1])}: diverged")
+                continue
+            accuracy = scores(task, objective, task.train, held)["accuracy"]
+            tried.append({**candidate, "held_out_accuracy": accuracy})
+            task.say(f"{_words(tried[-1])}: {accuracy:.1%} of the held-out images, {cost.seconds:.0f} s")
+            costs.append(cost)
+            if winner is None or accuracy > winner[0]["held_out_accuracy"]:
+                winner = tried[-1], objective, cost
         if winner is None:
             raise UserError(f"fine_tune: no candidate of lrs={c.lrs} trained without diverging")
         chosen, objective, cost = winner
@@ -214,7 +222,7 @@ class Evaluator(Judge):
             return self._train(task, source, settings, seed, train)
         except Diverged as error:
             told = Diverged(
-                f"fine_tune: {_words(settings)}, chosen on held-out images, diverged with seed {seed} ({source}, "
+                f"fine_tune: {_words(settings)} diverged with seed {seed} ({source}, "
                 f"{len(train)} images): {str(error).splitlines()[0]}; leave that rate out of fine_tune.lrs"
             )
             told.everywhere = error.everywhere

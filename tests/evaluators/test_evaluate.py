@@ -211,6 +211,19 @@ def test_a_sweep_goes_on_without_a_rate_that_diverges_and_ends_with_an_outage(
         fine_tuned(trained, "lrs=[0.02,0.01]")
 
 
+def test_a_single_candidate_is_taken_without_a_sweep(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train, images = fine_tune.train_classifier, list[int]()
+
+    def counted(*arguments: Any, **rest: Any) -> Any:
+        images.append(len(rest["images"]))
+        return train(*arguments, **rest)
+
+    monkeypatch.setattr(fine_tune, "train_classifier", counted)
+    found = fine_tuned(trained, "labels_per_class=[5,all]", "lrs=[0.02]", "steps=[2]", "seeds=[0]")
+    assert [m["chosen"] for m in found] == [{"lr": 0.02, "steps": 2}] * 2
+    assert images == [50, 400] * 2, "the backbone and its untrained twin, each once a label budget"
+
+
 def test_a_chosen_rate_that_diverges_at_another_seed_is_named(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     train = fine_tune.train_classifier
 
@@ -220,7 +233,7 @@ def test_a_chosen_rate_that_diverges_at_another_seed_is_named(trained: Path, mon
         return train(*arguments, **rest)
 
     monkeypatch.setattr(fine_tune, "train_classifier", failing)
-    with pytest.raises(Diverged, match=r"lr=0.01, steps=4, chosen .* seed 1 .*; leave that rate out of fine_tune.lrs"):
+    with pytest.raises(Diverged, match=r"lr=0.01, steps=4 diverged .* seed 1 .*; leave that rate out of fine_tune.lrs"):
         fine_tuned(trained)
 
 
@@ -291,7 +304,12 @@ def test_the_streaming_probe_learns_on_frozen_features(trained: Path) -> None:
         ("run", "knn", ["seeds=[]"], "seeds: Value should have at least 1 item"),
         ("run", "knn", ["labels_per_class=[]"], "labels_per_class: Value should have at least 1 item"),
         ("run", "knn", ["ks=0"], "ks.0: Input should be greater than or equal to 1"),
-        ("run", "fine_tune", ["held_out=0.001"], "held_out=0.001 of so few images a class leaves none"),
+        (
+            "run",
+            "fine_tune",
+            ["held_out=0.001", "lrs=[0.01,0.02]"],
+            "held_out=0.001 of so few images a class",
+        ),
         ("run", "linear_probe", ["method=lars", "pooling=both"], "token, mean or patches"),
         ("run", "linear_probe", ["method=lars", "labels_per_class=1", "lanes=16"], "lower lanes"),
         ("nowhere", "knn", [], "no such run"),
