@@ -100,7 +100,7 @@ class _Loop:
         if not self.to_search:
             self.progress.accumulate = job.training.accumulate
         self.guard = Guard(job.training.spike_factor, self.progress.recent)
-        self.skips, self.skipped, self.left_out_in_a_row = list[Skip](), list[Skip](), 0
+        self.skips, self.left_out_in_a_row = list[Skip](), 0
 
     def _loaded(self, saved: Path) -> checkpoint.Progress:
         progress = checkpoint.load(saved, self.state)
@@ -124,7 +124,7 @@ class _Loop:
             raise stopped(number)
         self.stepper.share_buffers()
         progress = self.progress
-        return Outcome(progress.step, progress.seconds, tuple(self.skipped), progress.left_out)
+        return Outcome(progress.step, progress.seconds, tuple(self.records.skipped), progress.left_out)
 
     def _steps(self) -> int:
         """Returns the signal that ended the steps early, or 0."""
@@ -180,7 +180,7 @@ class _Loop:
         self.stepper.share_buffers()
         watch.take(self.state.objective, progress, self.records)
         self.skips += watch.skipped()
-        self._report_skipped()
+        self._tell_skips()
         self.stepper.model.train()
         if self._over():
             self._save()  # with what the measure said
@@ -226,7 +226,7 @@ class _Loop:
         rows = window.flush() if window.rows else {}
         elapsed = time.perf_counter() - self.window_start
         progress.seconds += elapsed
-        self._report_skipped()
+        self._tell_skips()
         if rows:
             # With loss scaling, a gradient may overflow: that step is left out.
             watched = ("loss",) if self.accelerator.scaler else ("loss", "grad_norm")
@@ -290,18 +290,9 @@ class _Loop:
         self._watch()  # it is due again where that checkpoint was saved before it
         self._new_window()
 
-    def _report_skipped(self) -> None:
-        """Say and write down which samples all ranks left out since the last log line."""
-        skips, self.skips = [skip for own in processes.gather(self.skips) for skip in own], []
-        if not skips:
-            return
-        self.skipped += skips
-        total, first = len(self.skipped), skips[0]
-        self.records.say(
-            f"skipped {len(skips)} sample(s), {total} in all; {first.shard}: sample {first.key}: {first.reason}"
-        )
-        samples = [{"shard": s.shard, "key": s.key, "reason": s.reason} for s in skips]
-        self.records.event(self.progress.step, {"event": "skipped_samples", "total": total, "samples": samples})
+    def _tell_skips(self) -> None:
+        self.records.skips(self.progress.step, self.skips)
+        self.skips = []
 
     def _draw(self, batch: Batch) -> None:
         if self.job.picture and self.accelerator.is_main_process:

@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from ssl_vit.data.samples import Skip
 from ssl_vit.training.checkpoint import Progress
 from ssl_vit.training.metrics import MetricLog
-from ssl_vit.training.processes import shared_errors
+from ssl_vit.training.processes import gather, shared_errors
 from ssl_vit.training.progress import Display
 from ssl_vit.training.trackers import Settings, Trackers
 
@@ -19,6 +20,7 @@ class Records:
     """Open while a run goes on. Every process must make the same calls: an error of writing reaches all of them.
 
     run: its directory; None keeps nothing but the display. progress: where it starts. settings, recipe: see `Trackers`.
+    skipped: the samples that were told of as left out, of all processes.
     """
 
     def __init__(
@@ -27,6 +29,7 @@ class Records:
         self.display, self.run, self.progress, self.settings, self.recipe = display, run, progress, settings, recipe
         self.log: MetricLog | None = None
         self.trackers: Trackers | None = None
+        self.skipped: list[Skip] = []
 
     def __enter__(self) -> Records:
         self.display.__enter__()
@@ -60,6 +63,17 @@ class Records:
         if self.trackers:
             self.trackers.log(step, values)
         self.display.log(step, values)
+
+    def skips(self, step: int, own: list[Skip]) -> None:
+        """Which samples all processes left out since the last call; `own` are this one's."""
+        skips = [skip for part in gather(own) for skip in part]
+        if not skips:
+            return
+        self.skipped += skips
+        total, first = len(self.skipped), skips[0]
+        self.say(f"skipped {len(skips)} sample(s), {total} in all; {first.shard}: sample {first.key}: {first.reason}")
+        samples = [{"shard": skip.shard, "key": skip.key, "reason": skip.reason} for skip in skips]
+        self.event(step, {"event": "skipped_samples", "total": total, "samples": samples})
 
     def picture(self, name: str, pixels_HWC: np.ndarray, step: int) -> None:
         """A uint8 picture."""
