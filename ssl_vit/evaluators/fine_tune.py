@@ -14,6 +14,7 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import Field, model_validator
 from timm.layers import DropPath, calculate_drop_path_rates
+from torch import nn
 
 from ssl_vit.data import AugmentConfig
 from ssl_vit.evaluators import ALL, Budget, Budgets, Counts, Numbers, Seeds, budget_words
@@ -68,7 +69,8 @@ class Config(BaseConfig):
     seeds: of the labelled subset, the head, the order and augmentation, and the untrained backbone's weights; the sweep
         uses the first.
     image_size: pixels, a side or [height, width]; another than the pretraining's (None) resamples the positions by
-        `position_resampling` (`timm` or `google`). drop_path: stochastic depth of the last block (None: as pretrained).
+        `position_resampling` (`timm` or `google`). drop_path: stochastic depth of the last block; dropout: that of
+        `backbone.dropout` (None: as pretrained, which may differ between the arms of a comparison).
         mixup, cutmix, label_smoothing: see `objectives/classification.py`.
     lanes: see data.lanes.
     """
@@ -90,6 +92,7 @@ class Config(BaseConfig):
     image_size: ImageSize | None = None
     position_resampling: Resampling = "timm"
     drop_path: float | None = Field(None, ge=0, lt=1)
+    dropout: float | None = Field(None, ge=0, lt=1)
     mixup: float = Field(0.0, ge=0)
     cutmix: float = Field(0.0, ge=0)
     label_smoothing: float = Field(0.0, ge=0, lt=1)
@@ -276,6 +279,10 @@ class Evaluator(Judge):
         else:
             size = c.image_size or task.trained.image_size
             encoder = backbones.at_size(task.trained, size, c.position_resampling)
+        if c.dropout is not None:
+            for name, module in encoder.named_modules():
+                if isinstance(module, nn.Dropout) and not name.endswith("attn_drop"):
+                    module.p = c.dropout
         if c.drop_path is not None:
             blocks = backbones.require_vit(encoder, "fine_tune.drop_path").vit.blocks
             for block, rate in zip(blocks, calculate_drop_path_rates(c.drop_path, len(blocks)), strict=True):

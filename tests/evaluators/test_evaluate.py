@@ -261,6 +261,25 @@ def test_dropout_and_mixup_do_not_depend_on_what_came_before(
     assert all(torch.equal(one, other) for one, other in zip(once, again, strict=True))
 
 
+def test_fine_tuning_may_set_the_dropout_of_every_arm(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = [f"data.train={trained}/train", f"run={tmp_path}/run", "training.steps=2", "training.batch_size=16"]
+    experiment.train(recipe.load_recipe("digits_supervised", [*keys, "backbone.dropout=0.5"]), quiet=True)
+    measurement, rates = fine_tune.measurement, list[set[float]]()
+
+    def seen(task: Any, objective: Any, *rest: Any) -> Any:
+        rates.append({module.p for module in objective.modules() if isinstance(module, torch.nn.Dropout)})
+        return measurement(task, objective, *rest)
+
+    monkeypatch.setattr(fine_tune, "measurement", seen)
+    for more in ([], ["dropout=0.25"], ["dropout=0"]):
+        data = (f"{trained}/train", f"{trained}/test")
+        keys = [*FAST["fine_tune"], "seeds=[0]", "labels_per_class=5", "steps=1", *more]
+        experiment.evaluate(tmp_path / "run", "fine_tune", *data, keys)
+    assert rates == [{0.0, 0.5}] * 2 + [{0.0, 0.25}] * 2 + [{0.0}] * 2, "never inside the attention"
+
+
 def test_labels_of_one_class_are_nothing_to_judge_by(trained: Path, tmp_path: Path) -> None:
     source = sources.open_source("digits", split="train")
     one = replace(source, labels=np.zeros_like(source.labels))
