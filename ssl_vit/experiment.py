@@ -26,7 +26,7 @@ from ssl_vit.data.transforms import train_transform
 from ssl_vit.evaluators.base import named
 from ssl_vit.evaluators.features import Task
 from ssl_vit.evaluators.online import OnlineProbe
-from ssl_vit.files import read_json, write_json
+from ssl_vit.files import read_json, sha256, write_json
 from ssl_vit.interfaces import Batch, UserError
 from ssl_vit.models import BackboneConfig, backbone
 from ssl_vit.recipe import Recipe
@@ -69,7 +69,7 @@ def train(settings: Recipe, *, quiet: bool = False) -> Path:
     with shared_errors():
         if accelerator.is_main_process:
             checkpoint.publish_backbone(run)
-            images_seen = outcome.steps * training.batch_size
+            images_seen = (outcome.steps + outcome.undone) * training.batch_size
             summary = {
                 "name": settings.name,
                 "objective": settings.objective.name,  # type: ignore[attr-defined]
@@ -129,6 +129,8 @@ def prepare(settings: Recipe, shards: ShardSet, accelerator: Accelerator, quiet:
     if training.checkpoint_activations:
         if accelerator.device.type == "xla":
             raise UserError("training.checkpoint_activations: torch does not do it on XLA; raise training.accumulate")
+        if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in encoder.modules()):
+            raise UserError("training.checkpoint_activations: batch norm would count every image twice; leave it out")
         encoder.network.set_grad_checkpointing(True)  # type: ignore[operator]
     objective = _objective(settings, shards, encoder)
     view = View(
@@ -182,11 +184,12 @@ def make_task(
     *,
     seed: int = 0,
     cache: Path | None = None,
+    metric: Literal["accuracy", "mean_per_class"] = "accuracy",
 ) -> Task:
     """What evaluators judge: the backbone at `weights` (None: the settings' architecture, untrained) on two shard sets.
 
     The settings say how images are prepared and the precision. seed: of the untrained backbone. cache: where extracted
-    features are kept. Raises UserError for what cannot be loaded.
+    features are kept. metric: see `Task`. Raises UserError for what cannot be loaded.
     """
     if weights is None:
         assert settings is not None
@@ -209,6 +212,7 @@ def make_task(
         weights=str(weights) if weights else None,
         cache=cache,
         objective=settings.objective if settings else None,
+        metric=metric,
     )
 
 
@@ -234,16 +238,16 @@ def evaluate(
     """Run one evaluator on a run or checkpoint; the result is also added to `results.json` beside the weights.
 
     defaults: settings under the overrides. metric: the number that the values are. say: told what is done, where that
-    takes long. Returns {"evaluator", "title", "settings", "data", "classes", "metric", "backbone", "values",
+    takes long. Returns {"evaluator", "title", "settings", "data", "classes", "metric", "backbone", "sha256", "values",
     "measurements", "skipped", "seconds"}; values: see `evaluators.base.named`; measurements: every `Measurement` with
-    its `source`. Raises UserError.
+    its `source`; sha256: of the weights. Raises UserError.
     """
     path = weights / checkpoint.RESULTS
     _evaluations(path)  # a file that cannot be added to is known before anything is measured
     module = plugins.load("evaluators", name)
     given = OmegaConf.merge(dict(defaults or {}), recipe.parse_overrides(overrides))
     config = recipe.validate(module.Config, OmegaConf.to_container(given), f"{name}: ")
-    task = make_task(weights, run_recipe(weights), train, test, cache=weights / "features")
+    task = make_task(weights, run_recipe(weights), train, test, cache=weights / "features", metric=metric)
     if say and task.accelerator.is_main_process:
         task.say = say
     start = time.perf_counter()
@@ -259,6 +263,7 @@ def evaluate(
         "classes": list(task.train.classes or task.test.classes or ()),
         "metric": metric,
         "backbone": str(weights),
+        "sha256": sha256(backbone.find_weights(weights) / backbone.WEIGHTS),
         "values": dict(named(measured, metric)),
         "measurements": [{"source": source, **asdict(found)} for source, found in measured],
         "skipped": task.skipped_names(),
@@ -267,7 +272,10 @@ def evaluate(
     if task.accelerator.is_main_process:
         same = ("evaluator", "settings", "data", "metric")
         with FileLock(weights / ".results.lock"):
-            kept = [old for old in _evaluations(path) if any(old.get(key) != result[key] for key in same)]
+            others = [old for old in _evaluations(path) if any(old.get(key) != result[key] for key in same)]
+            kept = [old for old in others if old.get("sha256", result["sha256"]) == result["sha256"]]
+            if len(kept) < len(others):
+                task.say(f"{path}: {len(others) - len(kept)} result(s) of weights that are no longer there left out")
             write_json(path, {"kind": "evaluations", "evaluations": [*kept, result]})
     return result
 

@@ -32,7 +32,12 @@ class RunError(Exception):
 
 
 class Diverged(RunError):
-    """A loss or gradient that is not finite, or a loss that jumped: other settings may not."""
+    """A loss or gradient that is not finite, or a loss that jumped: other settings may not.
+
+    cost: what the training took, where somebody counts it.
+    """
+
+    cost: object = None
 
 
 PREEMPTED = 75  # EX_TEMPFAIL: what was done is saved, start the same command again

@@ -12,8 +12,9 @@ from filelock import FileLock, Timeout
 
 from ssl_vit import recipe
 from ssl_vit.environment import environment
-from ssl_vit.files import read_json, write_json
+from ssl_vit.files import read_json, sha256, write_json
 from ssl_vit.interfaces import UserError
+from ssl_vit.models import backbone
 from ssl_vit.recipe import Recipe
 from ssl_vit.training import checkpoint
 
@@ -66,7 +67,8 @@ def open_run(run: Path, settings: Recipe, accelerator: Accelerator) -> None:
         recipe.save(settings, run / "recipe.yaml")
         if not _is_finished(run):
             (run / SUMMARY).unlink(missing_ok=True)  # of a training whose last checkpoint is gone
-            write_json(run / ENVIRONMENT, environment(accelerator) | _sessions_before(run))
+            begun = {"init_from": _origin(settings)} if settings.init_from else {}
+            write_json(run / ENVIRONMENT, environment(accelerator) | begun | _sessions_before(run))
     except OSError as error:
         raise UserError(f"run={run}: cannot write there: {error}") from None
 
@@ -95,8 +97,19 @@ def _check(run: Path, settings: Recipe) -> None:
                 f"{run} holds a run of another recipe ({'; '.join(changed[:3])}): "
                 "give this one another directory with run=PATH, or delete that one"
             )
+        origin = read_json(run / ENVIRONMENT).get("init_from") if (run / ENVIRONMENT).exists() else None
+        if origin and origin != _origin(settings):
+            raise UserError(
+                f"{run} began with other weights than {settings.init_from} holds now: give this run another directory "
+                "with run=PATH, delete that one, or put the old weights back"
+            )
     elif not path.exists() and run.exists() and any(_is_foreign(entry.name) for entry in run.iterdir()):
         raise UserError(f"{run} is not empty and holds no run: give this run another directory with run=PATH")
+
+
+def _origin(settings: Recipe) -> str:
+    """The checksum of the weights that a run starts from."""
+    return sha256(backbone.find_weights(settings.init_from or "") / backbone.WEIGHTS)
 
 
 def _is_foreign(name: str) -> bool:

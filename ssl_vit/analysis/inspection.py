@@ -72,7 +72,7 @@ def inspect(
     resampling: how positions come to `options.image_size`. Raises UserError for what cannot be read or written and for
     sizes that do not fit.
     """
-    saved = _checkpoint(weights)
+    saved = checkpoint.newest_of(weights)
     model = backbones.require_vit(backbones.load(saved or weights), "ssl-vit inspect")
     if options.image_size:
         model = backbones.at_size(model, options.image_size, resampling)
@@ -103,13 +103,6 @@ def inspect(
     drawn = _draw(model, batch, head, numbers, options)
     missing = {"reconstructions": no_head} if no_head else {}
     return _write(out, drawn, missing, numbers)
-
-
-def _checkpoint(weights: Path) -> Path | None:
-    """The newest checkpoint of a run, or the checkpoint itself; None for a weights folder."""
-    if (weights / checkpoint.OBJECTIVE).is_file():
-        return weights
-    return next(iter(checkpoint.folders(weights)[-1:]), None)
 
 
 def _masked_patch_head(

@@ -68,7 +68,8 @@ def main() -> None:
                 _part()
             raise
         if _is_main():
-            print("stopped; run the same command to go on", file=sys.stderr)
+            again = "start again: extracted features are kept" if arguments[:1] == ["eval"] else "go on"
+            print(f"stopped; run the same command to {again}", file=sys.stderr)
         _leave(1 if stop.code == _INTERRUPTED else int(stop.code or 0))
     except Exception:
         if not _several():

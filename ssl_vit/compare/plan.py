@@ -20,8 +20,10 @@ from ssl_vit.evaluators import ALL
 from ssl_vit.evaluators.base import Judge
 from ssl_vit.experiment import run_recipe
 from ssl_vit.files import sha256
+from ssl_vit.interfaces import UserError
 from ssl_vit.models import backbone
 from ssl_vit.recipe import Recipe
+from ssl_vit.training import checkpoint
 
 _FORMAT = 3  # of the results that pieces write
 # Of a recipe, what training from scratch and features of an untrained backbone depend on.
@@ -121,9 +123,9 @@ class Plan:
         return self.run / (f"{arm}_seed{seed}" if self.study.comparison.pretrain_per_seed else arm)
 
     def pretraining_seed(self, arm: str, seed: int) -> int:
-        """The seed whose pretraining serves `seed`."""
-        per_seed = self.study.comparison.pretrain_per_seed and arm in self.study.recipes
-        return seed if per_seed else self.study.comparison.seeds[0]
+        """The seed whose pretraining serves `seed`; of an untrained backbone, whose initialisation."""
+        drawn = arm in self.study.recipes or arm.partition("_")[0] == "untrained"
+        return seed if self.study.comparison.pretrain_per_seed and drawn else self.study.comparison.seeds[0]
 
     @cached_property
     def pieces(self) -> list[Piece]:
@@ -146,9 +148,15 @@ class Plan:
         return found
 
     def subjects(self, judge: Judge) -> tuple[str, ...]:
-        """The rows of an evaluator: every arm where it trains the backbone, else those that have one and references."""
+        """The rows of an evaluator: every arm where it trains the backbone, else those that have one (and a head, where
+        that is judged) and references. Raises UserError where no arm has a head."""
         if judge.trains_backbone:
             return tuple(self.study.comparison.arms)
+        if judge.judges_heads:
+            found = [n for n in self.with_backbone if n in self.settings and _has_head(self.settings[n])]
+            if not found:
+                raise UserError(f"{judge.title}: no arm's recipe trains a classifier: leave this evaluator out")
+            return tuple(found)
         return (*self.with_backbone, *(name for name in self.references if name.split("_")[0] in judge.references))
 
     def _tuned(self, data: str, evaluator: str, arm: str) -> Iterator[Piece]:
@@ -221,8 +229,15 @@ class Plan:
             seed = self.pretraining_seed(arm, piece.seed) if self.study.comparison.pretrain_per_seed else None
             return [made, self.shards.get(f"{arm} pretrain"), seed]
         if given := self.study.comparison.arms[arm].weights if arm in self.with_backbone else None:
-            return [sha256(backbone.find_weights(given) / backbone.WEIGHTS)]
+            head = checkpoint.newest_of(Path(given))
+            files = [backbone.find_weights(given) / name for name in (backbone.WEIGHTS, backbone.CONFIG)]
+            files += [head / checkpoint.OBJECTIVE] if head else []
+            return [*map(sha256, files), self._made_like(arm, dropout=True)]
         return [arm == "pixels", self._made_like(arm, dropout=True)]
+
+
+def _has_head(settings: Recipe) -> bool:
+    return settings.objective.name == "classification"  # type: ignore[attr-defined]
 
 
 def _word(budget: int | str) -> str:

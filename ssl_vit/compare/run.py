@@ -24,6 +24,7 @@ from ssl_vit.compare.work import do, is_done
 from ssl_vit.data.mixture import open_training
 from ssl_vit.data.shards import ShardSet, check_same_classes, open_shards
 from ssl_vit.environment import environment
+from ssl_vit.evaluators.features import silent
 from ssl_vit.files import read_json, write_json
 from ssl_vit.interfaces import UserError
 from ssl_vit.recipe import save
@@ -75,10 +76,6 @@ def _check_directory(study: Study) -> None:
         raise UserError(f"{run} holds {held}: give this comparison another directory with run=PATH")
 
 
-def _silent(text: str) -> None:
-    """A process that is not the main one says nothing."""
-
-
 def open_plan(study: Study, command: str, say: Say = print) -> Plan:
     """The plan of a study, its data sets packed and opened; written down (`comparison.yaml`, `plan.json`) for `report`.
 
@@ -86,7 +83,7 @@ def open_plan(study: Study, command: str, say: Say = print) -> Plan:
     """
     c = study.comparison
     _check_directory(study)
-    plan, opened, pretraining = look(study, prepare(study.sets, study.folder, say if is_main_process() else _silent))
+    plan, opened, pretraining = look(study, prepare(study.sets, study.folder, say if is_main_process() else silent))
     content = _written(plan, opened, pretraining, command)
     if is_main_process():
         try:

@@ -104,7 +104,13 @@ def make_task(plan: Plan, piece: Piece) -> Task:
     if weights is None and settings is None:  # only a file says what the architecture is
         weights = plan.weights(like, piece.seed)
     return experiment.make_task(
-        weights, settings, str(data.train), str(data.test), seed=piece.seed, cache=plan.run / "features"
+        weights,
+        settings,
+        str(data.train),
+        str(data.test),
+        seed=piece.seed,
+        cache=plan.run / "features",
+        metric=data.metric,
     )
 
 

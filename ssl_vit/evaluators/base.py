@@ -68,11 +68,13 @@ class Judge(ABC):
     title: a heading for people. references: sources measured beside the judged backbone: `untrained` (the same
     architecture, freshly initialised; where the evaluator trains it, that is training from scratch) and `pixels`.
     trains_backbone: whether judging trains the whole network, so that a comparison measures its scratch arm with it.
+    judges_heads: whether it judges the classifier that a run trained, so that a comparison asks it of such arms alone.
     """
 
     title: ClassVar[str]
     references: ClassVar[tuple[str, ...]] = REFERENCES
     trains_backbone: ClassVar[bool] = False
+    judges_heads: ClassVar[bool] = False
 
     def __init__(self, config: Any) -> None:
         self.config = config

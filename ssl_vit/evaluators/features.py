@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -64,8 +64,8 @@ class Features:
         return Features(self.vectors[rows], self.labels[rows], self.images[rows])
 
 
-def _silent(text: str) -> None:
-    pass
+def silent(text: str) -> None:
+    """What a process says that is not the main one."""
 
 
 @dataclass
@@ -77,6 +77,7 @@ class Task:
     weights: where the trained backbone came from (None: it is freshly initialised itself).
     cache: folder that keeps extracted features (None: none is kept); it may be deleted at any time.
     objective: what the weights' run trained them with (None: unknown). say: told what is done, where that takes long.
+    metric: the number that counts on these sets, and that a sweep chooses by.
     """
 
     trained: Encoder
@@ -90,7 +91,8 @@ class Task:
     workers: int = 0
     cache: Path | None = None
     objective: Config | None = None
-    say: Callable[[str], None] = _silent
+    say: Callable[[str], None] = silent
+    metric: Literal["accuracy", "mean_per_class"] = "accuracy"
     skipped: list[Skip] = field(default_factory=list)
     _features: dict[tuple[Any, ...], Features] = field(default_factory=dict)
 

@@ -106,9 +106,11 @@ class Config(BaseConfig):
     @model_validator(mode="before")
     @classmethod
     def _protocol_defaults(cls, given: Any) -> Any:
-        defaults = _PROTOCOLS.get(given.get("protocol", "paper"), {}) if isinstance(given, dict) else {}
-        if not defaults:
+        if not isinstance(given, dict):
             return given
+        defaults = dict(_PROTOCOLS.get(given.get("protocol", "paper"), {}))
+        if given.get("steps"):
+            defaults.pop("epochs", None)
         nested = {key: value | (given.get(key) or {}) for key, value in defaults.items() if isinstance(value, dict)}
         return defaults | given | nested
 
@@ -118,7 +120,7 @@ def labelled(labels: np.ndarray, config: Config, budget: int | str, seed: int) -
     kept, held = held_out_split(labels, config.held_out, seed=0)
     masked = np.full_like(labels, -1)
     masked[kept] = labels[kept]
-    return np.sort(choose_labelled(masked, budget, seed)), held
+    return np.sort(choose_labelled(masked, budget, seed, share_of=labels)), held
 
 
 class Evaluator(Judge):
@@ -169,11 +171,12 @@ class Evaluator(Judge):
         for candidate in candidates:
             try:
                 objective, cost = self._train(task, source, candidate, seed, train)
-            except Diverged:  # the candidate has lost, the others go on
+            except Diverged as error:  # the candidate has lost, the others go on
+                costs += [error.cost] if isinstance(error.cost, Cost) else []
                 tried.append({**candidate, "held_out_accuracy": 0.0})
                 task.say(f"{_words(tried[-1])}: diverged")
                 continue
-            accuracy = scores(task, objective, task.train, held)["accuracy"]
+            accuracy = scores(task, objective, task.train, held)[task.metric]
             tried.append({**candidate, "held_out_accuracy": accuracy})
             task.say(f"{_words(tried[-1])}: {accuracy:.1%} of the held-out images, {cost.seconds:.0f} s")
             costs.append(cost)
@@ -201,13 +204,15 @@ class Evaluator(Judge):
                 elif choice.measured and (choice.measured.labels_per_class, choice.measured.seed) == (budget, seed):
                     yield choice.measured  # the sweep has trained this very model already
                 else:
-                    train, held = labelled(task.train_labels, self.config, budget, seed)
-                    if budget == ALL:
-                        train = np.sort(np.concatenate([train, held]))
-                    settings = _settings(choice.chosen)
+                    train, settings = self._images(task, budget, seed), _settings(choice.chosen)
                     objective, cost = self._chosen(task, source, settings, seed, train)
                     task.say(f"{source}, {budget_words(budget)}, seed {seed}: {cost.seconds:.0f} s")
                     yield measurement(task, objective, cost, budget, seed, train, settings)
+
+    def _images(self, task: Task, budget: int | str, seed: int) -> np.ndarray:
+        """What a measurement trains on, sorted: with all labels the held-out images too."""
+        train, held = labelled(task.train_labels, self.config, budget, seed)
+        return np.sort(np.concatenate([train, held])) if budget == ALL else train
 
     def _lengths(self) -> list[dict[str, Any]]:
         c: Config = self.config
@@ -290,8 +295,7 @@ class Evaluator(Judge):
         return encoder
 
     def _pixels(self, task: Task, budget: int | str, seed: int) -> Measurement:
-        chosen = labelled(task.train_labels, self.config, budget, seed)[0]
-        train = task.features("pixels", "train", Representation(), chosen)
+        train = task.features("pixels", "train", Representation(), self._images(task, budget, seed))
         test = task.features("pixels", "test", Representation())
         fitted = probe_predictions(train.vectors, train.labels, test.vectors, cs=_PIXEL_CS, seed=seed)
         note = "raw pixels have no network to fine-tune: a linear probe"

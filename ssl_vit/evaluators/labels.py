@@ -18,18 +18,23 @@ def choose_shots(labels: np.ndarray, shots: int, seed: int) -> np.ndarray:
     Nested: more shots contain fewer. A class with too few images gives all it has. labels: int (n,); negative ones are
     not images to choose from.
     """
-    return _first_of_each(labels, seed, lambda count: shots)
+    return _first_of_each(labels, seed, lambda label: shots)
 
 
-def choose_labelled(labels: np.ndarray, budget: int | str, seed: int) -> np.ndarray:
+def choose_labelled(
+    labels: np.ndarray, budget: int | str, seed: int, *, share_of: np.ndarray | None = None
+) -> np.ndarray:
     """Indices of the images that a label budget allows: shots a class, a share such as "10%" of every class (rounded,
-    at least one image, the first of the same permutations), or "all" of them in order."""
+    at least one image, the first of the same permutations), or "all" of them in order.
+
+    share_of: the labels (n,) that a share counts, where some of them are held out of `labels`.
+    """
     if budget == ALL:
         return np.flatnonzero(labels >= 0)
     if isinstance(budget, int):
         return choose_shots(labels, budget, seed)
-    share = float(budget[:-1]) / 100
-    return _first_of_each(labels, seed, lambda count: max(1, round(share * count)))
+    share, everything = float(budget[:-1]) / 100, labels if share_of is None else share_of
+    return _first_of_each(labels, seed, lambda label: max(1, round(share * int((everything == label).sum()))))
 
 
 def choose_each(
@@ -40,11 +45,12 @@ def choose_each(
 
 
 def _first_of_each(labels: np.ndarray, seed: int, wanted: Callable[[int], int]) -> np.ndarray:
+    """wanted: from a class to how many."""
     generator = np.random.default_rng(seed)
     chosen = []
     for label in np.unique(labels[labels >= 0]):
         members = np.flatnonzero(labels == label)
-        chosen.append(generator.permutation(members)[: wanted(len(members))])
+        chosen.append(generator.permutation(members)[: wanted(int(label))])
     return np.concatenate(chosen)
 
 

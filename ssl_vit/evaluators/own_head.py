@@ -29,6 +29,7 @@ class Evaluator(Judge):
 
     title = "The run's own head"
     references = ()
+    judges_heads = True
 
     def measure(
         self,
@@ -42,14 +43,17 @@ class Evaluator(Judge):
             raise UserError(
                 f"{task.weights}: own_head needs a run whose objective is classification; use another evaluator"
             )
-        run = _checkpoint(Path(task.weights)).resolve().parent.parent
+        saved = checkpoint.newest_of(Path(task.weights))
+        if saved is None:
+            raise UserError(f"{task.weights}: no checkpoint with a head is kept there")
+        run = saved.resolve().parent.parent
         if (run / "summary.json").is_file():
             trained_on = read_json(run / "summary.json").get("classes")
             check_same_classes(
                 trained_on, task.test.classes, f"what {task.weights} was trained on and {task.test.spec}"
             )
         objective = classification.Objective(copy.deepcopy(task.trained), task.objective, task.classes)
-        checkpoint.load_head(_checkpoint(Path(task.weights)), objective)
+        checkpoint.load_head(saved, objective)
         objective.to(task.accelerator.device)
         yield Measurement(
             name="own head",
@@ -58,13 +62,3 @@ class Evaluator(Judge):
             seed=seeds[0],
             **scores(task, objective, task.test),
         )
-
-
-def _checkpoint(weights: Path) -> Path:
-    """The newest checkpoint of a run, or the checkpoint itself. Raises UserError where there is none."""
-    if (weights / checkpoint.OBJECTIVE).is_file():
-        return weights
-    saved = checkpoint.folders(weights)
-    if not saved:
-        raise UserError(f"{weights}: no checkpoint with a head is kept there")
-    return saved[-1]

@@ -20,7 +20,7 @@ from ssl_vit.data.transforms import train_transform
 from ssl_vit.evaluators.base import accuracy_name, score
 from ssl_vit.evaluators.features import Task, evaluation_stream
 from ssl_vit.evaluators.labels import short_note
-from ssl_vit.interfaces import Measurement, UserError
+from ssl_vit.interfaces import Diverged, Measurement, UserError
 from ssl_vit.models import backbone as backbones
 from ssl_vit.objectives import classification
 from ssl_vit.training import OptimConfig, TrainingConfig, loop, processes
@@ -53,7 +53,7 @@ def train_classifier(
     """Train `encoder` and a new head on the task's training images with these global indices, through the one loop.
 
     seed: of the head, of the order and augmentation of the images, and of dropout and mixup. Nothing is kept on disk.
-    Raises Diverged when it does.
+    Raises Diverged, with its `cost`, when it does.
     """
     accelerator, classes = task.accelerator, task.classes
     set_seed(seed)
@@ -81,24 +81,30 @@ def train_classifier(
         device=accelerator.device,
         keep=task.train.members_of(images),
     )
-    start, flops = time.perf_counter(), training_flops(objective)
-    outcome = loop.train(
-        loop.Job(
-            name=name,
-            objective=objective,
-            batches=batches,
-            lanes=lanes,
-            total_steps=steps,
-            training=TrainingConfig(steps=steps, batch_size=batch_size, log_every=steps, checkpoint_every=0),
-            optim=optim,
-            accelerator=accelerator,
-            quiet=True,
-        )
+    job = loop.Job(
+        name=name,
+        objective=objective,
+        batches=batches,
+        lanes=lanes,
+        total_steps=steps,
+        training=TrainingConfig(steps=steps, batch_size=batch_size, log_every=steps, checkpoint_every=0),
+        optim=optim,
+        accelerator=accelerator,
+        quiet=True,
     )
-    accelerator.free_memory()
-    task.skipped += outcome.skipped
-    seen = steps * batch_size
-    return objective, Cost(seen, seen * flops, round(time.perf_counter() - start, 2))
+    start, seen = time.perf_counter(), steps * batch_size
+    flops = seen * training_flops(objective)
+    scale = accelerator.scaler.state_dict() if accelerator.scaler else None
+    try:
+        task.skipped += loop.train(job).skipped
+    except Diverged as error:  # it was seen at the one log line, the last step's
+        error.cost = Cost(seen, flops, round(time.perf_counter() - start, 2))
+        raise
+    finally:
+        accelerator.free_memory()
+        if scale:  # the next training of this process starts from the same loss scale
+            accelerator.scaler.load_state_dict(scale)
+    return objective, Cost(seen, flops, round(time.perf_counter() - start, 2))
 
 
 @torch.no_grad()

@@ -37,14 +37,14 @@ def build(config: BackboneConfig) -> Encoder:
 
 
 @cache
-def _named(name: str) -> Backbone:
-    """The model of timm's `name` without any numbers, to read what the name implies."""
+def named_backbone(name: str) -> Backbone:
+    """The model that timm's name alone stands for, without memory for its weights. UserError for another name."""
     with torch.device("meta"):
         return Backbone(name, {}, 0.5, 0.5)
 
 
 def _build_vit(config: BackboneConfig) -> Backbone:
-    named = _named(config.name)
+    named = named_backbone(config.name)
     width, heads = config.width or named.width, config.heads or named.heads
     cells = int(named.vit.patch_embed.patch_size[0])  # pixels, or in a hybrid cells of the feature map
     patch_size = named.patch_size // cells * (config.patch_size or cells)
@@ -152,9 +152,22 @@ def initialise(model: Encoder, source: Encoder, origin: str, method: Resampling 
             raise UserError(f"{origin} does not fit this backbone: backbone.{key} is {other} there, {own} here")
     weights = state(source)
     if isinstance(source, Backbone) and isinstance(model, Backbone):
+        if (own := _activation(model)) != (other := _activation(source)):
+            raise UserError(f"{origin} does not fit this backbone: its blocks compute {other}, those here {own}")
         positions = weights["pos_embed"]
         weights["pos_embed"] = resample(positions, source.grid, model.grid, source.position_prefix, method)
     load_state(model, weights, origin)
+
+
+def _activation(backbone: Backbone) -> str:
+    """The activation function of the blocks, which no weight tells of."""
+    return ", ".join(
+        dict.fromkeys(
+            type(module).__name__
+            for name, module in backbone.vit.blocks.named_modules()
+            if name.rpartition(".")[2].startswith("act")
+        )
+    )
 
 
 def at_size(model: AnyEncoder, image_size: Size, method: Resampling = "timm") -> AnyEncoder:

@@ -12,8 +12,9 @@ from huggingface_hub import ModelCardData
 from ssl_vit import __version__
 from ssl_vit.analysis.pages import template
 from ssl_vit.interfaces import RunError, UserError
+from ssl_vit.report.cells import text
 from ssl_vit.report.read import read_directory
-from ssl_vit.report.tables import MISSING, Table, skipped_note
+from ssl_vit.report.tables import Table, skipped_note
 
 if TYPE_CHECKING:
     from ssl_vit.data.shards import ShardSet
@@ -195,9 +196,4 @@ def _numbers(value: float | tuple[float, ...]) -> str:
 
 
 def _cell(value: Any) -> str:
-    if value is None:
-        return MISSING
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
-        return " ".join(text.split()).replace("|", "\\|")
-    return f"{value:,}" if isinstance(value, int) else f"{value:.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
+    return " ".join(text(value).split()).replace("|", "\\|")

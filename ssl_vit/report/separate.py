@@ -107,9 +107,7 @@ def _summary(results: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
     found, sizes = scores(results)
     accuracy, differences = [], []
     for place in places(results, found, sizes):
-        where = dict(zip(("data", "evaluator", "labels_per_class"), place, strict=True)) | {
-            "x": sizes[place[0], place[2]]
-        }
+        where = dict(zip(("data", "evaluator", "labels_per_class"), place, strict=True)) | {"x": sizes[place]}
         arms = [arm["name"] for arm in results["arms"] if arm["name"] in found[place]]
         accuracy += [where | {"arm": arm} | spread([*found[place][arm].values()]) for arm in arms]
         for other in arms[1:]:

@@ -37,7 +37,7 @@ def summarise(results: dict[str, Any]) -> dict[str, Any]:
     differences: list[Row] = []
     for data, evaluator, budget in places(results, found, sizes):
         cells = found[data, evaluator, budget]
-        place = {"data": data, "evaluator": evaluator, "labels_per_class": budget, "x": sizes[data, budget]}
+        place = {"data": data, "evaluator": evaluator, "labels_per_class": budget, "x": sizes[data, evaluator, budget]}
         arms = [arm for arm in arm_names(results) if arm in cells]
         accuracy += [place | {"arm": arm} | spread(list(cells[arm].values())) for arm in arms]
         for subject in [arm for arm in subjects(results) if arm in cells]:
@@ -65,10 +65,10 @@ def paired(ours: dict[int, float], theirs: dict[int, float]) -> Row:
 
 def scores(
     results: dict[str, Any],
-) -> tuple[dict[Place, dict[str, dict[int, float]]], dict[tuple[str, int | str], float]]:
-    """Scores by place, arm and seed; and by data set and budget how many labels a class that is."""
+) -> tuple[dict[Place, dict[str, dict[int, float]]], dict[Place, float]]:
+    """Scores by place, arm and seed; and how many labels a class a place's budget is."""
     scores: dict[Place, dict[str, dict[int, float]]] = {}
-    sizes: dict[tuple[str, int | str], float] = {}
+    sizes: dict[Place, float] = {}
     sets = results.get("sets") or {}
     for found in results.get("measurements") or []:
         data, budget = found.get("data", ""), found["labels_per_class"]
@@ -77,15 +77,16 @@ def scores(
             arms = scores.setdefault((data, found["evaluator"], budget), {})
             arms.setdefault(found["arm"], {})[found["seed"]] = float(value)
             classes = sets.get(data, {}).get("classes") or 1
-            sizes[data, budget] = float(budget) if isinstance(budget, int) else found["labels"] / classes
+            labels = float(budget) if isinstance(budget, int) else found["labels"] / classes
+            sizes[data, found["evaluator"], budget] = labels
     return scores, sizes
 
 
-def places(results: dict[str, Any], scores: Any, sizes: dict[tuple[str, int | str], float]) -> list[Place]:
+def places(results: dict[str, Any], scores: Any, sizes: dict[Place, float]) -> list[Place]:
     """Data sets and evaluators in the comparison's order, budgets from small to large."""
     data = list(dict.fromkeys([*(results.get("sets") or {}), *(place[0] for place in scores)]))
     names = evaluator_names(results)
-    return sorted(scores, key=lambda place: (data.index(place[0]), names.index(place[1]), sizes[place[0], place[2]]))
+    return sorted(scores, key=lambda place: (data.index(place[0]), names.index(place[1]), sizes[place]))
 
 
 def _against(results: dict[str, Any], subject: str, measured: list[str]) -> Iterator[tuple[str, str]]:
@@ -131,11 +132,10 @@ def _ends(study: list[Row], scores: dict[Place, dict[str, dict[int, float]]]) ->
         line = sorted((r for r in study if tuple(r[name] for name in names) == key), key=lambda row: row["size"])
         small, large = line[0], line[-1]
         one, two = (scores[key[0], key[1], key[2]][row["arm"]] for row in (small, large))
-        seeds = [seed for seed in one if seed in two]
-        if small["size"] < large["size"] and seeds:
-            row = dict(zip(names, key, strict=True)) | spread([two[seed] - one[seed] for seed in seeds])
-            row |= {"sizes": [small["size"], large["size"]]}
-            yield row | {"means": [statistics.fmean(by_seed[seed] for seed in seeds) for by_seed in (one, two)]}
+        found = paired(two, one)
+        if small["size"] < large["size"] and found:
+            means = [found.pop("against_mean"), found.pop("arm_mean")]
+            yield dict(zip(names, key, strict=True)) | found | {"sizes": [small["size"], large["size"]], "means": means}
 
 
 def spread(values: list[float]) -> Row:

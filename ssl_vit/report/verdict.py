@@ -44,7 +44,7 @@ def verdict(results: dict[str, Any], summary: dict[str, Any]) -> list[str]:
         sentences += [f"{data}: {text}" if several else text for text in found]
     if not sentences:
         sentences.append("No verdict yet: no seed has been measured both with SSL pretraining and without it.")
-    sentences += _study(results, summary["ends"])
+    sentences += _study(results, summary["ends"]) + _edges(results)
     tried = {
         spoken(results, arm["name"]): sum(len(choice["tried"]) for choice in arm.get("choices") or [])
         for arm in results.get("arms") or []
@@ -173,6 +173,22 @@ def _study(results: dict[str, Any], ends: list[Row]) -> list[str]:
         change = f"{signed_points(row)} points{sure}"
         found.append(_capital(f"{where}: accuracy goes from {small} {unit} to {large} ({change})."))
     return found
+
+
+def _edges(results: dict[str, Any]) -> list[str]:
+    """Arms whose sweep ended at the longest training that it tried: a longer one might change the order."""
+    found: dict[str, list[str]] = {}
+    for arm in results.get("arms") or []:
+        for choice in arm.get("choices") or []:
+            for unit in ("steps", "epochs"):
+                longest = max((row[unit] for row in choice["tried"] if unit in row), default=None)
+                if longest is not None and choice["chosen"].get(unit) == longest:
+                    found.setdefault(f"{longest:,g} {unit}", []).append(spoken(results, arm["name"]))
+    return [
+        f"Caution: the longest fine-tuning tried ({length}) served {_listed(list(dict.fromkeys(names)))} best: with a "
+        "longer one the order may change."
+        for length, names in found.items()
+    ]
 
 
 def _number(value: float) -> str:

@@ -43,7 +43,7 @@ class Progress:
 
     accumulate: micro-batches a process's part of a step is made of. recent: the losses of the last
     steps (see `Guard`). left_out: steps that were skipped because they were not finite. rewinds: since the newest
-    checkpoint.
+    checkpoint. undone: steps that rewinds took back.
     probed: the step of the last probe. best, since_best: the highest so far, and how many came after it; done: they
     ended the run (see `Watch`).
     """
@@ -56,6 +56,7 @@ class Progress:
     recent: list[float] = field(default_factory=list)
     left_out: int = 0
     rewinds: int = 0
+    undone: int = 0
     probed: int = 0
     best: float = 0.0
     since_best: int = 0
@@ -65,6 +66,13 @@ class Progress:
 def folders(run: Path) -> list[Path]:
     """Complete checkpoints of a run, oldest first."""
     return sorted(path for path in (run / "checkpoints").glob("step_*") if (path / _STATE).is_file())
+
+
+def newest_of(weights: Path) -> Path | None:
+    """The newest checkpoint of a run, or the checkpoint itself; None for a weights folder."""
+    if (weights / OBJECTIVE).is_file():
+        return weights
+    return next(iter(folders(weights)[-1:]), None)
 
 
 def last_saved(run: Path | None) -> str:

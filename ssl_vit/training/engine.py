@@ -16,6 +16,7 @@ from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import (
     DistributedDataParallelKwargs,
     DistributedType,
+    GradientAccumulationPlugin,
     InitProcessGroupKwargs,
     TorchDynamoPlugin,
     get_mixed_precision_context_manager,
@@ -67,6 +68,8 @@ def make_accelerator(precision: Precision = "fp32", timeout: int = 600, compiled
         accelerator = Accelerator(
             mixed_precision=_MIXED[precision],
             cpu=no_device,
+            # The loop accumulates by itself, whatever ACCELERATE_GRADIENT_ACCUMULATION_STEPS says.
+            gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
             dynamo_plugin=TorchDynamoPlugin(backend="inductor", dynamic=False) if compiled else None,
             kwargs_handlers=[
                 InitProcessGroupKwargs(timeout=datetime.timedelta(seconds=timeout)),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -61,12 +62,14 @@ class Job:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended: its steps, seconds and left-out steps over all its sessions; the samples skipped in this one."""
+    """How a run ended: its steps, seconds, left-out steps and those taken back by rewinds, over all its sessions; the
+    samples skipped in this one."""
 
     steps: int
     seconds: float
     skipped: tuple[Skip, ...]
     left_out: int = 0
+    undone: int = 0
 
 
 def train(job: Job) -> Outcome:
@@ -117,14 +120,16 @@ class _Loop:
         main, training = self.accelerator.is_main_process, job.training
         display = Display(job.name, job.total_steps, step, self.accelerator.device, main and not job.quiet)
         with Records(display, job.run if main else None, self.progress, training.trackers, job.recipe) as self.records:
-            for note in [*self.notes, *([f"resuming at step {step} of {job.total_steps}"] if step else [])]:
+            resumed = [f"resuming at step {step} of {job.total_steps}"] if step else []
+            for note in [*self.notes, *self._short(), *resumed]:
                 self.records.say(note)
             number = self._steps()
         if number:
             raise stopped(number)
         self.stepper.share_buffers()
         progress = self.progress
-        return Outcome(progress.step, progress.seconds, tuple(self.records.skipped), progress.left_out)
+        skipped = tuple(self.records.skipped)
+        return Outcome(progress.step, progress.seconds, skipped, progress.left_out, progress.undone)
 
     def _steps(self) -> int:
         """Returns the signal that ended the steps early, or 0."""
@@ -165,6 +170,11 @@ class _Loop:
                 self._draw(batch)
         return 0
 
+    def _short(self) -> list[str]:
+        warmup, total = self.job.optim.warmup_steps, self.job.total_steps
+        never = f"optim.warmup_steps={warmup} of {total} steps in all: the learning rate never reaches its peak"
+        return [never] if warmup >= total else []
+
     def _over(self) -> bool:
         return self.progress.done or self.progress.step == self.job.total_steps
 
@@ -178,13 +188,18 @@ class _Loop:
         if watch is None or not self._watch_due():
             return
         self.stepper.share_buffers()
-        watch.take(self.state.objective, progress, self.records)
+        with self._published():
+            watch.take(self.state.objective, progress, self.records)
         self.skips += watch.skipped()
         self._tell_skips()
         self.stepper.model.train()
         if self._over():
             self._save()  # with what the measure said
         self._new_window()
+
+    def _published(self) -> AbstractContextManager[None]:
+        """While it lasts, the objective is the one that a checkpoint publishes: with the average of the weights."""
+        return self.state.average.in_place() if self.state.average else nullcontext()
 
     def _own_lanes(self) -> int:
         return self.job.lanes // self.accelerator.num_processes
@@ -282,7 +297,8 @@ class _Loop:
             raise error
         back = self._loaded(saved)
         kept = {name: getattr(before, name) for name in ("lanes", "seconds", "accumulate", "left_out")}
-        self.progress = replace(back, **kept, rewinds=before.rewinds + 1)
+        undone = before.undone + before.step - back.step
+        self.progress = replace(back, **kept, rewinds=before.rewinds + 1, undone=undone)
         self.guard = Guard(job.training.spike_factor, back.recent)
         self.records.go_back(back)
         self.records.say(f"{what}: back to step {back.step}, and on with other samples")
@@ -297,7 +313,9 @@ class _Loop:
     def _draw(self, batch: Batch) -> None:
         if self.job.picture and self.accelerator.is_main_process:
             step = self.progress.step
-            self.records.picture("reconstruction", self.job.picture(self.state.objective, batch, step), step)
+            with self._published():
+                drawn = self.job.picture(self.state.objective, batch, step)
+            self.records.picture("reconstruction", drawn, step)
             self.stepper.model.train()
 
     def _save(self) -> None:

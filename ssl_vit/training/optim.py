@@ -38,8 +38,8 @@ def _layer_scales(network: nn.Module, decay: float) -> dict[int, float]:
     """By a parameter's id: decay ** (layers between it and the head)."""
     names = dict(network.named_parameters())
     layers: dict[str, int] = group_parameters(network, network.group_matcher(coarse=False), reverse=True)  # type: ignore[operator]
-    head = max(layers.values()) + 1
-    last_norm = ("norm.", "fc_norm.")  # timm counts it to the last block, BEiT and MAE to the head
+    last_norm = ("norm.", "fc_norm.")  # timm counts it to the last block or above, BEiT and MAE to the head
+    head = max(layer for name, layer in layers.items() if not name.startswith(last_norm)) + 1
     return {
         id(names[name]): 1.0 if name.startswith(last_norm) else decay ** (head - layer)
         for name, layer in layers.items()

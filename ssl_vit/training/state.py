@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,20 @@ class Average:
         """After optimiser step `step` (from 0). The first steps count for more, as in TensorFlow's average."""
         decay = min(self.decay, (1 + step) / (10 + step))
         get_ema_multi_avg_fn(decay)(list(self.values.values()), list(self.parameters.values()), None)
+
+    @contextmanager
+    @torch.no_grad()
+    def in_place(self) -> Iterator[None]:
+        """The model holds the average meanwhile. Not for sharded models."""
+        kept = {name: parameter.clone() for name, parameter in self.parameters.items()}
+        for name, parameter in self.parameters.items():
+            parameter.copy_(self.values[name])
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for name, parameter in self.parameters.items():
+                    parameter.copy_(kept[name])
 
     def load(self, tensors: Mapping[str, torch.Tensor], model: nn.Module) -> None:
         """Take the values from whole tensors by the model's names."""

@@ -17,7 +17,6 @@ from ssl_vit.models import backbone as backbones
 from ssl_vit.models.encoder import Encoder
 from ssl_vit.models.exchange.folders import new_folder
 from ssl_vit.models.exchange.names import to_transformers
-from ssl_vit.models.exchange.sizes import named_backbone
 from ssl_vit.models.vit import Backbone
 
 Target = Literal["timm", "transformers", "onnx"]
@@ -64,7 +63,9 @@ def random_images(backbone: Encoder, count: int, dtype: torch.dtype = torch.floa
 
 
 def _timm(backbone: Encoder, folder: Path) -> None:
-    if isinstance(backbone, Backbone) and backbone.norm_eps != (usual := named_backbone(backbone.name).norm_eps):
+    if isinstance(backbone, Backbone) and backbone.norm_eps != (
+        usual := backbones.named_backbone(backbone.name).norm_eps
+    ):
         raise UserError(
             f"timm's {backbone.name} has layer norms of epsilon {usual:g}, these weights {backbone.norm_eps:g}, which "
             "a timm folder cannot say: use --to transformers or --to onnx"

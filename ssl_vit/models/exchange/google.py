@@ -17,7 +17,8 @@ import timm
 import torch
 
 from ssl_vit.interfaces import UserError
-from ssl_vit.models.exchange.sizes import Found, family, named_backbone, ratio
+from ssl_vit.models.backbone import named_backbone
+from ssl_vit.models.exchange.sizes import Found, family, ratio
 
 _PREFIXES = ("", "opt/target/", "params/", "params/img/")
 _ENCODER = re.compile(r"(embedding|cls|pos_embedding|Transformer|conv_root|gn_root|block\d+)(/|$)")

@@ -29,7 +29,7 @@ from ssl_vit.models.encoder import Encoder
 from ssl_vit.models.exchange import google, hub
 from ssl_vit.models.exchange.folders import new_folder
 from ssl_vit.models.exchange.names import from_transformers
-from ssl_vit.models.exchange.sizes import Found, named_backbone, ratio, read_sizes
+from ssl_vit.models.exchange.sizes import Found, ratio, read_sizes
 from ssl_vit.models.vit import Backbone
 
 _BARE = (".safetensors", ".pth", ".pt", ".bin")
@@ -85,7 +85,7 @@ def recipe_keys(model: Encoder) -> dict[str, Any]:
     keys: dict[str, Any] = {"image_size": height if height == width else [height, width], "channels": model.channels}
     keys |= {"mean": model.mean, "std": model.std}
     if isinstance(model, Backbone):
-        named = named_backbone(model.name)
+        named = backbones.named_backbone(model.name)
         ours, usual = _sizes(model), _sizes(named)
         keys |= {key: value for key, value in ours.items() if value != usual[key]}
     fields = BackboneConfig.model_fields
@@ -151,7 +151,7 @@ def _folder(folder: Path, origin: str) -> Found:
 
 def _timm(spec: str, origin: str, architecture: str, config: dict[str, Any]) -> Found:
     if not is_cnn(architecture):
-        named_backbone(architecture)  # refuses what is no ViT before anything is downloaded
+        backbones.named_backbone(architecture)  # refuses what is no ViT before anything is downloaded
     try:
         with hub.answers(origin, "loading"):
             network = timm.create_model(spec, pretrained=True)

@@ -12,7 +12,7 @@ import torch
 
 from ssl_vit.interfaces import UserError
 from ssl_vit.models import PerChannel
-from ssl_vit.models.vit import Backbone
+from ssl_vit.models.backbone import named_backbone
 
 # width: the plain ViT of that width (paper, table 1; Ti and S are timm's)
 FAMILIES = {
@@ -46,12 +46,6 @@ class Found:
     notes: list[str] = field(default_factory=list)
     assumed: list[str] = field(default_factory=list)
     licence: str | None = None
-
-
-def named_backbone(name: str) -> Backbone:
-    """The backbone that timm's name alone stands for, without memory for its weights. UserError for another name."""
-    with torch.device("meta"):
-        return Backbone(name, {}, 0.5, 0.5)
 
 
 def family(width: int, depth: int) -> tuple[str, int | None]:
