@@ -179,7 +179,9 @@ def test_pieces_come_after_what_they_need(tmp_path: Path) -> None:
         assert set(piece.after) <= done, piece
         assert piece.id not in done, "ids are unique"
         done.add(piece.id)
-    assert {f"pretrain-ssl-{seed}" for seed in plan.study.comparison.seeds} <= done
+    for seed in plan.study.comparison.seeds:
+        assert {f"pretrain-ssl-{seed}", f"few_shot-untrained-{seed}"} <= done, "another initialisation for every seed"
+    assert "few_shot-pixels-0" in done and "few_shot-pixels-1" not in done
 
 
 def test_what_has_no_pretraining_does_not_depend_on_how_others_pretrain(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from sklearn.datasets import load_digits
 from torchvision.transforms import v2
 
@@ -19,7 +21,7 @@ from ssl_vit import cli, experiment, recipe
 from ssl_vit.data import pack, sources
 from ssl_vit.data.samples import SampleReader
 from ssl_vit.data.shards import open_shards
-from ssl_vit.evaluators import features, fine_tune
+from ssl_vit.evaluators import features, fine_tune, tuning
 from ssl_vit.evaluators.labels import labels_of
 from ssl_vit.interfaces import Diverged, RunError, UserError
 from ssl_vit.models import backbone
@@ -278,6 +280,65 @@ def test_fine_tuning_may_set_the_dropout_of_every_arm(
         keys = [*FAST["fine_tune"], "seeds=[0]", "labels_per_class=5", "steps=1", *more]
         experiment.evaluate(tmp_path / "run", "fine_tune", *data, keys)
     assert rates == [{0.0, 0.5}] * 2 + [{0.0, 0.25}] * 2 + [{0.0}] * 2, "never inside the attention"
+
+
+def test_a_share_of_the_labels_is_as_many_for_every_evaluator(trained: Path) -> None:
+    data = (f"{trained}/train", f"{trained}/test")
+    more = {"fine_tune": [*FAST["fine_tune"], "seeds=[0]", "held_out=0.3"], "knn": ["ks=[5]"]}
+    counts = {
+        name: experiment.evaluate(trained / "run", name, *data, [*keys, "labels_per_class=10%"])["measurements"][0][
+            "labels"
+        ]
+        for name, keys in more.items()
+    }
+    assert counts["fine_tune"] == counts["knn"] == 40
+    found = experiment.evaluate(trained / "run", "fine_tune", *data, [*more["fine_tune"], "labels_per_class=all"])
+    assert {m["labels"] for m in found["measurements"]} == {400}, "raw pixels too"
+
+
+def test_maes_protocol_takes_steps_in_place_of_its_epochs() -> None:
+    assert fine_tune.Config(protocol="mae").epochs == (100,)
+    assert fine_tune.Config.model_validate({"protocol": "mae", "steps": [500]}).epochs == ()
+
+
+def test_what_diverges_is_counted_and_leaves_the_loss_scale_as_it_was(
+    trained: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task = experiment.make_task(
+        trained / "run", experiment.run_recipe(trained / "run"), f"{trained}/train", f"{trained}/test"
+    )
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    monkeypatch.setattr(task.accelerator, "scaler", scaler)
+    train = tuning.loop.train
+
+    def spoilt(job: Any) -> Any:
+        scaler.scale(torch.ones(()))
+        scaler.update(0.5)
+        if job.optim.lr == 0.2:
+            raise Diverged("the loss was not finite")
+        return train(job)
+
+    monkeypatch.setattr(tuning.loop, "train", spoilt)
+    config = fine_tune.Config.model_validate({"lrs": [0.01, 0.2], "steps": [2], "batch_size": 16, "lanes": 4})
+    choice = fine_tune.Evaluator(config).choose(task, "trained", 5, 0)
+    assert choice is not None and choice.chosen["lr"] == 0.01
+    assert choice.images_seen == 2 * 2 * 16 and choice.flops > 0
+    assert scaler.get_scale() == 8.0
+
+
+def test_results_of_weights_that_are_gone_are_left_out(trained: Path, tmp_path: Path) -> None:
+    run, data = tmp_path / "run", (f"{trained}/train", f"{trained}/test")
+    shutil.copytree(trained / "run", run)
+    (run / "results.json").unlink(missing_ok=True)
+    for name, keys in (("knn", ["ks=[5]"]), ("few_shot", ["shots=[2]"])):
+        experiment.evaluate(run, name, *data, keys)
+    other = backbone.load(run)
+    tensors = backbone.state(other)
+    tensors["norm.bias"] = tensors["norm.bias"] + 1
+    save_file(tensors, run / "backbone.safetensors")
+    experiment.evaluate(run, "knn", *data, ["ks=[3]"])
+    saved = json.loads((run / "results.json").read_text())["evaluations"]
+    assert [old["settings"].get("ks") for old in saved] == [[3]]
 
 
 def test_labels_of_one_class_are_nothing_to_judge_by(trained: Path, tmp_path: Path) -> None:

@@ -145,6 +145,16 @@ def test_weights_of_another_normalisation_are_not_taken_over(make_backbone: Make
         initialise(make_backbone(), make_backbone(**difference), "the other run")
 
 
+def test_weights_of_another_activation_function_are_not_taken_over() -> None:
+    """No tensor tells of it."""
+    sizes = {"width": 48, "depth": 1, "heads": 2, "image_size": 32}
+    one, other = (
+        build(BackboneConfig(name=f"vit_base_patch16_clip_{name}224", **sizes)) for name in ("quickgelu_", "")
+    )
+    with pytest.raises(UserError, match="its blocks compute QuickGELU, those here GELU"):
+        initialise(other, one, "the other run")
+
+
 # --- errors ---
 
 

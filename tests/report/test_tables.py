@@ -292,6 +292,19 @@ def test_arms_that_were_not_tuned_alike_are_named() -> None:
     assert expected in summarise(results)["verdict"]
 
 
+def test_sweeps_that_ended_at_their_longest_training_are_named() -> None:
+    results = comparison({"ssl": {5: [0.9, 0.8]}, "scratch": {5: [0.1, 0.2]}})
+    tried = [{"lr": 0.1, "steps": steps} for steps in (100, 1000)]
+    for arm, chosen in zip(results["arms"], tried, strict=False):
+        arm["choices"] = [{"tried": tried, "chosen": chosen}]
+    sentence = (
+        "Caution: the longest fine-tuning tried (1,000 steps) served training from scratch best: with a longer one"
+    )
+    assert sentence in summarise(results)["verdict"]
+    results["arms"][1]["choices"] = [{"tried": tried, "chosen": tried[0]}]
+    assert "longest" not in summarise(results)["verdict"]
+
+
 def test_a_study_says_where_its_ends_are() -> None:
     results = comparison({"ssl": {5: [0.5, 0.6]}, "ssl_large": {5: [0.7, 0.8]}, "scratch": {5: [0.1, 0.2]}})
     results["study"] = "samples"

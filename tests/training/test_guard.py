@@ -164,6 +164,8 @@ def test_a_spike_takes_the_run_back_and_on_with_other_samples(
         json.loads((sorted((one / "checkpoints").iterdir())[-1] / "state.json").read_text()) for one in (run, other)
     ]
     assert ends[0]["lanes"] == ends[1]["lanes"]
+    summary = json.loads((run / "summary.json").read_text())
+    assert (summary["steps"], summary["images_seen"]) == (40, 44 * 32), "what was taken back was computed too"
 
 
 def test_a_spike_without_a_checkpoint_or_after_three_rewinds_stops_the_run(

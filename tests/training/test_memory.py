@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from timm.models.vision_transformer import Block
 from torch import nn
 
-from ssl_vit import recipe
+from ssl_vit import experiment, recipe
 from ssl_vit.interfaces import UserError
 from ssl_vit.training.memory import fitting_accumulation
 from ssl_vit.training.records import Records
@@ -119,6 +119,15 @@ def interrupted_at(step: int) -> Callable[..., None]:
         values(self, at, *arguments)
 
     return interrupted
+
+
+def test_activation_checkpointing_is_refused_where_it_would_change_running_statistics(
+    digits: Path, tmp_path: Path
+) -> None:
+    keys = [f"data.train={digits}", f"run={tmp_path}/run", "data.lanes=4", "backbone.name=resnet18"]
+    keys += ["backbone.channels=1", "backbone.image_size=32", "training.checkpoint_activations=true"]
+    with pytest.raises(UserError, match="batch norm would count every image twice"):
+        experiment.train(recipe.load_recipe("supervised_resnet50", keys), quiet=True)
 
 
 def test_activation_checkpointing_changes_nothing(train: Train, lines: Lines, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import timm
 import torch
 from torch import nn
 
@@ -125,6 +126,30 @@ def test_layer_decay_is_maes(make_backbone: Callable[..., Any]) -> None:
             seen.add(name)
     assert seen == {name.removeprefix("backbone.vit.") for name in names.values()}
     assert optimizer.param_groups[0]["lr"] == 0.1, "the display shows the first group's"
+
+
+def test_layer_decay_counts_from_the_last_block_where_a_norm_follows_the_mean(
+    make_backbone: Callable[..., Any],
+) -> None:
+    """timm gives `fc_norm` a layer of its own, above the blocks."""
+    vit = timm.create_model(
+        "vit_tiny_patch16_224",
+        img_size=32,
+        patch_size=8,
+        depth=3,
+        embed_dim=24,
+        num_heads=2,
+        num_classes=0,
+        global_pool="avg",
+        fc_norm=True,
+    )
+    holder = torch.nn.Module()
+    holder.backbone = torch.nn.Module()
+    holder.backbone.network = vit
+    scales = {id(p): group["lr_scale"] for group in parameter_groups(holder, 0.3, 0.5) for p in group["params"]}
+    found = [scales[id(p)] for p in (vit.patch_embed.proj.weight, vit.blocks[0].norm1.bias, vit.blocks[2].norm1.bias)]
+    assert found == [0.5**4, 0.5**3, 0.5]
+    assert scales[id(vit.fc_norm.weight)] == 1.0
 
 
 def test_an_empty_group_is_left_out() -> None:

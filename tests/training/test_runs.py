@@ -183,6 +183,20 @@ def test_a_checkpoint_that_breaks_twice_is_put_aside_twice(train: Train, tmp_pat
     assert names == ["broken_step_00000012", "step_00000006", "step_00000012"]
 
 
+def test_a_run_goes_on_from_the_weights_that_it_began_with(train: Train, tmp_path: Path) -> None:
+    weights = tmp_path / "weights"
+    for number in (1, 2):
+        train(tmp_path / f"first{number}", f"seed={number}")
+    shutil.copytree(tmp_path / "first1", weights)
+    keys = f"init_from={weights}", "optim.lr=1e-3"
+    train(tmp_path / "run", *keys)
+    train(tmp_path / "run", *keys)
+    for name in ("backbone.safetensors", "config.json"):
+        shutil.copy(tmp_path / "first2" / name, weights)
+    with pytest.raises(UserError, match=r"began with other weights than .*weights holds now: .* run=PATH"):
+        train(tmp_path / "run", *keys)
+
+
 def test_a_checkpoint_that_was_evaluated_is_kept(
     train: Train, tmp_path: Path, few_digits: Path, stop_at: Callable[[int], None]
 ) -> None:

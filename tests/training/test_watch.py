@@ -77,6 +77,26 @@ def test_the_probe_is_few_shot_on_other_images_of_the_same_shards(digits: Path, 
     assert probe(holder) == pytest.approx(found[3, 0])
 
 
+def test_a_probe_sees_the_averaged_weights_that_are_published(
+    digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+
+    def measure(self: OnlineProbe, objective: torch.nn.Module) -> float:
+        seen.append({name: tensor.clone() for name, tensor in objective.backbone.vit.state_dict().items()})  # type: ignore[union-attr, operator]
+        return 0.5
+
+    monkeypatch.setattr(OnlineProbe, "__call__", measure)
+    keys = ["training.ema=0.5", "optim.lr=0.01"]
+    train(digits, tmp_path / "run", *keys, "probe.every=12", "probe.images=20", "probe.shots=1")
+    published = load_file(tmp_path / "run" / "backbone.safetensors")
+    assert all(torch.equal(seen[0][name], tensor) for name, tensor in published.items())
+    train(digits, tmp_path / "without", *keys)
+    again = load_file(tmp_path / "without" / "checkpoints" / "step_00000012" / "training.safetensors")
+    kept = load_file(tmp_path / "run" / "checkpoints" / "step_00000012" / "training.safetensors")
+    assert all(torch.equal(kept[name], tensor) for name, tensor in again.items()), "training goes on from its own"
+
+
 def test_a_probe_that_does_not_rise_ends_the_run_and_it_stays_ended(digits: Path, tmp_path: Path) -> None:
     keys = ["probe.every=2", "probe.images=20", "probe.shots=1", "probe.patience=2", "training.steps=400"]
     lines = train(digits, tmp_path / "run", *keys)
