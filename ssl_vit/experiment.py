@@ -244,6 +244,7 @@ def evaluate(
     """
     path = weights / checkpoint.RESULTS
     _evaluations(path)  # a file that cannot be added to is known before anything is measured
+    _check_writable(weights)
     module = plugins.load("evaluators", name)
     given = OmegaConf.merge(dict(defaults or {}), recipe.parse_overrides(overrides))
     config = recipe.validate(module.Config, OmegaConf.to_container(given), f"{name}: ")
@@ -278,6 +279,17 @@ def evaluate(
                 task.say(f"{path}: {len(others) - len(kept)} result(s) of weights that are no longer there left out")
             write_json(path, {"kind": "evaluations", "evaluations": [*kept, result]})
     return result
+
+
+def _check_writable(weights: Path) -> None:
+    try:
+        with FileLock(weights / ".results.lock"):
+            pass
+    except OSError as error:
+        if weights.is_dir():
+            raise UserError(
+                f"{weights}: results.json cannot be written there ({error.strerror}): copy the weights to where it can"
+            ) from None
 
 
 def _evaluations(path: Path) -> list[dict[str, Any]]:

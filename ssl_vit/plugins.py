@@ -34,8 +34,7 @@ def load(kind: Kind, name: str) -> Any:
     """
     room, member, word = _ROOMS[kind]
     try:
-        module = importlib.import_module(f"{room}.{name}")
-        if hasattr(module, member):
+        if name.isidentifier() and hasattr(module := importlib.import_module(f"{room}.{name}"), member):
             return module
     except ModuleNotFoundError as error:
         if error.name != f"{room}.{name}":

@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from ssl_vit import experiment
+from ssl_vit import experiment, runs
 from ssl_vit.data.mixture import open_training
 from ssl_vit.data.plan import LanePosition
 from ssl_vit.interfaces import Batch
 from ssl_vit.recipe import Recipe
 from ssl_vit.training.engine import make_accelerator
 from ssl_vit.training.flops import training_flops
+from ssl_vit.training.trackers import check_trackers
 
 _OPTIMIZER_STATES = {"adamw": 2, "sgd": 1, "lars": 1}  # float32 copies of the weights
 
@@ -28,6 +29,8 @@ def preview(settings: Recipe) -> dict[str, Any]:
     """
     training = settings.training
     accelerator = make_accelerator(training.precision, training.timeout)
+    check_trackers(training.trackers)
+    runs.check(settings.run_directory, settings)
     shards = open_training(settings.data)
     job = experiment.prepare(settings, shards, accelerator, quiet=True)
     parameters = sum(p.numel() for p in job.objective.parameters())
@@ -49,15 +52,15 @@ def preview(settings: Recipe) -> dict[str, Any]:
         passes.append(time.perf_counter() - start)
     step_seconds = min(passes) * training.accumulate
 
-    steps = job.total_steps
+    steps, samples = job.total_steps, settings.data.samples or shards.samples
     weights = 4 * (parameters + trained * (1 + _OPTIMIZER_STATES[settings.optim.name]))
     return {
         "run": str(settings.run_directory),
         "data": {
             "shards": len(shards.urls),
-            "samples": shards.samples,
+            "samples": samples,
             "classes": len(shards.classes) if shards.classes else None,
-            "epochs": round(steps * training.batch_size / shards.samples, 2),
+            "epochs": round(steps * training.batch_size / samples, 2),
             "lanes": settings.data.lanes,
             "processes": accelerator.num_processes,
             "loader_workers_a_process": settings.data.workers,

@@ -7,6 +7,7 @@ Torch-free; the objective's and evaluators' own configurations are looked up whe
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -49,7 +50,7 @@ class Recipe(Config):
 
     @property
     def run_directory(self) -> Path:
-        return Path(self.run or f"runs/{self.name}")
+        return Path(self.run or f"runs/{self.name}").expanduser()
 
 
 def recipes_folder() -> Path:
@@ -117,10 +118,20 @@ def _merge(base: DictConfig, overrides: Sequence[str], origin: str) -> dict[str,
         if not equals or not key.strip():
             raise UserError(f"'{override}' is not key=value, such as training.steps=100")
     try:
-        merged = _onto(base, OmegaConf.from_dotlist(list(overrides)))
+        merged = _onto(base, OmegaConf.from_dotlist(list(map(_quoted, overrides))))
         return dict(OmegaConf.to_container(merged, resolve=True))
     except (yaml.YAMLError, OmegaConfBaseException) as error:
         raise UserError(f"{origin}: {str(error).splitlines()[0]}") from None
+
+
+def _quoted(override: str) -> str:
+    """`key=value` with a value that is no YAML, or that a ` #` would cut, as a string: paths have such names."""
+    key, _, value = override.partition("=")
+    try:
+        is_text = isinstance(yaml.safe_load(value), str) and " #" in value and value[:1] not in "'\""
+    except yaml.YAMLError:
+        is_text = True
+    return f"{key}={json.dumps(value, ensure_ascii=False)}" if is_text else override
 
 
 def _onto(under: DictConfig, over: DictConfig) -> DictConfig:
@@ -143,7 +154,8 @@ def _section(content: DictConfig, key: str) -> Any:
 
 
 def load_recipe(name: str | Path, overrides: Sequence[str] = (), near: Path | None = None) -> Recipe:
-    """Read and validate a training recipe. Raises UserError naming each wrong key and, where close, the right one."""
+    """Read and validate a training recipe; of a run directory, the run that lies there. Raises UserError naming each
+    wrong key and, where close, the right one."""
     path = find(str(name), near)
     content = read(path, overrides)
     if "arms" in content:
@@ -153,6 +165,8 @@ def load_recipe(name: str | Path, overrides: Sequence[str] = (), near: Path | No
         raise UserError(f"{path}: objective.name is missing, such as masked_patch")
     config = plugins.load("objectives", str(objective["name"])).Config
     content["objective"] = validate(config, objective, f"{path}: objective.")
+    if Path(name).is_dir() and not any(override.startswith("run=") for override in overrides):
+        content["run"] = str(name)  # wherever it lies now, and whatever it was called when it began
     return validate(Recipe, content, f"{path}: ")
 
 

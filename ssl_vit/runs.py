@@ -21,6 +21,7 @@ from ssl_vit.training import checkpoint
 # What a run may go on with another value of: how it is computed, told, kept and guarded, not what it learns.
 MAY_CHANGE = (
     "run",
+    "data.train",  # its content counts, which the checkpoints know
     "training.accumulate",
     "training.auto_batch",
     "training.checkpoint_activations",
@@ -59,11 +60,11 @@ def open_run(run: Path, settings: Recipe, accelerator: Accelerator) -> None:
 
     Raises UserError when it is another recipe's, another process's, or cannot be written.
     """
-    _check(run, settings)
+    check(run, settings)
     try:
         run.mkdir(parents=True, exist_ok=True)
         _lock(run)
-        _check(run, settings)  # again: another process may have ended just now
+        check(run, settings)  # again: another process may have ended just now
         recipe.save(settings, run / "recipe.yaml")
         if not _is_finished(run):
             (run / SUMMARY).unlink(missing_ok=True)  # of a training whose last checkpoint is gone
@@ -87,7 +88,10 @@ def _sessions_before(run: Path) -> dict[str, Any]:
     return {"before": [*last.pop("before", []), last]}
 
 
-def _check(run: Path, settings: Recipe) -> None:
+def check(run: Path, settings: Recipe) -> None:
+    """Raises UserError where the directory is another recipe's, or no run's."""
+    if run.exists() and not run.is_dir():
+        raise UserError(f"run={run} is a file: name a directory")
     path, metrics = run / "recipe.yaml", run / "metrics.jsonl"
     begun = checkpoint.folders(run) or (run / SUMMARY).exists() or (metrics.is_file() and metrics.stat().st_size)
     if begun and path.exists():

@@ -11,6 +11,7 @@ from typer.main import get_command
 
 from ssl_vit import cli
 from ssl_vit import recipe as recipes
+from ssl_vit.interfaces import UserError
 
 COMMANDS = [
     ["demo"], ["train"], ["eval"], ["compare"], ["inspect"], ["report"], ["recipes"], ["shards", "make"],
@@ -65,3 +66,10 @@ def test_a_saved_recipe_is_the_recipe(tmp_path) -> None:  # type: ignore[no-unty
 
 def test_a_length_on_the_command_line_replaces_the_recipes() -> None:
     assert recipes.load_recipe("digits_ssl", ["training.epochs=2"]).training.steps is None
+
+
+def test_a_path_on_the_command_line_is_taken_as_it_stands() -> None:
+    for path in ("runs/a #2", "{000000..000001}.tar", "[draft"):
+        assert recipes.load_recipe("digits_ssl", [f"run={path}"]).run == path
+    with pytest.raises(UserError, match="no objective is called"):
+        recipes.load_recipe("digits_ssl", ["objective.name=a.b"])

@@ -153,3 +153,30 @@ def test_doctor_names_what_would_stop_or_slow_a_run(
         health.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1 << 30, "total": 1 << 40})
     )
     assert any(f.level == "stop" and f.about == "disk" for f in health.examine(None, str(tmp_path)))
+
+
+def test_a_dry_run_refuses_what_the_run_would(digits: Path, tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("")
+    with pytest.raises(UserError, match="is not empty and holds no run"):
+        dry_run(f"data.train={digits}", f"run={tmp_path}")
+    with pytest.raises(UserError, match=r"training\.trackers|tracker"):
+        dry_run(f"data.train={digits}", f"run={tmp_path}/run", "training.trackers={foo: {}}")
+
+
+def test_a_dry_run_counts_the_samples_that_are_drawn_from(digits: Path, tmp_path: Path) -> None:
+    keys = [f"data.train={digits}", f"run={tmp_path}/run", "data.samples=64", "training.batch_size=16"]
+    found = json.loads(dry_run(*keys, "training.steps=4", "data.lanes=4", "--json").stdout)
+    assert (found["data"]["samples"], found["data"]["epochs"]) == (64, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["train", "digits_ssl", "--json"], "--json goes with --dry-run"),
+        (["compare", "demo_digits", "--list", "--json"], "--json goes with --dry-run"),
+        (["eval", "run", "knn", "--suite", "local", "--test", "x"], "leave --test out"),
+    ],
+)
+def test_options_that_would_be_ignored_are_refused(arguments: list[str], expected: str) -> None:
+    with pytest.raises(UserError, match=expected):
+        CliRunner().invoke(app, arguments, catch_exceptions=False)

@@ -58,9 +58,11 @@ def main() -> None:
             print(f"error: {error}", file=sys.stderr)
         _leave(2 if isinstance(error, UserError) else 1)
     except OSError as error:
-        if debug or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        if debug or not (full or error.filename):
             raise
-        print(f"error: {error}: the disk refuses; free it and run the same command to go on", file=sys.stderr)
+        hint = ": the disk refuses; free it and run the same command to go on" if full else ""
+        print(f"error: {error}{hint}", file=sys.stderr)
         _leave(1)
     except SystemExit as stop:
         if stop.code != _INTERRUPTED and not isinstance(stop, Stopped):

@@ -59,8 +59,10 @@ def demo(
                 progress=False,
             )
             print(f"packed {info['samples']} {split} digits into {folder}")
+    named = [] if out == Path("runs/demo") else ["--out", str(out)]
+    command = shlex.join(["ssl-vit", "demo", *named, *(overrides or [])])
     paths = [f"run={out}", *(f"data.{name}={out}/data/train" for name in ("train", "pretrain"))]
-    _compare("demo_digits", [*paths, f"data.test={out}/data/test", *(overrides or [])], "ssl-vit demo")
+    _compare("demo_digits", [*paths, f"data.test={out}/data/test", *(overrides or [])], command)
 
 
 @app.command()
@@ -90,21 +92,27 @@ def train(
         from ssl_vit.cli import previewed
         from ssl_vit.preview import preview
 
-        previewed.stage(preview(settings), as_json)
+        found = preview(settings)
+        if runs.is_main_process():
+            previewed.stage(found, as_json)
         return
+    if as_json:
+        raise UserError("--json goes with --dry-run")
     run = experiment.train(settings)
     if runs.is_main_process():
         named = settings.data.train
         train_shards = named if isinstance(named, str) else named[0].shards
         beside = Path(train_shards).parent / "test"
         test_shards = str(beside) if beside.is_dir() else "TEST_SHARDS"
+        train_shards, test_shards = shlex.quote(train_shards), shlex.quote(test_shards)
+        name = shlex.quote(str(run))
         own = "own_images" if torch.accelerator.is_available() else "own_images_cpu"
         compared = f"compare    ssl-vit compare {own} data.train={train_shards} data.test={test_shards}\n"
         print(
             f"\nrun        {run}  (recipe, metrics.jsonl, TensorBoard events, checkpoints, backbone.safetensors)\n"
-            f"evaluate   ssl-vit eval {run} few_shot --data {train_shards} --test {test_shards}\n"
+            f"evaluate   ssl-vit eval {name} few_shot --data {train_shards} --test {test_shards}\n"
             f"{compared if settings.backbone.channels == 3 else ''}"
-            f"look       ssl-vit report {run}   and   tensorboard --logdir {run}\n"
+            f"look       ssl-vit report {name}   and   tensorboard --logdir {name}\n"
             f'in timm    timm.create_model("local-dir:{run}", pretrained=True)'
         )
 
@@ -188,6 +196,8 @@ def compare(
 
         previewed.comparison(preview(load_comparison(recipe, changed)), as_json)
         return
+    if as_json:
+        raise UserError("--json goes with --dry-run")
     if not (show or only):
         _compare(recipe, changed, command)
         return
@@ -244,7 +254,7 @@ def recipes() -> None:
     from ssl_vit import recipe as recipe_files
     from ssl_vit.compare.config import suites
 
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 10_000
+    width = max(shutil.get_terminal_size().columns, 60) if sys.stdout.isatty() else 10_000
     for title, found in (("", recipe_files.shipped()), ("suites, for --suite:\n", suites())):
         print(f"\n{title}" if title else "", end="")
         for name, path in found.items():
@@ -262,6 +272,8 @@ def _data_sets(data: list[str], test: str | None, suite: str | None) -> dict[str
 
     if bool(data) == bool(suite):
         raise UserError("name the data: --data FOLDER (again for more), or --suite NAME")
+    if suite and test:
+        raise UserError("a suite names its own test shards: leave --test out")
     if suite:
         found = load_suite(suite)
         return prepare(found.sets, Path(found.folder))

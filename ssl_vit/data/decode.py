@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -12,11 +13,12 @@ import torch
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from ssl_vit.data.jpeg import Jpeg
+from ssl_vit.data.raw import STORED_FORMATS
 from ssl_vit.data.shards import IMAGE_EXTENSIONS
 from ssl_vit.interfaces import UserError
 
+_MOST_CLASSES = 10_000_000
 _PIL_MODES = {1: "L", 3: "RGB", 4: "RGBA"}
-_FORMATS = ("JPEG", "PNG", "WEBP")  # a closed list: Pillow hands some other kinds to outside programs
 
 
 class BadSample(Exception):
@@ -110,13 +112,19 @@ def open_picture(sample: Mapping[str, bytes | str], channels: int) -> Picture:
 
 def _open(data: bytes, channels: int) -> Picture:
     if data.startswith(b"\xff\xd8") and channels in (1, 3):
-        return Jpeg(data, channels)
-    with Image.open(io.BytesIO(data), formats=_FORMATS) as opened:
+        with suppress(ValueError):  # stray bytes between its markers: Pillow judges
+            return Jpeg(data, channels)
+    with Image.open(io.BytesIO(data), formats=STORED_FORMATS) as opened:
         image = ImageOps.exif_transpose(opened)
         if image.mode.startswith("I"):  # 16-bit grey: Pillow's own conversion would clip instead of scaling
             image = Image.fromarray((np.asarray(image).astype(np.int64) >> 8).clip(0, 255).astype(np.uint8))
         pixels = np.array(image.convert(_PIL_MODES[channels]))
     return Pixels(torch.from_numpy(pixels.reshape(*pixels.shape[:2], channels)).permute(2, 0, 1))
+
+
+def is_class_index(text: str) -> bool:
+    """Whether it is a whole number that a set of images could have as many classes of."""
+    return text.removeprefix("-").isdecimal() and len(text) < 19 and int(text) <= _MOST_CLASSES
 
 
 def decode_label(sample: Mapping[str, bytes | str], classes: int | None) -> int:
@@ -125,7 +133,7 @@ def decode_label(sample: Mapping[str, bytes | str], classes: int | None) -> int:
     if data is None:
         return -1
     text = (data.decode("ascii", "replace") if isinstance(data, bytes) else data).strip()
-    if not text.removeprefix("-").isdecimal():
+    if not is_class_index(text):
         raise BadSample(f"label {text[:20]!r} is not a class index")
     label = int(text)
     if label < 0 or (classes is not None and label >= classes):

@@ -23,6 +23,7 @@ from ssl_vit.files import write_json
 from ssl_vit.interfaces import RunError, UserError
 
 INFO = "info.json"
+ABOUT = "about.json"  # what some sets have in its place: several splits in one folder
 UNFINISHED = "unfinished.json"
 _OWN_FILES = re.compile(r"(\d{6,}\.(tar|entry\.json)|info\.json|unfinished\.json)(\.\w+\.tmp)?")
 
@@ -101,7 +102,7 @@ class Journal:
     def begin(self, overwrite: bool) -> None:
         """Make the folder ready for the plan: go on with it, or clear the folder. UserError where that needs the
         user's word."""
-        out, names = self.out, {path.name for path in self.out.iterdir()}
+        out, names, old = self.out, {path.name for path in self.out.iterdir()}, dict[str, Any]()
         if UNFINISHED in names:
             old = read_plan(out)
             if old == self.plan:
@@ -116,8 +117,18 @@ class Journal:
         elif not overwrite and any(not name.startswith((".packing-", UNFINISHED)) for name in names):
             raise UserError(f"{out} is not empty; choose another folder or pass --overwrite to replace its shards")
         if overwrite:
+            self._refuse_others(old)
             self.clear()
         write_json(out / UNFINISHED, self.plan, self.tag)
+
+    def _refuse_others(self, old: dict[str, Any]) -> None:
+        """Sets in train/ and test/ are replaced by a holdout's, which are such a pair, and by nothing else."""
+        held = [part for part in ("train", "test") if (self.out / part / INFO).exists()]
+        if held and not {*self.plan["layout"], *old.get("layout", ())}.issuperset(held):
+            sets = " and ".join(f"{self.out / part}" for part in held)
+            raise UserError(
+                f"{sets}: other shard sets, which this packing would not replace: remove them or name another folder"
+            )
 
     def clear(self) -> None:
         """Remove the shard set that the folder holds, info.json first, and nothing that packing does not write."""

@@ -114,4 +114,5 @@ def _scan(data: bytes) -> tuple[int, int, bool]:
 
 def _orientation(data: bytes) -> int:
     with Image.open(io.BytesIO(data), formats=("JPEG",)) as image:
-        return int(image.getexif().get(_ORIENTATION, 1))
+        value = int(image.getexif().get(_ORIENTATION, 1))
+        return value if value in _UPRIGHT else 1

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 import re
+from pathlib import Path
 from typing import Any
 
 import braceexpand
 from fsspec.implementations.local import LocalFileSystem
 
 from ssl_vit.data import RemoteConfig
-from ssl_vit.data.journal import UNFINISHED
+from ssl_vit.data.journal import ABOUT, INFO, UNFINISHED
 from ssl_vit.data.remote import ask, find_filesystem
 from ssl_vit.interfaces import UserError
 
@@ -33,7 +34,8 @@ def list_shards(spec: str, remote: RemoteConfig) -> tuple[list[str], dict[str, A
     server does not answer.
     """
     store = _Store(spec, remote)
-    patterns = expand(store.path)
+    # A path that is there is meant as it stands, with whatever braces it has.
+    patterns = [store.path] if store.local and Path(store.path).exists() else expand(store.path)
     if len(patterns) == 1 and store.is_folder(store.path):
         folder = store.path.rstrip("/")
         info = store.info(folder)
@@ -42,6 +44,16 @@ def list_shards(spec: str, remote: RemoteConfig) -> tuple[list[str], dict[str, A
             nested = [part for part in ("train", "test") if store.info(f"{folder}/{part}")]
             hint = f"did you mean '{spec.rstrip('/')}/{nested[0]}'?" if nested else store.hint
             raise UserError(f"{spec}: no shards (*.tar) there; {hint}")
+        if len(splits := (info or {}).get("splits", ())) > 1:
+            raise UserError(
+                f"{spec} holds several splits ({', '.join(splits)}): name the shards of one, with * or {{..}}"
+            )
+        present = {path.name for path in Path(folder).iterdir()} if store.local else set(map(file_name, names))
+        if missing := sorted(set(map(file_name, names)) - present):
+            more = f" and {len(missing) - 1} more" if missing[1:] else ""
+            raise UserError(
+                f"{folder}: {missing[0]}{more} of its shards are not there: copy them, or make the set again"
+            )
     else:
         names = [name for pattern in patterns for name in store.matching(pattern)]
         if not names:
@@ -79,25 +91,35 @@ class _Store:
         return not self._is_glob(path) and not _TAR.search(file_name(self.spec))
 
     def info(self, folder: str) -> dict[str, Any] | None:
-        """The folder's info.json. Stores that may not be listed refuse what is not there."""
-        path = f"{folder}/info.json"
+        """The folder's info.json, or about.json, which lists several `splits` in one folder. Stores that may not be
+        listed refuse what is not there."""
+        found = self._json(f"{folder}/{INFO}")
+        if found is None and (about := self._json(f"{folder}/{ABOUT}")) is not None:
+            splits = about.get("splits", {})
+            found = about | {"shards": [shard for part in splits.values() for shard in part["shards"]]}
         try:
-            content = ask(self.filesystem, self.url(path), self.remote, "cat_file", path)
-        except FileNotFoundError:
-            return None
-        except PermissionError:
-            if self.local:
-                raise
-            return None
-        try:
-            info: dict[str, Any] = json.loads(content)
-            for shard in info["shards"]:
+            for shard in found["shards"] if found is not None else ():
                 int(shard["samples"]), os.path.basename(shard["file"])
         except (ValueError, TypeError, LookupError):
             raise UserError(
-                f"{self.url(path)}: this is not what lists the shards of a set; make the shards again"
+                f"{self.url(folder)}/{INFO}: this is not what lists the shards of a set; make the shards again"
             ) from None
-        return info
+        return found
+
+    def _json(self, path: str) -> dict[str, Any] | None:
+        try:
+            found = json.loads(ask(self.filesystem, self.url(path), self.remote, "cat_file", path))
+        except FileNotFoundError:
+            return None
+        except PermissionError as error:
+            if self.local:
+                raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+            return None
+        except ValueError:
+            found = None
+        if not isinstance(found, dict):
+            raise UserError(f"{self.url(path)}: this is not what lists the shards of a set; make the shards again")
+        return found
 
     def tars(self, folder: str) -> list[str]:
         found = self._names("ls", folder, detail=False)

@@ -8,10 +8,8 @@ from pathlib import Path
 
 from pydantic import BaseModel, Field, ValidationError
 
-from ssl_vit.data.journal import INFO
+from ssl_vit.data.journal import ABOUT, INFO
 from ssl_vit.interfaces import UserError
-
-ABOUT = "about.json"
 
 
 class ShardEntry(BaseModel):

@@ -32,6 +32,7 @@ from ssl_vit.interfaces import RunError, UserError
 
 Member = tuple[int, dict[str, bytes | str] | Exception]
 _DEFAULT = RemoteConfig()
+_LABEL = 64  # bytes that a class index may take
 IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp")
 
 
@@ -40,7 +41,8 @@ class ShardSet:
     """Shards in a fixed order with their sample counts; the global index of a sample counts through them in order.
 
     classes: class names in label order, or None where the shards carry no `info.json` that names them.
-    checksums, sizes: sha256 and bytes of each shard, "" and None where no `info.json` has them.
+    checksums, sizes: sha256 and bytes of each shard, "" and None where no `info.json` has them. headers: what tells
+    such a shard from another, a hash of its members' names, sizes, times and labels.
     remote: how shards behind a URL are read.
     mixture: number of shards and weight of each set that was mixed into this one, in order.
     """
@@ -52,6 +54,7 @@ class ShardSet:
     source: str | None = None
     checksums: tuple[str, ...] = ()
     sizes: tuple[int | None, ...] = ()
+    headers: tuple[str, ...] = ()
     remote: RemoteConfig = _DEFAULT
     licence: str | None = None
     mixture: tuple[tuple[int, float | None], ...] = ()
@@ -67,9 +70,10 @@ class ShardSet:
 
     @property
     def fingerprint(self) -> str:
-        """Tells shard sets apart: the shards' names, counts and (where `info.json` has them) checksums, hashed."""
+        """Tells shard sets apart: the shards' names, counts and checksums (`headers` where there are none), hashed."""
         names = [file_name(url) for url in self.urls]
-        content = json.dumps([names, self.counts, self.checksums, *([self.mixture] if self.mixture else [])])
+        known = [self.headers] if any(self.headers) else []
+        content = json.dumps([names, self.counts, self.checksums, *known, *([self.mixture] if self.mixture else [])])
         return hashlib.sha256(content.encode()).hexdigest()[:16]
 
     def sets(self, keep: Sequence[np.ndarray] | None = None) -> list[SampleSet]:
@@ -151,13 +155,15 @@ def open_shards(spec: str, remote: RemoteConfig = _DEFAULT) -> ShardSet:
     known = [entries.get(file_name(url), {}) for url in urls]
     if (unknown := known.count({})) and any("://" in url for url in urls):
         print(f"{spec}: {unknown} shard(s) are in no info.json and are read to be counted", file=sys.stderr)
+    told = [
+        (int(entry["samples"]), "") if entry else _read_headers(url, remote)
+        for url, entry in zip(urls, known, strict=True)
+    ]
     return ShardSet(
         spec,
         tuple(urls),
-        tuple(
-            int(entry["samples"]) if entry else _count_samples(url, remote)
-            for url, entry in zip(urls, known, strict=True)
-        ),
+        tuple(count for count, _ in told),
+        headers=tuple(header for _, header in told),
         classes=tuple(info["classes"]) if info and info.get("classes") else None,
         source=info.get("source") if info else None,
         checksums=tuple(entry.get("sha256", "") for entry in known),
@@ -167,19 +173,24 @@ def open_shards(spec: str, remote: RemoteConfig = _DEFAULT) -> ShardSet:
     )
 
 
-def _count_samples(url: str, remote: RemoteConfig) -> int:
-    """Count a tar's samples, on a local disk by its headers alone; a tar cut short counts as far as its headers go."""
-    keys: dict[str, None] = {}
+def _read_headers(url: str, remote: RemoteConfig) -> tuple[int, str]:
+    """How many samples a tar has, and a hash of its headers and labels. On a local disk nothing else is read; a tar cut
+    short counts as far as its headers go."""
+    keys, content = dict[str, None](), hashlib.sha256()
     with open_url(url, remote) as stream:
         try:
-            for member in tarfile.open(fileobj=stream, mode="r:" if stream.seekable() else "r|*", bufsize=1 << 20):
-                key, _ = base_plus_ext(member.name)
+            tar = tarfile.open(fileobj=stream, mode="r:" if stream.seekable() else "r|*", bufsize=1 << 20)
+            for member in tar:
+                key, extension = base_plus_ext(member.name)
                 if member.isreg() and key is not None:
                     keys[key] = None
+                    content.update(f"{member.name} {member.size} {member.mtime}\n".encode(errors="surrogateescape"))
+                    if extension == "cls" and member.size < _LABEL and (label := tar.extractfile(member)):
+                        content.update(label.read())
         except tarfile.ReadError as error:
             if not keys:
                 raise UserError(f"{url}: not a readable tar ({error})") from None
-    return len(keys)
+    return len(keys), content.hexdigest()
 
 
 def check_same_classes(ours: Sequence[str] | None, theirs: Sequence[str] | None, where: str) -> None:

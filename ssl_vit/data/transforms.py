@@ -14,7 +14,8 @@ import torch.nn.functional as F  # noqa: N812
 from torchvision.transforms import InterpolationMode, v2
 
 from ssl_vit.data import AugmentConfig, DataConfig
-from ssl_vit.data.decode import Picture
+from ssl_vit.data.decode import BadSample, Picture
+from ssl_vit.data.raw import MOST_PIXELS
 from ssl_vit.interfaces import Batch, Size, UserError, pair
 
 Transform = Callable[[Picture], torch.Tensor]
@@ -52,6 +53,8 @@ def train_transform(image_size: Size, augment: AugmentConfig) -> Transform:
     if augment.crop == "inception":
         return InceptionCrop(size, augment.scale, augment.ratio, augment.reduced_decode)
     cover = partial(_cover, size=size)
+    if augment.padding > max(size):
+        raise UserError(f"data.augment.padding={augment.padding}: more than the images of {size[0]}x{size[1]} pixels")
     if augment.crop == "shift":
         return _compose(cover, v2.RandomCrop(size, padding=augment.padding or None))
     if augment.crop == "affine":
@@ -98,6 +101,10 @@ def _cover(image_CHW: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
         target = [size[0], int(width * size[0] / height)]
     else:
         target = [int(height * size[1] / width), size[1]]
+    if target[0] * target[1] > MOST_PIXELS:
+        raise BadSample(
+            f"its {height}x{width} pixels would be {target[0]}x{target[1]} once they cover {size[0]}x{size[1]}"
+        )
     return v2.functional.resize(image_CHW, target, InterpolationMode.BILINEAR, antialias=True)
 
 

@@ -167,10 +167,16 @@ def test_labels(sample: dict[str, bytes | str], classes: int | None, label: int)
         (b"10", 10, r"10 is outside the classes 0\.\.9"),
         (b"-1", 10, r"-1 is outside"),
         (b"-3", None, r"-3 is outside"),
-        (b"99999999999", 1000, "outside"),
+        (b"99999999999", 1000, "not a class index"),
     ],
 )
 def test_labels_that_are_no_class_are_bad_samples(text: bytes, classes: int | None, message: str) -> None:
     with pytest.raises(BadSample, match=message) as raised:
         decode_label({"cls": text}, classes)
     assert len(str(raised.value)) < 200
+
+
+def test_stray_bytes_between_a_jpegs_markers_are_read_over() -> None:
+    data = encoded(picture("RGB"), "jpg")
+    stray = data[:20] + b"\x00\x00\x00" + data[20:]
+    torch.testing.assert_close(decode_pixels({"jpg": stray}, 3), decode_pixels({"jpg": data}, 3), atol=3, rtol=0)

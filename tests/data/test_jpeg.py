@@ -174,3 +174,13 @@ def test_stray_bytes_between_markers_are_forgiven_as_torchvision_does() -> None:
 def test_what_has_no_frame_is_no_jpeg(data: bytes) -> None:
     with pytest.raises(ValueError, match="frame"):
         Jpeg(data, 3)
+
+
+def test_an_orientation_that_does_not_exist_is_none() -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 9
+    buffer = io.BytesIO()
+    Image.new("RGB", (20, 10), (200, 30, 30)).save(buffer, "JPEG", exif=exif)
+    jpeg = Jpeg(buffer.getvalue(), 3)
+    assert (jpeg.height, jpeg.width) == (10, 20)
+    assert jpeg.whole().shape == jpeg.region(0, 0, 10, 20, None).shape == (3, 10, 20)

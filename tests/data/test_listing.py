@@ -153,3 +153,28 @@ def test_a_packing_that_did_not_finish_is_refused(tmp_path: Path) -> None:
     (tmp_path / "unfinished.json").write_text("{}")
     with pytest.raises(UserError, match=r"did not finish: run the same `ssl-vit shards make` again.* merge-info"):
         list_shards(str(tmp_path), RemoteConfig())
+
+
+def test_a_listed_shard_that_is_not_there_is_known_at_once(folder: Path) -> None:
+    (folder / "shards" / "000003.tar").unlink()
+    with pytest.raises(UserError, match=r"000003\.tar of its shards are not there"):
+        open_shards(str(folder / "shards"))
+
+
+def test_a_folder_of_several_splits_is_not_taken_for_one(folder: Path) -> None:
+    shards = folder / "shards"
+    info = json.loads((shards / "info.json").read_text())
+    parts = {"train": info["shards"][:6], "val": info["shards"][6:]}
+    splits = {name: {"samples": 0, "shards": part} for name, part in parts.items()}
+    (shards / "about.json").write_text(json.dumps({"classes": info["classes"], "splits": splits}))
+    (shards / "info.json").unlink()
+    with pytest.raises(UserError, match=r"holds several splits \(train, val\): name the shards of one"):
+        open_shards(str(shards))
+    train = open_shards(f"{shards}/{{000000..000005}}.tar")
+    assert train.classes == tuple(info["classes"])
+    assert train.counts == tuple(entry["samples"] for entry in parts["train"]) and all(train.checksums)
+
+
+def test_a_folder_with_braces_in_its_name_is_meant_as_it_stands(digit_shards: Path, tmp_path: Path) -> None:
+    shutil.copytree(digit_shards, tmp_path / "a{1,2}")
+    assert len(open_shards(f"{tmp_path}/a{{1,2}}").urls) == 8

@@ -299,3 +299,14 @@ def test_a_folder_that_cannot_be_written_is_named(unprivileged: Path) -> None:
     (unprivileged / "locked").mkdir(mode=0o555)
     with pytest.raises(RunError, match=r"locked/out: packing stopped: .*Permission denied"):
         make(source, unprivileged / "locked" / "out")
+
+
+def test_packing_over_a_folder_of_other_sets_leaves_them_alone(tmp_path: Path) -> None:
+    for part in ("train", "test"):
+        make(few_digits(20), tmp_path / "out" / part, shards=2, progress=False)
+    before = members(tmp_path / "out" / "test")
+    with pytest.raises(UserError, match="other shard sets, which this packing would not replace"):
+        make(few_digits(20), tmp_path / "out", shards=2, overwrite=True, progress=False)
+    assert members(tmp_path / "out" / "test") == before
+    make(few_digits(20), tmp_path / "out", shards=2, holdout=0.5, overwrite=True, progress=False)
+    assert members(tmp_path / "out" / "test") != before, "a holdout's pair replaces the pair"

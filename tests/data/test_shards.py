@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import http.server
+import io
+import tarfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -72,3 +74,19 @@ def test_a_folder_of_splits_names_the_split(folder: Path, tmp_path: Path) -> Non
     pack.make(sources.open_source("digits", split="test"), tmp_path / "train", shards=1, progress=False)
     with pytest.raises(UserError, match=r"did you mean .*/train"):
         open_shards(str(tmp_path))
+
+
+def test_tars_without_info_json_are_told_apart_by_their_headers_and_labels(tmp_path: Path) -> None:
+    def packed(name: str, label: bytes, image: bytes = b"pixels") -> str:
+        folder = tmp_path / name
+        folder.mkdir()
+        with tarfile.open(folder / "0.tar", "w") as tar:
+            for member, content in (("a.jpg", image), ("a.cls", label)):
+                header = tarfile.TarInfo(member)
+                header.size = len(content)
+                tar.addfile(header, io.BytesIO(content))
+        return open_shards(str(folder)).fingerprint
+
+    first = packed("one", b"1")
+    assert packed("same", b"1") == first
+    assert len({first, packed("label", b"2"), packed("image", b"1", b"more pixels")}) == 3

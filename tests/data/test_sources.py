@@ -127,7 +127,7 @@ def test_pipes_and_links_in_circles_are_left_alone(tmp_path: Path) -> None:
     write(tmp_path / "a" / "1.png", encoded("PNG"))
     (tmp_path / "a" / "again").symlink_to(tmp_path / "a")
     os.mkfifo(tmp_path / "a" / "pipe.jpg")
-    with pytest.warns(UserWarning, match="ignored 1 files"):
+    with pytest.warns(UserWarning, match="ignored 2 files"):
         assert open_source(str(tmp_path)).count == 1
 
 
@@ -229,3 +229,29 @@ def test_a_source_of_its_own_is_called_by_its_files_name() -> None:
         open_source("digits", label_column="digit")
     with pytest.raises(UserError, match="no such file or folder"):
         open_source("s3://bucket/images")
+
+
+def test_layouts_that_would_make_other_classes_are_told(tmp_path: Path) -> None:
+    for number, place in enumerate(("train/a", "train/b", "test/a", "docs")):
+        write(tmp_path / "stray" / place / "1.png", encoded("PNG", number))
+    with pytest.raises(UserError, match=r"holds splits and other folders \(docs\): name one by --split"):
+        open_source(str(tmp_path / "stray"))
+    assert open_source(str(tmp_path / "stray"), split="train").classes == ["a", "b"]
+    for number, place in enumerate(("train/n01/images", "train/n02/images", "val/images", "test/images")):
+        write(tmp_path / "tiny" / place / "1.png", encoded("PNG", number))
+    assert open_source(str(tmp_path / "tiny"), split="train").classes == ["n01", "n02"]
+    for number, place in enumerate(("images/cats", "images/dogs")):
+        write(tmp_path / "wrapped" / place / "1.png", encoded("PNG", number))
+    with pytest.warns(UserWarning, match=r"the only class, with all its images in sub-folders \(cats, dogs\)"):
+        assert open_source(str(tmp_path / "wrapped")).classes == ["images"]
+
+
+def test_a_folder_name_that_is_no_text_is_refused_before_it_is_packed(tmp_path: Path) -> None:
+    write(tmp_path / os.fsdecode(b"b\xe4r") / "1.png", encoded("PNG"))
+    with pytest.raises(UserError, match="no UTF-8: rename it"):
+        open_source(str(tmp_path))
+
+
+def test_a_folder_called_metadata_is_a_class(tmp_path: Path) -> None:
+    write(tmp_path / "metadata.csv" / "1.png", encoded("PNG"))
+    assert open_source(str(tmp_path)).classes == ["metadata.csv"]

@@ -13,8 +13,9 @@ from torchvision.transforms import v2
 
 from ssl_vit.data import AugmentConfig, DataConfig
 from ssl_vit.data import transforms as ours
-from ssl_vit.data.decode import Pixels
+from ssl_vit.data.decode import BadSample, Pixels
 from ssl_vit.data.transforms import device_images
+from ssl_vit.interfaces import UserError
 
 SIZES = [(64, 64), (80, 64), (64, 95), (37, 200), (20, 24), (224, 224)]
 
@@ -219,3 +220,13 @@ def test_jitter_is_torchvisions_brightness_contrast_and_saturation(make_batch: A
             expected = v2.functional.adjust_saturation(expected, saturation)
         assert (seen - expected * 255).abs().max() <= 0.51
     assert torch.equal(found[0], batch.images[0].flip(-1)), "factors of one change nothing"
+
+
+def test_a_strip_too_thin_to_cover_is_a_bad_sample() -> None:
+    with pytest.raises(BadSample, match="20000x1 pixels"):
+        evaluation_transform(384, DataConfig(train=""))(torch.zeros(3, 20_000, 1, dtype=torch.uint8))
+
+
+def test_padding_beyond_the_image_is_refused() -> None:
+    with pytest.raises(UserError, match="padding=100000"):
+        train_transform(32, AugmentConfig(crop="shift", padding=100_000))

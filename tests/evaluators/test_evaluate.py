@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import shutil
 import sys
+import tarfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -495,3 +497,27 @@ def test_wrong_data_is_named(
 ) -> None:
     assert call(monkeypatch, trained / "run", "knn", *arguments) == 2
     assert expected in capsys.readouterr().err
+
+
+def test_weights_that_no_result_can_be_written_beside_are_refused_before_anything_is_measured(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = shutil.copytree(trained / "run", tmp_path / "run")
+    (run / ".results.lock").unlink(missing_ok=True)
+    (run / ".results.lock").mkdir()
+    monkeypatch.setattr(experiment, "make_task", None)
+    with pytest.raises(UserError, match=r"results\.json cannot be written there .*: copy the weights"):
+        experiment.evaluate(run, "knn", f"{trained}/train", f"{trained}/test")
+
+
+def test_a_label_of_astronomical_size_is_none(tmp_path: Path) -> None:
+    source = sources.open_source("digits", split="test")
+    pack.make(source, tmp_path / "digits", shards=1, progress=False)
+    with tarfile.open(tmp_path / "digits" / "000000.tar") as tar, tarfile.open(tmp_path / "0.tar", "w") as out:
+        for number, member in enumerate(tar):
+            content = tar.extractfile(member).read()  # type: ignore[union-attr]
+            content = b"4000000000" if number < 2 and member.name.endswith("cls") else content
+            member.size = len(content)
+            out.addfile(member, io.BytesIO(content))
+    labels = labels_of(open_shards(str(tmp_path / "0.tar")))
+    assert (labels < 0).sum() == 1 and labels.max() == 9

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from ssl_vit import experiment, runs
+from ssl_vit import experiment, recipe, runs
 from ssl_vit.files import sha256
 from ssl_vit.interfaces import UserError
 from ssl_vit.training import checkpoint
@@ -228,3 +228,26 @@ def test_results_that_cannot_be_added_to_are_named_before_measuring(
     with pytest.raises(UserError, match=r"results\.json: not what `ssl-vit eval` wrote"):
         experiment.evaluate(run, "knn", "no such place", "no such place")
     assert (run / "results.json").read_text() == content
+
+
+def test_a_run_directory_is_the_run_that_lies_there(train: Train, tmp_path: Path) -> None:
+    run = train(tmp_path / "run")
+    run.rename(tmp_path / "moved")
+    assert recipe.load_recipe(tmp_path / "moved").run == str(tmp_path / "moved")
+    assert recipe.load_recipe(tmp_path / "moved", ["run=other"]).run == "other"
+
+
+def test_the_same_shards_under_another_name_go_on(train: Train, digits: Path, tmp_path: Path) -> None:
+    run = train(tmp_path / "run")
+    shutil.copytree(digits, tmp_path / "copied")
+    assert train(tmp_path / "run", f"data.train={tmp_path}/copied") == run
+    other = tmp_path / "copied" / "info.json"
+    other.write_text(other.read_text().replace('"sha256": "', '"sha256": "0', 1))
+    with pytest.raises(UserError, match="was trained on other shards"):
+        train(tmp_path / "run", f"data.train={tmp_path}/copied")
+
+
+def test_a_file_is_no_run_directory(train: Train, tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("")
+    with pytest.raises(UserError, match="is a file: name a directory"):
+        train(tmp_path / "run")

@@ -66,9 +66,12 @@ def _images_in(folder: Path, prefix: str = "") -> tuple[list[tuple[str, int]], i
     others = 0
     for entry in _entries(folder):
         if entry.is_dir():
-            if not entry.is_symlink():  # a link could lead in circles
-                inner, more = _images_in(folder / entry.name, f"{prefix}{entry.name}/")
-                images, others = images + inner, others + more
+            if entry.is_symlink():  # it could lead in circles
+                others += 1
+                continue
+            inner, more = _images_in(folder / entry.name, f"{prefix}{entry.name}/")
+            images += inner
+            others += more
             continue
         try:
             status = entry.stat()
@@ -87,17 +90,26 @@ def open_folder(root: Path, split: str | None) -> Source:
     name = root.resolve().name
     parts = _sub_folders(root)
     class_roots = [root]
+    if split is None and "train" in parts and {*parts} & _SPLITS != {"train"} and not set(parts) <= _SPLITS:
+        beside = sorted(set(parts) - _SPLITS)[:3]
+        raise UserError(
+            f"{root} holds splits and other folders ({', '.join(beside)}): name one by --split, or move those away"
+        )
     if split is not None or ("train" in parts and set(parts) <= _SPLITS):
         parts = [part for part in parts if part in _SPLITS or part == split]
-        # The classes of every split, so that one missing from this split does not shift the others' indices.
-        class_roots = [root / part for part in parts]
         part = find_split(str(root), split, parts)
+        # The classes of every split, so that one missing from this split does not shift the others' indices; but not of
+        # a split that is laid out otherwise and shares none.
+        own = {*_sub_folders(root / part)}
+        class_roots = [root / other for other in parts if other == part or own & {*_sub_folders(root / other)}]
         root, name = root / part, f"{name}/{part}"
 
     class_folders = _sub_folders(root)
     classes, ignored = None, 0
     if class_folders:
         classes = sorted({folder for class_root in class_roots for folder in _sub_folders(class_root)})
+        if broken := next((folder for folder in classes if not _is_text(folder)), None):
+            raise UserError(f"{root}: the folder {broken!r} has a name that is no UTF-8: rename it")
         beside = [entry.name for entry in _entries(root) if entry.is_file()]
         ignored = len(beside)
         if stray := next(filter(_is_image, beside), None):
@@ -119,6 +131,10 @@ def open_folder(root: Path, split: str | None) -> Source:
             listing.update(os.fsencode(f"{file}\0{size}\n"))
             total += size
         counts.append(len(images))
+        below = sorted({file.split("/")[0] for file, _ in images if "/" in file}) if len(class_folders) == 1 else []
+        if len(below) > 1 and all("/" in file for file, _ in images):
+            inside = f"the only class, with all its images in sub-folders ({', '.join(below[:3])})"
+            warnings.warn(f"{root / folder}: {inside}: if those are the classes, name this folder", stacklevel=3)
     if ignored:
         warnings.warn(f"{root}: ignored {ignored} files that are not images", stacklevel=3)
     labels = None
@@ -126,6 +142,14 @@ def open_folder(root: Path, split: str | None) -> Source:
         index_of = {folder: index for index, folder in enumerate(classes)}
         labels = np.repeat(np.array([index_of[folder] for folder in class_folders], dtype=np.int64), counts)
     return Source(f"{name} (folder)", None, classes, labels, files, FileReader(root), listing.hexdigest(), total)
+
+
+def _is_text(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def is_dataset(folder: Path) -> bool:
@@ -139,7 +163,7 @@ def is_dataset(folder: Path) -> bool:
 
 
 def _is_table(entry: os.DirEntry[str]) -> bool:
-    if entry.name in ("metadata.csv", "metadata.jsonl"):
+    if entry.name in ("metadata.csv", "metadata.jsonl") and entry.is_file():
         # Only the imagefolder layout is meant: other people's metadata.csv does not name the images this way.
         with Path(entry.path).open(errors="replace") as file:
             return "file_name" in file.readline()
