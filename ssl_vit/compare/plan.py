@@ -27,7 +27,8 @@ from ssl_vit.training import checkpoint
 
 _FORMAT = 3  # of the results that pieces write
 # Of a recipe, what training from scratch and features of an untrained backbone depend on.
-_LIKE: Any = {"backbone": True, "data": {"evaluation_resize"}, "training": {"precision"}}
+_PREPARATION: Any = {"data": {"evaluation_resize"}, "training": {"precision"}}
+_LIKE: Any = {"backbone": True, **_PREPARATION}
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,11 @@ class Plan:
         found = {name: run_recipe(Path(arm.weights)) for name, arm in arms.items() if arm.weights}
         return self.study.recipes | {name: settings for name, settings in found.items() if settings}
 
+    def prepared_by(self, arm: str) -> Recipe | None:
+        """The recipe that says how an arm's images are prepared, and its precision: its own; of weights that come
+        without one, the first arm's that has any, so that all see the same images."""
+        return self.settings.get(arm) or next(iter(self.settings.values()), None)
+
     @property
     def with_backbone(self) -> list[str]:
         return [name for name, arm in self.study.comparison.arms.items() if arm.recipe or arm.weights]
@@ -107,7 +113,10 @@ class Plan:
     def _made_like(self, arm: str, *, dropout: bool) -> str:
         like = self.like(arm)
         if like not in self.settings:
-            return sha256(backbone.find_weights(self.study.comparison.arms[like].weights or "") / backbone.CONFIG)
+            config = backbone.find_weights(self.study.comparison.arms[like].weights or "") / backbone.CONFIG
+            other = self.prepared_by(like)
+            preparation = other.model_dump(mode="json", include=_PREPARATION) if other else {}
+            return _hash([sha256(config), preparation])
         content = self.settings[like].model_dump(mode="json", include=_LIKE)
         if not dropout:
             content["backbone"] = {key: value for key, value in content["backbone"].items() if "drop" not in key}

@@ -105,7 +105,7 @@ def make_task(plan: Plan, piece: Piece) -> Task:
         weights = plan.weights(like, piece.seed)
     return experiment.make_task(
         weights,
-        settings,
+        settings or plan.prepared_by(like),
         str(data.train),
         str(data.test),
         seed=piece.seed,

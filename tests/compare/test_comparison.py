@@ -376,6 +376,39 @@ def test_what_a_pretraining_starts_from_counts_by_its_content(demo: Path, tmp_pa
     assert differ == {"pretrain-ssl-0", "few_shot-ssl-0"}
 
 
+def test_given_weights_see_the_same_images_and_count_with_their_config(demo: Path, tmp_path: Path) -> None:
+    weights = tmp_path / "weights"
+    weights.mkdir()
+    for name in ("backbone.safetensors", "config.json"):
+        shutil.copy(demo / "ssl" / name, weights)
+    arms = {name: {"label": name, "weights": str(path)} for name, path in (("ssl", demo / "ssl"), ("given", weights))}
+    recipe = mini(tmp_path, demo, arms=arms)
+    found: dict[str, list[float]] = {}
+    for measured in quietly(recipe)["measurements"]:
+        found.setdefault(measured["arm"], []).append(measured["accuracy"])
+    assert found["given"] == found["ssl"]
+    study = load_comparison(recipe)
+
+    def prints() -> dict[str, str]:
+        plan = Plan(study, tmp_path, study.sets, {})
+        return {piece.id: plan.fingerprint(piece) for piece in plan.pieces}
+
+    before, config = prints(), json.loads((weights / "config.json").read_text())
+    config["pretrained_cfg"]["mean"] = [0.25]
+    (weights / "config.json").write_text(json.dumps(config))
+    differ = {name for name, value in prints().items() if value != before[name]}
+    assert "few_shot-given-0" in differ and "few_shot-ssl-0" not in differ
+
+
+def test_a_head_is_judged_of_the_arms_that_have_one(demo: Path, tmp_path: Path) -> None:
+    study = load_comparison("demo_digits", [f"run={tmp_path}", "evaluators.own_head={}"])
+    plan = Plan(study, tmp_path, study.sets, {})
+    assert [piece.id for piece in plan.pieces if piece.evaluator == "own_head"] == ["own_head-supervised-0"]
+    study = load_comparison(mini(tmp_path, demo), ["evaluators.own_head={}"])
+    with pytest.raises(UserError, match="no arm's recipe trains a classifier"):
+        _ = Plan(study, tmp_path, study.sets, {}).pieces
+
+
 def test_sets_that_number_other_classes_are_refused(demo: Path, tmp_path: Path) -> None:
     other = shutil.copytree(demo / "data" / "test", tmp_path / "test")
     info = json.loads((other / "info.json").read_text())
