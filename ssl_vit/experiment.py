@@ -30,7 +30,7 @@ from ssl_vit.files import read_json, sha256, write_json
 from ssl_vit.interfaces import Batch, UserError
 from ssl_vit.models import BackboneConfig, backbone
 from ssl_vit.recipe import Recipe
-from ssl_vit.runs import SUMMARY, open_run
+from ssl_vit.runs import SUMMARY, is_main_process, open_run
 from ssl_vit.training import checkpoint, loop, processes
 from ssl_vit.training.engine import make_accelerator
 from ssl_vit.training.flops import training_flops
@@ -63,7 +63,7 @@ def train(settings: Recipe, *, quiet: bool = False) -> Path:
         shards = open_training(settings.data)
         job = prepare(settings, shards, accelerator, quiet)
         if accelerator.is_main_process:
-            open_run(run, settings, accelerator)
+            open_run(run, settings, accelerator, job.data)
     parameters, flops = sum(p.numel() for p in job.objective.parameters()), training_flops(job.objective)
     outcome = loop.train(job)
     with shared_errors():
@@ -244,7 +244,9 @@ def evaluate(
     """
     path = weights / checkpoint.RESULTS
     _evaluations(path)  # a file that cannot be added to is known before anything is measured
-    _check_writable(weights)
+    digest = sha256(backbone.find_weights(weights) / backbone.WEIGHTS)
+    if is_main_process():
+        _check_writable(weights)
     module = plugins.load("evaluators", name)
     given = OmegaConf.merge(dict(defaults or {}), recipe.parse_overrides(overrides))
     config = recipe.validate(module.Config, OmegaConf.to_container(given), f"{name}: ")
@@ -264,7 +266,7 @@ def evaluate(
         "classes": list(task.train.classes or task.test.classes or ()),
         "metric": metric,
         "backbone": str(weights),
-        "sha256": sha256(backbone.find_weights(weights) / backbone.WEIGHTS),
+        "sha256": digest,
         "values": dict(named(measured, metric)),
         "measurements": [{"source": source, **asdict(found)} for source, found in measured],
         "skipped": task.skipped_names(),
@@ -286,10 +288,9 @@ def _check_writable(weights: Path) -> None:
         with FileLock(weights / ".results.lock"):
             pass
     except OSError as error:
-        if weights.is_dir():
-            raise UserError(
-                f"{weights}: results.json cannot be written there ({error.strerror}): copy the weights to where it can"
-            ) from None
+        raise UserError(
+            f"{weights}: results.json cannot be written there ({error.strerror}): copy the weights to where it can"
+        ) from None
 
 
 def _evaluations(path: Path) -> list[dict[str, Any]]:

@@ -8,14 +8,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from ssl_vit import experiment, runs
+from ssl_vit import experiment
 from ssl_vit.data.mixture import open_training
 from ssl_vit.data.plan import LanePosition
 from ssl_vit.interfaces import Batch
 from ssl_vit.recipe import Recipe
 from ssl_vit.training.engine import make_accelerator
 from ssl_vit.training.flops import training_flops
-from ssl_vit.training.trackers import check_trackers
 
 _OPTIMIZER_STATES = {"adamw": 2, "sgd": 1, "lars": 1}  # float32 copies of the weights
 
@@ -29,8 +28,6 @@ def preview(settings: Recipe) -> dict[str, Any]:
     """
     training = settings.training
     accelerator = make_accelerator(training.precision, training.timeout)
-    check_trackers(training.trackers)
-    runs.check(settings.run_directory, settings)
     shards = open_training(settings.data)
     job = experiment.prepare(settings, shards, accelerator, quiet=True)
     parameters = sum(p.numel() for p in job.objective.parameters())

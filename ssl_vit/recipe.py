@@ -128,7 +128,7 @@ def _quoted(override: str) -> str:
     """`key=value` with a value that is no YAML, or that a ` #` would cut, as a string: paths have such names."""
     key, _, value = override.partition("=")
     try:
-        is_text = isinstance(yaml.safe_load(value), str) and " #" in value and value[:1] not in "'\""
+        is_text = isinstance(yaml.load(value, Loader=yaml.BaseLoader), str) and " #" in value and value[:1] not in "'\""
     except yaml.YAMLError:
         is_text = True
     return f"{key}={json.dumps(value, ensure_ascii=False)}" if is_text else override
@@ -165,7 +165,7 @@ def load_recipe(name: str | Path, overrides: Sequence[str] = (), near: Path | No
         raise UserError(f"{path}: objective.name is missing, such as masked_patch")
     config = plugins.load("objectives", str(objective["name"])).Config
     content["objective"] = validate(config, objective, f"{path}: objective.")
-    if Path(name).is_dir() and not any(override.startswith("run=") for override in overrides):
+    if path == Path(name) / "recipe.yaml" and not any(override.startswith("run=") for override in overrides):
         content["run"] = str(name)  # wherever it lies now, and whatever it was called when it began
     return validate(Recipe, content, f"{path}: ")
 

@@ -55,16 +55,17 @@ def wait_for_everyone() -> None:
         torch.distributed.barrier()
 
 
-def open_run(run: Path, settings: Recipe, accelerator: Accelerator) -> None:
+def open_run(run: Path, settings: Recipe, accelerator: Accelerator, data: str) -> None:
     """Create the run directory, or check that the run in it is of the same recipe; hold it until this process ends.
 
-    Raises UserError when it is another recipe's, another process's, or cannot be written.
+    data: fingerprint of the shards. Raises UserError when it is another recipe's or another process's, or cannot be
+    written.
     """
-    check(run, settings)
+    check(run, settings, data)
     try:
         run.mkdir(parents=True, exist_ok=True)
         _lock(run)
-        check(run, settings)  # again: another process may have ended just now
+        check(run, settings, data)  # again: another process may have ended just now
         recipe.save(settings, run / "recipe.yaml")
         if not _is_finished(run):
             (run / SUMMARY).unlink(missing_ok=True)  # of a training whose last checkpoint is gone
@@ -88,8 +89,9 @@ def _sessions_before(run: Path) -> dict[str, Any]:
     return {"before": [*last.pop("before", []), last]}
 
 
-def check(run: Path, settings: Recipe) -> None:
-    """Raises UserError where the directory is another recipe's, or no run's."""
+def check(run: Path, settings: Recipe, data: str | None = None) -> None:
+    """Raises UserError where the directory is no run's, or that of another recipe, of other weights to begin with or (by
+    the fingerprint, where it is given) of other data."""
     if run.exists() and not run.is_dir():
         raise UserError(f"run={run} is a file: name a directory")
     path, metrics = run / "recipe.yaml", run / "metrics.jsonl"
@@ -107,6 +109,8 @@ def check(run: Path, settings: Recipe) -> None:
                 f"{run} began with other weights than {settings.init_from} holds now: give this run another directory "
                 "with run=PATH, delete that one, or put the old weights back"
             )
+        if data is not None:
+            checkpoint.check_data(run, data)
     elif not path.exists() and run.exists() and any(_is_foreign(entry.name) for entry in run.iterdir()):
         raise UserError(f"{run} is not empty and holds no run: give this run another directory with run=PATH")
 

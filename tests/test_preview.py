@@ -180,3 +180,15 @@ def test_a_dry_run_counts_the_samples_that_are_drawn_from(digits: Path, tmp_path
 def test_options_that_would_be_ignored_are_refused(arguments: list[str], expected: str) -> None:
     with pytest.raises(UserError, match=expected):
         CliRunner().invoke(app, arguments, catch_exceptions=False)
+
+
+def test_a_comparisons_dry_run_minds_no_run_of_its_own_training(
+    digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "digits_ssl").mkdir(parents=True)
+    (tmp_path / "runs" / "digits_ssl" / "notes.txt").write_text("")
+    arms = "arms={ssl: {label: SSL, recipe: digits_ssl}, scratch: {label: scratch}}"
+    data = [f"data.train={digits}", f"data.test={digits}", "labels_per_class=[2]", "seeds=[0]"]
+    arguments = ["compare", "demo_digits", "--dry-run", "--json", *data, arms, "evaluators={few_shot: {shots: [1]}}"]
+    assert CliRunner().invoke(app, arguments, catch_exceptions=False).exit_code == 0

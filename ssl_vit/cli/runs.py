@@ -91,7 +91,10 @@ def train(
     if dry_run:
         from ssl_vit.cli import previewed
         from ssl_vit.preview import preview
+        from ssl_vit.training.trackers import check_trackers
 
+        check_trackers(settings.training.trackers)
+        runs.check(settings.run_directory, settings)
         found = preview(settings)
         if runs.is_main_process():
             previewed.stage(found, as_json)

@@ -221,6 +221,8 @@ class Plan:
             content["budgets"] = piece.budget if judge.tuned else list(budgets)
             content["seeds"] = list(self.seeds_of(piece)) if piece.kind == "measure" else []
             content["sweep"] = self.study.comparison.seeds[0]
+            if judge.tuned and (metric := self.sets[piece.data].metric) != "accuracy":
+                content["metric"] = metric
         return _hash(content)[:16]
 
     def _origin(self, piece: Piece) -> list[Any]:
@@ -228,7 +230,6 @@ class Plan:
         arm = piece.arm
         if arm in self.study.recipes:
             made = self.study.recipes[arm].model_dump(mode="json", exclude={"run", "name"})
-            made["data"].pop("train")  # its content counts, not its place
             for key in runs.MAY_CHANGE:
                 room, _, name = key.partition(".")
                 if name:
@@ -238,9 +239,10 @@ class Plan:
             seed = self.pretraining_seed(arm, piece.seed) if self.study.comparison.pretrain_per_seed else None
             return [made, self.shards.get(f"{arm} pretrain"), seed]
         if given := self.study.comparison.arms[arm].weights if arm in self.with_backbone else None:
-            head = checkpoint.newest_of(Path(given))
             files = [backbone.find_weights(given) / name for name in (backbone.WEIGHTS, backbone.CONFIG)]
-            files += [head / checkpoint.OBJECTIVE] if head else []
+            if piece.kind == "pictures" or self.evaluators[piece.data][piece.evaluator].judges_heads:
+                head = checkpoint.newest_of(Path(given))
+                files += [head / checkpoint.OBJECTIVE] if head else []
             return [*map(sha256, files), self._made_like(arm, dropout=True)]
         return [arm == "pixels", self._made_like(arm, dropout=True)]
 

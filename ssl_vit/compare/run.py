@@ -294,7 +294,7 @@ def _seeds_vary(plan: Plan) -> str:
     c = plan.study.comparison
     shared = "which images are labelled, the head's initialisation, the order and augmentation of the images"
     if c.pretrain_per_seed and plan.study.recipes:
-        whole = f"A seed changes the pretraining as a whole, {shared}"
+        whole = f"A seed changes the pretraining and the untrained backbone as a whole, {shared}"
         return f"{whole}; the intervals do not contain the choice of test images."
     scratch = ", and the whole initialisation of what is trained from scratch" * (len(c.arms) > len(plan.with_backbone))
     return (

@@ -103,7 +103,7 @@ def make_task(plan: Plan, piece: Piece) -> Task:
     weights, settings = plan.weights(piece.arm, piece.seed), plan.settings.get(like)
     if weights is None and settings is None:  # only a file says what the architecture is
         weights = plan.weights(like, piece.seed)
-    return experiment.make_task(
+    task = experiment.make_task(
         weights,
         settings or plan.prepared_by(like),
         str(data.train),
@@ -112,6 +112,9 @@ def make_task(plan: Plan, piece: Piece) -> Task:
         cache=plan.run / "features",
         metric=data.metric,
     )
+    if settings is None:
+        task.objective = None  # nothing says what these weights were trained for
+    return task
 
 
 def _pictures(plan: Plan, piece: Piece) -> dict[str, Any]:

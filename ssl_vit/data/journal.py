@@ -23,6 +23,7 @@ from ssl_vit.files import write_json
 from ssl_vit.interfaces import RunError, UserError
 
 INFO = "info.json"
+_HOLDOUT = "part of holdout"
 ABOUT = "about.json"  # what some sets have in its place: several splits in one folder
 UNFINISHED = "unfinished.json"
 _OWN_FILES = re.compile(r"(\d{6,}\.(tar|entry\.json)|info\.json|unfinished\.json)(\.\w+\.tmp)?")
@@ -60,6 +61,18 @@ def _remove_half_written(out: Path, tag: str) -> None:
 def _remove_empty(folder: Path) -> None:
     with suppress(OSError):
         folder.rmdir()
+
+
+def _is_alone(folder: Path) -> bool:
+    """Whether the folder holds a set, or the beginnings of one, that is no part of a holdout."""
+    if (folder / UNFINISHED).exists():
+        return True
+    try:
+        return _HOLDOUT not in str(json.loads((folder / INFO).read_bytes())["source"])
+    except FileNotFoundError:
+        return False
+    except (ValueError, LookupError, TypeError):
+        return True
 
 
 def read_plan(out: Path) -> dict[str, Any]:
@@ -123,7 +136,7 @@ class Journal:
 
     def _refuse_others(self, old: dict[str, Any]) -> None:
         """Sets in train/ and test/ are replaced by a holdout's, which are such a pair, and by nothing else."""
-        held = [part for part in ("train", "test") if (self.out / part / INFO).exists()]
+        held = [part for part in ("train", "test") if _is_alone(self.out / part)]
         if held and not {*self.plan["layout"], *old.get("layout", ())}.issuperset(held):
             sets = " and ".join(f"{self.out / part}" for part in held)
             raise UserError(
@@ -211,7 +224,7 @@ def _info(folder: str, entries: list[dict[str, Any]], plan: dict[str, Any]) -> d
     if plan["subset"] and folder != "test":
         source += f", {plan['subset']} {'images' if plan['labels'] is None else 'images a class'}"
     if folder:
-        source += f", {folder} part of holdout {plan['holdout']:g}"
+        source += f", {folder} {_HOLDOUT} {plan['holdout']:g}"
     return {
         "format": 1,
         "classes": plan["classes"],

@@ -6,7 +6,7 @@ import json
 import os
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import braceexpand
 from fsspec.implementations.local import LocalFileSystem
@@ -93,33 +93,34 @@ class _Store:
     def info(self, folder: str) -> dict[str, Any] | None:
         """The folder's info.json, or about.json, which lists several `splits` in one folder. Stores that may not be
         listed refuse what is not there."""
-        found = self._json(f"{folder}/{INFO}")
-        if found is None and (about := self._json(f"{folder}/{ABOUT}")) is not None:
-            splits = about.get("splits", {})
-            found = about | {"shards": [shard for part in splits.values() for shard in part["shards"]]}
-        try:
-            for shard in found["shards"] if found is not None else ():
-                int(shard["samples"]), os.path.basename(shard["file"])
-        except (ValueError, TypeError, LookupError):
-            raise UserError(
-                f"{self.url(folder)}/{INFO}: this is not what lists the shards of a set; make the shards again"
-            ) from None
-        return found
+        for name in (INFO, ABOUT):
+            path = f"{folder}/{name}"
+            try:
+                found = self._json(path)
+                if found is None or (name == ABOUT and not isinstance(found.get("splits"), dict)):
+                    continue  # an about.json of another kind
+                if name == ABOUT:
+                    found = found | {"shards": [shard for part in found["splits"].values() for shard in part["shards"]]}
+                for shard in found["shards"]:
+                    int(shard["samples"]), os.path.basename(shard["file"])
+            except (ValueError, TypeError, LookupError, AttributeError):
+                raise UserError(
+                    f"{self.url(path)}: this is not what lists the shards of a set; make the shards again"
+                ) from None
+            return found
+        return None
 
     def _json(self, path: str) -> dict[str, Any] | None:
+        """A file's content; None where there is none. Raises ValueError for what is no JSON."""
         try:
-            found = json.loads(ask(self.filesystem, self.url(path), self.remote, "cat_file", path))
+            content = ask(self.filesystem, self.url(path), self.remote, "cat_file", path)
         except FileNotFoundError:
             return None
         except PermissionError as error:
             if self.local:
                 raise UserError(f"{path}: cannot be read: {error.strerror}") from None
             return None
-        except ValueError:
-            found = None
-        if not isinstance(found, dict):
-            raise UserError(f"{self.url(path)}: this is not what lists the shards of a set; make the shards again")
-        return found
+        return cast(dict[str, Any], json.loads(content))
 
     def tars(self, folder: str) -> list[str]:
         found = self._names("ls", folder, detail=False)
@@ -131,9 +132,10 @@ class _Store:
         return [name for name in found if _TAR.search(name)]
 
     def matching(self, pattern: str) -> list[str]:
-        if self._is_glob(pattern):
+        there = self.local and Path(pattern).exists()
+        if self._is_glob(pattern) and not there:
             return self._names("glob", pattern)
-        if self.local and not self.filesystem.exists(pattern):
+        if self.local and not there:
             asked = f" (asked for by '{self.spec}')" if pattern != self.path else ""
             raise UserError(f"{pattern}: no such shard or folder{asked}; {_MEND}")
         return [pattern]

@@ -26,6 +26,7 @@ def open_training(data: DataConfig) -> ShardSet:
         source=" + ".join(opened.source or part.shards for part, opened in parts),
         checksums=tuple(chain.from_iterable(opened.checksums for opened in sets)),
         sizes=tuple(chain.from_iterable(opened.sizes for opened in sets)),
+        headers=tuple(chain.from_iterable(opened.headers for opened in sets)),
         remote=data.remote,
         licence=" + ".join(sorted({opened.licence for opened in sets if opened.licence})) or None,
         mixture=tuple((len(opened.urls), part.weight) for part, opened in parts),

@@ -53,9 +53,11 @@ def train_transform(image_size: Size, augment: AugmentConfig) -> Transform:
     if augment.crop == "inception":
         return InceptionCrop(size, augment.scale, augment.ratio, augment.reduced_decode)
     cover = partial(_cover, size=size)
-    if augment.padding > max(size):
-        raise UserError(f"data.augment.padding={augment.padding}: more than the images of {size[0]}x{size[1]} pixels")
     if augment.crop == "shift":
+        if augment.padding > max(size):
+            raise UserError(
+                f"data.augment.padding={augment.padding}: more than the images of {size[0]}x{size[1]} pixels"
+            )
         return _compose(cover, v2.RandomCrop(size, padding=augment.padding or None))
     if augment.crop == "affine":
         if augment.padding > min(size):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -18,7 +19,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from accelerate import Accelerator
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save
+from safetensors.numpy import save_file
 
 from ssl_vit.data import DataConfig
 from ssl_vit.data.decode import check_channels
@@ -27,7 +28,6 @@ from ssl_vit.data.samples import Skip, View
 from ssl_vit.data.shards import ShardSet, open_url
 from ssl_vit.data.transforms import evaluation_transform
 from ssl_vit.evaluators.labels import choose_each, labels_of
-from ssl_vit.files import whole_file
 from ssl_vit.interfaces import Config, Size, UserError
 from ssl_vit.models import Resampling
 from ssl_vit.models.backbone import Encoder, Pooling, at_size
@@ -256,8 +256,12 @@ def _read(path: Path) -> tuple[Features, list[Skip]] | None:
 
 def _write(path: Path, features: Features, skipped: list[Skip]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    with whole_file(path) as file:
-        file.write(save(vars(features), {"skipped": json.dumps([asdict(skip) for skip in skipped])}))
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        save_file(vars(features), unfinished, {"skipped": json.dumps([asdict(skip) for skip in skipped])})
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
 def _content(

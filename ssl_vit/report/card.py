@@ -131,7 +131,7 @@ def _training(run: dict[str, Any], recipe: dict[str, Any], weights: Path) -> lis
     summary = run["summary"] or {}
     if (weights / "state.json").is_file():  # a checkpoint on the way
         state = json.loads((weights / "state.json").read_text())
-        seen = state["step"] * recipe["training"]["batch_size"]
+        seen = (state["step"] + state.get("undone", 0)) * recipe["training"]["batch_size"]
         summary = {"steps": state["step"], "images_seen": seen, "seconds": state["seconds"]}
     machine = run["environment"] or {}
     hardware, versions = machine.get("hardware") or {}, machine.get("versions") or {}

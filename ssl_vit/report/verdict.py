@@ -176,16 +176,21 @@ def _study(results: dict[str, Any], ends: list[Row]) -> list[str]:
 
 
 def _edges(results: dict[str, Any]) -> list[str]:
-    """Arms whose sweep ended at the longest training that it tried: a longer one might change the order."""
+    """Arms that did best with the longest training tried, or the one length that all had: a longer one might change the
+    order."""
     found: dict[str, list[str]] = {}
+    lengths: set[str] = set()
     for arm in results.get("arms") or []:
         for choice in arm.get("choices") or []:
             for unit in ("steps", "epochs"):
-                longest = max((row[unit] for row in choice["tried"] if unit in row), default=None)
-                if longest is not None and choice["chosen"].get(unit) == longest:
-                    found.setdefault(f"{longest:,g} {unit}", []).append(spoken(results, arm["name"]))
+                tried = {row[unit] for row in choice["tried"] if unit in row}
+                lengths |= {f"{length:,} {unit}" for length in tried}
+                if tried and choice["chosen"].get(unit) == max(tried):
+                    found.setdefault(f"{max(tried):,} {unit}", []).append(spoken(results, arm["name"]))
+    if len(lengths) == 1:
+        return [f"Caution: one length of fine-tuning was tried ({lengths.pop()}); with another the order may change."]
     return [
-        f"Caution: the longest fine-tuning tried ({length}) served {_listed(list(dict.fromkeys(names)))} best: with a "
+        f"Caution: the longest fine-tuning tried ({length}) served {_listed(list(dict.fromkeys(names)))} best; with a "
         "longer one the order may change."
         for length, names in found.items()
     ]

@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -66,6 +66,21 @@ class Progress:
 def folders(run: Path) -> list[Path]:
     """Complete checkpoints of a run, oldest first."""
     return sorted(path for path in (run / "checkpoints").glob("step_*") if (path / _STATE).is_file())
+
+
+def check_data(run: Path, data: str) -> None:
+    """Raises UserError where the run's newest checkpoint was trained on shards with another fingerprint."""
+    for folder in folders(run)[-1:]:
+        with suppress(ValueError, LookupError):  # a broken one is put aside when it is loaded
+            if json.loads((folder / _STATE).read_text())["data"] != data:
+                raise other_data(folder)
+
+
+def other_data(folder: Path) -> UserError:
+    return UserError(
+        f"{folder} was trained on other shards than data.train names now (repacked?): "
+        "start again with run=PATH, or put the old shards back"
+    )
 
 
 def newest_of(weights: Path) -> Path | None:

@@ -108,10 +108,7 @@ class _Loop:
     def _loaded(self, saved: Path) -> checkpoint.Progress:
         progress = checkpoint.load(saved, self.state)
         if progress.data != self.job.data:
-            raise UserError(
-                f"{saved} was trained on other shards than data.train names now (repacked?): "
-                "start again with run=PATH, or put the old shards back"
-            )
+            raise checkpoint.other_data(saved)
         self.saved = progress.step, progress.probed
         return progress
 
@@ -173,7 +170,7 @@ class _Loop:
     def _short(self) -> list[str]:
         warmup, total = self.job.optim.warmup_steps, self.job.total_steps
         never = f"optim.warmup_steps={warmup} of {total} steps in all: the learning rate never reaches its peak"
-        return [never] if warmup >= total else []
+        return [never] if warmup > total else []
 
     def _over(self) -> bool:
         return self.progress.done or self.progress.step == self.job.total_steps
@@ -259,7 +256,7 @@ class _Loop:
         values = {
             **metrics.finite_means(rows),
             "lr": self.stepper.lr,
-            "images_seen": progress.step * batch_size,
+            "images_seen": (progress.step + progress.undone) * batch_size,
             "images_per_second": steps * batch_size / elapsed,
             "data_wait": self.waited / elapsed,
             "seconds_per_step": elapsed / steps,

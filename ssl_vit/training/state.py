@@ -45,9 +45,8 @@ class Average:
         try:
             yield
         finally:
-            with torch.no_grad():
-                for name, parameter in self.parameters.items():
-                    parameter.copy_(kept[name])
+            for name, parameter in self.parameters.items():
+                parameter.copy_(kept[name])
 
     def load(self, tensors: Mapping[str, torch.Tensor], model: nn.Module) -> None:
         """Take the values from whole tensors by the model's names."""

@@ -175,6 +175,19 @@ def test_a_folder_of_several_splits_is_not_taken_for_one(folder: Path) -> None:
     assert train.counts == tuple(entry["samples"] for entry in parts["train"]) and all(train.checksums)
 
 
+@pytest.mark.parametrize("about", [{"title": "x"}, {"splits": ["train"]}, {"splits": None}, [1]])
+def test_an_about_json_of_another_kind_is_let_be(digit_shards: Path, tmp_path: Path, about: Any) -> None:
+    shutil.copytree(digit_shards, tmp_path / "set")
+    (tmp_path / "set" / "info.json").unlink()
+    (tmp_path / "set" / "about.json").write_text(json.dumps(about))
+    assert open_shards(str(tmp_path / "set")).samples == open_shards(str(digit_shards)).samples
+    (tmp_path / "set" / "about.json").write_text(json.dumps({"splits": {"train": 5}}))
+    with pytest.raises(UserError, match=r"about\.json: this is not what lists the shards"):
+        open_shards(str(tmp_path / "set"))
+
+
 def test_a_folder_with_braces_in_its_name_is_meant_as_it_stands(digit_shards: Path, tmp_path: Path) -> None:
     shutil.copytree(digit_shards, tmp_path / "a{1,2}")
     assert len(open_shards(f"{tmp_path}/a{{1,2}}").urls) == 8
+    shutil.copytree(digit_shards, tmp_path / "a[1]")
+    assert len(open_shards(f"{tmp_path}/a[1]/000000.tar").urls) == 1

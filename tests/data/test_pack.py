@@ -310,3 +310,9 @@ def test_packing_over_a_folder_of_other_sets_leaves_them_alone(tmp_path: Path) -
     assert members(tmp_path / "out" / "test") == before
     make(few_digits(20), tmp_path / "out", shards=2, holdout=0.5, overwrite=True, progress=False)
     assert members(tmp_path / "out" / "test") != before, "a holdout's pair replaces the pair"
+    make(few_digits(20), tmp_path / "out", shards=2, overwrite=True, progress=False)
+    assert not (tmp_path / "out" / "test").exists(), "and what came of one holdout is one set"
+    (tmp_path / "out" / "test").mkdir()
+    (tmp_path / "out" / "test" / "unfinished.json").write_text("{}")
+    with pytest.raises(UserError, match="other shard sets"):
+        make(few_digits(20), tmp_path / "out", shards=2, overwrite=True, progress=False)

@@ -240,6 +240,10 @@ def test_layouts_that_would_make_other_classes_are_told(tmp_path: Path) -> None:
     for number, place in enumerate(("train/n01/images", "train/n02/images", "val/images", "test/images")):
         write(tmp_path / "tiny" / place / "1.png", encoded("PNG", number))
     assert open_source(str(tmp_path / "tiny"), split="train").classes == ["n01", "n02"]
+    for number, place in enumerate(("train/a", "train/b", "val/b", "val/c", "test/c", "test/d")):
+        write(tmp_path / "chain" / place / "1.png", encoded("PNG", number))
+    found = [open_source(str(tmp_path / "chain"), split=split).classes for split in ("train", "val", "test")]
+    assert found == [["a", "b", "c", "d"]] * 3
     for number, place in enumerate(("images/cats", "images/dogs")):
         write(tmp_path / "wrapped" / place / "1.png", encoded("PNG", number))
     with pytest.warns(UserWarning, match=r"the only class, with all its images in sub-folders \(cats, dogs\)"):

@@ -298,11 +298,14 @@ def test_sweeps_that_ended_at_their_longest_training_are_named() -> None:
     for arm, chosen in zip(results["arms"], tried, strict=False):
         arm["choices"] = [{"tried": tried, "chosen": chosen}]
     sentence = (
-        "Caution: the longest fine-tuning tried (1,000 steps) served training from scratch best: with a longer one"
+        "Caution: the longest fine-tuning tried (1,000 steps) served training from scratch best; with a longer one"
     )
     assert sentence in summarise(results)["verdict"]
     results["arms"][1]["choices"] = [{"tried": tried, "chosen": tried[0]}]
     assert "longest" not in summarise(results)["verdict"]
+    for arm in results["arms"][:2]:
+        arm["choices"] = [{"tried": tried[:1], "chosen": tried[0]}]
+    assert "Caution: one length of fine-tuning was tried (100 steps)" in summarise(results)["verdict"]
 
 
 def test_a_study_says_where_its_ends_are() -> None:

@@ -243,8 +243,11 @@ def test_the_same_shards_under_another_name_go_on(train: Train, digits: Path, tm
     assert train(tmp_path / "run", f"data.train={tmp_path}/copied") == run
     other = tmp_path / "copied" / "info.json"
     other.write_text(other.read_text().replace('"sha256": "', '"sha256": "0', 1))
+    before = (run / "recipe.yaml").read_bytes()
+    assert str(tmp_path / "copied").encode() in before
     with pytest.raises(UserError, match="was trained on other shards"):
-        train(tmp_path / "run", f"data.train={tmp_path}/copied")
+        train(tmp_path / "run", f"data.train={tmp_path}/copied", "training.keep_last=7")
+    assert (run / "recipe.yaml").read_bytes() == before
 
 
 def test_a_file_is_no_run_directory(train: Train, tmp_path: Path) -> None:

@@ -100,8 +100,11 @@ def open_folder(root: Path, split: str | None) -> Source:
         part = find_split(str(root), split, parts)
         # The classes of every split, so that one missing from this split does not shift the others' indices; but not of
         # a split that is laid out otherwise and shares none.
-        own = {*_sub_folders(root / part)}
-        class_roots = [root / other for other in parts if other == part or own & {*_sub_folders(root / other)}]
+        folders = {other: {*_sub_folders(root / other)} for other in parts}
+        alike, left = {part}, {*parts} - {part}
+        while found := {other for other in left if any(folders[other] & folders[one] for one in alike)}:
+            alike, left = alike | found, left - found
+        class_roots = [root / other for other in alike]
         root, name = root / part, f"{name}/{part}"
 
     class_folders = _sub_folders(root)
