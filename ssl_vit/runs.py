@@ -90,8 +90,8 @@ def _sessions_before(run: Path) -> dict[str, Any]:
 
 
 def check(run: Path, settings: Recipe, data: str | None = None) -> None:
-    """Raises UserError where the directory is no run's, or that of another recipe, of other weights to begin with or (by
-    the fingerprint, where it is given) of other data."""
+    """Raises UserError where the directory is no run's, or that of another recipe, of other weights to begin with or
+    (by the fingerprint, where it is given) of other data."""
     if run.exists() and not run.is_dir():
         raise UserError(f"run={run} is a file: name a directory")
     path, metrics = run / "recipe.yaml", run / "metrics.jsonl"

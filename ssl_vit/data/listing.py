@@ -63,6 +63,10 @@ def list_shards(spec: str, remote: RemoteConfig) -> tuple[list[str], dict[str, A
     return [store.url(name) for name in names], info
 
 
+def _lists_splits(about: Any) -> bool:
+    return isinstance(about, dict) and isinstance(about.get("splits"), dict)
+
+
 def expand(spec: str) -> list[str]:
     """A brace range written out. Raises UserError for braces that do not pair."""
     try:
@@ -97,7 +101,7 @@ class _Store:
             path = f"{folder}/{name}"
             try:
                 found = self._json(path)
-                if found is None or (name == ABOUT and not isinstance(found.get("splits"), dict)):
+                if found is None or (name == ABOUT and not _lists_splits(found)):
                     continue  # an about.json of another kind
                 if name == ABOUT:
                     found = found | {"shards": [shard for part in found["splits"].values() for shard in part["shards"]]}
