@@ -254,3 +254,23 @@ def test_a_file_is_no_run_directory(train: Train, tmp_path: Path) -> None:
     (tmp_path / "run").write_text("")
     with pytest.raises(UserError, match="is a file: name a directory"):
         train(tmp_path / "run")
+
+
+def test_accumulation_is_the_loops_whatever_the_environment_says(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(tmp_path / "plain")
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
+    train(tmp_path / "told")
+    one, two = (sha256(tmp_path / name / "backbone.safetensors") for name in ("plain", "told"))
+    assert one == two
+
+
+def test_a_warm_up_that_outlasts_the_run_is_told(
+    settings: Callable[..., Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for warmup in (12, 13):
+        experiment.train(settings(tmp_path / f"run{warmup}", f"optim.warmup_steps={warmup}"))
+    told = " ".join(capsys.readouterr().err.split())
+    assert "optim.warmup_steps=13 of 12 steps in all: the learning rate never reaches its peak" in told
+    assert "warmup_steps=12 " not in told
