@@ -203,6 +203,17 @@ def test_what_has_no_pretraining_does_not_depend_on_how_others_pretrain(tmp_path
     assert differ("seeds=[0,1]") == {"ssl", "supervised", "untrained", "pixels"}, "frozen features cover all seeds"
 
 
+def test_sweeps_depend_on_the_number_that_their_set_counts_by(tmp_path: Path) -> None:
+    def prints(metric: str) -> dict[str, str]:
+        data = f"data={{train: null, test: null, sets: {{digits: {{train: a, test: b, metric: {metric}}}}}}}"
+        study = load_comparison("demo_digits", [data])
+        plan = Plan(study, tmp_path, study.sets, {"ssl pretrain": "a", "supervised pretrain": "b"})
+        return {piece.id: plan.fingerprint(piece) for piece in plan.pieces}
+
+    one, other = prints("accuracy"), prints("mean_per_class")
+    assert {name.partition("-")[0] for name in one if one[name] != other[name]} == {"choose_fine_tune", "fine_tune"}
+
+
 def test_results_depend_on_the_shards_that_they_were_measured_on(tmp_path: Path) -> None:
     def prints(**shards: str) -> dict[str, str]:
         study = load_comparison("demo_digits")

@@ -521,3 +521,16 @@ def test_a_label_of_astronomical_size_is_none(tmp_path: Path) -> None:
             out.addfile(member, io.BytesIO(content))
     labels = labels_of(open_shards(str(tmp_path / "0.tar")))
     assert (labels < 0).sum() == 1 and labels.max() == 9
+
+
+@pytest.mark.parametrize(("metric", "lr"), [("accuracy", 0.01), ("mean_per_class", 0.02)])
+def test_a_sweep_chooses_by_the_number_that_its_set_counts_by(
+    trained: Path, monkeypatch: pytest.MonkeyPatch, metric: Any, lr: float
+) -> None:
+    found = iter([{"accuracy": 0.9, "mean_per_class": 0.1}, {"accuracy": 0.2, "mean_per_class": 0.8}])
+    monkeypatch.setattr(fine_tune, "scores", lambda *arguments: next(found))
+    settings = experiment.run_recipe(trained / "run")
+    task = experiment.make_task(trained / "run", settings, f"{trained}/train", f"{trained}/test", metric=metric)
+    config = fine_tune.Config.model_validate({"lrs": [0.01, 0.02], "steps": [1], "batch_size": 16, "lanes": 4})
+    choice = fine_tune.Evaluator(config).choose(task, "trained", 5, 0)
+    assert choice is not None and choice.chosen["lr"] == lr
