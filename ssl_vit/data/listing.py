@@ -50,10 +50,9 @@ def list_shards(spec: str, remote: RemoteConfig) -> tuple[list[str], dict[str, A
             )
         present = {path.name for path in Path(folder).iterdir()} if store.local else set(map(file_name, names))
         if missing := sorted(set(map(file_name, names)) - present):
-            more = f" and {len(missing) - 1} more" if missing[1:] else ""
-            raise UserError(
-                f"{folder}: {missing[0]}{more} of its shards are not there: copy them, or make the set again"
-            )
+            first = ", ".join([*missing[:3], *(["..."] if missing[3:] else [])])
+            count = f"{len(missing)} of its {len(names)} shards are not there ({first})"
+            raise UserError(f"{folder}: {count}: copy them, or make the set again")
     else:
         names = [name for pattern in patterns for name in store.matching(pattern)]
         if not names:

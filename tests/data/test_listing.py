@@ -157,7 +157,7 @@ def test_a_packing_that_did_not_finish_is_refused(tmp_path: Path) -> None:
 
 def test_a_listed_shard_that_is_not_there_is_known_at_once(folder: Path) -> None:
     (folder / "shards" / "000003.tar").unlink()
-    with pytest.raises(UserError, match=r"000003\.tar of its shards are not there"):
+    with pytest.raises(UserError, match=r"1 of its 8 shards are not there \(000003\.tar\)"):
         open_shards(str(folder / "shards"))
 
 
