@@ -48,11 +48,8 @@ def list_shards(spec: str, remote: RemoteConfig) -> tuple[list[str], dict[str, A
             raise UserError(
                 f"{spec} holds several splits ({', '.join(splits)}): name the shards of one, with * or {{..}}"
             )
-        present = {path.name for path in Path(folder).iterdir()} if store.local else set(map(file_name, names))
-        if missing := sorted(set(map(file_name, names)) - present):
-            first = ", ".join([*missing[:3], *(["..."] if missing[3:] else [])])
-            count = f"{len(missing)} of its {len(names)} shards are not there ({first})"
-            raise UserError(f"{folder}: {count}: copy them, or make the set again")
+        if store.local:
+            _refuse_missing(folder, [name.removeprefix(f"{folder}/") for name in names])
     else:
         names = [name for pattern in patterns for name in store.matching(pattern)]
         if not names:
@@ -60,6 +57,15 @@ def list_shards(spec: str, remote: RemoteConfig) -> tuple[list[str], dict[str, A
         folders = {os.path.dirname(name.partition("?")[0] if store.http else name) for name in names}
         info = store.info(folders.pop()) if len(folders) == 1 else None
     return [store.url(name) for name in names], info
+
+
+def _refuse_missing(folder: str, files: list[str]) -> None:
+    """One listing tells at once what would stop a run hours later; files in sub-folders are left to it."""
+    present = {path.name for path in Path(folder).iterdir()}
+    if missing := [file for file in files if "/" not in file and file not in present]:
+        first = ", ".join([*missing[:3], *(["..."] if missing[3:] else [])])
+        count = f"{len(missing)} of its {len(files)} shards are not there ({first})"
+        raise UserError(f"{folder}: {count}: copy them, or make the set again")
 
 
 def _lists_splits(about: Any) -> bool:
