@@ -66,7 +66,8 @@ def interrupt(tmp_path: Path, arguments: list[str], at_work: Callable[[psutil.Pr
     text = log.read_text()
     assert code == 1, text
     assert "Traceback" not in text and "KeyboardInterrupt" not in text, text
-    assert text.rstrip().endswith("stopped; run the same command to go on"), text
+    again = "start again: extracted features are kept" if arguments[0] == "eval" else "go on"
+    assert text.rstrip().endswith(f"stopped; run the same command to {again}"), text
     return text
 
 
