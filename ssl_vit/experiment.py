@@ -6,13 +6,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
-from filelock import FileLock
 from omegaconf import OmegaConf
 from torch import nn
 
@@ -23,14 +22,15 @@ from ssl_vit.data.samples import View
 from ssl_vit.data.shards import ShardSet, check_same_classes, open_shards
 from ssl_vit.data.stream import train_source
 from ssl_vit.data.transforms import train_transform
+from ssl_vit.evaluators import Metric, results
 from ssl_vit.evaluators.base import named
 from ssl_vit.evaluators.features import Task
 from ssl_vit.evaluators.online import OnlineProbe
-from ssl_vit.files import read_json, sha256, write_json
+from ssl_vit.files import sha256, write_json
 from ssl_vit.interfaces import Batch, UserError
 from ssl_vit.models import BackboneConfig, backbone
 from ssl_vit.recipe import Recipe
-from ssl_vit.runs import SUMMARY, is_main_process, open_run
+from ssl_vit.runs import SUMMARY, open_run
 from ssl_vit.training import checkpoint, loop, processes
 from ssl_vit.training.engine import make_accelerator
 from ssl_vit.training.flops import training_flops
@@ -184,7 +184,7 @@ def make_task(
     *,
     seed: int = 0,
     cache: Path | None = None,
-    metric: Literal["accuracy", "mean_per_class"] = "accuracy",
+    metric: Metric = "accuracy",
 ) -> Task:
     """What evaluators judge: the backbone at `weights` (None: the settings' architecture, untrained) on two shard sets.
 
@@ -232,7 +232,7 @@ def evaluate(
     overrides: Sequence[str] = (),
     *,
     defaults: Mapping[str, Any] | None = None,
-    metric: Literal["accuracy", "mean_per_class"] = "accuracy",
+    metric: Metric = "accuracy",
     say: Callable[[str], None] | None = None,
 ) -> dict[str, Any]:
     """Run one evaluator on a run or checkpoint; the result is also added to `results.json` beside the weights.
@@ -242,20 +242,18 @@ def evaluate(
     "measurements", "skipped", "seconds"}; values: see `evaluators.base.named`; measurements: every `Measurement` with
     its `source`; sha256: of the weights. Raises UserError.
     """
-    path = weights / checkpoint.RESULTS
-    _evaluations(path)  # a file that cannot be added to is known before anything is measured
-    digest = sha256(backbone.find_weights(weights) / backbone.WEIGHTS)
-    if is_main_process():
-        _check_writable(weights)
+    found = backbone.find_weights(weights)  # once: a run that trains on goes on saving
+    results.check(weights)  # what cannot be added to is known before anything is measured
     module = plugins.load("evaluators", name)
     given = OmegaConf.merge(dict(defaults or {}), recipe.parse_overrides(overrides))
     config = recipe.validate(module.Config, OmegaConf.to_container(given), f"{name}: ")
-    task = make_task(weights, run_recipe(weights), train, test, cache=weights / "features", metric=metric)
+    digest = sha256(found / backbone.WEIGHTS)
+    task = make_task(found, run_recipe(weights), train, test, cache=weights / "features", metric=metric)
     if say and task.accelerator.is_main_process:
         task.say = say
     start = time.perf_counter()
     evaluator = module.Evaluator(config)
-    with processes.others_watched(lambda: f"{path} holds what was measured before"):
+    with processes.others_watched(lambda: f"{weights / checkpoint.RESULTS} holds what was measured before"):
         measured = list(evaluator.measurements(task))
     result = {
         "evaluator": name,
@@ -273,32 +271,8 @@ def evaluate(
         "seconds": round(time.perf_counter() - start, 2),
     }
     if task.accelerator.is_main_process:
-        same = ("evaluator", "settings", "data", "metric")
-        with FileLock(weights / ".results.lock"):
-            others = [old for old in _evaluations(path) if any(old.get(key) != result[key] for key in same)]
-            kept = [old for old in others if old.get("sha256", result["sha256"]) == result["sha256"]]
-            if len(kept) < len(others):
-                task.say(f"{path}: {len(others) - len(kept)} result(s) of weights that are no longer there left out")
-            write_json(path, {"kind": "evaluations", "evaluations": [*kept, result]})
+        results.add(weights, result, task.say)
     return result
-
-
-def _check_writable(weights: Path) -> None:
-    try:
-        with FileLock(weights / ".results.lock"):
-            pass
-    except OSError as error:
-        raise UserError(
-            f"{weights}: results.json cannot be written there ({error.strerror}): copy the weights to where it can"
-        ) from None
-
-
-def _evaluations(path: Path) -> list[dict[str, Any]]:
-    """What was measured before. Raises UserError for a file of another kind."""
-    try:
-        return list(read_json(path)["evaluations"]) if path.exists() else []
-    except (ValueError, LookupError, TypeError):
-        raise UserError(f"{path}: not what `ssl-vit eval` wrote; put it aside, and its place is taken anew") from None
 
 
 def inspect(weights: Path, shards: str, out: Path, options: inspection.Options) -> Path:

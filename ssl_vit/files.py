@@ -12,20 +12,36 @@ from typing import Any, BinaryIO
 
 
 @contextmanager
-def whole_file(path: Path, tag: str = "") -> Iterator[BinaryIO]:
-    """A file that appears under its name only when all of it is on the disk; until then `.TAG.tmp` ends its name.
+def whole_path(path: Path, tag: str = "") -> Iterator[Path]:
+    """Where to write a file that appears under its name only when all of it is on the disk: `.TAG.tmp` ends its name
+    until then.
 
     tag: tells writers of one folder apart (default: the process's number).
     """
     unfinished = path.with_name(f"{path.name}.{tag or os.getpid()}.tmp")
     try:
-        with unfinished.open("wb", buffering=1 << 20) as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
+        yield unfinished
+        flush(unfinished)
         unfinished.replace(path)
     finally:
         unfinished.unlink(missing_ok=True)
+
+
+@contextmanager
+def whole_file(path: Path, tag: str = "") -> Iterator[BinaryIO]:
+    """The same, opened."""
+    with whole_path(path, tag) as unfinished, unfinished.open("wb", buffering=1 << 20) as file:
+        yield file
+        file.flush()
+
+
+def flush(path: Path) -> None:
+    """To the disk: a file's content, or a folder's names."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def write_text(path: Path, text: str, tag: str = "") -> None:

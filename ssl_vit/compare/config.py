@@ -11,11 +11,10 @@ from typing import Any, Literal
 from pydantic import Field, SerializeAsAny, field_validator, model_validator
 
 from ssl_vit import plugins, recipe
-from ssl_vit.evaluators import Budgets, Seeds
+from ssl_vit.evaluators import Budgets, Metric, Seeds
 from ssl_vit.interfaces import Config, UserError
 from ssl_vit.recipe import Recipe
 
-Metric = Literal["accuracy", "mean_per_class"]
 ONLY = "data"  # the name of a comparison's data set where it has one
 _NAME = re.compile(r"[A-Za-z0-9_.]+")
 # A comparison sets these itself, by `seeds` and `labels_per_class`.

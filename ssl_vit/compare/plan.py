@@ -56,6 +56,7 @@ class Plan:
     run: Path
     sets: dict[str, DataSet]
     shards: dict[str, str] = field(default_factory=dict)
+    _sums: dict[Path, str] = field(default_factory=dict)
 
     @cached_property
     def evaluators(self) -> dict[str, dict[str, Judge]]:
@@ -116,7 +117,7 @@ class Plan:
             config = backbone.find_weights(self.study.comparison.arms[like].weights or "") / backbone.CONFIG
             other = self.prepared_by(like)
             preparation = other.model_dump(mode="json", include=_PREPARATION) if other else {}
-            return _hash([sha256(config), preparation])
+            return _hash([self._sum(config), preparation])
         content = self.settings[like].model_dump(mode="json", include=_LIKE)
         if not dropout:
             content["backbone"] = {key: value for key, value in content["backbone"].items() if "drop" not in key}
@@ -225,6 +226,12 @@ class Plan:
                 content["metric"] = metric
         return _hash(content)[:16]
 
+    def _sum(self, path: Path) -> str:
+        """A file's checksum; weights are many pieces' matter and read once."""
+        if path not in self._sums:
+            self._sums[path] = sha256(path)
+        return self._sums[path]
+
     def _origin(self, piece: Piece) -> list[Any]:
         """What the backbone that a piece trains or judges was made from."""
         arm = piece.arm
@@ -235,7 +242,7 @@ class Plan:
                 if name:
                     made.get(room, {}).pop(name, None)
             if made["init_from"]:
-                made["init_from"] = sha256(backbone.find_weights(made["init_from"]) / backbone.WEIGHTS)
+                made["init_from"] = self._sum(backbone.find_weights(made["init_from"]) / backbone.WEIGHTS)
             seed = self.pretraining_seed(arm, piece.seed) if self.study.comparison.pretrain_per_seed else None
             return [made, self.shards.get(f"{arm} pretrain"), seed]
         if given := self.study.comparison.arms[arm].weights if arm in self.with_backbone else None:
@@ -243,7 +250,7 @@ class Plan:
             if piece.kind == "pictures" or self.evaluators[piece.data][piece.evaluator].judges_heads:
                 head = checkpoint.newest_of(Path(given))
                 files += [head / checkpoint.OBJECTIVE] if head else []
-            return [*map(sha256, files), self._made_like(arm, dropout=True)]
+            return [*map(self._sum, files), self._made_like(arm, dropout=True)]
         return [arm == "pixels", self._made_like(arm, dropout=True)]
 
 

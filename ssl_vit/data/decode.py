@@ -122,9 +122,12 @@ def _open(data: bytes, channels: int) -> Picture:
     return Pixels(torch.from_numpy(pixels.reshape(*pixels.shape[:2], channels)).permute(2, 0, 1))
 
 
-def is_class_index(text: str) -> bool:
-    """Whether it is a whole number that a set of images could have as many classes of."""
-    return text.removeprefix("-").isdecimal() and len(text) < 19 and int(text) <= _MOST_CLASSES
+def class_index(content: bytes | str) -> int | None:
+    """The whole number that a `.cls` member holds; None for anything else, and for more than a set has classes."""
+    text = (content.decode("ascii", "replace") if isinstance(content, bytes) else content).strip()
+    # Python itself refuses thousands of digits.
+    is_number = text.removeprefix("-").isdecimal() and len(text) < 19
+    return int(text) if is_number and int(text) <= _MOST_CLASSES else None
 
 
 def decode_label(sample: Mapping[str, bytes | str], classes: int | None) -> int:
@@ -132,10 +135,10 @@ def decode_label(sample: Mapping[str, bytes | str], classes: int | None) -> int:
     data = sample.get("cls")
     if data is None:
         return -1
-    text = (data.decode("ascii", "replace") if isinstance(data, bytes) else data).strip()
-    if not is_class_index(text):
-        raise BadSample(f"label {text[:20]!r} is not a class index")
-    label = int(text)
+    label = class_index(data)
+    if label is None:
+        text = data.decode("ascii", "replace") if isinstance(data, bytes) else data
+        raise BadSample(f"label {text.strip()[:20]!r} is not a class index")
     if label < 0 or (classes is not None and label >= classes):
         raise BadSample(f"label {label} is outside the classes 0..{classes - 1 if classes else '?'}")
     return label

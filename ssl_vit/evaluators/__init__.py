@@ -13,6 +13,8 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from ssl_vit.interfaces import Config
 
 ALL = "all"
+Metric = Literal["accuracy", "mean_per_class"]
+"""The number that counts on a data set: the share of right answers, or the mean of the classes' shares."""
 
 
 def _budget(value: Any) -> int | str:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import numpy as np
 from pydantic import Field
 
-from ssl_vit.evaluators import ALL, Budgets, Seeds, budget_words
+from ssl_vit.evaluators import ALL, Budgets, Metric, Seeds, budget_words
 from ssl_vit.evaluators.features import REFERENCES, Representation, Task
 from ssl_vit.interfaces import Config, Measurement
 from ssl_vit.models import ImageSize, Resampling
@@ -131,9 +131,7 @@ class Judge(ABC):
         yield from named(self.measurements(task))
 
 
-def named(
-    measured: Iterable[tuple[str, Measurement]], metric: Literal["accuracy", "mean_per_class"] = "accuracy"
-) -> Iterator[tuple[str, float]]:
+def named(measured: Iterable[tuple[str, Measurement]], metric: Metric = "accuracy") -> Iterator[tuple[str, float]]:
     """SOURCE/NAME/mean, /std (over seeds, ddof 1; 0 for one) and /seedN of every measured name, in order."""
     groups: dict[str, dict[int, float]] = {}
     for source, found in measured:

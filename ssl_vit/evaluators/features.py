@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -27,7 +26,9 @@ from ssl_vit.data.evaluation import EvaluationStream, evaluation_batches
 from ssl_vit.data.samples import Skip, View
 from ssl_vit.data.shards import ShardSet, open_url
 from ssl_vit.data.transforms import evaluation_transform
+from ssl_vit.evaluators import Metric
 from ssl_vit.evaluators.labels import choose_each, labels_of
+from ssl_vit.files import whole_path
 from ssl_vit.interfaces import Config, Size, UserError
 from ssl_vit.models import Resampling
 from ssl_vit.models.backbone import Encoder, Pooling, at_size
@@ -92,7 +93,7 @@ class Task:
     cache: Path | None = None
     objective: Config | None = None
     say: Callable[[str], None] = silent
-    metric: Literal["accuracy", "mean_per_class"] = "accuracy"
+    metric: Metric = "accuracy"
     skipped: list[Skip] = field(default_factory=list)
     _features: dict[tuple[Any, ...], Features] = field(default_factory=dict)
 
@@ -256,12 +257,8 @@ def _read(path: Path) -> tuple[Features, list[Skip]] | None:
 
 def _write(path: Path, features: Features, skipped: list[Skip]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
+    with whole_path(path) as unfinished:
         save_file(vars(features), unfinished, {"skipped": json.dumps([asdict(skip) for skip in skipped])})
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
 
 
 def _content(

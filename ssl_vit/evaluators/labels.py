@@ -7,7 +7,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from ssl_vit.data.decode import is_class_index
+from ssl_vit.data.decode import class_index
 from ssl_vit.data.shards import ShardSet
 from ssl_vit.evaluators import ALL
 from ssl_vit.interfaces import UserError
@@ -91,10 +91,9 @@ def labels_of(shards: ShardSet) -> np.ndarray:
     for shard in range(len(shards.urls)):
         for position, sample in shards.read(shard):
             if not isinstance(sample, Exception) and position < shards.counts[shard]:
-                content = sample.get("cls", b"-1")
-                text = (content.decode("ascii", "replace") if isinstance(content, bytes) else content).strip()
-                if is_class_index(text):
-                    labels[shards.first_index[shard] + position] = int(text)
+                label = class_index(sample.get("cls", b"-1"))
+                if label is not None:
+                    labels[shards.first_index[shard] + position] = label
     if (labels < 0).all():
         raise UserError(f"{shards.spec}: no sample there has a label (.cls), so nothing can be evaluated on it")
     return labels

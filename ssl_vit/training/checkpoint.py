@@ -9,7 +9,6 @@ and `SHA256SUMS`, which `sha256sum -c` reads. Nothing in it is a pickle.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -22,7 +21,7 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 from ssl_vit.data.plan import LanePosition
-from ssl_vit.files import sha256, whole_file
+from ssl_vit.files import flush, sha256, whole_file
 from ssl_vit.interfaces import RunError, UserError
 from ssl_vit.models import backbone as backbones
 from ssl_vit.training import processes
@@ -161,19 +160,19 @@ def save(run: Path, progress: Progress, state: State, keep_last: int) -> Path:
             for path in sorted(files):
                 if path.name.startswith(own) or (processes.is_main() and path.parent == beside):
                     sums[path.relative_to(beside).as_posix()] = sha256(path)
-                    _flush(path)
+                    flush(path)
     parts = processes.gather(sums)
     with shared_errors(), _refusals(run, target, beside):
         if processes.is_main():
             lines = [f"{digest}  {name}\n" for part in parts for name, digest in part.items()]
             (beside / _SUMS).write_text("".join(lines))
             for path in (beside / _SUMS, beside / _OPTIMIZER, beside):
-                _flush(path)
+                flush(path)
             aside = target.with_name(f"{_ASIDE}{target.name}")
             if target.exists():
                 target.rename(aside)
             beside.rename(target)
-            _flush(target.parent)
+            flush(target.parent)
             shutil.rmtree(aside, ignore_errors=True)
     if processes.is_main():
         for old in folders(run)[:-keep_last]:
@@ -278,11 +277,3 @@ def _network(objective: nn.Module) -> str:
     """The prefix of timm's own names among the objective's."""
     backbone = _backbone(objective)
     return f"{_BACKBONE}{next(name for name, module in backbone.named_modules() if module is backbone.network)}."
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -118,7 +118,7 @@ class _Loop:
         display = Display(job.name, job.total_steps, step, self.accelerator.device, main and not job.quiet)
         with Records(display, job.run if main else None, self.progress, training.trackers, job.recipe) as self.records:
             resumed = [f"resuming at step {step} of {job.total_steps}"] if step else []
-            for note in [*self.notes, *self._short(), *resumed]:
+            for note in [*self.notes, *self._warnings(), *resumed]:
                 self.records.say(note)
             number = self._steps()
         if number:
@@ -167,7 +167,7 @@ class _Loop:
                 self._draw(batch)
         return 0
 
-    def _short(self) -> list[str]:
+    def _warnings(self) -> list[str]:
         warmup, total = self.job.optim.warmup_steps, self.job.total_steps
         never = f"optim.warmup_steps={warmup} of {total} steps in all: the learning rate never reaches its peak"
         return [never] if warmup > total else []
