@@ -140,17 +140,17 @@ def errors_of_one(digits: str, out: str, bad: str) -> None:
         (folder / "occupied" / "thesis.tex").write_text("mine")
         (folder / "blocked").mkdir()
     print("occupied:", outcome(lambda: train(digits, folder / "occupied", "pretraining")), flush=True)
-    save = checkpoint._flush
+    save = checkpoint.flush
 
     def full(path: Path) -> None:
         if "step_00000012" in str(path):
             raise OSError(errno.ENOSPC, "No space left on device")
         save(path)
 
-    checkpoint._flush = full
+    checkpoint.flush = full
     keys = ("training.checkpoint_every=4", "training.keep_last=9")
     print("full:", outcome(lambda: train(digits, folder / "full", "pretraining", *keys)), flush=True)
-    checkpoint._flush = save
+    checkpoint.flush = save
 
     def refused(self: Any, step: int, values: Any) -> None:
         raise RunError("metrics.jsonl: cannot write")
