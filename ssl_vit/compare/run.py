@@ -269,7 +269,9 @@ def _arm(plan: Plan, arm: str) -> dict[str, Any]:
         needs_labels = getattr(module.Objective, "needs_labels", False)
     weights = plan.weights(arm, c.seeds[0])
     given = c.arms[arm].weights
-    summary = Path(given or "") / "summary.json"
+    begun = settings.init_from if settings else None
+    path = Path(given or "") / "summary.json"
+    summary = read_json(path) if given and path.is_file() else None
     return {
         "name": arm,
         "label": c.arms[arm].label,
@@ -278,7 +280,9 @@ def _arm(plan: Plan, arm: str) -> dict[str, Any]:
         "objective": settings.objective.name if settings else None,  # type: ignore[attr-defined]
         "architecture": plan.architecture(arm),
         "needs_labels": needs_labels,
-        "summary": read_json(summary) if given and summary.is_file() else None,
+        "summary": summary,
+        # Weights whose making nothing here tells of: those given without a run, and those a training began with.
+        "starts_from": given if given and not summary else begun,
     }
 
 

@@ -119,12 +119,19 @@ def _arm(plan: dict[str, Any], arm: dict[str, Any], results: dict[str, Any]) -> 
     pictures = [results[piece["id"]].get("folder") for piece in own if piece["kind"] == "pictures"]
     return {
         **{key: value for key, value in arm.items() if key not in ("needs_labels", "summary")},
-        "labels_used": pretraining["samples"] if pretraining and arm["needs_labels"] else 0,
+        "labels_used": _labels_used(arm, pretraining),
         "pretraining": pretraining,
         "choices": choices,
         "tuning": tuning,
         "pictures": next(iter(pictures), None),
     }
+
+
+def _labels_used(arm: dict[str, Any], pretraining: dict[str, Any] | None) -> int | None:
+    """How many labels an arm's pretraining saw; None for weights that nothing tells the making of."""
+    if pretraining is None:
+        return None if arm.get("starts_from") else 0
+    return int(pretraining["samples"]) if arm["needs_labels"] else 0
 
 
 def _total(plan: dict[str, Any], arm: dict[str, Any], found: dict[str, dict[str, Any]]) -> dict[str, float]:

@@ -104,10 +104,15 @@ def cost_table(results: dict[str, Any]) -> Table:
     jobs = results.get("jobs") or 1
     if jobs > 1:
         title += f". Seconds were measured with {jobs} pieces running side by side, which slow each other down"
+    if begun := [f"{arm['name']} ({arm['starts_from']})" for arm in arms if arm.get("starts_from")]:
+        title += f". Not counted: what made the weights that these started from: {', '.join(begun)}"
     labels = [arm_label(results, arm["name"]) for arm in arms]
     table = Table(title, ["Cost", *labels], arms=[arm["name"] for arm in arms], across=True)
     trained = [arm.get("pretraining") or {} for arm in arms]
-    used = [_number(arm.get("labels_used")) if spent else "none" for arm, spent in zip(arms, trained, strict=True)]
+    used = [
+        _number(arm.get("labels_used")) if spent else "unknown" if arm.get("starts_from") else "none"
+        for arm, spent in zip(arms, trained, strict=True)
+    ]
     table.rows.append(["Pretraining labels", *used])
     table.rows.append(["Parameters", *(_number(spent.get("parameters")) for spent in trained)])
     tried = [sum(len(choice["tried"]) for choice in arm.get("choices") or []) or None for arm in arms]

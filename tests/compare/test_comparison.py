@@ -395,9 +395,12 @@ def test_given_weights_see_the_same_images_and_count_with_their_config(demo: Pat
     arms = {name: {"label": name, "weights": str(path)} for name, path in (("ssl", demo / "ssl"), ("given", weights))}
     recipe = mini(tmp_path, demo, arms=arms)
     found: dict[str, list[float]] = {}
-    for measured in quietly(recipe)["measurements"]:
+    results = quietly(recipe)
+    for measured in results["measurements"]:
         found.setdefault(measured["arm"], []).append(measured["accuracy"])
     assert found["given"] == found["ssl"]
+    origin = {arm["name"]: (arm["labels_used"], arm["starts_from"]) for arm in results["arms"]}
+    assert origin == {"ssl": (0, None), "given": (None, str(weights))}, "nothing tells what made the weights alone"
     study = load_comparison(recipe)
 
     def prints() -> dict[str, str]:

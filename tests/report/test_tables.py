@@ -17,7 +17,7 @@ from ssl_vit.report import plots
 from ssl_vit.report.cells import flat
 from ssl_vit.report.compared import section
 from ssl_vit.report.statistics import summarise
-from ssl_vit.report.tables import terminal_table
+from ssl_vit.report.tables import cost_table, terminal_table
 
 
 def comparison(scores: Any, evaluator: str = "fine_tune") -> dict[str, Any]:
@@ -358,3 +358,15 @@ def test_the_costs_of_many_arms_fit_a_terminal() -> None:
     assert heads == [["arm0", "arm1", "arm2", "arm3"], ["arm4", "arm5", "arm6", "arm7"], ["arm8"]]
     assert all(f"1,00{n}.0" in " ".join(lines) for n in range(9))
     assert sum("Pretraining: one run" in line for line in lines) == 1
+
+
+def test_what_made_the_weights_that_an_arm_began_with_is_not_passed_off_as_nothing() -> None:
+    results = comparison({})
+    given = {"name": "timm", "label": "timm's", "run": "hub/b", "labels_used": None, "pretraining": None}
+    results["arms"] = [{**given, "starts_from": "hub/b"}, {**results["arms"][0], "starts_from": "runs/first"}]
+    table = cost_table(results)
+    assert table.rows[0] == ["Pretraining labels", "unknown", "0"]
+    assert table.title.endswith(
+        "Not counted: what made the weights that these started from: timm (hub/b), ssl (runs/first)"
+    )
+    assert cost_table(comparison({})).rows[0][2] == "none"
