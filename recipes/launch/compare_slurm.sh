@@ -5,6 +5,7 @@
 #
 # Say what a task needs by Slurm's own variables, such as SBATCH_PARTITION=gpu SBATCH_GPUS=1 SBATCH_TIMELIMIT=240. The run
 # directory must be on a file system that all nodes share. Run it again after a failure: what is done stays done.
+# Run by the tests with a stand-in for sbatch.
 set -euo pipefail
 
 list=$(ssl-vit compare "$@" --list)

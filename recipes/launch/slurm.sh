@@ -3,7 +3,7 @@
 # exit code 75, is put back into the queue, and goes on from there.
 #
 # sbatch recipes/launch/slurm.sh pretrain_vit_tiny data.train=shards/train training.precision=bf16
-# sbatch --nodes=4 recipes/launch/slurm.sh pretrain_vit_tiny data.train=shards/train training.precision=bf16
+# sbatch --nodes=2 recipes/launch/slurm.sh pretrain_vit_tiny data.train=shards/train training.precision=bf16
 #
 # The nodes must share the run directory. Run by the tests with stand-ins for srun and scontrol, on CPU processes.
 #SBATCH --job-name=ssl-vit

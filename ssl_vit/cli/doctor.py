@@ -16,7 +16,8 @@ def doctor(
     run: Annotated[str, typer.Option(help="Where runs would go (for the free space).")] = "runs",
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
 ) -> None:
-    """Versions, devices, disk, and whether the shards suit the workers; exit code 1 if something would stop a run.
+    """Versions, devices, disk, and whether the shards are enough for this machine's cores; exit code 1 if something
+    would stop a run.
 
     Example: `ssl-vit doctor --data shards/train`
     """

@@ -68,7 +68,11 @@ def demo(
 @app.command()
 def train(
     recipe: Annotated[
-        str, typer.Argument(help="A recipe file or a shipped recipe's name.", autocompletion=complete.stages)
+        str,
+        typer.Argument(
+            help="A recipe file, a shipped recipe's name, or a run's directory, to go on with it.",
+            autocompletion=complete.stages,
+        ),
     ],
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the run's data, size, memory and time, and do not train.")
@@ -140,7 +144,7 @@ def evaluate(
     per_class: Annotated[bool, typer.Option("--per-class", help="Print the accuracy of every class too.")] = False,
     overrides: Annotated[list[str] | None, typer.Argument(help="Evaluator keys.", metavar="key=value")] = None,
 ) -> None:
-    """Judge a backbone beside two references: the untrained backbone and raw pixels. Adds to RUN/results.json.
+    """Judge a backbone beside the untrained one and raw pixels (a run's own head: alone). Adds to RUN/results.json.
 
     Example: `ssl-vit eval runs/digits_ssl few_shot --data runs/demo/data shots=[1,5]`
     """

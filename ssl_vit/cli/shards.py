@@ -26,7 +26,12 @@ class Order(StrEnum):
 
 @app.command("make")
 def shards_make(
-    source: Annotated[str, typer.Argument(help="A folder of class folders, a `datasets` source, or `digits`.")],
+    source: Annotated[
+        str,
+        typer.Argument(
+            help="A folder of class folders or of images, a `datasets` source, `digits`, or NAME:PLACE (a source of your own)."
+        ),
+    ],
     out: Annotated[Path, typer.Argument(help="Where the shards and info.json go.")],
     split: Annotated[str | None, typer.Option(help="The source's split, such as train or test.")] = None,
     shard_size: Annotated[int, typer.Option(min=1, help="Images in a shard, at most.")] = 1000,

@@ -21,6 +21,7 @@ from typer.main import get_command
 
 from ssl_vit import cli, plugins, recipe
 from ssl_vit.compare.config import load_comparison, load_suite
+from ssl_vit.data.plan import check_topology
 
 ROOT = Path(__file__).parent.parent.parent
 RESULTS = "recipes/RESULTS.md"
@@ -33,7 +34,7 @@ RULES = [
     (r"(tools/oldest|tools/test_xla)\.sh\b", "elsewhere", "tests/test_packaging.py"),
     (r"python tools/\w+\.py", "help", "minutes on an idle machine"),
     (r"(accelerate launch|sbatch|(sh )?recipes/launch/\S+\.sh) ", "parsed", ON_A_CLUSTER),
-    (r"ssl-vit (import vit_|shards make (cifar10|\w[\w-]+/\w))", "parsed", "needs the hub"),
+    (r"ssl-vit (import vit_|shards make \w[\w-]+/\w)", "parsed", "needs the hub"),
 ]
 TINY = {
     "train": [
@@ -123,6 +124,40 @@ def test_every_line_of_every_shell_block_is_checked(line: Line) -> None:
 @pytest.mark.parametrize("line", [*INLINE, *HEADERS], ids=lambda line: f"{line.document} {line.text}")
 def test_commands_in_the_text_and_in_recipes_are_right(line: Line) -> None:
     check(line.text)
+
+
+LAUNCHED = [
+    text.removeprefix("# ")
+    for path in sorted((ROOT / "recipes/launch").iterdir())
+    for text in path.read_text().splitlines()
+    if re.match(r"# (accelerate launch|sbatch) ", text)
+]
+
+
+@pytest.mark.parametrize("text", [line.text for line in INLINE] + LAUNCHED)
+def test_launch_commands_deal_their_recipes_out_evenly(text: str) -> None:
+    """From enough shards, on the processes that the command says, 8 a machine."""
+    numbers = {
+        r"--num_processes (\d+)": lambda count: [int(count)],
+        r"sbatch --nodes=(\d+) recipes/launch/slurm.sh": lambda count: [8 * int(count)],
+        r"NODES=(\d+:\d+) ": lambda bounds: [8 * n for n in range(int(bounds[0]), int(bounds[-1]) + 1)],
+        r"(two_machines)\.yaml": lambda _: [16],
+    }
+    counts = [count for known, of in numbers.items() for found in re.findall(known, text) for count in of(found)]
+    if not counts:
+        return
+    _, name, *changed = own_words(shlex.split(text))
+    settings: Any = recipe.load_recipe(name, changed)
+    for ranks in counts:
+        check_topology(
+            shards=ranks * max(settings.data.workers, 1),
+            samples=10**6,
+            lanes=settings.data.lanes,
+            batch_size=settings.training.batch_size,
+            ranks=ranks,
+            workers=settings.data.workers,
+            accumulate=settings.training.accumulate,
+        )
 
 
 def check(text: str) -> None:
