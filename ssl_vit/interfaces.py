@@ -34,9 +34,10 @@ class RunError(Exception):
 class Diverged(RunError):
     """A loss or gradient that is not finite, or a loss that jumped: other settings may not.
 
-    cost: what the training took, where somebody counts it.
+    steps: how many the training had taken. cost: what they took, where somebody counts it.
     """
 
+    steps = 0
     cost: object = None
 
 

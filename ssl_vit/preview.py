@@ -51,7 +51,7 @@ def preview(settings: Recipe) -> dict[str, Any]:
 
     steps, samples = job.total_steps, settings.data.samples or shards.samples
     weights = 4 * (parameters + trained * (1 + _OPTIMIZER_STATES[settings.optim.name]))
-    return {
+    found: dict[str, Any] = {
         "run": str(settings.run_directory),
         "data": {
             "shards": len(shards.urls),
@@ -77,11 +77,19 @@ def preview(settings: Recipe) -> dict[str, Any]:
             "steps": steps,
             "seconds_a_step": round(step_seconds, 4),
             "seconds_for_its_images": round(data_seconds, 4),
-            "hours_in_all": round(steps * max(step_seconds, data_seconds) / 3600, 3),
             "device": str(accelerator.device),
         },
         "recipe": settings.model_dump(mode="json"),
     }
+    found["time"] |= {"hours_in_all": round(steps * seconds_of_a_step(found) / 3600, 3)}
+    return found
+
+
+def seconds_of_a_step(found: dict[str, Any], share: float = 1.0) -> float:
+    """Computing (a share of it) and reading, of what `preview` found: the slower of the two where loader processes read
+    meanwhile, else both."""
+    computing, reading = share * found["time"]["seconds_a_step"], found["time"]["seconds_for_its_images"]
+    return float(max(computing, reading) if found["data"]["loader_workers_a_process"] else computing + reading)
 
 
 def _step(module: nn.Module, part: Batch, accelerator: Any) -> int:

@@ -192,3 +192,13 @@ def test_a_comparisons_dry_run_minds_no_run_of_its_own_training(
     data = [f"data.train={digits}", f"data.test={digits}", "labels_per_class=[2]", "seeds=[0]"]
     arguments = ["compare", "demo_digits", "--dry-run", "--json", *data, arms, "evaluators={few_shot: {shots: [1]}}"]
     assert CliRunner().invoke(app, arguments, catch_exceptions=False).exit_code == 0
+
+
+@pytest.mark.parametrize(("workers", "whole", "third"), [(0, 5.0, 3.0), (2, 3.0, 2.0)])
+def test_reading_adds_to_a_step_where_no_loader_process_does_it_meanwhile(
+    workers: int, whole: float, third: float
+) -> None:
+    found = {"time": {"seconds_a_step": 3.0, "seconds_for_its_images": 2.0}}
+    found["data"] = {"loader_workers_a_process": workers}
+    assert preview.seconds_of_a_step(found) == whole
+    assert preview.seconds_of_a_step(found, 1 / 3) == third

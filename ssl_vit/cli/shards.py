@@ -29,7 +29,7 @@ def shards_make(
     source: Annotated[
         str,
         typer.Argument(
-            help="A folder of class folders or of images, a `datasets` source, `digits`, or NAME:PLACE (a source of your own)."
+            help="A folder of class folders or of images, a `datasets` source, `digits`, or NAME:PLACE (your own)."
         ),
     ],
     out: Annotated[Path, typer.Argument(help="Where the shards and info.json go.")],

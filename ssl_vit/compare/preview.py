@@ -17,6 +17,7 @@ from ssl_vit.compare.work import is_done
 from ssl_vit.data.shards import ShardSet
 from ssl_vit.evaluators.labels import choose_each, choose_labelled, labels_of
 from ssl_vit.preview import preview as preview_stage
+from ssl_vit.preview import seconds_of_a_step
 from ssl_vit.recipe import Recipe
 
 Shown = dict[str, Any]
@@ -95,7 +96,7 @@ class _Costs:
         labels = labels_of(self.opened[piece.data, "train"])
         images = len(choose_labelled(labels, piece.budget, piece.seed))
         for keys in self.plan.evaluators[piece.data][piece.evaluator].stages(piece.kind, images):
-            seconds = _seconds(self._measured(piece, like, keys)) * keys["training"]["steps"]
+            seconds = seconds_of_a_step(self._measured(piece, like, keys)) * keys["training"]["steps"]
             self.hours[piece.arm, "fine_tuning"] += seconds / 3600
 
     def _features(self, piece: Piece, like: Recipe) -> None:
@@ -115,7 +116,7 @@ class _Costs:
         batch = like.training.batch_size
         keys = {"backbone": size, "objective": {"name": "classification", "head": "linear", "pooling": "mean"}}
         measured = self._measured(piece, like, keys | {"training": {"steps": 1, "batch_size": batch}})
-        self.hours[piece.arm, "features"] += _seconds(measured, _FORWARD) * images / batch / 3600
+        self.hours[piece.arm, "features"] += seconds_of_a_step(measured, _FORWARD) * images / batch / 3600
 
     def _measured(self, piece: Piece, like: Recipe, keys: Shown) -> Shown:
         """A training as an evaluator does it, tried as a recipe on the piece's labelled shards."""
@@ -134,11 +135,6 @@ class _Costs:
         if key not in self.tried:
             self.tried[key] = preview_stage(stage)
         return self.tried[key]
-
-
-def _seconds(found: Shown, share: float = 1.0) -> float:
-    """Of one step: the slower of computing (a share of it) and reading."""
-    return float(max(share * found["time"]["seconds_a_step"], found["time"]["seconds_for_its_images"]))
 
 
 def _memory(found: Shown) -> float:

@@ -26,6 +26,8 @@ from ssl_vit.objectives import classification
 from ssl_vit.training import OptimConfig, TrainingConfig, loop, processes
 from ssl_vit.training.flops import training_flops
 
+_LOG_EVERY = 500  # steps; until then each keeps its metrics on the device and its samples' names
+
 
 @dataclass(frozen=True)
 class Cost:
@@ -87,24 +89,27 @@ def train_classifier(
         batches=batches,
         lanes=lanes,
         total_steps=steps,
-        training=TrainingConfig(steps=steps, batch_size=batch_size, log_every=steps, checkpoint_every=0),
+        training=TrainingConfig(steps=steps, batch_size=batch_size, log_every=_LOG_EVERY, checkpoint_every=0),
         optim=optim,
         accelerator=accelerator,
         quiet=True,
     )
-    start, seen = time.perf_counter(), steps * batch_size
-    flops = seen * training_flops(objective)
+    start, flops = time.perf_counter(), batch_size * training_flops(objective)
+
+    def cost_of(taken: int) -> Cost:
+        return Cost(taken * batch_size, taken * flops, round(time.perf_counter() - start, 2))
+
     scale = accelerator.scaler.state_dict() if accelerator.scaler else None
     try:
         task.skipped += loop.train(job).skipped
-    except Diverged as error:  # it was seen at the one log line, the last step's
-        error.cost = Cost(seen, flops, round(time.perf_counter() - start, 2))
+    except Diverged as error:
+        error.cost = cost_of(error.steps)
         raise
     finally:
         accelerator.free_memory()
         if scale:  # the next training of this process starts from the same loss scale
             accelerator.scaler.load_state_dict(scale)
-    return objective, Cost(seen, flops, round(time.perf_counter() - start, 2))
+    return objective, cost_of(steps)
 
 
 @torch.no_grad()

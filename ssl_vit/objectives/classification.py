@@ -84,6 +84,8 @@ class Objective(nn.Module):
     @torch.compiler.disable  # what it draws changes its shapes: a compiler would make a graph of every draw
     def _mixed(self, images_BCHW: torch.Tensor, labels_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         assert self.mix is not None
+        if self.config.cutmix and images_BCHW.device.type == "xla":
+            raise UserError("objective.cutmix: XLA would compile a program for every box that it draws; use mixup")
         images, targets = self.mix(images_BCHW.float(), labels_B)
         return images, targets
 

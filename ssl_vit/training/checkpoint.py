@@ -100,6 +100,8 @@ def newest(run: Path) -> tuple[Path | None, list[str]]:
     put aside as `broken_step_NNNNNNNN`. Every process must call it; the main one looks."""
     found, notes = None, list[str]()
     if processes.is_main():
+        for unfinished in (run / "checkpoints").glob(_beside("step_*")):  # a kill came while it was written
+            shutil.rmtree(unfinished)
         for aside in (run / "checkpoints").glob(f"{_ASIDE}step_*"):  # a kill came between two renames
             target = aside.with_name(aside.name.removeprefix(_ASIDE))
             shutil.rmtree(aside) if target.exists() else aside.rename(target)
@@ -113,6 +115,11 @@ def newest(run: Path) -> tuple[Path | None, list[str]]:
             folder.rename(aside)
             notes.append(f"{folder} is broken ({defect}) and was put aside as broken_{folder.name}")
     return processes.gather((found, notes))[0]
+
+
+def _beside(name: str) -> str:
+    """What a checkpoint is called while it is written."""
+    return f".{name}.tmp"
 
 
 def _defect(folder: Path) -> str | None:
@@ -134,7 +141,7 @@ def save(run: Path, progress: Progress, state: State, keep_last: int) -> Path:
     Raises RunError, on every process, when a disk refuses; older checkpoints are untouched then.
     """
     target = run / "checkpoints" / f"step_{progress.step:08d}"
-    beside = target.with_name(f".{target.name}.tmp")
+    beside = target.with_name(_beside(target.name))
     weights = state.weights(averaged=True)
     training = state.weights(averaged=False) if state.average else {}
     random = processes.gather(random_state(state.device))
@@ -170,6 +177,8 @@ def save(run: Path, progress: Progress, state: State, keep_last: int) -> Path:
                 flush(path)
             aside = target.with_name(f"{_ASIDE}{target.name}")
             if target.exists():
+                if (target / RESULTS).exists() and _same_backbone(target, beside):
+                    shutil.copyfile(target / RESULTS, beside / RESULTS)
                 target.rename(aside)
             beside.rename(target)
             flush(target.parent)
@@ -179,6 +188,10 @@ def save(run: Path, progress: Progress, state: State, keep_last: int) -> Path:
             if not (old / RESULTS).exists():
                 shutil.rmtree(old, ignore_errors=True)
     return target
+
+
+def _same_backbone(one: Path, other: Path) -> bool:
+    return sha256(one / backbones.WEIGHTS) == sha256(other / backbones.WEIGHTS)
 
 
 @contextmanager

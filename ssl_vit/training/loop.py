@@ -19,7 +19,7 @@ from ssl_vit.data.plan import LanePosition
 from ssl_vit.data.samples import Chunk, Skip
 from ssl_vit.interfaces import Batch, Diverged, UserError
 from ssl_vit.training import OptimConfig, TrainingConfig, checkpoint, metrics, processes
-from ssl_vit.training.guard import REWINDS, SKIPS_IN_A_ROW, Guard
+from ssl_vit.training.guard import OVERFLOWS_IN_A_ROW, REWINDS, SKIPS_IN_A_ROW, Guard
 from ssl_vit.training.interrupt import StopRequest, stop_requests, stopped
 from ssl_vit.training.metrics import Window
 from ssl_vit.training.progress import Display
@@ -103,7 +103,7 @@ class _Loop:
         if not self.to_search:
             self.progress.accumulate = job.training.accumulate
         self.guard = Guard(job.training.spike_factor, self.progress.recent)
-        self.skips, self.left_out_in_a_row = list[Skip](), 0
+        self.skips, self.left_out_in_a_row, self.overflows = list[Skip](), 0, 0
 
     def _loaded(self, saved: Path) -> checkpoint.Progress:
         progress = checkpoint.load(saved, self.state)
@@ -245,6 +245,13 @@ class _Loop:
             if (bad := metrics.not_finite(rows, watched)) is not None:
                 keys = metrics.blamed(not bool(window.rows[bad][0].isfinite()), window.keys[bad])
                 self._fail(f"the loss or its gradient was not finite at step {window.steps[bad]}", keys)
+            self.overflows = 0 if rows["grad_norm"].isfinite().any() else self.overflows + len(window.steps)
+            if self.overflows > OVERFLOWS_IN_A_ROW:
+                self._fail(
+                    f"the gradient was not finite in {self.overflows} steps in a row, up to step {progress.step}, "
+                    "whatever the loss scale",
+                    metrics.blamed(True, window.keys[-1]),
+                )
             losses = rows["loss"].tolist()
             if training.on_spike != "ignore" and (spike := self.guard.spike(losses)):
                 self._spiked(window.steps[spike[0]], losses[spike[0]], spike[1])
@@ -275,7 +282,7 @@ class _Loop:
             f"{what}; {metrics.some(keys)}\n{checkpoint.last_saved(self.job.run)}; lower optim.lr, check those images, "
             "or leave such steps out with training.on_nonfinite=skip"
         )
-        error.everywhere = True
+        error.everywhere, error.steps = True, self.progress.step
         raise error
 
     def _spiked(self, step: int, loss: float, usual: float) -> None:
@@ -290,7 +297,7 @@ class _Loop:
             error = Diverged(
                 f"{what}{again}\n{checkpoint.last_saved(job.run)}; lower optim.lr or raise optim.warmup_steps"
             )
-            error.everywhere = True
+            error.everywhere, error.steps = True, before.step
             raise error
         back = self._loaded(saved)
         kept = {name: getattr(before, name) for name in ("lanes", "seconds", "accumulate", "left_out")}

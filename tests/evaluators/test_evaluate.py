@@ -317,14 +317,16 @@ def test_what_diverges_is_counted_and_leaves_the_loss_scale_as_it_was(
         scaler.scale(torch.ones(()))
         scaler.update(0.5)
         if job.optim.lr == 0.2:
-            raise Diverged("the loss was not finite")
+            error = Diverged("the loss was not finite")
+            error.steps = 1
+            raise error
         return train(job)
 
     monkeypatch.setattr(tuning.loop, "train", spoilt)
     config = fine_tune.Config.model_validate({"lrs": [0.01, 0.2], "steps": [2], "batch_size": 16, "lanes": 4})
     choice = fine_tune.Evaluator(config).choose(task, "trained", 5, 0)
     assert choice is not None and choice.chosen["lr"] == 0.01
-    assert choice.images_seen == 2 * 2 * 16 and choice.flops > 0
+    assert choice.images_seen == (2 + 1) * 16 and choice.flops > 0
     assert scaler.get_scale() == 8.0
 
 

@@ -12,10 +12,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from ssl_vit import experiment
 from ssl_vit.interfaces import RunError, StepOutput
 from ssl_vit.models.backbone import Encoder
 from ssl_vit.objectives import masked_patch
+from ssl_vit.training.engine import make_accelerator
 from ssl_vit.training.guard import Guard
+from ssl_vit.training.step import Stepper
 
 Train = Callable[..., Path]
 Lines = Callable[[Path], list[dict[str, Any]]]
@@ -143,6 +146,40 @@ def test_too_many_in_a_row_stop_the_run(train: Train, tmp_path: Path, spoil: Cal
     spoil({n: math.nan for n in range(2, 99)})
     with pytest.raises(RunError, match="11 steps in a row, up to step 12, were not finite"):
         train(tmp_path / "run", "training.on_nonfinite=skip")
+
+
+@pytest.mark.parametrize(("bad", "stops"), [(30, False), (1000, True)])
+def test_gradients_that_no_loss_scale_makes_finite_stop_the_run(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: Lines, bad: int, stops: bool
+) -> None:
+    """A few overflows in a row are how the scale finds its size; a scaler on a CPU works as one on a GPU."""
+
+    def scaled(*arguments: Any, **more: Any) -> Any:
+        accelerator = make_accelerator(*arguments, **more)
+        accelerator.scaler = torch.amp.GradScaler("cpu")
+        return accelerator
+
+    steps = 0
+
+    def overflowing(gradient: torch.Tensor) -> torch.Tensor:
+        nonlocal steps
+        steps += 1
+        return gradient * math.inf if steps <= bad else gradient
+
+    start = Stepper.__init__
+
+    def hooked(self: Any, objective: Any, *more: Any) -> None:
+        objective.mask_token.register_hook(overflowing)
+        start(self, objective, *more)
+
+    monkeypatch.setattr(experiment, "make_accelerator", scaled)
+    monkeypatch.setattr(Stepper, "__init__", hooked)
+    keys = ("training.steps=130", "training.log_every=10")
+    if not stops:
+        assert lines(train(tmp_path / "run", *keys))[-1]["grad_norm"] > 0
+        return
+    with pytest.raises(RunError, match="not finite in 110 steps in a row, up to step 110, whatever the loss scale"):
+        train(tmp_path / "run", *keys)
 
 
 def test_a_spike_takes_the_run_back_and_on_with_other_samples(

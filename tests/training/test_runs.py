@@ -174,6 +174,44 @@ def test_a_checkpoint_of_before_probes_were_counted_has_taken_its_own(train: Tra
     assert (run / "metrics.jsonl").read_text() == before
 
 
+def test_what_a_kill_left_of_a_save_is_cleared_away(
+    train: Train, tmp_path: Path, stop_at: Callable[[int], None]
+) -> None:
+    stop_at(6)
+    with pytest.raises(Stopped):
+        train(tmp_path / "run")
+    run = tmp_path / "run"
+    (run / "checkpoints" / ".step_00000004.tmp" / "optimizer").mkdir(parents=True)
+    train(run)
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step_00000006", "step_00000012"]
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_a_step_that_is_saved_again_keeps_what_was_judged_of_the_same_weights(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, same: bool
+) -> None:
+    save = checkpoint.save
+
+    def judged(run: Path, *more: Any) -> Path:
+        saved = save(run, *more)
+        if not (saved / "results.json").exists():
+            (saved / "results.json").write_text("[]")
+            if not same:
+                (saved / "backbone.safetensors").write_bytes(b"others")
+        return saved
+
+    saves: list[bool] = []
+
+    def counted(run: Path, *more: Any) -> Path:
+        saves.append((run / "checkpoints" / "step_00000012" / "results.json").exists())
+        return judged(run, *more) if len(saves) == 1 else save(run, *more)
+
+    monkeypatch.setattr(checkpoint, "save", counted)
+    run = train(tmp_path / "run", "probe.every=12", "probe.images=20", "probe.shots=1")
+    assert saves == [False, True]
+    assert (run / "checkpoints" / "step_00000012" / "results.json").exists() == same
+
+
 def test_a_checkpoint_that_breaks_twice_is_put_aside_twice(train: Train, tmp_path: Path) -> None:
     for _ in range(2):
         run = train(tmp_path / "run", "training.checkpoint_every=6", "training.keep_last=9")

@@ -162,7 +162,14 @@ def test_the_launch_file_runs(digits: Path, tmp_path: Path) -> None:
     assert losses(tmp_path / "run")[-1] < losses(tmp_path / "run")[0]
 
 
-@pytest.mark.parametrize("key", ["auto_batch", "checkpoint_activations"])
-def test_what_xla_does_not_do_is_refused(digits: Path, tmp_path: Path, key: str) -> None:
-    with pytest.raises(UserError, match=f"training.{key}: .* XLA"):
-        train(digits, tmp_path / "run", "pretraining", f"training.{key}=true")
+@pytest.mark.parametrize(
+    ("stage", "key"),
+    [
+        ("pretraining", "training.auto_batch=true"),
+        ("pretraining", "training.checkpoint_activations=true"),
+        ("supervised", "objective.cutmix=1.0"),
+    ],
+)
+def test_what_xla_does_not_do_is_refused(digits: Path, tmp_path: Path, stage: str, key: str) -> None:
+    with pytest.raises(UserError, match=f"{key.split('=')[0]}: .*XLA"):
+        train(digits, tmp_path / "run", stage, key)
