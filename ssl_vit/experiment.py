@@ -81,7 +81,7 @@ def train(settings: Recipe, *, quiet: bool = False) -> Path:
                 "samples": settings.data.samples or shards.samples,
                 "processes": accelerator.num_processes,
                 "left_out_steps": outcome.left_out,
-                "classes": list(shards.classes or ()) if getattr(job.objective, "needs_labels", False) else [],
+                "classes": list(job.classes),
             }
             if not (run / SUMMARY).exists():  # what finished is not told anew by whoever asks again
                 write_json(run / SUMMARY, summary)
@@ -169,6 +169,7 @@ def prepare(settings: Recipe, shards: ShardSet, accelerator: Accelerator, quiet:
         accelerator=accelerator,
         run=run,
         data=shards.fingerprint,
+        classes=tuple(shards.classes or ()) if getattr(objective, "needs_labels", False) else (),
         picture=_pictures(run) if training.picture_every and getattr(objective, "reconstructs", False) else None,
         watch=_watch(settings, shards, encoder, accelerator),
         recipe=recipe.flatten(settings.model_dump(mode="json")),

@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from ssl_vit.interfaces import UserError
+
 
 @contextmanager
 def whole_path(path: Path, tag: str = "") -> Iterator[Path]:
@@ -55,8 +57,15 @@ def write_json(path: Path, content: Any, tag: str = "") -> None:
     write_text(path, json.dumps(content, indent=1) + "\n", tag)
 
 
-def read_json(path: Path) -> Any:
-    return json.loads(path.read_text(encoding="utf-8"))
+def read_json(path: Path) -> dict[str, Any]:
+    """A file's JSON object. Raises UserError where it holds something else."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{path}: not valid JSON ({error}). Write it again with the command that made it.") from None
+    if not isinstance(value, dict):
+        raise UserError(f"{path}: expected a JSON object, found {type(value).__name__}.")
+    return value
 
 
 def sha256(path: Path) -> str:

@@ -119,9 +119,10 @@ def train(
             f"\nrun        {run}  (recipe, metrics.jsonl, TensorBoard events, checkpoints, backbone.safetensors)\n"
             f"evaluate   ssl-vit eval {name} few_shot --data {train_shards} --test {test_shards}\n"
             f"{compared if settings.backbone.channels == 3 else ''}"
-            f"look       ssl-vit report {name}   and   tensorboard --logdir {name}\n"
-            f'in timm    timm.create_model("local-dir:{run}", pretrained=True)'
+            f"look       ssl-vit report {name}   and   tensorboard --logdir {name}"
         )
+        if settings.backbone.norm_eps is None:  # timm's config names no other
+            print(f'in timm    timm.create_model("local-dir:{run}", pretrained=True)')
 
 
 @app.command("eval")
@@ -244,7 +245,10 @@ def report(
     from ssl_vit.report import export, merge, page
 
     if len(runs) == 1 and (runs[0] / merge.PLAN).is_file():
-        merge.update(runs[0])
+        try:
+            merge.update(runs[0])
+        except OSError as error:  # the report itself needs nothing of it
+            print(f"{runs[0] / merge.RESULTS} stays as it is: {error.strerror}", file=sys.stderr)
     out = out or runs[0] / f"report{export.SUFFIXES[form.value]}"
     if form == Form.html:
         print(page.write_report(runs, out))

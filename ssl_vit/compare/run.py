@@ -69,7 +69,7 @@ def _check_directory(study: Study) -> None:
     if (run / PLAN).is_file():
         try:
             other = read_json(run / PLAN)["header"]["name"]
-        except (ValueError, LookupError, TypeError):
+        except (UserError, LookupError, TypeError):
             other = f"whose {PLAN} cannot be read"
         held = "" if other == name else f"the comparison {other}"
     if held:

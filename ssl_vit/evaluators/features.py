@@ -29,7 +29,7 @@ from ssl_vit.data.transforms import evaluation_transform
 from ssl_vit.evaluators import Metric
 from ssl_vit.evaluators.labels import choose_each, labels_of
 from ssl_vit.files import whole_path
-from ssl_vit.interfaces import Config, Size, UserError
+from ssl_vit.interfaces import Config, Diverged, Size, UserError
 from ssl_vit.models import Resampling
 from ssl_vit.models.backbone import Encoder, Pooling, at_size
 from ssl_vit.training import processes
@@ -203,8 +203,20 @@ def extract(
     rows, classes, order = (np.concatenate([rank[n] for rank in everyone]) for n in range(3))
     if len(classes) == 0:
         raise UserError(f"{shards.spec}: no sample there has a readable image and a label (.cls)")
+    if not (finite := np.isfinite(rows).all(axis=1)).all():
+        raise not_finite("features", shards, int(order[~finite].min()))
     rising = np.argsort(order)
     return Features(rows[rising], classes[rising], order[rising])
+
+
+def not_finite(what: str, shards: ShardSet, image: int) -> Diverged:
+    """The error, raised by every process, for a model that gives no numbers; image: global index of the first one."""
+    error = Diverged(
+        f"the {what} of image {image} of {shards.spec} are not finite: the weights hold such numbers, or overflow in "
+        "this precision"
+    )
+    error.everywhere = True
+    return error
 
 
 def _reader(task: Task, source: str, representation: Representation) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -163,7 +163,10 @@ class Evaluator(Judge):
             return Choice(candidates, candidates[0])
         train, held = labelled(task.train_labels, c, budget, seed)
         if not len(held):
-            raise UserError(f"fine_tune: held_out={c.held_out:g} of so few images a class leaves none: raise it")
+            raise UserError(
+                f"fine_tune: held_out={c.held_out:g} holds none of so few images a class out, to choose by: raise it, "
+                "or give one rate and one length, which need no choice (lrs=[0.01] steps=[500])"
+            )
         task.say(f"{source}: {len(candidates)} trainings to choose by {len(held)} held-out images")
         tried: list[dict[str, Any]] = []
         costs: list[Cost] = []
@@ -171,15 +174,15 @@ class Evaluator(Judge):
         for candidate in candidates:
             try:
                 objective, cost = self._train(task, source, candidate, seed, train)
+                costs.append(cost)
+                accuracy = scores(task, objective, task.train, held)[task.metric]
             except Diverged as error:  # the candidate has lost, the others go on
                 costs += [error.cost] if isinstance(error.cost, Cost) else []
                 tried.append({**candidate, "held_out_accuracy": 0.0})
                 task.say(f"{_words(tried[-1])}: diverged")
                 continue
-            accuracy = scores(task, objective, task.train, held)[task.metric]
             tried.append({**candidate, "held_out_accuracy": accuracy})
             task.say(f"{_words(tried[-1])}: {accuracy:.1%} of the held-out images, {cost.seconds:.0f} s")
-            costs.append(cost)
             if winner is None or accuracy > winner[0]["held_out_accuracy"]:
                 winner = tried[-1], objective, cost
         if winner is None:

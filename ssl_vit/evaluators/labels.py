@@ -76,6 +76,9 @@ def short_classes(labels: np.ndarray, shots: int, everything: np.ndarray) -> lis
 
 def short_note(labels: np.ndarray, budget: int | str, everything: np.ndarray) -> tuple[str, ...]:
     """What a reader must know of the labels (n,) that a label budget gave; everything: see `short_classes`."""
+    if isinstance(budget, str) and budget != ALL:
+        asked = len(choose_labelled(everything, budget, 0))
+        return (f"{budget} of the labels are {asked} images; {len(labels)} could be used",) * (len(labels) < asked)
     if not isinstance(budget, int) or not (short := short_classes(labels, budget, everything)):
         return ()
     return (f"{len(short)} class(es) gave fewer than {budget} images, all that could be used: {short[:10]}",)

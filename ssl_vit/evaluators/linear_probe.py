@@ -52,16 +52,21 @@ class Config(LabelledConfig):
 
 
 class Fitted(NamedTuple):
-    """predicted: int (m,), the classes of the test images. c: the chosen C. converged: whether L-BFGS came to its end
-    before `max_iterations` in the fit to all of train."""
+    """predicted: int (m,), the classes of the test images. c: the C of the fit to all of train. converged: whether
+    L-BFGS came to its end before `max_iterations` in it. chosen: whether held-out images chose C; guessed: whether
+    there were none to."""
 
     predicted: np.ndarray
     c: float
     converged: bool
+    chosen: bool = False
+    guessed: bool = False
 
     @property
     def notes(self) -> tuple[str, ...]:
-        return () if self.converged else ("the logistic regression stopped at max_iterations before it had converged",)
+        stopped = "the logistic regression stopped at max_iterations before it had converged"
+        guess = f"no image could be held out to choose C by: {self.c:g}, the middle one, was taken"
+        return (stopped,) * (not self.converged) + (guess,) * self.guessed
 
 
 def probe_predictions(
@@ -90,11 +95,13 @@ def probe_predictions(
         return Fitted(np.asarray(model.predict((x - mean) / scale)), c, int(np.max(model.n_iter_)) < max_iterations)
 
     kept, held = held_out_split(train_labels, held_out, seed)
-    best = sorted(cs)[len(cs) // 2]
-    if len(held) and len(cs) > 1:
+    best, chosen = sorted(cs)[len(cs) // 2], bool(len(held) and len(cs) > 1)
+    if chosen:
         right = [float((fitted(kept, c, train_features[held]).predicted == train_labels[held]).mean()) for c in cs]
         best = cs[int(np.argmax(right))]
-    return fitted(np.arange(len(train_labels)), best, test_features)
+    return fitted(np.arange(len(train_labels)), best, test_features)._replace(
+        chosen=chosen, guessed=len(cs) > 1 and not chosen
+    )
 
 
 def probe_accuracy(
@@ -118,7 +125,7 @@ def measured(
         labels_per_class=budget,
         labels=len(train.labels),
         seed=seed,
-        chosen={"C": fitted.c},
+        chosen={"C": fitted.c} if fitted.chosen else {},
         notes=(*notes, *fitted.notes, *short_note(train.labels, budget, task.train_labels)),
         **score(fitted.predicted, test.labels, task.classes),
     )
@@ -161,7 +168,7 @@ class Evaluator(Judge):
             lr=c.lr,
             lr_batch=256,
             clip_norm=0,
-            warmup_steps=round(c.warmup_epochs * an_epoch),
+            warmup_steps=min(round(c.warmup_epochs * an_epoch), math.ceil(c.epochs * an_epoch) // 5),
         )
         objective, cost = train_classifier(
             task,

@@ -47,18 +47,19 @@ class Evaluator(Judge):
         if saved is None:
             raise UserError(f"{task.weights}: no checkpoint with a head is kept there")
         run = saved.resolve().parent.parent
-        if (run / "summary.json").is_file():
-            trained_on = read_json(run / "summary.json").get("classes")
-            check_same_classes(
-                trained_on, task.test.classes, f"what {task.weights} was trained on and {task.test.spec}"
-            )
+        summary = read_json(run / "summary.json") if (run / "summary.json").is_file() else {}
+        check_same_classes(
+            summary.get("classes") or checkpoint.classes_of(saved),  # a run that is still trained has no summary
+            task.test.classes,
+            f"what {task.weights} was trained on and {task.test.spec}",
+        )
         objective = classification.Objective(copy.deepcopy(task.trained), task.objective, task.classes)
         checkpoint.load_head(saved, objective)
         objective.to(task.accelerator.device)
         yield Measurement(
             name="own head",
             labels_per_class=ALL,
-            labels=task.train.samples,
+            labels=summary.get("samples", task.train.samples),
             seed=seeds[0],
             **scores(task, objective, task.test),
         )

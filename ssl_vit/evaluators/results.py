@@ -41,7 +41,7 @@ def add(weights: Path, result: dict[str, Any], say: Callable[[str], None]) -> No
 def _read(path: Path) -> list[dict[str, Any]]:
     try:
         return list(read_json(path)["evaluations"]) if path.exists() else []
-    except (ValueError, LookupError, TypeError):
+    except (UserError, LookupError, TypeError):
         raise UserError(f"{path}: not what `ssl-vit eval` wrote; put it aside, and its place is taken anew") from None
 
 

@@ -18,7 +18,7 @@ from ssl_vit.data.shards import ShardSet
 from ssl_vit.data.stream import train_source
 from ssl_vit.data.transforms import train_transform
 from ssl_vit.evaluators.base import accuracy_name, score
-from ssl_vit.evaluators.features import Task, evaluation_stream
+from ssl_vit.evaluators.features import Task, evaluation_stream, not_finite
 from ssl_vit.evaluators.labels import short_note
 from ssl_vit.interfaces import Diverged, Measurement, UserError
 from ssl_vit.models import backbone as backbones
@@ -117,20 +117,23 @@ def predictions(
     task: Task, objective: classification.Objective, shards: ShardSet, indices: np.ndarray | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
     """(predicted classes, labels), int64 (n,), of all labelled images of the shards (or some global indices of them),
-    each once, the same on every rank. Raises UserError where there is none."""
+    each once, the same on every rank. Raises UserError where there is none, Diverged for logits that are not finite."""
     objective.eval()
-    found: list[tuple[list[int], list[int]]] = []
+    found: list[tuple[list[int], list[int], list[int]]] = []
     stream = evaluation_stream(task, shards, indices, objective.backbone.image_size)
     for batch, chunk in evaluation_batches(stream, task.accelerator.device):
         task.skipped += chunk.skipped
         with task.accelerator.autocast():
-            predicted = objective.logits(batch.images).argmax(-1).cpu()
+            logits = objective.logits(batch.images).cpu()
         valid = batch.valid.cpu()  # chosen on the host: on XLA, each number of them would be a program of its own
-        found.append((predicted[valid].tolist(), batch.labels.cpu()[valid].tolist()))
+        bad = batch.indices.cpu()[valid & ~logits.isfinite().all(-1)]
+        found.append((logits.argmax(-1)[valid].tolist(), batch.labels.cpu()[valid].tolist(), bad.tolist()))
     everyone = processes.gather(found)
-    predicted_all, labels = (
-        np.array([value for rank in everyone for part in rank for value in part[n]], dtype=np.int64) for n in range(2)
+    predicted_all, labels, unusable = (
+        np.array([value for rank in everyone for part in rank for value in part[n]], dtype=np.int64) for n in range(3)
     )
+    if len(unusable):
+        raise not_finite("logits", shards, int(unusable.min()))
     if not len(labels):
         raise UserError(f"{shards.spec}: no labelled image there to score on")
     return predicted_all, labels

@@ -13,8 +13,8 @@ from ssl_vit import __version__
 from ssl_vit.analysis.pages import template
 from ssl_vit.interfaces import RunError, UserError
 from ssl_vit.report.cells import text
-from ssl_vit.report.read import read_directory
-from ssl_vit.report.tables import Table, skipped_note
+from ssl_vit.report.read import of_weights, read_directory
+from ssl_vit.report.tables import Table, measurement_notes, skipped_note
 
 if TYPE_CHECKING:
     from ssl_vit.data.shards import ShardSet
@@ -39,6 +39,7 @@ def write(
     shards = _shards(recipe["data"]) if recipe else None
     imported = json.loads((weights / "config.json").read_text()).get("imported")
     results = read_directory(given)["results"] if (given / "results.json").is_file() else None
+    measured = (of_weights(results, weights) or {}).get("evaluations") or []
     metadata = ModelCardData(
         library_name=to, license=licence, pipeline_tag="image-feature-extraction", tags=["ssl-vit"]
     )
@@ -55,7 +56,9 @@ def write(
         recipe=run["recipe"].strip() if run else "",
         imported=imported,
         data=_data(shards) if shards else [],
-        results=[(_table(found), skipped_note(found)) for found in (results or {}).get("evaluations") or []],
+        results=[
+            (_table(found), [*measurement_notes(found), *filter(None, [skipped_note(found)])]) for found in measured
+        ],
         licence=_licence(licence, shards, imported),
     )
 
@@ -164,15 +167,19 @@ def _table(evaluation: dict[str, Any]) -> Table:
     sources = [source for source in SOURCES if any(name.startswith(f"{source}/") for name in values)]
     settings = ", ".join(f"{key} {_cell(value)}" for key, value in evaluation["settings"].items() if value is not None)
     name = evaluation.get("title") or evaluation["evaluator"]
+    counted = " (mean of the classes' accuracies)" if evaluation.get("metric") == "mean_per_class" else ""
     table = Table(
-        f"{name}, test images {evaluation['data']['test']} ({settings})", ["", *(SOURCES[source] for source in sources)]
+        f"{name}{counted}, test images {evaluation['data']['test']} ({settings})",
+        ["", *(SOURCES[source] for source in sources)],
     )
     measures = dict.fromkeys(name.partition("/")[2] for name in values)
     for measure in measures:
         spread = measure.removesuffix("mean") + "std"
         if "seed" in measure.rpartition("/")[2] or (measure.endswith("std") and measure[:-3] + "mean" in measures):
             continue
-        has_spread = measure.endswith("mean") and spread in measures
+        prefix = measure.removesuffix("mean") + "seed"
+        seeds = [other for other in measures if other.startswith(prefix)]
+        has_spread = measure.endswith("mean") and spread in measures and len(seeds) > 1
         cells = []
         for source in sources:
             value, deviation = values.get(f"{source}/{measure}"), values.get(f"{source}/{spread}")

@@ -71,6 +71,10 @@ def remarks(run: dict[str, Any]) -> list[str]:
         found.append(f"Training skipped unreadable samples {times}: {tables.skipped_names(skipped)}.")
     notes = [tables.skipped_note(evaluation) for evaluation in (run["results"] or {}).get("evaluations") or []]
     found += [note for note in dict.fromkeys(notes) if note]
+    if outdated := (run["results"] or {}).get("outdated"):
+        found.append(
+            f"{outdated} result(s) of weights that are no longer there are left out: run `ssl-vit eval` again."
+        )
     if run["broken_lines"]:
         found.append(f"{run['broken_lines']} broken line(s) of metrics.jsonl were left out (a killed run leaves one)")
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import cycle
 from typing import Any
 
 from ssl_vit.report import cells, plots, tables
@@ -105,7 +106,7 @@ def _studies(results: dict[str, Any], summary: dict[str, Any]) -> list[dict[str,
     for place in dict.fromkeys((row["data"], row["evaluator"], row["labels_per_class"]) for row in rows):
         here = [row for row in rows if (row["data"], row["evaluator"], row["labels_per_class"]) == place]
         series = list(dict.fromkeys(row["series"] for row in here))
-        styles = dict(zip(series, zip(plots.PALETTE, plots.MARKERS.values(), strict=False), strict=False))
+        styles = dict(zip(series, zip(cycle(plots.PALETTE), cycle(plots.MARKERS.values()), strict=False), strict=False))
         if len({row["size"] for row in here}) < 2:
             continue
         curves = [_curve(s, styles[s], [row for row in here if row["series"] == s], "size") for s in series]

@@ -7,10 +7,12 @@ import re
 from pathlib import Path
 from typing import Any
 
+from ssl_vit.files import read_json, sha256
 from ssl_vit.interfaces import UserError
 from ssl_vit.report.merge import PLAN, merge
 
 RUN_FILES = ("metrics.jsonl", "recipe.yaml", "summary.json")
+_WEIGHTS = "backbone.safetensors"
 # What `ssl-vit inspect` draws, in the order of a page.
 PICTURES = (
     "reconstructions",
@@ -66,12 +68,22 @@ def read_comparison(paths: list[Path]) -> dict[str, Any]:
     return found
 
 
+def of_weights(results: dict[str, Any] | None, folder: Path) -> dict[str, Any] | None:
+    """The results of evaluators without those of weights that lay in this folder before; `outdated` counts these."""
+    weights, found = folder / _WEIGHTS, (results or {}).get("evaluations") or []
+    if not results or not weights.is_file() or not any("sha256" in evaluation for evaluation in found):
+        return results
+    here = sha256(weights)
+    kept = [evaluation for evaluation in found if evaluation.get("sha256", here) == here]
+    return results | {"evaluations": kept, "outdated": results.get("outdated", 0) + len(found) - len(kept)}
+
+
 def _read_common(path: Path, results: dict[str, Any] | None) -> dict[str, Any]:
     metrics, broken = _read_metrics(path / "metrics.jsonl")
     recipe = path / "recipe.yaml"
     return {
         "path": path,
-        "results": results,
+        "results": of_weights(results, path),
         "metrics": metrics,
         "broken_lines": broken,
         "environment": _read_json(path / "environment.json"),
@@ -98,15 +110,7 @@ def _read_arms(path: Path, results: dict[str, Any]) -> dict[str, dict[str, Any]]
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:
-    if not path.is_file():
-        return None
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: not valid JSON ({error}). Write it again with the command that made it.") from None
-    if not isinstance(value, dict):
-        raise UserError(f"{path}: expected a JSON object, found {type(value).__name__}.")
-    return value
+    return read_json(path) if path.is_file() else None
 
 
 def _read_metrics(path: Path) -> tuple[list[dict[str, Any]], int]:

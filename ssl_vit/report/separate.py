@@ -57,7 +57,7 @@ def _groups(names: list[str], found: list[dict[str, Any]]) -> list[tuple[dict[st
             alike = {key: evaluation.get(key) for key in ("evaluator", "settings", "metric")}
             alike["data"] = evaluation.get("shards") or evaluation.get("data")
             groups.setdefault(json.dumps(alike, sort_keys=True), {})[name] = evaluation
-    return [(_results(runs), _note(first := next(iter(runs.values()))), _settings(first)) for runs in groups.values()]
+    return [(_results(runs), _note([*runs.values()]), _settings(next(iter(runs.values())))) for runs in groups.values()]
 
 
 def _results(measured: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -92,10 +92,12 @@ def _rows(evaluation: dict[str, Any], source: str) -> list[dict[str, Any]]:
     return [{key: value for key, value in row.items() if key != "seconds"} for row in measured]
 
 
-def _note(evaluation: dict[str, Any]) -> str:
-    several = any(not row.get("main", True) for row in evaluation.get("measurements") or [])
-    shown = " Of settings with several values reported one by one, the first is shown." if several else ""
-    return f"Labelled images: {evaluation['data'].get('train', 'unknown')}.{shown}"
+def _note(alike: list[dict[str, Any]]) -> str:
+    first = alike[0]
+    several = any(not row.get("main", True) for row in first.get("measurements") or [])
+    shown = ["Of settings with several values reported one by one, the first is shown"] if several else []
+    said = dict.fromkeys(note for evaluation in alike for note in tables.measurement_notes(evaluation))
+    return " ".join(f"{text}." for text in [f"Labelled images: {first['data'].get('train', 'unknown')}", *shown, *said])
 
 
 def _settings(evaluation: dict[str, Any]) -> str:

@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 from ssl_vit.data.plan import LanePosition
-from ssl_vit.files import flush, sha256, whole_file
+from ssl_vit.files import flush, read_json, sha256, whole_file
 from ssl_vit.interfaces import RunError, UserError
 from ssl_vit.models import backbone as backbones
 from ssl_vit.training import processes
@@ -40,9 +40,9 @@ _BACKBONE = "backbone."  # the prefix of its tensors in the objective
 class Progress:
     """Where a run stands: optimiser steps done, seconds trained, each lane's position in which shards.
 
-    accumulate: micro-batches a process's part of a step is made of. recent: the losses of the last
-    steps (see `Guard`). left_out: steps that were skipped because they were not finite. rewinds: since the newest
-    checkpoint. undone: steps that rewinds took back.
+    classes: the names of those that its head tells apart, where the shards name them. accumulate: micro-batches a
+    process's part of a step is made of. recent: the losses of the last steps (see `Guard`). left_out: steps that were
+    skipped because they were not finite. rewinds: since the newest checkpoint. undone: steps that rewinds took back.
     probed: the step of the last probe. best, since_best: the highest so far, and how many came after it; done: they
     ended the run (see `Watch`).
     """
@@ -51,6 +51,7 @@ class Progress:
     seconds: float = 0.0
     lanes: list[LanePosition] = field(default_factory=list)
     data: str = ""
+    classes: list[str] = field(default_factory=list)
     accumulate: int = 1
     recent: list[float] = field(default_factory=list)
     left_out: int = 0
@@ -256,6 +257,11 @@ def load(folder: Path, state: State) -> Progress:
     if mine:  # with more processes than before, the new ones start from their seed
         set_random_state(mine, state.device)
     return progress
+
+
+def classes_of(folder: Path) -> list[str]:
+    """The class names that a checkpoint's head was trained with; empty where it does not tell."""
+    return list(read_json(folder / _STATE).get("classes") or ())
 
 
 def load_head(folder: Path, objective: nn.Module) -> None:

@@ -37,7 +37,7 @@ class Job:
 
     batches: from lane positions to this rank's endless batches, every one of them full. lanes: how many there are.
     run: the run directory; None keeps nothing on disk (short fine-tunings inside an evaluator).
-    data: fingerprint of the shards; positions in a checkpoint mean nothing on others.
+    data: fingerprint of the shards; positions in a checkpoint mean nothing on others. classes: the labels' names.
     picture: called on the main process every `training.picture_every` steps with the unwrapped objective, the batch
         and the step; returns the picture, uint8 (H, W, 3), for the trackers.
     watch: a measure that is taken now and then and may end the training early.
@@ -54,6 +54,7 @@ class Job:
     accelerator: Accelerator
     run: Path | None = None
     data: str = ""
+    classes: tuple[str, ...] = ()
     picture: Picture | None = None
     watch: Watch | None = None
     recipe: dict[str, Any] = field(default_factory=dict)
@@ -99,6 +100,7 @@ class _Loop:
             saved, self.notes = checkpoint.newest(job.run)
             if saved:
                 self.progress = self._loaded(saved)
+        self.progress.classes = [*job.classes]
         self.to_search = job.training.auto_batch
         if not self.to_search:
             self.progress.accumulate = job.training.accumulate

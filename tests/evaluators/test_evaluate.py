@@ -25,6 +25,7 @@ from ssl_vit.data.samples import SampleReader
 from ssl_vit.data.shards import open_shards
 from ssl_vit.evaluators import features, fine_tune, tuning
 from ssl_vit.evaluators.labels import labels_of
+from ssl_vit.files import sha256
 from ssl_vit.interfaces import Diverged, RunError, UserError
 from ssl_vit.models import backbone
 from ssl_vit.objectives import classification
@@ -392,7 +393,7 @@ def test_the_streaming_probe_learns_on_frozen_features(trained: Path) -> None:
             "run",
             "fine_tune",
             ["held_out=0.001", "lrs=[0.01,0.02]"],
-            "held_out=0.001 of so few images a class",
+            "held_out=0.001 holds none of so few images a class out",
         ),
         ("run", "linear_probe", ["method=lars", "pooling=both"], "token, mean or patches"),
         ("run", "linear_probe", ["method=lars", "labels_per_class=1", "lanes=16"], "lower lanes"),
@@ -536,3 +537,33 @@ def test_a_sweep_chooses_by_the_number_that_its_set_counts_by(
     config = fine_tune.Config.model_validate({"lrs": [0.01, 0.02], "steps": [1], "batch_size": 16, "lanes": 4})
     choice = fine_tune.Evaluator(config).choose(task, "trained", 5, 0)
     assert choice is not None and choice.chosen["lr"] == lr
+
+
+@pytest.mark.parametrize("name", ["few_shot", "knn", "linear_probe", "fine_tune"])
+def test_weights_that_give_no_numbers_are_named(trained: Path, tmp_path: Path, name: str) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(trained / "run", run)
+    tensors = backbone.state(backbone.load(run))
+    tensors["blocks.0.mlp.fc1.bias"][3] = torch.nan
+    save_file(tensors, run / "backbone.safetensors")
+    with pytest.raises(RunError, match="not finite"):
+        experiment.evaluate(run, name, f"{trained}/train", f"{trained}/test", FAST[name])
+    before = json.loads((run / "results.json").read_text())["evaluations"] if (run / "results.json").exists() else []
+    assert all(row["sha256"] != sha256(run / "backbone.safetensors") for row in before)
+
+
+def test_a_share_that_the_held_out_images_cut_says_so(trained: Path) -> None:
+    keys = [*FAST["fine_tune"], "lrs=[0.01,0.02]", "seeds=[0]", "held_out=0.3", "labels_per_class=95%"]
+    found = experiment.evaluate(trained / "run", "fine_tune", f"{trained}/train", f"{trained}/test", keys)
+    notes = {note for row in found["measurements"] if row["source"] == "trained" for note in row["notes"]}
+    assert notes == {"95% of the labels are 380 images; 279 could be used"}
+
+
+def test_one_image_a_class_holds_none_out_and_the_probe_says_that_c_was_not_chosen(trained: Path) -> None:
+    keys = ["cs=[0.01,0.1,1]", "labels_per_class=[1,20]", "seeds=[0]"]
+    found = experiment.evaluate(trained / "run", "linear_probe", f"{trained}/train", f"{trained}/test", keys)
+    one, twenty = (row for row in found["measurements"] if row["source"] == "trained")
+    assert not one["chosen"] and one["notes"][0].startswith(
+        "no image could be held out to choose C by: 0.1, the middle"
+    )
+    assert twenty["chosen"]["C"] in (0.01, 0.1, 1) and not twenty["notes"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -72,3 +74,21 @@ def test_an_earlier_checkpoint_is_judged_by_its_own_head(folder: Path) -> None:
 def test_runs_without_a_classifier_are_refused(folder: Path) -> None:
     with pytest.raises(UserError, match="own_head needs a run whose objective is classification"):
         experiment.evaluate(folder / "digits_ssl", "own_head", f"{folder}/train", f"{folder}/test")
+
+
+def test_a_run_that_is_still_trained_knows_its_classes_and_a_part_of_the_labels_counts(
+    folder: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    keys = [f"data.train={folder}/train", f"run={run}", "data.samples=50"]
+    experiment.train(recipe.load_recipe("digits_supervised", [*KEYS, *keys, "training.steps=4"]), quiet=True)
+    measured = experiment.evaluate(run, "own_head", f"{folder}/train", f"{folder}/test")["measurements"]
+    assert [row["labels"] for row in measured] == [50], "what its head was trained on"
+    (run / "summary.json").unlink()
+    for split in ("train", "test"):
+        shutil.copytree(folder / split, tmp_path / split)
+        info = json.loads((tmp_path / split / "info.json").read_text())
+        info["classes"].reverse()
+        (tmp_path / split / "info.json").write_text(json.dumps(info))
+    with pytest.raises(UserError, match="have other classes: class 0 is 0 in one, 9 in the other"):
+        experiment.evaluate(run, "own_head", f"{tmp_path}/train", f"{tmp_path}/test")

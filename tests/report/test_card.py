@@ -50,8 +50,11 @@ def run(tmp_path: Path, make_backbone: Make) -> Path:
     machine = {"hardware": hardware, "versions": {"torch": "2.9.1"}, "world_size": 2, "git": "abc123"}
     (folder / "environment.json").write_text(json.dumps(machine))
     values = {"trained/1-shot/mean": 0.5, "trained/1-shot/std": 0.125, "trained/1-shot/seed0": 0.5}
+    values |= {"trained/1-shot/seed1": 0.5, "trained/2-shot/mean": 0.75, "trained/2-shot/std": 0.0}
+    values |= {"trained/2-shot/seed0": 0.75}
     values |= {"pixels/1-shot/mean": 0.25, "pixels/1-shot/std": 0.0, "trained/C": 12.0}
     judged = {"evaluator": "few_shot", "settings": {"shots": [1], "l2": 32.0}, "data": {"train": "x", "test": "y"}}
+    judged |= {"title": "Few-shot", "metric": "mean_per_class", "measurements": [{"notes": ["fewer than 2 images"]}]}
     judged |= {"values": values, "skipped": [{"shard": "s.tar", "key": "k", "reason": "cut"}]}
     (folder / "results.json").write_text(json.dumps({"kind": "evaluations", "evaluations": [judged]}))
     checkpoint = weights(folder / "checkpoints" / "step_00000300", make_backbone())
@@ -76,6 +79,8 @@ def test_the_card_tells_the_runs_story(run: Path, make_backbone: Make) -> None:
     assert found["Commit"] == ["abc123"]
     assert (found["Source"], found["Licence"]) == ([r"my \| photographs"], ["CC BY 4.0"])
     assert found["1-shot mean ± std"] == ["0.5 ± 0.125", "0.25 ± 0"]
+    assert found["2-shot"] == ["0.75", "–"], "one seed has no spread"
+    assert "fewer than 2 images" in text and "Few-shot (mean of the classes' accuracies), test images y" in text
     assert found["C"] == ["12", "–"]
     assert not any("seed" in row for row in found)
     assert "left out 1 unreadable sample(s): s.tar: k (cut)" in text

@@ -119,6 +119,14 @@ def test_a_piece_made_from_something_else_does_not_count(tmp_path: Path) -> None
     assert merge([run])["missing"] == ["fine-ssl-0"]
 
 
+@pytest.mark.parametrize("name", ["plan.json", "pieces/fine-ssl-0.json"])
+def test_a_damaged_file_is_named(tmp_path: Path, name: str) -> None:
+    run = write(tmp_path / "run")
+    (run / name).write_text((run / name).read_text()[:20])
+    with pytest.raises(UserError, match=f"{name}: not valid JSON"):
+        write_report([run], run / "report.html")
+
+
 def test_parts_from_several_machines_are_one_comparison(tmp_path: Path) -> None:
     ids = [entry["id"] for entry in PIECES]
     one, two = write(tmp_path / "one", set(ids[:4])), write(tmp_path / "two", set(ids[3:]))

@@ -281,3 +281,20 @@ def test_a_scaling_study_has_a_line_and_an_untrained_level_for_each_size(tmp_pat
     for name in ("wide", "narrow", "wide, untrained", "narrow, untrained", "raw pixels", "1e10", "5e11", "2e12"):
         assert names.count(name) == 1, (name, names)
     assert "SSL pretraining (wide, 2e+12) gains" in text, "one of several arms is named"
+
+
+def test_a_study_of_many_series_has_a_page(tmp_path: Path) -> None:
+    arms = [
+        {"name": f"a{n}", "label": f"a{n}", "series": f"s{n // 2}", "architecture": "w", "labels_used": 0}
+        | {"pretraining": {"flops": 1e9 * (n + 1)}}
+        for n in range(20)
+    ]
+    scores = [
+        {"arm": arm["name"], "evaluator": "few_shot", "labels_per_class": 5, "seed": s, "accuracy": 0.5 + s / 10}
+        for arm in arms
+        for s in (0, 1)
+    ]
+    results = {"kind": "comparison", "study": "flops", "seeds": [0, 1], "arms": arms, "measurements": scores}
+    (tmp_path / "results.json").write_text(json.dumps(results | {"evaluators": {"few_shot": {"title": "Few-shot"}}}))
+    text = write_report([tmp_path], tmp_path / "report.html").read_text()
+    assert all(f">s{n}<" in text for n in range(10))

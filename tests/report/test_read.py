@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from ssl_vit.files import sha256
 from ssl_vit.interfaces import UserError
+from ssl_vit.report.cells import remarks
 from ssl_vit.report.read import read_directory
 
 
@@ -94,3 +96,13 @@ def test_damaged_results_are_named(tmp_path: Path) -> None:
     (tmp_path / "results.json").write_text("[]")
     with pytest.raises(UserError, match="expected a JSON object"):
         read_directory(tmp_path)
+
+
+def test_results_of_weights_that_are_gone_are_left_out_and_counted(tmp_path: Path) -> None:
+    (tmp_path / "backbone.safetensors").write_bytes(b"new")
+    new = sha256(tmp_path / "backbone.safetensors")
+    judged = [{"evaluator": "knn", "sha256": new}, {"evaluator": "knn", "sha256": "old"}, {"evaluator": "before"}]
+    (tmp_path / "results.json").write_text(json.dumps({"kind": "evaluations", "evaluations": judged}))
+    run = read_directory(tmp_path)
+    assert run["results"]["evaluations"] == [judged[0], judged[2]]
+    assert "1 result(s) of weights that are no longer there" in remarks(run)[0]

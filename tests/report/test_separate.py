@@ -84,3 +84,11 @@ def test_the_page_tells_the_settings_once_and_what_the_intervals_cover(tmp_path:
     (tmp_path / "c").mkdir()
     (tmp_path / "c" / "recipe.yaml").write_text("seed: 0")
     assert "Each run is one training" not in write_report([tmp_path / "c"], tmp_path / "c.html").read_text()
+
+
+def test_what_a_measurement_says_of_itself_is_said_of_the_tables(tmp_path: Path) -> None:
+    judged = few_shot(ACCURACIES["a"])
+    judged["measurements"][0]["notes"] = ["4 class(es) gave fewer than 10 images"]
+    run = write(tmp_path / "a", judged)
+    assert "Labelled images: labelled. Of settings" in write_report([run], tmp_path / "r.html").read_text()
+    assert "first is shown. 4 class(es) gave fewer than 10 images." in (tmp_path / "r.html").read_text()

@@ -223,11 +223,24 @@ def _file(path: Path, name: str | None, heads: int | None) -> Found:
         tensors, others = from_transformers(tensors)
         own, mean, std, said = {"norm_eps": 1e-12}, 0.5, 0.5, "0.5, transformers' default"
         notes.append("the layer norms' epsilon is taken to be 1e-12, transformers' default")
+    if "register_tokens" in tensors:
+        tensors = _with_registers(tensors)
     name, arguments, deduced = read_sizes(tensors, str(path), name=name, heads=heads)
     if arguments["in_chans"] != 3:
         mean, std, said = 0.5, 0.5, "0.5"
     assumed = [f"the file has no mean and std of its pixels: taken to be {said} (--mean, --std)"]
     return Found(name, arguments, tensors, mean, std, own, left_out=others, notes=notes + deduced, assumed=assumed)
+
+
+def _with_registers(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """DINOv2's own names for a ViT with registers -> timm's. There the class token has a position, and the registers
+    come after it without one; timm has positions for the patches alone."""
+    kept = {name: tensor for name, tensor in tensors.items() if name != "register_tokens"}
+    kept["reg_token"] = tensors["register_tokens"]
+    if "cls_token" in kept and "pos_embed" in kept:  # else the sizes are refused
+        kept["cls_token"] = kept["cls_token"] + kept["pos_embed"][:, :1]
+        kept["pos_embed"] = kept["pos_embed"][:, 1:]
+    return kept
 
 
 def read_tensors(path: Path) -> tuple[dict[str, torch.Tensor], list[str]]:

@@ -118,6 +118,24 @@ def test_a_bare_checkpoint_tells_its_parts(tmp_path: Path, shaken: Make, pixels:
         assert torch.equal(ours(images), network.forward_features(ours.normalised(images)))
 
 
+def test_dinov2s_own_registers(tmp_path: Path, shaken: Make, pixels: Make) -> None:
+    """There the class token has a position and the registers, behind it, have none."""
+    network = timm_vit(shaken, reg_tokens=4, no_embed_class=True, init_values=0.1)
+    tensors = network.state_dict()
+    position = torch.randn(1, 1, 48)
+    theirs = {name: tensor for name, tensor in tensors.items() if name != "reg_token"}
+    theirs |= {"register_tokens": tensors["reg_token"], "mask_token": torch.zeros(1, 48)}
+    theirs["cls_token"] = tensors["cls_token"] - position
+    theirs["pos_embed"] = torch.cat([position, tensors["pos_embed"]], 1)
+    torch.save(theirs, tmp_path / "weights.pth")
+    _, found = import_weights(str(tmp_path / "weights.pth"), tmp_path / "out", heads=3)
+    ours = load(tmp_path / "out")
+    assert found.left_out == ["mask_token"] and ours.prefix_tokens == 5
+    images = pixels(ours)
+    with torch.no_grad():
+        torch.testing.assert_close(ours(images), network.forward_features(ours.normalised(images)))
+
+
 @pytest.mark.parametrize("wrapper", ["", "model", "state_dict", "model_ema"])
 def test_wrappers_come_off(tmp_path: Path, shaken: Make, wrapper: str) -> None:
     tensors = timm_vit(shaken).state_dict()
