@@ -105,6 +105,7 @@ def compare(study: Study, command: str, say: Say = print) -> dict[str, Any]:
     undone = processes.gather([piece.id for piece in plan.pieces if not is_done(plan, piece)])[0]
     missing = [piece for piece in plan.pieces if piece.id in undone]
     say(f"{study.comparison.name}: {len(plan.pieces)} pieces, {len(plan.pieces) - len(missing)} of them done before")
+    begun = environment() if missing else None  # now: the checkout may change before the end
     clock = _Clock(missing, jobs, say)
     if jobs == 1:
         for piece in missing:
@@ -113,7 +114,7 @@ def compare(study: Study, command: str, say: Say = print) -> dict[str, Any]:
             clock.done(piece, time.monotonic() - start)
     elif missing:
         _run_in_processes(plan, missing, jobs, clock)
-    return update(plan.run, environment()) if is_main_process() else merge([plan.run])
+    return update(plan.run, begun) if is_main_process() else merge([plan.run])
 
 
 def run_only(plan: Plan, identifier: str, say: Say = print) -> None:

@@ -100,6 +100,15 @@ def test_the_demo_packs_the_digits_in_their_order(tmp_path: Path, monkeypatch: p
         np.testing.assert_array_equal(pixels, (images[start] * 255 / 16).round())
 
 
+def test_the_environment_is_that_of_the_start_and_of_whoever_measured(
+    demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The checkout may have come to another commit by the end, and when a finished comparison is asked for again."""
+    monkeypatch.setattr("ssl_vit.compare.run.environment", lambda: {"pieces": len(stamps(tmp_path / "run"))})
+    for _ in range(2):
+        assert quietly(mini(tmp_path, demo))["environment"] == {"pieces": 0}
+
+
 def test_every_arm_budget_and_seed_is_measured(demo: Path) -> None:
     results = json.loads((demo / "results.json").read_text())
     found = {(r["evaluator"], r["arm"], r["labels_per_class"], r["seed"]) for r in results["measurements"]}
