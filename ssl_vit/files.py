@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,15 +19,20 @@ def whole_path(path: Path, tag: str = "") -> Iterator[Path]:
     """Where to write a file that appears under its name only when all of it is on the disk: `.TAG.tmp` ends its name
     until then.
 
-    tag: tells writers of one folder apart (default: the process's number).
+    tag: tells writers of one folder apart (default: the process's number, and some of chance: containers and machines
+    that share a disk may have the same numbers).
     """
-    unfinished = path.with_name(f"{path.name}.{tag or os.getpid()}.tmp")
+    unfinished = path.with_name(f"{path.name}.{tag or _own_tag()}.tmp")
     try:
         yield unfinished
         flush(unfinished)
         unfinished.replace(path)
     finally:
         unfinished.unlink(missing_ok=True)
+
+
+def _own_tag() -> str:
+    return f"{os.getpid()}_{secrets.token_hex(4)}"
 
 
 @contextmanager
@@ -62,7 +68,9 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise UserError(f"{path}: not valid JSON ({error}). Write it again with the command that made it.") from None
+        raise UserError(
+            f"{path}: not valid JSON ({error}): delete it, and give the command that made it again"
+        ) from None
     if not isinstance(value, dict):
         raise UserError(f"{path}: expected a JSON object, found {type(value).__name__}.")
     return value

@@ -12,8 +12,8 @@ list=$(ssl-vit compare "$@" --list)
 run=$(sed -n 's/^# run: //p' <<< "$list")
 after=()
 for stage in $(awk -F'\t' '!/^#/ {print $2}' <<< "$list" | sort -nu); do
-    ids=$run/pieces/stage_$stage.txt
     mkdir -p "$run/pieces"
+    ids=$(mktemp "$run/pieces/stage_${stage}_XXXXXX.txt") # a list of its own: tasks of an earlier call may still wait
     awk -F'\t' -v stage="$stage" '!/^#/ && $2 == stage && $3 == "missing" {print $1}' <<< "$list" > "$ids"
     count=$(wc -l < "$ids")
     ((count)) || continue

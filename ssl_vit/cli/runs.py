@@ -206,7 +206,7 @@ def compare(
         return
     if as_json:
         raise UserError("--json goes with --dry-run")
-    if not (show or only):
+    if not show and only is None:
         _compare(recipe, changed, command)
         return
     from ssl_vit.compare import run as comparisons
@@ -215,7 +215,7 @@ def compare(
     from ssl_vit.compare.suites import prepare
 
     study = load_comparison(recipe, changed)
-    if only:
+    if only is not None:
         comparisons.run_only(comparisons.open_plan(study, command), only)
         return
     plan = comparisons.look(study, prepare(study.sets, study.folder, lambda text: print(text, file=sys.stderr)))[0]
@@ -287,7 +287,7 @@ def _data_sets(data: list[str], test: str | None, suite: str | None) -> dict[str
         raise UserError("a suite names its own test shards: leave --test out")
     if suite:
         found = load_suite(suite)
-        return prepare(found.sets, Path(found.folder))
+        return prepare(found.sets, Path(found.folder), lambda text: print(text, file=sys.stderr))
     if test:
         if len(data) > 1:
             raise UserError("--test goes with one --data; give several as folders that hold train/ and test/")

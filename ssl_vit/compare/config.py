@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from omegaconf import OmegaConf
 from pydantic import Field, SerializeAsAny, field_validator, model_validator
 
 from ssl_vit import plugins, recipe
@@ -17,6 +18,7 @@ from ssl_vit.recipe import Recipe
 
 ONLY = "data"  # the name of a comparison's data set where it has one
 _NAME = re.compile(r"[A-Za-z0-9_.]+")
+_FOLDERS = ("pieces", "features", "pictures")
 # A comparison sets these itself, by `seeds` and `labels_per_class`.
 _SET_BY_COMPARISON = {"labels_per_class", "seeds"}
 
@@ -81,6 +83,8 @@ class Arm(Config):
     def _one_origin(self) -> Arm:
         if self.recipe and self.weights:
             raise ValueError("give recipe or weights, not both")
+        if self.overrides and not self.recipe:
+            raise ValueError("overrides are of a recipe, and this arm has none")
         if self.like and (self.recipe or self.weights):
             raise ValueError("like is for an arm from scratch, without recipe and weights")
         return self
@@ -147,6 +151,8 @@ class Comparison(Config):
         for name in arms:
             if name == "pixels" or name.partition("_")[0] == "untrained":
                 raise ValueError(f"'{name}': raw pixels and untrained backbones have such names in every comparison")
+            if name in _FOLDERS:
+                raise ValueError(f"'{name}': a comparison keeps something else in its folder of this name")
         return arms
 
     @property
@@ -198,10 +204,14 @@ def load_comparison(name: str | Path, overrides: Sequence[str] = ()) -> Study:
         if settings.probe and settings.probe.patience:
             raise UserError(f"{path}: arms.{key}: probe.patience would end this pretraining by labels: leave it out")
     evaluators = {
-        name: {key: _settings(path, key, value | chosen.evaluators.get(key, {})) for key, value in given.items()}
+        name: {key: _settings(path, key, _merged(value, chosen.evaluators.get(key))) for key, value in given.items()}
         for name, chosen in sets.items()
     }
     return Study(comparison, recipes, sets, evaluators, Path(data.folder or (suite.folder if suite else "shards")))
+
+
+def _merged(under: dict[str, Any], over: dict[str, Any] | None) -> dict[str, Any]:
+    return dict(OmegaConf.to_container(OmegaConf.merge(under, over or {})))
 
 
 def _has_backbone(arm: Arm | None) -> bool:

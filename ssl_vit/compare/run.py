@@ -20,7 +20,7 @@ from ssl_vit import experiment, plugins
 from ssl_vit.compare.config import ONLY, DataSet, Study
 from ssl_vit.compare.plan import Piece, Plan
 from ssl_vit.compare.suites import prepare
-from ssl_vit.compare.work import do, is_done
+from ssl_vit.compare.work import do, is_done, pretraining_of
 from ssl_vit.data.mixture import open_training
 from ssl_vit.data.shards import ShardSet, check_same_classes, open_shards
 from ssl_vit.environment import environment
@@ -29,7 +29,7 @@ from ssl_vit.files import read_json, write_json
 from ssl_vit.interfaces import UserError
 from ssl_vit.recipe import save
 from ssl_vit.report.merge import PLAN, merge, update
-from ssl_vit.runs import is_main_process
+from ssl_vit.runs import check, is_main_process
 from ssl_vit.training import processes
 from ssl_vit.training.engine import make_accelerator
 
@@ -59,7 +59,12 @@ def look(study: Study, sets: dict[str, DataSet]) -> tuple[Plan, dict[tuple[str, 
             raise UserError(f"arms.{arm}: {error}") from None
     shards = {f"{name} {part}": found.fingerprint for (name, part), found in opened.items()}
     shards |= {f"{arm} pretrain": found.fingerprint for arm, found in pretraining.items()}
-    return Plan(study, study.comparison.run_directory, sets, shards), opened, pretraining
+    plan = Plan(study, study.comparison.run_directory, sets, shards)
+    for piece in plan.pieces:
+        if piece.kind == "pretrain" and not is_done(plan, piece):
+            settings = pretraining_of(plan, piece)
+            check(settings.run_directory, settings, pretraining[piece.arm].fingerprint)
+    return plan, opened, pretraining
 
 
 def _check_directory(study: Study) -> None:
@@ -166,10 +171,13 @@ def _run_in_processes(plan: Plan, missing: list[Piece], jobs: int, clock: _Clock
     # Small models are bound by overhead: several processes of one thread each use the cores better than one of many.
     os.environ["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // jobs))
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(jobs, mp_context=context, initializer=_init_worker, initargs=(os.getpid(),)) as pool:
+    stopping = context.Event()
+    begin = (os.getpid(), stopping)
+    with ProcessPoolExecutor(jobs, mp_context=context, initializer=_init_worker, initargs=begin) as pool:
         try:
             _schedule(pool, plan, missing, clock)
         except BaseException:  # Ctrl-C too: what runs saves and stops, instead of being waited for to its end
+            stopping.set()
             for process in multiprocessing.active_children():
                 process.terminate()
             raise
@@ -191,8 +199,13 @@ def _schedule(pool: ProcessPoolExecutor, plan: Plan, missing: list[Piece], clock
             clock.done(piece, time.monotonic() - start)
 
 
-def _init_worker(parent: int) -> None:
+_stopping: Any = None  # in a worker: set once the comparison ends early
+
+
+def _init_worker(parent: int, stopping: Any) -> None:
     """One thread a process where there are as many processes as cores; and no process outlives the comparison."""
+    global _stopping
+    _stopping = stopping
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     threading.Thread(target=_stop_without, args=(parent,), daemon=True).start()
 
@@ -208,7 +221,7 @@ def _do(plan: Plan, piece: Piece, parent: int) -> str:
     try:
         return do(plan, piece)
     finally:
-        if os.getppid() != parent:
+        if os.getppid() != parent or _stopping.is_set():
             os._exit(1)  # nobody is left to take the result, and the pool would wait for its next piece for ever
 
 

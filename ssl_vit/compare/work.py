@@ -22,6 +22,8 @@ from ssl_vit.evaluators.base import Choice
 from ssl_vit.evaluators.features import Task
 from ssl_vit.files import read_json, write_json
 from ssl_vit.interfaces import UserError
+from ssl_vit.recipe import Recipe
+from ssl_vit.report.merge import finished
 from ssl_vit.runs import SUMMARY, is_main_process, wait_for_everyone
 from ssl_vit.training import processes
 
@@ -39,8 +41,7 @@ def read(plan: Plan, identifier: str) -> dict[str, Any]:
 
 def is_done(plan: Plan, piece: Piece) -> bool:
     """Whether the piece's result is on disk and was made from what the plan says now."""
-    path = path_of(plan, piece.id)
-    return path.exists() and read_json(path)["fingerprint"] == plan.fingerprint(piece)
+    return finished(path_of(plan, piece.id), plan.fingerprint(piece)) is not None
 
 
 def do(plan: Plan, piece: Piece) -> str:
@@ -68,15 +69,17 @@ def _held(plan: Plan, piece: Piece) -> Iterator[None]:
         yield
 
 
+def pretraining_of(plan: Plan, piece: Piece) -> Recipe:
+    """The recipe of a piece that pretrains, with its own directory and seed."""
+    settings = plan.study.recipes[piece.arm]
+    seed = piece.seed if plan.study.comparison.pretrain_per_seed else settings.seed
+    return settings.model_copy(update={"run": str(plan.weights(piece.arm, piece.seed)), "seed": seed})
+
+
 def run_piece(plan: Plan, piece: Piece) -> dict[str, Any]:
     """Do one piece and return its result; raises UserError, RunError or Stopped as training and evaluation do."""
     if piece.kind == "pretrain":
-        settings = plan.study.recipes[piece.arm]
-        run = plan.weights(piece.arm, piece.seed)
-        seed = piece.seed if plan.study.comparison.pretrain_per_seed else settings.seed
-        experiment.train(settings.model_copy(update={"run": str(run), "seed": seed}))
-        assert run
-        return dict(read_json(run / SUMMARY))
+        return read_json(experiment.train(pretraining_of(plan, piece)) / SUMMARY)
     if piece.kind == "pictures":
         return _pictures(plan, piece)
     start = time.perf_counter()

@@ -45,7 +45,7 @@ _Several = (BeforeValidator(_several), AfterValidator(_distinct))
 Budgets = Annotated[tuple[Budget, ...], *_Several, Field(min_length=1)]
 Numbers = Annotated[tuple[float, ...], *_Several]
 Counts = Annotated[tuple[Annotated[int, Field(ge=1)], ...], *_Several]
-Seeds = Annotated[tuple[int, ...], *_Several, Field(min_length=1)]
+Seeds = Annotated[tuple[Annotated[int, Field(ge=0)], ...], *_Several, Field(min_length=1)]
 """Lists of different values; one alone needs no brackets."""
 
 

@@ -126,7 +126,7 @@ def _level(results: dict[str, Any], arm: str, styles: dict[str, tuple[str, str]]
     """Name and colour of a dashed line: an untrained backbone has those of the series of its architecture."""
     made = (results.get("references") or {}).get(arm)
     alike = {one.get("series") or made for one in results.get("arms") or [] if one.get("architecture") == made}
-    if arm.startswith("untrained") and len(styles) > 1 and len(alike) == 1:
+    if arm.startswith("untrained") and len(styles) > 1 and len(alike) == 1 and alike <= styles.keys():
         (series,) = alike
         return f"{series}, untrained", styles[str(series)][0]
     return arm_label(results, arm), plots.COLOURS.get(arm, "#808080")

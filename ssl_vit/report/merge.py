@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,10 @@ def update(run: Path, environment: dict[str, Any] | None = None) -> dict[str, An
     """Write `results.json` of whatever is finished by now, by rename; returns the results. The environment is that of
     the process that runs the comparison; without one, what the file says stays."""
     path = run / RESULTS
-    kept = read_json(path).get("environment") if path.is_file() else None
+    kept = None
+    if path.is_file():
+        with suppress(UserError):  # cut short: it is written anew
+            kept = read_json(path).get("environment")
     results = merge([run]) | {"environment": environment or kept}
     write_json(path, results)
     return results
@@ -73,12 +77,17 @@ def update(run: Path, environment: dict[str, Any] | None = None) -> dict[str, An
 def _finished(run: Path, wanted: dict[str, str]) -> dict[str, dict[str, Any]]:
     pieces = {}
     for identifier, fingerprint in wanted.items():
-        path = run / "pieces" / f"{identifier}.json"
-        if path.is_file():
-            piece = read_json(path)
-            if piece["fingerprint"] == fingerprint:
-                pieces[identifier] = piece
+        if piece := finished(run / "pieces" / f"{identifier}.json", fingerprint):
+            pieces[identifier] = piece
     return pieces
+
+
+def finished(path: Path, fingerprint: str) -> dict[str, Any] | None:
+    """A piece's file, if it is there, whole, and made from what the fingerprint says."""
+    with suppress(UserError):
+        if path.is_file() and (piece := read_json(path)).get("fingerprint") == fingerprint:
+            return piece
+    return None
 
 
 def _row(piece: dict[str, Any], measured: dict[str, Any]) -> dict[str, Any]:

@@ -17,9 +17,11 @@ from sklearn.datasets import load_digits
 
 from ssl_vit import cli, evaluators, experiment
 from ssl_vit.cli import runs as commands
-from ssl_vit.compare.config import load_comparison, load_suite, suites
+from ssl_vit.compare.config import DataSet, load_comparison, load_suite, suites
 from ssl_vit.compare.plan import Piece, Plan
 from ssl_vit.compare.run import _Clock, compare, look
+from ssl_vit.compare.suites import packed, prepare
+from ssl_vit.data import pack, sources
 from ssl_vit.data.shards import open_shards
 from ssl_vit.interfaces import UserError
 from ssl_vit.report.page import write_report
@@ -362,6 +364,7 @@ def test_pieces_one_by_one_are_the_comparison(
     assert parts["finished"] and without_times(parts) == without_times(at_once)
     assert call(monkeypatch, *arguments, "--only", "few_shot-nobody") == 2
     assert "few_shot-nobody: no such piece" in capsys.readouterr().err
+    assert call(monkeypatch, *arguments, "--only", "") == 2, "an empty id is no whole comparison"
 
 
 def test_the_directory_of_another_comparison_is_refused(demo: Path, tmp_path: Path) -> None:
@@ -489,6 +492,12 @@ def test_precision_may_differ_between_pretrainings_and_judging(demo: Path, tmp_p
         (["arms={pixels: {label: x, recipe: digits_ssl}}"], "'pixels': raw pixels and untrained backbones have such"),
         (["arms={untrained_2: {label: x, recipe: digits_ssl}}"], "'untrained_2': raw pixels and untrained backbones"),
         (["arms.ssl.weights=x"], "give recipe or weights, not both"),
+        (
+            ["arms={pieces: {label: x, recipe: digits_ssl}}"],
+            "'pieces': a comparison keeps something else",
+        ),
+        (["arms.scratch.overrides=[backbone.depth=7]"], "overrides are of a recipe, and this arm has none"),
+        (["seeds=[-1]"], "seeds.0: Input should be greater than or equal to 0"),
         (["data.suite=transfer"], "give train and test, or sets, or suite"),
         (["labels_per_class=[10,zero]"], "a label budget is"),
         (["labels_per_class=[all,'100%']"], "labels_per_class: all is named twice"),
@@ -538,3 +547,52 @@ def test_the_shipped_suites_are_whole() -> None:
     assert set(load_suite("transfer").sets) == {"cifar10", "cifar100", "pets", "flowers102", "imagenet"}
     with pytest.raises(UserError, match=r"sets\.x\.evaluators\.knn\.kk: unknown key"):
         load_suite("local", overrides=["sets.x={source: digits, evaluators: {knn: {kk: 1}}}"])
+
+
+def test_a_changed_recipe_is_refused_before_anything_is_written(demo: Path, tmp_path: Path) -> None:
+    recipe = mini(tmp_path, demo)
+    quietly(recipe)
+    before = (tmp_path / "run" / "plan.json").read_bytes()
+    changed = load_comparison(recipe, ["arms.ssl.overrides=[training.steps=3,training.batch_size=16]"])
+    with pytest.raises(UserError, match=r"holds a run of another recipe \(training.steps: 2 -> 3\)"):
+        look(changed, changed.sets)
+    with pytest.raises(UserError, match="holds a run of another recipe"):
+        compare(changed, "", lambda text: None)
+    assert (tmp_path / "run" / "plan.json").read_bytes() == before
+
+
+def test_files_that_were_cut_short_are_made_anew(demo: Path, tmp_path: Path) -> None:
+    recipe, run = mini(tmp_path, demo), tmp_path / "run"
+    whole = quietly(recipe)
+    (run / "pieces" / "few_shot-ssl-0.json").write_text('{"id": "few')
+    (run / "pieces" / "few_shot-pixels-0.json").write_text("{}")
+    (run / "results.json").write_text('{"kind": "comp')
+    again = quietly(recipe)
+    assert again["finished"] and without_times(again) == without_times(whole)
+
+
+def test_settings_of_one_set_are_merged_into_those_of_all(demo: Path, tmp_path: Path) -> None:
+    places = {part: f"{demo}/data/{part}" for part in ("train", "test")}
+    flips = {"fine_tune": {"augment": {"flip": True}}}
+    sets = {"one": places, "other": {**places, "evaluators": flips}}
+    tuning = {"augment": {"scale": [0.5, 1.0], "flip": False}, "lrs": [0.01]}
+    study = load_comparison(mini(tmp_path, demo, data={"sets": sets}, evaluators={"fine_tune": tuning}))
+    one, other = (study.evaluators[name]["fine_tune"].model_dump() for name in ("one", "other"))
+    assert other["augment"] == one["augment"] | {"flip": True} and one["augment"]["scale"] == (0.5, 1.0)
+
+
+def test_a_folder_packed_from_something_else_is_no_source_of_a_set(tmp_path: Path) -> None:
+    folder, said = tmp_path / "packed", list[str]()
+    prepare({"digits": DataSet(source="digits")}, folder, said.append)
+    assert len(said) == 2 and not prepare({"digits": DataSet(source="digits")}, folder, said.append)["digits"].source
+    assert len(said) == 2, "it is there"
+    with pytest.raises(UserError, match=r"was packed from something else \(source digits, now other\)"):
+        prepare({"digits": DataSet(source="other")}, folder, said.append)
+    with pytest.raises(UserError, match="was packed from something else"):
+        packed({"digits": DataSet(source="digits", splits=("test", "train"))}, folder)
+    shutil.rmtree(folder / "digits")
+    for part in ("train", "test"):
+        source = sources.open_source("digits", split=part)
+        pack.make(source, folder / "digits" / part, subset=2 if part == "test" else None, shards=1, progress=False)
+    with pytest.raises(UserError, match=r"digits/test holds a part of it only \(.*2 images a class"):
+        prepare({"digits": DataSet(source="digits")}, folder, said.append)

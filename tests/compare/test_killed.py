@@ -86,6 +86,31 @@ def test_killed_five_times_at_random_it_ends_as_an_undisturbed_one(recipe: Path,
     assert results[0]["finished"]
 
 
+def test_a_stop_of_the_main_process_alone_ends_the_others_too(recipe: Path, tmp_path: Path) -> None:
+    """One of two processes pretrains for long, the other has nothing to do."""
+    long = "arms.ssl.overrides=[training.steps=400000,training.batch_size=32,training.checkpoint_every=0]"
+    with (tmp_path / "log").open("w") as log:
+        process = subprocess.Popen(
+            [*command(recipe, tmp_path / "run"), long, "evaluators={few_shot: {shots: [1]}}"],
+            env=ENVIRONMENT,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+    try:
+        last = tmp_path / "run" / "pieces" / "few_shot-pixels-0.json"
+        begun = tmp_path / "run" / "ssl" / "metrics.jsonl"
+        deadline = time.monotonic() + 120
+        while not (last.exists() and begun.exists() and begun.stat().st_size) and time.monotonic() < deadline:
+            time.sleep(0.2)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=60) == 75, (tmp_path / "log").read_text()
+        assert any((tmp_path / "run" / "ssl" / "checkpoints").glob("step_*")), "what it had trained is saved"
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+
+
 SBATCH = """#!{python}
 import os, re, subprocess, sys
 arguments = sys.argv[1:]

@@ -281,6 +281,10 @@ def test_a_scaling_study_has_a_line_and_an_untrained_level_for_each_size(tmp_pat
     for name in ("wide", "narrow", "wide, untrained", "narrow, untrained", "raw pixels", "1e10", "5e11", "2e12"):
         assert names.count(name) == 1, (name, names)
     assert "SSL pretraining (wide, 2e+12) gains" in text, "one of several arms is named"
+    results["arms"][2]["pretraining"] = None  # it has not pretrained yet; its untrained twin is measured
+    results["measurements"] = [row for row in results["measurements"] if row["arm"] != "small"]
+    (tmp_path / "results.json").write_text(json.dumps(results))
+    assert "the untrained backbone of narrow" in write_report([tmp_path], tmp_path / "report.html").read_text()
 
 
 def test_a_study_of_many_series_has_a_page(tmp_path: Path) -> None:
