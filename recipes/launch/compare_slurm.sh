@@ -16,7 +16,7 @@ for stage in $(awk -F'\t' '!/^#/ {print $2}' <<< "$list" | sort -nu); do
     ids=$(mktemp "$run/pieces/stage_${stage}_XXXXXX.txt") # a list of its own: tasks of an earlier call may still wait
     awk -F'\t' -v stage="$stage" '!/^#/ && $2 == stage && $3 == "missing" {print $1}' <<< "$list" > "$ids"
     count=$(wc -l < "$ids")
-    ((count)) || continue
+    ((count)) || { rm "$ids" && continue; }
     piece="\$(sed -n \"\$((SLURM_ARRAY_TASK_ID + 1))p\" ${ids@Q})"
     job=$(sbatch --parsable --requeue --array="0-$((count - 1))" "${after[@]}" \
         --wrap "exec ssl-vit compare ${*@Q} --only \"$piece\"")
