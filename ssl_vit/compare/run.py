@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ssl_vit import experiment, plugins
+from ssl_vit import experiment, plugins, runs
 from ssl_vit.compare.config import ONLY, DataSet, Study
 from ssl_vit.compare.plan import Piece, Plan
 from ssl_vit.compare.suites import prepare
@@ -29,7 +29,7 @@ from ssl_vit.files import read_json, write_json
 from ssl_vit.interfaces import UserError
 from ssl_vit.recipe import save
 from ssl_vit.report.merge import PLAN, merge, update
-from ssl_vit.runs import check, is_main_process
+from ssl_vit.runs import is_main_process
 from ssl_vit.training import processes
 from ssl_vit.training.engine import make_accelerator
 
@@ -63,7 +63,7 @@ def look(study: Study, sets: dict[str, DataSet]) -> tuple[Plan, dict[tuple[str, 
     for piece in plan.pieces:
         if piece.kind == "pretrain" and not is_done(plan, piece):
             settings = pretraining_of(plan, piece)
-            check(settings.run_directory, settings, pretraining[piece.arm].fingerprint)
+            runs.check(settings.run_directory, settings, pretraining[piece.arm].fingerprint)
     return plan, opened, pretraining
 
 

@@ -30,14 +30,17 @@ def packed(sets: Mapping[str, DataSet], folder: Path) -> dict[str, DataSet]:
     """The same sets where all are packed already; nothing is written. Raises UserError naming one that is not."""
     found = {}
     for name, chosen in sets.items():
+        if chosen.source is None:
+            found[name] = chosen
+            continue
         parts = _parts(name, folder)
-        if chosen.source and not all((out / INFO).exists() for out in parts.values()):
+        if not all((out / INFO).exists() for out in parts.values()):
             raise UserError(
                 f"data set {name} is not packed yet, and a dry run packs nothing: "
                 f"`ssl-vit shards make {chosen.source} {parts['train']} --split {chosen.splits[0]}`, and test likewise"
             )
         _check_packed(name, chosen, folder)
-        found[name] = _with_shards(chosen, parts) if chosen.source else chosen
+        found[name] = _with_shards(chosen, parts)
     return found
 
 
@@ -49,11 +52,11 @@ def _check_packed(name: str, chosen: DataSet, folder: Path) -> None:
     """Raises UserError where the set's folder holds another source, or a part of one, by what is written there."""
     mend = "name another folder for the packed sets, or remove that one"
     note = folder / name / _REQUEST
-    if chosen.source and note.is_file() and (packed := read_json(note)) != (asked := _request(chosen)):
+    if note.is_file() and (packed := read_json(note)) != (asked := _request(chosen)):
         differ = [key for key in asked if packed.get(key) != asked[key]]
         shown = "; ".join(f"{key} {packed.get(key)}, now {asked[key]}" for key in differ)
         raise UserError(f"data set {name}: {folder / name} was packed from something else ({shown}): {mend}")
-    for out in _parts(name, folder).values() if chosen.source else ():
+    for out in _parts(name, folder).values():
         info = read_json(out / INFO) if (out / INFO).is_file() else {}
         if _PART.search(str(info.get("source"))):
             raise UserError(f"data set {name}: {out} holds a part of it only ({info['source']}): {mend}")

@@ -53,20 +53,19 @@ class Config(LabelledConfig):
 
 class Fitted(NamedTuple):
     """predicted: int (m,), the classes of the test images. c: the C of the fit to all of train. converged: whether
-    L-BFGS came to its end before `max_iterations` in it. chosen: whether held-out images chose C; guessed: whether
-    there were none to."""
+    L-BFGS came to its end before `max_iterations` in it. chosen: whether held-out images chose C among several (None:
+    there was one)."""
 
     predicted: np.ndarray
     c: float
     converged: bool
-    chosen: bool = False
-    guessed: bool = False
+    chosen: bool | None = None
 
     @property
     def notes(self) -> tuple[str, ...]:
         stopped = "the logistic regression stopped at max_iterations before it had converged"
         guess = f"no image could be held out to choose C by: {self.c:g}, the middle one, was taken"
-        return (stopped,) * (not self.converged) + (guess,) * self.guessed
+        return (stopped,) * (not self.converged) + (guess,) * (self.chosen is False)
 
 
 def probe_predictions(
@@ -95,13 +94,11 @@ def probe_predictions(
         return Fitted(np.asarray(model.predict((x - mean) / scale)), c, int(np.max(model.n_iter_)) < max_iterations)
 
     kept, held = held_out_split(train_labels, held_out, seed)
-    best, chosen = sorted(cs)[len(cs) // 2], bool(len(held) and len(cs) > 1)
+    best, chosen = sorted(cs)[len(cs) // 2], len(held) > 0 if len(cs) > 1 else None
     if chosen:
         right = [float((fitted(kept, c, train_features[held]).predicted == train_labels[held]).mean()) for c in cs]
         best = cs[int(np.argmax(right))]
-    return fitted(np.arange(len(train_labels)), best, test_features)._replace(
-        chosen=chosen, guessed=len(cs) > 1 and not chosen
-    )
+    return fitted(np.arange(len(train_labels)), best, test_features)._replace(chosen=chosen)
 
 
 def probe_accuracy(

@@ -8,9 +8,8 @@ from statistics import median
 _WINDOW = 100  # steps whose losses say what is usual
 _LEAST = 20  # of them before anything counts as a spike
 SKIPS_IN_A_ROW = 10  # steps in a row that are not finite mean that the weights are broken, not the batch
-OVERFLOWS_IN_A_ROW = (
-    100  # steps that the loss scale left out: it has halved from 2^16 to 2^-84, and still they overflow
-)
+# Steps that the loss scale left out: it has halved from 2^16 to 2^-84, and still they overflow.
+OVERFLOWS_IN_A_ROW = 100
 REWINDS = 3  # times that the same checkpoint is gone back to
 
 

@@ -253,6 +253,7 @@ class _Loop:
                     f"the gradient was not finite in {self.overflows} steps in a row, up to step {progress.step}, "
                     "whatever the loss scale",
                     metrics.blamed(True, window.keys[-1]),
+                    "or take training.precision=bf16",
                 )
             losses = rows["loss"].tolist()
             if training.on_spike != "ignore" and (spike := self.guard.spike(losses)):
@@ -279,10 +280,12 @@ class _Loop:
         self.window, self.waited, self.logged_step = Window(), 0.0, self.progress.step
         self.window_start = time.perf_counter()
 
-    def _fail(self, what: str, keys: list[str]) -> None:
+    def _fail(
+        self, what: str, keys: list[str], mend: str = "or leave such steps out with training.on_nonfinite=skip"
+    ) -> None:
         error = Diverged(
             f"{what}; {metrics.some(keys)}\n{checkpoint.last_saved(self.job.run)}; lower optim.lr, check those images, "
-            "or leave such steps out with training.on_nonfinite=skip"
+            f"{mend}"
         )
         error.everywhere, error.steps = True, self.progress.step
         raise error

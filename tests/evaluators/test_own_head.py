@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from ssl_vit import experiment, recipe
 from ssl_vit.data import DataConfig
@@ -16,7 +17,7 @@ from ssl_vit.data.evaluation import EvaluationStream, evaluation_batches
 from ssl_vit.data.samples import View
 from ssl_vit.data.shards import open_shards
 from ssl_vit.data.transforms import evaluation_transform
-from ssl_vit.interfaces import UserError
+from ssl_vit.interfaces import RunError, UserError
 from ssl_vit.models import backbone
 from ssl_vit.objectives import classification
 from ssl_vit.training import checkpoint
@@ -92,3 +93,12 @@ def test_a_run_that_is_still_trained_knows_its_classes_and_a_part_of_the_labels_
         (tmp_path / split / "info.json").write_text(json.dumps(info))
     with pytest.raises(UserError, match="have other classes: class 0 is 0 in one, 9 in the other"):
         experiment.evaluate(run, "own_head", f"{tmp_path}/train", f"{tmp_path}/test")
+
+
+def test_a_head_that_gives_no_numbers_is_named(folder: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(folder / "digits_supervised", run)
+    head = checkpoint.folders(run)[-1] / checkpoint.OBJECTIVE
+    save_file({name: tensor.fill_(torch.nan) for name, tensor in load_file(head).items()}, head)
+    with pytest.raises(RunError, match=r"the logits of image 0 of .*test are not finite"):
+        experiment.evaluate(run, "own_head", f"{folder}/train", f"{folder}/test")
