@@ -15,7 +15,7 @@ from ssl_vit.data.shards import open_shards
 from ssl_vit.environment import environment
 from ssl_vit.interfaces import RunError, UserError
 
-_LITTLE_SPACE = 5  # GiB: some checkpoints of a ViT-B with its optimiser state
+_LITTLE_SPACE = 5  # GiB: some checkpoints of a ViT-B with its optimizer state
 _LITTLE_SHARED = 1  # GiB: batches travel from loader processes through shared memory
 _LARGE_IMAGE = 300  # KiB, about a megapixel of JPEG: four times the pixels of an ImageNet picture
 

@@ -66,7 +66,7 @@ def pair(size: Size) -> tuple[int, int]:
 class Batch:
     """One rank's share of the images of a step, in lane order.
 
-    images: uint8 (B, C, H, W), 0..255, augmented but neither flipped nor normalised (the device does both); in
+    images: uint8 (B, C, H, W), 0..255, augmented but neither flipped nor normalized (the device does both); in
         memory as rows of pixels (channels last).
     labels: int64 (B,), the class index; -1 in padding and where the objective needs no labels.
     noise: float32 (B, M), uniform in [0, 1): a function of (seed, epoch, sample index) alone, so that every random
@@ -74,7 +74,7 @@ class Batch:
     flip: bool (B,), whether the device mirrors the image left to right.
     jitter: float32 (B, 3), the factors of brightness, contrast and saturation that the device applies; None: none.
     indices: int64 (B,), the sample's global index in its shard set; -1 in padding.
-    valid: bool (B,), False in the padding that evaluation streams use to equalise batch counts.
+    valid: bool (B,), False in the padding that evaluation streams use to equalize batch counts.
     keys: the samples' names in their shards, for error messages.
     lane_size: consecutive images that came from one lane; B is a multiple of it (0: not from lanes).
     """
@@ -122,16 +122,16 @@ class Batch:
 class StepOutput:
     """What an objective returns: a scalar float32 loss (the mean over the batch's samples) and detached metrics, means
     over the samples too, that stay on the device until they are logged. A metric may be a vector (M,) that the
-    objective's `summarise` makes scalars of."""
+    objective's `summarize` makes scalars of."""
 
     loss: torch.Tensor
     metrics: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 class Objective(Protocol):
-    """A torch module: backbone + head + loss. Built by its module's `Objective(backbone, config, classes)`."""
+    """A torch module: encoder + head + loss. Built by its module's `Objective(encoder, config, classes)`."""
 
-    backbone: Any
+    encoder: Any
 
     def noise_per_sample(self) -> int:
         """How many uniform numbers `Batch.noise` must hold for each sample."""
@@ -143,17 +143,17 @@ class Objective(Protocol):
     # `needs_labels`: True where samples without a label are of no use.
     # `config.classes`: how many classes there are, where the shards do not name them.
     # `reconstructs`: True where `analysis.reconstruction` can draw what it predicts (`training.picture_every`).
-    # `summarise(means) -> logged`: from each metric's means over the global batches of S consecutive steps,
+    # `summarize(means) -> logged`: from each metric's means over the global batches of S consecutive steps,
     # float64 (S,) or (S, M) on the CPU, to the scalars to log, (S,). Every process calls it once for every step.
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """How well one backbone does on test, with some of the training images labelled.
+    """How well one encoder does on test, with some of the training images labeled.
 
     name: what it is called in `results.json`, such as "10-shot". accuracy: the share of right answers, 0..1.
     mean_per_class: the mean of the classes' accuracies. per_class: by class index; None for one without a test image.
-    labels_per_class: the label budget. labels: how many labelled images that were. seed: of their choice.
+    labels_per_class: the label budget. labels: how many labeled images that were. seed: of their choice.
     images_seen, flops, seconds: spent on training for it (0: nothing was trained by gradient descent).
     chosen: settings that were chosen on held-out training images. notes: what a reader must know about this number.
     main: whether a comparison counts it (one for each budget and seed); the others are shown by `eval` alone.
@@ -175,13 +175,13 @@ class Measurement:
 
 
 class Evaluator(Protocol):
-    """Built by its module's `Evaluator(config)`; judges one backbone on labelled train and test shards.
+    """Built by its module's `Evaluator(config)`; judges one encoder on labeled train and test shards.
 
     `evaluators/base.py` holds the base class that does everything but `measure`.
     """
 
     def run(self, task: Any) -> Iterator[tuple[str, float]]:
-        """Yield (name, value) pairs for the judged backbone and its references; names are stable keys."""
+        """Yield (name, value) pairs for the judged encoder and its references; names are stable keys."""
         ...
 
     def measure(

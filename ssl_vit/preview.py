@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ssl_vit import experiment
+from ssl_vit import api
 from ssl_vit.data.mixture import open_training
 from ssl_vit.data.plan import LanePosition
 from ssl_vit.interfaces import Batch
@@ -29,7 +29,7 @@ def preview(settings: Recipe) -> dict[str, Any]:
     training = settings.training
     accelerator = make_accelerator(training.precision, training.timeout)
     shards = open_training(settings.data)
-    job = experiment.prepare(settings, shards, accelerator, quiet=True)
+    job = api.prepare(settings, shards, accelerator, quiet=True)
     parameters = sum(p.numel() for p in job.objective.parameters())
     trained = sum(p.numel() for p in job.objective.parameters() if p.requires_grad)
     flops = training_flops(job.objective)

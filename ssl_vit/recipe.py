@@ -23,7 +23,7 @@ from ssl_vit.data import DataConfig
 from ssl_vit.evaluators import ProbeConfig
 from ssl_vit.files import write_text
 from ssl_vit.interfaces import Config, UserError
-from ssl_vit.models import BackboneConfig
+from ssl_vit.models import EncoderConfig
 from ssl_vit.training import OptimConfig, TrainingConfig
 
 T = TypeVar("T", bound=BaseModel)
@@ -32,8 +32,8 @@ T = TypeVar("T", bound=BaseModel)
 class Recipe(Config):
     """One training stage: what it learns from what, and how long. Stages differ only in their recipes.
 
-    run: the run directory (default: runs/NAME). seed: of initialisation, data order, augmentation and corruption.
-    init_from: a run, checkpoint or weights folder whose backbone this stage starts from.
+    run: the run directory (default: runs/NAME). seed: of initialization, data order, augmentation and corruption.
+    init_from: a run, checkpoint or weights folder whose encoder this stage starts from.
     probe: a few-shot probe while it trains (None: none).
     """
 
@@ -42,7 +42,7 @@ class Recipe(Config):
     seed: int = Field(0, ge=0)
     init_from: str | None = None
     data: DataConfig
-    backbone: BackboneConfig = BackboneConfig()
+    encoder: EncoderConfig = EncoderConfig()
     objective: SerializeAsAny[Config]
     optim: OptimConfig = OptimConfig()
     training: TrainingConfig
@@ -60,8 +60,9 @@ def recipes_folder() -> Path:
 
 
 def shipped() -> dict[str, Path]:
-    """Shipped recipes by name."""
-    return {path.stem: path for path in sorted(recipes_folder().glob("*.yaml"))}
+    """Shipped recipes by name: the YAML files in the folder of each family."""
+    found = sorted(recipes_folder().glob("*/*.yaml"))
+    return {path.stem: path for path in found if path.parent.name not in ("launch", "suites")}
 
 
 def find(name: str, near: Path | None = None) -> Path:

@@ -14,7 +14,7 @@ from ssl_vit import recipe
 from ssl_vit.environment import environment
 from ssl_vit.files import read_json, sha256, write_json
 from ssl_vit.interfaces import UserError
-from ssl_vit.models import backbone
+from ssl_vit.models import factory
 from ssl_vit.recipe import Recipe
 from ssl_vit.training import checkpoint
 
@@ -117,7 +117,7 @@ def check(run: Path, settings: Recipe, data: str | None = None) -> None:
 
 def _origin(settings: Recipe) -> str:
     """The checksum of the weights that a run starts from."""
-    return sha256(backbone.find_weights(settings.init_from or "") / backbone.WEIGHTS)
+    return sha256(factory.find_weights(settings.init_from or "") / factory.WEIGHTS)
 
 
 def _is_foreign(name: str) -> bool:

@@ -47,20 +47,20 @@ def fewer_digits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def make_backbone() -> Callable[..., Any]:
-    """Build a ViT of a few thousand parameters; keyword arguments override `BackboneConfig`, `seed` its weights."""
+def make_encoder() -> Callable[..., Any]:
+    """Build a ViT of a few thousand parameters; keyword arguments override `EncoderConfig`, `seed` its weights."""
 
     def build(seed: int = 0, **overrides: Any) -> Any:
         import torch
 
-        from ssl_vit.models import BackboneConfig
-        from ssl_vit.models.backbone import build as build_backbone
+        from ssl_vit.models import EncoderConfig
+        from ssl_vit.models.factory import build as build_encoder
 
         sizes = {"name": "vit_tiny_patch16_224", "image_size": 16, "channels": 3, "patch_size": 4}
         sizes |= {"width": 16, "depth": 2, "heads": 2}
         with torch.random.fork_rng():
             torch.manual_seed(seed)
-            return build_backbone(BackboneConfig(**(sizes | overrides)))
+            return build_encoder(EncoderConfig(**(sizes | overrides)))
 
     return build
 

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from ssl_vit.models import backbone
+from ssl_vit.models import factory
 
 Call = Callable[..., tuple[int, str]]
 SMALL = ("training.steps=4", "training.batch_size=8", "training.log_every=2", "training.picture_every=0")
@@ -72,11 +72,11 @@ def shards(tmp_path: Path) -> Path:
 
 
 def keys(data: Path | str, *more: str) -> list[str]:
-    sizes = ["backbone.image_size=16", "backbone.channels=3", "backbone.patch_size=4", "backbone.depth=1"]
+    sizes = ["encoder.image_size=16", "encoder.channels=3", "encoder.patch_size=4", "encoder.depth=1"]
     return ["train", "digits_ssl", f"data.train={data}", "run=run", *sizes, *SMALL, *more]
 
 
-def labelled_keys(data: Path | str, *more: str) -> list[str]:
+def labeled_keys(data: Path | str, *more: str) -> list[str]:
     """The same sizes, trained with labels."""
     return ["train", "digits_supervised", *keys(data, *more)[2:]]
 
@@ -97,8 +97,8 @@ def events(run: Path) -> list[dict[str, object]]:
         (["objective.name=masked_path"], ["masked_path", "did you mean 'masked_patch'"]),
         (["training.steps=many"], ["training.steps", "valid integer"]),
         (["training.epochs=3"], ["training", "exactly one of steps and epochs"]),
-        (["backbone.image_size=18"], ["image_size=18", "patch size 4", "16 or 20"]),
-        (["backbone.name=vit_bace_patch16_224"], ["vit_bace_patch16_224", "did you mean vit_base_patch16_224"]),
+        (["encoder.image_size=18"], ["image_size=18", "patch size 4", "16 or 20"]),
+        (["encoder.name=vit_bace_patch16_224"], ["vit_bace_patch16_224", "did you mean vit_base_patch16_224"]),
         (["data.workers=5", "data.lanes=4"], ["too few", "--overwrite --shards 5", "lower data.workers"]),
         (["data.workers=2", "data.lanes=1"], ["data.workers=2", "more than the lanes", "at most 1"]),
         (["training.batch_size=9"], ["training.batch_size=9", "data.lanes=4", "[1, 3, 9]"]),
@@ -110,7 +110,7 @@ def events(run: Path) -> list[dict[str, object]]:
         (["training.accumulate=3"], ["training.accumulate=3", "lanes"]),
         (["objective.bits=8"], ["objective.bits=8", "at most 5 bits"]),
         (["data.augment.scale=[0.5,0.1]"], ["data.augment", "scale must be two rising positive numbers"]),
-        (["backbone.channels=2"], ["backbone.channels=2", "1 (grey), 3 (RGB)"]),
+        (["encoder.channels=2"], ["encoder.channels=2", "1 (gray), 3 (RGB)"]),
         (["init_from=nowhere"], ["nowhere", "no such run"]),
         (["justaword"], ["justaword", "key=value"]),
     ],
@@ -149,7 +149,7 @@ def test_bad_samples_are_skipped_counted_and_named(call: Call, shards: Path, tmp
     del members["000104.jpg"]
     write_tar(shards / "000002.tar", members)
     write_info(shards)
-    code, text = call(*labelled_keys(shards, "training.steps=6"))  # 48 of 40 samples: the whole epoch
+    code, text = call(*labeled_keys(shards, "training.steps=6"))  # 48 of 40 samples: the whole epoch
     assert code == 0, text
     found = {s["key"]: s["reason"] for row in events(tmp_path / "run") for s in row["samples"]}  # type: ignore[attr-defined]
     assert set(found) == {f"00010{n}" for n in range(5)}
@@ -162,7 +162,7 @@ def test_bad_samples_are_skipped_counted_and_named(call: Call, shards: Path, tmp
     }.items():
         assert reason in found[key]
     assert "skipped" in text and "000002.tar" in text
-    code, text = call(*labelled_keys(shards, "run=strict", "data.on_bad_sample=fail"))
+    code, text = call(*labeled_keys(shards, "run=strict", "data.on_bad_sample=fail"))
     assert code == 2 and "000002.tar" in text and "on_bad_sample=fail" in text
 
 
@@ -181,10 +181,10 @@ def test_shards_without_one_readable_sample_end_the_run(call: Call, tmp_path: Pa
     assert code == 2 and "no readable sample" in text
 
 
-def test_unlabelled_images_pretrain_but_do_not_classify(call: Call, tmp_path: Path) -> None:
+def test_unlabeled_images_pretrain_but_do_not_classify(call: Call, tmp_path: Path) -> None:
     write_tar(tmp_path / "plain" / "000000.tar", {f"{n:06d}.png": picture(n, "PNG") for n in range(16)})
     assert call(*keys("plain"))[0] == 0
-    code, text = call(*labelled_keys("plain", "objective.classes=3", "run=classes"))
+    code, text = call(*labeled_keys("plain", "objective.classes=3", "run=classes"))
     assert code == 2 and "no label" in text
 
 
@@ -224,7 +224,7 @@ def test_two_processes_do_not_train_in_one_directory(call: Call, shards: Path, t
 
 def test_a_checkpoint_of_another_recipe_is_refused(call: Call, shards: Path, tmp_path: Path) -> None:
     assert call(*keys(shards))[0] == 0
-    assert call(*keys(shards, "run=wider", "backbone.width=128", "training.steps=8"))[0] == 0
+    assert call(*keys(shards, "run=wider", "encoder.width=128", "training.steps=8"))[0] == 0
     for old in (tmp_path / "run" / "checkpoints").iterdir():
         shutil.rmtree(old)
     newest = sorted((tmp_path / "wider" / "checkpoints").iterdir())[-1]
@@ -247,7 +247,7 @@ def test_a_non_finite_loss_names_step_samples_and_the_last_checkpoint(call: Call
     assert code == 1 and "not finite at step" in text and "0000" in text
     last = sorted((tmp_path / "run" / "checkpoints").glob("step_*"))
     assert last and str(last[-1].relative_to(tmp_path)) in text
-    backbone.load(last[-1])
+    factory.load(last[-1])
 
 
 def test_a_full_disk_keeps_the_previous_checkpoint(shards: Path, tmp_path: Path) -> None:
@@ -267,7 +267,7 @@ def test_a_full_disk_keeps_the_previous_checkpoint(shards: Path, tmp_path: Path)
     left = sorted(path.name for path in saved.iterdir())
     assert left and all(name.startswith("step_") for name in left), left  # nothing half-made lies about
     newest = saved / left[-1]
-    backbone.load(newest)
+    factory.load(newest)
     reached = int(left[-1][5:])
     again = subprocess.run(
         [*command, f"training.steps={reached + 2}"],

@@ -59,7 +59,7 @@ def test_the_wheel_works_in_an_environment_of_its_own_from_another_directory(tmp
     (wheel,) = tmp_path.glob("ssl_vit-*.whl")
     with zipfile.ZipFile(wheel) as file:
         names = set(file.namelist())
-    for wanted in ("py.typed", "report/page.html.j2", "recipes/digits_ssl.yaml", "recipes/suites/transfer.yaml"):
+    for wanted in ("py.typed", "report/page.html.j2", "recipes/digits/digits_ssl.yaml", "recipes/suites/transfer.yaml"):
         assert f"ssl_vit/{wanted}" in names
     assert {name.partition("/")[0] for name in names} == {"ssl_vit", wheel.name.split("-py3")[0] + ".dist-info"}
 

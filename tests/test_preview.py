@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from ssl_vit import health, preview
 from ssl_vit.cli import app
-from ssl_vit.compare import preview as compared
+from ssl_vit.comparison import preview as compared
 from ssl_vit.data import pack, sources
 from ssl_vit.interfaces import UserError
 
@@ -31,7 +31,7 @@ def test_a_dry_run_counts_what_the_run_would_do_and_writes_nothing(
     digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    keys = [f"data.train={digits}", "training.steps=90", "training.batch_size=40", "backbone.depth=2"]
+    keys = [f"data.train={digits}", "training.steps=90", "training.batch_size=40", "encoder.depth=2"]
     found = json.loads(dry_run("--json", *keys).stdout)
     assert found["data"] | {"epochs": 10.0, "samples": 360, "shards": 4} == found["data"]
     width, hidden, patches, classes = 64, 128, 16, 8
@@ -41,7 +41,7 @@ def test_a_dry_run_counts_what_the_run_would_do_and_writes_nothing(
     assert found["memory"]["weights_gradients_and_optimizer_mib"] == round(16 * (2 * block + outside) / 2**20, 1)
     assert found["time"]["steps"] == 90
     assert found["time"]["hours_in_all"] >= 0
-    assert found["recipe"]["backbone"]["depth"] == 2
+    assert found["recipe"]["encoder"]["depth"] == 2
     assert not list(tmp_path.iterdir())
     text = dry_run(*keys).stdout
     assert "parameters" in text
@@ -64,7 +64,7 @@ def test_what_would_stop_the_run_stops_the_dry_run(digits: Path) -> None:
         dry_run(f"data.train={digits}", "data.workers=5")
 
 
-SMALL = ["backbone.depth=1", "training.steps=60", "training.batch_size=32", "data.workers=0"]
+SMALL = ["encoder.depth=1", "training.steps=60", "training.batch_size=32", "data.workers=0"]
 COMPARED = [
     "seeds=[0,1]", "labels_per_class=[2,5]", "jobs=1", "pictures=false", "evaluators.fine_tune.steps=[10,20]",
     "evaluators.fine_tune.lrs=[0.001,0.003]", "evaluators.fine_tune.batch_size=32",

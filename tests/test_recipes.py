@@ -12,10 +12,10 @@ import pytest
 import torch
 from PIL import Image
 
-from ssl_vit import experiment, plugins
+from ssl_vit import api, plugins
 from ssl_vit import recipe as recipes
-from ssl_vit.compare.config import load_comparison
-from ssl_vit.compare.plan import Plan
+from ssl_vit.comparison.config import load_comparison
+from ssl_vit.comparison.plan import Plan
 from ssl_vit.interfaces import UserError
 from ssl_vit.training.flops import training_flops
 
@@ -48,13 +48,13 @@ def test_every_stage_makes_a_step_without_numbers(name: str) -> None:
     """The whole forward and backward pass, on torch's meta device: ViT-H/14 needs no memory there."""
     recipe = recipes.load_recipe(name)
     with torch.device("meta"):
-        encoder = experiment.build_backbone(recipe.backbone, None)
+        encoder = api.build_encoder(recipe.encoder, None)
         objective = plugins.load("objectives", recipe.objective.name).Objective(encoder, recipe.objective, 10)  # type: ignore[attr-defined]
     assert training_flops(objective) > 0
     assert recipe.training.batch_size % recipe.data.lanes == 0
 
 
-# name: parameters (millions), what is optimised how, and for how long; paper's table 1, tables 3 and 4, appendix B.1.2.
+# name: parameters (millions), what is optimized how, and for how long; paper's table 1, tables 3 and 4, appendix B.1.2.
 SIZES = {
     "base": ("vit_base_patch16_224", 86),
     "large": ("vit_large_patch16_224", 307),
@@ -77,23 +77,23 @@ PAPER = {
 @pytest.mark.parametrize("kind", PAPER)
 def test_the_papers_recipes_hold_the_papers_numbers(kind: str, size: str) -> None:
     recipe = recipes.load_recipe(kind.format(size))
-    optim, backbone, batch, steps = PAPER[kind]
+    optim, encoder, batch, steps = PAPER[kind]
     name, parameters = SIZES[size]
     if size == "huge" and kind == "fine_tune_vit_{}":
-        backbone = backbone | {"image_size": 518}
+        encoder = encoder | {"image_size": 518}
     assert recipe.optim.model_dump() | optim == recipe.optim.model_dump()
-    assert recipe.backbone.model_dump() | backbone | {"name": name} == recipe.backbone.model_dump()
+    assert recipe.encoder.model_dump() | encoder | {"name": name} == recipe.encoder.model_dump()
     assert recipe.training.batch_size == batch
     samples = IMAGENET_21K if kind.endswith("21k") else IMAGENET
     assert recipe.training.total_steps(samples) == pytest.approx(steps, rel=1e-4)
     assert recipe.data.augment.crop == "inception" and recipe.data.augment.scale == (0.05, 1.0)
     with torch.device("meta"):
-        encoder = experiment.build_backbone(recipe.backbone, None)
+        encoder = api.build_encoder(recipe.encoder, None)
     found = sum(parameter.numel() for parameter in encoder.parameters()) / 1e6
     assert found == pytest.approx(parameters, rel=0.015)  # without the paper's classification head
     objective = recipe.objective.model_dump()
     if "pretrain" in kind:
-        expected = {"corruption": 0.5, "mask_share": 0.8, "random_share": 0.1, "target": "mean_colour", "bits": 3}
+        expected = {"corruption": 0.5, "mask_share": 0.8, "random_share": 0.1, "target": "mean_color", "bits": 3}
     else:
         expected = {"head": "linear" if "fine_tune" in kind else "mlp", "pooling": "token"}
     assert objective | expected == objective
@@ -124,7 +124,7 @@ def one_step(name: str, shards: Path, run: Path, *more: str) -> Path:
     keys += ["training.auto_batch=false", "training.accumulate=1"]
     recipe = recipes.load_recipe(name, [*keys, *more])
     torch.set_num_threads(1)
-    experiment.train(recipe, quiet=True)
+    api.train(recipe, quiet=True)
     line = json.loads((run / "metrics.jsonl").read_text().splitlines()[0])
     assert line["step"] == 1
     assert np.isfinite(line["loss"])
@@ -135,7 +135,7 @@ def one_step(name: str, shards: Path, run: Path, *more: str) -> Path:
     ("family", "keys"),
     [
         ("cifar10_vit_tiny", []),
-        ("tin100_vit_small", ["backbone.depth=2"]),
+        ("tin100_vit_small", ["encoder.depth=2"]),
         pytest.param("tin100_vit_small", [], marks=pytest.mark.slow),
     ],
 )
@@ -149,7 +149,7 @@ def test_each_stage_of_a_family_makes_a_real_step(family: str, keys: list[str], 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("size", "keys"), [("base", []), ("large", ["backbone.depth=2"]), ("huge", ["backbone.depth=2"])]
+    ("size", "keys"), [("base", []), ("large", ["encoder.depth=2"]), ("huge", ["encoder.depth=2"])]
 )
 def test_the_papers_stages_make_a_real_step(size: str, keys: list[str], shards: Path, tmp_path: Path) -> None:
     """ViT-B/16 whole; L and H at their width and image size with two of their blocks, to fit into a small memory."""
@@ -166,12 +166,12 @@ def write(path: Path, text: str) -> Path:
 
 def test_a_recipe_on_a_base_holds_what_differs(tmp_path: Path) -> None:
     base = recipes.load_recipe("digits_ssl")
-    write(tmp_path / "wide.yaml", "base: digits_ssl\nname: wide\nbackbone: {width: 128}\n")
+    write(tmp_path / "wide.yaml", "base: digits_ssl\nname: wide\nencoder: {width: 128}\n")
     lower = write(
         tmp_path / "longer.yaml", "base: wide\nname: longer\ntraining: {epochs: 3}\nobjective: {name: classification}\n"
     )
     found = recipes.load_recipe(lower)
-    assert found.backbone == base.backbone.model_copy(update={"width": 128})
+    assert found.encoder == base.encoder.model_copy(update={"width": 128})
     assert (found.training.steps, found.training.epochs) == (None, 3)
     assert (found.optim, found.data) == (base.optim, base.data)
     assert found.objective.model_dump()["head"] == "mlp"

@@ -23,9 +23,9 @@ from ssl_vit.data.check import stats, verify
 from ssl_vit.interfaces import UserError
 
 SMALL = (
-    "backbone.depth=1",
-    "backbone.width=16",
-    "backbone.heads=2",
+    "encoder.depth=1",
+    "encoder.width=16",
+    "encoder.heads=2",
     "training.picture_every=0",
     "training.trackers={}",
 )

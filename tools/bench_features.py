@@ -29,8 +29,8 @@ from PIL import Image
 from ssl_vit.data import DataConfig
 from ssl_vit.data.shards import open_shards
 from ssl_vit.evaluators.features import Representation, Task, _reader, extract
-from ssl_vit.models import BackboneConfig
-from ssl_vit.models.backbone import Pooling, build
+from ssl_vit.models import EncoderConfig
+from ssl_vit.models.factory import Pooling, build
 
 PER_SHARD = 1000
 
@@ -74,13 +74,13 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     chosen = parser.parse_args()
     sizes = {"name": chosen.model, "image_size": chosen.image_size, "patch_size": chosen.patch_size}
-    backbone = build(BackboneConfig.model_validate(sizes)).to(chosen.device).eval()
+    encoder = build(EncoderConfig.model_validate(sizes)).to(chosen.device).eval()
     memory = "/dev/shm" if Path("/dev/shm").is_dir() else None
     with tempfile.TemporaryDirectory(dir=memory) as folder:
         write_shards(Path(folder), chosen.images // chosen.rounds, chosen.image_size)
         shards = open_shards(folder)
         data = DataConfig(train=folder, evaluation_resize=1.0)
-        task = Task(backbone, backbone, shards, shards, data, Accelerator(cpu=chosen.device == "cpu"), workers=1)
+        task = Task(encoder, encoder, shards, shards, data, Accelerator(cpu=chosen.device == "cpu"), workers=1)
         shape = (task.batch_size, 3, chosen.image_size, chosen.image_size)
         batch = torch.randint(0, 256, shape, dtype=torch.uint8, device=chosen.device)
         batches = -(-shards.samples // task.batch_size)
@@ -91,11 +91,11 @@ def main() -> None:
 
 @torch.inference_mode()
 def measure(task: Task, batch: torch.Tensor, batches: int, pooling: Pooling, rounds: int) -> None:
-    backbone, device = task.trained, batch.device.type
+    encoder, device = task.trained, batch.device.type
 
     def bare() -> None:
         for _ in range(batches):
-            backbone.represent(batch, pooling)
+            encoder.represent(batch, pooling)
 
     def extracted() -> None:
         extract(task, task.train, _reader(task, "trained", Representation(pooling)))

@@ -5,8 +5,8 @@
                                [--json FILE]
 
 A step is forward, backward and a fused AdamW update on images that are on the device already: uint8 for ours, which
-normalises and (masked stage) derives its targets in the step; normalised float32 for all others. Every row gets the
-same optimiser and precision, runs in a process of its own as its users would run it, and all take a step in turns. On a
+normalizes and (masked stage) derives its targets in the step; normalized float32 for all others. Every row gets the
+same optimizer and precision, runs in a process of its own as its users would run it, and all take a step in turns. On a
 CPU ours keeps the memory that a step frees, as `ssl-vit train` does; with --peers-keep-memory the others get that too.
 
 MFU is the share of the rate of a large matrix product, measured in the same rounds, that the row reaches if the *full*
@@ -35,8 +35,8 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from ssl_vit.interfaces import Batch
-from ssl_vit.models import BackboneConfig
-from ssl_vit.models.backbone import build
+from ssl_vit.models import EncoderConfig
+from ssl_vit.models.factory import build
 from ssl_vit.objectives import classification, masked_patch
 from ssl_vit.training.memory import keep_freed_memory
 
@@ -78,16 +78,16 @@ def timm_supervised(model: str, pixels: torch.Tensor) -> tuple[nn.Module, Step]:
 def hugging_face(model: str, pixels: torch.Tensor, mae: bool) -> tuple[nn.Module, Step]:
     import transformers
 
-    backbone = build(BackboneConfig(name=model))
-    depth, mlp = len(backbone.vit.blocks), backbone.vit.blocks[0].mlp.fc1.out_features
-    sizes = {"hidden_size": backbone.width, "num_hidden_layers": depth, "num_attention_heads": backbone.heads}
-    sizes |= {"intermediate_size": mlp, "image_size": backbone.image_size[0], "patch_size": backbone.patch_size}
+    encoder = build(EncoderConfig(name=model))
+    depth, mlp = len(encoder.vit.blocks), encoder.vit.blocks[0].mlp.fc1.out_features
+    sizes = {"hidden_size": encoder.width, "num_hidden_layers": depth, "num_attention_heads": encoder.heads}
+    sizes |= {"intermediate_size": mlp, "image_size": encoder.image_size[0], "patch_size": encoder.patch_size}
     if mae:
         whole = transformers.ViTMAEForPreTraining(transformers.ViTMAEConfig(**sizes))
         return whole, lambda: whole(pixel_values=pixels).loss
-    config = transformers.ViTConfig(**sizes, encoder_stride=backbone.patch_size)
+    config = transformers.ViTConfig(**sizes, encoder_stride=encoder.patch_size)
     masked = transformers.ViTForMaskedImageModeling(config)
-    where = torch.rand(len(pixels), backbone.patches, device=pixels.device) < 0.5
+    where = torch.rand(len(pixels), encoder.patches, device=pixels.device) < 0.5
     return masked, lambda: masked(pixel_values=pixels, bool_masked_pos=where).loss
 
 
@@ -95,15 +95,15 @@ def lucidrains(model: str, pixels: torch.Tensor) -> tuple[nn.Module, Step]:
     from vit_pytorch import ViT
     from vit_pytorch.mpp import MPP
 
-    backbone = build(BackboneConfig(name=model))
-    patch, width = backbone.patch_size, backbone.width
+    encoder = build(EncoderConfig(name=model))
+    patch, width = encoder.patch_size, encoder.width
     vit = ViT(
-        image_size=backbone.image_size[0],
+        image_size=encoder.image_size[0],
         patch_size=patch,
         num_classes=CLASSES,
         dim=width,
-        depth=len(backbone.vit.blocks),
-        heads=backbone.heads,
+        depth=len(encoder.vit.blocks),
+        heads=encoder.heads,
         mlp_dim=4 * width,
     )
     trainer = MPP(transformer=vit, patch_size=patch, dim=width, mask_prob=0.5, random_patch_prob=0.1, replace_prob=0.8)
@@ -112,12 +112,12 @@ def lucidrains(model: str, pixels: torch.Tensor) -> tuple[nn.Module, Step]:
 
 
 def masked_patches(model: str, images: torch.Tensor) -> tuple[nn.Module, Step]:
-    return ours(masked_patch.Objective(build(BackboneConfig(name=model)), masked_patch.Config()), images)
+    return ours(masked_patch.Objective(build(EncoderConfig(name=model)), masked_patch.Config()), images)
 
 
 def supervised(model: str, images: torch.Tensor) -> tuple[nn.Module, Step]:
     config = classification.Config(head="linear", classes=CLASSES)
-    return ours(classification.Objective(build(BackboneConfig(name=model)), config), images)
+    return ours(classification.Objective(build(EncoderConfig(name=model)), config), images)
 
 
 def on_pixels(make: Callable[..., tuple[nn.Module, Step]], **more: Any) -> Row:

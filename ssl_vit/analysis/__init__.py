@@ -1,1 +1,1 @@
-"""Pictures of what a trained ViT has learnt."""
+"""Pictures of what a trained ViT has learned."""

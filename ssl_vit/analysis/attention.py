@@ -15,7 +15,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch.overrides import TorchFunctionMode
 
 from ssl_vit.interfaces import UserError
-from ssl_vit.models.backbone import Backbone
+from ssl_vit.models.factory import ViTEncoder
 
 _MAP_NUMBERS = 2**24  # of one layer's attention held at once (64 MiB in float32), unless one image alone has more
 
@@ -41,7 +41,7 @@ class Probabilities(TorchFunctionMode):
 
 @torch.no_grad()
 def attention_maps(
-    backbone: Backbone, images_BCHW: torch.Tensor, layers: Sequence[int] | None = None
+    encoder: ViTEncoder, images_BCHW: torch.Tensor, layers: Sequence[int] | None = None
 ) -> Iterator[tuple[int, torch.Tensor]]:
     """(layer, probabilities (B, H, T, T)) of each inspected layer (from 0; None: all), while the forward pass runs.
 
@@ -51,8 +51,8 @@ def attention_maps(
     Raises UserError for a layer that does not exist, for attention with a mask or a scale of its own, and where timm's
     fused attention is switched off.
     """
-    vit, wanted = backbone.vit, _layers(backbone, layers)
-    tokens = backbone.enter(backbone.embed(images_BCHW))
+    vit, wanted = encoder.vit, _layers(encoder, layers)
+    tokens = encoder.enter(encoder.embed(images_BCHW))
     for layer in range(max(wanted) + 1):
         if layer not in wanted:
             tokens = vit.blocks[layer](tokens)
@@ -60,53 +60,53 @@ def attention_maps(
         with Probabilities() as seen:
             tokens = vit.blocks[layer](tokens)
         if not seen.maps:
-            raise UserError(f"{backbone.name}: layer {layer} did not use fused attention; unset TIMM_FUSED_ATTN")
+            raise UserError(f"{encoder.name}: layer {layer} did not use fused attention; unset TIMM_FUSED_ATTN")
         maps = seen.maps.pop() if len(seen.maps) == 1 else torch.cat(seen.maps, dim=1)
         del seen
         yield layer, maps
 
 
-def _layers(backbone: Backbone, layers: Sequence[int] | None) -> list[int]:
+def _layers(encoder: ViTEncoder, layers: Sequence[int] | None) -> list[int]:
     """The inspected layers in order, each once."""
-    depth = len(backbone.vit.blocks)
+    depth = len(encoder.vit.blocks)
     wanted = sorted({*(range(depth) if layers is None else layers)})
     if not wanted or wanted[0] < 0 or wanted[-1] >= depth:
-        raise UserError(f"layers={','.join(map(str, wanted))}: {backbone.name} has the layers 0 to {depth - 1}")
+        raise UserError(f"layers={','.join(map(str, wanted))}: {encoder.name} has the layers 0 to {depth - 1}")
     return wanted
 
 
-def _groups(backbone: Backbone, images_NCHW: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def _groups(encoder: ViTEncoder, images_NCHW: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """The images in groups whose attention in one layer fits into memory."""
-    tokens = backbone.prefix_tokens + backbone.patches
-    return images_NCHW.split(max(1, _MAP_NUMBERS // (backbone.heads * tokens**2)))
+    tokens = encoder.prefix_tokens + encoder.patches
+    return images_NCHW.split(max(1, _MAP_NUMBERS // (encoder.heads * tokens**2)))
 
 
-def patch_distances(backbone: Backbone) -> torch.Tensor:
-    """Euclidean distances between all patch centres in pixels of the image, float64 (N, N)."""
-    (rows, columns), (height, width) = backbone.grid, backbone.image_size
+def patch_distances(encoder: ViTEncoder) -> torch.Tensor:
+    """Euclidean distances between all patch centers in pixels of the image, float64 (N, N)."""
+    (rows, columns), (height, width) = encoder.grid, encoder.image_size
     y = (torch.arange(rows, dtype=torch.float64) + 0.5) * (height / rows)
     x = (torch.arange(columns, dtype=torch.float64) + 0.5) * (width / columns)
-    centres_N2 = torch.cartesian_prod(y, x)
-    return (centres_N2[:, None] - centres_N2[None]).square().sum(-1).sqrt()
+    centers_N2 = torch.cartesian_prod(y, x)
+    return (centers_N2[:, None] - centers_N2[None]).square().sum(-1).sqrt()
 
 
 @torch.no_grad()
 def attention_distance(
-    backbone: Backbone, images_NCHW: torch.Tensor, layers: Sequence[int] | None = None
+    encoder: ViTEncoder, images_NCHW: torch.Tensor, layers: Sequence[int] | None = None
 ) -> np.ndarray:
     """Mean attention distance in pixels, float64 (inspected layers, heads) (paper, section 4.5 and figure 7, right).
 
-    For each query patch the distances to the key patches' centres, weighted by its attention; then the mean over query
+    For each query patch the distances to the key patches' centers, weighted by its attention; then the mean over query
     patches and images (uint8). Class token and registers are left out as queries and as keys, and what attention a
     patch pays to other patches is scaled to sum to 1: the distance is a mean over patches, however much goes to the
     class token.
     """
-    prefix = backbone.prefix_tokens
-    distances = patch_distances(backbone).to(images_NCHW.device, torch.float32)
+    prefix = encoder.prefix_tokens
+    distances = patch_distances(encoder).to(images_NCHW.device, torch.float32)
     total = torch.zeros(())
-    for group in _groups(backbone, images_NCHW):
+    for group in _groups(encoder, images_NCHW):
         rows = []
-        for _, maps in attention_maps(backbone, group, layers):
+        for _, maps in attention_maps(encoder, group, layers):
             between = maps[..., prefix:, prefix:]
             paid = between.sum(-1).clamp(min=torch.finfo(between.dtype).tiny)
             lengths_BHN = (between * distances).sum(-1) / paid
@@ -116,7 +116,7 @@ def attention_distance(
 
 
 @torch.no_grad()
-def rollout(backbone: Backbone, images_NCHW: torch.Tensor, layers: Sequence[int] | None = None) -> np.ndarray:
+def rollout(encoder: ViTEncoder, images_NCHW: torch.Tensor, layers: Sequence[int] | None = None) -> np.ndarray:
     """Attention rollout over the image, float64 (N, grid rows, grid columns) (paper, section 4.5, figure 6; Abnar and
     Zuidema 2020).
 
@@ -124,16 +124,16 @@ def rollout(backbone: Backbone, images_NCHW: torch.Tensor, layers: Sequence[int]
     the matrices multiplied through the layers. Read is the class token's row, or without a class token the mean of the
     patches' rows; of that row the patches' entries as they are, so that with the prefix tokens' they sum to 1.
     """
-    prefix = backbone.prefix_tokens
+    prefix = encoder.prefix_tokens
     found = []
-    for group in _groups(backbone, images_NCHW):
+    for group in _groups(encoder, images_NCHW):
         rolled = None
-        for _, maps in attention_maps(backbone, group, layers):
+        for _, maps in attention_maps(encoder, group, layers):
             mixed = maps.mean(1)
             mixed.diagonal(dim1=-2, dim2=-1).add_(1)
             mixed /= mixed.sum(-1, keepdim=True)
             rolled = mixed if rolled is None else mixed @ rolled
         assert rolled is not None
-        row = rolled[:, 0] if backbone.has_class_token else rolled[:, prefix:].mean(1)
-        found.append(row[:, prefix:].reshape(-1, *backbone.grid).cpu().double())
+        row = rolled[:, 0] if encoder.has_class_token else rolled[:, prefix:].mean(1)
+        found.append(row[:, prefix:].reshape(-1, *encoder.grid).cpu().double())
     return torch.cat(found).numpy()

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from ssl_vit.interfaces import UserError
-from ssl_vit.models.backbone import Backbone
+from ssl_vit.models.factory import ViTEncoder
 
 FILTERS = 28  # paper, figure 7, left
 _BATCH = 16  # images in a forward pass
-_CLIPPED = 1.0  # percent of a component's values clipped at either end of its colour range
+_CLIPPED = 1.0  # percent of a component's values clipped at either end of its color range
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Components:
     explained: np.ndarray
 
 
-def filter_components(backbone: Backbone, count: int = FILTERS) -> Components:
+def filter_components(encoder: ViTEncoder, count: int = FILTERS) -> Components:
     """The first principal components of the filters that read the pixels: values float64 (count, C, P, P).
 
     In a plain ViT these are the rows of the patch projection (paper, section 4.5); in a hybrid, the first convolution
@@ -32,29 +32,29 @@ def filter_components(backbone: Backbone, count: int = FILTERS) -> Components:
     """
     from sklearn.decomposition import PCA  # here, not above: it takes a second to import, and training comes by here
 
-    first = next(m for m in backbone.vit.patch_embed.modules() if isinstance(m, nn.Conv2d))
+    first = next(m for m in encoder.vit.patch_embed.modules() if isinstance(m, nn.Conv2d))
     weights = first.weight.detach().cpu().double()
     flat = weights.flatten(1).numpy()
     pca = PCA(min(count, *flat.shape), svd_solver="full").fit(flat)
     return Components(pca.components_.reshape(-1, *weights.shape[1:]), pca.explained_variance_ratio_)
 
 
-def position_similarity(backbone: Backbone) -> np.ndarray:
+def position_similarity(encoder: ViTEncoder) -> np.ndarray:
     """Cosine similarity of every patch's position embedding with every other's, float64 (rows, columns, rows, columns),
-    query patch first (paper, section 4.5, figure 7, centre)."""
-    positions_ND = backbone.vit.pos_embed[0, backbone.position_prefix :].detach().cpu().double()
+    query patch first (paper, section 4.5, figure 7, center)."""
+    positions_ND = encoder.vit.pos_embed[0, encoder.position_prefix :].detach().cpu().double()
     unit_ND = nn.functional.normalize(positions_ND, dim=-1)
-    return (unit_ND @ unit_ND.T).reshape(*backbone.grid, *backbone.grid).numpy()
+    return (unit_ND @ unit_ND.T).reshape(*encoder.grid, *encoder.grid).numpy()
 
 
-def neighbourhoods(similarity: np.ndarray) -> dict[str, float]:
+def neighborhoods(similarity: np.ndarray) -> dict[str, float]:
     """Mean position similarity with the four nearest patches, with the rest of the row and column, and elsewhere."""
     rows, columns = similarity.shape[:2]
     y, x = np.mgrid[:rows, :columns]
     down = np.abs(y[:, :, None, None] - y)
     across = np.abs(x[:, :, None, None] - x)
     places = {
-        "neighbours": down + across == 1,
+        "neighbors": down + across == 1,
         "same_row": (down == 0) & (across > 1),
         "same_column": (across == 0) & (down > 1),
         "elsewhere": (down > 0) & (across > 0),
@@ -63,17 +63,17 @@ def neighbourhoods(similarity: np.ndarray) -> dict[str, float]:
 
 
 @torch.no_grad()
-def feature_map(backbone: Backbone, images_NCHW: torch.Tensor) -> Components:
-    """The output patch tokens' first three principal components over all the images, as colours: values float64
-    (N, grid rows, grid columns, 3) in 0..1, one colour scale for all images.
+def feature_map(encoder: ViTEncoder, images_NCHW: torch.Tensor) -> Components:
+    """The output patch tokens' first three principal components over all the images, as colors: values float64
+    (N, grid rows, grid columns, 3) in 0..1, one color scale for all images.
 
-    The largest number of each component is positive, so that a model keeps its colours. Raises UserError for one
+    The largest number of each component is positive, so that a model keeps its colors. Raises UserError for one
     patch alone.
     """
     from sklearn.decomposition import PCA
 
-    prefix = backbone.prefix_tokens
-    outputs = [backbone(images)[:, prefix:].cpu().double() for images in images_NCHW.split(_BATCH)]
+    prefix = encoder.prefix_tokens
+    outputs = [encoder(images)[:, prefix:].cpu().double() for images in images_NCHW.split(_BATCH)]
     tokens_TD = torch.cat(outputs).flatten(0, 1).numpy()
     if len(tokens_TD) < 2:
         raise UserError("one patch alone has no feature map: picture more images, or larger ones")
@@ -81,5 +81,5 @@ def feature_map(backbone: Backbone, images_NCHW: torch.Tensor) -> Components:
     scores_TK = pca.transform(tokens_TD)
     scores_T3 = np.pad(scores_TK, ((0, 0), (0, 3 - scores_TK.shape[1])))
     low, high = np.percentile(scores_T3, (_CLIPPED, 100 - _CLIPPED), axis=0)
-    colours = ((scores_T3 - low) / np.maximum(high - low, 1e-12)).clip(0, 1)
-    return Components(colours.reshape(-1, *backbone.grid, 3), pca.explained_variance_ratio_)
+    colors = ((scores_T3 - low) / np.maximum(high - low, 1e-12)).clip(0, 1)
+    return Components(colors.reshape(-1, *encoder.grid, 3), pca.explained_variance_ratio_)

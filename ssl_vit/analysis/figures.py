@@ -25,9 +25,9 @@ _TILES = 14  # most tiles of the position grid on a side; the paper's ViT-B/16 h
 
 
 def filters(components: np.ndarray) -> Figure:
-    """Filters (K, C, P, P) as patches, 7 in a row; each scaled alone so that zero is mid grey."""
+    """Filters (K, C, P, P) as patches, 7 in a row; each scaled alone so that zero is mid gray."""
     peak = np.abs(components).max(axis=(1, 2, 3), keepdims=True)
-    tiles = _colour((components / np.maximum(peak, 1e-12) + 1) / 2)
+    tiles = _color((components / np.maximum(peak, 1e-12) + 1) / 2)
     columns, side, gap = min(7, len(tiles)), 0.68, 0.06  # inches
     step = side + gap
     with mpl.rc_context(_STYLE):
@@ -105,7 +105,7 @@ def attention_distance(distances: np.ndarray, layers: Sequence[int], uniform: fl
 
 def sheet(columns: dict[str, np.ndarray], across: int) -> Figure:
     """Pictures under headings: each column (N, H, W, C) is uint8 or 0..1; `across` groups of all columns in a row."""
-    pictures = [_colour(np.moveaxis(column, -1, 1)) for column in columns.values()]
+    pictures = [_color(np.moveaxis(column, -1, 1)) for column in columns.values()]
     number, height, width = len(pictures[0]), *pictures[0].shape[1:3]
     across = min(across, number)
     gap, between, top = 0.05, 0.22, 0.24  # inches
@@ -136,8 +136,8 @@ def attention(images: np.ndarray, weights: np.ndarray) -> Figure:
     return sheet({"input": images, "attention": images / 255 * bright[..., None], "by patch": heat}, 2)
 
 
-def _colour(pictures_NCHW: np.ndarray) -> np.ndarray:
-    """(N, C, H, W) uint8 or 0..1 -> (N, H, W, 3) in 0..1: the first three channels, or the first as grey."""
+def _color(pictures_NCHW: np.ndarray) -> np.ndarray:
+    """(N, C, H, W) uint8 or 0..1 -> (N, H, W, 3) in 0..1: the first three channels, or the first as gray."""
     chosen = pictures_NCHW[:, :3] if pictures_NCHW.shape[1] >= 3 else pictures_NCHW[:, :1].repeat(3, axis=1)
     return np.moveaxis(chosen / 255 if chosen.dtype == np.uint8 else chosen, 1, -1)
 

@@ -1,4 +1,4 @@
-"""All pictures of one trained backbone: computed, drawn, written with their numbers and one page that explains them."""
+"""All pictures of one trained encoder: computed, drawn, written with their numbers and one page that explains them."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ from ssl_vit.data.samples import Skip, View
 from ssl_vit.data.shards import ShardSet
 from ssl_vit.data.transforms import evaluation_transform
 from ssl_vit.interfaces import Batch, Config, Size, UserError
-from ssl_vit.models import Resampling
-from ssl_vit.models import backbone as backbones
+from ssl_vit.models import Resampling, factory
 from ssl_vit.objectives import masked_patch
 from ssl_vit.training import checkpoint
 
@@ -41,7 +40,7 @@ _TRIES = 4  # unreadable images are replaced by later ones, up to this many time
 
 @dataclass(frozen=True)
 class Options:
-    """image_size: pixels; positions are resampled to it as the run's recipe says (None: the backbone's own).
+    """image_size: pixels; positions are resampled to it as the run's recipe says (None: the encoder's own).
 
     images: how many are pictured. distance_images: over how many the attention distance is averaged. layers: those
     whose attention is computed for the distances and the rollout, counted from 0 (None: all).
@@ -64,7 +63,7 @@ def inspect(
     resampling: Resampling,
     device: torch.device,
 ) -> Path:
-    """Write every picture of the backbone at `weights` that applies (PNG and SVG), `numbers.json`, TensorBoard images
+    """Write every picture of the encoder at `weights` that applies (PNG and SVG), `numbers.json`, TensorBoard images
     and the page `index.html` into `out`; returns the page.
 
     weights: a run (its newest checkpoint is pictured), a checkpoint or a weights folder. The images are the first
@@ -73,9 +72,9 @@ def inspect(
     sizes that do not fit.
     """
     saved = checkpoint.newest_of(weights)
-    model = backbones.require_vit(backbones.load(saved or weights), "ssl-vit inspect")
+    model = factory.require_vit(factory.load(saved or weights), "ssl-vit inspect")
     if options.image_size:
-        model = backbones.at_size(model, options.image_size, resampling)
+        model = factory.at_size(model, options.image_size, resampling)
     head, no_head = _masked_patch_head(model, objective, saved)
     (head or model).to(device)  # the head holds the model
     batch, skipped = _first_images(model, shards, preparation, options, head, device)
@@ -91,7 +90,7 @@ def inspect(
         "position_resampling": resampling if options.image_size else None,
         "class_token": model.has_class_token,
         "depth": len(model.vit.blocks),
-        "hybrid": hasattr(model.vit.patch_embed, "backbone"),
+        "hybrid": hasattr(model.vit.patch_embed, "encoder"),
         "positions": model.positions,
         "registers": model.prefix_tokens - model.has_class_token,
         "data": shards.spec,
@@ -106,22 +105,22 @@ def inspect(
 
 
 def _masked_patch_head(
-    model: backbones.Backbone, objective: Config | None, saved: Path | None
+    model: factory.ViTEncoder, objective: Config | None, saved: Path | None
 ) -> tuple[masked_patch.Objective | None, str]:
-    """The objective around the backbone, its head loaded; or None and why there is none."""
+    """The objective around the encoder, its head loaded; or None and why there is none."""
     if objective is None:
         return None, "these weights come without a recipe, so nothing says that they were pretrained on masked patches"
     if not isinstance(objective, masked_patch.Config):
         return None, f"the run's objective is {getattr(objective, 'name', 'another')}, not masked_patch"
     if saved is None:
-        return None, "there is no checkpoint here, and only a checkpoint keeps the head that predicts the colours"
+        return None, "there is no checkpoint here, and only a checkpoint keeps the head that predicts the colors"
     head = masked_patch.Objective(model, objective)
     checkpoint.load_head(saved, head)
     return head, ""
 
 
 def _first_images(
-    model: backbones.Backbone,
+    model: factory.ViTEncoder,
     shards: ShardSet,
     preparation: DataConfig,
     options: Options,
@@ -154,7 +153,7 @@ def _first_images(
 
 
 def _draw(
-    model: backbones.Backbone,
+    model: factory.ViTEncoder,
     batch: Batch,
     head: masked_patch.Objective | None,
     numbers: dict[str, Any],
@@ -167,7 +166,7 @@ def _draw(
     numbers["filters"] = {"explained_variance": found.explained.tolist(), "pixels": list(found.values.shape[2:])}
     similarity = embedding.position_similarity(model)
     drawn["position_similarity"] = figures.position_similarity(similarity)
-    numbers["position_similarity"] = embedding.neighbourhoods(similarity)
+    numbers["position_similarity"] = embedding.neighborhoods(similarity)
     distances = attention.attention_distance(model, batch.images[: options.distance_images], options.layers)
     uniform = float(attention.patch_distances(model).mean())
     drawn["attention_distance"] = figures.attention_distance(distances, numbers["layers"], uniform)

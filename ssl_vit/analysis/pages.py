@@ -22,7 +22,7 @@ def template(path: Path, *, html: bool = True) -> Template:
 
 
 def figure_style(ink: str) -> dict[Any, Any]:
-    """matplotlib's settings: text and axes in the colour `ink`, letters as text, the same bytes every time."""
+    """matplotlib's settings: text and axes in the color `ink`, letters as text, the same bytes every time."""
     return {
         "svg.fonttype": "none",
         "svg.hashsalt": "ssl_vit",

@@ -56,7 +56,7 @@ def _settings(chosen: dict[str, Any]) -> str:
 
 
 def _classes(name: str, result: dict[str, Any]) -> Table:
-    """Accuracy of every class: the judged backbone's, mean over seeds, a column a measured name."""
+    """Accuracy of every class: the judged encoder's, mean over seeds, a column a measured name."""
     groups: dict[str, list[list[float | None]]] = {}
     for found in result["measurements"]:
         if found["source"] == "trained":

@@ -1,4 +1,4 @@
-"""`ssl-vit inspect`: pictures of a trained backbone."""
+"""`ssl-vit inspect`: pictures of a trained encoder."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def inspect(
         Path | None, typer.Option(help="Where the pictures go (default: inspect/ in the given directory).")
     ] = None,
     image_size: Annotated[
-        str | None, typer.Option(help="Pixels, as N or HEIGHTxWIDTH (default: the backbone's own).", metavar="N|HxW")
+        str | None, typer.Option(help="Pixels, as N or HEIGHTxWIDTH (default: the encoder's own).", metavar="N|HxW")
     ] = None,
     images: Annotated[int, typer.Option(min=1, help="Images pictured.")] = 8,
     distance_images: Annotated[int, typer.Option(min=1, help="Images in the mean attention distance.")] = 64,
@@ -29,15 +29,15 @@ def inspect(
         str | None, typer.Option(help="Layers whose attention is computed, such as 0,5,11 (default: all).")
     ] = None,
 ) -> None:
-    """Picture what a ViT has learnt: filters, positions, attention, features, reconstructions. One page, PNG and SVG.
+    """Picture what a ViT has learned: filters, positions, attention, features, reconstructions. One page, PNG and SVG.
 
     Example: `ssl-vit inspect runs/demo/ssl --data runs/demo/data/test`
     """
-    from ssl_vit import experiment
+    from ssl_vit import api
     from ssl_vit.analysis.inspection import Options
 
     options = Options(_size(image_size), images, distance_images, _layers(layers))
-    page = experiment.inspect(weights, data, out or weights / "inspect", options)
+    page = api.inspect(weights, data, out or weights / "inspect", options)
     print(f"{page}\ntensorboard --logdir {page.parent}")
 
 

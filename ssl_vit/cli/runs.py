@@ -19,7 +19,7 @@ from ssl_vit.cli import complete
 from ssl_vit.interfaces import UserError
 
 if TYPE_CHECKING:
-    from ssl_vit.compare.config import DataSet
+    from ssl_vit.comparison.config import DataSet
 
 app = typer.Typer()
 
@@ -88,7 +88,7 @@ def train(
     """
     import torch
 
-    from ssl_vit import experiment, runs
+    from ssl_vit import api, runs
     from ssl_vit import recipe as recipes
 
     settings = recipes.load_recipe(recipe, overrides or [])
@@ -105,7 +105,7 @@ def train(
         return
     if as_json:
         raise UserError("--json goes with --dry-run")
-    run = experiment.train(settings)
+    run = api.train(settings)
     if runs.is_main_process():
         named = settings.data.train
         train_shards = named if isinstance(named, str) else named[0].shards
@@ -116,12 +116,12 @@ def train(
         own = "own_images" if torch.accelerator.is_available() else "own_images_cpu"
         compared = f"compare    ssl-vit compare {own} data.train={train_shards} data.test={test_shards}\n"
         print(
-            f"\nrun        {run}  (recipe, metrics.jsonl, TensorBoard events, checkpoints, backbone.safetensors)\n"
+            f"\nrun        {run}  (recipe, metrics.jsonl, TensorBoard events, checkpoints, encoder.safetensors)\n"
             f"evaluate   ssl-vit eval {name} few_shot --data {train_shards} --test {test_shards}\n"
-            f"{compared if settings.backbone.channels == 3 else ''}"
+            f"{compared if settings.encoder.channels == 3 else ''}"
             f"look       ssl-vit report {name}   and   tensorboard --logdir {name}"
         )
-        if settings.backbone.norm_eps is None:  # timm's config names no other
+        if settings.encoder.norm_eps is None:  # timm's config names no other
             print(f'in timm    timm.create_model("local-dir:{run}", pretrained=True)')
 
 
@@ -134,9 +134,9 @@ def evaluate(
     ],
     data: Annotated[
         list[str] | None,
-        typer.Option(help="Labelled training shards, or a folder that holds train/ and test/. Several: give it again."),
+        typer.Option(help="Labeled training shards, or a folder that holds train/ and test/. Several: give it again."),
     ] = None,
-    test: Annotated[str | None, typer.Option(help="Labelled test shards (default: DATA/test).")] = None,
+    test: Annotated[str | None, typer.Option(help="Labeled test shards (default: DATA/test).")] = None,
     suite: Annotated[
         str | None,
         typer.Option(help="A suite of data sets: a file or a shipped name.", autocompletion=complete.suites),
@@ -145,16 +145,16 @@ def evaluate(
     per_class: Annotated[bool, typer.Option("--per-class", help="Print the accuracy of every class too.")] = False,
     overrides: Annotated[list[str] | None, typer.Argument(help="Evaluator keys.", metavar="key=value")] = None,
 ) -> None:
-    """Judge a backbone beside the untrained one and raw pixels (a run's own head: alone). Adds to RUN/results.json.
+    """Judge an encoder beside the untrained one and raw pixels (a run's own head: alone). Adds to RUN/results.json.
 
     Example: `ssl-vit eval runs/digits_ssl few_shot --data runs/demo/data shots=[1,5]`
     """
-    from ssl_vit import experiment, runs
+    from ssl_vit import api, runs
     from ssl_vit.cli.judged import show
 
     results = {}
     for name, chosen in _data_sets(data or [], test, suite).items():
-        results[name] = experiment.evaluate(
+        results[name] = api.evaluate(
             run,
             evaluator,
             str(chosen.train),
@@ -199,8 +199,8 @@ def compare(
     command = shlex.join(["ssl-vit", "compare", recipe, *changed])
     if dry_run:
         from ssl_vit.cli import previewed
-        from ssl_vit.compare.config import load_comparison
-        from ssl_vit.compare.preview import preview
+        from ssl_vit.comparison.config import load_comparison
+        from ssl_vit.comparison.preview import preview
 
         previewed.comparison(preview(load_comparison(recipe, changed)), as_json)
         return
@@ -209,10 +209,10 @@ def compare(
     if not show and only is None:
         _compare(recipe, changed, command)
         return
-    from ssl_vit.compare import run as comparisons
-    from ssl_vit.compare import work
-    from ssl_vit.compare.config import load_comparison
-    from ssl_vit.compare.suites import prepare
+    from ssl_vit.comparison import run as comparisons
+    from ssl_vit.comparison import work
+    from ssl_vit.comparison.config import load_comparison
+    from ssl_vit.comparison.suites import prepare
 
     study = load_comparison(recipe, changed)
     if only is not None:
@@ -263,7 +263,7 @@ def recipes() -> None:
     Example: `ssl-vit recipes`
     """
     from ssl_vit import recipe as recipe_files
-    from ssl_vit.compare.config import suites
+    from ssl_vit.comparison.config import suites
 
     width = max(shutil.get_terminal_size().columns, 60) if sys.stdout.isatty() else 10_000
     for title, found in (("", recipe_files.shipped()), ("suites, for --suite:\n", suites())):
@@ -278,8 +278,8 @@ def recipes() -> None:
 
 
 def _data_sets(data: list[str], test: str | None, suite: str | None) -> dict[str, DataSet]:
-    from ssl_vit.compare.config import DataSet, load_suite
-    from ssl_vit.compare.suites import prepare
+    from ssl_vit.comparison.config import DataSet, load_suite
+    from ssl_vit.comparison.suites import prepare
 
     if bool(data) == bool(suite):
         raise UserError("name the data: --data FOLDER (again for more), or --suite NAME")
@@ -301,8 +301,8 @@ def _data_sets(data: list[str], test: str | None, suite: str | None) -> dict[str
 def _compare(name: str, overrides: list[str], command: str) -> None:
     from rich.console import Console
 
-    from ssl_vit.compare import run as comparisons
-    from ssl_vit.compare.config import load_comparison
+    from ssl_vit.comparison import run as comparisons
+    from ssl_vit.comparison.config import load_comparison
     from ssl_vit.report import page, tables
     from ssl_vit.runs import is_main_process
 

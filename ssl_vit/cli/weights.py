@@ -50,7 +50,7 @@ def import_weights(
     print(f"\nweights    {out}\nevaluate   ssl-vit eval {out} few_shot --data SHARDS")
     keys = imports.recipe_keys(model)
     if keys:
-        settings = " ".join(f"backbone.{key}={_value(value)}" for key, value in keys.items())
+        settings = " ".join(f"encoder.{key}={_value(value)}" for key, value in keys.items())
         print(f"train on   ssl-vit train RECIPE init_from={out} {settings}")
 
 
@@ -62,22 +62,22 @@ def export(
     push: Annotated[
         str | None, typer.Option(help="Also upload it to the hub under this name.", metavar="OWNER/NAME")
     ] = None,
-    licence: Annotated[
-        str | None, typer.Option(help="Licence of the weights for the model card, such as apache-2.0.")
+    license: Annotated[
+        str | None, typer.Option(help="License of the weights for the model card, such as apache-2.0.")
     ] = None,
 ) -> None:
     """Write the encoder for timm, transformers or ONNX, with a model card; it is loaded there and compared first.
 
     Example: `ssl-vit export runs/digits_ssl exported --to timm`
     """
-    from ssl_vit.models import backbone
+    from ssl_vit.models import factory
     from ssl_vit.models.exchange import exports, hub
     from ssl_vit.report import card
 
     if push:
         hub.check_push(push)
-    model, title = backbone.load(run), (push or out.resolve().name).rpartition("/")[2]
-    text = card.write(model, run, backbone.find_weights(run), to, title=title, address=push, licence=licence)
+    model, title = factory.load(run), (push or out.resolve().name).rpartition("/")[2]
+    text = card.write(model, run, factory.find_weights(run), to, title=title, address=push, license=license)
     exports.export(model, out, to, text)
     print(f"{out}: {', '.join(sorted(file.name for file in out.iterdir()))}; README.md says how to load it")
     if push:

@@ -14,18 +14,18 @@ class AugmentConfig(Config):
 
     crop: `inception` (random area and aspect, resized; the paper's), `shift` (zero padding, then a random crop: for
         small images whose scale carries meaning, such as digits), `affine` (small rotation, zoom, shear and shift),
-        `centre` (no randomness).
+        `center` (no randomness).
     scale, ratio: area fraction and aspect range of the inception crop (paper fine-tuning: 0.05 to 1).
     padding: pixels of zero padding on each side before a `shift` crop; the largest shift of `affine`.
     degrees, zoom, shear: of `affine`: largest rotation (degrees), relative change of size, shear (degrees).
     flip: mirror half of the images, on the device.
     brightness, contrast, saturation: largest relative change of each (factor drawn from 1 - x to 1 + x), on the device;
-        colour targets see the changed pixels.
+        color targets see the changed pixels.
     reduced_decode: decode JPEGs at 1/2, 1/4 or 1/8 of their size where the inception crop is that much larger than the
         image; off, every pixel is exactly torchvision's.
     """
 
-    crop: Literal["inception", "shift", "affine", "centre"] = "inception"
+    crop: Literal["inception", "shift", "affine", "center"] = "inception"
     scale: tuple[float, float] = (0.05, 1.0)
     ratio: tuple[float, float] = (3 / 4, 4 / 3)
     padding: int = Field(0, ge=0)
@@ -100,7 +100,7 @@ class DataConfig(Config):
     worker_timeout: seconds that a worker may take for its part of a step before it counts as stuck (0: any time).
     cache_mb: decoded images kept in memory by each loader process (MiB), so that small sets are decoded once.
     on_bad_sample: `skip` counts, reports and goes on; `fail` stops at the first, naming shard and key.
-    evaluation_resize: evaluation resizes the shorter side to round(this * image size), then crops the centre
+    evaluation_resize: evaluation resizes the shorter side to round(this * image size), then crops the center
         (256/224, the paper authors' few-shot protocol; 1.0 for images that already have the right size).
     """
 

@@ -82,8 +82,8 @@ def verify(folder: Path, *, jobs: int | None = None, progress: bool = True) -> l
 
 def stats(folder: Path) -> dict[str, Any]:
     """What the shard set holds, counted from the tars (image headers only, no pixels): samples, shards, bytes,
-    samples_per_shard and image_size (pixels) as {"mean", "min", "max"}, channels (3 if any image has colour),
-    labelled, samples_per_class {class name: count}.
+    samples_per_shard and image_size (pixels) as {"mean", "min", "max"}, channels (3 if any image has color),
+    labeled, samples_per_class {class name: count}.
 
     Raises UserError at the first defect it meets, naming it; `verify` lists all of them.
     """
@@ -119,7 +119,7 @@ def stats(folder: Path) -> dict[str, Any]:
         "samples": len(sizes),
         "shards": len(per_shard),
         "bytes": stored_bytes,
-        "labelled": labels.total() == len(sizes),
+        "labeled": labels.total() == len(sizes),
         "samples_per_class": _by_class_name(labels, listed.classes),
         "samples_per_shard": _spread(per_shard),
         "image_size": {"height": _spread(heights), "width": _spread(widths)},
@@ -191,8 +191,8 @@ def _samples(path: Path, listed: ShardList, report: Report) -> Iterator[tuple[st
 
 def _label(key: str, label: bytes | str | None, listed: ShardList, report: Report) -> int | None:
     if label is None:
-        if listed.labelled:
-            report(key, "bad_label", "no .cls member in a labelled set")
+        if listed.labeled:
+            report(key, "bad_label", "no .cls member in a labeled set")
     elif not isinstance(label, bytes) or not re.fullmatch(rb"\s*-?\d{1,18}\s*", label):
         report(key, "bad_label", f"not an integer: {label[:40]!r}")
     elif int(label) < 0 or (listed.classes is not None and int(label) >= len(listed.classes)):

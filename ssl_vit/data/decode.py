@@ -67,7 +67,7 @@ class Pixels:
 def check_channels(channels: int) -> None:
     """Raise UserError unless image files can be decoded to this many channels."""
     if channels not in _PIL_MODES:
-        raise UserError(f"backbone.channels={channels}: image shards decode to 1 (grey), 3 (RGB) or 4 (RGBA) channels")
+        raise UserError(f"encoder.channels={channels}: image shards decode to 1 (gray), 3 (RGB) or 4 (RGBA) channels")
 
 
 class _Checked:
@@ -116,7 +116,7 @@ def _open(data: bytes, channels: int) -> Picture:
             return Jpeg(data, channels)
     with Image.open(io.BytesIO(data), formats=STORED_FORMATS) as opened:
         image = ImageOps.exif_transpose(opened)
-        if image.mode.startswith("I"):  # 16-bit grey: Pillow's own conversion would clip instead of scaling
+        if image.mode.startswith("I"):  # 16-bit gray: Pillow's own conversion would clip instead of scaling
             image = Image.fromarray((np.asarray(image).astype(np.int64) >> 8).clip(0, 255).astype(np.uint8))
         pixels = np.array(image.convert(_PIL_MODES[channels]))
     return Pixels(torch.from_numpy(pixels.reshape(*pixels.shape[:2], channels)).permute(2, 0, 1))

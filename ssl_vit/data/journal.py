@@ -229,11 +229,11 @@ def _info(folder: str, entries: list[dict[str, Any]], plan: dict[str, Any]) -> d
         "format": 1,
         "classes": plan["classes"],
         "samples": samples,
-        "labelled": plan["labels"] is not None,
+        "labeled": plan["labels"] is not None,
         "shards": shards,
         "content_hash": content_hash(shard["sha256"] for shard in shards),
         "source": source if source == plan["source"] else f"{source}, seed {plan['seed']}",
-        "licence": plan["licence"],
+        "license": plan["license"],
         "mean_image_size": {
             side: round(sum(entry[side] for entry in entries) / samples, 2) for side in ("height", "width")
         },

@@ -16,7 +16,7 @@ import torch
 from PIL import Image
 from torchvision.io import ImageReadMode, decode_jpeg
 
-_COLOURS = {1: "GRAY", 3: "RGB"}
+_COLORS = {1: "GRAY", 3: "RGB"}
 _MODES = {1: ImageReadMode.GRAY, 3: ImageReadMode.RGB}
 _ORIENTATION = 0x0112  # EXIF tag; the values below put a picture upright
 _UPRIGHT: dict[int, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -30,8 +30,8 @@ _UPRIGHT: dict[int, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 _BASELINE = (0xC0, 0xC1)  # start-of-frame markers of sequential Huffman coding: rows come top to bottom, once
 _FRAMES = {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}
-_ROWS = 16  # rows of a coding unit with 4:2:0 colour; other subsamplings have 8 or 16
-_CONTEXT = 4  # rows below the last one that its colour interpolation may look at
+_ROWS = 16  # rows of a coding unit with 4:2:0 color; other subsamplings have 8 or 16
+_CONTEXT = 4  # rows below the last one that its color interpolation may look at
 _TAIL = 64  # bytes at the end among which the end mark must be, for a file to count as whole
 
 
@@ -53,7 +53,7 @@ class Jpeg:
     def whole(self) -> torch.Tensor:
         """All pixels, uint8 (C, height, width), the same as torchvision's `decode_jpeg`."""
         try:
-            return self._upright(_tensor(simplejpeg.decode_jpeg(self.data, _COLOURS[self.channels])))
+            return self._upright(_tensor(simplejpeg.decode_jpeg(self.data, _COLORS[self.channels])))
         except ValueError:  # CMYK, stray bytes between markers: torchvision judges
             buffer = torch.from_numpy(np.frombuffer(self.data, dtype=np.uint8).copy())
             return decode_jpeg(buffer, mode=_MODES[self.channels], apply_exif_orientation=True)
@@ -73,7 +73,7 @@ class Jpeg:
         try:
             pixels = simplejpeg.decode_jpeg(
                 data,
-                _COLOURS[self.channels],
+                _COLORS[self.channels],
                 min_height=-(-rows // factor),
                 min_width=-(-self.stored[1] // factor),
                 min_factor=factor,

@@ -26,7 +26,7 @@ class Options:
     (to within one); `source`: shard after shard keeps the source's order, also within train and test.
     holdout: the fraction of each class that goes to out/test while the rest goes to out/train; both are shard sets.
     A class of one image stays in train.
-    subset: so many images of each class (of an unlabelled source: of all), or all that a class has. A larger subset
+    subset: so many images of each class (of an unlabeled source: of all), or all that a class has. A larger subset
     holds the smaller ones. A holdout's test part is what it is without a subset, so that subsets can be compared.
     resize, quality: see `ssl_vit.data.raw.to_stored`.
     seed: of the shuffle, the holdout and the subset.
@@ -99,7 +99,7 @@ def lay_out(source: Source, options: Options) -> dict[str, list[np.ndarray]]:
 
 
 def _by_class(indices: np.ndarray, labels: np.ndarray | None) -> list[np.ndarray]:
-    """The indices of each class, in the given order; of an unlabelled source one group."""
+    """The indices of each class, in the given order; of an unlabeled source one group."""
     if labels is None:
         return [indices]
     by_class = indices[np.argsort(labels[indices], kind="stable")]

@@ -28,6 +28,6 @@ def open_training(data: DataConfig) -> ShardSet:
         sizes=tuple(chain.from_iterable(opened.sizes for opened in sets)),
         headers=tuple(chain.from_iterable(opened.headers for opened in sets)),
         remote=data.remote,
-        licence=" + ".join(sorted({opened.licence for opened in sets if opened.licence})) or None,
+        license=" + ".join(sorted({opened.license for opened in sets if opened.license})) or None,
         mixture=tuple((len(opened.urls), part.weight) for part, opened in parts),
     )

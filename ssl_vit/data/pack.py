@@ -121,7 +121,7 @@ def _plan(source: Source, options: Options, layout: dict[str, list[np.ndarray]])
     return {
         "software": f"ssl-vit {__version__}, Pillow {PIL.__version__}",  # the latter encodes what is resized
         "source": source.name,
-        "licence": source.licence,
+        "license": source.license,
         "images": {"count": source.count, "listing": source.listing},
         "classes": source.classes,
         "labels": None if source.labels is None else hashlib.sha256(source.labels.tobytes()).hexdigest(),

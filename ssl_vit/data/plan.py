@@ -2,7 +2,7 @@
 
 An epoch of a shard set is one sequence of samples: the shards in an order drawn from (seed, epoch), each shard's
 samples in an order drawn from (seed, epoch, shard). The sequence is cut into `lanes` equal slices (to within one
-sample). A lane is an endless stream: its slice of epoch 0, then of epoch 1, and so on. Every optimiser step takes the
+sample). A lane is an endless stream: its slice of epoch 0, then of epoch 1, and so on. Every optimizer step takes the
 same number of samples from every lane, in lane order, so the global batch of a step is the same on any number of
 processes and workers; each sample comes exactly once an epoch; no process ever waits for another's data; and where a
 run stands is one (epoch, position) pair a lane.

@@ -45,7 +45,7 @@ class Items(Protocol):
 class Source:
     """Images that are listed but not yet read, always in the same order.
 
-    classes and labels (int64 (count,), each in 0..len(classes)-1) are both None in an unlabelled source.
+    classes and labels (int64 (count,), each in 0..len(classes)-1) are both None in an unlabeled source.
     items: one small thing an image that `read` takes: a file's name, a row's number.
     read: item -> (the image's name in the source, such as a relative path or "row 17"; its encoded bytes). It is
     pickled once for each packing process and raises BrokenImageError where an image cannot be read.
@@ -54,7 +54,7 @@ class Source:
     """
 
     name: str
-    licence: str | None
+    license: str | None
     classes: list[str] | None
     labels: np.ndarray | None
     items: Items
@@ -91,7 +91,7 @@ def read_file(path: Path, key: str, root: Path) -> bytes:
 def open_header(data: bytes, key: str, formats: tuple[str, ...] = STORED_FORMATS) -> Image.Image:
     """The image's size, mode and format, its pixels not yet decoded; BrokenImageError where there is no such header, or
     no end mark in a JPEG: one that was cut and then filled up (with zeros, as some downloads are) decodes without an
-    error, to grey.
+    error, to gray.
     """
     try:
         image = Image.open(stream := io.BytesIO(data), formats=formats)
@@ -120,7 +120,7 @@ def load(image: Image.Image, key: str, at_least: tuple[int, int] | None = None) 
 
 
 def channels(image: Image.Image) -> int:
-    """1 for grey images (alpha aside), 3 for all others."""
+    """1 for gray images (alpha aside), 3 for all others."""
     return 1 if image.mode in ("1", "L", "LA", "I", "F") or image.mode.startswith("I;16") else 3
 
 
@@ -141,7 +141,7 @@ def to_stored(data: bytes, key: str, resize: int | None = None, quality: int = 9
 
     resize: the shorter side in pixels. An image of another size is scaled (bicubic, up or down) and encoded again, as
     the kind it is, with `quality` (1..100); a JPEG four times too large or more is first decoded to a half, a
-    quarter or an eighth, not below twice the size. EXIF is kept (it holds the orientation), a colour profile is not.
+    quarter or an eighth, not below twice the size. EXIF is kept (it holds the orientation), a color profile is not.
     Raises BrokenImageError.
     """
     image = open_header(data, key, READ_FORMATS)

@@ -27,7 +27,7 @@ _SMALLEST_BLOCK, _LARGEST_BLOCK = 1 << 18, 1 << 24  # of the ranges asked of an 
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
 # What S3, Google, Hugging Face and others call it, in `fsspec`'s information on a file.
 _VERSION_NAMES = ("ETag", "etag", "generation", "VersionId", "LastModified", "mtime", "modified", "blob_id", "lfs")
-# Clients by identity, for ever: a forked loader worker must not finalise its parent's, as fsspec would by emptying its
+# Clients by identity, for ever: a forked loader worker must not finalize its parent's, as fsspec would by emptying its
 # own table. Their sockets and their event loop are shared, and the parent's next request would hang.
 _clients: dict[int, Any] = {}
 

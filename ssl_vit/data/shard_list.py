@@ -30,7 +30,7 @@ class Info(Part):
     """What is read of info.json here."""
 
     classes: list[str] | None
-    labelled: bool
+    labeled: bool
     content_hash: str | None = None  # sets from before it was written have none
 
 
@@ -49,7 +49,7 @@ class ShardList:
     shards: Mapping[str, ShardEntry | None]
     parts: Mapping[str, Part]
     classes: list[str] | None = None
-    labelled: bool = False
+    labeled: bool = False
     file: str = INFO
 
 
@@ -59,7 +59,7 @@ def open_set(folder: Path) -> ShardList:
         if (file := folder / INFO).exists():
             info = Info.model_validate_json(file.read_bytes())
             entries = {entry.file: entry for entry in info.shards}
-            return ShardList(entries, {"": info}, info.classes, info.labelled)
+            return ShardList(entries, {"": info}, info.classes, info.labeled)
         if (file := folder / ABOUT).exists():
             about = About.model_validate_json(file.read_bytes())
             entries = {entry.file: entry for part in about.splits.values() for entry in part.shards}

@@ -56,7 +56,7 @@ class ShardSet:
     sizes: tuple[int | None, ...] = ()
     headers: tuple[str, ...] = ()
     remote: RemoteConfig = _DEFAULT
-    licence: str | None = None
+    license: str | None = None
     mixture: tuple[tuple[int, float | None], ...] = ()
 
     @property
@@ -169,7 +169,7 @@ def open_shards(spec: str, remote: RemoteConfig = _DEFAULT) -> ShardSet:
         checksums=tuple(entry.get("sha256", "") for entry in known),
         sizes=tuple(entry.get("bytes") for entry in known),
         remote=remote,
-        licence=info.get("licence") if info else None,
+        license=info.get("license") if info else None,
     )
 
 

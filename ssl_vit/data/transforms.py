@@ -1,6 +1,6 @@
 """What happens to an image between the decoder and the model: torchvision's transforms on uint8 tensors.
 
-Flip, colour jitter and normalisation are left to the device (`device_images`): colour targets come from the uint8
+Flip, color jitter and normalization are left to the device (`device_images`): color targets come from the uint8
 pixels that the model sees.
 """
 
@@ -19,7 +19,7 @@ from ssl_vit.data.raw import MOST_PIXELS
 from ssl_vit.interfaces import Batch, Size, UserError, pair
 
 Transform = Callable[[Picture], torch.Tensor]
-_GREY = (0.2989, 0.587, 0.114)  # torchvision's weights of red, green and blue
+_GRAY = (0.2989, 0.587, 0.114)  # torchvision's weights of red, green and blue
 
 
 class InceptionCrop:
@@ -76,7 +76,7 @@ def train_transform(image_size: Size, augment: AugmentConfig) -> Transform:
 
 
 def evaluation_transform(image_size: Size, data: DataConfig) -> Transform:
-    """A picture -> uint8 (C, *image_size): resize until it is covered, crop the centre; no randomness.
+    """A picture -> uint8 (C, *image_size): resize until it is covered, crop the center; no randomness.
 
     A square's shorter side becomes round(evaluation_resize * image_size), as usual.
     """
@@ -111,7 +111,7 @@ def _cover(image_CHW: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
 
 
 def device_images(batch: Batch) -> torch.Tensor:
-    """The batch's images as the model sees them before normalisation: uint8 (B, C, H, W), mirrored and colour-jittered
+    """The batch's images as the model sees them before normalization: uint8 (B, C, H, W), mirrored and color-jittered
     where the batch says so. Pure element-wise work and one mean an image, so that a compiler makes one pass of it."""
     images = torch.where(batch.flip[:, None, None, None], batch.images.flip(-1), batch.images)
     return images if batch.jitter is None else _jittered(images, batch.jitter)
@@ -119,18 +119,18 @@ def device_images(batch: Batch) -> torch.Tensor:
 
 def _jittered(images_BCHW: torch.Tensor, factors_B3: torch.Tensor) -> torch.Tensor:
     """Brightness, then contrast, then saturation by the given factors, as torchvision's functions of these names define
-    them, but rounded to uint8 once, at the end. Grey images have no saturation."""
+    them, but rounded to uint8 once, at the end. Gray images have no saturation."""
     brightness, contrast, saturation = factors_B3[:, :, None, None, None].unbind(1)
     pixels = (images_BCHW.float() * brightness).clamp(0, 255)
-    pixels = (pixels * contrast + _grey(pixels).mean((1, 2, 3), keepdim=True) * (1 - contrast)).clamp(0, 255)
+    pixels = (pixels * contrast + _gray(pixels).mean((1, 2, 3), keepdim=True) * (1 - contrast)).clamp(0, 255)
     if images_BCHW.shape[1] == 3:
-        pixels = pixels * saturation + _grey(pixels) * (1 - saturation)
+        pixels = pixels * saturation + _gray(pixels) * (1 - saturation)
     return pixels.clamp(0, 255).round().to(torch.uint8)
 
 
-def _grey(pixels_BCHW: torch.Tensor) -> torch.Tensor:
+def _gray(pixels_BCHW: torch.Tensor) -> torch.Tensor:
     if pixels_BCHW.shape[1] != 3:
         return pixels_BCHW
     # Numbers, no tensor of them: that would be copied to the device, and the host would wait for it.
-    red, green, blue = (weight * channel for weight, channel in zip(_GREY, pixels_BCHW.split(1, dim=1), strict=True))
+    red, green, blue = (weight * channel for weight, channel in zip(_GRAY, pixels_BCHW.split(1, dim=1), strict=True))
     return red + green + blue

@@ -21,7 +21,7 @@ from ssl_vit.files import sha256, whole_file, write_json
 @dataclass(frozen=True)
 class ShardJob:
     """path: the tar. first_key: the number of its first image, counted through the part's shards. items: what `read`
-    takes, an image each; labels: their class indices, None in an unlabelled source."""
+    takes, an image each; labels: their class indices, None in an unlabeled source."""
 
     path: Path
     first_key: int

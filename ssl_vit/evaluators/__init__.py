@@ -1,4 +1,4 @@
-"""Judges of a frozen or fine-tuned backbone; one file = one evaluator, its file name is its name. Torch-free.
+"""Judges of a frozen or fine-tuned encoder; one file = one evaluator, its file name is its name. Torch-free.
 
 Here is what they and the recipes share: label budgets, and the probe of a run that trains.
 """
@@ -39,7 +39,7 @@ def _distinct(values: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 Budget = Annotated[int | str, BeforeValidator(_budget)]
-"""How many training images are labelled: so many a class, a share of every class such as "10%", or "all"."""
+"""How many training images are labeled: so many a class, a share of every class such as "10%", or "all"."""
 
 _Several = (BeforeValidator(_several), AfterValidator(_distinct))
 Budgets = Annotated[tuple[Budget, ...], *_Several, Field(min_length=1)]
@@ -53,8 +53,8 @@ class ProbeConfig(Config):
     """A few-shot probe of the representation while a run trains; its accuracy goes to metrics.jsonl, the trackers and
     the display.
 
-    every: steps between probes (and one at the end). data: labelled shards (None: the run's own training shards).
-    shots: labelled images a class to fit on; images: how many others of these shards are scored, at most. pooling, l2:
+    every: steps between probes (and one at the end). data: labeled shards (None: the run's own training shards).
+    shots: labeled images a class to fit on; images: how many others of these shards are scored, at most. pooling, l2:
         see few_shot.
     patience: probes in a row without a new best after which training ends (None: never). It looks at held-out training
         images, never at test; but a run that ends so has used their labels, and its learning rate has not come down.

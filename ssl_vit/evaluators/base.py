@@ -14,16 +14,16 @@ from ssl_vit.evaluators import ALL, Budgets, Metric, Seeds, budget_words
 from ssl_vit.evaluators.features import REFERENCES, Representation, Task
 from ssl_vit.interfaces import Config, Measurement
 from ssl_vit.models import ImageSize, Resampling
-from ssl_vit.models.backbone import Pooling
+from ssl_vit.models.factory import Pooling
 
 
 class FeatureConfig(Config):
-    """What an evaluator reads from a frozen backbone.
+    """What an evaluator reads from a frozen encoder.
 
     pooling: the class `token`, the `mean` of the patches, `both` side by side, or all `patches` side by side.
     block: after which block (1 is the first), with the model's last norm applied; None: the model's output.
-    image_size: pixels, a side or [height, width]; another than the backbone's own (None) resamples the positions by
-        `position_resampling` (`timm` or `google`). The raw pixels beside it stay at the backbone's own.
+    image_size: pixels, a side or [height, width]; another than the encoder's own (None) resamples the positions by
+        `position_resampling` (`timm` or `google`). The raw pixels beside it stay at the encoder's own.
     """
 
     pooling: Pooling = "mean"
@@ -36,10 +36,10 @@ class FeatureConfig(Config):
         return Representation(self.pooling, self.block, self.image_size, self.position_resampling)
 
 
-class LabelledConfig(FeatureConfig):
+class LabeledConfig(FeatureConfig):
     """labels_per_class: label budgets: images a class chosen as few_shot does, shares such as '10%', or all.
 
-    seeds: of the choice of the labelled images and of whatever else an evaluator draws.
+    seeds: of the choice of the labeled images and of whatever else an evaluator draws.
     """
 
     labels_per_class: Budgets = (ALL,)
@@ -65,15 +65,15 @@ class Choice:
 class Judge(ABC):
     """Base of the evaluators: a subclass named `Evaluator` in its own file needs `title` and `measure`.
 
-    title: a heading for people. references: sources measured beside the judged backbone: `untrained` (the same
-    architecture, freshly initialised; where the evaluator trains it, that is training from scratch) and `pixels`.
-    trains_backbone: whether judging trains the whole network, so that a comparison measures its scratch arm with it.
+    title: a heading for people. references: sources measured beside the judged encoder: `untrained` (the same
+    architecture, freshly initialized; where the evaluator trains it, that is training from scratch) and `pixels`.
+    trains_encoder: whether judging trains the whole network, so that a comparison measures its scratch arm with it.
     judges_heads: whether it judges the classifier that a run trained, so that a comparison asks it of such arms alone.
     """
 
     title: ClassVar[str]
     references: ClassVar[tuple[str, ...]] = REFERENCES
-    trains_backbone: ClassVar[bool] = False
+    trains_encoder: ClassVar[bool] = False
     judges_heads: ClassVar[bool] = False
 
     def __init__(self, config: Any) -> None:
@@ -110,12 +110,12 @@ class Judge(ABC):
         return budget
 
     def stages(self, kind: str, images: int) -> list[dict[str, Any]]:
-        """Recipe keys of every training of the whole backbone that a `choose` or a `measure` of one seed does, at most,
-        with so many labelled images; none where it stays frozen. A dry run measures them."""
+        """Recipe keys of every training of the whole encoder that a `choose` or a `measure` of one seed does, at most,
+        with so many labeled images; none where it stays frozen. A dry run measures them."""
         return []
 
     def measurements(self, task: Task) -> Iterator[tuple[str, Measurement]]:
-        """(source, measurement) of everything that the settings ask for: the judged backbone, then its references."""
+        """(source, measurement) of everything that the settings ask for: the judged encoder, then its references."""
         seeds, budgets = self.config.seeds, self.budgets(getattr(self.config, "labels_per_class", ()))
         for source in ("trained", *self.references):
             if not self.tuned:

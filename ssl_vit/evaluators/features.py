@@ -1,4 +1,4 @@
-"""Frozen features, extracted once: of the trained backbone, of an untrained one, and the raw pixels beside them.
+"""Frozen features, extracted once: of the trained encoder, of an untrained one, and the raw pixels beside them.
 
 They are kept in a folder by what they are made from (weights, shards, images, preparation, representation), so that
 whoever asks for the same reads them.
@@ -31,7 +31,7 @@ from ssl_vit.evaluators.labels import choose_each, labels_of
 from ssl_vit.files import whole_path
 from ssl_vit.interfaces import Config, Diverged, Size, UserError
 from ssl_vit.models import Resampling
-from ssl_vit.models.backbone import Encoder, Pooling, at_size
+from ssl_vit.models.factory import Encoder, Pooling, at_size
 from ssl_vit.training import processes
 
 REFERENCES = ("untrained", "pixels")
@@ -40,9 +40,9 @@ _FORMAT = "2"
 
 
 class Representation(NamedTuple):
-    """What is read from a backbone: how its tokens are pooled, and after which block (from 1; None: its output).
+    """What is read from an encoder: how its tokens are pooled, and after which block (from 1; None: its output).
 
-    image_size: what images are prepared to, the positions resampled to it (None: the backbone's own).
+    image_size: what images are prepared to, the positions resampled to it (None: the encoder's own).
     """
 
     pooling: Pooling = "mean"
@@ -71,11 +71,11 @@ def silent(text: str) -> None:
 
 @dataclass
 class Task:
-    """What an evaluator judges: one backbone on labelled train and test shards.
+    """What an evaluator judges: one encoder on labeled train and test shards.
 
-    trained: the backbone. untrained: the same architecture, freshly initialised: the reference row.
+    trained: the encoder. untrained: the same architecture, freshly initialized: the reference row.
     data: image preparation (`evaluation_resize`). batch_size: images in a forward pass of one process.
-    weights: where the trained backbone came from (None: it is freshly initialised itself).
+    weights: where the trained encoder came from (None: it is freshly initialized itself).
     cache: folder that keeps extracted features (None: none is kept); it may be deleted at any time.
     objective: what the weights' run trained them with (None: unknown). say: told what is done, where that takes long.
     metric: the number that counts on these sets, and that a sweep chooses by.
@@ -104,7 +104,7 @@ class Task:
 
         images: int64, global indices of those wanted, rising (None: all). What is asked for is extracted whole or taken
         from the same question before: parts of other answers could differ in the last bit.
-        Raises UserError where the shards carry no labels, and for a block that the backbone does not have.
+        Raises UserError where the shards carry no labels, and for a block that the encoder does not have.
         """
         what = None if source == "pixels" else representation
         key = (source, split, what, None if images is None else images.tobytes())
@@ -112,10 +112,10 @@ class Task:
             self._features[key] = _cached(self, source, getattr(self, split), representation, images)
         return self._features[key]
 
-    def labelled_features(
+    def labeled_features(
         self, source: str, representation: Representation, budgets: Sequence[int | str], seeds: Sequence[int]
     ) -> Iterator[tuple[tuple[int | str, int], Features]]:
-        """((label budget, seed), training features of the images that they allow, in the order of `choose_labelled`).
+        """((label budget, seed), training features of the images that they allow, in the order of `choose_labeled`).
 
         Only images that one of them allows are read.
         """
@@ -132,7 +132,7 @@ class Task:
         class."""
         labels = labels_of(self.train)
         if len(np.unique(labels[labels >= 0])) < 2:
-            raise UserError(f"{self.train.spec}: all labelled images there are of one class")
+            raise UserError(f"{self.train.spec}: all labeled images there are of one class")
         return labels
 
     @property
@@ -150,9 +150,9 @@ class Task:
 def evaluation_stream(
     task: Task, shards: ShardSet, indices: np.ndarray | None = None, image_size: Size | None = None
 ) -> EvaluationStream:
-    """This rank's part of the labelled shards, prepared as the task says (each sample once over all ranks).
+    """This rank's part of the labeled shards, prepared as the task says (each sample once over all ranks).
 
-    indices: global indices of the images wanted (None: all). image_size: pixels (None: the trained backbone's).
+    indices: global indices of the images wanted (None: all). image_size: pixels (None: the trained encoder's).
     """
     channels = task.trained.channels
     check_channels(channels)
@@ -222,11 +222,11 @@ def not_finite(what: str, shards: ShardSet, image: int) -> Diverged:
 def _reader(task: Task, source: str, representation: Representation) -> Callable[[torch.Tensor], torch.Tensor]:
     if source == "pixels":
         return _pixels
-    backbone: Encoder = getattr(task, source)
+    encoder: Encoder = getattr(task, source)
     if representation.image_size:
-        backbone = at_size(backbone, representation.image_size, representation.position_resampling)
-    backbone.to(task.accelerator.device).eval()
-    return lambda images: backbone.represent(images, representation.pooling, representation.block)
+        encoder = at_size(encoder, representation.image_size, representation.position_resampling)
+    encoder.to(task.accelerator.device).eval()
+    return lambda images: encoder.represent(images, representation.pooling, representation.block)
 
 
 def _pixels(images: torch.Tensor) -> torch.Tensor:
@@ -285,10 +285,10 @@ def _content(
     if images is not None:
         content.update(images.tobytes())
     if source != "pixels":
-        backbone: Encoder = getattr(task, source)
-        settings = [backbone.name, backbone.arguments, backbone.mean, backbone.std, backbone.own_settings]
+        encoder: Encoder = getattr(task, source)
+        settings = [encoder.name, encoder.arguments, encoder.mean, encoder.std, encoder.own_settings]
         content.update(json.dumps([settings, representation, task.accelerator.mixed_precision]).encode())
-        for name, tensor in sorted(backbone.state_dict().items()):
+        for name, tensor in sorted(encoder.state_dict().items()):
             content.update(name.encode())
             content.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     return content.hexdigest()[:32]

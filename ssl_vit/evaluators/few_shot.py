@@ -20,7 +20,7 @@ from ssl_vit.evaluators.features import Task
 from ssl_vit.evaluators.labels import choose_each, short_classes, short_note
 from ssl_vit.interfaces import Measurement
 
-_BIAS = 100.0  # the constant feature; regularised like the rest, so its size sets how free the bias is
+_BIAS = 100.0  # the constant feature; regularized like the rest, so its size sets how free the bias is
 Place = tuple[int | str, int]
 """(shots, seed)"""
 
@@ -28,7 +28,7 @@ _SCORES = 1 << 22  # scores computed at once by a thread: 32 MiB
 
 
 class Config(FeatureConfig):
-    """shots: labelled images a class. seeds: of the choice of shots.
+    """shots: labeled images a class. seeds: of the choice of shots.
 
     l2: the published protocol uses 2**10; several values cost hardly more than one. With `select_l2` the value of each
     (shots, seed) is the one with the best leave-one-out accuracy over the shots (each is held out once; ties go to the
@@ -67,18 +67,18 @@ def fit_all(
     """Ridge regression on one-hot +1/-1 targets for every choice of images, all l2 values from one eigendecomposition.
 
     train: (features, labels) by (shots, seed), rows class by class. features: float (n, d). labels: int (n,). Features
-    are standardised by the chosen shots' own mean and population standard deviation (+ 1e-5); a constant feature of 100
-    carries the bias and is regularised like the rest. Solved in float64. Each choice is solved by one thread whose
+    are standardized by the chosen shots' own mean and population standard deviation (+ 1e-5); a constant feature of 100
+    carries the bias and is regularized like the rest. Solved in float64. Each choice is solved by one thread whose
     linear algebra does not split further, so the same arrays give the same bits on any number of cores.
     """
-    centre = test_features.mean(0, dtype=np.float64)  # large offsets would cost digits below
-    test = test_features - centre
+    center = test_features.mean(0, dtype=np.float64)  # large offsets would cost digits below
+    test = test_features - center
 
     def fit(place: Place) -> Fit:
         features, labels = train[place]
         if features.shape[1:] != test_features.shape[1:]:
             raise ValueError(f"train features {features.shape} and test features {test_features.shape} do not fit")
-        return _fit(features - centre, labels, test, l2, leave_one_out)
+        return _fit(features - center, labels, test, l2, leave_one_out)
 
     places = sorted(train, reverse=True)  # the long ones first
     with threadpool_limits(1, "blas"), ThreadPoolExecutor(torch.get_num_threads()) as pool:
@@ -92,7 +92,7 @@ def _fit(x: np.ndarray, labels: np.ndarray, test: np.ndarray, l2: Sequence[float
     x = np.concatenate([(x - mean) / deviation, np.full((len(x), 1), _BIAS)], axis=1)
     classes, first = np.unique(labels, return_index=True)
     path = RidgePath(x, first)
-    # Standardising the basis instead of every test image: (t - mean) / deviation @ b = t @ (b / deviation) - ...
+    # Standardizing the basis instead of every test image: (t - mean) / deviation @ b = t @ (b / deviation) - ...
     basis = path.basis[:-1] / deviation[:, None]
     offset = _BIAS * path.basis[-1] - mean @ basis
     predicted = np.empty((len(l2), len(test)), dtype=np.int64)
@@ -205,7 +205,7 @@ class Evaluator(Judge):
     ) -> Iterator[Measurement]:
         c: Config = self.config
         test = task.features(source, "test", c.representation)
-        train = dict(task.labelled_features(source, c.representation, budgets, seeds))
+        train = dict(task.labeled_features(source, c.representation, budgets, seeds))
         arrays = {place: (few.vectors, few.labels) for place, few in train.items()}
         for (shot, seed), fit in fit_all(arrays, test.vectors, l2=c.l2, leave_one_out=c.select_l2).items():
             labels = train[shot, seed].labels

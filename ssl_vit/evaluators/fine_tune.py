@@ -1,7 +1,7 @@
-"""Fine-tuning (paper, table 4): zero-initialised linear head, SGD with momentum, learning rate swept on held-out train;
+"""Fine-tuning (paper, table 4): zero-initialized linear head, SGD with momentum, learning rate swept on held-out train;
 or MAE's recipe (`main_finetune.py`): AdamW with layer decay, mixup, cutmix and label smoothing.
 
-Everything that is chosen is chosen on a held-out part of the training images, never on test; the untrained backbone
+Everything that is chosen is chosen on a held-out part of the training images, never on test; the untrained encoder
 (training from scratch) gets the same sweep of its own.
 """
 
@@ -20,13 +20,12 @@ from ssl_vit.data import AugmentConfig
 from ssl_vit.evaluators import ALL, Budget, Budgets, Counts, Numbers, Seeds, budget_words
 from ssl_vit.evaluators.base import Choice, Judge
 from ssl_vit.evaluators.features import Representation, Task
-from ssl_vit.evaluators.labels import choose_labelled, held_out_split
+from ssl_vit.evaluators.labels import choose_labeled, held_out_split
 from ssl_vit.evaluators.linear_probe import measured, probe_predictions
 from ssl_vit.evaluators.tuning import Cost, measurement, scores, train_classifier
 from ssl_vit.interfaces import Config as BaseConfig
 from ssl_vit.interfaces import Diverged, Measurement, UserError
-from ssl_vit.models import ImageSize, Resampling
-from ssl_vit.models import backbone as backbones
+from ssl_vit.models import ImageSize, Resampling, factory
 from ssl_vit.objectives import classification
 from ssl_vit.training import OptimConfig
 
@@ -59,18 +58,18 @@ class Config(BaseConfig):
     protocol: which recipe the other keys default to: `paper`, or `mae` (its ViT-B numbers; without RandAugment and
         random erasing, and with a decay to zero instead of 1e-6).
     lrs x steps: the candidates of the sweep; a single one is taken without it. epochs: lengths in passes over the
-        labelled images, in place of steps. lr_batch: when set, the rates are for that batch size and scaled linearly to
+        labeled images, in place of steps. lr_batch: when set, the rates are for that batch size and scaled linearly to
         the real one.
     warmup_steps, warmup_epochs: of rising rate (epochs where lengths are epochs); at most a fifth of a run.
     held_out: share of the training images (each class's) that the sweep is scored on. No run trains on them but the
         last one with all labels, as in the paper.
     tune_labels_per_class: the label budget of the sweep (None: that of the run), so that one sweep can serve several.
     labels_per_class: label budgets: images a class chosen as few_shot does, shares such as '10%', or all.
-    seeds: of the labelled subset, the head, the order and augmentation, and the untrained backbone's weights; the sweep
+    seeds: of the labeled subset, the head, the order and augmentation, and the untrained encoder's weights; the sweep
         uses the first.
     image_size: pixels, a side or [height, width]; another than the pretraining's (None) resamples the positions by
         `position_resampling` (`timm` or `google`). drop_path: stochastic depth of the last block; dropout: that of
-        `backbone.dropout` (None: as pretrained, which may differ between the arms of a comparison).
+        `encoder.dropout` (None: as pretrained, which may differ between the arms of a comparison).
         mixup, cutmix, label_smoothing: see `objectives/classification.py`.
     lanes: see data.lanes.
     """
@@ -115,19 +114,19 @@ class Config(BaseConfig):
         return defaults | given | nested
 
 
-def labelled(labels: np.ndarray, config: Config, budget: int | str, seed: int) -> tuple[np.ndarray, np.ndarray]:
+def labeled(labels: np.ndarray, config: Config, budget: int | str, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """(images to train on, held-out images) as sorted global indices; the split itself never depends on the seed."""
     kept, held = held_out_split(labels, config.held_out, seed=0)
     masked = np.full_like(labels, -1)
     masked[kept] = labels[kept]
-    return np.sort(choose_labelled(masked, budget, seed, share_of=labels)), held
+    return np.sort(choose_labeled(masked, budget, seed, share_of=labels)), held
 
 
 class Evaluator(Judge):
-    """Sweep, then a fine-tuning a seed, for the trained backbone and from scratch; raw pixels get the linear probe."""
+    """Sweep, then a fine-tuning a seed, for the trained encoder and from scratch; raw pixels get the linear probe."""
 
     title = "Fine-tuning"
-    trains_backbone = True
+    trains_encoder = True
 
     def tuned_at(self, budget: int | str) -> int | str:
         return self.config.tune_labels_per_class or budget
@@ -137,7 +136,7 @@ class Evaluator(Judge):
         lengths = [length.get("steps") or self._steps(length["epochs"], images) for length in self._lengths()]
         keys = {
             "data": {"lanes": c.lanes, "augment": c.augment.model_dump()},
-            "backbone": {"image_size": c.image_size} if c.image_size else {},
+            "encoder": {"image_size": c.image_size} if c.image_size else {},
             "objective": {"name": "classification", "head": "linear", "pooling": c.pooling},
             "optim": {"name": c.optimizer, "lr": max(c.lrs), "layer_decay": c.layer_decay},
         }
@@ -149,7 +148,7 @@ class Evaluator(Judge):
         return [keys | {"training": {"steps": steps, "batch_size": c.batch_size}} for steps in several]
 
     def choose(self, task: Task, source: str, budget: int | str, seed: int) -> Choice | None:
-        """Try every (lr, length) on the seed's labelled subset; the winner is chosen on held-out train alone. A single
+        """Try every (lr, length) on the seed's labeled subset; the winner is chosen on held-out train alone. A single
         candidate is taken as it is.
 
         Of equals the shorter wins, then the lower learning rate. Only the winner is scored on test, and its score is a
@@ -161,7 +160,7 @@ class Evaluator(Judge):
         candidates = [{"lr": lr, **length} for length in self._lengths() for lr in sorted(c.lrs)]
         if len(candidates) == 1:
             return Choice(candidates, candidates[0])
-        train, held = labelled(task.train_labels, c, budget, seed)
+        train, held = labeled(task.train_labels, c, budget, seed)
         if not len(held):
             raise UserError(
                 f"fine_tune: held_out={c.held_out:g} holds none of so few images a class out, to choose by: raise it, "
@@ -214,7 +213,7 @@ class Evaluator(Judge):
 
     def _images(self, task: Task, budget: int | str, seed: int) -> np.ndarray:
         """What a measurement trains on, sorted: with all labels the held-out images too."""
-        train, held = labelled(task.train_labels, self.config, budget, seed)
+        train, held = labeled(task.train_labels, self.config, budget, seed)
         return np.sort(np.concatenate([train, held])) if budget == ALL else train
 
     def _lengths(self) -> list[dict[str, Any]]:
@@ -242,7 +241,7 @@ class Evaluator(Judge):
     def _train(
         self, task: Task, source: str, settings: dict[str, Any], seed: int, train: np.ndarray
     ) -> tuple[classification.Objective, Cost]:
-        """Fine-tune the `trained` backbone or a fresh `untrained` one on the `train` images (global indices). settings:
+        """Fine-tune the `trained` encoder or a fresh `untrained` one on the `train` images (global indices). settings:
         lr, and steps or epochs."""
         c: Config = self.config
         steps, warmup = settings.get("steps", 0), float(c.warmup_steps)
@@ -280,19 +279,19 @@ class Evaluator(Judge):
             seed=seed,
         )
 
-    def _start(self, task: Task, source: str, seed: int) -> backbones.Encoder:
+    def _start(self, task: Task, source: str, seed: int) -> factory.Encoder:
         c: Config = self.config
         if source == "untrained":
-            encoder = backbones.fresh(task.trained, seed, c.image_size)
+            encoder = factory.fresh(task.trained, seed, c.image_size)
         else:
             size = c.image_size or task.trained.image_size
-            encoder = backbones.at_size(task.trained, size, c.position_resampling)
+            encoder = factory.at_size(task.trained, size, c.position_resampling)
         if c.dropout is not None:
             for name, module in encoder.named_modules():
                 if isinstance(module, nn.Dropout) and not name.endswith("attn_drop"):
                     module.p = c.dropout
         if c.drop_path is not None:
-            blocks = backbones.require_vit(encoder, "fine_tune.drop_path").vit.blocks
+            blocks = factory.require_vit(encoder, "fine_tune.drop_path").vit.blocks
             for block, rate in zip(blocks, calculate_drop_path_rates(c.drop_path, len(blocks)), strict=True):
                 block.drop_path1, block.drop_path2 = DropPath(rate), DropPath(rate)
         return encoder

@@ -1,4 +1,4 @@
-"""Weighted k-nearest neighbours on frozen features, as DINO and DINOv2 do it."""
+"""Weighted k-nearest neighbors on frozen features, as DINO and DINOv2 do it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 from pydantic import Field
 
 from ssl_vit.evaluators import ALL, Counts, budget_words
-from ssl_vit.evaluators.base import Choice, Judge, LabelledConfig, score
+from ssl_vit.evaluators.base import Choice, Judge, LabeledConfig, score
 from ssl_vit.evaluators.features import Task
 from ssl_vit.evaluators.labels import short_note
 from ssl_vit.interfaces import Measurement
@@ -16,8 +16,8 @@ from ssl_vit.interfaces import Measurement
 _SIMILARITIES = 1 << 25  # computed at once: 128 MiB
 
 
-class Config(LabelledConfig):
-    """ks: numbers of neighbours (a comparison uses the first). temperature: votes weigh exp(similarity / it)."""
+class Config(LabeledConfig):
+    """ks: numbers of neighbors (a comparison uses the first). temperature: votes weigh exp(similarity / it)."""
 
     ks: Counts = Field((10, 20), min_length=1)
     temperature: float = Field(0.07, gt=0)
@@ -32,7 +32,7 @@ def knn_predictions(
     temperature: float = 0.07,
 ) -> dict[int, np.ndarray]:
     """The predicted class of every test image for each k: cosine similarity, votes weighted exp(similarity /
-    temperature); of equally similar neighbours the earlier counts first.
+    temperature); of equally similar neighbors the earlier counts first.
 
     features: float (n, d); labels: int (n,). k larger than the training set counts all of it.
     """
@@ -70,7 +70,7 @@ def _unit(x: np.ndarray) -> np.ndarray:
 class Evaluator(Judge):
     """Accuracy of every k, label budget and seed."""
 
-    title = "Nearest neighbours on frozen features"
+    title = "Nearest neighbors on frozen features"
 
     def measure(
         self,
@@ -82,7 +82,7 @@ class Evaluator(Judge):
     ) -> Iterator[Measurement]:
         c: Config = self.config
         test = task.features(source, "test", c.representation)
-        for (budget, seed), train in task.labelled_features(source, c.representation, budgets, seeds):
+        for (budget, seed), train in task.labeled_features(source, c.representation, budgets, seeds):
             arrays = (train.vectors, train.labels, test.vectors)
             for k, predicted in knn_predictions(*arrays, ks=c.ks, temperature=c.temperature).items():
                 yield Measurement(

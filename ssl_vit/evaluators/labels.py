@@ -1,4 +1,4 @@
-"""Which images are labelled: label budgets, held-out parts, and the labels themselves."""
+"""Which images are labeled: label budgets, held-out parts, and the labels themselves."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def choose_shots(labels: np.ndarray, shots: int, seed: int) -> np.ndarray:
     return _first_of_each(labels, seed, lambda label: shots)
 
 
-def choose_labelled(
+def choose_labeled(
     labels: np.ndarray, budget: int | str, seed: int, *, share_of: np.ndarray | None = None
 ) -> np.ndarray:
     """Indices of the images that a label budget allows: shots a class, a share such as "10%" of every class (rounded,
@@ -41,8 +41,8 @@ def choose_labelled(
 def choose_each(
     labels: np.ndarray, budgets: Sequence[int | str], seeds: Sequence[int]
 ) -> dict[tuple[int | str, int], np.ndarray]:
-    """`choose_labelled` for every (label budget, seed)."""
-    return {(budget, seed): choose_labelled(labels, budget, seed) for budget in budgets for seed in seeds}
+    """`choose_labeled` for every (label budget, seed)."""
+    return {(budget, seed): choose_labeled(labels, budget, seed) for budget in budgets for seed in seeds}
 
 
 def _first_of_each(labels: np.ndarray, seed: int, wanted: Callable[[int], int]) -> np.ndarray:
@@ -77,7 +77,7 @@ def short_classes(labels: np.ndarray, shots: int, everything: np.ndarray) -> lis
 def short_note(labels: np.ndarray, budget: int | str, everything: np.ndarray) -> tuple[str, ...]:
     """What a reader must know of the labels (n,) that a label budget gave; everything: see `short_classes`."""
     if isinstance(budget, str) and budget != ALL:
-        asked = len(choose_labelled(everything, budget, 0))
+        asked = len(choose_labeled(everything, budget, 0))
         return (f"{budget} of the labels are {asked} images; {len(labels)} could be used",) * (len(labels) < asked)
     if not isinstance(budget, int) or not (short := short_classes(labels, budget, everything)):
         return ()

@@ -1,7 +1,7 @@
 """Linear probe: the exact way (features once, multinomial logistic regression, C chosen on held-out train), or MAE's
 (`main_linprobe.py`): a batch norm without parameters and a linear layer, trained by LARS on augmented images.
 
-Both standardise the features, the exact way by the labelled images' own mean and variance.
+Both standardize the features, the exact way by the labeled images' own mean and variance.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from sklearn.linear_model import LogisticRegression
 
 from ssl_vit.data import AugmentConfig
 from ssl_vit.evaluators import Numbers
-from ssl_vit.evaluators.base import Choice, Judge, LabelledConfig, accuracy_name, score
+from ssl_vit.evaluators.base import Choice, Judge, LabeledConfig, accuracy_name, score
 from ssl_vit.evaluators.features import Features, Task
-from ssl_vit.evaluators.labels import choose_labelled, held_out_split, short_note
+from ssl_vit.evaluators.labels import choose_labeled, held_out_split, short_note
 from ssl_vit.evaluators.tuning import measurement, train_classifier
 from ssl_vit.interfaces import Measurement, UserError
-from ssl_vit.models.backbone import at_size
+from ssl_vit.models.factory import at_size
 from ssl_vit.objectives import classification
 from ssl_vit.training import OptimConfig
 
 _CS = (1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)
 
 
-class Config(LabelledConfig):
+class Config(LabeledConfig):
     """method: `exact`, or `lars` (MAE's; it reads `pooling` alone, and raw pixels get the exact method).
 
-    Of `exact`: cs: inverse regularisation strengths to choose from, by a `held_out` share of the labelled images;
+    Of `exact`: cs: inverse regularization strengths to choose from, by a `held_out` share of the labeled images;
     max_iterations: of L-BFGS.
-    Of `lars`, all MAE's: lr for 256 images, scaled to the batch; batch_size images, or as many as there are labelled;
-    epochs over the labelled images, the first `warmup_epochs` with a rising rate. lanes: see data.lanes.
+    Of `lars`, all MAE's: lr for 256 images, scaled to the batch; batch_size images, or as many as there are labeled;
+    epochs over the labeled images, the first `warmup_epochs` with a rising rate. lanes: see data.lanes.
     """
 
     method: Literal["exact", "lars"] = "exact"
@@ -147,7 +147,7 @@ class Evaluator(Judge):
         c: Config = self.config
         settings: dict[str, Any] = {"cs": c.cs, "held_out": c.held_out, "max_iterations": c.max_iterations}
         test = task.features(source, "test", c.representation)
-        for (budget, seed), train in task.labelled_features(source, c.representation, budgets, seeds):
+        for (budget, seed), train in task.labeled_features(source, c.representation, budgets, seeds):
             fitted = probe_predictions(train.vectors, train.labels, test.vectors, seed=seed, **settings)
             yield measured(task, fitted, train, test, budget, seed)
 
@@ -155,10 +155,10 @@ class Evaluator(Judge):
         c: Config = self.config
         if c.pooling == "both" or c.block is not None:
             raise UserError("linear_probe: method=lars reads the model's output pooled as token, mean or patches")
-        images = choose_labelled(task.train_labels, budget, seed)
+        images = choose_labeled(task.train_labels, budget, seed)
         batch_size = min(c.batch_size, len(images)) // c.lanes * c.lanes
         if not batch_size:
-            raise UserError(f"linear_probe: {len(images)} labelled images are fewer than lanes={c.lanes}: lower lanes")
+            raise UserError(f"linear_probe: {len(images)} labeled images are fewer than lanes={c.lanes}: lower lanes")
         an_epoch = len(images) / batch_size
         optim = OptimConfig(
             name="lars",

@@ -14,7 +14,7 @@ from ssl_vit.evaluators.features import Features, Task, extract
 from ssl_vit.evaluators.few_shot import fit_all
 from ssl_vit.evaluators.labels import choose_shots, labels_of
 from ssl_vit.interfaces import UserError
-from ssl_vit.models.backbone import Encoder
+from ssl_vit.models.factory import Encoder
 
 
 class OnlineProbe:
@@ -23,7 +23,7 @@ class OnlineProbe:
     def __init__(
         self, config: ProbeConfig, shards: ShardSet, data: DataConfig, encoder: Encoder, accelerator: Accelerator
     ) -> None:
-        """Raises UserError where the shards have too few labelled images."""
+        """Raises UserError where the shards have too few labeled images."""
         self.config = config
         self.task = Task(encoder, encoder, shards, shards, data, accelerator, workers=data.workers)
         self.told: set[tuple[str, str]] = set()
@@ -34,7 +34,7 @@ class OnlineProbe:
         self.scored = np.setdiff1d(choose_shots(labels, config.shots + held_out, seed=0), self.shots)
         if not len(self.scored) or classes < 2:
             raise UserError(
-                f"probe: {shards.spec} has {classes} class(es) and no labelled image beyond shots={config.shots} of "
+                f"probe: {shards.spec} has {classes} class(es) and no labeled image beyond shots={config.shots} of "
                 "each: lower probe.shots, or name other shards by probe.data"
             )
 
@@ -55,6 +55,6 @@ class OnlineProbe:
         return fresh
 
     def _features(self, objective: nn.Module, images: np.ndarray) -> Features:
-        backbone, pooling = objective.backbone, self.config.pooling
-        assert isinstance(backbone, Encoder)
-        return extract(self.task, self.task.train, lambda pixels: backbone.represent(pixels, pooling), None, images)
+        encoder, pooling = objective.encoder, self.config.pooling
+        assert isinstance(encoder, Encoder)
+        return extract(self.task, self.task.train, lambda pixels: encoder.represent(pixels, pooling), None, images)

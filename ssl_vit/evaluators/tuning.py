@@ -21,7 +21,7 @@ from ssl_vit.evaluators.base import accuracy_name, score
 from ssl_vit.evaluators.features import Task, evaluation_stream, not_finite
 from ssl_vit.evaluators.labels import short_note
 from ssl_vit.interfaces import Diverged, Measurement, UserError
-from ssl_vit.models import backbone as backbones
+from ssl_vit.models import factory
 from ssl_vit.objectives import classification
 from ssl_vit.training import OptimConfig, TrainingConfig, loop, processes
 from ssl_vit.training.flops import training_flops
@@ -40,7 +40,7 @@ class Cost:
 
 def train_classifier(
     task: Task,
-    encoder: backbones.Encoder,
+    encoder: factory.Encoder,
     head: classification.Config,
     optim: OptimConfig,
     *,
@@ -116,11 +116,11 @@ def train_classifier(
 def predictions(
     task: Task, objective: classification.Objective, shards: ShardSet, indices: np.ndarray | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(predicted classes, labels), int64 (n,), of all labelled images of the shards (or some global indices of them),
+    """(predicted classes, labels), int64 (n,), of all labeled images of the shards (or some global indices of them),
     each once, the same on every rank. Raises UserError where there is none, Diverged for logits that are not finite."""
     objective.eval()
     found: list[tuple[list[int], list[int], list[int]]] = []
-    stream = evaluation_stream(task, shards, indices, objective.backbone.image_size)
+    stream = evaluation_stream(task, shards, indices, objective.encoder.image_size)
     for batch, chunk in evaluation_batches(stream, task.accelerator.device):
         task.skipped += chunk.skipped
         with task.accelerator.autocast():
@@ -135,14 +135,14 @@ def predictions(
     if len(unusable):
         raise not_finite("logits", shards, int(unusable.min()))
     if not len(labels):
-        raise UserError(f"{shards.spec}: no labelled image there to score on")
+        raise UserError(f"{shards.spec}: no labeled image there to score on")
     return predicted_all, labels
 
 
 def scores(
     task: Task, objective: classification.Objective, shards: ShardSet, indices: np.ndarray | None = None
 ) -> dict[str, Any]:
-    """accuracy, mean_per_class and per_class on labelled images; see `predictions`."""
+    """accuracy, mean_per_class and per_class on labeled images; see `predictions`."""
     return score(*predictions(task, objective, shards, indices), task.classes)
 
 

@@ -1,4 +1,4 @@
-"""The one backbone that every stage shares: its configuration (torch-free; `backbone.py` builds it)."""
+"""The one encoder that every stage shares: its configuration (torch-free; `factory.py` builds it)."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ Positions = Literal["learned", "sincos2d"]
 Resampling = Literal["timm", "google"]
 
 
-class BackboneConfig(Config):
+class EncoderConfig(Config):
     """A timm Vision Transformer, by name, with any size overridden; or, for classification, a timm ResNet as it is.
 
     name: a timm model whose class is VisionTransformer: plain (`vit_base_patch16_224`, `vit_tiny_patch16_224`, ...),
         with registers (`vit_small_patch14_reg4_dinov2`), or hybrid (`vit_base_r50_s16_224`: patches of a ResNet's
         feature map); or a ResNet (`resnet50`, `resnetv2_50x1_bit`), which takes name, image_size, channels, drop_path,
         mean and std alone.
-    image_size: pixels, a square's side or [height, width]. channels: 1 grey, 3 RGB, 4 RGBA, or any other number.
+    image_size: pixels, a square's side or [height, width]. channels: 1 gray, 3 RGB, 4 RGBA, or any other number.
     patch_size: pixels; in a hybrid, cells of the feature map (1: the paper's 1x1 patches). None: the name's own.
     width, depth, heads, mlp_ratio: None: the name's own.
     class_token: None: the name's own; false: there is none, and pooling is the mean of the patches.
@@ -45,11 +45,11 @@ class BackboneConfig(Config):
         (scipy's zoom of order 1, the paper authors').
     dropout: directly after adding the positions and after every dense layer but the qkv projections, as the paper puts
         it (table 3: 0.1).
-    init: `jax` (the authors' initialisation: Xavier-uniform projections, as timm carries it) or `timm` (normal 0.02).
+    init: `jax` (the authors' initialization: Xavier-uniform projections, as timm carries it) or `timm` (normal 0.02).
     position_std: standard deviation of the initial position embeddings (authors: 0.02).
     drop_path: stochastic depth rate of the last block.
     norm_eps: of the layer norms; None: the name's own (1e-6 in most).
-    mean, std: normalisation of pixels scaled to [0, 1], one number or one a channel; 0.5/0.5 gives the paper authors'
+    mean, std: normalization of pixels scaled to [0, 1], one number or one a channel; 0.5/0.5 gives the paper authors'
         [-1, 1].
     """
 

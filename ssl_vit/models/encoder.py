@@ -1,4 +1,4 @@
-"""What every backbone is to the stages and evaluators: a timm network that turns uint8 images into output tokens."""
+"""What every encoder is to the stages and evaluators: a timm network that turns uint8 images into output tokens."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Encoder(nn.Module, ABC):
 
     N is the number of patches (of a CNN: cells of the last feature map), D the width, P the prefix tokens (class,
     registers). network: timm's module. name, arguments: what `timm.create_model` built it from. mean, std: see
-    `BackboneConfig`.
+    `EncoderConfig`.
     """
 
     prefix_tokens = 0
@@ -39,9 +39,9 @@ class Encoder(nn.Module, ABC):
         means, stds = ([value] * channels if isinstance(value, float | int) else [*value] for value in (mean, std))
         for key, values in (("mean", means), ("std", stds)):
             if len(values) != channels:
-                raise UserError(f"backbone.{key} has {len(values)} numbers for {channels} channels: give one each")
+                raise UserError(f"encoder.{key} has {len(values)} numbers for {channels} channels: give one each")
         if min(stds) <= 0:
-            raise UserError(f"backbone.std={min(stds)} must be greater than 0")
+            raise UserError(f"encoder.std={min(stds)} must be greater than 0")
         # One number where the channels agree, one a channel where they do not.
         self.mean: PerChannel = means[0] if len({*means}) == 1 else tuple(means)
         self.std: PerChannel = stds[0] if len({*stds}) == 1 else tuple(stds)
@@ -101,7 +101,7 @@ class Encoder(nn.Module, ABC):
             raise UserError(f"block={block}: {self.name} is no transformer and has no blocks")
         return self.pool(self(images_BCHW), pooling)
 
-    def normalised(self, images_BCHW: torch.Tensor) -> torch.Tensor:
+    def normalized(self, images_BCHW: torch.Tensor) -> torch.Tensor:
         """uint8 images -> float32 of the same shape, (pixel / 255 - mean) / std, on the images' device."""
         return (images_BCHW * self._scale).sub_(self._shift)
 
@@ -139,7 +139,7 @@ def create(name: str, arguments: dict[str, Any]) -> nn.Module:
     if not timm.is_model(name):
         near = get_close_matches(name, timm.list_models(), n=3)
         hint = f"; did you mean {', '.join(near)}?" if near else ""
-        raise UserError(f"backbone.name='{name}' is no timm model{hint}")
+        raise UserError(f"encoder.name='{name}' is no timm model{hint}")
     model = timm.create_model(name, pretrained=False, num_classes=0, **arguments)
     assert isinstance(model, nn.Module)
     return model

@@ -16,9 +16,9 @@ from ssl_vit.models.encoder import Encoder, Numbers, Pooling, create
 from ssl_vit.models.last_block import Pick, make_last, take
 
 
-class Backbone(Encoder):
+class ViTEncoder(Encoder):
     """A pre-LN ViT encoder (paper, section 3.1, equations 1 to 4). In a hybrid the patches are cut from a CNN's feature
-    map, and colour targets from the pixels under them."""
+    map, and color targets from the pixels under them."""
 
     def __init__(
         self,
@@ -30,7 +30,7 @@ class Backbone(Encoder):
         norm_eps: float | None = None,
         positions: Positions = "learned",
     ) -> None:
-        """timm's `name` built with `arguments`; the other arguments as in `BackboneConfig`.
+        """timm's `name` built with `arguments`; the other arguments as in `EncoderConfig`.
 
         Raises UserError for a name that is no plain ViT, for sizes that it cannot have, and for a mean or std of
         another number of channels.
@@ -43,14 +43,14 @@ class Backbone(Encoder):
             with torch.device("meta"):
                 vit = create(name, {})
             if type(vit) is VisionTransformer:
-                raise UserError(f"backbone.name='{name}' cannot have these sizes: {arguments} ({error})") from None
+                raise UserError(f"encoder.name='{name}' cannot have these sizes: {arguments} ({error})") from None
         if type(vit) is not VisionTransformer:
-            raise UserError(f"backbone.name='{name}' is a {type(vit).__name__}: use a VisionTransformer or a ResNet")
+            raise UserError(f"encoder.name='{name}' is a {type(vit).__name__}: use a VisionTransformer or a ResNet")
         if vit.attn_pool is not None:  # a head, as SigLIP's: the encoder is what comes before it
             self.arguments |= {"global_pool": "avg", "fc_norm": False}
             vit = create(name, self.arguments)
         if vit.pos_embed is None:
-            raise UserError(f"backbone.name='{name}' has no position embeddings: use another VisionTransformer")
+            raise UserError(f"encoder.name='{name}' has no position embeddings: use another VisionTransformer")
         self.vit = vit
         self.position_std, self.positions = position_std, positions
         self.prunes = make_last(vit.blocks[-1])
@@ -67,7 +67,7 @@ class Backbone(Encoder):
     def _fix_positions(self) -> None:
         """Constant sin-cos positions of the patch grid by timm (MoCo v3's frequencies); zeros for the prefix tokens."""
         if self.width % 4:
-            raise UserError(f"backbone.positions=sincos2d needs a width that 4 divides, not {self.width}")
+            raise UserError(f"encoder.positions=sincos2d needs a width that 4 divides, not {self.width}")
         patches = build_sincos2d_pos_embed([*self.grid], self.width, device=self.vit.pos_embed.device)
         with torch.no_grad():
             self.vit.pos_embed.zero_()
@@ -115,16 +115,16 @@ class Backbone(Encoder):
         return type(self)(self.name, {**self.arguments, "img_size": size}, self.mean, self.std, **self.own_settings)
 
     def embed(self, images_BCHW: torch.Tensor) -> torch.Tensor:
-        """uint8 images -> patch embeddings (B, N, D), before positions. Normalises on the images' device."""
-        return cast(torch.Tensor, self.vit.patch_embed(self.normalised(images_BCHW)))
+        """uint8 images -> patch embeddings (B, N, D), before positions. Normalizes on the images' device."""
+        return cast(torch.Tensor, self.vit.patch_embed(self.normalized(images_BCHW)))
 
     def enter(self, tokens_BND: torch.Tensor) -> torch.Tensor:
         """Patch embeddings -> what the first block reads (B, P + N, D): prefix tokens put before, positions added."""
         return cast(torch.Tensor, self.vit.norm_pre(self.vit.patch_drop(self.vit._pos_embed(tokens_BND))))
 
     def encode(self, tokens_BND: torch.Tensor, keep_BK: torch.Tensor | None = None) -> torch.Tensor:
-        """Patch embeddings -> output tokens (B, P + N, D), normalised unless the model's last norm comes after pooling;
-        with `keep_BK` (int64 patch indices) only those patches' outputs (B, K, D), normalised in any case."""
+        """Patch embeddings -> output tokens (B, P + N, D), normalized unless the model's last norm comes after pooling;
+        with `keep_BK` (int64 patch indices) only those patches' outputs (B, K, D), normalized in any case."""
         if keep_BK is None:
             return self._read(tokens_BND, None)
         index_BK = keep_BK + self.prefix_tokens
@@ -166,5 +166,5 @@ def check_size(image_size: tuple[int, int], patch: int, key: str) -> None:
             near = side // patch * patch or patch
             raise UserError(
                 f"{key}={side} is not a multiple of the patch size {patch}: "
-                f"use {near} or {near + patch}, or another backbone.patch_size"
+                f"use {near} or {near + patch}, or another encoder.patch_size"
             )

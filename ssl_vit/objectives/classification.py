@@ -13,15 +13,15 @@ from torchvision.transforms import v2
 from ssl_vit.data.transforms import device_images
 from ssl_vit.interfaces import Batch, StepOutput, UserError
 from ssl_vit.interfaces import Config as BaseConfig
-from ssl_vit.models.backbone import Encoder
+from ssl_vit.models.factory import Encoder
 
 
 class Config(BaseConfig):
-    """head: `mlp` (one tanh hidden layer: pretraining) or `linear` (zero-initialised: fine-tuning; paper, section 3.1),
-        or `probe`: MAE's linear probe, a batch norm without parameters before a linear layer, on a frozen backbone.
+    """head: `mlp` (one tanh hidden layer: pretraining) or `linear` (zero-initialized: fine-tuning; paper, section 3.1),
+        or `probe`: MAE's linear probe, a batch norm without parameters before a linear layer, on a frozen encoder.
 
     pooling: what the head reads: the class `token` (the paper's), the `mean` of the patches, or all `patches` side by
-        side, which keeps the layout (for small images of one centred thing, such as digits).
+        side, which keeps the layout (for small images of one centerd thing, such as digits).
     classes: how many; None takes the number of classes that the shards' info.json names.
     mixup, cutmix: alpha of the Beta distribution of the mixing ratio; 0: none; with both, each batch gets one of them
         at random (as timm does). Drawn from torch's generator of each process, like dropout.
@@ -37,22 +37,22 @@ class Config(BaseConfig):
 
 
 class Objective(nn.Module):
-    """The backbone and a classification head; cross-entropy."""
+    """The encoder and a classification head; cross-entropy."""
 
     needs_labels = True
 
-    def __init__(self, backbone: Encoder, config: Config, classes: int | None = None) -> None:
+    def __init__(self, encoder: Encoder, config: Config, classes: int | None = None) -> None:
         super().__init__()
         number = config.classes or classes
         if number is None:
             raise UserError("objective.classes: the shards' info.json names no classes, so say how many there are")
-        backbone.check_pooling(config.pooling)
-        self.backbone, self.config = backbone, config
-        width = backbone.width * (backbone.patches if config.pooling == "patches" else 1)
+        encoder.check_pooling(config.pooling)
+        self.encoder, self.config = encoder, config
+        width = encoder.width * (encoder.patches if config.pooling == "patches" else 1)
         self.frozen = config.head == "probe"
         self.head: nn.Module
         if config.head == "mlp":
-            hidden = backbone.width
+            hidden = encoder.width
             self.head = nn.Sequential(nn.Linear(width, hidden), nn.Tanh(), nn.Linear(hidden, number))
         else:
             linear = nn.Linear(width, number)
@@ -60,7 +60,7 @@ class Objective(nn.Module):
             if self.frozen:
                 nn.init.trunc_normal_(linear.weight, std=0.01)
                 self.head = nn.Sequential(nn.BatchNorm1d(width, affine=False, eps=1e-6), linear)
-                backbone.requires_grad_(False)
+                encoder.requires_grad_(False)
             else:
                 nn.init.zeros_(linear.weight)
                 self.head = linear
@@ -71,7 +71,7 @@ class Objective(nn.Module):
     def train(self, mode: bool = True) -> Objective:
         super().train(mode)
         if self.frozen:
-            self.backbone.eval()  # no dropout and no running statistics of its own while it only serves features
+            self.encoder.eval()  # no dropout and no running statistics of its own while it only serves features
         return self
 
     def noise_per_sample(self) -> int:
@@ -79,7 +79,7 @@ class Objective(nn.Module):
 
     def logits(self, images_BCHW: torch.Tensor) -> torch.Tensor:
         """Images, 0..255 -> float32 class logits (B, classes)."""
-        return self.head(self.backbone.represent(images_BCHW, self.config.pooling)).float()
+        return self.head(self.encoder.represent(images_BCHW, self.config.pooling)).float()
 
     @torch.compiler.disable  # what it draws changes its shapes: a compiler would make a graph of every draw
     def _mixed(self, images_BCHW: torch.Tensor, labels_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

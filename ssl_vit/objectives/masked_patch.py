@@ -1,4 +1,4 @@
-"""Masked patch prediction (paper, appendix B.1.2): corrupt half of the patch embeddings, predict their mean colours."""
+"""Masked patch prediction (paper, appendix B.1.2): corrupt half of the patch embeddings, predict their mean colors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 from ssl_vit.data.transforms import device_images
 from ssl_vit.interfaces import Batch, StepOutput, UserError
 from ssl_vit.interfaces import Config as BaseConfig
-from ssl_vit.models.backbone import Encoder, require_vit
+from ssl_vit.models.factory import Encoder, require_vit
 from ssl_vit.models.last_block import flat_rows, take
 
 _FREQUENCY_RATE = 0.01  # the class frequencies are a moving average over about 100 batches
@@ -33,8 +33,8 @@ class Config(BaseConfig):
         patch's embedding; the rest stays as it is. The loss counts all of them.
     random_from: where the other patch comes from: `batch` (the images of the same lane in the same step, so that the
         choice does not depend on the number of processes) or the same `image`.
-    target: `mean_colour` (one class a patch), `downsized` (the patch at 4x4, 16 classes a patch), `pixels` (L2).
-    bits: of each quantised colour channel; the classes are 2**(bits * channels), at most 65,536.
+    target: `mean_color` (one class a patch), `downsized` (the patch at 4x4, 16 classes a patch), `pixels` (L2).
+    bits: of each quantized color channel; the classes are 2**(bits * channels), at most 65,536.
     """
 
     name: Literal["masked_patch"] = "masked_patch"
@@ -43,7 +43,7 @@ class Config(BaseConfig):
     mask_share: float = Field(0.8, ge=0, le=1)
     random_share: float = Field(0.1, ge=0, le=1)
     random_from: Literal["batch", "image"] = "batch"
-    target: Literal["mean_colour", "downsized", "pixels"] = "mean_colour"
+    target: Literal["mean_color", "downsized", "pixels"] = "mean_color"
     bits: int = Field(3, ge=1, le=8)
 
     @model_validator(mode="after")
@@ -61,8 +61,8 @@ def patch_pixels(images_BCHW: torch.Tensor, patch_size: int) -> torch.Tensor:
     return grid.permute(0, 2, 4, 1, 3, 5).reshape(b, (h // p) * (w // p), c, p, p)
 
 
-def mean_colour_classes(images_BCHW: torch.Tensor, patch_size: int, bits: int = 3) -> torch.Tensor:
-    """uint8 images -> each patch's mean colour as a class, int64 (B, N).
+def mean_color_classes(images_BCHW: torch.Tensor, patch_size: int, bits: int = 3) -> torch.Tensor:
+    """uint8 images -> each patch's mean color as a class, int64 (B, N).
 
     Each channel's mean over the patch's pixels (0..255) falls into one of 2**bits equal bins; the class reads the bins
     as digits, first channel highest: 64 * R + 8 * G + B for 3 bits of RGB. Exact: sums of whole numbers, below what the
@@ -75,15 +75,15 @@ def mean_colour_classes(images_BCHW: torch.Tensor, patch_size: int, bits: int = 
     return (bins_BNC * weights_C).sum(-1)
 
 
-def class_colours(classes: torch.Tensor, channels: int, bits: int = 3) -> torch.Tensor:
-    """The colour in the middle of each class's bins: int64 (...,) -> uint8 (..., C). The inverse for pictures."""
+def class_colors(classes: torch.Tensor, channels: int, bits: int = 3) -> torch.Tensor:
+    """The color in the middle of each class's bins: int64 (...,) -> uint8 (..., C). The inverse for pictures."""
     digits = [(classes >> (bits * (channels - 1 - c))) & (2**bits - 1) for c in range(channels)]
     return ((torch.stack(digits, dim=-1) * 2 + 1) * (256 >> (bits + 1)) if bits < 8 else torch.stack(digits, -1)).byte()
 
 
 def block_order(noise_BR4: torch.Tensor, grid: tuple[int, int], count: int) -> torch.Tensor:
     """R random rectangles of patches an image -> for every patch, float32 (B, N), when it is covered: r + 0..0.5 where
-    rectangle r is the first to hold it, least at that rectangle's centre; R where none does.
+    rectangle r is the first to hold it, least at that rectangle's center; R where none does.
 
     Taking the least `count` corrupts whole rectangles, but for the core of the last one. noise: uniform in [0, 1);
     areas are uniform from BEiT's least to `count` patches, aspects BEiT's; a rectangle lies wholly inside the image.
@@ -166,36 +166,36 @@ def noise_needed(patches: int, count: int, blocks: bool = False) -> int:
 
 
 class Objective(nn.Module):
-    """The backbone, the mask token and a linear head on the corrupted patches' outputs."""
+    """The encoder, the mask token and a linear head on the corrupted patches' outputs."""
 
     reconstructs = True
 
     def __init__(self, encoder: Encoder, config: Config, classes: int | None = None) -> None:
         super().__init__()
-        backbone = require_vit(encoder, "objective.name=masked_patch")
-        self.backbone, self.config = backbone, config
-        self.count = max(1, round(config.corruption * backbone.patches))
-        if config.target == "downsized" and backbone.patch_size % _DOWNSIZED:
+        encoder = require_vit(encoder, "objective.name=masked_patch")
+        self.encoder, self.config = encoder, config
+        self.count = max(1, round(config.corruption * encoder.patches))
+        if config.target == "downsized" and encoder.patch_size % _DOWNSIZED:
             raise UserError(f"objective.target=downsized needs a patch size that {_DOWNSIZED} divides")
-        self.colours = 0 if config.target == "pixels" else 2 ** (config.bits * backbone.channels)
-        if self.colours > _MOST_CLASSES:
-            fitting = int(math.log2(_MOST_CLASSES)) // backbone.channels
+        self.colors = 0 if config.target == "pixels" else 2 ** (config.bits * encoder.channels)
+        if self.colors > _MOST_CLASSES:
+            fitting = int(math.log2(_MOST_CLASSES)) // encoder.channels
             raise UserError(
-                f"objective.bits={config.bits} with {backbone.channels} channels makes {self.colours:,} classes: "
+                f"objective.bits={config.bits} with {encoder.channels} channels makes {self.colors:,} classes: "
                 f"use {f'at most {fitting} bits, or ' if fitting else ''}objective.target=pixels"
             )
         slots = _DOWNSIZED**2 if config.target == "downsized" else 1
-        pixels = backbone.channels * backbone.patch_size**2
-        self.mask_token = nn.Parameter(torch.empty(backbone.width))
-        self.head = nn.Linear(backbone.width, pixels if config.target == "pixels" else slots * self.colours)
+        pixels = encoder.channels * encoder.patch_size**2
+        self.mask_token = nn.Parameter(torch.empty(encoder.width))
+        self.head = nn.Linear(encoder.width, pixels if config.target == "pixels" else slots * self.colors)
         self.frequencies: torch.Tensor
-        self.register_buffer("frequencies", torch.zeros(self.colours))
+        self.register_buffer("frequencies", torch.zeros(self.colors))
         nn.init.normal_(self.mask_token, std=0.02)  # timm's scale for embeddings
         nn.init.trunc_normal_(self.head.weight, std=0.02)
         nn.init.zeros_(self.head.bias)
 
     def noise_per_sample(self) -> int:
-        return noise_needed(self.backbone.patches, self.count, self.config.corruption_layout == "blocks")
+        return noise_needed(self.encoder.patches, self.count, self.config.corruption_layout == "blocks")
 
     def corrupt(
         self, patches_BND: torch.Tensor, mask_D: torch.Tensor, batch: Batch
@@ -211,28 +211,28 @@ class Objective(nn.Module):
             random_share=c.random_share,
             random_from=c.random_from,
             pool=batch.lane_size,
-            blocks=self.backbone.grid if c.corruption_layout == "blocks" else None,
+            blocks=self.encoder.grid if c.corruption_layout == "blocks" else None,
         )
 
     def targets(self, images_BCHW: torch.Tensor) -> torch.Tensor:
         """uint8 images -> what to predict of every patch: int64 (B, N, slots), or float32 (B, N, P*P*C) in [0, 1]."""
-        patch = self.backbone.patch_size
+        patch = self.encoder.patch_size
         if self.config.target == "pixels":
             return patch_pixels(images_BCHW, patch).flatten(2).float() / 255
-        if self.config.target == "mean_colour":
-            return mean_colour_classes(images_BCHW, patch, self.config.bits)[..., None]
-        small = mean_colour_classes(images_BCHW, patch // _DOWNSIZED, self.config.bits)
+        if self.config.target == "mean_color":
+            return mean_color_classes(images_BCHW, patch, self.config.bits)[..., None]
+        small = mean_color_classes(images_BCHW, patch // _DOWNSIZED, self.config.bits)
         side_h, side_w = images_BCHW.shape[2] * _DOWNSIZED // patch, images_BCHW.shape[3] * _DOWNSIZED // patch
         grid = small.reshape(-1, 1, side_h, side_w)
         return patch_pixels(grid, _DOWNSIZED).flatten(2)
 
     def predict(self, batch: Batch, images_BCHW: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Corrupt, encode, predict: (head outputs float32 (B, K, ...), corrupted patches (B, K), tokens (B, N, D))."""
-        tokens, indices = self.corrupt(self.backbone.embed(images_BCHW), self.mask_token, batch)
-        return self.head(self.backbone.encode(tokens, keep_BK=indices)).float(), indices, tokens
+        tokens, indices = self.corrupt(self.encoder.embed(images_BCHW), self.mask_token, batch)
+        return self.head(self.encoder.encode(tokens, keep_BK=indices)).float(), indices, tokens
 
     def forward(self, batch: Batch) -> StepOutput:
-        """Loss and metrics over the corrupted patches alone; `summarise` adds what the best constant guess scores."""
+        """Loss and metrics over the corrupted patches alone; `summarize` adds what the best constant guess scores."""
         images = device_images(batch)
         outputs_BKO, indices_BK, _ = self.predict(batch, images)
         targets = self.targets(images)
@@ -242,17 +242,17 @@ class Objective(nn.Module):
             weights_B1 = batch.valid.float()[:, None] / batch.valid.sum().clamp(min=1)
             square = batch.mean(targets_BKS.square().mean(dim=(1, 2)))
             return StepOutput(loss, {"target_mean": (targets_BKS.mean(1) * weights_B1).sum(0), "target_square": square})
-        logits = outputs_BKO.reshape(*targets_BKS.shape, self.colours)
+        logits = outputs_BKO.reshape(*targets_BKS.shape, self.colors)
         per_patch = F.cross_entropy(logits.flatten(0, 2), targets_BKS.flatten(), reduction="none")
         loss = batch.mean(per_patch.reshape(len(targets_BKS), -1).mean(1))
         hits = (logits.detach().argmax(-1) == targets_BKS).float().mean(dim=(1, 2))
         flat = targets_BKS.flatten()
         weights = batch.valid.float()[:, None, None].expand_as(targets_BKS).flatten()
-        counts = torch.zeros(self.colours, device=flat.device).scatter_add_(0, flat, weights)
+        counts = torch.zeros(self.colors, device=flat.device).scatter_add_(0, flat, weights)
         return StepOutput(loss, {"accuracy": batch.mean(hits), "class_shares": counts / weights.sum().clamp(min=1)})
 
     @torch.no_grad()
-    def summarise(self, means: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def summarize(self, means: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """What is logged of S steps: metrics and `constant_*`, the loss and accuracy of the best guess that ignores
         the image (for classes: their frequencies so far, since those of one batch alone, which shows few of the 512
         classes, would flatter the guess)."""

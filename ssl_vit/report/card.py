@@ -24,14 +24,14 @@ SOURCES = {"trained": "These weights", "untrained": "Untrained", "pixels": "Raw 
 
 
 def write(
-    model: Encoder, given: Path, weights: Path, to: str, *, title: str, address: str | None, licence: str | None
+    model: Encoder, given: Path, weights: Path, to: str, *, title: str, address: str | None, license: str | None
 ) -> str:
     """The text of README.md for `model` in the format `to`, with the hub's YAML in front.
 
     given: the run, checkpoint or weights folder that is exported, whose `results.json` is shown; weights: the folder in
     it that holds the weights. address: the name on the hub that the text says to load from (None: the folder itself).
-    licence: of the weights (the hub's identifier, such as apache-2.0). The recipe, the machine and the training shards'
-    source and licence are read from the run that the weights belong to, where there is one.
+    license: of the weights (the hub's identifier, such as apache-2.0). The recipe, the machine and the training shards'
+    source and license are read from the run that the weights belong to, where there is one.
     """
     folder = next((path for path in (given, given.parent.parent) if (path / "recipe.yaml").is_file()), None)
     run = read_directory(folder) if folder else None
@@ -41,7 +41,7 @@ def write(
     results = read_directory(given)["results"] if (given / "results.json").is_file() else None
     measured = (of_weights(results, weights) or {}).get("evaluations") or []
     metadata = ModelCardData(
-        library_name=to, license=licence, pipeline_tag="image-feature-extraction", tags=["ssl-vit"]
+        library_name=to, license=license, pipeline_tag="image-feature-extraction", tags=["ssl-vit"]
     )
     return template(Path(__file__).with_name("card.md.j2"), html=False).render(
         metadata=metadata.to_yaml(),
@@ -59,7 +59,7 @@ def write(
         results=[
             (_table(found), [*measurement_notes(found), *filter(None, [skipped_note(found)])]) for found in measured
         ],
-        licence=_licence(licence, shards, imported),
+        license=_license(license, shards, imported),
     )
 
 
@@ -126,7 +126,7 @@ def _facts(model: Encoder) -> list[tuple[str, str]]:
         ("Parameters", f"{sum(parameter.numel() for parameter in model.parameters()):,}"),
         ("Images", f"{height} x {width} pixels, {model.channels} channel(s)"),
         ("Patches", f"{model.grid[0]} x {model.grid[1]}"),
-        ("Normalisation", f"pixels in [0, 1], minus {_numbers(model.mean)}, over {_numbers(model.std)}"),
+        ("Normalization", f"pixels in [0, 1], minus {_numbers(model.mean)}, over {_numbers(model.std)}"),
     ]
 
 
@@ -157,7 +157,7 @@ def _training(run: dict[str, Any], recipe: dict[str, Any], weights: Path) -> lis
 
 def _data(shards: ShardSet) -> list[tuple[str, str]]:
     classes = len(shards.classes) if shards.classes else None
-    rows = {"Source": shards.source, "Images": shards.samples, "Classes": classes, "Licence": shards.licence}
+    rows = {"Source": shards.source, "Images": shards.samples, "Classes": classes, "License": shards.license}
     return [(name, _cell(value)) for name, value in rows.items()]
 
 
@@ -188,14 +188,14 @@ def _table(evaluation: dict[str, Any]) -> Table:
     return table
 
 
-def _licence(licence: str | None, shards: ShardSet | None, imported: dict[str, Any] | None) -> str:
-    if licence:
-        weights = f"The weights: {licence}."
-    elif imported and imported.get("licence"):
-        weights = f"The weights were imported under {imported['licence']}, which goes on to bind them."
+def _license(license: str | None, shards: ShardSet | None, imported: dict[str, Any] | None) -> str:
+    if license:
+        weights = f"The weights: {license}."
+    elif imported and imported.get("license"):
+        weights = f"The weights were imported under {imported['license']}, which goes on to bind them."
     else:
         weights = "The weights: not stated."
-    return weights + (f" The training images: {shards.licence}." if shards and shards.licence else "")
+    return weights + (f" The training images: {shards.license}." if shards and shards.license else "")
 
 
 def _numbers(value: float | tuple[float, ...]) -> str:

@@ -15,7 +15,7 @@ _STUDY = {"samples": "images in the pretraining set", "flops": "pretraining comp
 def values(found: dict[str, Any]) -> dict[str, Any]:
     """The template's values for a comparison as `read_comparison` gives it."""
     results = found["results"]
-    summary = tables.summarise(results)
+    summary = tables.summarize(results)
     styles = plots.arm_styles(arm_names(results))
     data = {name: part for name, part in (results.get("data") or {}).items() if part}
     hardware = results.get("hardware") or []
@@ -23,14 +23,14 @@ def values(found: dict[str, Any]) -> dict[str, Any]:
     several = {f"machine {n}": machine for n, machine in enumerate(hardware, 1)} if len(hardware) > 1 else {}
     return {
         "title": results.get("title") or results.get("name") or str(found["path"]),
-        "colours": {arm: colour for arm, (colour, _) in styles.items()},
+        "colors": {arm: color for arm, (color, _) in styles.items()},
         "sentences": summary["sentences"],
         "studies": _studies(results, summary),
         "evaluators": [section(results, summary, styles, *place) for place in tables.sections(summary)],
         "runs": [
             {
                 "name": arm_label(results, arm),
-                "colour": styles[arm][0],
+                "color": styles[arm][0],
                 "figure": plots.embed(plots.loss_curves([(arm_label(results, arm), styles[arm][0], run["metrics"])])),
                 "pictures": [cells.image(path) for path in run["pictures"]],
                 "remarks": cells.remarks(run),
@@ -67,7 +67,7 @@ def section(
     first = gains[0]["arm"] if gains else ""  # of several arms under test; the table has all
     ours = [row for row in gains if row["arm"] == first]
     pairs = [
-        # In the colour of what it is measured against: the arm under test is in all of them.
+        # In the color of what it is measured against: the arm under test is in all of them.
         _curve(f"minus {label(other)}", styles[other], [row for row in ours if row["against"] == other])
         for other in dict.fromkeys(row["against"] for row in ours)
     ]
@@ -123,13 +123,13 @@ def _studies(results: dict[str, Any], summary: dict[str, Any]) -> list[dict[str,
 
 
 def _level(results: dict[str, Any], arm: str, styles: dict[str, tuple[str, str]]) -> tuple[str, str]:
-    """Name and colour of a dashed line: an untrained backbone has those of the series of its architecture."""
+    """Name and color of a dashed line: an untrained encoder has those of the series of its architecture."""
     made = (results.get("references") or {}).get(arm)
     alike = {one.get("series") or made for one in results.get("arms") or [] if one.get("architecture") == made}
     if arm.startswith("untrained") and len(styles) > 1 and len(alike) == 1 and alike <= styles.keys():
         (series,) = alike
         return f"{series}, untrained", styles[str(series)][0]
-    return arm_label(results, arm), plots.COLOURS.get(arm, "#808080")
+    return arm_label(results, arm), plots.COLORS.get(arm, "#808080")
 
 
 def _choices(results: dict[str, Any]) -> list[Table]:

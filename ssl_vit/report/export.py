@@ -56,7 +56,7 @@ def _tables(found: list[dict[str, Any]]) -> list[Table]:
     if found[0]["kind"] != "comparison":
         return page.run_tables(found)
     results = found[0]["results"]
-    summary = tables.summarise(results)
+    summary = tables.summarize(results)
     shown = []
     for data, evaluator in tables.sections(summary):
         for table in (

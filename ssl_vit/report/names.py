@@ -8,7 +8,7 @@ LABELS = {
     "ssl": "SSL pretraining",
     "scratch": "training from scratch",
     "supervised": "supervised pretraining",
-    "untrained": "the untrained backbone",
+    "untrained": "the untrained encoder",
     "pixels": "raw pixels",
 }
 
@@ -25,7 +25,7 @@ def arm_label(results: dict[str, Any], name: str) -> str:
     """What a person reads for an arm: its own label, or a plain word for the reference rows."""
     labels = {arm["name"]: arm.get("label") for arm in results.get("arms") or []}
     if name.startswith("untrained_"):
-        return f"the untrained backbone of {arm_label(results, name.removeprefix('untrained_'))}"
+        return f"the untrained encoder of {arm_label(results, name.removeprefix('untrained_'))}"
     return labels.get(name) or LABELS.get(name) or name
 
 
@@ -47,13 +47,13 @@ def evaluator_title(results: dict[str, Any], name: str) -> str:
     return str(((results.get("evaluators") or {}).get(name) or {}).get("title") or name)
 
 
-def trains_backbone(results: dict[str, Any], name: str) -> bool:
-    return bool(((results.get("evaluators") or {}).get(name) or {}).get("trains_backbone"))
+def trains_encoder(results: dict[str, Any], name: str) -> bool:
+    return bool(((results.get("evaluators") or {}).get(name) or {}).get("trains_encoder"))
 
 
 def subjects(results: dict[str, Any]) -> list[str]:
     """The arms under test: `ssl` first, then any other arm that pretrained without labels."""
     arms = results.get("arms") or []
-    unlabelled = [arm["name"] for arm in arms if arm.get("pretraining") and arm.get("labels_used") == 0]
-    found = [name for name in arm_names(results) if name == "ssl" or name in unlabelled]
+    unlabeled = [arm["name"] for arm in arms if arm.get("pretraining") and arm.get("labels_used") == 0]
+    found = [name for name in arm_names(results) if name == "ssl" or name in unlabeled]
     return sorted(found, key=lambda name: name != "ssl")

@@ -90,28 +90,28 @@ def _commands(found: list[dict[str, Any]], paths: list[Path]) -> list[str]:
 
 def _side_by_side(found: list[dict[str, Any]]) -> dict[str, Any]:
     names = _names(found)
-    colours = [colour for colour, _ in separate.styles(names).values()]
-    runs = list(zip(names, colours, found, strict=True))
+    colors = [color for color, _ in separate.styles(names).values()]
+    runs = list(zip(names, colors, found, strict=True))
     groups: dict[str, list[tuple[str, str, list[dict[str, Any]]]]] = {}
-    for name, colour, run in runs:
+    for name, color, run in runs:
         # Losses of different objectives are different quantities: they never share axes.
         objective = str((run["summary"] or {}).get("objective") or "training")
-        groups.setdefault(objective, []).append((name, colour, run["metrics"]))
+        groups.setdefault(objective, []).append((name, color, run["metrics"]))
     losses = [(objective, plots.embed(plots.loss_curves(group))) for objective, group in groups.items()]
     return {
         "title": names[0] if len(found) == 1 else f"{len(found)} runs side by side",
-        "colours": plots.COLOURS | dict(zip(names, colours, strict=True)),
+        "colors": plots.COLORS | dict(zip(names, colors, strict=True)),
         "evaluators": (sections := separate.sections(names, found)),
         "notes": [separate.NOTE] if sections else [],
         "runs": [
             {
                 "name": name,
-                "colour": colour,
+                "color": color,
                 "figure": None,
                 "pictures": [cells.image(path) for path in run["pictures"]],
                 "remarks": cells.remarks(run),
             }
-            for name, colour, run in runs
+            for name, color, run in runs
         ],
         "losses": [(objective, figure) for objective, figure in losses if figure],
         "tables": [_facts(names, found)],

@@ -1,7 +1,7 @@
 """Figures of the report as SVG text, by matplotlib's object interface (no pyplot, no state between calls).
 
 The same input gives the same bytes. Text and axes are drawn in `currentColor`, so that an SVG set inline takes the
-page's text colour (light and dark), and reads as black on its own. Letters stay text (no outlines).
+page's text color (light and dark), and reads as black on its own. Letters stay text (no outlines).
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLoca
 
 from ssl_vit.analysis.pages import figure_style
 
-# Okabe and Ito's colour-blind-safe palette, less its yellow (invisible on white); a mid grey replaces its black, which
-# would be invisible on a dark page. An arm keeps its colour and its marker in every figure and table.
-COLOURS = {"ssl": "#0072b2", "scratch": "#d55e00", "supervised": "#009e73", "pixels": "#cc79a7", "untrained": "#808080"}
-PALETTE = (*COLOURS.values(), "#e69f00", "#56b4e9")
+# Okabe and Ito's color-blind-safe palette, less its yellow (invisible on white); a mid gray replaces its black, which
+# would be invisible on a dark page. An arm keeps its color and its marker in every figure and table.
+COLORS = {"ssl": "#0072b2", "scratch": "#d55e00", "supervised": "#009e73", "pixels": "#cc79a7", "untrained": "#808080"}
+PALETTE = (*COLORS.values(), "#e69f00", "#56b4e9")
 OTHERS = (*PALETTE[-2:], *PALETTE[:-2])
 MARKERS = {"ssl": "o", "scratch": "s", "supervised": "^", "pixels": "D", "untrained": "v"}
 OTHER_MARKERS = ("P", "X", "<", ">", "h", "p", "d")
-# Matplotlib cannot draw in `currentColor`; it draws in this colour, which no palette above uses, and we replace it.
+# Matplotlib cannot draw in `currentColor`; it draws in this color, which no palette above uses, and we replace it.
 INK = "#010203"
 STYLE = figure_style(INK) | {"axes.titlelocation": "left"}
 
@@ -43,7 +43,7 @@ class Curve:
     """One line: y over x, with the interval low..high at each x where there is one (equal to y where there is not)."""
 
     label: str
-    colour: str
+    color: str
     marker: str
     x: Sequence[float]
     y: Sequence[float]
@@ -52,9 +52,9 @@ class Curve:
 
 
 def arm_styles(names: Sequence[str]) -> dict[str, tuple[str, str]]:
-    """{arm: (colour "#rrggbb", matplotlib marker)}: fixed for the known arms, in turn for all other names."""
-    others = [name for name in names if name not in COLOURS]
-    styles = {name: (COLOURS[name], MARKERS[name]) for name in names if name in COLOURS}
+    """{arm: (color "#rrggbb", matplotlib marker)}: fixed for the known arms, in turn for all other names."""
+    others = [name for name in names if name not in COLORS]
+    styles = {name: (COLORS[name], MARKERS[name]) for name in names if name in COLORS}
     for place, name in enumerate(others):
         styles[name] = (OTHERS[place % len(OTHERS)], OTHER_MARKERS[place % len(OTHER_MARKERS)])
     return styles
@@ -69,10 +69,10 @@ def accuracy_curve(
     zero: bool = False,
     levels: Sequence[tuple[str, str, float]] = (),
 ) -> str:
-    """Curves over label budgets or another quantity (log x), labelled at their right end, with intervals as bands.
+    """Curves over label budgets or another quantity (log x), labeled at their right end, with intervals as bands.
 
     chance: y of the dashed line "chance", drawn where it falls into the picture. zero: draw and include y = 0. levels:
-    (label, colour, y) of horizontal lines.
+    (label, color, y) of horizontal lines.
     """
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(5.6, 3.8))  # as narrow as that, letters stay readable on a phone
@@ -98,9 +98,9 @@ def accuracy_curve(
         for curve in curves:
             _draw(axes, curve)
         ends = list(curves)
-        for label, colour, y in levels:
-            axes.axhline(y, color=colour, linewidth=1.6, linestyle=(0, (5, 3)))
-            ends.append(Curve(label, colour, "", budgets[-1:], [y], [y], [y]))
+        for label, color, y in levels:
+            axes.axhline(y, color=color, linewidth=1.6, linestyle=(0, (5, 3)))
+            ends.append(Curve(label, color, "", budgets[-1:], [y], [y], [y]))
         if zero:
             axes.axhline(0, color=INK, linewidth=1)
         if chance is not None and bottom <= chance <= top:
@@ -112,11 +112,11 @@ def accuracy_curve(
 
 def _draw(axes: Axes, curve: Curve) -> None:
     if len(curve.x) > 1:
-        axes.fill_between(curve.x, curve.low, curve.high, color=curve.colour, alpha=0.16, linewidth=0)
+        axes.fill_between(curve.x, curve.low, curve.high, color=curve.color, alpha=0.16, linewidth=0)
     else:
         errors = [[curve.y[0] - curve.low[0]], [curve.high[0] - curve.y[0]]]
-        axes.errorbar(curve.x, curve.y, yerr=errors, color=curve.colour, capsize=4, linewidth=1.5)
-    (line,) = axes.plot(curve.x, curve.y, color=curve.colour, marker=curve.marker, markersize=6.5, linewidth=2.4)
+        axes.errorbar(curve.x, curve.y, yerr=errors, color=curve.color, capsize=4, linewidth=1.5)
+    (line,) = axes.plot(curve.x, curve.y, color=curve.color, marker=curve.marker, markersize=6.5, linewidth=2.4)
     line.set(clip_on=False, zorder=3)
 
 
@@ -141,23 +141,23 @@ def _label_ends(axes: Axes, curves: Sequence[Curve], right: float) -> None:
     edge = -math.inf
     for curve in sorted(curves, key=lambda curve: curve.y[-1]):
         half = line * (texts[id(curve)].count("\n") + 1.5) / 2
-        centre = max(curve.y[-1], edge + half)
-        edge = centre + half
-        places.append((curve, centre, half))
+        center = max(curve.y[-1], edge + half)
+        edge = center + half
+        places.append((curve, center, half))
     edge = max(top, bottom + sum(2 * half for _, _, half in places))
     for curve, wanted, half in reversed(places):
-        centre = min(wanted, edge - half)
-        edge = centre - half
+        center = min(wanted, edge - half)
+        edge = center - half
         text = axes.annotate(
             texts[id(curve)],
             (curve.x[-1], curve.y[-1]),
-            (1.06, (centre - bottom) / (top - bottom)),
+            (1.06, (center - bottom) / (top - bottom)),
             textcoords=axes.transAxes,
             va="center",
             annotation_clip=False,
             arrowprops={
                 "arrowstyle": "-",
-                "color": curve.colour,
+                "color": curve.color,
                 "linewidth": 1.2,
                 "relpos": (0, 0.5),
                 "shrinkA": 3,
@@ -168,13 +168,13 @@ def _label_ends(axes: Axes, curves: Sequence[Curve], right: float) -> None:
 
 
 def loss_curves(runs: Sequence[tuple[str, str, list[dict[str, Any]]]], *, points: int = 300) -> str | None:
-    """Training losses of runs (label, colour, metrics), over images seen, or over steps where a run did not log them.
+    """Training losses of runs (label, color, metrics), over images seen, or over steps where a run did not log them.
 
     The thin dashed line is the loss of the best constant guess, where the run logged `constant_loss`. Long runs are
     shown as means of at most `points` equal pieces. None when no run logged a finite loss.
     """
-    series = [(label, colour, _latest(metrics)) for label, colour, metrics in runs]
-    series = [(label, colour, records) for label, colour, records in series if records]
+    series = [(label, color, _latest(metrics)) for label, color, metrics in runs]
+    series = [(label, color, records) for label, color, records in series if records]
     if not series:
         return None
     axis = "images_seen" if all("images_seen" in r for *_, records in series for r in records) else "step"
@@ -182,14 +182,14 @@ def loss_curves(runs: Sequence[tuple[str, str, list[dict[str, Any]]]], *, points
         figure = Figure(figsize=(5.6, 2.9))
         axes = figure.add_axes((0.12, 0.19, 0.56, 0.77))
         ends = []
-        for label, colour, records in series:
+        for label, color, records in series:
             x, y = (_pieces([float(r[key]) for r in records], points) for key in (axis, "loss"))
-            axes.plot(x, y, color=colour, linewidth=2, marker="o" if len(x) == 1 else None)
-            ends.append(Curve(label, colour, "", x, y, y, y))
+            axes.plot(x, y, color=color, linewidth=2, marker="o" if len(x) == 1 else None)
+            ends.append(Curve(label, color, "", x, y, y, y))
             guesses = [r for r in records if _finite(r.get("constant_loss"))]
             if guesses:
                 x, y = (_pieces([float(r[key]) for r in guesses], points) for key in (axis, "constant_loss"))
-                shade = colour if len(series) > 1 else INK
+                shade = color if len(series) > 1 else INK
                 axes.plot(x, y, color=shade, linewidth=1.2, linestyle=(0, (4, 3)), alpha=0.8)
                 if len(series) == 1:
                     ends.append(Curve("best constant guess", shade, "", x, y, y, y))

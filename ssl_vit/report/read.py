@@ -12,7 +12,7 @@ from ssl_vit.interfaces import UserError
 from ssl_vit.report.merge import PLAN, merge
 
 RUN_FILES = ("metrics.jsonl", "recipe.yaml", "summary.json")
-_WEIGHTS = "backbone.safetensors"
+_WEIGHTS = "encoder.safetensors"
 # What `ssl-vit inspect` draws, in the order of a page.
 PICTURES = (
     "reconstructions",

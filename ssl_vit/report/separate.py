@@ -10,17 +10,17 @@ from ssl_vit.report.statistics import paired, places, scores, spread
 from ssl_vit.report.tables import Table
 
 NOTE = (
-    "Each run is one training: the intervals cover what an evaluator's seeds vary (which images are labelled, and what "
+    "Each run is one training: the intervals cover what an evaluator's seeds vary (which images are labeled, and what "
     "it trains), not another training of the same recipe."
 )
-_REFERENCES = {"untrained": "the untrained backbone", "pixels": "raw pixels"}
-_COLOURS = tuple(colour for colour in plots.PALETTE if colour not in map(plots.COLOURS.get, _REFERENCES))
+_REFERENCES = {"untrained": "the untrained encoder", "pixels": "raw pixels"}
+_COLORS = tuple(color for color in plots.PALETTE if color not in map(plots.COLORS.get, _REFERENCES))
 _MARKERS = ("o", "s", "^", "P", "X")
 
 
 def styles(names: list[str]) -> dict[str, tuple[str, str]]:
-    """{run: (colour, marker)}; none has a reference's colour."""
-    return {name: (_COLOURS[n % len(_COLOURS)], _MARKERS[n % len(_MARKERS)]) for n, name in enumerate(names)}
+    """{run: (color, marker)}; none has a reference's color."""
+    return {name: (_COLORS[n % len(_COLORS)], _MARKERS[n % len(_MARKERS)]) for n, name in enumerate(names)}
 
 
 def sections(names: list[str], found: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -97,7 +97,7 @@ def _note(alike: list[dict[str, Any]]) -> str:
     several = any(not row.get("main", True) for row in first.get("measurements") or [])
     shown = ["Of settings with several values reported one by one, the first is shown"] if several else []
     said = dict.fromkeys(note for evaluation in alike for note in tables.measurement_notes(evaluation))
-    return " ".join(f"{text}." for text in [f"Labelled images: {first['data'].get('train', 'unknown')}", *shown, *said])
+    return " ".join(f"{text}." for text in [f"Labeled images: {first['data'].get('train', 'unknown')}", *shown, *said])
 
 
 def _settings(evaluation: dict[str, Any]) -> str:
@@ -105,7 +105,7 @@ def _settings(evaluation: dict[str, Any]) -> str:
 
 
 def _summary(results: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
-    """Rows as `statistics.summarise` gives them: every arm, and the first arm minus each other, paired by seed."""
+    """Rows as `statistics.summarize` gives them: every arm, and the first arm minus each other, paired by seed."""
     found, sizes = scores(results)
     accuracy, differences = [], []
     for place in places(results, found, sizes):
@@ -123,5 +123,5 @@ def _all_styles(names: list[str], results: dict[str, Any]) -> dict[str, tuple[st
     for arm in results["arms"]:
         for source in _REFERENCES:
             if arm["name"] not in found and arm["name"].startswith(source):
-                found[arm["name"]] = (plots.COLOURS[source], plots.MARKERS[source])
+                found[arm["name"]] = (plots.COLORS[source], plots.MARKERS[source])
     return found

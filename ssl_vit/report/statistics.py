@@ -17,7 +17,7 @@ _ROUNDING = 1e-9  # equal shares of right answers may differ by less, once subtr
 Place = tuple[str, str, int | str]  # data set, evaluator, label budget
 
 
-def summarise(results: dict[str, Any]) -> dict[str, Any]:
+def summarize(results: dict[str, Any]) -> dict[str, Any]:
     """Statistics over seeds of a comparison's `results.json`; a pure function, accuracies as fractions 0..1.
 
     Returns {"accuracy": rows, "differences": rows, "study": rows, "ends": rows, "sentences": [...], "verdict": them as
@@ -105,7 +105,7 @@ def _against(results: dict[str, Any], subject: str, measured: list[str]) -> Iter
 
 
 def _baseline(results: dict[str, Any], subject: str, measured: list[str]) -> str | None:
-    """What "no pretraining" means: training from scratch, or the untrained backbone where features are frozen; of the
+    """What "no pretraining" means: training from scratch, or the untrained encoder where features are frozen; of the
     subject's architecture where there are several."""
     arms = results.get("arms") or []
     architectures = {arm["name"]: arm.get("architecture") for arm in arms} | (results.get("references") or {})

@@ -11,8 +11,8 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from ssl_vit.evaluators import budget_words
-from ssl_vit.report.names import arm_label, arm_names, evaluator_names, evaluator_title, trains_backbone
-from ssl_vit.report.statistics import Row, summarise
+from ssl_vit.report.names import arm_label, arm_names, evaluator_names, evaluator_title, trains_encoder
+from ssl_vit.report.statistics import Row, summarize
 from ssl_vit.report.verdict import signed_points
 
 MISSING = "–"
@@ -26,7 +26,7 @@ METRICS = {"accuracy": "Accuracy, %", "mean_per_class": "Mean of the classes' ac
 
 @dataclass
 class Table:
-    """Cells as text. `arms[i]` is the arm whose colour marks row i, or, `across`, the column i + 1 (None: no mark)."""
+    """Cells as text. `arms[i]` is the arm whose color marks row i, or, `across`, the column i + 1 (None: no mark)."""
 
     title: str
     headers: list[str]
@@ -117,7 +117,7 @@ def cost_table(results: dict[str, Any]) -> Table:
     table.rows.append(["Parameters", *(_number(spent.get("parameters")) for spent in trained)])
     tried = [sum(len(choice["tried"]) for choice in arm.get("choices") or []) or None for arm in arms]
     table.rows.append(["Settings tried", *map(_number, tried)])
-    trainers = [name for name in evaluator_names(results) if trains_backbone(results, name)]
+    trainers = [name for name in evaluator_names(results) if trains_encoder(results, name)]
     stages = {
         "Pretraining": trained,
         "Sweep": [arm.get("tuning") or {} for arm in arms],
@@ -187,7 +187,7 @@ def _flops(value: float | None) -> str:
 def terminal_table(results: dict[str, Any]) -> Group:
     """A rich renderable of a comparison: verdict, accuracies and paired differences per data set and
     evaluator, costs per arm, samples left out."""
-    summary = summarise(results)
+    summary = summarize(results)
     parts: list[Any] = [Text(summary["verdict"], style="bold"), Text(INTERVAL, style="dim"), Text()]
     for data, evaluator in sections(summary):
         parts.append(Text(section_title(results, data, evaluator), style="bold underline"))

@@ -7,7 +7,7 @@ from operator import itemgetter
 from typing import Any
 
 from ssl_vit.evaluators import budget_words
-from ssl_vit.report.names import evaluator_title, spoken, subjects, trains_backbone
+from ssl_vit.report.names import evaluator_title, spoken, subjects, trains_encoder
 
 Row = dict[str, Any]
 _SURE = {
@@ -65,7 +65,7 @@ def _of_one_set(results: dict[str, Any], ours: list[Row]) -> list[str]:
     head = curve[0]
     curve = [row for row in curve if row["evaluator"] == head["evaluator"]]
     name, where = spoken(results, head["arm"]), _budgets([head])
-    kind = "" if trains_backbone(results, head["evaluator"]) else f"{evaluator_title(results, head['evaluator'])}: "
+    kind = "" if trains_encoder(results, head["evaluator"]) else f"{evaluator_title(results, head['evaluator'])}: "
     claim = _claim(head, name, spoken(results, head["against"]))
     sentences = [_capital(f"{kind}{where}, {claim.removesuffix('.')}{_end(curve)}.")]
     sentences.append(_over_budgets(curve, name))

@@ -17,10 +17,10 @@ class OptimConfig(Config):
 
     lr: the peak. lr_batch: when set, lr is given for that batch size and scaled linearly to the real one (256: MAE's).
     weight_decay: decoupled for adamw; never on biases, norms, class token, positions and mask token.
-    layer_decay: factor of the learning rate from one layer of the backbone to the one below it (MAE: 0.65 for ViT-B,
+    layer_decay: factor of the learning rate from one layer of the encoder to the one below it (MAE: 0.65 for ViT-B,
         0.75 for L; None: one rate for all).
     clip_norm: global gradient norm (paper: 1); 0 leaves gradients alone.
-    schedule: after `warmup_steps` of linear warm-up, `cosine` or `linear` to zero, or `constant`; in optimiser steps.
+    schedule: after `warmup_steps` of linear warm-up, `cosine` or `linear` to zero, or `constant`; in optimizer steps.
     """
 
     name: Literal["adamw", "sgd", "lars"] = "adamw"
@@ -38,10 +38,10 @@ class OptimConfig(Config):
 class TrainingConfig(Config):
     """How long and in what portions. Exactly one of `steps` and `epochs` is set.
 
-    batch_size: images in one optimiser step over all processes. accumulate: micro-batches a process makes of its part.
+    batch_size: images in one optimizer step over all processes. accumulate: micro-batches a process makes of its part.
     auto_batch: before the first step, raise `accumulate` until a micro-batch fits into the memory; the batch stays.
     precision: `fp32`, `tf32` (float32 with matrix products in TensorFloat-32), `bf16` or `fp16` (with loss scaling);
-        weights, colour targets, softmax, norms and losses are float32 in any case.
+        weights, color targets, softmax, norms and losses are float32 in any case.
     compile: run the model through torch.compile: faster on GPUs, for a minute or more before the first step. Of little
         use on CPUs.
     checkpoint_activations: keep one block's activations at a time and compute them again in the backward pass: less
@@ -54,7 +54,7 @@ class TrainingConfig(Config):
         go back to the newest checkpoint and on with the data that comes next.
     timeout: seconds that a process waits for the others before it gives up.
     trackers: Accelerate's trackers by name (`tensorboard`, `wandb`, `mlflow`, `clearml`, `trackio`, ...), each with the
-        keywords of its own initialisation.
+        keywords of its own initialization.
     log_every, checkpoint_every, picture_every: steps; 0 switches checkpoints (but the last) or pictures off.
     keep_last: newest checkpoints kept (those that `ssl-vit eval` judged stay too).
     """
@@ -85,7 +85,7 @@ class TrainingConfig(Config):
         return self
 
     def total_steps(self, samples: int) -> int:
-        """Optimiser steps of the whole run over a training set of `samples` images."""
+        """Optimizer steps of the whole run over a training set of `samples` images."""
         if self.steps is not None:
             return self.steps
         assert self.epochs is not None

@@ -1,6 +1,6 @@
 """Checkpoints: a folder a step, written beside, flushed to disk, then renamed, so that a kill leaves none half-made.
 
-A folder holds `config.json` + `backbone.safetensors` (timm loads them as they are), `objective.safetensors` (mask token
+A folder holds `config.json` + `encoder.safetensors` (timm loads them as they are), `objective.safetensors` (mask token
 and heads), `training.safetensors` (with an average of the weights, which the two others hold then: the weights that
 training goes on from), `optimizer/` (a file a process where the model is sharded), `random.safetensors`, `state.json`
 and `SHA256SUMS`, which `sha256sum -c` reads. Nothing in it is a pickle.
@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from ssl_vit.data.plan import LanePosition
 from ssl_vit.files import flush, read_json, sha256, whole_file
 from ssl_vit.interfaces import RunError, UserError
-from ssl_vit.models import backbone as backbones
+from ssl_vit.models import factory
 from ssl_vit.training import processes
 from ssl_vit.training.processes import shared_errors
 from ssl_vit.training.state import State, Tensors, placed, random_state, set_random_state
@@ -33,12 +33,12 @@ RESULTS = "results.json"  # what evaluators measured of the weights beside it
 _TRAINING, _RANDOM, _OPTIMIZER = "training.safetensors", "random.safetensors", "optimizer"
 _STATE, _SUMS = "state.json", "SHA256SUMS"
 _ASIDE = ".replaced_"  # the checkpoint of a step that is being saved again
-_BACKBONE = "backbone."  # the prefix of its tensors in the objective
+_BACKBONE = "encoder."  # the prefix of its tensors in the objective
 
 
 @dataclass
 class Progress:
-    """Where a run stands: optimiser steps done, seconds trained, each lane's position in which shards.
+    """Where a run stands: optimizer steps done, seconds trained, each lane's position in which shards.
 
     classes: the names of those that its head tells apart, where the shards name them. accumulate: micro-batches a
     process's part of a step is made of. recent: the losses of the last steps (see `Guard`). left_out: steps that were
@@ -178,7 +178,7 @@ def save(run: Path, progress: Progress, state: State, keep_last: int) -> Path:
                 flush(path)
             aside = target.with_name(f"{_ASIDE}{target.name}")
             if target.exists():
-                if (target / RESULTS).exists() and _same_backbone(target, beside):
+                if (target / RESULTS).exists() and _same_encoder(target, beside):
                     shutil.copyfile(target / RESULTS, beside / RESULTS)
                 target.rename(aside)
             beside.rename(target)
@@ -191,8 +191,8 @@ def save(run: Path, progress: Progress, state: State, keep_last: int) -> Path:
     return target
 
 
-def _same_backbone(one: Path, other: Path) -> bool:
-    return sha256(one / backbones.WEIGHTS) == sha256(other / backbones.WEIGHTS)
+def _same_encoder(one: Path, other: Path) -> bool:
+    return sha256(one / factory.WEIGHTS) == sha256(other / factory.WEIGHTS)
 
 
 @contextmanager
@@ -209,16 +209,16 @@ def _refusals(run: Path, target: Path, beside: Path) -> Iterator[None]:
 
 
 def _write_weights(objective: nn.Module, weights: Tensors, folder: Path) -> None:
-    backbone, network = _backbone(objective), _network(objective)
-    backbones.write_config(backbone, folder / backbones.CONFIG)
+    encoder, network = _encoder(objective), _network(objective)
+    factory.write_config(encoder, folder / factory.CONFIG)
     own = {name.removeprefix(network): tensor for name, tensor in weights.items() if name.startswith(network)}
-    save_file(own, folder / backbones.WEIGHTS)
+    save_file(own, folder / factory.WEIGHTS)
     save_file({name: t for name, t in weights.items() if not name.startswith(_BACKBONE)}, folder / OBJECTIVE)
 
 
-def publish_backbone(run: Path) -> None:
-    """Put the newest checkpoint's backbone at the top of the run directory, by rename."""
-    for name in (backbones.WEIGHTS, backbones.CONFIG):
+def publish_encoder(run: Path) -> None:
+    """Put the newest checkpoint's encoder at the top of the run directory, by rename."""
+    for name in (factory.WEIGHTS, factory.CONFIG):
         with (folders(run)[-1] / name).open("rb") as source, whole_file(run / name) as published:
             shutil.copyfileobj(source, published)
 
@@ -235,14 +235,14 @@ def load(folder: Path, state: State) -> Progress:
         content.setdefault("probed", content["step"])  # as it was before probes were counted
         progress = Progress(**content | {"lanes": [LanePosition(**lane) for lane in content["lanes"]]})
         random = load_file(folder / _RANDOM)
-        saved = {f"{network}{name}": tensor for name, tensor in load_file(folder / backbones.WEIGHTS).items()}
+        saved = {f"{network}{name}": tensor for name, tensor in load_file(folder / factory.WEIGHTS).items()}
         saved |= load_file(folder / OBJECTIVE)
         trained = load_file(folder / _TRAINING) if state.average else saved
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         raise _unreadable(folder, error) from None
     inside = {name.removeprefix(network): t for name, t in trained.items() if name.startswith(network)}
-    vit = _backbone(objective).network
-    backbones.load_state(_backbone(objective), placed(inside, vit), str(folder))
+    vit = _encoder(objective).network
+    factory.load_state(_encoder(objective), placed(inside, vit), str(folder))
     _load_rest(folder, objective, {n: t for n, t in trained.items() if not n.startswith(network)})
     if state.average:
         state.average.load(saved, objective)
@@ -265,7 +265,7 @@ def classes_of(folder: Path) -> list[str]:
 
 
 def load_head(folder: Path, objective: nn.Module) -> None:
-    """Restore in place what the objective has beside its backbone. Raises UserError as `load` does."""
+    """Restore in place what the objective has beside its encoder. Raises UserError as `load` does."""
     try:
         head = load_file(folder / OBJECTIVE)
     except (OSError, SafetensorError) as error:
@@ -287,12 +287,12 @@ def _unreadable(folder: Path, error: BaseException) -> UserError:
     return UserError(f"{folder}: not a readable checkpoint ({error}); delete it to fall back to the one before")
 
 
-def _backbone(objective: nn.Module) -> backbones.Encoder:
-    assert isinstance(objective.backbone, backbones.Encoder)
-    return objective.backbone
+def _encoder(objective: nn.Module) -> factory.Encoder:
+    assert isinstance(objective.encoder, factory.Encoder)
+    return objective.encoder
 
 
 def _network(objective: nn.Module) -> str:
     """The prefix of timm's own names among the objective's."""
-    backbone = _backbone(objective)
-    return f"{_BACKBONE}{next(name for name, module in backbone.named_modules() if module is backbone.network)}."
+    encoder = _encoder(objective)
+    return f"{_BACKBONE}{next(name for name, module in encoder.named_modules() if module is encoder.network)}."

@@ -20,14 +20,14 @@ def training_flops(objective: nn.Module) -> float:
     is computed, and torch's generator stays where it was.
     """
     twin = copy.deepcopy(objective).to("meta").train()
-    twin.backbone.network.set_grad_checkpointing(False)  # type: ignore[union-attr, operator]  # what is computed twice counts once
-    height, width = twin.backbone.image_size  # type: ignore[union-attr, misc]
+    twin.encoder.network.set_grad_checkpointing(False)  # type: ignore[union-attr, operator]  # what is computed twice counts once
+    height, width = twin.encoder.image_size  # type: ignore[union-attr, misc]
 
     def blank(*shape: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(_IMAGES, *shape, dtype=dtype, device="meta")
 
     batch = Batch(
-        images=blank(twin.backbone.channels, height, width, dtype=torch.uint8),  # type: ignore[union-attr, arg-type]
+        images=blank(twin.encoder.channels, height, width, dtype=torch.uint8),  # type: ignore[union-attr, arg-type]
         labels=blank(dtype=torch.int64),
         noise=blank(twin.noise_per_sample(), dtype=torch.float32),  # type: ignore[operator]
         flip=blank(dtype=torch.bool),

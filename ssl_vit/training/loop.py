@@ -260,8 +260,8 @@ class _Loop:
                 self._spiked(window.steps[spike[0]], losses[spike[0]], spike[1])
                 return False
             progress.recent = list(self.guard.recent)
-            if hasattr(self.state.objective, "summarise"):
-                rows = self.state.objective.summarise(rows)  # type: ignore[operator]
+            if hasattr(self.state.objective, "summarize"):
+                rows = self.state.objective.summarize(rows)  # type: ignore[operator]
         batch_size = training.batch_size
         values = {
             **metrics.finite_means(rows),

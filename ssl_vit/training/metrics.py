@@ -27,7 +27,7 @@ class Window:
         self.sizes: dict[str, int] = {}
 
     def add(self, step: int, parts: list[Batch], outputs: list[StepOutput], grad_norm: torch.Tensor) -> None:
-        """One optimiser step: its micro-batches, what the objective said of each, the gradient norm before clipping."""
+        """One optimizer step: its micro-batches, what the objective said of each, the gradient norm before clipping."""
         count = torch.stack([part.valid.sum() for part in parts]).float()
         share = count / count.sum().clamp(min=1)
         values = {"loss": torch.stack([output.loss.detach().float() for output in outputs])}

@@ -1,4 +1,4 @@
-"""Optimisers with the usual weight-decay exclusions, and schedules as functions of the optimiser step."""
+"""Optimizers with the usual weight-decay exclusions, and schedules as functions of the optimizer step."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _NO_DECAY = ("pos_embed", "cls_token", "reg_token", "mask_token")
 def parameter_groups(model: nn.Module, weight_decay: float, layer_decay: float | None = None) -> list[dict[str, Any]]:
     """Trainable parameters in groups: matrices decay; biases, norms, tokens and positions do not.
 
-    layer_decay: the factor of the learning rate from a layer of `model.backbone` to the one below it, as `lr_scale` of
-    each group; the last norm and everything outside the backbone keep 1 (BEiT's and MAE's rule, on timm's layers).
+    layer_decay: the factor of the learning rate from a layer of `model.encoder` to the one below it, as `lr_scale` of
+    each group; the last norm and everything outside the encoder keep 1 (BEiT's and MAE's rule, on timm's layers).
     """
-    scales = _layer_scales(model.backbone.network, layer_decay) if layer_decay else {}  # type: ignore[union-attr, arg-type]
+    scales = _layer_scales(model.encoder.network, layer_decay) if layer_decay else {}  # type: ignore[union-attr, arg-type]
     groups: dict[tuple[float, bool], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
@@ -49,7 +49,7 @@ def _layer_scales(network: nn.Module, decay: float) -> dict[int, float]:
 def build_optimizer(
     model: nn.Module, config: OptimConfig, batch_size: int, device: torch.device, *, sharded: bool = False
 ) -> torch.optim.Optimizer:
-    """The optimiser of `config` over the model's trainable parameters; torch's fused kernels where they exist: of SGD
+    """The optimizer of `config` over the model's trainable parameters; torch's fused kernels where they exist: of SGD
     there is none for parameters that will be sharded."""
     groups, lr = parameter_groups(model, config.weight_decay, config.layer_decay), peak_lr(config, batch_size)
     fused = device.type in ("cpu", "cuda")
@@ -68,9 +68,9 @@ def peak_lr(config: OptimConfig, batch_size: int) -> float:
 
 
 def lr_factor(step: int, total: int, config: OptimConfig) -> float:
-    """The share of the peak learning rate that optimiser step `step` (0 .. total - 1) uses.
+    """The share of the peak learning rate that optimizer step `step` (0 .. total - 1) uses.
 
-    Warm-up rises as (step + 1) / warmup, so that no step is wasted at zero; then cosine or linear falls towards 0 at
+    Warm-up rises as (step + 1) / warmup, so that no step is wasted at zero; then cosine or linear falls toward 0 at
     `total`.
     """
     if step < config.warmup_steps:

@@ -1,4 +1,4 @@
-"""What training goes on from: weights, their average, optimiser, loss scale, random states; whole or sharded alike."""
+"""What training goes on from: weights, their average, optimizer, loss scale, random states; whole or sharded alike."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Average:
         self.values = {name: p.detach().clone() for name, p in self.parameters.items()}
 
     def update(self, step: int) -> None:
-        """After optimiser step `step` (from 0). The first steps count for more, as in TensorFlow's average."""
+        """After optimizer step `step` (from 0). The first steps count for more, as in TensorFlow's average."""
         decay = min(self.decay, (1 + step) / (10 + step))
         get_ema_multi_avg_fn(decay)(list(self.values.values()), list(self.parameters.values()), None)
 
@@ -56,7 +56,7 @@ class Average:
 
 @dataclass
 class State:
-    """The objective (unwrapped), torch's optimiser over its parameters, and what else a resumed run needs.
+    """The objective (unwrapped), torch's optimizer over its parameters, and what else a resumed run needs.
 
     scaler: of the loss, in fp16. average: of the weights, where the recipe asks for one.
     """
@@ -101,7 +101,7 @@ class State:
         for key, entry in found.items():
             name = key.rpartition("/")[0]
             if name not in own:
-                raise UserError(f"{folder.parent}: from another recipe: its optimiser knows {name}, this one does not")
+                raise UserError(f"{folder.parent}: from another recipe: its optimizer knows {name}, this one does not")
             sharded = isinstance(own[name], DTensor) and entry.size == own[name].shape
             read[key] = torch.zeros_like(own[name]) if sharded else torch.zeros(entry.size)
         with warnings.catch_warnings():
@@ -115,7 +115,7 @@ class State:
         self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": state})
 
     def _by_name(self) -> dict[str, nn.Parameter]:
-        """The optimiser's parameters in its own order."""
+        """The optimizer's parameters in its own order."""
         names = {id(parameter): name for name, parameter in self.objective.named_parameters()}
         return {names[id(p)]: p for group in self.optimizer.param_groups for p in group["params"]}
 

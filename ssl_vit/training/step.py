@@ -1,4 +1,4 @@
-"""One optimiser step: micro-batches forward and backward, clipping, the update, the average of the weights."""
+"""One optimizer step: micro-batches forward and backward, clipping, the update, the average of the weights."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Taken:
 
 
 class Stepper:
-    """The prepared objective and its optimiser."""
+    """The prepared objective and its optimizer."""
 
     def __init__(
         self, objective: nn.Module, config: OptimConfig, training: TrainingConfig, total: int, accelerator: Accelerator
@@ -49,7 +49,7 @@ class Stepper:
         return float(self.optimizer.param_groups[0]["lr"])
 
     def take(self, batch: Batch, step: int, accumulate: int) -> Taken:
-        """Optimiser step `step` (from 0) over this process's batch, in `accumulate` micro-batches.
+        """Optimizer step `step` (from 0) over this process's batch, in `accumulate` micro-batches.
 
         Nothing here waits for the device, unless steps that are not finite are to be skipped.
         """
@@ -109,7 +109,7 @@ class Stepper:
         """The fewest micro-batches (`least` or more), made of whole ones of this process's `lanes`, that the memory
         holds.
 
-        Leaves weights, buffers, optimiser and random state as they are. Raises UserError where nothing fits.
+        Leaves weights, buffers, optimizer and random state as they are. Raises UserError where nothing fits.
         """
         if self.state.sharded or self.accelerator.device.type == "xla":
             raise UserError("training.auto_batch: not for sharded models and XLA; set training.accumulate instead")
@@ -118,7 +118,7 @@ class Stepper:
 
         def attempt(accumulate: int) -> None:
             try:
-                if fresh:  # the optimiser's own memory counts: a step of nothing makes it take that
+                if fresh:  # the optimizer's own memory counts: a step of nothing makes it take that
                     optim.set_lr(optimizer.param_groups, 0.0)
                     for parameter in self.state.objective.parameters():
                         parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None

@@ -32,7 +32,7 @@ def check_trackers(settings: Settings) -> None:
 class Trackers:
     """The trackers of one run, on the main process: the project is named after the run directory.
 
-    settings: keywords of each tracker's own initialisation. recipe: flat, for those that store one. A tracker that
+    settings: keywords of each tracker's own initialization. recipe: flat, for those that store one. A tracker that
     fails is left out from there on, and `say` is told why.
     """
 

@@ -32,23 +32,23 @@ MODELS: dict[str, dict[str, Any]] = {
 PLAIN = ("class token", "rectangle", "register, no class token", "class token and registers")
 
 
-def sharpened(backbone: Any) -> Any:
+def sharpened(encoder: Any) -> Any:
     """With larger weights: a fresh model attends so evenly that a wrong map would look alike."""
     with torch.no_grad():
-        for name, weights in backbone.vit.named_parameters():
+        for name, weights in encoder.vit.named_parameters():
             if "qkv.weight" in name or "in_proj.weight" in name or name == "pos_embed":
                 weights.mul_(3)
-    return backbone.eval()
+    return encoder.eval()
 
 
-def images_for(backbone: Any, count: int = 3) -> torch.Tensor:
+def images_for(encoder: Any, count: int = 3) -> torch.Tensor:
     generator = torch.Generator().manual_seed(5)
-    return torch.randint(0, 256, (count, 3, *backbone.image_size), dtype=torch.uint8, generator=generator)
+    return torch.randint(0, 256, (count, 3, *encoder.image_size), dtype=torch.uint8, generator=generator)
 
 
-def unfused(backbone: Any, images: torch.Tensor) -> list[np.ndarray]:
+def unfused(encoder: Any, images: torch.Tensor) -> list[np.ndarray]:
     """timm's own probabilities in float64, (B, H, T, T) a layer: what its unfused path hands to the dropout."""
-    vit = copy.deepcopy(backbone.vit).double()
+    vit = copy.deepcopy(encoder.vit).double()
     maps: list[list[torch.Tensor]] = []
     for block in vit.blocks:
         maps.append([])
@@ -63,17 +63,17 @@ def unfused(backbone: Any, images: torch.Tensor) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_maps_are_those_of_timms_unfused_path(make_backbone: Build, kind: str) -> None:
+def test_maps_are_those_of_timms_unfused_path(make_encoder: Build, kind: str) -> None:
     name = MODELS[kind].get("name", "vit_tiny_patch16_224")
     if not timm.is_model(name):
         pytest.skip(f"timm {timm.__version__} has no {name}")
-    backbone = sharpened(make_backbone(**MODELS[kind]))
-    images = images_for(backbone)
+    encoder = sharpened(make_encoder(**MODELS[kind]))
+    images = images_for(encoder)
     with torch.inference_mode():
-        before = backbone(images)
-    found = list(attention.attention_maps(backbone, images))
+        before = encoder(images)
+    found = list(attention.attention_maps(encoder, images))
     assert [layer for layer, _ in found] == [0, 1]
-    for (_, maps), expected in zip(found, unfused(backbone, images), strict=True):
+    for (_, maps), expected in zip(found, unfused(encoder, images), strict=True):
         assert expected.std() > 0.01  # not even
         heads = maps.shape[1]
         # Differential attention pairs its maps by head where it is unfused, and by group where it is fused.
@@ -82,7 +82,7 @@ def test_maps_are_those_of_timms_unfused_path(make_backbone: Build, kind: str) -
             expected = expected[:, order]
         np.testing.assert_allclose(maps.numpy(), expected, atol=2e-5)
     with torch.inference_mode():
-        assert torch.equal(backbone(images), before)  # the model is as it was
+        assert torch.equal(encoder(images), before)  # the model is as it was
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.float64, 1e-12)])
@@ -115,15 +115,15 @@ CHOSEN = np.array([[A, B], [C, D]]) / 100  # (layers, heads, 5, 5)
 
 
 @pytest.fixture
-def chosen(make_backbone: Build) -> Any:
+def chosen(make_encoder: Build) -> Any:
     """A ViT of 2x2 patches of 4 pixels whose attention is `CHOSEN`, whatever the image.
 
     Each token is a unit vector of its own and passes every block unchanged. The query weights read the first eight
     numbers; the key weights hold the logarithms of the attention, their rows and columns balanced to sum to 0 so that
     the layer norm's subtraction of the mean drops out.
     """
-    backbone = make_backbone(image_size=8, width=16, heads=2, depth=2).eval()
-    vit = backbone.vit
+    encoder = make_encoder(image_size=8, width=16, heads=2, depth=2).eval()
+    vit = encoder.vit
     with torch.no_grad():
         for parameter in vit.parameters():
             parameter.zero_()
@@ -140,7 +140,7 @@ def chosen(make_backbone: Build) -> Any:
                 logits[5] = -logits[:5].sum(0)
                 weights[1, head, :, :8] = logits
             block.attn.qkv.weight.copy_(weights.reshape(48, 16))
-    return backbone
+    return encoder
 
 
 def test_the_chosen_attention_is_what_the_model_does(chosen: Any) -> None:
@@ -180,24 +180,24 @@ def test_rollout_by_hand_on_a_grid_of_2_by_2(chosen: Any) -> None:
     np.testing.assert_allclose(only_last[0], [[0.125, 0], [0, 0.275]], atol=1e-5)
 
 
-def looped_distance(maps: list[np.ndarray], backbone: Any) -> np.ndarray:
-    (rows, columns), (height, width), prefix = backbone.grid, backbone.image_size, backbone.prefix_tokens
-    centres = [((r + 0.5) * height / rows, (c + 0.5) * width / columns) for r in range(rows) for c in range(columns)]
+def looped_distance(maps: list[np.ndarray], encoder: Any) -> np.ndarray:
+    (rows, columns), (height, width), prefix = encoder.grid, encoder.image_size, encoder.prefix_tokens
+    centers = [((r + 0.5) * height / rows, (c + 0.5) * width / columns) for r in range(rows) for c in range(columns)]
     found = np.zeros((len(maps), maps[0].shape[1]))
     for layer, layer_maps in enumerate(maps):
         for head in range(found.shape[1]):
             lengths = []
             for image in layer_maps[:, head]:
-                for query, (y, x) in enumerate(centres):
-                    paid = [image[prefix + query, prefix + key] for key in range(len(centres))]
-                    far = [math.hypot(y - other_y, x - other_x) for other_y, other_x in centres]
+                for query, (y, x) in enumerate(centers):
+                    paid = [image[prefix + query, prefix + key] for key in range(len(centers))]
+                    far = [math.hypot(y - other_y, x - other_x) for other_y, other_x in centers]
                     lengths.append(sum(p * f for p, f in zip(paid, far, strict=True)) / sum(paid))
             found[layer, head] = sum(lengths) / len(lengths)
     return found
 
 
-def looped_rollout(maps: list[np.ndarray], backbone: Any) -> np.ndarray:
-    prefix, tokens = backbone.prefix_tokens, maps[0].shape[-1]
+def looped_rollout(maps: list[np.ndarray], encoder: Any) -> np.ndarray:
+    prefix, tokens = encoder.prefix_tokens, maps[0].shape[-1]
     found = []
     for image in range(len(maps[0])):
         rolled = np.eye(tokens)
@@ -208,86 +208,86 @@ def looped_rollout(maps: list[np.ndarray], backbone: Any) -> np.ndarray:
                     mixed[query, key] = np.mean([head[query, key] for head in layer_maps[image]]) + (query == key)
                 mixed[query] /= mixed[query].sum()
             rolled = np.array([[sum(mixed[q] * rolled[:, k]) for k in range(tokens)] for q in range(tokens)])
-        row = rolled[0] if backbone.has_class_token else np.mean([rolled[q] for q in range(prefix, tokens)], axis=0)
-        found.append(row[prefix:].reshape(backbone.grid))
+        row = rolled[0] if encoder.has_class_token else np.mean([rolled[q] for q in range(prefix, tokens)], axis=0)
+        found.append(row[prefix:].reshape(encoder.grid))
     return np.array(found)
 
 
 @pytest.mark.parametrize("kind", PLAIN)
-def test_distance_and_rollout_are_those_of_a_naive_loop(make_backbone: Build, kind: str) -> None:
-    backbone = sharpened(make_backbone(**MODELS[kind]))
-    images = images_for(backbone)
-    maps = unfused(backbone, images)
-    distance = attention.attention_distance(backbone, images)
+def test_distance_and_rollout_are_those_of_a_naive_loop(make_encoder: Build, kind: str) -> None:
+    encoder = sharpened(make_encoder(**MODELS[kind]))
+    images = images_for(encoder)
+    maps = unfused(encoder, images)
+    distance = attention.attention_distance(encoder, images)
     assert np.ptp(distance) > 0.1
-    np.testing.assert_allclose(distance, looped_distance(maps, backbone), rtol=1e-5)
-    rolled = attention.rollout(backbone, images)
+    np.testing.assert_allclose(distance, looped_distance(maps, encoder), rtol=1e-5)
+    rolled = attention.rollout(encoder, images)
     assert np.ptp(rolled) > 0.01
     close = {"rtol": 1e-5, "atol": 1e-7}  # float32 against float64; single shares are as small as 1e-4
-    np.testing.assert_allclose(rolled, looped_rollout(maps, backbone), **close)
-    np.testing.assert_allclose(attention.rollout(backbone, images, [1]), looped_rollout(maps[1:], backbone), **close)
+    np.testing.assert_allclose(rolled, looped_rollout(maps, encoder), **close)
+    np.testing.assert_allclose(attention.rollout(encoder, images, [1]), looped_rollout(maps[1:], encoder), **close)
 
 
-def test_a_hybrids_patch_counts_the_pixels_under_it(make_backbone: Build) -> None:
+def test_a_hybrids_patch_counts_the_pixels_under_it(make_encoder: Build) -> None:
     sizes = {"name": "vit_tiny_r_s16_p8_224", "image_size": (32, 64), "patch_size": None}
-    backbone = sharpened(make_backbone(**sizes))
-    assert backbone.grid == (1, 2)
-    np.testing.assert_allclose(attention.patch_distances(backbone), [[0, 32], [32, 0]])
-    images = images_for(backbone)
-    expected = looped_distance(unfused(backbone, images), backbone)
-    np.testing.assert_allclose(attention.attention_distance(backbone, images), expected, rtol=1e-4)
+    encoder = sharpened(make_encoder(**sizes))
+    assert encoder.grid == (1, 2)
+    np.testing.assert_allclose(attention.patch_distances(encoder), [[0, 32], [32, 0]])
+    images = images_for(encoder)
+    expected = looped_distance(unfused(encoder, images), encoder)
+    np.testing.assert_allclose(attention.attention_distance(encoder, images), expected, rtol=1e-4)
 
 
-def test_memory_groups_change_nothing(make_backbone: Build, monkeypatch: pytest.MonkeyPatch) -> None:
-    backbone = sharpened(make_backbone())
-    images = images_for(backbone, 5)
-    whole = attention.attention_distance(backbone, images), attention.rollout(backbone, images)
+def test_memory_groups_change_nothing(make_encoder: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    encoder = sharpened(make_encoder())
+    images = images_for(encoder, 5)
+    whole = attention.attention_distance(encoder, images), attention.rollout(encoder, images)
     sizes = []
     maps = attention.attention_maps
     monkeypatch.setattr(attention, "_MAP_NUMBERS", 2 * 17 * 17 * 2)  # two images of 2 heads and 17 tokens
     monkeypatch.setattr(attention, "attention_maps", lambda *given: sizes.append(len(given[1])) or maps(*given))
-    parts = attention.attention_distance(backbone, images), attention.rollout(backbone, images)
+    parts = attention.attention_distance(encoder, images), attention.rollout(encoder, images)
     assert sizes == [2, 2, 1] * 2
     for one, other in zip(whole, parts, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5)
 
 
-def test_only_the_inspected_layers_attention_is_computed(make_backbone: Build) -> None:
-    backbone = sharpened(make_backbone(depth=4))
+def test_only_the_inspected_layers_attention_is_computed(make_encoder: Build) -> None:
+    encoder = sharpened(make_encoder(depth=4))
     ran: list[int] = []
-    for number, block in enumerate(backbone.vit.blocks):
+    for number, block in enumerate(encoder.vit.blocks):
         block.register_forward_hook(lambda *_, number=number: ran.append(number))
-    images = images_for(backbone)
-    found = dict(attention.attention_maps(backbone, images, [2, 0, 2]))
+    images = images_for(encoder)
+    found = dict(attention.attention_maps(encoder, images, [2, 0, 2]))
     assert list(found) == [0, 2] and ran == [0, 1, 2]
-    for layer, maps in attention.attention_maps(backbone, images):
+    for layer, maps in attention.attention_maps(encoder, images):
         assert layer not in found or torch.equal(maps, found[layer])
-    assert attention.attention_distance(backbone, images, [2, 0]).shape == (2, 2)
+    assert attention.attention_distance(encoder, images, [2, 0]).shape == (2, 2)
 
 
 @pytest.mark.parametrize("layers", [[2], [-1], [], [0, 7]])
-def test_layers_that_do_not_exist_are_refused(make_backbone: Build, layers: list[int]) -> None:
-    backbone = make_backbone().eval()
+def test_layers_that_do_not_exist_are_refused(make_encoder: Build, layers: list[int]) -> None:
+    encoder = make_encoder().eval()
     with pytest.raises(UserError, match="has the layers 0 to 1"):
-        list(attention.attention_maps(backbone, images_for(backbone), layers))
+        list(attention.attention_maps(encoder, images_for(encoder), layers))
 
 
-def test_without_fused_attention_it_says_so(make_backbone: Build) -> None:
-    backbone = make_backbone().eval()
-    backbone.vit.blocks[1].attn.fused_attn = False
+def test_without_fused_attention_it_says_so(make_encoder: Build) -> None:
+    encoder = make_encoder().eval()
+    encoder.vit.blocks[1].attn.fused_attn = False
     with pytest.raises(UserError, match="unset TIMM_FUSED_ATTN"):
-        list(attention.attention_maps(backbone, images_for(backbone)))
+        list(attention.attention_maps(encoder, images_for(encoder)))
 
 
 @pytest.mark.parametrize(
     "given", [{"scale": 1.0}, {"is_causal": True}, {"attn_mask": torch.ones(1, 1, dtype=torch.bool)}]
 )
-def test_attention_with_a_scale_or_mask_of_its_own_is_refused(make_backbone: Build, given: dict[str, Any]) -> None:
+def test_attention_with_a_scale_or_mask_of_its_own_is_refused(make_encoder: Build, given: dict[str, Any]) -> None:
     class Own(nn.Module):
         def forward(self, tokens: torch.Tensor, **_: Any) -> torch.Tensor:
             return nn.functional.scaled_dot_product_attention(tokens, tokens, tokens, **given)
 
-    backbone = make_backbone().eval()
-    backbone.vit.blocks[0].attn = Own()
+    encoder = make_encoder().eval()
+    encoder.vit.blocks[0].attn = Own()
     with pytest.raises(UserError, match="mask or a scale of its own"):
-        list(attention.attention_maps(backbone, images_for(backbone)))
+        list(attention.attention_maps(encoder, images_for(encoder)))

@@ -15,17 +15,17 @@ from ssl_vit.interfaces import UserError
 Build = Callable[..., Any]
 
 
-def test_planted_filters_are_found_in_order(make_backbone: Build) -> None:
+def test_planted_filters_are_found_in_order(make_encoder: Build) -> None:
     """Filters that mix two patterns, one with four times the weight of the other, about a common mean."""
-    backbone = make_backbone(width=64, heads=2)
+    encoder = make_encoder(width=64, heads=2)
     generator = np.random.default_rng(0)
     patterns, _ = np.linalg.qr(generator.normal(size=(48, 2)))
     mixture = generator.normal(size=(64, 2))
     mixture = np.linalg.qr(mixture - mixture.mean(0))[0] * (4, 1)
     weights = mixture @ patterns.T + generator.normal(size=48)
     with torch.no_grad():
-        backbone.vit.patch_embed.proj.weight.copy_(torch.from_numpy(weights).reshape(64, 3, 4, 4))
-    found = embedding.filter_components(backbone, 2)
+        encoder.vit.patch_embed.proj.weight.copy_(torch.from_numpy(weights).reshape(64, 3, 4, 4))
+    found = embedding.filter_components(encoder, 2)
     assert found.values.shape == (2, 3, 4, 4) and found.values.dtype == np.float64
     np.testing.assert_allclose(found.explained, [16 / 17, 1 / 17], atol=1e-5)
     for component, pattern in zip(found.values, patterns.T, strict=True):
@@ -33,17 +33,17 @@ def test_planted_filters_are_found_in_order(make_backbone: Build) -> None:
         np.testing.assert_allclose(component.ravel(), signed, atol=1e-4)
 
 
-def test_components_are_no_more_than_the_filters_have(make_backbone: Build) -> None:
-    assert embedding.filter_components(make_backbone(width=16)).values.shape == (16, 3, 4, 4)
-    grey = make_backbone(width=64, channels=1, patch_size=2, image_size=8)
-    assert embedding.filter_components(grey).values.shape == (4, 1, 2, 2)
+def test_components_are_no_more_than_the_filters_have(make_encoder: Build) -> None:
+    assert embedding.filter_components(make_encoder(width=16)).values.shape == (16, 3, 4, 4)
+    gray = make_encoder(width=64, channels=1, patch_size=2, image_size=8)
+    assert embedding.filter_components(gray).values.shape == (4, 1, 2, 2)
 
 
-def test_a_hybrids_filters_are_its_stems(make_backbone: Build) -> None:
-    backbone = make_backbone(name="vit_tiny_r_s16_p8_224", image_size=32, patch_size=None)
-    found = embedding.filter_components(backbone)
+def test_a_hybrids_filters_are_its_stems(make_encoder: Build) -> None:
+    encoder = make_encoder(name="vit_tiny_r_s16_p8_224", image_size=32, patch_size=None)
+    found = embedding.filter_components(encoder)
     assert found.values.shape == (28, 3, 7, 7)
-    flat = backbone.vit.patch_embed.backbone.conv.weight.detach().double().flatten(1).numpy()
+    flat = encoder.vit.patch_embed.backbone.conv.weight.detach().double().flatten(1).numpy()
     _, sizes, axes = np.linalg.svd(flat - flat.mean(0))
     np.testing.assert_allclose(np.abs((found.values.reshape(28, -1) * axes[:28]).sum(1)), 1, atol=1e-6)
     np.testing.assert_allclose(found.explained, sizes[:28] ** 2 / (sizes**2).sum(), rtol=1e-6)
@@ -52,11 +52,11 @@ def test_a_hybrids_filters_are_its_stems(make_backbone: Build) -> None:
 @pytest.mark.parametrize(
     "sizes", [{}, {"image_size": (8, 16)}, {"name": "vit_wee_patch16_reg1_gap_256"}, {"positions": "sincos2d"}]
 )
-def test_similarity_is_that_of_a_loop(make_backbone: Build, sizes: dict[str, Any]) -> None:
-    backbone = make_backbone(**sizes)
-    rows, columns = backbone.grid
-    positions = backbone.vit.pos_embed[0, -rows * columns :].detach().double().numpy()
-    found = embedding.position_similarity(backbone)
+def test_similarity_is_that_of_a_loop(make_encoder: Build, sizes: dict[str, Any]) -> None:
+    encoder = make_encoder(**sizes)
+    rows, columns = encoder.grid
+    positions = encoder.vit.pos_embed[0, -rows * columns :].detach().double().numpy()
+    found = embedding.position_similarity(encoder)
     assert found.shape == (rows, columns, rows, columns)
     for row in range(rows):
         for column in range(columns):
@@ -67,8 +67,8 @@ def test_similarity_is_that_of_a_loop(make_backbone: Build, sizes: dict[str, Any
     np.testing.assert_allclose(np.einsum("ijij->ij", found), 1)
 
 
-def test_neighbourhoods_are_averaged_apart() -> None:
-    """2 rows, 3 columns: similarity is 1 for neighbours, 2 in the rest of the row, 3 elsewhere."""
+def test_neighborhoods_are_averaged_apart() -> None:
+    """2 rows, 3 columns: similarity is 1 for neighbors, 2 in the rest of the row, 3 elsewhere."""
     similarity = np.zeros((2, 3, 2, 3))
     for y in range(2):
         for x in range(3):
@@ -76,26 +76,26 @@ def test_neighbourhoods_are_averaged_apart() -> None:
                 for u in range(3):
                     far = abs(y - v) + abs(x - u)
                     similarity[y, x, v, u] = 1 if far == 1 else 2 if y == v else 3
-    found = embedding.neighbourhoods(similarity)
-    assert found == {"neighbours": 1.0, "same_row": 2.0, "elsewhere": 3.0}  # no column has a rest
+    found = embedding.neighborhoods(similarity)
+    assert found == {"neighbors": 1.0, "same_row": 2.0, "elsewhere": 3.0}  # no column has a rest
 
 
-def test_positions_of_like_places_stand_out(make_backbone: Build) -> None:
-    backbone = make_backbone(image_size=32, positions="sincos2d", width=64)
-    similarity = embedding.position_similarity(backbone)
-    found = embedding.neighbourhoods(similarity)
-    assert found["neighbours"] > found["same_row"] > found["elsewhere"]
+def test_positions_of_like_places_stand_out(make_encoder: Build) -> None:
+    encoder = make_encoder(image_size=32, positions="sincos2d", width=64)
+    similarity = embedding.position_similarity(encoder)
+    found = embedding.neighborhoods(similarity)
+    assert found["neighbors"] > found["same_row"] > found["elsewhere"]
     assert found["same_row"] == pytest.approx(found["same_column"])
 
 
-def test_features_of_two_kinds_have_two_colours(make_backbone: Build) -> None:
+def test_features_of_two_kinds_have_two_colors(make_encoder: Build) -> None:
     """Half of the patches black, half white: two kinds of tokens once positions play no part."""
-    backbone = make_backbone(image_size=(16, 24)).eval()
+    encoder = make_encoder(image_size=(16, 24)).eval()
     with torch.no_grad():
-        backbone.vit.pos_embed.zero_()
+        encoder.vit.pos_embed.zero_()
     images = torch.zeros(20, 3, 16, 24, dtype=torch.uint8)
     images[:, :, :8] = 255
-    found = embedding.feature_map(backbone, images)
+    found = embedding.feature_map(encoder, images)
     assert found.values.shape == (20, 4, 6, 3) and found.values.min() >= 0 and found.values.max() <= 1
     top, bottom = found.values[:, :2], found.values[:, 2:]
     assert abs(top[..., 0].mean() - bottom[..., 0].mean()) > 0.9
@@ -103,12 +103,12 @@ def test_features_of_two_kinds_have_two_colours(make_backbone: Build) -> None:
     assert found.explained[0] > 0.99
 
 
-def test_feature_maps_are_the_tokens_components(make_backbone: Build) -> None:
-    backbone = make_backbone().eval()
+def test_feature_maps_are_the_tokens_components(make_encoder: Build) -> None:
+    encoder = make_encoder().eval()
     images = torch.randint(0, 256, (20, 3, 16, 16), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    found = embedding.feature_map(backbone, images)
+    found = embedding.feature_map(encoder, images)
     with torch.inference_mode():
-        tokens = backbone(images)[:, 1:].double().numpy().reshape(-1, 16)
+        tokens = encoder(images)[:, 1:].double().numpy().reshape(-1, 16)
     _, _, axes = np.linalg.svd(tokens - tokens.mean(0), full_matrices=False)
     for component in range(3):
         axis = axes[component] * np.sign(axes[component][np.abs(axes[component]).argmax()])
@@ -118,10 +118,10 @@ def test_feature_maps_are_the_tokens_components(make_backbone: Build) -> None:
         np.testing.assert_allclose(found.values[..., component].ravel(), expected, atol=1e-5)
 
 
-def test_few_patches_have_colours_and_one_alone_is_refused(make_backbone: Build) -> None:
-    backbone = make_backbone(image_size=4).eval()
+def test_few_patches_have_colors_and_one_alone_is_refused(make_encoder: Build) -> None:
+    encoder = make_encoder(image_size=4).eval()
     images = torch.arange(2 * 48, dtype=torch.uint8).reshape(2, 3, 4, 4)
-    found = embedding.feature_map(backbone, images)
+    found = embedding.feature_map(encoder, images)
     assert found.values.shape == (2, 1, 1, 3) and np.isfinite(found.values).all()
     with pytest.raises(UserError, match="one patch"):
-        embedding.feature_map(backbone, images[:1])
+        embedding.feature_map(encoder, images[:1])

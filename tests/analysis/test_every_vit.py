@@ -8,9 +8,9 @@ import timm
 import torch
 
 from ssl_vit.analysis import attention, embedding
-from ssl_vit.models import BackboneConfig
-from ssl_vit.models.backbone import at_size, build, require_vit
-from ssl_vit.models.vit import Backbone
+from ssl_vit.models import EncoderConfig
+from ssl_vit.models.factory import at_size, build, require_vit
+from ssl_vit.models.vit import ViTEncoder
 
 MODULES = ("vision_transformer", "vision_transformer_hybrid", "deit")
 # A second class token of a class of its own; a stem whose width is fixed.
@@ -22,24 +22,24 @@ NAMES = [name for module in MODULES for name in timm.list_models(module=module)]
 @pytest.mark.parametrize("name", [name for name in NAMES if not any(part in name for part in REFUSED)])
 def test_it_computes_what_timm_does_and_every_picture_is_drawn_at_two_shapes(name: str) -> None:
     with torch.device("meta"):
-        patch = Backbone(name, {}, 0.5, 0.5).patch_size
+        patch = ViTEncoder(name, {}, 0.5, 0.5).patch_size
     torch.manual_seed(0)
     size = (2 * patch, 3 * patch)
-    config = BackboneConfig(name=name, image_size=size, width=48, depth=2, heads=3)
+    config = EncoderConfig(name=name, image_size=size, width=48, depth=2, heads=3)
     model = require_vit(build(config), "this test").eval()
     images = torch.randint(0, 256, (2, 3, *size), dtype=torch.uint8)
     network = timm.create_model(name, num_classes=0, **model.arguments).eval()
     network.load_state_dict(model.vit.state_dict())
     with torch.no_grad():
-        assert torch.equal(network.forward_features(model.normalised(images)), model(images))
-    for backbone, pictured in ((model, images), (at_size(model, size[::-1]), images.mT.contiguous())):
-        rows, columns = backbone.grid
+        assert torch.equal(network.forward_features(model.normalized(images)), model(images))
+    for encoder, pictured in ((model, images), (at_size(model, size[::-1]), images.mT.contiguous())):
+        rows, columns = encoder.grid
         assert (rows, columns) == tuple(side // patch for side in pictured.shape[2:])
-        distances = attention.attention_distance(backbone, pictured)
+        distances = attention.attention_distance(encoder, pictured)
         assert len(distances) == 2 and np.isfinite(distances).all() and distances.min() > 0
-        rolled = attention.rollout(backbone, pictured)
+        rolled = attention.rollout(encoder, pictured)
         assert rolled.shape == (2, rows, columns) and rolled.min() > 0 and rolled.sum((1, 2)).max() <= 1 + 1e-5
-        similarity = embedding.position_similarity(backbone)
+        similarity = embedding.position_similarity(encoder)
         np.testing.assert_allclose(np.einsum("rcrc->rc", similarity), 1, atol=1e-9)
-        assert embedding.feature_map(backbone, pictured).values.shape == (2, rows, columns, 3)
-        assert np.isfinite(embedding.filter_components(backbone).values).all()
+        assert embedding.feature_map(encoder, pictured).values.shape == (2, rows, columns, 3)
+        assert np.isfinite(embedding.filter_components(encoder).values).all()

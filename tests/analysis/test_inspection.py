@@ -22,8 +22,7 @@ from torchvision.transforms import v2
 
 from ssl_vit import cli
 from ssl_vit.analysis import attention, embedding
-from ssl_vit.models import BackboneConfig
-from ssl_vit.models import backbone as backbones
+from ssl_vit.models import EncoderConfig, factory
 
 Call = Callable[..., tuple[int, str]]
 PICTURES = {
@@ -67,7 +66,7 @@ def write_shards(folder: Path, count: int, broken: tuple[int, ...] = ()) -> Path
 
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """24 unlabelled pictures of 20x20 pixels; of the first ten two are broken, of the two in their place one."""
+    """24 unlabeled pictures of 20x20 pixels; of the first ten two are broken, of the two in their place one."""
     return write_shards(tmp_path_factory.mktemp("shards") / "train", 24, broken=(1, 8, 10))
 
 
@@ -77,16 +76,16 @@ def run(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> Path:
     folder = tmp_path_factory.mktemp("run") / "ssl"
     sizes = ["image_size=16", "channels=3", "patch_size=4", "width=16", "depth=3", "heads=2"]
     training = ["steps=2", "batch_size=8", "picture_every=2"]
-    keys = [f"data.train={shards}", f"run={folder}", "data.lanes=1", *(f"backbone.{size}" for size in sizes)]
+    keys = [f"data.train={shards}", f"run={folder}", "data.lanes=1", *(f"encoder.{size}" for size in sizes)]
     assert call("train", "digits_ssl", *keys, *(f"training.{key}" for key in training)) == 0
     return folder
 
 
 def weights_folder(folder: Path, **sizes: Any) -> Path:
     folder.mkdir()
-    model = backbones.build(BackboneConfig(**sizes))
-    backbones.write_config(model, folder / backbones.CONFIG)
-    save_file(backbones.state(model), folder / backbones.WEIGHTS)
+    model = factory.build(EncoderConfig(**sizes))
+    factory.write_config(model, folder / factory.CONFIG)
+    save_file(factory.state(model), folder / factory.WEIGHTS)
     return folder
 
 
@@ -135,7 +134,7 @@ def test_the_numbers_are_those_of_the_first_readable_images(run: Path, shards: P
     stack = torch.stack([torch.from_numpy(pixels(number)).permute(2, 0, 1) for number in good])
     # The recipe's evaluation_resize is 1.0, and 16 pixels the run's size.
     resized = v2.functional.resize(stack, [16, 16], antialias=True)
-    distances = attention.attention_distance(backbones.load(run), resized, [0, 2])  # type: ignore[arg-type]
+    distances = attention.attention_distance(factory.load(run), resized, [0, 2])  # type: ignore[arg-type]
     np.testing.assert_allclose(found["attention_distance"]["pixels"], distances, rtol=1e-6)
 
 
@@ -167,9 +166,9 @@ def test_positions_are_resampled_as_the_recipe_says(run: Path, shards: Path, tmp
     assert found["position_resampling"] == "google"
     means = {}
     for method in ("timm", "google"):
-        model: Any = backbones.at_size(backbones.load(run), 24, method)  # type: ignore[arg-type]
+        model: Any = factory.at_size(factory.load(run), 24, method)  # type: ignore[arg-type]
         similarity = embedding.position_similarity(model)
-        means[method] = embedding.neighbourhoods(similarity)
+        means[method] = embedding.neighborhoods(similarity)
     assert found["position_similarity"] == pytest.approx(means["google"])
     assert found["position_similarity"] != pytest.approx(means["timm"], rel=1e-3)
 
@@ -182,7 +181,7 @@ def test_positions_are_resampled_as_the_recipe_says(run: Path, shards: Path, tmp
         {"name": "vit_tiny_patch16_224", "image_size": 16, "patch_size": 4, "depth": 2, "positions": "sincos2d"},
         {"name": "vit_tiny_patch16_224", "image_size": 64, "patch_size": 4, "depth": 1, "channels": 4},
     ],
-    ids=["hybrid", "register, no class token, grey", "fixed positions", "16x16 patches, RGBA"],
+    ids=["hybrid", "register, no class token, gray", "fixed positions", "16x16 patches, RGBA"],
 )
 def test_weights_alone_have_all_but_the_reconstructions(shards: Path, tmp_path: Path, sizes: dict[str, Any]) -> None:
     weights = weights_folder(tmp_path / "weights", **sizes)
@@ -200,7 +199,7 @@ def test_a_run_without_checkpoints_has_no_reconstructions_and_loses_old_ones(
 ) -> None:
     bare = tmp_path / "bare"
     (bare / "inspect").mkdir(parents=True)
-    for name in ("config.json", "backbone.safetensors", "recipe.yaml"):
+    for name in ("config.json", "encoder.safetensors", "recipe.yaml"):
         shutil.copy(run / name, bare)
     for kept in ("reconstructions.png", "reconstructions.svg", "notes.txt"):
         (bare / "inspect" / kept).write_text("old")
@@ -223,7 +222,7 @@ def test_a_classifier_has_no_reconstructions(run: Path, shards: Path, tmp_path: 
     ("arguments", "expected"),
     [
         (["nowhere", "--data", "SHARDS"], ["nowhere", "no such run"]),
-        (["SHARDS", "--data", "SHARDS"], ["no backbone.safetensors there"]),
+        (["SHARDS", "--data", "SHARDS"], ["no encoder.safetensors there"]),
         (["RUN", "--data", "nowhere"], ["nowhere", "no such shard or folder", "ssl-vit shards make"]),
         (["RUN", "--data", "BAD"], ["none of its first 3 image(s) can be read", "000000"]),
         (["RUN", "--data", "SHARDS", "--image-size", "18"], ["18", "patch size 4", "16 or 20"]),

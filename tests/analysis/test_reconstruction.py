@@ -16,9 +16,9 @@ from ssl_vit.objectives import masked_patch
 Build = Callable[..., Any]
 
 
-def objective_of(backbone: Any, **settings: Any) -> masked_patch.Objective:
+def objective_of(encoder: Any, **settings: Any) -> masked_patch.Objective:
     torch.manual_seed(1)
-    return masked_patch.Objective(backbone, masked_patch.Config(**settings))
+    return masked_patch.Objective(encoder, masked_patch.Config(**settings))
 
 
 def patches_of(pictures: np.ndarray, patch: int = 4) -> np.ndarray:
@@ -30,8 +30,8 @@ def patches_of(pictures: np.ndarray, patch: int = 4) -> np.ndarray:
 
 @pytest.mark.parametrize("layout", ["random", "blocks"])
 @pytest.mark.parametrize("size", [(16, 16), (8, 24)])
-def test_the_four_pictures(make_backbone: Build, make_batch: Build, size: tuple[int, int], layout: str) -> None:
-    objective = objective_of(make_backbone(image_size=size), corruption_layout=layout)
+def test_the_four_pictures(make_encoder: Build, make_batch: Build, size: tuple[int, int], layout: str) -> None:
+    objective = objective_of(make_encoder(image_size=size), corruption_layout=layout)
     batch = make_batch(9, size=24, noise=objective.noise_per_sample())
     batch.images = batch.images[:, :, : size[0], : size[1]]
     shown = reconstruction.reconstructions(objective, batch, images=8)
@@ -39,7 +39,7 @@ def test_the_four_pictures(make_backbone: Build, make_batch: Build, size: tuple[
     given, corrupted, predicted, target = (patches_of(shown[:, column]) for column in range(4))
     seen = np.where(batch.flip[:8, None, None, None], batch.images[:8].flip(-1), batch.images[:8])
     assert np.array_equal(shown[:, 0], np.moveaxis(seen, 1, -1))
-    # Targets: the middle of the colour bin, 32 wide, that the mean falls into.
+    # Targets: the middle of the color bin, 32 wide, that the mean falls into.
     means = given.reshape(8, given.shape[1], -1, 3).mean(2)
     assert np.array_equal(target, np.broadcast_to((means // 32 * 32 + 16)[:, :, None, None], target.shape))
     _, chosen = objective.corrupt(torch.zeros(8, given.shape[1], 1), torch.zeros(1), few_of(batch))
@@ -59,7 +59,7 @@ def test_the_four_pictures(make_backbone: Build, make_batch: Build, size: tuple[
             else:
                 assert np.array_equal(bad, own)
             assert kind != "none" or np.array_equal(guess, target[image, patch])
-            assert np.ptp(guess.reshape(-1, 3), axis=0).max() == 0  # one colour
+            assert np.ptp(guess.reshape(-1, 3), axis=0).max() == 0  # one color
     assert found == {"none", "mask", "other", "same"}
 
 
@@ -67,9 +67,9 @@ def few_of(batch: Any) -> Any:
     return replace(batch, noise=batch.noise[:8])
 
 
-def test_the_predictions_are_the_models(make_backbone: Build, make_batch: Build) -> None:
-    """A head that always says class 511 paints every corrupted patch in the brightest colour, and no other patch."""
-    objective = objective_of(make_backbone())
+def test_the_predictions_are_the_models(make_encoder: Build, make_batch: Build) -> None:
+    """A head that always says class 511 paints every corrupted patch in the brightest color, and no other patch."""
+    objective = objective_of(make_encoder())
     with torch.no_grad():
         objective.head.weight.zero_()
         objective.head.bias[511] = 9
@@ -80,8 +80,8 @@ def test_the_predictions_are_the_models(make_backbone: Build, make_batch: Build)
 
 
 @pytest.mark.parametrize("target", ["downsized", "pixels"])
-def test_finer_targets_have_finer_pictures(make_backbone: Build, make_batch: Build, target: str) -> None:
-    objective = objective_of(make_backbone(image_size=16, patch_size=8), target=target)
+def test_finer_targets_have_finer_pictures(make_encoder: Build, make_batch: Build, target: str) -> None:
+    objective = objective_of(make_encoder(image_size=16, patch_size=8), target=target)
     batch = make_batch(2, noise=objective.noise_per_sample(), flip=torch.zeros(2, dtype=torch.bool))
     shown = reconstruction.reconstructions(objective, batch)
     cells = shown[:, 3].reshape(2, 8, 2, 8, 2, 3)
@@ -93,8 +93,8 @@ def test_finer_targets_have_finer_pictures(make_backbone: Build, make_batch: Bui
         assert np.array_equal(cells[:, :, 0, :, 0], means // 32 * 32 + 16)
 
 
-def test_the_same_batch_gives_the_same_sheet(make_backbone: Build, make_batch: Build) -> None:
-    objective = objective_of(make_backbone(channels=1))
+def test_the_same_batch_gives_the_same_sheet(make_encoder: Build, make_batch: Build) -> None:
+    objective = objective_of(make_encoder(channels=1))
     batch = make_batch(3, channels=1, noise=objective.noise_per_sample())
     one, two = (reconstruction.reconstructions(objective, batch) for _ in range(2))
     assert one.shape == (3, 4, 16, 16, 1) and np.array_equal(one, two)
@@ -103,14 +103,14 @@ def test_the_same_batch_gives_the_same_sheet(make_backbone: Build, make_batch: B
     assert headings == list(reconstruction.HEADINGS) * 2  # two groups in the first row
 
 
-def test_part_of_a_lane_is_pictured(make_backbone: Build, make_batch: Build) -> None:
-    objective = objective_of(make_backbone())
+def test_part_of_a_lane_is_pictured(make_encoder: Build, make_batch: Build) -> None:
+    objective = objective_of(make_encoder())
     batch = make_batch(4, noise=objective.noise_per_sample(), lane_size=4)
     assert len(reconstruction.reconstructions(objective, batch, images=3)) == 3
 
 
-def test_jittered_colours_are_pictured_as_the_model_sees_them(make_backbone: Build, make_batch: Build) -> None:
-    objective = objective_of(make_backbone())
+def test_jittered_colors_are_pictured_as_the_model_sees_them(make_encoder: Build, make_batch: Build) -> None:
+    objective = objective_of(make_encoder())
     dark = torch.tensor([[0.0, 1, 1]]).repeat(3, 1)
     batch = make_batch(3, noise=objective.noise_per_sample(), jitter=dark)
     assert (reconstruction.reconstructions(objective, batch, images=2)[:, 0] == 0).all()

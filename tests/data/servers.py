@@ -215,7 +215,7 @@ class Proxy:
 
 @pytest.fixture(scope="session")
 def digit_shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Eight labelled shards of the embedded digits with their info.json; not to be written to."""
+    """Eight labeled shards of the embedded digits with their info.json; not to be written to."""
     out = tmp_path_factory.mktemp("digits") / "shards"
     pack.make(sources.open_source("digits", split="train"), out, shards=8, progress=False)
     return out

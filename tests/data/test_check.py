@@ -253,7 +253,7 @@ def test_stats(digits: Path) -> None:
         "samples": 60,
         "shards": 3,
         "bytes": sum(path.stat().st_size for path in digits.glob("*.tar")),
-        "labelled": True,
+        "labeled": True,
         "samples_per_class": {str(digit): target[digit] for digit in range(10)},
         "samples_per_shard": {"mean": 20.0, "min": 20, "max": 20},
         "image_size": {"height": {"mean": 8.0, "min": 8, "max": 8}, "width": {"mean": 8.0, "min": 8, "max": 8}},

@@ -30,7 +30,7 @@ def picture(mode: str) -> Image.Image:
     rgba = Image.fromarray(np.stack(layers, -1).astype(np.uint8))
     if mode == "I;16":
         return Image.fromarray((rows * 1500 + columns * 7).astype(np.uint16))
-    if mode == "P16":  # 16 colours: four bits a pixel
+    if mode == "P16":  # 16 colors: four bits a pixel
         return rgba.convert("RGB").quantize(16)
     return rgba.convert("RGB").convert(mode) if mode in ("P", "CMYK") else rgba.convert(mode)
 
@@ -72,7 +72,7 @@ def test_pixels_agree_with_pil(extension: str, mode: str, levels: int, channels:
     expected = np.asarray(Image.open(io.BytesIO(data)).convert(PIL_MODES[channels])).reshape(40, 52, channels)
     assert found.dtype == torch.uint8
     assert found.shape == (channels, 40, 52)
-    # Colour to grey rounds its weighted sum in one library and truncates it in the other: one level.
+    # Color to gray rounds its weighted sum in one library and truncates it in the other: one level.
     rounding = 1 if channels == 1 and mode not in ("L", "LA", "1") else 0
     difference = np.abs(found.numpy().transpose(1, 2, 0).astype(int) - expected.astype(int))
     assert difference.max() <= max(levels, rounding)
@@ -135,7 +135,7 @@ def test_channels_that_no_image_file_has_are_refused(channels: int, known: bool)
     if known:
         check_channels(channels)
     else:
-        with pytest.raises(UserError, match=rf"backbone\.channels={channels}"):
+        with pytest.raises(UserError, match=rf"encoder\.channels={channels}"):
             check_channels(channels)
 
 

@@ -21,7 +21,7 @@ MODES = {1: ImageReadMode.GRAY, 3: ImageReadMode.RGB}
 
 
 def photograph(height: int, width: int, seed: int = 0) -> Image.Image:
-    """Smooth colours, edges and noise."""
+    """Smooth colors, edges and noise."""
     generator = np.random.default_rng(seed)
     coarse = torch.from_numpy(generator.uniform(0, 255, (1, 3, 7, 9)))
     pixels = F.interpolate(coarse, (height, width), mode="bicubic")[0].numpy().transpose(1, 2, 0)
@@ -47,7 +47,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "4:2:0": {"subsampling": 2},
     "4:2:2": {"subsampling": 1},
     "4:4:4": {"subsampling": 0},
-    "optimised": {"optimize": True},
+    "optimized": {"optimize": True},
     "restarts": {"restart_marker_rows": 1},
     "progressive": {"progressive": True},
     "quality 30": {"quality": 30},
@@ -69,7 +69,7 @@ def test_a_region_is_exactly_that_part_of_the_whole(kind: str, channels: int) ->
         assert torch.equal(found, whole[:, top : top + height, left : left + width]), (top, left, height, width)
 
 
-def test_grey_files_too() -> None:
+def test_gray_files_too() -> None:
     data = jpeg(photograph(120, 90).convert("L"))
     for channels in (1, 3):
         whole = torchvisions(data, channels)

@@ -43,7 +43,7 @@ def same_samples(one: ShardSet, other: ShardSet) -> bool:
 def test_a_set_on_a_server_is_the_set_on_the_disk(server, folder: Path, spec: str) -> None:
     local, remote = open_shards(str(folder / "shards")), open_shards(f"{server.url}/{spec}", REMOTE)
     assert remote.urls == tuple(f"{server.url}/shards/{n:06d}.tar" for n in range(8))
-    for name in ("counts", "classes", "checksums", "sizes", "source", "licence", "fingerprint"):
+    for name in ("counts", "classes", "checksums", "sizes", "source", "license", "fingerprint"):
         assert getattr(remote, name) == getattr(local, name)
     assert not any(server.gets(f"shards/{n:06d}.tar") for n in range(8))  # info.json says it all
     assert same_samples(remote, local)

@@ -37,7 +37,7 @@ def mixture(folder: Path, train: float | None, test: float | None, **keys: Any) 
 
 def indices(data: DataConfig, steps: int, ranks: int = 1, start: list[LanePosition] | None = None) -> list[list[int]]:
     """The global batches' sample indices, step by step."""
-    view = View(train_transform(8, AugmentConfig(crop="centre")), 1, 10)
+    view = View(train_transform(8, AugmentConfig(crop="center")), 1, 10)
     shards = open_training(data)
     sources_ = [
         train_source(shards, view, data, batch_size=40, rank=rank, ranks=ranks, device=CPU) for rank in range(ranks)

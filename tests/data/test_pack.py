@@ -53,7 +53,7 @@ def members(folder: Path) -> dict[str, bytes]:
     return found
 
 
-def labelled_images(folder: Path) -> dict[bytes, int]:
+def labeled_images(folder: Path) -> dict[bytes, int]:
     found = members(folder)
     return {data: int(found[name.split(".")[0] + ".cls"]) for name, data in found.items() if name[-4:] != ".cls"}
 
@@ -67,17 +67,15 @@ def few_digits(count: int) -> Source:
 def test_folder_round_trip_is_bit_for_bit(tmp_path: Path) -> None:
     files = image_folder(tmp_path / "in", {"ant": 5, "bee": 4})
     info = make(open_source(str(tmp_path / "in")), tmp_path / "out", shards=3)
-    assert labelled_images(tmp_path / "out") == {data: int(file[:3] == "bee") for file, data in files.items()}
+    assert labeled_images(tmp_path / "out") == {data: int(file[:3] == "bee") for file, data in files.items()}
     assert info == json.loads((tmp_path / "out" / "info.json").read_text())
     assert [entry["samples"] for entry in info["shards"]] == [3, 3, 3]
     assert info["shards"][0]["bytes"] == (tmp_path / "out" / "000000.tar").stat().st_size
-    assert {
-        key: info[key] for key in ("format", "classes", "samples", "labelled", "source", "channels", "dropped")
-    } == {
+    assert {key: info[key] for key in ("format", "classes", "samples", "labeled", "source", "channels", "dropped")} == {
         "format": 1,
         "classes": ["ant", "bee"],
         "samples": 9,
-        "labelled": True,
+        "labeled": True,
         "source": "in (folder)",
         "channels": 3,
         "dropped": [],
@@ -111,7 +109,7 @@ def test_same_input_same_bytes_other_seed_other_order(tmp_path: Path) -> None:
     bytes_of = {name: [(tmp_path / name / file).read_bytes() for file in files] for name in ("one", "two", "three")}
     assert bytes_of["one"] == bytes_of["two"]
     assert bytes_of["one"][0] != bytes_of["three"][0]
-    assert labelled_images(tmp_path / "one") == labelled_images(tmp_path / "three")
+    assert labeled_images(tmp_path / "one") == labeled_images(tmp_path / "three")
 
 
 def test_shuffle_mixes_classes(tmp_path: Path) -> None:
@@ -180,15 +178,15 @@ def test_nothing_but_broken_images_is_an_error(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_unlabelled_flat_folder(tmp_path: Path) -> None:
+def test_unlabeled_flat_folder(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     for number in range(5):
         (tmp_path / "in" / f"{number}.png").write_bytes(encoded("PNG", number, mode="L"))
     info = make(open_source(str(tmp_path / "in")), tmp_path / "out")
-    assert (info["classes"], info["labelled"], info["channels"]) == (None, False, 1)
+    assert (info["classes"], info["labeled"], info["channels"]) == (None, False, 1)
     assert all(name.endswith(".png") for name in members(tmp_path / "out"))
     assert verify(tmp_path / "out") == []
-    assert stats(tmp_path / "out")["labelled"] is False
+    assert stats(tmp_path / "out")["labeled"] is False
     split = make(open_source(str(tmp_path / "in")), tmp_path / "split", holdout=0.4)
     assert (split["train"]["samples"], split["test"]["samples"]) == (3, 2)
 
@@ -198,12 +196,12 @@ def test_holdout_is_stratified_disjoint_and_repeatable(tmp_path: Path) -> None:
     source = open_source(str(tmp_path / "in"))
     result = make(source, tmp_path / "out", holdout=0.2, shards=4)
     make(source, tmp_path / "again", holdout=0.2, shards=4)
-    train, test = labelled_images(tmp_path / "out" / "train"), labelled_images(tmp_path / "out" / "test")
+    train, test = labeled_images(tmp_path / "out" / "train"), labeled_images(tmp_path / "out" / "test")
     assert Counter(test.values()) == {0: 4, 1: 2, 2: 1}
     assert not train.keys() & test.keys()
     assert train.keys() | test.keys() == set(files.values())
     assert {**train, **test} == {data: "abcd".index(file[0]) for file, data in files.items()}
-    assert test == labelled_images(tmp_path / "again" / "test")
+    assert test == labeled_images(tmp_path / "again" / "test")
     assert [entry["samples"] for entry in result["train"]["shards"]] == [7, 7, 7, 6]
     assert not (tmp_path / "out" / "info.json").exists()
     for part in ("train", "test"):
@@ -230,7 +228,7 @@ def test_parquet_is_packed_bit_for_bit(tmp_path: Path, monkeypatch: pytest.Monke
     rows = {"image": [{"bytes": data, "path": None} for data in images], "label": [0, 1] * 3}
     datasets.Dataset.from_dict(rows, features=features).to_parquet(str(tmp_path / "p.parquet"))
     info = make(open_source(str(tmp_path / "p.parquet")), tmp_path / "out")
-    assert labelled_images(tmp_path / "out") == dict(zip(images, [0, 1] * 3, strict=True))
+    assert labeled_images(tmp_path / "out") == dict(zip(images, [0, 1] * 3, strict=True))
     assert info["classes"] == ["x", "y"]
 
 

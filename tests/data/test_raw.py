@@ -38,20 +38,20 @@ def noise(size: tuple[int, int]) -> Image.Image:
 
 
 ANIMATED = {"save_all": True, "append_images": [OTHER]}
-GREY16 = Image.fromarray(RAMP[..., 0].astype(np.uint16) * 257)
+GRAY16 = Image.fromarray(RAMP[..., 0].astype(np.uint16) * 257)
 AS_THEY_ARE = {
     "jpeg": (encoded("JPEG"), "jpg", 3),
     "progressive jpeg": (encoded("JPEG", progressive=True), "jpg", 3),
-    "grey jpeg": (encoded("JPEG", PICTURE.convert("L")), "jpg", 1),
+    "gray jpeg": (encoded("JPEG", PICTURE.convert("L")), "jpg", 1),
     "cmyk jpeg": (encoded("JPEG", PICTURE.convert("CMYK")), "jpg", 3),
     "two pictures in a jpeg": (encoded("MPO", **ANIMATED), "jpg", 3),
     "thumbnail in a jpeg": (encoded("JPEG", exif=WITH_THUMBNAIL), "jpg", 3),
     "video behind a jpeg": (encoded("JPEG") + b"ftypmp42" * 99, "jpg", 3),
     "png": (encoded("PNG"), "png", 3),
-    "16-bit png": (encoded("PNG", GREY16), "png", 1),
+    "16-bit png": (encoded("PNG", GRAY16), "png", 1),
     "palette png": (encoded("PNG", PICTURE.convert("P"), transparency=3), "png", 3),
     "bilevel png": (encoded("PNG", PICTURE.convert("1")), "png", 1),
-    "grey-alpha png": (encoded("PNG", PICTURE.convert("LA")), "png", 1),
+    "gray-alpha png": (encoded("PNG", PICTURE.convert("LA")), "png", 1),
     "moving png": (encoded("PNG", **ANIMATED), "png", 3),
     "webp": (encoded("WEBP", quality=90), "webp", 3),
     "moving webp": (encoded("WEBP", **ANIMATED), "webp", 3),
@@ -84,9 +84,9 @@ def test_other_kinds_become_png_with_the_same_pixels(name: str) -> None:
 
 
 def test_16_bit_files_of_other_kinds_keep_their_values() -> None:
-    pgm = b"P5 60 40 65535\n" + np.asarray(GREY16).astype(">u2").tobytes()
-    for data in (pgm, encoded("TIFF", GREY16)):
-        np.testing.assert_array_equal(np.asarray(opened(to_stored(data, "it").data)), np.asarray(GREY16))
+    pgm = b"P5 60 40 65535\n" + np.asarray(GRAY16).astype(">u2").tobytes()
+    for data in (pgm, encoded("TIFF", GRAY16)):
+        np.testing.assert_array_equal(np.asarray(opened(to_stored(data, "it").data)), np.asarray(GRAY16))
     wider = Image.fromarray(np.full((4, 4), 70_000, dtype=np.int32))
     with pytest.raises(BrokenImageError, match="cannot be stored as PNG"):
         to_stored(encoded("TIFF", wider), "it")

@@ -153,7 +153,7 @@ def test_nothing_is_left_behind_by_stalled_and_abandoned_reads(server, pending: 
     assert threading.active_count() <= threads and pending() <= before
 
 
-def test_a_forked_process_does_not_finalise_its_parents_clients(server) -> None:
+def test_a_forked_process_does_not_finalize_its_parents_clients(server) -> None:
     """It would take the parent's sockets out of the event loop that both share, and the parent would hang."""
     read(server)
     client = weakref.ref(find_filesystem(server.url)[0])

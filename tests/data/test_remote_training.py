@@ -21,7 +21,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from ssl_vit import experiment, recipe
+from ssl_vit import api, recipe
 from ssl_vit.data import AugmentConfig, DataConfig, RemoteConfig
 from ssl_vit.data.evaluation import EvaluationStream, evaluation_batches
 from ssl_vit.data.loader import ignore_signals
@@ -161,7 +161,7 @@ def test_a_worker_that_waits_for_a_server_ends_by_the_second_sigterm(server: Fau
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 KEYS = ["training.steps=14", "training.checkpoint_every=2", "training.log_every=2", "training.picture_every=0"]
 KEYS += ["training.batch_size=128", "optim.warmup_steps=2", "data.lanes=2", "data.workers=1", "data.cache_mb=0"]
-KEYS += ["backbone.width=16", "backbone.depth=1", "backbone.heads=2", "training.trackers={}"]
+KEYS += ["encoder.width=16", "encoder.depth=1", "encoder.heads=2", "training.trackers={}"]
 
 
 def command(data: str, run: Path, *keys: str) -> list[str]:
@@ -186,7 +186,7 @@ def last_shard_of_the_first_epoch(digit_shards: Path) -> str:
 
 def train_here(data: str, run: Path, *keys: str) -> None:
     """As `train`, in this process."""
-    experiment.train(recipe.load_recipe("digits_ssl", [f"data.train={data}", f"run={run}", *KEYS, *keys]))
+    api.train(recipe.load_recipe("digits_ssl", [f"data.train={data}", f"run={run}", *KEYS, *keys]))
 
 
 def test_a_run_through_failures_and_an_outage_ends_as_one_from_the_disk(
@@ -216,7 +216,7 @@ def test_a_run_through_failures_and_an_outage_ends_as_one_from_the_disk(
     finally:
         torch.set_num_threads(threads)
     assert losses(web)[-1] == losses(disk)[-1]
-    there, here = load_file(web / "backbone.safetensors"), load_file(disk / "backbone.safetensors")
+    there, here = load_file(web / "encoder.safetensors"), load_file(disk / "encoder.safetensors")
     assert there.keys() == here.keys()
     assert all(torch.equal(there[name], here[name]) for name in here)
 

@@ -55,7 +55,7 @@ def test_class_folders_sorted_nested_and_bit_for_bit(tmp_path: Path) -> None:
     assert source.size == len(first) + len(nested) + len(third)
 
 
-def test_flat_folder_is_unlabelled_and_counts_other_files(tmp_path: Path) -> None:
+def test_flat_folder_is_unlabeled_and_counts_other_files(tmp_path: Path) -> None:
     for number in range(3):
         write(tmp_path / f"{number}.png", encoded("PNG", number))
     write(tmp_path / "notes.txt", b"hello")
@@ -173,8 +173,8 @@ def test_digits(split: str | None, count: int, first: int) -> None:
     source = open_source("digits", split=split)
     digits = load_digits()
     assert (source.count, source.classes) == (count, [str(digit) for digit in range(10)])
-    assert source.licence is not None
-    assert "CC BY 4.0" in source.licence
+    assert source.license is not None
+    assert "CC BY 4.0" in source.license
     for index in (0, count - 1):
         name, data = source.read(source.items[index])
         image = Image.open(io.BytesIO(data))

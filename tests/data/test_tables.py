@@ -71,12 +71,12 @@ def test_parquet_that_datasets_did_not_write(tmp_path: Path) -> None:
     source = open_source(str(file), label_column="kind")
     assert source.classes == ["ape", "wolf"]
     assert (all_images(source), labels(source)) == (images, [1, 0, 1])
-    unlabelled = open_source(str(file))
-    assert (unlabelled.classes, labels(unlabelled)) == (None, None)
+    unlabeled = open_source(str(file))
+    assert (unlabeled.classes, labels(unlabeled)) == (None, None)
     by_number = open_source(str(file), label_column="id", image_column="png")
     assert (by_number.classes, labels(by_number)) == (["5", "6", "7"], [0, 1, 2])
-    with pytest.raises(UserError, match="no column 'colour'"):
-        open_source(str(file), label_column="colour")
+    with pytest.raises(UserError, match="no column 'color'"):
+        open_source(str(file), label_column="color")
     with pytest.raises(UserError, match="does not hold images"):
         open_source(str(file), image_column="id")
 
@@ -160,9 +160,9 @@ def test_a_table_travels_to_another_process_without_its_images(tmp_path: Path) -
     images = [encoded("PNG", number) * 50 for number in range(9)]
     pq.write_table(pa.table({"png": images}), tmp_path / "p.parquet")
     read = open_source(str(tmp_path / "p.parquet")).read
-    travelling = pickle.dumps(read)
-    assert len(travelling) < len(images[0])
-    assert pickle.loads(travelling)(8) == ("row 8", images[8])
+    traveling = pickle.dumps(read)
+    assert len(traveling) < len(images[0])
+    assert pickle.loads(traveling)(8) == ("row 8", images[8])
 
 
 @pytest.mark.parametrize("spec", ["cifar10", "uoft-cs/cifar10"])

@@ -31,7 +31,7 @@ def evaluation_transform(size: Any, data: DataConfig) -> Callable[[torch.Tensor]
 
 
 def image(height: int, width: int, channels: int = 3, seed: int = 0) -> torch.Tensor:
-    """Smooth colours with some noise, uint8 (C, H, W)."""
+    """Smooth colors with some noise, uint8 (C, H, W)."""
     generator = np.random.default_rng(seed)
     coarse = torch.from_numpy(generator.uniform(0, 255, (1, channels, 5, 6)))
     smooth = F.interpolate(coarse, (height, width), mode="bilinear") + torch.from_numpy(
@@ -48,7 +48,7 @@ def resized(pixels: torch.Tensor, shorter: int) -> torch.Tensor:
     return v2.functional.resize(pixels, size, v2.InterpolationMode.BILINEAR, antialias=True)
 
 
-def centre(pixels: torch.Tensor, size: int) -> torch.Tensor:
+def center(pixels: torch.Tensor, size: int) -> torch.Tensor:
     top, left = (round((side - size) / 2.0) for side in pixels.shape[1:])
     return pixels[:, top : top + size, left : left + size]
 
@@ -56,7 +56,7 @@ def centre(pixels: torch.Tensor, size: int) -> torch.Tensor:
 @pytest.mark.parametrize(("share", "shorter"), [(256 / 224, 37), (1.0, 32), (1.5, 48)])
 @pytest.mark.parametrize("channels", [1, 3, 4])
 @pytest.mark.parametrize("size", SIZES)
-def test_evaluation_resizes_the_shorter_side_and_crops_the_centre(
+def test_evaluation_resizes_the_shorter_side_and_crops_the_center(
     size: tuple[int, int], channels: int, share: float, shorter: int
 ) -> None:
     pixels = image(*size, channels)
@@ -66,10 +66,10 @@ def test_evaluation_resizes_the_shorter_side_and_crops_the_centre(
     torchvisions = v2.Compose([v2.Resize(shorter, antialias=True), v2.CenterCrop(32)])
     assert torch.equal(found, torchvisions(pixels))
     by_hand = resized(pixels, shorter)
-    assert torch.equal(found, centre(by_hand, 32))
+    assert torch.equal(found, center(by_hand, 32))
     # Antialiased bilinear in floating point, rounded: at most a level away from the uint8 kernel.
     exact = F.interpolate(pixels[None].double(), by_hand.shape[1:], mode="bilinear", antialias=True)[0].round()
-    assert (centre(exact, 32) - found).abs().max() <= 1
+    assert (center(exact, 32) - found).abs().max() <= 1
 
 
 def test_the_papers_few_shot_view_is_256_and_224() -> None:
@@ -81,7 +81,7 @@ def test_the_papers_few_shot_view_is_256_and_224() -> None:
 def test_images_of_the_right_size_pass_untouched() -> None:
     pixels = image(28, 28, 1)
     assert torch.equal(evaluation_transform(28, DataConfig(train="x", evaluation_resize=1.0))(pixels), pixels)
-    assert torch.equal(train_transform(28, AugmentConfig(crop="centre"))(pixels), pixels)
+    assert torch.equal(train_transform(28, AugmentConfig(crop="center"))(pixels), pixels)
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -151,9 +151,9 @@ def test_shift_moves_the_image_over_zeros_and_nothing_else(padding: int, views: 
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_the_centre_crop_has_no_randomness(size: tuple[int, int]) -> None:
+def test_the_center_crop_has_no_randomness(size: tuple[int, int]) -> None:
     pixels = image(*size)
-    assert torch.equal(train_transform(32, AugmentConfig(crop="centre"))(pixels), centre(resized(pixels, 32), 32))
+    assert torch.equal(train_transform(32, AugmentConfig(crop="center"))(pixels), center(resized(pixels, 32), 32))
 
 
 @pytest.mark.parametrize("target", [(24, 40), (40, 24), (32, 8)])
@@ -169,7 +169,7 @@ def test_a_rectangle_is_cut_from_the_least_resize_that_covers_it(
     expected = v2.functional.center_crop(resized, [*target])
     exact = DataConfig(train="x", evaluation_resize=1.0)
     assert torch.equal(evaluation_transform(target, exact)(pixels), expected)
-    assert torch.equal(train_transform(target, AugmentConfig(crop="centre"))(pixels), expected)
+    assert torch.equal(train_transform(target, AugmentConfig(crop="center"))(pixels), expected)
     assert evaluation_transform(target, DataConfig(train="x"))(pixels).shape == (3, *target)
 
 
@@ -183,12 +183,12 @@ def test_random_crops_make_rectangles_too(crop: Any) -> None:
 def test_an_affine_shift_is_in_pixels_on_both_axes_of_a_rectangle() -> None:
     """A ramp along an axis tells how far it was shifted: never more than the padding, and as far on either axis."""
     augment = AugmentConfig(crop="affine", padding=3, degrees=0.0, zoom=0.0, shear=0.0)
-    transform, centre_pixel = train_transform((24, 48), augment), (0, 12, 24)
+    transform, center_pixel = train_transform((24, 48), augment), (0, 12, 24)
     for axis, side in ((0, 24), (1, 48)):
         ramp = torch.arange(side, dtype=torch.uint8)
         picture = (ramp[:, None].expand(24, 48) if axis == 0 else ramp.expand(24, 48))[None].contiguous()
         torch.manual_seed(0)
-        shifts = [abs(int(transform(picture)[centre_pixel]) - int(picture[centre_pixel])) for _ in range(200)]
+        shifts = [abs(int(transform(picture)[center_pixel]) - int(picture[center_pixel])) for _ in range(200)]
         assert max(shifts) == 3
 
 

@@ -20,7 +20,7 @@ from PIL import Image
 from typer.main import get_command
 
 from ssl_vit import cli, plugins, recipe
-from ssl_vit.compare.config import load_comparison, load_suite
+from ssl_vit.comparison.config import load_comparison, load_suite
 from ssl_vit.data.plan import check_topology
 
 ROOT = Path(__file__).parent.parent.parent
@@ -38,7 +38,7 @@ RULES = [
 ]
 TINY = {
     "train": [
-        "backbone.depth=1", "training.epochs=1", "training.batch_size=32", "training.precision=fp32", "data.workers=0",
+        "encoder.depth=1", "training.epochs=1", "training.batch_size=32", "training.precision=fp32", "data.workers=0",
         "training.picture_every=0",
     ],
     "compare": [
@@ -46,7 +46,7 @@ TINY = {
         "evaluators.fine_tune.steps=[2]", "evaluators.fine_tune.lrs=[0.01]", "evaluators.fine_tune.batch_size=32",
         "evaluators.fine_tune.tune_labels_per_class=2",
         *(
-            f"arms.{arm}.overrides=[backbone.image_size=32,backbone.depth=1,training.steps=2,training.batch_size=32,data.workers=0]"
+            f"arms.{arm}.overrides=[encoder.image_size=32,encoder.depth=1,training.steps=2,training.batch_size=32,data.workers=0]"
             for arm in ("ssl", "supervised")
         ),
     ],
@@ -95,7 +95,7 @@ INLINE = [
 ]
 HEADERS = [
     Line(str(path.relative_to(ROOT)), 0, text.removeprefix("# "))
-    for path in sorted((ROOT / "recipes").glob("*.yaml"))
+    for path in sorted((ROOT / "recipes").glob("*/*.yaml"))
     for text in path.read_text().split("\nname: ")[0].splitlines()
     if re.match(r"# (ssl-vit|accelerate launch) ", text)
 ]
@@ -219,7 +219,7 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
     for name in ("bee", "wasp"):
         pictures(tmp_path / "my_images" / name, 40)
-    pictures(tmp_path / "unlabelled", 40)
+    pictures(tmp_path / "unlabeled", 40)
     files = sorted((tmp_path / "my_images").rglob("*.jpg"))
     rows = [f"{file.relative_to(tmp_path)},{file.parent.name}" for file in files]
     (tmp_path / "labels.csv").write_text("\n".join(["file,label", *rows]))
@@ -288,7 +288,7 @@ def test_the_shown_recipe_is_one(tmp_path: Path) -> None:
     found = recipe.load_recipe(tmp_path / "bees.yaml")
     assert found.name == yaml.safe_load(shown)["name"]
     assert found.objective.model_dump()["corruption"] == 0.15
-    assert found.backbone.image_size == recipe.load_recipe("pretrain_vit_tiny").backbone.image_size
+    assert found.encoder.image_size == recipe.load_recipe("pretrain_vit_tiny").encoder.image_size
 
 
 def test_every_launch_file_has_its_place_in_the_table() -> None:

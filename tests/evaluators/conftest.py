@@ -1,4 +1,4 @@
-"""A task whose features are arrays: what an evaluator makes of them, without shards or a backbone."""
+"""A task whose features are arrays: what an evaluator makes of them, without shards or an encoder."""
 
 from __future__ import annotations
 

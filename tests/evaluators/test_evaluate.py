@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from sklearn.datasets import load_digits
 from torchvision.transforms import v2
 
-from ssl_vit import cli, experiment, recipe
+from ssl_vit import api, cli, recipe
 from ssl_vit.data import pack, sources
 from ssl_vit.data.samples import SampleReader
 from ssl_vit.data.shards import open_shards
@@ -27,7 +27,7 @@ from ssl_vit.evaluators import features, fine_tune, tuning
 from ssl_vit.evaluators.labels import labels_of
 from ssl_vit.files import sha256
 from ssl_vit.interfaces import Diverged, RunError, UserError
-from ssl_vit.models import backbone
+from ssl_vit.models import factory
 from ssl_vit.objectives import classification
 from ssl_vit.training.flops import training_flops
 
@@ -52,14 +52,14 @@ def trained(few_digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     for split in ("train", "test"):
         (folder / split).symlink_to(few_digits / split)
     keys = [f"data.train={folder}/train", f"run={folder}/run", "training.steps=3", "training.batch_size=16"]
-    experiment.train(recipe.load_recipe("digits_ssl", keys), quiet=True)
+    api.train(recipe.load_recipe("digits_ssl", keys), quiet=True)
     return folder
 
 
 @pytest.mark.parametrize("name", FAST)
 def test_every_evaluator_shows_both_references(trained: Path, name: str) -> None:
     run = trained / "run"
-    result = experiment.evaluate(run, name, f"{trained}/train", f"{trained}/test", FAST[name])
+    result = api.evaluate(run, name, f"{trained}/train", f"{trained}/test", FAST[name])
     assert {key.split("/")[0] for key in result["values"]} == {"trained", "untrained", "pixels"}
     accuracies = [v for k, v in result["values"].items() if k.endswith("mean")]
     assert accuracies and all(0 <= value <= 1 for value in accuracies)
@@ -72,7 +72,7 @@ def test_every_evaluator_shows_both_references(trained: Path, name: str) -> None
 
 def test_repeating_an_evaluation_replaces_its_result(trained: Path) -> None:
     results = [
-        experiment.evaluate(trained / "run", "knn", f"{trained}/train", f"{trained}/test", ["ks=[7]"]) for _ in range(2)
+        api.evaluate(trained / "run", "knn", f"{trained}/train", f"{trained}/test", ["ks=[7]"]) for _ in range(2)
     ]
     assert results[0]["values"] == results[1]["values"], "frozen features are the same every time"
     saved = json.loads((trained / "run" / "results.json").read_text())["evaluations"]
@@ -82,7 +82,7 @@ def test_repeating_an_evaluation_replaces_its_result(trained: Path) -> None:
 def test_a_checkpoint_is_judged_like_a_run(trained: Path) -> None:
     newest = sorted((trained / "run" / "checkpoints").iterdir())[-1]
     run, checkpoint = (
-        experiment.evaluate(path, "knn", f"{trained}/train", f"{trained}/test", ["ks=[5]"])["values"]
+        api.evaluate(path, "knn", f"{trained}/train", f"{trained}/test", ["ks=[5]"])["values"]
         for path in (trained / "run", newest)
     )
     assert run == checkpoint
@@ -90,18 +90,18 @@ def test_a_checkpoint_is_judged_like_a_run(trained: Path) -> None:
 
 def test_features_are_extracted_once_for_all_evaluators(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = (f"{trained}/train", f"{trained}/test")
-    first = experiment.evaluate(trained / "run", "few_shot", *data, ["shots=[2]"])
+    first = api.evaluate(trained / "run", "few_shot", *data, ["shots=[2]"])
     monkeypatch.setattr(features, "extract", None)  # nothing may be extracted any more
-    again = experiment.evaluate(trained / "run", "few_shot", *data, ["shots=[2]"])
+    again = api.evaluate(trained / "run", "few_shot", *data, ["shots=[2]"])
     assert again["measurements"] == first["measurements"], "a result repeats bit for bit"
-    experiment.evaluate(trained / "run", "knn", *data, ["ks=[3]", "labels_per_class=2", "seeds=[0,1,2]"])  # the same
+    api.evaluate(trained / "run", "knn", *data, ["ks=[3]", "labels_per_class=2", "seeds=[0,1,2]"])  # the same
     with pytest.raises(TypeError, match="NoneType"):
-        experiment.evaluate(trained / "run", "few_shot", *data, ["shots=[2]", "pooling=token"])
+        api.evaluate(trained / "run", "few_shot", *data, ["shots=[2]", "pooling=token"])
 
 
 def test_only_the_images_that_a_label_budget_allows_are_read(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = experiment.run_recipe(trained / "run")
-    task = experiment.make_task(trained / "run", settings, f"{trained}/train", f"{trained}/test")
+    settings = api.run_recipe(trained / "run")
+    task = api.make_task(trained / "run", settings, f"{trained}/train", f"{trained}/test")
     read: list[int] = []
     sample = SampleReader.sample
 
@@ -110,10 +110,10 @@ def test_only_the_images_that_a_label_budget_allows_are_read(trained: Path, monk
         return sample(self, shard, *where)
 
     monkeypatch.setattr(SampleReader, "sample", counted)
-    found = dict(task.labelled_features("trained", features.Representation(), (1, 3, "all"), (0, 1)))
+    found = dict(task.labeled_features("trained", features.Representation(), (1, 3, "all"), (0, 1)))
     assert len(read) == task.train.samples, "all are asked for"
     read.clear()
-    few = dict(task.labelled_features("trained", features.Representation(), (1, 3), (0, 1)))
+    few = dict(task.labeled_features("trained", features.Representation(), (1, 3), (0, 1)))
     assert len(read) == len({int(image) for one in few.values() for image in one.images}) < 61
     for place, one in few.items():
         assert one.images.tolist() == found[place].images.tolist()
@@ -122,13 +122,13 @@ def test_only_the_images_that_a_label_budget_allows_are_read(trained: Path, monk
 
 
 def test_the_cache_knows_other_weights_shards_and_preparation(trained: Path, tmp_path: Path) -> None:
-    settings = experiment.run_recipe(trained / "run")
+    settings = api.run_recipe(trained / "run")
     assert settings
     train, test = f"{trained}/train", f"{trained}/test"
 
     def names(**changed: Any) -> set[str]:
         arguments = {"weights": trained / "run", "settings": settings, "train": train, "test": test} | changed
-        task = experiment.make_task(**arguments, cache=tmp_path)
+        task = api.make_task(**arguments, cache=tmp_path)
         for source in ("trained", "pixels"):
             task.features(source, "test", features.Representation())
         return {path.name for path in tmp_path.glob("*.safetensors")}
@@ -168,7 +168,7 @@ def test_large_raw_pixels_are_shrunk_by_area() -> None:
 )
 def test_fine_tuning_variants(trained: Path, keys: list[str]) -> None:
     keys = [*FAST["fine_tune"], "seeds=[0]", *keys]
-    result = experiment.evaluate(trained / "run", "fine_tune", f"{trained}/train", f"{trained}/test", keys)
+    result = api.evaluate(trained / "run", "fine_tune", f"{trained}/train", f"{trained}/test", keys)
     found = [m for m in result["measurements"] if m["source"] == "trained"]
     assert all(0 <= m["accuracy"] <= 1 and m["flops"] > 0 for m in found)
     if "protocol=mae" in keys:
@@ -182,7 +182,7 @@ def test_fine_tuning_variants(trained: Path, keys: list[str]) -> None:
 
 def fine_tuned(trained: Path, *keys: str) -> list[dict[str, Any]]:
     data = (f"{trained}/train", f"{trained}/test")
-    result = experiment.evaluate(trained / "run", "fine_tune", *data, [*FAST["fine_tune"], *keys])
+    result = api.evaluate(trained / "run", "fine_tune", *data, [*FAST["fine_tune"], *keys])
     return [m for m in result["measurements"] if m["source"] == "trained"]
 
 
@@ -194,7 +194,7 @@ def test_what_a_sweep_chose_and_what_a_budget_lacked_stays_with_the_number(train
     assert not any(m["notes"] for m in found if m["labels_per_class"] == "all")
     data = (f"{trained}/train", f"{trained}/test")
     for name, keys in (("knn", ["ks=5"]), ("linear_probe", ["cs=0.1"])):
-        result = experiment.evaluate(trained / "run", name, *data, [*keys, "labels_per_class=99"])
+        result = api.evaluate(trained / "run", name, *data, [*keys, "labels_per_class=99"])
         assert "10 class(es) gave fewer than 99 images" in result["measurements"][0]["notes"][-1]
 
 
@@ -226,7 +226,7 @@ def test_a_single_candidate_is_taken_without_a_sweep(trained: Path, monkeypatch:
     monkeypatch.setattr(fine_tune, "train_classifier", counted)
     found = fine_tuned(trained, "labels_per_class=[5,all]", "lrs=[0.02]", "steps=[2]", "seeds=[0]")
     assert [m["chosen"] for m in found] == [{"lr": 0.02, "steps": 2}] * 2
-    assert images == [50, 400] * 2, "the backbone and its untrained twin, each once a label budget"
+    assert images == [50, 400] * 2, "the encoder and its untrained twin, each once a label budget"
 
 
 def test_a_chosen_rate_that_diverges_at_another_seed_is_named(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,7 +246,7 @@ def test_dropout_and_mixup_do_not_depend_on_what_came_before(
     trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys = [f"data.train={trained}/train", f"run={tmp_path}/run", "training.steps=2", "training.batch_size=16"]
-    experiment.train(recipe.load_recipe("digits_supervised", [*keys, "backbone.dropout=0.5"]), quiet=True)
+    api.train(recipe.load_recipe("digits_supervised", [*keys, "encoder.dropout=0.5"]), quiet=True)
     heads: list[torch.Tensor] = []
 
     def kept(task: Any, objective: Any, *rest: Any) -> Any:
@@ -260,7 +260,7 @@ def test_dropout_and_mixup_do_not_depend_on_what_came_before(
         np.random.seed(before)
         more = ["seeds=[0]", "labels_per_class=5", "mixup=0.8", "cutmix=1.0"]
         data = (f"{trained}/train", f"{trained}/test")
-        experiment.evaluate(tmp_path / "run", "fine_tune", *data, [*FAST["fine_tune"], *more])
+        api.evaluate(tmp_path / "run", "fine_tune", *data, [*FAST["fine_tune"], *more])
     once, again = heads[: len(heads) // 2], heads[len(heads) // 2 :]
     assert len(once) == 2 and not torch.equal(once[0], once[1])
     assert all(torch.equal(one, other) for one, other in zip(once, again, strict=True))
@@ -270,7 +270,7 @@ def test_fine_tuning_may_set_the_dropout_of_every_arm(
     trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys = [f"data.train={trained}/train", f"run={tmp_path}/run", "training.steps=2", "training.batch_size=16"]
-    experiment.train(recipe.load_recipe("digits_supervised", [*keys, "backbone.dropout=0.5"]), quiet=True)
+    api.train(recipe.load_recipe("digits_supervised", [*keys, "encoder.dropout=0.5"]), quiet=True)
     measurement, rates = fine_tune.measurement, list[set[float]]()
 
     def seen(task: Any, objective: Any, *rest: Any) -> Any:
@@ -281,7 +281,7 @@ def test_fine_tuning_may_set_the_dropout_of_every_arm(
     for more in ([], ["dropout=0.25"], ["dropout=0"]):
         data = (f"{trained}/train", f"{trained}/test")
         keys = [*FAST["fine_tune"], "seeds=[0]", "labels_per_class=5", "steps=1", *more]
-        experiment.evaluate(tmp_path / "run", "fine_tune", *data, keys)
+        api.evaluate(tmp_path / "run", "fine_tune", *data, keys)
     assert rates == [{0.0, 0.5}] * 2 + [{0.0, 0.25}] * 2 + [{0.0}] * 2, "never inside the attention"
 
 
@@ -289,13 +289,11 @@ def test_a_share_of_the_labels_is_as_many_for_every_evaluator(trained: Path) -> 
     data = (f"{trained}/train", f"{trained}/test")
     more = {"fine_tune": [*FAST["fine_tune"], "seeds=[0]", "held_out=0.3"], "knn": ["ks=[5]"]}
     counts = {
-        name: experiment.evaluate(trained / "run", name, *data, [*keys, "labels_per_class=10%"])["measurements"][0][
-            "labels"
-        ]
+        name: api.evaluate(trained / "run", name, *data, [*keys, "labels_per_class=10%"])["measurements"][0]["labels"]
         for name, keys in more.items()
     }
     assert counts["fine_tune"] == counts["knn"] == 40
-    found = experiment.evaluate(trained / "run", "fine_tune", *data, [*more["fine_tune"], "labels_per_class=all"])
+    found = api.evaluate(trained / "run", "fine_tune", *data, [*more["fine_tune"], "labels_per_class=all"])
     assert {m["labels"] for m in found["measurements"]} == {400}, "raw pixels too"
 
 
@@ -307,9 +305,7 @@ def test_maes_protocol_takes_steps_in_place_of_its_epochs() -> None:
 def test_what_diverges_is_counted_and_leaves_the_loss_scale_as_it_was(
     trained: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    task = experiment.make_task(
-        trained / "run", experiment.run_recipe(trained / "run"), f"{trained}/train", f"{trained}/test"
-    )
+    task = api.make_task(trained / "run", api.run_recipe(trained / "run"), f"{trained}/train", f"{trained}/test")
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     monkeypatch.setattr(task.accelerator, "scaler", scaler)
     train = tuning.loop.train
@@ -336,12 +332,12 @@ def test_results_of_weights_that_are_gone_are_left_out(trained: Path, tmp_path: 
     shutil.copytree(trained / "run", run)
     (run / "results.json").unlink(missing_ok=True)
     for name, keys in (("knn", ["ks=[5]"]), ("few_shot", ["shots=[2]"])):
-        experiment.evaluate(run, name, *data, keys)
-    other = backbone.load(run)
-    tensors = backbone.state(other)
+        api.evaluate(run, name, *data, keys)
+    other = factory.load(run)
+    tensors = factory.state(other)
     tensors["norm.bias"] = tensors["norm.bias"] + 1
-    save_file(tensors, run / "backbone.safetensors")
-    experiment.evaluate(run, "knn", *data, ["ks=[3]"])
+    save_file(tensors, run / "encoder.safetensors")
+    api.evaluate(run, "knn", *data, ["ks=[3]"])
     saved = json.loads((run / "results.json").read_text())["evaluations"]
     assert [old["settings"].get("ks") for old in saved] == [[3]]
 
@@ -351,8 +347,8 @@ def test_labels_of_one_class_are_nothing_to_judge_by(trained: Path, tmp_path: Pa
     one = replace(source, labels=np.zeros_like(source.labels))
     pack.make(one, tmp_path / "one", shards=2, progress=False)
     for name in ("few_shot", "knn", "linear_probe", "fine_tune"):
-        with pytest.raises(UserError, match="one: all labelled images there are of one class"):
-            experiment.evaluate(trained / "run", name, f"{tmp_path}/one", f"{tmp_path}/one", FAST[name])
+        with pytest.raises(UserError, match="one: all labeled images there are of one class"):
+            api.evaluate(trained / "run", name, f"{tmp_path}/one", f"{tmp_path}/one", FAST[name])
 
 
 def test_the_streaming_probe_learns_on_frozen_features(trained: Path) -> None:
@@ -364,19 +360,19 @@ def test_the_streaming_probe_learns_on_frozen_features(trained: Path) -> None:
         "warmup_epochs=1",
         "batch_size=64",
         "lanes=4",
-        "augment.crop=centre",
+        "augment.crop=center",
         "augment.flip=false",
     ]
-    result = experiment.evaluate(trained / "run", "linear_probe", f"{trained}/train", f"{trained}/test", keys)
+    result = api.evaluate(trained / "run", "linear_probe", f"{trained}/train", f"{trained}/test", keys)
     found = [m for m in result["measurements"] if m["source"] == "trained"]
     labels = sum(round(0.9 * count) for count in np.bincount(labels_of(open_shards(f"{trained}/train"))))
     assert [m["labels"] for m in found] == [40, labels]
     assert [m["images_seen"] for m in found] == [20 * 40, math.ceil(20 * labels / 64) * 64]
     assert found[1]["accuracy"] > 0.35
-    model = backbone.load(trained / "run")
+    model = factory.load(trained / "run")
     per_image = found[1]["flops"] / found[1]["images_seen"]
     whole = training_flops(classification.Objective(model, classification.Config(head="linear", pooling="mean"), 10))
-    assert per_image < 0.4 * whole, "no backward pass through the backbone"
+    assert per_image < 0.4 * whole, "no backward pass through the encoder"
 
 
 @pytest.mark.parametrize(
@@ -398,18 +394,18 @@ def test_the_streaming_probe_learns_on_frozen_features(trained: Path) -> None:
         ("run", "linear_probe", ["method=lars", "pooling=both"], "token, mean or patches"),
         ("run", "linear_probe", ["method=lars", "labels_per_class=1", "lanes=16"], "lower lanes"),
         ("nowhere", "knn", [], "no such run"),
-        ("train", "knn", [], "no backbone.safetensors"),
+        ("train", "knn", [], "no encoder.safetensors"),
     ],
 )
 def test_wrong_input_is_named(trained: Path, run: str, name: str, keys: list[str], expected: str) -> None:
     with pytest.raises(UserError, match=expected):
-        experiment.evaluate(trained / run, name, f"{trained}/train", f"{trained}/test", keys)
+        api.evaluate(trained / run, name, f"{trained}/train", f"{trained}/test", keys)
 
 
 @pytest.mark.parametrize("method", ["timm", "google"])
 def test_frozen_features_at_another_size_and_aspect_ratio(trained: Path, method: Any) -> None:
-    settings = experiment.run_recipe(trained / "run")
-    task = experiment.make_task(trained / "run", settings, f"{trained}/train", f"{trained}/test")
+    settings = api.run_recipe(trained / "run")
+    task = api.make_task(trained / "run", settings, f"{trained}/train", f"{trained}/test")
     wide = features.Representation("patches", image_size=(8, 12), position_resampling=method)
     found = task.features("trained", "test", wide)
     assert found.vectors.shape == (100, 4 * 6 * 64)
@@ -417,14 +413,14 @@ def test_frozen_features_at_another_size_and_aspect_ratio(trained: Path, method:
     # The least 12x12 that covers 8x12, cut in the middle.
     images = v2.functional.resize(torch.from_numpy(digits).to(torch.uint8), [12, 12], antialias=True)[:, :, 2:10]
     for way in ("timm", "google"):
-        model = backbone.at_size(backbone.load(trained / "run"), (8, 12), way).eval()
+        model = factory.at_size(factory.load(trained / "run"), (8, 12), way).eval()
         with torch.no_grad():
             expected = model.pool(model(images), "patches")
         away = torch.from_numpy(found.vectors)[:, None].sub(expected).abs().amax(-1)
         assert (away.amin(1).max() < 1e-3) == (way == method)  # packing has shuffled the digits
     assert task.features("pixels", "test", wide).vectors.shape == (100, 64)
     keys = ["image_size=[8,12]", f"position_resampling={method}", "ks=[5]"]
-    result = experiment.evaluate(trained / "run", "knn", f"{trained}/train", f"{trained}/test", keys)
+    result = api.evaluate(trained / "run", "knn", f"{trained}/train", f"{trained}/test", keys)
     assert result["settings"]["image_size"] == [8, 12]
 
 
@@ -508,9 +504,9 @@ def test_weights_that_no_result_can_be_written_beside_are_refused_before_anythin
     run = shutil.copytree(trained / "run", tmp_path / "run")
     (run / ".results.lock").unlink(missing_ok=True)
     (run / ".results.lock").mkdir()
-    monkeypatch.setattr(experiment, "make_task", None)
+    monkeypatch.setattr(api, "make_task", None)
     with pytest.raises(UserError, match=r"results\.json cannot be written there .*: copy the weights"):
-        experiment.evaluate(run, "knn", f"{trained}/train", f"{trained}/test")
+        api.evaluate(run, "knn", f"{trained}/train", f"{trained}/test")
 
 
 def test_a_label_of_astronomical_size_is_none(tmp_path: Path) -> None:
@@ -532,8 +528,8 @@ def test_a_sweep_chooses_by_the_number_that_its_set_counts_by(
 ) -> None:
     found = iter([{"accuracy": 0.9, "mean_per_class": 0.1}, {"accuracy": 0.2, "mean_per_class": 0.8}])
     monkeypatch.setattr(fine_tune, "scores", lambda *arguments: next(found))
-    settings = experiment.run_recipe(trained / "run")
-    task = experiment.make_task(trained / "run", settings, f"{trained}/train", f"{trained}/test", metric=metric)
+    settings = api.run_recipe(trained / "run")
+    task = api.make_task(trained / "run", settings, f"{trained}/train", f"{trained}/test", metric=metric)
     config = fine_tune.Config.model_validate({"lrs": [0.01, 0.02], "steps": [1], "batch_size": 16, "lanes": 4})
     choice = fine_tune.Evaluator(config).choose(task, "trained", 5, 0)
     assert choice is not None and choice.chosen["lr"] == lr
@@ -543,25 +539,25 @@ def test_a_sweep_chooses_by_the_number_that_its_set_counts_by(
 def test_weights_that_give_no_numbers_are_named(trained: Path, tmp_path: Path, name: str) -> None:
     run = tmp_path / "run"
     shutil.copytree(trained / "run", run)
-    tensors = backbone.state(backbone.load(run))
+    tensors = factory.state(factory.load(run))
     tensors["blocks.0.mlp.fc1.bias"][3] = torch.nan
-    save_file(tensors, run / "backbone.safetensors")
+    save_file(tensors, run / "encoder.safetensors")
     with pytest.raises(RunError, match="not finite"):
-        experiment.evaluate(run, name, f"{trained}/train", f"{trained}/test", FAST[name])
+        api.evaluate(run, name, f"{trained}/train", f"{trained}/test", FAST[name])
     before = json.loads((run / "results.json").read_text())["evaluations"] if (run / "results.json").exists() else []
-    assert all(row["sha256"] != sha256(run / "backbone.safetensors") for row in before)
+    assert all(row["sha256"] != sha256(run / "encoder.safetensors") for row in before)
 
 
 def test_a_share_that_the_held_out_images_cut_says_so(trained: Path) -> None:
     keys = [*FAST["fine_tune"], "lrs=[0.01,0.02]", "seeds=[0]", "held_out=0.3", "labels_per_class=95%"]
-    found = experiment.evaluate(trained / "run", "fine_tune", f"{trained}/train", f"{trained}/test", keys)
+    found = api.evaluate(trained / "run", "fine_tune", f"{trained}/train", f"{trained}/test", keys)
     notes = {note for row in found["measurements"] if row["source"] == "trained" for note in row["notes"]}
     assert notes == {"95% of the labels are 380 images; 279 could be used"}
 
 
 def test_one_image_a_class_holds_none_out_and_the_probe_says_that_c_was_not_chosen(trained: Path) -> None:
     keys = ["cs=[0.01,0.1,1]", "labels_per_class=[1,20]", "seeds=[0]"]
-    found = experiment.evaluate(trained / "run", "linear_probe", f"{trained}/train", f"{trained}/test", keys)
+    found = api.evaluate(trained / "run", "linear_probe", f"{trained}/train", f"{trained}/test", keys)
     one, twenty = (row for row in found["measurements"] if row["source"] == "trained")
     assert not one["chosen"] and one["notes"][0].startswith(
         "no image could be held out to choose C by: 0.1, the middle"

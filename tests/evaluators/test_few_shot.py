@@ -37,7 +37,7 @@ def shots_of(train: Split, shots: Sequence[int], seeds: Sequence[int]) -> dict[t
 
 
 def prepared(train: np.ndarray, test: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Standardised by train's mean and population deviation + 1e-5, and the constant feature 100, in float64."""
+    """Standardized by train's mean and population deviation + 1e-5, and the constant feature 100, in float64."""
     train, test = train.astype(np.float64), test.astype(np.float64)
     mean = train.sum(0) / len(train)
     deviation = np.sqrt(((train - mean) ** 2).sum(0) / len(train)) + 1e-5

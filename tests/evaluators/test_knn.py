@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from ssl_vit.evaluators.knn import Config, Evaluator, knn_predictions
-from ssl_vit.evaluators.labels import choose_labelled
+from ssl_vit.evaluators.labels import choose_labeled
 from ssl_vit.interfaces import UserError
 from ssl_vit.recipe import validate
 
@@ -26,7 +26,7 @@ def accuracies(
 
 
 def naive_predictions(k: int, temperature: float) -> np.ndarray:
-    """One query and one neighbour at a time, in float64."""
+    """One query and one neighbor at a time, in float64."""
     predictions = []
     for query in TEST_X.astype(np.float64):
         similar = []
@@ -62,7 +62,7 @@ def test_k_beyond_the_training_set_counts_all_of_it() -> None:
     assert together[60] == together[61] == together[10_000]
 
 
-def test_the_temperature_and_the_neighbours_matter() -> None:
+def test_the_temperature_and_the_neighbors_matter() -> None:
     sharp, flat = (naive_predictions(20, temperature) for temperature in (0.02, 1.0))
     assert (sharp != flat).any()
     assert (naive_predictions(1, 1.0) != flat).any()
@@ -90,7 +90,7 @@ def test_a_vector_of_zeros_is_no_accident() -> None:
     assert set(found) == {61}
 
 
-def test_of_equally_similar_neighbours_the_earlier_count() -> None:
+def test_of_equally_similar_neighbors_the_earlier_count() -> None:
     train = np.repeat(np.eye(3, dtype=np.float32), [4, 4, 2], axis=0)
     labels = np.array([5, 5, 9, 9, 9, 9, 9, 9, 2, 2])
     assert accuracies(train, labels, train[:1], np.array([5]), ks=(2,)) == {2: 1.0}
@@ -101,7 +101,7 @@ def test_of_equally_similar_neighbours_the_earlier_count() -> None:
 def test_the_evaluator_uses_the_labels_it_was_allowed(array_task: Any, budget: int | str) -> None:
     task = array_task((TRAIN_X, TRAIN_Y), (TEST_X, TEST_Y))
     config = Config(ks=(20, 1), labels_per_class=budget, seeds=3, temperature=0.5)
-    rows = choose_labelled(TRAIN_Y, budget, 3)
+    rows = choose_labeled(TRAIN_Y, budget, 3)
     expected = accuracies(TRAIN_X[rows], TRAIN_Y[rows], TEST_X, TEST_Y, ks=(20, 1), temperature=0.5)
     found = list(Evaluator(config).measure(task, "trained", (budget,), (3,)))
     assert [m.accuracy for m in found] == list(expected.values())

@@ -12,7 +12,7 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
-from ssl_vit.evaluators.labels import choose_labelled, held_out_split
+from ssl_vit.evaluators.labels import choose_labeled, held_out_split
 from ssl_vit.evaluators.linear_probe import Config, Evaluator, probe_accuracy
 
 CS = (1e-4, 1e-2, 1.0, 100.0)
@@ -62,16 +62,16 @@ def test_images_without_a_label_are_on_neither_side() -> None:
 
 
 def reference_accuracy(train: tuple[np.ndarray, np.ndarray], test: tuple[np.ndarray, np.ndarray], c: float) -> float:
-    """Standardised as MAE's affine-free BatchNorm (eps 1e-6) does, then scikit-learn's own logistic regression."""
+    """Standardized as MAE's affine-free BatchNorm (eps 1e-6) does, then scikit-learn's own logistic regression."""
 
-    def normalised(x: np.ndarray) -> np.ndarray:
+    def normalized(x: np.ndarray) -> np.ndarray:
         mean, variance = torch.from_numpy(train[0].mean(0)), torch.from_numpy(train[0].var(0))
         return F.batch_norm(torch.from_numpy(x), mean, variance, eps=1e-6).numpy()
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model = LogisticRegression(C=c, max_iter=1000).fit(normalised(train[0]), train[1])
-        return float(model.score(normalised(test[0]), test[1]))
+        model = LogisticRegression(C=c, max_iter=1000).fit(normalized(train[0]), train[1])
+        return float(model.score(normalized(test[0]), test[1]))
 
 
 @pytest.mark.parametrize(("seed", "share"), [(0, 0.2), (1, 0.2), (0, 0.4)])
@@ -119,7 +119,7 @@ def test_the_evaluator_uses_the_labels_it_was_allowed(array_task: Any, budget: i
     config = Config(cs=CS, labels_per_class=budget, seeds=(2, 3), held_out=0.3)
     found = list(Evaluator(config).measure(task, "trained", (budget,), (2, 3)))
     for seed, measured in zip((2, 3), found, strict=True):
-        rows = choose_labelled(LABELS, budget, seed)
+        rows = choose_labeled(LABELS, budget, seed)
         accuracy, c = probe_accuracy(x[rows], LABELS[rows], test, LABELS, cs=CS, held_out=0.3, seed=seed)
         assert (measured.accuracy, measured.chosen, measured.labels) == (accuracy, {"C": c}, len(rows))
         assert measured.per_class[2:4] == (None, None), "classes without a test image have no accuracy"

@@ -11,18 +11,18 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ssl_vit import experiment, recipe
+from ssl_vit import api, recipe
 from ssl_vit.data import DataConfig
 from ssl_vit.data.evaluation import EvaluationStream, evaluation_batches
 from ssl_vit.data.samples import View
 from ssl_vit.data.shards import open_shards
 from ssl_vit.data.transforms import evaluation_transform
 from ssl_vit.interfaces import RunError, UserError
-from ssl_vit.models import backbone
+from ssl_vit.models import factory
 from ssl_vit.objectives import classification
 from ssl_vit.training import checkpoint
 
-KEYS = ["training.steps=60", "training.checkpoint_every=30", "training.picture_every=0", "backbone.depth=2"]
+KEYS = ["training.steps=60", "training.checkpoint_every=30", "training.picture_every=0", "encoder.depth=2"]
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def folder(few_digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / split).symlink_to(few_digits / split)
     for name, steps in (("digits_supervised", 60), ("digits_ssl", 2)):
         keys = [*KEYS, f"data.train={folder}/train", f"run={folder}/{name}", f"training.steps={steps}"]
-        experiment.train(recipe.load_recipe(name, keys), quiet=True)
+        api.train(recipe.load_recipe(name, keys), quiet=True)
     return folder
 
 
@@ -41,7 +41,7 @@ def by_hand(folder: Path, saved: Path) -> float:
     """Accuracy of a checkpoint's head over the test digits, without the evaluators' room."""
     settings = recipe.load_recipe(folder / "digits_supervised" / "recipe.yaml")
     assert isinstance(settings.objective, classification.Config)
-    objective = classification.Objective(backbone.load(saved), settings.objective, 10).eval()
+    objective = classification.Objective(factory.load(saved), settings.objective, 10).eval()
     checkpoint.load_head(saved, objective)
     data = DataConfig(train="x", evaluation_resize=1.0)
     view = View(evaluation_transform(8, data), 1, 10, needs_labels=True)
@@ -56,7 +56,7 @@ def by_hand(folder: Path, saved: Path) -> float:
 
 def test_it_is_the_accuracy_of_the_trained_classifier(folder: Path) -> None:
     run = folder / "digits_supervised"
-    found = experiment.evaluate(run, "own_head", f"{folder}/train", f"{folder}/test")
+    found = api.evaluate(run, "own_head", f"{folder}/train", f"{folder}/test")
     values = found["values"]
     accuracy = next(value for name, value in values.items() if "own head/mean" in name)
     assert accuracy == pytest.approx(by_hand(folder, checkpoint.folders(run)[-1]), abs=1e-9)
@@ -66,7 +66,7 @@ def test_it_is_the_accuracy_of_the_trained_classifier(folder: Path) -> None:
 
 def test_an_earlier_checkpoint_is_judged_by_its_own_head(folder: Path) -> None:
     early, late = checkpoint.folders(folder / "digits_supervised")
-    found = experiment.evaluate(early, "own_head", f"{folder}/train", f"{folder}/test")["values"]
+    found = api.evaluate(early, "own_head", f"{folder}/train", f"{folder}/test")["values"]
     accuracy = next(value for name, value in found.items() if "own head/mean" in name)
     assert accuracy == pytest.approx(by_hand(folder, early), abs=1e-9)
     assert accuracy != pytest.approx(by_hand(folder, late), abs=1e-9)
@@ -74,7 +74,7 @@ def test_an_earlier_checkpoint_is_judged_by_its_own_head(folder: Path) -> None:
 
 def test_runs_without_a_classifier_are_refused(folder: Path) -> None:
     with pytest.raises(UserError, match="own_head needs a run whose objective is classification"):
-        experiment.evaluate(folder / "digits_ssl", "own_head", f"{folder}/train", f"{folder}/test")
+        api.evaluate(folder / "digits_ssl", "own_head", f"{folder}/train", f"{folder}/test")
 
 
 def test_a_run_that_is_still_trained_knows_its_classes_and_a_part_of_the_labels_counts(
@@ -82,8 +82,8 @@ def test_a_run_that_is_still_trained_knows_its_classes_and_a_part_of_the_labels_
 ) -> None:
     run = tmp_path / "run"
     keys = [f"data.train={folder}/train", f"run={run}", "data.samples=50"]
-    experiment.train(recipe.load_recipe("digits_supervised", [*KEYS, *keys, "training.steps=4"]), quiet=True)
-    measured = experiment.evaluate(run, "own_head", f"{folder}/train", f"{folder}/test")["measurements"]
+    api.train(recipe.load_recipe("digits_supervised", [*KEYS, *keys, "training.steps=4"]), quiet=True)
+    measured = api.evaluate(run, "own_head", f"{folder}/train", f"{folder}/test")["measurements"]
     assert [row["labels"] for row in measured] == [50], "what its head was trained on"
     (run / "summary.json").unlink()
     for split in ("train", "test"):
@@ -92,7 +92,7 @@ def test_a_run_that_is_still_trained_knows_its_classes_and_a_part_of_the_labels_
         info["classes"].reverse()
         (tmp_path / split / "info.json").write_text(json.dumps(info))
     with pytest.raises(UserError, match="have other classes: class 0 is 0 in one, 9 in the other"):
-        experiment.evaluate(run, "own_head", f"{tmp_path}/train", f"{tmp_path}/test")
+        api.evaluate(run, "own_head", f"{tmp_path}/train", f"{tmp_path}/test")
 
 
 def test_a_head_that_gives_no_numbers_is_named(folder: Path, tmp_path: Path) -> None:
@@ -101,4 +101,4 @@ def test_a_head_that_gives_no_numbers_is_named(folder: Path, tmp_path: Path) -> 
     head = checkpoint.folders(run)[-1] / checkpoint.OBJECTIVE
     save_file({name: tensor.fill_(torch.nan) for name, tensor in load_file(head).items()}, head)
     with pytest.raises(RunError, match=r"the logits of image 0 of .*test are not finite"):
-        experiment.evaluate(run, "own_head", f"{folder}/train", f"{folder}/test")
+        api.evaluate(run, "own_head", f"{folder}/train", f"{folder}/test")

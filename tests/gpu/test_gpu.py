@@ -24,7 +24,7 @@ STEPS = 200
 
 @pytest.fixture(scope="module")
 def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """512 pictures of 224 px: coloured squares on noise, so that there is something to learn."""
+    """512 pictures of 224 px: colored squares on noise, so that there is something to learn."""
     folder, dice = tmp_path_factory.mktemp("pictures"), np.random.default_rng(0)
     for number in range(512):
         pixels = dice.integers(0, 40, (224, 224, 3), dtype=np.uint8)
@@ -38,7 +38,7 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def keys(pictures: Path, run: Path, *more: str) -> list[str]:
-    fixed = [f"data.train={pictures}", f"run={run}", "backbone.name=vit_small_patch16_224", "backbone.image_size=224"]
+    fixed = [f"data.train={pictures}", f"run={run}", "encoder.name=vit_small_patch16_224", "encoder.image_size=224"]
     fixed += [
         "data.lanes=8",
         "data.workers=4",
@@ -52,8 +52,8 @@ def keys(pictures: Path, run: Path, *more: str) -> list[str]:
 
 def train(pictures: Path, run: Path, *more: str, launcher: tuple[str, ...] = ()) -> str:
     """In a process of its own, which reports the most memory it had allocated, in bytes, as its last line."""
-    program = "import sys; from ssl_vit import recipe, experiment; import torch; name, *keys = sys.argv[1:]; "
-    program += "experiment.train(recipe.load_recipe(name, keys), quiet=True); print(torch.cuda.max_memory_allocated())"
+    program = "import sys; from ssl_vit import recipe, api; import torch; name, *keys = sys.argv[1:]; "
+    program += "api.train(recipe.load_recipe(name, keys), quiet=True); print(torch.cuda.max_memory_allocated())"
     command = [sys.executable, *launcher, *(("-m", "ssl_vit", "train") if launcher else ("-c", program))]
     done = subprocess.run(
         [*command, *keys(pictures, run, *more)],
@@ -73,7 +73,7 @@ def losses(run: Path) -> list[float]:
 
 
 def weights(run: Path) -> dict[str, torch.Tensor]:
-    with safe_open(run / "backbone.safetensors", "pt") as tensors:
+    with safe_open(run / "encoder.safetensors", "pt") as tensors:
         return {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118
 
 
@@ -98,7 +98,7 @@ def test_precisions_and_memory(pictures: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_a_run_goes_on_as_the_undisturbed_one(pictures: Path, tmp_path: Path, precision: str) -> None:
     """From its checkpoint of step 100, with the scaler's state; sums on a GPU come in any order, so not bit for bit."""
-    more = (f"training.precision={precision}", "backbone.dropout=0.1")
+    more = (f"training.precision={precision}", "encoder.dropout=0.1")
     train(pictures, tmp_path / "run", *more)
     whole = losses(tmp_path / "run")
     for path in (tmp_path / "run" / "checkpoints" / f"step_{STEPS:08d}").rglob("*"):
@@ -114,7 +114,7 @@ def test_a_run_goes_on_as_the_undisturbed_one(pictures: Path, tmp_path: Path, pr
 def test_auto_batch_on_a_gpu(pictures: Path, tmp_path: Path, make: Callable[[Path], tuple[str, ...]]) -> None:
     run = tmp_path / "run"
     train(
-        pictures, run, *make(run), "training.steps=2", "training.precision=bf16", "backbone.name=vit_large_patch16_224"
+        pictures, run, *make(run), "training.steps=2", "training.precision=bf16", "encoder.name=vit_large_patch16_224"
     )
     first = json.loads((run / "metrics.jsonl").read_text().splitlines()[0])
     assert first["event"] == "auto_batch" and first["accumulate"] * first["micro_batch"] == 4096
@@ -137,7 +137,7 @@ def test_a_step_waits_for_nothing_and_compiles_once(pictures: Path, tmp_path: Pa
     program = """
 import sys, torch
 from torch._dynamo.utils import counters
-from ssl_vit import experiment
+from ssl_vit import api
 from ssl_vit.data.mixture import open_training
 from ssl_vit.data.plan import LanePosition
 from ssl_vit.recipe import load_recipe
@@ -147,7 +147,7 @@ from ssl_vit.training.step import Stepper
 name, compiled, *keys = sys.argv[1:]
 settings = load_recipe(name, keys)
 accelerator = make_accelerator("bf16", compiled=bool(compiled))
-job = experiment.prepare(settings, open_training(settings.data), accelerator, quiet=True)
+job = api.prepare(settings, open_training(settings.data), accelerator, quiet=True)
 batches = job.batches([LanePosition()] * job.lanes)
 stepper = Stepper(job.objective, job.optim, job.training, job.total_steps, accelerator)
 for step in range(12):

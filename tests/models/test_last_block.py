@@ -29,14 +29,14 @@ def gradients(model: torch.nn.Module, loss: torch.Tensor) -> dict[str, torch.Ten
 @pytest.mark.parametrize("kind", SIZES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_loss_and_gradients_are_those_of_the_whole_block(
-    make_backbone: Callable[..., Any], kind: str, read: str, dtype: torch.dtype
+    make_encoder: Callable[..., Any], kind: str, read: str, dtype: torch.dtype
 ) -> None:
-    model = make_backbone(**SIZES[kind]).to(dtype).train()
+    model = make_encoder(**SIZES[kind]).to(dtype).train()
     assert isinstance(model.vit.blocks[-1], LastBlock)
     assert model.prunes
     images = torch.randint(0, 256, (5, 3, *model.image_size), generator=torch.Generator().manual_seed(1))
     keep = torch.stack([torch.randperm(model.patches)[: model.patches // 2] for _ in range(5)])
-    model.normalised = lambda pixels: (pixels / 127.5 - 1).to(dtype)
+    model.normalized = lambda pixels: (pixels / 127.5 - 1).to(dtype)
     target = torch.randn(model.width, dtype=dtype)
 
     def loss() -> torch.Tensor:
@@ -59,8 +59,8 @@ def test_loss_and_gradients_are_those_of_the_whole_block(
         assert error < (1e-12 if exact else 1e-5), name
 
 
-def test_dropped_paths_are_the_same_images(make_backbone: Callable[..., Any]) -> None:
-    model = make_backbone(drop_path=0.5).train()
+def test_dropped_paths_are_the_same_images(make_encoder: Callable[..., Any]) -> None:
+    model = make_encoder(drop_path=0.5).train()
     images = torch.randint(0, 256, (16, 3, *model.image_size), dtype=torch.uint8)
     found = []
     for model.prunes in (True, False):
@@ -70,8 +70,8 @@ def test_dropped_paths_are_the_same_images(make_backbone: Callable[..., Any]) ->
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_recomputed_activations_change_nothing(make_backbone: Callable[..., Any], checkpointing: bool) -> None:
-    model = make_backbone(depth=3).train()
+def test_recomputed_activations_change_nothing(make_encoder: Callable[..., Any], checkpointing: bool) -> None:
+    model = make_encoder(depth=3).train()
     model.vit.set_grad_checkpointing(checkpointing)
     images = torch.randint(0, 256, (4, 3, *model.image_size), dtype=torch.uint8)
     found = gradients(model, model.represent(images, "token").sin().mean())
@@ -82,15 +82,15 @@ def test_recomputed_activations_change_nothing(make_backbone: Callable[..., Any]
         assert torch.allclose(found[name], gradient, atol=1e-6), name
 
 
-def test_timms_own_forward_pass_still_works(make_backbone: Callable[..., Any]) -> None:
-    model = make_backbone()
+def test_timms_own_forward_pass_still_works(make_encoder: Callable[..., Any]) -> None:
+    model = make_encoder()
     images = torch.randint(0, 256, (4, 3, *model.image_size), dtype=torch.uint8)
-    assert torch.equal(model.vit.forward_features(model.normalised(images)), model(images))
+    assert torch.equal(model.vit.forward_features(model.normalized(images)), model(images))
 
 
-def test_blocks_of_other_kinds_compute_everything(make_backbone: Callable[..., Any]) -> None:
+def test_blocks_of_other_kinds_compute_everything(make_encoder: Callable[..., Any]) -> None:
     for name in ("vit_base_patch16_rpn_224", "vit_base_patch16_xp_224"):
-        model = make_backbone(name=name).eval()
+        model = make_encoder(name=name).eval()
         assert not model.prunes
         images = torch.randint(0, 256, (2, 3, *model.image_size), dtype=torch.uint8)
         keep = torch.tensor([[0, 3], [5, 1]])

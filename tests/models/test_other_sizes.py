@@ -1,4 +1,4 @@
-"""The same backbone untrained, with other weights, and for images of another size or aspect ratio."""
+"""The same encoder untrained, with other weights, and for images of another size or aspect ratio."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from timm.layers import resample_abs_pos_embed
 
 from ssl_vit.interfaces import UserError
 from ssl_vit.models import Resampling
-from ssl_vit.models.backbone import at_size, fresh, initialise, load, state
+from ssl_vit.models.factory import at_size, fresh, initialize, load, state
 
 Make = Callable[..., Any]
 
@@ -45,9 +45,9 @@ def resampled(positions_1LD: torch.Tensor, size: tuple[int, int], method: Resamp
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", NAMES)
 def test_another_size_keeps_the_weights_and_resamples_the_positions(
-    make_backbone: Make, shaken: Make, pixels: Make, name: str, size: tuple[int, int], method: Resampling
+    make_encoder: Make, shaken: Make, pixels: Make, name: str, size: tuple[int, int], method: Resampling
 ) -> None:
-    source = shaken(make_backbone(name=name, position_std=0.5))
+    source = shaken(make_encoder(name=name, position_std=0.5))
     before = torch.get_rng_state()
     model = at_size(source, size, method)
     assert torch.equal(before, torch.get_rng_state())
@@ -64,9 +64,9 @@ def test_another_size_keeps_the_weights_and_resamples_the_positions(
 
 @pytest.mark.parametrize("method", ["timm", "google"])
 def test_another_size_computes_what_timm_computes_with_the_same_positions(
-    make_backbone: Make, shaken: Make, pixels: Make, method: Resampling
+    make_encoder: Make, shaken: Make, pixels: Make, method: Resampling
 ) -> None:
-    source = shaken(make_backbone(position_std=0.5))
+    source = shaken(make_encoder(position_std=0.5))
     model = at_size(source, (12, 24), method)
     sizes = {"img_size": (12, 24), "patch_size": 4, "embed_dim": 16, "depth": 2, "num_heads": 2, "num_classes": 0}
     reference = timm.create_model("vit_tiny_patch16_224", **sizes).eval()
@@ -78,8 +78,8 @@ def test_another_size_computes_what_timm_computes_with_the_same_positions(
         torch.testing.assert_close(model(images), expected, atol=1e-4, rtol=1e-4)
 
 
-def test_the_two_methods_differ_and_a_size_already_had_is_a_copy(make_backbone: Make, shaken: Make) -> None:
-    source = shaken(make_backbone(position_std=0.5))
+def test_the_two_methods_differ_and_a_size_already_had_is_a_copy(make_encoder: Make, shaken: Make) -> None:
+    source = shaken(make_encoder(position_std=0.5))
     ways = [at_size(source, 24, method).vit.pos_embed for method in ("timm", "google")]
     assert (ways[0] - ways[1]).abs().max() > 0.1
     same = at_size(source, 16)
@@ -89,8 +89,8 @@ def test_the_two_methods_differ_and_a_size_already_had_is_a_copy(make_backbone: 
     assert source.vit.pos_embed.abs().max() > 0
 
 
-def test_a_rectangle_and_back_again_is_where_it_started(make_backbone: Make, shaken: Make) -> None:
-    source = shaken(make_backbone())
+def test_a_rectangle_and_back_again_is_where_it_started(make_encoder: Make, shaken: Make) -> None:
+    source = shaken(make_encoder())
     with torch.no_grad():  # a plane of positions, which linear interpolation with aligned corners keeps exactly
         plane = torch.arange(4.0)[:, None, None] + 10 * torch.arange(4.0)[:, None]
         source.vit.pos_embed[:, 1:] = plane.expand(4, 4, 16).reshape(1, 16, 16)
@@ -99,9 +99,9 @@ def test_a_rectangle_and_back_again_is_where_it_started(make_backbone: Make, sha
 
 
 def test_fixed_positions_stay_fixed_at_another_size(
-    make_backbone: Make, shaken: Make, saved: Make, tmp_path: Path
+    make_encoder: Make, shaken: Make, saved: Make, tmp_path: Path
 ) -> None:
-    source = make_backbone(positions="sincos2d")
+    source = make_encoder(positions="sincos2d")
     model = at_size(source, (8, 24))
     assert not model.vit.pos_embed.requires_grad
     expected = resampled(state(source)["pos_embed"], (8, 24), "timm")
@@ -111,8 +111,8 @@ def test_fixed_positions_stay_fixed_at_another_size(
     assert torch.equal(again.vit.pos_embed, model.vit.pos_embed)
 
 
-def test_hybrids_change_size_too(make_backbone: Make, shaken: Make, pixels: Make) -> None:
-    source = shaken(make_backbone(name="vit_tiny_r_s16_p8_224", image_size=64))  # 4 cells of 4 pixels to a patch
+def test_hybrids_change_size_too(make_encoder: Make, shaken: Make, pixels: Make) -> None:
+    source = shaken(make_encoder(name="vit_tiny_r_s16_p8_224", image_size=64))  # 4 cells of 4 pixels to a patch
     assert (source.grid, source.patch_size) == ((4, 4), 16)
     model = at_size(source, (32, 80))
     assert (model.grid, model.patch_size) == ((2, 5), 16)
@@ -121,17 +121,17 @@ def test_hybrids_change_size_too(make_backbone: Make, shaken: Make, pixels: Make
 
 
 @pytest.mark.parametrize("size", [18, (16, 18), (18, 16)])
-def test_a_size_that_the_patches_do_not_divide_is_the_users_mistake(make_backbone: Make, size: Any) -> None:
+def test_a_size_that_the_patches_do_not_divide_is_the_users_mistake(make_encoder: Make, size: Any) -> None:
     for change in (at_size, lambda model, size: fresh(model, 0, size)):
         with pytest.raises(UserError, match="image_size=18 is not a multiple of the patch size 4: use 16 or 20"):
-            change(make_backbone(), size)
+            change(make_encoder(), size)
 
 
 # --- untrained twins ---
 
 
-def test_fresh_weights_depend_on_the_seed_alone(make_backbone: Make, shaken: Make) -> None:
-    like, twin = make_backbone(1), shaken(make_backbone(2))
+def test_fresh_weights_depend_on_the_seed_alone(make_encoder: Make, shaken: Make) -> None:
+    like, twin = make_encoder(1), shaken(make_encoder(2))
     torch.manual_seed(5)
     before = torch.get_rng_state()
     first = state(fresh(like, 11))
@@ -145,8 +145,8 @@ def test_fresh_weights_depend_on_the_seed_alone(make_backbone: Make, shaken: Mak
 
 
 @pytest.mark.parametrize("size", [24, (12, 48)])
-def test_fresh_at_another_size(make_backbone: Make, pixels: Make, size: Any) -> None:
-    larger = fresh(make_backbone(mean=0.1, position_std=0.7), 0, image_size=size)
+def test_fresh_at_another_size(make_encoder: Make, pixels: Make, size: Any) -> None:
+    larger = fresh(make_encoder(mean=0.1, position_std=0.7), 0, image_size=size)
     assert (larger.patches, larger.mean, larger.position_std) == (36, 0.1, 0.7)
     assert larger.image_size == (size if isinstance(size, tuple) else (size, size))
     assert larger(pixels(larger)).shape == (2, 37, 16)
@@ -157,11 +157,11 @@ def test_fresh_at_another_size(make_backbone: Make, pixels: Make, size: Any) -> 
 
 @pytest.mark.parametrize("method", ["timm", "google"])
 @pytest.mark.parametrize("size", [(16, 16), *SIZES])
-def test_initialise_copies_weights_and_resamples_positions(
-    make_backbone: Make, shaken: Make, pixels: Make, size: tuple[int, int], method: Resampling
+def test_initialize_copies_weights_and_resamples_positions(
+    make_encoder: Make, shaken: Make, pixels: Make, size: tuple[int, int], method: Resampling
 ) -> None:
-    source, model = shaken(make_backbone(1)), make_backbone(2, image_size=size)
-    initialise(model, source, "source", method)
+    source, model = shaken(make_encoder(1)), make_encoder(2, image_size=size)
+    initialize(model, source, "source", method)
     old, new = state(source), state(model)
     assert all(torch.equal(new[key], old[key]) for key in old if key != "pos_embed")
     torch.testing.assert_close(new["pos_embed"], resampled(old["pos_embed"], size, method), atol=1e-6, rtol=1e-6)
@@ -175,6 +175,6 @@ def test_initialise_copies_weights_and_resamples_positions(
     "difference",
     [{"width": 32}, {"depth": 3}, {"patch_size": 8}, {"channels": 1}, {"positions": "sincos2d"}, {"heads": 4}],
 )
-def test_initialise_refuses_other_architectures(make_backbone: Make, difference: dict[str, Any]) -> None:
+def test_initialize_refuses_other_architectures(make_encoder: Make, difference: dict[str, Any]) -> None:
     with pytest.raises(UserError, match="the other run does not fit"):
-        initialise(make_backbone(), make_backbone(**difference), "the other run")
+        initialize(make_encoder(), make_encoder(**difference), "the other run")

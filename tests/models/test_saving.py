@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ssl_vit.interfaces import UserError
-from ssl_vit.models.backbone import CONFIG, WEIGHTS, fresh, load, load_state, state
+from ssl_vit.models.factory import CONFIG, WEIGHTS, fresh, load, load_state, state
 
 Make = Callable[..., Any]
 
@@ -39,40 +39,40 @@ OTHERS = [
     ],
 )
 def test_saved_weights_open_here_and_in_timm(
-    make_backbone: Make, tmp_path: Path, overrides: dict[str, Any], shaken: Make, pixels: Make, saved: Make
+    make_encoder: Make, tmp_path: Path, overrides: dict[str, Any], shaken: Make, pixels: Make, saved: Make
 ) -> None:
-    backbone = shaken(make_backbone(**overrides))
-    folder = saved(tmp_path / "weights", backbone)
-    images = pixels(backbone)
-    normalised = images.float() * (1 / (255 * backbone.std)) - backbone.mean / backbone.std
+    encoder = shaken(make_encoder(**overrides))
+    folder = saved(tmp_path / "weights", encoder)
+    images = pixels(encoder)
+    normalized = images.float() * (1 / (255 * encoder.std)) - encoder.mean / encoder.std
     reference = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
     again = load(folder)
     assert not again.training
-    assert (again.name, again.mean, again.std) == (backbone.name, backbone.mean, backbone.std)
+    assert (again.name, again.mean, again.std) == (encoder.name, encoder.mean, encoder.std)
     with torch.no_grad():
-        expected = backbone(images)
+        expected = encoder(images)
         assert torch.equal(again(images), expected)
-        assert torch.equal(reference.forward_features(normalised), expected)
+        assert torch.equal(reference.forward_features(normalized), expected)
     settings = reference.pretrained_cfg
-    assert list(settings["input_size"]) == [backbone.channels, *backbone.image_size]
-    assert list(settings["mean"]) == [backbone.mean] * backbone.channels
-    assert list(settings["std"]) == [backbone.std] * backbone.channels
+    assert list(settings["input_size"]) == [encoder.channels, *encoder.image_size]
+    assert list(settings["mean"]) == [encoder.mean] * encoder.channels
+    assert list(settings["std"]) == [encoder.std] * encoder.channels
 
 
-def test_dropout_and_initialisation_travel_with_the_weights(make_backbone: Make, tmp_path: Path, saved: Make) -> None:
-    backbone = make_backbone(dropout=0.3, drop_path=0.2, position_std=0.5)
-    again = load(saved(tmp_path, backbone))
+def test_dropout_and_initialization_travel_with_the_weights(make_encoder: Make, tmp_path: Path, saved: Make) -> None:
+    encoder = make_encoder(dropout=0.3, drop_path=0.2, position_std=0.5)
+    again = load(saved(tmp_path, encoder))
     assert again.vit.pos_drop.p == 0.3
     assert again.position_std == 0.5
     assert all(
         torch.equal(a, b)
-        for a, b in zip(state(fresh(again, 3)).values(), state(fresh(backbone, 3)).values(), strict=True)
+        for a, b in zip(state(fresh(again, 3)).values(), state(fresh(encoder, 3)).values(), strict=True)
     )
 
 
 @pytest.mark.parametrize("asked", ["run", "checkpoint", "published"])
-def test_a_run_a_checkpoint_or_a_folder_opens(make_backbone: Make, tmp_path: Path, asked: str, saved: Make) -> None:
-    old, new, published = (make_backbone(seed) for seed in (1, 2, 3))
+def test_a_run_a_checkpoint_or_a_folder_opens(make_encoder: Make, tmp_path: Path, asked: str, saved: Make) -> None:
+    old, new, published = (make_encoder(seed) for seed in (1, 2, 3))
     saved(tmp_path / "checkpoints" / "step_00000010", old)
     saved(tmp_path / "checkpoints" / "step_00000200", new)
     (tmp_path / "checkpoints" / "step_00000300").mkdir()  # without weights: passed over
@@ -84,8 +84,8 @@ def test_a_run_a_checkpoint_or_a_folder_opens(make_backbone: Make, tmp_path: Pat
     assert torch.equal(load(str(path)).vit.pos_embed, expected.vit.pos_embed)
 
 
-def test_loading_leaves_torchs_generator_out_of_the_weights(make_backbone: Make, tmp_path: Path, saved: Make) -> None:
-    folder = saved(tmp_path, make_backbone())
+def test_loading_leaves_torchs_generator_out_of_the_weights(make_encoder: Make, tmp_path: Path, saved: Make) -> None:
+    folder = saved(tmp_path, make_encoder())
     torch.manual_seed(1)
     first = state(load(folder))
     torch.manual_seed(2)
@@ -129,9 +129,9 @@ def edit_config(**changes: Any) -> Callable[[Path], object]:
     ],
 )
 def test_damaged_weights_are_reported_with_their_folder(
-    make_backbone: Make, tmp_path: Path, damage: Callable[[Path], object], saved: Make
+    make_encoder: Make, tmp_path: Path, damage: Callable[[Path], object], saved: Make
 ) -> None:
-    folder = saved(tmp_path / "weights", make_backbone())
+    folder = saved(tmp_path / "weights", make_encoder())
     damage(folder)
     with pytest.raises(UserError):
         load(folder)
@@ -155,9 +155,9 @@ def test_missing_weights_are_reported(tmp_path: Path, create: bool, message: str
     ],
 )
 def test_wrong_weights_are_listed_by_name(
-    make_backbone: Make, tmp_path: Path, change: dict[str, str], message: str, saved: Make
+    make_encoder: Make, tmp_path: Path, change: dict[str, str], message: str, saved: Make
 ) -> None:
-    folder = saved(tmp_path, make_backbone())
+    folder = saved(tmp_path, make_encoder())
     tensors = load_file(folder / WEIGHTS)
     if "drop" in change:
         del tensors[change["drop"]]
@@ -171,13 +171,13 @@ def test_wrong_weights_are_listed_by_name(
     assert str(folder) in str(raised.value)
 
 
-def test_many_wrong_weights_are_counted(make_backbone: Make) -> None:
+def test_many_wrong_weights_are_counted(make_encoder: Make) -> None:
     with pytest.raises(UserError, match=r"and \d+ more"):
-        load_state(make_backbone(), state(make_backbone(depth=1)), "there")
+        load_state(make_encoder(), state(make_encoder(depth=1)), "there")
 
 
-def test_loaded_weights_are_copies(make_backbone: Make) -> None:
-    one, other = make_backbone(1), make_backbone(2)
+def test_loaded_weights_are_copies(make_encoder: Make) -> None:
+    one, other = make_encoder(1), make_encoder(2)
     load_state(other, state(one), "one")
     assert torch.equal(one.vit.cls_token, other.vit.cls_token)
     with torch.no_grad():

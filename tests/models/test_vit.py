@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from ssl_vit.interfaces import UserError
-from ssl_vit.models import BackboneConfig
-from ssl_vit.models.backbone import Backbone, build, state
+from ssl_vit.models import EncoderConfig
+from ssl_vit.models.factory import ViTEncoder, build, state
 
 Make = Callable[..., Any]
 
@@ -66,30 +66,30 @@ def named(model: tuple[str, dict[str, Any], dict[str, Any]]) -> str:
 def test_outputs_are_timms_own_bit_for_bit(
     shaken: Make, pixels: Make, name: str, ours: dict[str, Any], timms: dict[str, Any]
 ) -> None:
-    backbone = shaken(build(BackboneConfig(name=name, mean=0.4, std=0.3, **ours)))
+    encoder = shaken(build(EncoderConfig(name=name, mean=0.4, std=0.3, **ours)))
     reference = timm.create_model(name, pretrained=False, num_classes=0, **timms).eval()
-    reference.load_state_dict(backbone.vit.state_dict())
-    images = pixels(backbone)
-    normalised = images.float() * (1 / (255 * 0.3)) - 0.4 / 0.3
-    torch.testing.assert_close(normalised, (images / 255 - 0.4) / 0.3)
+    reference.load_state_dict(encoder.vit.state_dict())
+    images = pixels(encoder)
+    normalized = images.float() * (1 / (255 * 0.3)) - 0.4 / 0.3
+    torch.testing.assert_close(normalized, (images / 255 - 0.4) / 0.3)
     with torch.no_grad():
-        outputs = backbone(images)
-        assert torch.equal(outputs, reference.forward_features(normalised))
-        representation = backbone.pool(outputs, "token" if reference.global_pool == "token" else "mean")
+        outputs = encoder(images)
+        assert torch.equal(outputs, reference.forward_features(normalized))
+        representation = encoder.pool(outputs, "token" if reference.global_pool == "token" else "mean")
         assert torch.equal(representation, reference.forward_head(outputs, pre_logits=True))
-        assert torch.equal(representation, reference(normalised))
-    assert backbone.patches == outputs.shape[1] - backbone.prefix_tokens
-    height, width = backbone.image_size
-    assert backbone.grid == (height // backbone.patch_size, width // backbone.patch_size)  # colour targets' patches
+        assert torch.equal(representation, reference(normalized))
+    assert encoder.patches == outputs.shape[1] - encoder.prefix_tokens
+    height, width = encoder.image_size
+    assert encoder.grid == (height // encoder.patch_size, width // encoder.patch_size)  # color targets' patches
 
 
 def paper_vit(weights: dict[str, torch.Tensor], tokens_BND: torch.Tensor, heads: int) -> torch.Tensor:
-    """Equations 1 to 4 of the paper in plain tensor algebra: patch embeddings -> every normalised output token."""
+    """Equations 1 to 4 of the paper in plain tensor algebra: patch embeddings -> every normalized output token."""
 
     def norm(x: torch.Tensor, name: str) -> torch.Tensor:
-        centred = x - x.mean(-1, keepdim=True)
-        variance = (centred**2).mean(-1, keepdim=True)
-        return centred / (variance + 1e-6).sqrt() * weights[f"{name}.weight"] + weights[f"{name}.bias"]
+        centerd = x - x.mean(-1, keepdim=True)
+        variance = (centerd**2).mean(-1, keepdim=True)
+        return centerd / (variance + 1e-6).sqrt() * weights[f"{name}.weight"] + weights[f"{name}.bias"]
 
     def linear(x: torch.Tensor, name: str) -> torch.Tensor:
         return x @ weights[f"{name}.weight"].T + weights[f"{name}.bias"]
@@ -121,97 +121,97 @@ def paper_vit(weights: dict[str, torch.Tensor], tokens_BND: torch.Tensor, heads:
     [(1, 2, 2, 4.0, 16), (3, 1, 4, 1.5, (8, 20)), (4, 3, 1, 2.0, 16), (7, 2, 2, 4.0, (20, 12))],
 )
 def test_the_encoder_is_the_papers(
-    make_backbone: Make, shaken: Make, pixels: Make, channels: int, depth: int, heads: int, mlp_ratio: float, size: Any
+    make_encoder: Make, shaken: Make, pixels: Make, channels: int, depth: int, heads: int, mlp_ratio: float, size: Any
 ) -> None:
     sizes = {"channels": channels, "depth": depth, "heads": heads, "mlp_ratio": mlp_ratio, "image_size": size}
-    backbone = shaken(make_backbone(mean=0.2, std=0.25, **sizes))
-    weights, images = state(backbone), pixels(backbone, 3)
-    normalised = (images / 255 - 0.2) / 0.25
+    encoder = shaken(make_encoder(mean=0.2, std=0.25, **sizes))
+    weights, images = state(encoder), pixels(encoder, 3)
+    normalized = (images / 255 - 0.2) / 0.25
     with torch.no_grad():
         rows = []
         for top in range(0, images.shape[2], 4):
             for left in range(0, images.shape[3], 4):
-                rows.append(normalised[:, :, top : top + 4, left : left + 4].flatten(1))
+                rows.append(normalized[:, :, top : top + 4, left : left + 4].flatten(1))
         kernel = weights["patch_embed.proj.weight"].flatten(1)
         tokens = torch.stack(rows, 1) @ kernel.T + weights["patch_embed.proj.bias"]
-        torch.testing.assert_close(backbone.embed(images), tokens, atol=1e-5, rtol=1e-5)
-        torch.testing.assert_close(backbone(images), paper_vit(weights, tokens, heads), atol=1e-5, rtol=1e-5)
-        backbone.double()
-        found, expected = backbone.encode(tokens.double()), paper_vit(state(backbone), tokens.double(), heads)
+        torch.testing.assert_close(encoder.embed(images), tokens, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(encoder(images), paper_vit(weights, tokens, heads), atol=1e-5, rtol=1e-5)
+        encoder.double()
+        found, expected = encoder.encode(tokens.double()), paper_vit(state(encoder), tokens.double(), heads)
     assert found.dtype == torch.float64
     torch.testing.assert_close(found, expected, atol=1e-12, rtol=1e-12)
 
 
 @pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "vit_small_patch14_reg4_dinov2", "test_vit2"])
 def test_keeping_patches_is_gathering_from_what_pooling_sees(
-    make_backbone: Make, shaken: Make, pixels: Make, name: str
+    make_encoder: Make, shaken: Make, pixels: Make, name: str
 ) -> None:
-    backbone = shaken(make_backbone(name=name))
+    encoder = shaken(make_encoder(name=name))
     keep = torch.tensor([[3, 0, 15], [7, 7, 1]])
     with torch.no_grad():
-        tokens = backbone.embed(pixels(backbone))
-        whole, kept = backbone.encode(tokens), backbone.encode(tokens, keep_BK=keep)
-    assert whole.shape == (2, backbone.prefix_tokens + 16, 16)
-    vectors = backbone.pool(whole, "patches").reshape(2, 16, 16)
+        tokens = encoder.embed(pixels(encoder))
+        whole, kept = encoder.encode(tokens), encoder.encode(tokens, keep_BK=keep)
+    assert whole.shape == (2, encoder.prefix_tokens + 16, 16)
+    vectors = encoder.pool(whole, "patches").reshape(2, 16, 16)
     expected = torch.stack([torch.stack([vectors[image, patch] for patch in keep[image]]) for image in range(2)])
     torch.testing.assert_close(kept, expected, atol=1e-6, rtol=1e-6)
 
 
-def test_pooling(make_backbone: Make) -> None:
-    backbone = make_backbone()
+def test_pooling(make_encoder: Make) -> None:
+    encoder = make_encoder()
     outputs = torch.randn(3, 17, 16)
-    assert torch.equal(backbone.pool(outputs, "token"), outputs[:, 0])
-    torch.testing.assert_close(backbone.pool(outputs, "mean"), outputs[:, 1:].sum(1) / 16)
-    both = backbone.pool(outputs, "both")
-    assert torch.equal(both, torch.cat([backbone.pool(outputs, "token"), backbone.pool(outputs, "mean")], 1))
-    side_by_side = backbone.pool(outputs, "patches")
+    assert torch.equal(encoder.pool(outputs, "token"), outputs[:, 0])
+    torch.testing.assert_close(encoder.pool(outputs, "mean"), outputs[:, 1:].sum(1) / 16)
+    both = encoder.pool(outputs, "both")
+    assert torch.equal(both, torch.cat([encoder.pool(outputs, "token"), encoder.pool(outputs, "mean")], 1))
+    side_by_side = encoder.pool(outputs, "patches")
     assert side_by_side.shape == (3, 256)
     assert torch.equal(side_by_side[:, 32:48], outputs[:, 3])
 
 
 @pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "vit_small_patch14_reg4_dinov2", "test_vit2"])
 def test_every_representation_after_every_block_is_timms_under_the_last_norm(
-    make_backbone: Make, shaken: Make, pixels: Make, name: str
+    make_encoder: Make, shaken: Make, pixels: Make, name: str
 ) -> None:
-    backbone = shaken(make_backbone(name=name, depth=3)).eval()
-    images, run = pixels(backbone), []
-    for block in backbone.vit.blocks:
+    encoder = shaken(make_encoder(name=name, depth=3)).eval()
+    images, run = pixels(encoder), []
+    for block in encoder.vit.blocks:
         block.register_forward_hook(lambda *_: run.append(1))
     with torch.no_grad():
-        reached = backbone.vit.forward_intermediates(
-            backbone.normalised(images), norm=True, output_fmt="NLC", intermediates_only=True, return_prefix_tokens=True
+        reached = encoder.vit.forward_intermediates(
+            encoder.normalized(images), norm=True, output_fmt="NLC", intermediates_only=True, return_prefix_tokens=True
         )
-        for pooling in ("token", "mean", "both", "patches") if backbone.has_class_token else ("mean", "patches"):
+        for pooling in ("token", "mean", "both", "patches") if encoder.has_class_token else ("mean", "patches"):
             for number, (patches, prefix) in enumerate(reached, 1):
-                expected = backbone.pool(torch.cat([prefix, patches], dim=1), pooling)
+                expected = encoder.pool(torch.cat([prefix, patches], dim=1), pooling)
                 run.clear()
-                found = backbone.represent(images, pooling, number)
+                found = encoder.represent(images, pooling, number)
                 assert len(run) == number, "no block is computed that is not read"
                 torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
-            torch.testing.assert_close(backbone.represent(images, pooling), found, atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(encoder.represent(images, pooling), found, atol=1e-5, rtol=1e-5)
     with pytest.raises(UserError, match=r"block=4: .* has blocks 1 to 3"):
-        backbone.represent(images, "mean", 4)
+        encoder.represent(images, "mean", 4)
 
 
 @pytest.mark.parametrize(
     "overrides", [{"name": "vit_base_patch16_siglip_gap_224"}, {"class_token": False}, {"name": "test_vit2"}]
 )
-def test_no_patch_or_register_is_passed_off_as_the_class_token(make_backbone: Make, overrides: dict[str, Any]) -> None:
-    backbone = make_backbone(**overrides)
-    assert not backbone.has_class_token
+def test_no_patch_or_register_is_passed_off_as_the_class_token(make_encoder: Make, overrides: dict[str, Any]) -> None:
+    encoder = make_encoder(**overrides)
+    assert not encoder.has_class_token
     for pooling in ("token", "both"):
         with pytest.raises(UserError, match="use mean"):
-            backbone.pool(torch.randn(3, 17, 16), pooling)
+            encoder.pool(torch.randn(3, 17, 16), pooling)
 
 
 # --- dropout (paper, appendix B.1) ---
 
 
 def test_dropout_follows_the_positions_and_every_dense_layer_but_the_qkv_projections(
-    make_backbone: Make, pixels: Make
+    make_encoder: Make, pixels: Make
 ) -> None:
-    backbone = make_backbone(dropout=0.25)
-    leaves = [(n, m) for n, m in backbone.vit.named_modules() if not list(m.children()) and type(m) is not nn.Identity]
+    encoder = make_encoder(dropout=0.25)
+    leaves = [(n, m) for n, m in encoder.vit.named_modules() if not list(m.children()) and type(m) is not nn.Identity]
     order: list[str] = []
     for name, module in leaves:
         if not isinstance(module, nn.Dropout) or module.p > 0:
@@ -219,39 +219,39 @@ def test_dropout_follows_the_positions_and_every_dense_layer_but_the_qkv_project
         if isinstance(module, nn.Dropout) and module.p > 0:
             assert module.p == 0.25
     positioned: list[torch.Tensor] = []
-    backbone.vit.pos_drop.register_forward_pre_hook(lambda _, inputs: positioned.append(inputs[0]))
-    images = pixels(backbone)
-    backbone.train()(images)
+    encoder.vit.pos_drop.register_forward_pre_hook(lambda _, inputs: positioned.append(inputs[0]))
+    images = pixels(encoder)
+    encoder.train()(images)
     block = ["norm1", "attn.qkv", "attn.proj", "attn.proj_drop"]
     block += ["norm2", "mlp.fc1", "mlp.act", "mlp.drop1", "mlp.fc2", "mlp.drop2"]
     blocks = [f"blocks.{number}.{name}" for number in range(2) for name in block]
     assert order == ["patch_embed.proj", "pos_drop", *blocks, "norm"]
-    vit = backbone.vit
-    summed = torch.cat([vit.cls_token.expand(2, -1, -1), backbone.embed(images)], 1) + vit.pos_embed
+    vit = encoder.vit
+    summed = torch.cat([vit.cls_token.expand(2, -1, -1), encoder.embed(images)], 1) + vit.pos_embed
     torch.testing.assert_close(positioned[0], summed)
     assert vit.blocks[0].attn.attn_drop.p == 0
 
 
-def test_stochastic_depth_rises_to_its_rate_in_the_last_block(make_backbone: Make) -> None:
-    backbone = make_backbone(drop_path=0.5, depth=3)
-    assert isinstance(backbone.vit.blocks[0].drop_path1, nn.Identity)
-    assert [backbone.vit.blocks[n].drop_path1.drop_prob for n in (1, 2)] == [0.25, 0.5]
+def test_stochastic_depth_rises_to_its_rate_in_the_last_block(make_encoder: Make) -> None:
+    encoder = make_encoder(drop_path=0.5, depth=3)
+    assert isinstance(encoder.vit.blocks[0].drop_path1, nn.Identity)
+    assert [encoder.vit.blocks[n].drop_path1.drop_prob for n in (1, 2)] == [0.25, 0.5]
 
 
 # --- positions ---
 
 
 @pytest.mark.parametrize("deviation", [0.02, 0.3])
-def test_learned_positions_start_with_the_deviation_asked_for(make_backbone: Make, deviation: float) -> None:
-    positions = make_backbone(image_size=64, width=64, position_std=deviation).vit.pos_embed
+def test_learned_positions_start_with_the_deviation_asked_for(make_encoder: Make, deviation: float) -> None:
+    positions = make_encoder(image_size=64, width=64, position_std=deviation).vit.pos_embed
     assert positions.requires_grad
     assert positions.std().item() == pytest.approx(deviation, rel=0.05)
 
 
 @pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "deit3_small_patch16_224", "vit_small_patch14_reg4_dinov2"])
-def test_fixed_positions_are_sines_and_cosines_of_row_and_column(make_backbone: Make, name: str) -> None:
-    backbone = make_backbone(name=name, positions="sincos2d", image_size=(12, 20), width=24)
-    found = backbone.vit.pos_embed.detach().numpy()[0]
+def test_fixed_positions_are_sines_and_cosines_of_row_and_column(make_encoder: Make, name: str) -> None:
+    encoder = make_encoder(name=name, positions="sincos2d", image_size=(12, 20), width=24)
+    found = encoder.vit.pos_embed.detach().numpy()[0]
     prefix = len(found) - 15
     assert prefix == (1 if name == "vit_tiny_patch16_224" else 0)
     frequencies = 1 / 10000 ** (np.arange(6) / 6)
@@ -263,12 +263,12 @@ def test_fixed_positions_are_sines_and_cosines_of_row_and_column(make_backbone: 
     assert (found[:prefix] == 0).all()
 
 
-def test_fixed_positions_are_not_trained(make_backbone: Make, pixels: Make) -> None:
-    backbone: Backbone = make_backbone(positions="sincos2d")
-    before = backbone.vit.pos_embed.detach().clone()
-    optimizer = torch.optim.AdamW([p for p in backbone.parameters() if p.requires_grad], lr=0.1, weight_decay=0.5)
-    backbone(pixels(backbone)).square().mean().backward()
+def test_fixed_positions_are_not_trained(make_encoder: Make, pixels: Make) -> None:
+    encoder: ViTEncoder = make_encoder(positions="sincos2d")
+    before = encoder.vit.pos_embed.detach().clone()
+    optimizer = torch.optim.AdamW([p for p in encoder.parameters() if p.requires_grad], lr=0.1, weight_decay=0.5)
+    encoder(pixels(encoder)).square().mean().backward()
     optimizer.step()
-    assert torch.equal(backbone.vit.pos_embed, before)
+    assert torch.equal(encoder.vit.pos_embed, before)
     with pytest.raises(UserError, match="width that 4 divides"):
-        make_backbone(positions="sincos2d", width=18)
+        make_encoder(positions="sincos2d", width=18)

@@ -9,15 +9,15 @@ import pytest
 
 
 @pytest.fixture
-def make_objective(make_backbone: Callable[..., Any]) -> Callable[..., Any]:
-    """A masked-patch objective: `backbone` overrides the small ViT's configuration, other keywords the objective's."""
+def make_objective(make_encoder: Callable[..., Any]) -> Callable[..., Any]:
+    """A masked-patch objective: `encoder` overrides the small ViT's configuration, other keywords the objective's."""
 
-    def build(*, backbone: dict[str, Any] | None = None, **config: Any) -> Any:
+    def build(*, encoder: dict[str, Any] | None = None, **config: Any) -> Any:
         import torch
 
         from ssl_vit.objectives.masked_patch import Config, Objective
 
-        encoder = make_backbone(**(backbone or {}))
+        encoder = make_encoder(**(encoder or {}))
         torch.manual_seed(0)
         return Objective(encoder, Config(**config))
 

@@ -12,18 +12,18 @@ import torch
 from pydantic import ValidationError
 from torch import nn
 
-from ssl_vit import experiment
+from ssl_vit import api
 from ssl_vit.interfaces import UserError
-from ssl_vit.models.backbone import load
+from ssl_vit.models.factory import load
 from ssl_vit.objectives.classification import Config, Objective
 from ssl_vit.recipe import load_recipe
 
 Make = Callable[..., Any]
 
 
-def objective_of(make_backbone: Make, classes: int | None = 5, **config: Any) -> Objective:
+def objective_of(make_encoder: Make, classes: int | None = 5, **config: Any) -> Objective:
     torch.manual_seed(0)
-    return Objective(make_backbone(), Config(**config), classes)
+    return Objective(make_encoder(), Config(**config), classes)
 
 
 def trained_head(objective: Objective) -> Objective:
@@ -34,8 +34,8 @@ def trained_head(objective: Objective) -> Objective:
 
 
 @pytest.mark.parametrize("classes", [2, 5, 1000])
-def test_the_linear_head_starts_with_uniform_predictions(make_backbone: Make, make_batch: Make, classes: int) -> None:
-    objective = objective_of(make_backbone, classes, head="linear")
+def test_the_linear_head_starts_with_uniform_predictions(make_encoder: Make, make_batch: Make, classes: int) -> None:
+    objective = objective_of(make_encoder, classes, head="linear")
     batch = make_batch(7, classes=classes)
     assert (objective.logits(batch.images) == 0).all()
     assert objective(batch).loss.item() == pytest.approx(math.log(classes), rel=1e-6)
@@ -43,13 +43,13 @@ def test_the_linear_head_starts_with_uniform_predictions(make_backbone: Make, ma
     assert objective.head.weight.shape == (classes, 16)
 
 
-def test_the_pretraining_head_has_one_tanh_hidden_layer(make_backbone: Make, make_batch: Make) -> None:
-    objective = objective_of(make_backbone, head="mlp").eval()
+def test_the_pretraining_head_has_one_tanh_hidden_layer(make_encoder: Make, make_batch: Make) -> None:
+    objective = objective_of(make_encoder, head="mlp").eval()
     assert [type(module) for module in objective.head] == [nn.Linear, nn.Tanh, nn.Linear]
     hidden, _, output = objective.head
     assert (hidden.in_features, hidden.out_features, output.out_features) == (16, 16, 5)
     images = make_batch(3).images
-    token = objective.backbone(images)[:, 0]
+    token = objective.encoder(images)[:, 0]
     by_hand = torch.tanh(token @ hidden.weight.T + hidden.bias) @ output.weight.T + output.bias
     torch.testing.assert_close(objective.logits(images), by_hand)
 
@@ -58,13 +58,13 @@ def test_the_pretraining_head_has_one_tanh_hidden_layer(make_backbone: Make, mak
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("head", ["mlp", "linear"])
 def test_loss_and_accuracy_agree_with_numpy(
-    make_backbone: Make, make_batch: Make, head: str, smoothing: float, pooling: str
+    make_encoder: Make, make_batch: Make, head: str, smoothing: float, pooling: str
 ) -> None:
-    objective = trained_head(objective_of(make_backbone, head=head, label_smoothing=smoothing, pooling=pooling))
+    objective = trained_head(objective_of(make_encoder, head=head, label_smoothing=smoothing, pooling=pooling))
     batch = make_batch(9)
     images = torch.stack([i.flip(-1) if f else i for i, f in zip(batch.images, batch.flip, strict=True)])
     with torch.no_grad():
-        outputs = objective.backbone(images)
+        outputs = objective.encoder(images)
         pooled = outputs[:, 0] if pooling == "token" else outputs[:, 1:].mean(1)
         logits = objective.head(pooled).double().numpy()
         result = objective(batch)
@@ -78,8 +78,8 @@ def test_loss_and_accuracy_agree_with_numpy(
 
 
 @pytest.mark.parametrize("label", [-1, 3])
-def test_padding_has_no_influence(make_backbone: Make, make_batch: Make, label: int) -> None:
-    objective = trained_head(objective_of(make_backbone, head="linear"))
+def test_padding_has_no_influence(make_encoder: Make, make_batch: Make, label: int) -> None:
+    objective = trained_head(objective_of(make_encoder, head="linear"))
     batch = make_batch(8, flip=torch.zeros(8, dtype=torch.bool))
     real = batch.split(2)[0]
     batch.valid[4:], batch.labels[4:] = False, label
@@ -90,8 +90,8 @@ def test_padding_has_no_influence(make_backbone: Make, make_batch: Make, label: 
     torch.testing.assert_close(*gradients)
 
 
-def test_a_batch_of_padding_alone_is_zero_and_finite(make_backbone: Make, make_batch: Make) -> None:
-    objective = trained_head(objective_of(make_backbone, head="linear"))
+def test_a_batch_of_padding_alone_is_zero_and_finite(make_encoder: Make, make_batch: Make) -> None:
+    objective = trained_head(objective_of(make_encoder, head="linear"))
     batch = make_batch(4, valid=torch.zeros(4, dtype=torch.bool), labels=torch.full((4,), -1))
     result = objective(batch)
     assert result.loss.item() == 0
@@ -100,15 +100,15 @@ def test_a_batch_of_padding_alone_is_zero_and_finite(make_backbone: Make, make_b
 
 @pytest.mark.parametrize(("recipe", "shards", "expected"), [(None, 5, 5), (9, 5, 9), (9, None, 9)])
 def test_the_number_of_classes_comes_from_the_recipe_or_the_shards(
-    make_backbone: Make, recipe: int | None, shards: int | None, expected: int
+    make_encoder: Make, recipe: int | None, shards: int | None, expected: int
 ) -> None:
-    objective = Objective(make_backbone(), Config(head="linear", classes=recipe), shards)
+    objective = Objective(make_encoder(), Config(head="linear", classes=recipe), shards)
     assert objective.head.out_features == expected
 
 
-def test_a_missing_number_of_classes_is_the_users_mistake(make_backbone: Make) -> None:
+def test_a_missing_number_of_classes_is_the_users_mistake(make_encoder: Make) -> None:
     with pytest.raises(UserError, match=r"objective\.classes"):
-        Objective(make_backbone(), Config(), None)
+        Objective(make_encoder(), Config(), None)
 
 
 def mixed(objective: Objective, batch: Any) -> tuple[torch.Tensor, torch.Tensor, float]:
@@ -119,8 +119,8 @@ def mixed(objective: Objective, batch: Any) -> tuple[torch.Tensor, torch.Tensor,
     return images, targets, objective.train()(batch).loss.item()
 
 
-def test_mixup_blends_images_and_labels_in_one_ratio(make_backbone: Make, make_batch: Make) -> None:
-    objective = trained_head(objective_of(make_backbone, head="linear", mixup=0.8, label_smoothing=0.1))
+def test_mixup_blends_images_and_labels_in_one_ratio(make_encoder: Make, make_batch: Make) -> None:
+    objective = trained_head(objective_of(make_encoder, head="linear", mixup=0.8, label_smoothing=0.1))
     batch = make_batch(6, flip=torch.zeros(6, dtype=torch.bool))
     images, targets, loss = mixed(objective, batch)
     own = torch.nn.functional.one_hot(batch.labels, 5).float()
@@ -133,8 +133,8 @@ def test_mixup_blends_images_and_labels_in_one_ratio(make_backbone: Make, make_b
     assert loss == pytest.approx(by_hand.item(), rel=1e-5)
 
 
-def test_cutmix_pastes_a_box_and_weighs_labels_by_its_area(make_backbone: Make, make_batch: Make) -> None:
-    objective = trained_head(objective_of(make_backbone, head="linear", cutmix=1.0))
+def test_cutmix_pastes_a_box_and_weighs_labels_by_its_area(make_encoder: Make, make_batch: Make) -> None:
+    objective = trained_head(objective_of(make_encoder, head="linear", cutmix=1.0))
     batch = make_batch(6, flip=torch.zeros(6, dtype=torch.bool))
     images, targets, loss = mixed(objective, batch)
     pasted = (images == batch.images.roll(1, 0)).all(1) & (images != batch.images).any(1)
@@ -144,8 +144,8 @@ def test_cutmix_pastes_a_box_and_weighs_labels_by_its_area(make_backbone: Make, 
     assert loss == pytest.approx(-(targets * objective.logits(images).log_softmax(-1)).sum(-1).mean().item(), rel=1e-5)
 
 
-def test_with_both_a_batch_gets_one_of_them_and_evaluation_none(make_backbone: Make, make_batch: Make) -> None:
-    objective = objective_of(make_backbone, head="linear", mixup=0.8, cutmix=1.0)
+def test_with_both_a_batch_gets_one_of_them_and_evaluation_none(make_encoder: Make, make_batch: Make) -> None:
+    objective = objective_of(make_encoder, head="linear", mixup=0.8, cutmix=1.0)
     batch = make_batch(6)
     whole = []
     for seed in range(12):
@@ -158,14 +158,14 @@ def test_with_both_a_batch_gets_one_of_them_and_evaluation_none(make_backbone: M
     assert torch.equal(state, torch.get_rng_state())
 
 
-def test_the_probe_trains_its_head_and_nothing_else(make_backbone: Make, make_batch: Make) -> None:
-    backbone = make_backbone(dropout=0.5, drop_path=0.5)
-    objective = Objective(backbone, Config(head="probe", pooling="mean"), 5).train()
+def test_the_probe_trains_its_head_and_nothing_else(make_encoder: Make, make_batch: Make) -> None:
+    encoder = make_encoder(dropout=0.5, drop_path=0.5)
+    objective = Objective(encoder, Config(head="probe", pooling="mean"), 5).train()
     norm, linear = objective.head
     assert (norm.affine, norm.eps) == (False, 1e-6)
     assert 0.005 < linear.weight.std() < 0.015
     batch = make_batch(8, flip=torch.zeros(8, dtype=torch.bool))
-    vectors = backbone.pool(backbone.eval()(batch.images), "mean")
+    vectors = encoder.pool(encoder.eval()(batch.images), "mean")
     standard = (vectors - vectors.mean(0)) / (vectors.var(0, unbiased=False) + 1e-6).sqrt()
     objective.train()  # must leave dropout off
     torch.testing.assert_close(objective.logits(batch.images), standard @ linear.weight.T + linear.bias)
@@ -173,8 +173,8 @@ def test_the_probe_trains_its_head_and_nothing_else(make_backbone: Make, make_ba
     assert [name for name, p in objective.named_parameters() if p.grad is not None] == ["head.1.weight", "head.1.bias"]
 
 
-def test_it_needs_no_noise(make_backbone: Make) -> None:
-    assert objective_of(make_backbone).noise_per_sample() == 0
+def test_it_needs_no_noise(make_encoder: Make) -> None:
+    assert objective_of(make_encoder).noise_per_sample() == 0
 
 
 @pytest.mark.parametrize(
@@ -187,19 +187,19 @@ def test_configurations_that_make_no_sense_are_refused(wrong: dict[str, Any]) ->
 
 def test_a_resnet_learns_real_digits_and_serves_the_evaluators(few_digits: Path, tmp_path: Path) -> None:
     """The comparison's CNN through the same recipe, loop, checkpoint and evaluators as a ViT."""
-    sizes = ["backbone.name=resnet10t", "backbone.image_size=[8,16]", "backbone.channels=1"]
-    data = [f"data.train={few_digits}/train", "data.lanes=4", "data.workers=0", "data.augment.crop=centre"]
+    sizes = ["encoder.name=resnet10t", "encoder.image_size=[8,16]", "encoder.channels=1"]
+    data = [f"data.train={few_digits}/train", "data.lanes=4", "data.workers=0", "data.augment.crop=center"]
     length = ["training.steps=30", "training.batch_size=32", "training.log_every=10", "optim.warmup_steps=5"]
     keys = [*sizes, *data, *length, "optim.lr=3e-3", "data.augment.flip=false", f"run={tmp_path}/run"]
-    experiment.train(load_recipe("supervised_resnet50", keys), quiet=True)
+    api.train(load_recipe("supervised_resnet50", keys), quiet=True)
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert lines[-1]["loss"] < 0.6 * lines[0]["loss"]
-    backbone = load(tmp_path / "run")
-    assert (backbone.name, backbone.image_size, backbone.channels) == ("resnet10t", (8, 16), 1)
+    encoder = load(tmp_path / "run")
+    assert (encoder.name, encoder.image_size, encoder.channels) == ("resnet10t", (8, 16), 1)
     judge = ["shots=[5]", "pooling=mean"]
-    result = experiment.evaluate(tmp_path / "run", "few_shot", f"{few_digits}/train", f"{few_digits}/test", judge)
+    result = api.evaluate(tmp_path / "run", "few_shot", f"{few_digits}/train", f"{few_digits}/test", judge)
     values = {name: value for name, value in result["values"].items() if name.endswith("mean")}
     trained, untrained = (next(v for n, v in values.items() if n.startswith(row)) for row in ("trained", "untrained"))
     assert trained > max(untrained, 0.5)
     with pytest.raises(UserError, match="needs a class token, which resnet10t does not have: use mean"):
-        experiment.train(load_recipe("supervised_resnet50", [*keys, f"run={tmp_path}/t", "objective.pooling=token"]))
+        api.train(load_recipe("supervised_resnet50", [*keys, f"run={tmp_path}/t", "objective.pooling=token"]))

@@ -151,7 +151,7 @@ def test_which_patches_what_becomes_of_them_and_who_donates_are_drawn_apart() ->
 @pytest.mark.parametrize(("noise", "steps"), [(0.0, 1), (1 - 2**-24, -1)])
 @pytest.mark.parametrize("images", [2, 61])
 def test_noise_at_the_edges_of_its_range_stays_inside_the_batch(noise: float, steps: int, images: int) -> None:
-    """The nearest and the farthest donor are the two neighbours on the ring of all patches: neither is the patch."""
+    """The nearest and the farthest donor are the two neighbors on the ring of all patches: neither is the patch."""
     numbers = torch.full((images, 9), noise)
     mask_token = torch.full((3,), float(MASKED))
     tokens, _ = corrupt(tagged(images, 3), mask_token, 3, noise_BM=numbers, mask_share=0.0, random_share=1.0)
@@ -274,15 +274,15 @@ def test_blocks_corrupt_exactly_the_count_and_all_but_the_last_block_whole(grid:
         assert held[block < last].all() and not held[block > last].any()
 
 
-def test_blocks_hold_together_and_favour_no_side() -> None:
+def test_blocks_hold_together_and_favor_no_side() -> None:
     grid, count = (10, 12), 60
     shares = {}
     for blocks in (None, grid):
         generator = torch.Generator().manual_seed(0)
         _, indices = corrupt(torch.zeros(3000, 120, 1), torch.ones(1), count, generator, blocks=blocks)
         chosen = torch.zeros(3000, 120, dtype=torch.bool).scatter_(1, indices, True).reshape(3000, *grid)
-        neighbours = (chosen[:, :, 1:] & chosen[:, :, :-1]).float().sum() / chosen[:, :, :-1].float().sum()
-        shares[blocks] = float(neighbours)
+        neighbors = (chosen[:, :, 1:] & chosen[:, :, :-1]).float().sum() / chosen[:, :, :-1].float().sum()
+        shares[blocks] = float(neighbors)
         frequency = chosen.float().mean(0)
         for mirrored in (frequency.flip(0), frequency.flip(1)):
             assert (frequency - mirrored).abs().max() < 0.06  # five standard errors of a difference of two shares

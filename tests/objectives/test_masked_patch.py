@@ -12,8 +12,8 @@ from pydantic import ValidationError
 from sklearn.datasets import load_digits
 
 from ssl_vit.interfaces import UserError
-from ssl_vit.models import BackboneConfig
-from ssl_vit.models.backbone import build
+from ssl_vit.models import EncoderConfig
+from ssl_vit.models.factory import build
 from ssl_vit.objectives.masked_patch import Config, Objective, corrupt
 
 Make = Callable[..., Any]
@@ -34,7 +34,7 @@ def test_the_share_of_corrupted_patches_is_one_key(
     make_objective: Make, make_batch: Make, share: float, image_size: int, patch_size: int, count: int
 ) -> None:
     sizes = {"image_size": image_size, "patch_size": patch_size, "depth": 1}
-    objective = make_objective(backbone=sizes, corruption=share)
+    objective = make_objective(encoder=sizes, corruption=share)
     patches = (image_size // patch_size) ** 2
     assert objective.noise_per_sample() == patches + 2 * count
     batch = make_batch(2, size=image_size, noise=objective.noise_per_sample())
@@ -50,7 +50,7 @@ def numpy_log_softmax(logits: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("padding", [0, 2])
-@pytest.mark.parametrize("target", ["mean_colour", "downsized", "pixels"])
+@pytest.mark.parametrize("target", ["mean_color", "downsized", "pixels"])
 def test_loss_and_metrics_agree_with_numpy(
     make_objective: Make, make_batch: Make, target: str, padding: int, spread: Make
 ) -> None:
@@ -80,7 +80,7 @@ def test_loss_and_metrics_agree_with_numpy(
             "constant_loss": -(seen * np.log(seen)).sum(),
             "constant_accuracy": frequencies.max(),
         }
-    found = {"loss": result.loss, **objective.summarise({name: m.double()[None] for name, m in result.metrics.items()})}
+    found = {"loss": result.loss, **objective.summarize({name: m.double()[None] for name, m in result.metrics.items()})}
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         np.testing.assert_allclose(found[name].item(), value, rtol=1e-5, err_msg=name)
@@ -97,15 +97,15 @@ def test_the_constant_guess_follows_the_classes_over_the_steps(make_objective: M
         average = 0.99 * average + 0.01 * shares
         expected.append(-(shares * np.log(average / average.sum())).sum())
     objective = make_objective(bits=1)
-    parts = [objective.summarise({"class_shares": part})["constant_loss"] for part in shares_SC.split([1, 3, 2])]
+    parts = [objective.summarize({"class_shares": part})["constant_loss"] for part in shares_SC.split([1, 3, 2])]
     np.testing.assert_allclose(torch.cat(parts).numpy(), expected, rtol=1e-6)
     np.testing.assert_allclose(objective.frequencies.numpy(), average, rtol=1e-6)
     whole = make_objective(bits=1)
-    whole.summarise({"class_shares": shares_SC})
+    whole.summarize({"class_shares": shares_SC})
     assert torch.equal(whole.frequencies, objective.frequencies)
 
 
-@pytest.mark.parametrize("target", ["mean_colour", "downsized", "pixels"])
+@pytest.mark.parametrize("target", ["mean_color", "downsized", "pixels"])
 def test_only_targets_of_corrupted_patches_count(
     make_objective: Make, make_batch: Make, monkeypatch: pytest.MonkeyPatch, target: str, spread: Make
 ) -> None:
@@ -117,11 +117,11 @@ def test_only_targets_of_corrupted_patches_count(
         before = objective(batch)
     own = objective.targets(images)
     chosen = torch.zeros(own.shape[:2], dtype=torch.bool).scatter_(1, indices, True)
-    unchanged = chosen & (tokens == objective.backbone.embed(images)).all(-1)
+    unchanged = chosen & (tokens == objective.encoder.embed(images)).all(-1)
     assert 0 < unchanged.sum() < chosen.sum() < chosen.numel()  # some of the corrupted ones stayed as they were
 
     def losses(changed: torch.Tensor) -> dict[str, float]:
-        shifted = own + 1 if own.is_floating_point() else (own + 1) % objective.colours
+        shifted = own + 1 if own.is_floating_point() else (own + 1) % objective.colors
         monkeypatch.setattr(objective, "targets", lambda _: torch.where(changed[..., None], shifted, own))
         with torch.no_grad():
             after = objective(batch)
@@ -135,21 +135,21 @@ def test_only_targets_of_corrupted_patches_count(
         assert losses(one)["loss"] != reference["loss"], (image, patch)
 
 
-@pytest.mark.parametrize("target", ["mean_colour", "pixels"])
+@pytest.mark.parametrize("target", ["mean_color", "pixels"])
 def test_the_gradient_enters_at_corrupted_patches_alone(
     make_objective: Make, make_batch: Make, monkeypatch: pytest.MonkeyPatch, target: str, spread: Make
 ) -> None:
     objective = spread(make_objective(target=target, mask_share=0.3, random_share=0.3))
     batch = make_batch(4, noise=objective.noise_per_sample())
     seen: dict[str, torch.Tensor] = {}
-    encode = objective.backbone.encode
+    encode = objective.encoder.encode
 
     def encode_everything(tokens: torch.Tensor, keep_BK: torch.Tensor) -> torch.Tensor:
         seen["outputs"], seen["keep"] = encode(tokens), keep_BK
         seen["outputs"].retain_grad()
         return torch.stack([rows[1 + keep] for rows, keep in zip(seen["outputs"], keep_BK, strict=True)])
 
-    monkeypatch.setattr(objective.backbone, "encode", encode_everything)
+    monkeypatch.setattr(objective.encoder, "encode", encode_everything)
     objective(batch).loss.backward()
     gradient = seen["outputs"].grad
     assert gradient is not None
@@ -159,13 +159,13 @@ def test_the_gradient_enters_at_corrupted_patches_alone(
 
 def test_the_class_token_is_never_corrupted(make_objective: Make, make_batch: Make) -> None:
     objective = make_objective(corruption=1.0, mask_share=1.0, random_share=0.0)
-    vit = objective.backbone.vit
+    vit = objective.encoder.vit
     inputs: list[torch.Tensor] = []
     vit.blocks[0].register_forward_pre_hook(lambda _, arguments: inputs.append(arguments[0].detach()))
     batch = make_batch(3, noise=objective.noise_per_sample())
     with torch.no_grad():
         objective.predict(batch, batch.images)
-        objective.backbone(batch.images)
+        objective.encoder(batch.images)
     corrupted_input, clean_input = inputs
     own = vit.cls_token + vit.pos_embed[:, :1]
     assert torch.equal(corrupted_input[:, :1], clean_input[:, :1])
@@ -202,7 +202,7 @@ def test_the_recipes_choices_reach_the_corruption(
     batch = make_batch(12, noise=objective.noise_per_sample(), lane_size=lane_size)
     with torch.no_grad():
         _, indices, tokens = objective.predict(batch, batch.images)
-        clean = objective.backbone.embed(batch.images)
+        clean = objective.encoder.embed(batch.images)
     expected = corrupt(clean, objective.mask_token, 12, noise_BM=batch.noise, pool=lane_size, blocks=blocks, **choices)
     assert torch.equal(tokens, expected[0])
     assert torch.equal(indices, expected[1])
@@ -241,10 +241,10 @@ def test_shares_may_add_up_to_one() -> None:
     assert Config(mask_share=0.9, random_share=0.1).mask_share == 0.9
 
 
-@pytest.mark.parametrize("target", ["mean_colour", "downsized", "pixels"])
+@pytest.mark.parametrize("target", ["mean_color", "downsized", "pixels"])
 def test_a_resnet_is_refused(target: str) -> None:
     with pytest.raises(UserError, match=r"objective\.name=masked_patch needs a Vision Transformer.*resnet10t"):
-        Objective(build(BackboneConfig(name="resnet10t", image_size=32)), Config(target=target))
+        Objective(build(EncoderConfig(name="resnet10t", image_size=32)), Config(target=target))
 
 
 @pytest.mark.parametrize(
@@ -265,7 +265,7 @@ def test_every_variant_learns_real_digits(
 ) -> None:
     """After 40 steps the loss on unseen digits is below what the best answer that ignores the image would have."""
     sizes = {"image_size": 8, "channels": 1, "patch_size": patch_size, "width": 32, "heads": 4, "position_std": 0.5}
-    objective = make_objective(backbone=sizes, **config)
+    objective = make_objective(encoder=sizes, **config)
     digits = torch.from_numpy((load_digits().images * 255 / 16).round()).to(torch.uint8)[:, None]
     optimizer = torch.optim.AdamW(objective.parameters(), lr=4e-3)
 

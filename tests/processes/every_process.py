@@ -23,7 +23,7 @@ from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch import distributed
 from torch.distributed.tensor import DTensor
 
-from ssl_vit import cli, experiment, recipe, runs
+from ssl_vit import api, cli, recipe, runs
 from ssl_vit.data import AugmentConfig, DataConfig
 from ssl_vit.data.plan import LanePosition
 from ssl_vit.data.samples import View
@@ -38,7 +38,7 @@ from ssl_vit.training.engine import make_accelerator
 from ssl_vit.training.step import Stepper
 
 FSDP2 = Path(__file__).parents[2] / "recipes" / "launch" / "fsdp2.yaml"
-TINY = ("backbone.width=32", "backbone.depth=2", "backbone.heads=2", "training.picture_every=0", "training.trackers={}")
+TINY = ("encoder.width=32", "encoder.depth=2", "encoder.heads=2", "training.picture_every=0", "training.trackers={}")
 STAGES: dict[str, tuple[str, tuple[str, ...]]] = {
     "pretraining": ("digits_ssl", ()),
     "supervised": ("digits_supervised", ()),
@@ -51,7 +51,7 @@ def train(digits: str, run: Path, stage: str, *more: str) -> None:
     name, keys = STAGES[stage]
     fixed = [f"data.train={digits}/train", f"run={run}", "data.lanes=12", "training.batch_size=48", "training.steps=20"]
     fixed += ["training.log_every=1", "training.checkpoint_every=0", "optim.lr=1e-3", "optim.warmup_steps=5"]
-    experiment.train(recipe.load_recipe(name, [*fixed, *TINY, *keys, *more]), quiet=True)
+    api.train(recipe.load_recipe(name, [*fixed, *TINY, *keys, *more]), quiet=True)
 
 
 def same_maths(digits: str, out: Path, first: Path, accumulations: str) -> None:
@@ -91,7 +91,7 @@ MIXED = ("training.precision=bf16", "training.checkpoint_activations=true", "opt
 
 def sharded(digits: str, out: Path) -> None:
     """A sharded run into OUT/sharded; another goes on from its step 12 in OUT/again; one with MIXED in OUT/mixed."""
-    experiment.make_accelerator = sharding_accelerator  # type: ignore[assignment]
+    api.make_accelerator = sharding_accelerator  # type: ignore[assignment]
     train(digits, out / "sharded", "pretraining", *SHARDED)
     back_to_step_12(out / "sharded", out / "again")
     train(digits, out / "again", "pretraining", *SHARDED)
@@ -100,7 +100,7 @@ def sharded(digits: str, out: Path) -> None:
 
 def sharded_on_three(digits: str, out: Path) -> None:
     """OUT/sharded, which two processes trained, goes on from its step 12 in OUT/three."""
-    experiment.make_accelerator = sharding_accelerator  # type: ignore[assignment]
+    api.make_accelerator = sharding_accelerator  # type: ignore[assignment]
     back_to_step_12(out / "sharded", out / "three")
     train(digits, out / "three", "pretraining", *SHARDED)
 
@@ -174,7 +174,7 @@ def uneven(shards: str, workers: str, lanes: str, batch_size: str, steps: str) -
     accelerator = make_accelerator()
     found = open_shards(shards)
     data = DataConfig(train=shards, lanes=int(lanes), workers=int(workers))
-    view = View(train_transform(8, AugmentConfig(crop="centre")), 1, 10)
+    view = View(train_transform(8, AugmentConfig(crop="center")), 1, 10)
     where = {"rank": accelerator.process_index, "ranks": accelerator.num_processes, "device": accelerator.device}
     source = train_source(found, view, data, batch_size=int(batch_size), **where)
     counts = torch.zeros(found.samples, dtype=torch.int64)
@@ -276,7 +276,7 @@ def command_line(*arguments: str) -> None:
     cli.main()
 
 
-def signalled(number: str, rank: str, step: str, *arguments: str) -> None:
+def signaled(number: str, rank: str, step: str, *arguments: str) -> None:
     """`ssl-vit ARGUMENTS`; process RANK and its loader workers get a signal when it has saved step STEP."""
     save = checkpoint.save
 

@@ -69,10 +69,10 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 RECIPE = [
-    "backbone.width=16",
-    "backbone.depth=1",
-    "backbone.heads=1",
-    "data.augment.crop=centre",
+    "encoder.width=16",
+    "encoder.depth=1",
+    "encoder.heads=1",
+    "data.augment.crop=center",
     "training.log_every=10",
 ]
 

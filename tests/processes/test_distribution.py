@@ -57,7 +57,7 @@ def rows(run: Path) -> list[dict[str, float]]:
 def weights(run: Path, *names: str) -> dict[str, np.ndarray]:
     last = run / "checkpoints" / "step_00000020"
     found = {}
-    for name in names or ("backbone.safetensors", "objective.safetensors"):
+    for name in names or ("encoder.safetensors", "objective.safetensors"):
         found |= load_file(last / name)
     return found
 
@@ -102,10 +102,10 @@ def test_a_sharded_run_exports_what_a_whole_one_does(runs: Path) -> None:
     assert differ_by(weights(runs / "sharded"), weights(runs / "whole")) < 1e-6
     trained = weights(runs / "sharded", "training.safetensors")
     assert differ_by(trained, weights(runs / "whole", "training.safetensors")) < 1e-6
-    published = load_file(runs / "sharded" / "backbone.safetensors")
-    assert differ_by(published, load_file(runs / "whole" / "backbone.safetensors")) < 1e-6
+    published = load_file(runs / "sharded" / "encoder.safetensors")
+    assert differ_by(published, load_file(runs / "whole" / "encoder.safetensors")) < 1e-6
     # The average is published; it lags behind the weights that training goes on from.
-    assert differ_by(published, {name: trained[f"backbone.vit.{name}"] for name in published}) > 1e-5
+    assert differ_by(published, {name: trained[f"encoder.vit.{name}"] for name in published}) > 1e-5
 
 
 def test_a_sharded_run_computes_in_bfloat16_what_a_whole_one_does(runs: Path) -> None:

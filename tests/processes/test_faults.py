@@ -17,17 +17,17 @@ import psutil
 import pytest
 from safetensors.numpy import load_file
 
-from ssl_vit import experiment, recipe
+from ssl_vit import api, recipe
 from ssl_vit.data.plan import LanePosition, lane_stream
 from ssl_vit.data.shards import open_shards
 from ssl_vit.interfaces import RunError
-from ssl_vit.models import backbone
+from ssl_vit.models import factory
 
 World = Callable[..., Any]
 SMALL = (
-    "backbone.width=32",
-    "backbone.depth=2",
-    "backbone.heads=2",
+    "encoder.width=32",
+    "encoder.depth=2",
+    "encoder.heads=2",
     "training.picture_every=0",
     "training.batch_size=48",
 )
@@ -40,7 +40,7 @@ def settings(digits: Path, run: Path, *more: str) -> list[str]:
 
 def train(digits: Path, run: Path, *more: str) -> Path:
     """In this process."""
-    return experiment.train(recipe.load_recipe("digits_ssl", settings(digits, run, *more)), quiet=True)
+    return api.train(recipe.load_recipe("digits_ssl", settings(digits, run, *more)), quiet=True)
 
 
 def steps_saved(run: Path) -> list[int]:
@@ -65,7 +65,7 @@ def test_a_preempted_process_makes_all_save_and_leave_with_75(world: World, digi
     """SIGUSR1 reaches one of two processes; another number of processes goes on as if nothing had been."""
     run, keys = tmp_path / "run", ["training.steps=20", "training.checkpoint_every=4"]
     command = ["train", "digits_ssl", *settings(digits, run, *keys)]
-    both = world(2, "signalled", signal.SIGUSR1.value, 1, 4, *command)
+    both = world(2, "signaled", signal.SIGUSR1.value, 1, 4, *command)
     assert [process.wait(60) for process in both] == [75, 75], both[0].text + both[1].text
     assert "stopped by SIGUSR1; saved" in both[0].text and "stopped" not in both[1].text
     before = losses(run)
@@ -104,7 +104,7 @@ def test_an_error_of_one_process_ends_all_in_plain_words(world: World, digits: P
         assert told["log"].startswith("RunError everywhere=True") and "cannot write" in told["log"]
     assert steps_saved(tmp_path / "full") == [4, 8]  # nothing half-made beside them
     assert not [path for path in (tmp_path / "full" / "checkpoints").iterdir() if path.name[0] == "."]
-    backbone.load(tmp_path / "full")
+    factory.load(tmp_path / "full")
     assert lines[1]["bad"].startswith("UserError everywhere=False") and "on_bad_sample=fail" in lines[1]["bad"]
     assert lines[0]["bad"].startswith("RunError everywhere=False another process of this run is gone")
 
@@ -147,7 +147,7 @@ def test_a_removed_run_directory_stops_the_run(digits: Path, tmp_path: Path) -> 
     with pytest.raises(RunError, match="was removed or moved while it was trained: put it back"):
         train(digits, run, *keys)
     mover.join()
-    backbone.load(moved)
+    factory.load(moved)
     assert not run.exists()
 
 
@@ -157,7 +157,7 @@ def test_a_broken_checkpoint_is_put_aside(digits: Path, tmp_path: Path) -> None:
     keys = ["training.steps=8", "training.checkpoint_every=2", "training.keep_last=9", "training.ema=0.9"]
     train(digits, whole, *keys)
     shutil.copytree(whole, run, ignore=shutil.ignore_patterns(".lock"))
-    names = ["optimizer/shard-00001-model-00001-of-00001.safetensors", "backbone.safetensors", "SHA256SUMS"]
+    names = ["optimizer/shard-00001-model-00001-of-00001.safetensors", "encoder.safetensors", "SHA256SUMS"]
     for step, name in zip((8, 6, 4), names, strict=True):
         file = run / "checkpoints" / f"step_{step:08d}" / name
         content = bytearray(file.read_bytes())
@@ -194,4 +194,4 @@ def test_a_loader_worker_that_hangs_or_dies_is_named(
     told = f"error: loader worker 1 of 2 of process 0 (pid {workers[1].pid}) {expected}"
     assert told in process.text  # a thread of the other worker may also tell of a connection that broke
     assert not psutil.wait_procs(workers, 20)[1]  # none is left behind
-    backbone.load(run)
+    factory.load(run)

@@ -29,7 +29,7 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PATH": f"{BIN}:{os.environ
 
 
 def settings(digits: Path, run: Path, *more: str) -> list[str]:
-    keys = [f"data.train={digits}/train", f"run={run}", "training.steps=12", "training.log_every=1", "backbone.depth=1"]
+    keys = [f"data.train={digits}/train", f"run={run}", "training.steps=12", "training.log_every=1", "encoder.depth=1"]
     return [
         "digits_ssl",
         *keys,
@@ -49,7 +49,7 @@ def saved(run: Path) -> int:
 
 
 def weights(run: Path) -> dict[str, bytes]:
-    with safe_open(run / "backbone.safetensors", "np") as tensors:
+    with safe_open(run / "encoder.safetensors", "np") as tensors:
         return {name: tensors.get_tensor(name).tobytes() for name in tensors.keys()}  # noqa: SIM118
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from safetensors import safe_open
 
-from ssl_vit import experiment, recipe
+from ssl_vit import api, recipe
 
 World = Callable[..., Any]
 
@@ -22,8 +22,8 @@ def settings(digits: Path, run: Path, *more: str) -> list[str]:
     return [
         f"data.train={digits}/train",
         f"run={run}",
-        "backbone.depth=2",
-        "backbone.dropout=0.1",  # draws from the checkpointed generator
+        "encoder.depth=2",
+        "encoder.dropout=0.1",  # draws from the checkpointed generator
         "data.augment.crop=shift",
         "data.augment.padding=1",
         "data.augment.flip=true",
@@ -38,13 +38,13 @@ def settings(digits: Path, run: Path, *more: str) -> list[str]:
 
 def train(digits: Path, run: Path, *more: str) -> Path:
     """In this process."""
-    return experiment.train(recipe.load_recipe("digits_ssl", settings(digits, run, *more)), quiet=True)
+    return api.train(recipe.load_recipe("digits_ssl", settings(digits, run, *more)), quiet=True)
 
 
 def weights(run: Path) -> dict[str, bytes]:
     last = sorted((run / "checkpoints").glob("step_*"))[-1]
     found = {"": last.name.encode()}
-    for name in ("backbone.safetensors", "objective.safetensors", "training.safetensors"):
+    for name in ("encoder.safetensors", "objective.safetensors", "training.safetensors"):
         with safe_open(last / name, "pt") as tensors:
             found |= {f"{name}/{key}": tensors.get_tensor(key).numpy().tobytes() for key in tensors.keys()}  # noqa: SIM118
     return found
@@ -99,7 +99,7 @@ def test_a_preempted_run_saves_within_a_step_and_the_next_start_goes_on(
     """The signal comes at the end of step 10, to its loader worker too."""
     run, keys = tmp_path / "run", ["training.steps=30", "training.checkpoint_every=10", "data.workers=1"]
     command = ["train", "digits_ssl", *settings(digits, run, *keys)]
-    process = world(1, "signalled", number.value, 0, 10, *command)[0]
+    process = world(1, "signaled", number.value, 0, 10, *command)[0]
     assert process.wait(60) == 75, process.text
     assert saved(run) == losses(run)[-1][0] == 11
     assert f"stopped by {number.name}; saved, run the same command to go on from step 11" in process.text

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from ssl_vit import experiment, recipe
+from ssl_vit import api, recipe
 
 World = Callable[..., Any]
 
@@ -42,7 +42,7 @@ def test_a_bad_loss_of_one_process_is_taken_by_both_as_by_one_alone(world: World
 def test_a_process_short_of_memory_makes_both_take_smaller_micro_batches(
     world: World, digits: Path, tmp_path: Path
 ) -> None:
-    keys = ["training.batch_size=2400", "training.steps=2", "backbone.width=64", "backbone.depth=6"]
+    keys = ["training.batch_size=2400", "training.steps=2", "encoder.width=64", "encoder.depth=6"]
     both = world(2, "auto_batch", digits, tmp_path / "run", *keys)
     assert [process.wait() for process in both] == [0, 0], both[0].text + both[1].text
     first, *others = rows(tmp_path / "run")
@@ -64,7 +64,7 @@ def test_all_processes_end_with_the_running_statistics_that_are_saved(
 def trained(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = tmp_path_factory.mktemp("trained") / "run"
     keys = [f"data.train={digits}/train", f"run={run}", "training.steps=9", "training.checkpoint_every=0"]
-    experiment.train(recipe.load_recipe("digits_supervised", [*keys, "training.trackers={}"]), quiet=True)
+    api.train(recipe.load_recipe("digits_supervised", [*keys, "training.trackers={}"]), quiet=True)
     return run
 
 

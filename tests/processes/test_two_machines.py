@@ -55,7 +55,7 @@ def start(machines: tuple[str, str], digits: Path, run: Path, *more: str) -> lis
         f"data.train={digits}/train",
         f"run={run}",
         "training.log_every=1",
-        "backbone.depth=1",
+        "encoder.depth=1",
         "training.steps=200",
     ]
     keys += ["training.checkpoint_every=5", "training.picture_every=0", f"training.timeout={TIMEOUT}", *more]
@@ -75,7 +75,7 @@ def saved(run: Path) -> int:
 
 
 def weights(run: Path) -> dict[str, bytes]:
-    with safe_open(run / "backbone.safetensors", "np") as tensors:
+    with safe_open(run / "encoder.safetensors", "np") as tensors:
         return {name: tensors.get_tensor(name).tobytes() for name in tensors.keys()}  # noqa: SIM118
 
 

@@ -95,7 +95,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "arms": arms,
         "sets": {"": {"classes": 10, "metric": "accuracy"}},
         "evaluators": {
-            "fine_tune": {"title": "Fine-tuning", "trains_backbone": True},
+            "fine_tune": {"title": "Fine-tuning", "trains_encoder": True},
             "few_shot": {"title": "Few-shot linear classifier on frozen features"},
         },
         "measurements": rows,
@@ -147,16 +147,16 @@ def test_a_dark_page_is_dark_and_its_figures_are_not_black_on_it(page: Path) -> 
     dark = measured(page, 1000, "--blink-settings=preferredColorScheme=0", "--force-dark-mode")
     light = measured(page, 1000)
 
-    def brightness(colour: str) -> float:
-        return float(np.mean([int(n) for n in re.findall(r"\d+", colour)[:3]]))
+    def brightness(color: str) -> float:
+        return float(np.mean([int(n) for n in re.findall(r"\d+", color)[:3]]))
 
     assert brightness(light["page"]) > 200 > 100 > brightness(light["text"])
     assert brightness(dark["page"]) < 60 < 180 < brightness(dark["text"])
 
 
 def test_what_is_seen_is_drawn(page: Path, tmp_path: Path) -> None:
-    """The screenshot has the arms' colours, in the figures and beside the tables."""
+    """The screenshot has the arms' colors, in the figures and beside the tables."""
     chromium(page, 1000, f"--screenshot={tmp_path / 'seen.png'}", "--hide-scrollbars")
     seen = np.asarray(Image.open(tmp_path / "seen.png").convert("RGB")).reshape(-1, 3)
-    for colour in ((0x00, 0x72, 0xB2), (0xD5, 0x5E, 0x00), (0x00, 0x9E, 0x73)):
-        assert (np.abs(seen.astype(int) - colour).max(1) <= 3).sum() > 300, colour
+    for color in ((0x00, 0x72, 0xB2), (0xD5, 0x5E, 0x00), (0x00, 0x9E, 0x73)):
+        assert (np.abs(seen.astype(int) - color).max(1) <= 3).sum() > 300, color

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from ssl_vit import cli
 from ssl_vit import recipe as recipes
-from ssl_vit.models import BackboneConfig, backbone
+from ssl_vit.models import EncoderConfig, factory
 from ssl_vit.report import card
 
 Make = Callable[..., Any]
@@ -23,25 +23,25 @@ Make = Callable[..., Any]
 
 def weights(folder: Path, model: Any) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
-    backbone.write_config(model, folder / "config.json")
-    save_file(backbone.state(model), folder / "backbone.safetensors")
+    factory.write_config(model, folder / "config.json")
+    save_file(factory.state(model), folder / "encoder.safetensors")
     return folder
 
 
 def write(model: Any, given: Path, to: str = "timm", **options: Any) -> str:
-    options = {"title": "digits", "address": None, "licence": None} | options
-    return card.write(model, given, backbone.find_weights(given), to, **options)
+    options = {"title": "digits", "address": None, "license": None} | options
+    return card.write(model, given, factory.find_weights(given), to, **options)
 
 
 @pytest.fixture
-def run(tmp_path: Path, make_backbone: Make) -> Path:
-    """A finished run of the shipped recipe on shards with a licence, judged once, with one checkpoint."""
+def run(tmp_path: Path, make_encoder: Make) -> Path:
+    """A finished run of the shipped recipe on shards with a license, judged once, with one checkpoint."""
     shards = tmp_path / "shards"
     shards.mkdir()
     (shards / "000000.tar").touch()
     info = {"classes": ["a", "b"], "samples": 7, "shards": [{"file": "000000.tar", "samples": 7}]}
-    (shards / "info.json").write_text(json.dumps(info | {"source": "my | photographs", "licence": "CC BY 4.0"}))
-    folder = weights(tmp_path / "run", make_backbone())
+    (shards / "info.json").write_text(json.dumps(info | {"source": "my | photographs", "license": "CC BY 4.0"}))
+    folder = weights(tmp_path / "run", make_encoder())
     recipe = recipes.load_recipe("digits_ssl", [f"data.train={shards}", f"run={folder}", "training.batch_size=32"])
     recipes.save(recipe, folder / "recipe.yaml")
     summary = {"name": "digits_ssl", "steps": 900, "images_seen": 28800, "seconds": 61.5}
@@ -57,7 +57,7 @@ def run(tmp_path: Path, make_backbone: Make) -> Path:
     judged |= {"title": "Few-shot", "metric": "mean_per_class", "measurements": [{"notes": ["fewer than 2 images"]}]}
     judged |= {"values": values, "skipped": [{"shard": "s.tar", "key": "k", "reason": "cut"}]}
     (folder / "results.json").write_text(json.dumps({"kind": "evaluations", "evaluations": [judged]}))
-    checkpoint = weights(folder / "checkpoints" / "step_00000300", make_backbone())
+    checkpoint = weights(folder / "checkpoints" / "step_00000300", make_encoder())
     (checkpoint / "state.json").write_text(json.dumps({"step": 300, "seconds": 20.0, "lanes": [], "data": ""}))
     return folder
 
@@ -67,17 +67,17 @@ def rows(text: str) -> dict[str, list[str]]:
     return {cells[0].strip(): [cell.strip() for cell in cells[1:]] for cells in lines}
 
 
-def test_the_card_tells_the_runs_story(run: Path, make_backbone: Make) -> None:
-    text = write(make_backbone(), run, licence="apache-2.0")
+def test_the_card_tells_the_runs_story(run: Path, make_encoder: Make) -> None:
+    text = write(make_encoder(), run, license="apache-2.0")
     found = rows(text)
-    assert found["Parameters"] == [f"{sum(p.numel() for p in make_backbone().parameters()):,}"]
+    assert found["Parameters"] == [f"{sum(p.numel() for p in make_encoder().parameters()):,}"]
     assert "| Images | 16 x 16 pixels, 3 channel(s) |" in text
     assert "| Images | 7 |" in text
     assert (found["Steps"], found["Images seen"], found["Seconds"]) == (["900"], ["28,800"], ["61.5"])
     assert found["Hardware"] == ["2 x NVIDIA H200; 2 process(es)"]
     assert found["Objective"] == ["masked_patch"]
     assert found["Commit"] == ["abc123"]
-    assert (found["Source"], found["Licence"]) == ([r"my \| photographs"], ["CC BY 4.0"])
+    assert (found["Source"], found["License"]) == ([r"my \| photographs"], ["CC BY 4.0"])
     assert found["1-shot mean ± std"] == ["0.5 ± 0.125", "0.25 ± 0"]
     assert found["2-shot"] == ["0.75", "–"], "one seed has no spread"
     assert "fewer than 2 images" in text and "Few-shot (mean of the classes' accuracies), test images y" in text
@@ -90,64 +90,64 @@ def test_the_card_tells_the_runs_story(run: Path, make_backbone: Make) -> None:
     assert text.endswith("The weights: apache-2.0. The training images: CC BY 4.0.\n")
 
 
-def test_the_hub_reads_the_front_matter(run: Path, make_backbone: Make) -> None:
-    data = ModelCard(write(make_backbone(), run, licence="apache-2.0", to="onnx")).data
+def test_the_hub_reads_the_front_matter(run: Path, make_encoder: Make) -> None:
+    data = ModelCard(write(make_encoder(), run, license="apache-2.0", to="onnx")).data
     assert (data.license, data.library_name, data.tags) == ("apache-2.0", "onnx", ["ssl-vit"])
-    assert "license" not in ModelCard(write(make_backbone(), run)).data.to_dict()
+    assert "license" not in ModelCard(write(make_encoder(), run)).data.to_dict()
 
 
-def test_a_checkpoint_has_its_own_steps_and_no_results(run: Path, make_backbone: Make) -> None:
-    text = write(make_backbone(), run / "checkpoints" / "step_00000300")
+def test_a_checkpoint_has_its_own_steps_and_no_results(run: Path, make_encoder: Make) -> None:
+    text = write(make_encoder(), run / "checkpoints" / "step_00000300")
     found = rows(text)
     assert (found["Steps"], found["Images seen"], found["Seconds"]) == (["300"], ["9,600"], ["20"])
     assert "Not measured" in text
     assert "1-shot" not in text
 
 
-def test_shards_that_moved_are_said_to_be_out_of_reach(run: Path, make_backbone: Make) -> None:
+def test_shards_that_moved_are_said_to_be_out_of_reach(run: Path, make_encoder: Make) -> None:
     (run.parent / "shards").rename(run.parent / "elsewhere")
-    text = write(make_backbone(), run)
+    text = write(make_encoder(), run)
     assert "the training shards could not be read when this card was written" in text
     assert "CC BY" not in text
     assert "The weights: not stated." in text
 
 
-def test_a_mixtures_licences_are_all_named(run: Path, make_backbone: Make) -> None:
+def test_a_mixtures_licenses_are_all_named(run: Path, make_encoder: Make) -> None:
     other = run.parent / "other"
     other.mkdir()
     (other / "000000.tar").touch()
-    info = {"classes": None, "samples": 3, "shards": [{"file": "000000.tar", "samples": 3}], "licence": "CC0"}
+    info = {"classes": None, "samples": 3, "shards": [{"file": "000000.tar", "samples": 3}], "license": "CC0"}
     (other / "info.json").write_text(json.dumps(info))
     recipe = recipes.load_recipe(run / "recipe.yaml", [f"data.train=[{run.parent / 'shards'},{other}]"])
     recipes.save(recipe, run / "recipe.yaml")
-    text = write(make_backbone(), run)
+    text = write(make_encoder(), run)
     assert "| Images | 10 |" in text
     assert "The training images: CC BY 4.0 + CC0." in text
 
 
-def test_imported_weights_tell_where_they_come_from(tmp_path: Path, make_backbone: Make) -> None:
-    folder = weights(tmp_path, make_backbone())
+def test_imported_weights_tell_where_they_come_from(tmp_path: Path, make_encoder: Make) -> None:
+    folder = weights(tmp_path, make_encoder())
     config = json.loads((folder / "config.json").read_text())
-    config["imported"] = {"from": "some/model", "notes": ["guessed"], "left_out": ["head.bias"], "licence": "mit"}
+    config["imported"] = {"from": "some/model", "notes": ["guessed"], "left_out": ["head.bias"], "license": "mit"}
     (folder / "config.json").write_text(json.dumps(config))
-    text = write(make_backbone(), folder)
+    text = write(make_encoder(), folder)
     assert "imported from `some/model`" in text
     assert "- guessed" in text
     assert "left out: head.bias" in text
     assert "imported under mit" in text
 
 
-def test_weights_without_a_story_say_so(tmp_path: Path, make_backbone: Make) -> None:
-    text = write(make_backbone(), weights(tmp_path, make_backbone()))
+def test_weights_without_a_story_say_so(tmp_path: Path, make_encoder: Make) -> None:
+    text = write(make_encoder(), weights(tmp_path, make_encoder()))
     assert "Not known: the weights came without the run that made them." in text
 
 
 @pytest.mark.parametrize("to", ["timm", "transformers", "onnx"])
 def test_the_code_in_the_card_runs(
-    tmp_path: Path, make_backbone: Make, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], to: str
+    tmp_path: Path, make_encoder: Make, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], to: str
 ) -> None:
-    """In the exported folder, as the card says, and with the outputs that the backbone has."""
-    model = make_backbone(mean=(0.1, 0.2, 0.3), std=(0.4, 0.5, 0.6)).eval()
+    """In the exported folder, as the card says, and with the outputs that the encoder has."""
+    model = make_encoder(mean=(0.1, 0.2, 0.3), std=(0.4, 0.5, 0.6)).eval()
     weights(tmp_path / "weights", model)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["ssl-vit", "export", "weights", "out", "--to", to])
@@ -178,14 +178,14 @@ def test_the_code_in_the_card_runs(
     ],
 )
 def test_the_card_says_what_the_tokens_are(
-    tmp_path: Path, make_backbone: Make, settings: dict[str, Any], reading: str
+    tmp_path: Path, make_encoder: Make, settings: dict[str, Any], reading: str
 ) -> None:
-    model = make_backbone(**settings)
+    model = make_encoder(**settings)
     assert reading in write(model, weights(tmp_path, model))
 
 
 def test_a_resnets_map_is_a_map_in_timm_and_tokens_elsewhere(tmp_path: Path) -> None:
-    model = backbone.build(BackboneConfig(name="test_resnet", image_size=(64, 96)))
+    model = factory.build(EncoderConfig(name="test_resnet", image_size=(64, 96)))
     folder = weights(tmp_path, model)
     assert f"(2, {model.width}, 2, 3): 2 x 3 patches" in write(model, folder)
     assert f"(2, 6, {model.width}): 2 x 3 patches" in write(model, folder, "onnx")

@@ -24,7 +24,7 @@ def comparison(tmp_path: Path) -> Path:
             {"name": "ssl", "label": "SSL_1 | 50% & more", "pretraining": {"seconds": 1.0}, "labels_used": 0},
             {"name": "scratch", "label": "scratch"},
         ],
-        "evaluators": {"fine_tune": {"title": "Fine-tuning", "trains_backbone": True}},
+        "evaluators": {"fine_tune": {"title": "Fine-tuning", "trains_encoder": True}},
         "measurements": [
             {"arm": arm, "evaluator": "fine_tune", "labels_per_class": 5, "seed": seed, "accuracy": accuracy}
             | {"chosen": {"lr": 0.1, "steps": 3}}

@@ -47,7 +47,7 @@ def result_of(entry: dict[str, Any]) -> dict[str, Any]:
 def write(run: Path, only: set[str] | None = None, **changed: str) -> Path:
     (run / "pieces").mkdir(parents=True)
     header = {"name": "c", "title": "C", "seeds": [0, 1], "sets": {"data": {"metric": "accuracy", "classes": 10}}}
-    header |= {"evaluators": {"fine_tune": {"title": "Fine-tuning", "trains_backbone": True}}, "command": "x"}
+    header |= {"evaluators": {"fine_tune": {"title": "Fine-tuning", "trains_encoder": True}}, "command": "x"}
     arms = [
         {"name": "ssl", "label": "SSL", "run": "ssl", "needs_labels": False, "architecture": "a"},
         {"name": "scratch", "label": "scratch", "run": None, "needs_labels": False, "architecture": "a"},

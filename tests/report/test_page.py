@@ -99,11 +99,11 @@ def write_comparison(folder: Path, seeds: int = 3) -> Path:
         "title": HOSTILE,
         "command": "ssl-vit demo",
         "seeds": list(range(seeds)),
-        "seeds_vary": "A seed draws the labelled images.",
+        "seeds_vary": "A seed draws the labeled images.",
         "notes": [HOSTILE],
         "data": {"test": {"path": "data/test", "classes": 10}},
         "sets": {"": {"classes": 10, "metric": "accuracy"}},
-        "evaluators": {"fine_tune": {"title": "Fine-tuning", "trains_backbone": True}},
+        "evaluators": {"fine_tune": {"title": "Fine-tuning", "trains_encoder": True}},
         "arms": [
             {"name": "ssl", "label": HOSTILE, "run": "ssl", "labels_used": 0, "pretraining": {"seconds": 80.25}}
             | {"choices": choices, "tuning": {"images_seen": 43210, "seconds": 7.5}},
@@ -140,7 +140,7 @@ def test_comparison_page_says_what_a_reader_needs(tmp_path: Path) -> None:
     text = Page(write_report([write_comparison(tmp_path / "c")], tmp_path / "report.html")).text
     assert "gains +40.0\u00a0±\u00a02.5 points over training from scratch" in text
     assert text.index("<h1>") < text.index("gains +40.0") < text.index("<svg")
-    assert "A seed draws the labelled images." in text
+    assert "A seed draws the labeled images." in text
     assert "ssl-vit demo" in text
     assert f"ssl-vit train {tmp_path}/c/ssl/recipe.yaml" in text
     assert "best constant guess" in text
@@ -150,8 +150,8 @@ def test_comparison_page_says_what_a_reader_needs(tmp_path: Path) -> None:
     assert "00000005 (" not in text
     assert "evaluations left out" not in text
     for arm in ("ssl", "scratch"):
-        assert text.count(f"background:{plots.COLOURS[arm]}") >= 2
-        assert f"stroke: {plots.COLOURS[arm]}" in text
+        assert text.count(f"background:{plots.COLORS[arm]}") >= 2
+        assert f"stroke: {plots.COLORS[arm]}" in text
 
 
 def test_comparison_page_shows_costs_by_arm_and_what_the_evaluations_left_out(tmp_path: Path) -> None:
@@ -170,7 +170,7 @@ def test_comparison_page_shows_costs_by_arm_and_what_the_evaluations_left_out(tm
     ]
     assert '<th scope="row">Sweep images</th><td>43,210</td>' in costs
     marks = re.findall(r'<th scope="col"><span class="dot" style="background:(#\w+)"></span>', costs)
-    assert marks == [plots.COLOURS["ssl"], plots.COLOURS["scratch"]]
+    assert marks == [plots.COLORS["ssl"], plots.COLORS["scratch"]]
     before = text[: text.index("<h2>")]
     assert "the evaluations left out 6 unreadable sample(s): 000001.tar: 00000000 (image cannot be decoded); " in before
     assert "and 1 more." in before
@@ -240,7 +240,7 @@ def test_a_resumed_run_is_drawn_once_and_without_its_non_finite_losses() -> None
     assert plots.loss_curves([("a", "#808080", [])]) is None
 
 
-def test_figures_take_the_colour_of_the_page_and_leave_no_global_state() -> None:
+def test_figures_take_the_color_of_the_page_and_leave_no_global_state() -> None:
     curve = plots.Curve("名前 $a", "#0072b2", "o", [1, 5], [40.0, 60.0], [38.0, 58.0], [42.0, 62.0])
     svg = plots.accuracy_curve([curve], "labels", "accuracy, %", chance=39.0)
     assert "名前 $a" in svg and "chance" in svg
@@ -284,7 +284,7 @@ def test_a_scaling_study_has_a_line_and_an_untrained_level_for_each_size(tmp_pat
     results["arms"][2]["pretraining"] = None  # it has not pretrained yet; its untrained twin is measured
     results["measurements"] = [row for row in results["measurements"] if row["arm"] != "small"]
     (tmp_path / "results.json").write_text(json.dumps(results))
-    assert "the untrained backbone of narrow" in write_report([tmp_path], tmp_path / "report.html").read_text()
+    assert "the untrained encoder of narrow" in write_report([tmp_path], tmp_path / "report.html").read_text()
 
 
 def test_a_study_of_many_series_has_a_page(tmp_path: Path) -> None:

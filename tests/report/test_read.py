@@ -99,8 +99,8 @@ def test_damaged_results_are_named(tmp_path: Path) -> None:
 
 
 def test_results_of_weights_that_are_gone_are_left_out_and_counted(tmp_path: Path) -> None:
-    (tmp_path / "backbone.safetensors").write_bytes(b"new")
-    new = sha256(tmp_path / "backbone.safetensors")
+    (tmp_path / "encoder.safetensors").write_bytes(b"new")
+    new = sha256(tmp_path / "encoder.safetensors")
     judged = [{"evaluator": "knn", "sha256": new}, {"evaluator": "knn", "sha256": "old"}, {"evaluator": "before"}]
     (tmp_path / "results.json").write_text(json.dumps({"kind": "evaluations", "evaluations": judged}))
     run = read_directory(tmp_path)

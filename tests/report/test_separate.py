@@ -30,7 +30,7 @@ def few_shot(trained: list[float], *, test: str = "t", untrained: float = 0.4, *
         for seed, accuracy in enumerate(values)
     ]
     rows += [row | {"accuracy": 0.0, "main": False} for row in rows]
-    place = {"data": {"train": "labelled", "test": test}, "settings": {"l2": 1024.0, "block": None} | settings}
+    place = {"data": {"train": "labeled", "test": test}, "settings": {"l2": 1024.0, "block": None} | settings}
     return place | {"evaluator": "few_shot", "title": "Few-shot", "metric": "accuracy", "measurements": rows}
 
 
@@ -41,20 +41,20 @@ def shown(*runs: Path) -> list[list[list[str]]]:
 
 def test_runs_and_what_they_share_are_rows_and_the_first_is_held_against_the_others(tmp_path: Path) -> None:
     accuracy, differences = shown(*(write(tmp_path / name, few_shot(values)) for name, values in ACCURACIES.items()))
-    assert accuracy == [["a", "71.7 ± 2.1"], ["b", "61.7 ± 3.8"], ["the untrained backbone", "40.0 ± 0.0"]]
+    assert accuracy == [["a", "71.7 ± 2.1"], ["b", "61.7 ± 3.8"], ["the untrained encoder", "40.0 ± 0.0"]]
     test = stats.ttest_rel(ACCURACIES["a"], ACCURACIES["b"]).confidence_interval(0.95)
     half = 100 * (test.high - test.low) / 2
     assert differences[0] == ["a minus b", f"+10.0 ± {half:.1f}"]
-    assert differences[1][0] == "a minus the untrained backbone"
+    assert differences[1][0] == "a minus the untrained encoder"
 
 
 def test_a_reference_that_differs_is_a_row_for_each_run(tmp_path: Path) -> None:
     one, two = (write(tmp_path / n, few_shot(ACCURACIES[n], untrained=u)) for n, u in (("a", 0.4), ("b", 0.3)))
     accuracy, differences = shown(one, two)
-    assert [row[0] for row in accuracy] == ["a", "b", "the untrained backbone of a", "the untrained backbone of b"]
+    assert [row[0] for row in accuracy] == ["a", "b", "the untrained encoder of a", "the untrained encoder of b"]
     assert [row[0] for row in differences][1:] == [
-        "a minus the untrained backbone of a",
-        "a minus the untrained backbone of b",
+        "a minus the untrained encoder of a",
+        "a minus the untrained encoder of b",
     ]
 
 
@@ -64,9 +64,9 @@ def test_what_was_measured_otherwise_is_never_in_one_table(tmp_path: Path, other
     tables = shown(one, two)
     assert [rows[0][0] for rows in tables] == [
         "a",
-        "a minus the untrained backbone",
+        "a minus the untrained encoder",
         "b",
-        "b minus the untrained backbone",
+        "b minus the untrained encoder",
     ]
 
 
@@ -78,7 +78,7 @@ def test_the_metric_of_the_data_set_counts(tmp_path: Path) -> None:
 def test_the_page_tells_the_settings_once_and_what_the_intervals_cover(tmp_path: Path) -> None:
     runs = [write(tmp_path / name, few_shot(values)) for name, values in ACCURACIES.items()]
     text = write_report(runs, tmp_path / "report.html").read_text()
-    assert "Few-shot: t" in text and "Labelled images: labelled." in text and "the first is shown" in text
+    assert "Few-shot: t" in text and "Labeled images: labeled." in text and "the first is shown" in text
     assert "<summary>Settings</summary>l2 1024</details>" in text, "what is not set is not said"
     assert "Each run is one training" in text
     (tmp_path / "c").mkdir()
@@ -90,5 +90,5 @@ def test_what_a_measurement_says_of_itself_is_said_of_the_tables(tmp_path: Path)
     judged = few_shot(ACCURACIES["a"])
     judged["measurements"][0]["notes"] = ["4 class(es) gave fewer than 10 images"]
     run = write(tmp_path / "a", judged)
-    assert "Labelled images: labelled. Of settings" in write_report([run], tmp_path / "r.html").read_text()
+    assert "Labeled images: labeled. Of settings" in write_report([run], tmp_path / "r.html").read_text()
     assert "first is shown. 4 class(es) gave fewer than 10 images." in (tmp_path / "r.html").read_text()

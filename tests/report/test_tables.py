@@ -16,7 +16,7 @@ from scipy import stats
 from ssl_vit.report import plots
 from ssl_vit.report.cells import flat
 from ssl_vit.report.compared import section
-from ssl_vit.report.statistics import summarise
+from ssl_vit.report.statistics import summarize
 from ssl_vit.report.tables import cost_table, terminal_table
 
 
@@ -33,8 +33,8 @@ def comparison(scores: Any, evaluator: str = "fine_tune") -> dict[str, Any]:
             for name, used, spent in arms
         ],
         "evaluators": {
-            "fine_tune": {"title": "Fine-tuning", "trains_backbone": True},
-            "few_shot": {"title": "Few-shot", "trains_backbone": False},
+            "fine_tune": {"title": "Fine-tuning", "trains_encoder": True},
+            "few_shot": {"title": "Few-shot", "trains_encoder": False},
         },
         "measurements": [
             {"arm": arm, "evaluator": evaluator, "labels_per_class": labels, "seed": seed, "accuracy": accuracy}
@@ -52,7 +52,7 @@ def row(rows: list[dict[str, Any]], **wanted: Any) -> dict[str, Any]:
 
 
 def test_mean_std_and_interval_of_an_arm() -> None:
-    found = row(summarise(comparison({"ssl": {10: [0.6, 0.7, 0.8]}}))["accuracy"], arm="ssl", labels_per_class=10)
+    found = row(summarize(comparison({"ssl": {10: [0.6, 0.7, 0.8]}}))["accuracy"], arm="ssl", labels_per_class=10)
     assert found["n"] == 3
     assert found["mean"] == pytest.approx(0.7)
     assert found["std"] == pytest.approx(0.1)  # ddof=1; the population's would be 0.0816
@@ -63,7 +63,7 @@ def test_paired_difference_agrees_with_scipy() -> None:
     generator = np.random.default_rng(0)
     ours, theirs = generator.uniform(0.5, 0.9, 5), generator.uniform(0.3, 0.8, 5)
     results = comparison({"ssl": {10: ours.tolist()}, "scratch": {10: theirs.tolist()}})
-    found = row(summarise(results)["differences"], arm="ssl", against="scratch")
+    found = row(summarize(results)["differences"], arm="ssl", against="scratch")
     low, high = stats.ttest_rel(ours, theirs).confidence_interval(0.95)
     assert found["mean"] - found["half_width"] == pytest.approx(low)
     assert found["mean"] + found["half_width"] == pytest.approx(high)
@@ -72,19 +72,19 @@ def test_paired_difference_agrees_with_scipy() -> None:
 def test_differences_are_paired_by_seed_not_by_position() -> None:
     results = comparison({"ssl": {10: [None, 0.8, 0.9]}, "scratch": {10: [0.1, 0.5, 0.6]}})
     random.Random(0).shuffle(results["measurements"])
-    found = row(summarise(results)["differences"], against="scratch")
+    found = row(summarize(results)["differences"], against="scratch")
     assert (found["n"], found["arm_mean"], found["against_mean"]) == (2, pytest.approx(0.85), pytest.approx(0.55))
     assert found["mean"] == pytest.approx(0.3)
 
 
-def test_frozen_features_are_compared_with_the_untrained_backbone_and_pixels() -> None:
+def test_frozen_features_are_compared_with_the_untrained_encoder_and_pixels() -> None:
     scores = {
         "ssl": {5: [0.6, 0.7]},
         "untrained": {5: [0.3, 0.3]},
         "pixels": {5: [0.8, 0.91]},
         "supervised": {5: [0.9]},
     }
-    summary = summarise(comparison(scores, "few_shot"))
+    summary = summarize(comparison(scores, "few_shot"))
     assert [found["against"] for found in summary["differences"]] == ["untrained", "supervised", "pixels"]
     assert row(summary["differences"], against="pixels")["mean"] == pytest.approx(-0.205)
     assert "with 5 labels a class: better with raw pixels than with SSL pretraining" in summary["verdict"]
@@ -93,7 +93,7 @@ def test_frozen_features_are_compared_with_the_untrained_backbone_and_pixels() -
 def test_verdict_of_a_clear_gain_that_stops() -> None:
     ssl = {10: [0.90, 0.91, 0.89], 25: [0.95, 0.96, 0.94], 100: [0.97, 0.98, 0.97]}
     scratch = {10: [0.55, 0.57, 0.58], 25: [0.83, 0.84, 0.83], 100: [0.97, 0.97, 0.98]}
-    sentences = summarise(comparison({"ssl": ssl, "scratch": scratch}))["sentences"]
+    sentences = summarize(comparison({"ssl": ssl, "scratch": scratch}))["sentences"]
     assert sentences == [
         "With 10 labels a class, SSL pretraining gains +33.3 ± 5.2 points over training from scratch "
         "(90.0% against 56.7%, 3 seeds); the gain ends at about 76 labels a class, between 25 and 100.",
@@ -116,7 +116,7 @@ def test_no_end_of_a_gain_is_claimed_where_it_comes_back_or_never_was() -> None:
         ((gain, none, loss), True),
         ((gain, loss, loss), True),
     ):
-        verdict = summarise(comparison({"ssl": dict(zip(flat, rows, strict=True)), "scratch": flat}))["verdict"]
+        verdict = summarize(comparison({"ssl": dict(zip(flat, rows, strict=True)), "scratch": flat}))["verdict"]
         assert ("; the gain ends at about" in verdict) == ends, verdict
 
 
@@ -124,25 +124,25 @@ def test_a_gain_shrinks_only_where_the_intervals_do_not_touch() -> None:
     scratch = {5: [0.3, 0.3, 0.3], 10: [0.3, 0.3, 0.3]}
     apart = comparison({"ssl": {5: [0.80, 0.81, 0.82], 10: [0.40, 0.41, 0.42]}, "scratch": scratch})
     touching = comparison({"ssl": {5: [0.5, 0.6, 0.7], 10: [0.48, 0.58, 0.65]}, "scratch": scratch})
-    assert "The gain shrinks with more labels but holds at every budget" in summarise(apart)["verdict"]
-    assert "The gain holds at every budget" in summarise(touching)["verdict"]
+    assert "The gain shrinks with more labels but holds at every budget" in summarize(apart)["verdict"]
+    assert "The gain holds at every budget" in summarize(touching)["verdict"]
 
 
 def test_verdict_says_so_when_ssl_loses() -> None:
     results = comparison({"ssl": {10: [0.50, 0.51, 0.52]}, "scratch": {10: [0.60, 0.61, 0.63]}})
-    assert "SSL pretraining loses 10.3 ± 1.4 points against training from scratch" in summarise(results)["verdict"]
-    assert " gain" not in summarise(results)["verdict"]
+    assert "SSL pretraining loses 10.3 ± 1.4 points against training from scratch" in summarize(results)["verdict"]
+    assert " gain" not in summarize(results)["verdict"]
 
 
 def test_verdict_claims_nothing_where_the_interval_holds_zero() -> None:
     results = comparison({"ssl": {10: [0.9, 0.5, 0.7]}, "scratch": {10: [0.5, 0.6, 0.6]}})
-    verdict = summarise(results)["verdict"]
+    verdict = summarize(results)["verdict"]
     assert "no difference between SSL pretraining and training from scratch that these seeds can show" in verdict
     assert " gain" not in verdict
 
 
 def test_one_seed_gives_no_interval_and_says_so() -> None:
-    summary = summarise(comparison({"ssl": {10: [0.9], 25: [0.95]}, "scratch": {10: [0.5], 25: [0.9]}}))
+    summary = summarize(comparison({"ssl": {10: [0.9], 25: [0.95]}, "scratch": {10: [0.5], 25: [0.9]}}))
     assert row(summary["differences"], labels_per_class=10)["half_width"] is None
     assert row(summary["accuracy"], labels_per_class=10, arm="ssl")["std"] is None
     assert "on one seed: there is no interval, so this may be chance" in summary["verdict"]
@@ -152,18 +152,18 @@ def test_one_seed_gives_no_interval_and_says_so() -> None:
 
 def test_the_verdict_is_about_the_smallest_budget_whatever_the_others_say() -> None:
     results = comparison({"ssl": {25: [0.9, 0.9], 5: [0.2, 0.2]}, "scratch": {25: [0.1, 0.1], 5: [0.299, 0.301]}})
-    assert summarise(results)["verdict"].startswith("With 5 labels a class, SSL pretraining loses 10.0 ± 1.3 points")
+    assert summarize(results)["verdict"].startswith("With 5 labels a class, SSL pretraining loses 10.0 ± 1.3 points")
 
 
 def test_seeds_that_vary_nothing_make_no_interval_and_no_claim() -> None:
     """A fifth of the images more at every seed, where nothing was drawn: one observation, three times."""
     ssl, scratch = {1: [0.3] * 3, 5: [0.7, 0.6, 0.5]}, {1: [0.1] * 3, 5: [0.5, 0.4, 0.3]}
-    summary = summarise(comparison({"ssl": ssl, "scratch": scratch}))
+    summary = summarize(comparison({"ssl": ssl, "scratch": scratch}))
     assert all(found["half_width"] is None for found in summary["differences"])
     assert " gain" not in summary["verdict"] and "±" not in summary["verdict"]
     assert "(+20.0 points), the same at all 3 seeds: they show no variation" in summary["verdict"]
     few = comparison({"ssl": {5: [0.3] * 3}, "untrained": {5: [0.2] * 3}, "pixels": {5: [0.4] * 3}}, "few_shot")
-    assert "with 5 labels a class: better with raw pixels than with SSL pretraining" in summarise(few)["verdict"]
+    assert "with 5 labels a class: better with raw pixels than with SSL pretraining" in summarize(few)["verdict"]
     assert row(summary["accuracy"], labels_per_class=5, arm="ssl")["half_width"] > 0.2
 
 
@@ -172,11 +172,11 @@ def test_incomplete_comparisons(accuracy: float | None) -> None:
     results = comparison({"ssl": {10: [0.9]}})
     results["measurements"].append(results["measurements"][0] | {"seed": 1, "accuracy": accuracy})
     results["finished"] = False
-    summary = summarise(results)
+    summary = summarize(results)
     assert row(summary["accuracy"], arm="ssl")["n"] == 1
     assert summary["verdict"].startswith("No verdict yet")
     assert "has not finished" in summary["verdict"]
-    assert summarise({"kind": "comparison"})["accuracy"] == []
+    assert summarize({"kind": "comparison"})["accuracy"] == []
 
 
 def test_terminal_table_shows_names_as_they_are_and_marks_missing_seeds() -> None:
@@ -232,7 +232,7 @@ def test_percent_and_whole_budgets_stand_where_their_labels_put_them() -> None:
     results["sets"] = {"": {"classes": 10, "metric": "accuracy"}}
     for found in results["measurements"]:
         found["labels"] = {"10%": 150, 2: 20, "all": 1500}[found["labels_per_class"]]
-    rows = [r for r in summarise(results)["accuracy"] if r["arm"] == "ssl"]
+    rows = [r for r in summarize(results)["accuracy"] if r["arm"] == "ssl"]
     assert [(r["labels_per_class"], r["x"]) for r in rows] == [(2, 2.0), ("10%", 15.0), ("all", 150.0)]
 
 
@@ -241,21 +241,21 @@ def test_the_metric_of_a_data_set_is_what_is_counted() -> None:
     for found in results["measurements"]:
         found["mean_per_class"] = found["accuracy"] / 2
     results["sets"] = {"": {"classes": 10, "metric": "mean_per_class"}}
-    assert row(summarise(results)["accuracy"], arm="ssl")["mean"] == pytest.approx(0.425)
+    assert row(summarize(results)["accuracy"], arm="ssl")["mean"] == pytest.approx(0.425)
 
 
 def test_the_first_arm_without_labels_is_held_against_the_others() -> None:
     spent = {"images_seen": 1, "seconds": 1.0, "parameters": 1, "flops": 1}
     results = comparison({"ssl": {5: [0.6, 0.8]}, "ssl_15": {5: [0.5, 0.6]}, "scratch": {5: [0.4, 0.4]}})
     results["arms"].append({"name": "ssl_15", "label": "15%", "run": "ssl_15", "labels_used": 0, "pretraining": spent})
-    differences = summarise(results)["differences"]
+    differences = summarize(results)["differences"]
     pairs = [(found["arm"], found["against"], found["role"]) for found in differences]
     assert pairs == [("ssl", "scratch", "baseline"), ("ssl", "ssl_15", "variant"), ("ssl_15", "scratch", "baseline")]
     assert row(differences, role="variant")["mean"] == pytest.approx(0.15)
-    drawn = section(results, summarise(results), plots.arm_styles(["ssl", "ssl_15", "scratch"]), "", "fine_tune")
+    drawn = section(results, summarize(results), plots.arm_styles(["ssl", "ssl_15", "scratch"]), "", "fine_tune")
     assert drawn["under_test"] == "the ssl arm [bold]" and drawn["gain"]["inline"].count("minus") == 2
     results["study"] = "flops"
-    assert "variant" not in {found["role"] for found in summarise(results)["differences"]}
+    assert "variant" not in {found["role"] for found in summarize(results)["differences"]}
 
 
 def test_each_data_set_gets_its_sentences_and_its_tables() -> None:
@@ -264,7 +264,7 @@ def test_each_data_set_gets_its_sentences_and_its_tables() -> None:
     results["measurements"] = [found | {"data": "pets"} for found in results["measurements"]]
     results["measurements"] += [found | {"data": "birds"} for found in other]
     results["sets"] = {"birds": {}, "pets": {}}
-    sentences = [s for s in summarise(results)["sentences"] if "5 labels" in s]
+    sentences = [s for s in summarize(results)["sentences"] if "5 labels" in s]
     assert [s.split(",")[0] for s in sentences] == ["birds: With 5 labels a class", "pets: With 5 labels a class"]
     assert "loses 49.5" in sentences[0] and "gains +64.5" in sentences[1]
     text = "\n".join(terminal_lines(results, 120))
@@ -275,21 +275,21 @@ def test_no_pretraining_means_the_same_architecture() -> None:
     results = comparison({"ssl": {5: [0.9, 0.8]}, "small": {5: [0.3, 0.5]}, "scratch": {5: [0.1, 0.2]}})
     results["arms"][0]["architecture"], results["arms"][1]["architecture"] = "large", "small"
     results["arms"].append({"name": "small", "label": "small scratch", "architecture": "large"})
-    assert [r["against"] for r in summarise(results)["differences"]] == ["small"]
+    assert [r["against"] for r in summarize(results)["differences"]] == ["small"]
     few = comparison({"ssl": {5: [0.9]}, "untrained": {5: [0.3]}, "untrained_b": {5: [0.4]}}, "few_shot")
     few["arms"][0]["architecture"] = "large"
     few["references"] = {"untrained": "small", "untrained_b": "large", "pixels": "small"}
-    assert [r["against"] for r in summarise(few)["differences"]] == ["untrained_b"]
+    assert [r["against"] for r in summarize(few)["differences"]] == ["untrained_b"]
 
 
 def test_arms_that_were_not_tuned_alike_are_named() -> None:
     results = comparison({"ssl": {5: [0.9, 0.8]}, "scratch": {5: [0.1, 0.2]}})
-    assert "tuned" not in summarise(results)["verdict"]
+    assert "tuned" not in summarize(results)["verdict"]
     results["arms"][0]["choices"] = [{"tried": [{}, {}]}]
     expected = (
         "not tuned alike (settings tried: SSL pretraining 2, training from scratch 0 and supervised pretraining 0)"
     )
-    assert expected in summarise(results)["verdict"]
+    assert expected in summarize(results)["verdict"]
 
 
 def test_sweeps_that_ended_at_their_longest_training_are_named() -> None:
@@ -300,12 +300,12 @@ def test_sweeps_that_ended_at_their_longest_training_are_named() -> None:
     sentence = (
         "Caution: the longest fine-tuning tried (1,000 steps) served training from scratch best; with a longer one"
     )
-    assert sentence in summarise(results)["verdict"]
+    assert sentence in summarize(results)["verdict"]
     results["arms"][1]["choices"] = [{"tried": tried, "chosen": tried[0]}]
-    assert "longest" not in summarise(results)["verdict"]
+    assert "longest" not in summarize(results)["verdict"]
     for arm in results["arms"][:2]:
         arm["choices"] = [{"tried": tried[:1], "chosen": tried[0]}]
-    assert "Caution: one length of fine-tuning was tried (100 steps)" in summarise(results)["verdict"]
+    assert "Caution: one length of fine-tuning was tried (100 steps)" in summarize(results)["verdict"]
 
 
 def test_a_study_says_where_its_ends_are() -> None:
@@ -313,7 +313,7 @@ def test_a_study_says_where_its_ends_are() -> None:
     results["study"] = "samples"
     results["arms"][0] |= {"pretraining": {"samples": 1000}, "series": "SSL"}
     results["arms"].append({"name": "ssl_large", "series": "SSL", "pretraining": {"samples": 50_000}, "labels_used": 0})
-    summary = summarise(results)
+    summary = summarize(results)
     assert [(r["arm"], r["size"], r["series"]) for r in summary["study"]] == [
         ("ssl", 1000, "SSL"),
         ("ssl_large", 50_000, "SSL"),
@@ -321,7 +321,7 @@ def test_a_study_says_where_its_ends_are() -> None:
     sentence = "With 5 labels a class: accuracy goes from 55.0% with 1,000 pretraining images to 75.0% with 50,000 "
     assert sentence + "(+20.0 points, the same at every seed)." in summary["sentences"]
     results["measurements"][2]["accuracy"] = 0.95  # the larger's first seed: its gain is not the second's
-    again = summarise(results)
+    again = summarize(results)
     assert any("which these seeds cannot tell from none" in text for text in again["sentences"])
     (ends,) = again["ends"]
     assert (ends["sizes"], ends["n"], ends["mean"]) == ([1000, 50_000], 2, pytest.approx(0.325))

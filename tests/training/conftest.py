@@ -33,7 +33,7 @@ def settings(digits: Path) -> Callable[..., Any]:
             "training.log_every=1",
         ]
         keys += ["training.steps=12", "training.picture_every=0", "training.trackers={}", "training.checkpoint_every=0"]
-        keys += ["backbone.width=32", "backbone.depth=2", "backbone.heads=2", "optim.warmup_steps=5"]
+        keys += ["encoder.width=32", "encoder.depth=2", "encoder.heads=2", "optim.warmup_steps=5"]
         return recipe.load_recipe(name, [*keys, *more])
 
     return load
@@ -44,10 +44,10 @@ def train(settings: Callable[..., Any]) -> Callable[..., Path]:
     """Train `settings` into its run directory. Returns the directory."""
     import torch
 
-    from ssl_vit import experiment
+    from ssl_vit import api
 
     torch.set_num_threads(1)
-    return lambda folder, *more, **name: experiment.train(settings(folder, *more, **name), quiet=True)
+    return lambda folder, *more, **name: api.train(settings(folder, *more, **name), quiet=True)
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from ssl_vit.interfaces import UserError
-from ssl_vit.models import backbone
+from ssl_vit.models import factory
 from ssl_vit.training.engine import make_accelerator
 
 Train = Callable[..., Path]
@@ -20,7 +20,7 @@ STAGES = {
     "masked patches": ("digits_ssl", "training.picture_every=2", "training.accumulate=2"),
     "supervised, bf16": ("digits_supervised", "training.precision=bf16"),
 }
-SHORT = ("training.steps=4", "backbone.depth=1")
+SHORT = ("training.steps=4", "encoder.depth=1")
 
 
 @pytest.fixture(autouse=True)
@@ -46,7 +46,7 @@ def test_one_graph_without_breaks_or_recompilation(
     assert not counters["graph_break"]
     assert len(found) == 4
     assert found == pytest.approx(plain, rel=2e-2 if "bf16" in stage else 1e-5)
-    saved = [backbone.load(tmp_path / run).state_dict() for run in ("plain", "compiled")]
+    saved = [factory.load(tmp_path / run).state_dict() for run in ("plain", "compiled")]
     assert saved[0].keys() == saved[1].keys()
 
 
@@ -65,7 +65,7 @@ def test_inductor_trains_and_resumes(train: Train, lines: Lines, tmp_path: Path)
     found = [row["loss"] for row in lines(run) if "loss" in row]
     assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
     assert found == pytest.approx(plain, rel=1e-4)
-    (run / "checkpoints" / "step_00000012" / "backbone.safetensors").unlink()
+    (run / "checkpoints" / "step_00000012" / "encoder.safetensors").unlink()
     again = [row["loss"] for row in lines(train(run, "training.compile=true", *keys)) if "loss" in row]
     assert again == pytest.approx(found, rel=1e-6)
 

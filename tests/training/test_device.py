@@ -89,7 +89,7 @@ def engine(dtype: torch.dtype | None = None) -> Any:
 def to_cuda(objective: nn.Module, count: int, jitter: bool) -> Batch:
     """Put the objective there, and make a batch for it."""
     objective._apply(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device=CUDA))
-    height, width = objective.backbone.image_size  # type: ignore[union-attr, misc]
+    height, width = objective.encoder.image_size  # type: ignore[union-attr, misc]
     return Batch(
         torch.empty(count, 3, height, width, dtype=torch.uint8, device=CUDA),
         torch.empty(count, dtype=torch.int64, device=CUDA),
@@ -118,16 +118,16 @@ def step(objective: nn.Module, optim: str = "adamw", dtype: torch.dtype | None =
         }
 
 
-@pytest.mark.parametrize("target", ["mean_colour", "downsized", "pixels"])
+@pytest.mark.parametrize("target", ["mean_color", "downsized", "pixels"])
 @pytest.mark.parametrize("kind", BACKBONES)
-def test_a_pretraining_step_waits_for_nothing(make_backbone: Callable[..., Any], kind: str, target: Any) -> None:
+def test_a_pretraining_step_waits_for_nothing(make_encoder: Callable[..., Any], kind: str, target: Any) -> None:
     layout, source, dtype = {
-        "mean_colour": ("random", "batch", torch.bfloat16),
+        "mean_color": ("random", "batch", torch.bfloat16),
         "downsized": ("blocks", "image", torch.float16),
         "pixels": ("blocks", "batch", None),
     }[target]
     config = masked_patch.Config(target=target, corruption_layout=layout, random_from=source, bits=2)  # type: ignore[arg-type]
-    step(masked_patch.Objective(make_backbone(**BACKBONES[kind]), config), dtype=dtype)
+    step(masked_patch.Objective(make_encoder(**BACKBONES[kind]), config), dtype=dtype)
 
 
 @pytest.mark.parametrize(
@@ -140,18 +140,18 @@ def test_a_pretraining_step_waits_for_nothing(make_backbone: Callable[..., Any],
     ],
 )
 def test_a_supervised_step_waits_for_nothing(
-    make_backbone: Callable[..., Any], head: Any, pooling: Any, optim: str, dtype: torch.dtype | None
+    make_encoder: Callable[..., Any], head: Any, pooling: Any, optim: str, dtype: torch.dtype | None
 ) -> None:
     config = classification.Config(head=head, pooling=pooling, classes=5, label_smoothing=0.1)
-    step(classification.Objective(make_backbone(), config), optim, dtype)
+    step(classification.Objective(make_encoder(), config), optim, dtype)
 
 
 @pytest.mark.parametrize("kind", ["mixup", "cutmix"])
 def test_mixing_images_waits_for_nothing(
-    make_backbone: Callable[..., Any], kind: str, monkeypatch: pytest.MonkeyPatch
+    make_encoder: Callable[..., Any], kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What torchvision draws for it are numbers on the host, which fake tensors do not have."""
-    objective = classification.Objective(make_backbone(), classification.Config(classes=5, **{kind: 1.0}))  # type: ignore[arg-type]
+    objective = classification.Objective(make_encoder(), classification.Config(classes=5, **{kind: 1.0}))  # type: ignore[arg-type]
     assert objective.mix is not None
     (objective.mix,) = objective.mix.transforms
     drawn = {"mixup": {"lam": 0.3}, "cutmix": {"box": (1, 1, 9, 9), "lam_adjusted": 0.7}}[kind]
@@ -159,7 +159,7 @@ def test_mixing_images_waits_for_nothing(
     step(objective)
 
 
-def test_a_step_that_waits_is_found(make_backbone: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_waits_is_found(make_encoder: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     waits: dict[type[Exception], Callable[[torch.Tensor], Any]] = {
         DynamicOutputShapeException: lambda images: images[images > 0],
         AssertionError: lambda images: torch.tensor([1.0], device=images.device),
@@ -170,4 +170,4 @@ def test_a_step_that_waits_is_found(make_backbone: Callable[..., Any], monkeypat
             classification.Objective, "logits", lambda self, images, w=wait: (w(images), original(self, images))[1]
         )
         with pytest.raises(error):
-            step(classification.Objective(make_backbone(), classification.Config(classes=5)))
+            step(classification.Objective(make_encoder(), classification.Config(classes=5)))

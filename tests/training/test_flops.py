@@ -11,9 +11,9 @@ from ssl_vit.objectives import classification, masked_patch
 from ssl_vit.training.flops import training_flops
 
 
-def test_a_vit_costs_what_its_matrices_say(make_backbone: Callable[..., Any]) -> None:
+def test_a_vit_costs_what_its_matrices_say(make_encoder: Callable[..., Any]) -> None:
     width, depth, patches, classes = 16, 2, 16, 5
-    objective = classification.Objective(make_backbone(), classification.Config(head="linear", pooling="mean"), classes)
+    objective = classification.Objective(make_encoder(), classification.Config(head="linear", pooling="mean"), classes)
     tokens = patches + 1
     block = tokens * (4 * width * width + 2 * width * 4 * width)  # qkv, projection, MLP
     attention = 2 * tokens * tokens * width
@@ -23,16 +23,16 @@ def test_a_vit_costs_what_its_matrices_say(make_backbone: Callable[..., Any]) ->
     assert training_flops(objective) == forward + backward
 
 
-def test_what_is_computed_again_counts_once(make_backbone: Callable[..., Any]) -> None:
-    backbone = make_backbone()
-    expected = training_flops(masked_patch.Objective(backbone, masked_patch.Config()))
-    backbone.network.set_grad_checkpointing(True)
-    assert training_flops(masked_patch.Objective(backbone, masked_patch.Config())) == expected
-    assert backbone.network.grad_checkpointing
+def test_what_is_computed_again_counts_once(make_encoder: Callable[..., Any]) -> None:
+    encoder = make_encoder()
+    expected = training_flops(masked_patch.Objective(encoder, masked_patch.Config()))
+    encoder.network.set_grad_checkpointing(True)
+    assert training_flops(masked_patch.Objective(encoder, masked_patch.Config())) == expected
+    assert encoder.network.grad_checkpointing
 
 
-def test_counting_changes_nothing(make_backbone: Callable[..., Any]) -> None:
-    objective = masked_patch.Objective(make_backbone(dropout=0.5), masked_patch.Config()).eval()
+def test_counting_changes_nothing(make_encoder: Callable[..., Any]) -> None:
+    objective = masked_patch.Objective(make_encoder(dropout=0.5), masked_patch.Config()).eval()
     weights = {name: value.clone() for name, value in objective.state_dict().items()}
     state = torch.get_rng_state()
     assert training_flops(objective) > 0

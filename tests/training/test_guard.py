@@ -12,9 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from ssl_vit import experiment
 from ssl_vit.interfaces import RunError, StepOutput
-from ssl_vit.models.backbone import Encoder
+from ssl_vit.models.factory import Encoder
 from ssl_vit.objectives import masked_patch
 from ssl_vit.training.engine import make_accelerator
 from ssl_vit.training.guard import Guard
@@ -123,18 +122,18 @@ def test_steps_that_are_not_finite_are_left_out_counted_and_gone_on_from(
     assert [row["step"] for row in rows if "lr" in row] == list(range(1, 13))
     assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3, 6, 7, 8, 10, 11, 12]
     last = sorted((run / "checkpoints").iterdir())[-1]
-    for name in ("backbone", "training"):
+    for name in ("encoder", "training"):
         assert all(tensor.isfinite().all() for tensor in load_file(last / f"{name}.safetensors").values())
 
 
-def test_a_left_out_step_changes_neither_weights_nor_optimiser(
+def test_a_left_out_step_changes_neither_weights_nor_optimizer(
     train: Train, tmp_path: Path, spoil: Callable[..., Any]
 ) -> None:
     spoil({12: math.nan})
     found = train(tmp_path / "left_out", "training.on_nonfinite=skip", "optim.schedule=constant")
     spoil({})
     expected = train(tmp_path / "shorter", "training.steps=11", "optim.schedule=constant")
-    for name in ("backbone.safetensors", "optimizer/shard-00001-model-00001-of-00001.safetensors"):
+    for name in ("encoder.safetensors", "optimizer/shard-00001-model-00001-of-00001.safetensors"):
         one, other = (
             load_file(run / "checkpoints" / step / name)
             for run, step in ((found, "step_00000012"), (expected, "step_00000011"))
@@ -172,7 +171,7 @@ def test_gradients_that_no_loss_scale_makes_finite_stop_the_run(
         objective.mask_token.register_hook(overflowing)
         start(self, objective, *more)
 
-    monkeypatch.setattr(experiment, "make_accelerator", scaled)
+    monkeypatch.setattr(api, "make_accelerator", scaled)
     monkeypatch.setattr(Stepper, "__init__", hooked)
     keys = ("training.steps=130", "training.log_every=10")
     if not stops:

@@ -1,4 +1,4 @@
-"""Micro-batches that fit, activations computed again, the average of the weights: none changes what is learnt."""
+"""Micro-batches that fit, activations computed again, the average of the weights: none changes what is learned."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from timm.models.vision_transformer import Block
 from torch import nn
 
-from ssl_vit import experiment, recipe
+from ssl_vit import api, recipe
 from ssl_vit.interfaces import UserError
 from ssl_vit.training.memory import fitting_accumulation
 from ssl_vit.training.records import Records
@@ -26,7 +26,7 @@ Train = Callable[..., Path]
 Lines = Callable[[Path], list[dict[str, Any]]]
 
 
-def weights(run: Path, name: str = "backbone.safetensors") -> dict[str, torch.Tensor]:
+def weights(run: Path, name: str = "encoder.safetensors") -> dict[str, torch.Tensor]:
     return load_file(sorted((run / "checkpoints").iterdir())[-1] / name)
 
 
@@ -55,7 +55,7 @@ SHORT_OF_MEMORY = """
 import resource, sys
 from pathlib import Path
 import torch
-from ssl_vit import experiment, recipe
+from ssl_vit import api, recipe
 from ssl_vit.training.step import Stepper
 
 accumulation = Stepper.accumulation
@@ -72,7 +72,7 @@ def limited(self, batch, *counts):
 Stepper.accumulation = limited
 torch.backends.mkldnn.enabled = False
 torch.set_num_threads(1)
-experiment.train(recipe.load_recipe(sys.argv[1]), quiet=True)
+api.train(recipe.load_recipe(sys.argv[1]), quiet=True)
 """
 
 
@@ -81,7 +81,7 @@ def test_auto_batch_finds_what_the_memory_holds_and_keeps_the_batch(
     settings: Settings, train: Train, lines: Lines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)  # it has other words for a refusal
-    keys = ["training.batch_size=2048", "data.lanes=16", "training.steps=3", "backbone.dropout=0.1", "backbone.depth=4"]
+    keys = ["training.batch_size=2048", "data.lanes=16", "training.steps=3", "encoder.dropout=0.1", "encoder.depth=4"]
     recipe.save(settings(tmp_path / "auto", *keys, "training.auto_batch=true"), tmp_path / "auto.yaml")
     # A process of its own, not a fork: that would have the memory which the tests before have freed.
     subprocess.run([sys.executable, "-c", SHORT_OF_MEMORY, tmp_path / "auto.yaml"], check=True, timeout=100)
@@ -124,10 +124,10 @@ def interrupted_at(step: int) -> Callable[..., None]:
 def test_activation_checkpointing_is_refused_where_it_would_change_running_statistics(
     digits: Path, tmp_path: Path
 ) -> None:
-    keys = [f"data.train={digits}", f"run={tmp_path}/run", "data.lanes=4", "backbone.name=resnet18"]
-    keys += ["backbone.channels=1", "backbone.image_size=32", "training.checkpoint_activations=true"]
+    keys = [f"data.train={digits}", f"run={tmp_path}/run", "data.lanes=4", "encoder.name=resnet18"]
+    keys += ["encoder.channels=1", "encoder.image_size=32", "training.checkpoint_activations=true"]
     with pytest.raises(UserError, match="batch norm would count every image twice"):
-        experiment.train(recipe.load_recipe("supervised_resnet50", keys), quiet=True)
+        api.train(recipe.load_recipe("supervised_resnet50", keys), quiet=True)
 
 
 def test_activation_checkpointing_changes_nothing(train: Train, lines: Lines, tmp_path: Path) -> None:
@@ -145,7 +145,7 @@ def test_activation_checkpointing_changes_nothing(train: Train, lines: Lines, tm
     try:
         for again in ("false", "true"):
             calls = 0
-            keys = ["backbone.dropout=0.1", "backbone.depth=3", f"training.checkpoint_activations={again}"]
+            keys = ["encoder.dropout=0.1", "encoder.depth=3", f"training.checkpoint_activations={again}"]
             runs[again] = train(tmp_path / again, *keys), calls
     finally:
         hook.remove()
@@ -173,6 +173,6 @@ def test_the_average_follows_its_recurrence() -> None:
 def test_the_average_is_what_is_published_and_trains_nothing(train: Train, lines: Lines, tmp_path: Path) -> None:
     plain, averaged = train(tmp_path / "plain"), train(tmp_path / "averaged", "training.ema=0.5")
     assert [row["loss"] for row in lines(averaged)] == [row["loss"] for row in lines(plain)]
-    trained = {n.removeprefix("backbone.vit."): t for n, t in weights(averaged, "training.safetensors").items()}
+    trained = {n.removeprefix("encoder.vit."): t for n, t in weights(averaged, "training.safetensors").items()}
     assert same(trained, weights(plain)) and not same(weights(averaged), weights(plain))
-    assert same(load_file(averaged / "backbone.safetensors"), weights(averaged))
+    assert same(load_file(averaged / "encoder.safetensors"), weights(averaged))

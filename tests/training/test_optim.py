@@ -82,12 +82,12 @@ def test_set_lr_reaches_every_group() -> None:
 # --- weight decay ---
 
 
-@pytest.mark.parametrize("backbone", [{}, {"name": "vit_small_patch14_reg4_dinov2"}])
+@pytest.mark.parametrize("encoder", [{}, {"name": "vit_small_patch14_reg4_dinov2"}])
 def test_weight_decay_leaves_biases_norms_tokens_and_positions_alone(
-    make_backbone: Callable[..., Any], backbone: dict[str, Any]
+    make_encoder: Callable[..., Any], encoder: dict[str, Any]
 ) -> None:
-    objective = masked_patch.Objective(make_backbone(**backbone), masked_patch.Config())
-    objective.backbone.vit.blocks[0].mlp.fc1.weight.requires_grad_(False)
+    objective = masked_patch.Objective(make_encoder(**encoder), masked_patch.Config())
+    objective.encoder.vit.blocks[0].mlp.fc1.weight.requires_grad_(False)
     names = {id(parameter): name for name, parameter in objective.named_parameters()}
     groups = {
         group["weight_decay"]: [names[id(parameter)] for parameter in group["params"]]
@@ -100,13 +100,13 @@ def test_weight_decay_leaves_biases_norms_tokens_and_positions_alone(
     matrices = {f"{layer}.weight" for layer in ("qkv", "attn.proj", "mlp.fc1", "mlp.fc2", "patch_embed.proj", "head")}
     assert all(any(name.endswith(matrix) for matrix in matrices) for name in groups[0.3])
     assert not any(any(name.endswith(matrix) for matrix in matrices) for name in groups[0.0])
-    assert {"mask_token", "backbone.vit.pos_embed", "backbone.vit.cls_token"} < set(groups[0.0])
-    assert ("backbone.vit.reg_token" in groups[0.0]) == bool(backbone)
+    assert {"mask_token", "encoder.vit.pos_embed", "encoder.vit.cls_token"} < set(groups[0.0])
+    assert ("encoder.vit.reg_token" in groups[0.0]) == bool(encoder)
 
 
-def test_layer_decay_is_maes(make_backbone: Callable[..., Any]) -> None:
+def test_layer_decay_is_maes(make_encoder: Callable[..., Any]) -> None:
     """MAE's `util/lr_decay.py`: 0 for patches, tokens and positions, i + 1 for block i, depth + 1 for all else."""
-    objective = classification.Objective(make_backbone(depth=3), classification.Config(head="linear"), 5)
+    objective = classification.Objective(make_encoder(depth=3), classification.Config(head="linear"), 5)
     names = {id(parameter): name for name, parameter in objective.named_parameters()}
     config = OptimConfig(name="adamw", lr=0.1, weight_decay=0.3, layer_decay=0.5)
     optimizer = build_optimizer(objective, config, 8, CPU)
@@ -114,7 +114,7 @@ def test_layer_decay_is_maes(make_backbone: Callable[..., Any]) -> None:
     seen = set()
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            name = names[id(parameter)].removeprefix("backbone.vit.")
+            name = names[id(parameter)].removeprefix("encoder.vit.")
             layer = 4
             if name.startswith(("patch_embed", "cls_token", "pos_embed")):
                 layer = 0
@@ -124,12 +124,12 @@ def test_layer_decay_is_maes(make_backbone: Callable[..., Any]) -> None:
             exempt = parameter.ndim == 1 or name in ("cls_token", "pos_embed")
             assert group["weight_decay"] == (0.0 if exempt else 0.3), name
             seen.add(name)
-    assert seen == {name.removeprefix("backbone.vit.") for name in names.values()}
+    assert seen == {name.removeprefix("encoder.vit.") for name in names.values()}
     assert optimizer.param_groups[0]["lr"] == 0.1, "the display shows the first group's"
 
 
 def test_layer_decay_counts_from_the_last_block_where_a_norm_follows_the_mean(
-    make_backbone: Callable[..., Any],
+    make_encoder: Callable[..., Any],
 ) -> None:
     """timm gives `fc_norm` a layer of its own, above the blocks."""
     vit = timm.create_model(
@@ -144,8 +144,8 @@ def test_layer_decay_counts_from_the_last_block_where_a_norm_follows_the_mean(
         fc_norm=True,
     )
     holder = torch.nn.Module()
-    holder.backbone = torch.nn.Module()
-    holder.backbone.network = vit
+    holder.encoder = torch.nn.Module()
+    holder.encoder.network = vit
     scales = {id(p): group["lr_scale"] for group in parameter_groups(holder, 0.3, 0.5) for p in group["params"]}
     found = [scales[id(p)] for p in (vit.patch_embed.proj.weight, vit.blocks[0].norm1.bias, vit.blocks[2].norm1.bias)]
     assert found == [0.5**4, 0.5**3, 0.5]
@@ -157,7 +157,7 @@ def test_an_empty_group_is_left_out() -> None:
     assert [group["weight_decay"] for group in parameter_groups(nn.LayerNorm(3), 0.3)] == [0.0]
 
 
-# --- optimisers ---
+# --- optimizers ---
 
 
 class Mixed(nn.Module):

@@ -17,15 +17,13 @@ from ssl_vit.training.engine import make_accelerator
 Make = Callable[..., Any]
 
 
-@pytest.mark.parametrize("target", ["mean_colour", "downsized", "pixels", "labels"])
-def test_norms_losses_and_targets_are_float32_under_autocast(
-    make_backbone: Make, make_batch: Make, target: str
-) -> None:
-    backbone = make_backbone(positions="learned")
+@pytest.mark.parametrize("target", ["mean_color", "downsized", "pixels", "labels"])
+def test_norms_losses_and_targets_are_float32_under_autocast(make_encoder: Make, make_batch: Make, target: str) -> None:
+    encoder = make_encoder(positions="learned")
     if target == "labels":
-        objective: Any = classification.Objective(backbone, classification.Config(classes=5))
+        objective: Any = classification.Objective(encoder, classification.Config(classes=5))
     else:
-        objective = masked_patch.Objective(backbone, masked_patch.Config(target=target, bits=1))
+        objective = masked_patch.Objective(encoder, masked_patch.Config(target=target, bits=1))
     batch = make_batch(4, noise=objective.noise_per_sample())
     seen: dict[str, set[torch.dtype]] = {"norms": set(), "products": set(), "log_softmax": set()}
 
@@ -63,10 +61,10 @@ def test_norms_losses_and_targets_are_float32_under_autocast(
     assert {p.grad.dtype for p in objective.parameters() if p.grad is not None} == {torch.float32}
 
 
-def test_attention_sums_its_softmax_in_float32(make_backbone: Make) -> None:
+def test_attention_sums_its_softmax_in_float32(make_encoder: Make) -> None:
     """Over 2,305 equal keys: bfloat16 cannot count beyond 256, so weights summed in it would add up to 9, not to 1."""
-    backbone = make_backbone(image_size=192, width=8, heads=1, depth=1)
-    attention = backbone.vit.blocks[0].attn
+    encoder = make_encoder(image_size=192, width=8, heads=1, depth=1)
+    attention = encoder.vit.blocks[0].attn
     with torch.no_grad():
         attention.qkv.weight.zero_()
         attention.qkv.bias.copy_(torch.cat([torch.zeros(16), torch.ones(8)]))

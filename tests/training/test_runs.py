@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from ssl_vit import experiment, recipe, runs
+from ssl_vit import api, recipe, runs
 from ssl_vit.files import sha256
 from ssl_vit.interfaces import UserError
 from ssl_vit.training import checkpoint
@@ -49,11 +49,11 @@ def test_a_refused_start_leaves_nothing_in_the_way(
 
     with monkeypatch.context() as patch, pytest.raises(MemoryError):
         patch.setattr(Stepper, "take", too_large)
-        train(tmp_path / "run", "backbone.depth=3")
+        train(tmp_path / "run", "encoder.depth=3")
     assert (tmp_path / "run" / "recipe.yaml").exists()
     train(tmp_path / "run")
-    with pytest.raises(UserError, match=r"another recipe \(backbone.depth: 2 -> 3\)"):
-        train(tmp_path / "run", "backbone.depth=3")
+    with pytest.raises(UserError, match=r"another recipe \(encoder.depth: 2 -> 3\)"):
+        train(tmp_path / "run", "encoder.depth=3")
 
 
 def test_asking_a_finished_run_again_tells_nothing_anew(
@@ -197,7 +197,7 @@ def test_a_step_that_is_saved_again_keeps_what_was_judged_of_the_same_weights(
         if not (saved / "results.json").exists():
             (saved / "results.json").write_text("[]")
             if not same:
-                (saved / "backbone.safetensors").write_bytes(b"others")
+                (saved / "encoder.safetensors").write_bytes(b"others")
         return saved
 
     saves: list[bool] = []
@@ -229,7 +229,7 @@ def test_a_run_goes_on_from_the_weights_that_it_began_with(train: Train, tmp_pat
     keys = f"init_from={weights}", "optim.lr=1e-3"
     train(tmp_path / "run", *keys)
     train(tmp_path / "run", *keys)
-    for name in ("backbone.safetensors", "config.json"):
+    for name in ("encoder.safetensors", "config.json"):
         shutil.copy(tmp_path / "first2" / name, weights)
     with pytest.raises(UserError, match=r"began with other weights than .*weights holds now: .* run=PATH"):
         train(tmp_path / "run", *keys)
@@ -244,7 +244,7 @@ def test_a_checkpoint_that_was_evaluated_is_kept(
         train(run, *keys)
     judged = run / "checkpoints" / "step_00000004"
     assert [path.name for path in (run / "checkpoints").iterdir()] == [judged.name]
-    experiment.evaluate(judged, "knn", f"{few_digits}/train", f"{few_digits}/test", ["ks=[5]"])
+    api.evaluate(judged, "knn", f"{few_digits}/train", f"{few_digits}/test", ["ks=[5]"])
     train(run, *keys)
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == [judged.name, "step_00000012"]
 
@@ -254,7 +254,7 @@ def test_the_recipe_of_a_checkpoint_is_found_from_beside_it(
 ) -> None:
     run = train(tmp_path / "run")
     monkeypatch.chdir(run / "checkpoints")
-    assert experiment.run_recipe(Path("step_00000012")) == experiment.run_recipe(run) is not None
+    assert api.run_recipe(Path("step_00000012")) == api.run_recipe(run) is not None
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"kind": "comparison"}'])
@@ -264,7 +264,7 @@ def test_results_that_cannot_be_added_to_are_named_before_measuring(
     run = train(tmp_path / "run")
     (run / "results.json").write_text(content)
     with pytest.raises(UserError, match=r"results\.json: not what `ssl-vit eval` wrote"):
-        experiment.evaluate(run, "knn", "no such place", "no such place")
+        api.evaluate(run, "knn", "no such place", "no such place")
     assert (run / "results.json").read_text() == content
 
 
@@ -300,7 +300,7 @@ def test_accumulation_is_the_loops_whatever_the_environment_says(
     train(tmp_path / "plain")
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
     train(tmp_path / "told")
-    one, two = (sha256(tmp_path / name / "backbone.safetensors") for name in ("plain", "told"))
+    one, two = (sha256(tmp_path / name / "encoder.safetensors") for name in ("plain", "told"))
     assert one == two
 
 
@@ -308,7 +308,7 @@ def test_a_warm_up_that_outlasts_the_run_is_told(
     settings: Callable[..., Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for warmup in (12, 13):
-        experiment.train(settings(tmp_path / f"run{warmup}", f"optim.warmup_steps={warmup}"))
+        api.train(settings(tmp_path / f"run{warmup}", f"optim.warmup_steps={warmup}"))
     told = " ".join(capsys.readouterr().err.split())
     assert "optim.warmup_steps=13 of 12 steps in all: the learning rate never reaches its peak" in told
     assert "warmup_steps=12 " not in told

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from ssl_vit import experiment, recipe
+from ssl_vit import api, recipe
 from ssl_vit.data import pack, sources
 from ssl_vit.data.shards import open_shards
 from ssl_vit.evaluators import ProbeConfig
@@ -19,7 +19,7 @@ from ssl_vit.evaluators.features import Representation
 from ssl_vit.evaluators.few_shot import few_shot_accuracy
 from ssl_vit.evaluators.online import OnlineProbe
 from ssl_vit.interfaces import UserError
-from ssl_vit.models import backbone
+from ssl_vit.models import factory
 from ssl_vit.training.engine import make_accelerator
 from ssl_vit.training.interrupt import Stopped
 from ssl_vit.training.watch import Watch
@@ -33,9 +33,9 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train(digits: Path, run: Path, *keys: str) -> list[dict[str, Any]]:
-    sizes = ["training.steps=12", "training.batch_size=16", "training.log_every=4", "backbone.dropout=0.1"]
+    sizes = ["training.steps=12", "training.batch_size=16", "training.log_every=4", "encoder.dropout=0.1"]
     settings = recipe.load_recipe("digits_ssl", [f"data.train={digits}", f"run={run}", *sizes, *keys])
-    experiment.train(settings, quiet=True)
+    api.train(settings, quiet=True)
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -47,22 +47,22 @@ def test_probing_leaves_the_training_as_it_is(digits: Path, tmp_path: Path) -> N
     assert all(0 <= value <= 1 for value in probed.values())
     best = [line["probe_best"] for line in lines if "probe_best" in line]
     assert best == np.maximum.accumulate(list(probed.values())).tolist()
-    one, two = (load_file(tmp_path / name / "backbone.safetensors") for name in ("without", "with"))
+    one, two = (load_file(tmp_path / name / "encoder.safetensors") for name in ("without", "with"))
     assert all(torch.equal(tensor, two[name]) for name, tensor in one.items())
 
 
 def test_the_probe_is_few_shot_on_other_images_of_the_same_shards(digits: Path, tmp_path: Path) -> None:
     train(digits, tmp_path / "run")
-    settings = experiment.run_recipe(tmp_path / "run")
+    settings = api.run_recipe(tmp_path / "run")
     assert settings
-    model = backbone.load(tmp_path / "run")
+    model = factory.load(tmp_path / "run")
     config = ProbeConfig(every=1, shots=3, images=200, pooling="patches", l2=7.0)
     probe = OnlineProbe(config, open_shards(str(digits)), settings.data, model, make_accelerator())
     assert not set(probe.shots) & set(probe.scored)
     assert (len(probe.shots), len(probe.scored)) == (30, 200)
     holder = torch.nn.Module()
-    holder.backbone = model.train()
-    task = experiment.make_task(tmp_path / "run", settings, str(digits), str(digits))
+    holder.encoder = model.train()
+    task = api.make_task(tmp_path / "run", settings, str(digits), str(digits))
     whole = task.features("trained", "train", Representation("patches"))
     few, scored = (np.sort(part) for part in (probe.shots, probe.scored))
     found = few_shot_accuracy(
@@ -83,13 +83,13 @@ def test_a_probe_sees_the_averaged_weights_that_are_published(
     seen = []
 
     def measure(self: OnlineProbe, objective: torch.nn.Module) -> float:
-        seen.append({name: tensor.clone() for name, tensor in objective.backbone.vit.state_dict().items()})  # type: ignore[union-attr, operator]
+        seen.append({name: tensor.clone() for name, tensor in objective.encoder.vit.state_dict().items()})  # type: ignore[union-attr, operator]
         return 0.5
 
     monkeypatch.setattr(OnlineProbe, "__call__", measure)
     keys = ["training.ema=0.5", "optim.lr=0.01"]
     train(digits, tmp_path / "run", *keys, "probe.every=12", "probe.images=20", "probe.shots=1")
-    published = load_file(tmp_path / "run" / "backbone.safetensors")
+    published = load_file(tmp_path / "run" / "encoder.safetensors")
     assert all(torch.equal(seen[0][name], tensor) for name, tensor in published.items())
     train(digits, tmp_path / "without", *keys)
     again = load_file(tmp_path / "without" / "checkpoints" / "step_00000012" / "training.safetensors")

@@ -20,7 +20,7 @@ from accelerate.utils import DistributedType  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from torch_xla.debug import metrics  # noqa: E402
 
-from ssl_vit import experiment, recipe  # noqa: E402
+from ssl_vit import api, recipe  # noqa: E402
 from ssl_vit.analysis import inspection  # noqa: E402
 from ssl_vit.data import pack, sources  # noqa: E402
 from ssl_vit.data.evaluation import evaluation_batches  # noqa: E402
@@ -49,13 +49,13 @@ def settings(digits: Path, run: Path, stage: str, *more: str) -> list[str]:
     name, keys = STAGES[stage]
     fixed = [f"data.train={digits}", f"run={run}", "data.lanes=4", "training.batch_size=32", "training.picture_every=0"]
     fixed += [f"training.steps={STEPS}", "training.log_every=3", "training.checkpoint_every=6", "training.keep_last=9"]
-    fixed += ["backbone.width=32", "backbone.depth=2", "backbone.heads=2", "optim.warmup_steps=5"]
+    fixed += ["encoder.width=32", "encoder.depth=2", "encoder.heads=2", "optim.warmup_steps=5"]
     return [name, *fixed, *keys, *more]
 
 
 def train(digits: Path, run: Path, stage: str, *more: str) -> Path:
     name, *keys = settings(digits, run, stage, *more)
-    return experiment.train(recipe.load_recipe(name, keys), quiet=True)
+    return api.train(recipe.load_recipe(name, keys), quiet=True)
 
 
 def losses(run: Path) -> list[float]:
@@ -66,12 +66,12 @@ def losses(run: Path) -> list[float]:
 
 def weights(run: Path) -> dict[str, torch.Tensor]:
     last = run / "checkpoints" / f"step_{STEPS:08d}"
-    return {**load_file(last / "backbone.safetensors"), **load_file(last / "objective.safetensors")}
+    return {**load_file(last / "encoder.safetensors"), **load_file(last / "objective.safetensors")}
 
 
 @pytest.fixture
 def compilations(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """How many programs had been compiled before each optimiser step."""
+    """How many programs had been compiled before each optimizer step."""
     counts: list[int] = []
     take = Stepper.take
 
@@ -96,7 +96,7 @@ def test_a_stage_compiles_while_it_warms_up_and_never_again(
     """Over half an epoch, with two log lines and a checkpoint in the warm-up and several of each after it."""
     start = [f"init_from={train(digits, tmp_path / 'start', 'pretraining')}"] if stage == "fine_tuning" else []
     compilations.clear()
-    run = train(digits, tmp_path / "run", stage, "backbone.dropout=0.1", *start)
+    run = train(digits, tmp_path / "run", stage, "encoder.dropout=0.1", *start)
     assert len(compilations) == STEPS and compilations[0] < compilations[2]
     assert len(set(compilations[7:])) == 1, compilations
     assert losses(run)[-1] < losses(run)[0]
@@ -113,7 +113,7 @@ def test_it_trains_as_a_cpu_does_without_it(digits: Path, tmp_path: Path) -> Non
 
 def test_a_resumed_run_is_bit_identical(digits: Path, tmp_path: Path) -> None:
     """Dropout too: the device's generator is part of a checkpoint."""
-    more = ("backbone.dropout=0.1", "data.augment.flip=true", "training.ema=0.9")
+    more = ("encoder.dropout=0.1", "data.augment.flip=true", "training.ema=0.9")
     whole = train(digits, tmp_path / "whole", "pretraining", *more)
     broken = tmp_path / "broken"
     gone = [f"step_{step:08d}" for step in range(18, STEPS + 1)]
@@ -139,7 +139,7 @@ def test_evaluators_compile_for_the_first_batches_alone(
     for module, name, keys in ((features, "knn", ["ks=[5]"]), (tuning, "own_head", [])):
         monkeypatch.setattr(module, "evaluation_batches", counted)
         counts.clear()
-        result = experiment.evaluate(run, name, str(digits), str(digits), keys)
+        result = api.evaluate(run, name, str(digits), str(digits), keys)
         assert max(result["values"].values()) > 0.2  # of ten classes
         assert len(counts) % 6 == 0
         for first in range(0, len(counts), 6):  # one model on one split each
@@ -148,7 +148,7 @@ def test_evaluators_compile_for_the_first_batches_alone(
 
 def test_pictures_of_a_trained_model(digits: Path, tmp_path: Path) -> None:
     run = train(digits, tmp_path / "run", "pretraining")
-    page = experiment.inspect(run, str(digits), tmp_path / "pictures", inspection.Options())
+    page = api.inspect(run, str(digits), tmp_path / "pictures", inspection.Options())
     assert set(inspection.PICTURES) <= {path.stem for path in page.parent.glob("*.png")}
 
 

@@ -23,7 +23,7 @@ _OWN = re.compile(r"(?P<name>[a-z]\w+):(?!//)(?P<place>.*)")
 def open_source(
     spec: str, *, split: str | None = None, label_column: str | None = None, image_column: str | None = None
 ) -> Source:
-    """Open what `spec` names: a folder of images (one sub-folder a class, or flat and unlabelled), a local parquet or
+    """Open what `spec` names: a folder of images (one sub-folder a class, or flat and unlabeled), a local parquet or
     arrow file or dataset directory, "digits" (scikit-learn's; a folder of that name is "./digits"), NAME:PLACE for the
     source of a file in this room, or the name of a dataset on the Hugging Face hub. `split` picks one of the source's
     parts; the columns matter to datasets only.

@@ -35,10 +35,10 @@ def open_images(place: str, split: str | None) -> Source:
     rows = ranges[split or "all"]
     pixels = np.round(digits.images * 255 / 16).astype(np.uint8)
     labels = digits.target[rows.start : rows.stop].astype(np.int64)
-    licence = (
+    license = (
         "CC BY 4.0: E. Alpaydin and C. Kaynak, Optical Recognition of Handwritten Digits, UCI Machine Learning "
         "Repository (scikit-learn ships its test set)"
     )
     listing = hashlib.sha256(pixels[rows.start : rows.stop].tobytes()).hexdigest()
     names = [str(digit) for digit in range(10)]
-    return Source("digits (scikit-learn)", licence, names, labels, rows, _DigitReader(pixels), listing)
+    return Source("digits (scikit-learn)", license, names, labels, rows, _DigitReader(pixels), listing)

@@ -86,7 +86,7 @@ def _images_in(folder: Path, prefix: str = "") -> tuple[list[tuple[str, int]], i
 
 
 def open_folder(root: Path, split: str | None) -> Source:
-    """One sub-folder a class, or flat and unlabelled; `split` picks where folders named train, test, val are above."""
+    """One sub-folder a class, or flat and unlabeled; `split` picks where folders named train, test, val are above."""
     name = root.resolve().name
     parts = _sub_folders(root)
     class_roots = [root]

@@ -1,4 +1,4 @@
-"""Weights out: to timm, transformers and ONNX, each checked against the backbone itself before the folder appears."""
+"""Weights out: to timm, transformers and ONNX, each checked against the encoder itself before the folder appears."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from safetensors.torch import save_file
 from torch import nn
 
 from ssl_vit.interfaces import RunError, UserError
-from ssl_vit.models import backbone as backbones
+from ssl_vit.models import factory
 from ssl_vit.models.encoder import Encoder
 from ssl_vit.models.exchange.folders import new_folder
 from ssl_vit.models.exchange.names import to_transformers
-from ssl_vit.models.vit import Backbone
+from ssl_vit.models.vit import ViTEncoder
 
 Target = Literal["timm", "transformers", "onnx"]
 
@@ -27,8 +27,8 @@ _TOLERANCE = {"transformers": 1e-5, "onnx": 1e-4}
 _LARGE = 1.8 * 2**30  # bytes; protobuf's limit is 2 GiB: beyond, the weights lie in a file beside model.onnx
 
 
-def export(backbone: Encoder, out: Path, to: Target, card: str) -> None:
-    """Write `backbone` and its model card (README.md's text) into the new folder `out`, in the format `to`.
+def export(encoder: Encoder, out: Path, to: Target, card: str) -> None:
+    """Write `encoder` and its model card (README.md's text) into the new folder `out`, in the format `to`.
 
     What was written is loaded again by its own library, and its tokens are compared on random images: with timm bit for
     bit, with transformers to 1e-5, with onnxruntime to 1e-4. Raises UserError for a model that the format cannot
@@ -40,12 +40,12 @@ def export(backbone: Encoder, out: Path, to: Target, card: str) -> None:
         "onnx": _onnx,
     }
     with new_folder(out) as folder:
-        writers[to](backbone.eval(), folder)
+        writers[to](encoder.eval(), folder)
         (folder / "README.md").write_text(card)
 
 
 class Tokens(nn.Module):
-    """timm's network from normalised images to output tokens (B, P + N, D): what an exported model computes."""
+    """timm's network from normalized images to output tokens (B, P + N, D): what an exported model computes."""
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
@@ -56,34 +56,32 @@ class Tokens(nn.Module):
         return features if features.ndim == 3 else features.flatten(2).mT  # a CNN's are maps (B, D, H, W)
 
 
-def random_images(backbone: Encoder, count: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Normalised images (count, C, H, W) of standard normal noise, always the same."""
+def random_images(encoder: Encoder, count: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Normalized images (count, C, H, W) of standard normal noise, always the same."""
     generator = torch.Generator().manual_seed(0)
-    return torch.randn(count, backbone.channels, *backbone.image_size, generator=generator).to(dtype)
+    return torch.randn(count, encoder.channels, *encoder.image_size, generator=generator).to(dtype)
 
 
-def _timm(backbone: Encoder, folder: Path) -> None:
-    if isinstance(backbone, Backbone) and backbone.norm_eps != (
-        usual := backbones.named_backbone(backbone.name).norm_eps
-    ):
+def _timm(encoder: Encoder, folder: Path) -> None:
+    if isinstance(encoder, ViTEncoder) and encoder.norm_eps != (usual := factory.named_encoder(encoder.name).norm_eps):
         raise UserError(
-            f"timm's {backbone.name} has layer norms of epsilon {usual:g}, these weights {backbone.norm_eps:g}, which "
+            f"timm's {encoder.name} has layer norms of epsilon {usual:g}, these weights {encoder.norm_eps:g}, which "
             "a timm folder cannot say: use --to transformers or --to onnx"
         )
-    backbones.write_config(backbone, folder / "config.json")
-    save_file(backbones.state(backbone), folder / "model.safetensors", {"format": "pt"})
-    images = random_images(backbone, 2)
+    factory.write_config(encoder, folder / "config.json")
+    save_file(factory.state(encoder), folder / "model.safetensors", {"format": "pt"})
+    images = random_images(encoder, 2)
     with torch.no_grad():
         network = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
-        _compare("timm", Tokens(network)(images), Tokens(backbone.network)(images), 0)
+        _compare("timm", Tokens(network)(images), Tokens(encoder.network)(images), 0)
 
 
-def _transformers(backbone: Encoder, folder: Path) -> None:
-    if not isinstance(backbone, Backbone):
-        raise UserError(f"transformers' ViT cannot be a {type(backbone.network).__name__}: use --to timm or --to onnx")
-    tensors = backbones.state(backbone)
+def _transformers(encoder: Encoder, folder: Path) -> None:
+    if not isinstance(encoder, ViTEncoder):
+        raise UserError(f"transformers' ViT cannot be a {type(encoder.network).__name__}: use --to timm or --to onnx")
+    tensors = factory.state(encoder)
     missing = [key for key in _NEEDED if key not in tensors]
-    if not missing and backbone.vit.no_embed_class:
+    if not missing and encoder.vit.no_embed_class:
         positions = tensors["pos_embed"]  # a class token without a position is one with a position of zero
         tensors["pos_embed"] = torch.cat([torch.zeros_like(positions[:, :1]), positions], dim=1)
     named, homeless = to_transformers(tensors)
@@ -91,24 +89,24 @@ def _transformers(backbone: Encoder, folder: Path) -> None:
         more = f" and {len(homeless) - 3} more" if len(homeless) > 3 else ""
         whys = [f"it needs {', '.join(missing)}"] * bool(missing)
         whys += [f"it has no place for {', '.join(homeless[:3])}{more}"] * bool(homeless)
-        raise UserError(f"transformers' ViT cannot be {backbone.name}: {'; '.join(whys)}. Use --to timm or --to onnx")
+        raise UserError(f"transformers' ViT cannot be {encoder.name}: {'; '.join(whys)}. Use --to timm or --to onnx")
     library = _optional("transformers")
-    height, width = backbone.image_size
-    rows, columns = backbone.vit.patch_embed.patch_size
+    height, width = encoder.image_size
+    rows, columns = encoder.vit.patch_embed.patch_size
     library.ViTConfig(
-        hidden_size=backbone.width,
-        num_hidden_layers=len(backbone.vit.blocks),
-        num_attention_heads=backbone.heads,
-        intermediate_size=backbone.vit.blocks[0].mlp.fc1.out_features,
-        layer_norm_eps=backbone.norm_eps,
+        hidden_size=encoder.width,
+        num_hidden_layers=len(encoder.vit.blocks),
+        num_attention_heads=encoder.heads,
+        intermediate_size=encoder.vit.blocks[0].mlp.fc1.out_features,
+        layer_norm_eps=encoder.norm_eps,
         image_size=height if height == width else [height, width],
         patch_size=rows if rows == columns else [rows, columns],
-        num_channels=backbone.channels,
-        qkv_bias=backbone.vit.blocks[0].attn.qkv.bias is not None,
+        num_channels=encoder.channels,
+        qkv_bias=encoder.vit.blocks[0].attn.qkv.bias is not None,
         architectures=["ViTModel"],
     ).save_pretrained(folder)
     mean, std = (
-        [*value] if isinstance(value, tuple) else [value] * backbone.channels for value in (backbone.mean, backbone.std)
+        [*value] if isinstance(value, tuple) else [value] * encoder.channels for value in (encoder.mean, encoder.std)
     )
     size = {"height": height, "width": width}
     library.ViTImageProcessor(size=size, image_mean=mean, image_std=std).save_pretrained(folder)
@@ -116,22 +114,22 @@ def _transformers(backbone: Encoder, folder: Path) -> None:
     library.utils.logging.disable_progress_bar()
     model = library.ViTModel.from_pretrained(folder, add_pooling_layer=False)
     # In float64, so that what is compared is the two models and not the order of their sums.
-    images = random_images(backbone, 2, torch.float64)
+    images = random_images(encoder, 2, torch.float64)
     with torch.no_grad():
         theirs = model.double().eval()(images).last_hidden_state
-        ours = Tokens(backbone.network.double())(images)
-        backbone.network.float()
+        ours = Tokens(encoder.network.double())(images)
+        encoder.network.float()
     _compare("transformers", theirs, ours, _TOLERANCE["transformers"])
 
 
-def _onnx(backbone: Encoder, folder: Path) -> None:
+def _onnx(encoder: Encoder, folder: Path) -> None:
     for package in ("onnx", "onnxscript", "onnxruntime"):
         _optional(package)
-    model, file = Tokens(backbone.network).eval(), folder / "model.onnx"
-    size = sum(parameter.numel() * parameter.element_size() for parameter in backbone.network.parameters())
+    model, file = Tokens(encoder.network).eval(), folder / "model.onnx"
+    size = sum(parameter.numel() * parameter.element_size() for parameter in encoder.network.parameters())
     torch.onnx.export(
         model,
-        (random_images(backbone, 2),),
+        (random_images(encoder, 2),),
         file,
         input_names=["pixel_values"],
         output_names=["last_hidden_state"],
@@ -140,10 +138,10 @@ def _onnx(backbone: Encoder, folder: Path) -> None:
         external_data=size > _LARGE,
         verbose=False,
     )
-    backbones.write_config(backbone, folder / "config.json")
+    factory.write_config(encoder, folder / "config.json")
     session = _optional("onnxruntime").InferenceSession(file, providers=["CPUExecutionProvider"])
     for count in (1, 3):  # neither is the size that it was traced with
-        images = random_images(backbone, count)
+        images = random_images(encoder, count)
         theirs = torch.from_numpy(session.run(None, {"pixel_values": images.numpy()})[0])
         with torch.no_grad():
             _compare("onnxruntime", theirs, model(images), _TOLERANCE["onnx"])
@@ -151,10 +149,10 @@ def _onnx(backbone: Encoder, folder: Path) -> None:
 
 def _compare(library: str, theirs: torch.Tensor, ours: torch.Tensor, tolerance: float) -> None:
     if theirs.shape != ours.shape:
-        raise RunError(f"{library} makes {tuple(theirs.shape)} of what the backbone makes {tuple(ours.shape)}")
+        raise RunError(f"{library} makes {tuple(theirs.shape)} of what the encoder makes {tuple(ours.shape)}")
     difference = float((theirs - ours).abs().max())
     if not difference <= tolerance:
-        raise RunError(f"{library}'s outputs differ from the backbone's by {difference:.2g}, above {tolerance:g}")
+        raise RunError(f"{library}'s outputs differ from the encoder's by {difference:.2g}, above {tolerance:g}")
 
 
 def _optional(package: str) -> Any:

@@ -17,8 +17,8 @@ import timm
 import torch
 
 from ssl_vit.interfaces import UserError
-from ssl_vit.models.backbone import named_backbone
 from ssl_vit.models.exchange.sizes import Found, family, ratio
+from ssl_vit.models.factory import named_encoder
 
 _PREFIXES = ("", "opt/target/", "params/", "params/img/")
 _ENCODER = re.compile(r"(embedding|cls|pos_embedding|Transformer|conv_root|gn_root|block\d+)(/|$)")
@@ -99,7 +99,7 @@ def _sizes(arrays: dict[str, np.ndarray], path: Path, name: str | None) -> tuple
     if "conv_root/kernel" in arrays:
         if name is None:
             raise UserError(f"{path}: a hybrid: say which with --name, such as vit_base_r50_s16_224")
-        pixels, channels = named_backbone(name).patch_size, arrays["conv_root/kernel"].shape[2]
+        pixels, channels = named_encoder(name).patch_size, arrays["conv_root/kernel"].shape[2]
         arguments: dict[str, Any] = {"img_size": side * pixels, "in_chans": channels}
     else:
         (rows, columns, channels, width), depth, heads, hidden = embedding.shape, *_block(arrays)

@@ -1,4 +1,4 @@
-"""Weights in: from timm, Google's .npz, transformers, MAE and bare checkpoints to a folder that `backbone.load` reads.
+"""Weights in: from timm, Google's .npz, transformers, MAE and bare checkpoints to a folder that `encoder.load` reads.
 
 Nothing in them is executed: they are read as safetensors, by `torch.load(weights_only=True)` or by
 `numpy.load(allow_pickle=False)`.
@@ -22,15 +22,14 @@ from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.models import clean_state_dict
 
 from ssl_vit.interfaces import UserError
-from ssl_vit.models import BackboneConfig, PerChannel
-from ssl_vit.models import backbone as backbones
-from ssl_vit.models.cnn import Cnn, is_cnn
+from ssl_vit.models import EncoderConfig, PerChannel, factory
 from ssl_vit.models.encoder import Encoder
 from ssl_vit.models.exchange import google, hub
 from ssl_vit.models.exchange.folders import new_folder
 from ssl_vit.models.exchange.names import from_transformers
 from ssl_vit.models.exchange.sizes import Found, ratio, read_sizes
-from ssl_vit.models.vit import Backbone
+from ssl_vit.models.resnet import ResNetEncoder, is_cnn
+from ssl_vit.models.vit import ViTEncoder
 
 _BARE = (".safetensors", ".pth", ".pt", ".bin")
 _WRAPPERS = ("model_ema", "state_dict_ema", "state_dict", "model")  # averaged weights before the last, as timm does
@@ -52,7 +51,7 @@ def import_weights(
     """Write the encoder of `weights` into the new folder `out`; returns it and what was found, as it was written down.
 
     weights: a file, a folder, or a model of timm's or the hub's (see `read`). name, heads: timm's name and the number
-    of heads, for a bare checkpoint, which does not tell. mean, std: pixel normalisation instead of what was found.
+    of heads, for a bare checkpoint, which does not tell. mean, std: pixel normalization instead of what was found.
     Raises UserError for what cannot be read safely or does not fit, RunError when the hub is out of reach.
     """
     with new_folder(out) as folder:
@@ -63,40 +62,40 @@ def import_weights(
         own = model.network.state_dict()
         others = [key for key in found.tensors if key not in own and not key.startswith(_ENCODER)]
         found.left_out += others
-        backbones.load_state(model, {k: v for k, v in found.tensors.items() if k not in others}, weights)
-        backbones.write_config(model, folder / backbones.CONFIG)
-        config = json.loads((folder / backbones.CONFIG).read_text())
-        config["imported"] = {key: getattr(found, key) for key in ("licence", "notes", "left_out")} | {"from": weights}
-        (folder / backbones.CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-        save_file(backbones.state(model), folder / backbones.WEIGHTS)
+        factory.load_state(model, {k: v for k, v in found.tensors.items() if k not in others}, weights)
+        factory.write_config(model, folder / factory.CONFIG)
+        config = json.loads((folder / factory.CONFIG).read_text())
+        config["imported"] = {key: getattr(found, key) for key in ("license", "notes", "left_out")} | {"from": weights}
+        (folder / factory.CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+        save_file(factory.state(model), folder / factory.WEIGHTS)
     return model.eval(), found
 
 
 def _build(found: Found, mean: PerChannel, std: PerChannel) -> Encoder:
     if not is_cnn(found.name):
-        return Backbone(found.name, found.arguments, mean, std, **found.own)
+        return ViTEncoder(found.name, found.arguments, mean, std, **found.own)
     arguments = dict(found.arguments)
-    return Cnn(found.name, arguments, mean, std, arguments.pop("img_size"))
+    return ResNetEncoder(found.name, arguments, mean, std, arguments.pop("img_size"))
 
 
 def recipe_keys(model: Encoder) -> dict[str, Any]:
-    """The `backbone` keys of a recipe that builds this architecture, for `init_from`; empty where no recipe can."""
+    """The `encoder` keys of a recipe that builds this architecture, for `init_from`; empty where no recipe can."""
     height, width = model.image_size
     keys: dict[str, Any] = {"image_size": height if height == width else [height, width], "channels": model.channels}
     keys |= {"mean": model.mean, "std": model.std}
-    if isinstance(model, Backbone):
-        named = backbones.named_backbone(model.name)
+    if isinstance(model, ViTEncoder):
+        named = factory.named_encoder(model.name)
         ours, usual = _sizes(model), _sizes(named)
         keys |= {key: value for key, value in ours.items() if value != usual[key]}
-    fields = BackboneConfig.model_fields
+    fields = EncoderConfig.model_fields
     keys = {"name": model.name, **{key: value for key, value in keys.items() if value != fields[key].default}}
     with torch.device("meta"):
-        built = backbones.build(BackboneConfig(**keys)).network.state_dict()
+        built = factory.build(EncoderConfig(**keys)).network.state_dict()
     here = model.network.state_dict()
     return keys if {k: v.shape for k, v in built.items()} == {k: v.shape for k, v in here.items()} else {}
 
 
-def _sizes(model: Backbone) -> dict[str, Any]:
+def _sizes(model: ViTEncoder) -> dict[str, Any]:
     return {
         "patch_size": int(model.vit.patch_embed.patch_size[0]),  # in a hybrid, cells of its feature map
         "width": model.width,
@@ -113,7 +112,7 @@ def read(weights: str, name: str | None = None, heads: int | None = None) -> Fou
     """Read a checkpoint file, a folder with timm's or transformers' `config.json`, a timm name (its pretrained tag
     chooses the weights) or a model of the hub (`OWNER/NAME[@REVISION]`, also after `hf-hub:`)."""
     path = Path(weights).expanduser()
-    usual = (*hub.WEIGHTS_FILES, backbones.WEIGHTS)  # of a folder whose config.json says the rest
+    usual = (*hub.WEIGHTS_FILES, factory.WEIGHTS)  # of a folder whose config.json says the rest
     described = path.is_file() and path.name in usual and (path.parent / "config.json").is_file()
     if path.is_file() and not described:
         return _file(path, name, heads)
@@ -133,7 +132,7 @@ def read(weights: str, name: str | None = None, heads: int | None = None) -> Fou
 
 
 def _folder(folder: Path, origin: str) -> Found:
-    if (folder / backbones.WEIGHTS).is_file() or (folder / "checkpoints").is_dir():
+    if (folder / factory.WEIGHTS).is_file() or (folder / "checkpoints").is_dir():
         raise UserError(f"{origin} is ssl-vit's own: every command reads it as it is, without import")
     try:
         config = json.loads((folder / "config.json").read_text())
@@ -151,7 +150,7 @@ def _folder(folder: Path, origin: str) -> Found:
 
 def _timm(spec: str, origin: str, architecture: str, config: dict[str, Any]) -> Found:
     if not is_cnn(architecture):
-        backbones.named_backbone(architecture)  # refuses what is no ViT before anything is downloaded
+        factory.named_encoder(architecture)  # refuses what is no ViT before anything is downloaded
     try:
         with hub.answers(origin, "loading"):
             network = timm.create_model(spec, pretrained=True)
@@ -169,7 +168,7 @@ def _timm(spec: str, origin: str, architecture: str, config: dict[str, Any]) -> 
         tuple(cfg["mean"]),
         tuple(cfg["std"]),
         {key: config[key] for key in ("position_std", "norm_eps", "positions") if key in config},
-        licence=cfg.get("license"),
+        license=cfg.get("license"),
     )
 
 

@@ -12,7 +12,7 @@ import torch
 
 from ssl_vit.interfaces import UserError
 from ssl_vit.models import PerChannel
-from ssl_vit.models.backbone import named_backbone
+from ssl_vit.models.factory import named_encoder
 
 # width: the plain ViT of that width (paper, table 1; Ti and S are timm's)
 FAMILIES = {
@@ -31,7 +31,7 @@ PLAIN = "vit_base_patch16_224"  # what another width is an edition of: every siz
 class Found:
     """Tensors under timm's names, and the model that they were found to belong to.
 
-    name, arguments: what timm builds it from; own: what `Backbone` takes beside (`norm_eps`, ...). left_out: names of
+    name, arguments: what timm builds it from; own: what `ViTEncoder` takes beside (`norm_eps`, ...). left_out: names of
     tensors that are no part of the encoder. notes: what the source does not say and was deduced. assumed: the same of
     mean and std, where they were assumed.
     """
@@ -45,13 +45,13 @@ class Found:
     left_out: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     assumed: list[str] = field(default_factory=list)
-    licence: str | None = None
+    license: str | None = None
 
 
 def family(width: int, depth: int) -> tuple[str, int | None]:
     """timm's plain ViT of this width, and its heads if the depth is its own too (else None)."""
     name = FAMILIES.get(width, PLAIN)
-    named = named_backbone(name)
+    named = named_encoder(name)
     return name, named.heads if (named.width, len(named.vit.blocks)) == (width, depth) else None
 
 
@@ -79,7 +79,7 @@ def read_sizes(
     width, channels, *patch = stem.shape
     notes = []
     if heads is None and name is not None:
-        heads = named_backbone(name).heads
+        heads = named_encoder(name).heads
     elif heads is None:
         name, heads = family(width, depth)
         if heads is None and width % 64 == 0 and width >= min(FAMILIES):
@@ -139,7 +139,7 @@ def _hybrid(
         raise UserError(
             f"{origin}: a hybrid's CNN cannot be told from its tensors: give --name, such as vit_base_r50_s16_224"
         )
-    named = named_backbone(name)
+    named = named_encoder(name)
     deep = "patch_embed.backbone.stem.conv.weight" in tensors
     stem = _need(tensors, f"patch_embed.backbone.{'stem.' if deep else ''}conv.weight", 4, origin)
     side = math.isqrt(_need(tensors, "pos_embed", 3, origin).shape[1])  # with the class token's entry or without

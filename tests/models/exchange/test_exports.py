@@ -14,12 +14,12 @@ import torch
 from safetensors.torch import load_file
 
 from ssl_vit.interfaces import RunError, UserError
-from ssl_vit.models import BackboneConfig
-from ssl_vit.models.backbone import build, load, state
+from ssl_vit.models import EncoderConfig
 from ssl_vit.models.exchange import exports
 from ssl_vit.models.exchange.exports import export
 from ssl_vit.models.exchange.imports import import_weights
-from ssl_vit.models.vit import Backbone
+from ssl_vit.models.factory import build, load, state
+from ssl_vit.models.vit import ViTEncoder
 
 Make = Callable[..., Any]
 
@@ -37,14 +37,14 @@ NO_PLACE_FOR_TOKEN = {"name": "deit3_small_patch16_224"}
 HYBRID = {"name": "vit_tiny_r_s16_p8_224", "image_size": 64, "patch_size": 1}
 
 
-def images_for(backbone: Any, count: int = 3) -> torch.Tensor:
-    shape = (count, backbone.channels, *backbone.image_size)
+def images_for(encoder: Any, count: int = 3) -> torch.Tensor:
+    shape = (count, encoder.channels, *encoder.image_size)
     return torch.randn(shape, generator=torch.Generator().manual_seed(3))
 
 
-def tokens(backbone: Any, images: torch.Tensor) -> torch.Tensor:
+def tokens(encoder: Any, images: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
-        found: torch.Tensor = backbone.encode(backbone.vit.patch_embed(images))
+        found: torch.Tensor = encoder.encode(encoder.vit.patch_embed(images))
     return found
 
 
@@ -57,8 +57,8 @@ def unchanged(ours: Any, back: Any) -> bool:
 
 
 @pytest.mark.parametrize("settings", [*PLAIN, REGISTERS, NO_TOKEN, NO_PLACE_FOR_TOKEN, HYBRID], ids=str)
-def test_to_timm_and_back(make_backbone: Make, shaken: Make, tmp_path: Path, settings: dict[str, Any]) -> None:
-    ours = shaken(make_backbone(**settings))
+def test_to_timm_and_back(make_encoder: Make, shaken: Make, tmp_path: Path, settings: dict[str, Any]) -> None:
+    ours = shaken(make_encoder(**settings))
     export(ours, tmp_path / "timm", "timm", "the card")
     network = timm.create_model(f"local-dir:{tmp_path / 'timm'}", pretrained=True).eval()
     images = images_for(ours)
@@ -76,7 +76,7 @@ def test_to_timm_and_back(make_backbone: Make, shaken: Make, tmp_path: Path, set
 
 
 def test_a_resnet_to_timm(tmp_path: Path) -> None:
-    ours = build(BackboneConfig(name="test_resnet", image_size=64)).eval()
+    ours = build(EncoderConfig(name="test_resnet", image_size=64)).eval()
     export(ours, tmp_path / "timm", "timm", "")
     import_weights(str(tmp_path / "timm"), tmp_path / "back")
     assert unchanged(ours, load(tmp_path / "back"))
@@ -84,9 +84,9 @@ def test_a_resnet_to_timm(tmp_path: Path) -> None:
         export(ours, tmp_path / "no", "transformers", "")
 
 
-def test_an_epsilon_that_timm_cannot_say_is_refused(make_backbone: Make, tmp_path: Path) -> None:
+def test_an_epsilon_that_timm_cannot_say_is_refused(make_encoder: Make, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"layer norms of epsilon 1e-06, these weights 1e-12.*--to transformers"):
-        export(make_backbone(norm_eps=1e-12), tmp_path / "timm", "timm", "")
+        export(make_encoder(norm_eps=1e-12), tmp_path / "timm", "timm", "")
     assert not list(tmp_path.iterdir())
 
 
@@ -94,10 +94,10 @@ def test_an_epsilon_that_timm_cannot_say_is_refused(make_backbone: Make, tmp_pat
 
 
 @pytest.mark.parametrize("settings", [*PLAIN, {"norm_eps": 0.1}], ids=str)
-def test_to_transformers_and_back(make_backbone: Make, shaken: Make, tmp_path: Path, settings: dict[str, Any]) -> None:
+def test_to_transformers_and_back(make_encoder: Make, shaken: Make, tmp_path: Path, settings: dict[str, Any]) -> None:
     import transformers
 
-    ours = shaken(make_backbone(**settings))
+    ours = shaken(make_encoder(**settings))
     export(ours, tmp_path / "hf", "transformers", "the card")
     model, loading = transformers.ViTModel.from_pretrained(
         tmp_path / "hf", add_pooling_layer=False, output_loading_info=True
@@ -121,7 +121,7 @@ def test_to_transformers_and_back(make_backbone: Make, shaken: Make, tmp_path: P
 def test_a_class_token_without_a_position_gets_one_of_zero(shaken: Make, tmp_path: Path) -> None:
     import transformers
 
-    ours = shaken(Backbone("vit_tiny_patch16_224", {**SMALL, "no_embed_class": True, "qkv_bias": False}, 0.5, 0.5))
+    ours = shaken(ViTEncoder("vit_tiny_patch16_224", {**SMALL, "no_embed_class": True, "qkv_bias": False}, 0.5, 0.5))
     export(ours, tmp_path / "hf", "transformers", "")
     model = transformers.ViTModel.from_pretrained(tmp_path / "hf", add_pooling_layer=False).eval()
     images = images_for(ours)
@@ -144,19 +144,19 @@ def test_a_class_token_without_a_position_gets_one_of_zero(shaken: Make, tmp_pat
 )
 def test_what_transformers_cannot_say_is_refused(tmp_path: Path, arguments: dict[str, Any], why: str) -> None:
     with pytest.raises(UserError, match=f"transformers' ViT cannot be vit_tiny_patch16_224.*{why}"):
-        export(Backbone("vit_tiny_patch16_224", SMALL | arguments, 0.5, 0.5), tmp_path / "hf", "transformers", "")
+        export(ViTEncoder("vit_tiny_patch16_224", SMALL | arguments, 0.5, 0.5), tmp_path / "hf", "transformers", "")
     assert not list(tmp_path.iterdir())
 
 
-def test_a_hybrid_is_refused_too(make_backbone: Make, tmp_path: Path) -> None:
+def test_a_hybrid_is_refused_too(make_encoder: Make, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"no place for patch_embed\.backbone\.conv\.weight"):
-        export(make_backbone(**HYBRID), tmp_path / "hf", "transformers", "")
+        export(make_encoder(**HYBRID), tmp_path / "hf", "transformers", "")
 
 
 def test_another_activation_is_found_by_the_outputs(tmp_path: Path) -> None:
     """It has no tensor, so only the comparison can see it."""
-    ours = Backbone("vit_base_patch16_clip_quickgelu_224", SMALL | {"pre_norm": False}, 0.5, 0.5)
-    with pytest.raises(RunError, match="transformers's outputs differ from the backbone's by"):
+    ours = ViTEncoder("vit_base_patch16_clip_quickgelu_224", SMALL | {"pre_norm": False}, 0.5, 0.5)
+    with pytest.raises(RunError, match="transformers's outputs differ from the encoder's by"):
         export(ours, tmp_path / "hf", "transformers", "")
     assert not list(tmp_path.iterdir())
 
@@ -176,14 +176,14 @@ def run_onnx(folder: Path, images: torch.Tensor) -> np.ndarray:
     ("settings", "large"), [({"channels": 1, "image_size": (16, 24)}, False), (REGISTERS, True)], ids=str
 )
 def test_to_onnx(
-    make_backbone: Make,
+    make_encoder: Make,
     shaken: Make,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     settings: dict[str, Any],
     large: bool,
 ) -> None:
-    ours = shaken(make_backbone(**settings))
+    ours = shaken(make_encoder(**settings))
     if large:
         monkeypatch.setattr(exports, "_LARGE", 0)
     export(ours, tmp_path / "onnx", "onnx", "the card")
@@ -200,7 +200,7 @@ def test_to_onnx(
 
 @pytest.mark.slow
 def test_a_resnet_to_onnx(tmp_path: Path) -> None:
-    ours: Any = build(BackboneConfig(name="test_resnet", image_size=64)).eval()
+    ours: Any = build(EncoderConfig(name="test_resnet", image_size=64)).eval()
     export(ours, tmp_path / "onnx", "onnx", "")
     images = images_for(ours)
     with torch.no_grad():
@@ -213,10 +213,10 @@ def test_a_resnet_to_onnx(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("to", ["timm", "transformers", "onnx"])
 def test_outputs_that_differ_leave_nothing(
-    make_backbone: Make, shaken: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: Any
+    make_encoder: Make, shaken: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: Any
 ) -> None:
     """The weights are changed on their way to the disk, or in the runtime: each check must see it."""
-    ours = shaken(make_backbone())
+    ours = shaken(make_encoder())
     write = exports.save_file
 
     def bend(tensors: dict[str, torch.Tensor], *rest: Any) -> None:
@@ -226,40 +226,40 @@ def test_outputs_that_differ_leave_nothing(
     if to == "onnx":
         run = SimpleNamespace(run=lambda _, inputs: [np.zeros((len(inputs["pixel_values"]), 17, 16), np.float32)])
         monkeypatch.setattr("onnxruntime.InferenceSession", lambda *_, **__: run)
-    with pytest.raises(RunError, match="outputs differ from the backbone's by"):
+    with pytest.raises(RunError, match="outputs differ from the encoder's by"):
         export(ours, tmp_path / "out", to, "")
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(("to", "package"), [("transformers", "transformers"), ("onnx", "onnxscript")])
 def test_a_missing_library_is_named(
-    make_backbone: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: Any, package: str
+    make_encoder: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: Any, package: str
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(UserError, match=rf"{package} is not installed.*pip install 'ssl-vit\[export\]'"):
-        export(make_backbone(), tmp_path / "out", to, "")
+        export(make_encoder(), tmp_path / "out", to, "")
     assert not list(tmp_path.iterdir())
 
 
-def test_an_occupied_folder_is_left_alone(make_backbone: Make, tmp_path: Path) -> None:
+def test_an_occupied_folder_is_left_alone(make_encoder: Make, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").touch()
     with pytest.raises(UserError, match="not empty"):
-        export(make_backbone(), tmp_path / "out", "timm", "")
+        export(make_encoder(), tmp_path / "out", "timm", "")
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine"]
 
 
-def test_a_disk_that_refuses_is_no_traceback(make_backbone: Make, tmp_path: Path) -> None:
+def test_a_disk_that_refuses_is_no_traceback(make_encoder: Make, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(RunError, match="cannot write there"):
-        export(make_backbone(), tmp_path / "file" / "out", "timm", "")
+        export(make_encoder(), tmp_path / "file" / "out", "timm", "")
 
 
-def test_safetensors_say_their_format(make_backbone: Make, tmp_path: Path) -> None:
+def test_safetensors_say_their_format(make_encoder: Make, tmp_path: Path) -> None:
     """transformers 4 does not read a file without it."""
     from safetensors import safe_open
 
-    export(make_backbone(), tmp_path / "hf", "transformers", "")
+    export(make_encoder(), tmp_path / "hf", "transformers", "")
     with safe_open(tmp_path / "hf" / "model.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt"}
     names = load_file(tmp_path / "hf" / "model.safetensors")

@@ -12,8 +12,8 @@ import timm
 import torch
 
 from ssl_vit.interfaces import UserError
-from ssl_vit.models.backbone import load, state
 from ssl_vit.models.exchange.imports import import_weights
+from ssl_vit.models.factory import load, state
 
 Make = Callable[..., Any]
 Arrays = dict[str, np.ndarray]
@@ -74,7 +74,7 @@ def prefixed(arrays: Arrays, prefix: str) -> Arrays:
 OLD = "Transformer/posembed_input/pos_embedding"
 HEAD = {"head/kernel": np.ones((48, 5), np.float32), "head/bias": np.ones(5, np.float32)}
 PRE_LOGITS = {"pre_logits/kernel": np.ones((48, 48), np.float32), "pre_logits/bias": np.ones(48, np.float32)}
-OPTIMISER = {"opt/state/step": np.array(3), "opt/state/param_states/cls/grad_ema": np.ones((1, 1, 48), np.float32)}
+OPTIMIZER = {"opt/state/step": np.array(3), "opt/state/param_states/cls/grad_ema": np.ones((1, 1, 48), np.float32)}
 
 
 def written(path: Path, arrays: Arrays) -> str:
@@ -85,16 +85,16 @@ def written(path: Path, arrays: Arrays) -> str:
 @pytest.mark.parametrize("channels", [1, 3])
 @pytest.mark.parametrize("layout", ["paper", "trainer", "big_vision", "stacked", "no class token"])
 def test_every_layout_comes_in_bit_for_bit(
-    make_backbone: Make, shaken: Make, tmp_path: Path, layout: str, channels: int
+    make_encoder: Make, shaken: Make, tmp_path: Path, layout: str, channels: int
 ) -> None:
-    ours = shaken(make_backbone(**SIZES, channels=channels, class_token=layout != "no class token"))
+    ours = shaken(make_encoder(**SIZES, channels=channels, class_token=layout != "no class token"))
     tensors = state(ours)
     if layout in ("paper", "trainer"):
         arrays = google(tensors, 3, PAPER, OLD)
         extra = HEAD | PRE_LOGITS
         content = arrays | extra
         if layout == "trainer":
-            content, extra = prefixed(content, "opt/target/") | OPTIMISER, prefixed(extra, "opt/target/") | OPTIMISER
+            content, extra = prefixed(content, "opt/target/") | OPTIMIZER, prefixed(extra, "opt/target/") | OPTIMIZER
     else:  # positions for the patches alone: the class token's own is zero
         if layout != "no class token":
             tensors["pos_embed"][:, 0] = 0
@@ -113,11 +113,11 @@ def test_every_layout_comes_in_bit_for_bit(
 
 
 def flax_vit(arrays: Arrays, images_BHWC: np.ndarray, names: dict[str, str], positions: str) -> np.ndarray:
-    """What Google's model computes from its own arrays: images in [-1, 1] -> every normalised output token."""
+    """What Google's model computes from its own arrays: images in [-1, 1] -> every normalized output token."""
 
     def norm(x: np.ndarray, name: str) -> np.ndarray:
-        centred = x - x.mean(-1, keepdims=True)
-        scaled = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + 1e-6)
+        centerd = x - x.mean(-1, keepdims=True)
+        scaled = centerd / np.sqrt((centerd**2).mean(-1, keepdims=True) + 1e-6)
         return scaled * arrays[f"{name}/scale"] + arrays[f"{name}/bias"]
 
     kernel = arrays["embedding/kernel"]
@@ -152,10 +152,10 @@ def flax_vit(arrays: Arrays, images_BHWC: np.ndarray, names: dict[str, str], pos
 
 @pytest.mark.parametrize("positions", [OLD, "pos_embedding"])
 def test_the_imported_model_computes_what_googles_does(
-    make_backbone: Make, shaken: Make, pixels: Make, tmp_path: Path, positions: str
+    make_encoder: Make, shaken: Make, pixels: Make, tmp_path: Path, positions: str
 ) -> None:
     names = PAPER if positions == OLD else BIG_VISION
-    tensors = state(shaken(make_backbone(**SIZES)))
+    tensors = state(shaken(make_encoder(**SIZES)))
     if positions != OLD:
         tensors["pos_embed"] = tensors["pos_embed"][:, 1:]
     arrays = google(tensors, 3, names, positions)
@@ -193,10 +193,10 @@ class Bomb:
         return os.mkdir, (str(self.path),)
 
 
-def test_objects_are_refused_and_nothing_in_them_runs(make_backbone: Make, tmp_path: Path) -> None:
+def test_objects_are_refused_and_nothing_in_them_runs(make_encoder: Make, tmp_path: Path) -> None:
     bomb = np.empty(1, object)
     bomb[0] = Bomb(tmp_path / "ran")
-    arrays = google(state(make_backbone(**SIZES)), 3, PAPER, OLD) | {"head/bias": bomb}
+    arrays = google(state(make_encoder(**SIZES)), 3, PAPER, OLD) | {"head/bias": bomb}
     np.savez(tmp_path / "weights.npz", **arrays)
     with pytest.raises(UserError, match=r"not a readable \.npz of plain arrays"):
         import_weights(str(tmp_path / "weights.npz"), tmp_path / "out")
@@ -244,17 +244,17 @@ def spoil(arrays: Arrays, how: str) -> Arrays:
         ("something else", "no ViT in Google's layout .*it holds weights"),
     ],
 )
-def test_what_does_not_fit_is_refused(make_backbone: Make, tmp_path: Path, how: str, message: str) -> None:
-    arrays = spoil(google(state(make_backbone(**SIZES)), 3, PAPER, OLD), how)
+def test_what_does_not_fit_is_refused(make_encoder: Make, tmp_path: Path, how: str, message: str) -> None:
+    arrays = spoil(google(state(make_encoder(**SIZES)), 3, PAPER, OLD), how)
     with pytest.raises(UserError, match=message):
         import_weights(written(tmp_path / "weights.npz", arrays), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("damage", ["cut", "text", "one array"])
-def test_a_damaged_file_is_refused(make_backbone: Make, tmp_path: Path, damage: str) -> None:
+def test_a_damaged_file_is_refused(make_encoder: Make, tmp_path: Path, damage: str) -> None:
     path = tmp_path / "weights.npz"
-    written(path, google(state(make_backbone(**SIZES)), 3, PAPER, OLD))
+    written(path, google(state(make_encoder(**SIZES)), 3, PAPER, OLD))
     content = path.read_bytes()
     if damage == "one array":
         with path.open("wb") as file:

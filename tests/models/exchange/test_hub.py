@@ -19,10 +19,10 @@ from safetensors.torch import load_file, save_file
 
 from ssl_vit.cli import weights as weights_commands
 from ssl_vit.interfaces import RunError
-from ssl_vit.models import BackboneConfig
-from ssl_vit.models.backbone import build, load, state
+from ssl_vit.models import EncoderConfig
 from ssl_vit.models.exchange import hub as client
 from ssl_vit.models.exchange.exports import export
+from ssl_vit.models.factory import build, load, state
 
 Make = Callable[..., Any]
 
@@ -35,9 +35,9 @@ COMMANDS = {
     "timm repository": ["import", "hf_hub:someone/timm", "timm repository"],
     "nobody": ["import", "someone/nothing", "nobody"],
     "no weights": ["import", "someone/empty", "no weights"],
-    "push": ["export", "transformers", "pushed", "--to", "timm", "--push", "me/digits", "--licence", "mit"],
+    "push": ["export", "transformers", "pushed", "--to", "timm", "--push", "me/digits", "--license", "mit"],
     "forbidden": ["export", "transformers", "forbidden", "--to", "timm", "--push", "forbidden/digits"],
-    "licence": ["export", "transformers", "licence", "--to", "timm", "--push", "me/x", "--licence", "nonsense"],
+    "license": ["export", "transformers", "license", "--to", "timm", "--push", "me/x", "--license", "nonsense"],
     "name": ["export", "transformers", "name", "--to", "timm", "--push", "my digits"],
     "stop": [],  # from here on the hub is out of reach
     "away": ["import", "someone/other", "away"],
@@ -85,7 +85,7 @@ def talk(folder: Path, address: str) -> dict[str, tuple[int, str, str]]:
 
 @pytest.fixture(scope="module")
 def said(hub: Any, tmp_path_factory: pytest.TempPathFactory) -> Said:
-    ours = build(BackboneConfig(image_size=16, patch_size=8, width=32, depth=1, heads=2))
+    ours = build(EncoderConfig(image_size=16, patch_size=8, width=32, depth=1, heads=2))
     (hub.root / "someone").mkdir()
     export(ours, hub.root / "someone" / "vit", "transformers", "")
     export(ours, hub.root / "someone" / "timm", "timm", "")
@@ -121,7 +121,7 @@ def test_weights_come_from_the_hub_bit_for_bit(said: Said, name: str, origin: st
     assert all(torch.equal(tensor, said.weights[origin][key]) for key, tensor in found.items())
 
 
-def test_a_timm_name_brings_its_own_normalisation_and_leaves_its_head(said: Said) -> None:
+def test_a_timm_name_brings_its_own_normalization_and_leaves_its_head(said: Said) -> None:
     model = load(said.folder / "timm")
     assert (model.image_size, model.mean, model.std) == ((160, 160), 0.5, 0.5)
     assert "left out: head.weight, head.bias" in said.answers["timm"][1]
@@ -141,7 +141,7 @@ def test_safetensors_are_preferred_and_nothing_else_is_fetched(said: Said, hub: 
         ("nobody", 2, "someone/nothing: the hub has no such model"),
         ("no weights", 2, "its repository holds no model.safetensors and no pytorch_model.bin"),
         ("forbidden", 1, "forbidden/digits: pushing failed: 403"),
-        ("licence", 2, '"license" must be one of'),
+        ("license", 2, '"license" must be one of'),
         ("name", 2, "my digits: Repo id must use"),
     ],
 )
@@ -150,7 +150,7 @@ def test_what_the_hub_refuses_is_said(said: Said, name: str, code: int, words: s
     assert found == code
     assert words in error
     assert "Traceback" not in error
-    assert ("is whole" in error) == (name in ("forbidden", "licence")) == (said.folder / name).is_dir()
+    assert ("is whole" in error) == (name in ("forbidden", "license")) == (said.folder / name).is_dir()
 
 
 def test_the_pushed_commit_is_the_folder(said: Said, hub: Any) -> None:
@@ -174,10 +174,10 @@ def test_a_hub_out_of_reach(said: Said) -> None:
 
 
 def test_without_a_token_nothing_is_begun(
-    tmp_path: Path, make_backbone: Make, saved: Make, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, make_encoder: Make, saved: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(client, "get_token", lambda: None)
-    weights = saved(tmp_path / "weights", make_backbone())
+    weights = saved(tmp_path / "weights", make_encoder())
     with pytest.raises(RunError, match="needs a token of the hub"):
         weights_commands.export(weights, tmp_path / "none", "timm", push="me/digits")
     assert not (tmp_path / "none").exists()

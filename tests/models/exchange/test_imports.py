@@ -14,13 +14,13 @@ from safetensors.torch import save_file
 from timm.models import save_for_hf
 
 from ssl_vit import cli
-from ssl_vit.experiment import build_backbone
+from ssl_vit.api import build_encoder
 from ssl_vit.interfaces import UserError
-from ssl_vit.models import BackboneConfig
-from ssl_vit.models.backbone import load, state
+from ssl_vit.models import EncoderConfig
 from ssl_vit.models.exchange.exports import export
 from ssl_vit.models.exchange.imports import import_weights, recipe_keys
 from ssl_vit.models.exchange.sizes import ratio, read_sizes
+from ssl_vit.models.factory import load, state
 
 Make = Callable[..., Any]
 
@@ -32,7 +32,7 @@ def timm_vit(shaken: Make, **arguments: Any) -> Any:
     return shaken(timm.create_model("vit_tiny_patch16_224", **SMALL | {"num_classes": 0} | arguments))
 
 
-def normalised(model: Any, images: torch.Tensor) -> torch.Tensor:
+def normalized(model: Any, images: torch.Tensor) -> torch.Tensor:
     mean, std = (torch.tensor(n).reshape(-1, 1, 1) for n in (model.mean, model.std))
     return (images / 255 - mean) / std
 
@@ -57,7 +57,7 @@ def test_a_timm_folder(tmp_path: Path, shaken: Make, pixels: Make) -> None:
     assert (ours.name, ours.mean, ours.std) == ("vit_tiny_patch16_224", (0.1, 0.2, 0.3, 0.4), 0.5)
     images = pixels(ours)
     with torch.no_grad():
-        assert torch.equal(ours.encode(ours.embed(images)), network.forward_features(ours.normalised(images)))  # type: ignore[attr-defined]
+        assert torch.equal(ours.encode(ours.embed(images)), network.forward_features(ours.normalized(images)))  # type: ignore[attr-defined]
 
 
 def test_a_pool_by_attention_is_a_head(tmp_path: Path, shaken: Make, pixels: Make) -> None:
@@ -68,7 +68,7 @@ def test_a_pool_by_attention_is_a_head(tmp_path: Path, shaken: Make, pixels: Mak
     assert found.left_out == [key for key in network.state_dict() if key.startswith("attn_pool.")] != []
     images = pixels(ours)
     with torch.no_grad():
-        tokens = network.forward_features(ours.normalised(images))
+        tokens = network.forward_features(ours.normalized(images))
         assert torch.equal(ours(images), tokens)
         assert torch.equal(ours.represent(images, "mean"), tokens.mean(1))
     export(ours, tmp_path / "back", "timm", "")  # which loads it in timm, and compares
@@ -82,7 +82,7 @@ def test_a_timm_resnet(tmp_path: Path, pixels: Make) -> None:
     ours = load(tmp_path / "out")
     images = pixels(ours)
     with torch.no_grad():
-        assert torch.equal(ours(images), network.forward_features(ours.normalised(images)).flatten(2).mT)
+        assert torch.equal(ours(images), network.forward_features(ours.normalized(images)).flatten(2).mT)
     assert found.left_out == ["fc.weight", "fc.bias"]
     assert recipe_keys(ours)["name"] == "test_resnet"
 
@@ -115,7 +115,7 @@ def test_a_bare_checkpoint_tells_its_parts(tmp_path: Path, shaken: Make, pixels:
     assert (ours.mean, ours.std) == ((0.5, 0.5) if "in_chans" in parts else IMAGENET)
     images = pixels(ours)
     with torch.no_grad():
-        assert torch.equal(ours(images), network.forward_features(ours.normalised(images)))
+        assert torch.equal(ours(images), network.forward_features(ours.normalized(images)))
 
 
 def test_dinov2s_own_registers(tmp_path: Path, shaken: Make, pixels: Make) -> None:
@@ -133,7 +133,7 @@ def test_dinov2s_own_registers(tmp_path: Path, shaken: Make, pixels: Make) -> No
     assert found.left_out == ["mask_token"] and ours.prefix_tokens == 5
     images = pixels(ours)
     with torch.no_grad():
-        torch.testing.assert_close(ours(images), network.forward_features(ours.normalised(images)))
+        torch.testing.assert_close(ours(images), network.forward_features(ours.normalized(images)))
 
 
 @pytest.mark.parametrize("wrapper", ["", "model", "state_dict", "model_ema"])
@@ -196,9 +196,9 @@ def test_heads_are_told_by_width_and_depth(width: int, depth: int, name: str, he
     assert notes == [f"taken for {name} with {heads} heads, by its width {width} and depth {depth}"]
 
 
-def test_a_small_width_does_not_tell_the_heads(tmp_path: Path, make_backbone: Make, saved: Make) -> None:
+def test_a_small_width_does_not_tell_the_heads(tmp_path: Path, make_encoder: Make, saved: Make) -> None:
     """By the rule of 64 a head it would have one."""
-    weights = saved(tmp_path / "ours", make_backbone(width=64, heads=4)) / "backbone.safetensors"
+    weights = saved(tmp_path / "ours", make_encoder(width=64, heads=4)) / "encoder.safetensors"
     with pytest.raises(UserError, match="without import"):
         import_weights(str(weights), tmp_path / "out")
     weights = weights.rename(tmp_path / "weights.safetensors")
@@ -222,11 +222,11 @@ def test_every_hidden_width_can_be_said() -> None:
 # --- what follows an import ---
 
 
-def test_the_recipe_keys_of_a_hybrid_count_cells(make_backbone: Make) -> None:
-    ours = make_backbone(name="vit_tiny_r_s16_p8_224", image_size=64, patch_size=1)
+def test_the_recipe_keys_of_a_hybrid_count_cells(make_encoder: Make) -> None:
+    ours = make_encoder(name="vit_tiny_r_s16_p8_224", image_size=64, patch_size=1)
     keys = recipe_keys(ours)
     assert keys["patch_size"] == 1
-    assert build_backbone(BackboneConfig(**keys), None).grid == ours.grid
+    assert build_encoder(EncoderConfig(**keys), None).grid == ours.grid
 
 
 def test_no_recipe_keys_for_what_no_recipe_builds(tmp_path: Path, shaken: Make) -> None:
@@ -247,10 +247,10 @@ def test_the_command_says_what_it_took_for_granted(
     said = capsys.readouterr().out
     assert "left out: head.weight, head.bias" in said
     assert "note: the file has no mean and std" in said
-    assert "ssl-vit train RECIPE init_from=out backbone.name=vit_base_patch16_224 backbone.image_size=32" in said
-    assert "backbone.mean=[0.1,0.2,0.3]" in said
-    monkeypatch.setattr(sys, "argv", [*arguments[:3], "out2", "--mean", "grey"])
+    assert "ssl-vit train RECIPE init_from=out encoder.name=vit_base_patch16_224 encoder.image_size=32" in said
+    assert "encoder.mean=[0.1,0.2,0.3]" in said
+    monkeypatch.setattr(sys, "argv", [*arguments[:3], "out2", "--mean", "gray"])
     with pytest.raises(SystemExit) as stop:
         cli.main()
     assert stop.value.code == 2
-    assert "--mean grey: give a number" in capsys.readouterr().err
+    assert "--mean gray: give a number" in capsys.readouterr().err

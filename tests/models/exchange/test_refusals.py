@@ -161,8 +161,8 @@ def test_what_tells_itself_takes_no_sizes(tmp_path: Path, shaken: Make) -> None:
             import_weights(str(tmp_path / "timm"), tmp_path / "out", **asked)
 
 
-def test_our_own_weights_need_no_import(tmp_path: Path, make_backbone: Make, saved: Make) -> None:
-    saved(tmp_path, make_backbone())
+def test_our_own_weights_need_no_import(tmp_path: Path, make_encoder: Make, saved: Make) -> None:
+    saved(tmp_path, make_encoder())
     with pytest.raises(UserError, match="without import"):
         import_weights(str(tmp_path), tmp_path / "out")
 

@@ -12,16 +12,16 @@ import pytest
 import torch
 from torch import nn
 
-from ssl_vit.experiment import build_backbone
+from ssl_vit.api import build_encoder
 from ssl_vit.interfaces import UserError
-from ssl_vit.models import BackboneConfig
-from ssl_vit.models.backbone import load, state
+from ssl_vit.models import EncoderConfig
 from ssl_vit.models.exchange.imports import import_weights, recipe_keys
+from ssl_vit.models.factory import load, state
 
 Make = Callable[..., Any]
 
 
-def normalised(model: Any, images: torch.Tensor) -> torch.Tensor:
+def normalized(model: Any, images: torch.Tensor) -> torch.Tensor:
     mean, std = (torch.tensor(n).reshape(-1, 1, 1) for n in (model.mean, model.std))
     return (images / 255 - mean) / std
 
@@ -73,7 +73,7 @@ def test_a_transformers_folder_computes_what_it_did(
     assert (ours.mean, ours.std) == ((0.1, 0.4) if channels == 1 else ((0.1, 0.2, 0.3), (0.4, 0.5, 0.6)))
     images = pixels(ours)
     with torch.no_grad():
-        expected = getattr(theirs, "vit", theirs)(normalised(ours, images)).last_hidden_state
+        expected = getattr(theirs, "vit", theirs)(normalized(ours, images)).last_hidden_state
         torch.testing.assert_close(ours(images), expected, atol=1e-5, rtol=1e-5)
 
 
@@ -87,7 +87,7 @@ def test_transformers_mae_keeps_the_encoder(tmp_path: Path, pixels: Make) -> Non
     images = pixels(ours)
     noise = torch.arange(9.0).repeat(2, 1)  # of which MAE makes the order of the patches: as they are
     with torch.no_grad():
-        expected = theirs.vit(normalised(ours, images), noise=noise).last_hidden_state  # type: ignore[union-attr, operator]
+        expected = theirs.vit(normalized(ours, images), noise=noise).last_hidden_state  # type: ignore[union-attr, operator]
         torch.testing.assert_close(ours(images), expected, atol=1e-5, rtol=1e-5)
 
 
@@ -124,7 +124,7 @@ def test_another_config_than_the_weights_is_refused(tmp_path: Path, change: dict
         import_weights(str(tmp_path / "hf"), tmp_path / "out")
 
 
-def test_images_that_are_not_normalised_stay_so(tmp_path: Path) -> None:
+def test_images_that_are_not_normalized_stay_so(tmp_path: Path) -> None:
     transformers_folder(tmp_path / "hf", "ViTModel", {"do_normalize": False})
     import_weights(str(tmp_path / "hf"), tmp_path / "out")
     assert (load(tmp_path / "out").mean, load(tmp_path / "out").std) == (0.0, 1.0)
@@ -137,6 +137,6 @@ def test_the_recipe_keys_make_init_from_fit(tmp_path: Path, pixels: Make, channe
     model, _ = import_weights(str(tmp_path / "hf"), tmp_path / "out", mean=mean)
     keys = recipe_keys(model)
     assert ("norm_eps" in keys) and ("mlp_ratio" in keys) and "depth" in keys
-    started = build_backbone(BackboneConfig(**keys), str(tmp_path / "out")).eval()
+    started = build_encoder(EncoderConfig(**keys), str(tmp_path / "out")).eval()
     with torch.no_grad():
         assert torch.equal(started(pixels(started)), load(tmp_path / "out")(pixels(started)))

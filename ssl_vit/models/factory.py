@@ -1,0 +1,227 @@
+"""The way to encoders: built from a configuration, saved and loaded in timm's format, brought to other sizes."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from ssl_vit.interfaces import Size, UserError, pair
+from ssl_vit.models import EncoderConfig, Resampling
+from ssl_vit.models.encoder import Encoder, Pooling
+from ssl_vit.models.position import resample
+from ssl_vit.models.resnet import ResNetEncoder, is_cnn
+from ssl_vit.models.vit import ViTEncoder, check_size
+
+AnyEncoder = TypeVar("AnyEncoder", bound=Encoder)
+
+WEIGHTS, CONFIG = "encoder.safetensors", "config.json"
+
+
+def build(config: EncoderConfig) -> Encoder:
+    """A freshly initialized encoder (timm's initialization, torch's default generator).
+
+    Raises UserError for a name that timm does not know or that is neither a VisionTransformer nor a ResNet, and for
+    sizes that do not fit together.
+    """
+    return _build_cnn(config) if is_cnn(config.name) else _build_vit(config)
+
+
+@cache
+def named_encoder(name: str) -> ViTEncoder:
+    """The model that timm's name alone stands for, without memory for its weights. UserError for another name."""
+    with torch.device("meta"):
+        return ViTEncoder(name, {}, 0.5, 0.5)
+
+
+def _build_vit(config: EncoderConfig) -> ViTEncoder:
+    named = named_encoder(config.name)
+    width, heads = config.width or named.width, config.heads or named.heads
+    cells = int(named.vit.patch_embed.patch_size[0])  # pixels, or in a hybrid cells of the feature map
+    patch_size = named.patch_size // cells * (config.patch_size or cells)
+    check_size(pair(config.image_size), patch_size, "encoder.image_size")
+    if width % heads:
+        raise UserError(f"encoder.width={width} is not a multiple of encoder.heads={heads}")
+    sizes = {
+        "embed_dim": config.width,
+        "depth": config.depth,
+        "num_heads": config.heads,
+        "mlp_ratio": config.mlp_ratio,
+        "patch_size": config.patch_size,
+    }
+    arguments: dict[str, Any] = {
+        "img_size": config.image_size,
+        "in_chans": config.channels,
+        "pos_drop_rate": config.dropout,
+        "proj_drop_rate": config.dropout,
+        "drop_path_rate": config.drop_path,
+        "weight_init": "jax" if config.init == "jax" else "",
+        **{name: value for name, value in sizes.items() if value is not None},
+    }
+    if config.class_token is not None and config.class_token != named.has_class_token:
+        # Without a class token the last norm stays on the tokens (equation 4), and the mean is taken after it.
+        mean_pooled = {"class_token": False, "global_pool": "avg", "fc_norm": False}
+        arguments |= {"class_token": True, "global_pool": "token"} if config.class_token else mean_pooled
+    return ViTEncoder(
+        config.name, arguments, config.mean, config.std, config.position_std, config.norm_eps, config.positions
+    )
+
+
+def _build_cnn(config: EncoderConfig) -> ResNetEncoder:
+    fits = {"name", "image_size", "channels", "drop_path", "mean", "std", "position_resampling"}
+    for key, value in config:
+        if key not in fits and value != EncoderConfig.model_fields[key].default:
+            raise UserError(f"encoder.{key}: {config.name} is a ResNet, which has no such setting; leave it out")
+    arguments: dict[str, Any] = {"in_chans": config.channels}
+    if config.drop_path:
+        arguments["drop_path_rate"] = config.drop_path
+    return ResNetEncoder(config.name, arguments, config.mean, config.std, config.image_size)
+
+
+def require_vit(encoder: Encoder, what: str) -> ViTEncoder:
+    """The encoder, known to be a ViT. Raises UserError, saying `what` needs one, where it is a CNN."""
+    if not isinstance(encoder, ViTEncoder):
+        raise UserError(f"{what} needs a Vision Transformer, and encoder.name='{encoder.name}' is a ResNet")
+    return encoder
+
+
+def write_config(encoder: Encoder, path: Path) -> None:
+    """Write timm's `config.json`, from which `timm.create_model("local-dir:FOLDER")` builds the same model."""
+    channels, is_vit = encoder.channels, isinstance(encoder, ViTEncoder)
+    network: Any = encoder.network
+    content = {
+        "architecture": encoder.name,
+        "num_classes": 0,
+        "num_features": encoder.width,
+        "global_pool": network.global_pool if is_vit else "avg",
+        "model_args": encoder.arguments,
+        "pretrained_cfg": {
+            "input_size": [channels, *encoder.image_size],
+            "fixed_input_size": is_vit,
+            "interpolation": "bilinear",
+            "crop_pct": 1.0,
+            "mean": [*encoder.mean] if isinstance(encoder.mean, tuple) else [encoder.mean] * channels,
+            "std": [*encoder.std] if isinstance(encoder.std, tuple) else [encoder.std] * channels,
+            "num_classes": 0,
+            "first_conv": network.pretrained_cfg.get("first_conv"),
+            "classifier": network.pretrained_cfg.get("classifier"),
+        },
+        **encoder.own_settings,
+    }
+    path.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def state(encoder: Encoder) -> dict[str, torch.Tensor]:
+    """The weights by timm's own names, contiguous on the CPU."""
+    return {name: tensor.detach().cpu().contiguous() for name, tensor in encoder.network.state_dict().items()}
+
+
+def load_state(encoder: Encoder, tensors: Mapping[str, torch.Tensor], origin: str) -> None:
+    """Load weights by timm's names. Raises UserError listing the keys and shapes that do not fit."""
+    own = encoder.network.state_dict()
+    wrong = [f"{name} is missing" for name in own if name not in tensors]
+    wrong += [f"{name} is unknown" for name in tensors if name not in own]
+    wrong += [
+        f"{name} is {tuple(tensors[name].shape)}, not {tuple(own[name].shape)}"
+        for name in own
+        if name in tensors and tensors[name].shape != own[name].shape
+    ]
+    if wrong:
+        more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        raise UserError(f"{origin} does not fit this encoder: {'; '.join(wrong[:3])}{more}")
+    encoder.network.load_state_dict(dict(tensors))
+
+
+def initialize(model: Encoder, source: Encoder, origin: str, method: Resampling = "timm") -> None:
+    """Give `model` the weights of `source`, a ViT's positions resampled by `method` where the patch grids differ.
+
+    Raises UserError when anything else differs.
+    """
+    for key in ("heads", "mean", "std", "norm_eps", "positions"):
+        own, other = getattr(model, key, None), getattr(source, key, None)
+        if own != other:
+            raise UserError(f"{origin} does not fit this encoder: encoder.{key} is {other} there, {own} here")
+    weights = state(source)
+    if isinstance(source, ViTEncoder) and isinstance(model, ViTEncoder):
+        if (own := _activation(model)) != (other := _activation(source)):
+            raise UserError(f"{origin} does not fit this encoder: its blocks compute {other}, those here {own}")
+        positions = weights["pos_embed"]
+        weights["pos_embed"] = resample(positions, source.grid, model.grid, source.position_prefix, method)
+    load_state(model, weights, origin)
+
+
+def _activation(encoder: ViTEncoder) -> str:
+    """The activation function of the blocks, which no weight tells of."""
+    return ", ".join(
+        dict.fromkeys(
+            type(module).__name__
+            for name, module in encoder.vit.blocks.named_modules()
+            if name.rpartition(".")[2].startswith("act")
+        )
+    )
+
+
+def at_size(model: AnyEncoder, image_size: Size, method: Resampling = "timm") -> AnyEncoder:
+    """A copy of `model` for images of another size or aspect ratio: same weights, its positions (fixed ones too)
+    resampled by `method`, the prefix tokens' kept as they are.
+
+    Raises UserError for a size that the patches do not divide.
+    """
+    if pair(image_size) == model.image_size:
+        return copy.deepcopy(model)
+    with torch.random.fork_rng(devices=[]):
+        other = model.untrained(image_size)
+    initialize(other, model, "this encoder", method)
+    return other.to(next(model.parameters()).device).train(model.training)
+
+
+def fresh(like: AnyEncoder, seed: int, image_size: Size | None = None) -> AnyEncoder:
+    """An untrained encoder of the same architecture (at another image size where asked), initialized by `seed`."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        return like.untrained(image_size)
+
+
+def find_weights(path: Path | str) -> Path:
+    """The folder holding `encoder.safetensors` for a run, a checkpoint or a weights folder. UserError if none."""
+    path = Path(path)
+    if (path / WEIGHTS).is_file():
+        return path
+    checkpoints = sorted(path.glob("checkpoints/step_*"))
+    for checkpoint in reversed(checkpoints):
+        if (checkpoint / WEIGHTS).is_file():
+            return checkpoint
+    if not path.exists():
+        raise UserError(f"{path}: no such run, checkpoint or weights folder")
+    raise UserError(f"{path}: no {WEIGHTS} there, nor in its checkpoints; did the run save one yet?")
+
+
+def load(path: Path | str) -> Encoder:
+    """The encoder of a run, a checkpoint or a weights folder, in evaluation mode and with its own sizes.
+
+    Raises UserError for a missing folder, a damaged file, or weights that do not fit their `config.json`.
+    """
+    folder = find_weights(path)
+    try:
+        encoder = _from_config(json.loads((folder / CONFIG).read_text()))
+        tensors = load_file(folder / WEIGHTS)
+    except (OSError, LookupError, ValueError, TypeError, AttributeError, SafetensorError) as error:
+        raise UserError(f"{folder}: not a readable encoder ({type(error).__name__}: {error})") from None
+    load_state(encoder, tensors, str(folder))
+    return encoder.eval()
+
+
+def _from_config(config: dict[str, Any]) -> Encoder:
+    name, cfg, arguments = config["architecture"], config["pretrained_cfg"], config.get("model_args", {})
+    mean, std, image_size = [*cfg["mean"]], [*cfg["std"]], tuple(cfg["input_size"][1:])
+    if is_cnn(name):
+        return ResNetEncoder(name, arguments, mean, std, image_size)
+    own = {key: config[key] for key in ("position_std", "norm_eps", "positions") if key in config}
+    return ViTEncoder(name, {"img_size": image_size, **arguments}, mean, std, **own)

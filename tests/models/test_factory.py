@@ -1,0 +1,199 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+from torch import nn
+
+from ssl_vit.interfaces import UserError
+from ssl_vit.models import EncoderConfig
+from ssl_vit.models.factory import build, fresh, initialize, load, require_vit, state
+
+Make = Callable[..., Any]
+
+FREE = {"image_size": 28, "channels": 1, "patch_size": 7, "width": 16, "depth": 2, "heads": 2}
+
+# --- sizes ---
+
+
+def counted(image: int, channels: int, patch: int, width: int, layers: int, mlp: int) -> int:
+    """Weights and biases of equations 1 to 4, counted by hand."""
+    embedding = patch * patch * channels * width + width
+    attention = 3 * (width * width + width) + width * width + width
+    perceptron = width * mlp + mlp + mlp * width + width
+    positions = ((image // patch) ** 2 + 1) * width
+    return embedding + width + positions + layers * (attention + perceptron + 4 * width) + 2 * width
+
+
+def parameters(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+@pytest.mark.parametrize(
+    ("config", "sizes", "millions"),
+    [
+        ({"name": "vit_tiny_patch16_224"}, (224, 3, 16, 192, 12, 768), 5.5),
+        ({"name": "vit_small_patch16_224"}, (224, 3, 16, 384, 12, 1536), 21.7),
+        ({"name": "vit_base_patch32_224"}, (224, 3, 32, 768, 12, 3072), 87.5),
+        ({"name": "vit_base_patch16_224"}, (224, 3, 16, 768, 12, 3072), 85.8),
+        ({"name": "vit_large_patch32_224"}, (224, 3, 32, 1024, 24, 4096), 305.5),
+        ({"name": "vit_large_patch16_224"}, (224, 3, 16, 1024, 24, 4096), 303.3),
+        ({"name": "vit_huge_patch14_224"}, (224, 3, 14, 1280, 32, 5120), 630.8),
+        ({"name": "vit_base_patch16_224", **FREE}, (28, 1, 7, 16, 2, 64), 0.0),
+        ({**FREE, "mlp_ratio": 2.0, "channels": 4}, (28, 4, 7, 16, 2, 32), 0.0),
+    ],
+)
+def test_parameter_counts(config: dict[str, Any], sizes: tuple[int, ...], millions: float) -> None:
+    with torch.device("meta"):
+        encoder = build(EncoderConfig(**config))
+        if len(config) == 1:
+            assert parameters(encoder) == parameters(timm.create_model(config["name"], num_classes=0))
+    assert parameters(encoder) == counted(*sizes)
+    assert round(parameters(encoder) / 1e6, 1) == millions
+
+
+@pytest.mark.parametrize(
+    ("name", "classes", "millions"),
+    [("vit_base_patch16_224", 0, 86), ("vit_large_patch32_224", 1000, 307), ("vit_huge_patch14_224", 1000, 632)],
+)
+def test_the_papers_table_1(name: str, classes: int, millions: int) -> None:
+    """Its rounded counts, with the patch size and head for which each of them holds to the million."""
+    with torch.device("meta"):
+        encoder = build(EncoderConfig(name=name))
+    assert round((parameters(encoder) + classes * (encoder.width + 1) * (classes > 0)) / 1e6) == millions
+
+
+def test_vit_b_with_an_imagenet_head_is_the_published_one_to_the_last_parameter() -> None:
+    with torch.device("meta"):
+        encoder = build(EncoderConfig())
+    assert parameters(encoder) + 768 * 1000 + 1000 == 86_567_656  # as published with the weights in timm
+
+
+def test_the_small_gray_vit_has_7850_parameters() -> None:
+    encoder = require_vit(build(EncoderConfig(**FREE)), "this test")
+    whole = parameters(encoder) + parameters(nn.Linear(encoder.width, 10))
+    assert whole == 7850
+    assert whole - encoder.vit.cls_token.numel() - encoder.vit.pos_embed.numel() == 7562  # in its layers
+
+
+def test_properties(make_encoder: Make) -> None:
+    encoder = make_encoder(image_size=(28, 42), channels=1, patch_size=7)
+    found = (encoder.width, encoder.patch_size, encoder.image_size, encoder.grid, encoder.patches)
+    assert found == (16, 7, (28, 42), (4, 6), 24)
+    assert (encoder.channels, encoder.heads, encoder.prefix_tokens) == (1, 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "patch_size", "grid", "pixels"),
+    [
+        ("vit_base_r50_s16_224", 224, None, (14, 14), 16),  # the paper's 1x1 patches
+        ("vit_base_r50_s16_224", (64, 96), 2, (2, 3), 32),
+        ("vit_small_r26_s32_224", (96, 32), None, (3, 1), 32),
+        ("vit_large_r50_s32_224", 64, 1, (2, 2), 32),
+        ("vit_tiny_r_s16_p8_224", 64, None, (2, 2), 32),
+        ("vit_tiny_r_s16_p8_224", 64, 4, (4, 4), 16),
+        ("vit_base_resnet50d_224", 64, None, (2, 2), 32),
+    ],
+)
+def test_a_hybrids_patch_is_cells_to_the_encoder_and_pixels_to_colors(
+    name: str, size: Any, patch_size: int | None, grid: tuple[int, int], pixels: int
+) -> None:
+    with torch.device("meta"):
+        encoder = build(EncoderConfig(name=name, image_size=size, patch_size=patch_size))
+    assert (encoder.grid, require_vit(encoder, "this test").patch_size) == (grid, pixels)
+
+
+# --- normalization ---
+
+IMAGENET = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
+
+
+@pytest.mark.parametrize("normalization", [IMAGENET, {"mean": 0.4, "std": (0.1, 0.2, 0.3)}])
+def test_each_channel_may_have_its_own_normalization(
+    make_encoder: Make, tmp_path: Path, normalization: dict[str, Any], shaken: Make, pixels: Make, saved: Make
+) -> None:
+    encoder = shaken(make_encoder(norm_eps=0.01, **normalization))
+    images = pixels(encoder)
+    mean, std = (torch.tensor(normalization[key]).reshape(-1, 1, 1) for key in ("mean", "std"))
+    again = load(saved(tmp_path, encoder))
+    with torch.no_grad():
+        expected = encoder.vit.patch_embed((images / 255 - mean) / std)
+        torch.testing.assert_close(encoder.embed(images), expected, atol=1e-5, rtol=1e-5)
+        assert torch.equal(again(images), encoder(images))
+        again.vit.norm.eps = 1e-6
+        assert not torch.equal(again(images), encoder(images))
+    assert (again.mean, again.std, again.norm_eps) == (encoder.mean, encoder.std, 0.01)
+    assert fresh(again, 0).std == again.std
+    assert state(again).keys() == again.vit.state_dict().keys()
+
+
+def test_one_number_a_channel_is_one_number_where_they_agree(make_encoder: Make) -> None:
+    assert make_encoder(mean=(0.4, 0.4, 0.4)).mean == 0.4
+    with pytest.raises(UserError, match=r"encoder\.mean has 2 numbers for 3 channels"):
+        make_encoder(mean=(0.4, 0.5))
+    with pytest.raises(ValueError, match="std"):
+        EncoderConfig(std=(0.2, 0.0, 0.2))
+
+
+@pytest.mark.parametrize("difference", [IMAGENET, {"mean": 0.4}, {"norm_eps": 1e-12}])
+def test_weights_of_another_normalization_are_not_taken_over(make_encoder: Make, difference: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match=rf"encoder\.{min(difference)} is"):
+        initialize(make_encoder(), make_encoder(**difference), "the other run")
+
+
+def test_weights_of_another_activation_function_are_not_taken_over() -> None:
+    """No tensor tells of it."""
+    sizes = {"width": 48, "depth": 1, "heads": 2, "image_size": 32}
+    one, other = (build(EncoderConfig(name=f"vit_base_patch16_clip_{name}224", **sizes)) for name in ("quickgelu_", ""))
+    with pytest.raises(UserError, match="its blocks compute QuickGELU, those here GELU"):
+        initialize(other, one, "the other run")
+
+
+# --- errors ---
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"name": "vit_bse_patch16_224"}, "did you mean .*vit_base_patch16_224"),
+        ({"name": "vit_bse_patch16_224", "patch_size": 16}, "did you mean .*vit_base_patch16_224"),
+        ({"name": "qqqq"}, "no timm model"),
+        ({"name": "resnet18", "patch_size": 4}, r"encoder\.patch_size: resnet18 is a ResNet"),
+        ({"name": "swin_tiny_patch4_window7_224", "patch_size": 4}, "use a VisionTransformer or a ResNet"),
+        ({"name": "eva02_tiny_patch14_224"}, "use a VisionTransformer or a ResNet"),
+        ({"name": "eva02_tiny_patch14_224", "patch_size": 14}, "use a VisionTransformer or a ResNet"),
+        ({"image_size": 225}, r"encoder\.image_size=225 .* use 224 or 240"),
+        ({"image_size": 10, "patch_size": 16}, r"encoder\.image_size=10 .* use 16 or 32"),
+        ({"image_size": (224, 250)}, r"encoder\.image_size=250 .* use 240 or 256"),
+        (
+            {"name": "vit_base_r50_s16_224", "image_size": 48, "patch_size": 2},
+            r"image_size=48 .* patch size 32: use 32",
+        ),
+        ({"name": "vitamin_xlarge_256"}, "has no position embeddings"),
+        ({"name": "deit_tiny_distilled_patch16_224"}, "VisionTransformerDistilled"),
+        ({"width": 16, "heads": 3}, r"encoder\.width=16"),
+        ({"width": 20}, r"encoder\.width=20"),
+        ({"heads": 7}, r"encoder\.heads=7"),
+    ],
+)
+def test_what_cannot_be_built_is_the_users_mistake(config: dict[str, Any], message: str) -> None:
+    with torch.device("meta"), pytest.raises(UserError, match=message):
+        build(EncoderConfig(**config))
+
+
+@pytest.mark.parametrize("size", ["wide", 0, 8.5, True, [8], [8, 0], [8, 12, 3], ["8", 12]])
+def test_a_size_is_a_side_or_height_and_width(size: Any) -> None:
+    with pytest.raises(ValueError, match=r"a square's side such as 224, or \[height, width\]"):
+        EncoderConfig(image_size=size)
+    assert EncoderConfig(image_size=[8, 12]).image_size == (8, 12)
+
+
+@pytest.mark.parametrize("mean", ["gray", [], ["a"], [0.5, None], True])
+def test_normalization_is_one_number_or_one_a_channel(mean: Any) -> None:
+    with pytest.raises(ValueError, match="one number, or one for each channel"):
+        EncoderConfig(mean=mean)
+    assert EncoderConfig(mean=[0.1, 0.2]).mean == (0.1, 0.2)

@@ -1,0 +1,124 @@
+"""The CNN baselines: timm's ResNets as encoders whose output tokens are the cells of the last feature map."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+
+from ssl_vit.interfaces import UserError
+from ssl_vit.models import EncoderConfig
+from ssl_vit.models.factory import at_size, build, fresh, initialize, load, load_state, require_vit, state
+from ssl_vit.models.resnet import ResNetEncoder, is_cnn
+
+Make = Callable[..., Any]
+
+
+def cnn(name: str = "resnet10t", seed: int = 0, **overrides: Any) -> Any:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return build(EncoderConfig(name=name, **({"image_size": 64} | overrides))).eval()
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "channels"),
+    [
+        ("resnet10t", 64, 3),
+        ("resnet18", (96, 40), 1),
+        ("resnet18", 33, 4),
+        ("resnet26d", 100, 3),
+        ("resnetv2_50x1_bit", (64, 32), 3),
+    ],
+)
+def test_outputs_are_timms_feature_map_and_their_mean_is_timms_pooling(
+    pixels: Make, name: str, size: Any, channels: int
+) -> None:
+    encoder = cnn(name, image_size=size, channels=channels, mean=0.4, std=0.3)
+    reference = timm.create_model(name, pretrained=False, num_classes=0, in_chans=channels).eval()
+    reference.load_state_dict(encoder.network.state_dict())
+    images = pixels(encoder)
+    normalized = images.float() * (1 / (255 * 0.3)) - 0.4 / 0.3
+    with torch.no_grad():
+        outputs, features = encoder(images), reference.forward_features(normalized)
+        torch.testing.assert_close(encoder.pool(outputs, "mean"), reference(normalized), atol=1e-5, rtol=1e-5)
+    assert torch.equal(outputs.mT.reshape(features.shape), features)
+    assert outputs.shape == (2, encoder.patches, encoder.width)
+    assert encoder.grid == features.shape[2:]
+    assert torch.equal(encoder.pool(outputs, "patches"), outputs.flatten(1))
+
+
+def test_a_cnn_has_no_class_token() -> None:
+    for pooling in ("token", "both"):
+        with pytest.raises(UserError, match="needs a class token, which resnet10t does not have: use mean"):
+            cnn().pool(torch.zeros(2, 4, 512), pooling)
+
+
+def test_a_cnn_has_no_blocks_to_read() -> None:
+    images = torch.zeros(1, 3, 32, 32, dtype=torch.uint8)
+    with pytest.raises(UserError, match="block=1: resnet10t is no transformer and has no blocks"):
+        cnn().eval().represent(images, "mean", 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [("resnet50", True), ("resnetv2_50x1_bit", True), ("vit_base_r50_s16_224", False), ("swin_tiny_x", False)],
+)
+def test_which_names_are_resnets(name: str, known: bool) -> None:
+    assert is_cnn(name) == known
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("patch_size", 4), ("width", 64), ("depth", 2), ("dropout", 0.1), ("class_token", False), ("init", "timm")],
+)
+def test_settings_of_a_vit_are_refused(key: str, value: Any) -> None:
+    with pytest.raises(UserError, match=rf"encoder\.{key}: resnet10t is a ResNet, which has no such setting"):
+        cnn(**{key: value})
+
+
+def test_masked_patches_and_pictures_need_a_vit() -> None:
+    with pytest.raises(UserError, match=r"objective\.name=masked_patch needs a Vision Transformer.*'resnet10t'"):
+        require_vit(cnn(), "objective.name=masked_patch")
+
+
+@pytest.mark.parametrize("overrides", [{}, {"image_size": (64, 96), "channels": 1, "mean": 0.3, "drop_path": 0.2}])
+def test_saved_weights_open_here_and_in_timm(
+    pixels: Make, saved: Make, tmp_path: Path, overrides: dict[str, Any]
+) -> None:
+    encoder = cnn(**overrides)
+    with torch.no_grad():
+        encoder.train()(pixels(encoder))  # the running statistics travel too
+    again, images = load(saved(tmp_path, encoder.eval())), pixels(encoder)
+    reference = timm.create_model(f"local-dir:{tmp_path}", pretrained=True).eval()
+    assert isinstance(again, ResNetEncoder)
+    assert (again.image_size, again.channels, again.mean) == (encoder.image_size, encoder.channels, encoder.mean)
+    with torch.no_grad():
+        assert torch.equal(again(images), encoder(images))
+        expected = reference.forward_features(images.float() * (1 / (255 * 0.5)) - encoder.mean / 0.5)
+        assert torch.equal(again(images), expected.flatten(2).mT)
+    assert reference.pretrained_cfg["input_size"] == (encoder.channels, *encoder.image_size)
+
+
+def test_fresh_ones_and_other_sizes(pixels: Make) -> None:
+    like = cnn(seed=1)
+    first, second, other = fresh(like, 3), fresh(like, 3), fresh(like, 4, (32, 64))
+    assert all(torch.equal(a, b) for a, b in zip(state(first).values(), state(second).values(), strict=True))
+    assert not torch.equal(state(first)["conv1.0.weight"], state(other)["conv1.0.weight"])
+    assert other.image_size == (32, 64)
+    larger = at_size(like, (64, 128))
+    assert (larger.image_size, larger.grid, larger.training) == ((64, 128), (2, 4), False)
+    assert all(torch.equal(a, b) for a, b in zip(state(like).values(), state(larger).values(), strict=True))
+    with torch.no_grad():
+        assert larger(pixels(larger)).shape == (2, 8, 512)
+
+
+def test_weights_of_a_vit_do_not_fit(make_encoder: Make) -> None:
+    for model, source in ((cnn(), make_encoder()), (make_encoder(), cnn())):
+        with pytest.raises(UserError, match="there does not fit this encoder"):
+            initialize(model, source, "there")
+        with pytest.raises(UserError, match="there does not fit this encoder"):
+            load_state(model, state(source), "there")

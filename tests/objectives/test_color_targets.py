@@ -1,0 +1,233 @@
+"""Color classes and the three targets, exact on the uint8 image that the model sees."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ssl_vit.interfaces import UserError
+from ssl_vit.objectives.masked_patch import (
+    class_colors,
+    mean_color_classes,
+    patch_pixels,
+)
+
+Make = Callable[..., Any]
+
+
+@pytest.mark.parametrize(
+    ("color", "bits", "expected"),
+    [
+        ((0, 0, 0), 3, 0),
+        ((255, 255, 255), 3, 511),
+        ((31, 31, 31), 3, 0),
+        ((32, 32, 32), 3, 64 + 8 + 1),
+        ((255, 0, 31), 3, 7 * 64),
+        ((32, 31, 64), 3, 64 + 0 + 2),
+        ((0, 0, 224), 3, 7),
+        ((0, 223, 0), 3, 6 * 8),
+        ((200, 100, 50), 3, 6 * 64 + 3 * 8 + 1),
+        ((31,), 3, 0),
+        ((32,), 3, 1),
+        ((255,), 3, 7),
+        ((127,), 1, 0),
+        ((128,), 1, 1),
+        ((173,), 8, 173),
+        ((255, 254, 1), 8, 255 * 65536 + 254 * 256 + 1),
+        ((255, 0, 0, 255), 3, 7 * 512 + 7),
+    ],
+)
+def test_classes_of_plain_colors(color: tuple[int, ...], bits: int, expected: int) -> None:
+    image = torch.tensor(color, dtype=torch.uint8)[None, :, None, None].expand(1, -1, 4, 4)
+    classes = mean_color_classes(image, 4, bits)
+    assert classes.dtype == torch.int64
+    assert classes.tolist() == [[expected]]
+
+
+@pytest.mark.parametrize(
+    ("pixels", "expected"),
+    [
+        ([31, 32, 32, 32], 0),
+        ([32, 32, 32, 32], 1),
+        ([31, 33, 31, 33], 1),
+        ([0, 0, 0, 127], 0),
+        ([0, 0, 0, 128], 1),
+        ([255, 255, 255, 254], 7),
+    ],
+)
+def test_the_mean_is_not_rounded_before_it_is_binned(pixels: list[int], expected: int) -> None:
+    image = torch.tensor(pixels, dtype=torch.uint8).reshape(1, 1, 2, 2)
+    assert mean_color_classes(image, 2).tolist() == [[expected]]
+
+
+def test_patches_count_row_by_row_in_images_that_are_not_square() -> None:
+    bins = torch.tensor([[0, 1, 2], [3, 4, 5]], dtype=torch.uint8)  # 2 rows and 3 columns of patches
+    image = (bins * 32 + 7).repeat_interleave(4, 0).repeat_interleave(4, 1)[None, None]
+    assert mean_color_classes(image, 4).tolist() == [[0, 1, 2, 3, 4, 5]]
+    assert mean_color_classes(image.transpose(2, 3), 4).tolist() == [[0, 3, 1, 4, 2, 5]]
+
+
+def slow_classes(image_CHW: np.ndarray, patch: int, bits: int) -> list[int]:
+    """Patch by patch and channel by channel in float64, as the paper's words go."""
+    channels, height, width = image_CHW.shape
+    classes = []
+    for top in range(0, height, patch):
+        for left in range(0, width, patch):
+            number = 0
+            for channel in range(channels):
+                total = 0.0
+                for y in range(top, top + patch):
+                    for x in range(left, left + patch):
+                        total += float(image_CHW[channel, y, x])
+                number = number * 2**bits + math.floor(total / patch**2 / (256 / 2**bits))
+            classes.append(number)
+    return classes
+
+
+@pytest.mark.parametrize(
+    ("channels", "height", "width", "patch", "bits"),
+    [(3, 8, 8, 4, 3), (1, 28, 28, 7, 3), (3, 6, 15, 3, 2), (3, 10, 5, 5, 8), (4, 4, 8, 2, 4), (2, 3, 4, 1, 1)],
+)
+def test_classes_agree_with_a_slow_loop(channels: int, height: int, width: int, patch: int, bits: int) -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (4, channels, height, width), dtype=np.uint8)
+    found = mean_color_classes(torch.from_numpy(pixels), patch, bits)
+    assert found.tolist() == [slow_classes(image, patch, bits) for image in pixels]
+
+
+@pytest.mark.parametrize(("channels", "bits"), [(1, 1), (1, 3), (1, 7), (1, 8), (3, 1), (3, 2), (3, 3), (4, 2)])
+def test_class_colors_are_the_centers_of_the_bins(channels: int, bits: int) -> None:
+    classes = torch.arange(2 ** (bits * channels))
+    colors = class_colors(classes, channels, bits)
+    assert colors.dtype == torch.uint8
+    assert colors.shape == (len(classes), channels)
+    assert torch.equal(mean_color_classes(colors[:, :, None, None], 1, bits)[:, 0], classes)
+    width = 256 / 2**bits
+    np.testing.assert_array_equal((colors[0].numpy() + 0.0), np.full(channels, math.floor(width / 2)))
+    np.testing.assert_array_equal(256 - colors[-1].numpy().astype(int), np.full(channels, math.ceil(width / 2)))
+
+
+def test_class_colors_keep_the_shape() -> None:
+    assert class_colors(torch.zeros(2, 5, dtype=torch.int64), 3).shape == (2, 5, 3)
+
+
+@pytest.mark.parametrize("size", [(8, 16), (16, 8), (8, 8)])
+def test_downsized_targets_agree_with_a_loop(make_objective: Make, size: tuple[int, int]) -> None:
+    objective = make_objective(encoder={"patch_size": 8}, target="downsized", bits=2)
+    pixels = np.random.default_rng(1).integers(0, 256, (3, 3, *size), dtype=np.uint8)
+    found = objective.targets(torch.from_numpy(pixels))
+    expected = []
+    for image in pixels:
+        rows = []
+        for top in range(0, size[0], 8):
+            for left in range(0, size[1], 8):
+                # A 4x4 image of 2x2 means, whose cells are patches of their own.
+                rows.append(slow_classes(image[:, top : top + 8, left : left + 8], 2, 2))
+        expected.append(rows)
+    assert found.dtype == torch.int64
+    assert found.tolist() == expected
+    assert objective.head.out_features == 16 * 2 ** (2 * 3)
+
+
+def test_pixel_targets_agree_with_a_loop(make_objective: Make) -> None:
+    objective = make_objective(target="pixels")
+    pixels = np.random.default_rng(1).integers(0, 256, (2, 3, 8, 16), dtype=np.uint8)
+    found = objective.targets(torch.from_numpy(pixels))
+    assert found.shape == (2, 8, 3 * 16)
+    for image in range(2):
+        for patch in range(8):
+            top, left = patch // 4 * 4, patch % 4 * 4
+            expected = [pixels[image, c, top + y, left + x] / 255 for c in range(3) for y in range(4) for x in range(4)]
+            np.testing.assert_allclose(found[image, patch].numpy(), expected, rtol=1e-6)
+    assert objective.head.out_features == 48
+
+
+def test_mean_color_targets_have_one_slot(make_objective: Make) -> None:
+    objective = make_objective(encoder={"channels": 1})
+    images = torch.randint(0, 256, (2, 1, 16, 16), dtype=torch.uint8)
+    assert torch.equal(objective.targets(images)[..., 0], mean_color_classes(images, 4))
+    assert objective.head.out_features == 8
+
+
+def test_downsized_needs_a_patch_that_four_divides(make_objective: Make) -> None:
+    with pytest.raises(UserError, match="downsized"):
+        make_objective(encoder={"image_size": 14, "patch_size": 7}, target="downsized")
+
+
+def test_targets_come_from_the_flipped_image(make_objective: Make, make_batch: Make, spread: Make) -> None:
+    """With a constant prediction the loss is a function of the targets alone: compute them by hand."""
+    objective = spread(make_objective())
+    objective.head.weight.data.zero_()
+    batch = make_batch(6, noise=objective.noise_per_sample(), flip=torch.tensor([True, False] * 3))
+    with torch.no_grad():
+        loss = objective(batch).loss.item()
+        _, indices, _ = objective.predict(batch, batch.images)
+    log_probabilities = objective.head.bias.detach().double().log_softmax(0).numpy()
+    per_direction = []
+    for flips in (batch.flip.tolist(), [False] * 6):
+        values = []
+        for image, flip, chosen in zip(batch.images.numpy(), flips, indices.tolist(), strict=True):
+            classes = slow_classes(image[:, :, ::-1] if flip else image, 4, 3)
+            values += [-log_probabilities[classes[patch]] for patch in chosen]
+        per_direction.append(float(np.mean(values)))
+    assert loss == pytest.approx(per_direction[0], rel=1e-5)
+    assert abs(per_direction[0] - per_direction[1]) > 1e-2
+
+
+def test_patch_pixels_number_patches_as_the_patch_embedding_does(make_encoder: Make) -> None:
+    encoder = make_encoder()
+    images = torch.randint(0, 256, (2, 3, 16, 16), dtype=torch.uint8)
+    patches = patch_pixels(images.float() / 127.5 - 1, 4).flatten(2)
+    weights = encoder.vit.patch_embed.proj.weight.flatten(1)
+    by_hand = patches @ weights.T + encoder.vit.patch_embed.proj.bias
+    torch.testing.assert_close(encoder.embed(images), by_hand)
+
+
+@pytest.mark.parametrize(
+    ("encoder", "patch"),
+    [
+        ({"image_size": (8, 20), "channels": 7}, 4),
+        ({"image_size": (20, 8)}, 4),
+        ({"name": "vit_tiny_r_s16_p8_224", "image_size": (32, 48), "patch_size": 4}, 16),  # cells of 4 pixels
+        ({"name": "vit_tiny_r_s16_p8_224", "image_size": (16, 8), "patch_size": 1}, 4),
+    ],
+)
+def test_targets_of_rectangles_channels_and_hybrids_are_the_pixels_under_each_patch(
+    make_objective: Make, encoder: dict[str, Any], patch: int
+) -> None:
+    objective = make_objective(encoder=encoder, bits=2)
+    shape = (2, objective.encoder.channels, *objective.encoder.image_size)
+    pixels = np.random.default_rng(3).integers(0, 256, shape, dtype=np.uint8)
+    found = objective.targets(torch.from_numpy(pixels))
+    assert found[..., 0].tolist() == [slow_classes(image, patch, 2) for image in pixels]
+    assert found.shape[1] == objective.encoder.patches
+    regression = make_objective(encoder=encoder, target="pixels")
+    whole = regression.targets(torch.from_numpy(pixels))
+    assert whole.shape == (2, objective.encoder.patches, objective.encoder.channels * patch**2)
+    columns = shape[3] // patch
+    for number in (1, objective.encoder.patches - 1):
+        top, left = number // columns * patch, number % columns * patch
+        expected = pixels[1, :, top : top + patch, left : left + patch].ravel() / 255
+        np.testing.assert_allclose(whole[1, number].numpy(), expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("channels", "bits", "message"),
+    [(3, 6, "at most 5 bits, or objective.target=pixels"), (17, 1, "use objective.target=pixels")],
+)
+def test_more_classes_than_a_head_can_carry_are_refused_for_colors_alone(
+    make_objective: Make, channels: int, bits: int, message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        make_objective(encoder={"channels": channels}, bits=bits)
+    assert make_objective(encoder={"channels": channels}, bits=bits, target="pixels").head.out_features == channels * 16
+
+
+def test_eight_bits_of_gray_tell_all_levels_apart(make_objective: Make) -> None:
+    objective = make_objective(encoder={"channels": 1, "patch_size": 4}, bits=8)
+    levels = torch.arange(256, dtype=torch.uint8).reshape(16, 1, 4, 4).repeat_interleave(4, 2).repeat_interleave(4, 3)
+    assert objective.targets(levels).flatten().tolist() == list(range(256))
