@@ -1,0 +1,79 @@
+"""`ssl-vit report` and `ssl-vit recipes`."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sys
+import textwrap
+from enum import StrEnum
+from itertools import takewhile
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    pass
+
+app = typer.Typer()
+
+
+class Form(StrEnum):
+    html = "html"
+    markdown = "markdown"
+    latex = "latex"
+    csv = "csv"
+
+
+@app.command()
+def report(
+    runs: Annotated[
+        list[Path],
+        typer.Argument(help="One comparison directory (or several with parts of it), or one or more run directories."),
+    ],
+    out: Annotated[
+        Path | None, typer.Option(help="The file to write (default: report.html, .md, .tex or .csv in the first).")
+    ] = None,
+    form: Annotated[
+        Form, typer.Option("--format", help="A page, tables for a paper, or every measurement as CSV.")
+    ] = Form.html,
+) -> None:
+    """Write one self-contained HTML page: verdict, tables, curves, pictures, costs, commands. Of an unfinished
+    comparison, whatever is finished.
+
+    Example: `ssl-vit report runs/demo`
+    """
+    from ssl_vit.report import export, merge, page
+
+    if len(runs) == 1 and (runs[0] / merge.PLAN).is_file():
+        try:
+            merge.update(runs[0])
+        except OSError as error:  # the report itself needs nothing of it
+            print(f"{runs[0] / merge.RESULTS} stays as it is: {error.strerror}", file=sys.stderr)
+    out = out or runs[0] / f"report{export.SUFFIXES[form.value]}"
+    if form == Form.html:
+        print(page.write_report(runs, out))
+    else:
+        print(export.write_tables(runs, out, form.value))
+
+
+@app.command()
+def recipes() -> None:
+    """List the shipped recipes and suites of data sets, each with its first sentence.
+
+    Example: `ssl-vit recipes`
+    """
+    from ssl_vit import recipe as recipe_files
+    from ssl_vit.comparison.config import suites
+
+    width = max(shutil.get_terminal_size().columns, 60) if sys.stdout.isatty() else 10_000
+    for title, found in (("", recipe_files.shipped()), ("suites, for --suite:\n", suites())):
+        print(f"\n{title}" if title else "", end="")
+        for name, path in found.items():
+            comment = takewhile(lambda line: line[:1] == "#", path.read_text().splitlines())
+            head = " ".join(line[1:].strip() for line in comment)
+            sentences = re.split(r"(?<=[.?])\s", head)
+            about = " ".join(sentences[: 1 + sentences[0].endswith("?")])  # a question, and what it is about
+            print(textwrap.fill(f"{name:28s} {about}", width, subsequent_indent=" " * 29, break_on_hyphens=False))
+    print(f"\nfiles: {recipe_files.recipes_folder()}")

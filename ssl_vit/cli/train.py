@@ -1,0 +1,82 @@
+"""`ssl-vit train`."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ssl_vit.cli import complete
+from ssl_vit.interfaces import UserError
+
+if TYPE_CHECKING:
+    pass
+
+app = typer.Typer()
+
+
+Overrides = Annotated[
+    list[str] | None, typer.Argument(help="Recipe keys to change, as key=value.", metavar="key=value")
+]
+
+
+@app.command()
+def train(
+    recipe: Annotated[
+        str,
+        typer.Argument(
+            help="A recipe file, a shipped recipe's name, or a run's directory, to go on with it.",
+            autocompletion=complete.stages,
+        ),
+    ],
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the run's data, size, memory and time, and do not train.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="The dry run as JSON, with the whole recipe.")] = False,
+    overrides: Overrides = None,
+) -> None:
+    """Train one stage: pretraining, supervised training or fine-tuning, as the recipe says. Resumes by itself.
+
+    Example: `ssl-vit train digits_ssl data.train=shards/train training.steps=500`
+
+    Several processes: `accelerate launch --multi_gpu --num_processes 2 -m ssl_vit train digits_ssl`
+    """
+    import torch
+
+    from ssl_vit import api, runs
+    from ssl_vit import recipe as recipes
+
+    settings = recipes.load_recipe(recipe, overrides or [])
+    if dry_run:
+        from ssl_vit.cli import previewed
+        from ssl_vit.preview import preview
+        from ssl_vit.training.trackers import check_trackers
+
+        check_trackers(settings.training.trackers)
+        runs.check(settings.run_directory, settings)
+        found = preview(settings)
+        if runs.is_main_process():
+            previewed.stage(found, as_json)
+        return
+    if as_json:
+        raise UserError("--json goes with --dry-run")
+    run = api.train(settings)
+    if runs.is_main_process():
+        named = settings.data.train
+        train_shards = named if isinstance(named, str) else named[0].shards
+        beside = Path(train_shards).parent / "test"
+        test_shards = str(beside) if beside.is_dir() else "TEST_SHARDS"
+        train_shards, test_shards = shlex.quote(train_shards), shlex.quote(test_shards)
+        name = shlex.quote(str(run))
+        own = "own_images" if torch.accelerator.is_available() else "own_images_cpu"
+        compared = f"compare    ssl-vit compare {own} data.train={train_shards} data.test={test_shards}\n"
+        print(
+            f"\nrun        {run}  (recipe, metrics.jsonl, TensorBoard events, checkpoints, encoder.safetensors)\n"
+            f"evaluate   ssl-vit eval {name} few_shot --data {train_shards} --test {test_shards}\n"
+            f"{compared if settings.encoder.channels == 3 else ''}"
+            f"look       ssl-vit report {name}   and   tensorboard --logdir {name}"
+        )
+        if settings.encoder.norm_eps is None:  # timm's config names no other
+            print(f'in timm    timm.create_model("local-dir:{run}", pretrained=True)')
