@@ -8,9 +8,8 @@ Torch-free.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -113,14 +112,11 @@ def save(path: Path, results: Sequence[Result], **about: Any) -> None:
     rows = []
     for number, result in enumerate(results):
         for name, array in vars(result.prediction).items():
-            if array is None:
-                continue
-            if name in ("images", "labels") and number:  # most rows share the test images
-                same = next((n for n in range(number) if np.array_equal(arrays.get(f"{n}/{name}"), array)), None)
-                if same is not None:
-                    arrays[f"{number}/{name}@"] = np.array(same)
-                    continue
-            arrays[f"{number}/{name}"] = array
+            first = results[0].prediction
+            if number and name in ("images", "labels") and np.array_equal(getattr(first, name), array):
+                continue  # the rows of a file share their test images: stored once
+            if array is not None:
+                arrays[f"{number}/{name}"] = array
         rows.append({name: getattr(result, name) for name in COLUMNS})
     if rows:
         with whole_file(path.with_suffix(".npz")) as file:
@@ -141,9 +137,8 @@ def load(path: Path) -> tuple[list[Result], dict[str, Any]]:
             found = dict(arrays)
 
         def array(number: int, name: str) -> np.ndarray | None:
-            if f"{number}/{name}@" in found:
-                number = int(found[f"{number}/{name}@"])
-            return found.get(f"{number}/{name}")
+            own = found.get(f"{number}/{name}")
+            return found.get(f"0/{name}") if own is None and name in ("images", "labels") else own
 
         names = [f.name for f in fields(Prediction)]
         results = [
@@ -347,9 +342,3 @@ class ComparisonRecord(Config):
     evaluators: dict[str, EvaluatorRecord] = Field({})
     tasks: tuple[TaskRecord, ...] = ()
     environment: dict[str, Any] = Field({})
-
-
-def dump(result: Result) -> dict[str, Any]:
-    """A row as plain JSON values, without its prediction."""
-    row = {name: value for name, value in asdict(result).items() if name != "prediction"}
-    return dict(json.loads(json.dumps(row)))

@@ -30,7 +30,8 @@ from ssl_vit.data import DataConfig
 from ssl_vit.data.shards import open_shards
 from ssl_vit.evaluators.features import Representation, Task, _reader, extract
 from ssl_vit.models import EncoderConfig
-from ssl_vit.models.factory import Pooling, build
+from ssl_vit.models.encoder import Pooling
+from ssl_vit.models.factory import build
 
 PER_SHARD = 1000
 

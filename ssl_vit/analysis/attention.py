@@ -15,7 +15,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch.overrides import TorchFunctionMode
 
 from ssl_vit.interfaces import UserError
-from ssl_vit.models.factory import ViTEncoder
+from ssl_vit.models.vit import ViTEncoder
 
 _MAP_NUMBERS = 2**24  # of one layer's attention held at once (64 MiB in float32), unless one image alone has more
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ssl_vit.interfaces import UserError
-from ssl_vit.models.factory import ViTEncoder
+from ssl_vit.models.vit import ViTEncoder
 
 FILTERS = 28  # paper, figure 7, left
 _BATCH = 16  # images in a forward pass

@@ -14,7 +14,7 @@ from ssl_vit.evaluators import ALL, Budgets, Metric, Seeds, budget_words
 from ssl_vit.evaluators.features import REFERENCES, Representation, Task
 from ssl_vit.interfaces import Config, Measurement
 from ssl_vit.models import ImageSize, Resampling
-from ssl_vit.models.factory import Pooling
+from ssl_vit.models.encoder import Pooling
 
 
 class FeatureConfig(Config):

@@ -31,7 +31,8 @@ from ssl_vit.evaluators.labels import choose_each, labels_of
 from ssl_vit.files import whole_path
 from ssl_vit.interfaces import Config, Diverged, Size, UserError
 from ssl_vit.models import Resampling
-from ssl_vit.models.factory import Encoder, Pooling, at_size
+from ssl_vit.models.encoder import Encoder, Pooling
+from ssl_vit.models.factory import at_size
 from ssl_vit.training import processes
 
 REFERENCES = ("untrained", "pixels")

@@ -14,7 +14,7 @@ from ssl_vit.evaluators.features import Features, Task, extract
 from ssl_vit.evaluators.few_shot import fit_all
 from ssl_vit.evaluators.labels import choose_shots, labels_of
 from ssl_vit.interfaces import UserError
-from ssl_vit.models.factory import Encoder
+from ssl_vit.models.encoder import Encoder
 
 
 class OnlineProbe:

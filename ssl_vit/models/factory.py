@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from ssl_vit.interfaces import Size, UserError, pair
 from ssl_vit.models import EncoderConfig, Resampling
-from ssl_vit.models.encoder import Encoder, Pooling
+from ssl_vit.models.encoder import Encoder
 from ssl_vit.models.position import resample
 from ssl_vit.models.resnet import ResNetEncoder, is_cnn
 from ssl_vit.models.vit import ViTEncoder, check_size

@@ -13,7 +13,7 @@ from torchvision.transforms import v2
 from ssl_vit.data.transforms import device_images
 from ssl_vit.interfaces import Batch, StepOutput, UserError
 from ssl_vit.interfaces import Config as BaseConfig
-from ssl_vit.models.factory import Encoder
+from ssl_vit.models.encoder import Encoder
 
 
 class Config(BaseConfig):

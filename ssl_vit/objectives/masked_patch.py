@@ -13,7 +13,8 @@ from torch import nn
 from ssl_vit.data.transforms import device_images
 from ssl_vit.interfaces import Batch, StepOutput, UserError
 from ssl_vit.interfaces import Config as BaseConfig
-from ssl_vit.models.factory import Encoder, require_vit
+from ssl_vit.models.encoder import Encoder
+from ssl_vit.models.factory import require_vit
 from ssl_vit.models.last_block import flat_rows, take
 
 _FREQUENCY_RATE = 0.01  # the class frequencies are a moving average over about 100 batches

@@ -14,7 +14,8 @@ from torch import nn
 
 from ssl_vit.interfaces import UserError
 from ssl_vit.models import EncoderConfig
-from ssl_vit.models.factory import ViTEncoder, build, state
+from ssl_vit.models.factory import build, state
+from ssl_vit.models.vit import ViTEncoder
 
 Make = Callable[..., Any]
 

@@ -12,8 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from ssl_vit import api
 from ssl_vit.interfaces import RunError, StepOutput
-from ssl_vit.models.factory import Encoder
+from ssl_vit.models.encoder import Encoder
 from ssl_vit.objectives import masked_patch
 from ssl_vit.training.engine import make_accelerator
 from ssl_vit.training.guard import Guard
