@@ -1,4 +1,4 @@
-"""Files that are whole or not there: written beside, flushed to the disk, then renamed. Torch-free."""
+"""Atomic files: written under a temporary name, flushed to disk, then renamed. Torch-free."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ from ssl_vit.interfaces import UserError
 
 
 @contextmanager
-def whole_path(path: Path, tag: str = "") -> Iterator[Path]:
-    """Where to write a file that appears under its name only when all of it is on the disk: `.TAG.tmp` ends its name
-    until then.
+def atomic_path(path: Path, tag: str = "") -> Iterator[Path]:
+    """A temporary path beside `path` (ending in `.TAG.tmp`), renamed to `path` when the block ends without an error.
 
-    tag: tells writers of one folder apart (default: the process's number, and some of chance: containers and machines
-    that share a disk may have the same numbers).
+    tag: must differ between processes that write the same file. Default: process id and random digits, because
+        containers that share a disk may have equal process ids.
     """
     unfinished = path.with_name(f"{path.name}.{tag or _own_tag()}.tmp")
     try:
@@ -36,15 +35,15 @@ def _own_tag() -> str:
 
 
 @contextmanager
-def whole_file(path: Path, tag: str = "") -> Iterator[BinaryIO]:
-    """The same, opened."""
-    with whole_path(path, tag) as unfinished, unfinished.open("wb", buffering=1 << 20) as file:
+def atomic_file(path: Path, tag: str = "") -> Iterator[BinaryIO]:
+    """`atomic_path`, opened for writing bytes."""
+    with atomic_path(path, tag) as unfinished, unfinished.open("wb", buffering=1 << 20) as file:
         yield file
         file.flush()
 
 
 def flush(path: Path) -> None:
-    """To the disk: a file's content, or a folder's names."""
+    """Flush a file, or the entries of a folder, to disk (fsync)."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -53,23 +52,23 @@ def flush(path: Path) -> None:
 
 
 def write_text(path: Path, text: str, tag: str = "") -> None:
-    """UTF-8, whole or not at all."""
-    with whole_file(path, tag) as file:
+    """Write UTF-8 text atomically."""
+    with atomic_file(path, tag) as file:
         file.write(text.encode())
 
 
 def write_json(path: Path, content: Any, tag: str = "") -> None:
-    """Indented by one, whole or not at all."""
+    """Write JSON atomically."""
     write_text(path, json.dumps(content, indent=1) + "\n", tag)
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A file's JSON object. Raises UserError where it holds something else."""
+    """The JSON object in a file. Raises UserError where the file holds anything else."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise UserError(
-            f"{path}: not valid JSON ({error}): delete it, and give the command that made it again"
+            f"{path}: not valid JSON ({error}); delete it and run the command that wrote it again"
         ) from None
     if not isinstance(value, dict):
         raise UserError(f"{path}: expected a JSON object, found {type(value).__name__}.")
@@ -77,6 +76,6 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def sha256(path: Path) -> str:
-    """Of a file's bytes, in hexadecimal."""
+    """Hexadecimal SHA-256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,7 +1,4 @@
-"""The words the rooms share: what a batch is, what an objective and an evaluator return, what a user's mistake is.
-
-Nothing here imports torch, so that `ssl-vit --help`, the recipe and the report stay fast.
-"""
+"""Types that all packages share: batches, what an objective returns, errors. Torch-free."""
 
 from __future__ import annotations
 
@@ -16,17 +13,18 @@ if TYPE_CHECKING:
 
 
 class UserError(Exception):
-    """The user's input was wrong: the message is one or two plain lines that name the file or key and the mend.
+    """Wrong input: the message names the file or key, says what is wrong and what to do.
 
-    Commands print it without a traceback (unless `--debug`) and exit with code 2. everywhere: every process raises it,
-    so that the main one alone prints it.
+    Commands print it without a traceback (unless `--debug`) and exit with code 2.
+
+    everywhere: whether every process raises it, so that only the main process prints it.
     """
 
     everywhere = False
 
 
 class RunError(Exception):
-    """Something outside the user's input failed (full disk, non-finite loss): one or two plain lines, exit code 1."""
+    """A failure other than wrong input, such as a full disk or a non-finite loss. Exit code 1."""
 
     everywhere = False
 
@@ -41,15 +39,15 @@ class Diverged(RunError):
     cost: object = None
 
 
-PREEMPTED = 75  # EX_TEMPFAIL: what was done is saved, start the same command again
+PREEMPTED = 75  # EX_TEMPFAIL: progress is saved, run the same command to resume
 
 
 class Stopped(SystemExit):
-    """A signal asked for the end, and what was done is saved; its `code` is the program's (see PREEMPTED)."""
+    """Stopped by a signal after saving; `code` is the exit code (see PREEMPTED)."""
 
 
 class Config(BaseModel):
-    """Base of every typed configuration: unknown keys are errors, values do not change after validation."""
+    """Base class of typed configurations: unknown keys are errors, values are immutable."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -64,7 +62,7 @@ def pair(size: Size) -> tuple[int, int]:
 
 @dataclass
 class Batch:
-    """One rank's share of the images of a step, in lane order.
+    """The images of one process for one step, in lane order.
 
     images: uint8 (B, C, H, W), 0..255, augmented but neither flipped nor normalized (the device does both); in
         memory as rows of pixels (channels last).

@@ -1,8 +1,8 @@
-"""Recipes: YAML, merged with `key=value` by OmegaConf, validated by the rooms' typed configurations.
+"""Recipes: YAML files, merged with `key=value` overrides by OmegaConf and validated by typed configurations.
 
-A recipe may say `base: NAME`, a shipped recipe or a file beside it, and then holds only what differs from that one.
+A recipe with `base: NAME` (a shipped recipe or a file beside it) holds only what differs from that one.
 
-Torch-free; the objective's and evaluators' own configurations are looked up when a recipe that names them is read.
+Torch-free, but for the configuration of the objective that a recipe names.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ T = TypeVar("T", bound=BaseModel)
 
 
 class Recipe(Config):
-    """One training stage: what it learns from what, and how long. Stages differ only in their recipes.
+    """One training stage. Pretraining, supervised training and fine-tuning differ only in their recipes.
 
-    run: the run directory (default: runs/NAME). seed: of initialization, data order, augmentation and corruption.
+    run: the run directory (default: runs/NAME).
+    seed: of initialization, data order, augmentation and masking.
     init_from: a run, checkpoint or weights folder whose encoder this stage starts from.
-    probe: a few-shot probe while it trains (None: none).
+    probe: a few-shot probe during training (None: none).
     """
 
     name: str
@@ -54,7 +55,7 @@ class Recipe(Config):
 
 
 def recipes_folder() -> Path:
-    """Where the shipped recipes are: inside the installed package, or beside it in a checkout."""
+    """The folder of the shipped recipes: inside the installed package, or beside it in a checkout."""
     inside = Path(__file__).parent / "recipes"
     return inside if inside.is_dir() else Path(__file__).parent.parent / "recipes"
 
@@ -66,67 +67,73 @@ def shipped() -> dict[str, Path]:
 
 
 def find(name: str, near: Path | None = None) -> Path:
-    """A recipe file: one beside the recipe `near`, a path, a run directory's, or a shipped recipe's name. UserError
-    names the closest."""
-    for path in ([near.parent / name, near.parent / f"{name}.yaml"] if near else []) + [Path(name)]:
+    """A recipe file: one beside the recipe `near`, a path, a run directory's, or a shipped recipe's name.
+
+    Raises UserError naming the closest shipped recipe.
+    """
+    beside = [near.parent / name, near.parent / f"{name}.yaml"] if near else []
+    for path in [*beside, Path(name), Path(name) / "recipe.yaml"]:
         if path.is_file():
             return path
-    if (path := Path(name) / "recipe.yaml").is_file():
-        return path
     if name in shipped():
         return shipped()[name]
     close = get_close_matches(name, shipped(), n=1)
-    hint = f"did you mean '{close[0]}'?" if close else "`ssl-vit recipes` lists the shipped ones"
-    raise UserError(f"{name}: no such recipe file; {hint}")
+    hint = f"did you mean '{close[0]}'?" if close else "`ssl-vit recipes` lists the shipped recipes"
+    raise UserError(f"{name}: no such recipe; {hint}")
 
 
 def read(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """YAML on top of what its `base` names, merged with `key=value` overrides, as plain containers.
+    """A recipe file merged onto its `base`, then with `key=value` overrides, as plain containers.
 
+    Recipes are data: references such as `${oc.env:HOME}` are refused.
     Raises UserError naming the file or the override.
     """
-    return _merge(_open(path), overrides, str(path))
+    return dict(OmegaConf.to_container(_onto(_open(path), _dotlist(overrides), str(path))))
+
+
+def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
+    """`key=value` strings as a nested mapping."""
+    return dict(OmegaConf.to_container(_dotlist(overrides)))
 
 
 def _open(path: Path, above: tuple[Path, ...] = ()) -> DictConfig:
-    """A recipe file merged onto its base's. above: the recipes that led here, to catch a circle."""
+    """A recipe file merged onto its base. above: the recipes that led here, to detect a cycle."""
     try:
         loaded = OmegaConf.load(path)
-        if not isinstance(loaded, DictConfig):
-            raise UserError(f"{path}: a recipe is a mapping of keys to values")
-        base = loaded.pop("base", None)
-    except (yaml.YAMLError, OmegaConfBaseException, OSError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, OmegaConfBaseException, OSError, UnicodeDecodeError, RecursionError) as error:
         raise UserError(f"{path}: not readable YAML: {error}") from None
+    if not isinstance(loaded, DictConfig):
+        raise UserError(f"{path}: a recipe must be a mapping of keys to values")
+    base = _without_references(loaded, str(path)).pop("base", None)
     if base is None:
         return loaded
     under = find(str(base), path)
     if under.resolve() in {seen.resolve() for seen in (path, *above)}:
         raise UserError(f"{path}: base={base} leads back to this recipe")
-    try:
-        return _onto(_open(under, (path, *above)), loaded)
-    except OmegaConfBaseException as error:
-        raise UserError(f"{path}: {str(error).splitlines()[0]}") from None
+    return _onto(_open(under, (path, *above)), loaded, str(path))
 
 
-def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
-    """`key=value` strings alone, as a nested mapping."""
-    return _merge(OmegaConf.create({}), overrides, "the command line")
-
-
-def _merge(base: DictConfig, overrides: Sequence[str], origin: str) -> dict[str, Any]:
+def _dotlist(overrides: Sequence[str]) -> DictConfig:
     for override in overrides:
         key, equals, _ = override.partition("=")
         if not equals or not key.strip():
             raise UserError(f"'{override}' is not key=value, such as training.steps=100")
     try:
-        merged = _onto(base, OmegaConf.from_dotlist(list(map(_quoted, overrides))))
-        return dict(OmegaConf.to_container(merged, resolve=True))
+        return _without_references(OmegaConf.from_dotlist(list(map(_quoted, overrides))), "the command line")
     except (yaml.YAMLError, OmegaConfBaseException) as error:
-        raise UserError(f"{origin}: {str(error).splitlines()[0]}") from None
+        raise UserError(f"the command line: {str(error).splitlines()[0]}") from None
+
+
+def _without_references(content: DictConfig, origin: str) -> DictConfig:
+    """The same content. Raises UserError for `${...}`: OmegaConf would read the environment and other keys by it."""
+    for key, value in flatten(dict(OmegaConf.to_container(content, resolve=False))).items():
+        if "${" in str(value):
+            raise UserError(f"{origin}: {key}={value}: references (${{...}}) are not allowed; write the value itself")
+    return content
 
 
 def _quoted(override: str) -> str:
-    """`key=value` with a value that is no YAML, or that a ` #` would cut, as a string: paths have such names."""
+    """`key=value` with the value quoted where it is not YAML, or where ` #` would start a comment: paths may be so."""
     key, _, value = override.partition("=")
     try:
         is_text = isinstance(yaml.load(value, Loader=yaml.BaseLoader), str) and " #" in value and value[:1] not in "'\""
@@ -135,8 +142,8 @@ def _quoted(override: str) -> str:
     return f"{key}={json.dumps(value, ensure_ascii=False)}" if is_text else override
 
 
-def _onto(under: DictConfig, over: DictConfig) -> DictConfig:
-    """`over` merged onto `under`: a length replaces the other way of counting it, an objective one of another name."""
+def _onto(under: DictConfig, over: DictConfig, origin: str) -> DictConfig:
+    """`over` merged onto `under`; steps and epochs replace each other, and so do objectives of different names."""
     lengths = {"steps", "epochs"}
     if given := lengths.intersection(_section(over, "training")):
         for other in lengths - given:
@@ -144,7 +151,10 @@ def _onto(under: DictConfig, over: DictConfig) -> DictConfig:
     name = _section(over, "objective").get("name")
     if name is not None and name != _section(under, "objective").get("name"):
         under.pop("objective", None)
-    merged = OmegaConf.merge(under, over)
+    try:
+        merged = OmegaConf.merge(under, over)
+    except OmegaConfBaseException as error:
+        raise UserError(f"{origin}: {str(error).splitlines()[0]}") from None
     assert isinstance(merged, DictConfig)
     return merged
 
@@ -155,8 +165,10 @@ def _section(content: DictConfig, key: str) -> Any:
 
 
 def load_recipe(name: str | Path, overrides: Sequence[str] = (), near: Path | None = None) -> Recipe:
-    """Read and validate a training recipe; of a run directory, the run that lies there. Raises UserError naming each
-    wrong key and, where close, the right one."""
+    """Read and validate a training recipe, or the recipe of a run directory.
+
+    Raises UserError naming each wrong key and, where there is a close one, the right key.
+    """
     path = find(str(name), near)
     content = read(path, overrides)
     if "arms" in content:
@@ -167,7 +179,7 @@ def load_recipe(name: str | Path, overrides: Sequence[str] = (), near: Path | No
     config = plugins.load("objectives", str(objective["name"])).Config
     content["objective"] = validate(config, objective, f"{path}: objective.")
     if path == Path(name) / "recipe.yaml" and not any(override.startswith("run=") for override in overrides):
-        content["run"] = str(name)  # wherever it lies now, and whatever it was called when it began
+        content["run"] = str(name)  # the directory may have been moved or renamed since
     return validate(Recipe, content, f"{path}: ")
 
 
@@ -177,8 +189,7 @@ def save(config: Config, path: Path) -> None:
 
 
 def differences(old: Config, new: Config, ignore: Sequence[str] = ()) -> list[str]:
-    """Keys that differ between two resolved recipes, as `key: old -> new`, but for the ignored ones and
-    the keys below them."""
+    """Keys that differ between two resolved recipes, as `key: old -> new`. ignore: keys (with those below) to skip."""
     flat_old, flat_new = flatten(old.model_dump(mode="json")), flatten(new.model_dump(mode="json"))
     return [
         f"{key}: {flat_old.get(key)} -> {flat_new.get(key)}"
@@ -194,7 +205,7 @@ def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def validate(model: type[T], content: Any, prefix: str = "") -> T:
-    """Build a typed configuration; every problem becomes a line that starts with `prefix` and names its key."""
+    """Build a typed configuration. Raises UserError with a line per problem: `prefix`, the key, what is wrong."""
     try:
         return model.model_validate(content)
     except ValidationError as error:

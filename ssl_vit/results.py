@@ -17,7 +17,7 @@ import numpy as np
 import pandas as pd
 from pydantic import Field
 
-from ssl_vit.files import read_json, whole_file, write_json
+from ssl_vit.files import atomic_file, read_json, write_json
 from ssl_vit.interfaces import Config, UserError
 
 Budget = int | str
@@ -119,7 +119,7 @@ def save(path: Path, results: Sequence[Result], **about: Any) -> None:
                 arrays[f"{number}/{name}"] = array
         rows.append({name: getattr(result, name) for name in COLUMNS})
     if rows:
-        with whole_file(path.with_suffix(".npz")) as file:
+        with atomic_file(path.with_suffix(".npz")) as file:
             np.savez_compressed(file, allow_pickle=False, **arrays)
     write_json(path, {"format": FORMAT, **about, "rows": rows})
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ssl_vit.files import read_json, sha256, whole_file, write_json, write_text
+from ssl_vit.files import atomic_file, read_json, sha256, write_json, write_text
 
 
 def test_a_disk_that_refuses_leaves_the_old_file_and_nothing_beside_it(
@@ -37,7 +37,7 @@ def test_json_comes_back(tmp_path: Path) -> None:
 def test_two_writers_of_one_file_do_not_share_an_unfinished_one(tmp_path: Path) -> None:
     """Containers and machines on one disk may have equal process numbers."""
     path = tmp_path / "plan.json"
-    with whole_file(path) as one, whole_file(path) as other:
+    with atomic_file(path) as one, atomic_file(path) as other:
         one.write(b"one")
         other.write(b"other")
     assert path.read_bytes() == b"one" and list(tmp_path.iterdir()) == [path]

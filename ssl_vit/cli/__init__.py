@@ -1,4 +1,4 @@
-"""The commands. Each is one call into the rooms below; nothing heavy is imported before a command runs."""
+"""The command line. Each command is one call of the Python API; nothing heavy is imported before a command runs."""
 
 from __future__ import annotations
 
@@ -47,8 +47,11 @@ def root(
 
 
 def main() -> None:
-    """Run the command line. Exit codes: 2 for the user's mistakes, 75 when a preemption (SIGTERM, SIGUSR1) ended it and
-    the same command goes on from there, 1 for other failures and Ctrl-C."""
+    """Run the command line.
+
+    Exit codes: 2 for wrong input, 75 after SIGTERM or SIGUSR1 (the same command resumes), 1 for other failures and
+    Ctrl-C.
+    """
     arguments = [a for a in sys.argv[1:] if a != "--debug"]
     debug = len(arguments) < len(sys.argv) - 1
     before = {number: signal.signal(number, _preempted) for number in (signal.SIGTERM, signal.SIGUSR1)}
@@ -64,16 +67,16 @@ def main() -> None:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
         if debug or not (full or error.filename):
             raise
-        hint = ": the disk refuses; free it and run the same command to go on" if full else ""
+        hint = "; free disk space and run the same command to resume" if full else ""
         print(f"error: {error}{hint}", file=sys.stderr)
         _leave(1)
     except SystemExit as stop:
         if stop.code != _INTERRUPTED and not isinstance(stop, Stopped):
             if not stop.code:
-                _part()
+                _close_process_group()
             raise
         if _is_main():
-            again = "start again: extracted features are kept" if arguments[:1] == ["eval"] else "go on"
+            again = "repeat the evaluation: extracted features are kept" if arguments[:1] == ["eval"] else "resume"
             print(f"stopped; run the same command to {again}", file=sys.stderr)
         _leave(1 if stop.code == _INTERRUPTED else int(stop.code or 0))
     except Exception:
@@ -81,7 +84,7 @@ def main() -> None:
             raise
         traceback.print_exc()
         _leave(1)
-    finally:  # whoever called this from a program of their own has theirs back
+    finally:  # restore the handlers of a calling program
         for number, handler in before.items():
             signal.signal(number, handler)
 
@@ -90,7 +93,7 @@ _INTERRUPTED = 130  # Typer's exit code after Ctrl-C
 
 
 def _preempted(number: int, frame: FrameType | None) -> None:
-    """As Ctrl-C: whatever runs may save and clean up."""
+    """Like Ctrl-C: running code may save and clean up."""
     raise Stopped(PREEMPTED)
 
 
@@ -102,8 +105,8 @@ def _is_main() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def _part() -> None:
-    """The orderly end of several processes' connections, which torch asks for."""
+def _close_process_group() -> None:
+    """Close the process group, as torch asks for at exit."""
     if _several() and "torch" in sys.modules:
         from torch import distributed
 
@@ -112,7 +115,7 @@ def _part() -> None:
 
 
 def _leave(code: int) -> NoReturn:
-    """End this process; one of several does so at once, where an orderly end would wait for the others."""
+    """Exit. One of several processes exits at once: an orderly exit would wait for the others."""
     if _several():
         for child in multiprocessing.active_children():
             child.kill()

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ssl_vit.data.raw import BrokenImageError, to_stored
-from ssl_vit.files import sha256, whole_file, write_json
+from ssl_vit.files import atomic_file, sha256, write_json
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class ShardWriter:
         }
         entry |= {"height": 0, "width": 0, "channels": 0, "dropped": []}
         with (
-            whole_file(job.path, self.tag) as file,
+            atomic_file(job.path, self.tag) as file,
             tarfile.open(fileobj=file, mode="w", format=tarfile.USTAR_FORMAT) as tar,
         ):
             for number, item in enumerate(job.items):

@@ -28,7 +28,7 @@ from ssl_vit.data.shards import ShardSet, open_url
 from ssl_vit.data.transforms import evaluation_transform
 from ssl_vit.evaluators import Metric
 from ssl_vit.evaluators.labels import choose_each, labels_of
-from ssl_vit.files import whole_path
+from ssl_vit.files import atomic_path
 from ssl_vit.interfaces import Config, Diverged, Size, UserError
 from ssl_vit.models import Resampling
 from ssl_vit.models.encoder import Encoder, Pooling
@@ -270,7 +270,7 @@ def _read(path: Path) -> tuple[Features, list[Skip]] | None:
 
 def _write(path: Path, features: Features, skipped: list[Skip]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    with whole_path(path) as unfinished:
+    with atomic_path(path) as unfinished:
         save_file(vars(features), unfinished, {"skipped": json.dumps([asdict(skip) for skip in skipped])})
 
 

@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 from ssl_vit.data.plan import LanePosition
-from ssl_vit.files import flush, read_json, sha256, whole_file
+from ssl_vit.files import atomic_file, flush, read_json, sha256
 from ssl_vit.interfaces import RunError, UserError
 from ssl_vit.models import factory
 from ssl_vit.training import processes
@@ -219,7 +219,7 @@ def _write_weights(objective: nn.Module, weights: Tensors, folder: Path) -> None
 def publish_encoder(run: Path) -> None:
     """Put the newest checkpoint's encoder at the top of the run directory, by rename."""
     for name in (factory.WEIGHTS, factory.CONFIG):
-        with (folders(run)[-1] / name).open("rb") as source, whole_file(run / name) as published:
+        with (folders(run)[-1] / name).open("rb") as source, atomic_file(run / name) as published:
             shutil.copyfileobj(source, published)
 
 
