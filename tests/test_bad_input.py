@@ -93,7 +93,7 @@ def events(run: Path) -> list[dict[str, object]]:
         (["data.train=nowhere/{000..003}.tar"], ["nowhere/000.tar", "no such shard"]),
         (["data.train=pipe:cat x.tar"], ["pipe:", "refused"]),
         (["optim.wieght_decay=0.1"], ["optim.wieght_decay", "did you mean 'weight_decay'"]),
-        (["objective.corruptoin=0.2"], ["objective.corruptoin", "did you mean 'corruption'"]),
+        (["objective.mask_ratoi=0.2"], ["objective.mask_ratoi", "did you mean 'mask_ratio'"]),
         (["objective.name=masked_path"], ["masked_path", "did you mean 'masked_patch'"]),
         (["training.steps=many"], ["training.steps", "valid integer"]),
         (["training.epochs=3"], ["training", "exactly one of steps and epochs"]),

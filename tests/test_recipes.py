@@ -93,7 +93,7 @@ def test_the_papers_recipes_hold_the_papers_numbers(kind: str, size: str) -> Non
     assert found == pytest.approx(parameters, rel=0.015)  # without the paper's classification head
     objective = recipe.objective.model_dump()
     if "pretrain" in kind:
-        expected = {"corruption": 0.5, "mask_share": 0.8, "random_share": 0.1, "target": "mean_color", "bits": 3}
+        expected = {"mask_ratio": 0.5, "mask_prob": 0.8, "random_prob": 0.1, "target": "mean_color", "bits": 3}
     else:
         expected = {"head": "linear" if "fine_tune" in kind else "mlp", "pooling": "token"}
     assert objective | expected == objective

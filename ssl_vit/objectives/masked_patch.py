@@ -28,9 +28,9 @@ _LOWEST_ASPECT = 0.3  # BEiT's: height to width is log-uniform between this and 
 class Config(BaseConfig):
     """Defaults are the paper's.
 
-    corruption: share of patches corrupted in every image (exactly round(share * N)); 0.15 is BERT's.
-    corruption_layout: `random` patches (the paper's) or `blocks`: overlapping rectangles, as in BEiT.
-    mask_share, random_share: of the corrupted, the share replaced by the learnable [mask] embedding and by another
+    mask_ratio: share of patches corrupted in every image (exactly round(share * N)); 0.15 is BERT's.
+    mask_layout: `random` patches (the paper's) or `blocks`: overlapping rectangles, as in BEiT.
+    mask_prob, random_prob: of the corrupted, the share replaced by the learnable [mask] embedding and by another
         patch's embedding; the rest stays as it is. The loss counts all of them.
     random_from: where the other patch comes from: `batch` (the images of the same lane in the same step, so that the
         choice does not depend on the number of processes) or the same `image`.
@@ -39,18 +39,18 @@ class Config(BaseConfig):
     """
 
     name: Literal["masked_patch"] = "masked_patch"
-    corruption: float = Field(0.5, gt=0, le=1)
-    corruption_layout: Literal["random", "blocks"] = "random"
-    mask_share: float = Field(0.8, ge=0, le=1)
-    random_share: float = Field(0.1, ge=0, le=1)
+    mask_ratio: float = Field(0.5, gt=0, le=1)
+    mask_layout: Literal["random", "blocks"] = "random"
+    mask_prob: float = Field(0.8, ge=0, le=1)
+    random_prob: float = Field(0.1, ge=0, le=1)
     random_from: Literal["batch", "image"] = "batch"
     target: Literal["mean_color", "downsized", "pixels"] = "mean_color"
     bits: int = Field(3, ge=1, le=8)
 
     @model_validator(mode="after")
     def _shares_fit(self) -> Config:
-        if self.mask_share + self.random_share > 1 + 1e-9:
-            raise ValueError("mask_share + random_share must not exceed 1")
+        if self.mask_prob + self.random_prob > 1 + 1e-9:
+            raise ValueError("mask_prob + random_prob must not exceed 1")
         return self
 
 
@@ -113,15 +113,15 @@ def corrupt(
     generator: torch.Generator | None = None,
     *,
     noise_BM: torch.Tensor | None = None,
-    mask_share: float = 0.8,
-    random_share: float = 0.1,
+    mask_prob: float = 0.8,
+    random_prob: float = 0.1,
     random_from: Literal["batch", "image"] = "batch",
     pool: int = 0,
     blocks: tuple[int, int] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Corrupt exactly `count` = K patch embeddings of every image.
 
-    Each chosen patch independently becomes the mask token (`mask_share`), another patch's embedding (`random_share`;
+    Each chosen patch independently becomes the mask token (`mask_prob`), another patch's embedding (`random_prob`;
     never its own) or stays. Returns the tokens (B, N, D) and the chosen patches, int64 (B, K), distinct in each row.
     Randomness: `noise_BM`, uniform in [0, 1), M = `noise_needed`, or where it is None numbers drawn from `generator`.
     random_from=batch draws from groups of `pool` consecutive images (0: the whole batch). blocks: (rows, columns) of
@@ -155,8 +155,8 @@ def corrupt(
     flat = tokens_BND.flatten(0, 1)
     donated_BKD = flat.index_select(0, donors_BK.flatten()).unflatten(0, (b, -1))
     own_BKD = take(tokens_BND, indices_BK)
-    kept_BKD = torch.where(kind_BK1 < mask_share + random_share, donated_BKD, own_BKD)
-    replaced_BKD = torch.where(kind_BK1 < mask_share, mask_token_D.to(tokens_BND.dtype), kept_BKD)
+    kept_BKD = torch.where(kind_BK1 < mask_prob + random_prob, donated_BKD, own_BKD)
+    replaced_BKD = torch.where(kind_BK1 < mask_prob, mask_token_D.to(tokens_BND.dtype), kept_BKD)
     corrupted = flat.index_copy(0, flat_rows(indices_BK, n), replaced_BKD.flatten(0, 1))
     return corrupted.unflatten(0, (b, n)), indices_BK
 
@@ -175,7 +175,7 @@ class Objective(nn.Module):
         super().__init__()
         encoder = require_vit(encoder, "objective.name=masked_patch")
         self.encoder, self.config = encoder, config
-        self.count = max(1, round(config.corruption * encoder.patches))
+        self.count = max(1, round(config.mask_ratio * encoder.patches))
         if config.target == "downsized" and encoder.patch_size % _DOWNSIZED:
             raise UserError(f"objective.target=downsized needs a patch size that {_DOWNSIZED} divides")
         self.colors = 0 if config.target == "pixels" else 2 ** (config.bits * encoder.channels)
@@ -196,7 +196,7 @@ class Objective(nn.Module):
         nn.init.zeros_(self.head.bias)
 
     def noise_per_sample(self) -> int:
-        return noise_needed(self.encoder.patches, self.count, self.config.corruption_layout == "blocks")
+        return noise_needed(self.encoder.patches, self.count, self.config.mask_layout == "blocks")
 
     def corrupt(
         self, patches_BND: torch.Tensor, mask_D: torch.Tensor, batch: Batch
@@ -208,11 +208,11 @@ class Objective(nn.Module):
             mask_D,
             self.count,
             noise_BM=batch.noise,
-            mask_share=c.mask_share,
-            random_share=c.random_share,
+            mask_prob=c.mask_prob,
+            random_prob=c.random_prob,
             random_from=c.random_from,
             pool=batch.lane_size,
-            blocks=self.encoder.grid if c.corruption_layout == "blocks" else None,
+            blocks=self.encoder.grid if c.mask_layout == "blocks" else None,
         )
 
     def targets(self, images_BCHW: torch.Tensor) -> torch.Tensor:

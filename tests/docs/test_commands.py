@@ -287,7 +287,7 @@ def test_the_shown_recipe_is_one(tmp_path: Path) -> None:
     (tmp_path / "bees.yaml").write_text(shown)
     found = recipe.load_recipe(tmp_path / "bees.yaml")
     assert found.name == yaml.safe_load(shown)["name"]
-    assert found.objective.model_dump()["corruption"] == 0.15
+    assert found.objective.model_dump()["mask_ratio"] == 0.15
     assert found.encoder.image_size == recipe.load_recipe("pretrain_vit_tiny").encoder.image_size
 
 

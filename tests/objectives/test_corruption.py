@@ -44,7 +44,7 @@ def own_places(images: int, patches: int) -> np.ndarray:
 @pytest.mark.parametrize(("patches", "count"), [(196, 98), (196, 29), (9, 4), (16, 16), (5, 1), (1, 1)])
 @pytest.mark.parametrize("random_from", ["batch", "image"])
 def test_exactly_count_distinct_patches_change_and_no_other(patches: int, count: int, random_from: str) -> None:
-    found, indices = corrupted(6, patches, count, mask_share=0.4, random_share=0.3, random_from=random_from)
+    found, indices = corrupted(6, patches, count, mask_prob=0.4, random_prob=0.3, random_from=random_from)
     assert indices.shape == (6, count)
     assert indices.min() >= 0
     assert indices.max() < patches
@@ -54,8 +54,8 @@ def test_exactly_count_distinct_patches_change_and_no_other(patches: int, count:
     np.testing.assert_array_equal(found[untouched], own_places(6, patches)[untouched])
 
 
-def test_every_chosen_patch_becomes_the_mask_token_at_full_mask_share() -> None:
-    found, indices = corrupted(8, 20, 10, mask_share=1.0, random_share=0.0)
+def test_every_chosen_patch_becomes_the_mask_token_at_full_mask_prob() -> None:
+    found, indices = corrupted(8, 20, 10, mask_prob=1.0, random_prob=0.0)
     assert (np.take_along_axis(found, indices, axis=1) == MASKED).all()
     assert (found == MASKED).sum() == 80
 
@@ -65,7 +65,7 @@ def test_every_chosen_patch_becomes_the_mask_token_at_full_mask_share() -> None:
 def test_shares_of_mask_random_and_unchanged(shares: tuple[float, float], random_from: str) -> None:
     images, patches, count = 400, 50, 25
     found, indices = corrupted(
-        images, patches, count, mask_share=shares[0], random_share=shares[1], random_from=random_from
+        images, patches, count, mask_prob=shares[0], random_prob=shares[1], random_from=random_from
     )
     now = np.take_along_axis(found, indices, axis=1)
     own = np.take_along_axis(own_places(images, patches), indices, axis=1)
@@ -94,7 +94,7 @@ def test_donors_are_uniform_over_the_others_of_their_group(
     counts = np.zeros((images * patches, images * patches))
     for seed in range(1500):
         found, indices = corrupted(
-            images, patches, patches, seed, mask_share=0.0, random_share=1.0, random_from=random_from, pool=pool
+            images, patches, patches, seed, mask_prob=0.0, random_prob=1.0, random_from=random_from, pool=pool
         )
         assert indices.shape == (images, patches)
         counts[np.arange(images * patches), found.ravel()] += 1
@@ -122,7 +122,7 @@ def test_the_same_noise_gives_the_same_result_however_lanes_are_dealt_out(
     needed = noise_needed(patches, count, blocks is not None)
     noise = torch.rand(images, needed, generator=torch.Generator().manual_seed(3))
     tokens, mask = torch.randn(images, patches, 5), torch.randn(5)
-    shares = {"mask_share": 0.3, "random_share": 0.5, "random_from": random_from, "pool": pool, "blocks": blocks}
+    shares = {"mask_prob": 0.3, "random_prob": 0.5, "random_from": random_from, "pool": pool, "blocks": blocks}
     whole, chosen = corrupt(tokens, mask, count, noise_BM=noise, **shares)
     pieces = [
         corrupt(t, mask, count, noise_BM=n, **shares)
@@ -141,7 +141,7 @@ def test_which_patches_what_becomes_of_them_and_who_donates_are_drawn_apart() ->
     def found(numbers: torch.Tensor, **shares: float) -> list[list[int]]:
         return places(corrupt(tagged(6, 9), mask_token, 4, noise_BM=numbers, **shares)[0]).tolist()
 
-    donated, masked = {"mask_share": 0.0, "random_share": 1.0}, {"mask_share": 0.5, "random_share": 0.0}
+    donated, masked = {"mask_prob": 0.0, "random_prob": 1.0}, {"mask_prob": 0.5, "random_prob": 0.0}
     kinds, donors = noise.clone(), noise.clone()
     kinds[:, 9:13], donors[:, 13:] = other[:, 9:13], other[:, 13:]
     assert found(kinds, **donated) == found(noise, **donated) != found(donors, **donated)
@@ -154,7 +154,7 @@ def test_noise_at_the_edges_of_its_range_stays_inside_the_batch(noise: float, st
     """The nearest and the farthest donor are the two neighbors on the ring of all patches: neither is the patch."""
     numbers = torch.full((images, 9), noise)
     mask_token = torch.full((3,), float(MASKED))
-    tokens, _ = corrupt(tagged(images, 3), mask_token, 3, noise_BM=numbers, mask_share=0.0, random_share=1.0)
+    tokens, _ = corrupt(tagged(images, 3), mask_token, 3, noise_BM=numbers, mask_prob=0.0, random_prob=1.0)
     np.testing.assert_array_equal(places(tokens), (own_places(images, 3) + steps) % (images * 3))
 
 
@@ -171,7 +171,7 @@ def test_gradients_flow_as_often_as_a_token_is_read() -> None:
     tokens = tagged(5, 8).clone().requires_grad_()
     mask = torch.full((3,), float(MASKED), requires_grad=True)
     generator = torch.Generator().manual_seed(0)
-    out, _ = corrupt(tokens, mask, 6, generator, mask_share=0.4, random_share=0.4)
+    out, _ = corrupt(tokens, mask, 6, generator, mask_prob=0.4, random_prob=0.4)
     out.sum().backward()
     found = places(out.detach())
     assert mask.grad is not None
@@ -182,7 +182,7 @@ def test_gradients_flow_as_often_as_a_token_is_read() -> None:
 
 
 def test_half_precision_tokens_stay_half_precision() -> None:
-    tokens, _ = corrupt(torch.zeros(2, 4, 3, dtype=torch.bfloat16), torch.ones(3), 2, mask_share=1.0, random_share=0.0)
+    tokens, _ = corrupt(torch.zeros(2, 4, 3, dtype=torch.bfloat16), torch.ones(3), 2, mask_prob=1.0, random_prob=0.0)
     assert tokens.dtype == torch.bfloat16
     assert tokens.sum() == 2 * 2 * 3
 
@@ -263,7 +263,7 @@ def test_blocks_corrupt_exactly_the_count_and_all_but_the_last_block_whole(grid:
     count = max(1, round(share * patches))
     noise = torch.rand(200, noise_needed(patches, count, blocks=True), generator=torch.Generator().manual_seed(1))
     mask_token = torch.full((3,), float(MASKED))
-    options = {"noise_BM": noise, "mask_share": 1.0, "random_share": 0.0, "blocks": grid}
+    options = {"noise_BM": noise, "mask_prob": 1.0, "random_prob": 0.0, "blocks": grid}
     tokens, indices = corrupt(tagged(200, patches), mask_token, count, **options)
     chosen = places(tokens) == MASKED
     assert (chosen.sum(1) == count).all()

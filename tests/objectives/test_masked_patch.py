@@ -34,7 +34,7 @@ def test_the_share_of_corrupted_patches_is_one_key(
     make_objective: Make, make_batch: Make, share: float, image_size: int, patch_size: int, count: int
 ) -> None:
     sizes = {"image_size": image_size, "patch_size": patch_size, "depth": 1}
-    objective = make_objective(encoder=sizes, corruption=share)
+    objective = make_objective(encoder=sizes, mask_ratio=share)
     patches = (image_size // patch_size) ** 2
     assert objective.noise_per_sample() == patches + 2 * count
     batch = make_batch(2, size=image_size, noise=objective.noise_per_sample())
@@ -54,7 +54,7 @@ def numpy_log_softmax(logits: np.ndarray) -> np.ndarray:
 def test_loss_and_metrics_agree_with_numpy(
     make_objective: Make, make_batch: Make, target: str, padding: int, spread: Make
 ) -> None:
-    objective = spread(make_objective(target=target, bits=1, mask_share=0.4, random_share=0.3))
+    objective = spread(make_objective(target=target, bits=1, mask_prob=0.4, random_prob=0.3))
     valid = torch.tensor([True] * (6 - padding) + [False] * padding)
     batch = make_batch(6, noise=objective.noise_per_sample(), valid=valid)
     images = torch.stack([i.flip(-1) if f else i for i, f in zip(batch.images, batch.flip, strict=True)])
@@ -109,7 +109,7 @@ def test_the_constant_guess_follows_the_classes_over_the_steps(make_objective: M
 def test_only_targets_of_corrupted_patches_count(
     make_objective: Make, make_batch: Make, monkeypatch: pytest.MonkeyPatch, target: str, spread: Make
 ) -> None:
-    objective = spread(make_objective(target=target, bits=1, mask_share=0.3, random_share=0.3))
+    objective = spread(make_objective(target=target, bits=1, mask_prob=0.3, random_prob=0.3))
     batch = make_batch(4, noise=objective.noise_per_sample())
     images = torch.where(batch.flip[:, None, None, None], batch.images.flip(-1), batch.images)
     with torch.no_grad():
@@ -139,7 +139,7 @@ def test_only_targets_of_corrupted_patches_count(
 def test_the_gradient_enters_at_corrupted_patches_alone(
     make_objective: Make, make_batch: Make, monkeypatch: pytest.MonkeyPatch, target: str, spread: Make
 ) -> None:
-    objective = spread(make_objective(target=target, mask_share=0.3, random_share=0.3))
+    objective = spread(make_objective(target=target, mask_prob=0.3, random_prob=0.3))
     batch = make_batch(4, noise=objective.noise_per_sample())
     seen: dict[str, torch.Tensor] = {}
     encode = objective.encoder.encode
@@ -158,7 +158,7 @@ def test_the_gradient_enters_at_corrupted_patches_alone(
 
 
 def test_the_class_token_is_never_corrupted(make_objective: Make, make_batch: Make) -> None:
-    objective = make_objective(corruption=1.0, mask_share=1.0, random_share=0.0)
+    objective = make_objective(mask_ratio=1.0, mask_prob=1.0, random_prob=0.0)
     vit = objective.encoder.vit
     inputs: list[torch.Tensor] = []
     vit.blocks[0].register_forward_pre_hook(lambda _, arguments: inputs.append(arguments[0].detach()))
@@ -179,7 +179,7 @@ def test_the_class_token_is_never_corrupted(make_objective: Make, make_batch: Ma
 def test_micro_batches_of_whole_lanes_give_the_whole_batchs_result(
     make_objective: Make, make_batch: Make, random_from: str, spread: Make
 ) -> None:
-    objective = spread(make_objective(mask_share=0.3, random_share=0.6, random_from=random_from)).eval()
+    objective = spread(make_objective(mask_prob=0.3, random_prob=0.6, random_from=random_from)).eval()
     batch = make_batch(12, noise=objective.noise_per_sample(), lane_size=3)
     with torch.no_grad():
         _, indices, tokens = objective.predict(batch, batch.images)
@@ -196,9 +196,9 @@ def test_micro_batches_of_whole_lanes_give_the_whole_batchs_result(
 def test_the_recipes_choices_reach_the_corruption(
     make_objective: Make, make_batch: Make, shares: tuple[float, float], random_from: str, lane_size: int, layout: str
 ) -> None:
-    choices = {"mask_share": shares[0], "random_share": shares[1], "random_from": random_from}
+    choices = {"mask_prob": shares[0], "random_prob": shares[1], "random_from": random_from}
     blocks = (4, 4) if layout == "blocks" else None
-    objective = make_objective(corruption=0.75, corruption_layout=layout, **choices)
+    objective = make_objective(mask_ratio=0.75, mask_layout=layout, **choices)
     batch = make_batch(12, noise=objective.noise_per_sample(), lane_size=lane_size)
     with torch.no_grad():
         _, indices, tokens = objective.predict(batch, batch.images)
@@ -219,17 +219,17 @@ def test_mask_token_and_head_receive_gradients(make_objective: Make, make_batch:
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"mask_share": 0.8, "random_share": 0.3},
-        {"mask_share": 1.1},
-        {"random_share": -0.1},
-        {"corruption": 0.0},
-        {"corruption": 1.5},
+        {"mask_prob": 0.8, "random_prob": 0.3},
+        {"mask_prob": 1.1},
+        {"random_prob": -0.1},
+        {"mask_ratio": 0.0},
+        {"mask_ratio": 1.5},
         {"bits": 0},
         {"bits": 9},
         {"target": "median"},
         {"random_from": "everywhere"},
-        {"corruption_layout": "stripes"},
-        {"corruptions": 0.5},
+        {"mask_layout": "stripes"},
+        {"mask_ratios": 0.5},
     ],
 )
 def test_configurations_that_make_no_sense_are_refused(wrong: dict[str, Any]) -> None:
@@ -238,7 +238,7 @@ def test_configurations_that_make_no_sense_are_refused(wrong: dict[str, Any]) ->
 
 
 def test_shares_may_add_up_to_one() -> None:
-    assert Config(mask_share=0.9, random_share=0.1).mask_share == 0.9
+    assert Config(mask_prob=0.9, random_prob=0.1).mask_prob == 0.9
 
 
 @pytest.mark.parametrize("target", ["mean_color", "downsized", "pixels"])
@@ -250,10 +250,10 @@ def test_a_resnet_is_refused(target: str) -> None:
 @pytest.mark.parametrize(
     ("config", "patch_size"),
     [
-        ({"corruption": 0.15}, 2),
-        ({"corruption": 0.75, "bits": 1}, 2),
-        ({"corruption_layout": "blocks"}, 2),
-        ({"mask_share": 0.5, "random_share": 0.5, "random_from": "image"}, 2),
+        ({"mask_ratio": 0.15}, 2),
+        ({"mask_ratio": 0.75, "bits": 1}, 2),
+        ({"mask_layout": "blocks"}, 2),
+        ({"mask_prob": 0.5, "random_prob": 0.5, "random_from": "image"}, 2),
         ({"bits": 8}, 2),
         ({"target": "downsized"}, 4),
         ({"target": "pixels"}, 2),

@@ -126,7 +126,7 @@ def test_a_pretraining_step_waits_for_nothing(make_encoder: Callable[..., Any], 
         "downsized": ("blocks", "image", torch.float16),
         "pixels": ("blocks", "batch", None),
     }[target]
-    config = masked_patch.Config(target=target, corruption_layout=layout, random_from=source, bits=2)  # type: ignore[arg-type]
+    config = masked_patch.Config(target=target, mask_layout=layout, random_from=source, bits=2)  # type: ignore[arg-type]
     step(masked_patch.Objective(make_encoder(**BACKBONES[kind]), config), dtype=dtype)
 
 
