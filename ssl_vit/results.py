@@ -11,14 +11,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pandas as pd
-from pydantic import Field
 
 from ssl_vit.files import atomic_file, read_json, write_json
-from ssl_vit.interfaces import Config, UserError
+from ssl_vit.interfaces import UserError
 
 Budget = int | str
 """Labeled training images: per class (10), a share of every class ("10%"), or "all"."""
@@ -186,159 +185,3 @@ class Table:
             prediction = self.results[row].prediction
             found.append(prediction.correct[np.searchsorted(prediction.images, images)])
         return np.stack(found)
-
-
-# What a comparison writes about itself (`plan.json`) and about each finished task, for the report.
-
-ArmKind = Literal["scratch", "pretrained", "weights"]
-TaskKind = Literal["pretrain", "pictures", "sweep", "measure"]
-
-
-class Cost(Config):
-    """images_seen: samples drawn, repeats counted. flops: forward and backward. seconds: wall time of training."""
-
-    images_seen: int = 0
-    flops: float = 0.0
-    seconds: float = 0.0
-
-    def __add__(self, other: Cost) -> Cost:
-        return Cost(**{name: getattr(self, name) + getattr(other, name) for name in Cost.model_fields})
-
-
-class RunSummary(Config):
-    """What a finished training run was (`summary.json`)."""
-
-    name: str
-    objective: str
-    steps: int
-    images_seen: int
-    flops: float
-    seconds: float
-    parameters: int
-    samples: int
-    processes: int = 1
-    skipped_steps: int = 0
-    classes: tuple[str, ...] = ()
-
-    @property
-    def cost(self) -> Cost:
-        return Cost(images_seen=self.images_seen, flops=self.flops, seconds=self.seconds)
-
-
-class SweepRecord(Config):
-    """A sweep on held-out training images: once per arm and label budget.
-
-    candidates: settings, each with its `held_out_accuracy`.
-    best: the settings of the winner.
-    cost: of all candidates.
-    """
-
-    candidates: tuple[dict[str, float | int | str], ...]
-    best: dict[str, float | int | str]
-    cost: Cost = Cost()
-
-
-class SkippedSample(Config):
-    """A sample that could not be read."""
-
-    shard: str
-    key: str
-    reason: str
-
-
-class TaskRecord(Config):
-    """One independent unit of work of a comparison. after: ids of the tasks whose results it needs."""
-
-    id: str
-    kind: TaskKind
-    arm: str
-    data: str = ""
-    evaluator: str = ""
-    labels_per_class: Budget = 0
-    seed: int = 0
-    after: tuple[str, ...] = ()
-    fingerprint: str = ""
-
-
-class TaskResult(Config):
-    """What a finished task leaves in `tasks/ID.json`, its rows apart (`load` returns them).
-
-    sweep: of a `sweep` task. Its winner, trained at the sweep's seed, is a row of results too.
-    run: of a `pretrain` task. pictures: folder of a `pictures` task, relative to the comparison; None: there are none.
-    """
-
-    id: str
-    fingerprint: str
-    processes: int = 1
-    hardware: dict[str, Any] = Field({})
-    seconds: float = 0.0
-    run: RunSummary | None = None
-    sweep: SweepRecord | None = None
-    pictures: str | None = None
-    skipped: tuple[SkippedSample, ...] = ()
-
-
-class ArmRecord(Config):
-    """An arm as the report sees it.
-
-    run: run directory (or given weights), relative to the comparison; None for training from scratch.
-    architecture: hash of sizes and image preparation: arms that share it may be compared directly.
-    uses_labels: whether its pretraining used labels.
-    starts_from: weights whose making is unknown here, which it started from.
-    """
-
-    name: str
-    label: str
-    kind: ArmKind
-    run: str | None = None
-    objective: str | None = None
-    architecture: str = ""
-    uses_labels: bool = False
-    series: str | None = None
-    starts_from: str | None = None
-    summary: RunSummary | None = None
-
-
-class DataRecord(Config):
-    """Shards that a comparison reads."""
-
-    path: str
-    samples: int
-    classes: tuple[str, ...] | None = None
-    source: str | None = None
-
-
-class EvaluatorRecord(Config):
-    """title: for people. settings: by data set."""
-
-    title: str
-    trains_encoder: bool = False
-    settings: dict[str, dict[str, Any]] = Field({})
-
-
-class ComparisonRecord(Config):
-    """A comparison and its tasks (`plan.json`).
-
-    metrics: by data set, `accuracy` or `mean_per_class`.
-    data: by "SET train", "SET test" and "pretraining of ARM".
-    references: architecture by reference row (`untrained`, `untrained_ARM`, `pixels`).
-    margin: differences within it count as equivalent (fraction, 0.01: one point).
-    """
-
-    name: str
-    title: str
-    command: str
-    labels_per_class: tuple[Budget, ...]
-    seeds: tuple[int, ...]
-    pretrain_per_seed: bool = False
-    margin: float = 0.01
-    notes: tuple[str, ...] = ()
-    jobs: int = 1
-    study: Literal["samples", "flops"] | None = None
-    metrics: dict[str, Literal["accuracy", "mean_per_class"]]
-    data: dict[str, DataRecord] = Field({})
-    arms: tuple[ArmRecord, ...]
-    references: dict[str, str] = Field({})
-    evaluators: dict[str, EvaluatorRecord] = Field({})
-    tasks: tuple[TaskRecord, ...] = ()
-    environment: dict[str, Any] = Field({})

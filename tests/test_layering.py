@@ -15,7 +15,7 @@ PACKAGE = Path(__file__).parent.parent / "ssl_vit"
 # A room may import rooms of lower rank, and modules of its own room.
 RANKS = {
     "__main__": 12, "cli": 11, "comparison": 10, "preview": 9, "api": 8, "runs": 7, "health": 7, "report": 6,
-    "recipe": 6, "environment": 1, "files": 2, "results": 3,
+    "recipe": 6, "environment": 1, "files": 2, "results": 3, "records": 4,
     "analysis": 5, "evaluators": 5,
     "objectives": 4, "training": 4, "models": 3, "data": 3, "plugins": 2, "interfaces": 1, "__init__": 0,
 }  # fmt: skip

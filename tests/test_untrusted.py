@@ -139,12 +139,22 @@ def test_recipe_values_do_not_reach_a_shell(call: Call, digits: Path, tmp_path: 
     assert not list(tmp_path.rglob("pwned"))
 
 
+@pytest.mark.parametrize("override", ["data.train=http://host/${oc.env:SECRET}/0.tar", "run=${name}"])
+def test_overrides_cannot_read_the_environment(override: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SECRET", "hidden")
+    with pytest.raises(UserError, match="references") as raised:
+        recipe.load_recipe("digits_ssl", [override])
+    assert "hidden" not in str(raised.value)
+
+
 @pytest.mark.parametrize(
     "line",
     [
         "name: !!python/object/apply:os.system ['touch pwned']",
         "name: !!python/object/apply:pathlib.Path.touch [!!python/object/apply:pathlib.Path ['pwned']]",
         "name: ${oc.eval:__import__('os').system('touch pwned')}",
+        "name: ${oc.env:HOME}",
+        "name: [x, '${run}']",
     ],
 )
 def test_a_recipe_cannot_run_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str) -> None:
