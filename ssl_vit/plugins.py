@@ -1,5 +1,5 @@
 """Objectives, evaluators and sources by name: `objectives/<name>.py`, `evaluators/<name>.py` and
-`data/sources/<name>.py` are the only registry."""
+`data/packing/sources/<name>.py` are the only registry."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Kind = Literal["objectives", "evaluators", "sources"]
 _ROOMS = {
     "objectives": ("ssl_vit.objectives", "Objective", "objective"),
     "evaluators": ("ssl_vit.evaluators", "Evaluator", "evaluator"),
-    "sources": ("ssl_vit.data.sources", "open_images", "source"),
+    "sources": ("ssl_vit.data.packing.sources", "open_images", "source"),
 }
 
 

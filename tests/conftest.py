@@ -29,19 +29,19 @@ def few_of(whole: Callable[..., Any]) -> Callable[..., Any]:
 @pytest.fixture(scope="session")
 def few_digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with shards of 400 digits, `train`, and of 100 by others, `test`; not to be written to."""
-    from ssl_vit.data import pack
-    from ssl_vit.data.sources import digits
+    from ssl_vit.data.packing import pack
+    from ssl_vit.data.packing.sources import digits
 
     folder = tmp_path_factory.mktemp("few_digits")
     for split in ("train", "test"):
-        pack.make(few_of(digits.open_images)("", split), folder / split, shards=4, progress=False)
+        pack(few_of(digits.open_images)("", split), folder / split, shards=4, progress=False)
     return folder
 
 
 @pytest.fixture
 def fewer_digits(monkeypatch: pytest.MonkeyPatch) -> None:
     """The source `digits` has only those of `few_digits`."""
-    from ssl_vit.data.sources import digits
+    from ssl_vit.data.packing.sources import digits
 
     monkeypatch.setattr(digits, "open_images", few_of(digits.open_images))
 

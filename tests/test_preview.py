@@ -12,14 +12,15 @@ from typer.testing import CliRunner
 from ssl_vit import health, preview
 from ssl_vit.cli import app
 from ssl_vit.comparison import preview as compared
-from ssl_vit.data import pack, sources
+from ssl_vit.data.packing import pack
+from ssl_vit.data.packing.sources import open_source
 from ssl_vit.interfaces import UserError
 
 
 @pytest.fixture(scope="module")
 def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("digits") / "train"
-    pack.make(sources.open_source("digits", split="test"), folder, shards=4, progress=False)
+    pack(open_source("digits", split="test"), folder, shards=4, progress=False)
     return folder
 
 

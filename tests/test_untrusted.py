@@ -18,8 +18,9 @@ from pathlib import Path
 import pytest
 
 from ssl_vit import recipe
-from ssl_vit.data import pack, sources
-from ssl_vit.data.check import stats, verify
+from ssl_vit.data.packing import pack
+from ssl_vit.data.packing.sources import open_source
+from ssl_vit.data.verify import stats, verify
 from ssl_vit.interfaces import UserError
 
 SMALL = (
@@ -44,7 +45,7 @@ class Bomb:
 
 @pytest.fixture
 def digits(tmp_path: Path) -> Path:
-    pack.make(sources.open_source("digits", split="test"), tmp_path / "digits", shards=2, progress=False)
+    pack(open_source("digits", split="test"), tmp_path / "digits", shards=2, progress=False)
     return tmp_path / "digits"
 
 

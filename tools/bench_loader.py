@@ -34,7 +34,9 @@ from torchvision import transforms
 from torchvision.datasets import ImageFolder
 from torchvision.io import ImageReadMode, decode_jpeg
 
-from ssl_vit.data import AugmentConfig, DataConfig, pack, sources
+from ssl_vit.data import AugmentConfig, DataConfig
+from ssl_vit.data.packing import pack
+from ssl_vit.data.packing.sources import open_source
 from ssl_vit.data.plan import LanePosition
 from ssl_vit.data.samples import View
 from ssl_vit.data.shards import open_shards
@@ -159,7 +161,7 @@ def main() -> None:
     sizes = np.array([Image.open(io.BytesIO(path.read_bytes())).size for path in files[:200]]).mean(0)
     with tempfile.TemporaryDirectory() as scratch:
         shards = Path(scratch) / "shards"
-        pack.make(sources.open_source(str(arguments.folder)), shards, progress=False)
+        pack(open_source(str(arguments.folder)), shards, progress=False)
         pipelines: dict[str, Pipeline] = {
             "webdataset + PIL + torchvision": webdataset_pil(shards),
             "ImageFolder + PIL + torchvision": image_folder(arguments.folder),

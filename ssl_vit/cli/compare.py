@@ -32,13 +32,14 @@ def demo(
 
     Example: `ssl-vit demo`
     """
-    from ssl_vit.data import pack, sources
+    from ssl_vit.data.packing import pack
+    from ssl_vit.data.packing.sources import open_source
 
     for split in ("train", "test"):
         folder = out / "data" / split
         if not (folder / "info.json").exists():
-            info = pack.make(
-                sources.open_source("digits", split=split),
+            info = pack(
+                open_source("digits", split=split),
                 folder,
                 shards=8,
                 order="source",  # in scikit-learn's order, so that others can check the few-shot rows on raw pixels

@@ -69,14 +69,15 @@ def shards_make(
     where the machines share no disk, when the files of all have been copied into one folder), run
     `ssl-vit shards merge-info shards`.
     """
-    from ssl_vit.data import pack, sources
+    from ssl_vit.data.packing import pack
+    from ssl_vit.data.packing.sources import open_source
 
     if Path(source).is_dir() and out.resolve().is_relative_to(Path(source).resolve()):
         raise UserError(f"{out} lies inside {source}, where it would look like images; choose a folder outside")
     with warnings.catch_warnings():
         warnings.showwarning = lambda message, *_: print(f"note: {message}", file=sys.stderr)
-        opened = sources.open_source(source, split=split, label_column=label_column, image_column=image_column)
-        result = pack.make(
+        opened = open_source(source, split=split, label_column=label_column, image_column=image_column)
+        result = pack(
             opened,
             out,
             shard_size=shard_size,
@@ -107,9 +108,9 @@ def shards_merge_info(
 
     Example: `ssl-vit shards merge-info shards`
     """
-    from ssl_vit.data import pack
+    from ssl_vit.data.packing import merge
 
-    _show(out, pack.merge(out))
+    _show(out, merge(out))
 
 
 def _show(out: Path, result: dict[str, Any]) -> None:
@@ -134,9 +135,9 @@ def shards_verify(folder: Annotated[Path, typer.Argument(help="A folder of shard
 
     Example: `ssl-vit shards verify shards/train`
     """
-    from ssl_vit.data import check
+    from ssl_vit.data.verify import verify
 
-    defects = check.verify(folder, jobs=jobs)
+    defects = verify(folder, jobs=jobs)
     for defect in defects:
         print(f"{defect.shard}: {defect.key or '-'}: {defect.kind}: {defect.detail}")
     print(f"{folder}: {len(defects)} defect(s)" if defects else f"{folder}: no defect found")
@@ -150,6 +151,6 @@ def shards_stats(folder: Annotated[Path, typer.Argument(help="A folder of shards
 
     Example: `ssl-vit shards stats shards/train`
     """
-    from ssl_vit.data import check
+    from ssl_vit.data.verify import stats
 
-    print(json.dumps(check.stats(folder), indent=1))
+    print(json.dumps(stats(folder), indent=1))

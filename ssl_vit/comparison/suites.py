@@ -11,8 +11,9 @@ from typing import Any
 from filelock import FileLock
 
 from ssl_vit.comparison.config import DataSet
-from ssl_vit.data import pack, sources
-from ssl_vit.data.journal import INFO
+from ssl_vit.data.packing import pack
+from ssl_vit.data.packing.journal import INFO
+from ssl_vit.data.packing.sources import open_source
 from ssl_vit.files import read_json, write_json
 from ssl_vit.interfaces import UserError
 
@@ -84,10 +85,10 @@ def _packed(name: str, chosen: DataSet, folder: Path, say: Callable[[str], None]
             try:
                 with warnings.catch_warnings():
                     warnings.showwarning = lambda message, *_: say(f"note: {message}")
-                    source = sources.open_source(
+                    source = open_source(
                         chosen.source, split=split, image_column=chosen.image_column, label_column=chosen.label_column
                     )
-                    pack.make(source, out, overwrite=True, progress=False)
+                    pack(source, out, overwrite=True, progress=False)
             except UserError as error:
                 raise UserError(f"data set {name}: {error}") from None
         write_json(folder / name / _REQUEST, _request(chosen))

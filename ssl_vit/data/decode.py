@@ -13,7 +13,7 @@ import torch
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from ssl_vit.data.jpeg import Jpeg
-from ssl_vit.data.raw import STORED_FORMATS
+from ssl_vit.data.packing.images import STORED_FORMATS
 from ssl_vit.data.shards import IMAGE_EXTENSIONS
 from ssl_vit.interfaces import UserError
 

@@ -12,7 +12,7 @@ import braceexpand
 from fsspec.implementations.local import LocalFileSystem
 
 from ssl_vit.data import RemoteConfig
-from ssl_vit.data.journal import ABOUT, INFO, UNFINISHED
+from ssl_vit.data.packing.journal import ABOUT, INFO, UNFINISHED
 from ssl_vit.data.remote import ask, find_filesystem
 from ssl_vit.interfaces import UserError
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, Field, ValidationError
 
-from ssl_vit.data.journal import ABOUT, INFO
+from ssl_vit.data.packing.journal import ABOUT, INFO
 from ssl_vit.interfaces import UserError
 
 

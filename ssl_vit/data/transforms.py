@@ -15,7 +15,7 @@ from torchvision.transforms import InterpolationMode, v2
 
 from ssl_vit.data import AugmentConfig, DataConfig
 from ssl_vit.data.decode import BadSample, Picture
-from ssl_vit.data.raw import MOST_PIXELS
+from ssl_vit.data.packing.images import MOST_PIXELS
 from ssl_vit.interfaces import Batch, Size, UserError, pair
 
 Transform = Callable[[Picture], torch.Tensor]

@@ -21,7 +21,8 @@ from ssl_vit.comparison.config import DataSet, load_comparison, load_suite, suit
 from ssl_vit.comparison.plan import Piece, Plan
 from ssl_vit.comparison.run import _Clock, compare, look
 from ssl_vit.comparison.suites import packed, prepare
-from ssl_vit.data import pack, sources
+from ssl_vit.data.packing import pack
+from ssl_vit.data.packing.sources import open_source
 from ssl_vit.data.shards import open_shards
 from ssl_vit.interfaces import UserError
 from ssl_vit.report.page import write_report
@@ -590,7 +591,7 @@ def test_a_folder_packed_from_something_else_is_no_source_of_a_set(tmp_path: Pat
         packed({"digits": DataSet(source="digits", splits=("test", "train"))}, folder)
     shutil.rmtree(folder / "digits")
     for part in ("train", "test"):
-        source = sources.open_source("digits", split=part)
-        pack.make(source, folder / "digits" / part, subset=2 if part == "test" else None, shards=1, progress=False)
+        source = open_source("digits", split=part)
+        pack(source, folder / "digits" / part, subset=2 if part == "test" else None, shards=1, progress=False)
     with pytest.raises(UserError, match=r"digits/test holds a part of it only \(.*2 images a class"):
         prepare({"digits": DataSet(source="digits")}, folder, said.append)

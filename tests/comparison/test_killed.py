@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 import yaml
 
-from ssl_vit.data import pack, sources
+from ssl_vit.data.packing import pack
+from ssl_vit.data.packing.sources import open_source
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 SLURM = Path(__file__).parents[2] / "recipes" / "launch" / "compare_slurm.sh"
@@ -26,7 +27,7 @@ SLURM = Path(__file__).parents[2] / "recipes" / "launch" / "compare_slurm.sh"
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("recipe")
     for split in ("train", "test"):
-        pack.make(sources.open_source("digits", split=split), folder / split, shards=4, progress=False)
+        pack(open_source("digits", split=split), folder / split, shards=4, progress=False)
     steps = ["training.steps=60", "training.batch_size=32", "training.checkpoint_every=10"]
     tuning = {"lrs": [0.003, 0.01], "steps": [15], "batch_size": 16, "lanes": 4, "warmup_steps": 2}
     content = {

@@ -17,7 +17,9 @@ from pathlib import Path
 import pytest
 from fsspec.asyn import get_loop
 
-from ssl_vit.data import pack, patience, sources
+from ssl_vit.data import patience
+from ssl_vit.data.packing import pack
+from ssl_vit.data.packing.sources import open_source
 
 
 class FaultyServer(http.server.ThreadingHTTPServer):
@@ -217,7 +219,7 @@ class Proxy:
 def digit_shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Eight labeled shards of the embedded digits with their info.json; not to be written to."""
     out = tmp_path_factory.mktemp("digits") / "shards"
-    pack.make(sources.open_source("digits", split="train"), out, shards=8, progress=False)
+    pack(open_source("digits", split="train"), out, shards=8, progress=False)
     return out
 
 

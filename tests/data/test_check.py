@@ -18,11 +18,11 @@ import pytest
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from ssl_vit.data.check import Defect, stats, verify
-from ssl_vit.data.pack import make
-from ssl_vit.data.raw import Source
-from ssl_vit.data.sources import open_source
-from ssl_vit.data.writer import sha256
+from ssl_vit.data.packing import pack
+from ssl_vit.data.packing.sources import open_source
+from ssl_vit.data.packing.sources.base import Source
+from ssl_vit.data.packing.writer import sha256
+from ssl_vit.data.verify import Defect, stats, verify
 from ssl_vit.interfaces import UserError
 
 
@@ -63,7 +63,7 @@ def packed_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("packed") / "digits"
     whole = open_source("digits", split="train")
     assert whole.labels is not None
-    make(replace(whole, items=range(60), labels=whole.labels[:60]), out, shards=3)
+    pack(replace(whole, items=range(60), labels=whole.labels[:60]), out, shards=3)
     return out
 
 
@@ -266,7 +266,7 @@ def test_stats_of_mixed_images_and_of_classes_with_one_name(tmp_path: Path) -> N
     images = [encoded("PNG", 0, (10, 6), "L"), encoded("PNG", 1, (20, 8)), encoded("PNG", 2, (30, 10))]
     labels = np.array([0, 2, 2])
     names = ["crane", "ox", "crane"]
-    make(Source("three", None, names, labels, range(3), lambda n: (str(n), images[n]), ""), tmp_path / "out")
+    pack(Source("three", None, names, labels, range(3), lambda n: (str(n), images[n]), ""), tmp_path / "out")
     found = stats(tmp_path / "out")
     size = {"height": {"mean": 8.0, "min": 6, "max": 10}, "width": {"mean": 20.0, "min": 10, "max": 30}}
     assert found["image_size"] == size

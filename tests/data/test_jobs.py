@@ -16,7 +16,7 @@ from types import ModuleType
 import psutil
 import pytest
 
-from ssl_vit.data import jobs
+from ssl_vit.data.packing import parallel as jobs
 from ssl_vit.interfaces import RunError, UserError
 
 WORK = """
@@ -95,7 +95,7 @@ def test_no_process_outlives_the_first(work: ModuleType, tmp_path: Path, sign: s
         textwrap.dedent("""
         import signal
         import work_for_jobs
-        from ssl_vit.data import jobs
+        from ssl_vit.data.packing import parallel as jobs
 
         if __name__ == "__main__":
             signal.signal(signal.SIGINT, signal.default_int_handler)  # tests in the background inherit "ignored"

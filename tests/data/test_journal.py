@@ -20,10 +20,11 @@ import pytest
 from filelock import FileLock
 from PIL import Image
 
-from ssl_vit.data import pack
-from ssl_vit.data.check import verify
-from ssl_vit.data.raw import Source
-from ssl_vit.data.sources import open_source
+from ssl_vit.data import packing
+from ssl_vit.data.packing import merge, pack
+from ssl_vit.data.packing.sources import open_source
+from ssl_vit.data.packing.sources.base import Source
+from ssl_vit.data.verify import verify
 from ssl_vit.interfaces import RunError, UserError
 
 OPTIONS: dict[str, Any] = {"shards": 12, "resize": 40, "holdout": 0.2, "order": "stratified", "progress": False}
@@ -47,7 +48,7 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def packed(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same, packed at one go in one process."""
     out = tmp_path_factory.mktemp("packed") / "out"
-    info = pack.make(open_source(str(images)), out, jobs=1, **OPTIONS)
+    info = pack(open_source(str(images)), out, jobs=1, **OPTIONS)
     assert [item["file"] for item in info["dropped"]] == ["b/4.jpg"]
     assert info["train"]["samples"] + info["test"]["samples"] == 299
     return out
@@ -69,7 +70,7 @@ def command(images: Path, out: Path, *more: str) -> list[str]:
 
 def test_any_number_of_processes_writes_the_same_bytes(images: Path, packed: Path, tmp_path: Path) -> None:
     source = open_source(str(images))
-    info = pack.make(source, tmp_path / "out", jobs=3, **OPTIONS)
+    info = pack(source, tmp_path / "out", jobs=3, **OPTIONS)
     assert content(tmp_path / "out") == content(packed)
     assert info["train"]["content_hash"] == json.loads((packed / "train/info.json").read_text())["content_hash"]
     assert verify(packed / "train") == verify(packed / "test") == []
@@ -89,7 +90,7 @@ def test_killed_packing_goes_on_and_redoes_no_shard(
         assert running.wait(15) != 0
         assert running.stderr is not None
         if sign == signal.SIGTERM:
-            assert "run the same command to go on" in running.stderr.read()
+            assert "run the same command to resume" in running.stderr.read()
     assert not psutil.wait_procs(workers, timeout=15)[1]
     done = {path: path.with_name(path.name[:6] + ".tar").stat() for path in entries(out)}
     assert 3 <= len(done) < 15
@@ -121,7 +122,7 @@ class FailsAfter:
 
 def interrupted(source: Source, out: Path, left: int = 150, **options: Any) -> None:
     with pytest.raises(RunError, match=r"packing stopped: .*Input/output error.*run the same command again"):
-        pack.make(replace(source, read=FailsAfter(source.read, left)), out, **(OPTIONS | options))
+        pack(replace(source, read=FailsAfter(source.read, left)), out, **(OPTIONS | options))
 
 
 def test_an_error_leaves_whole_shards_and_nothing_half_written(images: Path, packed: Path, tmp_path: Path) -> None:
@@ -130,7 +131,7 @@ def test_an_error_leaves_whole_shards_and_nothing_half_written(images: Path, pac
     left = [name.rpartition("/")[2] for name in content(out)]
     assert all(re.fullmatch(r"\d{6}\.(tar|entry\.json)|unfinished\.json", name) for name in left)
     assert 5 < len(entries(out)) < 10
-    pack.make(source, out, **OPTIONS)
+    pack(source, out, **OPTIONS)
     assert content(out) == content(packed)
 
 
@@ -148,7 +149,7 @@ def test_damaged_shards_and_leftovers_are_written_again(images: Path, packed: Pa
         assert not leftover.exists()  # its room is wanted
         return source.read(item)  # type: ignore[no-any-return]
 
-    pack.make(replace(source, read=read), out, **OPTIONS)
+    pack(replace(source, read=read), out, **OPTIONS)
     assert content(out) == content(packed)
 
 
@@ -157,21 +158,21 @@ def test_an_unfinished_packing_of_something_else_is_refused(images: Path, packed
     shutil.copytree(images, copied)
     interrupted(open_source(str(copied)), out)
     with pytest.raises(UserError, match=r"unfinished packing that differs in: resize, seed\. .*pass --overwrite"):
-        pack.make(open_source(str(copied)), out, **(OPTIONS | {"resize": 41, "seed": 1}))
+        pack(open_source(str(copied)), out, **(OPTIONS | {"resize": 41, "seed": 1}))
     grown = copied / "a" / "0.jpg"
     grown.write_bytes(grown.read_bytes() + b"more")
     with pytest.raises(UserError, match=r"differs in: images\. "):
-        pack.make(open_source(str(copied)), out, **OPTIONS)
+        pack(open_source(str(copied)), out, **OPTIONS)
     (copied / "c").rename(copied / "d")
     with pytest.raises(UserError, match=r"differs in: images, classes\. "):
-        pack.make(open_source(str(copied)), out, **OPTIONS)
+        pack(open_source(str(copied)), out, **OPTIONS)
     shutil.rmtree(copied)
     shutil.copytree(images, copied)
     first = entries(out)[0]
     before = first.stat().st_ino
     interrupted(open_source(str(copied)), out, overwrite=True, left=50)  # the same packing goes on, it is not replaced
     assert first.stat().st_ino == before
-    pack.make(open_source(str(copied)), out, **(OPTIONS | {"resize": 41}), overwrite=True)
+    pack(open_source(str(copied)), out, **(OPTIONS | {"resize": 41}), overwrite=True)
     info = json.loads((out / "train" / "info.json").read_text())
     assert info["mean_image_size"]["height"] == 41
     assert not entries(out)
@@ -179,30 +180,30 @@ def test_an_unfinished_packing_of_something_else_is_refused(images: Path, packed
 
 def test_parts_in_one_folder_and_apart_give_the_same_bytes(images: Path, packed: Path, tmp_path: Path) -> None:
     source, together = open_source(str(images)), tmp_path / "together"
-    shown = [pack.make(source, together, part=f"{number}/3", **OPTIONS) for number in (2, 1)]
+    shown = [pack(source, together, part=f"{number}/3", **OPTIONS) for number in (2, 1)]
     assert [part["shards"] for part in shown] == [5, 5]
     with pytest.raises(UserError, match=r"5 of 15 shards are missing: train/000002.tar, .*\(part 3/3\); pack them"):
-        pack.merge(together)
-    pack.make(source, tmp_path / "apart", part="3/3", **OPTIONS)
+        merge(together)
+    pack(source, tmp_path / "apart", part="3/3", **OPTIONS)
     assert len(list((tmp_path / "apart").rglob("*.tar"))) == 5
     shutil.copytree(tmp_path / "apart", together, dirs_exist_ok=True)
-    info = pack.merge(together)
+    info = merge(together)
     assert content(together) == content(packed)
     assert info["train"] == json.loads((packed / "train" / "info.json").read_text())
     assert [item["file"] for item in info["dropped"]] == ["b/4.jpg"]
     with pytest.raises(UserError, match="is complete already"):
-        pack.merge(together)
+        merge(together)
 
 
 def test_a_part_that_is_repeated_does_nothing_and_make_completes_parts(
     images: Path, packed: Path, tmp_path: Path
 ) -> None:
     source, out = open_source(str(images)), tmp_path / "out"
-    first = pack.make(source, out, part="1/2", **OPTIONS)
+    first = pack(source, out, part="1/2", **OPTIONS)
     before = content(out)
-    assert pack.make(source, out, part="1/2", **OPTIONS) == first
+    assert pack(source, out, part="1/2", **OPTIONS) == first
     assert content(out) == before
-    pack.make(source, out, **OPTIONS)
+    pack(source, out, **OPTIONS)
     assert content(out) == content(packed)
 
 
@@ -210,57 +211,55 @@ def test_parts_may_start_at_the_same_moment(images: Path, packed: Path, tmp_path
     out = tmp_path / "out"
     running = [subprocess.Popen(command(images, out, "--part", f"{part}/3", "--jobs", "1")) for part in (1, 2, 3)]
     assert [process.wait(60) for process in running] == [0, 0, 0]
-    pack.merge(out)
+    merge(out)
     assert content(out) == content(packed)
 
 
 def test_other_versions_do_not_go_on_with_it(images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     interrupted(open_source(str(images)), tmp_path / "out")
-    monkeypatch.setattr(pack.PIL, "__version__", "1.1.7")
+    monkeypatch.setattr(packing.PIL, "__version__", "1.1.7")
     with pytest.raises(UserError, match=r"differs in: software\."):
-        pack.make(open_source(str(images)), tmp_path / "out", **OPTIONS)
+        pack(open_source(str(images)), tmp_path / "out", **OPTIONS)
 
 
 def test_more_parts_than_shards(tmp_path: Path) -> None:
     source = replace(open_source("digits"), items=range(9), labels=np.arange(9))
-    counts = [
-        pack.make(source, tmp_path / "out", shards=2, part=f"{n}/4", progress=False)["shards"] for n in range(1, 5)
-    ]
+    counts = [pack(source, tmp_path / "out", shards=2, part=f"{n}/4", progress=False)["shards"] for n in range(1, 5)]
     assert counts == [1, 1, 0, 0]
-    assert pack.merge(tmp_path / "out")["samples"] == 9
+    assert merge(tmp_path / "out")["samples"] == 9
 
 
 def test_parts_of_different_plans_are_not_merged(images: Path, tmp_path: Path) -> None:
     source = open_source(str(images))
-    pack.make(source, tmp_path / "one", part="1/2", **OPTIONS)
-    pack.make(source, tmp_path / "two", part="2/2", **(OPTIONS | {"seed": 3}))
+    pack(source, tmp_path / "one", part="1/2", **OPTIONS)
+    pack(source, tmp_path / "two", part="2/2", **(OPTIONS | {"seed": 3}))
     shutil.copytree(tmp_path / "two", tmp_path / "one", dirs_exist_ok=True)
     with pytest.raises(UserError, match=r"000000.tar belongs to another packing than unfinished.json"):
-        pack.merge(tmp_path / "one")
+        merge(tmp_path / "one")
     with pytest.raises(UserError, match=r"another packing"):
-        pack.make(source, tmp_path / "one", part="1/2", **(OPTIONS | {"seed": 3}))
+        pack(source, tmp_path / "one", part="1/2", **(OPTIONS | {"seed": 3}))
 
 
 def test_merge_of_what_is_no_packing(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"has no unfinished\.json: name the folder"):
-        pack.merge(tmp_path)
+        merge(tmp_path)
     with pytest.raises(UserError, match=r"has no unfinished\.json"):
-        pack.merge(tmp_path / "nowhere")
+        merge(tmp_path / "nowhere")
     assert not (tmp_path / "nowhere").exists()
     (tmp_path / "unfinished.json").write_text("{")
     with pytest.raises(UserError, match="cannot be read; delete the folder"):
-        pack.merge(tmp_path)
+        merge(tmp_path)
 
 
 def test_killed_while_tidying_up(images: Path, packed: Path, tmp_path: Path) -> None:
     source, out = open_source(str(images)), tmp_path / "out"
-    pack.make(source, out, part="1/1", **OPTIONS)
+    pack(source, out, part="1/1", **OPTIONS)
     for part in ("train", "test"):
         shutil.copy(packed / part / "info.json", out / part)
     for path in entries(out)[:4]:
         path.unlink()
     before = (out / "train" / "000000.tar").stat().st_ino
-    info = pack.make(source, out, **OPTIONS)
+    info = pack(source, out, **OPTIONS)
     assert info["train"] == json.loads((packed / "train" / "info.json").read_text())
     assert content(out) == content(packed)
     assert (out / "train" / "000000.tar").stat().st_ino == before
@@ -272,8 +271,8 @@ def test_two_at_once_are_refused(images: Path, tmp_path: Path) -> None:
         FileLock(tmp_path / "out" / ".packing-1of2.lock"),
         pytest.raises(UserError, match="another process is packing into this folder"),
     ):
-        pack.make(open_source(str(images)), tmp_path / "out", part="1/2", **OPTIONS)
-    assert pack.make(open_source(str(images)), tmp_path / "out", part="1/2", **OPTIONS)["shards"] == 8
+        pack(open_source(str(images)), tmp_path / "out", part="1/2", **OPTIONS)
+    assert pack(open_source(str(images)), tmp_path / "out", part="1/2", **OPTIONS)["shards"] == 8
 
 
 def test_a_full_disk_stops_packing_and_room_lets_it_go_on(images: Path, packed: Path, tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ssl_vit.data.layout import Options, lay_out
-from ssl_vit.data.raw import Source
+from ssl_vit.data.packing.plan import Options, lay_out
+from ssl_vit.data.packing.sources.base import Source
 from ssl_vit.interfaces import UserError
 
 

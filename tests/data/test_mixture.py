@@ -10,8 +10,10 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from ssl_vit.data import AugmentConfig, DataConfig, pack, sources
+from ssl_vit.data import AugmentConfig, DataConfig
 from ssl_vit.data.mixture import open_training
+from ssl_vit.data.packing import pack
+from ssl_vit.data.packing.sources import open_source
 from ssl_vit.data.plan import LanePosition
 from ssl_vit.data.samples import View
 from ssl_vit.data.stream import train_source
@@ -26,7 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """1,437 digits in 6 shards (train) and 360 in 5 (test)."""
     folder = tmp_path_factory.mktemp("sets")
     for split, shards in (("train", 6), ("test", 5)):
-        pack.make(sources.open_source("digits", split=split), folder / split, shards=shards, progress=False)
+        pack(open_source("digits", split=split), folder / split, shards=shards, progress=False)
     return folder
 
 

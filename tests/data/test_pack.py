@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from ssl_vit.data.check import stats, verify
-from ssl_vit.data.pack import make
-from ssl_vit.data.raw import BrokenImageError, Source
-from ssl_vit.data.sources import open_source
+from ssl_vit.data.packing import pack
+from ssl_vit.data.packing.sources import open_source
+from ssl_vit.data.packing.sources.base import BrokenImageError, Source
+from ssl_vit.data.verify import stats, verify
 from ssl_vit.interfaces import RunError, UserError
 
 
@@ -66,7 +66,7 @@ def few_digits(count: int) -> Source:
 
 def test_folder_round_trip_is_bit_for_bit(tmp_path: Path) -> None:
     files = image_folder(tmp_path / "in", {"ant": 5, "bee": 4})
-    info = make(open_source(str(tmp_path / "in")), tmp_path / "out", shards=3)
+    info = pack(open_source(str(tmp_path / "in")), tmp_path / "out", shards=3)
     assert labeled_images(tmp_path / "out") == {data: int(file[:3] == "bee") for file, data in files.items()}
     assert info == json.loads((tmp_path / "out" / "info.json").read_text())
     assert [entry["samples"] for entry in info["shards"]] == [3, 3, 3]
@@ -92,8 +92,8 @@ def test_folder_round_trip_is_bit_for_bit(tmp_path: Path) -> None:
 def test_keys_are_numbers_and_names_travel_only_when_asked(tmp_path: Path) -> None:
     image_folder(tmp_path / "in", {"a b": 2, "c": 1})
     source = open_source(str(tmp_path / "in"))
-    make(source, tmp_path / "plain", order="source")
-    make(source, tmp_path / "named", order="source", keep_names=True)
+    pack(source, tmp_path / "plain", order="source")
+    pack(source, tmp_path / "named", order="source", keep_names=True)
     keys = {name.split(".")[0] for name in members(tmp_path / "plain")}
     assert keys == {"00000000", "00000001", "00000002"}
     assert not any(name.endswith(".json") for name in members(tmp_path / "plain"))
@@ -104,7 +104,7 @@ def test_keys_are_numbers_and_names_travel_only_when_asked(tmp_path: Path) -> No
 def test_same_input_same_bytes_other_seed_other_order(tmp_path: Path) -> None:
     source = few_digits(50)
     for name, seed in (("one", 0), ("two", 0), ("three", 1)):
-        make(source, tmp_path / name, shards=2, seed=seed)
+        pack(source, tmp_path / name, shards=2, seed=seed)
     files = ("000000.tar", "000001.tar", "info.json")
     bytes_of = {name: [(tmp_path / name / file).read_bytes() for file in files] for name in ("one", "two", "three")}
     assert bytes_of["one"] == bytes_of["two"]
@@ -114,7 +114,7 @@ def test_same_input_same_bytes_other_seed_other_order(tmp_path: Path) -> None:
 
 def test_shuffle_mixes_classes(tmp_path: Path) -> None:
     image_folder(tmp_path / "in", {"a": 30, "b": 30})
-    make(open_source(str(tmp_path / "in")), tmp_path / "mixed", shards=2)
+    pack(open_source(str(tmp_path / "in")), tmp_path / "mixed", shards=2)
     with tarfile.open(tmp_path / "mixed" / "000000.tar") as tar:
         labels = [tar.extractfile(m).read() for m in tar.getmembers() if m.name.endswith(".cls")]  # type: ignore[union-attr]
     assert 5 < labels.count(b"0") < 25
@@ -123,14 +123,14 @@ def test_shuffle_mixes_classes(tmp_path: Path) -> None:
 def test_in_the_order_of_the_source_the_members_keep_the_order_of_the_source(tmp_path: Path) -> None:
     source = few_digits(150)
     images = [source.read(index)[1] for index in range(150)]
-    info = make(source, tmp_path / "out", shards=4, order="source")
+    info = pack(source, tmp_path / "out", shards=4, order="source")
     assert [entry["samples"] for entry in info["shards"]] == [38, 38, 37, 37]
     found = members(tmp_path / "out")  # in the order of the shards, and of the members in them
     assert list(found) == [f"{number:08d}.{suffix}" for number in range(150) for suffix in ("cls", "png")]
     assert [data for name, data in found.items() if name.endswith(".png")] == images
     assert source.labels is not None
     assert [int(data) for name, data in found.items() if name.endswith(".cls")] == source.labels.tolist()
-    make(source, tmp_path / "split", shards=2, order="source", holdout=0.3)
+    pack(source, tmp_path / "split", shards=2, order="source", holdout=0.3)
     for part in ("train", "test"):
         kept = [data for name, data in members(tmp_path / "split" / part).items() if name.endswith(".png")]
         assert kept == [image for image in images if image in kept]
@@ -149,7 +149,7 @@ def test_in_the_order_of_the_source_the_members_keep_the_order_of_the_source(tmp
 )
 def test_shard_sizes_differ_by_at_most_one(tmp_path: Path, options: dict[str, int], sizes: list[int]) -> None:
     source = few_digits(sum(sizes))
-    info = make(source, tmp_path / "out", **options)  # type: ignore[arg-type]
+    info = pack(source, tmp_path / "out", **options)  # type: ignore[arg-type]
     assert [entry["samples"] for entry in info["shards"]] == sizes
     assert verify(tmp_path / "out") == []
 
@@ -160,7 +160,7 @@ def test_broken_images_are_dropped_and_listed(tmp_path: Path) -> None:
     (tmp_path / "in" / "a" / "cut.png").write_bytes(encoded("PNG", size=(64, 64))[:700])
     (tmp_path / "in" / "b" / "text.jpg").write_text("hello")
     (tmp_path / "in" / "b" / "nothing.webp").write_bytes(b"")
-    info = make(open_source(str(tmp_path / "in")), tmp_path / "out", shards=3)
+    info = pack(open_source(str(tmp_path / "in")), tmp_path / "out", shards=3)
     assert [item["file"] for item in info["dropped"]] == ["a/cut.jpg", "a/cut.png", "b/nothing.webp", "b/text.jpg"]
     assert [item["reason"] for item in info["dropped"]][2:] == ["empty file", "not an image"]
     assert all("cannot be decoded" in item["reason"] for item in info["dropped"][:2])
@@ -174,7 +174,7 @@ def test_nothing_but_broken_images_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "text.jpg").write_text("hello")
     with pytest.raises(UserError, match=r"none of its 1 images can be used \(first: text.jpg: not an image\)"):
-        make(open_source(str(tmp_path / "in")), tmp_path / "out")
+        pack(open_source(str(tmp_path / "in")), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -182,20 +182,20 @@ def test_unlabeled_flat_folder(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     for number in range(5):
         (tmp_path / "in" / f"{number}.png").write_bytes(encoded("PNG", number, mode="L"))
-    info = make(open_source(str(tmp_path / "in")), tmp_path / "out")
+    info = pack(open_source(str(tmp_path / "in")), tmp_path / "out")
     assert (info["classes"], info["labeled"], info["channels"]) == (None, False, 1)
     assert all(name.endswith(".png") for name in members(tmp_path / "out"))
     assert verify(tmp_path / "out") == []
     assert stats(tmp_path / "out")["labeled"] is False
-    split = make(open_source(str(tmp_path / "in")), tmp_path / "split", holdout=0.4)
+    split = pack(open_source(str(tmp_path / "in")), tmp_path / "split", holdout=0.4)
     assert (split["train"]["samples"], split["test"]["samples"]) == (3, 2)
 
 
 def test_holdout_is_stratified_disjoint_and_repeatable(tmp_path: Path) -> None:
     files = image_folder(tmp_path / "in", {"a": 20, "b": 10, "c": 3, "d": 1})
     source = open_source(str(tmp_path / "in"))
-    result = make(source, tmp_path / "out", holdout=0.2, shards=4)
-    make(source, tmp_path / "again", holdout=0.2, shards=4)
+    result = pack(source, tmp_path / "out", holdout=0.2, shards=4)
+    pack(source, tmp_path / "again", holdout=0.2, shards=4)
     train, test = labeled_images(tmp_path / "out" / "train"), labeled_images(tmp_path / "out" / "test")
     assert Counter(test.values()) == {0: 4, 1: 2, 2: 1}
     assert not train.keys() & test.keys()
@@ -214,7 +214,7 @@ def test_holdout_is_stratified_disjoint_and_repeatable(tmp_path: Path) -> None:
 
 def test_each_part_of_a_holdout_has_shards_for_several_workers(tmp_path: Path) -> None:
     image_folder(tmp_path / "in", {"a": 60, "b": 40})
-    result = make(open_source(str(tmp_path / "in")), tmp_path / "out", holdout=0.1)
+    result = pack(open_source(str(tmp_path / "in")), tmp_path / "out", holdout=0.1)
     sizes = {part: [entry["samples"] for entry in result[part]["shards"]] for part in ("train", "test")}
     assert sizes == {"train": [6] * 10 + [5] * 6, "test": [1] * 10}
 
@@ -227,24 +227,24 @@ def test_parquet_is_packed_bit_for_bit(tmp_path: Path, monkeypatch: pytest.Monke
     features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=["x", "y"])})
     rows = {"image": [{"bytes": data, "path": None} for data in images], "label": [0, 1] * 3}
     datasets.Dataset.from_dict(rows, features=features).to_parquet(str(tmp_path / "p.parquet"))
-    info = make(open_source(str(tmp_path / "p.parquet")), tmp_path / "out")
+    info = pack(open_source(str(tmp_path / "p.parquet")), tmp_path / "out")
     assert labeled_images(tmp_path / "out") == dict(zip(images, [0, 1] * 3, strict=True))
     assert info["classes"] == ["x", "y"]
 
 
 def test_a_full_folder_is_refused_and_overwrite_replaces_only_the_shard_set(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    make(few_digits(30), out, shards=3)
+    pack(few_digits(30), out, shards=3)
     (out / "notes.md").write_text("mine")
     with pytest.raises(UserError, match="not empty"):
-        make(few_digits(10), out)
+        pack(few_digits(10), out)
     assert len(list(out.glob("*.tar"))) == 3
-    make(few_digits(2), out, overwrite=True)
+    pack(few_digits(2), out, overwrite=True)
     assert sorted(path.name for path in out.iterdir()) == ["000000.tar", "000001.tar", "info.json", "notes.md"]
-    make(few_digits(60), out, overwrite=True, holdout=0.5)
+    pack(few_digits(60), out, overwrite=True, holdout=0.5)
     assert sorted(path.name for path in out.iterdir()) == ["notes.md", "test", "train"]
     with pytest.raises(UserError, match="is a file"):
-        make(few_digits(10), out / "notes.md")
+        pack(few_digits(10), out / "notes.md")
 
 
 @pytest.mark.parametrize(
@@ -266,7 +266,7 @@ def test_a_full_folder_is_refused_and_overwrite_replaces_only_the_shard_set(tmp_
 )
 def test_options_out_of_range(tmp_path: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        make(few_digits(10), tmp_path / "out", **options)
+        pack(few_digits(10), tmp_path / "out", **options)
     assert not (tmp_path / "out").exists()
 
 
@@ -282,7 +282,7 @@ def test_a_part_of_a_holdout_without_one_good_image_is_told_and_kept(tmp_path: P
     for seed in range(9):
         out = tmp_path / str(seed)
         try:
-            info = make(source, out, holdout=0.05, seed=seed, shards=2, progress=False)
+            info = pack(source, out, holdout=0.05, seed=seed, shards=2, progress=False)
         except UserError as error:
             assert "none of its 1 test images can be used" in str(error)
             assert len(list(out.rglob("*.entry.json"))) == 3 and len(list(out.rglob("*.tar"))) == 2
@@ -296,21 +296,21 @@ def test_a_folder_that_cannot_be_written_is_named(unprivileged: Path) -> None:
     source = few_digits(10)
     (unprivileged / "locked").mkdir(mode=0o555)
     with pytest.raises(RunError, match=r"locked/out: packing stopped: .*Permission denied"):
-        make(source, unprivileged / "locked" / "out")
+        pack(source, unprivileged / "locked" / "out")
 
 
 def test_packing_over_a_folder_of_other_sets_leaves_them_alone(tmp_path: Path) -> None:
     for part in ("train", "test"):
-        make(few_digits(20), tmp_path / "out" / part, shards=2, progress=False)
+        pack(few_digits(20), tmp_path / "out" / part, shards=2, progress=False)
     before = members(tmp_path / "out" / "test")
     with pytest.raises(UserError, match="other shard sets, which this packing would not replace"):
-        make(few_digits(20), tmp_path / "out", shards=2, overwrite=True, progress=False)
+        pack(few_digits(20), tmp_path / "out", shards=2, overwrite=True, progress=False)
     assert members(tmp_path / "out" / "test") == before
-    make(few_digits(20), tmp_path / "out", shards=2, holdout=0.5, overwrite=True, progress=False)
+    pack(few_digits(20), tmp_path / "out", shards=2, holdout=0.5, overwrite=True, progress=False)
     assert members(tmp_path / "out" / "test") != before, "a holdout's pair replaces the pair"
-    make(few_digits(20), tmp_path / "out", shards=2, overwrite=True, progress=False)
+    pack(few_digits(20), tmp_path / "out", shards=2, overwrite=True, progress=False)
     assert not (tmp_path / "out" / "test").exists(), "and what came of one holdout is one set"
     (tmp_path / "out" / "test").mkdir()
     (tmp_path / "out" / "test" / "unfinished.json").write_text("{}")
     with pytest.raises(UserError, match="other shard sets"):
-        make(few_digits(20), tmp_path / "out", shards=2, overwrite=True, progress=False)
+        pack(few_digits(20), tmp_path / "out", shards=2, overwrite=True, progress=False)

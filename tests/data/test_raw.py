@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from ssl_vit.data.raw import BrokenImageError, load, open_header, to_stored
+from ssl_vit.data.packing.images import load, open_header, to_stored
+from ssl_vit.data.packing.sources.base import BrokenImageError
 
 RAMP = np.stack([*np.meshgrid(np.arange(60) * 4, np.arange(40) * 6), np.full((40, 60), 99)], -1).astype(np.uint8)
 PICTURE = Image.fromarray(RAMP)

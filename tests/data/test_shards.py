@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from ssl_vit.data import pack, sources
+from ssl_vit.data.packing import pack
+from ssl_vit.data.packing.sources import open_source
 from ssl_vit.data.shards import open_shards, read_members
 from ssl_vit.interfaces import UserError
 
@@ -20,7 +21,7 @@ from ssl_vit.interfaces import UserError
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("shards")
-    pack.make(sources.open_source("digits", split="test"), out, shards=3, progress=False)
+    pack(open_source("digits", split="test"), out, shards=3, progress=False)
     return out
 
 
@@ -55,8 +56,8 @@ def test_a_missing_remote_shard_is_named(server: str) -> None:
 
 
 def test_repacked_shards_have_another_fingerprint(folder: Path, tmp_path: Path) -> None:
-    again = pack.make(sources.open_source("digits", split="test"), tmp_path / "same", shards=3, progress=False)
-    other = pack.make(sources.open_source("digits", split="test"), tmp_path / "other", shards=3, seed=5, progress=False)
+    again = pack(open_source("digits", split="test"), tmp_path / "same", shards=3, progress=False)
+    other = pack(open_source("digits", split="test"), tmp_path / "other", shards=3, seed=5, progress=False)
     assert again["samples"] == other["samples"]
     first = open_shards(str(folder))
     assert open_shards(str(tmp_path / "same")).fingerprint == first.fingerprint
@@ -71,7 +72,7 @@ def test_what_cannot_be_opened_is_refused(spec: str) -> None:
 
 
 def test_a_folder_of_splits_names_the_split(folder: Path, tmp_path: Path) -> None:
-    pack.make(sources.open_source("digits", split="test"), tmp_path / "train", shards=1, progress=False)
+    pack(open_source("digits", split="test"), tmp_path / "train", shards=1, progress=False)
     with pytest.raises(UserError, match=r"did you mean .*/train"):
         open_shards(str(tmp_path))
 

@@ -13,8 +13,8 @@ import pytest
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from ssl_vit.data.raw import BrokenImageError, Source
-from ssl_vit.data.sources import open_source
+from ssl_vit.data.packing.sources import open_source
+from ssl_vit.data.packing.sources.base import BrokenImageError, Source
 from ssl_vit.interfaces import RunError, UserError
 
 
@@ -37,7 +37,7 @@ def all_images(source: Source) -> list[tuple[str, bytes]]:
 
 
 def test_importing_the_packing_rooms_does_not_import_torch() -> None:
-    code = "import sys, ssl_vit.data.tables, ssl_vit.data.pack, ssl_vit.data.check; assert 'torch' not in sys.modules"
+    code = "import sys, ssl_vit.data.packing.sources.tables, ssl_vit.data.verify; assert 'torch' not in sys.modules"
     environment_root = Path(__file__).parents[2]
     subprocess.run([sys.executable, "-c", code], check=True, cwd=environment_root)
 

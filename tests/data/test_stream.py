@@ -13,8 +13,10 @@ import numpy as np
 import pytest
 import torch
 
-from ssl_vit.data import AugmentConfig, DataConfig, pack, sources
+from ssl_vit.data import AugmentConfig, DataConfig
 from ssl_vit.data.evaluation import EvaluationStream, evaluation_batches
+from ssl_vit.data.packing import pack
+from ssl_vit.data.packing.sources import open_source
 from ssl_vit.data.plan import LanePosition
 from ssl_vit.data.samples import Sample, SampleReader, View, sample_seed
 from ssl_vit.data.shard_file import ShardFile
@@ -31,7 +33,7 @@ LANES, BATCH = 6, 60
 def shards(tmp_path_factory: pytest.TempPathFactory) -> ShardSet:
     """360 digits in 7 shards, so that nothing divides anything."""
     folder = tmp_path_factory.mktemp("digits")
-    pack.make(sources.open_source("digits", split="test"), folder, shards=7, progress=False)
+    pack(open_source("digits", split="test"), folder, shards=7, progress=False)
     return open_shards(str(folder))
 
 

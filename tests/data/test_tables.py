@@ -12,8 +12,8 @@ import pyarrow.parquet as pq  # type: ignore[import-untyped]
 import pytest
 from PIL import Image
 
-from ssl_vit.data.raw import BrokenImageError, Source
-from ssl_vit.data.sources import open_source
+from ssl_vit.data.packing.sources import open_source
+from ssl_vit.data.packing.sources.base import BrokenImageError, Source
 from ssl_vit.interfaces import UserError
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from ssl_vit.data.pack import make
-from ssl_vit.data.sources import open_source
+from ssl_vit.data.packing import pack
+from ssl_vit.data.packing.sources import open_source
 
 
 def test_what_is_held_in_memory_does_not_grow_with_the_images(tmp_path: Path) -> None:
@@ -23,8 +23,9 @@ def test_what_is_held_in_memory_does_not_grow_with_the_images(tmp_path: Path) ->
     assert len(buffer.getvalue()) > 450_000
     (tmp_path / "image.png").write_bytes(buffer.getvalue())
     script = (
-        "import resource, sys; from pathlib import Path; from ssl_vit.data import pack, sources;"
-        "pack.make(sources.open_source(sys.argv[1]), Path(sys.argv[2]), shards=1, jobs=1);"
+        "import resource, sys; from pathlib import Path; from ssl_vit.data.packing import pack;"
+        "from ssl_vit.data.packing.sources import open_source;"
+        "pack(open_source(sys.argv[1]), Path(sys.argv[2]), shards=1, jobs=1);"
         "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
     )
     peaks = []
@@ -44,7 +45,7 @@ def test_what_is_held_in_memory_does_not_grow_with_the_images(tmp_path: Path) ->
 def test_the_headers_of_a_long_shard_are_not_kept(tmp_path: Path) -> None:
     source = open_source("digits", split="train")
     tracemalloc.start()
-    make(source, tmp_path / "out", shards=1)
+    pack(source, tmp_path / "out", shards=1)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 1.6e6, peak  # 1 MB is the buffer of the file; 2,000 headers would be 1.5 MB more

@@ -20,7 +20,8 @@ from sklearn.datasets import load_digits
 from torchvision.transforms import v2
 
 from ssl_vit import api, cli, recipe
-from ssl_vit.data import pack, sources
+from ssl_vit.data.packing import pack
+from ssl_vit.data.packing.sources import open_source
 from ssl_vit.data.samples import SampleReader
 from ssl_vit.data.shards import open_shards
 from ssl_vit.evaluators import features, fine_tune, tuning
@@ -343,9 +344,9 @@ def test_results_of_weights_that_are_gone_are_left_out(trained: Path, tmp_path: 
 
 
 def test_labels_of_one_class_are_nothing_to_judge_by(trained: Path, tmp_path: Path) -> None:
-    source = sources.open_source("digits", split="train")
+    source = open_source("digits", split="train")
     one = replace(source, labels=np.zeros_like(source.labels))
-    pack.make(one, tmp_path / "one", shards=2, progress=False)
+    pack(one, tmp_path / "one", shards=2, progress=False)
     for name in ("few_shot", "knn", "linear_probe", "fine_tune"):
         with pytest.raises(UserError, match="one: all labeled images there are of one class"):
             api.evaluate(trained / "run", name, f"{tmp_path}/one", f"{tmp_path}/one", FAST[name])
@@ -510,8 +511,8 @@ def test_weights_that_no_result_can_be_written_beside_are_refused_before_anythin
 
 
 def test_a_label_of_astronomical_size_is_none(tmp_path: Path) -> None:
-    source = sources.open_source("digits", split="test")
-    pack.make(source, tmp_path / "digits", shards=1, progress=False)
+    source = open_source("digits", split="test")
+    pack(source, tmp_path / "digits", shards=1, progress=False)
     with tarfile.open(tmp_path / "digits" / "000000.tar") as tar, tarfile.open(tmp_path / "0.tar", "w") as out:
         for number, member in enumerate(tar):
             content = tar.extractfile(member).read()  # type: ignore[union-attr]

@@ -15,7 +15,8 @@ import torch
 from PIL import Image
 from safetensors import safe_open
 
-from ssl_vit.data import pack, sources
+from ssl_vit.data.packing import pack
+from ssl_vit.data.packing.sources import open_source
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")]
 FSDP2 = Path(__file__).parents[2] / "recipes" / "launch" / "fsdp2.yaml"
@@ -33,7 +34,7 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
         target = folder / "source" / str(number % 2) / f"{number}.jpg"
         target.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(pixels).save(target, quality=90)
-    pack.make(sources.open_source(str(folder / "source")), folder / "shards", shards=4, progress=False)
+    pack(open_source(str(folder / "source")), folder / "shards", shards=4, progress=False)
     return folder / "shards"
 
 

@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from ssl_vit.data import pack, sources
+from ssl_vit.data.packing import pack
+from ssl_vit.data.packing.sources import open_source
 
 SCRIPT = Path(__file__).with_name("every_process.py")
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
@@ -33,7 +34,7 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with train/ and test/ shards of the embedded digits."""
     folder = tmp_path_factory.mktemp("digits")
     for split in ("train", "test"):
-        pack.make(sources.open_source("digits", split=split), folder / split, shards=8, progress=False)
+        pack(open_source("digits", split=split), folder / split, shards=8, progress=False)
     return folder
 
 

@@ -6,14 +6,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ssl_vit.data import pack, sources
+from ssl_vit.data.packing import pack
+from ssl_vit.data.packing.sources import open_source
 
 World = Callable[..., Any]
 
 
 def packed(folder: Path, shards: int) -> Path:
     """360 digits."""
-    pack.make(sources.open_source("digits", split="test"), folder, shards=shards, progress=False)
+    pack(open_source("digits", split="test"), folder, shards=shards, progress=False)
     return folder
 
 

@@ -12,10 +12,11 @@ import pytest
 
 @pytest.fixture(scope="session")
 def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from ssl_vit.data import pack, sources
+    from ssl_vit.data.packing import pack
+    from ssl_vit.data.packing.sources import open_source
 
     folder = tmp_path_factory.mktemp("digits")
-    pack.make(sources.open_source("digits", split="train"), folder, shards=4, progress=False)
+    pack(open_source("digits", split="train"), folder, shards=4, progress=False)
     return folder
 
 

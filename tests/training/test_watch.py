@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import load_file
 
 from ssl_vit import api, recipe
-from ssl_vit.data import pack, sources
+from ssl_vit.data.packing import pack
+from ssl_vit.data.packing.sources import open_source
 from ssl_vit.data.shards import open_shards
 from ssl_vit.evaluators import ProbeConfig
 from ssl_vit.evaluators.features import Representation
@@ -28,7 +29,7 @@ from ssl_vit.training.watch import Watch
 @pytest.fixture(scope="module")
 def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("digits") / "train"
-    pack.make(sources.open_source("digits", split="train"), folder, shards=4, progress=False)
+    pack(open_source("digits", split="train"), folder, shards=4, progress=False)
     return folder
 
 

@@ -22,8 +22,9 @@ from torch_xla.debug import metrics  # noqa: E402
 
 from ssl_vit import api, recipe  # noqa: E402
 from ssl_vit.analysis import inspection  # noqa: E402
-from ssl_vit.data import pack, sources  # noqa: E402
 from ssl_vit.data.evaluation import evaluation_batches  # noqa: E402
+from ssl_vit.data.packing import pack  # noqa: E402
+from ssl_vit.data.packing.sources import open_source  # noqa: E402
 from ssl_vit.evaluators import features, tuning  # noqa: E402
 from ssl_vit.interfaces import UserError  # noqa: E402
 from ssl_vit.training.engine import make_accelerator  # noqa: E402
@@ -40,7 +41,7 @@ STAGES = {
 @pytest.fixture(scope="module")
 def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("digits")
-    pack.make(sources.open_source("digits", split="train"), folder, shards=4, progress=False)
+    pack(open_source("digits", split="train"), folder, shards=4, progress=False)
     return folder
 
 

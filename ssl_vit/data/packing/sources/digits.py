@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from PIL import Image
 
-from ssl_vit.data.raw import Source
+from ssl_vit.data.packing.sources.base import Source
 from ssl_vit.interfaces import UserError
 
 

@@ -1,7 +1,7 @@
 """One shard: read its images, check them, write the tar. Runs in packing processes, so it imports little.
 
 The tar is written with the standard library: WebDataset's writer is a thin coat over it that would import torch into
-every process. WebDataset's reader, which training and `ssl_vit.data.check` use, reads it back.
+every process. WebDataset's reader, which training and `ssl_vit.data.verify` use, reads it back.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ssl_vit.data.raw import BrokenImageError, to_stored
+from ssl_vit.data.packing.images import to_stored
+from ssl_vit.data.packing.sources.base import BrokenImageError
 from ssl_vit.files import atomic_file, sha256, write_json
 
 

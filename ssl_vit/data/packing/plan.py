@@ -8,7 +8,7 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from ssl_vit.data.raw import Source
+from ssl_vit.data.packing.sources.base import Source
 from ssl_vit.interfaces import UserError
 
 LEAST_SHARDS = 16
@@ -28,7 +28,7 @@ class Options:
     A class of one image stays in train.
     subset: so many images of each class (of an unlabeled source: of all), or all that a class has. A larger subset
     holds the smaller ones. A holdout's test part is what it is without a subset, so that subsets can be compared.
-    resize, quality: see `ssl_vit.data.raw.to_stored`.
+    resize, quality: see `ssl_vit.data.packing.images.to_stored`.
     seed: of the shuffle, the holdout and the subset.
     keep_names: store the source's file names, as KEY.json.
     """

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from filelock import FileLock, Timeout
 
-from ssl_vit.data.writer import entry_path
+from ssl_vit.data.packing.writer import entry_path
 from ssl_vit.files import write_json
 from ssl_vit.interfaces import RunError, UserError
 

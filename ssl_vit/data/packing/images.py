@@ -5,19 +5,13 @@ Packing processes import this and little else, so that they start fast: no numpy
 
 from __future__ import annotations
 
-import errno
 import io
-from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import cast
 
 from PIL import Image, UnidentifiedImageError
 
-from ssl_vit.interfaces import RunError, UserError
-
-if TYPE_CHECKING:
-    import numpy as np
+from ssl_vit.data.packing.sources.base import BrokenImageError
 
 STORED_FORMATS = ("JPEG", "PNG", "WEBP")
 # A closed list: Pillow knows more kinds, and hands some of them (EPS) to outside programs.
@@ -25,67 +19,6 @@ READ_FORMATS = (*STORED_FORMATS, "BMP", "GIF", "TIFF", "PPM", "JPEG2000")
 _EXTENSIONS = {"JPEG": "jpg", "MPO": "jpg", "PNG": "png", "WEBP": "webp"}  # MPO: a JPEG with more pictures behind it
 _KINDS = {"jpg": "JPEG", "png": "PNG", "webp": "WEBP"}
 MOST_PIXELS = 178_956_970  # as Pillow's own limit for opening; a line of one pixel's height grows beyond it
-VALIDATION = {"val", "valid", "validation"}
-
-
-class BrokenImageError(Exception):
-    """An image that cannot be read; `key` names it in its source, `reason` says why in a few words."""
-
-    def __init__(self, key: str, reason: str) -> None:
-        super().__init__(f"{key}: {reason}")
-        self.key, self.reason = key, reason
-
-
-class Items(Protocol):
-    def __len__(self) -> int: ...
-    def __getitem__(self, index: int, /) -> Any: ...
-
-
-@dataclass(frozen=True)
-class Source:
-    """Images that are listed but not yet read, always in the same order.
-
-    classes and labels (int64 (count,), each in 0..len(classes)-1) are both None in an unlabeled source.
-    items: one small thing an image that `read` takes: a file's name, a row's number.
-    read: item -> (the image's name in the source, such as a relative path or "row 17"; its encoded bytes). It is
-    pickled once for each packing process and raises BrokenImageError where an image cannot be read.
-    listing: a hash of what the images are called and how large they are, which tells sources apart without reading
-    them; size: their bytes in all, 0 where that is little.
-    """
-
-    name: str
-    license: str | None
-    classes: list[str] | None
-    labels: np.ndarray | None
-    items: Items
-    read: Callable[[Any], tuple[str, bytes]]
-    listing: str
-    size: int = 0
-
-    @property
-    def count(self) -> int:
-        return len(self.items)
-
-
-@dataclass(frozen=True)
-class FileReader:
-    """`Source.read` of a folder of images: its items are paths relative to `root`, with slashes."""
-
-    root: Path
-
-    def __call__(self, name: str) -> tuple[str, bytes]:
-        return name, read_file(self.root / name, name, self.root)
-
-
-def read_file(path: Path, key: str, root: Path) -> bytes:
-    """The file's bytes. Raises BrokenImageError for a file that is no more there or may not be read, RunError where
-    the disk or the network fails or `root` itself is gone: then the image is not to blame."""
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        if error.errno in (errno.ENOENT, errno.EACCES, errno.EPERM, errno.ELOOP, errno.EISDIR) and root.is_dir():
-            raise BrokenImageError(key, error.strerror or str(error)) from None
-        raise RunError(f"{path}: cannot be read: {error.strerror or error}") from None
 
 
 def open_header(data: bytes, key: str, formats: tuple[str, ...] = STORED_FORMATS) -> Image.Image:
@@ -181,13 +114,3 @@ def _sixteen_bits(image: Image.Image) -> Image.Image:
     if low < 0 or high > 65535:
         raise ValueError("its values are beyond 16 bits")
     return image.convert("I;16")
-
-
-def find_split(spec: str, split: str | None, parts: list[str]) -> str:
-    if split in parts:
-        return split
-    alike = [part for part in parts if split in VALIDATION and part in VALIDATION]
-    if len(alike) == 1:
-        return alike[0]
-    wrong = "is divided into splits" if split is None else f"has no split {split!r}"
-    raise UserError(f"{spec} {wrong}; choose split from: {', '.join(parts) or 'nothing (leave it out)'}")

@@ -3,7 +3,7 @@
 A shard set is a folder of WebDataset tars (KEY.jpg|png|webp, KEY.cls, optional KEY.json) with `info.json` beside them.
 The same source and options give the same bytes, on any number of processes and machines, interrupted or not: what goes
 into which shard is decided before anything is written (`layout`), each shard is then a job of its own (`writer`), and
-the folder knows what is done (`journal`). `ssl_vit.data.check` reads shard sets back.
+the folder knows what is done (`journal`). `ssl_vit.data.verify` reads shard sets back.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ import numpy as np
 import PIL
 
 from ssl_vit import __version__
-from ssl_vit.data import jobs as parallel
-from ssl_vit.data.journal import INFO, UNFINISHED, Journal, Shard, dropped, read_plan, writing
-from ssl_vit.data.layout import Options, Order, lay_out
-from ssl_vit.data.raw import Source
-from ssl_vit.data.writer import ShardJob, ShardWriter
+from ssl_vit.data.packing import parallel
+from ssl_vit.data.packing.journal import INFO, UNFINISHED, Journal, Shard, dropped, read_plan, writing
+from ssl_vit.data.packing.plan import Options, Order, lay_out
+from ssl_vit.data.packing.sources.base import Source
+from ssl_vit.data.packing.writer import ShardJob, ShardWriter
 from ssl_vit.interfaces import UserError
 
 
-def make(
+def pack(
     source: Source,
     out: Path,
     *,

@@ -13,7 +13,7 @@ import datasets
 import numpy as np
 from pyarrow import ArrowNotImplementedError, compute  # type: ignore[import-untyped]
 
-from ssl_vit.data.raw import BrokenImageError, Source, find_split, read_file
+from ssl_vit.data.packing.sources.base import BrokenImageError, Source, find_split, read_file
 from ssl_vit.interfaces import UserError
 
 

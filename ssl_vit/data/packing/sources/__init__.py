@@ -12,8 +12,8 @@ import sys
 from pathlib import Path
 
 from ssl_vit import plugins
-from ssl_vit.data.raw import Source
-from ssl_vit.data.sources.folder import is_dataset, open_folder
+from ssl_vit.data.packing.sources.base import Source
+from ssl_vit.data.packing.sources.folder import is_dataset, open_folder
 from ssl_vit.interfaces import UserError
 
 _HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
@@ -47,6 +47,6 @@ def open_source(
             f"{spec}: no such folder here, so the Hugging Face hub is asked for a data set of that name",
             file=sys.stderr,
         )
-    from ssl_vit.data.tables import open_table  # here, not above: `datasets` takes a second to import
+    from ssl_vit.data.packing.sources.tables import open_table  # here, not above: `datasets` takes a second to import
 
     return open_table(spec, path if path.exists() else None, split, label_column, image_column)

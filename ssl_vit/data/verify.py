@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ssl_vit.data import jobs as parallel
-from ssl_vit.data.journal import content_hash
-from ssl_vit.data.raw import BrokenImageError, channels, load, open_header
+from ssl_vit.data.packing import parallel
+from ssl_vit.data.packing.images import channels, load, open_header
+from ssl_vit.data.packing.journal import content_hash
+from ssl_vit.data.packing.sources.base import BrokenImageError
 from ssl_vit.data.shard_list import Info, ShardList, open_set
 from ssl_vit.files import sha256
 from ssl_vit.interfaces import UserError

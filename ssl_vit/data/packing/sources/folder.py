@@ -13,7 +13,7 @@ from typing import NoReturn
 
 import numpy as np
 
-from ssl_vit.data.raw import VALIDATION, FileReader, Source, find_split
+from ssl_vit.data.packing.sources.base import VALIDATION, FileReader, Source, find_split
 from ssl_vit.interfaces import UserError
 
 _SUFFIXES = {".jpg", ".jpeg", ".jfif", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ".pbm", ".jp2"}
