@@ -47,9 +47,9 @@ class Stopped(SystemExit):
 
 
 class Config(BaseModel):
-    """Base class of typed configurations: unknown keys are errors, values are immutable."""
+    """Base class of typed configurations: unknown keys, infinity and NaN are errors, values are immutable."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 Size = int | tuple[int, int]  # pixels: the side of a square, or (height, width)

@@ -40,7 +40,7 @@ class Recipe(Config):
 
     name: str
     run: str = ""
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, lt=2**32)
     init_from: str | None = None
     data: DataConfig
     encoder: EncoderConfig = EncoderConfig()

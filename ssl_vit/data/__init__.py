@@ -109,10 +109,10 @@ class DataConfig(Config):
     ]
     samples: int | None = Field(None, ge=1)
     remote: RemoteConfig = RemoteConfig()
-    lanes: int = Field(8, ge=1)
-    workers: int = Field(1, ge=0)
+    lanes: int = Field(8, ge=1, le=2**20)
+    workers: int = Field(1, ge=0, le=1024)
     worker_timeout: int = Field(600, ge=0)
-    cache_mb: int = Field(256, ge=0)
+    cache_mb: int = Field(256, ge=0, le=2**20)
     on_bad_sample: Literal["skip", "fail"] = "skip"
     augment: AugmentConfig = AugmentConfig()
     evaluation_resize: float = Field(256 / 224, ge=1.0)

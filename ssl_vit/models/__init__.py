@@ -11,7 +11,7 @@ from ssl_vit.interfaces import Config, Size
 
 def _image_size(value: Any) -> Any:
     sides = value if isinstance(value, list | tuple) and len(value) == 2 else [value]
-    if not all(isinstance(side, int) and not isinstance(side, bool) and side >= 1 for side in sides):
+    if not all(isinstance(side, int) and not isinstance(side, bool) and 1 <= side <= 16384 for side in sides):
         raise ValueError("give pixels: a square's side such as 224, or [height, width]")
     return value
 
@@ -55,12 +55,12 @@ class EncoderConfig(Config):
 
     name: str = "vit_base_patch16_224"
     image_size: ImageSize = 224
-    channels: int = Field(3, ge=1)
-    patch_size: int | None = Field(None, ge=1)
-    width: int | None = Field(None, ge=1)
-    depth: int | None = Field(None, ge=1)
-    heads: int | None = Field(None, ge=1)
-    mlp_ratio: float | None = Field(None, gt=0)
+    channels: int = Field(3, ge=1, le=1024)
+    patch_size: int | None = Field(None, ge=1, le=4096)
+    width: int | None = Field(None, ge=1, le=16384)
+    depth: int | None = Field(None, ge=1, le=1024)
+    heads: int | None = Field(None, ge=1, le=1024)
+    mlp_ratio: float | None = Field(None, gt=0, le=64)
     class_token: bool | None = None
     positions: Positions = "learned"
     position_resampling: Resampling = "timm"

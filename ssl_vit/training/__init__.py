@@ -61,8 +61,8 @@ class TrainingConfig(Config):
 
     steps: int | None = Field(None, ge=1)
     epochs: float | None = Field(None, gt=0)
-    batch_size: int = Field(256, ge=1)
-    accumulate: int = Field(1, ge=1)
+    batch_size: int = Field(256, ge=1, le=2**20)
+    accumulate: int = Field(1, ge=1, le=2**20)
     auto_batch: bool = False
     precision: Precision = "fp32"
     compile: bool = False
