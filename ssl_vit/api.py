@@ -8,46 +8,29 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
-from accelerate import Accelerator
-from accelerate.utils import set_seed
 from omegaconf import OmegaConf
-from torch import nn
 
-from ssl_vit import plugins, recipe
+from ssl_vit import plugins, recipe, stage
 from ssl_vit.data import DataConfig
 from ssl_vit.data.mixture import open_training
-from ssl_vit.data.samples import View
 from ssl_vit.data.shards import ShardSet, check_same_classes, open_shards
-from ssl_vit.data.stream import train_source
-from ssl_vit.data.transforms import train_transform
 from ssl_vit.evaluators import Metric, results
 from ssl_vit.evaluators.base import named
 from ssl_vit.evaluators.features import Task
 from ssl_vit.evaluators.online import OnlineProbe
 from ssl_vit.files import sha256, write_json
-from ssl_vit.interfaces import Batch, UserError
-from ssl_vit.models import EncoderConfig, factory
+from ssl_vit.models import factory
 from ssl_vit.recipe import Recipe
 from ssl_vit.runs import SUMMARY, open_run
-from ssl_vit.training import checkpoint, loop, processes
-from ssl_vit.training.engine import make_accelerator
+from ssl_vit.training import checkpoint, distributed, loop
+from ssl_vit.training.callbacks import EarlyStopping
+from ssl_vit.training.distributed import make_accelerator, shared_errors
 from ssl_vit.training.flops import training_flops
-from ssl_vit.training.processes import shared_errors
 from ssl_vit.training.trackers import check_trackers
-from ssl_vit.training.watch import Watch
 
 if TYPE_CHECKING:
     from ssl_vit.analysis import inspection
-
-
-def build_encoder(config: EncoderConfig, init_from: str | None) -> factory.Encoder:
-    """A new encoder, with the weights of `init_from` where given (positions resampled to the new image size)."""
-    model = factory.build(config)
-    if init_from:
-        factory.initialize(model, factory.load(init_from), init_from, config.position_resampling)
-    return model
 
 
 def train(settings: Recipe, *, quiet: bool = False) -> Path:
@@ -61,7 +44,8 @@ def train(settings: Recipe, *, quiet: bool = False) -> Path:
     with shared_errors():
         check_trackers(training.trackers)
         shards = open_training(settings.data)
-        job = prepare(settings, shards, accelerator, quiet)
+        job = stage.build(settings, shards, accelerator, run=run, quiet=quiet)
+        job.watch = _probe(settings, shards, job)
         if accelerator.is_main_process:
             open_run(run, settings, accelerator, job.data)
     parameters, flops = sum(p.numel() for p in job.objective.parameters()), training_flops(job.objective)
@@ -89,92 +73,12 @@ def train(settings: Recipe, *, quiet: bool = False) -> Path:
     return run
 
 
-def _watch(settings: Recipe, shards: ShardSet, encoder: factory.Encoder, accelerator: Accelerator) -> Watch | None:
+def _probe(settings: Recipe, shards: ShardSet, job: loop.Job) -> EarlyStopping | None:
     if settings.probe is None:
         return None
     labeled = open_shards(settings.probe.data, settings.data.remote) if settings.probe.data else shards
-    probe = OnlineProbe(settings.probe, labeled, settings.data, encoder, accelerator)
-    return Watch(probe, settings.probe.every, settings.probe.patience, probe.skipped)
-
-
-def training_samples(shards: ShardSet, data: DataConfig) -> np.ndarray | None:
-    """Global indices of the `data.samples` samples that training draws from, int64, sorted; None for all.
-
-    Raises UserError where there are fewer.
-    """
-    if data.samples is None or data.samples == shards.samples:
-        return None
-    if data.samples > shards.samples:
-        raise UserError(f"data.samples={data.samples}: {shards.spec} has {shards.samples} samples")
-    return np.sort(np.random.default_rng(0).permutation(shards.samples)[: data.samples])
-
-
-def _objective(settings: Recipe, shards: ShardSet, encoder: factory.Encoder) -> nn.Module:
-    module = plugins.load("objectives", str(settings.objective.name))  # type: ignore[attr-defined]
-    return module.Objective(encoder, settings.objective, len(shards.classes) if shards.classes else None)
-
-
-def check(settings: Recipe, shards: ShardSet) -> None:
-    """Raises UserError for a model, objective or number of samples that `train` would refuse, at next to no cost."""
-    with torch.device("meta"):
-        _objective(settings, shards, factory.build(settings.encoder))
-    training_samples(shards, settings.data)
-
-
-def prepare(settings: Recipe, shards: ShardSet, accelerator: Accelerator, quiet: bool) -> loop.Job:
-    """Everything that a training needs, the same on every process but for its data and its dropout."""
-    training = settings.training
-    set_seed(settings.seed)
-    encoder = build_encoder(settings.encoder, settings.init_from)
-    if training.checkpoint_activations:
-        if accelerator.device.type == "xla":
-            raise UserError("training.checkpoint_activations: torch does not do it on XLA; raise training.accumulate")
-        if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in encoder.modules()):
-            raise UserError("training.checkpoint_activations: batch norm would count every image twice; leave it out")
-        encoder.network.set_grad_checkpointing(True)  # type: ignore[operator]
-    objective = _objective(settings, shards, encoder)
-    view = View(
-        train_transform(settings.encoder.image_size, settings.data.augment),
-        settings.encoder.channels,
-        getattr(settings.objective, "classes", None) or (len(shards.classes) if shards.classes else None),
-        noise=objective.noise_per_sample(),  # type: ignore[operator]
-        flip=settings.data.augment.flip,
-        jitter=settings.data.augment.jitter,
-        seed=settings.seed,
-        needs_labels=getattr(objective, "needs_labels", False),
-    )
-    samples = training_samples(shards, settings.data)
-    batches = train_source(
-        shards,
-        view,
-        settings.data,
-        batch_size=training.batch_size,
-        accumulate=training.accumulate,
-        rank=accelerator.process_index,
-        ranks=accelerator.num_processes,
-        device=accelerator.device,
-        keep=None if samples is None else shards.members_of(samples),
-    )
-    # From here on each rank draws its own dropout; the initialization above was the same on all.
-    set_seed(settings.seed + 1 + accelerator.process_index)
-    run = settings.run_directory
-    return loop.Job(
-        name=settings.name,
-        objective=objective,
-        batches=batches,
-        lanes=settings.data.lanes,
-        total_steps=training.total_steps(settings.data.samples or shards.samples),
-        training=training,
-        optim=settings.optim,
-        accelerator=accelerator,
-        run=run,
-        data=shards.fingerprint,
-        classes=tuple(shards.classes or ()) if getattr(objective, "needs_labels", False) else (),
-        picture=_pictures(run) if training.picture_every and getattr(objective, "reconstructs", False) else None,
-        watch=_watch(settings, shards, encoder, accelerator),
-        recipe=recipe.flatten(settings.model_dump(mode="json")),
-        quiet=quiet,
-    )
+    probe = OnlineProbe(settings.probe, labeled, settings.data, job.objective.encoder, job.accelerator)  # type: ignore[arg-type]
+    return EarlyStopping(probe, settings.probe.every, settings.probe.patience, probe.skipped)
 
 
 def make_task(
@@ -196,7 +100,7 @@ def make_task(
         assert settings is not None
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
-            trained = build_encoder(settings.encoder, None)
+            trained = stage.build_encoder(settings.encoder, None)
     else:
         trained = factory.load(weights)
     preparation = settings.data if settings else DataConfig(train=train)
@@ -254,7 +158,7 @@ def evaluate(
         task.say = say
     start = time.perf_counter()
     evaluator = module.Evaluator(config)
-    with processes.others_watched(lambda: f"{weights / checkpoint.RESULTS} holds what was measured before"):
+    with distributed.others_watched(lambda: f"{weights / checkpoint.RESULTS} holds what was measured before"):
         measured = list(evaluator.measurements(task))
     result = {
         "evaluator": name,
@@ -292,13 +196,3 @@ def inspect(weights: Path, shards: str, out: Path, options: inspection.Options) 
         resampling=settings.encoder.position_resampling if settings else "timm",
         device=make_accelerator().device,
     )
-
-
-def _pictures(run: Path) -> loop.Picture:
-    from ssl_vit.analysis import figures, reconstruction  # matplotlib: no run without pictures waits for it
-
-    def draw(objective: nn.Module, batch: Batch, step: int) -> np.ndarray:
-        path = run / "pictures" / f"reconstruction_step_{step:08d}.png"
-        return figures.save_png(reconstruction.sheet(reconstruction.reconstructions(objective, batch)), path)  # type: ignore[arg-type]
-
-    return draw

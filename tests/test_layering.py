@@ -14,10 +14,9 @@ PACKAGE = Path(__file__).parent.parent / "ssl_vit"
 
 # A room may import rooms of lower rank, and modules of its own room.
 RANKS = {
-    "__main__": 12, "cli": 11, "comparison": 10, "preview": 9, "api": 8, "runs": 7, "health": 7, "report": 6,
-    "recipe": 6, "environment": 1, "files": 2, "results": 3, "records": 4,
-    "analysis": 5, "evaluators": 5,
-    "objectives": 4, "training": 4, "models": 3, "data": 3, "plugins": 2, "interfaces": 1, "__init__": 0,
+    "__main__": 14, "cli": 13, "comparison": 12, "api": 11, "report": 10, "health": 10, "evaluators": 9, "stage": 8,
+    "analysis": 7, "runs": 7, "recipe": 6, "objectives": 5, "training": 5, "models": 4, "data": 4,
+    "records": 4, "results": 3, "files": 2, "plugins": 2, "environment": 1, "interfaces": 1, "__init__": 0,
 }  # fmt: skip
 
 
@@ -65,6 +64,7 @@ def test_arrows_point_down() -> None:
         for name, others in graph().items()
         for other in others
         if room(name) != room(other) and RANKS[room(name)] <= RANKS[room(other)]
+        if not (name == "ssl_vit.recipe" and other == f"ssl_vit.{room(other)}")  # a package's own configuration
     ]
     assert not wrong
 

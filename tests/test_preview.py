@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
-from ssl_vit import health, preview
+from ssl_vit import health
 from ssl_vit.cli import app
 from ssl_vit.comparison import preview as compared
 from ssl_vit.data.packing import pack
 from ssl_vit.data.packing.sources import open_source
 from ssl_vit.interfaces import UserError
+from ssl_vit.stage import DryRun
+from ssl_vit.stage import dry_run as measure
 
 
 @pytest.fixture(scope="module")
@@ -34,14 +37,14 @@ def test_a_dry_run_counts_what_the_run_would_do_and_writes_nothing(
     monkeypatch.chdir(tmp_path)
     keys = [f"data.train={digits}", "training.steps=90", "training.batch_size=40", "encoder.depth=2"]
     found = json.loads(dry_run("--json", *keys).stdout)
-    assert found["data"] | {"epochs": 10.0, "samples": 360, "shards": 4} == found["data"]
+    assert (found["epochs"], found["samples"], found["shards"], found["classes"]) == (10.0, 360, 4, 10)
     width, hidden, patches, classes = 64, 128, 16, 8
     block = 4 * width * width + 4 * width + 2 * width * hidden + hidden + width + 4 * width
     outside = (4 * width + width) + (patches + 1) * width + width + 2 * width + width + (classes * width + classes)
-    assert found["model"]["parameters"] == 2 * block + outside
-    assert found["memory"]["weights_gradients_and_optimizer_mib"] == round(16 * (2 * block + outside) / 2**20, 1)
-    assert found["time"]["steps"] == 90
-    assert found["time"]["hours_in_all"] >= 0
+    assert found["parameters"] == 2 * block + outside
+    assert found["weights_mib"] == round(16 * (2 * block + outside) / 2**20, 1)
+    assert found["steps"] == 90
+    assert found["hours"] >= 0
     assert found["recipe"]["encoder"]["depth"] == 2
     assert not list(tmp_path.iterdir())
     text = dry_run(*keys).stdout
@@ -52,7 +55,7 @@ def test_a_dry_run_counts_what_the_run_would_do_and_writes_nothing(
 def test_activations_grow_with_the_batch_and_shrink_when_they_are_recomputed(digits: Path) -> None:
     def kept(*keys: str) -> float:
         found = json.loads(dry_run("--json", f"data.train={digits}", *keys).stdout)
-        return float(found["memory"]["activations_of_a_micro_batch_mib"])
+        return float(found["activations_mib"])
 
     whole = kept("training.batch_size=64")
     assert kept("training.batch_size=128") == pytest.approx(2 * whole, rel=0.05)
@@ -83,23 +86,19 @@ def test_a_dry_comparison_counts_its_pieces_and_hours_and_writes_nothing(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     seconds = iter(range(1, 100))
-    real = preview.preview
     stages = []
 
     def measured(settings: Any) -> Any:
         """Each kind of training really tried, and given a time of its own to count with."""
         stages.append(settings)
-        found = real(settings)
-        step = float(next(seconds))
-        found["time"] |= {"seconds_a_step": step, "seconds_for_its_images": 0.0}
-        return found | {"time": found["time"] | {"hours_in_all": step * found["time"]["steps"] / 3600}}
+        return replace(measure(settings), compute_seconds=float(next(seconds)), data_seconds=0.0)
 
-    monkeypatch.setattr(compared, "preview_stage", measured)
+    monkeypatch.setattr(compared, "dry_run", measured)
     found = json.loads(dry_compare(digits, "--json").stdout)
     pieces = {"pretrain": 2, "choose": 3 * 2, "measure": 3 * 2 * 2 + 4}  # 4: few-shot of two arms and two references
     assert found["pieces"] == {"all": sum(pieces.values()), "done": 0, "missing": pieces}
     assert [settings.objective.name for settings in stages[:2]] == ["masked_patch", "classification"]
-    assert found["arms"]["ssl"]["model"]["parameters"] > 10_000
+    assert found["arms"]["ssl"]["pretraining"]["parameters"] > 10_000
     assert found["arms"]["ssl"]["pretraining_hours"] == pytest.approx(1 * 60 / 3600, abs=1e-3)
     assert found["arms"]["supervised"]["pretraining_hours"] == pytest.approx(2 * 60 / 3600, abs=1e-3)
     # Of each label budget a sweep of two rates at both lengths, and a longest training for each of two seeds.
@@ -167,7 +166,7 @@ def test_a_dry_run_refuses_what_the_run_would(digits: Path, tmp_path: Path) -> N
 def test_a_dry_run_counts_the_samples_that_are_drawn_from(digits: Path, tmp_path: Path) -> None:
     keys = [f"data.train={digits}", f"run={tmp_path}/run", "data.samples=64", "training.batch_size=16"]
     found = json.loads(dry_run(*keys, "training.steps=4", "data.lanes=4", "--json").stdout)
-    assert (found["data"]["samples"], found["data"]["epochs"]) == (64, 1.0)
+    assert (found["samples"], found["epochs"]) == (64, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -199,7 +198,6 @@ def test_a_comparisons_dry_run_minds_no_run_of_its_own_training(
 def test_reading_adds_to_a_step_where_no_loader_process_does_it_meanwhile(
     workers: int, whole: float, third: float
 ) -> None:
-    found = {"time": {"seconds_a_step": 3.0, "seconds_for_its_images": 2.0}}
-    found["data"] = {"loader_workers_a_process": workers}
-    assert preview.seconds_of_a_step(found) == whole
-    assert preview.seconds_of_a_step(found, 1 / 3) == third
+    numbers = {field.name: 1 for field in fields(DryRun)} | {"compute_seconds": 3.0, "data_seconds": 2.0}
+    found = DryRun(**numbers | {"workers": workers})  # type: ignore[arg-type]
+    assert (found.step_seconds(), found.step_seconds(1 / 3)) == (whole, third)

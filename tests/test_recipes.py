@@ -12,7 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
-from ssl_vit import api, plugins
+from ssl_vit import api, plugins, stage
 from ssl_vit import recipe as recipes
 from ssl_vit.comparison.config import load_comparison
 from ssl_vit.comparison.plan import Plan
@@ -48,7 +48,7 @@ def test_every_stage_makes_a_step_without_numbers(name: str) -> None:
     """The whole forward and backward pass, on torch's meta device: ViT-H/14 needs no memory there."""
     recipe = recipes.load_recipe(name)
     with torch.device("meta"):
-        encoder = api.build_encoder(recipe.encoder, None)
+        encoder = stage.build_encoder(recipe.encoder, None)
         objective = plugins.load("objectives", recipe.objective.name).Objective(encoder, recipe.objective, 10)  # type: ignore[attr-defined]
     assert training_flops(objective) > 0
     assert recipe.training.batch_size % recipe.data.lanes == 0
@@ -88,7 +88,7 @@ def test_the_papers_recipes_hold_the_papers_numbers(kind: str, size: str) -> Non
     assert recipe.training.total_steps(samples) == pytest.approx(steps, rel=1e-4)
     assert recipe.data.augment.crop == "inception" and recipe.data.augment.scale == (0.05, 1.0)
     with torch.device("meta"):
-        encoder = api.build_encoder(recipe.encoder, None)
+        encoder = stage.build_encoder(recipe.encoder, None)
     found = sum(parameter.numel() for parameter in encoder.parameters()) / 1e6
     assert found == pytest.approx(parameters, rel=0.015)  # without the paper's classification head
     objective = recipe.objective.model_dump()

@@ -38,7 +38,7 @@ from ssl_vit.interfaces import Batch
 from ssl_vit.models import EncoderConfig
 from ssl_vit.models.factory import build
 from ssl_vit.objectives import classification, masked_patch
-from ssl_vit.training.memory import keep_freed_memory
+from ssl_vit.training.distributed import keep_freed_memory
 
 CLASSES = 1000
 Step = Callable[[], torch.Tensor]  # forward pass to a loss

@@ -33,16 +33,16 @@ def settings_of(arguments: argparse.Namespace, run: Path, steps: int) -> Any:
 
 def phase_seconds(arguments: argparse.Namespace, run: Path) -> float:
     """Seconds a step of the step or the loader alone."""
-    from ssl_vit import api
+    from ssl_vit import stage
     from ssl_vit.data.mixture import open_training
     from ssl_vit.data.plan import LanePosition
-    from ssl_vit.training.engine import make_accelerator
+    from ssl_vit.training.distributed import make_accelerator
     from ssl_vit.training.step import Stepper
 
     settings = settings_of(arguments, run, arguments.steps)
     training = settings.training
     accelerator = make_accelerator(training.precision, training.timeout, training.compile)
-    job = api.prepare(settings, open_training(settings.data), accelerator, quiet=True)
+    job = stage.build(settings, open_training(settings.data), accelerator, quiet=True)
     batches = job.batches([LanePosition()] * job.lanes)
     if arguments.phase == "loader":
         act: Callable[[int], Any] = lambda step: next(batches)  # noqa: E731

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 
+if TYPE_CHECKING:
+    from ssl_vit.stage import DryRun
 
-def stage(found: dict[str, Any], as_json: bool) -> None:
+
+def stage(found: DryRun, as_json: bool) -> None:
     """A training run: its data, model, memory and time."""
     if as_json:
-        print(json.dumps(found, indent=1))
+        print(json.dumps({**asdict(found), "hours": round(found.hours, 3)}, indent=1))
         return
-    for section in ("data", "model", "memory", "time"):
-        print(section)
-        for name, value in found[section].items():
-            print(f"  {name.replace('_', ' '):42} {_number(value)}")
-    print(f"nothing was written; {found['run']} is where it would go")
+    for name, value in asdict(found).items():
+        if name not in ("run", "recipe"):
+            print(f"{name.replace('_', ' '):20} {_number(value)}")
+    print(f"{'hours':20} {_hours(found.hours)}")
+    print(f"nothing was written; the run would go to {found.run}")
 
 
 def comparison(found: dict[str, Any], as_json: bool) -> None:
@@ -30,8 +34,8 @@ def comparison(found: dict[str, Any], as_json: bool) -> None:
     for header in ("", "parameters", "GFLOP", "steps", "pretrain", "fine-tune", "features"):
         table.add_column(header, justify="right" if header else "left", no_wrap=True)
     for arm, row in found["arms"].items():
-        model, steps = row.get("model", {}), row.get("time", {}).get("steps")
-        sizes = (model.get("parameters"), model.get("gflop_an_image"), steps)
+        run = row.get("pretraining", {})
+        sizes = (run.get("parameters"), run.get("gflop_per_image"), run.get("steps"))
         hours = (row[f"{part}_hours"] for part in ("pretraining", "fine_tuning", "features"))
         table.add_row(arm, *("" if size is None else _number(size) for size in sizes), *map(_hours, hours))
     Console().print(table)

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from ssl_vit.cli import complete
 from ssl_vit.interfaces import UserError
-
-if TYPE_CHECKING:
-    pass
 
 app = typer.Typer()
 
@@ -51,12 +48,12 @@ def train(
     settings = recipes.load_recipe(recipe, overrides or [])
     if dry_run:
         from ssl_vit.cli import previewed
-        from ssl_vit.preview import preview
+        from ssl_vit.stage import dry_run as measure
         from ssl_vit.training.trackers import check_trackers
 
         check_trackers(settings.training.trackers)
         runs.check(settings.run_directory, settings)
-        found = preview(settings)
+        found = measure(settings)
         if runs.is_main_process():
             previewed.stage(found, as_json)
         return

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -16,13 +16,11 @@ from ssl_vit.comparison.suites import packed
 from ssl_vit.comparison.work import is_done
 from ssl_vit.data.shards import ShardSet
 from ssl_vit.evaluators.labels import choose_each, choose_labeled, labels_of
-from ssl_vit.preview import preview as preview_stage
-from ssl_vit.preview import seconds_of_a_step
 from ssl_vit.recipe import Recipe
+from ssl_vit.stage import DryRun, dry_run
 
 Shown = dict[str, Any]
 _FORWARD = 1 / 3  # of a training step: the backward pass costs twice the forward pass
-STAGE = ("data", "model", "memory", "time")  # what is told of an arm's pretraining
 PARTS = ("pretraining", "fine_tuning", "features")
 
 
@@ -34,7 +32,7 @@ def preview(study: Study) -> Shown:
     """
     plan, opened, _ = look(study, packed(study.sets, study.folder))
     missing = [piece for piece in plan.pieces if not is_done(plan, piece)]
-    costs = _Costs(plan, opened, {arm: preview_stage(settings) for arm, settings in study.recipes.items()})
+    costs = _Costs(plan, opened, {arm: dry_run(settings) for arm, settings in study.recipes.items()})
     for piece in missing:
         costs.add(piece)
     rows = [*study.comparison.arms, *(name for name in plan.references if name != "pixels")]
@@ -48,7 +46,7 @@ def preview(study: Study) -> Shown:
         },
         "arms": {
             arm: {f"{part}_hours": round(costs.hours[arm, part], 3) for part in PARTS}
-            | {key: costs.pretraining[arm][key] for key in STAGE if arm in costs.pretraining}
+            | ({"pretraining": asdict(costs.pretraining[arm])} if arm in costs.pretraining else {})
             for arm in rows
         },
         "memory": {
@@ -71,8 +69,8 @@ class _Costs:
 
     plan: Plan
     opened: dict[tuple[str, str], ShardSet]
-    pretraining: dict[str, Shown]
-    tried: dict[str, Shown] = field(default_factory=dict)
+    pretraining: dict[str, DryRun]
+    tried: dict[str, DryRun] = field(default_factory=dict)
     hours: dict[tuple[str, str], float] = field(default_factory=lambda: defaultdict(float))
     unknown: set[str] = field(default_factory=set)
     read: set[tuple[Any, ...]] = field(default_factory=set)
@@ -82,7 +80,7 @@ class _Costs:
 
     def add(self, piece: Piece) -> None:
         if piece.kind == "pretrain":
-            self.hours[piece.arm, "pretraining"] += self.pretraining[piece.arm]["time"]["hours_in_all"]
+            self.hours[piece.arm, "pretraining"] += self.pretraining[piece.arm].hours
         elif piece.kind in ("choose", "measure") and piece.arm != "pixels":
             like = self.plan.settings.get(self.plan.like(piece.arm))
             if like is None:
@@ -96,7 +94,7 @@ class _Costs:
         labels = labels_of(self.opened[piece.data, "train"])
         images = len(choose_labeled(labels, piece.budget, piece.seed))
         for keys in self.plan.evaluators[piece.data][piece.evaluator].stages(piece.kind, images):
-            seconds = seconds_of_a_step(self._measured(piece, like, keys)) * keys["training"]["steps"]
+            seconds = self._measured(piece, like, keys).step_seconds() * keys["training"]["steps"]
             self.hours[piece.arm, "fine_tuning"] += seconds / 3600
 
     def _features(self, piece: Piece, like: Recipe) -> None:
@@ -116,9 +114,9 @@ class _Costs:
         batch = like.training.batch_size
         keys = {"encoder": size, "objective": {"name": "classification", "head": "linear", "pooling": "mean"}}
         measured = self._measured(piece, like, keys | {"training": {"steps": 1, "batch_size": batch}})
-        self.hours[piece.arm, "features"] += seconds_of_a_step(measured, _FORWARD) * images / batch / 3600
+        self.hours[piece.arm, "features"] += measured.step_seconds(_FORWARD) * images / batch / 3600
 
-    def _measured(self, piece: Piece, like: Recipe, keys: Shown) -> Shown:
+    def _measured(self, piece: Piece, like: Recipe, keys: Shown) -> DryRun:
         """A training as an evaluator does it, tried as a recipe on the piece's labeled shards."""
         content = like.model_dump(mode="json", exclude={"objective", "optim", "training", "probe", "init_from"})
         for room, values in keys.items():
@@ -133,9 +131,9 @@ class _Costs:
         stage = recipe.validate(Recipe, content)
         key = stage.model_dump_json(exclude={"run", "name", "seed"})
         if key not in self.tried:
-            self.tried[key] = preview_stage(stage)
+            self.tried[key] = dry_run(stage)
         return self.tried[key]
 
 
-def _memory(found: Shown) -> float:
-    return float(sum(found["memory"].values()))
+def _memory(found: DryRun) -> float:
+    return found.weights_mib + found.activations_mib

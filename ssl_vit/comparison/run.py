@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ssl_vit import api, plugins, runs
+from ssl_vit import plugins, runs, stage
 from ssl_vit.comparison.config import ONLY, DataSet, Study
 from ssl_vit.comparison.plan import Piece, Plan
 from ssl_vit.comparison.suites import prepare
@@ -30,8 +30,8 @@ from ssl_vit.interfaces import UserError
 from ssl_vit.recipe import save
 from ssl_vit.report.merge import PLAN, merge, update
 from ssl_vit.runs import is_main_process
-from ssl_vit.training import processes
-from ssl_vit.training.engine import make_accelerator
+from ssl_vit.training import distributed
+from ssl_vit.training.distributed import make_accelerator
 
 Say = Callable[[str], None]
 
@@ -54,7 +54,7 @@ def look(study: Study, sets: dict[str, DataSet]) -> tuple[Plan, dict[tuple[str, 
     pretraining = {arm: open_training(r.data) for arm, r in study.recipes.items()}
     for arm, found in pretraining.items():
         try:
-            api.check(study.recipes[arm], found)
+            stage.check(study.recipes[arm], found)
         except UserError as error:
             raise UserError(f"arms.{arm}: {error}") from None
     shards = {f"{name} {part}": found.fingerprint for (name, part), found in opened.items()}
@@ -107,7 +107,7 @@ def compare(study: Study, command: str, say: Say = print) -> dict[str, Any]:
         raise UserError("jobs: several processes were launched, which share every piece; set jobs=1")
     plan = open_plan(study, command, say)
     make_accelerator()  # the launched processes must agree from here on
-    undone = processes.gather([piece.id for piece in plan.pieces if not is_done(plan, piece)])[0]
+    undone = distributed.gather([piece.id for piece in plan.pieces if not is_done(plan, piece)])[0]
     missing = [piece for piece in plan.pieces if piece.id in undone]
     say(f"{study.comparison.name}: {len(plan.pieces)} pieces, {len(plan.pieces) - len(missing)} of them done before")
     begun = environment() if missing else None  # now: the checkout may change before the end

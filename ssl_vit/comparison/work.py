@@ -25,7 +25,7 @@ from ssl_vit.interfaces import UserError
 from ssl_vit.recipe import Recipe
 from ssl_vit.report.merge import finished
 from ssl_vit.runs import SUMMARY, is_main_process, wait_for_everyone
-from ssl_vit.training import processes
+from ssl_vit.training import distributed
 
 PICTURES = "pictures"
 
@@ -47,7 +47,7 @@ def is_done(plan: Plan, piece: Piece) -> bool:
 def do(plan: Plan, piece: Piece) -> str:
     """Run a piece, unless another job has done it meanwhile, and store its result; returns its id."""
     with _held(plan, piece):
-        if not processes.gather(is_done(plan, piece))[0]:  # what the main process sees counts
+        if not distributed.gather(is_done(plan, piece))[0]:  # what the main process sees counts
             result = run_piece(plan, piece)
             if is_main_process():
                 done = {"id": piece.id, "fingerprint": plan.fingerprint(piece), "hardware": environment()["hardware"]}

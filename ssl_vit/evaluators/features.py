@@ -33,7 +33,7 @@ from ssl_vit.interfaces import Config, Diverged, Size, UserError
 from ssl_vit.models import Resampling
 from ssl_vit.models.encoder import Encoder, Pooling
 from ssl_vit.models.factory import at_size
-from ssl_vit.training import processes
+from ssl_vit.training import distributed
 
 REFERENCES = ("untrained", "pixels")
 _PIXELS = 32  # a side of the raw-pixel reference, at most: 3,072 numbers an image, whatever the images' size
@@ -200,7 +200,7 @@ def extract(
         labels.append(batch.labels.cpu()[valid])
         places.append(batch.indices.cpu()[valid])
     own = tuple(torch.cat(parts).numpy() for parts in (vectors, labels, places))
-    everyone = processes.gather(own)
+    everyone = distributed.gather(own)
     rows, classes, order = (np.concatenate([rank[n] for rank in everyone]) for n in range(3))
     if len(classes) == 0:
         raise UserError(f"{shards.spec}: no sample there has a readable image and a label (.cls)")
@@ -244,7 +244,7 @@ def _cached(
     """From the cache where the same features are there, else extracted (and kept). Every rank gets the same."""
     path = task.cache / f"{_content(task, source, shards, representation, images)}.safetensors" if task.cache else None
     main = task.accelerator.is_main_process
-    found = processes.gather(_read(path) if path and main else None)[0]
+    found = distributed.gather(_read(path) if path and main else None)[0]
     if found is not None:
         features, skipped = found
         task.skipped += skipped
@@ -252,7 +252,7 @@ def _cached(
     before = len(task.skipped)
     image_size = None if source == "pixels" else representation.image_size
     features = extract(task, shards, _reader(task, source, representation), image_size, images)
-    skipped = [skip for rank in processes.gather(task.skipped[before:]) for skip in rank]
+    skipped = [skip for rank in distributed.gather(task.skipped[before:]) for skip in rank]
     task.skipped[before:] = skipped
     if path and main:
         _write(path, features, skipped)

@@ -23,7 +23,7 @@ from ssl_vit.evaluators.labels import short_note
 from ssl_vit.interfaces import Diverged, Measurement, UserError
 from ssl_vit.models import factory
 from ssl_vit.objectives import classification
-from ssl_vit.training import OptimConfig, TrainingConfig, loop, processes
+from ssl_vit.training import OptimConfig, TrainingConfig, distributed, loop
 from ssl_vit.training.flops import training_flops
 
 _LOG_EVERY = 500  # steps; until then each keeps its metrics on the device and its samples' names
@@ -128,7 +128,7 @@ def predictions(
         valid = batch.valid.cpu()  # chosen on the host: on XLA, each number of them would be a program of its own
         bad = batch.indices.cpu()[valid & ~logits.isfinite().all(-1)]
         found.append((logits.argmax(-1)[valid].tolist(), batch.labels.cpu()[valid].tolist(), bad.tolist()))
-    everyone = processes.gather(found)
+    everyone = distributed.gather(found)
     predicted_all, labels, unusable = (
         np.array([value for rank in everyone for part in rank for value in part[n]], dtype=np.int64) for n in range(3)
     )

@@ -24,8 +24,8 @@ from ssl_vit.data.plan import LanePosition
 from ssl_vit.files import atomic_file, flush, read_json, sha256
 from ssl_vit.interfaces import RunError, UserError
 from ssl_vit.models import factory
-from ssl_vit.training import processes
-from ssl_vit.training.processes import shared_errors
+from ssl_vit.training import distributed
+from ssl_vit.training.distributed import shared_errors
 from ssl_vit.training.state import State, Tensors, placed, random_state, set_random_state
 
 OBJECTIVE = "objective.safetensors"
@@ -100,7 +100,7 @@ def newest(run: Path) -> tuple[Path | None, list[str]]:
     """The newest checkpoint that holds what was written into it, and what to tell the user about broken ones, which are
     put aside as `broken_step_NNNNNNNN`. Every process must call it; the main one looks."""
     found, notes = None, list[str]()
-    if processes.is_main():
+    if distributed.is_main():
         for unfinished in (run / "checkpoints").glob(_beside("step_*")):  # a kill came while it was written
             shutil.rmtree(unfinished)
         for aside in (run / "checkpoints").glob(f"{_ASIDE}step_*"):  # a kill came between two renames
@@ -115,7 +115,7 @@ def newest(run: Path) -> tuple[Path | None, list[str]]:
             shutil.rmtree(aside, ignore_errors=True)  # of an earlier break at this step
             folder.rename(aside)
             notes.append(f"{folder} is broken ({defect}) and was put aside as broken_{folder.name}")
-    return processes.gather((found, notes))[0]
+    return distributed.gather((found, notes))[0]
 
 
 def _beside(name: str) -> str:
@@ -145,9 +145,9 @@ def save(run: Path, progress: Progress, state: State, keep_last: int) -> Path:
     beside = target.with_name(_beside(target.name))
     weights = state.weights(averaged=True)
     training = state.weights(averaged=False) if state.average else {}
-    random = processes.gather(random_state(state.device))
+    random = distributed.gather(random_state(state.device))
     with shared_errors(), _refusals(run, target, beside):
-        if processes.is_main():
+        if distributed.is_main():
             if not run.is_dir():
                 raise RunError(f"{run} was removed or moved while it was trained: put it back and run it again")
             shutil.rmtree(beside, ignore_errors=True)
@@ -160,18 +160,18 @@ def save(run: Path, progress: Progress, state: State, keep_last: int) -> Path:
             (beside / _STATE).write_text(json.dumps(content) + "\n")
     sums: dict[str, str] = {}
     with shared_errors(), _refusals(run, target, beside):
-        if state.sharded or processes.is_main():
+        if state.sharded or distributed.is_main():
             state.save_optimizer(beside / _OPTIMIZER)
             files = [path for path in beside.rglob("*") if path.is_file()]
             # Each process knows the sums of its own shards, the main one those of everything else too.
-            own = f"shard-{processes.rank() + 1:05d}-"
+            own = f"shard-{distributed.rank() + 1:05d}-"
             for path in sorted(files):
-                if path.name.startswith(own) or (processes.is_main() and path.parent == beside):
+                if path.name.startswith(own) or (distributed.is_main() and path.parent == beside):
                     sums[path.relative_to(beside).as_posix()] = sha256(path)
                     flush(path)
-    parts = processes.gather(sums)
+    parts = distributed.gather(sums)
     with shared_errors(), _refusals(run, target, beside):
-        if processes.is_main():
+        if distributed.is_main():
             lines = [f"{digest}  {name}\n" for part in parts for name, digest in part.items()]
             (beside / _SUMS).write_text("".join(lines))
             for path in (beside / _SUMS, beside / _OPTIMIZER, beside):
@@ -184,7 +184,7 @@ def save(run: Path, progress: Progress, state: State, keep_last: int) -> Path:
             beside.rename(target)
             flush(target.parent)
             shutil.rmtree(aside, ignore_errors=True)
-    if processes.is_main():
+    if distributed.is_main():
         for old in folders(run)[:-keep_last]:
             if not (old / RESULTS).exists():
                 shutil.rmtree(old, ignore_errors=True)
@@ -252,7 +252,7 @@ def load(folder: Path, state: State) -> Progress:
         raise _unreadable(folder, error) from None
     if state.scaler and scaler:
         state.scaler.load_state_dict(scaler)
-    own = f"{processes.rank()}/"
+    own = f"{distributed.rank()}/"
     mine = {name.removeprefix(own): tensor for name, tensor in random.items() if name.startswith(own)}
     if mine:  # with more processes than before, the new ones start from their seed
         set_random_state(mine, state.device)

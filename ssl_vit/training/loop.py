@@ -18,14 +18,14 @@ from torch import nn
 from ssl_vit.data.plan import LanePosition
 from ssl_vit.data.samples import Chunk, Skip
 from ssl_vit.interfaces import Batch, Diverged, UserError
-from ssl_vit.training import OptimConfig, TrainingConfig, checkpoint, metrics, processes
+from ssl_vit.training import OptimConfig, TrainingConfig, checkpoint, distributed, metrics
+from ssl_vit.training.callbacks import EarlyStopping
+from ssl_vit.training.distributed import StopRequest, stop_requests, stopped
 from ssl_vit.training.guard import OVERFLOWS_IN_A_ROW, REWINDS, SKIPS_IN_A_ROW, Guard
-from ssl_vit.training.interrupt import StopRequest, stop_requests, stopped
 from ssl_vit.training.metrics import Window
 from ssl_vit.training.progress import Display
 from ssl_vit.training.records import Records
 from ssl_vit.training.step import Stepper, Taken
-from ssl_vit.training.watch import Watch
 
 Batches = Callable[[list[LanePosition]], Iterator[tuple[Batch, Chunk]]]
 Picture = Callable[[nn.Module, Batch, int], np.ndarray]
@@ -56,7 +56,7 @@ class Job:
     data: str = ""
     classes: tuple[str, ...] = ()
     picture: Picture | None = None
-    watch: Watch | None = None
+    watch: EarlyStopping | None = None
     recipe: dict[str, Any] = field(default_factory=dict)
     quiet: bool = False
 
@@ -80,7 +80,7 @@ def train(job: Job) -> Outcome:
     and the last good checkpoint) or a spike, RunError on a disk that refuses a checkpoint and when another process is
     gone; UserError for data that cannot be read and checkpoints that do not fit.
     """
-    others_watched = processes.others_watched(partial(checkpoint.last_saved, job.run))
+    others_watched = distributed.others_watched(partial(checkpoint.last_saved, job.run))
     with others_watched, stop_requests() as stop:
         return _Loop(job, stop).run()
 
@@ -335,7 +335,7 @@ class _Loop:
         # Each rank knows where its own lanes are; together they know all.
         first = self.accelerator.process_index * self._own_lanes()
         own = progress.lanes[first : first + self._own_lanes()]
-        progress.lanes = [position for part in processes.gather(own) for position in part]
+        progress.lanes = [position for part in distributed.gather(own) for position in part]
         progress.rewinds = 0
         checkpoint.save(job.run, progress, self.state, job.training.keep_last)
         self.saved = progress.step, progress.probed

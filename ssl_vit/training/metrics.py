@@ -12,7 +12,7 @@ import torch
 
 from ssl_vit.files import write_text
 from ssl_vit.interfaces import Batch, RunError, StepOutput
-from ssl_vit.training import processes
+from ssl_vit.training import distributed
 
 Rows = dict[str, torch.Tensor]
 
@@ -47,7 +47,7 @@ class Window:
         The one place where the host waits for the device. Every process must call it at the same step.
         """
         # Row by row to the host: on XLA, a stack of so many rows would be a program of its own.
-        sums = processes.total(torch.stack([row.cpu() for row in self.rows]).double())
+        sums = distributed.total(torch.stack([row.cpu() for row in self.rows]).double())
         means = sums[:, :-1] / sums[:, -1:].clamp(min=1)
         table = zip(self.sizes, means.split(list(self.sizes.values()), dim=1), strict=True)
         return {name: column[:, 0] if column.shape[1] == 1 else column for name, column in table}
@@ -70,7 +70,7 @@ def blamed(to_blame: bool, keys: list[str]) -> list[str]:
 
     Every process must call it.
     """
-    found = processes.gather((to_blame, keys))
+    found = distributed.gather((to_blame, keys))
     sure = any(blame for blame, _ in found)
     return [key for blame, names in found for key in names if blame or not sure]
 

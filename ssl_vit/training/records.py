@@ -10,8 +10,8 @@ import numpy as np
 
 from ssl_vit.data.samples import Skip
 from ssl_vit.training.checkpoint import Progress
+from ssl_vit.training.distributed import gather, shared_errors
 from ssl_vit.training.metrics import MetricLog
-from ssl_vit.training.processes import gather, shared_errors
 from ssl_vit.training.progress import Display
 from ssl_vit.training.trackers import Settings, Trackers
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from ssl_vit.interfaces import UserError
-from ssl_vit.training import processes
+from ssl_vit.training import distributed
 
 Tensors = dict[str, torch.Tensor]
 
@@ -91,7 +91,7 @@ class State:
         writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp.save(tensors, storage_writer=writer, no_dist=not self.sharded, process_group=processes.group())
+            dcp.save(tensors, storage_writer=writer, no_dist=not self.sharded, process_group=distributed.group())
 
     def load_optimizer(self, folder: Path) -> None:
         """Read it back, whatever number of processes wrote it. UserError where the parameters are others."""
@@ -125,7 +125,7 @@ def whole(tensors: Mapping[str, torch.Tensor]) -> Tensors:
     found = {}
     for name, tensor in tensors.items():
         full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        if processes.is_main():
+        if distributed.is_main():
             found[name] = full.detach().cpu().contiguous()
     return found
 

@@ -12,8 +12,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ssl_vit.interfaces import Batch, StepOutput, UserError
-from ssl_vit.training import OptimConfig, TrainingConfig, optim, processes
-from ssl_vit.training.engine import autocast_sharded
+from ssl_vit.training import OptimConfig, TrainingConfig, distributed, optim
+from ssl_vit.training.distributed import autocast_sharded
 from ssl_vit.training.memory import fitting_accumulation
 from ssl_vit.training.state import Average, State, random_state, set_random_state
 
@@ -88,7 +88,7 @@ class Stepper:
         # With loss scaling, a gradient may overflow: that is the scaler's matter.
         if not self.accelerator.scaler:
             values.append(norm.to(values[0]))
-        return not processes.largest(int(not bool(torch.stack(values).isfinite().all())))
+        return not distributed.largest(int(not bool(torch.stack(values).isfinite().all())))
 
     def _buffers(self) -> list[torch.Tensor]:
         """A copy of what a forward pass may change beside the gradients: running statistics of a batch norm."""

@@ -138,17 +138,17 @@ def test_a_step_waits_for_nothing_and_compiles_once(pictures: Path, tmp_path: Pa
     program = """
 import sys, torch
 from torch._dynamo.utils import counters
-from ssl_vit import api
+from ssl_vit import stage
 from ssl_vit.data.mixture import open_training
 from ssl_vit.data.plan import LanePosition
 from ssl_vit.recipe import load_recipe
-from ssl_vit.training.engine import make_accelerator
+from ssl_vit.training.distributed import make_accelerator
 from ssl_vit.training.step import Stepper
 
 name, compiled, *keys = sys.argv[1:]
 settings = load_recipe(name, keys)
 accelerator = make_accelerator("bf16", compiled=bool(compiled))
-job = api.prepare(settings, open_training(settings.data), accelerator, quiet=True)
+job = stage.build(settings, open_training(settings.data), accelerator, quiet=True)
 batches = job.batches([LanePosition()] * job.lanes)
 stepper = Stepper(job.objective, job.optim, job.training, job.total_steps, accelerator)
 for step in range(12):

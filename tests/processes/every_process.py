@@ -20,7 +20,6 @@ import torch
 import yaml
 from accelerate import PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
-from torch import distributed
 from torch.distributed.tensor import DTensor
 
 from ssl_vit import api, cli, recipe, runs
@@ -33,8 +32,8 @@ from ssl_vit.data.transforms import train_transform
 from ssl_vit.evaluators import features
 from ssl_vit.interfaces import RunError, StepOutput, UserError
 from ssl_vit.objectives import masked_patch
-from ssl_vit.training import checkpoint, metrics, processes
-from ssl_vit.training.engine import make_accelerator
+from ssl_vit.training import checkpoint, distributed, metrics
+from ssl_vit.training.distributed import make_accelerator
 from ssl_vit.training.step import Stepper
 
 FSDP2 = Path(__file__).parents[2] / "recipes" / "launch" / "fsdp2.yaml"
@@ -180,7 +179,7 @@ def uneven(shards: str, workers: str, lanes: str, batch_size: str, steps: str) -
     counts = torch.zeros(found.samples, dtype=torch.int64)
     batches = source([LanePosition()] * int(lanes))
     for _ in range(int(steps)):  # every process must come to every step, or this waits
-        counts += processes.total(torch.bincount(next(batches)[0].indices, minlength=found.samples))
+        counts += distributed.total(torch.bincount(next(batches)[0].indices, minlength=found.samples))
     if accelerator.is_main_process:
         print(counts.min().item(), counts.max().item(), counts.sum().item(), flush=True)
 
@@ -188,7 +187,7 @@ def uneven(shards: str, workers: str, lanes: str, batch_size: str, steps: str) -
 def spoil(factors: dict[int, float]) -> None:
     """Multiply the loss of some forward passes (counted from 1) by a number, on the last process alone."""
     forward, seen = masked_patch.Objective.forward, [0]
-    last = processes.rank() == distributed.get_world_size() - 1 if processes.several() else True
+    last = distributed.rank() == torch.distributed.get_world_size() - 1 if distributed.several() else True
 
     def spoiled(self: Any, batch: Any) -> StepOutput:
         output = forward(self, batch)
@@ -235,7 +234,7 @@ def auto_batch(digits: str, run: str, *keys: str) -> None:
     def limited(self: Stepper, batch: Any, *counts: int) -> int:
         mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-        last = processes.rank() == self.accelerator.num_processes - 1
+        last = distributed.rank() == self.accelerator.num_processes - 1
         resource.setrlimit(resource.RLIMIT_AS, (mapped + (100 << 20) if last else soft, hard))
         try:
             return accumulation(self, batch, *counts)

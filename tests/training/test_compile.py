@@ -12,7 +12,7 @@ from torch._dynamo.utils import counters
 
 from ssl_vit.interfaces import UserError
 from ssl_vit.models import factory
-from ssl_vit.training.engine import make_accelerator
+from ssl_vit.training.distributed import make_accelerator
 
 Train = Callable[..., Path]
 Lines = Callable[[Path], list[dict[str, Any]]]

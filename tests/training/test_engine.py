@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ssl_vit.interfaces import UserError
-from ssl_vit.training.engine import make_accelerator
+from ssl_vit.training.distributed import make_accelerator
 
 
 @pytest.mark.parametrize("kind", ["DEEPSPEED", "MEGATRON_LM"])

@@ -16,7 +16,7 @@ from ssl_vit import api
 from ssl_vit.interfaces import RunError, StepOutput
 from ssl_vit.models.encoder import Encoder
 from ssl_vit.objectives import masked_patch
-from ssl_vit.training.engine import make_accelerator
+from ssl_vit.training.distributed import make_accelerator
 from ssl_vit.training.guard import Guard
 from ssl_vit.training.step import Stepper
 

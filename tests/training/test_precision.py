@@ -12,7 +12,7 @@ from torch import nn
 
 from ssl_vit.interfaces import UserError
 from ssl_vit.objectives import classification, masked_patch
-from ssl_vit.training.engine import make_accelerator
+from ssl_vit.training.distributed import make_accelerator
 
 Make = Callable[..., Any]
 

@@ -16,7 +16,7 @@ from ssl_vit import api, recipe, runs
 from ssl_vit.files import sha256
 from ssl_vit.interfaces import UserError
 from ssl_vit.training import checkpoint
-from ssl_vit.training.interrupt import Stopped, StopRequest
+from ssl_vit.training.distributed import Stopped, StopRequest
 from ssl_vit.training.step import Stepper
 
 Train = Callable[..., Path]

@@ -21,9 +21,8 @@ from ssl_vit.evaluators.few_shot import few_shot_accuracy
 from ssl_vit.evaluators.online import OnlineProbe
 from ssl_vit.interfaces import UserError
 from ssl_vit.models import factory
-from ssl_vit.training.engine import make_accelerator
-from ssl_vit.training.interrupt import Stopped
-from ssl_vit.training.watch import Watch
+from ssl_vit.training.callbacks import EarlyStopping
+from ssl_vit.training.distributed import Stopped, make_accelerator
 
 
 @pytest.fixture(scope="module")
@@ -119,15 +118,15 @@ def test_patience_goes_on_counting_after_a_stop(digits: Path, tmp_path: Path, mo
         return next(scores)
 
     monkeypatch.setattr(OnlineProbe, "__call__", measure)
-    taken = Watch.take
+    taken = EarlyStopping.take
 
-    def stop_after_the_second(self: Watch, objective: Any, progress: Any, records: Any) -> None:
+    def stop_after_the_second(self: EarlyStopping, objective: Any, progress: Any, records: Any) -> None:
         taken(self, objective, progress, records)
         if progress.step == 4:
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises((KeyboardInterrupt, Stopped)):
-        patch.setattr(Watch, "take", stop_after_the_second)
+        patch.setattr(EarlyStopping, "take", stop_after_the_second)
         train(digits, tmp_path / "run", *keys, "training.checkpoint_every=2")
     scores = iter([0.4, 0.3, 0.2, 0.9])
     lines = train(digits, tmp_path / "run", *keys, "training.checkpoint_every=2")

@@ -27,7 +27,7 @@ from ssl_vit.data.packing import pack  # noqa: E402
 from ssl_vit.data.packing.sources import open_source  # noqa: E402
 from ssl_vit.evaluators import features, tuning  # noqa: E402
 from ssl_vit.interfaces import UserError  # noqa: E402
-from ssl_vit.training.engine import make_accelerator  # noqa: E402
+from ssl_vit.training.distributed import make_accelerator  # noqa: E402
 from ssl_vit.training.step import Stepper  # noqa: E402
 
 STEPS = 24

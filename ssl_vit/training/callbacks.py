@@ -13,8 +13,12 @@ from ssl_vit.training.checkpoint import Progress
 from ssl_vit.training.records import Records
 
 
+class Callback:
+    """Base of what happens between the steps of a training."""
+
+
 @dataclass(frozen=True)
-class Watch:
+class EarlyStopping(Callback):
     """measure: from the unwrapped objective to a number that should rise; every process calls it at the same steps, and
     it leaves the objective in evaluation mode. every: steps. patience: measures in a row without a new best after which
     training ends (None: never). skipped: the samples that this process could not use for it, each told once.

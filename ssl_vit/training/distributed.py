@@ -1,16 +1,28 @@
-"""Accelerate's engine: devices, processes and precision, as `accelerate launch`, torchrun or Slurm set them up."""
+"""Devices, processes and precision as Accelerate sets them up; what the processes share; signals that stop them."""
 
 from __future__ import annotations
 
 import atexit
+import ctypes
 import datetime
 import gc
 import os
+import re
 import shutil
+import signal
+import sys
+import threading
+import time
 import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
+from types import FrameType
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import (
@@ -25,14 +37,18 @@ from accelerate.utils import (
 )
 from torch import nn
 
-from ssl_vit.interfaces import RunError, UserError
-from ssl_vit.training import Precision, processes
-from ssl_vit.training.memory import keep_freed_memory
+from ssl_vit.interfaces import PREEMPTED, RunError, Stopped, UserError
+from ssl_vit.training import Precision
 
 _KNOWN_WARNINGS = (
     "Please use the new API settings to control TF32",  # torch 2.9's alone, of what later versions take in silence
     "`broadcast_buffers` is deprecated",  # Accelerate has no new name for it
     "Grad strides do not match bucket view strides",  # of one small gradient, which is copied
+)
+# How gloo, NCCL and torch's store word it that another process does not answer any more.
+_GONE = re.compile(
+    r"(?i)connection (closed|reset|refused)|timed out|wait timeout|broken pipe|socket timeout|gloo|nccl|"
+    r"failed to (recv|send)|no route to host"
 )
 _MIXED = {"fp32": "no", "tf32": "no", "bf16": "bf16", "fp16": "fp16"}
 
@@ -77,7 +93,7 @@ def make_accelerator(precision: Precision = "fp32", timeout: int = 600, compiled
                 DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),
             ],
         )
-        processes.connect(timeout)
+        connect(timeout)
     except (RuntimeError, ConnectionError) as error:
         if launched == 1:
             raise
@@ -85,7 +101,7 @@ def make_accelerator(precision: Precision = "fp32", timeout: int = 600, compiled
             f"the {launched} processes did not find each other within {timeout} s (training.timeout): "
             f"{str(error).splitlines()[0]}; check that all were started, with the same main address and port"
         ) from error
-    with processes.shared_errors():
+    with shared_errors():
         _check_world(accelerator, launched)
     if accelerator.device.type == "cpu":
         keep_freed_memory()
@@ -125,6 +141,22 @@ def _check_world(accelerator: Accelerator, launched: int) -> None:
         )
 
 
+def keep_freed_memory() -> bool:
+    """Let this process keep the memory that it frees; whether that could be arranged (glibc alone knows how).
+
+    By default glibc gives a step's activations back to the system when the step frees them and asks for them again in
+    the next: up to a sixth of a small model's step on a CPU goes into that. The process stays as large as its largest
+    step, and no larger.
+    """
+    if not sys.platform.startswith("linux"):
+        return False
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:  # musl has none
+        return False
+    m_trim_threshold, m_mmap_max = -1, -4  # malloc.h
+    return bool(mallopt(m_mmap_max, 0)) and bool(mallopt(m_trim_threshold, 2**31 - 1))
+
+
 @cache
 def _keep_what_is_imported() -> None:
     """Accelerate collects garbage after every training, which would walk all that is imported: 0.3 s each time."""
@@ -149,3 +181,148 @@ def _check_precision(precision: Precision) -> None:
         raise UserError("training.precision=tf32 needs an NVIDIA GPU of Ampere or newer: use fp32")
     if precision == "bf16" and gpu and not torch.cuda.is_bf16_supported(including_emulation=False):
         raise UserError("training.precision=bf16 needs an NVIDIA GPU of Ampere or newer: use fp16 on this one")
+
+
+@dataclass
+class _Together:
+    group: Any = None
+    timeout: int = 0
+
+
+_together = _Together()
+
+
+def connect(timeout: int) -> None:
+    """Give the launched processes a CPU group of their own: what they agree on does not wait for the accelerator.
+
+    timeout: seconds that a process waits for the others. Every process must call it; one alone needs no group. It
+    returns once all are there: if the main process, which tells the others where to find each other, left before (with
+    an error in the recipe, say), they would look for it for ever.
+    """
+    if not several() and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        _together.group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout))
+        _together.timeout = timeout
+        gather(None)
+
+
+def group() -> Any:
+    """torch's process group of all processes on the CPU; None for one process alone."""
+    return _together.group
+
+
+def several() -> bool:
+    """Whether there are other processes to agree with."""
+    return _together.group is not None
+
+
+def rank() -> int:
+    return dist.get_rank() if several() else 0
+
+
+def is_main() -> bool:
+    return rank() == 0
+
+
+def gather(value: Any) -> list[Any]:
+    """Every process's value, in rank order, on every process."""
+    if not several():
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value, group=_together.group)
+    return values
+
+
+def largest(value: int) -> int:
+    """The largest of the processes' numbers; cheap enough for every step."""
+    if not several():
+        return value
+    tensor = torch.tensor([value])
+    dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=_together.group)
+    return int(tensor)
+
+
+def total(tensor: torch.Tensor) -> torch.Tensor:
+    """The sum of the processes' CPU tensors."""
+    if several():
+        dist.all_reduce(tensor, group=_together.group)
+    return tensor
+
+
+@contextmanager
+def shared_errors() -> Iterator[None]:
+    """A block that every process runs: a UserError or RunError of one of them is raised on all. It is a barrier too.
+
+    Other exceptions pass on their own process alone, whose end the others notice.
+    """
+    own: UserError | RunError | None = None
+    try:
+        yield
+    except (UserError, RunError) as error:
+        own = error
+    found = [item for item in gather((type(own), str(own)) if own else None) if item]
+    if own and not several():
+        raise own
+    if found:
+        kind, text = found[0]
+        shared = kind(text)
+        shared.everywhere = True
+        raise shared from own
+
+
+@contextmanager
+def others_watched(last_saved: Callable[[], str]) -> Iterator[None]:
+    """Turn the end of another process, or its silence for longer than the timeout, into a plain RunError.
+
+    last_saved: says which checkpoint is the last good one.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not several() or not _GONE.search(str(error)):
+            raise
+        reason = str(error).splitlines()[0].split("] ", 1)[-1].split(". This is typically")[0]
+        raise RunError(
+            f"another process of this run is gone, or has not answered for {_together.timeout} s (training.timeout): "
+            f"its own output says why ({reason})\n{last_saved()}; run the same command on all machines to go on"
+        ) from error
+
+
+_ONE_REQUEST = 3.0  # seconds; a launcher repeats the signal that the terminal or the scheduler has sent already
+
+
+def stopped(number: int) -> Stopped:
+    """The exception that ends a program on a signal: exit code 1 for Ctrl-C, 75 for a preemption."""
+    return Stopped(1 if number == signal.SIGINT else PREEMPTED)
+
+
+class StopRequest:
+    """Whether some process was asked to stop; all processes get the same answer at the same step."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        self.asked = 0.0
+
+    def handle(self, number: int, frame: FrameType | None) -> None:
+        if self.number and time.monotonic() - self.asked > _ONE_REQUEST:
+            raise stopped(number)  # asked again: stop at once
+        if not self.number:
+            self.number, self.asked = number, time.monotonic()
+
+    def agreed(self) -> int:
+        """The signal that some process got (0: none). Call once a step on every process."""
+        return largest(self.number)
+
+
+@contextmanager
+def stop_requests() -> Iterator[StopRequest]:
+    """Turn the signals into a request while the block runs (in the main thread; elsewhere signals stay)."""
+    request = StopRequest()
+    old = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+            old[number] = signal.signal(number, request.handle)
+    try:
+        yield request
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)

@@ -1,0 +1,282 @@
+"""Recipe + shards -> training job: the one builder of every training and dry run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+from torch import nn
+
+from ssl_vit import plugins, recipe
+from ssl_vit.data import DataConfig
+from ssl_vit.data.mixture import open_training
+from ssl_vit.data.plan import LanePosition
+from ssl_vit.data.samples import View
+from ssl_vit.data.shards import ShardSet
+from ssl_vit.data.stream import train_source
+from ssl_vit.data.transforms import train_transform
+from ssl_vit.interfaces import Batch, UserError
+from ssl_vit.models import EncoderConfig, factory
+from ssl_vit.recipe import Recipe
+from ssl_vit.training.callbacks import Callback, EarlyStopping
+from ssl_vit.training.distributed import make_accelerator
+from ssl_vit.training.flops import training_flops
+from ssl_vit.training.loop import Job, Picture
+
+
+def build(
+    settings: Recipe,
+    shards: ShardSet,
+    accelerator: Accelerator,
+    *,
+    encoder: factory.Encoder | None = None,
+    classes: int | None = None,
+    subset: np.ndarray | None = None,
+    run: Path | None = None,
+    callbacks: Sequence[Callback] = (),
+    quiet: bool = False,
+) -> Job:
+    """A training job, the same on every process except for its part of the data and its dropout.
+
+    encoder: given instead of building it from the recipe.
+    classes: number of classes; None: as many as the shards name.
+    subset: int64 global indices of the images to train on; None: `data.samples` of them.
+    run: the run directory; None keeps nothing on disk.
+    callbacks: beside those that the recipe asks for.
+
+    Raises UserError for a model, objective or topology that cannot work.
+    """
+    training, named = settings.training, len(shards.classes) if shards.classes else None
+    set_seed(settings.seed)
+    if encoder is None:
+        encoder = build_encoder(settings.encoder, settings.init_from)
+    if training.checkpoint_activations:
+        _checkpoint_activations(encoder, accelerator)
+    objective = build_objective(settings, encoder, classes or named)
+    needs_labels = getattr(objective, "needs_labels", False)
+    view = View(
+        train_transform(encoder.image_size, settings.data.augment),
+        encoder.channels,
+        classes or getattr(settings.objective, "classes", None) or named,
+        noise=objective.noise_per_sample(),  # type: ignore[operator]
+        flip=settings.data.augment.flip,
+        jitter=settings.data.augment.jitter,
+        seed=settings.seed,
+        needs_labels=needs_labels,
+    )
+    images = training_samples(shards, settings.data) if subset is None else subset
+    batches = train_source(
+        shards,
+        view,
+        settings.data,
+        batch_size=training.batch_size,
+        accumulate=training.accumulate,
+        rank=accelerator.process_index,
+        ranks=accelerator.num_processes,
+        device=accelerator.device,
+        keep=None if images is None else shards.members_of(images),
+    )
+    # From here on each process draws its own dropout; the initialization above was the same on all.
+    set_seed(settings.seed + 1 + accelerator.process_index)
+    draws = run and training.picture_every and getattr(objective, "reconstructs", False)
+    return Job(
+        name=settings.name,
+        objective=objective,
+        batches=batches,
+        lanes=settings.data.lanes,
+        total_steps=training.total_steps(shards.samples if images is None else len(images)),
+        training=training,
+        optim=settings.optim,
+        accelerator=accelerator,
+        run=run,
+        data=shards.fingerprint,
+        classes=tuple(shards.classes or ()) if needs_labels else (),
+        picture=_pictures(run) if draws and run else None,
+        watch=next((one for one in callbacks if isinstance(one, EarlyStopping)), None),
+        recipe=recipe.flatten(settings.model_dump(mode="json")),
+        quiet=quiet,
+    )
+
+
+def build_encoder(config: EncoderConfig, init_from: str | None) -> factory.Encoder:
+    """A new encoder, with the weights of `init_from` where given (positions resampled to the new image size)."""
+    encoder = factory.build(config)
+    if init_from:
+        factory.initialize(encoder, factory.load(init_from), init_from, config.position_resampling)
+    return encoder
+
+
+def build_objective(settings: Recipe, encoder: factory.Encoder, classes: int | None) -> nn.Module:
+    """The recipe's objective around an encoder. classes: how many the shards name."""
+    module = plugins.load("objectives", str(settings.objective.name))  # type: ignore[attr-defined]
+    return module.Objective(encoder, settings.objective, classes)
+
+
+def check(settings: Recipe, shards: ShardSet) -> None:
+    """Raises UserError for a model, objective or number of samples that `build` would refuse, at next to no cost."""
+    with torch.device("meta"):
+        build_objective(settings, factory.build(settings.encoder), len(shards.classes) if shards.classes else None)
+    training_samples(shards, settings.data)
+
+
+def training_samples(shards: ShardSet, data: DataConfig) -> np.ndarray | None:
+    """Global indices of the `data.samples` images that training draws from, int64, sorted; None for all.
+
+    Raises UserError where there are fewer.
+    """
+    if data.samples is None or data.samples == shards.samples:
+        return None
+    if data.samples > shards.samples:
+        raise UserError(f"data.samples={data.samples}: {shards.spec} has {shards.samples} samples")
+    return np.sort(np.random.default_rng(0).permutation(shards.samples)[: data.samples])
+
+
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+
+def _checkpoint_activations(encoder: factory.Encoder, accelerator: Accelerator) -> None:
+    if accelerator.device.type == "xla":
+        raise UserError("training.checkpoint_activations is not available on XLA: raise training.accumulate")
+    if any(isinstance(module, _BATCH_NORMS) for module in encoder.modules()):
+        raise UserError("training.checkpoint_activations: batch norm would count every image twice; set it to false")
+    encoder.network.set_grad_checkpointing(True)  # type: ignore[operator]
+
+
+def _pictures(run: Path) -> Picture:
+    from ssl_vit.analysis import figures, reconstruction  # matplotlib: no run without pictures waits for it
+
+    def draw(objective: nn.Module, batch: Batch, step: int) -> np.ndarray:
+        path = run / "pictures" / f"reconstruction_step_{step:08d}.png"
+        return figures.save_png(reconstruction.sheet(reconstruction.reconstructions(objective, batch)), path)  # type: ignore[arg-type]
+
+    return draw
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """What a training would do and cost.
+
+    epochs: passes over the images in all steps.
+    workers: loader processes of each process.
+    images_per_process: of one step.
+    gflop_per_image: forward and backward.
+    pflop: of the whole run.
+    weights_mib: with gradients and optimizer.
+    activations_mib: of one micro-batch.
+    compute_seconds, data_seconds: of one step: computing, and reading its images.
+    """
+
+    run: str
+    device: str
+    processes: int
+    shards: int
+    samples: int
+    classes: int | None
+    lanes: int
+    workers: int
+    images_per_process: int
+    steps: int
+    epochs: float
+    parameters: int
+    gflop_per_image: float
+    pflop: float
+    weights_mib: float
+    activations_mib: float
+    compute_seconds: float
+    data_seconds: float
+    recipe: dict[str, Any]
+
+    def step_seconds(self, share: float = 1.0) -> float:
+        """Wall time of a step of which only a share is computed: reading adds to it without loader processes."""
+        computing = share * self.compute_seconds
+        return max(computing, self.data_seconds) if self.workers else computing + self.data_seconds
+
+    @property
+    def hours(self) -> float:
+        """Of the whole run."""
+        return self.steps * self.step_seconds() / 3600
+
+
+_OPTIMIZER_STATES = {"adamw": 2, "sgd": 1, "lars": 1}  # float32 copies of the weights
+
+
+def dry_run(settings: Recipe, shards: ShardSet | None = None, subset: np.ndarray | None = None) -> DryRun:
+    """Build the job as `api.train` does, take two batches and measure one micro-batch; nothing is written.
+
+    shards: None opens those of the recipe.
+    subset: see `build`.
+
+    Times are this process's: the best of three forward and backward passes after a first one, and the second batch's
+    data. Memory is counted from the tensors that autograd keeps. Raises UserError for whatever would stop the run
+    before its first step.
+    """
+    training = settings.training
+    accelerator = make_accelerator(training.precision, training.timeout)
+    shards = shards or open_training(settings.data)
+    job = build(settings, shards, accelerator, subset=subset, quiet=True)
+    parameters = [(p.numel(), p.requires_grad) for p in job.objective.parameters()]
+    copies = 1 + _OPTIMIZER_STATES[settings.optim.name]
+    flops = training_flops(job.objective)
+    batches = job.batches([LanePosition()] * job.lanes)
+    next(batches)
+    start = time.perf_counter()
+    batch, _ = next(batches)
+    data_seconds = time.perf_counter() - start
+    part = batch.split(training.accumulate)[0]
+    module = job.objective.to(accelerator.device).train()
+    kept = _kept_bytes(module, part, accelerator)
+    passes = []
+    for _ in range(3):
+        start = time.perf_counter()
+        _kept_bytes(module, part, accelerator)
+        passes.append(time.perf_counter() - start)
+    samples = (settings.data.samples or shards.samples) if subset is None else len(subset)
+    images = job.total_steps * training.batch_size
+    return DryRun(
+        run=str(settings.run_directory),
+        device=str(accelerator.device),
+        processes=accelerator.num_processes,
+        shards=len(shards.urls),
+        samples=samples,
+        classes=len(shards.classes) if shards.classes else None,
+        lanes=job.lanes,
+        workers=settings.data.workers,
+        images_per_process=len(batch.images),
+        steps=job.total_steps,
+        epochs=round(images / samples, 2),
+        parameters=sum(number for number, _ in parameters),
+        gflop_per_image=round(flops / 1e9, 3),
+        pflop=round(flops * images / 1e15, 3),
+        weights_mib=round(sum(4 * number * (1 + copies * trained) for number, trained in parameters) / 2**20, 1),
+        activations_mib=round(kept / 2**20, 1),
+        compute_seconds=round(min(passes) * training.accumulate, 4),
+        data_seconds=round(data_seconds, 4),
+        recipe=settings.model_dump(mode="json"),
+    )
+
+
+def _kept_bytes(module: nn.Module, part: Batch, accelerator: Accelerator) -> int:
+    """One forward and backward pass; returns the bytes that autograd kept in between, parameters apart."""
+    own = {p.untyped_storage().data_ptr() for p in module.parameters()}
+    kept: dict[int, int] = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor), accelerator.autocast():
+        loss = module(part).loss
+    loss.backward()
+    module.zero_grad(set_to_none=True)
+    if accelerator.device.type == "cuda":
+        torch.cuda.synchronize()
+    return sum(kept.values())
