@@ -13,8 +13,7 @@ from omegaconf import OmegaConf
 
 from ssl_vit import plugins, recipe, stage
 from ssl_vit.data import DataConfig
-from ssl_vit.data.mixture import open_training
-from ssl_vit.data.shards import ShardSet, check_same_classes, open_shards
+from ssl_vit.data.shards import ShardSet, check_same_classes, open_shards, open_training
 from ssl_vit.evaluators import Metric, results
 from ssl_vit.evaluators.base import named
 from ssl_vit.evaluators.features import Task

@@ -16,12 +16,11 @@ from torch import nn
 
 from ssl_vit import plugins, recipe
 from ssl_vit.data import DataConfig
-from ssl_vit.data.mixture import open_training
-from ssl_vit.data.plan import LanePosition
-from ssl_vit.data.samples import View
-from ssl_vit.data.shards import ShardSet
+from ssl_vit.data.images import train_transform
+from ssl_vit.data.order import LanePosition
+from ssl_vit.data.samples import Preprocess
+from ssl_vit.data.shards import ShardSet, open_training
 from ssl_vit.data.stream import train_source
-from ssl_vit.data.transforms import train_transform
 from ssl_vit.interfaces import Batch, UserError
 from ssl_vit.models import EncoderConfig, factory
 from ssl_vit.recipe import Recipe
@@ -61,7 +60,7 @@ def build(
         _checkpoint_activations(encoder, accelerator)
     objective = build_objective(settings, encoder, classes or named)
     needs_labels = getattr(objective, "needs_labels", False)
-    view = View(
+    preprocess = Preprocess(
         train_transform(encoder.image_size, settings.data.augment),
         encoder.channels,
         classes or getattr(settings.objective, "classes", None) or named,
@@ -74,7 +73,7 @@ def build(
     images = training_samples(shards, settings.data) if subset is None else subset
     batches = train_source(
         shards,
-        view,
+        preprocess,
         settings.data,
         batch_size=training.batch_size,
         accumulate=training.accumulate,

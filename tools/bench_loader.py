@@ -35,13 +35,13 @@ from torchvision.datasets import ImageFolder
 from torchvision.io import ImageReadMode, decode_jpeg
 
 from ssl_vit.data import AugmentConfig, DataConfig
+from ssl_vit.data.images import train_transform
+from ssl_vit.data.order import LanePosition
 from ssl_vit.data.packing import pack
 from ssl_vit.data.packing.sources import open_source
-from ssl_vit.data.plan import LanePosition
-from ssl_vit.data.samples import View
+from ssl_vit.data.samples import Preprocess
 from ssl_vit.data.shards import open_shards
 from ssl_vit.data.stream import train_source
-from ssl_vit.data.transforms import train_transform
 
 BATCH = 40
 MEAN = STD = (0.5, 0.5, 0.5)
@@ -55,10 +55,10 @@ def tutorial(size: int) -> transforms.Compose:
 
 def ours(shards: Path, reduced: bool = True) -> Pipeline:
     def batches(size: int, workers: int) -> Iterator[int]:
-        view = View(train_transform(size, AugmentConfig(reduced_decode=reduced)), 3, None, flip=True)
+        preprocess = Preprocess(train_transform(size, AugmentConfig(reduced_decode=reduced)), 3, None, flip=True)
         data = DataConfig(train=str(shards), lanes=8, workers=workers, cache_mb=0)
         source = train_source(
-            open_shards(str(shards)), view, data, batch_size=BATCH, rank=0, ranks=1, device=torch.device("cpu")
+            open_shards(str(shards)), preprocess, data, batch_size=BATCH, rank=0, ranks=1, device=torch.device("cpu")
         )
         for batch, _ in source([LanePosition()] * 8):
             yield len(batch.images)

@@ -26,12 +26,13 @@ import psutil
 import torch
 from PIL import Image
 
-from ssl_vit.data import AugmentConfig, DataConfig, shard_file
-from ssl_vit.data.plan import LanePosition
-from ssl_vit.data.samples import View
+from ssl_vit.data import AugmentConfig, DataConfig
+from ssl_vit.data.images import train_transform
+from ssl_vit.data.order import LanePosition
+from ssl_vit.data.samples import Preprocess
 from ssl_vit.data.shards import open_shards
+from ssl_vit.data.shards import reading as shard_file
 from ssl_vit.data.stream import train_source
-from ssl_vit.data.transforms import train_transform
 
 LANES, BATCH = 8, 64
 
@@ -65,10 +66,10 @@ def first_batch(folder: Path, position: int) -> tuple[float, int]:
 
     shard_file.ShardFile.__init__ = counted  # type: ignore[method-assign]
     start = time.perf_counter()
-    view = View(train_transform(32, AugmentConfig()), 3, None)
+    preprocess = Preprocess(train_transform(32, AugmentConfig()), 3, None)
     data = DataConfig(train=str(folder), lanes=LANES, workers=0, cache_mb=0)
     source = train_source(
-        open_shards(str(folder)), view, data, batch_size=BATCH, rank=0, ranks=1, device=torch.device("cpu")
+        open_shards(str(folder)), preprocess, data, batch_size=BATCH, rank=0, ranks=1, device=torch.device("cpu")
     )
     next(source([LanePosition(3, position)] * LANES))
     shard_file.ShardFile.__init__ = whole  # type: ignore[method-assign]
@@ -82,10 +83,10 @@ def peak_of_an_epoch(folder: Path) -> float:
 
 
 def _peak(folder: Path) -> float:
-    view = View(train_transform(32, AugmentConfig()), 3, None)
+    preprocess = Preprocess(train_transform(32, AugmentConfig()), 3, None)
     data = DataConfig(train=str(folder), lanes=LANES, workers=0, cache_mb=0)
     shards = open_shards(str(folder))
-    source = train_source(shards, view, data, batch_size=BATCH, rank=0, ranks=1, device=torch.device("cpu"))
+    source = train_source(shards, preprocess, data, batch_size=BATCH, rank=0, ranks=1, device=torch.device("cpu"))
     batches = source([LanePosition()] * LANES)
     next(batches)
     process = psutil.Process()

@@ -17,11 +17,10 @@ from torch.utils.tensorboard import SummaryWriter
 from ssl_vit.analysis import attention, embedding, figures, reconstruction
 from ssl_vit.analysis.pages import template
 from ssl_vit.data import DataConfig
-from ssl_vit.data.decode import check_channels
 from ssl_vit.data.evaluation import EvaluationStream, evaluation_batches
-from ssl_vit.data.samples import Skip, View
+from ssl_vit.data.images import check_channels, evaluation_transform
+from ssl_vit.data.samples import Preprocess, Skip
 from ssl_vit.data.shards import ShardSet
-from ssl_vit.data.transforms import evaluation_transform
 from ssl_vit.interfaces import Batch, Config, Size, UserError
 from ssl_vit.models import Resampling, factory
 from ssl_vit.objectives import masked_patch
@@ -130,7 +129,7 @@ def _first_images(
     """The first readable images of the shards, prepared as for evaluation, and those that could not be read."""
     check_channels(model.channels)
     transform = evaluation_transform(model.image_size, preparation)
-    view = View(transform, model.channels, None, noise=head.noise_per_sample() if head else 0)
+    preprocess = Preprocess(transform, model.channels, None, noise=head.noise_per_sample() if head else 0)
     count = max(options.images, options.distance_images)
     parts: list[dict[str, torch.Tensor]] = []
     keys: list[str] = []
@@ -138,7 +137,9 @@ def _first_images(
     start, last = 0, min(_TRIES * count, shards.samples)
     while start < last and len(keys) < count:
         indices = np.arange(start, min(start + count - len(keys), last))
-        stream = EvaluationStream(shards, view, batch_size=len(indices), rank=0, ranks=1, workers=0, indices=indices)
+        stream = EvaluationStream(
+            shards, preprocess, batch_size=len(indices), rank=0, ranks=1, workers=0, indices=indices
+        )
         for batch, chunk in evaluation_batches(stream, device):
             tensors = {name: value for name, value in vars(batch).items() if isinstance(value, torch.Tensor)}
             parts.append({name: value[batch.valid] for name, value in tensors.items()})

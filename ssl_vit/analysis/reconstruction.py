@@ -9,7 +9,7 @@ import torch
 from matplotlib.figure import Figure
 
 from ssl_vit.analysis import figures
-from ssl_vit.data.transforms import device_images
+from ssl_vit.data.images import device_images
 from ssl_vit.interfaces import Batch
 from ssl_vit.objectives import masked_patch
 

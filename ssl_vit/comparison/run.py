@@ -21,8 +21,7 @@ from ssl_vit.comparison.config import ONLY, DataSet, Study
 from ssl_vit.comparison.plan import Piece, Plan
 from ssl_vit.comparison.suites import prepare
 from ssl_vit.comparison.work import do, is_done, pretraining_of
-from ssl_vit.data.mixture import open_training
-from ssl_vit.data.shards import ShardSet, check_same_classes, open_shards
+from ssl_vit.data.shards import ShardSet, check_same_classes, open_shards, open_training
 from ssl_vit.environment import environment
 from ssl_vit.evaluators.features import silent
 from ssl_vit.files import read_json, write_json

@@ -12,8 +12,8 @@ from filelock import FileLock
 
 from ssl_vit.comparison.config import DataSet
 from ssl_vit.data.packing import pack
-from ssl_vit.data.packing.journal import INFO
 from ssl_vit.data.packing.sources import open_source
+from ssl_vit.data.shards.info import INFO
 from ssl_vit.files import read_json, write_json
 from ssl_vit.interfaces import UserError
 

@@ -61,14 +61,12 @@ class RemoteConfig(Config):
     timeout: seconds without a byte (from an object store: without the next range of 256 KiB to 16 MiB) before a try is
         given up. For hf:// the hub client's own limit counts (HF_HUB_DOWNLOAD_TIMEOUT). A loader worker waits for a
         whole shard: `data.worker_timeout` must leave it the time for its download and for the patience set here.
-    allow_pipe: let `pipe:COMMAND` in place of a URL run COMMAND in a shell and read the shard from its output.
     """
 
     cache_dir: str | None = None
     cache_gb: float = Field(50.0, gt=0)
     retries: int = Field(5, ge=0)
     timeout: float = Field(60.0, gt=0)
-    allow_pipe: bool = False
 
 
 class WeightedShards(Config):

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from ssl_vit.data.decode import Pixels
+from ssl_vit.data.images import Pixels
 from ssl_vit.data.loader import loaded
-from ssl_vit.data.samples import Chunk, Sample, SampleReader, Skip, View, bookkeeping, join, stacked
+from ssl_vit.data.samples import Chunk, Preprocess, Sample, SampleReader, Skip, bookkeeping, join, stacked
 from ssl_vit.data.shards import ShardSet
 from ssl_vit.interfaces import Batch, RunError, UserError
 
@@ -22,7 +22,7 @@ class EvaluationStream(IterableDataset[Chunk]):
     def __init__(
         self,
         shards: ShardSet,
-        view: View,
+        preprocess: Preprocess,
         *,
         batch_size: int,
         rank: int,
@@ -32,7 +32,13 @@ class EvaluationStream(IterableDataset[Chunk]):
         epoch: int = 0,
         worker_timeout: int = 600,
     ) -> None:
-        self.shards, self.view, self.batch_size, self.workers, self.epoch = shards, view, batch_size, workers, epoch
+        self.shards, self.preprocess, self.batch_size, self.workers, self.epoch = (
+            shards,
+            preprocess,
+            batch_size,
+            workers,
+            epoch,
+        )
         self.worker_timeout = worker_timeout
         every = np.arange(shards.samples) if indices is None else np.unique(np.asarray(indices, dtype=np.int64))
         if len(every) == 0:
@@ -49,7 +55,7 @@ class EvaluationStream(IterableDataset[Chunk]):
         numbers = range(first, self.batches, step)
         batches = [self.own[n * self.batch_size : (n + 1) * self.batch_size] for n in numbers]
         mine = np.concatenate(batches) if batches else np.empty(0, dtype=np.int64)
-        samples = self._samples(SampleReader(self.shards, self.view, 0), mine)
+        samples = self._samples(SampleReader(self.shards, self.preprocess, 0), mine)
         for batch in batches:
             state = torch.get_rng_state()
             try:
@@ -78,9 +84,9 @@ class EvaluationStream(IterableDataset[Chunk]):
         return chunk
 
     def _blank(self) -> Sample:
-        image = self.view.transform(Pixels(torch.zeros(self.view.channels, 8, 8, dtype=torch.uint8)))
-        jitter = torch.ones(3) if any(self.view.jitter) else None
-        return Sample(image, -1, torch.zeros(self.view.noise), False, jitter, -1, "")
+        image = self.preprocess.transform(Pixels(torch.zeros(self.preprocess.channels, 8, 8, dtype=torch.uint8)))
+        jitter = torch.ones(3) if any(self.preprocess.jitter) else None
+        return Sample(image, -1, torch.zeros(self.preprocess.noise), False, jitter, -1, "")
 
 
 def evaluation_batches(stream: EvaluationStream, device: torch.device) -> Iterator[tuple[Batch, Chunk]]:

@@ -10,16 +10,15 @@ from dataclasses import dataclass, field
 import torch
 from torch.utils.data import default_collate
 
-from ssl_vit.data.decode import BadSample, Picture, Pixels, decode_label, open_picture
-from ssl_vit.data.plan import LanePosition
-from ssl_vit.data.shard_file import OpenShards
+from ssl_vit.data.images import BadSample, Picture, Pixels, Transform, decode_label, open_picture
+from ssl_vit.data.order import LanePosition
 from ssl_vit.data.shards import ShardSet
-from ssl_vit.data.transforms import Transform
+from ssl_vit.data.shards.reading import OpenShards
 from ssl_vit.interfaces import Batch, RunError, UserError
 
 
 @dataclass(frozen=True)
-class View:
+class Preprocess:
     """How samples become tensors: the same for a training and an evaluation stream.
 
     noise: uniform numbers drawn for each sample. classes: upper bound of valid labels (None: unknown).
@@ -87,20 +86,20 @@ class SampleReader:
     streams: how many shards are read in turns.
     """
 
-    def __init__(self, shards: ShardSet, view: View, cache_bytes: int, streams: int = 1) -> None:
-        self.shards, self.view = shards, view
+    def __init__(self, shards: ShardSet, preprocess: Preprocess, cache_bytes: int, streams: int = 1) -> None:
+        self.shards, self.preprocess = shards, preprocess
         self.files = OpenShards(shards, 2 * streams + 2)
         self.first_index = shards.first_index
         # Decoded images lie in one block: as many small ones they would pin what a training step frees around them.
         self.kept, self.end = torch.empty(cache_bytes, dtype=torch.uint8), 0
         self.cache: dict[tuple[int, int], tuple[int, int, int, int, str]] = {}
         self.reads = 0
-        self.least: tuple[int, int] | None = getattr(view.transform, "least", None)
-        self.spread = torch.tensor(view.jitter)
+        self.least: tuple[int, int] | None = getattr(preprocess.transform, "least", None)
+        self.spread = torch.tensor(preprocess.jitter)
 
     def sample(self, shard: int, member: int, epoch: int) -> Sample | Skip:
         """Read and decode (or recall) one sample and draw its augmentation, flip and noise from its own seed."""
-        view, key = self.view, f"#{member}"
+        preprocess, key = self.preprocess, f"#{member}"
         try:
             picture: Picture
             if (shard, member) in self.cache:
@@ -110,17 +109,17 @@ class SampleReader:
                 self.reads += 1
                 content = self.files.get(shard).read(member)
                 key = str(content["__key__"])
-                picture = open_picture(content, view.channels)
-                label = decode_label(content, view.classes) if view.needs_labels else -1
-                if view.needs_labels and label < 0:
+                picture = open_picture(content, preprocess.channels)
+                label = decode_label(content, preprocess.classes) if preprocess.needs_labels else -1
+                if preprocess.needs_labels and label < 0:
                     raise BadSample("no label (.cls), which this objective needs")
                 picture = self._kept(shard, member, picture, label, key)
             index = int(self.first_index[shard]) + member
-            torch.default_generator.manual_seed(sample_seed(view.seed, epoch, index))
-            noise = torch.rand(view.noise)
-            flip = view.flip and bool(torch.rand(()) < 0.5)
-            jitter = 1 + (2 * torch.rand(3) - 1) * self.spread if any(view.jitter) else None
-            return Sample(view.transform(picture), label, noise, flip, jitter, index, key)
+            torch.default_generator.manual_seed(sample_seed(preprocess.seed, epoch, index))
+            noise = torch.rand(preprocess.noise)
+            flip = preprocess.flip and bool(torch.rand(()) < 0.5)
+            jitter = 1 + (2 * torch.rand(3) - 1) * self.spread if any(preprocess.jitter) else None
+            return Sample(preprocess.transform(picture), label, noise, flip, jitter, index, key)
         except BadSample as problem:
             return Skip(self.shards.urls[shard], key, str(problem))
 
@@ -130,7 +129,7 @@ class SampleReader:
         Not one so large that its crops may be decoded reduced: a sample must look the same whoever keeps it.
         """
         height, width, start = picture.height, picture.width, self.end
-        size, least = height * width * self.view.channels, self.least
+        size, least = height * width * self.preprocess.channels, self.least
         if start + size > len(self.kept) or (least and height >= 2 * least[0] and width >= 2 * least[1]):
             return picture
         pixels = picture.whole()
@@ -141,8 +140,8 @@ class SampleReader:
 
     def _recalled(self, start: int, height: int, width: int) -> torch.Tensor:
         """Kept pixels, uint8 (C, height, width), in rows of pixels as a decoder gives them."""
-        size = height * width * self.view.channels
-        return self.kept[start : start + size].view(height, width, self.view.channels).permute(2, 0, 1)
+        size = height * width * self.preprocess.channels
+        return self.kept[start : start + size].view(height, width, self.preprocess.channels).permute(2, 0, 1)
 
 
 def stacked(samples: Sequence[Sample], padded_to: int) -> Chunk:

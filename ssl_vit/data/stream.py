@@ -8,10 +8,10 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from ssl_vit.data import DataConfig
-from ssl_vit.data.decode import check_channels
+from ssl_vit.data.images import check_channels
 from ssl_vit.data.loader import loaded
-from ssl_vit.data.plan import LanePosition, Members, Piece, SampleSet, check_topology, lane_stream, worker_lanes
-from ssl_vit.data.samples import Chunk, Sample, SampleReader, Skip, View, bookkeeping, join, stacked
+from ssl_vit.data.order import LanePosition, Members, Piece, SampleSet, check_topology, lane_stream, worker_lanes
+from ssl_vit.data.samples import Chunk, Preprocess, Sample, SampleReader, Skip, bookkeeping, join, stacked
 from ssl_vit.data.shards import ShardSet
 from ssl_vit.interfaces import Batch, RunError, UserError
 
@@ -58,7 +58,7 @@ class TrainStream(IterableDataset[Chunk]):
     def __init__(
         self,
         shards: ShardSet,
-        view: View,
+        preprocess: Preprocess,
         *,
         batch_size: int,
         lanes: int,
@@ -71,7 +71,7 @@ class TrainStream(IterableDataset[Chunk]):
         strict: bool,
         worker_timeout: int = 600,
     ) -> None:
-        self.shards, self.view, self.per_lane, self.lanes = shards, view, batch_size // lanes, lanes
+        self.shards, self.preprocess, self.per_lane, self.lanes = shards, preprocess, batch_size // lanes, lanes
         self.workers, self.rank, self.ranks, self.positions = workers, rank, ranks, list(positions)
         self.sets, self.cache_bytes, self.strict = sets, cache_mb << 20, strict
         self.worker_timeout = worker_timeout
@@ -79,8 +79,8 @@ class TrainStream(IterableDataset[Chunk]):
     def __iter__(self) -> Iterator[Chunk]:
         worker = get_worker_info()
         own = worker_lanes(self.lanes, self.ranks, self.rank, self.workers, worker.id if worker else 0)
-        reader = SampleReader(self.shards, self.view, self.cache_bytes, len(own) * len(self.sets))
-        streams = [_Lane(reader, self.view.seed, self.sets, self.lanes, n, self.positions[n]) for n in own]
+        reader = SampleReader(self.shards, self.preprocess, self.cache_bytes, len(own) * len(self.sets))
+        streams = [_Lane(reader, self.preprocess.seed, self.sets, self.lanes, n, self.positions[n]) for n in own]
         while True:
             # Without workers this runs in the training process: its generator must not notice.
             state = torch.get_rng_state()
@@ -107,7 +107,7 @@ class TrainStream(IterableDataset[Chunk]):
 
 def train_source(
     shards: ShardSet,
-    view: View,
+    preprocess: Preprocess,
     data: DataConfig,
     *,
     batch_size: int,
@@ -122,7 +122,7 @@ def train_source(
     batch_size: over all ranks. keep: positions inside each shard to train on (None: all). Raises UserError, before any
     sample is read, for a topology that cannot be dealt out evenly.
     """
-    check_channels(view.channels)
+    check_channels(preprocess.channels)
     sets = shards.sets(keep)
     check_topology(
         shards=len(shards.urls),
@@ -137,7 +137,7 @@ def train_source(
     def batches(positions: list[LanePosition]) -> Iterator[tuple[Batch, Chunk]]:
         stream = TrainStream(
             shards,
-            view,
+            preprocess,
             batch_size=batch_size,
             lanes=data.lanes,
             workers=data.workers,

@@ -17,7 +17,7 @@ from ssl_vit.data.packing import parallel
 from ssl_vit.data.packing.images import channels, load, open_header
 from ssl_vit.data.packing.journal import content_hash
 from ssl_vit.data.packing.sources.base import BrokenImageError
-from ssl_vit.data.shard_list import Info, ShardList, open_set
+from ssl_vit.data.shards.info import Info, ShardList, open_set
 from ssl_vit.files import sha256
 from ssl_vit.interfaces import UserError
 
@@ -171,7 +171,8 @@ def _samples(path: Path, listed: ShardList, report: Report) -> Iterator[tuple[st
     reported (a report that raises ends the reading); the images are the caller's to judge."""
     from webdataset.tariterators import base_plus_ext  # here, not above: it imports torch, and so does the next
 
-    from ssl_vit.data.shards import IMAGE_EXTENSIONS, read_members
+    from ssl_vit.data.shards import read_members
+    from ssl_vit.data.shards.info import IMAGE_EXTENSIONS
 
     damage = ""
     for _, sample in read_members(str(path)):

@@ -21,11 +21,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from ssl_vit.data import DataConfig
-from ssl_vit.data.decode import check_channels
 from ssl_vit.data.evaluation import EvaluationStream, evaluation_batches
-from ssl_vit.data.samples import Skip, View
+from ssl_vit.data.images import check_channels, evaluation_transform
+from ssl_vit.data.samples import Preprocess, Skip
 from ssl_vit.data.shards import ShardSet, open_url
-from ssl_vit.data.transforms import evaluation_transform
 from ssl_vit.evaluators import Metric
 from ssl_vit.evaluators.labels import choose_each, labels_of
 from ssl_vit.files import atomic_path
@@ -157,7 +156,7 @@ def evaluation_stream(
     """
     channels = task.trained.channels
     check_channels(channels)
-    view = View(
+    preprocess = Preprocess(
         evaluation_transform(image_size or task.trained.image_size, task.data),
         channels,
         len(shards.classes) if shards.classes else None,
@@ -167,7 +166,7 @@ def evaluation_stream(
     samples = shards.samples if indices is None else len(indices)
     return EvaluationStream(
         shards,
-        view,
+        preprocess,
         batch_size=max(1, min(task.batch_size, -(-samples // ranks))),
         rank=task.accelerator.process_index,
         ranks=ranks,

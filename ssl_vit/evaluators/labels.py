@@ -7,7 +7,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from ssl_vit.data.decode import class_index
+from ssl_vit.data.images import class_index
 from ssl_vit.data.shards import ShardSet
 from ssl_vit.evaluators import ALL
 from ssl_vit.interfaces import UserError

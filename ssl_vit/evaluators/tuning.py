@@ -13,10 +13,10 @@ from accelerate.utils import set_seed
 
 from ssl_vit.data import AugmentConfig
 from ssl_vit.data.evaluation import evaluation_batches
-from ssl_vit.data.samples import View
+from ssl_vit.data.images import train_transform
+from ssl_vit.data.samples import Preprocess
 from ssl_vit.data.shards import ShardSet
 from ssl_vit.data.stream import train_source
-from ssl_vit.data.transforms import train_transform
 from ssl_vit.evaluators.base import accuracy_name, score
 from ssl_vit.evaluators.features import Task, evaluation_stream, not_finite
 from ssl_vit.evaluators.labels import short_note
@@ -62,7 +62,7 @@ def train_classifier(
     objective = classification.Objective(encoder, head, classes)
     # Dropout and mixup are each process's own; what was trained or judged before in it changes nothing.
     set_seed(seed + 1 + accelerator.process_index)
-    view = View(
+    preprocess = Preprocess(
         train_transform(encoder.image_size, augment),
         encoder.channels,
         classes,
@@ -75,7 +75,7 @@ def train_classifier(
     data = task.data.model_copy(update={"lanes": lanes, "workers": min(task.workers, own_lanes, own_shards)})
     batches = train_source(
         task.train,
-        view,
+        preprocess,
         data,
         batch_size=batch_size,
         rank=accelerator.process_index,

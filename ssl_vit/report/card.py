@@ -65,7 +65,7 @@ def write(
 
 def _shards(settings: dict[str, Any]) -> ShardSet | None:
     from ssl_vit.data import DataConfig
-    from ssl_vit.data.mixture import open_training
+    from ssl_vit.data.shards import open_training
 
     try:
         return open_training(DataConfig.model_validate(settings))

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
-from ssl_vit.data.plan import LanePosition
+from ssl_vit.data.order import LanePosition
 from ssl_vit.files import atomic_file, flush, read_json, sha256
 from ssl_vit.interfaces import RunError, UserError
 from ssl_vit.models import factory

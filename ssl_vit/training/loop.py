@@ -15,7 +15,7 @@ import numpy as np
 from accelerate import Accelerator
 from torch import nn
 
-from ssl_vit.data.plan import LanePosition
+from ssl_vit.data.order import LanePosition
 from ssl_vit.data.samples import Chunk, Skip
 from ssl_vit.interfaces import Batch, Diverged, UserError
 from ssl_vit.training import OptimConfig, TrainingConfig, checkpoint, distributed, metrics

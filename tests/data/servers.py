@@ -17,9 +17,9 @@ from pathlib import Path
 import pytest
 from fsspec.asyn import get_loop
 
-from ssl_vit.data import patience
 from ssl_vit.data.packing import pack
 from ssl_vit.data.packing.sources import open_source
+from ssl_vit.data.shards import patience
 
 
 class FaultyServer(http.server.ThreadingHTTPServer):

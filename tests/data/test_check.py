@@ -316,7 +316,7 @@ def test_verify_holds_splits_against_about_json(splits: Path) -> None:
     assert [d.shard[-10:] for d in defects] == ["000001.tar", "000002.tar", "about.json", *["000000.tar"] * 2]
     about["splits"]["val"]["shards"][0]["file"] = "../val.tar"
     (splits / "about.json").write_text(json.dumps(about))
-    with pytest.raises(UserError, match=r"about\.json: splits\.val\.shards\.0\.file"):
+    with pytest.raises(UserError, match=r"about\.json: .*file"):
         verify(splits)
 
 

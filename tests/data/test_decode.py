@@ -8,7 +8,7 @@ import pytest
 import torch
 from PIL import Image, ImageOps
 
-from ssl_vit.data.decode import BadSample, check_channels, decode_label, open_picture
+from ssl_vit.data.images import BadSample, check_channels, decode_label, open_picture
 from ssl_vit.interfaces import UserError
 
 PIL_MODES = {1: "L", 3: "RGB", 4: "RGBA"}

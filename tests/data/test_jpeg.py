@@ -14,8 +14,8 @@ from torchvision.io import ImageReadMode, decode_jpeg
 from torchvision.transforms import v2
 
 from ssl_vit.data import AugmentConfig
+from ssl_vit.data.images import train_transform
 from ssl_vit.data.jpeg import Jpeg
-from ssl_vit.data.transforms import train_transform
 
 MODES = {1: ImageReadMode.GRAY, 3: ImageReadMode.RGB}
 

@@ -11,13 +11,13 @@ import torch
 from pydantic import ValidationError
 
 from ssl_vit.data import AugmentConfig, DataConfig
-from ssl_vit.data.mixture import open_training
+from ssl_vit.data.images import train_transform
+from ssl_vit.data.order import LanePosition
 from ssl_vit.data.packing import pack
 from ssl_vit.data.packing.sources import open_source
-from ssl_vit.data.plan import LanePosition
-from ssl_vit.data.samples import View
+from ssl_vit.data.samples import Preprocess
+from ssl_vit.data.shards import open_training
 from ssl_vit.data.stream import train_source
-from ssl_vit.data.transforms import train_transform
 from ssl_vit.interfaces import UserError
 
 CPU = torch.device("cpu")
@@ -39,10 +39,11 @@ def mixture(folder: Path, train: float | None, test: float | None, **keys: Any) 
 
 def indices(data: DataConfig, steps: int, ranks: int = 1, start: list[LanePosition] | None = None) -> list[list[int]]:
     """The global batches' sample indices, step by step."""
-    view = View(train_transform(8, AugmentConfig(crop="center")), 1, 10)
+    preprocess = Preprocess(train_transform(8, AugmentConfig(crop="center")), 1, 10)
     shards = open_training(data)
     sources_ = [
-        train_source(shards, view, data, batch_size=40, rank=rank, ranks=ranks, device=CPU) for rank in range(ranks)
+        train_source(shards, preprocess, data, batch_size=40, rank=rank, ranks=ranks, device=CPU)
+        for rank in range(ranks)
     ]
     streams = [itertools.islice(source(start or [LanePosition()] * 4), steps) for source in sources_]
     return [[n for batch, _ in step for n in batch.indices.tolist()] for step in zip(*streams, strict=True)]
@@ -77,7 +78,7 @@ def test_a_mixture_is_taken_up_where_it_stood(folder: Path) -> None:
 
 
 def len_of_first_epoch(data: DataConfig, lane: int) -> int:
-    from ssl_vit.data.plan import lane_bounds
+    from ssl_vit.data.order import lane_bounds
 
     return sum(last - first for first, last in lane_bounds(0, open_training(data).sets(), 4, lane))
 

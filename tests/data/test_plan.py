@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ssl_vit.data import plan as planning
-from ssl_vit.data.plan import LanePosition, SampleSet, check_topology, rank_lanes, worker_lanes
+from ssl_vit.data import order as planning
+from ssl_vit.data.order import LanePosition, SampleSet, check_topology, rank_lanes, worker_lanes
 from ssl_vit.interfaces import UserError
 
 quick = settings(max_examples=30, deadline=None, database=None, derandomize=True)

@@ -17,7 +17,7 @@ import pytest
 from fsspec.registry import _registry
 
 from ssl_vit.data import RemoteConfig, shards
-from ssl_vit.data.remote import RemoteFile, find_filesystem
+from ssl_vit.data.shards.remote import RemoteFile, find_filesystem
 from ssl_vit.interfaces import RunError, UserError
 
 pytestmark = pytest.mark.usefixtures("no_waiting")
@@ -129,7 +129,7 @@ def test_what_asking_again_does_not_change_is_asked_once(server, status: int, sa
 
 
 def test_a_mistake_in_the_program_is_no_network_failure(server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ssl_vit.data.remote._HttpSource.read", lambda: b"")
+    monkeypatch.setattr("ssl_vit.data.shards.remote._HttpSource.read", lambda: b"")
     with pytest.raises(TypeError):
         read(server)
     assert len(server.log) == 1
@@ -189,7 +189,7 @@ def test_a_client_without_asynchrony_is_read_and_taken_up_again(monkeypatch: pyt
     filesystem, path = find_filesystem("memory://bucket/x.tar")
     content = bytes(range(256)) * 400
     filesystem.pipe_file(path, content)
-    source = "ssl_vit.data.remote._FileSource.read"
+    source = "ssl_vit.data.shards.remote._FileSource.read"
     parts = iter([content[:1000], OSError("hub busy"), content[1000:], b""])
 
     def flaky(self) -> bytes:

@@ -10,8 +10,8 @@ import fsspec
 import pytest
 
 from ssl_vit.data import RemoteConfig
-from ssl_vit.data.remote import RemoteFile
 from ssl_vit.data.shards import open_shards
+from ssl_vit.data.shards.remote import RemoteFile
 from ssl_vit.interfaces import RunError, UserError
 
 from .servers import FaultyServer, Proxy

@@ -24,19 +24,19 @@ from safetensors.torch import load_file
 from ssl_vit import api, recipe
 from ssl_vit.data import AugmentConfig, DataConfig, RemoteConfig
 from ssl_vit.data.evaluation import EvaluationStream, evaluation_batches
+from ssl_vit.data.images import train_transform
 from ssl_vit.data.loader import ignore_signals
-from ssl_vit.data.plan import LanePosition, SampleSet, shard_order
-from ssl_vit.data.samples import View
+from ssl_vit.data.order import LanePosition, SampleSet, shard_order
+from ssl_vit.data.samples import Preprocess
 from ssl_vit.data.shards import ShardSet, open_shards
 from ssl_vit.data.stream import train_source
-from ssl_vit.data.transforms import train_transform
 from ssl_vit.interfaces import RunError, UserError
 
 from .servers import FaultyServer
 
 CPU = torch.device("cpu")
 REMOTE = RemoteConfig(timeout=20, retries=2)
-VIEW = View(train_transform(8, AugmentConfig(crop="shift", padding=1)), 1, 10, seed=3)
+VIEW = Preprocess(train_transform(8, AugmentConfig(crop="shift", padding=1)), 1, 10, seed=3)
 
 
 @pytest.fixture

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from ssl_vit.data import RemoteConfig, shard_cache
+from ssl_vit.data import RemoteConfig
+from ssl_vit.data.shards import cache as shard_cache
 from ssl_vit.data.shards import open_shards, open_url
 from ssl_vit.interfaces import RunError, UserError
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from ssl_vit.data.decode import BadSample
-from ssl_vit.data.shard_file import OpenShards, ShardFile
+from ssl_vit.data.images import BadSample
 from ssl_vit.data.shards import open_shards, read_members
+from ssl_vit.data.shards.reading import OpenShards, ShardFile
 from ssl_vit.interfaces import RunError, UserError
 
 Files = list[tuple[str, bytes]]

@@ -15,14 +15,14 @@ import torch
 
 from ssl_vit.data import AugmentConfig, DataConfig
 from ssl_vit.data.evaluation import EvaluationStream, evaluation_batches
+from ssl_vit.data.images import evaluation_transform, train_transform
+from ssl_vit.data.order import LanePosition
 from ssl_vit.data.packing import pack
 from ssl_vit.data.packing.sources import open_source
-from ssl_vit.data.plan import LanePosition
-from ssl_vit.data.samples import Sample, SampleReader, View, sample_seed
-from ssl_vit.data.shard_file import ShardFile
+from ssl_vit.data.samples import Preprocess, Sample, SampleReader, sample_seed
 from ssl_vit.data.shards import ShardSet, open_shards
+from ssl_vit.data.shards.reading import ShardFile
 from ssl_vit.data.stream import train_source
-from ssl_vit.data.transforms import evaluation_transform, train_transform
 from ssl_vit.interfaces import Batch
 
 CPU = torch.device("cpu")
@@ -37,16 +37,16 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> ShardSet:
     return open_shards(str(folder))
 
 
-def view(noise: int = 5, seed: int = 3) -> View:
+def preprocess(noise: int = 5, seed: int = 3) -> Preprocess:
     augment = AugmentConfig(crop="shift", padding=1)
-    return View(train_transform(8, augment), 1, 10, noise=noise, flip=True, seed=seed)
+    return Preprocess(train_transform(8, augment), 1, 10, noise=noise, flip=True, seed=seed)
 
 
 def rank_batches(
     shards: ShardSet, rank: int, ranks: int, workers: int, start: list[LanePosition] | None = None
 ) -> Iterator[tuple[Batch, dict[int, LanePosition]]]:
     data = DataConfig(train=shards.spec, lanes=LANES, workers=workers)
-    source = train_source(shards, view(), data, batch_size=BATCH, rank=rank, ranks=ranks, device=CPU)
+    source = train_source(shards, preprocess(), data, batch_size=BATCH, rank=rank, ranks=ranks, device=CPU)
     for batch, chunk in source(start or [LanePosition()] * LANES):
         yield batch, chunk.positions
 
@@ -114,7 +114,7 @@ def test_only_kept_samples_are_drawn(shards: ShardSet) -> None:
     wanted = np.array([0, 5, 51, 52, 53, 100, 359])
     data = DataConfig(train=shards.spec, lanes=1, workers=0)
     keep = shards.members_of(wanted)
-    source = train_source(shards, view(), data, batch_size=7, rank=0, ranks=1, device=CPU, keep=keep)
+    source = train_source(shards, preprocess(), data, batch_size=7, rank=0, ranks=1, device=CPU, keep=keep)
     for batch, _ in itertools.islice(source([LanePosition()]), 4):
         assert sorted(batch.indices.tolist()) == wanted.tolist()
 
@@ -122,7 +122,7 @@ def test_only_kept_samples_are_drawn(shards: ShardSet) -> None:
 def test_a_small_cache_changes_nothing(shards: ShardSet) -> None:
     def images(cache_mb: int) -> torch.Tensor:
         data = DataConfig(train=shards.spec, lanes=LANES, workers=0, cache_mb=cache_mb)
-        source = train_source(shards, view(), data, batch_size=BATCH, rank=0, ranks=1, device=CPU)
+        source = train_source(shards, preprocess(), data, batch_size=BATCH, rank=0, ranks=1, device=CPU)
         return torch.stack([batch.images for batch, _ in itertools.islice(source([LanePosition()] * LANES), 12)])
 
     assert torch.equal(images(0), images(64))
@@ -130,7 +130,7 @@ def test_a_small_cache_changes_nothing(shards: ShardSet) -> None:
 
 def test_decoded_images_are_kept_in_one_block_while_they_fit(shards: ShardSet) -> None:
     """Small arrays of their own would pin what a training step frees around them: megabytes a step."""
-    reader = SampleReader(shards, view(), cache_bytes=60 * 64 + 63)
+    reader = SampleReader(shards, preprocess(), cache_bytes=60 * 64 + 63)
     places = [(shard, member) for shard in range(2) for member in range(40)]
     first = [reader.sample(*place, 0) for place in places]
     assert (reader.reads, len(reader.cache)) == (80, 60)
@@ -152,7 +152,7 @@ def test_evaluation_sees_every_sample_exactly_once(
     shards: ShardSet, ranks: int, batch_size: int, workers: int, count: int | None
 ) -> None:
     data = DataConfig(train=shards.spec, evaluation_resize=1.0)
-    looking = View(evaluation_transform(8, data), 1, 10)
+    looking = Preprocess(evaluation_transform(8, data), 1, 10)
     indices = None if count is None else np.arange(0, 2 * count, 2)
     seen, lengths = [], set()
     for rank in range(ranks if workers == 0 else min(ranks, 2)):

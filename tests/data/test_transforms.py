@@ -12,9 +12,8 @@ from torchvision import transforms
 from torchvision.transforms import v2
 
 from ssl_vit.data import AugmentConfig, DataConfig
-from ssl_vit.data import transforms as ours
-from ssl_vit.data.decode import BadSample, Pixels
-from ssl_vit.data.transforms import device_images
+from ssl_vit.data import images as ours
+from ssl_vit.data.images import BadSample, Pixels, device_images
 from ssl_vit.interfaces import UserError
 
 SIZES = [(64, 64), (80, 64), (64, 95), (37, 200), (20, 24), (224, 224)]

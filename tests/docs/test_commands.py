@@ -21,7 +21,7 @@ from typer.main import get_command
 
 from ssl_vit import cli, plugins, recipe
 from ssl_vit.comparison.config import load_comparison, load_suite
-from ssl_vit.data.plan import check_topology
+from ssl_vit.data.order import check_topology
 
 ROOT = Path(__file__).parent.parent.parent
 RESULTS = "recipes/RESULTS.md"

@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 from ssl_vit import api, recipe
 from ssl_vit.data import DataConfig
 from ssl_vit.data.evaluation import EvaluationStream, evaluation_batches
-from ssl_vit.data.samples import View
+from ssl_vit.data.images import evaluation_transform
+from ssl_vit.data.samples import Preprocess
 from ssl_vit.data.shards import open_shards
-from ssl_vit.data.transforms import evaluation_transform
 from ssl_vit.interfaces import RunError, UserError
 from ssl_vit.models import factory
 from ssl_vit.objectives import classification
@@ -44,7 +44,7 @@ def by_hand(folder: Path, saved: Path) -> float:
     objective = classification.Objective(factory.load(saved), settings.objective, 10).eval()
     checkpoint.load_head(saved, objective)
     data = DataConfig(train="x", evaluation_resize=1.0)
-    view = View(evaluation_transform(8, data), 1, 10, needs_labels=True)
+    view = Preprocess(evaluation_transform(8, data), 1, 10, needs_labels=True)
     stream = EvaluationStream(open_shards(f"{folder}/test"), view, batch_size=90, rank=0, ranks=1, workers=0)
     hits = []
     with torch.no_grad():

@@ -139,8 +139,8 @@ def test_a_step_waits_for_nothing_and_compiles_once(pictures: Path, tmp_path: Pa
 import sys, torch
 from torch._dynamo.utils import counters
 from ssl_vit import stage
-from ssl_vit.data.mixture import open_training
-from ssl_vit.data.plan import LanePosition
+from ssl_vit.data.shards import open_training
+from ssl_vit.data.order import LanePosition
 from ssl_vit.recipe import load_recipe
 from ssl_vit.training.distributed import make_accelerator
 from ssl_vit.training.step import Stepper

@@ -24,11 +24,11 @@ from torch.distributed.tensor import DTensor
 
 from ssl_vit import api, cli, recipe, runs
 from ssl_vit.data import AugmentConfig, DataConfig
-from ssl_vit.data.plan import LanePosition
-from ssl_vit.data.samples import View
+from ssl_vit.data.images import train_transform
+from ssl_vit.data.order import LanePosition
+from ssl_vit.data.samples import Preprocess
 from ssl_vit.data.shards import open_shards
 from ssl_vit.data.stream import train_source
-from ssl_vit.data.transforms import train_transform
 from ssl_vit.evaluators import features
 from ssl_vit.interfaces import RunError, StepOutput, UserError
 from ssl_vit.objectives import masked_patch
@@ -173,9 +173,9 @@ def uneven(shards: str, workers: str, lanes: str, batch_size: str, steps: str) -
     accelerator = make_accelerator()
     found = open_shards(shards)
     data = DataConfig(train=shards, lanes=int(lanes), workers=int(workers))
-    view = View(train_transform(8, AugmentConfig(crop="center")), 1, 10)
+    preprocess = Preprocess(train_transform(8, AugmentConfig(crop="center")), 1, 10)
     where = {"rank": accelerator.process_index, "ranks": accelerator.num_processes, "device": accelerator.device}
-    source = train_source(found, view, data, batch_size=int(batch_size), **where)
+    source = train_source(found, preprocess, data, batch_size=int(batch_size), **where)
     counts = torch.zeros(found.samples, dtype=torch.int64)
     batches = source([LanePosition()] * int(lanes))
     for _ in range(int(steps)):  # every process must come to every step, or this waits

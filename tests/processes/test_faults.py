@@ -18,7 +18,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from ssl_vit import api, recipe
-from ssl_vit.data.plan import LanePosition, lane_stream
+from ssl_vit.data.order import LanePosition, lane_stream
 from ssl_vit.data.shards import open_shards
 from ssl_vit.interfaces import RunError
 from ssl_vit.models import factory

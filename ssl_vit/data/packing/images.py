@@ -12,13 +12,12 @@ from typing import cast
 from PIL import Image, UnidentifiedImageError
 
 from ssl_vit.data.packing.sources.base import BrokenImageError
+from ssl_vit.data.shards.info import MAX_PIXELS, STORED_FORMATS
 
-STORED_FORMATS = ("JPEG", "PNG", "WEBP")
 # A closed list: Pillow knows more kinds, and hands some of them (EPS) to outside programs.
 READ_FORMATS = (*STORED_FORMATS, "BMP", "GIF", "TIFF", "PPM", "JPEG2000")
 _EXTENSIONS = {"JPEG": "jpg", "MPO": "jpg", "PNG": "png", "WEBP": "webp"}  # MPO: a JPEG with more pictures behind it
 _KINDS = {"jpg": "JPEG", "png": "PNG", "webp": "WEBP"}
-MOST_PIXELS = 178_956_970  # as Pillow's own limit for opening; a line of one pixel's height grows beyond it
 
 
 def open_header(data: bytes, key: str, formats: tuple[str, ...] = STORED_FORMATS) -> Image.Image:
@@ -88,7 +87,7 @@ def to_stored(data: bytes, key: str, resize: int | None = None, quality: int = 9
     exif = {"exif": image.info["exif"]} if "exif" in image.info and image.format in _EXTENSIONS else {}
     encoded = io.BytesIO()
     try:
-        if size[0] * size[1] > MOST_PIXELS:
+        if size[0] * size[1] > MAX_PIXELS:
             raise ValueError(f"{size[0]}x{size[1]} pixels would be too many")
         if image.mode == "I":  # 16-bit PGM, as Pillow reads it, or 32-bit TIFF
             image = _sixteen_bits(image)

@@ -19,13 +19,11 @@ from typing import Any, NamedTuple
 from filelock import FileLock, Timeout
 
 from ssl_vit.data.packing.writer import entry_path
+from ssl_vit.data.shards.info import INFO, UNFINISHED
 from ssl_vit.files import write_json
 from ssl_vit.interfaces import RunError, UserError
 
-INFO = "info.json"
 _HOLDOUT = "part of holdout"
-ABOUT = "about.json"  # what some sets have in its place: several splits in one folder
-UNFINISHED = "unfinished.json"
 _OWN_FILES = re.compile(r"(\d{6,}\.(tar|entry\.json)|info\.json|unfinished\.json)(\.\w+\.tmp)?")
 
 

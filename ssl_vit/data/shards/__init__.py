@@ -1,7 +1,7 @@
 """Naming and reading shard sets: which tars there are, how many samples each holds, and their raw members.
 
 Tar bytes are moved by WebDataset's own iterator and URLs are opened by fsspec; nothing is unpickled, and nothing
-reaches a shell but the `pipe:` commands that `data.remote.allow_pipe` lets through.
+reaches a shell.
 """
 
 from __future__ import annotations
@@ -15,25 +15,22 @@ import tarfile
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import BinaryIO, cast
 
 import numpy as np
-from webdataset.tariterators import base_plus_ext, group_by_keys, tar_file_iterator
 
-from ssl_vit.data import RemoteConfig
-from ssl_vit.data.listing import expand, file_name, list_shards
-from ssl_vit.data.pipe import PipeFile
-from ssl_vit.data.plan import SampleSet
-from ssl_vit.data.remote import RemoteFile
-from ssl_vit.data.shard_cache import ShardCache, download
+from ssl_vit.data import DataConfig, RemoteConfig
+from ssl_vit.data.order import SampleSet
+from ssl_vit.data.shards.cache import ShardCache, download
+from ssl_vit.data.shards.listing import file_name, list_shards
+from ssl_vit.data.shards.remote import RemoteFile
 from ssl_vit.interfaces import RunError, UserError
 
 Member = tuple[int, dict[str, bytes | str] | Exception]
 _DEFAULT = RemoteConfig()
 _LABEL = 64  # bytes that a class index may take
-IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp")
 
 
 @dataclass(frozen=True)
@@ -120,9 +117,7 @@ def open_url(url: str, remote: RemoteConfig = _DEFAULT, size: int | None = None,
     the cache. Raises UserError for what is missing or refused, RunError when a server does not answer; so does reading.
     """
     if url.startswith("pipe:"):
-        if not remote.allow_pipe:
-            raise UserError(f"{url}: refused, for it runs a command in a shell: data.remote.allow_pipe=true lets it")
-        return cast(BinaryIO, PipeFile(url))
+        raise UserError(f"{url}: shell commands are not run; name a file or a URL")
     if "://" not in url:
         try:
             return Path(url).open("rb")
@@ -148,34 +143,59 @@ def open_shards(spec: str, remote: RemoteConfig = _DEFAULT) -> ShardSet:
     if remote.cache_dir and "://" in spec:
         ShardCache(remote)  # a folder that cannot be written is known before anything else
     if spec.startswith("pipe:"):
-        urls, info = expand(spec), None
-    else:
-        urls, info = list_shards(os.path.expanduser(spec), remote)
-    entries = {entry["file"]: entry for entry in info["shards"]} if info else {}
-    known = [entries.get(file_name(url), {}) for url in urls]
-    if (unknown := known.count({})) and any("://" in url for url in urls):
+        raise UserError(f"{spec}: shell commands are not run; name a file or a URL")
+    urls, info = list_shards(os.path.expanduser(spec), remote)
+    entries = {entry.file: entry for entry in info.shards} if info else {}
+    known = [entries.get(file_name(url)) for url in urls]
+    if (unknown := known.count(None)) and any("://" in url for url in urls):
         print(f"{spec}: {unknown} shard(s) are in no info.json and are read to be counted", file=sys.stderr)
     told = [
-        (int(entry["samples"]), "") if entry else _read_headers(url, remote)
-        for url, entry in zip(urls, known, strict=True)
+        (entry.samples, "") if entry else _read_headers(url, remote) for url, entry in zip(urls, known, strict=True)
     ]
     return ShardSet(
         spec,
         tuple(urls),
         tuple(count for count, _ in told),
         headers=tuple(header for _, header in told),
-        classes=tuple(info["classes"]) if info and info.get("classes") else None,
-        source=info.get("source") if info else None,
-        checksums=tuple(entry.get("sha256", "") for entry in known),
-        sizes=tuple(entry.get("bytes") for entry in known),
+        classes=tuple(info.classes) if info and info.classes else None,
+        source=info.source if info else None,
+        checksums=tuple(entry.sha256 if entry else "" for entry in known),
+        sizes=tuple(entry.bytes if entry else None for entry in known),
         remote=remote,
-        license=info.get("license") if info else None,
+        license=info.license if info else None,
+    )
+
+
+def open_training(data: DataConfig) -> ShardSet:
+    """The shards of `data.train`: one set, or a mixture as one whose shards and global indices count through its sets.
+
+    A mixture has classes where all its sets name the same ones, else none: labels of different meanings are no labels.
+    Raises UserError where a set is missing, RunError where a server does not answer.
+    """
+    if isinstance(data.train, str):
+        return open_shards(data.train, data.remote)
+    parts = [(part, open_shards(part.shards, data.remote)) for part in data.train]
+    sets = [opened for _, opened in parts]
+    return ShardSet(
+        spec=" + ".join(part.shards for part, _ in parts),
+        urls=tuple(chain.from_iterable(opened.urls for opened in sets)),
+        counts=tuple(chain.from_iterable(opened.counts for opened in sets)),
+        classes=sets[0].classes if len({opened.classes for opened in sets}) == 1 else None,
+        source=" + ".join(opened.source or part.shards for part, opened in parts),
+        checksums=tuple(chain.from_iterable(opened.checksums for opened in sets)),
+        sizes=tuple(chain.from_iterable(opened.sizes for opened in sets)),
+        headers=tuple(chain.from_iterable(opened.headers for opened in sets)),
+        remote=data.remote,
+        license=" + ".join(sorted({opened.license for opened in sets if opened.license})) or None,
+        mixture=tuple((len(opened.urls), part.weight) for part, opened in parts),
     )
 
 
 def _read_headers(url: str, remote: RemoteConfig) -> tuple[int, str]:
     """How many samples a tar has, and a hash of its headers and labels. On a local disk nothing else is read; a tar cut
     short counts as far as its headers go."""
+    from webdataset.tariterators import base_plus_ext  # imports torch, which packing processes do without
+
     keys, content = dict[str, None](), hashlib.sha256()
     with open_url(url, remote) as stream:
         try:
@@ -212,6 +232,8 @@ def read_members(
     Damage (a duplicate member, a tar cut short) is yielded in place as an exception; after a cut nothing follows. What
     keeps a whole shard from being read is raised, as by `open_url`.
     """
+    from webdataset.tariterators import group_by_keys, tar_file_iterator
+
     damage: list[Exception] = []
 
     def note(error: Exception) -> bool:

@@ -19,7 +19,7 @@ import fsspec
 from fsspec.asyn import sync
 
 from ssl_vit.data import RemoteConfig
-from ssl_vit.data.patience import Patience, reason
+from ssl_vit.data.shards.patience import Patience, reason
 from ssl_vit.interfaces import UserError
 
 _CHUNK = 1 << 20

@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 from filelock import FileLock, Timeout
 
 from ssl_vit.data import RemoteConfig
-from ssl_vit.data.remote import RemoteFile
+from ssl_vit.data.shards.remote import RemoteFile
 from ssl_vit.interfaces import UserError
 
 _CHUNK = 1 << 20

@@ -15,15 +15,16 @@ from dataclasses import dataclass
 from threading import Thread
 from typing import BinaryIO
 
-from webdataset.tariterators import group_by_keys
-
-from ssl_vit.data.decode import BadSample
 from ssl_vit.data.shards import ShardSet
 from ssl_vit.interfaces import RunError, UserError
 
 _BLOCK = tarfile.BLOCKSIZE
 _COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")  # gzip, bzip2, xz, zstd
 _PLAIN = (tarfile.REGTYPE, tarfile.AREGTYPE)
+
+
+class BadSample(Exception):
+    """A sample that cannot be used; the message says why. The stream skips, counts and names it."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,8 @@ class ShardFile:
         self.samples: list[dict[str, str | _Span]] = list(self._group())
 
     def _group(self) -> Iterator[dict[str, str | _Span]]:
+        from webdataset.tariterators import group_by_keys  # imports torch, which packing processes do without
+
         def note(error: Exception) -> bool:
             self.damage = str(error).partition(" @ ")[0] or type(error).__name__
             return True

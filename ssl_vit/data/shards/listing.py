@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import braceexpand
 from fsspec.implementations.local import LocalFileSystem
 
 from ssl_vit.data import RemoteConfig
-from ssl_vit.data.packing.journal import ABOUT, INFO, UNFINISHED
-from ssl_vit.data.remote import ask, find_filesystem
+from ssl_vit.data.shards.info import ABOUT, INFO, UNFINISHED, Info, local_info, parse_info
+from ssl_vit.data.shards.remote import ask, find_filesystem
 from ssl_vit.interfaces import UserError
 
 _TAR = re.compile(r"\.(tar(\.\w+)?|tgz)$")
@@ -26,7 +25,7 @@ def file_name(url: str) -> str:
     return os.path.basename(url.partition("?")[0] if "://" in url else url)
 
 
-def list_shards(spec: str, remote: RemoteConfig) -> tuple[list[str], dict[str, Any] | None]:
+def list_shards(spec: str, remote: RemoteConfig) -> tuple[list[str], Info | None]:
     """The shards of a folder, tar, glob or brace range in their order, and the content of the `info.json` beside them
     (None: there is none, or they lie in several folders).
 
@@ -39,12 +38,12 @@ def list_shards(spec: str, remote: RemoteConfig) -> tuple[list[str], dict[str, A
     if len(patterns) == 1 and store.is_folder(store.path):
         folder = store.path.rstrip("/")
         info = store.info(folder)
-        names = [f"{folder}/{shard['file']}" for shard in info["shards"]] if info else store.tars(folder)
+        names = [f"{folder}/{shard.file}" for shard in info.shards] if info else store.tars(folder)
         if not names:
             nested = [part for part in ("train", "test") if store.info(f"{folder}/{part}")]
             hint = f"did you mean '{spec.rstrip('/')}/{nested[0]}'?" if nested else store.hint
             raise UserError(f"{spec}: no shards (*.tar) there; {hint}")
-        if len(splits := (info or {}).get("splits", ())) > 1:
+        if info and len(splits := info.splits) > 1:
             raise UserError(
                 f"{spec} holds several splits ({', '.join(splits)}): name the shards of one, with * or {{..}}"
             )
@@ -66,10 +65,6 @@ def _refuse_missing(folder: str, files: list[str]) -> None:
         first = ", ".join([*missing[:3], *(["..."] if missing[3:] else [])])
         count = f"{len(missing)} of its {len(files)} shards are not there ({first})"
         raise UserError(f"{folder}: {count}: copy them, or make the set again")
-
-
-def _lists_splits(about: Any) -> bool:
-    return isinstance(about, dict) and isinstance(about.get("splits"), dict)
 
 
 def expand(spec: str) -> list[str]:
@@ -99,37 +94,20 @@ class _Store:
             return bool(self.filesystem.isdir(path))
         return not self._is_glob(path) and not _TAR.search(file_name(self.spec))
 
-    def info(self, folder: str) -> dict[str, Any] | None:
-        """The folder's info.json, or about.json, which lists several `splits` in one folder. Stores that may not be
-        listed refuse what is not there."""
+    def info(self, folder: str) -> Info | None:
+        """What the folder's info.json or about.json says. Stores that may not be listed refuse what is not there."""
+        if self.local:
+            found = local_info(Path(folder))
+            return found[0] if found else None
         for name in (INFO, ABOUT):
             path = f"{folder}/{name}"
             try:
-                found = self._json(path)
-                if found is None or (name == ABOUT and not _lists_splits(found)):
-                    continue  # an about.json of another kind
-                if name == ABOUT:
-                    found = found | {"shards": [shard for part in found["splits"].values() for shard in part["shards"]]}
-                for shard in found["shards"]:
-                    int(shard["samples"]), os.path.basename(shard["file"])
-            except (ValueError, TypeError, LookupError, AttributeError):
-                raise UserError(
-                    f"{self.url(path)}: this is not what lists the shards of a set; make the shards again"
-                ) from None
-            return found
+                content = ask(self.filesystem, self.url(path), self.remote, "cat_file", path)
+            except (FileNotFoundError, PermissionError):
+                continue
+            if info := parse_info(content, self.url(path)):
+                return info
         return None
-
-    def _json(self, path: str) -> dict[str, Any] | None:
-        """A file's content; None where there is none. Raises ValueError for what is no JSON."""
-        try:
-            content = ask(self.filesystem, self.url(path), self.remote, "cat_file", path)
-        except FileNotFoundError:
-            return None
-        except PermissionError as error:
-            if self.local:
-                raise UserError(f"{path}: cannot be read: {error.strerror}") from None
-            return None
-        return cast(dict[str, Any], json.loads(content))
 
     def tars(self, folder: str) -> list[str]:
         found = self._names("ls", folder, detail=False)

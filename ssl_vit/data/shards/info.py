@@ -1,0 +1,153 @@
+"""What a shard set says about itself: the one model of `info.json`, and of `about.json` that other tools write.
+
+Light: packing processes import this, without torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from ssl_vit.interfaces import RunError, UserError
+
+INFO = "info.json"
+ABOUT = "about.json"  # one folder with the shards of several splits
+UNFINISHED = "unfinished.json"  # the plan of a set that is not packed completely
+IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp")
+STORED_FORMATS = ("JPEG", "PNG", "WEBP")
+MAX_PIXELS = 89_478_485  # Pillow's limit for a warning: 256 MiB of RGB
+MAX_INFO_BYTES = 64 << 20
+_MOST = 1 << 48  # samples or bytes
+_HASH = r"^([0-9a-f]{64})?$"
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(strict=True, frozen=True)
+
+
+class ShardEntry(_Model):
+    """One shard. file: a plain name in the same folder. sha256: "" where it is not known."""
+
+    file: str = Field(pattern=r"^[^/\\\x00]+$", max_length=255)
+    samples: int = Field(ge=0, le=_MOST)
+    bytes: int | None = Field(None, ge=0, le=_MOST)
+    sha256: str = Field("", pattern=_HASH)
+
+
+class Part(_Model):
+    """Shards of one split."""
+
+    samples: int = Field(ge=0, le=_MOST)
+    shards: list[ShardEntry]
+
+
+class Dropped(_Model):
+    """An image that packing excluded."""
+
+    file: str
+    reason: str
+
+
+class Info(Part):
+    """A shard set: the fields of `info.json`, in the order in which they are written.
+
+    labeled: every sample has a class index. content_hash: one sha256 of the shards' sha256 in order.
+    mean_image_size: pixels, by `height` and `width`. splits: only of an `about.json`; its shards together are `shards`.
+    """
+
+    format: int = 1
+    classes: list[str] | None = None
+    samples: int = Field(ge=0, le=_MOST)
+    labeled: bool = False
+    shards: list[ShardEntry]
+    content_hash: str | None = Field(None, pattern=_HASH)
+    source: str | None = None
+    license: str | None = None
+    mean_image_size: dict[str, float] | None = None
+    channels: int | None = Field(None, ge=1)
+    dropped: list[Dropped] = []
+    splits: dict[str, Part] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _join_splits(cls, data: Any) -> Any:
+        if isinstance(data, dict) and isinstance(splits := data.get("splits"), dict) and splits:
+            parts = [Part.model_validate_json(json.dumps(part)) for part in splits.values()]
+            shards = [shard.model_dump() for part in parts for shard in part.shards]
+            samples = sum(shard["samples"] for shard in shards)
+            return {**data, "shards": shards, "samples": samples, "labeled": data.get("classes") is not None}
+        return data
+
+
+def parse_info(content: bytes, path: str) -> Info | None:
+    """The content of an `info.json` or `about.json`; None for an `about.json` of another kind.
+
+    path: for error messages, and its name tells which of the two it is. Raises UserError for anything else.
+    """
+    try:
+        if len(content) > MAX_INFO_BYTES:
+            raise ValueError(f"larger than {MAX_INFO_BYTES >> 20} MiB")
+        found = json.loads(content)
+        if path.endswith(ABOUT) and not (isinstance(found, dict) and isinstance(found.get("splits"), dict)):
+            return None
+        return Info.model_validate_json(content)
+    except ValidationError as error:
+        where = ".".join(map(str, error.errors()[0]["loc"])) or "content"
+        raise UserError(f"{path}: {where}: {error.errors()[0]['msg']}; make the shards again") from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}: does not list the shards of a set ({error}); make the shards again") from None
+
+
+def local_info(folder: Path) -> tuple[Info, str] | None:
+    """What the folder's info.json or about.json says, and which of the two it was; None without either."""
+    for name in (INFO, ABOUT):
+        try:
+            with (folder / name).open("rb") as file:
+                content = file.read(MAX_INFO_BYTES + 1)
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except PermissionError as error:
+            raise UserError(f"{folder / name}: cannot be read: {error.strerror}") from None
+        except OSError as error:
+            raise RunError(f"{folder / name}: cannot be read: {error.strerror}") from None
+        if info := parse_info(content, str(folder / name)):
+            return info, name
+    return None
+
+
+@dataclass(frozen=True)
+class ShardList:
+    """The shards of a local set by file name, in order, and what `file` (info.json or about.json) says of them.
+
+    Tars from elsewhere have neither file: each entry is None, and parts (by split; "" for the only one) is empty.
+    """
+
+    shards: Mapping[str, ShardEntry | None]
+    parts: Mapping[str, Part]
+    classes: list[str] | None = None
+    labeled: bool = False
+    file: str = INFO
+
+
+def open_set(folder: Path) -> ShardList:
+    """Raises UserError where there is no shard set, it cannot be read, or packing was not finished."""
+    if found := local_info(folder):
+        info, name = found
+        entries = {entry.file: entry for entry in info.shards}
+        return ShardList(entries, info.splits or {"": info}, info.classes, info.labeled, name)
+    if (folder / UNFINISHED).exists() or next(folder.glob("*.entry.json"), None):
+        raise UserError(
+            f"{folder}: packing was not finished; run its `ssl-vit shards make` command again "
+            "(or, for parts, `ssl-vit shards merge-info`)"
+        )
+    present = sorted(path.name for path in folder.glob("*.tar"))
+    if not present:
+        inside = [path.parent.name for path in sorted(folder.glob(f"*/{INFO}"))]
+        hint = f"name one of its parts: {', '.join(inside)}" if inside else "name a folder of .tar shards"
+        raise UserError(f"{folder}: {'no shards here' if folder.is_dir() else 'no such folder'}; {hint}")
+    return ShardList(dict.fromkeys(present), {})
