@@ -79,7 +79,7 @@ def hugging_face(model: str, pixels: torch.Tensor, mae: bool) -> tuple[nn.Module
     import transformers
 
     encoder = build(EncoderConfig(name=model))
-    depth, mlp = len(encoder.vit.blocks), encoder.vit.blocks[0].mlp.fc1.out_features
+    depth, mlp = len(encoder.network.blocks), encoder.network.blocks[0].mlp.fc1.out_features
     sizes = {"hidden_size": encoder.width, "num_hidden_layers": depth, "num_attention_heads": encoder.heads}
     sizes |= {"intermediate_size": mlp, "image_size": encoder.image_size[0], "patch_size": encoder.patch_size}
     if mae:
@@ -102,7 +102,7 @@ def lucidrains(model: str, pixels: torch.Tensor) -> tuple[nn.Module, Step]:
         patch_size=patch,
         num_classes=CLASSES,
         dim=width,
-        depth=len(encoder.vit.blocks),
+        depth=len(encoder.network.blocks),
         heads=encoder.heads,
         mlp_dim=4 * width,
     )

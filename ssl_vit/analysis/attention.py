@@ -51,7 +51,7 @@ def attention_maps(
     Raises UserError for a layer that does not exist, for attention with a mask or a scale of its own, and where timm's
     fused attention is switched off.
     """
-    vit, wanted = encoder.vit, _layers(encoder, layers)
+    vit, wanted = encoder.network, _layers(encoder, layers)
     tokens = encoder.enter(encoder.embed(images_BCHW))
     for layer in range(max(wanted) + 1):
         if layer not in wanted:
@@ -68,7 +68,7 @@ def attention_maps(
 
 def _layers(encoder: ViTEncoder, layers: Sequence[int] | None) -> list[int]:
     """The inspected layers in order, each once."""
-    depth = len(encoder.vit.blocks)
+    depth = len(encoder.network.blocks)
     wanted = sorted({*(range(depth) if layers is None else layers)})
     if not wanted or wanted[0] < 0 or wanted[-1] >= depth:
         raise UserError(f"layers={','.join(map(str, wanted))}: {encoder.name} has the layers 0 to {depth - 1}")

@@ -32,7 +32,7 @@ def filter_components(encoder: ViTEncoder, count: int = FILTERS) -> Components:
     """
     from sklearn.decomposition import PCA  # here, not above: it takes a second to import, and training comes by here
 
-    first = next(m for m in encoder.vit.patch_embed.modules() if isinstance(m, nn.Conv2d))
+    first = next(m for m in encoder.network.patch_embed.modules() if isinstance(m, nn.Conv2d))
     weights = first.weight.detach().cpu().double()
     flat = weights.flatten(1).numpy()
     pca = PCA(min(count, *flat.shape), svd_solver="full").fit(flat)
@@ -42,7 +42,7 @@ def filter_components(encoder: ViTEncoder, count: int = FILTERS) -> Components:
 def position_similarity(encoder: ViTEncoder) -> np.ndarray:
     """Cosine similarity of every patch's position embedding with every other's, float64 (rows, columns, rows, columns),
     query patch first (paper, section 4.5, figure 7, center)."""
-    positions_ND = encoder.vit.pos_embed[0, encoder.position_prefix :].detach().cpu().double()
+    positions_ND = encoder.network.pos_embed[0, encoder.position_prefix :].detach().cpu().double()
     unit_ND = nn.functional.normalize(positions_ND, dim=-1)
     return (unit_ND @ unit_ND.T).reshape(*encoder.grid, *encoder.grid).numpy()
 

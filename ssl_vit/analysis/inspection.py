@@ -77,7 +77,7 @@ def inspect(
     head, no_head = _masked_patch_head(model, objective, saved)
     (head or model).to(device)  # the head holds the model
     batch, skipped = _first_images(model, shards, preparation, options, head, device)
-    layers = sorted({*(options.layers if options.layers is not None else range(len(model.vit.blocks)))})
+    layers = sorted({*(options.layers if options.layers is not None else range(len(model.network.blocks)))})
     numbers: dict[str, Any] = {
         "weights": str(saved or weights),
         "step": json.loads((saved / "state.json").read_text())["step"] if saved else None,
@@ -88,8 +88,8 @@ def inspect(
         "grid": list(model.grid),
         "position_resampling": resampling if options.image_size else None,
         "class_token": model.has_class_token,
-        "depth": len(model.vit.blocks),
-        "hybrid": hasattr(model.vit.patch_embed, "encoder"),
+        "depth": len(model.network.blocks),
+        "hybrid": hasattr(model.network.patch_embed, "encoder"),
         "positions": model.positions,
         "registers": model.prefix_tokens - model.has_class_token,
         "data": shards.spec,

@@ -291,7 +291,7 @@ class Evaluator(Judge):
                 if isinstance(module, nn.Dropout) and not name.endswith("attn_drop"):
                     module.p = c.dropout
         if c.drop_path is not None:
-            blocks = factory.require_vit(encoder, "fine_tune.drop_path").vit.blocks
+            blocks = factory.require_vit(encoder, "fine_tune.drop_path").network.blocks
             for block, rate in zip(blocks, calculate_drop_path_rates(c.drop_path, len(blocks)), strict=True):
                 block.drop_path1, block.drop_path2 = DropPath(rate), DropPath(rate)
         return encoder

@@ -1,4 +1,4 @@
-"""The way to encoders: built from a configuration, saved and loaded in timm's format, brought to other sizes."""
+"""Build encoders from a configuration, save and load them in timm's format, resample them to other image sizes."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def named_encoder(name: str) -> ViTEncoder:
 def _build_vit(config: EncoderConfig) -> ViTEncoder:
     named = named_encoder(config.name)
     width, heads = config.width or named.width, config.heads or named.heads
-    cells = int(named.vit.patch_embed.patch_size[0])  # pixels, or in a hybrid cells of the feature map
+    cells = int(named.network.patch_embed.patch_size[0])  # pixels, or in a hybrid cells of the feature map
     patch_size = named.patch_size // cells * (config.patch_size or cells)
     check_size(pair(config.image_size), patch_size, "encoder.image_size")
     if width % heads:
@@ -78,7 +78,7 @@ def _build_cnn(config: EncoderConfig) -> ResNetEncoder:
     fits = {"name", "image_size", "channels", "drop_path", "mean", "std", "position_resampling"}
     for key, value in config:
         if key not in fits and value != EncoderConfig.model_fields[key].default:
-            raise UserError(f"encoder.{key}: {config.name} is a ResNet, which has no such setting; leave it out")
+            raise UserError(f"encoder.{key}: {config.name} is a ResNet, which has no such setting; remove the key")
     arguments: dict[str, Any] = {"in_chans": config.channels}
     if config.drop_path:
         arguments["drop_path_rate"] = config.drop_path
@@ -86,7 +86,7 @@ def _build_cnn(config: EncoderConfig) -> ResNetEncoder:
 
 
 def require_vit(encoder: Encoder, what: str) -> ViTEncoder:
-    """The encoder, known to be a ViT. Raises UserError, saying `what` needs one, where it is a CNN."""
+    """The encoder if it is a ViT. Raises UserError, saying that `what` needs one, for a CNN."""
     if not isinstance(encoder, ViTEncoder):
         raise UserError(f"{what} needs a Vision Transformer, and encoder.name='{encoder.name}' is a ResNet")
     return encoder
@@ -94,28 +94,32 @@ def require_vit(encoder: Encoder, what: str) -> ViTEncoder:
 
 def write_config(encoder: Encoder, path: Path) -> None:
     """Write timm's `config.json`, from which `timm.create_model("local-dir:FOLDER")` builds the same model."""
-    channels, is_vit = encoder.channels, isinstance(encoder, ViTEncoder)
-    network: Any = encoder.network
+    network, is_vit = encoder.network, isinstance(encoder, ViTEncoder)
     content = {
         "architecture": encoder.name,
         "num_classes": 0,
         "num_features": encoder.width,
         "global_pool": network.global_pool if is_vit else "avg",
         "model_args": encoder.arguments,
-        "pretrained_cfg": {
-            "input_size": [channels, *encoder.image_size],
-            "fixed_input_size": is_vit,
-            "interpolation": "bilinear",
-            "crop_pct": 1.0,
-            "mean": [*encoder.mean] if isinstance(encoder.mean, tuple) else [encoder.mean] * channels,
-            "std": [*encoder.std] if isinstance(encoder.std, tuple) else [encoder.std] * channels,
-            "num_classes": 0,
-            "first_conv": network.pretrained_cfg.get("first_conv"),
-            "classifier": network.pretrained_cfg.get("classifier"),
-        },
+        "pretrained_cfg": pretrained_cfg(encoder),
         **encoder.own_settings,
     }
     path.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def pretrained_cfg(encoder: Encoder) -> dict[str, Any]:
+    """How timm describes the weights: image size and normalization, which `timm.data.resolve_data_config` reads."""
+    return {
+        "input_size": [encoder.channels, *encoder.image_size],
+        "fixed_input_size": isinstance(encoder, ViTEncoder),
+        "interpolation": "bilinear",
+        "crop_pct": 1.0,
+        "mean": [*encoder.mean],
+        "std": [*encoder.std],
+        "num_classes": 0,
+        "first_conv": encoder.network.pretrained_cfg.get("first_conv"),
+        "classifier": encoder.network.pretrained_cfg.get("classifier"),
+    }
 
 
 def state(encoder: Encoder) -> dict[str, torch.Tensor]:
@@ -140,7 +144,7 @@ def load_state(encoder: Encoder, tensors: Mapping[str, torch.Tensor], origin: st
 
 
 def initialize(model: Encoder, source: Encoder, origin: str, method: Resampling = "timm") -> None:
-    """Give `model` the weights of `source`, a ViT's positions resampled by `method` where the patch grids differ.
+    """Give `model` the weights of `source`; a ViT's positions are resampled by `method` where the patch grids differ.
 
     Raises UserError when anything else differs.
     """
@@ -158,20 +162,16 @@ def initialize(model: Encoder, source: Encoder, origin: str, method: Resampling 
 
 
 def _activation(encoder: ViTEncoder) -> str:
-    """The activation function of the blocks, which no weight tells of."""
-    return ", ".join(
-        dict.fromkeys(
-            type(module).__name__
-            for name, module in encoder.vit.blocks.named_modules()
-            if name.rpartition(".")[2].startswith("act")
-        )
-    )
+    """The activation functions of the blocks, which have no weights."""
+    modules = encoder.network.blocks.named_modules()
+    kinds = {type(module).__name__ for name, module in modules if name.rpartition(".")[2].startswith("act")}
+    return ", ".join(sorted(kinds))
 
 
 def at_size(model: AnyEncoder, image_size: Size, method: Resampling = "timm") -> AnyEncoder:
-    """A copy of `model` for images of another size or aspect ratio: same weights, its positions (fixed ones too)
-    resampled by `method`, the prefix tokens' kept as they are.
+    """A copy of `model` for images of another size or aspect ratio.
 
+    Same weights; positions (fixed ones too) are resampled by `method`, those of the prefix tokens kept.
     Raises UserError for a size that the patches do not divide.
     """
     if pair(image_size) == model.image_size:
@@ -183,28 +183,25 @@ def at_size(model: AnyEncoder, image_size: Size, method: Resampling = "timm") ->
 
 
 def fresh(like: AnyEncoder, seed: int, image_size: Size | None = None) -> AnyEncoder:
-    """An untrained encoder of the same architecture (at another image size where asked), initialized by `seed`."""
+    """An untrained encoder of the same architecture (at another image size if given), initialized by `seed`."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         return like.untrained(image_size)
 
 
 def find_weights(path: Path | str) -> Path:
-    """The folder holding `encoder.safetensors` for a run, a checkpoint or a weights folder. UserError if none."""
+    """The folder with `encoder.safetensors` of a run, a checkpoint or a weights folder. Raises UserError if none."""
     path = Path(path)
-    if (path / WEIGHTS).is_file():
-        return path
-    checkpoints = sorted(path.glob("checkpoints/step_*"))
-    for checkpoint in reversed(checkpoints):
-        if (checkpoint / WEIGHTS).is_file():
-            return checkpoint
     if not path.exists():
         raise UserError(f"{path}: no such run, checkpoint or weights folder")
+    for folder in [path, *sorted(path.glob("checkpoints/step_*"), reverse=True)]:
+        if (folder / WEIGHTS).is_file():
+            return folder
     raise UserError(f"{path}: no {WEIGHTS} there, nor in its checkpoints; did the run save one yet?")
 
 
 def load(path: Path | str) -> Encoder:
-    """The encoder of a run, a checkpoint or a weights folder, in evaluation mode and with its own sizes.
+    """The encoder of a run, a checkpoint or a weights folder, in evaluation mode, at its own image size.
 
     Raises UserError for a missing folder, a damaged file, or weights that do not fit their `config.json`.
     """
@@ -220,7 +217,7 @@ def load(path: Path | str) -> Encoder:
 
 def _from_config(config: dict[str, Any]) -> Encoder:
     name, cfg, arguments = config["architecture"], config["pretrained_cfg"], config.get("model_args", {})
-    mean, std, image_size = [*cfg["mean"]], [*cfg["std"]], tuple(cfg["input_size"][1:])
+    mean, std, image_size = cfg["mean"], cfg["std"], tuple(cfg["input_size"][1:])
     if is_cnn(name):
         return ResNetEncoder(name, arguments, mean, std, image_size)
     own = {key: config[key] for key in ("position_std", "norm_eps", "positions") if key in config}

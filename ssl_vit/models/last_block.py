@@ -1,8 +1,7 @@
 """A ViT's last block for only those tokens that are read after it.
 
-Nothing else of the last block reaches the loss: the other tokens need keys and values, but no query, no projection and
-no MLP. With half of the patches read that saves about half a block of work, with the class token alone almost a whole
-one; loss and gradients are those of the whole block.
+The other tokens of the last block need keys and values, but no query, projection or MLP. With half of the patches read
+this saves about half a block of work, with the class token alone almost a whole one. Loss and gradients stay the same.
 """
 
 from __future__ import annotations
@@ -20,8 +19,7 @@ Pick = Callable[[torch.Tensor], torch.Tensor]
 
 
 def take(tokens_BTD: torch.Tensor, index_BK: torch.Tensor) -> torch.Tensor:
-    """Row `index` of every sequence: (B, K, D). By whole rows: `Tensor.gather` goes by single numbers, and its gradient
-    takes twice the time on a CPU."""
+    """Row `index` of every sequence: (B, K, D). Copies whole rows: half the cost of `gather` on a CPU."""
     batch, length = tokens_BTD.shape[:2]
     return tokens_BTD.flatten(0, 1).index_select(0, flat_rows(index_BK, length)).unflatten(0, (batch, -1))
 
@@ -33,7 +31,7 @@ def flat_rows(index_BK: torch.Tensor, length: int) -> torch.Tensor:
 
 
 class LastBlock(Block):
-    """timm's block; with `pick`, which takes tokens (B, T, D) to those that are read (B, K, D), only their outputs."""
+    """timm's block; with `pick`, tokens (B, T, D) -> those that are read (B, K, D), it computes only their outputs."""
 
     def forward(self, x: torch.Tensor, *arguments: object, pick: Pick | None = None) -> torch.Tensor:
         if pick is None:
@@ -63,8 +61,7 @@ class LastBlock(Block):
 
 
 def make_last(block: nn.Module) -> bool:
-    """Let a plain timm block compute only what is read (its weights and names stay); False for blocks of other kinds,
-    which compute everything."""
+    """Turn a plain timm block into a `LastBlock` (same weights and names); False for other blocks, which stay whole."""
     attn: Any = getattr(block, "attn", None)
     plain = type(block) is Block and type(attn) is Attention and getattr(attn, "gate", None) is None
     if plain and attn.fused_attn:

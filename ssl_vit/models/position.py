@@ -17,9 +17,10 @@ def resample(
 ) -> torch.Tensor:
     """Position embeddings (1, prefix + old rows * columns, D) -> (1, prefix + new rows * columns, D).
 
-    The prefix tokens' entries are kept as they are. `timm`: bicubic, antialiased, in float32. `google`: scipy's zoom of
-    order 1 (bilinear with aligned corners), as in the paper authors' code. The two differ by points of accuracy, so a
-    comparison must not mix them. Raises ValueError when the length does not fit the old grid.
+    prefix_tokens: how many leading entries belong to prefix tokens; they are kept as they are.
+    method: `timm`: bicubic, antialiased, in float32. `google`: scipy's zoom of order 1 (bilinear with aligned corners),
+        as in the paper authors' code. They differ by points of accuracy: do not mix them in a comparison.
+    Raises ValueError when the length does not fit the old grid.
     """
     if positions_1LD.shape[1] != prefix_tokens + old_grid[0] * old_grid[1]:
         raise ValueError(

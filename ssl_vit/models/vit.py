@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Self, cast
+from typing import Any, Self
 
 import torch
 from timm.layers import build_sincos2d_pos_embed
@@ -18,7 +18,10 @@ from ssl_vit.models.last_block import Pick, make_last, take
 
 class ViTEncoder(Encoder):
     """A pre-LN ViT encoder (paper, section 3.1, equations 1 to 4). In a hybrid the patches are cut from a CNN's feature
-    map, and color targets from the pixels under them."""
+    map, and color targets from the pixels under them.
+
+    heads: attention heads per block. norm_eps: of the layer norms.
+    """
 
     def __init__(
         self,
@@ -32,13 +35,13 @@ class ViTEncoder(Encoder):
     ) -> None:
         """timm's `name` built with `arguments`; the other arguments as in `EncoderConfig`.
 
-        Raises UserError for a name that is no plain ViT, for sizes that it cannot have, and for a mean or std of
+        Raises UserError for a name that is not a plain ViT, for sizes that it cannot have, and for a mean or std of
         another number of channels.
         """
-        arguments = {**arguments, "dynamic_img_size": False}  # sizes change through `untrained`, never by themselves
+        arguments = {**arguments, "dynamic_img_size": False}  # sizes change through `untrained` only
         super().__init__(name, arguments, mean, std)
         try:
-            vit: Any = create(name, arguments)
+            vit = create(name, arguments)
         except (TypeError, AssertionError, ValueError) as error:
             with torch.device("meta"):
                 vit = create(name, {})
@@ -46,20 +49,21 @@ class ViTEncoder(Encoder):
                 raise UserError(f"encoder.name='{name}' cannot have these sizes: {arguments} ({error})") from None
         if type(vit) is not VisionTransformer:
             raise UserError(f"encoder.name='{name}' is a {type(vit).__name__}: use a VisionTransformer or a ResNet")
-        if vit.attn_pool is not None:  # a head, as SigLIP's: the encoder is what comes before it
+        if vit.attn_pool is not None:  # a head, as in SigLIP: the encoder is what comes before it
             self.arguments |= {"global_pool": "avg", "fc_norm": False}
             vit = create(name, self.arguments)
         if vit.pos_embed is None:
             raise UserError(f"encoder.name='{name}' has no position embeddings: use another VisionTransformer")
-        self.vit = vit
+        self.network = vit
+        self.width, self.image_size = int(vit.embed_dim), pair(vit.patch_embed.img_size)
+        self.heads = next(int(module.num_heads) for module in vit.blocks[0].modules() if hasattr(module, "num_heads"))
+        self.prefix_tokens, self.has_class_token = vit.num_prefix_tokens, vit.has_class_token
         self.position_std, self.positions = position_std, positions
         self.prunes = make_last(vit.blocks[-1])
         norms = [module for module in vit.modules() if isinstance(module, nn.LayerNorm)]
-        if norm_eps is not None:
-            for norm in norms:
-                norm.eps = norm_eps
+        for norm in norms:
+            norm.eps = norm.eps if norm_eps is None else norm_eps
         self.norm_eps = norms[0].eps if norms else None
-        self.prefix_tokens, self.has_class_token = vit.num_prefix_tokens, vit.has_class_token
         nn.init.trunc_normal_(vit.pos_embed, std=position_std)
         if positions == "sincos2d":
             self._fix_positions()
@@ -68,42 +72,27 @@ class ViTEncoder(Encoder):
         """Constant sin-cos positions of the patch grid by timm (MoCo v3's frequencies); zeros for the prefix tokens."""
         if self.width % 4:
             raise UserError(f"encoder.positions=sincos2d needs a width that 4 divides, not {self.width}")
-        patches = build_sincos2d_pos_embed([*self.grid], self.width, device=self.vit.pos_embed.device)
+        positions = self.network.pos_embed
+        patches = build_sincos2d_pos_embed([*self.grid], self.width, device=positions.device)
         with torch.no_grad():
-            self.vit.pos_embed.zero_()
-            self.vit.pos_embed[:, -self.patches :] = patches
-        self.vit.pos_embed.requires_grad_(False)
-
-    @property
-    def network(self) -> nn.Module:
-        return cast(nn.Module, self.vit)
-
-    @property
-    def width(self) -> int:
-        return int(self.vit.embed_dim)
-
-    @property
-    def image_size(self) -> tuple[int, int]:
-        return pair(self.vit.patch_embed.img_size)
+            positions.zero_()
+            positions[:, -self.patches :] = patches
+        positions.requires_grad_(False)
 
     @property
     def grid(self) -> tuple[int, int]:
-        rows, columns = self.vit.patch_embed.grid_size
+        rows, columns = self.network.patch_embed.grid_size
         return int(rows), int(columns)
 
     @property
     def patch_size(self) -> int:
-        """Pixels of the image to a patch's side; in a hybrid, of the image, not of the CNN's feature map."""
+        """Pixels of the image per side of a patch; in a hybrid too (not cells of the CNN's feature map)."""
         return self.image_size[0] // self.grid[0]
 
     @property
-    def heads(self) -> int:
-        return next(int(module.num_heads) for module in self.vit.blocks[0].modules() if hasattr(module, "num_heads"))
-
-    @property
     def position_prefix(self) -> int:
-        """Entries of the position embeddings that belong to prefix tokens: none where those have no position."""
-        return 0 if self.vit.no_embed_class else self.prefix_tokens
+        """How many position embeddings belong to prefix tokens: 0 where those have no position."""
+        return 0 if self.network.no_embed_class else self.prefix_tokens
 
     @property
     def own_settings(self) -> dict[str, Any]:
@@ -116,15 +105,26 @@ class ViTEncoder(Encoder):
 
     def embed(self, images_BCHW: torch.Tensor) -> torch.Tensor:
         """uint8 images -> patch embeddings (B, N, D), before positions. Normalizes on the images' device."""
-        return cast(torch.Tensor, self.vit.patch_embed(self.normalized(images_BCHW)))
+        patches_BND: torch.Tensor = self.network.patch_embed(self.normalized(images_BCHW))
+        return patches_BND
 
     def enter(self, tokens_BND: torch.Tensor) -> torch.Tensor:
-        """Patch embeddings -> what the first block reads (B, P + N, D): prefix tokens put before, positions added."""
-        return cast(torch.Tensor, self.vit.norm_pre(self.vit.patch_drop(self.vit._pos_embed(tokens_BND))))
+        """Patch embeddings -> what the first block reads (B, P + N, D): prefix tokens prepended, positions added."""
+        vit = self.network
+        own = (vit.cls_token, vit.reg_token)
+        prefix = [token.expand(tokens_BND.shape[0], -1, -1) for token in own if token is not None]
+        if vit.no_embed_class:  # positions are the patches' alone
+            tokens = torch.cat([*prefix, tokens_BND + vit.pos_embed], dim=1)
+        else:
+            tokens = torch.cat([*prefix, tokens_BND], dim=1) + vit.pos_embed
+        entered: torch.Tensor = vit.norm_pre(vit.patch_drop(vit.pos_drop(tokens)))
+        return entered
 
     def encode(self, tokens_BND: torch.Tensor, keep_BK: torch.Tensor | None = None) -> torch.Tensor:
-        """Patch embeddings -> output tokens (B, P + N, D), normalized unless the model's last norm comes after pooling;
-        with `keep_BK` (int64 patch indices) only those patches' outputs (B, K, D), normalized in any case."""
+        """Patch embeddings -> output tokens (B, P + N, D), normalized unless the model's last norm comes after pooling.
+
+        keep_BK: int64 patch indices; only those patches' outputs are returned (B, K, D), always normalized.
+        """
         if keep_BK is None:
             return self._read(tokens_BND, None)
         index_BK = keep_BK + self.prefix_tokens
@@ -132,23 +132,26 @@ class ViTEncoder(Encoder):
 
     def _read(self, tokens_BND: torch.Tensor, pick: Pick | None, depth: int | None = None) -> torch.Tensor:
         """All blocks (or the first `depth`) and the last norm; of the last one, only the tokens that `pick` takes."""
-        tokens, (*before, last) = self.enter(tokens_BND), list(self.vit.blocks)[:depth]
-        if self.vit.grad_checkpointing and torch.is_grad_enabled():
+        tokens, (*before, last) = self.enter(tokens_BND), list(self.network.blocks)[:depth]
+        if self.network.grad_checkpointing and torch.is_grad_enabled():
             tokens = checkpoint_seq(before, tokens)
         else:
             for block in before:
                 tokens = block(tokens)
-        if pick is None or last is not self.vit.blocks[-1] or not self.prunes:
+        if pick is not None and last is self.network.blocks[-1] and self.prunes:
+            tokens = last(tokens, pick=pick)
+        else:
             tokens = last(tokens)
-            return cast(torch.Tensor, self.vit.norm(tokens if pick is None else pick(tokens)))
-        return cast(torch.Tensor, self.vit.norm(last(tokens, pick=pick)))
+            tokens = tokens if pick is None else pick(tokens)
+        read: torch.Tensor = self.network.norm(tokens)
+        return read
 
     def forward(self, images_BCHW: torch.Tensor) -> torch.Tensor:
         return self.encode(self.embed(images_BCHW))
 
     def represent(self, images_BCHW: torch.Tensor, pooling: Pooling, block: int | None = None) -> torch.Tensor:
         self.check_pooling(pooling)
-        if block and block > (depth := len(self.vit.blocks)):
+        if block and block > (depth := len(self.network.blocks)):
             raise UserError(f"block={block}: {self.name} has blocks 1 to {depth}")
         if pooling != "token" and block is None:
             return super().represent(images_BCHW, pooling)
@@ -156,7 +159,8 @@ class ViTEncoder(Encoder):
         return self.pool(self._read(self.embed(images_BCHW), pick, block), pooling)
 
     def finish(self, vectors: torch.Tensor) -> torch.Tensor:
-        return cast(torch.Tensor, self.vit.fc_norm(vectors))
+        finished: torch.Tensor = self.network.fc_norm(vectors)
+        return finished
 
 
 def check_size(image_size: tuple[int, int], patch: int, key: str) -> None:

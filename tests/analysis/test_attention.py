@@ -35,7 +35,7 @@ PLAIN = ("class token", "rectangle", "register, no class token", "class token an
 def sharpened(encoder: Any) -> Any:
     """With larger weights: a fresh model attends so evenly that a wrong map would look alike."""
     with torch.no_grad():
-        for name, weights in encoder.vit.named_parameters():
+        for name, weights in encoder.network.named_parameters():
             if "qkv.weight" in name or "in_proj.weight" in name or name == "pos_embed":
                 weights.mul_(3)
     return encoder.eval()
@@ -48,7 +48,7 @@ def images_for(encoder: Any, count: int = 3) -> torch.Tensor:
 
 def unfused(encoder: Any, images: torch.Tensor) -> list[np.ndarray]:
     """timm's own probabilities in float64, (B, H, T, T) a layer: what its unfused path hands to the dropout."""
-    vit = copy.deepcopy(encoder.vit).double()
+    vit = copy.deepcopy(encoder.network).double()
     maps: list[list[torch.Tensor]] = []
     for block in vit.blocks:
         maps.append([])
@@ -123,7 +123,7 @@ def chosen(make_encoder: Build) -> Any:
     the layer norm's subtraction of the mean drops out.
     """
     encoder = make_encoder(image_size=8, width=16, heads=2, depth=2).eval()
-    vit = encoder.vit
+    vit = encoder.network
     with torch.no_grad():
         for parameter in vit.parameters():
             parameter.zero_()
@@ -255,7 +255,7 @@ def test_memory_groups_change_nothing(make_encoder: Build, monkeypatch: pytest.M
 def test_only_the_inspected_layers_attention_is_computed(make_encoder: Build) -> None:
     encoder = sharpened(make_encoder(depth=4))
     ran: list[int] = []
-    for number, block in enumerate(encoder.vit.blocks):
+    for number, block in enumerate(encoder.network.blocks):
         block.register_forward_hook(lambda *_, number=number: ran.append(number))
     images = images_for(encoder)
     found = dict(attention.attention_maps(encoder, images, [2, 0, 2]))
@@ -274,7 +274,7 @@ def test_layers_that_do_not_exist_are_refused(make_encoder: Build, layers: list[
 
 def test_without_fused_attention_it_says_so(make_encoder: Build) -> None:
     encoder = make_encoder().eval()
-    encoder.vit.blocks[1].attn.fused_attn = False
+    encoder.network.blocks[1].attn.fused_attn = False
     with pytest.raises(UserError, match="unset TIMM_FUSED_ATTN"):
         list(attention.attention_maps(encoder, images_for(encoder)))
 
@@ -288,6 +288,6 @@ def test_attention_with_a_scale_or_mask_of_its_own_is_refused(make_encoder: Buil
             return nn.functional.scaled_dot_product_attention(tokens, tokens, tokens, **given)
 
     encoder = make_encoder().eval()
-    encoder.vit.blocks[0].attn = Own()
+    encoder.network.blocks[0].attn = Own()
     with pytest.raises(UserError, match="mask or a scale of its own"):
         list(attention.attention_maps(encoder, images_for(encoder)))

@@ -24,7 +24,7 @@ def test_planted_filters_are_found_in_order(make_encoder: Build) -> None:
     mixture = np.linalg.qr(mixture - mixture.mean(0))[0] * (4, 1)
     weights = mixture @ patterns.T + generator.normal(size=48)
     with torch.no_grad():
-        encoder.vit.patch_embed.proj.weight.copy_(torch.from_numpy(weights).reshape(64, 3, 4, 4))
+        encoder.network.patch_embed.proj.weight.copy_(torch.from_numpy(weights).reshape(64, 3, 4, 4))
     found = embedding.filter_components(encoder, 2)
     assert found.values.shape == (2, 3, 4, 4) and found.values.dtype == np.float64
     np.testing.assert_allclose(found.explained, [16 / 17, 1 / 17], atol=1e-5)
@@ -43,7 +43,7 @@ def test_a_hybrids_filters_are_its_stems(make_encoder: Build) -> None:
     encoder = make_encoder(name="vit_tiny_r_s16_p8_224", image_size=32, patch_size=None)
     found = embedding.filter_components(encoder)
     assert found.values.shape == (28, 3, 7, 7)
-    flat = encoder.vit.patch_embed.backbone.conv.weight.detach().double().flatten(1).numpy()
+    flat = encoder.network.patch_embed.backbone.conv.weight.detach().double().flatten(1).numpy()
     _, sizes, axes = np.linalg.svd(flat - flat.mean(0))
     np.testing.assert_allclose(np.abs((found.values.reshape(28, -1) * axes[:28]).sum(1)), 1, atol=1e-6)
     np.testing.assert_allclose(found.explained, sizes[:28] ** 2 / (sizes**2).sum(), rtol=1e-6)
@@ -55,7 +55,7 @@ def test_a_hybrids_filters_are_its_stems(make_encoder: Build) -> None:
 def test_similarity_is_that_of_a_loop(make_encoder: Build, sizes: dict[str, Any]) -> None:
     encoder = make_encoder(**sizes)
     rows, columns = encoder.grid
-    positions = encoder.vit.pos_embed[0, -rows * columns :].detach().double().numpy()
+    positions = encoder.network.pos_embed[0, -rows * columns :].detach().double().numpy()
     found = embedding.position_similarity(encoder)
     assert found.shape == (rows, columns, rows, columns)
     for row in range(rows):
@@ -92,7 +92,7 @@ def test_features_of_two_kinds_have_two_colors(make_encoder: Build) -> None:
     """Half of the patches black, half white: two kinds of tokens once positions play no part."""
     encoder = make_encoder(image_size=(16, 24)).eval()
     with torch.no_grad():
-        encoder.vit.pos_embed.zero_()
+        encoder.network.pos_embed.zero_()
     images = torch.zeros(20, 3, 16, 24, dtype=torch.uint8)
     images[:, :, :8] = 255
     found = embedding.feature_map(encoder, images)

@@ -29,7 +29,7 @@ def test_it_computes_what_timm_does_and_every_picture_is_drawn_at_two_shapes(nam
     model = require_vit(build(config), "this test").eval()
     images = torch.randint(0, 256, (2, 3, *size), dtype=torch.uint8)
     network = timm.create_model(name, num_classes=0, **model.arguments).eval()
-    network.load_state_dict(model.vit.state_dict())
+    network.load_state_dict(model.network.state_dict())
     with torch.no_grad():
         assert torch.equal(network.forward_features(model.normalized(images)), model(images))
     for encoder, pictured in ((model, images), (at_size(model, size[::-1]), images.mT.contiguous())):

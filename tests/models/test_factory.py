@@ -77,7 +77,7 @@ def test_the_small_gray_vit_has_7850_parameters() -> None:
     encoder = require_vit(build(EncoderConfig(**FREE)), "this test")
     whole = parameters(encoder) + parameters(nn.Linear(encoder.width, 10))
     assert whole == 7850
-    assert whole - encoder.vit.cls_token.numel() - encoder.vit.pos_embed.numel() == 7562  # in its layers
+    assert whole - encoder.network.cls_token.numel() - encoder.network.pos_embed.numel() == 7562  # in its layers
 
 
 def test_properties(make_encoder: Make) -> None:
@@ -121,18 +121,18 @@ def test_each_channel_may_have_its_own_normalization(
     mean, std = (torch.tensor(normalization[key]).reshape(-1, 1, 1) for key in ("mean", "std"))
     again = load(saved(tmp_path, encoder))
     with torch.no_grad():
-        expected = encoder.vit.patch_embed((images / 255 - mean) / std)
+        expected = encoder.network.patch_embed((images / 255 - mean) / std)
         torch.testing.assert_close(encoder.embed(images), expected, atol=1e-5, rtol=1e-5)
         assert torch.equal(again(images), encoder(images))
-        again.vit.norm.eps = 1e-6
+        again.network.norm.eps = 1e-6
         assert not torch.equal(again(images), encoder(images))
     assert (again.mean, again.std, again.norm_eps) == (encoder.mean, encoder.std, 0.01)
     assert fresh(again, 0).std == again.std
-    assert state(again).keys() == again.vit.state_dict().keys()
+    assert state(again).keys() == again.network.state_dict().keys()
 
 
-def test_one_number_a_channel_is_one_number_where_they_agree(make_encoder: Make) -> None:
-    assert make_encoder(mean=(0.4, 0.4, 0.4)).mean == 0.4
+def test_one_number_counts_for_every_channel(make_encoder: Make) -> None:
+    assert make_encoder(mean=0.4).mean == (0.4, 0.4, 0.4)
     with pytest.raises(UserError, match=r"encoder\.mean has 2 numbers for 3 channels"):
         make_encoder(mean=(0.4, 0.5))
     with pytest.raises(ValueError, match="std"):
@@ -161,7 +161,7 @@ def test_weights_of_another_activation_function_are_not_taken_over() -> None:
     [
         ({"name": "vit_bse_patch16_224"}, "did you mean .*vit_base_patch16_224"),
         ({"name": "vit_bse_patch16_224", "patch_size": 16}, "did you mean .*vit_base_patch16_224"),
-        ({"name": "qqqq"}, "no timm model"),
+        ({"name": "qqqq"}, "not a timm model"),
         ({"name": "resnet18", "patch_size": 4}, r"encoder\.patch_size: resnet18 is a ResNet"),
         ({"name": "swin_tiny_patch4_window7_224", "patch_size": 4}, "use a VisionTransformer or a ResNet"),
         ({"name": "eva02_tiny_patch14_224"}, "use a VisionTransformer or a ResNet"),

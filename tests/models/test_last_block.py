@@ -32,7 +32,7 @@ def test_loss_and_gradients_are_those_of_the_whole_block(
     make_encoder: Callable[..., Any], kind: str, read: str, dtype: torch.dtype
 ) -> None:
     model = make_encoder(**SIZES[kind]).to(dtype).train()
-    assert isinstance(model.vit.blocks[-1], LastBlock)
+    assert isinstance(model.network.blocks[-1], LastBlock)
     assert model.prunes
     images = torch.randint(0, 256, (5, 3, *model.image_size), generator=torch.Generator().manual_seed(1))
     keep = torch.stack([torch.randperm(model.patches)[: model.patches // 2] for _ in range(5)])
@@ -72,10 +72,10 @@ def test_dropped_paths_are_the_same_images(make_encoder: Callable[..., Any]) -> 
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_recomputed_activations_change_nothing(make_encoder: Callable[..., Any], checkpointing: bool) -> None:
     model = make_encoder(depth=3).train()
-    model.vit.set_grad_checkpointing(checkpointing)
+    model.network.set_grad_checkpointing(checkpointing)
     images = torch.randint(0, 256, (4, 3, *model.image_size), dtype=torch.uint8)
     found = gradients(model, model.represent(images, "token").sin().mean())
-    model.vit.set_grad_checkpointing(False)
+    model.network.set_grad_checkpointing(False)
     model.prunes = False
     expected = gradients(model, model.represent(images, "token").sin().mean())
     for name, gradient in expected.items():
@@ -85,7 +85,7 @@ def test_recomputed_activations_change_nothing(make_encoder: Callable[..., Any],
 def test_timms_own_forward_pass_still_works(make_encoder: Callable[..., Any]) -> None:
     model = make_encoder()
     images = torch.randint(0, 256, (4, 3, *model.image_size), dtype=torch.uint8)
-    assert torch.equal(model.vit.forward_features(model.normalized(images)), model(images))
+    assert torch.equal(model.network.forward_features(model.normalized(images)), model(images))
 
 
 def test_blocks_of_other_kinds_compute_everything(make_encoder: Callable[..., Any]) -> None:

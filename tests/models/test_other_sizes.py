@@ -80,22 +80,22 @@ def test_another_size_computes_what_timm_computes_with_the_same_positions(
 
 def test_the_two_methods_differ_and_a_size_already_had_is_a_copy(make_encoder: Make, shaken: Make) -> None:
     source = shaken(make_encoder(position_std=0.5))
-    ways = [at_size(source, 24, method).vit.pos_embed for method in ("timm", "google")]
+    ways = [at_size(source, 24, method).network.pos_embed for method in ("timm", "google")]
     assert (ways[0] - ways[1]).abs().max() > 0.1
     same = at_size(source, 16)
     assert all(torch.equal(a, b) for a, b in zip(state(same).values(), state(source).values(), strict=True))
     with torch.no_grad():
-        same.vit.pos_embed.zero_()
-    assert source.vit.pos_embed.abs().max() > 0
+        same.network.pos_embed.zero_()
+    assert source.network.pos_embed.abs().max() > 0
 
 
 def test_a_rectangle_and_back_again_is_where_it_started(make_encoder: Make, shaken: Make) -> None:
     source = shaken(make_encoder())
     with torch.no_grad():  # a plane of positions, which linear interpolation with aligned corners keeps exactly
         plane = torch.arange(4.0)[:, None, None] + 10 * torch.arange(4.0)[:, None]
-        source.vit.pos_embed[:, 1:] = plane.expand(4, 4, 16).reshape(1, 16, 16)
+        source.network.pos_embed[:, 1:] = plane.expand(4, 4, 16).reshape(1, 16, 16)
     there = at_size(source, (28, 40), "google")
-    torch.testing.assert_close(at_size(there, 16, "google").vit.pos_embed, source.vit.pos_embed)
+    torch.testing.assert_close(at_size(there, 16, "google").network.pos_embed, source.network.pos_embed)
 
 
 def test_fixed_positions_stay_fixed_at_another_size(
@@ -103,12 +103,12 @@ def test_fixed_positions_stay_fixed_at_another_size(
 ) -> None:
     source = make_encoder(positions="sincos2d")
     model = at_size(source, (8, 24))
-    assert not model.vit.pos_embed.requires_grad
+    assert not model.network.pos_embed.requires_grad
     expected = resampled(state(source)["pos_embed"], (8, 24), "timm")
-    torch.testing.assert_close(model.vit.pos_embed, expected)
+    torch.testing.assert_close(model.network.pos_embed, expected)
     again = load(saved(tmp_path, model))
-    assert not again.vit.pos_embed.requires_grad
-    assert torch.equal(again.vit.pos_embed, model.vit.pos_embed)
+    assert not again.network.pos_embed.requires_grad
+    assert torch.equal(again.network.pos_embed, model.network.pos_embed)
 
 
 def test_hybrids_change_size_too(make_encoder: Make, shaken: Make, pixels: Make) -> None:
@@ -147,7 +147,7 @@ def test_fresh_weights_depend_on_the_seed_alone(make_encoder: Make, shaken: Make
 @pytest.mark.parametrize("size", [24, (12, 48)])
 def test_fresh_at_another_size(make_encoder: Make, pixels: Make, size: Any) -> None:
     larger = fresh(make_encoder(mean=0.1, position_std=0.7), 0, image_size=size)
-    assert (larger.patches, larger.mean, larger.position_std) == (36, 0.1, 0.7)
+    assert (larger.patches, larger.mean, larger.position_std) == (36, (0.1,) * 3, 0.7)
     assert larger.image_size == (size if isinstance(size, tuple) else (size, size))
     assert larger(pixels(larger)).shape == (2, 37, 16)
 

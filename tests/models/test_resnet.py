@@ -59,7 +59,7 @@ def test_a_cnn_has_no_class_token() -> None:
 
 def test_a_cnn_has_no_blocks_to_read() -> None:
     images = torch.zeros(1, 3, 32, 32, dtype=torch.uint8)
-    with pytest.raises(UserError, match="block=1: resnet10t is no transformer and has no blocks"):
+    with pytest.raises(UserError, match="block=1: resnet10t is not a transformer and has no blocks"):
         cnn().eval().represent(images, "mean", 1)
 
 
@@ -98,7 +98,7 @@ def test_saved_weights_open_here_and_in_timm(
     assert (again.image_size, again.channels, again.mean) == (encoder.image_size, encoder.channels, encoder.mean)
     with torch.no_grad():
         assert torch.equal(again(images), encoder(images))
-        expected = reference.forward_features(images.float() * (1 / (255 * 0.5)) - encoder.mean / 0.5)
+        expected = reference.forward_features(images.float() * (1 / (255 * 0.5)) - encoder.mean[0] / 0.5)
         assert torch.equal(again(images), expected.flatten(2).mT)
     assert reference.pretrained_cfg["input_size"] == (encoder.channels, *encoder.image_size)
 

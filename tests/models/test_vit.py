@@ -69,7 +69,7 @@ def test_outputs_are_timms_own_bit_for_bit(
 ) -> None:
     encoder = shaken(build(EncoderConfig(name=name, mean=0.4, std=0.3, **ours)))
     reference = timm.create_model(name, pretrained=False, num_classes=0, **timms).eval()
-    reference.load_state_dict(encoder.vit.state_dict())
+    reference.load_state_dict(encoder.network.state_dict())
     images = pixels(encoder)
     normalized = images.float() * (1 / (255 * 0.3)) - 0.4 / 0.3
     torch.testing.assert_close(normalized, (images / 255 - 0.4) / 0.3)
@@ -176,10 +176,10 @@ def test_every_representation_after_every_block_is_timms_under_the_last_norm(
 ) -> None:
     encoder = shaken(make_encoder(name=name, depth=3)).eval()
     images, run = pixels(encoder), []
-    for block in encoder.vit.blocks:
+    for block in encoder.network.blocks:
         block.register_forward_hook(lambda *_: run.append(1))
     with torch.no_grad():
-        reached = encoder.vit.forward_intermediates(
+        reached = encoder.network.forward_intermediates(
             encoder.normalized(images), norm=True, output_fmt="NLC", intermediates_only=True, return_prefix_tokens=True
         )
         for pooling in ("token", "mean", "both", "patches") if encoder.has_class_token else ("mean", "patches"):
@@ -212,7 +212,9 @@ def test_dropout_follows_the_positions_and_every_dense_layer_but_the_qkv_project
     make_encoder: Make, pixels: Make
 ) -> None:
     encoder = make_encoder(dropout=0.25)
-    leaves = [(n, m) for n, m in encoder.vit.named_modules() if not list(m.children()) and type(m) is not nn.Identity]
+    leaves = [
+        (n, m) for n, m in encoder.network.named_modules() if not list(m.children()) and type(m) is not nn.Identity
+    ]
     order: list[str] = []
     for name, module in leaves:
         if not isinstance(module, nn.Dropout) or module.p > 0:
@@ -220,14 +222,14 @@ def test_dropout_follows_the_positions_and_every_dense_layer_but_the_qkv_project
         if isinstance(module, nn.Dropout) and module.p > 0:
             assert module.p == 0.25
     positioned: list[torch.Tensor] = []
-    encoder.vit.pos_drop.register_forward_pre_hook(lambda _, inputs: positioned.append(inputs[0]))
+    encoder.network.pos_drop.register_forward_pre_hook(lambda _, inputs: positioned.append(inputs[0]))
     images = pixels(encoder)
     encoder.train()(images)
     block = ["norm1", "attn.qkv", "attn.proj", "attn.proj_drop"]
     block += ["norm2", "mlp.fc1", "mlp.act", "mlp.drop1", "mlp.fc2", "mlp.drop2"]
     blocks = [f"blocks.{number}.{name}" for number in range(2) for name in block]
     assert order == ["patch_embed.proj", "pos_drop", *blocks, "norm"]
-    vit = encoder.vit
+    vit = encoder.network
     summed = torch.cat([vit.cls_token.expand(2, -1, -1), encoder.embed(images)], 1) + vit.pos_embed
     torch.testing.assert_close(positioned[0], summed)
     assert vit.blocks[0].attn.attn_drop.p == 0
@@ -235,8 +237,8 @@ def test_dropout_follows_the_positions_and_every_dense_layer_but_the_qkv_project
 
 def test_stochastic_depth_rises_to_its_rate_in_the_last_block(make_encoder: Make) -> None:
     encoder = make_encoder(drop_path=0.5, depth=3)
-    assert isinstance(encoder.vit.blocks[0].drop_path1, nn.Identity)
-    assert [encoder.vit.blocks[n].drop_path1.drop_prob for n in (1, 2)] == [0.25, 0.5]
+    assert isinstance(encoder.network.blocks[0].drop_path1, nn.Identity)
+    assert [encoder.network.blocks[n].drop_path1.drop_prob for n in (1, 2)] == [0.25, 0.5]
 
 
 # --- positions ---
@@ -244,7 +246,7 @@ def test_stochastic_depth_rises_to_its_rate_in_the_last_block(make_encoder: Make
 
 @pytest.mark.parametrize("deviation", [0.02, 0.3])
 def test_learned_positions_start_with_the_deviation_asked_for(make_encoder: Make, deviation: float) -> None:
-    positions = make_encoder(image_size=64, width=64, position_std=deviation).vit.pos_embed
+    positions = make_encoder(image_size=64, width=64, position_std=deviation).network.pos_embed
     assert positions.requires_grad
     assert positions.std().item() == pytest.approx(deviation, rel=0.05)
 
@@ -252,7 +254,7 @@ def test_learned_positions_start_with_the_deviation_asked_for(make_encoder: Make
 @pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "deit3_small_patch16_224", "vit_small_patch14_reg4_dinov2"])
 def test_fixed_positions_are_sines_and_cosines_of_row_and_column(make_encoder: Make, name: str) -> None:
     encoder = make_encoder(name=name, positions="sincos2d", image_size=(12, 20), width=24)
-    found = encoder.vit.pos_embed.detach().numpy()[0]
+    found = encoder.network.pos_embed.detach().numpy()[0]
     prefix = len(found) - 15
     assert prefix == (1 if name == "vit_tiny_patch16_224" else 0)
     frequencies = 1 / 10000 ** (np.arange(6) / 6)
@@ -266,10 +268,10 @@ def test_fixed_positions_are_sines_and_cosines_of_row_and_column(make_encoder: M
 
 def test_fixed_positions_are_not_trained(make_encoder: Make, pixels: Make) -> None:
     encoder: ViTEncoder = make_encoder(positions="sincos2d")
-    before = encoder.vit.pos_embed.detach().clone()
+    before = encoder.network.pos_embed.detach().clone()
     optimizer = torch.optim.AdamW([p for p in encoder.parameters() if p.requires_grad], lr=0.1, weight_decay=0.5)
     encoder(pixels(encoder)).square().mean().backward()
     optimizer.step()
-    assert torch.equal(encoder.vit.pos_embed, before)
+    assert torch.equal(encoder.network.pos_embed, before)
     with pytest.raises(UserError, match="width that 4 divides"):
         make_encoder(positions="sincos2d", width=18)

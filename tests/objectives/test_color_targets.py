@@ -182,8 +182,8 @@ def test_patch_pixels_number_patches_as_the_patch_embedding_does(make_encoder: M
     encoder = make_encoder()
     images = torch.randint(0, 256, (2, 3, 16, 16), dtype=torch.uint8)
     patches = patch_pixels(images.float() / 127.5 - 1, 4).flatten(2)
-    weights = encoder.vit.patch_embed.proj.weight.flatten(1)
-    by_hand = patches @ weights.T + encoder.vit.patch_embed.proj.bias
+    weights = encoder.network.patch_embed.proj.weight.flatten(1)
+    by_hand = patches @ weights.T + encoder.network.patch_embed.proj.bias
     torch.testing.assert_close(encoder.embed(images), by_hand)
 
 

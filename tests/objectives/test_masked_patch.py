@@ -159,7 +159,7 @@ def test_the_gradient_enters_at_corrupted_patches_alone(
 
 def test_the_class_token_is_never_corrupted(make_objective: Make, make_batch: Make) -> None:
     objective = make_objective(mask_ratio=1.0, mask_prob=1.0, random_prob=0.0)
-    vit = objective.encoder.vit
+    vit = objective.encoder.network
     inputs: list[torch.Tensor] = []
     vit.blocks[0].register_forward_pre_hook(lambda _, arguments: inputs.append(arguments[0].detach()))
     batch = make_batch(3, noise=objective.noise_per_sample())

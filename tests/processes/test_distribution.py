@@ -105,7 +105,7 @@ def test_a_sharded_run_exports_what_a_whole_one_does(runs: Path) -> None:
     published = load_file(runs / "sharded" / "encoder.safetensors")
     assert differ_by(published, load_file(runs / "whole" / "encoder.safetensors")) < 1e-6
     # The average is published; it lags behind the weights that training goes on from.
-    assert differ_by(published, {name: trained[f"encoder.vit.{name}"] for name in published}) > 1e-5
+    assert differ_by(published, {name: trained[f"encoder.network.{name}"] for name in published}) > 1e-5
 
 
 def test_a_sharded_run_computes_in_bfloat16_what_a_whole_one_does(runs: Path) -> None:

@@ -173,6 +173,6 @@ def test_the_average_follows_its_recurrence() -> None:
 def test_the_average_is_what_is_published_and_trains_nothing(train: Train, lines: Lines, tmp_path: Path) -> None:
     plain, averaged = train(tmp_path / "plain"), train(tmp_path / "averaged", "training.ema=0.5")
     assert [row["loss"] for row in lines(averaged)] == [row["loss"] for row in lines(plain)]
-    trained = {n.removeprefix("encoder.vit."): t for n, t in weights(averaged, "training.safetensors").items()}
+    trained = {n.removeprefix("encoder.network."): t for n, t in weights(averaged, "training.safetensors").items()}
     assert same(trained, weights(plain)) and not same(weights(averaged), weights(plain))
     assert same(load_file(averaged / "encoder.safetensors"), weights(averaged))

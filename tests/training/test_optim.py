@@ -87,7 +87,7 @@ def test_weight_decay_leaves_biases_norms_tokens_and_positions_alone(
     make_encoder: Callable[..., Any], encoder: dict[str, Any]
 ) -> None:
     objective = masked_patch.Objective(make_encoder(**encoder), masked_patch.Config())
-    objective.encoder.vit.blocks[0].mlp.fc1.weight.requires_grad_(False)
+    objective.encoder.network.blocks[0].mlp.fc1.weight.requires_grad_(False)
     names = {id(parameter): name for name, parameter in objective.named_parameters()}
     groups = {
         group["weight_decay"]: [names[id(parameter)] for parameter in group["params"]]
@@ -100,8 +100,8 @@ def test_weight_decay_leaves_biases_norms_tokens_and_positions_alone(
     matrices = {f"{layer}.weight" for layer in ("qkv", "attn.proj", "mlp.fc1", "mlp.fc2", "patch_embed.proj", "head")}
     assert all(any(name.endswith(matrix) for matrix in matrices) for name in groups[0.3])
     assert not any(any(name.endswith(matrix) for matrix in matrices) for name in groups[0.0])
-    assert {"mask_token", "encoder.vit.pos_embed", "encoder.vit.cls_token"} < set(groups[0.0])
-    assert ("encoder.vit.reg_token" in groups[0.0]) == bool(encoder)
+    assert {"mask_token", "encoder.network.pos_embed", "encoder.network.cls_token"} < set(groups[0.0])
+    assert ("encoder.network.reg_token" in groups[0.0]) == bool(encoder)
 
 
 def test_layer_decay_is_maes(make_encoder: Callable[..., Any]) -> None:
@@ -114,7 +114,7 @@ def test_layer_decay_is_maes(make_encoder: Callable[..., Any]) -> None:
     seen = set()
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            name = names[id(parameter)].removeprefix("encoder.vit.")
+            name = names[id(parameter)].removeprefix("encoder.network.")
             layer = 4
             if name.startswith(("patch_embed", "cls_token", "pos_embed")):
                 layer = 0
@@ -124,7 +124,7 @@ def test_layer_decay_is_maes(make_encoder: Callable[..., Any]) -> None:
             exempt = parameter.ndim == 1 or name in ("cls_token", "pos_embed")
             assert group["weight_decay"] == (0.0 if exempt else 0.3), name
             seen.add(name)
-    assert seen == {name.removeprefix("encoder.vit.") for name in names.values()}
+    assert seen == {name.removeprefix("encoder.network.") for name in names.values()}
     assert optimizer.param_groups[0]["lr"] == 0.1, "the display shows the first group's"
 
 

@@ -64,7 +64,7 @@ def test_norms_losses_and_targets_are_float32_under_autocast(make_encoder: Make,
 def test_attention_sums_its_softmax_in_float32(make_encoder: Make) -> None:
     """Over 2,305 equal keys: bfloat16 cannot count beyond 256, so weights summed in it would add up to 9, not to 1."""
     encoder = make_encoder(image_size=192, width=8, heads=1, depth=1)
-    attention = encoder.vit.blocks[0].attn
+    attention = encoder.network.blocks[0].attn
     with torch.no_grad():
         attention.qkv.weight.zero_()
         attention.qkv.bias.copy_(torch.cat([torch.zeros(16), torch.ones(8)]))

@@ -81,7 +81,7 @@ def _transformers(encoder: Encoder, folder: Path) -> None:
         raise UserError(f"transformers' ViT cannot be a {type(encoder.network).__name__}: use --to timm or --to onnx")
     tensors = factory.state(encoder)
     missing = [key for key in _NEEDED if key not in tensors]
-    if not missing and encoder.vit.no_embed_class:
+    if not missing and encoder.network.no_embed_class:
         positions = tensors["pos_embed"]  # a class token without a position is one with a position of zero
         tensors["pos_embed"] = torch.cat([torch.zeros_like(positions[:, :1]), positions], dim=1)
     named, homeless = to_transformers(tensors)
@@ -92,24 +92,21 @@ def _transformers(encoder: Encoder, folder: Path) -> None:
         raise UserError(f"transformers' ViT cannot be {encoder.name}: {'; '.join(whys)}. Use --to timm or --to onnx")
     library = _optional("transformers")
     height, width = encoder.image_size
-    rows, columns = encoder.vit.patch_embed.patch_size
+    rows, columns = encoder.network.patch_embed.patch_size
     library.ViTConfig(
         hidden_size=encoder.width,
-        num_hidden_layers=len(encoder.vit.blocks),
+        num_hidden_layers=len(encoder.network.blocks),
         num_attention_heads=encoder.heads,
-        intermediate_size=encoder.vit.blocks[0].mlp.fc1.out_features,
+        intermediate_size=encoder.network.blocks[0].mlp.fc1.out_features,
         layer_norm_eps=encoder.norm_eps,
         image_size=height if height == width else [height, width],
         patch_size=rows if rows == columns else [rows, columns],
         num_channels=encoder.channels,
-        qkv_bias=encoder.vit.blocks[0].attn.qkv.bias is not None,
+        qkv_bias=encoder.network.blocks[0].attn.qkv.bias is not None,
         architectures=["ViTModel"],
     ).save_pretrained(folder)
-    mean, std = (
-        [*value] if isinstance(value, tuple) else [value] * encoder.channels for value in (encoder.mean, encoder.std)
-    )
     size = {"height": height, "width": width}
-    library.ViTImageProcessor(size=size, image_mean=mean, image_std=std).save_pretrained(folder)
+    library.ViTImageProcessor(size=size, image_mean=[*encoder.mean], image_std=[*encoder.std]).save_pretrained(folder)
     save_file(named, folder / "model.safetensors", {"format": "pt"})
     library.utils.logging.disable_progress_bar()
     model = library.ViTModel.from_pretrained(folder, add_pooling_layer=False)

@@ -82,7 +82,10 @@ def recipe_keys(model: Encoder) -> dict[str, Any]:
     """The `encoder` keys of a recipe that builds this architecture, for `init_from`; empty where no recipe can."""
     height, width = model.image_size
     keys: dict[str, Any] = {"image_size": height if height == width else [height, width], "channels": model.channels}
-    keys |= {"mean": model.mean, "std": model.std}
+    keys |= {
+        key: numbers[0] if len({*numbers}) == 1 else numbers
+        for key, numbers in (("mean", model.mean), ("std", model.std))
+    }
     if isinstance(model, ViTEncoder):
         named = factory.named_encoder(model.name)
         ours, usual = _sizes(model), _sizes(named)
@@ -97,11 +100,11 @@ def recipe_keys(model: Encoder) -> dict[str, Any]:
 
 def _sizes(model: ViTEncoder) -> dict[str, Any]:
     return {
-        "patch_size": int(model.vit.patch_embed.patch_size[0]),  # in a hybrid, cells of its feature map
+        "patch_size": int(model.network.patch_embed.patch_size[0]),  # in a hybrid, cells of its feature map
         "width": model.width,
-        "depth": len(model.vit.blocks),
+        "depth": len(model.network.blocks),
         "heads": model.heads,
-        "mlp_ratio": ratio(model.width, model.vit.blocks[0].mlp.fc1.out_features),
+        "mlp_ratio": ratio(model.width, model.network.blocks[0].mlp.fc1.out_features),
         "class_token": model.has_class_token,
         "positions": model.positions,
         "norm_eps": model.norm_eps,

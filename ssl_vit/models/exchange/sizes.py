@@ -52,7 +52,7 @@ def family(width: int, depth: int) -> tuple[str, int | None]:
     """timm's plain ViT of this width, and its heads if the depth is its own too (else None)."""
     name = FAMILIES.get(width, PLAIN)
     named = named_encoder(name)
-    return name, named.heads if (named.width, len(named.vit.blocks)) == (width, depth) else None
+    return name, named.heads if (named.width, len(named.network.blocks)) == (width, depth) else None
 
 
 def read_sizes(

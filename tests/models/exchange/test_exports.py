@@ -44,7 +44,7 @@ def images_for(encoder: Any, count: int = 3) -> torch.Tensor:
 
 def tokens(encoder: Any, images: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
-        found: torch.Tensor = encoder.encode(encoder.vit.patch_embed(images))
+        found: torch.Tensor = encoder.encode(encoder.network.patch_embed(images))
     return found
 
 
@@ -66,7 +66,7 @@ def test_to_timm_and_back(make_encoder: Make, shaken: Make, tmp_path: Path, sett
         assert torch.equal(network.forward_features(images), tokens(ours, images))
     data = timm.data.resolve_data_config(model=network)
     assert data["input_size"] == (ours.channels, *ours.image_size)
-    channels = ours.mean if isinstance(ours.mean, tuple) else (ours.mean,) * ours.channels
+    channels = ours.mean
     assert tuple(data["mean"]) == channels
     assert (tmp_path / "timm" / "README.md").read_text() == "the card"
     import_weights(str(tmp_path / "timm"), tmp_path / "back")
@@ -108,7 +108,7 @@ def test_to_transformers_and_back(make_encoder: Make, shaken: Make, tmp_path: Pa
         found = model.eval()(images).last_hidden_state
     torch.testing.assert_close(found, tokens(ours, images), atol=1e-5, rtol=0)
     processor = transformers.ViTImageProcessor.from_pretrained(tmp_path / "hf")
-    mean = ours.mean if isinstance(ours.mean, tuple) else (ours.mean,) * ours.channels
+    mean = ours.mean
     assert tuple(processor.image_mean) == mean
     assert (processor.size["height"], processor.size["width"]) == ours.image_size
     import_weights(str(tmp_path / "hf"), tmp_path / "back")
@@ -204,7 +204,7 @@ def test_a_resnet_to_onnx(tmp_path: Path) -> None:
     export(ours, tmp_path / "onnx", "onnx", "")
     images = images_for(ours)
     with torch.no_grad():
-        expected = ours.cnn.forward_features(images).flatten(2).mT
+        expected = ours.network.forward_features(images).flatten(2).mT
     np.testing.assert_allclose(run_onnx(tmp_path / "onnx", images), expected.numpy(), atol=1e-4)
 
 

@@ -108,7 +108,7 @@ def test_every_layout_comes_in_bit_for_bit(
     assert all(torch.equal(tensor, tensors[name]) for name, tensor in state(back).items())
     assert sorted(found.left_out) == sorted(extra)
     assert (back.heads, back.image_size, back.channels) == (3, (32, 32), channels)
-    assert (back.mean, back.std, back.norm_eps) == (0.5, 0.5, 1e-6)
+    assert (back.mean, back.std, back.norm_eps) == ((0.5,) * channels, (0.5,) * channels, 1e-6)
     assert ("class token's position is zero" in " ".join(found.notes)) == (layout in ("big_vision", "stacked"))
 
 

@@ -54,7 +54,7 @@ def test_a_timm_folder(tmp_path: Path, shaken: Make, pixels: Make) -> None:
     ours = load(tmp_path / "out")
     assert found.left_out == ["head.weight", "head.bias"]
     assert json.loads((tmp_path / "out" / "config.json").read_text())["imported"]["left_out"] == found.left_out
-    assert (ours.name, ours.mean, ours.std) == ("vit_tiny_patch16_224", (0.1, 0.2, 0.3, 0.4), 0.5)
+    assert (ours.name, ours.mean, ours.std) == ("vit_tiny_patch16_224", (0.1, 0.2, 0.3, 0.4), (0.5,) * 4)
     images = pixels(ours)
     with torch.no_grad():
         assert torch.equal(ours.encode(ours.embed(images)), network.forward_features(ours.normalized(images)))  # type: ignore[attr-defined]
@@ -112,7 +112,7 @@ def test_a_bare_checkpoint_tells_its_parts(tmp_path: Path, shaken: Make, pixels:
     _, found = import_weights(str(tmp_path / "weights.pth"), tmp_path / "out", heads=3)
     ours = load(tmp_path / "out")
     assert found.left_out == ["head.weight", "head.bias"]
-    assert (ours.mean, ours.std) == ((0.5, 0.5) if "in_chans" in parts else IMAGENET)
+    assert (ours.mean, ours.std) == (((0.5,) * 2,) * 2 if "in_chans" in parts else IMAGENET)
     images = pixels(ours)
     with torch.no_grad():
         assert torch.equal(ours(images), network.forward_features(ours.normalized(images)))
@@ -148,7 +148,7 @@ def test_wrappers_come_off(tmp_path: Path, shaken: Make, wrapper: str) -> None:
     _, found = import_weights(str(tmp_path / "checkpoint.pt"), tmp_path / "out", heads=3, mean=0.5, std=0.25)
     assert same(tensors, tmp_path / "out")
     assert found.notes == [f"read from its '{wrapper}'"] * bool(wrapper), "nothing is assumed where all is said"
-    assert (load(tmp_path / "out").mean, load(tmp_path / "out").std) == (0.5, 0.25)
+    assert (load(tmp_path / "out").mean, load(tmp_path / "out").std) == ((0.5,) * 3, (0.25,) * 3)
 
 
 def test_an_mae_checkpoint_keeps_the_encoder(tmp_path: Path, shaken: Make) -> None:
@@ -212,7 +212,7 @@ def test_a_name_tells_the_heads_and_what_tensors_do_not_show(tmp_path: Path, sha
     torch.save(timm_vit(shaken, pre_norm=True).state_dict(), tmp_path / "weights.pth")
     import_weights(str(tmp_path / "weights.pth"), tmp_path / "out", name="vit_base_patch16_clip_quickgelu_224")
     ours: Any = load(tmp_path / "out")
-    assert (ours.heads, ours.norm_eps, type(ours.vit.blocks[0].mlp.act).__name__) == (12, 1e-5, "QuickGELU")
+    assert (ours.heads, ours.norm_eps, type(ours.network.blocks[0].mlp.act).__name__) == (12, 1e-5, "QuickGELU")
 
 
 def test_every_hidden_width_can_be_said() -> None:

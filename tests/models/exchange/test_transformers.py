@@ -70,7 +70,7 @@ def test_a_transformers_folder_computes_what_it_did(
     ours = load(tmp_path / "out")
     assert set(left_out) <= set(found.left_out) <= {*left_out, "pooler.dense.weight"}
     assert ours.norm_eps == settings.get("layer_norm_eps", 1e-12)
-    assert (ours.mean, ours.std) == ((0.1, 0.4) if channels == 1 else ((0.1, 0.2, 0.3), (0.4, 0.5, 0.6)))
+    assert (ours.mean, ours.std) == (((0.1,), (0.4,)) if channels == 1 else ((0.1, 0.2, 0.3), (0.4, 0.5, 0.6)))
     images = pixels(ours)
     with torch.no_grad():
         expected = getattr(theirs, "vit", theirs)(normalized(ours, images)).last_hidden_state
@@ -127,7 +127,7 @@ def test_another_config_than_the_weights_is_refused(tmp_path: Path, change: dict
 def test_images_that_are_not_normalized_stay_so(tmp_path: Path) -> None:
     transformers_folder(tmp_path / "hf", "ViTModel", {"do_normalize": False})
     import_weights(str(tmp_path / "hf"), tmp_path / "out")
-    assert (load(tmp_path / "out").mean, load(tmp_path / "out").std) == (0.0, 1.0)
+    assert (load(tmp_path / "out").mean, load(tmp_path / "out").std) == ((0.0,) * 3, (1.0,) * 3)
 
 
 @pytest.mark.parametrize("channels", [3, 1])
