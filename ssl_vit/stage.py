@@ -145,7 +145,7 @@ def _checkpoint_activations(encoder: factory.Encoder, accelerator: Accelerator) 
         raise UserError("training.checkpoint_activations is not available on XLA: raise training.accumulate")
     if any(isinstance(module, _BATCH_NORMS) for module in encoder.modules()):
         raise UserError("training.checkpoint_activations: batch norm would count every image twice; set it to false")
-    encoder.network.set_grad_checkpointing(True)  # type: ignore[operator]
+    encoder.network.set_grad_checkpointing(True)
 
 
 def _pictures(run: Path) -> Picture:
