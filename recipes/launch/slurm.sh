@@ -1,11 +1,11 @@
 #!/bin/bash
-# Slurm, one node or many, one process a GPU. Preempted, or two minutes before its time is up, the job saves, ends with
-# exit code 75, is put back into the queue, and goes on from there.
+# Slurm on one or more nodes, one process per GPU. When preempted, and two minutes before the time limit, the job saves a
+# checkpoint, exits with code 75, is requeued and resumes.
 #
 # sbatch recipes/launch/slurm.sh pretrain_vit_tiny data.train=shards/train training.precision=bf16
 # sbatch --nodes=2 recipes/launch/slurm.sh pretrain_vit_tiny data.train=shards/train training.precision=bf16
 #
-# The nodes must share the run directory. Run by the tests with stand-ins for srun and scontrol, on CPU processes.
+# All nodes must share the run directory. Status: tested with stand-ins for srun and scontrol, on CPU processes.
 #SBATCH --job-name=ssl-vit
 #SBATCH --nodes=1
 #SBATCH --ntasks-per-node=8

@@ -1,9 +1,9 @@
 #!/bin/bash
-# Slurm array: one GPU and one seed a task, each in a run directory of its own; requeued as slurm.sh is.
+# Slurm array: one GPU and one seed per array element, each with its own run directory; requeued like slurm.sh.
 #
 # sbatch recipes/launch/slurm_array.sh pretrain_vit_tiny data.train=shards/train training.precision=bf16
 #
-# Run by the tests with stand-ins for srun and scontrol, on a CPU.
+# Status: tested with stand-ins for srun and scontrol, on a CPU.
 #SBATCH --job-name=ssl-vit-seeds
 #SBATCH --array=0-4
 #SBATCH --ntasks=1

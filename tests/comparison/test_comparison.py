@@ -146,7 +146,7 @@ def test_every_arm_is_pictured_and_costed(demo: Path) -> None:
         trained = row["evaluator"] == "fine_tune"
         assert (row["flops"] > 0, row["images_seen"] > 0) == (trained, trained)
         assert row["labels"] == 10 * row["labels_per_class"]
-    assert "attention rollout of SSL (masked patches)" in (demo / "report.html").read_text()
+    assert "attention rollout of masked patch prediction" in (demo / "report.html").read_text()
 
 
 def test_a_repeated_command_runs_nothing_again(demo: Path) -> None:

@@ -295,7 +295,7 @@ def test_every_launch_file_has_its_place_in_the_table() -> None:
     text = (ROOT / "README.md").read_text()
     table = text[text.index("| I have ... | run |") :].split("\n\n")[0]
     files = {path.name for path in (ROOT / "recipes" / "launch").iterdir()}
-    assert set(re.findall(r"recipes/launch/([\w.]+)", table)) == files - {"one_gpu.yaml"}  # it needs no launcher
+    assert set(re.findall(r"recipes/launch/([\w.]+)", table)) == files
 
 
 def test_links_between_documents_lead_somewhere() -> None:
