@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,13 +17,15 @@ from omegaconf import OmegaConf
 from ssl_vit import plugins, recipe, stage
 from ssl_vit.data import DataConfig
 from ssl_vit.data.shards import ShardSet, check_same_classes, open_shards, open_training
-from ssl_vit.evaluators import Metric, results
-from ssl_vit.evaluators.base import named
-from ssl_vit.evaluators.features import Task
+from ssl_vit.environment import environment
+from ssl_vit.evaluators import Metric, runner
+from ssl_vit.evaluators.context import EvalContext, silent
 from ssl_vit.evaluators.online import OnlineProbe
 from ssl_vit.files import sha256, write_json
+from ssl_vit.interfaces import UserError
 from ssl_vit.models import factory
 from ssl_vit.recipe import Recipe
+from ssl_vit.results import Evaluation, save
 from ssl_vit.runs import SUMMARY, open_run
 from ssl_vit.training import checkpoint, distributed, loop
 from ssl_vit.training.callbacks import EarlyStopping
@@ -80,7 +85,7 @@ def _probe(settings: Recipe, shards: ShardSet, job: loop.Job) -> EarlyStopping |
     return EarlyStopping(probe, settings.probe.every, settings.probe.patience, probe.skipped)
 
 
-def make_task(
+def make_context(
     weights: Path | str | None,
     settings: Recipe | None,
     train: str,
@@ -89,11 +94,16 @@ def make_task(
     seed: int = 0,
     cache: Path | None = None,
     metric: Metric = "accuracy",
-) -> Task:
-    """What evaluators judge: the encoder at `weights` (None: the settings' architecture, untrained) on two shard sets.
+) -> EvalContext:
+    """What evaluators work on: the encoder at `weights` and two sets of labeled shards.
 
-    The settings say how images are prepared and the precision. seed: of the untrained encoder. cache: where extracted
-    features are kept. metric: see `Task`. Raises UserError for what cannot be loaded.
+    weights: None: an untrained encoder of the recipe's architecture.
+    settings: the recipe that says how images are prepared, and the precision.
+    seed: of the untrained encoder.
+    cache: where extracted features are kept.
+    metric: see `EvalContext`.
+
+    Raises UserError for what cannot be loaded.
     """
     if weights is None:
         assert settings is not None
@@ -105,14 +115,13 @@ def make_task(
     preparation = settings.data if settings else DataConfig(train=train)
     shards = open_shards(train, preparation.remote), open_shards(test, preparation.remote)
     check_same_classes(shards[0].classes, shards[1].classes, f"{train} and {test}")
-    return Task(
+    return EvalContext(
         trained=trained,
         untrained=factory.fresh(trained, seed),
         train=shards[0],
         test=shards[1],
         data=preparation,
         accelerator=make_accelerator(settings.training.precision if settings else "fp32"),
-        workers=preparation.workers,
         weights=str(weights) if weights else None,
         cache=cache,
         objective=settings.objective if settings else None,
@@ -135,48 +144,64 @@ def evaluate(
     test: str,
     overrides: Sequence[str] = (),
     *,
+    data: str = "",
     defaults: Mapping[str, Any] | None = None,
     metric: Metric = "accuracy",
-    say: Callable[[str], None] | None = None,
-) -> dict[str, Any]:
-    """Run one evaluator on a run or checkpoint; the result is also added to `results.json` beside the weights.
+    say: Callable[[str], None] = silent,
+) -> Evaluation:
+    """Run one evaluator on a run, checkpoint or weights folder, and store the results in its `results/`.
 
-    defaults: settings under the overrides. metric: the number that the values are. say: told what is done, where that
-    takes long. Returns {"evaluator", "title", "settings", "data", "classes", "metric", "encoder", "sha256", "values",
-    "measurements", "skipped", "seconds"}; values: see `evaluators.base.named`; measurements: every `Measurement` with
-    its `source`; sha256: of the weights. Raises UserError.
+    The file is named by the evaluator and a hash of its settings, the shards and the metric: the same again replaces
+    it.
+
+    name: of the evaluator. train, test: labeled shards. overrides: `key=value` settings of the evaluator.
+    data: what the rows call the data set (default: `test`).
+    defaults: settings under the overrides.
+    metric: what settings are selected by, and what tables show.
+    say: prints progress, on the main process.
+
+    Raises UserError for wrong input.
     """
-    found = factory.find_weights(weights)  # once: a run that trains on goes on saving
-    results.check(weights)  # what cannot be added to is known before anything is measured
+    found = factory.find_weights(weights)  # once: a run that is still training saves others meanwhile
     module = plugins.load("evaluators", name)
     given = OmegaConf.merge(dict(defaults or {}), recipe.parse_overrides(overrides))
     config = recipe.validate(module.Config, OmegaConf.to_container(given), f"{name}: ")
-    digest = sha256(found / factory.WEIGHTS)
-    task = make_task(found, run_recipe(weights), train, test, cache=weights / "features", metric=metric)
-    if say and task.accelerator.is_main_process:
-        task.say = say
+    folder, digest, settings = weights / checkpoint.RESULTS, sha256(found / factory.WEIGHTS), run_recipe(weights)
+    try:
+        folder.mkdir(exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()  # what cannot be stored is known before anything is measured
+    except OSError as error:
+        raise UserError(
+            f"{folder}: results cannot be written there ({error.strerror}); copy the weights to where they can"
+        ) from None
+    context = make_context(found, settings, train, test, cache=weights / "features", metric=metric)
+    context.say = say if context.accelerator.is_main_process else silent
     start = time.perf_counter()
     evaluator = module.Evaluator(config)
-    with distributed.others_watched(lambda: f"{weights / checkpoint.RESULTS} holds what was measured before"):
-        measured = list(evaluator.measurements(task))
-    result = {
+    with distributed.others_watched(lambda: f"{folder} holds what was measured before"):
+        rows, sweeps = runner.evaluate(evaluator, context)
+    about: dict[str, Any] = {
         "evaluator": name,
         "title": evaluator.title,
         "settings": config.model_dump(mode="json"),
         "data": {"train": train, "test": test},
-        "shards": {"train": task.train.fingerprint, "test": task.test.fingerprint},
-        "classes": list(task.train.classes or task.test.classes or ()),
+        "shards": {"train": context.train.fingerprint, "test": context.test.fingerprint},
+        "classes": list(context.train.classes or context.test.classes or ()),
         "metric": metric,
-        "encoder": str(weights),
+        "weights": str(weights),
         "sha256": digest,
-        "values": dict(named(measured, metric)),
-        "measurements": [{"source": source, **asdict(found)} for source, found in measured],
-        "skipped": task.skipped_names(),
+        "sweeps": {source: sweep.model_dump(mode="json") for source, sweep in sweeps.items()},
+        "skipped": context.skipped_names(),
         "seconds": round(time.perf_counter() - start, 2),
+        "environment": environment(context.accelerator),
     }
-    if task.accelerator.is_main_process:
-        results.add(weights, result, task.say)
-    return result
+    seed = settings.seed if settings else 0
+    rows = [replace(row, data=data or test, pretraining_seed=seed) for row in rows]
+    key = json.dumps([about[name] for name in ("settings", "shards", "metric")], sort_keys=True)
+    path = folder / f"{name}-{hashlib.sha256(key.encode()).hexdigest()[:8]}.json"
+    if context.accelerator.is_main_process:
+        save(path, rows, **about)
+    return Evaluation(path, rows, about)
 
 
 def inspect(weights: Path, shards: str, out: Path, options: inspection.Options) -> Path:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -143,47 +142,3 @@ class Objective(Protocol):
     # `reconstructs`: True where `analysis.reconstruction` can draw what it predicts (`training.picture_every`).
     # `summarize(means) -> logged`: from each metric's means over the global batches of S consecutive steps,
     # float64 (S,) or (S, M) on the CPU, to the scalars to log, (S,). Every process calls it once for every step.
-
-
-@dataclass(frozen=True)
-class Measurement:
-    """How well one encoder does on test, with some of the training images labeled.
-
-    name: what it is called in `results.json`, such as "10-shot". accuracy: the share of right answers, 0..1.
-    mean_per_class: the mean of the classes' accuracies. per_class: by class index; None for one without a test image.
-    labels_per_class: the label budget. labels: how many labeled images that were. seed: of their choice.
-    images_seen, flops, seconds: spent on training for it (0: nothing was trained by gradient descent).
-    chosen: settings that were chosen on held-out training images. notes: what a reader must know about this number.
-    main: whether a comparison counts it (one for each budget and seed); the others are shown by `eval` alone.
-    """
-
-    name: str
-    accuracy: float
-    mean_per_class: float
-    per_class: tuple[float | None, ...]
-    labels_per_class: int | str
-    labels: int
-    seed: int
-    images_seen: int = 0
-    flops: float = 0.0
-    seconds: float = 0.0
-    chosen: dict[str, Any] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
-    main: bool = True
-
-
-class Evaluator(Protocol):
-    """Built by its module's `Evaluator(config)`; judges one encoder on labeled train and test shards.
-
-    `evaluators/base.py` holds the base class that does everything but `measure`.
-    """
-
-    def run(self, task: Any) -> Iterator[tuple[str, float]]:
-        """Yield (name, value) pairs for the judged encoder and its references; names are stable keys."""
-        ...
-
-    def measure(
-        self, task: Any, source: str, budgets: Sequence[int | str], seeds: Sequence[int], choice: Any = None
-    ) -> Iterator[Measurement]:
-        """Measure one source (`trained`, `untrained` or `pixels`) at every label budget and seed."""
-        ...

@@ -20,11 +20,10 @@ from pydantic import BaseModel, Field, SerializeAsAny, ValidationError
 
 from ssl_vit import plugins
 from ssl_vit.data import DataConfig
-from ssl_vit.evaluators import ProbeConfig
 from ssl_vit.files import write_text
 from ssl_vit.interfaces import Config, UserError
 from ssl_vit.models import EncoderConfig
-from ssl_vit.training import OptimConfig, TrainingConfig
+from ssl_vit.training import OptimConfig, ProbeConfig, TrainingConfig
 
 T = TypeVar("T", bound=BaseModel)
 

@@ -16,13 +16,17 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from ssl_vit.files import atomic_file, read_json, write_json
+from ssl_vit.files import atomic_file, read_json, sha256, write_json
 from ssl_vit.interfaces import UserError
 
 Budget = int | str
 """Labeled training images: per class (10), a share of every class ("10%"), or "all"."""
 
+Settings = dict[str, float | int | str]
+"""Values by dotted key, such as {"optim.lr": 0.003}."""
+
 FORMAT = 1
+RESULTS = "results"  # the folder beside weights with what evaluators measured of them
 KEY = ("data", "evaluator", "variant", "arm", "labels_per_class", "pretraining_seed", "seed")
 """The columns that tell any two rows of a table apart."""
 
@@ -86,7 +90,7 @@ class Result:
     images_seen: int = 0
     flops: float = 0.0
     seconds: float = 0.0
-    selected: dict[str, float | int | str] = field(default_factory=dict)
+    selected: Settings = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
 
@@ -152,6 +156,32 @@ def load(path: Path) -> tuple[list[Result], dict[str, Any]]:
         raise UserError(
             f"{path}: results cannot be read ({error}); delete the file and run the command again"
         ) from None
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What one run of an evaluator stored: its rows, and about them: evaluator, title, settings, data, shards, classes,
+    metric, weights, sha256 (of the weights), sweeps, skipped, seconds, environment."""
+
+    path: Path
+    results: list[Result]
+    about: dict[str, Any]
+
+
+def evaluations(folder: Path) -> tuple[list[Evaluation], list[str]]:
+    """(evaluations, notes) of the weights in a run, checkpoint or weights folder, as `ssl-vit eval` stored them.
+
+    Results of other weights than those that are there now are ignored with a note.
+    """
+    weights, found, notes = folder / "encoder.safetensors", list[Evaluation](), list[str]()
+    digest = sha256(weights) if weights.is_file() else None
+    for path in sorted((folder / RESULTS).glob("*.json")):
+        rows, about = load(path)
+        if digest and about.get("sha256") != digest:
+            notes.append(f"{path}: ignored, its weights are no longer in {folder}")
+        else:
+            found.append(Evaluation(path, rows, about))
+    return found, notes
 
 
 class Table:

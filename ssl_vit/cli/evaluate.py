@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -13,7 +15,10 @@ from ssl_vit.cli import complete
 from ssl_vit.interfaces import UserError
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from ssl_vit.comparison.config import DataSet
+    from ssl_vit.results import Evaluation, Result
 
 app = typer.Typer()
 
@@ -27,42 +32,44 @@ def evaluate(
     ],
     data: Annotated[
         list[str] | None,
-        typer.Option(help="Labeled training shards, or a folder that holds train/ and test/. Several: give it again."),
+        typer.Option(help="Labeled training shards, or a folder that holds train/ and test/. Repeat for several."),
     ] = None,
     test: Annotated[str | None, typer.Option(help="Labeled test shards (default: DATA/test).")] = None,
     suite: Annotated[
         str | None,
         typer.Option(help="A suite of data sets: a file or a shipped name.", autocompletion=complete.suites),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print rows and settings as JSON.")] = False,
     per_class: Annotated[bool, typer.Option("--per-class", help="Print the accuracy of every class too.")] = False,
     overrides: Annotated[list[str] | None, typer.Argument(help="Evaluator keys.", metavar="key=value")] = None,
 ) -> None:
-    """Judge an encoder beside the untrained one and raw pixels (a run's own head: alone). Adds to RUN/results.json.
+    """Evaluate an encoder beside references: an untrained one, raw pixels. Stores the results in RUN/results.
 
     Example: `ssl-vit eval runs/digits_ssl few_shot --data runs/demo/data shots=[1,5]`
     """
     from ssl_vit import api, runs
-    from ssl_vit.cli.judged import show
 
-    results = {}
-    for name, chosen in _data_sets(data or [], test, suite).items():
-        results[name] = api.evaluate(
+    found = [
+        api.evaluate(
             run,
             evaluator,
             str(chosen.train),
             str(chosen.test),
             overrides or [],
+            data=name,
             defaults=chosen.evaluators.get(evaluator),
             metric=chosen.metric,
             say=lambda text: print(text, file=sys.stderr),
         )
+        for name, chosen in _data_sets(data or [], test, suite).items()
+    ]
     if not runs.is_main_process():
         return
     if as_json:
-        print(json.dumps(list(results.values()) if len(results) > 1 else next(iter(results.values())), indent=1))
+        rows = [{k: v for k, v in asdict(row).items() if k != "prediction"} for one in found for row in one.results]
+        print(json.dumps({"rows": rows, "about": [one.about for one in found]}, indent=1))
     else:
-        show(results, run, per_class)
+        _show(found, per_class)
 
 
 def _data_sets(data: list[str], test: str | None, suite: str | None) -> dict[str, DataSet]:
@@ -70,9 +77,9 @@ def _data_sets(data: list[str], test: str | None, suite: str | None) -> dict[str
     from ssl_vit.comparison.suites import prepare
 
     if bool(data) == bool(suite):
-        raise UserError("name the data: --data FOLDER (again for more), or --suite NAME")
+        raise UserError("name the data: --data FOLDER (repeat it for more), or --suite NAME")
     if suite and test:
-        raise UserError("a suite names its own test shards: leave --test out")
+        raise UserError("a suite names its own test shards: remove --test")
     if suite:
         found = load_suite(suite)
         return prepare(found.sets, Path(found.folder), lambda text: print(text, file=sys.stderr))
@@ -84,3 +91,86 @@ def _data_sets(data: list[str], test: str | None, suite: str | None) -> dict[str
         if not ((Path(folder) / "train").is_dir() and (Path(folder) / "test").is_dir()):
             raise UserError(f"{folder} does not hold train/ and test/: name the test shards with --test")
     return {folder: DataSet(train=f"{folder}/train", test=f"{folder}/test") for folder in data}
+
+
+def _name(row: Result) -> str:
+    from ssl_vit.evaluators import budget_words
+
+    return f"{budget_words(row.labels_per_class)}{', ' * bool(row.variant)}{row.variant}"
+
+
+def _show(found: Sequence[Evaluation], per_class: bool) -> None:
+    """One table of all data sets, what was skipped, and where the numbers are."""
+    from rich.console import Console
+    from rich.text import Text
+
+    names = [one.results[0].data for one in found]
+    cells: dict[tuple[str, str], dict[str, list[float]]] = {}
+    for one in found:
+        for row in one.results:
+            by_data = cells.setdefault((row.arm, _name(row)), {})
+            by_data.setdefault(row.data, []).append(getattr(row, one.about["metric"]))
+    table = _table(f"{found[0].about['title']} (% ± standard deviation over seeds)", ("", "labels", *names))
+    for place, values in cells.items():
+        table.add_row(*map(Text, place), *(_cell(values.get(name, [])) for name in names))
+    console = Console()
+    console.print(table)
+    for name, one in zip(names, found, strict=True):
+        if per_class:
+            console.print(_classes(one))
+        lines = ["mean of the per-class accuracies"] if one.about["metric"] == "mean_per_class" else []
+        lines += [
+            f"{row.arm}, {_name(row)}, seed {row.seed}: selected {_words(row.selected)}"
+            for row in one.results
+            if row.selected
+        ]
+        lines += [note for row in one.results for note in row.notes]
+        lines += [f"{len(one.about['skipped'])} unreadable sample(s) skipped"] * bool(one.about["skipped"])
+        for line in dict.fromkeys(lines):
+            print(f"{name}: {line}")
+    seconds = sum(one.about["seconds"] for one in found)
+    print(f"\n{seconds:.2f} s; saved in {', '.join(str(one.path) for one in found)}")
+
+
+def _cell(values: Sequence[float]) -> str:
+    import numpy as np
+
+    if not values:
+        return "–"
+    spread = f" ± {100 * np.std(values, ddof=1):.1f}" if len(values) > 1 else ""
+    return f"{100 * np.mean(values):.1f}{spread}"
+
+
+def _words(settings: dict[str, Any]) -> str:
+    return ", ".join(f"{key}={value}" for key, value in settings.items())
+
+
+def _table(title: str, headers: Sequence[str]) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=Text(title), title_justify="left")
+    for n, header in enumerate(headers):
+        table.add_column(Text(header), justify="right" if n > 1 else "left")
+    return table
+
+
+def _classes(one: Evaluation) -> Table:
+    """Accuracy of every class with the trained encoder, mean over seeds: a column per label budget and variant."""
+    import numpy as np
+    from rich.text import Text
+
+    correct: dict[str, list[np.ndarray]] = {}
+    rows = [row for row in one.results if row.arm == "trained"]
+    for row in rows:
+        correct.setdefault(_name(row), []).append(row.prediction.correct)
+    labels, names = rows[0].prediction.labels, one.about["classes"]
+    table = _table(f"{rows[0].data}: accuracy of each class, %", ("class", "images", *correct))
+    for label in range(max(len(names), int(labels.max()) + 1)):
+        of_class = labels == label
+        shares = [
+            f"{100 * np.mean(seeds, axis=0)[of_class].mean():.1f}" if of_class.any() else "–"
+            for seeds in correct.values()
+        ]
+        table.add_row(Text(names[label] if label < len(names) else str(label)), str(of_class.sum()), *shares)
+    return table

@@ -17,8 +17,8 @@ from typing import Any
 from ssl_vit import plugins, runs
 from ssl_vit.api import run_recipe
 from ssl_vit.comparison.config import ONLY, DataSet, Study
-from ssl_vit.evaluators import ALL
-from ssl_vit.evaluators.base import Judge
+from ssl_vit.evaluators import ALL, runner
+from ssl_vit.evaluators.base import Evaluator
 from ssl_vit.files import sha256
 from ssl_vit.interfaces import UserError
 from ssl_vit.models import factory
@@ -59,7 +59,7 @@ class Plan:
     _sums: dict[Path, str] = field(default_factory=dict)
 
     @cached_property
-    def evaluators(self) -> dict[str, dict[str, Judge]]:
+    def evaluators(self) -> dict[str, dict[str, Evaluator]]:
         """By data set, then name: those that train the encoder first, so that the verdict is about them."""
         built = {
             name: {key: plugins.load("evaluators", key).Evaluator(config) for key, config in configs.items()}
@@ -154,15 +154,15 @@ class Plan:
         for data, judges in self.evaluators.items():
             for name, judge in judges.items():
                 for arm in self.subjects(judge):
-                    found += self._tuned(data, name, arm) if judge.tuned else self._untuned(data, name, arm)
+                    found += self._tuned(data, name, arm) if runner.has_sweep(judge) else self._untuned(data, name, arm)
         return found
 
-    def subjects(self, judge: Judge) -> tuple[str, ...]:
+    def subjects(self, judge: Evaluator) -> tuple[str, ...]:
         """The rows of an evaluator: every arm where it trains the encoder, else those that have one (and a head, where
         that is judged) and references. Raises UserError where no arm has a head."""
         if judge.trains_encoder:
             return tuple(self.study.comparison.arms)
-        if judge.judges_heads:
+        if judge.needs_head:
             found = [n for n in self.with_encoder if n in self.settings and _has_head(self.settings[n])]
             if not found:
                 raise UserError(f"{judge.title}: no arm's recipe trains a classifier: leave this evaluator out")
@@ -173,13 +173,13 @@ class Plan:
         """A sweep for each tuning budget, then one piece for each budget and seed."""
         c, judge = self.study.comparison, self.evaluators[data][evaluator]
         place, first = self._place(evaluator, data), c.seeds[0]
-        budgets = judge.budgets(c.labels_per_class)
-        for budget in dict.fromkeys(judge.tuned_at(budget) for budget in budgets):
+        budgets = runner.budgets(judge, c.labels_per_class)
+        for budget in dict.fromkeys(runner.sweep_budget(judge, budget) for budget in budgets):
             after = self._pretrained(arm, first)
             name = f"choose_{place}-{arm}-{_word(budget)}"
             yield Piece(name, "choose", arm, data, evaluator, budget, first, after)
         for budget in budgets:
-            choice = f"choose_{place}-{arm}-{_word(judge.tuned_at(budget))}"
+            choice = f"choose_{place}-{arm}-{_word(runner.sweep_budget(judge, budget))}"
             for seed in c.seeds:
                 after = (choice, *self._pretrained(arm, seed))
                 name = f"{place}-{arm}-{_word(budget)}-{seed}"
@@ -201,7 +201,7 @@ class Plan:
     def seeds_of(self, piece: Piece) -> tuple[int, ...]:
         """The seeds that a piece of measurements covers."""
         seeds = self.study.comparison.seeds
-        if self.evaluators[piece.data][piece.evaluator].tuned:
+        if runner.has_sweep(self.evaluators[piece.data][piece.evaluator]):
             return (piece.seed,)
         return tuple(seed for seed in seeds if self.pretraining_seed(piece.arm, seed) == piece.seed)
 
@@ -218,11 +218,11 @@ class Plan:
         if piece.evaluator:
             judge = self.evaluators[piece.data][piece.evaluator]
             content["evaluator"] = [piece.evaluator, judge.config.model_dump(mode="json")]
-            budgets = judge.budgets(self.study.comparison.labels_per_class)
-            content["budgets"] = piece.budget if judge.tuned else list(budgets)
+            budgets = runner.budgets(judge, self.study.comparison.labels_per_class)
+            content["budgets"] = piece.budget if runner.has_sweep(judge) else list(budgets)
             content["seeds"] = list(self.seeds_of(piece)) if piece.kind == "measure" else []
             content["sweep"] = self.study.comparison.seeds[0]
-            if judge.tuned and (metric := self.sets[piece.data].metric) != "accuracy":
+            if runner.has_sweep(judge) and (metric := self.sets[piece.data].metric) != "accuracy":
                 content["metric"] = metric
         return _hash(content)[:16]
 
@@ -247,7 +247,7 @@ class Plan:
             return [made, self.shards.get(f"{arm} pretrain"), seed]
         if given := self.study.comparison.arms[arm].weights if arm in self.with_encoder else None:
             files = [factory.find_weights(given) / name for name in (factory.WEIGHTS, factory.CONFIG)]
-            if piece.kind == "pictures" or self.evaluators[piece.data][piece.evaluator].judges_heads:
+            if piece.kind == "pictures" or self.evaluators[piece.data][piece.evaluator].needs_head:
                 head = checkpoint.newest_of(Path(given))
                 files += [head / checkpoint.OBJECTIVE] if head else []
             return [*map(self._sum, files), self._made_like(arm, dropout=True)]

@@ -15,6 +15,7 @@ from ssl_vit.comparison.run import look
 from ssl_vit.comparison.suites import packed
 from ssl_vit.comparison.work import is_done
 from ssl_vit.data.shards import ShardSet
+from ssl_vit.evaluators import runner
 from ssl_vit.evaluators.labels import choose_each, choose_labeled, labels_of
 from ssl_vit.recipe import Recipe
 from ssl_vit.stage import DryRun, dry_run
@@ -93,15 +94,20 @@ class _Costs:
     def _fine_tuning(self, piece: Piece, like: Recipe) -> None:
         labels = labels_of(self.opened[piece.data, "train"])
         images = len(choose_labeled(labels, piece.budget, piece.seed))
-        for keys in self.plan.evaluators[piece.data][piece.evaluator].stages(piece.kind, images):
-            seconds = self._measured(piece, like, keys).step_seconds() * keys["training"]["steps"]
+        judge, shards = self.plan.evaluators[piece.data][piece.evaluator], self.opened[piece.data, "train"]
+        for stage in runner.training_recipes(judge, like, images, sweep=piece.kind == "choose"):
+            workers = min(like.data.workers, stage.data.lanes, len(shards.urls))
+            data = {"train": str(self.plan.sets[piece.data].train), "workers": workers}
+            one: Shown = {"data": stage.data.model_copy(update=data)}
+            one["training"] = stage.training.model_copy(update={"steps": 1})
+            seconds = self._try(stage.model_copy(update=one)).step_seconds() * (stage.training.steps or 0)
             self.hours[piece.arm, "fine_tuning"] += seconds / 3600
 
     def _features(self, piece: Piece, like: Recipe) -> None:
         """The images that an evaluator reads once through the encoder; test images once for each representation."""
         judge = self.plan.evaluators[piece.data][piece.evaluator]
         representation = getattr(judge.config, "representation", None)
-        budgets = judge.budgets(self.plan.study.comparison.labels_per_class)
+        budgets = runner.budgets(judge, self.plan.study.comparison.labels_per_class)
         labels = labels_of(self.opened[piece.data, "train"])
         chosen = choose_each(labels, budgets, self.plan.seeds_of(piece)).values()
         few = np.unique(np.concatenate(list(chosen)))
@@ -128,7 +134,9 @@ class _Costs:
         content["objective"] = recipe.validate(
             plugins.load("objectives", content["objective"]["name"]).Config, content["objective"]
         )
-        stage = recipe.validate(Recipe, content)
+        return self._try(recipe.validate(Recipe, content))
+
+    def _try(self, stage: Recipe) -> DryRun:
         key = stage.model_dump_json(exclude={"run", "name", "seed"})
         if key not in self.tried:
             self.tried[key] = dry_run(stage)

@@ -23,7 +23,7 @@ from ssl_vit.comparison.suites import prepare
 from ssl_vit.comparison.work import do, is_done, pretraining_of
 from ssl_vit.data.shards import ShardSet, check_same_classes, open_shards, open_training
 from ssl_vit.environment import environment
-from ssl_vit.evaluators.features import silent
+from ssl_vit.evaluators.context import silent
 from ssl_vit.files import read_json, write_json
 from ssl_vit.interfaces import UserError
 from ssl_vit.recipe import save

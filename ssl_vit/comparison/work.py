@@ -12,14 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from filelock import FileLock
-from pydantic import TypeAdapter
 
 from ssl_vit import api
 from ssl_vit.analysis import inspection
 from ssl_vit.comparison.plan import Piece, Plan
 from ssl_vit.environment import environment
-from ssl_vit.evaluators.base import Choice
-from ssl_vit.evaluators.features import Task
+from ssl_vit.evaluators import runner
+from ssl_vit.evaluators.context import EvalContext
 from ssl_vit.files import read_json, write_json
 from ssl_vit.interfaces import UserError
 from ssl_vit.recipe import Recipe
@@ -87,26 +86,27 @@ def run_piece(plan: Plan, piece: Piece) -> dict[str, Any]:
     source = "pixels" if piece.arm == "pixels" else "trained" if piece.arm in plan.with_encoder else "untrained"
     judge = plan.evaluators[piece.data][piece.evaluator]
     if piece.kind == "choose":
-        found = judge.choose(task, source, piece.budget, piece.seed)
-        result: dict[str, Any] = {"choice": asdict(found) if found else None}
+        record, _ = runner.sweep(judge, task, source, piece.budget, piece.seed)
+        result: dict[str, Any] = {"choice": record.model_dump(mode="json")}
     else:
-        choice: Choice | None = None
-        budgets = judge.budgets(plan.study.comparison.labels_per_class)
-        if judge.tuned:
+        best = None
+        budgets = runner.budgets(judge, plan.study.comparison.labels_per_class)
+        if runner.has_sweep(judge):
             budgets = (piece.budget,)
-            choice = TypeAdapter(Choice | None).validate_python(read(plan, piece.after[0])["choice"])
-        measured = judge.measure(task, source, budgets, plan.seeds_of(piece), choice)
-        result = {"measurements": [asdict(one) for one in measured if one.main]}
+            best = read(plan, piece.after[0])["choice"]["best"]
+        measured = runner.measure(judge, task, source, budgets, plan.seeds_of(piece), best)
+        rows = [{k: v for k, v in asdict(one).items() if k != "prediction"} for one in measured if one.primary]
+        result = {"measurements": rows}
     return result | {"skipped": task.skipped_names(), "seconds": round(time.perf_counter() - start, 2)}
 
 
-def make_task(plan: Plan, piece: Piece) -> Task:
+def make_task(plan: Plan, piece: Piece) -> EvalContext:
     """What the piece judges: its arm's encoder, or an untrained one of the same kind, on its data set."""
     like, data = plan.like(piece.arm), plan.sets[piece.data]
     weights, settings = plan.weights(piece.arm, piece.seed), plan.settings.get(like)
     if weights is None and settings is None:  # only a file says what the architecture is
         weights = plan.weights(like, piece.seed)
-    task = api.make_task(
+    task = api.make_context(
         weights,
         settings or plan.prepared_by(like),
         str(data.train),

@@ -1,20 +1,32 @@
-"""What every evaluator is: settings, a way to measure one source, and the names its numbers get in `results.json`."""
+"""What an evaluator is: settings, and one method that fits a classifier to labeled images.
+
+An evaluator is a file with a `Config` and an `Evaluator`. `runner.py` does everything else: label budgets, seeds,
+sources, selection of settings on held-out images, scores, cost.
+"""
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Self
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, ValidationError, field_validator, model_validator
 
-from ssl_vit.evaluators import ALL, Budgets, Metric, Seeds, budget_words
-from ssl_vit.evaluators.features import REFERENCES, Representation, Task
-from ssl_vit.interfaces import Config, Measurement
-from ssl_vit.models import ImageSize, Resampling
+from ssl_vit import recipe
+from ssl_vit.data import DataConfig
+from ssl_vit.evaluators import ALL, Budgets, Seeds, several
+from ssl_vit.evaluators.features import ImageSet, Representation
+from ssl_vit.interfaces import Config
+from ssl_vit.models import EncoderConfig, ImageSize, Resampling
 from ssl_vit.models.encoder import Pooling
+from ssl_vit.recipe import Recipe
+from ssl_vit.records import Cost
+from ssl_vit.results import Budget, Prediction, Settings
+
+TOP = 5  # most probable classes kept per test image
 
 
 class FeatureConfig(Config):
@@ -23,7 +35,7 @@ class FeatureConfig(Config):
     pooling: the class `token`, the `mean` of the patches, `both` side by side, or all `patches` side by side.
     block: after which block (1 is the first), with the model's last norm applied; None: the model's output.
     image_size: pixels, a side or [height, width]; another than the encoder's own (None) resamples the positions by
-        `position_resampling` (`timm` or `google`). The raw pixels beside it stay at the encoder's own.
+        `position_resampling` (`timm` or `google`). Raw pixels stay at the encoder's own size.
     """
 
     pooling: Pooling = "mean"
@@ -36,128 +48,122 @@ class FeatureConfig(Config):
         return Representation(self.pooling, self.block, self.image_size, self.position_resampling)
 
 
-class LabeledConfig(FeatureConfig):
-    """labels_per_class: label budgets: images a class chosen as few_shot does, shares such as '10%', or all.
+class LabeledConfig(Config):
+    """labels_per_class: label budgets: images per class, shares such as '10%', or all.
 
-    seeds: of the choice of the labeled images and of whatever else an evaluator draws.
+    seeds: of the choice of the labeled images and of everything else an evaluator draws.
     """
 
     labels_per_class: Budgets = (ALL,)
     seeds: Seeds = (0,)
 
 
-@dataclass
-class Choice:
-    """What a sweep on held-out training images found, once for an arm and a label budget.
+class SweepConfig(Config):
+    """sweep: settings to select on held-out training images: values to try by dotted key, such as `optim.lr`.
 
-    tried: every candidate with its `held_out_accuracy`. chosen: the winner's row. measured: the winner's measurement on
-    test at the sweep's seed, where the sweep has trained that very model. images_seen, flops, seconds: of the sweep.
+    held_out: share of each class's images that the selection is scored on.
     """
 
-    tried: list[dict[str, Any]]
-    chosen: dict[str, Any]
-    measured: Measurement | None = None
-    images_seen: int = 0
-    flops: float = 0.0
-    seconds: float = 0.0
+    sweep: dict[str, tuple[Any, ...]] = Field({})
+    held_out: float = Field(0.2, gt=0, lt=1)
+
+    @field_validator("sweep", mode="before")
+    @classmethod
+    def _dotted(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        return {key: tuple(sorted(several(values))) for key, values in recipe.flatten(value).items() if key}
+
+    @model_validator(mode="after")
+    def _check_candidates(self) -> Self:
+        for key, values in self.sweep.items():
+            if len(set(values)) < len(values) or not values:
+                raise ValueError(f"sweep.{key}: give different values")
+            for value in values:
+                try:
+                    self.with_settings({key: value})
+                except ValidationError as error:
+                    raise ValueError(f"sweep.{key}={value}: {error.errors()[0]['msg']}") from None
+        return self
+
+    @property
+    def candidates(self) -> list[Settings]:
+        """All combinations. The lengths of training (`training.*`) vary slowest, so that shorter ones come first."""
+        keys = sorted(self.sweep, reverse=True)
+        values = itertools.product(*(self.sweep[key] for key in keys))
+        return [dict(reversed(list(zip(keys, chosen, strict=True)))) for chosen in values]
+
+    def with_settings(self, settings: Settings) -> Self:
+        """The same configuration with these values and without a sweep."""
+        content = self.model_dump() | {"sweep": {}}
+        for key, value in settings.items():
+            section = content
+            *path, last = key.split(".")
+            for name in path:
+                section = section.get(name) or {}
+            if last not in section:
+                raise ValueError(f"sweep.{key}: this evaluator has no such key")
+            section[last] = value
+        return self.model_validate(content)
 
 
-class Judge(ABC):
-    """Base of the evaluators: a subclass named `Evaluator` in its own file needs `title` and `measure`.
+@dataclass(frozen=True)
+class Scored:
+    """What a fitted classifier predicts for some images; see `results.Result` for the fields of the same name.
 
-    title: a heading for people. references: sources measured beside the judged encoder: `untrained` (the same
-    architecture, freshly initialized; where the evaluator trains it, that is training from scratch) and `pixels`.
-    trains_encoder: whether judging trains the whole network, so that a comparison measures its scratch arm with it.
-    judges_heads: whether it judges the classifier that a run trained, so that a comparison asks it of such arms alone.
+    labels: how many labeled images it was fitted to, where some could not be read (None: all that were given).
+    """
+
+    prediction: Prediction
+    variant: str = ""
+    primary: bool = True
+    notes: tuple[str, ...] = ()
+    cost: Cost = field(default_factory=Cost)
+    labels: int | None = None
+
+
+Classifier = Callable[[ImageSet], Sequence[Scored]]
+"""Predicts images: one `Scored` per variant, such as each k of the nearest neighbors."""
+
+
+class Evaluator(ABC):
+    """Base of the evaluators: a subclass named `Evaluator` in its own file needs `title` and `fit`.
+
+    title: a heading for people. references: sources measured beside the trained encoder: `untrained` (the same
+    architecture, freshly initialized; where the evaluator trains the encoder, that is training from scratch) and
+    `pixels`. trains_encoder: whether `fit` trains the whole encoder: a comparison then measures arms from scratch
+    with it, and its sweep runs once per arm and label budget. needs_head: whether it reads the classifier that a run
+    trained, so that a comparison asks only runs that have one.
     """
 
     title: ClassVar[str]
-    references: ClassVar[tuple[str, ...]] = REFERENCES
+    references: tuple[str, ...] = ("untrained", "pixels")
     trains_encoder: ClassVar[bool] = False
-    judges_heads: ClassVar[bool] = False
+    needs_head: ClassVar[bool] = False
 
     def __init__(self, config: Any) -> None:
         self.config = config
 
     @abstractmethod
-    def measure(
-        self,
-        task: Task,
-        source: str,
-        budgets: Sequence[int | str],
-        seeds: Sequence[int],
-        choice: Choice | None = None,
-    ) -> Iterator[Measurement]:
-        """Measure one source at every budget and seed; `choice` is what `choose` returned, where there is such."""
+    def fit(self, train: ImageSet, seed: int) -> Classifier:
+        """Fit a classifier to labeled images; it then predicts any images of the same source.
 
-    def choose(self, task: Task, source: str, budget: int | str, seed: int) -> Choice | None:
-        """Sweep settings on held-out training images; None where there is nothing to choose for this source.
-
-        An evaluator that has its own is `tuned`: its `choose` runs before `measure`, once a source and tuning budget.
+        train: with `train.source`, one of `trained`, `untrained` and `pixels`; `train.features(...)` are its features.
+        seed: of everything that is drawn.
         """
-        return None
 
     @property
-    def tuned(self) -> bool:
-        return type(self).choose is not Judge.choose
+    def budgets(self) -> tuple[Budget, ...] | None:
+        """Label budgets that the protocol sets itself, whatever a comparison asks for (None: it sets none)."""
+        return None
 
-    def budgets(self, asked: Sequence[int | str]) -> Sequence[int | str]:
-        """The label budgets to measure where these are asked for."""
-        return asked
-
-    def tuned_at(self, budget: int | str) -> int | str:
-        """The label budget whose sweep serves `budget`."""
-        return budget
-
-    def stages(self, kind: str, images: int) -> list[dict[str, Any]]:
-        """Recipe keys of every training of the whole encoder that a `choose` or a `measure` of one seed does, at most,
-        with so many labeled images; none where it stays frozen. A dry run measures them."""
-        return []
-
-    def measurements(self, task: Task) -> Iterator[tuple[str, Measurement]]:
-        """(source, measurement) of everything that the settings ask for: the judged encoder, then its references."""
-        seeds, budgets = self.config.seeds, self.budgets(getattr(self.config, "labels_per_class", ()))
-        for source in ("trained", *self.references):
-            if not self.tuned:
-                yield from ((source, found) for found in self.measure(task, source, budgets, seeds))
-                continue
-            choices = {at: self.choose(task, source, at, seeds[0]) for at in dict.fromkeys(map(self.tuned_at, budgets))}
-            for budget in budgets:
-                choice = choices[self.tuned_at(budget)]
-                yield from ((source, found) for found in self.measure(task, source, (budget,), seeds, choice))
-
-    def run(self, task: Task) -> Iterator[tuple[str, float]]:
-        """`measurements` as (name, accuracy) pairs; see `named`."""
-        yield from named(self.measurements(task))
+    def stage(self, data: DataConfig, encoder: EncoderConfig, images: int, seed: int) -> Recipe | None:
+        """The training that `fit` does with this many labeled images, as a recipe (None: it trains nothing by gradient
+        descent). data: how images are prepared. encoder: sizes of the encoder that is evaluated."""
+        return None
 
 
-def named(measured: Iterable[tuple[str, Measurement]], metric: Metric = "accuracy") -> Iterator[tuple[str, float]]:
-    """SOURCE/NAME/mean, /std (over seeds, ddof 1; 0 for one) and /seedN of every measured name, in order."""
-    groups: dict[str, dict[int, float]] = {}
-    for source, found in measured:
-        groups.setdefault(f"{source}/{found.name}", {})[found.seed] = getattr(found, metric)
-    for name, by_seed in groups.items():
-        values = list(by_seed.values())
-        yield f"{name}/mean", float(np.mean(values))
-        yield f"{name}/std", float(np.std(values, ddof=1)) if len(values) > 1 else 0.0
-        for seed, value in by_seed.items():
-            yield f"{name}/seed{seed}", value
-
-
-def accuracy_name(budget: int | str) -> str:
-    """What a budget's only number is called."""
-    return "accuracy" if budget == ALL else budget_words(budget)
-
-
-def score(predicted: np.ndarray, labels: np.ndarray, classes: int | None = None) -> dict[str, Any]:
-    """accuracy, mean_per_class and per_class (for `Measurement`) of predicted class indices, both int (n,)."""
-    hits = predicted == labels
-    number = max(int(labels.max()) + 1, classes or 0)
-    counts, right = (np.bincount(labels, weights=w, minlength=number) for w in (None, hits))
-    per_class = tuple(round(float(r / c), 6) if c else None for r, c in zip(right, counts, strict=True))
-    present = counts > 0
-    return {
-        "accuracy": float(hits.mean()),
-        "mean_per_class": float((right[present] / counts[present]).mean()),
-        "per_class": per_class,
-    }
+def top_classes(probabilities_MK: np.ndarray, classes_K: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The most probable classes, int64 (M, <= 5), best first, and their probabilities, float32 (M, <= 5)."""
+    order = np.argsort(-probabilities_MK, axis=1, kind="stable")[:, :TOP]
+    return classes_K[order], np.take_along_axis(probabilities_MK, order, axis=1).astype(np.float32)

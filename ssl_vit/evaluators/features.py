@@ -1,41 +1,36 @@
-"""Frozen features, extracted once: of the trained encoder, of an untrained one, and the raw pixels beside them.
+"""Frozen features: of the trained encoder, of an untrained one, and raw pixels. Each is extracted once.
 
-They are kept in a folder by what they are made from (weights, shards, images, preparation, representation), so that
-whoever asks for the same reads them.
+A folder keeps those of encoders, by a hash of everything they depend on (weights, shards, images, preparation).
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812
-from accelerate import Accelerator
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from ssl_vit.data import DataConfig
 from ssl_vit.data.evaluation import EvaluationStream, evaluation_batches
 from ssl_vit.data.images import check_channels, evaluation_transform
 from ssl_vit.data.samples import Preprocess, Skip
 from ssl_vit.data.shards import ShardSet, open_url
-from ssl_vit.evaluators import Metric
-from ssl_vit.evaluators.labels import choose_each, labels_of
+from ssl_vit.evaluators.context import EvalContext
 from ssl_vit.files import atomic_path
-from ssl_vit.interfaces import Config, Diverged, Size, UserError
+from ssl_vit.interfaces import Diverged, Size, UserError
 from ssl_vit.models import Resampling
 from ssl_vit.models.encoder import Encoder, Pooling
 from ssl_vit.models.factory import at_size
 from ssl_vit.training import distributed
 
-REFERENCES = ("untrained", "pixels")
-_PIXELS = 32  # a side of the raw-pixel reference, at most: 3,072 numbers an image, whatever the images' size
+_PIXELS = 32  # longest side of the raw-pixel reference: at most 3,072 numbers per image
 _FORMAT = "2"
 
 
@@ -53,7 +48,7 @@ class Representation(NamedTuple):
 
 @dataclass(frozen=True)
 class Features:
-    """vectors: float32 (n, d). labels: int64 (n,). images: int64 (n,), their global indices, rising."""
+    """vectors: float32 (n, d). labels: int64 (n,). images: int64 (n,), their global indices, ascending."""
 
     vectors: np.ndarray
     labels: np.ndarray
@@ -65,135 +60,106 @@ class Features:
         return Features(self.vectors[rows], self.labels[rows], self.images[rows])
 
 
-def silent(text: str) -> None:
-    """What a process says that is not the main one."""
+@dataclass(frozen=True)
+class ImageSet:
+    """Labeled images, and where their features come from.
 
-
-@dataclass
-class Task:
-    """What an evaluator judges: one encoder on labeled train and test shards.
-
-    trained: the encoder. untrained: the same architecture, freshly initialized: the reference row.
-    data: image preparation (`evaluation_resize`). batch_size: images in a forward pass of one process.
-    weights: where the trained encoder came from (None: it is freshly initialized itself).
-    cache: folder that keeps extracted features (None: none is kept); it may be deleted at any time.
-    objective: what the weights' run trained them with (None: unknown). say: told what is done, where that takes long.
-    metric: the number that counts on these sets, and that a sweep chooses by.
+    source: `trained`, `untrained` or `pixels`. split: `train` or `test`.
+    images: int64 (n,), their global indices (None: all of the split).
+    extract: int64, ascending: the images whose features are extracted together (None: all of the split). Features
+        from other batches could differ in the last bit.
     """
 
-    trained: Encoder
-    untrained: Encoder
-    train: ShardSet
-    test: ShardSet
-    data: DataConfig
-    accelerator: Accelerator
-    weights: str | None = None
-    batch_size: int = 256
-    workers: int = 0
-    cache: Path | None = None
-    objective: Config | None = None
-    say: Callable[[str], None] = silent
-    metric: Metric = "accuracy"
-    skipped: list[Skip] = field(default_factory=list)
-    _features: dict[tuple[Any, ...], Features] = field(default_factory=dict)
+    context: EvalContext
+    source: str
+    split: str
+    images: np.ndarray | None = None
+    extract: np.ndarray | None = None
 
-    def features(
-        self, source: str, split: str, representation: Representation, images: np.ndarray | None = None
-    ) -> Features:
-        """Features of `trained`, `untrained` or `pixels` on `train` or `test`; each is extracted once.
+    @property
+    def shards(self) -> ShardSet:
+        return self.context.train if self.split == "train" else self.context.test
 
-        images: int64, global indices of those wanted, rising (None: all). What is asked for is extracted whole or taken
-        from the same question before: parts of other answers could differ in the last bit.
+    def features(self, representation: Representation) -> Features:
+        """Features of these images in their order; an image that could not be read has none.
+
         Raises UserError where the shards carry no labels, and for a block that the encoder does not have.
         """
-        what = None if source == "pixels" else representation
-        key = (source, split, what, None if images is None else images.tobytes())
-        if key not in self._features:
-            self._features[key] = _cached(self, source, getattr(self, split), representation, images)
-        return self._features[key]
+        found = read(self.context, self.source, self.split, representation, self.extract)
+        return found if self.images is None else found.of(self.images)
 
-    def labeled_features(
-        self, source: str, representation: Representation, budgets: Sequence[int | str], seeds: Sequence[int]
-    ) -> Iterator[tuple[tuple[int | str, int], Features]]:
-        """((label budget, seed), training features of the images that they allow, in the order of `choose_labeled`).
+    def of(self, rows: np.ndarray) -> ImageSet:
+        """Some of these images. rows: int64, places in `images`."""
+        assert self.images is not None
+        return replace(self, images=self.images[rows])
 
-        Only images that one of them allows are read.
-        """
-        chosen = choose_each(self.train_labels, budgets, seeds)
-        wanted = np.unique(np.concatenate(list(chosen.values())))
-        everything = len(wanted) == (self.train_labels >= 0).sum()
-        read = self.features(source, "train", representation, None if everything else wanted)
-        for place, images in chosen.items():
-            yield place, read.of(images)
 
-    @property
-    def train_labels(self) -> np.ndarray:
-        """Every training image's class, int64 (samples,); -1 where there is none. Raises UserError where all are of one
-        class."""
-        labels = labels_of(self.train)
-        if len(np.unique(labels[labels >= 0])) < 2:
-            raise UserError(f"{self.train.spec}: all labeled images there are of one class")
-        return labels
+def read(
+    context: EvalContext, source: str, split: str, representation: Representation, images: np.ndarray | None = None
+) -> Features:
+    """Features of `trained`, `untrained` or `pixels` on `train` or `test`: extracted, or those extracted before.
 
-    @property
-    def classes(self) -> int:
-        """How many classes the shards name; where neither set names any, as many as the training labels say."""
-        named = max(len(self.train.classes or ()), len(self.test.classes or ()))
-        return named or int(self.train_labels.max()) + 1
-
-    def skipped_names(self) -> list[dict[str, str]]:
-        """The samples left out so far, each once, as plain JSON."""
-        once = {(skip.shard, skip.key): skip.reason for skip in self.skipped}
-        return [{"shard": shard, "key": key, "reason": reason} for (shard, key), reason in once.items()]
+    images: int64, global indices of those wanted, ascending (None: all). Every process gets all rows.
+    """
+    what = None if source == "pixels" else representation
+    key = (source, split, what, None if images is None else images.tobytes())
+    if key not in context.features:
+        shards: ShardSet = getattr(context, split)
+        if source == "pixels":
+            context.features[key] = extract(context, shards, _pixels, None, images)
+        else:
+            context.features[key] = _cached(context, getattr(context, source), shards, representation, images)
+    found = context.features[key]
+    assert isinstance(found, Features)
+    return found
 
 
 def evaluation_stream(
-    task: Task, shards: ShardSet, indices: np.ndarray | None = None, image_size: Size | None = None
+    context: EvalContext, shards: ShardSet, indices: np.ndarray | None = None, image_size: Size | None = None
 ) -> EvaluationStream:
-    """This rank's part of the labeled shards, prepared as the task says (each sample once over all ranks).
+    """This process's part of the labeled shards (each sample once over all processes).
 
     indices: global indices of the images wanted (None: all). image_size: pixels (None: the trained encoder's).
     """
-    channels = task.trained.channels
-    check_channels(channels)
+    check_channels(context.trained.channels)
     preprocess = Preprocess(
-        evaluation_transform(image_size or task.trained.image_size, task.data),
-        channels,
+        evaluation_transform(image_size or context.trained.image_size, context.data),
+        context.trained.channels,
         len(shards.classes) if shards.classes else None,
         needs_labels=True,
     )
-    ranks = task.accelerator.num_processes
+    ranks = context.accelerator.num_processes
     samples = shards.samples if indices is None else len(indices)
     return EvaluationStream(
         shards,
         preprocess,
-        batch_size=max(1, min(task.batch_size, -(-samples // ranks))),
-        rank=task.accelerator.process_index,
+        batch_size=max(1, min(context.batch_size, -(-samples // ranks))),
+        rank=context.accelerator.process_index,
         ranks=ranks,
-        workers=task.workers,
+        workers=context.data.workers,
         indices=indices,
-        worker_timeout=task.data.worker_timeout,
+        worker_timeout=context.data.worker_timeout,
     )
 
 
 @torch.no_grad()  # inference mode does not go with XLA
 def extract(
-    task: Task,
+    context: EvalContext,
     shards: ShardSet,
-    read: Callable[[torch.Tensor], torch.Tensor],
+    reader: Callable[[torch.Tensor], torch.Tensor],
     image_size: Size | None = None,
     indices: np.ndarray | None = None,
 ) -> Features:
-    """`read` (uint8 images on the device -> (B, d)) over all images that have a label, in index order, float32.
+    """`reader` (uint8 images on the device -> (B, d)) over all images that have a label, in index order, float32.
 
-    The ranks share the images; every rank gets all rows. image_size, indices: see `evaluation_stream`.
+    The processes share the images; every process gets all rows. image_size, indices: see `evaluation_stream`.
     """
     vectors, labels, places = [], [], []
-    stream = evaluation_stream(task, shards, indices, image_size)
-    for batch, chunk in evaluation_batches(stream, task.accelerator.device):
-        task.skipped += chunk.skipped
-        with task.accelerator.autocast():
-            outputs = read(batch.images)
+    stream = evaluation_stream(context, shards, indices, image_size)
+    for batch, chunk in evaluation_batches(stream, context.accelerator.device):
+        context.skipped += chunk.skipped
+        with context.accelerator.autocast():
+            outputs = reader(batch.images)
         valid = batch.valid.cpu()
         vectors.append(outputs.float().cpu()[valid])
         labels.append(batch.labels.cpu()[valid])
@@ -205,28 +171,18 @@ def extract(
         raise UserError(f"{shards.spec}: no sample there has a readable image and a label (.cls)")
     if not (finite := np.isfinite(rows).all(axis=1)).all():
         raise not_finite("features", shards, int(order[~finite].min()))
-    rising = np.argsort(order)
-    return Features(rows[rising], classes[rising], order[rising])
+    ascending = np.argsort(order)
+    return Features(rows[ascending], classes[ascending], order[ascending])
 
 
 def not_finite(what: str, shards: ShardSet, image: int) -> Diverged:
-    """The error, raised by every process, for a model that gives no numbers; image: global index of the first one."""
+    """The error for a model whose outputs are not finite, raised by every process. image: its global index."""
     error = Diverged(
         f"the {what} of image {image} of {shards.spec} are not finite: the weights hold such numbers, or overflow in "
         "this precision"
     )
     error.everywhere = True
     return error
-
-
-def _reader(task: Task, source: str, representation: Representation) -> Callable[[torch.Tensor], torch.Tensor]:
-    if source == "pixels":
-        return _pixels
-    encoder: Encoder = getattr(task, source)
-    if representation.image_size:
-        encoder = at_size(encoder, representation.image_size, representation.position_resampling)
-    encoder.to(task.accelerator.device).eval()
-    return lambda images: encoder.represent(images, representation.pooling, representation.block)
 
 
 def _pixels(images: torch.Tensor) -> torch.Tensor:
@@ -237,28 +193,41 @@ def _pixels(images: torch.Tensor) -> torch.Tensor:
     return (pixels if size == (height, width) else F.adaptive_avg_pool2d(pixels, size)).flatten(1) / 127.5 - 1
 
 
+def encoder_reader(
+    context: EvalContext, encoder: Encoder, representation: Representation
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """uint8 images on the device -> their representation (B, d)."""
+    if representation.image_size:
+        encoder = at_size(encoder, representation.image_size, representation.position_resampling)
+    encoder.to(context.accelerator.device).eval()
+    return lambda images: encoder.represent(images, representation.pooling, representation.block)
+
+
 def _cached(
-    task: Task, source: str, shards: ShardSet, representation: Representation, images: np.ndarray | None
+    context: EvalContext, encoder: Encoder, shards: ShardSet, representation: Representation, images: np.ndarray | None
 ) -> Features:
-    """From the cache where the same features are there, else extracted (and kept). Every rank gets the same."""
-    path = task.cache / f"{_content(task, source, shards, representation, images)}.safetensors" if task.cache else None
-    main = task.accelerator.is_main_process
-    found = distributed.gather(_read(path) if path and main else None)[0]
+    """From the cache folder where the same features are there, else extracted (and kept)."""
+    key = _content(context, encoder, shards, representation, images) if context.cache else ""
+    path = context.cache / f"{key}.safetensors" if context.cache else None
+    main = context.accelerator.is_main_process
+    found = distributed.gather(_load(path) if path and main else None)[0]
     if found is not None:
         features, skipped = found
-        task.skipped += skipped
+        context.skipped += skipped
         return features
-    before = len(task.skipped)
-    image_size = None if source == "pixels" else representation.image_size
-    features = extract(task, shards, _reader(task, source, representation), image_size, images)
-    skipped = [skip for rank in distributed.gather(task.skipped[before:]) for skip in rank]
-    task.skipped[before:] = skipped
+    before = len(context.skipped)
+    reader = encoder_reader(context, encoder, representation)
+    features = extract(context, shards, reader, representation.image_size, images)
+    skipped = [skip for rank in distributed.gather(context.skipped[before:]) for skip in rank]
+    context.skipped[before:] = skipped
     if path and main:
-        _write(path, features, skipped)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_path(path) as unfinished:
+            save_file(vars(features), unfinished, {"skipped": json.dumps([asdict(skip) for skip in skipped])})
     return features
 
 
-def _read(path: Path) -> tuple[Features, list[Skip]] | None:
+def _load(path: Path) -> tuple[Features, list[Skip]] | None:
     try:
         with safe_open(path, "numpy") as file:
             skipped = [Skip(**skip) for skip in json.loads(file.metadata()["skipped"])]
@@ -267,35 +236,26 @@ def _read(path: Path) -> tuple[Features, list[Skip]] | None:
         return None
 
 
-def _write(path: Path, features: Features, skipped: list[Skip]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_path(path) as unfinished:
-        save_file(vars(features), unfinished, {"skipped": json.dumps([asdict(skip) for skip in skipped])})
-
-
 def _content(
-    task: Task, source: str, shards: ShardSet, representation: Representation, images: np.ndarray | None
+    context: EvalContext, encoder: Encoder, shards: ShardSet, representation: Representation, images: np.ndarray | None
 ) -> str:
     """A hash of everything that the features depend on."""
     content = hashlib.sha256()
     for shard, checksum in enumerate(shards.checksums or [""] * len(shards.urls)):
         content.update(f"{shards.counts[shard]} {checksum or _checksum(shards, shard)}\n".encode())
-    what = [_FORMAT, source == "pixels", task.trained.channels, task.trained.image_size, task.data.evaluation_resize]
-    content.update(json.dumps([*what, len(shards.classes or ())]).encode())
-    if images is not None:
-        content.update(images.tobytes())
-    if source != "pixels":
-        encoder: Encoder = getattr(task, source)
-        settings = [encoder.name, encoder.arguments, encoder.mean, encoder.std, encoder.own_settings]
-        content.update(json.dumps([settings, representation, task.accelerator.mixed_precision]).encode())
-        for name, tensor in sorted(encoder.state_dict().items()):
-            content.update(name.encode())
-            content.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    preparation = [_FORMAT, context.data.evaluation_resize, len(shards.classes or ())]
+    settings = [encoder.name, encoder.arguments, encoder.image_size, encoder.mean, encoder.std, encoder.own_settings]
+    precision = context.accelerator.mixed_precision
+    content.update(json.dumps([preparation, settings, encoder.channels, representation, precision]).encode())
+    content.update(b"" if images is None else images.tobytes())
+    for name, tensor in sorted(encoder.state_dict().items()):
+        content.update(name.encode())
+        content.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     return content.hexdigest()[:32]
 
 
 def _checksum(shards: ShardSet, shard: int) -> str:
-    """The sha256 of a shard whose `info.json` does not tell it: reading it costs little beside decoding it."""
+    """The sha256 of a shard whose `info.json` does not name it: reading it costs little beside decoding it."""
     found = hashlib.sha256()
     with open_url(shards.urls[shard], shards.remote) as stream:
         while block := stream.read(1 << 20):

@@ -2,44 +2,70 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from pydantic import Field
 
-from ssl_vit.evaluators import ALL, Counts, budget_words
-from ssl_vit.evaluators.base import Choice, Judge, LabeledConfig, score
-from ssl_vit.evaluators.features import Task
-from ssl_vit.evaluators.labels import short_note
-from ssl_vit.interfaces import Measurement
+from ssl_vit.evaluators import Counts
+from ssl_vit.evaluators.base import TOP, Classifier, FeatureConfig, LabeledConfig, Scored, top_classes
+from ssl_vit.evaluators.base import Evaluator as BaseEvaluator
+from ssl_vit.evaluators.features import ImageSet
+from ssl_vit.results import Prediction
 
 _SIMILARITIES = 1 << 25  # computed at once: 128 MiB
 
 
-class Config(LabeledConfig):
+class Config(FeatureConfig, LabeledConfig):
     """ks: numbers of neighbors (a comparison uses the first). temperature: votes weigh exp(similarity / it)."""
 
-    ks: Counts = Field((10, 20), min_length=1)
+    ks: Counts = (10, 20)
     temperature: float = Field(0.07, gt=0)
 
 
-def knn_predictions(
+class Evaluator(BaseEvaluator):
+    """One variant per k; its probabilities are the shares of the votes."""
+
+    title = "Nearest neighbors on frozen features"
+
+    def fit(self, train: ImageSet, seed: int) -> Classifier:
+        c: Config = self.config
+        known = train.features(c.representation)
+
+        def classify(images: ImageSet) -> list[Scored]:
+            test = images.features(c.representation)
+            found = knn_votes(known.vectors, known.labels, test.vectors, ks=c.ks, temperature=c.temperature)
+            return [
+                Scored(
+                    Prediction(test.images, test.labels, classes[:, 0], classes, shares),
+                    variant=f"k={k}" if len(c.ks) > 1 else "",
+                    primary=k == c.ks[0],
+                    labels=len(known.labels),
+                )
+                for k, (classes, shares) in found.items()
+            ]
+
+        return classify
+
+
+def knn_votes(
     train_features: np.ndarray,
     train_labels: np.ndarray,
     test_features: np.ndarray,
     *,
     ks: Sequence[int] = (10, 20),
     temperature: float = 0.07,
-) -> dict[int, np.ndarray]:
-    """The predicted class of every test image for each k: cosine similarity, votes weighted exp(similarity /
-    temperature); of equally similar neighbors the earlier counts first.
+) -> dict[int, tuple[np.ndarray, np.ndarray]]:
+    """By k: the classes with most votes, int64 (m, <= 5), best first, and their shares of the votes, float32 (m, <= 5).
 
-    features: float (n, d); labels: int (n,). k larger than the training set counts all of it.
+    Cosine similarity, votes weighted by exp(similarity / temperature). Of equally similar neighbors the earlier one
+    counts first, of classes with equal votes the lower one. A k larger than the training set counts all of it.
+    features: float (n, d). labels: int (n,).
     """
     train, test = _unit(train_features), _unit(test_features)
     classes, targets = np.unique(train_labels, return_inverse=True)
-    most = min(max(ks), len(train))
-    found = {k: np.empty(len(test), dtype=np.int64) for k in ks}
+    most, top = min(max(ks), len(train)), min(TOP, len(classes))
+    found = {k: (np.empty((len(test), top), np.int64), np.empty((len(test), top), np.float32)) for k in ks}
     rows = max(1, _SIMILARITIES // len(train))
     for start in range(0, len(test), rows):
         similarity = test[start : start + rows] @ train.T
@@ -49,7 +75,9 @@ def knn_predictions(
             votes = np.zeros((len(similarity), len(classes)))
             owners = np.repeat(np.arange(len(similarity)), min(k, most))
             np.add.at(votes, (owners, targets[nearest[:, :k]].ravel()), weights[:, :k].ravel())
-            found[k][start : start + rows] = classes[votes.argmax(1)]
+            best, weight = top_classes(votes, classes)
+            found[k][0][start : start + rows] = best
+            found[k][1][start : start + rows] = weight / votes.sum(1, keepdims=True)
     return found
 
 
@@ -65,32 +93,3 @@ def _nearest(similarity: np.ndarray, count: int) -> np.ndarray:
 
 def _unit(x: np.ndarray) -> np.ndarray:
     return x / np.maximum(np.linalg.norm(x, axis=1, keepdims=True), 1e-12)
-
-
-class Evaluator(Judge):
-    """Accuracy of every k, label budget and seed."""
-
-    title = "Nearest neighbors on frozen features"
-
-    def measure(
-        self,
-        task: Task,
-        source: str,
-        budgets: Sequence[int | str],
-        seeds: Sequence[int],
-        choice: Choice | None = None,
-    ) -> Iterator[Measurement]:
-        c: Config = self.config
-        test = task.features(source, "test", c.representation)
-        for (budget, seed), train in task.labeled_features(source, c.representation, budgets, seeds):
-            arrays = (train.vectors, train.labels, test.vectors)
-            for k, predicted in knn_predictions(*arrays, ks=c.ks, temperature=c.temperature).items():
-                yield Measurement(
-                    name=f"k={k}" if budget == ALL else f"k={k}, {budget_words(budget)}",
-                    labels_per_class=budget,
-                    labels=len(train.labels),
-                    seed=seed,
-                    main=k == c.ks[0],
-                    notes=short_note(train.labels, budget, task.train_labels),
-                    **score(predicted, test.labels, task.classes),
-                )

@@ -24,12 +24,12 @@ from ssl_vit.data.order import LanePosition
 from ssl_vit.files import atomic_file, flush, read_json, sha256
 from ssl_vit.interfaces import RunError, UserError
 from ssl_vit.models import factory
+from ssl_vit.results import RESULTS
 from ssl_vit.training import distributed
 from ssl_vit.training.distributed import shared_errors
 from ssl_vit.training.state import State, Tensors, placed, random_state, set_random_state
 
 OBJECTIVE = "objective.safetensors"
-RESULTS = "results.json"  # what evaluators measured of the weights beside it
 _TRAINING, _RANDOM, _OPTIMIZER = "training.safetensors", "random.safetensors", "optimizer"
 _STATE, _SUMS = "state.json", "SHA256SUMS"
 _ASIDE = ".replaced_"  # the checkpoint of a step that is being saved again
@@ -179,7 +179,7 @@ def save(run: Path, progress: Progress, state: State, keep_last: int) -> Path:
             aside = target.with_name(f"{_ASIDE}{target.name}")
             if target.exists():
                 if (target / RESULTS).exists() and _same_encoder(target, beside):
-                    shutil.copyfile(target / RESULTS, beside / RESULTS)
+                    shutil.copytree(target / RESULTS, beside / RESULTS)
                 target.rename(aside)
             beside.rename(target)
             flush(target.parent)

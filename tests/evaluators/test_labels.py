@@ -50,8 +50,8 @@ def test_what_is_no_budget_is_refused(given: object) -> None:
 
 def test_budgets_in_words() -> None:
     assert [budget_words(b) for b in (1, 10, "1%", "all")] == [
-        "1 label a class",
-        "10 labels a class",
+        "1 label per class",
+        "10 labels per class",
         "1% of the labels",
         "all labels",
     ]

@@ -198,8 +198,9 @@ def test_a_resnet_learns_real_digits_and_serves_the_evaluators(few_digits: Path,
     assert (encoder.name, encoder.image_size, encoder.channels) == ("resnet10t", (8, 16), 1)
     judge = ["shots=[5]", "pooling=mean"]
     result = api.evaluate(tmp_path / "run", "few_shot", f"{few_digits}/train", f"{few_digits}/test", judge)
-    values = {name: value for name, value in result["values"].items() if name.endswith("mean")}
-    trained, untrained = (next(v for n, v in values.items() if n.startswith(row)) for row in ("trained", "untrained"))
+    trained, untrained = (
+        np.mean([row.accuracy for row in result.results if row.arm == arm]) for arm in ("trained", "untrained")
+    )
     assert trained > max(untrained, 0.5)
     with pytest.raises(UserError, match="needs a class token, which resnet10t does not have: use mean"):
         api.train(load_recipe("supervised_resnet50", [*keys, f"run={tmp_path}/t", "objective.pooling=token"]))

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from ssl_vit import api, recipe
+from ssl_vit import api, recipe, results
 
 World = Callable[..., Any]
 
@@ -70,16 +70,18 @@ def trained(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_three_processes_judge_as_one_does(world: World, digits: Path, trained: Path, tmp_path: Path) -> None:
     """Images that do not deal out evenly: none counts twice, and padding counts for nothing."""
-    measured = {}
+    measured, images = {}, {}
     for count in (1, 3):
         run = shutil.copytree(trained, tmp_path / str(count))
         for name, keys in (("few_shot", ("shots=[5]", "seeds=[0]")), ("own_head", ())):
             everyone = world(count, "command_line", "eval", run, name, "--data", digits, *keys)
             assert [process.wait() for process in everyone] == [0] * count, "".join(one.text for one in everyone)
-            assert all("took" in one.text for one in everyone[:1]) and not any(one.text for one in everyone[1:])
-        results = json.loads((run / "results.json").read_text())["evaluations"]
-        measured[count] = {f"{one['evaluator']} {name}": v for one in results for name, v in one["values"].items()}
-    assert measured[3] == pytest.approx(measured[1], abs=0.003) and len(measured[1]) >= 4  # one image of 360
+            assert all(" s; saved in" in one.text for one in everyone[:1]) and not any(one.text for one in everyone[1:])
+        rows = results.Table.read(sorted((run / "results").glob("*.json"))).results
+        measured[count] = {(row.evaluator, row.arm): row.accuracy for row in rows}
+        images[count] = {(row.evaluator, row.arm): row.prediction.images.tolist() for row in rows}
+    assert measured[3] == pytest.approx(measured[1], abs=0.003) and len(measured[1]) == 4  # one image of 360
+    assert images[3] == images[1]
 
 
 def test_an_evaluation_ends_with_its_processes(world: World, digits: Path, trained: Path, tmp_path: Path) -> None:
@@ -87,5 +89,5 @@ def test_an_evaluation_ends_with_its_processes(world: World, digits: Path, train
     both = world(2, "left_by_the_last", "eval", run, "few_shot", "--data", digits)
     assert [process.wait(60) for process in both] == [1, 9]
     told = "error: another process of this run is gone, or has not answered for 600 s (training.timeout)"
-    assert told in both[0].text and f"{run}/results.json holds what was measured before" in both[0].text
+    assert told in both[0].text and f"{run}/results holds what was measured before" in both[0].text
     assert "Traceback" not in both[0].text

@@ -194,8 +194,8 @@ def test_a_step_that_is_saved_again_keeps_what_was_judged_of_the_same_weights(
 
     def judged(run: Path, *more: Any) -> Path:
         saved = save(run, *more)
-        if not (saved / "results.json").exists():
-            (saved / "results.json").write_text("[]")
+        if not (saved / "results").exists():
+            (saved / "results").mkdir()
             if not same:
                 (saved / "encoder.safetensors").write_bytes(b"others")
         return saved
@@ -203,13 +203,13 @@ def test_a_step_that_is_saved_again_keeps_what_was_judged_of_the_same_weights(
     saves: list[bool] = []
 
     def counted(run: Path, *more: Any) -> Path:
-        saves.append((run / "checkpoints" / "step_00000012" / "results.json").exists())
+        saves.append((run / "checkpoints" / "step_00000012" / "results").exists())
         return judged(run, *more) if len(saves) == 1 else save(run, *more)
 
     monkeypatch.setattr(checkpoint, "save", counted)
     run = train(tmp_path / "run", "probe.every=12", "probe.images=20", "probe.shots=1")
     assert saves == [False, True]
-    assert (run / "checkpoints" / "step_00000012" / "results.json").exists() == same
+    assert (run / "checkpoints" / "step_00000012" / "results").exists() == same
 
 
 def test_a_checkpoint_that_breaks_twice_is_put_aside_twice(train: Train, tmp_path: Path) -> None:
@@ -255,17 +255,6 @@ def test_the_recipe_of_a_checkpoint_is_found_from_beside_it(
     run = train(tmp_path / "run")
     monkeypatch.chdir(run / "checkpoints")
     assert api.run_recipe(Path("step_00000012")) == api.run_recipe(run) is not None
-
-
-@pytest.mark.parametrize("content", ["{", "[]", '{"kind": "comparison"}'])
-def test_results_that_cannot_be_added_to_are_named_before_measuring(
-    train: Train, digits: Path, tmp_path: Path, content: str
-) -> None:
-    run = train(tmp_path / "run")
-    (run / "results.json").write_text(content)
-    with pytest.raises(UserError, match=r"results\.json: not what `ssl-vit eval` wrote"):
-        api.evaluate(run, "knn", "no such place", "no such place")
-    assert (run / "results.json").read_text() == content
 
 
 def test_a_run_directory_is_the_run_that_lies_there(train: Train, tmp_path: Path) -> None:

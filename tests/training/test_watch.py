@@ -15,12 +15,12 @@ from ssl_vit import api, recipe
 from ssl_vit.data.packing import pack
 from ssl_vit.data.packing.sources import open_source
 from ssl_vit.data.shards import open_shards
-from ssl_vit.evaluators import ProbeConfig
-from ssl_vit.evaluators.features import Representation
+from ssl_vit.evaluators.features import Representation, read
 from ssl_vit.evaluators.few_shot import few_shot_accuracy
 from ssl_vit.evaluators.online import OnlineProbe
 from ssl_vit.interfaces import UserError
 from ssl_vit.models import factory
+from ssl_vit.training import ProbeConfig
 from ssl_vit.training.callbacks import EarlyStopping
 from ssl_vit.training.distributed import Stopped, make_accelerator
 
@@ -62,8 +62,8 @@ def test_the_probe_is_few_shot_on_other_images_of_the_same_shards(digits: Path, 
     assert (len(probe.shots), len(probe.scored)) == (30, 200)
     holder = torch.nn.Module()
     holder.encoder = model.train()
-    task = api.make_task(tmp_path / "run", settings, str(digits), str(digits))
-    whole = task.features("trained", "train", Representation("patches"))
+    context = api.make_context(tmp_path / "run", settings, str(digits), str(digits))
+    whole = read(context, "trained", "train", Representation("patches"))
     few, scored = (np.sort(part) for part in (probe.shots, probe.scored))
     found = few_shot_accuracy(
         whole.vectors[few],

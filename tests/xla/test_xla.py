@@ -25,7 +25,7 @@ from ssl_vit.analysis import inspection  # noqa: E402
 from ssl_vit.data.evaluation import evaluation_batches  # noqa: E402
 from ssl_vit.data.packing import pack  # noqa: E402
 from ssl_vit.data.packing.sources import open_source  # noqa: E402
-from ssl_vit.evaluators import features, tuning  # noqa: E402
+from ssl_vit.evaluators import classifier, features  # noqa: E402
 from ssl_vit.interfaces import UserError  # noqa: E402
 from ssl_vit.training.distributed import make_accelerator  # noqa: E402
 from ssl_vit.training.step import Stepper  # noqa: E402
@@ -137,11 +137,11 @@ def test_evaluators_compile_for_the_first_batches_alone(
             counts.append(metrics.metric_data("CompileTime")[0])
             yield found
 
-    for module, name, keys in ((features, "knn", ["ks=[5]"]), (tuning, "own_head", [])):
+    for module, name, keys in ((features, "knn", ["ks=[5]"]), (classifier, "own_head", [])):
         monkeypatch.setattr(module, "evaluation_batches", counted)
         counts.clear()
         result = api.evaluate(run, name, str(digits), str(digits), keys)
-        assert max(result["values"].values()) > 0.2  # of ten classes
+        assert max(row.accuracy for row in result.results) > 0.2  # of ten classes
         assert len(counts) % 6 == 0
         for first in range(0, len(counts), 6):  # one model on one split each
             assert len(set(counts[first + 2 : first + 6])) == 1, counts

@@ -1,0 +1,159 @@
+"""Classifiers trained by gradient descent inside an evaluation: what fine-tuning and the LARS probe share."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any, ClassVar, Self
+
+import numpy as np
+import torch
+from pydantic import Field, model_validator
+
+from ssl_vit import stage
+from ssl_vit.data import AugmentConfig, DataConfig
+from ssl_vit.data.evaluation import evaluation_batches
+from ssl_vit.evaluators import several
+from ssl_vit.evaluators.base import TOP, SweepConfig
+from ssl_vit.evaluators.features import ImageSet, evaluation_stream, not_finite
+from ssl_vit.interfaces import Diverged, UserError
+from ssl_vit.models import EncoderConfig
+from ssl_vit.models.encoder import Encoder
+from ssl_vit.objectives import classification
+from ssl_vit.recipe import Recipe, flatten
+from ssl_vit.records import Cost
+from ssl_vit.results import Prediction
+from ssl_vit.training import OptimConfig, TrainingConfig, distributed, loop
+from ssl_vit.training.flops import training_flops
+
+_LENGTHS = {"steps", "epochs"}
+_LOG_EVERY = 500  # steps; until then each keeps its metrics on the device and its samples' names
+
+
+class TrainedConfig(SweepConfig):
+    """A training inside an evaluation. Nothing of it is kept on disk; its precision is that of the encoder's recipe.
+
+    optim, training, head: as in a training recipe of `classification`. Warm-up is at most a fifth of the training.
+    warmup_epochs: warm-up in passes over the labeled images, in place of `optim.warmup_steps`.
+    augment, lanes: as `data.augment` and `data.lanes`.
+    """
+
+    CHOICE: ClassVar[str]
+    """The key that chooses the defaults of the others."""
+    DEFAULTS: ClassVar[dict[str, dict[str, Any]]]
+    """By its value, the first one's where it is not given."""
+
+    optim: OptimConfig
+    training: TrainingConfig
+    head: classification.Config
+    warmup_epochs: float | None = Field(None, ge=0)
+    augment: AugmentConfig = AugmentConfig()
+    lanes: int = Field(8, ge=1)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _merge_defaults(cls, given: Any) -> Any:
+        """The given values on top of the chosen defaults, section by section, except `sweep`, which is one value."""
+        if not isinstance(given, dict):
+            return given
+        chosen = cls.DEFAULTS.get(given.get(cls.CHOICE, next(iter(cls.DEFAULTS))), {})
+        merged = dict(chosen) | given
+        for key in set(chosen).intersection(given) - {"sweep"}:
+            if isinstance(chosen[key], dict) and isinstance(given[key], dict):
+                merged[key] = chosen[key] | given[key]
+        lengths = {key: value for key, value in dict(given.get("training") or {}).items() if key in _LENGTHS and value}
+        for key, values in flatten(merged.get("sweep") or {}).items():
+            if key in ("training.steps", "training.epochs"):
+                lengths = {key.removeprefix("training."): max(several(values))}
+        if lengths and isinstance(merged["training"], dict):  # they replace the other way of counting the length
+            merged["training"] = {k: v for k, v in merged["training"].items() if k not in _LENGTHS} | lengths
+        return merged
+
+    @model_validator(mode="after")
+    def _check_precision(self) -> Self:
+        if self.training.precision != "fp32":
+            raise ValueError("training.precision: the precision is that of the evaluated encoder's recipe; remove it")
+        return self
+
+    def recipe(
+        self, name: str, data: DataConfig, encoder: EncoderConfig, images: int, seed: int, batch_size: int
+    ) -> Recipe:
+        """The training on so many labeled images, as a recipe."""
+        training = self.training.model_copy(update={"batch_size": batch_size})
+        steps = training.total_steps(images)
+        epochs = self.warmup_epochs
+        warmup = self.optim.warmup_steps if epochs is None else round(epochs * images / batch_size)
+        kept = {"steps": steps, "epochs": None, "log_every": _LOG_EVERY, "checkpoint_every": 0}
+        return Recipe(
+            name=name,
+            seed=seed,
+            data=data.model_copy(update={"augment": self.augment, "lanes": self.lanes, "samples": None}),
+            encoder=encoder,
+            objective=self.head,
+            optim=self.optim.model_copy(update={"warmup_steps": min(warmup, steps // 5)}),
+            training=training.model_copy(update=kept),
+        )
+
+
+def train(images: ImageSet, encoder: Encoder, recipe: Recipe) -> tuple[classification.Objective, Cost]:
+    """Train `encoder` and a new head on labeled images as the recipe says. Raises Diverged, with its `cost`."""
+    context, accelerator = images.context, images.context.accelerator
+    own_lanes, own_shards = (n // accelerator.num_processes for n in (recipe.data.lanes, len(images.shards.urls)))
+    workers = min(recipe.data.workers, own_lanes, own_shards)
+    recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"workers": workers})})
+    job = stage.build(
+        recipe,
+        images.shards,
+        accelerator,
+        encoder=encoder,
+        classes=context.classes,
+        subset=images.images,
+        quiet=True,
+    )
+    start, per_step = time.perf_counter(), recipe.training.batch_size
+
+    def cost_of(steps: int) -> Cost:
+        flops, seconds = steps * per_step * training_flops(objective), round(time.perf_counter() - start, 2)
+        return Cost(images_seen=steps * per_step, flops=flops, seconds=seconds)
+
+    objective = job.objective
+    assert isinstance(objective, classification.Objective)
+    scale = accelerator.scaler.state_dict() if accelerator.scaler else None
+    try:
+        context.skipped += loop.train(job).skipped
+    except Diverged as error:
+        error.cost = cost_of(error.steps)
+        raise
+    finally:
+        accelerator.free_memory()
+        if scale:  # the next training of this process starts from the same loss scale
+            accelerator.scaler.load_state_dict(scale)
+    return objective, cost_of(job.total_steps)
+
+
+@torch.no_grad()
+def predict(objective: classification.Objective, images: ImageSet) -> Prediction:
+    """Predictions for labeled images, each once, the same on every process.
+
+    Raises UserError where there is none, Diverged for logits that are not finite.
+    """
+    objective.eval()
+    context, found = images.context, list[Sequence[np.ndarray]]()
+    stream = evaluation_stream(context, images.shards, images.images, objective.encoder.image_size)
+    for batch, chunk in evaluation_batches(stream, context.accelerator.device):
+        context.skipped += chunk.skipped
+        with context.accelerator.autocast():
+            logits = objective.logits(batch.images).cpu()
+        valid = batch.valid.cpu()  # selected on the host: on XLA, each number of them would be a program of its own
+        logits, indices, labels = logits[valid], batch.indices.cpu()[valid], batch.labels.cpu()[valid]
+        scores, classes = logits.softmax(-1).topk(min(TOP, logits.shape[-1]))
+        parts = (indices, labels, logits.argmax(-1), classes, scores, logits.isfinite().all(-1))
+        found.append([part.numpy() for part in parts])
+    everyone = [part for rank in distributed.gather(found) for part in rank]
+    *arrays, finite_M = (np.concatenate([part[n] for part in everyone]) for n in range(6))
+    if not finite_M.all():
+        raise not_finite("logits", images.shards, int(arrays[0][~finite_M].min()))
+    if not len(finite_M):
+        raise UserError(f"{images.shards.spec}: no labeled image there to predict")
+    order = np.argsort(arrays[0])
+    return Prediction(*(array[order] for array in arrays))
