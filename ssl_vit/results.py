@@ -202,16 +202,18 @@ class Table:
         """Of the row with this index in `frame`."""
         return self.results[row].prediction
 
-    def correct(self, rows: Sequence[int]) -> np.ndarray:
-        """bool (S, M): whether each test image was classified correctly, for rows with this index in `frame`.
+    def cells(self, rows: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        """(classes of the test images, int64 (M,); whether each was classified correctly, bool (S, M)).
 
         M counts the test images that all of these rows have.
+
+        rows: S indices in `frame`.
         """
-        images = self.results[rows[0]].prediction.images
-        for row in rows[1:]:
-            images = np.intersect1d(images, self.results[row].prediction.images, assume_unique=True)
-        found = []
-        for row in rows:
-            prediction = self.results[row].prediction
-            found.append(prediction.correct[np.searchsorted(prediction.images, images)])
-        return np.stack(found)
+        predictions = [self.results[row].prediction for row in rows]
+        images = predictions[0].images
+        for prediction in predictions[1:]:
+            if not np.array_equal(images, prediction.images):
+                images = np.intersect1d(images, prediction.images, assume_unique=True)
+        places = [np.searchsorted(prediction.images, images) for prediction in predictions]
+        correct = [prediction.correct[place] for prediction, place in zip(predictions, places, strict=True)]
+        return predictions[0].labels[places[0]], np.stack(correct)

@@ -24,6 +24,7 @@ class Form(StrEnum):
     markdown = "markdown"
     latex = "latex"
     csv = "csv"
+    json = "json"
 
 
 @app.command()
@@ -33,29 +34,21 @@ def report(
         typer.Argument(help="One comparison directory (or several with parts of it), or one or more run directories."),
     ],
     out: Annotated[
-        Path | None, typer.Option(help="The file to write (default: report.html, .md, .tex or .csv in the first).")
+        Path | None,
+        typer.Option(help="The file to write (default: report.html, .md, .tex, .csv or .json in the first)."),
     ] = None,
     form: Annotated[
-        Form, typer.Option("--format", help="A page, tables for a paper, or every measurement as CSV.")
+        Form, typer.Option("--format", help="A page, tables for a paper, or every measured row as CSV or JSON.")
     ] = Form.html,
 ) -> None:
-    """Write one self-contained HTML page: verdict, tables, curves, pictures, costs, commands. Of an unfinished
+    """Write one self-contained HTML page: verdict, curves, tables, costs, pictures, commands. Of an unfinished
     comparison, whatever is finished.
 
     Example: `ssl-vit report runs/demo`
     """
-    from ssl_vit.report import export, merge, page
+    from ssl_vit.report import page
 
-    if len(runs) == 1 and (runs[0] / merge.PLAN).is_file():
-        try:
-            merge.update(runs[0])
-        except OSError as error:  # the report itself needs nothing of it
-            print(f"{runs[0] / merge.RESULTS} stays as it is: {error.strerror}", file=sys.stderr)
-    out = out or runs[0] / f"report{export.SUFFIXES[form.value]}"
-    if form == Form.html:
-        print(page.write_report(runs, out))
-    else:
-        print(export.write_tables(runs, out, form.value))
+    print(page.write_report(runs, out or runs[0] / f"report{page.SUFFIXES[form.value]}", form.value))
 
 
 @app.command()

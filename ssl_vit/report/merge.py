@@ -10,7 +10,6 @@ from typing import Any
 
 from ssl_vit.files import read_json, write_json
 from ssl_vit.interfaces import UserError
-from ssl_vit.report.statistics import summarize
 
 PLAN, RESULTS = "plan.json", "results.json"
 # Of a measurement, what results.json leaves to the pieces: a number for every class is too much of a page.
@@ -57,7 +56,6 @@ def merge(runs: Sequence[Path]) -> dict[str, Any]:
         "skipped": _skipped(results),
         "hardware": _distinct([found[key]["hardware"] for key in wanted if key in found]),
     }
-    merged["summary"] = summarize(merged)
     return merged
 
 

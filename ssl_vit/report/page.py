@@ -2,146 +2,144 @@
 
 from __future__ import annotations
 
+import base64
 import shlex
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from ssl_vit.analysis.pages import template
-from ssl_vit.interfaces import RunError, UserError
-from ssl_vit.report import cells, compared, plots, separate, tables
-from ssl_vit.report.read import read_comparison, read_directory
-from ssl_vit.report.tables import Table
+from ssl_vit.files import write_text
+from ssl_vit.interfaces import RunError
+from ssl_vit.report import tables
+from ssl_vit.report.plots import Curve, Embedded, Style, accuracy_curve, loss_curves, styles_of
+from ssl_vit.report.read import Comparison, read
+from ssl_vit.report.runs import flat
+from ssl_vit.report.statistics import Estimate
+from ssl_vit.report.summary import Place, Summary, summarize
+from ssl_vit.report.verdict import INTERVAL, notes, verdict
 
-FACTS = {
-    "objective": "Objective",
-    "steps": "Steps",
-    "images_seen": "Images seen",
-    "flops": "FLOPs",
-    "seconds": "Seconds",
-    "parameters": "Parameters",
-}
-LOSSES = {"loss": "Last training loss", "constant_loss": "Best constant guess"}
-# What the template reads; a page of runs and a page of a comparison each fill in what they have.
-EMPTY: dict[str, Any] = {
-    "sentences": [],
-    "studies": [],
-    "evaluators": [],
-    "losses": [],
-    "tables": [],
-    "choices": [],
-    "seeds": [],
-    "seeds_vary": "",
-    "interval": tables.INTERVAL,
-    "notes": [],
-    "data": None,
-    "recipes": [],
-    "skipped": "",
-}
+SUFFIXES = {"html": ".html", "markdown": ".md", "latex": ".tex", "csv": ".csv", "json": ".json"}
+_STUDY = {"samples": "images in the pretraining set", "flops": "pretraining compute, FLOPs"}
+Styles = Mapping[str, Style]
 
 
-def read_all(paths: list[Path]) -> list[dict[str, Any]]:
-    """The runs in these directories side by side, or the one comparison that they are (the parts of).
+def write_report(paths: Sequence[Path], out: Path, form: str = "html") -> Path:
+    """Write the report of one comparison, or of one or several run directories side by side, to the file `out`.
 
-    Raises UserError for no path, a directory that cannot be read as either, or comparisons given with runs.
+    An existing file is replaced; the same input gives the same bytes. Raises UserError for directories that cannot be
+    read, RunError when the file cannot be written.
+
+    paths: one comparison directory (or several with parts of it), or run directories.
+    out: its folders are made.
+    form: `html`, or tables as `markdown` or `latex`, or every row as `csv` or `json`.
     """
-    if not paths:
-        raise UserError("No directory given. Give one comparison directory, or one or several run directories.")
-    found = [read_directory(path) for path in paths]
-    comparisons = [item for item in found if item["kind"] == "comparison"]
-    if comparisons and len(comparisons) < len(found):
-        raise UserError(f"{comparisons[0]['path']} is a comparison; report it alone, or give run directories only.")
-    return [read_comparison(paths)] if len(comparisons) > 1 else found
-
-
-def write_report(paths: list[Path], out: Path) -> Path:
-    """Write the report of one comparison, or of one or several run directories side by side, to the file `out` (its
-    folders are made; an existing file is replaced). Returns `out`. The same input gives the same bytes.
-
-    Raises UserError as `read_all` does; RunError when the file cannot be written.
-    """
-    found = read_all(paths)
-    comparison = found[0]["kind"] == "comparison"
-    shown = compared.values(found[0]) if comparison else _side_by_side(found)
-    html = template(Path(__file__).with_name("page.html.j2")).render(
-        EMPTY | shown | {"commands": _commands(found, paths)}
-    )
-    return write(Path(out), html)
-
-
-def write(out: Path, text: str) -> Path:
-    """Write a report's text to `out`, whose folders are made; returns `out`. Raises RunError where that fails."""
+    comparison = read(paths)
+    content = page(comparison) if form == "html" else tables.export(comparison, form)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(text, encoding="utf-8", errors="replace", newline="")
+        write_text(out, content.encode(errors="replace").decode())
     except OSError as error:
         raise RunError(f"{out}: the report could not be written ({error.strerror}).") from error
     return out
 
 
-def _commands(found: list[dict[str, Any]], paths: list[Path]) -> list[str]:
-    """What repeats the runs and the page."""
-    first, runs = [], found
-    if found[0]["kind"] == "comparison":
-        command = found[0]["results"].get("command")
-        first, runs = [command] if command else [], list(found[0]["runs"].values())
-    train = [f"ssl-vit train {shlex.quote(str(run['path'] / 'recipe.yaml'))}" for run in runs if run["recipe"]]
-    return [*first, *train, "ssl-vit report " + " ".join(shlex.quote(str(path)) for path in paths)]
-
-
-def _side_by_side(found: list[dict[str, Any]]) -> dict[str, Any]:
-    names = _names(found)
-    colors = [color for color, _ in separate.styles(names).values()]
-    runs = list(zip(names, colors, found, strict=True))
-    groups: dict[str, list[tuple[str, str, list[dict[str, Any]]]]] = {}
-    for name, color, run in runs:
-        # Losses of different objectives are different quantities: they never share axes.
-        objective = str((run["summary"] or {}).get("objective") or "training")
-        groups.setdefault(objective, []).append((name, color, run["metrics"]))
-    losses = [(objective, plots.embed(plots.loss_curves(group))) for objective, group in groups.items()]
-    return {
-        "title": names[0] if len(found) == 1 else f"{len(found)} runs side by side",
-        "colors": plots.COLORS | dict(zip(names, colors, strict=True)),
-        "evaluators": (sections := separate.sections(names, found)),
-        "notes": [separate.NOTE] if sections else [],
-        "runs": [
-            {
-                "name": name,
-                "color": color,
-                "figure": None,
-                "pictures": [cells.image(path) for path in run["pictures"]],
-                "remarks": cells.remarks(run),
-            }
-            for name, color, run in runs
+def page(comparison: Comparison) -> str:
+    """The HTML page."""
+    record, runs, styles = comparison.record, comparison.runs, styles_of(comparison)
+    summary = summarize(comparison)
+    environments = {"comparison": flat(record.environment)} if record.environment else {}
+    environments |= {arm: dict(run.environment) for arm, run in runs.items() if run.environment}
+    return template(Path(__file__).with_name("page.html.j2")).render(
+        comparison=comparison,
+        title=record.title or record.name,
+        colors={arm: style.color for arm, style in styles.items()},
+        verdict=verdict(comparison, summary),
+        interval=INTERVAL,
+        notes=notes(comparison),
+        sections=[
+            (
+                tables.place_title(comparison, place),
+                ", ".join(f"{key} {value}" for key, value in flat(_settings(comparison, place)).items()),
+                list(_figures(comparison, summary, styles, place)),
+                tables.place_tables(comparison, summary, place),
+            )
+            for place in summary.places
         ],
-        "losses": [(objective, figure) for objective, figure in losses if figure],
-        "tables": [_facts(names, found)],
-        "environment": cells.columns("Environment", names, [cells.flat(run["environment"] or {}) for run in found]),
-        "recipes": [(name, run["recipe"]) for name, _, run in runs if run["recipe"]],
-        "raw": [
-            cells.document(f"{name}: {key}.json", run[key])
-            for name, _, run in runs
-            for key in ("results", "summary")
-            if run[key]
-        ],
-    }
+        studies=list(_studies(comparison, summary)),
+        costs=tables.cost_table(comparison),
+        losses=list(_losses(comparison, styles)),
+        sweeps=tables.sweep_table(comparison),
+        data=tables.columns("Data", {name: flat(one.model_dump()) for name, one in record.data.items()}),
+        environment=tables.columns("Environment", environments),
+        commands=[*filter(None, [record.command]), shlex.join(["ssl-vit", "report", *map(str, comparison.paths)])],
+        encoded=lambda path: base64.b64encode(path.read_bytes()).decode(),
+        csv=base64.b64encode(tables.export(comparison, "csv").encode(errors="replace")).decode(),
+    )
 
 
-def run_tables(found: list[dict[str, Any]]) -> list[Table]:
-    """What the evaluators found for each run, and what the runs were."""
-    names = _names(found)
-    return [*separate.evaluation_tables(names, found), _facts(names, found)]
+def _settings(comparison: Comparison, place: Place) -> object:
+    return comparison.record.evaluators[place.evaluator].settings.get(place.data, {})
 
 
-def _names(found: list[dict[str, Any]]) -> list[str]:
-    """The runs' own names; where two are alike, their paths."""
-    names = [str((run["summary"] or {}).get("name") or run["path"].resolve().name) for run in found]
-    return [name if names.count(name) == 1 else str(run["path"]) for name, run in zip(names, found, strict=True)]
+def _figures(
+    comparison: Comparison, summary: Summary, styles: Styles, place: Place
+) -> Iterator[tuple[str, Embedded, str]]:
+    """(name, figure, caption) of the learning curves, and of the differences of the first arm under test."""
+    accuracies = [row for row in summary.accuracies if row.place == place]
+    arms = dict.fromkeys(row.arm for row in accuracies)
+    points = {arm: [(row.labels, row.estimate) for row in accuracies if row.arm == arm] for arm in arms}
+    curves = [_curve(comparison.label(arm), styles[arm], points[arm]) for arm in arms]
+    chance = 100 / comparison.classes(place.data)
+    yield (
+        "accuracy",
+        accuracy_curve(curves, "labels per class", "test accuracy, %", chance=chance),
+        "Test accuracy by labels per class: mean over seeds; the band is the 95% interval.",
+    )
+    rows = [row for row in summary.differences if row.place == place and row.arm == comparison.tested[0]]
+    others = dict.fromkeys(row.against for row in rows)
+    against = {arm: [(row.labels, row.estimate) for row in rows if row.against == arm] for arm in others}
+    # In the color of what it is compared with: the arm under test is in all of them.
+    curves = [_curve(f"minus {comparison.label(arm)}", styles[arm], against[arm]) for arm in others]
+    if curves:
+        tested = comparison.label(comparison.tested[0])
+        yield (
+            "difference",
+            accuracy_curve(curves, "labels per class", "difference, points", zero=True),
+            f"Test accuracy of {tested} minus that of each other arm; the band is the adjusted 95% interval.",
+        )
 
 
-def _facts(names: list[str], found: list[dict[str, Any]]) -> Table:
-    table = Table("Runs", ["Run", *FACTS.values(), *LOSSES.values()])
-    for name, run in zip(names, found, strict=True):
-        summary = run["summary"] or {}
-        last: dict[str, Any] = next((record for record in reversed(run["metrics"]) if "loss" in record), {})
-        table.add(name, name, *map(cells.text, [*map(summary.get, FACTS), *map(last.get, LOSSES)]))
-    return table
+def _curve(label: str, style: Style, points: Sequence[tuple[float, Estimate]]) -> Curve:
+    points = sorted(points, key=lambda point: point[0])
+    y = [100 * estimate.mean for _, estimate in points]
+    half_width = [100 * (estimate.half_width or 0.0) for _, estimate in points]
+    return Curve(label, style, [x for x, _ in points], y, half_width)
+
+
+def _studies(comparison: Comparison, summary: Summary) -> Iterator[tuple[str, Embedded, str]]:
+    """(title, figure, caption): accuracy over what the arms' pretrainings differ in, a figure per label budget."""
+    sizes = comparison.sizes()
+    axis = _STUDY[comparison.record.study or "samples"]
+    series = {arm.name: arm.series or arm.architecture for arm in comparison.record.arms}
+    lines = list(dict.fromkeys(series[arm] for arm in sizes))
+    for place, budget in dict.fromkeys((row.place, row.labels_per_class) for row in summary.accuracies if sizes):
+        rows = [row for row in summary.accuracies if (row.place, row.labels_per_class) == (place, budget)]
+        curves = []
+        for number, name in enumerate(lines):
+            points = [(sizes[row.arm], row.estimate) for row in rows if row.arm in sizes and series[row.arm] == name]
+            curves += [_curve(name, Style.numbered(number), points)] if points else []
+        levels = [(comparison.label(row.arm), 100 * row.estimate.mean) for row in rows if row.arm not in sizes]
+        if curves:
+            figure = accuracy_curve(curves, axis, "test accuracy, %", levels=levels)
+            title = f"{tables.place_title(comparison, place)}, labels per class: {budget}"
+            yield title, figure, f"Test accuracy over {axis}. Dashed: arms and references without such pretraining."
+
+
+def _losses(comparison: Comparison, styles: Styles) -> Iterator[tuple[str, Embedded]]:
+    """(objective, figure): losses of different objectives are different quantities and never share axes."""
+    objectives = {arm: run.summary.objective if run.summary else "" for arm, run in comparison.runs.items()}
+    for objective in dict.fromkeys(objectives.values()):
+        arms = [arm for arm in comparison.runs if objectives[arm] == objective]
+        runs = {comparison.label(arm): (styles[arm], comparison.runs[arm].losses) for arm in arms}
+        if figure := loss_curves(runs):
+            yield objective, figure

@@ -1,146 +1,227 @@
-"""Read what a run or a comparison left on disk: plain JSON and text, nothing executed or unpickled."""
+"""Read comparisons, and runs side by side, into one typed object: a record, a table of results, runs. Torch-free."""
 
 from __future__ import annotations
 
-import json
-import re
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
-from ssl_vit.files import read_json, sha256
+import numpy as np
+
+from ssl_vit import results
+from ssl_vit.files import read_json
 from ssl_vit.interfaces import UserError
-from ssl_vit.report.merge import PLAN, merge
-
-RUN_FILES = ("metrics.jsonl", "recipe.yaml", "summary.json")
-_WEIGHTS = "encoder.safetensors"
-# What `ssl-vit inspect` draws, in the order of a page.
-PICTURES = (
-    "reconstructions",
-    "attention_rollout",
-    "attention_distance",
-    "feature_map",
-    "filters",
-    "position_similarity",
+from ssl_vit.records import (
+    ArmRecord,
+    ComparisonRecord,
+    DataRecord,
+    EvaluatorRecord,
+    RunSummary,
+    SkippedSample,
+    TaskResult,
 )
+from ssl_vit.report.runs import Evaluation, Run, pictures, read_run, validated
+from ssl_vit.results import KEY, Result, Table
+
+PLAN = "plan.json"
+OBJECTIVES = {
+    "masked_patch": "masked patch prediction",
+    "masked_autoencoder": "the masked autoencoder",
+    "lejepa": "LeJEPA",
+}
+REFERENCES = {"untrained": "the untrained encoder", "pixels": "raw pixels"}
 
 
-def read_directory(path: str | Path) -> dict[str, Any]:
-    """Read one run directory or one comparison directory.
+@dataclass(frozen=True)
+class Comparison:
+    """A comparison, finished or not; or separate runs as its arms.
 
-    Returns a dict with the keys
-    `kind` ("run" or "comparison"), `path` (Path as given), `results`, `environment`, `summary` (parsed JSON objects or
-    None where the file is missing), `metrics` (list of dicts in file order; lines a killed run left broken are left
-    out), `broken_lines` (how many such lines there were), `recipe` (text, "" where missing) and `pictures` (Paths: of
-    `ssl-vit inspect` where it was run, else the newest of training). A comparison's results are put together from the
-    pieces that are finished by now; it also has `runs`: {arm name: run dict} for the arms whose run directory exists.
-
-    Raises UserError when the directory is missing, is neither of the two, or holds a damaged JSON file.
+    table: all rows. files: where each of them was read. tasks: the finished ones, by id. missing: ids of the others.
+    runs: by arm. separate: runs that no plan compares, so that there is no verdict.
     """
-    path = Path(path)
-    if not path.exists():
-        raise UserError(f"{path}: no such directory. Give the directory that a run or a comparison wrote.")
-    if not path.is_dir():
-        raise UserError(f"{path}: this is a file. Give the directory that holds it: {path.parent}")
-    results = _read_json(path / "results.json")
-    kind = (results or {}).get("kind")
-    if kind == "comparison" or (path / PLAN).is_file():
-        return read_comparison([path])
-    if kind == "evaluations" or any((path / name).is_file() for name in RUN_FILES):
-        return _read_common(path, results) | {"kind": "run"}
-    raise UserError(
-        f"{path}: neither a run nor a comparison directory (no results.json, {', '.join(RUN_FILES)}).\n"
-        "Give the directory itself, not the folder above it."
+
+    record: ComparisonRecord
+    table: Table
+    paths: tuple[Path, ...]
+    files: tuple[Path, ...]
+    tasks: Mapping[str, TaskResult] = field(default_factory=dict)
+    missing: tuple[str, ...] = ()
+    runs: Mapping[str, Run] = field(default_factory=dict)
+    skipped: tuple[SkippedSample, ...] = ()
+    separate: bool = False
+
+    def label(self, arm: str) -> str:
+        """An arm's name in a table."""
+        labels = {one.name: one.label for one in self.record.arms}
+        kind, _, of = arm.partition("_")
+        if arm not in labels and kind in REFERENCES:
+            return REFERENCES[kind] + (f" of {labels.get(of, of)}" if of else "")
+        return labels.get(arm, arm)
+
+    def spoken(self, arm: str) -> str:
+        """An arm's name in a sentence: what it does; with its label where other arms do the same."""
+        words = {one.name: "training from scratch" for one in self.record.arms if one.kind == "scratch"}
+        for one in self.record.arms:
+            if one.kind == "pretrained" and one.objective:
+                objective = OBJECTIVES.get(one.objective, one.objective.replace("_", " "))
+                words[one.name] = "supervised pretraining" if one.uses_labels else objective
+        if arm not in words:
+            return self.label(arm)
+        alone = list(words.values()).count(words[arm]) == 1
+        return words[arm] if alone else f"{words[arm]} ({self.label(arm)})"
+
+    @property
+    def arms(self) -> tuple[str, ...]:
+        """Arms in the recipe's order, then the reference rows that were measured."""
+        return tuple(dict.fromkeys([*(arm.name for arm in self.record.arms), *sorted(set(self.table.frame["arm"]))]))
+
+    @property
+    def tested(self) -> tuple[str, ...]:
+        """Arms under test: pretrained without labels, else given weights; of separate runs the first."""
+        arms = self.record.arms
+        if self.separate:
+            return (arms[0].name,)
+        found = [arm.name for arm in arms if arm.kind == "pretrained" and not arm.uses_labels]
+        return tuple(found or [arm.name for arm in arms if arm.kind == "weights"] or [arms[0].name])
+
+    def pretraining(self, arm: str) -> RunSummary | None:
+        """The first pretraining of an arm."""
+        ids = [task.id for task in self.record.tasks if task.arm == arm and task.kind == "pretrain"]
+        made = [self.tasks[name].run for name in ids if name in self.tasks]
+        return next(iter(made), None) or next(one.summary for one in self.record.arms if one.name == arm)
+
+    def sizes(self) -> dict[str, float]:
+        """What the study varies of each arm's pretraining; empty outside of a study."""
+        found = {arm.name: self.pretraining(arm.name) for arm in self.record.arms if self.record.study}
+        return {arm: float(getattr(made, str(self.record.study))) for arm, made in found.items() if made}
+
+    def classes(self, data: str) -> int:
+        """How many classes a data set has: those that its shards name, else those of its test images."""
+        for part in ("test", "train"):
+            found = self.record.data.get(f"{data} {part}".strip())
+            if found and found.classes:
+                return len(found.classes)
+        rows = self.table.frame.index[self.table.frame["data"] == data]
+        return len(np.unique(self.table.prediction(rows[0]).labels))
+
+
+def read(paths: Sequence[Path]) -> Comparison:
+    """The runs in these directories side by side, or the one comparison that they hold (parts of).
+
+    Raises UserError for no path, a directory that is neither, or a comparison given together with runs.
+    """
+    if not paths:
+        raise UserError("No directory given. Give one comparison directory, or one or several run directories.")
+    for path in paths:
+        if not path.is_dir():
+            raise UserError(f"{path}: no such directory. Give the directory that a run or a comparison wrote.")
+    planned = [path for path in paths if (path / PLAN).is_file()]
+    if planned and len(planned) < len(paths):
+        raise UserError(f"{planned[0]} is a comparison; report it alone, or give run directories only.")
+    return read_comparison(paths) if planned else read_runs(paths)
+
+
+def read_comparison(paths: Sequence[Path]) -> Comparison:
+    """A comparison from its directory, or from several that hold parts of the same one: whatever is finished by now.
+
+    Raises UserError where the directories are of different comparisons.
+    """
+    record = _plan(paths[0])
+    for path in paths[1:]:
+        other = _plan(path)
+        if {(task.id, task.fingerprint) for task in other.tasks} != {(t.id, t.fingerprint) for t in record.tasks}:
+            raise UserError(f"{path} and {paths[0]} are parts of different comparisons; report each alone")
+    tasks: dict[str, TaskResult] = {}
+    rows: list[tuple[Result, Path]] = []
+    for task in record.tasks:
+        for file in (path / "tasks" / f"{task.id}.json" for path in paths):
+            with suppress(UserError):  # damaged: it counts as missing, and `compare` makes it again
+                if task.id not in tasks and file.is_file():
+                    found, about = results.load(file)
+                    finished = validated(file, about, TaskResult)
+                    if finished.fingerprint == task.fingerprint:
+                        tasks[task.id] = finished
+                        rows += [(row, file) for row in found]
+    drawn = {task.arm: tasks[task.id].pictures for task in record.tasks if task.id in tasks and task.kind == "pictures"}
+    runs: dict[str, Run] = {}
+    for path in reversed(paths):
+        for arm in record.arms:
+            with suppress(UserError):  # not begun, or deleted to save space: its numbers are still there
+                if arm.run:
+                    run, folder = read_run(path / arm.run), drawn.get(arm.name)
+                    runs[arm.name] = replace(run, pictures=pictures(path / folder)) if folder else run
+    table, files = _table(rows)
+    return Comparison(
+        record,
+        table,
+        tuple(paths),
+        files,
+        tasks,
+        tuple(task.id for task in record.tasks if task.id not in tasks),
+        runs,
+        tuple(dict.fromkeys(sample for finished in tasks.values() for sample in finished.skipped)),
     )
 
 
-def read_comparison(paths: list[Path]) -> dict[str, Any]:
-    """A comparison as `read_directory` gives it, from one directory or several that hold parts of the same one."""
-    found = _read_common(paths[0], _read_json(paths[0] / "results.json")) | {"kind": "comparison"}
-    if all((path / PLAN).is_file() for path in paths):
-        kept = (found["results"] or {}).get("environment")
-        found["results"] = merge(paths) | ({"environment": kept} if kept else {})
-    elif len(paths) > 1:
-        without = next(path for path in paths if not (path / PLAN).is_file())
-        raise UserError(f"{without}: no {PLAN} there, so it cannot be merged with others: report it alone")
-    found["runs"] = {}
-    for path in reversed(paths):
-        found["runs"] |= _read_arms(path, found["results"])
-    return found
+def read_runs(paths: Sequence[Path]) -> Comparison:
+    """Runs that were made separately, as the arms of one table: only what was measured alike shares an evaluator."""
+    runs = [read_run(path) for path in paths]
+    own = [run.name for run in runs]
+    names = [str(run.path) if own.count(run.name) > 1 or run.name in REFERENCES else run.name for run in runs]
+    groups: dict[str, dict[str, Evaluation]] = {}
+    for name, run in zip(names, runs, strict=True):
+        for found in run.evaluations:
+            groups.setdefault(found.protocol, {})[name] = found
+    rows: list[tuple[Result, Path]] = []
+    evaluators: dict[str, EvaluatorRecord] = {}
+    for alike in groups.values():
+        about = next(iter(alike.values())).about
+        others = sum(name == about.evaluator or name.startswith(f"{about.evaluator} (") for name in evaluators)
+        evaluator = f"{about.evaluator} ({others + 1})" if others else about.evaluator
+        data = about.data["test"]
+        evaluators[evaluator] = EvaluatorRecord(title=about.title, settings={data: about.settings})
+        for source in ("trained", *REFERENCES):
+            scores = [
+                [(r.labels_per_class, r.variant, r.seed, r.accuracy) for r in found.rows if r.arm == source]
+                for found in alike.values()
+            ]
+            merged = source != "trained" and all(score == scores[0] for score in scores)
+            for name, found in [*alike.items()][: 1 if merged else None]:
+                arm = name if source == "trained" else source if merged else f"{source}_{name}"
+                mine = (row for row in found.rows if row.arm == source)
+                rows += [(replace(row, data=data, evaluator=evaluator, arm=arm), found.file) for row in mine]
+    abouts = [found.about for alike in groups.values() for found in alike.values()]
+    record = ComparisonRecord(
+        name=names[0],
+        title=names[0] if len(names) == 1 else f"{len(names)} runs side by side",
+        command="",
+        labels_per_class=tuple(dict.fromkeys(row.labels_per_class for row, _ in rows)),
+        seeds=tuple(sorted({row.seed for row, _ in rows})),
+        metrics={about.data["test"]: about.metric for about in abouts},
+        data={
+            f"{about.data['test']} {part}": DataRecord(path=path, samples=0, classes=about.classes or None)
+            for about in abouts
+            for part, path in about.data.items()
+        },
+        arms=tuple(
+            ArmRecord(name=name, label=name, kind="pretrained", run=str(run.path), summary=run.summary)
+            for name, run in zip(names, runs, strict=True)
+        ),
+        evaluators=evaluators,
+    )
+    skipped = tuple(dict.fromkeys(sample for about in abouts for sample in about.skipped))
+    by_arm = dict(zip(names, runs, strict=True))
+    table, files = _table(rows)
+    return Comparison(record, table, tuple(paths), files, runs=by_arm, skipped=skipped, separate=True)
 
 
-def of_weights(results: dict[str, Any] | None, folder: Path) -> dict[str, Any] | None:
-    """The results of evaluators without those of weights that lay in this folder before; `outdated` counts these."""
-    weights, found = folder / _WEIGHTS, (results or {}).get("evaluations") or []
-    if not results or not weights.is_file() or not any("sha256" in evaluation for evaluation in found):
-        return results
-    here = sha256(weights)
-    kept = [evaluation for evaluation in found if evaluation.get("sha256", here) == here]
-    return results | {"evaluations": kept, "outdated": results.get("outdated", 0) + len(found) - len(kept)}
+def _plan(path: Path) -> ComparisonRecord:
+    return validated(path / PLAN, read_json(path / PLAN), ComparisonRecord)
 
 
-def _read_common(path: Path, results: dict[str, Any] | None) -> dict[str, Any]:
-    metrics, broken = _read_metrics(path / "metrics.jsonl")
-    recipe = path / "recipe.yaml"
-    return {
-        "path": path,
-        "results": of_weights(results, path),
-        "metrics": metrics,
-        "broken_lines": broken,
-        "environment": _read_json(path / "environment.json"),
-        "summary": _read_json(path / "summary.json"),
-        "recipe": recipe.read_text(encoding="utf-8", errors="replace") if recipe.is_file() else "",
-        "pictures": _pictures(path / "inspect") or _newest_picture(path / "pictures"),
-    }
-
-
-def _read_arms(path: Path, results: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    runs: dict[str, dict[str, Any]] = {}
-    for arm in results.get("arms") or []:
-        if not arm.get("run"):
-            continue
-        try:
-            run = read_directory(path / arm["run"])
-        except UserError:
-            # The arm may not have started yet, or its run was deleted to save space: the comparison still has numbers.
-            continue
-        if run["kind"] == "run":
-            drawn = _pictures(path / arm["pictures"]) if arm.get("pictures") else []
-            runs[arm["name"]] = run | {"pictures": drawn or run["pictures"]}
-    return runs
-
-
-def _read_json(path: Path) -> dict[str, Any] | None:
-    return read_json(path) if path.is_file() else None
-
-
-def _read_metrics(path: Path) -> tuple[list[dict[str, Any]], int]:
-    if not path.is_file():
-        return [], 0
-    metrics: list[dict[str, Any]] = []
-    broken = 0
-    for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-        except ValueError:
-            record = None
-        # A kill cuts the last line short; when the run then resumes, that line is no longer the last one.
-        if isinstance(record, dict):
-            metrics.append(record)
-        else:
-            broken += 1
-    return metrics, broken
-
-
-def _pictures(folder: Path) -> list[Path]:
-    """What `ssl-vit inspect` drew into a folder, in its order."""
-    return [path for name in PICTURES if (path := folder / f"{name}.png").is_file()]
-
-
-def _newest_picture(folder: Path) -> list[Path]:
-    def step(picture: Path) -> tuple[int, str]:
-        number = re.search(r"(\d+)$", picture.stem)
-        return (int(number.group(1)) if number else -1, picture.name)
-
-    return sorted(folder.glob("reconstruction*.png"), key=step)[-1:]
+def _table(rows: Sequence[tuple[Result, Path]]) -> tuple[Table, tuple[Path, ...]]:
+    """The table, and the file of each of its rows (of two rows with the same key the later one counts)."""
+    table = Table([row for row, _ in rows])
+    files = {tuple(getattr(row, name) for name in KEY): file for row, file in rows}
+    return table, tuple(files[tuple(getattr(row, name) for name in KEY)] for row in table.results)

@@ -1,147 +1,261 @@
-"""Statistics over seeds of a comparison: means, paired differences and their intervals, and what they are against."""
+"""Statistics of a comparison: differences between arms over seeds and test images, with intervals that cover both.
+
+Every comparison is a crossed design: S seeds x M test images, both arms on the same cells. The interval is that of a
+two-way random-effects analysis of variance (Dorfman, Berbaum, Metz 1992; Hillis 2007: seeds are the readers, images
+the cases). Pure functions of arrays.
+"""
 
 from __future__ import annotations
 
 import math
-import statistics
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
 
-from scipy.special import stdtrit
+import numpy as np
+from scipy.special import stdtr, stdtrit
 
-from ssl_vit.report.names import arm_names, evaluator_names, subjects
-from ssl_vit.report.verdict import verdict
-
-Row = dict[str, Any]
-_ROUNDING = 1e-9  # equal shares of right answers may differ by less, once subtracted
-Place = tuple[str, str, int | str]  # data set, evaluator, label budget
+Outcome = Literal["better", "worse", "equivalent", "undecided"]
+_ROUNDING = 1e-12  # a mean square below it is zero
+_MOST = 100_000  # more seeds than that are no plan
 
 
-def summarize(results: dict[str, Any]) -> dict[str, Any]:
-    """Statistics over seeds of a comparison's `results.json`; a pure function, accuracies as fractions 0..1.
+@dataclass(frozen=True)
+class Estimate:
+    """A mean over units (seeds or pretrainings) and test images, and its interval.
 
-    Returns {"accuracy": rows, "differences": rows, "study": rows, "ends": rows, "sentences": [...], "verdict": them as
-    one text}.
-    An accuracy row: data, evaluator, labels_per_class (the budget), x (labels a class as a number), arm, n (seeds),
-    mean, std (ddof=1), half_width (of the 95% interval of the mean, Student t). std is None for n=1; half_width too,
-    and where all values are equal: seeds without variation make no interval. A difference row has the same statistics
-    of `arm` minus `against`, paired by seed (n: seeds that both have), arm_mean and against_mean over those seeds, and
-    `role`, what `against` is: baseline, supervised, pixels or variant (another arm without labels). A study row is an
-    accuracy row with the arm's `size` (pretraining images or FLOPs) and its `series`; a row of ends is the difference
-    of a series' largest and smallest, paired by seed, with their sizes and means. The number is the data set's metric.
-    Where a measurement was made twice, the later one counts; without a finite accuracy it counts as missing.
-    The verdict is about the smallest label budget measured, a rule fixed before any number is seen.
+    half_width: of the interval; None with one unit, and where no value differs from another.
+    standard_error, degrees_of_freedom: of the mean; None likewise.
+    seed_variance, image_variance, residual_variance: of one value; estimates, never below 0.
+    units, images: how many there are.
     """
-    found, sizes = scores(results)
-    accuracy: list[Row] = []
-    differences: list[Row] = []
-    for data, evaluator, budget in places(results, found, sizes):
-        cells = found[data, evaluator, budget]
-        place = {"data": data, "evaluator": evaluator, "labels_per_class": budget, "x": sizes[data, evaluator, budget]}
-        arms = [arm for arm in arm_names(results) if arm in cells]
-        accuracy += [place | {"arm": arm} | spread(list(cells[arm].values())) for arm in arms]
-        for subject in [arm for arm in subjects(results) if arm in cells]:
-            for role, against in _against(results, subject, arms):
-                if row := paired(cells[subject], cells[against]):
-                    differences.append(place | {"arm": subject, "against": against, "role": role} | row)
-    study = list(_study(results, accuracy))
-    summary = {"accuracy": accuracy, "differences": differences, "study": study, "ends": list(_ends(study, found))}
-    sentences = verdict(results, summary)
-    return summary | {"sentences": sentences, "verdict": " ".join(sentences)}
+
+    mean: float
+    half_width: float | None
+    standard_error: float | None
+    degrees_of_freedom: float | None
+    seed_variance: float
+    image_variance: float
+    residual_variance: float
+    units: int
+    images: int
+    confidence: float = 0.95
+
+    def at(self, confidence: float) -> Estimate:
+        """The same estimate with an interval of another confidence."""
+        if self.standard_error is None or self.degrees_of_freedom is None:
+            return replace(self, confidence=confidence)
+        half_width = _quantile(self.degrees_of_freedom, confidence) * self.standard_error
+        return replace(self, confidence=confidence, half_width=half_width)
+
+    @property
+    def p_value(self) -> float:
+        """Two-sided, of the mean against 0; 1 without an interval."""
+        if not self.standard_error or self.degrees_of_freedom is None:
+            return 1.0
+        return float(2 * stdtr(self.degrees_of_freedom, -abs(self.mean) / self.standard_error))
 
 
-def paired(ours: dict[int, float], theirs: dict[int, float]) -> Row:
-    """Statistics of the differences between scores by seed, over the seeds that both have; empty where they share
-    none."""
-    seeds = [seed for seed in ours if seed in theirs]
-    if not seeds:
-        return {}
-    means = {
-        name: statistics.fmean(by_seed[seed] for seed in seeds)
-        for name, by_seed in (("arm_mean", ours), ("against_mean", theirs))
-    }
-    return spread([ours[seed] - theirs[seed] for seed in seeds]) | means
+def paired_difference(
+    correct_a_SM: np.ndarray,
+    correct_b_SM: np.ndarray,
+    *,
+    confidence: float = 0.95,
+    pretrainings: Sequence[Hashable] | None = None,
+    weights_M: np.ndarray | None = None,
+) -> Estimate:
+    """Accuracy of A minus that of B, with an interval over seeds and test images.
+
+    correct_a_SM, correct_b_SM: bool (S, M), whether seed s classified test image i correctly; both arms share seeds and
+        images.
+    pretrainings: (S,), which pretraining each seed used: the nested form. Where there are fewer pretrainings than seeds
+        the unit is the pretraining, its seeds averaged first. None: the unit is the seed.
+    weights_M: (M,), of the test images, with mean 1 (see `class_weights`); None: all 1.
+
+    Example: `paired_difference(correct_a, correct_b).half_width`
+    """
+    difference_SM = np.asarray(correct_a_SM, dtype=np.float64) - np.asarray(correct_b_SM, dtype=np.float64)
+    return crossed_mean(difference_SM, confidence=confidence, pretrainings=pretrainings, weights_M=weights_M)
 
 
-def scores(
-    results: dict[str, Any],
-) -> tuple[dict[Place, dict[str, dict[int, float]]], dict[Place, float]]:
-    """Scores by place, arm and seed; and how many labels a class a place's budget is."""
-    scores: dict[Place, dict[str, dict[int, float]]] = {}
-    sizes: dict[Place, float] = {}
-    sets = results.get("sets") or {}
-    for found in results.get("measurements") or []:
-        data, budget = found.get("data", ""), found["labels_per_class"]
-        value = found.get(sets.get(data, {}).get("metric") or "accuracy")
-        if isinstance(value, (int, float)) and math.isfinite(value):
-            arms = scores.setdefault((data, found["evaluator"], budget), {})
-            arms.setdefault(found["arm"], {})[found["seed"]] = float(value)
-            classes = sets.get(data, {}).get("classes") or 1
-            labels = float(budget) if isinstance(budget, int) else found["labels"] / classes
-            sizes[data, found["evaluator"], budget] = labels
-    return scores, sizes
+def crossed_mean(
+    values_SM: np.ndarray,
+    *,
+    confidence: float = 0.95,
+    pretrainings: Sequence[Hashable] | None = None,
+    weights_M: np.ndarray | None = None,
+) -> Estimate:
+    """Mean of values over seeds and test images, with an interval over both; arguments as `paired_difference` has."""
+    values = np.asarray(values_SM, dtype=np.float64)
+    if weights_M is not None:
+        values = values * weights_M
+    if pretrainings is not None:
+        values = unit_means(values, pretrainings)
+    S, M = values.shape
+    mean = float(values.mean())
+    if S < 2 or M < 2:
+        image = float(values.var(ddof=1)) if M > 1 else 0.0
+        return Estimate(mean, None, None, None, 0.0, image, 0.0, S, M, confidence)
+    rows, columns = values.mean(axis=1), values.mean(axis=0)
+    residual = values - rows[:, None] - columns[None, :] + mean
+    mean_squares = (
+        M * float(((rows - mean) ** 2).sum()) / (S - 1),
+        S * float(((columns - mean) ** 2).sum()) / (M - 1),
+        float((residual**2).sum()) / ((S - 1) * (M - 1)),
+    )
+    ms_seed, ms_image, ms_residual = (0.0 if square < _ROUNDING else square for square in mean_squares)
+    components = max(ms_seed - ms_residual, 0) / M, max(ms_image - ms_residual, 0) / S, ms_residual
+    variance, freedom = _variance(ms_seed, ms_image, ms_residual, S, M)
+    if variance == 0:
+        return Estimate(mean, None, None, None, *components, S, M, confidence)
+    found = Estimate(mean, None, math.sqrt(variance), freedom, *components, S, M, confidence)
+    return found.at(confidence)
 
 
-def places(results: dict[str, Any], scores: Any, sizes: dict[Place, float]) -> list[Place]:
-    """Data sets and evaluators in the comparison's order, budgets from small to large."""
-    data = list(dict.fromkeys([*(results.get("sets") or {}), *(place[0] for place in scores)]))
-    names = evaluator_names(results)
-    return sorted(scores, key=lambda place: (data.index(place[0]), names.index(place[1]), sizes[place]))
+def unit_means(values_SX: np.ndarray, pretrainings: Sequence[Hashable]) -> np.ndarray:
+    """Values of the seeds of each pretraining averaged: (P, ...), in order of first appearance."""
+    names = list(dict.fromkeys(pretrainings))
+    of = np.array([names.index(one) for one in pretrainings])
+    return np.stack([values_SX[of == name].mean(axis=0) for name in range(len(names))])
 
 
-def _against(results: dict[str, Any], subject: str, measured: list[str]) -> Iterator[tuple[str, str]]:
-    """(role, arm) of what a subject is held against, as far as measured: no pretraining, then supervised arms, then raw
-    pixels; the first subject also against the others, unless a study draws them over their size."""
-    if start := _baseline(results, subject, measured):
-        yield "baseline", start
-    for arm in results.get("arms") or []:
-        if arm.get("labels_used") and arm["name"] in measured and arm["name"] != subject:
-            yield "supervised", arm["name"]
-    if "pixels" in measured:
-        yield "pixels", "pixels"
-    first, *others = subjects(results)
-    if subject == first and not results.get("study"):
-        yield from (("variant", other) for other in others if other in measured)
+def _variance(ms_seed: float, ms_image: float, ms_residual: float, S: int, M: int) -> tuple[float, float]:
+    """(variance of the mean, its degrees of freedom by Satterthwaite) from mean squares."""
+    image = max(ms_image - ms_residual, 0.0)
+    total = ms_seed + image
+    spread = ms_seed**2 / (S - 1)
+    if image > 0:
+        spread += ms_image**2 / (M - 1) + ms_residual**2 / ((S - 1) * (M - 1))
+    return total / (S * M), max(total**2 / spread, S - 1) if spread else S - 1
 
 
-def _baseline(results: dict[str, Any], subject: str, measured: list[str]) -> str | None:
-    """What "no pretraining" means: training from scratch, or the untrained encoder where features are frozen; of the
-    subject's architecture where there are several."""
-    arms = results.get("arms") or []
-    architectures = {arm["name"]: arm.get("architecture") for arm in arms} | (results.get("references") or {})
-    scratch = [arm["name"] for arm in arms if not arm.get("pretraining") and not arm.get("run")]
-    untrained = [name for name in measured if name.startswith("untrained")]
-    found = [name for name in [*scratch, *untrained] if name in measured]
-    alike = [name for name in found if architectures.get(name) == architectures.get(subject)]
-    return next(iter(alike or found), None)
+def _quantile(freedom: float, confidence: float) -> float:
+    return float(stdtrit(freedom, 0.5 + confidence / 2))
 
 
-def _study(results: dict[str, Any], accuracy: list[Row]) -> Iterator[Row]:
-    sizes = {
-        arm["name"]: (arm.get("pretraining") or {}).get(results.get("study") or "") for arm in results.get("arms") or []
-    }
-    series = {arm["name"]: arm.get("series") or arm.get("architecture") or "" for arm in results.get("arms") or []}
-    for row in accuracy:
-        if sizes.get(row["arm"]):
-            yield row | {"size": sizes[row["arm"]], "series": series[row["arm"]]}
+def class_weights(labels_M: np.ndarray) -> np.ndarray:
+    """float64 (M,): image weights of mean 1 that turn a mean over images into the mean of the per-class means.
+
+    labels_M: int64 (M,), classes of the test images.
+    """
+    _, index, counts = np.unique(labels_M, return_inverse=True, return_counts=True)
+    return np.asarray(len(labels_M) / (len(counts) * counts[index]))
 
 
-def _ends(study: list[Row], scores: dict[Place, dict[str, dict[int, float]]]) -> Iterator[Row]:
-    names = ("data", "evaluator", "labels_per_class", "series")
-    for key in dict.fromkeys(tuple(row[name] for name in names) for row in study):
-        line = sorted((r for r in study if tuple(r[name] for name in names) == key), key=lambda row: row["size"])
-        small, large = line[0], line[-1]
-        one, two = (scores[key[0], key[1], key[2]][row["arm"]] for row in (small, large))
-        found = paired(two, one)
-        if small["size"] < large["size"] and found:
-            means = [found.pop("against_mean"), found.pop("arm_mean")]
-            yield dict(zip(names, key, strict=True)) | found | {"sizes": [small["size"], large["size"]], "means": means}
+def holm(estimates: Sequence[Estimate], confidence: float = 0.95) -> list[Estimate]:
+    """The same estimates with intervals adjusted for their number, by Holm's step-down rule.
+
+    The k-th smallest p-value of n gets an interval of confidence 1 - alpha / (n - k + 1); from the first that includes
+    0 on, all get that one's. So an interval excludes 0 exactly where Holm's test rejects.
+    """
+    adjusted = list(estimates)
+    alpha, stopped = 1 - confidence, False
+    level = confidence
+    for rank, place in enumerate(sorted(range(len(estimates)), key=lambda n: estimates[n].p_value)):
+        if not stopped:
+            level = alpha / (len(estimates) - rank)
+            stopped = estimates[place].p_value > level
+        adjusted[place] = estimates[place].at(1 - level)
+    return adjusted
 
 
-def spread(values: list[float]) -> Row:
-    count = len(values)
-    std = statistics.stdev(values) if count > 1 else None
-    half_width = None
-    if std is not None and std > _ROUNDING:
-        half_width = float(stdtrit(count - 1, 0.975)) * std / math.sqrt(count)
-    return {"n": count, "mean": statistics.fmean(values), "std": std, "half_width": half_width}
+def outcome(estimate: Estimate, margin: float) -> Outcome:
+    """What an interval says about a difference.
+
+    margin: differences up to it count as equivalent. An interval within it is "equivalent", also where it excludes 0.
+    """
+    if estimate.half_width is None:
+        return "undecided"
+    low, high = estimate.mean - estimate.half_width, estimate.mean + estimate.half_width
+    if -margin <= low and high <= margin:
+        return "equivalent"
+    return "better" if low > 0 else "worse" if high < 0 else "undecided"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What would decide, if the difference and its variance components stay as measured. None: no number would.
+
+    units: more seeds (or pretrainings). images: more test images.
+    """
+
+    units: int | None
+    images: int | None
+
+
+def plan(estimate: Estimate, margin: float) -> Plan:
+    """How many more seeds, or how many more test images, would decide an undecided difference."""
+    if estimate.half_width is None:
+        return Plan(None, None)
+    wanted = max(abs(estimate.mean), margin - abs(estimate.mean))  # the half-width that decides
+    S, M = estimate.units, estimate.images
+
+    def decides(units: int, images: int) -> bool:
+        residual = estimate.residual_variance
+        ms_seed, ms_image = images * estimate.seed_variance + residual, units * estimate.image_variance + residual
+        variance, freedom = _variance(ms_seed, ms_image, residual, units, images)
+        return _quantile(freedom, estimate.confidence) * math.sqrt(variance) < wanted
+
+    return Plan(_least(lambda n: decides(S + n, M), _MOST), _least(lambda n: decides(S, M + n), 1000 * _MOST))
+
+
+def _least(holds: Callable[[int], bool], most: int) -> int | None:
+    """The smallest n >= 1 for which a condition holds that stays true from there on; None beyond `most`."""
+    high = 1
+    while not holds(high):
+        high *= 2
+        if high > most:
+            return None
+    low = high // 2
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if holds(middle) else (middle, high)
+    return high
+
+
+@dataclass(frozen=True)
+class Equal:
+    """Labels per class that another arm needs for the same accuracy, and the interval over seeds.
+
+    0.0: fewer than its smallest label budget; inf: more than its largest. low, high: None with one seed.
+    """
+
+    labels: float
+    low: float | None
+    high: float | None
+
+
+def label_efficiency(
+    accuracy_S: np.ndarray, curve_SB: np.ndarray, labels_B: np.ndarray, *, confidence: float = 0.95, samples: int = 2000
+) -> Equal:
+    """How many labels per class the arm of a curve needs for another arm's accuracy.
+
+    The curve is interpolated on a logarithmic axis of labels; the interval is the percentile interval of resampled
+    seeds, the same for both arms, so it leaves out the test images.
+
+    accuracy_S: (S,), of the other arm at one label budget.
+    curve_SB: (S, B), accuracies of the curve's arm at each label budget.
+    labels_B: (B,), labels per class, ascending.
+    """
+    S = len(accuracy_S)
+    found = _needed(float(accuracy_S.mean()), curve_SB.mean(axis=0), labels_B)
+    if S < 2:
+        return Equal(found, None, None)
+    drawn = np.random.default_rng(0).integers(S, size=(samples, S))
+    resampled = [_needed(float(accuracy_S[seeds].mean()), curve_SB[seeds].mean(axis=0), labels_B) for seeds in drawn]
+    low, high = np.quantile(resampled, [0.5 - confidence / 2, 0.5 + confidence / 2], method="nearest")
+    return Equal(found, float(low), float(high))
+
+
+def _needed(accuracy: float, curve_B: np.ndarray, labels_B: np.ndarray) -> float:
+    rising = np.maximum.accumulate(curve_B)
+    if accuracy < rising[0]:
+        return 0.0
+    if accuracy > rising[-1]:
+        return math.inf
+    after = int(np.searchsorted(rising, accuracy))
+    if after == 0:
+        return float(labels_B[0])
+    share = (accuracy - rising[after - 1]) / (rising[after] - rising[after - 1])
+    low, high = np.log(labels_B[after - 1 : after + 1])
+    return float(np.exp(low + share * (high - low)))

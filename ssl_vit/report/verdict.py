@@ -1,204 +1,174 @@
-"""The sentences that the statistics of a comparison allow."""
+"""The sentences that the statistics of a comparison allow, and what may be wrong with the numbers."""
 
 from __future__ import annotations
 
-from itertools import groupby, takewhile
-from operator import itemgetter
-from typing import Any
+import math
+from collections.abc import Iterator, Sequence
 
 from ssl_vit.evaluators import budget_words
-from ssl_vit.report.names import evaluator_title, spoken, subjects, trains_encoder
+from ssl_vit.report.costs import costs
+from ssl_vit.report.read import Comparison
+from ssl_vit.report.runs import listed, text
+from ssl_vit.report.statistics import Estimate, plan
+from ssl_vit.report.summary import Difference, Efficiency, Summary
 
-Row = dict[str, Any]
-_SURE = {
-    "none": ", which these seeds cannot tell from none",
-    "one": ", on one seed",
-    "same": ", the same at every seed",
-}
-
-
-def outcome(row: Row) -> str:
-    """What a difference says: gain, loss, none (its interval holds 0), one (a single seed) or same (the same at every
-    seed); the last two have no interval."""
-    if row["half_width"] is None:
-        return "one" if row["n"] == 1 else "same"
-    if abs(row["mean"]) <= row["half_width"]:
-        return "none"
-    return "gain" if row["mean"] > 0 else "loss"
+INTERVAL = (
+    "± is the half-width of a 95% interval that covers seeds and test images (Student's t on a crossed analysis of "
+    "variance; two arms are paired by seed and image). Differences at several label budgets, or headlines of several "
+    "data sets, have intervals adjusted for their number (Holm)."
+)
 
 
-def signed_points(row: Row) -> str:
-    """A difference row as text: signed points and the half-width of its 95% interval (where there is one)."""
-    mean = f"{round(100 * row['mean'], 1) + 0.0:+.1f}"  # adding 0.0 turns -0.0 into 0.0
-    return mean if row["half_width"] is None else f"{mean} ± {100 * row['half_width']:.1f}"
+def points(estimate: Estimate, sign: str = "+") -> str:
+    """Percentage points and the half-width of the interval, where there is one; sign: "" for accuracies."""
+    mean = f"{round(100 * estimate.mean, 1) + 0.0:{sign}.1f}"  # adding 0.0 turns -0.0 into 0.0
+    return mean if estimate.half_width is None else f"{mean} ± {100 * estimate.half_width:.1f}"
 
 
-def verdict(results: dict[str, Any], summary: dict[str, Any]) -> list[str]:
-    """Sentences on the first arm under test, data set by data set: at the smallest label budget, over the others,
-    against supervised pretraining, and each reference that it loses to; then what may be wrong with the numbers."""
-    ours = [row for row in summary["differences"] if row["arm"] in subjects(results)[:1]]
-    sentences = []
-    for data in dict.fromkeys(row["data"] for row in ours if row["role"] == "baseline"):
-        found = _of_one_set(results, [row for row in ours if row["data"] == data])
-        several = len(results.get("sets") or ()) > 1
-        sentences += [f"{data}: {text}" if several else text for text in found]
-    if not sentences:
-        sentences.append("No verdict yet: no seed has been measured both with SSL pretraining and without it.")
-    sentences += _study(results, summary["ends"]) + _edges(results)
-    tried = {
-        spoken(results, arm["name"]): sum(len(choice["tried"]) for choice in arm.get("choices") or [])
-        for arm in results.get("arms") or []
-    }
-    if results.get("finished") is False:
-        missing = len(results.get("missing") or [])
-        count = f": {missing} piece(s) are missing" if missing else ""
-        sentences.append(f"The comparison has not finished{count}, so the numbers may still change.")
-    elif len(set(tried.values())) > 1:
-        listed = _listed([f"{name} {count}" for name, count in tried.items()])
-        sentences.append(f"Caution: the arms were not tuned alike (settings tried: {listed}).")
-    return sentences
+def verdict(comparison: Comparison, summary: Summary) -> list[str]:
+    """The headline of each data set, its label budgets, label efficiency and compute; then the cautions. Nothing for
+    runs that no plan compares."""
+    if comparison.separate:
+        return []
+    found = []
+    for head in summary.headlines:
+        same = (head.place, head.arm, head.against)
+        budgets = [row for row in summary.differences if (row.place, row.arm, row.against) == same]
+        sentences = [_headline(comparison, head, budgets), *_budgets(comparison, budgets)]
+        sentences += [_efficiency(comparison, row) for row in summary.efficiencies if row.place == head.place][:1]
+        sentences += _compute(comparison, head)
+        several = len(comparison.record.metrics) > 1
+        found += [f"{head.place.data}: {sentence}" if several else sentence for sentence in sentences]
+    found = found or ["No verdict yet: no seed has been measured at every label budget with pretraining and without."]
+    return found + list(_cautions(comparison, summary))
 
 
-def _of_one_set(results: dict[str, Any], ours: list[Row]) -> list[str]:
-    """ours: the rows of the arm under test on one data set, at least one of them against the baseline."""
-    curve = [row for row in ours if row["role"] == "baseline"]
-    head = curve[0]
-    curve = [row for row in curve if row["evaluator"] == head["evaluator"]]
-    name, where = spoken(results, head["arm"]), _budgets([head])
-    kind = "" if trains_encoder(results, head["evaluator"]) else f"{evaluator_title(results, head['evaluator'])}: "
-    claim = _claim(head, name, spoken(results, head["against"]))
-    sentences = [_capital(f"{kind}{where}, {claim.removesuffix('.')}{_end(curve)}.")]
-    sentences.append(_over_budgets(curve, name))
-    used = {arm["name"]: arm.get("labels_used") for arm in results.get("arms") or []}
-    for row in ours:
-        same = all(row[key] == head[key] for key in ("evaluator", "labels_per_class"))
-        if same and row["role"] == "supervised":
-            other = f"{spoken(results, row['against'])} on {used[row['against']]:,} labels"
-            sentences.append(_capital(f"{where}, {_claim(row, name, other)}"))
-    beaten = [row for row in ours if row not in curve and row["role"] != "supervised" and _is_beaten(row)]
-    beaten.sort(key=itemgetter("evaluator", "against"))
-    for (evaluator, against), rows in groupby(beaten, key=itemgetter("evaluator", "against")):
-        where, title = _budgets(list(rows)), evaluator_title(results, evaluator)
-        sentences.append(f"Caution: {title}, {where}: better with {spoken(results, against)} than with {name}.")
-    return sentences
+def notes(comparison: Comparison) -> list[str]:
+    """What a reader of the numbers must know besides the verdict."""
+    per_seed = ", and the pretraining" if comparison.record.pretrain_per_seed else ""
+    seed = f"A seed draws the labeled images, the classifier and the order of training{per_seed}."
+    own = dict.fromkeys(note for row in comparison.table.results for note in row.notes)
+    return [seed, *comparison.record.notes, *own]
 
 
-def _is_beaten(row: Row) -> bool:
-    return outcome(row) == "loss" or (outcome(row) == "same" and row["mean"] < 0)
+def _headline(comparison: Comparison, head: Difference, budgets: Sequence[Difference]) -> str:
+    ours, theirs = (comparison.spoken(arm) for arm in (head.arm, head.against))
+    margin = f"{text(100 * comparison.record.margin)} point(s)"
+    claim = {
+        "better": f"{ours} is better than {theirs}",
+        "worse": f"{ours} is worse than {theirs}",
+        "equivalent": f"{ours} and {theirs} are equivalent within {margin}",
+        "undecided": f"undecided between {ours} and {theirs}",
+    }[head.outcome]
+    over = f", the mean over {_listed([str(row.labels_per_class) for row in budgets])} labels per class"
+    if len(budgets) == 1:
+        over = f" with {budget_words(budgets[0].labels_per_class or 0)}"
+    title = comparison.record.evaluators[head.place.evaluator].title
+    sentence = (
+        f"{_capital(claim)}: {points(head.estimate)} points of test accuracy ({100 * head.arm_mean:.1f}% against "
+        f"{100 * head.against_mean:.1f}%){over} ({title}, {_design(head)})."
+    )
+    if head.outcome == "undecided":
+        sentence += f" {_plan(comparison, head)}"
+    for arm in head.fixed:
+        sentence += f" This is about one pretraining of {comparison.spoken(arm)}: another may differ."
+    return sentence
 
 
-def _claim(row: Row, subject: str, other: str) -> str:
-    means = f"{100 * row['arm_mean']:.1f}% against {100 * row['against_mean']:.1f}%"
-    size = signed_points(row)
-    return {
-        "gain": f"{subject} gains {size} points over {other} ({means}, {row['n']} seeds).",
-        "loss": f"{subject} loses {size.lstrip('+-')} points against {other} ({means}, {row['n']} seeds).",
-        "none": f"there is no difference between {subject} and {other} that these seeds can show "
-        f"({size} points; {means}, {row['n']} seeds).",
-        "one": f"{subject} is at {means} for {other} ({size} points) on one seed: there is no interval, "
-        "so this may be chance.",
-        "same": f"{subject} is at {means} for {other} ({size} points), the same at all {row['n']} seeds: they show no "
-        "variation, so there is no interval and this may be chance.",
-    }[outcome(row)]
+def _design(row: Difference) -> str:
+    units = f"{row.seeds} seed{'s' * (row.seeds != 1)}"
+    if row.unit == "pretraining":
+        units = f"{row.estimate.units} pretrainings, {units}"
+    return f"{units}, {row.estimate.images:,} test images"
 
 
-def _budgets(rows: list[Row]) -> str:
-    budgets = [row["labels_per_class"] for row in rows]
-    if all(isinstance(budget, int) for budget in budgets) and budgets != [1]:
-        return f"with {_listed([str(budget) for budget in budgets])} labels a class"
-    return f"with {_listed([budget_words(budget) for budget in budgets])}"
+def _plan(comparison: Comparison, head: Difference) -> str:
+    """What would decide."""
+    if head.estimate.half_width is None:
+        return "There is no interval: run at least 3 seeds."
+    needed = plan(head.estimate, comparison.record.margin)
+    more = [f"{needed.units:,} more {head.unit}s"] if needed.units else []
+    more += [f"{needed.images:,} more test images"] if needed.images else []
+    if not more:
+        return "Neither more seeds nor more test images alone would decide a difference of this size."
+    return f"If it stays as measured, {' or '.join(more)} would decide."
 
 
-def _listed(words: list[str]) -> str:
+def _budgets(comparison: Comparison, budgets: Sequence[Difference]) -> list[str]:
+    if len(budgets) < 2:
+        return []
+    sizes = [f"{row.labels_per_class}: {points(row.estimate)} ({row.outcome})" for row in budgets]
+    return [f"By labels per class: {', '.join(sizes)}."]
+
+
+def _efficiency(comparison: Comparison, row: Efficiency) -> str:
+    ours, theirs = (comparison.spoken(arm) for arm in (row.arm, row.against))
+    return _capital(f"{ours} with {budget_words(row.labels_per_class)} equals {theirs} with {needed(row)}.")
+
+
+def needed(row: Efficiency) -> str:
+    """Labels per class that the baseline needs, and their interval."""
+
+    def number(labels: float) -> str:
+        if math.isinf(labels):
+            return f"more than {row.measured[1]:g}"
+        return (
+            f"fewer than {row.measured[0]:g}" if labels == 0 else f"{labels:.2g}" if labels < 100 else f"{labels:.0f}"
+        )
+
+    ends = [number(end) for end in (row.equal.low, row.equal.high) if end is not None]
+    found = number(row.equal.labels)
+    return found if set(ends) <= {found} else f"{found} [{', '.join(ends)}]"
+
+
+def _compute(comparison: Comparison, head: Difference) -> list[str]:
+    spent = {cost.arm: cost.total.flops for cost in costs(comparison)}
+    ours, theirs = spent.get(head.arm, 0), spent.get(head.against, 0)
+    if not ours:
+        return []
+    ratio = (
+        f"{ours / theirs:.3g} times that of {comparison.spoken(head.against)}" if theirs else "the baseline took none"
+    )
+    return [f"Compute: {comparison.spoken(head.arm)} took {ours:.3g} FLOPs in all, {ratio}."]
+
+
+def _cautions(comparison: Comparison, summary: Summary) -> Iterator[str]:
+    if comparison.missing:
+        yield (
+            f"Caution: the comparison has not finished ({len(comparison.missing)} of {len(comparison.record.tasks)} "
+            "tasks are missing), so the numbers may change."
+        )
+    for row in summary.means:
+        if row.arm == comparison.tested[0] and row.role == "reference" and row.outcome == "worse":
+            title = comparison.record.evaluators[row.place.evaluator].title
+            against, arm = comparison.spoken(row.against), comparison.spoken(row.arm)
+            yield f"Caution: {title}: {against} does better than {arm} ({points(row.estimate)} points)."
+    tried = {comparison.spoken(cost.arm): cost.tried for cost in costs(comparison)}
+    if len(set(tried.values())) > 1 and not comparison.missing:
+        counts = ", ".join(f"{name} {count}" for name, count in tried.items())
+        yield f"Caution: the arms had different numbers of settings in their sweeps ({counts})."
+    if edges := _edges(comparison):
+        yield f"Caution: best at the edge of the sweep: {'; '.join(edges)}. A wider sweep may change the order."
+    if comparison.skipped:
+        count = len(comparison.skipped)
+        yield f"Caution: {count} unreadable sample(s) were skipped: {listed(comparison.skipped)}."
+
+
+def _edges(comparison: Comparison) -> list[str]:
+    """Swept settings whose best value was the smallest or largest of those tried, with the arms."""
+    found: dict[str, list[str]] = {}
+    for task in comparison.record.tasks:
+        sweep = comparison.tasks[task.id].sweep if task.id in comparison.tasks else None
+        for key, best in sweep.best.items() if sweep else ():
+            values = {value for one in sweep.candidates if isinstance(value := one.get(key), int | float)}
+            if key != "held_out_accuracy" and len(values) > 1 and best in (min(values), max(values)):
+                found.setdefault(f"{key} {text(best)}", []).append(comparison.spoken(task.arm))
+    return [f"{setting} ({_listed(list(dict.fromkeys(arms)))})" for setting, arms in found.items()]
+
+
+def _listed(words: Sequence[str]) -> str:
     return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 
 
-def _over_budgets(curve: list[Row], name: str) -> str:
-    """Where the gain stops, or how it goes on, over the budgets after the first."""
-    if len(curve) == 1:
-        return "No other label budget was measured, so this says nothing about more labels."
-    parts = []
-    for kind, group in groupby(curve[1:], key=outcome):
-        rows = list(group)
-        where = _budgets(rows)
-        sizes = _listed([signed_points(row) for row in rows])
-        words = {
-            "gain": f"{where} {name} gains {sizes} points",
-            "loss": f"{where} {name} loses ({sizes} points)",
-            "none": f"{where} these seeds show no difference ({sizes} points)",
-            "one": f"{where} the difference on one seed is {sizes} points",
-            "same": f"{where} the difference is {sizes} points at every seed, without an interval",
-        }
-        parts.append(words[kind])
-    first, last = curve[0], curve[-1]
-    lead = ""
-    if _gains(curve) == len(curve):
-        # "Shrinks" is a claim of its own: it is made only where the first and the last interval do not touch.
-        apart = first["mean"] - first["half_width"] > last["mean"] + last["half_width"]
-        lead = "The gain shrinks with more labels but holds" if apart else "The gain holds"
-        lead += " at every budget measured: "
-    return _capital(lead + "; ".join(parts) + ".")
-
-
-def _gains(curve: list[Row]) -> int:
-    """How many budgets, from the smallest on, show a gain."""
-    return len(list(takewhile(lambda row: outcome(row) == "gain", curve)))
-
-
-def _end(curve: list[Row]) -> str:
-    """Where a gain ends that no larger budget shows again: where the lower end of the 95% interval, taken as straight
-    over the logarithm of the labels between the two budgets, crosses 0."""
-    gains = _gains(curve)
-    if gains in (0, len(curve)) or {"gain", "one", "same"}.intersection(map(outcome, curve[gains:])):
-        return ""
-    last, none = curve[gains - 1], curve[gains]
-    above, below = (row["mean"] - row["half_width"] for row in (last, none))
-    labels = last["x"] * (none["x"] / last["x"]) ** (above / (above - below))
-    about, *between = (_number(value) for value in (float(f"{labels:.2g}"), last["x"], none["x"]))
-    unit = f"label{'s' * (about != '1')} a class"
-    return f"; the gain ends at about {about} {unit}, between {' and '.join(between)}"
-
-
-def _study(results: dict[str, Any], ends: list[Row]) -> list[str]:
-    """From the smallest to the largest pretraining of each series, at the first evaluator and label budget."""
-    unit = {"samples": "pretraining images", "flops": "FLOPs of pretraining"}.get(results.get("study") or "", "")
-    same = [row for row in ends if all(row[key] == ends[0][key] for key in ("data", "evaluator", "labels_per_class"))]
-    found = []
-    for row in same:
-        small, large = (
-            f"{100 * mean:.1f}% with {_number(n)}" for mean, n in zip(row["means"], row["sizes"], strict=True)
-        )
-        sure = _SURE.get(outcome(row), "")
-        where = _budgets([row]) if len(same) == 1 else f"{row['series']}, {_budgets([row])}"
-        change = f"{signed_points(row)} points{sure}"
-        found.append(_capital(f"{where}: accuracy goes from {small} {unit} to {large} ({change})."))
-    return found
-
-
-def _edges(results: dict[str, Any]) -> list[str]:
-    """Arms that did best with the longest training tried, or the one length that all had: a longer one might change the
-    order."""
-    found: dict[str, list[str]] = {}
-    lengths: set[str] = set()
-    for arm in results.get("arms") or []:
-        for choice in arm.get("choices") or []:
-            for unit in ("steps", "epochs"):
-                tried = {row[unit] for row in choice["tried"] if unit in row}
-                lengths |= {f"{length:,} {unit}" for length in tried}
-                if tried and choice["chosen"].get(unit) == max(tried):
-                    found.setdefault(f"{max(tried):,} {unit}", []).append(spoken(results, arm["name"]))
-    if len(lengths) == 1:
-        return [f"Caution: one length of fine-tuning was tried ({lengths.pop()}); with another the order may change."]
-    return [
-        f"Caution: the longest fine-tuning tried ({length}) served {_listed(list(dict.fromkeys(names)))} best; with a "
-        "longer one the order may change."
-        for length, names in found.items()
-    ]
-
-
-def _number(value: float) -> str:
-    return f"{value:,.0f}" if 1 <= value < 1e9 else f"{value:.2g}".replace("e+", "e")
-
-
-def _capital(text: str) -> str:
-    return text[0].upper() + text[1:]
+def _capital(sentence: str) -> str:
+    return sentence[:1].upper() + sentence[1:]

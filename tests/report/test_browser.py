@@ -15,6 +15,7 @@ import pytest
 from PIL import Image
 
 from ssl_vit.report.page import write_report
+from tests.report.made import ARMS, SUPERVISED, row, write_comparison, write_run
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
@@ -58,52 +59,24 @@ def measured(page: Path, width: int, *more: str) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A comparison of three arms and two references at five budgets, with pictures."""
-    run = tmp_path_factory.mktemp("comparison")
-    (run / "ssl" / "inspect").mkdir(parents=True)
+    folder = tmp_path_factory.mktemp("comparison")
+    gain = {"ssl": 0.2, "supervised": 0.3, "pixels": -0.1}
+    rows = [
+        row(arm, budget, seed, 0.4 + gain.get(arm, 0.0) + 0.05 * place + 0.01 * seed, evaluator=evaluator)
+        for evaluator, others in (("fine_tune", ["scratch"]), ("few_shot", ["untrained", "pixels"]))
+        for arm in ["ssl", "supervised", *others]
+        for place, budget in enumerate((1, 5, 10, 100, 1000))
+        for seed in (0, 1, 2)
+    ]
+    command = "ssl-vit compare recipe.yaml " + " ".join(f"arms.ssl.overrides=[training.steps={n}]" for n in range(9))
+    write_comparison(folder, rows, arms=(*ARMS, SUPERVISED), command=command)
+    write_run(folder / "ssl", "ssl", 0.6)
+    (folder / "ssl" / "inspect").mkdir()
     generator = np.random.default_rng(0)
     for name in ("reconstructions", "filters"):
         pixels = generator.integers(0, 256, (60, 90, 3), dtype=np.uint8)
-        Image.fromarray(pixels).save(run / "ssl" / "inspect" / f"{name}.png")
-    lines = [json.dumps({"step": n, "loss": 3 / n, "constant_loss": 2.5, "images_seen": 64 * n}) for n in range(1, 40)]
-    (run / "ssl" / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-    (run / "ssl" / "recipe.yaml").write_text("name: ssl\n")
-    budgets, gain = (1, 5, 10, 100, 1000), {"ssl": 0.2, "supervised": 0.3, "pixels": -0.1}
-    rows = [
-        {"arm": arm, "evaluator": evaluator, "labels_per_class": budget, "seed": seed}
-        | {"accuracy": 0.4 + gain.get(arm, 0.0) + 0.1 * np.log10(budget) + 0.01 * generator.normal()}
-        for evaluator, others in (("fine_tune", ["scratch"]), ("few_shot", ["untrained", "pixels"]))
-        for arm in ["ssl", "supervised", *others]
-        for budget in budgets
-        for seed in (0, 1, 2)
-    ]
-    costs = {
-        "images_seen": 10_000_000,
-        "flops": 3.2e18,
-        "seconds": 86400.0,
-        "parameters": 86_000_000,
-        "device_hours": 24.0,
-    }
-    arms = [
-        {"name": "ssl", "label": "SSL (masked patches)", "run": "ssl", "labels_used": 0, "pretraining": costs},
-        {"name": "scratch", "label": "scratch", "run": None, "labels_used": 0, "pretraining": None},
-        {"name": "supervised", "label": "supervised (all labels)", "labels_used": 50000, "pretraining": costs},
-    ]
-    results = {
-        "kind": "comparison",
-        "title": "A comparison in a browser",
-        "seeds": [0, 1, 2],
-        "arms": arms,
-        "sets": {"": {"classes": 10, "metric": "accuracy"}},
-        "evaluators": {
-            "fine_tune": {"title": "Fine-tuning", "trains_encoder": True},
-            "few_shot": {"title": "Few-shot linear classifier on frozen features"},
-        },
-        "measurements": rows,
-        "command": "ssl-vit compare recipe.yaml "
-        + " ".join(f"arms.ssl.overrides=[training.steps={n}]" for n in range(9)),
-    }
-    (run / "results.json").write_text(json.dumps(results))
-    return write_report([run], run / "report.html")
+        Image.fromarray(pixels).save(folder / "ssl" / "inspect" / f"{name}.png")
+    return write_report([folder], folder / "report.html")
 
 
 def test_nothing_is_said_on_the_console(page: Path) -> None:

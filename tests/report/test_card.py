@@ -13,10 +13,12 @@ import torch
 from huggingface_hub import ModelCard
 from safetensors.torch import save_file
 
-from ssl_vit import cli
+from ssl_vit import cli, results
 from ssl_vit import recipe as recipes
+from ssl_vit.files import write_json
 from ssl_vit.models import EncoderConfig, factory
 from ssl_vit.report import card
+from tests.report.made import SUMMARY, row
 
 Make = Callable[..., Any]
 
@@ -42,21 +44,22 @@ def run(tmp_path: Path, make_encoder: Make) -> Path:
     info = {"classes": ["a", "b"], "samples": 7, "shards": [{"file": "000000.tar", "samples": 7}]}
     (shards / "info.json").write_text(json.dumps(info | {"source": "my | photographs", "license": "CC BY 4.0"}))
     folder = weights(tmp_path / "run", make_encoder())
+    (folder / "results").mkdir()
     recipe = recipes.load_recipe("digits_ssl", [f"data.train={shards}", f"run={folder}", "training.batch_size=32"])
     recipes.save(recipe, folder / "recipe.yaml")
-    summary = {"name": "digits_ssl", "steps": 900, "images_seen": 28800, "seconds": 61.5}
-    (folder / "summary.json").write_text(json.dumps(summary))
+    summary = SUMMARY.model_copy(update={"name": "digits_ssl", "steps": 900, "images_seen": 28800, "seconds": 61.5})
+    write_json(folder / "summary.json", summary.model_dump())
     hardware = {"gpus": ["NVIDIA H200", "NVIDIA H200"], "processor": "EPYC", "cores": 16}
     machine = {"hardware": hardware, "versions": {"torch": "2.9.1"}, "world_size": 2, "git": "abc123"}
     (folder / "environment.json").write_text(json.dumps(machine))
-    values = {"trained/1-shot/mean": 0.5, "trained/1-shot/std": 0.125, "trained/1-shot/seed0": 0.5}
-    values |= {"trained/1-shot/seed1": 0.5, "trained/2-shot/mean": 0.75, "trained/2-shot/std": 0.0}
-    values |= {"trained/2-shot/seed0": 0.75}
-    values |= {"pixels/1-shot/mean": 0.25, "pixels/1-shot/std": 0.0, "trained/C": 12.0}
-    judged = {"evaluator": "few_shot", "settings": {"shots": [1], "l2": 32.0}, "data": {"train": "x", "test": "y"}}
-    judged |= {"title": "Few-shot", "metric": "mean_per_class", "measurements": [{"notes": ["fewer than 2 images"]}]}
-    judged |= {"values": values, "skipped": [{"shard": "s.tar", "key": "k", "reason": "cut"}]}
-    (folder / "results.json").write_text(json.dumps({"kind": "evaluations", "evaluations": [judged]}))
+    rows = [
+        row(arm, budget, seed, score, evaluator="few_shot", notes=("fewer than 2 images",))
+        for arm, score in (("trained", 0.5), ("pixels", 0.25))
+        for budget, seed in ((1, 0), (1, 1), (2, 0))
+    ]
+    about = {"evaluator": "few_shot", "title": "Few-shot", "settings": {"l2": 32.0}, "metric": "mean_per_class"}
+    about |= {"data": {"train": "x", "test": "y"}, "skipped": [{"shard": "s.tar", "key": "k", "reason": "cut"}]}
+    results.save(folder / "results" / "few_shot-1.json", rows, **about)
     checkpoint = weights(folder / "checkpoints" / "step_00000300", make_encoder())
     (checkpoint / "state.json").write_text(json.dumps({"step": 300, "seconds": 20.0, "lanes": [], "data": ""}))
     return folder
@@ -74,16 +77,15 @@ def test_the_card_tells_the_runs_story(run: Path, make_encoder: Make) -> None:
     assert "| Images | 16 x 16 pixels, 3 channel(s) |" in text
     assert "| Images | 7 |" in text
     assert (found["Steps"], found["Images seen"], found["Seconds"]) == (["900"], ["28,800"], ["61.5"])
-    assert found["Hardware"] == ["2 x NVIDIA H200; 2 process(es)"]
+    assert found["Hardware"] == ["NVIDIA H200, NVIDIA H200; 2 process(es)"]
     assert found["Objective"] == ["masked_patch"]
     assert found["Commit"] == ["abc123"]
     assert (found["Source"], found["License"]) == ([r"my \| photographs"], ["CC BY 4.0"])
-    assert found["1-shot mean ± std"] == ["0.5 ± 0.125", "0.25 ± 0"]
-    assert found["2-shot"] == ["0.75", "–"], "one seed has no spread"
-    assert "fewer than 2 images" in text and "Few-shot (mean of the classes' accuracies), test images y" in text
-    assert found["C"] == ["12", "–"]
-    assert not any("seed" in row for row in found)
-    assert "left out 1 unreadable sample(s): s.tar: k (cut)" in text
+    assert "**y: Few-shot. Test mean of the per-class accuracies, %, by labels per class**" in text
+    assert found["digits_ssl"][0].startswith("50.0") and found["raw pixels"][0].startswith("25.0")
+    assert found["raw pixels"][1] == "25.0 (1 of 2 seeds)", "one seed has no interval"
+    assert "fewer than 2 images" in text and "half-width of a 95% interval" in text
+    assert "Skipped 1 unreadable sample(s): s.tar: k (cut)" in text
     recipe = re.search(r"```yaml\n(.*?)\n```", text, re.DOTALL)
     assert recipe is not None
     assert recipe[1] == (run / "recipe.yaml").read_text().strip()
@@ -101,7 +103,7 @@ def test_a_checkpoint_has_its_own_steps_and_no_results(run: Path, make_encoder: 
     found = rows(text)
     assert (found["Steps"], found["Images seen"], found["Seconds"]) == (["300"], ["9,600"], ["20"])
     assert "Not measured" in text
-    assert "1-shot" not in text
+    assert "Few-shot" not in text
 
 
 def test_shards_that_moved_are_said_to_be_out_of_reach(run: Path, make_encoder: Make) -> None:
@@ -133,13 +135,13 @@ def test_imported_weights_tell_where_they_come_from(tmp_path: Path, make_encoder
     text = write(make_encoder(), folder)
     assert "imported from `some/model`" in text
     assert "- guessed" in text
-    assert "left out: head.bias" in text
+    assert "skipped: head.bias" in text
     assert "imported under mit" in text
 
 
 def test_weights_without_a_story_say_so(tmp_path: Path, make_encoder: Make) -> None:
     text = write(make_encoder(), weights(tmp_path, make_encoder()))
-    assert "Not known: the weights came without the run that made them." in text
+    assert "Unknown: the weights came without the run that made them." in text
 
 
 @pytest.mark.parametrize("to", ["timm", "transformers", "onnx"])

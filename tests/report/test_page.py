@@ -1,22 +1,23 @@
-"""The HTML page: whole, harmless, the same bytes each time, and without anything fetched from elsewhere."""
+"""The HTML page: whole, safe, self-contained, the same every time."""
 
 from __future__ import annotations
 
 import base64
 import html
-import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from ssl_vit.interfaces import RunError, UserError
+from ssl_vit.interfaces import RunError
 from ssl_vit.report import plots
 from ssl_vit.report.page import write_report
+from ssl_vit.report.runs import Loss
+from tests.report.made import ARMS, SUMMARY, SWEEP, row, two_arms, write_comparison, write_run
 
 HOSTILE = '<script>alert("1")</script> $x_1$ & Co'
 PNG = base64.b64decode(
@@ -55,198 +56,106 @@ class Page(HTMLParser):
         return [value for name, value in self.attributes if name in names]
 
 
-def skips(first: int, end: int) -> list[dict[str, str]]:
-    return [{"shard": "000001.tar", "key": f"{k:08d}", "reason": "image cannot be decoded"} for k in range(first, end)]
-
-
-def write_run(folder: Path, name: str, objective: str = "masked_patch") -> Path:
-    (folder / "pictures").mkdir(parents=True)
-    (folder / "recipe.yaml").write_text(f"# {HOSTILE}\nseed: 0\n")
-    (folder / "summary.json").write_text(json.dumps({"name": name, "objective": objective, "steps": 20}))
-    (folder / "environment.json").write_text(json.dumps({"versions": {"torch": "2.9.1"}}))
-    lines: list[dict[str, Any]] = [
-        {"step": step, "loss": 2 / step, "constant_loss": 1.9, "images_seen": 8 * step} for step in range(1, 21)
-    ]
-    lines.insert(7, {"step": 7, "event": "skipped_samples", "total": 4, "samples": skips(0, 4)})
-    lines.append({"step": 20, "event": "skipped_samples", "total": 11, "samples": skips(0, 7)})
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (folder / "pictures/reconstruction_step_00000020.png").write_bytes(PNG)
-    rows = [
-        {
-            "source": source,
-            "labels_per_class": 10,
-            "seed": seed,
-            "accuracy": accuracy + seed / 50,
-            "per_class": [0.5] * 4,
-        }
-        for source, accuracy in (("trained", 0.61), ("pixels", 0.7))
-        for seed in (0, 1)
-    ]
-    evaluation = {"evaluator": "few_shot", "title": HOSTILE, "settings": {"l2": 1024.0}, "data": {"test": HOSTILE}}
-    evaluation |= {"metric": "accuracy", "values": {}, "measurements": rows}
-    (folder / "results.json").write_text(json.dumps({"kind": "evaluations", "evaluations": [evaluation]}))
+@pytest.fixture
+def comparison(tmp_path: Path) -> Path:
+    arms = (ARMS[0].model_copy(update={"label": HOSTILE}), ARMS[1])
+    rows = [replace(one, notes=(HOSTILE,)) for one in two_arms()]
+    folder = write_comparison(tmp_path / "c", rows, arms=arms, sweeps={"ssl": SWEEP}, title=HOSTILE)
+    write_run(folder / "ssl", HOSTILE, 0.6)
+    (folder / "ssl/recipe.yaml").write_text(f"# {HOSTILE}\nseed: 0\n")
+    (folder / "ssl/inspect").mkdir()
+    for name in ("filters", "attention_rollout", "feature_map"):
+        (folder / "ssl/inspect" / f"{name}.png").write_bytes(PNG)
     return folder
 
 
-def write_comparison(folder: Path, seeds: int = 3) -> Path:
-    write_run(folder / "ssl", HOSTILE)
-    tried = [{"lr": 0.001, "held_out_accuracy": 0.912}, {"lr": 0.003, "held_out_accuracy": 0.5}]
-    choices = [
-        {"data": "data", "evaluator": "fine_tune", "labels_per_class": 10, "tried": tried, "chosen": {"lr": 0.001}}
-    ]
-    results = {
-        "kind": "comparison",
-        "title": HOSTILE,
-        "command": "ssl-vit demo",
-        "seeds": list(range(seeds)),
-        "seeds_vary": "A seed draws the labeled images.",
-        "notes": [HOSTILE],
-        "data": {"test": {"path": "data/test", "classes": 10}},
-        "sets": {"": {"classes": 10, "metric": "accuracy"}},
-        "evaluators": {"fine_tune": {"title": "Fine-tuning", "trains_encoder": True}},
-        "arms": [
-            {"name": "ssl", "label": HOSTILE, "run": "ssl", "labels_used": 0, "pretraining": {"seconds": 80.25}}
-            | {"choices": choices, "tuning": {"images_seen": 43210, "seconds": 7.5}},
-            {"name": "scratch", "label": "From scratch", "run": None, "labels_used": 0, "pretraining": None},
-        ],
-        "measurements": [
-            {"arm": arm, "evaluator": "fine_tune", "labels_per_class": b, "seed": s, "accuracy": a + s / 100 + b / 200}
-            | ({"accuracy": 0.69 + s / 50 + b / 200} if arm == "ssl" else {})
-            for arm, a in (("ssl", 0.7), ("scratch", 0.3), (HOSTILE, 0.5))
-            for b in (5, 10)
-            for s in range(seeds)
-        ],
-    }
-    (folder / "results.json").write_text(json.dumps(results))
-    return folder
-
-
-def test_comparison_page_is_whole_and_fetches_nothing(tmp_path: Path) -> None:
-    out = write_report([write_comparison(tmp_path / "c")], tmp_path / "deep/report.html")
+def test_the_page_is_whole_and_fetches_nothing(comparison: Path, tmp_path: Path) -> None:
+    out = write_report([comparison], tmp_path / "deep/report.html")
     page = Page(out)
     assert out == tmp_path / "deep/report.html"
     links = page.values("src", "href", "xlink:href")
-    assert len(links) > 3
     assert all(link.startswith(("data:", "#")) for link in links)
     assert not re.search(r"url\((?!#)|@import", page.text)
-    assert page.tags.count("svg") == 3  # accuracy, difference, loss
-    assert base64.b64encode(PNG).decode() in page.text
+    assert page.tags.count("svg") == 3, "accuracy, difference, loss"
+    assert page.tags.count("img") == 3
     ids = page.values("id")
     assert len(ids) == len(set(ids))
     assert {link[1:] for link in links if link.startswith("#")} <= set(ids)
 
 
-def test_comparison_page_says_what_a_reader_needs(tmp_path: Path) -> None:
-    text = Page(write_report([write_comparison(tmp_path / "c")], tmp_path / "report.html")).text
-    assert "gains +40.0\u00a0±\u00a02.5 points over training from scratch" in text
-    assert text.index("<h1>") < text.index("gains +40.0") < text.index("<svg")
-    assert "A seed draws the labeled images." in text
-    assert "ssl-vit demo" in text
-    assert f"ssl-vit train {tmp_path}/c/ssl/recipe.yaml" in text
-    assert "best constant guess" in text
-    assert "<td>lr 0.001</td><td>91.2</td>" in text
-    assert "Training skipped unreadable samples 11 time(s), first by step 7: 000001.tar: 00000000 (image cannot" in text
-    assert "00000004 (image cannot be decoded); and 2 more." in text
-    assert "00000005 (" not in text
-    assert "evaluations left out" not in text
-    for arm in ("ssl", "scratch"):
-        assert text.count(f"background:{plots.COLORS[arm]}") >= 2
-        assert f"stroke: {plots.COLORS[arm]}" in text
-
-
-def test_comparison_page_shows_costs_by_arm_and_what_the_evaluations_left_out(tmp_path: Path) -> None:
-    comparison = write_comparison(tmp_path / "c")
-    results = json.loads((comparison / "results.json").read_text())
-    results |= {"jobs": 4, "skipped": [*skips(0, 5), skips(5, 6)[0] | {"reason": "<b>"}]}
-    (comparison / "results.json").write_text(json.dumps(results))
+def test_the_verdict_comes_first_then_the_contents_then_the_curves(comparison: Path, tmp_path: Path) -> None:
     text = Page(write_report([comparison], tmp_path / "report.html")).text
-    costs = text[text.index("What each arm cost") :]
-    costs = costs[: costs.index("</table>")]
-    assert "Seconds were measured with 4 pieces running side by side" in costs
-    assert re.findall(r"([\w-]+) seconds</th><td>([^<]*)</td><td>([^<]*)</td>", costs) == [
-        ("Pretraining", "80.2", "–"),
-        ("Sweep", "7.5", "–"),
-        ("Fine-tuning", "–", "–"),
-    ]
-    assert '<th scope="row">Sweep images</th><td>43,210</td>' in costs
-    marks = re.findall(r'<th scope="col"><span class="dot" style="background:(#\w+)"></span>', costs)
-    assert marks == [plots.COLORS["ssl"], plots.COLORS["scratch"]]
-    before = text[: text.index("<h2>")]
-    assert "the evaluations left out 6 unreadable sample(s): 000001.tar: 00000000 (image cannot be decoded); " in before
-    assert "and 1 more." in before
+    parts = ("<h1>", "Masked patch prediction is better than", "<nav", "<svg", "Test accuracy, %", "Label efficiency")
+    places = [text.index(part) for part in (*parts, 'id="cost"', 'id="repeat"')]
+    assert places == sorted(places)
+    assert text.count("\u00a0±\u00a0") > 8, "a number and its interval stay on one line"
+    assert "ssl-vit compare c\n" in text
+    assert "Best constant" not in text and "best constant prediction" in text
 
 
-def test_hostile_names_stay_text(tmp_path: Path) -> None:
-    comparison = write_comparison(tmp_path / "c")
-    for paths in ([comparison], [comparison / "ssl", write_run(tmp_path / "other", "b")]):
+def test_an_arm_has_one_color_everywhere(comparison: Path, tmp_path: Path) -> None:
+    text = Page(write_report([comparison], tmp_path / "report.html")).text
+    for color in (plots.COLORS["tested"], plots.COLORS["scratch"]):
+        assert f"background:{color}" in text and f"stroke: {color}" in text
+
+
+def test_hostile_names_stay_text(comparison: Path, tmp_path: Path) -> None:
+    for paths in ([comparison], [comparison / "ssl", write_run(tmp_path / "other", "b", 0.5)]):
         page = Page(write_report(paths, tmp_path / "report.html"))
         assert "script" not in page.tags
-        assert "<script" not in page.text
         assert "&lt;script&gt;" in page.text
-        assert "$x_1$" in page.text  # neither mathematics nor lost
+        assert "$x_1$" in page.text, "neither mathematics nor lost"
 
 
 def test_runs_side_by_side(tmp_path: Path) -> None:
-    runs = [write_run(tmp_path / name, name, objective) for name, objective in (("a", "x"), ("b", "x"), ("c", "y"))]
-    results = json.loads((runs[0] / "results.json").read_text())
-    results["evaluations"][0]["skipped"] = skips(8, 9)
-    (runs[0] / "results.json").write_text(json.dumps(results))
+    runs = [write_run(tmp_path / name, name, 0.6, objective=objective) for name, objective in ("ax", "bx", "cy")]
     page = Page(write_report(runs, tmp_path / "report.html"))
-    # Accuracy and difference; losses of different objectives are never drawn on the same axes.
-    assert page.tags.count("svg") == 2 + 2
-    assert page.tags.count("img") == 3
-    assert page.text.count("<td>62.0\u00a0±\u00a01.4</td>") == 3
-    assert page.text.count("<td>71.0\u00a0±\u00a01.4</td>") == 1, "raw pixels are the same for all"
-    assert page.text.count(">+0.0<") == 2 and page.text.count(">-9.0<") == 1, "the same at both seeds: no interval"
+    assert page.tags.count("svg") == 2 + 2, "losses of different objectives never share axes"
     assert "3 runs side by side" in page.text
-    assert page.text.count("the evaluations left out 1 unreadable sample(s): 000001.tar: 00000008 (image cannot") == 1
+    assert 'class="verdict"' not in page.text
     assert f"ssl-vit report {tmp_path}/a {tmp_path}/b {tmp_path}/c" in page.text
 
 
-def test_one_seed_one_budget_and_an_empty_run_still_make_a_page(tmp_path: Path) -> None:
-    comparison = write_comparison(tmp_path / "c", seeds=1)
-    results = json.loads((comparison / "results.json").read_text())
-    results["measurements"] = [found for found in results["measurements"] if found["labels_per_class"] == 5]
-    (comparison / "results.json").write_text(json.dumps(results))
-    assert "one seed, so no interval" in Page(write_report([comparison], tmp_path / "report.html")).text
-    (comparison / "results.json").write_text('{"kind": "comparison", "finished": false}')
-    assert "No verdict yet" in Page(write_report([comparison], tmp_path / "report.html")).text
+def test_little_still_makes_a_page(tmp_path: Path) -> None:
+    one = write_comparison(tmp_path / "one", two_arms(seeds=1, budgets=(5,)))
+    assert "Undecided" in Page(write_report([one], tmp_path / "report.html")).text
+    none = write_comparison(tmp_path / "none", [], metrics={"digits": "accuracy"})
+    assert "No verdict yet" in Page(write_report([none], tmp_path / "report.html")).text
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty/recipe.yaml").write_text("seed: 0\n")
     assert "<h1>empty</h1>" in Page(write_report([tmp_path / "empty"], tmp_path / "report.html")).text
 
 
-def test_the_same_input_gives_the_same_bytes(tmp_path: Path) -> None:
-    comparison = write_comparison(tmp_path / "c")
+def test_the_same_input_gives_the_same_bytes(comparison: Path, tmp_path: Path) -> None:
     first = write_report([comparison], tmp_path / "1.html").read_bytes()
     assert write_report([comparison], tmp_path / "2.html").read_bytes() == first
 
 
-def test_what_cannot_be_reported_together_or_written(tmp_path: Path) -> None:
-    comparison = write_comparison(tmp_path / "c")
-    with pytest.raises(UserError, match="No directory given"):
-        write_report([], tmp_path / "report.html")
-    with pytest.raises(UserError, match="report it alone"):
-        write_report([comparison, comparison / "ssl"], tmp_path / "report.html")
-    with pytest.raises(RunError, match="could not be written"):
+def test_a_report_that_cannot_be_written_is_named(comparison: Path, tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=f"{tmp_path}: the report could not be written"):
         write_report([comparison], tmp_path)
+    assert not list(tmp_path.glob("*.tmp"))
 
 
-def test_a_resumed_run_is_drawn_once_and_without_its_non_finite_losses() -> None:
-    records: list[dict[str, Any]] = [{"step": step, "loss": float(step)} for step in (1, 2, 3, 2, 3, 4)]
-    broken = [*records, {"step": 5, "loss": float("nan")}, {"step": 6, "event": "skipped_samples"}]
-    clean: list[dict[str, Any]] = [{"step": step, "loss": float(step)} for step in (1, 2, 3, 4)]
-    assert plots.loss_curves([("a", "#808080", broken)]) == plots.loss_curves([("a", "#808080", clean)])
-    assert plots.loss_curves([("a", "#808080", [])]) is None
+def test_losses_are_drawn_with_their_constant(tmp_path: Path) -> None:
+    style = plots.Style("#0072b2", "o")
+    losses = [Loss(step, 1 / step, 0.5, 64 * step) for step in range(1, 1000)]
+    found = plots.loss_curves({"a": (style, losses)})
+    assert found is not None
+    assert "best constant" in found.inline and "images seen" in found.inline
+    steps = plots.loss_curves({"a": (style, [replace(one, images_seen=None, constant=None) for one in losses])})
+    assert steps is not None and ">step<" in steps.inline and "constant" not in steps.inline
+    assert plots.loss_curves({"a": (style, [])}) is None
 
 
 def test_figures_take_the_color_of_the_page_and_leave_no_global_state() -> None:
-    curve = plots.Curve("名前 $a", "#0072b2", "o", [1, 5], [40.0, 60.0], [38.0, 58.0], [42.0, 62.0])
-    svg = plots.accuracy_curve([curve], "labels", "accuracy, %", chance=39.0)
-    assert "名前 $a" in svg and "chance" in svg
-    assert "currentColor" in svg
-    assert plots.INK not in svg
-    assert not re.search(r"(fill|stroke): (#000000|black|#ffffff|white)", svg)
+    curve = plots.Curve("名前 $a", plots.Style("#0072b2", "o"), [1, 5], [40.0, 60.0], [2.0, 2.0])
+    found = plots.accuracy_curve([curve], "labels", "accuracy, %", chance=41.0)
+    assert "名前 $a" in found.inline and "chance" in found.inline
+    assert "currentColor" in found.inline and plots.INK not in found.inline
+    assert not re.search(r"(fill|stroke): (#000000|black|#ffffff|white)", found.inline)
+    whole = base64.b64decode(found.file.partition(",")[2]).decode()
+    assert whole.startswith("<svg") and "xmlns=" in whole
 
 
 def test_the_report_does_not_import_torch_or_pyplot() -> None:
@@ -254,51 +163,24 @@ def test_the_report_does_not_import_torch_or_pyplot() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_a_scaling_study_has_a_line_and_an_untrained_level_for_each_size(tmp_path: Path) -> None:
-    sizes = {"ssl": ("wide", 2e12, "w"), "wide_short": ("wide", 5e11, "w"), "small": ("narrow", 1e10, "n")}
-    scores = {"ssl": 0.7, "wide_short": 0.6, "small": 0.5, "untrained": 0.4, "untrained_small": 0.3, "pixels": 0.35}
-    results = {
-        "kind": "comparison",
-        "study": "flops",
-        "seeds": [0, 1],
-        "arms": [
-            {"name": name, "label": f"{series}, {flops:.0e}", "series": series, "architecture": made, "labels_used": 0}
-            | {"pretraining": {"flops": flops}}
-            for name, (series, flops, made) in sizes.items()
-        ],
-        "references": {"untrained": "w", "untrained_small": "n", "pixels": "w"},
-        "evaluators": {"few_shot": {"title": "Few-shot"}},
-        "measurements": [
-            {"arm": arm, "evaluator": "few_shot", "labels_per_class": 5, "seed": s, "accuracy": a + s * a / 100}
-            for arm, a in scores.items()
-            for s in (0, 1)
-        ],
-    }
-    (tmp_path / "results.json").write_text(json.dumps(results))
-    text = write_report([tmp_path], tmp_path / "report.html").read_text()
-    figure = text[text.index("Accuracy over pretraining compute") : text.index("<h2>Few-shot")]
-    names = [html.unescape(name) for name in re.findall(r"<text[^>]*>([^<]*)</text>", figure)]
-    for name in ("wide", "narrow", "wide, untrained", "narrow, untrained", "raw pixels", "1e10", "5e11", "2e12"):
-        assert names.count(name) == 1, (name, names)
-    assert "SSL pretraining (wide, 2e+12) gains" in text, "one of several arms is named"
-    results["arms"][2]["pretraining"] = None  # it has not pretrained yet; its untrained twin is measured
-    results["measurements"] = [row for row in results["measurements"] if row["arm"] != "small"]
-    (tmp_path / "results.json").write_text(json.dumps(results))
-    assert "the untrained encoder of narrow" in write_report([tmp_path], tmp_path / "report.html").read_text()
-
-
-def test_a_study_of_many_series_has_a_page(tmp_path: Path) -> None:
+def test_a_scaling_study_has_a_line_per_series_and_levels(tmp_path: Path) -> None:
+    sizes = {"ssl": ("wide", 2e12), "wide_short": ("wide", 5e11), "small": ("narrow", 1e10)}
     arms = [
-        {"name": f"a{n}", "label": f"a{n}", "series": f"s{n // 2}", "architecture": "w", "labels_used": 0}
-        | {"pretraining": {"flops": 1e9 * (n + 1)}}
-        for n in range(20)
+        ARMS[0].model_copy(
+            update={"name": name, "label": name, "series": series, "kind": "weights"}
+            | {"summary": SUMMARY.model_copy(update={"flops": flops})}
+        )
+        for name, (series, flops) in sizes.items()
     ]
-    scores = [
-        {"arm": arm["name"], "evaluator": "few_shot", "labels_per_class": 5, "seed": s, "accuracy": 0.5 + s / 10}
-        for arm in arms
-        for s in (0, 1)
+    scores = {"ssl": 0.7, "wide_short": 0.6, "small": 0.5, "untrained": 0.4, "pixels": 0.35}
+    rows = [
+        row(arm, 5, seed, score + seed / 50, evaluator="few_shot") for arm, score in scores.items() for seed in (0, 1)
     ]
-    results = {"kind": "comparison", "study": "flops", "seeds": [0, 1], "arms": arms, "measurements": scores}
-    (tmp_path / "results.json").write_text(json.dumps(results | {"evaluators": {"few_shot": {"title": "Few-shot"}}}))
-    text = write_report([tmp_path], tmp_path / "report.html").read_text()
-    assert all(f">s{n}<" in text for n in range(10))
+    folder = write_comparison(
+        tmp_path / "c", rows, arms=arms, study="flops", references={"untrained": "", "pixels": ""}
+    )
+    text = write_report([folder], tmp_path / "report.html").read_text()
+    figure = text[text.index("pretraining</h2>") : text.index('id="cost"')]
+    names = [html.unescape(name) for name in re.findall(r"<text[^>]*>([^<]*)</text>", figure)]
+    for name in ("wide", "narrow", "the untrained encoder", "raw pixels", "10G", "500G", "2T"):
+        assert names.count(name) == 1, (name, names)

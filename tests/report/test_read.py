@@ -2,107 +2,158 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+import ssl_vit.report
 from ssl_vit.files import sha256
 from ssl_vit.interfaces import UserError
-from ssl_vit.report.cells import remarks
-from ssl_vit.report.read import read_directory
+from ssl_vit.records import SkippedSample
+from ssl_vit.report.read import read
+from ssl_vit.report.runs import flat, read_run
+from tests.report.made import two_arms, write_comparison, write_run
 
 
-def write_run(folder: Path, name: str = "run") -> Path:
-    (folder / "pictures").mkdir(parents=True)
-    (folder / "recipe.yaml").write_text("seed: 0\n")
-    (folder / "summary.json").write_text(json.dumps({"steps": 2, "name": name}))
-    (folder / "environment.json").write_text(json.dumps({"world_size": 1}))
-    (folder / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "loss": 1.5}\n{"step": 3, "lo')
+def test_no_signature_of_the_report_holds_an_untyped_dictionary() -> None:
+    files = [file for file in Path(ssl_vit.report.__path__[0]).glob("*.py") if file.name != "merge.py"]
+    signatures = [
+        (file.name, part)
+        for file in files
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.FunctionDef)
+        for part in (*(one.annotation for one in (*node.args.args, *node.args.kwonlyargs)), node.returns)
+        if part is not None
+    ]
+    assert len(signatures) > 100
+    assert [name for name, part in signatures if "Any" in ast.unparse(part)] == []
+
+
+def test_a_run_that_was_killed_and_resumed(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", "a", 0.6)
+    lines = ['{"step": 1, "loss": 2.0}', '{"step": 2, "loss": 1.5}', '{"step": 3, "lo', '{"step": 2, "loss": 1.0}']
+    lines += ['{"step": 3, "loss": NaN}', '{"step": 4, "event": "other"}']
+    (run / "metrics.jsonl").write_text("\n".join(lines))
+    found = read_run(run)
+    assert [(one.step, one.loss) for one in found.losses] == [(1, 2.0), (2, 1.0)]
+    assert found.remarks == ("1 incomplete line(s) of metrics.jsonl were ignored (a killed run leaves one).",)
+
+
+def test_skipped_training_samples_are_a_remark(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", "a", 0.6)
+    samples = [SkippedSample(shard="s.tar", key=str(n), reason="cut").model_dump() for n in (1, 2, 1)]
+    (run / "metrics.jsonl").write_text(json.dumps({"event": "skipped_samples", "samples": samples}))
+    (remark,) = read_run(run).remarks
+    assert "3 time(s): s.tar: 1 (cut); s.tar: 2 (cut)." in remark
+
+
+def test_pictures_of_inspect_come_before_the_newest_of_training(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", "a", 0.6)
+    (run / "pictures").mkdir()
     for step in (500, 1000, 90):
-        (folder / f"pictures/reconstruction_step_{step}.png").write_bytes(b"png")
-    return folder
-
-
-def test_reads_a_run_that_was_killed_while_it_wrote(tmp_path: Path) -> None:
-    run = read_directory(write_run(tmp_path / "run"))
-    assert run["kind"] == "run"
-    assert run["metrics"] == [{"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.5}]
-    assert run["broken_lines"] == 1
-    assert run["recipe"] == "seed: 0\n"
-    assert run["summary"] == {"steps": 2, "name": "run"}
-    assert run["environment"] == {"world_size": 1}
-    assert run["results"] is None
-    assert run["path"] == tmp_path / "run"
-
-
-def test_the_newest_picture_is_the_one_of_the_highest_step_not_of_the_last_name(tmp_path: Path) -> None:
-    (picture,) = read_directory(write_run(tmp_path / "run"))["pictures"]
-    assert picture.name == "reconstruction_step_1000.png"
-
-
-def test_what_inspect_drew_comes_before_the_pictures_of_training(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run")
+        (run / f"pictures/reconstruction_step_{step}.png").write_bytes(b"")
+    assert [path.name for path in read_run(run).pictures] == ["reconstruction_step_1000.png"]
     (run / "inspect").mkdir()
     for name in ("filters", "attention_rollout", "unknown"):
         (run / "inspect" / f"{name}.png").write_bytes(b"")
-    assert [path.stem for path in read_directory(run)["pictures"]] == ["attention_rollout", "filters"]
+    assert [path.stem for path in read_run(run).pictures] == ["attention_rollout", "filters"]
 
 
-def test_a_broken_line_in_the_middle_as_after_a_resume_loses_no_other(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run")
-    with (run / "metrics.jsonl").open("a") as file:
-        file.write('\n{"step": 3, "loss": 1.0}\n')
-    metrics = read_directory(run)["metrics"]
-    assert [record["step"] for record in metrics] == [1, 2, 3]
+def test_results_of_other_weights_are_skipped_and_counted(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", "a", 0.6)
+    assert len(read_run(run).evaluations) == 1
+    (run / "encoder.safetensors").write_bytes(b"new")
+    found = read_run(run)
+    assert found.evaluations == () and "1 result(s) of other weights" in found.remarks[0]
+    write_run(tmp_path / "same", "a", 0.6, sha256=sha256(run / "encoder.safetensors"))
+    shutil.copy(run / "encoder.safetensors", tmp_path / "same")
+    assert len(read_run(tmp_path / "same").evaluations) == 1
 
 
-def test_evaluations_alone_are_a_run(tmp_path: Path) -> None:
-    (tmp_path / "results.json").write_text('{"kind": "evaluations", "evaluations": []}')
-    run = read_directory(tmp_path)
-    assert (run["kind"], run["metrics"], run["recipe"], run["pictures"]) == ("run", [], "", [])
+def test_a_comparison_has_the_runs_that_exist(tmp_path: Path) -> None:
+    folder = write_comparison(tmp_path / "c", two_arms())
+    assert read([folder]).runs == {}
+    write_run(folder / "ssl", "ssl", 0.6)
+    assert list(read([folder]).runs) == ["ssl"]
 
 
-def test_reads_a_comparison_with_the_runs_that_exist(tmp_path: Path) -> None:
-    write_run(tmp_path / "ssl")
-    arms = [{"name": "ssl", "run": "ssl"}, {"name": "scratch", "run": None}, {"name": "supervised", "run": "gone"}]
-    (tmp_path / "results.json").write_text(json.dumps({"kind": "comparison", "arms": arms}))
-    found = read_directory(tmp_path)
-    assert found["kind"] == "comparison"
-    assert list(found["runs"]) == ["ssl"]
-    assert len(found["runs"]["ssl"]["metrics"]) == 2
+def test_unfinished_damaged_and_outdated_tasks_are_missing(tmp_path: Path) -> None:
+    folder = write_comparison(tmp_path / "c", two_arms())
+    cut, outdated = (folder / "tasks" / f"digits-fine_tune-ssl-5-0-{seed}.json" for seed in (0, 1))
+    cut.with_suffix(".npz").write_bytes(b"cut short")
+    outdated.write_text(outdated.read_text().replace('"fingerprint": "f-', '"fingerprint": "g-'))
+    found = read([folder])
+    assert set(found.missing) == {cut.stem, outdated.stem}
+    assert len(found.table.results) == len(found.files) == 10
+    assert all(row.arm in file.stem for row, file in zip(found.table.results, found.files, strict=True))
+
+
+def test_parts_of_a_comparison_make_one(tmp_path: Path) -> None:
+    whole = write_comparison(tmp_path / "whole", two_arms())
+    names = [f"digits-fine_tune-{arm}-{budget}-0-0" for arm in ("ssl", "scratch") for budget in (5, 10)]
+    parts = [write_comparison(tmp_path / str(n), two_arms(), missing=names[n::2]) for n in (0, 1)]
+    assert set(read(parts[:1]).missing) == {names[0], names[2]}
+    assert not read(parts).missing
+    frames = [read(paths).table.frame for paths in (parts, [whole])]
+    assert frames[0].equals(frames[1])
+    other = write_comparison(tmp_path / "other", two_arms(seeds=2))
+    with pytest.raises(UserError, match="different comparisons"):
+        read([whole, other])
+
+
+def test_runs_are_arms_of_what_was_measured_alike(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / name, name, score) for name, score in (("a", 0.6), ("b", 0.65))]
+    runs.append(write_run(tmp_path / "c", "c", 0.7, settings={"l2": 1.0}))
+    found = read(runs)
+    assert found.separate and found.arms[:3] == ("a", "b", "c")
+    assert list(found.record.evaluators) == ["few_shot", "few_shot (2)"]
+    by_evaluator = found.table.frame.groupby("evaluator")["arm"].unique()
+    assert list(by_evaluator["few_shot"]) == ["a", "b", "pixels"], "raw pixels are the same for all: one row"
+    assert list(by_evaluator["few_shot (2)"]) == ["c", "pixels"]
+
+
+def test_runs_of_one_name_are_told_apart_by_their_paths(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / folder, "same", 0.6) for folder in ("x", "y")]
+    assert [arm.name for arm in read(runs).record.arms] == [str(run) for run in runs]
 
 
 @pytest.mark.parametrize(
     ("prepare", "words"),
     [
-        (lambda folder: folder / "missing", "no such directory"),
-        (lambda folder: folder, "neither a run nor a comparison"),
-        (lambda folder: write_run(folder / "run") / "recipe.yaml", "this is a file"),
+        (lambda folder: [], "No directory given"),
+        (lambda folder: [folder / "missing"], "no such directory"),
+        (lambda folder: [folder], "neither a run nor a comparison"),
+        (lambda folder: [write_run(folder / "run", "a", 0.5) / "recipe.yaml"], "no such directory"),
+        (
+            lambda folder: [write_comparison(folder / "c", two_arms()), write_run(folder / "run", "a", 0.5)],
+            "report it alone",
+        ),
     ],
 )
-def test_what_cannot_be_reported_is_named_in_plain_words(tmp_path: Path, prepare, words: str) -> None:  # type: ignore[no-untyped-def]
-    path = prepare(tmp_path)
+def test_what_cannot_be_reported_is_named(tmp_path: Path, prepare: Callable[[Path], list[Path]], words: str) -> None:
+    paths = prepare(tmp_path)
     with pytest.raises(UserError, match=words) as error:
-        read_directory(path)
-    assert str(path) in str(error.value)
-    assert str(error.value).count("\n") <= 1
+        read(paths)
+    assert not paths or str(paths[0]) in str(error.value)
 
 
-def test_damaged_results_are_named(tmp_path: Path) -> None:
-    (tmp_path / "results.json").write_text('{"kind": "compa')
-    with pytest.raises(UserError, match=r"results\.json: not valid JSON"):
-        read_directory(tmp_path)
-    (tmp_path / "results.json").write_text("[]")
-    with pytest.raises(UserError, match="expected a JSON object"):
-        read_directory(tmp_path)
+def test_files_of_another_version_are_refused_in_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_text('{"header": {}, "pieces": []}')
+    with pytest.raises(UserError, match=r"plan\.json: written by another version of ssl-vit"):
+        read([tmp_path])
+    (tmp_path / "plan.json").write_text('{"name": "c')
+    with pytest.raises(UserError, match=r"plan\.json: not valid JSON"):
+        read([tmp_path])
+    run = write_run(tmp_path / "run", "a", 0.5)
+    (run / "summary.json").write_text('{"name": "a", "pieces": 3}')
+    with pytest.raises(UserError, match=r"summary\.json: written by another version"):
+        read([run])
 
 
-def test_results_of_weights_that_are_gone_are_left_out_and_counted(tmp_path: Path) -> None:
-    (tmp_path / "encoder.safetensors").write_bytes(b"new")
-    new = sha256(tmp_path / "encoder.safetensors")
-    judged = [{"evaluator": "knn", "sha256": new}, {"evaluator": "knn", "sha256": "old"}, {"evaluator": "before"}]
-    (tmp_path / "results.json").write_text(json.dumps({"kind": "evaluations", "evaluations": judged}))
-    run = read_directory(tmp_path)
-    assert run["results"]["evaluations"] == [judged[0], judged[2]]
-    assert "1 result(s) of weights that are no longer there" in remarks(run)[0]
+def test_flat_settings() -> None:
+    nested = {"a": {"b": [1, 2.5]}, "c": [{"d": None}, {"d": True}], "n": 12345}
+    assert flat(nested) == {"a.b": "1, 2.5", "c.1.d": "–", "c.2.d": "True", "n": "12,345"}

@@ -1,0 +1,199 @@
+"""Read one run directory: its summary, losses, pictures and what evaluators measured. Torch-free."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
+
+from ssl_vit import results
+from ssl_vit.files import read_json, sha256
+from ssl_vit.interfaces import UserError
+from ssl_vit.records import RunSummary, SkippedSample
+from ssl_vit.results import Result
+
+RUN_FILES = ("metrics.jsonl", "recipe.yaml", "summary.json", "results")
+# What `ssl-vit inspect` draws, in the order of a page.
+PICTURES = (
+    *("reconstructions", "attention_rollout", "attention_distance"),
+    *("feature_map", "filters", "position_similarity"),
+)
+Model = TypeVar("Model", bound=BaseModel)
+
+
+@dataclass(frozen=True)
+class Loss:
+    """Training loss at one step. constant: that of the best constant prediction, where it was logged."""
+
+    step: int
+    loss: float
+    constant: float | None
+    images_seen: int | None
+
+
+class About(BaseModel):
+    """What a results file of `ssl-vit eval` says beside its rows."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+    evaluator: str
+    title: str
+    settings: dict[str, JsonValue] = {}
+    data: dict[str, str]
+    shards: JsonValue = None
+    classes: tuple[str, ...] = ()
+    metric: str = "accuracy"
+    sha256: str | None = None
+    skipped: tuple[SkippedSample, ...] = ()
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """One results file of a run."""
+
+    file: Path
+    about: About
+    rows: tuple[Result, ...]
+
+    @property
+    def protocol(self) -> str:
+        """The same for files that were measured alike."""
+        data = "shards" if self.about.shards else "data"
+        return self.about.model_dump_json(include={"evaluator", "settings", "metric", data})
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run directory. environment: nested keys joined by dots. remarks: what a reader must know about its files."""
+
+    name: str
+    path: Path
+    summary: RunSummary | None
+    recipe: str
+    losses: tuple[Loss, ...]
+    pictures: tuple[Path, ...]
+    evaluations: tuple[Evaluation, ...]
+    environment: Mapping[str, str]
+    remarks: tuple[str, ...]
+
+
+def read_run(path: Path) -> Run:
+    """Raises UserError where the directory is not of a run, or holds a damaged file."""
+    if not any((path / name).exists() for name in RUN_FILES):
+        names = ", ".join(RUN_FILES)
+        raise UserError(f"{path}: neither a run nor a comparison (no plan.json, {names}). Give the directory itself.")
+    file, recipe = path / "summary.json", path / "recipe.yaml"
+    summary = validated(file, read_json(file), RunSummary) if file.is_file() else None
+    environment = path / "environment.json"
+    losses, remarks = _read_metrics(path / "metrics.jsonl")
+    evaluations, outdated = _evaluations(path)
+    if outdated:
+        remarks.append(f"{outdated} result(s) of other weights were skipped: run `ssl-vit eval` again.")
+    return Run(
+        name=summary.name if summary else path.resolve().name,
+        path=path,
+        summary=summary,
+        recipe=recipe.read_text(encoding="utf-8", errors="replace") if recipe.is_file() else "",
+        losses=losses,
+        pictures=pictures(path / "inspect") or _newest_picture(path / "pictures"),
+        evaluations=evaluations,
+        environment=flat(read_json(environment)) if environment.is_file() else {},
+        remarks=tuple(remarks),
+    )
+
+
+def _evaluations(path: Path) -> tuple[tuple[Evaluation, ...], int]:
+    """(what was measured of the weights that lie in a run directory now, how many files are of other weights)."""
+    weights = path / "encoder.safetensors"
+    here = sha256(weights) if weights.is_file() else None
+    found = []
+    for file in sorted((path / "results").glob("*.json")):
+        rows, about = results.load(file)
+        found.append(Evaluation(file, validated(file, about, About), tuple(rows)))
+    kept = tuple(one for one in found if here is None or one.about.sha256 in (None, here))
+    return kept, len(found) - len(kept)
+
+
+def validated(file: Path, content: object, model: type[Model]) -> Model:
+    """The content of a JSON file as a typed record. Raises UserError."""
+    try:
+        return model.model_validate(content)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"]))
+        raise UserError(
+            f"{file}: written by another version of ssl-vit ({key}: {first['msg']}); run its command again"
+        ) from None
+
+
+def flat(value: object, prefix: str = "") -> dict[str, str]:
+    """Nested dictionaries as text by keys joined by dots; dictionaries in a list are numbered from 1."""
+    if isinstance(value, list | tuple) and value and isinstance(value[0], dict):
+        value = {str(number): one for number, one in enumerate(value, 1)}
+    if not isinstance(value, dict):
+        return {prefix: text(value)}
+    found: dict[str, str] = {}
+    for key, part in value.items():
+        found |= flat(part, f"{prefix}.{key}" if prefix else str(key))
+    return found
+
+
+def text(value: object) -> str:
+    """A value as the text of a cell; "–" for None."""
+    if isinstance(value, list | tuple):
+        return ", ".join(map(text, value))
+    if isinstance(value, float):
+        return f"{value:.4g}" if abs(value) < 1e4 else f"{value:,.0f}" if abs(value) < 1e7 else f"{value:.3g}"
+    return "–" if value is None else f"{value:,}" if type(value) is int else str(value)
+
+
+def pictures(folder: Path) -> tuple[Path, ...]:
+    """What `ssl-vit inspect` drew into a folder."""
+    return tuple(path for name in PICTURES if (path := folder / f"{name}.png").is_file())
+
+
+def _newest_picture(folder: Path) -> tuple[Path, ...]:
+    def step(picture: Path) -> tuple[int, str]:
+        number = re.search(r"(\d+)$", picture.stem)
+        return (int(number[1]) if number else -1, picture.name)
+
+    return tuple(sorted(folder.glob("reconstruction*.png"), key=step)[-1:])
+
+
+def _read_metrics(path: Path) -> tuple[tuple[Loss, ...], list[str]]:
+    """Finite losses in step order (of a step that a resumed run repeated, the later one), and remarks."""
+    losses: dict[int, Loss] = {}
+    skipped: list[SkippedSample] = []
+    broken = 0
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []:
+        try:
+            record = json.loads(line)
+            if record.get("event") == "skipped_samples":
+                skipped += [SkippedSample.model_validate(sample) for sample in record["samples"]]
+            elif _finite(record.get("loss")):
+                constant = record.get("constant_loss")
+                loss = Loss(
+                    record["step"], record["loss"], constant if _finite(constant) else None, record.get("images_seen")
+                )
+                losses[loss.step] = loss
+        except (ValueError, LookupError, AttributeError):
+            broken += 1  # a kill cuts a line short; a resumed run appends after it
+    remarks = [f"Training skipped unreadable samples {len(skipped):,} time(s): {listed(skipped)}."] if skipped else []
+    if broken:
+        remarks.append(f"{broken} incomplete line(s) of metrics.jsonl were ignored (a killed run leaves one).")
+    return tuple(losses[step] for step in sorted(losses)), remarks
+
+
+def _finite(value: object) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def listed(samples: list[SkippedSample] | tuple[SkippedSample, ...]) -> str:
+    """Up to five of the samples, each once, with the reason."""
+    names = list(dict.fromkeys(f"{sample.shard}: {sample.key} ({sample.reason})" for sample in samples))
+    return "; ".join(names[:5] + ([f"and {len(names) - 5} more"] if len(names) > 5 else []))

@@ -1,0 +1,285 @@
+"""The statistics of a comparison: accuracies, paired differences, headlines, label efficiency. Pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+
+from ssl_vit.report.read import Comparison
+from ssl_vit.report.statistics import (
+    Equal,
+    Estimate,
+    Outcome,
+    class_weights,
+    crossed_mean,
+    holm,
+    label_efficiency,
+    outcome,
+    unit_means,
+)
+from ssl_vit.results import Budget
+
+Role = Literal["baseline", "supervised", "reference", "other"]
+Rows = dict[tuple[int, int], int]  # row of the table by pretraining seed and seed
+
+
+@dataclass(frozen=True)
+class Place:
+    """One data set under one evaluator."""
+
+    data: str
+    evaluator: str
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """Test accuracy of an arm. labels: those of the label budget per class, as a number. seeds: how many."""
+
+    place: Place
+    labels_per_class: Budget
+    labels: float
+    arm: str
+    seeds: int
+    estimate: Estimate
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Accuracy of an arm minus that of another, paired by seed and test image.
+
+    labels_per_class, labels: the label budget; "mean" and 0: the mean over all of them.
+    role: what `against` is. arm_mean, against_mean: accuracies over the same seeds and images.
+    unit: what varies. fixed: arms with a single pretraining, so that the statement is about that one.
+    """
+
+    place: Place
+    labels_per_class: Budget
+    labels: float
+    arm: str
+    against: str
+    role: Role
+    arm_mean: float
+    against_mean: float
+    seeds: int
+    unit: Literal["seed", "pretraining"]
+    fixed: tuple[str, ...]
+    estimate: Estimate
+    outcome: Outcome
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """`arm` with so many labels per class is as accurate as `against` with `equal.labels`.
+
+    measured: labels per class of the smallest and the largest label budget.
+    """
+
+    place: Place
+    arm: str
+    against: str
+    labels_per_class: Budget
+    measured: tuple[float, float]
+    equal: Equal
+
+
+@dataclass(frozen=True)
+class Summary:
+    """differences: intervals adjusted for the label budgets of a pair of arms. means: over label budgets. headlines:
+    the pre-declared one of each data set."""
+
+    places: tuple[Place, ...]
+    accuracies: tuple[Accuracy, ...]
+    differences: tuple[Difference, ...]
+    means: tuple[Difference, ...]
+    headlines: tuple[Difference, ...]
+    efficiencies: tuple[Efficiency, ...]
+
+
+def summarize(comparison: Comparison) -> Summary:
+    """All statistics of whatever is finished of a comparison.
+
+    The headline of a data set is the mean over label budgets of the paired difference between the first arm under test
+    and its baseline (training from scratch; the untrained encoder under frozen evaluators), under the first evaluator
+    that trains the encoder, else under the first one.
+    """
+    accuracies: list[Accuracy] = []
+    differences: list[Difference] = []
+    means: list[Difference] = []
+    efficiencies: list[Efficiency] = []
+    places = _places(comparison)
+    for place, budgets in places.items():
+        measured = _Measured(comparison, place, budgets)
+        accuracies += measured.accuracies()
+        for arm, against, role in _pairs(comparison, measured.arms):
+            means += measured.difference([*budgets], arm, against, role)
+            single = [row for budget in budgets for row in measured.difference([budget], arm, against, role)]
+            differences += _adjusted(comparison, single)
+            if role == "baseline" and arm == comparison.tested[0]:
+                efficiencies += measured.efficiencies(arm, against)
+    evaluators = comparison.record.evaluators
+    found = [row for row in means if row.role == "baseline" and row.arm == comparison.tested[0]]
+    found.sort(key=lambda row: not evaluators[row.place.evaluator].trains_encoder)  # stable
+    first = {row.place.data: row for row in reversed(found)}
+    headlines = _adjusted(comparison, [first[data] for data in comparison.record.metrics if data in first])
+    listed = (accuracies, differences, means, headlines, efficiencies)
+    return Summary(tuple(places), *(tuple(rows) for rows in listed))  # type: ignore[arg-type]
+
+
+def _adjusted(comparison: Comparison, rows: Sequence[Difference]) -> list[Difference]:
+    """The same rows with intervals adjusted for their number."""
+    margin, adjusted = comparison.record.margin, holm([row.estimate for row in rows])
+    return [replace(row, estimate=one, outcome=outcome(one, margin)) for row, one in zip(rows, adjusted, strict=True)]
+
+
+def _places(comparison: Comparison) -> dict[Place, dict[Budget, dict[str, Rows]]]:
+    """Rows of the table by data set and evaluator, label budget (ascending) and arm."""
+    frame = comparison.table.frame
+    frame = frame[frame["primary"].astype(bool)].sort_values("labels", kind="stable")
+    found: dict[Place, dict[Budget, dict[str, Rows]]] = {}
+    for row in frame.itertuples():
+        arms = found.setdefault(Place(row.data, row.evaluator), {}).setdefault(row.labels_per_class, {})
+        arms.setdefault(row.arm, {})[row.pretraining_seed, row.seed] = row.Index
+    data, evaluators = list(comparison.record.metrics), list(comparison.record.evaluators)
+    places = sorted(found, key=lambda place: (data.index(place.data), evaluators.index(place.evaluator)))
+    return {place: found[place] for place in places}
+
+
+def _pairs(comparison: Comparison, measured: Sequence[str]) -> Iterator[tuple[str, str, Role]]:
+    """(arm, against, what `against` is): every arm under test against its baseline, supervised arms and references;
+    the first of them against all other arms, too, outside of a study."""
+    arms = {arm.name: arm for arm in comparison.record.arms}
+    for arm in (name for name in comparison.tested if name in measured):
+        baseline = None if comparison.separate else _baseline(comparison, arm, measured)
+        if baseline:
+            yield arm, baseline, "baseline"
+        for other in measured:
+            if other in (arm, baseline):
+                continue
+            if other not in arms:
+                yield arm, other, "reference"
+            elif arms[other].uses_labels:
+                yield arm, other, "supervised"
+            elif arm == comparison.tested[0] and not comparison.record.study:
+                yield arm, other, "other"
+
+
+def _baseline(comparison: Comparison, arm: str, measured: Sequence[str]) -> str | None:
+    """What "no pretraining" means: training from scratch, else the untrained encoder; of the arm's architecture where
+    there are several."""
+    record = comparison.record
+    architectures = {one.name: one.architecture for one in record.arms} | record.references
+    scratch = [one.name for one in record.arms if one.kind == "scratch" and one.name in measured]
+    found = scratch + [name for name in measured if name.startswith("untrained")]
+    alike = [name for name in found if architectures.get(name) == architectures.get(arm)]
+    return next(iter(alike or found), None)
+
+
+@dataclass(frozen=True)
+class _Cells:
+    """values: (B, 2, S, M), correct or not by label budget, arm, seed and test image, times the image's weight.
+
+    units: the pretraining of each seed, where it is the unit. fixed: the arms with one pretraining.
+    """
+
+    values: np.ndarray
+    units: list[int | None] | None
+    fixed: tuple[str, ...]
+
+
+class _Measured:
+    """What was measured of one data set under one evaluator. Under the metric `mean_per_class` every image has the
+    weight that turns the mean over images into the mean of the per-class means."""
+
+    def __init__(self, comparison: Comparison, place: Place, budgets: dict[Budget, dict[str, Rows]]) -> None:
+        self.comparison, self.place, self.budgets = comparison, place, budgets
+        self.weighted = comparison.record.metrics[place.data] == "mean_per_class"
+        self.arms = [arm for arm in comparison.arms if any(arm in arms for arms in budgets.values())]
+        self.pretrained = {arm.name for arm in comparison.record.arms if arm.kind == "pretrained"}
+        classes, counts = comparison.classes(place.data), comparison.table.frame["labels"]
+        self.labels: dict[Budget, float] = {}
+        for budget, arms in budgets.items():
+            rows = [row for one in arms.values() for row in one.values()]
+            self.labels[budget] = float(budget) if isinstance(budget, int) else float(counts[rows].mean() / classes)
+
+    def accuracies(self) -> Iterator[Accuracy]:
+        for budget, arms in self.budgets.items():
+            for arm in (arm for arm in self.arms if arm in arms):
+                classes, correct = self.comparison.table.cells([*arms[arm].values()])
+                weights = class_weights(classes) if self.weighted else None
+                units = _units([(made if arm in self.pretrained else None,) for made, _ in arms[arm]])
+                estimate = crossed_mean(correct, pretrainings=units, weights_M=weights)
+                yield Accuracy(self.place, budget, self.labels[budget], arm, len(correct), estimate)
+
+    def difference(self, budgets: Sequence[Budget], arm: str, against: str, role: Role) -> Iterator[Difference]:
+        """A minus B, averaged over these label budgets in each cell; nothing where the arms share no seed."""
+        if not (found := self._cells(budgets, arm, against)):
+            return
+        ours, theirs = found.values.mean(axis=0)
+        estimate = crossed_mean(ours - theirs, pretrainings=found.units)
+        single = len(budgets) == 1
+        yield Difference(
+            self.place,
+            budgets[0] if single else "mean",
+            self.labels[budgets[0]] if single else 0.0,
+            arm,
+            against,
+            role,
+            float(ours.mean()),
+            float(theirs.mean()),
+            len(ours),
+            "pretraining" if found.units else "seed",
+            found.fixed,
+            estimate,
+            outcome(estimate, self.comparison.record.margin),
+        )
+
+    def efficiencies(self, arm: str, against: str) -> Iterator[Efficiency]:
+        budgets = [budget for budget, arms in self.budgets.items() if arm in arms and against in arms]
+        if len(budgets) < 2 or not (found := self._cells(budgets, arm, against)):
+            return
+        scores = np.moveaxis(found.values.mean(axis=-1), -1, 0)  # (S, B, 2)
+        scores = unit_means(scores, found.units) if found.units else scores
+        labels = np.array([self.labels[budget] for budget in budgets])
+        for place, budget in enumerate(budgets):
+            equal = label_efficiency(scores[:, place, 0], scores[:, :, 1], labels)
+            yield Efficiency(self.place, arm, against, budget, (float(labels[0]), float(labels[-1])), equal)
+
+    def _cells(self, budgets: Sequence[Budget], arm: str, against: str) -> _Cells | None:
+        """The seeds that both arms have at all of these budgets."""
+        pairs = [_paired(self.budgets[one].get(arm, {}), self.budgets[one].get(against, {})) for one in budgets]
+        keys = [key for key in pairs[0] if all(key in one for one in pairs)]
+        if not keys:
+            return None
+        rows = [one[key][side] for one in pairs for side in (0, 1) for key in keys]
+        classes, correct = self.comparison.table.cells(rows)
+        values = correct.reshape(len(budgets), 2, len(keys), -1).astype(np.float64)
+        if self.weighted:
+            values *= class_weights(classes)
+        arms = [(side, name) for side, name in enumerate((arm, against)) if name in self.pretrained]
+        made = [tuple(key[side] for side, _ in arms) for key in keys]
+        fixed = [name for side, name in arms if len({key[side] for key in keys}) == 1]
+        return _Cells(values, _units(made), tuple(fixed))
+
+
+def _paired(ours: Rows, theirs: Rows) -> dict[tuple[int, int, int], tuple[int, int]]:
+    """Rows of both arms by (their pretraining seeds, seed): of the same seed and, where both have several pretrainings
+    for it, of the same pretraining seed."""
+    found = {}
+    for mine, seed in sorted(ours):
+        candidates = [other for other, same in sorted(theirs) if same == seed]
+        alone = len(candidates) == 1 or sum(same == seed for _, same in ours) == 1
+        for other in candidates if alone else [mine] if mine in candidates else []:
+            found[mine, other, seed] = ours[mine, seed], theirs[other, seed]
+    return found
+
+
+def _units(pretrainings: Sequence[tuple[int | None, ...]]) -> list[int | None] | None:
+    """The pretraining that each cell belongs to, where an arm has several of them but fewer than cells; else None.
+
+    pretrainings: of each cell, the pretraining seeds of the pretrained arms.
+    """
+    sides = [side for side in zip(*pretrainings, strict=True) if 1 < len(set(side)) < len(side)]
+    return list(min(sides, key=lambda side: len(set(side)))) if sides else None

@@ -1,0 +1,203 @@
+"""The statistics against independent calculations, simulations with a known truth, and a bootstrap."""
+
+from __future__ import annotations
+
+import math
+import runpy
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from ssl_vit.report.statistics import (
+    Estimate,
+    class_weights,
+    crossed_mean,
+    holm,
+    label_efficiency,
+    outcome,
+    paired_difference,
+    plan,
+)
+
+COVERAGE = runpy.run_path(str(Path(__file__).parents[2] / "tools" / "coverage.py"))
+
+
+def simulated(seeds: int, images: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    a, b = COVERAGE["simulate"](seeds, images, np.random.default_rng(seed))
+    return np.asarray(a), np.asarray(b)
+
+
+def estimate(mean: float, half_width: float | None) -> Estimate:
+    return Estimate(mean, half_width, 0.01, 10.0, 0.0, 0.0, 0.0, 5, 100)
+
+
+def test_the_interval_is_that_of_the_two_way_analysis_of_variance() -> None:
+    a, b = simulated(4, 120)
+    d = a.astype(float) - b
+    S, M = d.shape
+    ms_seed = M * sum((d[s].mean() - d.mean()) ** 2 for s in range(S)) / (S - 1)
+    ms_image = S * sum((d[:, i].mean() - d.mean()) ** 2 for i in range(M)) / (M - 1)
+    residual = sum((d[s, i] - d[s].mean() - d[:, i].mean() + d.mean()) ** 2 for s in range(S) for i in range(M))
+    ms_residual = residual / ((S - 1) * (M - 1))
+    assert ms_image > ms_residual, "the example must have variance between images"
+    top = ms_seed + ms_image - ms_residual
+    spread = ms_seed**2 / (S - 1) + ms_image**2 / (M - 1) + ms_residual**2 / ((S - 1) * (M - 1))
+    freedom = max(top**2 / spread, S - 1)
+    found = paired_difference(a, b)
+    assert found.mean == pytest.approx(a.mean() - b.mean())
+    assert found.degrees_of_freedom == pytest.approx(freedom)
+    assert found.half_width == pytest.approx(stats.t.ppf(0.975, freedom) * math.sqrt(top / (S * M)))
+    assert found.image_variance == pytest.approx((ms_image - ms_residual) / S)
+    assert found.residual_variance == pytest.approx(ms_residual)
+    assert found.p_value == pytest.approx(2 * stats.t.sf(abs(found.mean) / math.sqrt(top / (S * M)), freedom))
+
+
+def test_without_variance_between_images_it_is_the_t_test_over_seeds() -> None:
+    scores = np.random.default_rng(0).normal(size=(6, 1))
+    found = crossed_mean(np.repeat(scores, 50, axis=1))
+    low, high = stats.ttest_1samp(scores[:, 0], 0).confidence_interval(0.95)
+    assert found.half_width is not None
+    assert (found.mean - found.half_width, found.mean + found.half_width) == (pytest.approx(low), pytest.approx(high))
+    assert found.degrees_of_freedom == pytest.approx(5)
+
+
+def test_seeds_that_vary_nothing_leave_the_variance_of_the_images() -> None:
+    values = np.random.default_rng(0).random(200) < 0.7
+    found = crossed_mean(np.stack([values] * 3))
+    assert found.standard_error == pytest.approx(values.std(ddof=1) / math.sqrt(200))
+    assert found.degrees_of_freedom == pytest.approx(199)
+
+
+@pytest.mark.parametrize("shape", [(1, 20), (4, 1), (3, 20)])
+def test_one_seed_one_image_or_no_variation_make_no_interval(shape: tuple[int, int]) -> None:
+    same = np.ones(shape, dtype=bool)
+    found = paired_difference(same, ~same)
+    assert found.mean == 1.0
+    assert found.half_width is None and found.p_value == 1.0
+    assert outcome(found, 0.01) == "undecided"
+
+
+def test_the_degrees_of_freedom_are_never_below_those_of_the_seeds() -> None:
+    for seed in range(30):
+        freedom = paired_difference(*simulated(5, 40, seed)).degrees_of_freedom
+        assert freedom is not None and freedom >= 4
+
+
+@pytest.mark.parametrize(("seeds", "images"), [(3, 200), (8, 400)])
+def test_intervals_cover_the_truth(seeds: int, images: int) -> None:
+    """The full table: tools/coverage.py."""
+    both, _ = COVERAGE["coverage"](seeds, images, 300, np.random.default_rng(0))
+    assert 0.905 <= both <= 0.98
+
+
+def test_intervals_over_seeds_alone_do_not() -> None:
+    both, alone = COVERAGE["coverage"](20, 200, 200, np.random.default_rng(0))
+    assert alone < 0.88 < 0.92 <= both
+
+
+def test_a_bootstrap_of_seeds_and_images_agrees() -> None:
+    """Resampling both ways has, in expectation, two residual variances more (Owen 2007)."""
+    a, b = simulated(12, 300)
+    d, generator = a.astype(float) - b, np.random.default_rng(1)
+    means = [d[generator.integers(12, size=12)][:, generator.integers(300, size=300)].mean() for _ in range(3000)]
+    found = paired_difference(a, b)
+    assert found.standard_error is not None
+    expected = found.standard_error**2 + 2 * found.residual_variance / d.size
+    assert np.var(means) == pytest.approx(expected, rel=0.15)
+
+
+def test_fewer_pretrainings_than_seeds_are_the_unit() -> None:
+    a, b = simulated(6, 50)
+    found = paired_difference(a, b, pretrainings=[0, 0, 1, 1, 2, 2])
+    d = (a.astype(float) - b).reshape(3, 2, 50).mean(axis=1)
+    assert found == crossed_mean(d)
+    assert found.units == 3
+    assert paired_difference(a, b, pretrainings=range(6)) == paired_difference(a, b)
+
+
+def test_holm_excludes_zero_exactly_where_its_test_rejects() -> None:
+    family = [
+        crossed_mean(shift + np.random.default_rng(n).normal(size=(5, 40))) for n, shift in enumerate((0.5, 0.3, 0.02))
+    ]
+    order = sorted(family, key=lambda one: one.p_value)
+    rejected = []
+    for rank, one in enumerate(order):
+        if one.p_value > 0.05 / (3 - rank):
+            break
+        rejected.append(one.mean)
+    for one, before in zip(holm(family), family, strict=True):
+        assert one.half_width is not None and before.half_width is not None
+        assert one.mean == before.mean and one.half_width >= before.half_width - 1e-12
+        assert (abs(one.mean) > one.half_width) == (one.mean in rejected)
+    assert 0 < len(rejected) < 3, "the example must have both"
+    assert holm(family[:1]) == family[:1]
+
+
+@pytest.mark.parametrize(
+    ("mean", "half_width", "expected"),
+    [
+        (0.03, 0.02, "better"),
+        (-0.03, 0.02, "worse"),
+        (0.002, 0.005, "equivalent"),
+        (0.006, 0.003, "equivalent"),
+        (0.03, 0.04, "undecided"),
+        (0.0, 0.011, "undecided"),
+        (0.5, None, "undecided"),
+    ],
+)
+def test_four_outcomes(mean: float, half_width: float | None, expected: str) -> None:
+    assert outcome(estimate(mean, half_width), 0.01) == expected
+
+
+def test_the_plan_decides() -> None:
+    """Experiments of the planned size, drawn with the same variance components, have the wanted half-width."""
+    found = Estimate(0.04, 0.2, 0.06, 3.0, 0.1**2, 0.2**2, 0.3**2, units=4, images=300)
+    needed = plan(found, 0.01)
+    assert needed.units is not None and 5 < needed.units < 100
+    generator, S = np.random.default_rng(0), 4 + needed.units
+
+    def drawn() -> np.ndarray:
+        d = 0.1 * generator.normal(size=(S, 1)) + 0.2 * generator.normal(size=300)
+        return np.asarray(d + 0.3 * generator.normal(size=(S, 300)))
+
+    assert np.mean([crossed_mean(drawn()).half_width or 0 for _ in range(20)]) == pytest.approx(0.04, rel=0.1)
+
+
+def test_no_number_of_seeds_decides_where_the_images_are_too_few() -> None:
+    d = 0.01 + 0.5 * np.random.default_rng(0).normal(size=50)
+    found = crossed_mean(d - d.mean() + 0.01 + 0.001 * np.random.default_rng(1).normal(size=(4, 50)))
+    needed = plan(found, 0.001)
+    assert needed.units is None
+    assert needed.images is not None and needed.images > 1000
+    assert plan(estimate(0.1, None), 0.01).units is None
+
+
+def test_class_weights_make_the_mean_of_the_per_class_means() -> None:
+    labels = np.array([0] * 6 + [1] * 3 + [5])
+    correct = np.random.default_rng(0).random((2, 10)) < 0.5
+    expected = np.mean([correct[:, labels == label].mean() for label in (0, 1, 5)])
+    assert crossed_mean(correct, weights_M=class_weights(labels)).mean == pytest.approx(expected)
+    assert class_weights(labels).mean() == pytest.approx(1)
+
+
+def test_label_efficiency_is_log_linear_between_budgets() -> None:
+    curve = np.array([[0.2, 0.4, 0.8]] * 3)
+    labels = np.array([1.0, 10.0, 1000.0])
+    assert label_efficiency(np.array([0.3] * 3), curve, labels).labels == pytest.approx(10**0.5)
+    assert label_efficiency(np.array([0.6] * 3), curve, labels).labels == pytest.approx(100)
+    assert label_efficiency(np.array([0.2] * 3), curve, labels).labels == 1
+    assert label_efficiency(np.array([0.1] * 3), curve, labels).labels == 0
+    assert label_efficiency(np.array([0.9] * 3), curve, labels).labels == math.inf
+    dip = np.array([[0.2, 0.5, 0.4]] * 2)
+    assert label_efficiency(np.array([0.45] * 2), dip, labels).labels == pytest.approx(10 ** (0.25 / 0.3))
+
+
+def test_the_interval_of_label_efficiency_resamples_seeds() -> None:
+    generator = np.random.default_rng(0)
+    curve = np.array([0.3, 0.5, 0.7]) + 0.03 * generator.normal(size=(8, 3))
+    found = label_efficiency(0.45 + 0.03 * generator.normal(size=8), curve, np.array([5.0, 10.0, 20.0]))
+    assert found.low is not None and found.high is not None
+    assert 5 < found.low < found.labels < found.high < 20
+    assert label_efficiency(np.array([0.45]), curve[:1], np.array([5.0, 10.0, 20.0])).low is None

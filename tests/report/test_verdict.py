@@ -1,0 +1,266 @@
+"""What a verdict says, and that it claims no more than the statistics allow."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ssl_vit.records import ArmRecord, EvaluatorRecord, SkippedSample
+from ssl_vit.report.read import read
+from ssl_vit.report.summary import Difference, Summary, summarize
+from ssl_vit.report.verdict import notes, verdict
+from ssl_vit.results import Result
+from tests.report.made import ARMS, SUPERVISED, SWEEP, prediction, row, two_arms, write_comparison
+
+FOLDERS = itertools.count()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "c"
+
+
+def said(folder: Path, rows: list[Result], **changes: Any) -> str:
+    comparison = read([write_comparison(folder, rows, **changes)])
+    return "\n".join(verdict(comparison, summarize(comparison)))
+
+
+def summary(folder: Path, rows: list[Result], **changes: Any) -> Summary:
+    return summarize(read([write_comparison(folder, rows, **changes)]))
+
+
+def pair(found: Summary, arm: str, against: str) -> Difference:
+    (one,) = [mean for mean in found.means if (mean.arm, mean.against) == (arm, against)]
+    return one
+
+
+def test_the_headline_is_the_mean_over_budgets_and_names_the_method(folder: Path) -> None:
+    text = said(folder, two_arms(0.2))
+    first = text.splitlines()[0]
+    assert first.startswith("Masked patch prediction is better than training from scratch: +20.0 ± ")
+    assert "(73.5% against 53.5%), the mean over 5 and 10 labels per class (Fine-tuning, 3 seeds, 100 test" in first
+    assert "one pretraining of masked patch prediction" in first
+    assert "SSL" not in text
+
+
+def test_the_headline_covers_test_images(folder: Path) -> None:
+    """Ten times the images make the interval narrower, at the same seeds and accuracies."""
+    few, many = (summary(folder / str(n), two_arms(0.1, images=n)).headlines[0].estimate for n in (100, 1000))
+    assert few.mean == pytest.approx(many.mean)
+    assert few.half_width and many.half_width and few.half_width > 2 * many.half_width
+
+
+@pytest.mark.parametrize(
+    ("gain", "changes", "expected"),
+    [
+        (-0.2, {}, "Masked patch prediction is worse than training from scratch: -20.0 ± "),
+        (0.0, {"margin": 0.2}, "Masked patch prediction and training from scratch are equivalent within 20 point(s)"),
+        (0.01, {}, "Undecided between masked patch prediction and training from scratch: +1.0 ± "),
+    ],
+)
+def test_other_outcomes(folder: Path, gain: float, changes: dict[str, Any], expected: str) -> None:
+    assert said(folder, two_arms(gain), **changes).startswith(expected)
+
+
+def test_undecided_says_what_would_decide_and_never_that_there_is_no_difference(folder: Path) -> None:
+    text = said(folder, two_arms(0.02, seeds=3))
+    assert "more test images would decide" in text
+    for claim in ("no difference", "gain ends", "not significant", "the same"):
+        assert claim not in text
+
+
+def test_one_seed_has_no_interval_and_no_claim(folder: Path) -> None:
+    text = said(folder, two_arms(0.3, seeds=1))
+    assert text.startswith("Undecided") and "no interval" in text
+    assert "better" not in text and "±" not in text
+
+
+def test_budgets_have_adjusted_intervals(folder: Path) -> None:
+    rows = two_arms(0.2, budgets=(5, 10, 25))
+    found = summary(folder, rows)
+    alone = [summary(folder.parent / str(n), [one for one in rows if one.labels_per_class == n]) for n in (5, 10, 25)]
+    wider = [
+        (one.estimate.half_width or 0) > (single.headlines[0].estimate.half_width or 0) * 1.05
+        for one, single in zip(found.differences, alone, strict=True)
+    ]
+    assert sum(wider) == 2, "the last one of three by Holm's rule is not adjusted"
+    assert "By labels per class: 5: +20.0 ± " in said(folder.parent / "again", rows)
+
+
+def test_label_efficiency_and_compute(folder: Path) -> None:
+    gains = {"ssl": 0.05, "scratch": 0.0}
+    rows = [
+        row(arm, budget, seed, 0.5 + 0.1 * place + gain)
+        for arm, gain in gains.items()
+        for place, budget in enumerate((5, 20, 80))
+        for seed in range(3)
+    ]
+    text = said(folder, rows)
+    assert "Masked patch prediction with 5 labels" in text
+    assert "equals training from scratch with 10." in text, "half way between 5 and 20 on a logarithmic axis"
+    # One pretraining of 6e9 and 9 fine-tunings of 1e9, against 9 of these.
+    assert "took 1.5e+10 FLOPs in all, 1.67 times that of training from scratch" in text
+
+
+def test_a_sweeps_winner_is_paid_once(folder: Path) -> None:
+    text = said(folder, two_arms(0.2, budgets=(5,)), sweeps={"ssl": SWEEP, "scratch": SWEEP})
+    assert "took 1.1e+10 FLOPs in all, 2.2 times" in text
+
+
+def test_the_evaluator_that_trains_the_encoder_makes_the_headline(folder: Path) -> None:
+    frozen = two_arms(-0.2, evaluator="few_shot")
+    frozen = [replace(one, arm="untrained") if one.arm == "scratch" else one for one in frozen]
+    pixels = [replace(one, arm="pixels") for one in two_arms(0.1, evaluator="few_shot") if one.arm == "ssl"]
+    both = said(folder, [*frozen, *pixels, *two_arms(0.2)])
+    assert both.startswith("Masked patch prediction is better than training from scratch")
+    assert "Caution: Few-shot: raw pixels does better than masked patch prediction (-30.0" in both
+    alone = said(folder.parent / "frozen", frozen, arms=ARMS[:1])
+    assert alone.startswith("Masked patch prediction is worse than the untrained encoder: -20.0")
+
+
+def test_every_arm_is_compared_with_the_one_under_test(folder: Path) -> None:
+    weights = ArmRecord(name="given", label="imported", kind="weights", run="w")
+    rows = two_arms(0.2, budgets=(5,))
+    rows += [row(arm, 5, seed, 0.9) for arm in ("supervised", "given") for seed in range(3)]
+    found = summary(folder, rows, arms=(*ARMS, SUPERVISED, weights))
+    assert [(one.against, one.role) for one in found.means if one.arm == "ssl"] == [
+        ("scratch", "baseline"),
+        ("supervised", "supervised"),
+        ("given", "other"),
+    ]
+    assert pair(found, "ssl", "given").arm_mean == pytest.approx(0.71)
+
+
+def test_arms_of_one_objective_are_told_apart(folder: Path) -> None:
+    other = ARMS[0].model_copy(update={"name": "short", "label": "short", "run": "short"})
+    rows = [*two_arms(0.2, budgets=(5,)), *(row("short", 5, seed, 0.55) for seed in range(3))]
+    text = said(folder, rows, arms=(*ARMS, other))
+    assert text.startswith("Masked patch prediction (SSL [50%]) is better than training from scratch")
+
+
+def test_the_baseline_has_the_same_architecture(folder: Path) -> None:
+    arms = [ARMS[0], ARMS[1], ARMS[1].model_copy(update={"name": "wide", "label": "wide scratch"})]
+    arms = [arm.model_copy(update={"architecture": made}) for arm, made in zip(arms, "wnw", strict=True)]
+    rows = [*two_arms(0.2, budgets=(5,)), *(row("wide", 5, seed, 0.6) for seed in range(3))]
+    assert summary(folder, rows, arms=arms).headlines[0].against == "wide"
+
+
+def test_pairs_are_made_by_seed_not_by_position(folder: Path) -> None:
+    rows = [row("ssl", 5, seed, score) for seed, score in ((2, 0.9), (1, 0.8), (3, 0.1))]
+    rows += [row("scratch", 5, seed, score) for seed, score in ((0, 0.1), (1, 0.5), (2, 0.6))]
+    head = summary(folder, rows).headlines[0]
+    assert (head.seeds, head.arm_mean, head.against_mean) == (2, pytest.approx(0.85), pytest.approx(0.55))
+
+
+def test_pretrainings_are_the_unit_where_they_are_fewer_than_seeds(folder: Path) -> None:
+    rows = [
+        row(arm, 5, seed, 0.5 + (0.2 if arm == "ssl" else 0) + 0.02 * seed, pretraining_seed=seed % made)
+        for arm, made in (("ssl", 2), ("scratch", 1))
+        for seed in range(4)
+    ]
+    head = summary(folder, rows).headlines[0]
+    assert (head.unit, head.estimate.units, head.seeds, head.fixed) == ("pretraining", 2, 4, ())
+    text = said(folder.parent / "again", rows)
+    assert "(Fine-tuning, 2 pretrainings, 4 seeds, 100 test images)" in text
+    assert "about one pretraining" not in text
+    each = [replace(one, pretraining_seed=one.seed) if one.arm == "ssl" else one for one in rows]
+    assert summary(folder.parent / "each", each).headlines[0].unit == "seed"
+
+
+def test_crossed_pretrainings_pair_with_their_own(folder: Path) -> None:
+    rows = [
+        row(arm, 5, seed, 0.5 + 0.1 * made + (0.2 if arm == "ssl" else 0), pretraining_seed=made)
+        for arm in ("ssl", "supervised")
+        for made in (0, 1)
+        for seed in (0, 1)
+    ]
+    found = pair(summary(folder, rows, arms=(ARMS[0], SUPERVISED)), "ssl", "supervised")
+    assert (found.seeds, found.estimate.mean, found.estimate.units) == (4, pytest.approx(0.2), 2)
+
+
+def test_the_mean_of_the_per_class_accuracies_weights_images(folder: Path) -> None:
+    rows = two_arms(0.2, budgets=(5,))
+    uneven = np.arange(100) < 90
+    rows = [
+        replace(
+            one,
+            prediction=replace(
+                one.prediction, labels=uneven * 1, predicted=np.where(one.prediction.correct, uneven, 2)
+            ),
+        )
+        for one in rows
+    ]
+    head = summary(folder, rows, metrics={"digits": "mean_per_class"}).headlines[0]
+    expected = [
+        np.mean([one.prediction.correct[uneven == label].mean() for label in (True, False)])
+        for one in rows
+        if one.arm == "ssl"
+    ]
+    assert head.arm_mean == pytest.approx(np.mean(expected))
+
+
+def test_every_data_set_has_its_headline_adjusted_for_their_number(folder: Path) -> None:
+    rows = two_arms(0.2) + [replace(one, data="pets") for one in two_arms(-0.2)]
+    text = said(folder, rows)
+    assert text.startswith("digits: Masked patch prediction is better than")
+    assert "pets: Masked patch prediction is worse than" in text
+    alone = summary(folder.parent / "alone", two_arms(0.2)).headlines[0].estimate
+    found = summary(folder.parent / "both", rows).headlines[0].estimate
+    assert found.half_width and alone.half_width and found.half_width >= alone.half_width
+
+
+def test_percent_budgets_stand_where_their_labels_put_them(folder: Path) -> None:
+    labels = {"10%": 60, 2: 8, "all": 600}
+    rows = [
+        row(arm, budget, seed, 0.5 + 0.01 * seed + count / 2000, labels=count)
+        for arm in ("ssl", "scratch")
+        for budget, count in labels.items()
+        for seed in (0, 1)
+    ]
+    found = [one for one in summary(folder, rows).accuracies if one.arm == "ssl"]
+    assert [(one.labels_per_class, one.labels) for one in found] == [(2, 2.0), ("10%", 15.0), ("all", 150.0)]
+    assert "2, 10% and all labels per class" in said(folder.parent / "again", rows)
+
+
+def test_variants_that_do_not_count_are_left_to_the_csv(folder: Path) -> None:
+    rows = two_arms(0.2, budgets=(5,))
+    others = [replace(one, variant="k=20", primary=False, prediction=prediction(0.1)) for one in rows]
+    assert summary(folder, [*rows, *others]) == summary(folder.parent / "again", rows)
+
+
+def test_cautions(folder: Path) -> None:
+    more = SWEEP.model_copy(update={"candidates": (*SWEEP.candidates, {"optim.lr": 0.05, "held_out_accuracy": 0.1})})
+    skipped = [SkippedSample(shard="a.tar", key=str(n), reason="cut") for n in range(7)]
+    text = said(folder, two_arms(0.2), sweeps={"ssl": more, "scratch": SWEEP}, skipped=skipped)
+    assert "different numbers of settings in their sweeps (masked patch prediction 3, training from scratch 2)" in text
+    assert "edge of the sweep: optim.lr 0.1 (training from scratch)" in text, "0.1 of 0.05, 0.1, 0.2 is no edge"
+    assert "7 unreadable sample(s) were skipped: a.tar: 0 (cut); " in text and "; and 2 more." in text
+
+
+def test_an_unfinished_comparison_says_so(folder: Path) -> None:
+    text = said(folder, two_arms(0.2), missing=["digits-fine_tune-ssl-5-0-0"])
+    assert "2 seeds" in text, "only seeds with all label budgets count"
+    assert "has not finished (1 of 13 tasks are missing)" in text
+    everything = [f"digits-fine_tune-ssl-{budget}-0-{seed}" for budget in (5, 10) for seed in range(3)]
+    assert said(folder.parent / "none", two_arms(0.2), missing=everything).startswith("No verdict yet")
+    assert said(folder.parent / "empty", []).startswith("No verdict yet")
+
+
+def test_notes_of_rows_and_of_the_comparison_come_once(folder: Path) -> None:
+    rows = [replace(one, notes=("class 3 has 4 images",)) for one in two_arms(0.2)]
+    found = notes(read([write_comparison(folder, rows, notes=("a note",), pretrain_per_seed=True)]))
+    assert found.count("class 3 has 4 images") == found.count("a note") == 1
+    assert "the pretraining" in found[0]
+
+
+def test_weights_alone_can_be_the_arm_under_test(folder: Path) -> None:
+    given = ArmRecord(name="given", label="DINOv2", kind="weights", run="w")
+    rows = [replace(one, arm="given") if one.arm == "ssl" else one for one in two_arms(0.2)]
+    evaluators = {"fine_tune": EvaluatorRecord(title="Fine-tuning", trains_encoder=True)}
+    text = said(folder, rows, arms=(given, ARMS[1]), evaluators=evaluators)
+    assert text.startswith("DINOv2 is better than training from scratch")

@@ -1,0 +1,66 @@
+"""How often the report's 95% interval of a difference covers the truth, by simulation.
+
+    python tools/coverage.py [REPETITIONS]
+
+Prints a row per number of seeds and of test images: share of intervals that include the true difference, for the
+interval over seeds and images and, beside it, for one over seeds alone.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+from scipy.special import expit
+
+from ssl_vit.report.statistics import paired_difference
+
+# Standard deviations on the logit scale: of images (shared by both arms, and of each arm's own) and of seeds likewise.
+IMAGE, OWN_IMAGE, SEED, OWN_SEED = 1.5, 0.7, 0.15, 0.1
+LOGITS = 0.85, 0.55  # of the two arms
+
+
+def truth() -> float:
+    """The true difference: both arms' accuracy over all seeds and images, by Gauss-Hermite quadrature."""
+    nodes, weights = np.polynomial.hermite_e.hermegauss(80)
+    scale = np.sqrt(IMAGE**2 + OWN_IMAGE**2 + SEED**2 + OWN_SEED**2)
+    a, b = (float((weights * expit(logit + scale * nodes)).sum() / weights.sum()) for logit in LOGITS)
+    return a - b
+
+
+def simulate(seeds: int, images: int, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """bool (S, M) twice: whether arms A and B classified each image correctly (crossed logistic model)."""
+    shared = IMAGE * generator.normal(size=images) + SEED * generator.normal(size=(seeds, 1))
+
+    def correct(logit: float) -> np.ndarray:
+        own = OWN_IMAGE * generator.normal(size=images) + OWN_SEED * generator.normal(size=(seeds, 1))
+        return generator.random((seeds, images), dtype=np.float32) < expit((logit + shared + own).astype(np.float32))
+
+    return correct(LOGITS[0]), correct(LOGITS[1])
+
+
+def coverage(seeds: int, images: int, repetitions: int, generator: np.random.Generator) -> tuple[float, float]:
+    """Shares of intervals that cover the truth: (over seeds and images, over seeds alone)."""
+    difference, both, alone = truth(), 0, 0
+    for _ in range(repetitions):
+        a, b = simulate(seeds, images, generator)
+        found = paired_difference(a, b)
+        of_seeds = paired_difference(*(c.mean(1, keepdims=True).repeat(2, 1) for c in (a, b)))
+        both += abs(found.mean - difference) <= (found.half_width or 0)
+        alone += abs(of_seeds.mean - difference) <= (of_seeds.half_width or 0)
+    return both / repetitions, alone / repetitions
+
+
+def main() -> None:
+    repetitions = int(sys.argv[1]) if len(sys.argv) > 1 else 1000
+    print(f"true difference {100 * truth():.2f} points, {repetitions} repetitions\n")
+    print("| seeds | test images | over seeds and images | over seeds alone |\n|---|---|---|---|")
+    generator = np.random.default_rng(0)
+    for seeds in (3, 5, 8, 20):
+        for images in (200, 400, 2000):
+            both, alone = coverage(seeds, images, repetitions, generator)
+            print(f"| {seeds} | {images} | {100 * both:.1f}% | {100 * alone:.1f}% |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
