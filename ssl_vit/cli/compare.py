@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -111,13 +111,14 @@ def _compare(name: str, overrides: list[str], command: str) -> None:
     from ssl_vit.comparison import run as comparisons
     from ssl_vit.comparison.config import load_comparison
     from ssl_vit.report import page, tables
+    from ssl_vit.report.read import read_comparison
     from ssl_vit.runs import is_main_process
 
     study = load_comparison(name, overrides)
     say = print if is_main_process() else (lambda text: None)
-    results: dict[str, Any] = comparisons.compare(study, command, say)
+    comparisons.compare(study, command, say)
     if not is_main_process():
         return
     run = study.comparison.run_directory
-    Console().print(tables.terminal_table(results))
+    Console().print(tables.terminal(read_comparison([run])))
     print(f"\nreport   {page.write_report([run], run / 'report.html')}\nresults  {run / 'results.json'}")

@@ -38,7 +38,7 @@ def report(
         typer.Option(help="The file to write (default: report.html, .md, .tex, .csv or .json in the first)."),
     ] = None,
     form: Annotated[
-        Form, typer.Option("--format", help="A page, tables for a paper, or every measured row as CSV or JSON.")
+        Form, typer.Option("--format", help="A page, tables for a paper, every row as CSV, or everything as JSON.")
     ] = Form.html,
 ) -> None:
     """Write one self-contained HTML page: verdict, curves, tables, costs, pictures, commands. Of an unfinished
@@ -46,9 +46,10 @@ def report(
 
     Example: `ssl-vit report runs/demo`
     """
-    from ssl_vit.report import page
+    from ssl_vit.report import export, page
 
-    print(page.write_report(runs, out or runs[0] / f"report{page.SUFFIXES[form.value]}", form.value))
+    out = out or runs[0] / f"report{export.SUFFIXES.get(form.value, '.html')}"
+    print(page.write_report(runs, out, form.value))
 
 
 @app.command()

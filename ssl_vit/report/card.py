@@ -13,6 +13,7 @@ from ssl_vit.analysis.pages import template
 from ssl_vit.files import read_json
 from ssl_vit.interfaces import RunError, UserError
 from ssl_vit.report import tables
+from ssl_vit.report.export import markdown
 from ssl_vit.report.read import Comparison, read_runs
 from ssl_vit.report.runs import Run, listed, read_run, text
 from ssl_vit.report.summary import summarize
@@ -48,7 +49,6 @@ def write(
         terms = f"The weights were imported under {imported['license']}, which still applies."
     if shards and shards.license:
         terms += f" The training images: {shards.license}."
-    mean, std = ([*value] if isinstance(value, tuple) else [value] for value in (model.mean, model.std))
     return template(Path(__file__).with_name("card.md.j2"), html=False).render(
         metadata=metadata.to_yaml(),
         title=title,
@@ -56,15 +56,15 @@ def write(
         version=__version__,
         address=address,
         shape=f"2, {model.channels}, {model.image_size[0]}, {model.image_size[1]}",
-        mean=mean,
-        std=std,
+        mean=list(model.mean),
+        std=list(model.std),
         reading=_tokens(model, to),
         model={
             "Architecture": f"timm's {model.name}, width {model.width}",
             "Parameters": sum(parameter.numel() for parameter in model.parameters()),
             "Images": f"{model.image_size[0]} x {model.image_size[1]} pixels, {model.channels} channel(s)",
             "Patches": f"{model.grid[0]} x {model.grid[1]}",
-            "Normalization": f"pixels in [0, 1], minus {text(mean)}, over {text(std)}",
+            "Normalization": f"pixels in [0, 1], minus {text(model.mean)}, over {text(model.std)}",
         },
         training=_training(run, weights) if run else {},
         recipe=run.recipe.strip() if run else "",
@@ -88,11 +88,13 @@ def _shards(run: Run) -> ShardSet | None:
 
 
 def _tokens(model: Encoder, to: str) -> str:
+    from ssl_vit.models.resnet import ResNetEncoder
+
     rows, columns = model.grid
     registers = model.prefix_tokens - model.has_class_token
     tokens = ["the class token"] * model.has_class_token + [f"{registers} registers"] * bool(registers)
     shape = f"(2, {model.prefix_tokens + rows * columns}, {model.width})"
-    if to == "timm" and not hasattr(model, "vit"):
+    if to == "timm" and isinstance(model, ResNetEncoder):
         shape = f"(2, {model.width}, {rows}, {columns})"  # timm's CNNs keep the map
     return f"`tokens` is float32 {shape}: {', then '.join([*tokens, f'{rows} x {columns} patches, row by row'])}."
 
@@ -129,7 +131,7 @@ def _data(shards: ShardSet) -> Facts:
 
 def _results(measured: Comparison) -> list[str]:
     shown = tables.all_tables(measured, summarize(measured))
-    return [tables.markdown(table) for table in shown[:-1]]  # without the costs
+    return [markdown(table) for table in shown[:-1]]  # without the costs
 
 
 def _notes(measured: Comparison) -> list[str]:

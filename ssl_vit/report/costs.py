@@ -39,7 +39,8 @@ def _cost(comparison: Comparison, arm: ArmRecord) -> ArmCost:
         if row.arm == arm.name and kinds.get(file.stem) != "sweep":  # the cost of a sweep's winner is in the sweep's
             evaluation += Cost(images_seen=row.images_seen, flops=row.flops, seconds=row.seconds)
             device_seconds += row.seconds * (comparison.tasks[file.stem].processes if file.stem in kinds else 1)
-    device_seconds += sum(spent.cost.seconds * processes for spent, processes in (*runs, *sweeps))
+    device_seconds += sum(run.seconds * processes for run, processes in runs)
+    device_seconds += sum(one.cost.seconds * processes for one, processes in sweeps)
     sweep = sum((one.cost for one, _ in sweeps), Cost())
     return ArmCost(
         arm.name,

@@ -10,7 +10,7 @@ from pathlib import Path
 from ssl_vit.analysis.pages import template
 from ssl_vit.files import write_text
 from ssl_vit.interfaces import RunError
-from ssl_vit.report import tables
+from ssl_vit.report import export, tables
 from ssl_vit.report.plots import Curve, Embedded, Style, accuracy_curve, loss_curves, styles_of
 from ssl_vit.report.read import Comparison, read
 from ssl_vit.report.runs import flat
@@ -18,7 +18,6 @@ from ssl_vit.report.statistics import Estimate
 from ssl_vit.report.summary import Place, Summary, summarize
 from ssl_vit.report.verdict import INTERVAL, notes, verdict
 
-SUFFIXES = {"html": ".html", "markdown": ".md", "latex": ".tex", "csv": ".csv", "json": ".json"}
 _STUDY = {"samples": "images in the pretraining set", "flops": "pretraining compute, FLOPs"}
 Styles = Mapping[str, Style]
 
@@ -34,7 +33,7 @@ def write_report(paths: Sequence[Path], out: Path, form: str = "html") -> Path:
     form: `html`, or tables as `markdown` or `latex`, or every row as `csv` or `json`.
     """
     comparison = read(paths)
-    content = page(comparison) if form == "html" else tables.export(comparison, form)
+    content = page(comparison) if form == "html" else export.export(comparison, form)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         write_text(out, content.encode(errors="replace").decode())
@@ -73,7 +72,7 @@ def page(comparison: Comparison) -> str:
         environment=tables.columns("Environment", environments),
         commands=[*filter(None, [record.command]), shlex.join(["ssl-vit", "report", *map(str, comparison.paths)])],
         encoded=lambda path: base64.b64encode(path.read_bytes()).decode(),
-        csv=base64.b64encode(tables.export(comparison, "csv").encode(errors="replace")).decode(),
+        csv=base64.b64encode(export.export(comparison, "csv").encode(errors="replace")).decode(),
     )
 
 

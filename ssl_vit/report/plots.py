@@ -153,7 +153,8 @@ def loss_curves(runs: Mapping[str, tuple[Style, Sequence[Loss]]], *, points: int
         axes = figure.add_axes((0.12, 0.19, 0.55, 0.77))
         for label, (style, losses) in runs.items():
             x = [float(one.images_seen or 0) if seen else float(one.step) for one in losses]
-            lines = {label: [one.loss for one in losses], f"best constant, {label}": [one.constant for one in losses]}
+            lines: dict[str, list[float | None]] = {label: [one.loss for one in losses]}
+            lines[f"best constant, {label}"] = [one.constant for one in losses]
             for name, y in lines.items():
                 kept = np.array([(at, value) for at, value in zip(x, y, strict=True) if value is not None])
                 if len(kept):
@@ -170,7 +171,8 @@ def _embed(figure: Figure, axes: Axes, xlabel: str, ylabel: str) -> Embedded:
     axes.set(xlabel=xlabel, ylabel=ylabel, axisbelow=True)
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     axes.yaxis.grid(True, color=INK, alpha=0.12, linewidth=0.8)
-    lines = sorted((one for one in axes.lines if one.get_label()[:1] != "_"), key=lambda line: -line.get_ydata()[-1])
+    lines = [line for line in axes.lines if not str(line.get_label()).startswith("_")]
+    lines.sort(key=lambda line: -float(np.asarray(line.get_ydata())[-1]))
     names = ["\n".join(textwrap.wrap(str(line.get_label()), 22)) for line in lines]
     legend = axes.legend(lines, names, loc="upper left", bbox_to_anchor=(1.02, 1.0), frameon=False, borderaxespad=0)
     for text in legend.get_texts():

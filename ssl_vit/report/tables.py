@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime
 
 import pandas as pd
 from rich.console import Group
@@ -17,9 +15,6 @@ from ssl_vit.report.read import Comparison
 from ssl_vit.report.runs import text
 from ssl_vit.report.summary import Place, Summary, summarize
 from ssl_vit.report.verdict import INTERVAL, needed, notes, points, verdict
-
-_LATEX = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$", "–": "--"}
-_ESCAPED = str.maketrans(_LATEX | {character: f"\\{character}" for character in "&%$#_{}"})
 
 
 @dataclass(frozen=True)
@@ -56,8 +51,8 @@ def place_tables(comparison: Comparison, summary: Summary, place: Place) -> list
     arms = [tuple(accuracies), tuple(against for _, against in differences)]
     found = [Shown(one.title, one.frame, names) for one, names in zip(tables, arms, strict=True) if names]
     equal = {str(row.labels_per_class): row for row in summary.efficiencies if row.place == place}
-    for row in [*equal.values()][:1]:
-        with_arm, with_other = (f"Labels per class with {comparison.label(arm)}" for arm in (row.arm, row.against))
+    for first in [*equal.values()][:1]:
+        with_arm, with_other = (f"Labels per class with {comparison.label(arm)}" for arm in (first.arm, first.against))
         cells = {budget: {with_other: needed(one)} for budget, one in equal.items()}
         found.append(_table("Label efficiency: labels per class for the same accuracy", cells, with_arm))
     return found
@@ -143,46 +138,3 @@ def terminal(comparison: Comparison) -> Group:
             table.add_row(*(Text(cell) for cell in row))
         parts.append(table)
     return Group(*parts)
-
-
-def markdown(shown: Shown) -> str:
-    """A caption and a pipe table."""
-    cells = [list(shown.frame.columns), ["---"] * len(shown.frame.columns), *shown.frame.to_numpy().tolist()]
-    lines = [" | ".join(" ".join(cell.split()).replace("|", "\\|") for cell in row) for row in cells]
-    return "\n".join([f"**{shown.title}**\n", *(f"| {line} |" for line in lines), ""])
-
-
-def latex(shown: Shown) -> str:
-    """A `table` for a document that uses the package booktabs."""
-    frame = shown.frame.rename(columns=lambda name: name.translate(_ESCAPED)).map(lambda cell: cell.translate(_ESCAPED))
-    return str(frame.to_latex(index=False, caption=shown.title.translate(_ESCAPED), position="htb"))
-
-
-def rows(comparison: Comparison) -> pd.DataFrame:
-    """Every measured row, with names, settings, and the file and time it was written."""
-    frame = comparison.table.frame.copy()
-    record = comparison.record
-    frame["arm_label"] = frame["arm"].map(comparison.label)
-    frame["evaluator_title"] = frame["evaluator"].map(lambda name: record.evaluators[name].title)
-    where = zip(frame["data"], frame["evaluator"], strict=True)
-    frame["settings"] = [json.dumps(record.evaluators[name].settings.get(data, {})) for data, name in where]
-    frame["selected"] = frame["selected"].map(json.dumps)
-    frame["notes"] = frame["notes"].map(" ".join)
-    frame["file"] = [str(file) for file in comparison.files]
-    frame["written"] = [
-        f"{datetime.fromtimestamp(file.stat().st_mtime, UTC):%Y-%m-%dT%H:%M:%SZ}" for file in comparison.files
-    ]
-    return frame
-
-
-def export(comparison: Comparison, form: str) -> str:
-    """All tables as `markdown` or `latex`, or all rows as `csv` or `json`."""
-    if form == "csv":
-        return str(rows(comparison).to_csv(index=False))
-    if form == "json":
-        return str(rows(comparison).to_json(orient="records", indent=1))
-    summary = summarize(comparison)
-    shown, mark = {"markdown": (markdown, ""), "latex": (latex, "% ")}[form]
-    found = [shown(table) for table in all_tables(comparison, summary)]
-    said = [*verdict(comparison, summary), INTERVAL, *notes(comparison)]
-    return "\n".join([*found, *(f"{mark}{' '.join(note.split())}\n" for note in said)])

@@ -159,7 +159,9 @@ def _edges(comparison: Comparison) -> list[str]:
     found: dict[str, list[str]] = {}
     for task in comparison.record.tasks:
         sweep = comparison.tasks[task.id].sweep if task.id in comparison.tasks else None
-        for key, best in sweep.best.items() if sweep else ():
+        if sweep is None:
+            continue
+        for key, best in sweep.best.items():
             values = {value for one in sweep.candidates if isinstance(value := one.get(key), int | float)}
             if key != "held_out_accuracy" and len(values) > 1 and best in (min(values), max(values)):
                 found.setdefault(f"{key} {text(best)}", []).append(comparison.spoken(task.arm))

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from ssl_vit.report.export import latex, markdown
 from ssl_vit.report.page import write_report
 from ssl_vit.report.read import Comparison, read
-from ssl_vit.report.tables import columns, cost_table, latex, markdown, sweep_table, terminal
+from ssl_vit.report.tables import columns, cost_table, sweep_table, terminal
 from tests.report.made import ARMS, SUPERVISED, SWEEP, row, two_arms, write_comparison, write_run
 
 
@@ -99,7 +100,16 @@ def test_every_row_is_exported_with_names_settings_and_time(tmp_path: Path) -> N
     assert (first["arm_label"], first["evaluator_title"]) == ("SSL [50%]", "Fine-tuning")
     assert json.loads(first["settings"]) == {"steps": 5}
     assert first["written"].endswith("Z") and Path(first["file"]).is_file()
-    assert len(json.loads(write_report([folder], tmp_path / "r.json", "json").read_text())) == 24
+
+
+def test_everything_is_exported_for_other_programs(tmp_path: Path) -> None:
+    folder = write_comparison(tmp_path / "c", two_arms(), missing=["digits-fine_tune-ssl-5-0-0"])
+    found = json.loads(write_report([folder], tmp_path / "r.json", "json").read_text())
+    assert (found["finished"], found["missing"]) == (False, ["digits-fine_tune-ssl-5-0-0"])
+    assert found["summary"]["headlines"][0]["outcome"] == "better"
+    assert found["summary"]["headlines"][0]["estimate"]["half_width"] > 0
+    assert len(found["rows"]) == 11 and found["record"]["name"] == "c"
+    assert found["costs"][0]["total"]["images_seen"] == 640 + 5 * 64
 
 
 def test_runs_have_tables_and_no_verdict(tmp_path: Path) -> None:

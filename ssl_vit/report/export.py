@@ -1,0 +1,83 @@
+"""A report's tables as Markdown and LaTeX, every measured row as CSV, and everything as JSON."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from datetime import UTC, datetime
+
+import pandas as pd
+from pydantic import JsonValue
+
+from ssl_vit.report.costs import costs
+from ssl_vit.report.read import Comparison
+from ssl_vit.report.summary import summarize
+from ssl_vit.report.tables import Shown, all_tables
+from ssl_vit.report.verdict import INTERVAL, notes, verdict
+
+SUFFIXES = {"markdown": ".md", "latex": ".tex", "csv": ".csv", "json": ".json"}
+_LATEX = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$", "–": "--"}
+_ESCAPED = str.maketrans(_LATEX | {character: f"\\{character}" for character in "&%$#_{}"})
+
+
+def export(comparison: Comparison, form: str) -> str:
+    """All tables as `markdown` or `latex`, all rows as `csv`, everything as `json`."""
+    if form == "csv":
+        return str(rows(comparison).to_csv(index=False))
+    if form == "json":
+        return json.dumps(as_json(comparison), indent=1) + "\n"
+    summary = summarize(comparison)
+    shown, mark = {"markdown": (markdown, ""), "latex": (latex, "% ")}[form]
+    found = [shown(table) for table in all_tables(comparison, summary)]
+    said = [*verdict(comparison, summary), INTERVAL, *notes(comparison)]
+    return "\n".join([*found, *(f"{mark}{' '.join(note.split())}\n" for note in said)])
+
+
+def as_json(comparison: Comparison) -> dict[str, JsonValue]:
+    """The plan, the statistics, what each arm cost and every row, for other programs."""
+    summary = summarize(comparison)
+    content = {
+        "record": comparison.record.model_dump(mode="json"),
+        "finished": not comparison.missing,
+        "missing": comparison.missing,
+        "verdict": verdict(comparison, summary),
+        "summary": asdict(summary),
+        "costs": [
+            vars(cost) | {"pretraining": cost.pretraining and cost.pretraining.model_dump()}
+            for cost in costs(comparison)
+        ],
+        "skipped": comparison.skipped,
+        "rows": json.loads(rows(comparison).to_json(orient="records")),
+    }
+    found: dict[str, JsonValue] = json.loads(json.dumps(content, default=lambda record: record.model_dump(mode="json")))
+    return found
+
+
+def rows(comparison: Comparison) -> pd.DataFrame:
+    """Every measured row, with names, settings, and the file and time it was written."""
+    frame = comparison.table.frame.copy()
+    record = comparison.record
+    frame["arm_label"] = frame["arm"].map(comparison.label)
+    frame["evaluator_title"] = frame["evaluator"].map(lambda name: record.evaluators[name].title)
+    where = zip(frame["data"], frame["evaluator"], strict=True)
+    frame["settings"] = [json.dumps(record.evaluators[name].settings.get(data, {})) for data, name in where]
+    frame["selected"] = frame["selected"].map(json.dumps)
+    frame["notes"] = frame["notes"].map(" ".join)
+    frame["file"] = [str(file) for file in comparison.files]
+    frame["written"] = [
+        f"{datetime.fromtimestamp(file.stat().st_mtime, UTC):%Y-%m-%dT%H:%M:%SZ}" for file in comparison.files
+    ]
+    return frame
+
+
+def markdown(shown: Shown) -> str:
+    """A caption and a pipe table."""
+    cells = [list(shown.frame.columns), ["---"] * len(shown.frame.columns), *shown.frame.to_numpy().tolist()]
+    lines = [" | ".join(" ".join(cell.split()).replace("|", "\\|") for cell in row) for row in cells]
+    return "\n".join([f"**{shown.title}**\n", *(f"| {line} |" for line in lines), ""])
+
+
+def latex(shown: Shown) -> str:
+    """A `table` for a document that uses the package booktabs."""
+    frame = shown.frame.rename(columns=lambda name: name.translate(_ESCAPED)).map(lambda cell: cell.translate(_ESCAPED))
+    return str(frame.to_latex(index=False, caption=shown.title.translate(_ESCAPED), position="htb"))
