@@ -25,31 +25,35 @@ from ssl_vit.files import sha256, write_json
 from ssl_vit.interfaces import UserError
 from ssl_vit.models import factory
 from ssl_vit.recipe import Recipe
+from ssl_vit.records import RunSummary
 from ssl_vit.results import Evaluation, save
 from ssl_vit.runs import SUMMARY, open_run
 from ssl_vit.training import checkpoint, distributed, loop
 from ssl_vit.training.callbacks import EarlyStopping
 from ssl_vit.training.distributed import make_accelerator, shared_errors
 from ssl_vit.training.flops import training_flops
-from ssl_vit.training.trackers import check_trackers
+from ssl_vit.training.logging import check_trackers
 
 if TYPE_CHECKING:
     from ssl_vit.analysis import inspection
 
 
 def train(settings: Recipe, *, quiet: bool = False) -> Path:
-    """Run (or resume, or leave alone when finished) the training stage of a recipe; returns the run directory.
+    """Run, or resume, the training of a recipe; returns the run directory. A finished run stays as it is.
+
+    settings: the recipe.
+    quiet: show no progress.
 
     Raises UserError for input that cannot work, before the first step wherever that can be seen, RunError for a failure
-    on the way (non-finite loss, full disk), and Stopped, with all saved, after a signal.
+    on the way (non-finite loss, full disk), and Stopped, with everything saved, after a signal.
     """
     training, run = settings.training, settings.run_directory
-    accelerator = make_accelerator(training.precision, training.timeout, training.compile)
+    accelerator = make_accelerator(training.precision, training.timeout)
     with shared_errors():
         check_trackers(training.trackers)
         shards = open_training(settings.data)
         job = stage.build(settings, shards, accelerator, run=run, quiet=quiet)
-        job.watch = _probe(settings, shards, job)
+        job.callbacks = [*job.callbacks, *_probe(settings, shards, job)]
         if accelerator.is_main_process:
             open_run(run, settings, accelerator, job.data)
     parameters, flops = sum(p.numel() for p in job.objective.parameters()), training_flops(job.objective)
@@ -57,32 +61,33 @@ def train(settings: Recipe, *, quiet: bool = False) -> Path:
     with shared_errors():
         if accelerator.is_main_process:
             checkpoint.publish_encoder(run)
-            images_seen = (outcome.steps + outcome.undone) * training.batch_size
-            summary = {
-                "name": settings.name,
-                "objective": settings.objective.name,  # type: ignore[attr-defined]
-                "steps": outcome.steps,
-                "images_seen": images_seen,
-                "flops": images_seen * flops,
-                "seconds": round(outcome.seconds, 2),
-                "parameters": parameters,
-                "samples": settings.data.samples or shards.samples,
-                "processes": accelerator.num_processes,
-                "left_out_steps": outcome.left_out,
-                "classes": list(job.classes),
-            }
-            if not (run / SUMMARY).exists():  # what finished is not told anew by whoever asks again
-                write_json(run / SUMMARY, summary)
-    accelerator.free_memory()
+            if not (run / SUMMARY).exists():
+                images_seen = outcome.steps * training.batch_size
+                summary = RunSummary(
+                    name=settings.name,
+                    objective=settings.objective.name,  # type: ignore[attr-defined]
+                    steps=outcome.steps,
+                    images_seen=images_seen,
+                    flops=images_seen * flops,
+                    seconds=round(outcome.seconds, 2),
+                    parameters=parameters,
+                    samples=settings.data.samples or shards.samples,
+                    processes=accelerator.num_processes,
+                    skipped_steps=outcome.skipped_steps,
+                    classes=job.classes,
+                )
+                write_json(run / SUMMARY, summary.model_dump(mode="json"))
     return run
 
 
-def _probe(settings: Recipe, shards: ShardSet, job: loop.Job) -> EarlyStopping | None:
+def _probe(settings: Recipe, shards: ShardSet, job: loop.Job) -> list[EarlyStopping]:
     if settings.probe is None:
-        return None
+        return []
+    if job.accelerator.is_fsdp2:
+        raise UserError("probe: not available for a sharded model; remove it from the recipe")
     labeled = open_shards(settings.probe.data, settings.data.remote) if settings.probe.data else shards
     probe = OnlineProbe(settings.probe, labeled, settings.data, job.objective.encoder, job.accelerator)  # type: ignore[arg-type]
-    return EarlyStopping(probe, settings.probe.every, settings.probe.patience, probe.skipped)
+    return [EarlyStopping(probe, settings.probe.every, settings.probe.patience, probe.skipped)]
 
 
 def make_context(

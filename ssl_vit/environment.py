@@ -13,10 +13,11 @@ from typing import Any
 
 import psutil
 import torch
-from accelerate import Accelerator
+
+from ssl_vit.training.distributed import Engine
 
 
-def environment(accelerator: Accelerator | None = None) -> dict[str, Any]:
+def environment(accelerator: Engine | None = None) -> dict[str, Any]:
     """Versions, hardware, git commit and world size: what a reader needs to judge a number."""
     packages = ("torch", "torchvision", "timm", "accelerate", "webdataset", "datasets", "ssl-vit")
     hardware = {
@@ -33,7 +34,7 @@ def environment(accelerator: Accelerator | None = None) -> dict[str, Any]:
         "world_size": accelerator.num_processes if accelerator else 1,
         "distribution": accelerator.distributed_type.value if accelerator else "NO",
         "device": str(accelerator.device) if accelerator else "cpu",
-        "precision": accelerator.mixed_precision if accelerator else "no",
+        "precision": accelerator.precision if accelerator else "fp32",
         "float32_products": torch.get_float32_matmul_precision(),
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }

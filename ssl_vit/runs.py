@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from filelock import FileLock, Timeout
 
 from ssl_vit import recipe
@@ -17,6 +16,7 @@ from ssl_vit.interfaces import UserError
 from ssl_vit.models import factory
 from ssl_vit.recipe import Recipe
 from ssl_vit.training import checkpoint
+from ssl_vit.training.distributed import Engine
 
 # What a run may go on with another value of: how it is computed, told, kept and guarded, not what it learns.
 MAY_CHANGE = (
@@ -26,8 +26,6 @@ MAY_CHANGE = (
     "training.auto_batch",
     "training.checkpoint_activations",
     "training.on_nonfinite",
-    "training.on_spike",
-    "training.spike_factor",
     "training.timeout",
     "training.trackers",
     "training.log_every",
@@ -55,7 +53,7 @@ def wait_for_everyone() -> None:
         torch.distributed.barrier()
 
 
-def open_run(run: Path, settings: Recipe, accelerator: Accelerator, data: str) -> None:
+def open_run(run: Path, settings: Recipe, accelerator: Engine, data: str) -> None:
     """Create the run directory, or check that the run in it is of the same recipe; hold it until this process ends.
 
     data: fingerprint of the shards. Raises UserError when it is another recipe's or another process's, or cannot be
@@ -134,3 +132,9 @@ def _lock(run: Path) -> None:
     except Timeout:
         raise UserError(f"{run}: another process is training in this directory; wait for it or use run=PATH") from None
     _locks[run.resolve()] = lock
+
+
+def release(run: Path) -> None:
+    """Let another process train there."""
+    if lock := _locks.pop(run.resolve(), None):
+        lock.release()

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from accelerate import Accelerator
 from accelerate.utils import set_seed
 from torch import nn
 
@@ -24,16 +23,16 @@ from ssl_vit.data.stream import train_source
 from ssl_vit.interfaces import Batch, UserError
 from ssl_vit.models import EncoderConfig, factory
 from ssl_vit.recipe import Recipe
-from ssl_vit.training.callbacks import Callback, EarlyStopping
-from ssl_vit.training.distributed import make_accelerator
+from ssl_vit.training.callbacks import Checkpointing, Logging, NanGuard, Pictures, StopOnSignal
+from ssl_vit.training.distributed import Engine, check_compiler, make_accelerator
 from ssl_vit.training.flops import training_flops
-from ssl_vit.training.loop import Job, Picture
+from ssl_vit.training.loop import Callback, Job
 
 
 def build(
     settings: Recipe,
     shards: ShardSet,
-    accelerator: Accelerator,
+    accelerator: Engine,
     *,
     encoder: factory.Encoder | None = None,
     classes: int | None = None,
@@ -53,6 +52,8 @@ def build(
     Raises UserError for a model, objective or topology that cannot work.
     """
     training, named = settings.training, len(shards.classes) if shards.classes else None
+    if training.compile:
+        check_compiler(accelerator.device)
     set_seed(settings.seed)
     if encoder is None:
         encoder = build_encoder(settings.encoder, settings.init_from)
@@ -85,6 +86,9 @@ def build(
     # From here on each process draws its own dropout; the initialization above was the same on all.
     set_seed(settings.seed + 1 + accelerator.process_index)
     draws = run and training.picture_every and getattr(objective, "reconstructs", False)
+    pictures = [Pictures(_draw_into(run), training.picture_every)] if run and draws else []
+    if pictures and accelerator.is_fsdp2:
+        raise UserError("training.picture_every: not available for a sharded model; set it to 0")
     return Job(
         name=settings.name,
         objective=objective,
@@ -97,8 +101,7 @@ def build(
         run=run,
         data=shards.fingerprint,
         classes=tuple(shards.classes or ()) if needs_labels else (),
-        picture=_pictures(run) if draws and run else None,
-        watch=next((one for one in callbacks if isinstance(one, EarlyStopping)), None),
+        callbacks=[NanGuard(), Logging(), Checkpointing(), StopOnSignal(), *pictures, *callbacks],
         recipe=recipe.flatten(settings.model_dump(mode="json")),
         quiet=quiet,
     )
@@ -140,7 +143,7 @@ def training_samples(shards: ShardSet, data: DataConfig) -> np.ndarray | None:
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
-def _checkpoint_activations(encoder: factory.Encoder, accelerator: Accelerator) -> None:
+def _checkpoint_activations(encoder: factory.Encoder, accelerator: Engine) -> None:
     if accelerator.device.type == "xla":
         raise UserError("training.checkpoint_activations is not available on XLA: raise training.accumulate")
     if any(isinstance(module, _BATCH_NORMS) for module in encoder.modules()):
@@ -148,8 +151,8 @@ def _checkpoint_activations(encoder: factory.Encoder, accelerator: Accelerator) 
     encoder.network.set_grad_checkpointing(True)
 
 
-def _pictures(run: Path) -> Picture:
-    from ssl_vit.analysis import figures, reconstruction  # matplotlib: no run without pictures waits for it
+def _draw_into(run: Path) -> Callable[[nn.Module, Batch, int], np.ndarray]:
+    from ssl_vit.analysis import figures, reconstruction  # only runs with pictures import matplotlib
 
     def draw(objective: nn.Module, batch: Batch, step: int) -> np.ndarray:
         path = run / "pictures" / f"reconstruction_step_{step:08d}.png"
@@ -261,7 +264,7 @@ def dry_run(settings: Recipe, shards: ShardSet | None = None, subset: np.ndarray
     )
 
 
-def _kept_bytes(module: nn.Module, part: Batch, accelerator: Accelerator) -> int:
+def _kept_bytes(module: nn.Module, part: Batch, accelerator: Engine) -> int:
     """One forward and backward pass; returns the bytes that autograd kept in between, parameters apart."""
     own = {p.untyped_storage().data_ptr() for p in module.parameters()}
     kept: dict[int, int] = {}

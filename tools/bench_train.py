@@ -33,11 +33,12 @@ def settings_of(arguments: argparse.Namespace, run: Path, steps: int) -> Any:
 
 def phase_seconds(arguments: argparse.Namespace, run: Path) -> float:
     """Seconds a step of the step or the loader alone."""
+    from ssl_vit.training.step import Stepper
+
     from ssl_vit import stage
     from ssl_vit.data.order import LanePosition
     from ssl_vit.data.shards import open_training
     from ssl_vit.training.distributed import make_accelerator
-    from ssl_vit.training.step import Stepper
 
     settings = settings_of(arguments, run, arguments.steps)
     training = settings.training

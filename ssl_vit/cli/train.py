@@ -49,7 +49,7 @@ def train(
     if dry_run:
         from ssl_vit.cli import previewed
         from ssl_vit.stage import dry_run as measure
-        from ssl_vit.training.trackers import check_trackers
+        from ssl_vit.training.logging import check_trackers
 
         check_trackers(settings.training.trackers)
         runs.check(settings.run_directory, settings)

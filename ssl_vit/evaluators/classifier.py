@@ -118,16 +118,11 @@ def train(images: ImageSet, encoder: Encoder, recipe: Recipe) -> tuple[classific
 
     objective = job.objective
     assert isinstance(objective, classification.Objective)
-    scale = accelerator.scaler.state_dict() if accelerator.scaler else None
     try:
         context.skipped += loop.train(job).skipped
     except Diverged as error:
         error.cost = cost_of(error.steps)
         raise
-    finally:
-        accelerator.free_memory()
-        if scale:  # the next training of this process starts from the same loss scale
-            accelerator.scaler.load_state_dict(scale)
     return objective, cost_of(job.total_steps)
 
 

@@ -8,7 +8,6 @@ from functools import cached_property
 from pathlib import Path
 
 import numpy as np
-from accelerate import Accelerator
 
 from ssl_vit.data import DataConfig
 from ssl_vit.data.samples import Skip
@@ -17,6 +16,7 @@ from ssl_vit.evaluators import Metric
 from ssl_vit.evaluators.labels import labels_of
 from ssl_vit.interfaces import Config, UserError
 from ssl_vit.models.encoder import Encoder
+from ssl_vit.training.distributed import Engine
 
 
 def silent(text: str) -> None:
@@ -41,7 +41,7 @@ class EvalContext:
     train: ShardSet
     test: ShardSet
     data: DataConfig
-    accelerator: Accelerator
+    accelerator: Engine
     weights: str | None = None
     batch_size: int = 256
     cache: Path | None = None

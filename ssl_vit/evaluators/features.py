@@ -245,7 +245,7 @@ def _content(
         content.update(f"{shards.counts[shard]} {checksum or _checksum(shards, shard)}\n".encode())
     preparation = [_FORMAT, context.data.evaluation_resize, len(shards.classes or ())]
     settings = [encoder.name, encoder.arguments, encoder.image_size, encoder.mean, encoder.std, encoder.own_settings]
-    precision = context.accelerator.mixed_precision
+    precision = context.accelerator.precision
     content.update(json.dumps([preparation, settings, encoder.channels, representation, precision]).encode())
     content.update(b"" if images is None else images.tobytes())
     for name, tensor in sorted(encoder.state_dict().items()):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-from accelerate import Accelerator
 from torch import nn
 
 from ssl_vit.data import DataConfig
@@ -16,13 +15,14 @@ from ssl_vit.evaluators.labels import choose_shots, labels_of
 from ssl_vit.interfaces import UserError
 from ssl_vit.models.encoder import Encoder
 from ssl_vit.training import ProbeConfig
+from ssl_vit.training.distributed import Engine
 
 
 class OnlineProbe:
     """Few-shot accuracy on held-out images of the same shards: `shots` images per class to fit to, others to score."""
 
     def __init__(
-        self, config: ProbeConfig, shards: ShardSet, data: DataConfig, encoder: Encoder, accelerator: Accelerator
+        self, config: ProbeConfig, shards: ShardSet, data: DataConfig, encoder: Encoder, accelerator: Engine
     ) -> None:
         """Raises UserError where the shards have too few labeled images."""
         self.config = config

@@ -1,4 +1,4 @@
-"""The one training loop and what it needs; configuration of the room (torch-free)."""
+"""The training loop and what it needs. This module holds its configuration and does not import torch."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 class OptimConfig(Config):
     """name: `adamw` (decoupled weight decay), `sgd` (momentum) or `lars`.
 
-    lr: the peak. lr_batch: when set, lr is given for that batch size and scaled linearly to the real one (256: MAE's).
+    lr: the peak.
+    lr_batch: when set, lr is given for that batch size and scaled linearly to the real one (256: MAE's).
     weight_decay: decoupled for adamw; never on biases, norms, class token, positions and mask token.
     layer_decay: factor of the learning rate from one layer of the encoder to the one below it (MAE: 0.65 for ViT-B,
         0.75 for L; None: one rate for all).
-    clip_norm: global gradient norm (paper: 1); 0 leaves gradients alone.
+    clip_norm: global gradient norm (paper: 1); 0 disables clipping.
     schedule: after `warmup_steps` of linear warm-up, `cosine` or `linear` to zero, or `constant`; in optimizer steps.
     """
 
@@ -36,27 +37,25 @@ class OptimConfig(Config):
 
 
 class TrainingConfig(Config):
-    """How long and in what portions. Exactly one of `steps` and `epochs` is set.
+    """How long, and in what portions. Exactly one of `steps` and `epochs` is set.
 
-    batch_size: images in one optimizer step over all processes. accumulate: micro-batches a process makes of its part.
+    batch_size: images in one optimizer step over all processes.
+    accumulate: micro-batches that a process makes of its part.
     auto_batch: before the first step, raise `accumulate` until a micro-batch fits into the memory; the batch stays.
     precision: `fp32`, `tf32` (float32 with matrix products in TensorFloat-32), `bf16` or `fp16` (with loss scaling);
         weights, color targets, softmax, norms and losses are float32 in any case.
-    compile: run the model through torch.compile: faster on GPUs, for a minute or more before the first step. Of little
-        use on CPUs.
+    compile: use torch.compile: faster on GPUs, after a minute or more before the first step. Of little use on CPUs.
     checkpoint_activations: keep one block's activations at a time and compute them again in the backward pass: less
-        memory, about a third more time. The result is the same.
-    ema: decay a step of an average of the weights, which is what checkpoints publish then (0: none; 0.999 is common).
-        It starts lower, at (1 + step) / (10 + step).
-    on_nonfinite: at a loss or gradient that is not finite, `stop`, or `skip` that step (at the cost of one look at the
-        device a step), count it and go on.
-    on_spike: at a loss above `spike_factor` times the median of the last 100 steps', `ignore` it, `stop`, or `rewind`:
-        go back to the newest checkpoint and on with the data that comes next.
-    timeout: seconds that a process waits for the others before it gives up.
+        memory, about a third more time, the same result.
+    ema: decay per step of an average of the weights, which checkpoints publish then (0: none; 0.999 is common). It
+        starts lower, at (1 + step) / (10 + step).
+    on_nonfinite: at a loss or gradient that is not finite, `stop`, or `skip` that step and count it (which waits for
+        the device once per step).
+    timeout: seconds that a process waits for the others.
     trackers: Accelerate's trackers by name (`tensorboard`, `wandb`, `mlflow`, `clearml`, `trackio`, ...), each with the
         keywords of its own initialization.
-    log_every, checkpoint_every, picture_every: steps; 0 switches checkpoints (but the last) or pictures off.
-    keep_last: newest checkpoints kept (those that `ssl-vit eval` judged stay too).
+    log_every, checkpoint_every, picture_every: steps; 0 disables checkpoints (except the last) or pictures.
+    keep_last: newest checkpoints kept (those that `ssl-vit eval` evaluated stay too).
     """
 
     steps: int | None = Field(None, ge=1)
@@ -69,8 +68,6 @@ class TrainingConfig(Config):
     checkpoint_activations: bool = False
     ema: float = Field(0.0, ge=0, lt=1)
     on_nonfinite: Literal["stop", "skip"] = "stop"
-    on_spike: Literal["ignore", "stop", "rewind"] = "ignore"
-    spike_factor: float = Field(3.0, gt=1)
     timeout: int = Field(600, ge=1)
     trackers: dict[str, dict[str, Any]] = Field({"tensorboard": {}})
     log_every: int = Field(50, ge=1)

@@ -1,49 +1,254 @@
-"""A measure of the representation taken during training, and the end of training where it no longer rises."""
+"""What happens between the steps of a training, in this fixed order.
+
+The non-finite guard comes first: it must see a window's losses before they are logged and before a checkpoint keeps
+weights that they spoiled. Then logging, checkpoint, stop on a signal, pictures, and the online probe with early
+stopping.
+"""
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
+import torch
 from torch import nn
 
 from ssl_vit.data.samples import Skip
-from ssl_vit.training.checkpoint import Progress
-from ssl_vit.training.records import Records
+from ssl_vit.interfaces import Batch, Diverged
+from ssl_vit.training import checkpoint, distributed
+from ssl_vit.training.distributed import stopped
+from ssl_vit.training.loop import Callback, Stop, Trainer
+
+__all__ = ["Callback", "Checkpointing", "EarlyStopping", "Logging", "NanGuard", "Pictures", "Stop", "StopOnSignal"]
+
+_SKIPS_IN_A_ROW = 10  # more of them mean that the weights are broken, not the batch
+_OVERFLOWS_IN_A_ROW = 100  # the loss scale has halved from 2^16 to 2^-84
 
 
-class Callback:
-    """Base of what happens between the steps of a training."""
+class NanGuard(Callback):
+    """Stops at a loss or gradient that is not finite, or counts the steps skipped for that (training.on_nonfinite)."""
+
+    def __init__(self) -> None:
+        self.skipped = self.overflows = 0  # in a row
+
+    def after_step(self, trainer: Trainer) -> Stop | None:
+        if not trainer.result.finite:
+            return self._skipped(trainer)
+        self.skipped = 0
+        return self._window(trainer) if trainer.window_ends else None
+
+    def _skipped(self, trainer: Trainer) -> Stop | None:
+        progress, outputs = trainer.progress, trainer.result.outputs
+        keys = _keys(not all(bool(output.loss.isfinite()) for output in outputs), trainer.batch.keys)
+        progress.skipped_steps += 1
+        self.skipped += 1
+        if self.skipped > _SKIPS_IN_A_ROW:
+            return _diverged(
+                trainer, f"{self.skipped} steps in a row, up to step {progress.step}, were not finite", keys
+            )
+        total = progress.skipped_steps
+        trainer.log.say(
+            f"step {progress.step} skipped: its loss or gradient was not finite ({total} in all); {_some(keys)}"
+        )
+        trainer.log.event(progress.step, {"event": "skipped_step", "total": total, "samples": keys})
+        return None
+
+    def _window(self, trainer: Trainer) -> Stop | None:
+        window = trainer.window
+        if not window.rows:
+            return None
+        means = window.means()
+        # With loss scaling a gradient may overflow: the scaler skips that step.
+        names = ("loss",) if trainer.scaler.is_enabled() else ("loss", "grad_norm")
+        finite = torch.stack([means[name].isfinite() for name in names]).all(0).tolist()
+        if False in finite:
+            bad = finite.index(False)
+            keys = _keys(not bool(window.rows[bad][0].isfinite()), window.keys[bad])
+            what = f"the loss or its gradient was not finite at step {window.steps[bad]}"
+            return _diverged(trainer, what, keys, "or skip such steps with training.on_nonfinite=skip")
+        self.overflows = 0 if means["grad_norm"].isfinite().any() else self.overflows + len(window.steps)
+        if self.overflows > _OVERFLOWS_IN_A_ROW:
+            what = f"the gradient was not finite in {self.overflows} steps in a row, up to step {window.steps[-1]}"
+            keys = _keys(True, window.keys[-1])
+            return _diverged(trainer, f"{what}, at any loss scale", keys, "or set training.precision=bf16")
+        return None
 
 
-@dataclass(frozen=True)
-class EarlyStopping(Callback):
-    """measure: from the unwrapped objective to a number that should rise; every process calls it at the same steps, and
-    it leaves the objective in evaluation mode. every: steps. patience: measures in a row without a new best after which
-    training ends (None: never). skipped: the samples that this process could not use for it, each told once.
+def _diverged(trainer: Trainer, what: str, keys: list[str], hint: str = "") -> Stop:
+    saved = checkpoint.last_saved(trainer.job.run)
+    error = Diverged(f"{what}; {_some(keys)}\n{saved}; lower optim.lr, check those images{hint and f', {hint}'}")
+    error.everywhere, error.steps = True, trainer.progress.step
+    return Stop(what, error)
+
+
+def _keys(to_blame: bool, keys: list[str]) -> list[str]:
+    """Keys of a bad step's samples, of the processes that are to blame, or of all where none is. A collective call."""
+    found = distributed.gather((to_blame, keys))
+    sure = any(blame for blame, _ in found)
+    return [key for blame, names in found for key in names if blame or not sure]
+
+
+def _some(keys: list[str]) -> str:
+    more = f" and {len(keys) - 8} more" if len(keys) > 8 else ""
+    return f"its samples: {', '.join(keys[:8])}{more}"
+
+
+class Logging(Callback):
+    """Writes the means over the steps since the last log line."""
+
+    def after_step(self, trainer: Trainer) -> Stop | None:
+        if not trainer.window_ends:
+            return None
+        progress, window, batch_size = trainer.progress, trainer.window, trainer.job.training.batch_size
+        means = window.means() if window.rows else {}
+        elapsed, steps = time.perf_counter() - window.start, progress.step - window.first
+        progress.seconds += elapsed
+        trainer.log_skips()
+        if means and hasattr(trainer.objective, "summarize"):
+            means = trainer.objective.summarize(means)  # type: ignore[operator]
+        # Without single values that are not finite, such as a gradient that overflowed the loss scale.
+        finite = {name: column[column.isfinite()] for name, column in means.items()}
+        values = {
+            **{name: float(column.mean()) for name, column in finite.items() if len(column)},
+            "lr": float(trainer.optimizer.param_groups[0]["lr"]),
+            "images_seen": progress.step * batch_size,
+            "images_per_second": steps * batch_size / elapsed,
+            "data_wait": window.waited / elapsed,
+            "seconds_per_step": elapsed / steps,
+            "seconds": progress.seconds,
+        }
+        trainer.log.values(progress.step, values)
+        trainer.new_window()
+        return None
+
+
+class Checkpointing(Callback):
+    """Saves every `training.checkpoint_every` steps, at the end and before a stop."""
+
+    def __init__(self) -> None:
+        self.saved: tuple[int, Any] | None = None
+
+    def start(self, trainer: Trainer) -> Stop | None:
+        self.saved = self._state(trainer) if trainer.progress.step else None
+        return None
+
+    def ends_window(self, trainer: Trainer) -> bool:
+        every = trainer.job.training.checkpoint_every
+        return trainer.last or bool(every and trainer.progress.step % every == 0)
+
+    def after_step(self, trainer: Trainer) -> Stop | None:
+        if self.ends_window(trainer):
+            self._save(trainer)
+        return None
+
+    def end(self, trainer: Trainer) -> None:
+        if self.saved != self._state(trainer):  # the last probe came after the last save
+            self._save(trainer)
+
+    def _state(self, trainer: Trainer) -> tuple[int, Any]:
+        return trainer.progress.step, {one.name: one.state_dict() for one in trainer.job.callbacks}
+
+    def _save(self, trainer: Trainer) -> None:
+        job, progress = trainer.job, trainer.progress
+        if job.run is None:
+            return
+        # Each process knows the positions of its own lanes.
+        first = trainer.accelerator.process_index * trainer.own_lanes
+        own = progress.lanes[first : first + trainer.own_lanes]
+        progress.lanes[:] = [position for part in distributed.gather(own) for position in part]
+        checkpoint.save(job.run, progress.step, trainer.state, job.training.keep_last)
+        self.saved = self._state(trainer)
+
+
+class StopOnSignal(Callback):
+    """Ctrl-C, SIGTERM and SIGUSR1 end the session once its checkpoint is saved."""
+
+    def after_step(self, trainer: Trainer) -> Stop | None:
+        step = trainer.progress.step
+        if not trainer.signal or step == trainer.job.total_steps:
+            return None
+        where = f"; saved, run the same command to resume at step {step}" if trainer.job.run else ""
+        return Stop(f"stopped by {signal.Signals(trainer.signal).name}{where}", stopped(trainer.signal))
+
+
+class Pictures(Callback):
+    """Draws what the objective predicts, on the main process.
+
+    draw: from the unwrapped objective, the batch and the step to a picture, uint8 (H, W, 3).
+    every: steps.
     """
 
-    measure: Callable[[nn.Module], float]
-    every: int
-    patience: int | None = None
-    skipped: Callable[[], list[Skip]] = list
+    def __init__(self, draw: Callable[[nn.Module, Batch, int], np.ndarray], every: int) -> None:
+        self.draw, self.every = draw, every
 
-    def due(self, step: int, total: int) -> bool:
-        return step % self.every == 0 or step == total
+    def after_step(self, trainer: Trainer) -> Stop | None:
+        step = trainer.progress.step
+        if (trainer.last or step % self.every == 0) and trainer.accelerator.is_main_process:
+            with trainer.published():
+                picture = self.draw(trainer.objective, trainer.batch, step)
+            trainer.log.picture("reconstruction", picture, step)
+            trainer.model.train()
+        return None
 
-    def take(self, objective: nn.Module, progress: Progress, records: Records) -> None:
-        """Measure, write it down and show it; sets `progress.done` where the patience is at its end."""
-        start = time.perf_counter()
-        value = self.measure(objective)
-        progress.seconds += time.perf_counter() - start
-        progress.probed = progress.step
-        progress.since_best = 0 if value > progress.best else progress.since_best + 1
-        progress.best = max(value, progress.best)
-        records.values(progress.step, {"probe_accuracy": value, "probe_best": progress.best})
-        records.display.note = f"few-shot probe {value:.1%} (best {progress.best:.1%})"
-        records.say(f"step {progress.step}: {records.display.note}")
-        if self.patience and progress.since_best >= self.patience:
-            progress.done = True
-            records.say(f"the probe has not risen {self.patience} times in a row (probe.patience): training ends here")
-            records.event(progress.step, {"event": "early_stop", "probe_best": progress.best})
+
+class EarlyStopping(Callback):
+    """An online probe: measures the representation now and then, and ends training where it no longer improves.
+
+    measure: from the unwrapped objective to a number, higher is better; may leave it in evaluation mode.
+    every: steps.
+    patience: measures in a row without a new best after which training ends; None: never.
+    skipped: the samples that this process could not use for it, each once.
+    """
+
+    name = "probe"
+
+    def __init__(
+        self,
+        measure: Callable[[nn.Module], float],
+        every: int,
+        patience: int | None = None,
+        skipped: Callable[[], list[Skip]] = list,
+    ) -> None:
+        self.measure, self.every, self.patience, self.skipped = measure, every, patience, skipped
+        self.step, self.best, self.since_best = 0, 0.0, 0
+
+    def start(self, trainer: Trainer) -> Stop | None:
+        return self.after_step(trainer)  # where the session before ended between its checkpoint and its probe
+
+    def ends_window(self, trainer: Trainer) -> bool:
+        step = trainer.progress.step
+        return step > self.step and (step % self.every == 0 or step == trainer.job.total_steps)
+
+    def after_step(self, trainer: Trainer) -> Stop | None:
+        if self.ends_window(trainer):
+            self._measure(trainer)
+        if self.patience and self.since_best >= self.patience:
+            return Stop(f"no improvement in {self.patience} probes (probe.patience): training ends early")
+        return None
+
+    def _measure(self, trainer: Trainer) -> None:
+        step, start = trainer.progress.step, time.perf_counter()
+        trainer.share_buffers()
+        with trainer.published():
+            value = self.measure(trainer.objective)
+        trainer.model.train()
+        trainer.progress.seconds += time.perf_counter() - start
+        self.since_best = 0 if value > self.best else self.since_best + 1
+        self.step, self.best = step, max(value, self.best)
+        trainer.log.values(step, {"probe_accuracy": value, "probe_best": self.best})
+        trainer.log.display.note = f"few-shot probe {value:.1%} (best {self.best:.1%})"
+        trainer.log.say(f"step {step}: {trainer.log.display.note}")
+        if self.patience and self.since_best >= self.patience:
+            trainer.log.event(step, {"event": "early_stop", "probe_best": self.best})
+        trainer.skips += self.skipped()
+        trainer.log_skips()
+        trainer.new_window()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": self.step, "best": self.best, "since_best": self.since_best}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.step, self.best, self.since_best = state["step"], state["best"], state["since_best"]

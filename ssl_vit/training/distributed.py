@@ -15,7 +15,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from types import FrameType
@@ -24,18 +24,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import (
     DistributedDataParallelKwargs,
     DistributedType,
-    GradientAccumulationPlugin,
     InitProcessGroupKwargs,
-    TorchDynamoPlugin,
-    get_mixed_precision_context_manager,
     is_torch_xla_available,
     parse_flag_from_env,
 )
-from torch import nn
 
 from ssl_vit.interfaces import PREEMPTED, RunError, Stopped, UserError
 from ssl_vit.training import Precision
@@ -50,16 +45,39 @@ _GONE = re.compile(
     r"(?i)connection (closed|reset|refused)|timed out|wait timeout|broken pipe|socket timeout|gloo|nccl|"
     r"failed to (recv|send)|no route to host"
 )
-_MIXED = {"fp32": "no", "tf32": "no", "bf16": "bf16", "fp16": "fp16"}
+_ONE_REQUEST = 3.0  # seconds; a launcher repeats the signal that the terminal or the scheduler has sent already
+_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def make_accelerator(precision: Precision = "fp32", timeout: int = 600, compiled: bool = False) -> Accelerator:
-    """The engine that all processes share; the data plan shards, the loop accumulates.
+class Engine(Accelerator):
+    """Accelerate's engine with a precision of its own.
 
-    timeout: seconds that a process waits for the others. compiled: prepared models go through torch.compile, one graph
-    for one shape (without it, what `accelerate launch --dynamo_backend` says holds). Raises UserError for a precision
-    that the device does not have, for compiling where nothing compiles, and for ways of distribution that checkpoints
-    do not cover; RunError when the processes do not find each other.
+    Accelerate fixes one precision for the whole process, and hands it to FSDP2, which would cast a batch's noise, what
+    is logged and the sums of gradients to 16 bits. Here each training has its own: the loop runs the forward pass under
+    `autocast` and scales the loss.
+    """
+
+    def __init__(self, precision: Precision, **arguments: Any) -> None:
+        super().__init__(mixed_precision="no", **arguments)
+        self.precision = precision
+        if self.is_fsdp2:
+            self.state.fsdp_plugin.mixed_precision_policy = None
+
+    @contextmanager
+    def autocast(self) -> Iterator[None]:
+        """Matrix products and convolutions in 16 bits where the precision says so."""
+        dtype = _AUTOCAST.get(self.precision)
+        with torch.autocast(self.device.type, dtype) if dtype else nullcontext():
+            yield
+
+
+def make_accelerator(precision: Precision = "fp32", timeout: int = 600) -> Engine:
+    """The engine that all processes share; the order of the data splits it across them.
+
+    timeout: seconds that a process waits for the others.
+
+    Raises UserError for a precision that the device does not have and for ways of distribution that checkpoints do not
+    cover; RunError when the processes do not find each other.
     """
     has_xla = is_torch_xla_available()
     # Without cpu=True, Accelerate 1.15 ignores the launcher's processes on a machine that has no accelerator.
@@ -67,29 +85,18 @@ def make_accelerator(precision: Precision = "fp32", timeout: int = 600, compiled
     launched = int(os.environ.get("WORLD_SIZE", 1))
     if not has_xla:
         _check_precision(precision)
-    if compiled:
-        _check_compiler(has_xla, no_device)
     for kind in ("DEEPSPEED", "MEGATRON_LM"):
         if parse_flag_from_env(f"ACCELERATE_USE_{kind}"):
             raise UserError(f"{kind} is not supported: use FSDP2 (recipes/launch/fsdp2.yaml), which shards the same")
     for known in _KNOWN_WARNINGS:
         warnings.filterwarnings("ignore", known)
-    torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
-    torch.backends.cudnn.allow_tf32 = precision == "tf32"
-    # It fixes the precision of the process's first stage; the next may have another. After a sharded stage, what lies
-    # under it must go too: it would find FSDP named there and not set it up again.
-    sharded = PartialState._shared_state.get("distributed_type") == DistributedType.FSDP
-    AcceleratorState._reset_state(reset_partial_state=sharded)
     try:
-        accelerator = Accelerator(
-            mixed_precision=_MIXED[precision],
+        accelerator = Engine(
+            precision,
             cpu=no_device,
-            # The loop accumulates by itself, whatever ACCELERATE_GRADIENT_ACCUMULATION_STEPS says.
-            gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
-            dynamo_plugin=TorchDynamoPlugin(backend="inductor", dynamic=False) if compiled else None,
             kwargs_handlers=[
                 InitProcessGroupKwargs(timeout=datetime.timedelta(seconds=timeout)),
-                # A batch norm's running statistics are each process's own until `Stepper.share_buffers`.
+                # A batch norm's running statistics are each process's own until `Trainer.share_buffers`.
                 DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),
             ],
         )
@@ -101,6 +108,9 @@ def make_accelerator(precision: Precision = "fp32", timeout: int = 600, compiled
             f"the {launched} processes did not find each other within {timeout} s (training.timeout): "
             f"{str(error).splitlines()[0]}; check that all were started, with the same main address and port"
         ) from error
+    # After the constructor, which may allow TF32 by itself.
+    torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
+    torch.backends.cudnn.allow_tf32 = precision == "tf32"
     with shared_errors():
         _check_world(accelerator, launched)
     if accelerator.device.type == "cpu":
@@ -109,19 +119,7 @@ def make_accelerator(precision: Precision = "fp32", timeout: int = 600, compiled
     return accelerator
 
 
-def autocast_sharded(objective: nn.Module, accelerator: Accelerator) -> None:
-    """Before `prepare`: FSDP2 shards, and autocast rules the precision, as it does on one GPU.
-
-    Accelerate would leave it to FSDP2, which casts a batch's noise, what is logged and the sums of gradients to 16
-    bits, but not the images made of its bytes, so that the first convolution fails.
-    """
-    accelerator.state.fsdp_plugin.mixed_precision_policy = None
-    if accelerator.native_amp:
-        autocast = get_mixed_precision_context_manager(True, accelerator.autocast_handler)
-        objective.forward = autocast(objective.forward)
-
-
-def _check_world(accelerator: Accelerator, launched: int) -> None:
+def _check_world(accelerator: Engine, launched: int) -> None:
     """Refuse a world that is not the one that was launched, and those that checkpoints do not cover."""
     if accelerator.num_processes < launched:
         raise UserError(
@@ -132,7 +130,7 @@ def _check_world(accelerator: Accelerator, launched: int) -> None:
         raise UserError("the first FSDP is not supported: use FSDP2 (recipes/launch/fsdp2.yaml)")
     if kind != DistributedType.FSDP and parse_flag_from_env("ACCELERATE_USE_FSDP"):
         raise UserError(
-            f"FSDP was launched, but Accelerate runs {kind.value} here: it shards on accelerators alone; on a CPU use "
+            f"FSDP was launched, but Accelerate runs {kind.value} here: it shards on accelerators only; on a CPU use "
             "recipes/launch/cpu.yaml"
         )
     if kind == DistributedType.XLA and accelerator.num_processes > 1:
@@ -164,11 +162,12 @@ def _keep_what_is_imported() -> None:
     atexit.register(gc.unfreeze)  # else native modules report what they own as leaked
 
 
-def _check_compiler(has_xla: bool, no_device: bool) -> None:
-    if has_xla:
-        raise UserError("training.compile: XLA compiles by itself: leave it out")
+def check_compiler(device: torch.device) -> None:
+    """Raises UserError where training.compile would not work."""
+    if device.type == "xla":
+        raise UserError("training.compile: XLA compiles by itself; set it to false")
     compiler = os.environ.get("CXX", "g++")
-    if no_device and shutil.which(compiler) is None:
+    if device.type == "cpu" and shutil.which(compiler) is None:
         raise UserError(f"training.compile needs a C++ compiler on a CPU, and there is no {compiler}: install one")
 
 
@@ -283,11 +282,8 @@ def others_watched(last_saved: Callable[[], str]) -> Iterator[None]:
         reason = str(error).splitlines()[0].split("] ", 1)[-1].split(". This is typically")[0]
         raise RunError(
             f"another process of this run is gone, or has not answered for {_together.timeout} s (training.timeout): "
-            f"its own output says why ({reason})\n{last_saved()}; run the same command on all machines to go on"
+            f"its own output says why ({reason})\n{last_saved()}; run the same command on all machines to resume"
         ) from error
-
-
-_ONE_REQUEST = 3.0  # seconds; a launcher repeats the signal that the terminal or the scheduler has sent already
 
 
 def stopped(number: int) -> Stopped:

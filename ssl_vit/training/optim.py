@@ -1,15 +1,17 @@
-"""Optimizers with the usual weight-decay exclusions, and schedules as functions of the optimizer step."""
+"""Optimizers with the usual weight-decay exclusions, schedules as functions of the step, averaged weights."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from timm.models import group_parameters
 from timm.optim import Lars
 from torch import nn
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from ssl_vit.training import OptimConfig
 
@@ -85,3 +87,30 @@ def set_lr(groups: Iterable[dict[str, Any]], lr: float) -> None:
     """Give every parameter group the learning rate of this step, times the group's own `lr_scale`."""
     for group in groups:
         group["lr"] = lr * group.get("lr_scale", 1.0)
+
+
+class WeightAverage:
+    """An exponential moving average of a model's trainable parameters, sharded as they are."""
+
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        self.decay = decay
+        self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.values = {name: p.detach().clone() for name, p in self.parameters.items()}
+
+    def update(self, step: int) -> None:
+        """After optimizer step `step` (from 0). The first steps count for more, as in TensorFlow's average."""
+        decay = min(self.decay, (1 + step) / (10 + step))
+        get_ema_multi_avg_fn(decay)(list(self.values.values()), list(self.parameters.values()), None)
+
+    @contextmanager
+    @torch.no_grad()
+    def swapped_in(self) -> Iterator[None]:
+        """The model holds the average meanwhile. Not for sharded models."""
+        kept = {name: parameter.clone() for name, parameter in self.parameters.items()}
+        for name, parameter in self.parameters.items():
+            parameter.copy_(self.values[name])
+        try:
+            yield
+        finally:
+            for name, parameter in self.parameters.items():
+                parameter.copy_(kept[name])

@@ -1,71 +1,48 @@
-"""What training goes on from: weights, their average, optimizer, loss scale, random states; whole or sharded alike."""
+"""The state of a training that checkpoints keep: weights, optimizer, random states; whole or sharded alike."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from ssl_vit.interfaces import UserError
 from ssl_vit.training import distributed
+from ssl_vit.training.optim import WeightAverage
 
 Tensors = dict[str, torch.Tensor]
 
 
-class Average:
-    """An exponential moving average of a model's trainable parameters, sharded as they are."""
+class Stateful(Protocol):
+    """A component with state of its own in `state.json`: plain JSON values."""
 
-    def __init__(self, model: nn.Module, decay: float) -> None:
-        self.decay = decay
-        self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self.values = {name: p.detach().clone() for name, p in self.parameters.items()}
+    def state_dict(self) -> dict[str, Any]: ...
 
-    def update(self, step: int) -> None:
-        """After optimizer step `step` (from 0). The first steps count for more, as in TensorFlow's average."""
-        decay = min(self.decay, (1 + step) / (10 + step))
-        get_ema_multi_avg_fn(decay)(list(self.values.values()), list(self.parameters.values()), None)
-
-    @contextmanager
-    @torch.no_grad()
-    def in_place(self) -> Iterator[None]:
-        """The model holds the average meanwhile. Not for sharded models."""
-        kept = {name: parameter.clone() for name, parameter in self.parameters.items()}
-        for name, parameter in self.parameters.items():
-            parameter.copy_(self.values[name])
-        try:
-            yield
-        finally:
-            for name, parameter in self.parameters.items():
-                parameter.copy_(kept[name])
-
-    def load(self, tensors: Mapping[str, torch.Tensor], model: nn.Module) -> None:
-        """Take the values from whole tensors by the model's names."""
-        for name, tensor in placed({name: tensors[name] for name in self.values}, model).items():
-            self.values[name].copy_(tensor)
+    def load_state_dict(self, state: dict[str, Any], /) -> None: ...
 
 
 @dataclass
 class State:
-    """The objective (unwrapped), torch's optimizer over its parameters, and what else a resumed run needs.
+    """Everything that a resumed run needs: the objective (unwrapped), torch's optimizer over its parameters, the random
+    states of its device.
 
-    scaler: of the loss, in fp16. average: of the weights, where the recipe asks for one.
+    average: of the weights, where the recipe asks for one.
+    parts: the components whose state is a few numbers, by name.
     """
 
     objective: nn.Module
     optimizer: torch.optim.Optimizer
     device: torch.device
-    scaler: Any = None
-    average: Average | None = None
+    average: WeightAverage | None = None
+    parts: dict[str, Stateful] = field(default_factory=dict)
 
     @property
     def sharded(self) -> bool:
@@ -76,6 +53,13 @@ class State:
         """The objective's tensors by name, whole, on the CPU of the main process; every process must call it."""
         tensors = self.objective.state_dict()
         return whole({**tensors, **self.average.values} if averaged and self.average else tensors)
+
+    def load_average(self, tensors: Tensors) -> None:
+        """Take the averaged weights from whole tensors by the objective's names."""
+        if self.average:
+            own = {name: tensors[name] for name in self.average.values}
+            for name, tensor in placed(own, self.objective).items():
+                self.average.values[name].copy_(tensor)
 
     def save_optimizer(self, folder: Path) -> None:
         """Write this process's part: all of it, or its shards. Tensors alone, in safetensors files.

@@ -32,9 +32,8 @@ from ssl_vit.data.stream import train_source
 from ssl_vit.evaluators import features
 from ssl_vit.interfaces import RunError, StepOutput, UserError
 from ssl_vit.objectives import masked_patch
-from ssl_vit.training import checkpoint, distributed, metrics
+from ssl_vit.training import checkpoint, distributed, loop
 from ssl_vit.training.distributed import make_accelerator
-from ssl_vit.training.step import Stepper
 
 FSDP2 = Path(__file__).parents[2] / "recipes" / "launch" / "fsdp2.yaml"
 TINY = ("encoder.width=32", "encoder.depth=2", "encoder.heads=2", "training.picture_every=0", "training.trackers={}")
@@ -69,10 +68,8 @@ def sharding_accelerator(*arguments: Any) -> Any:
     keywords = {name: given[f"fsdp_{name}"] for name in same}
     keywords["transformer_cls_names_to_wrap"] = [given["fsdp_transformer_layer_cls_to_wrap"]]
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, **keywords)
-    if accelerator.mixed_precision != "no":
-        plugin.set_mixed_precision(accelerator.mixed_precision)  # as Accelerate's state does
     accelerator.state.distributed_type = DistributedType.FSDP
-    PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+    PartialState().distributed_type = DistributedType.FSDP  # which a later engine copies
     accelerator.state.fsdp_plugin, prepare = plugin, accelerator.prepare
 
     def checked(objective: Any, optimizer: torch.optim.Optimizer) -> Any:
@@ -151,12 +148,16 @@ def errors_of_one(digits: str, out: str, bad: str) -> None:
     print("full:", outcome(lambda: train(digits, folder / "full", "pretraining", *keys)), flush=True)
     checkpoint.flush = save
 
-    def refused(self: Any, step: int, values: Any) -> None:
-        raise RunError("metrics.jsonl: cannot write")
+    dumps = json.dumps
 
-    write, metrics.MetricLog.write = metrics.MetricLog.write, refused  # type: ignore[method-assign]
+    def refused(content: Any, **more: Any) -> str:
+        if "loss" in content:
+            raise OSError(errno.EIO, "Input/output error")
+        return dumps(content, **more)
+
+    json.dumps = refused
     print("log:", outcome(lambda: train(digits, folder / "log", "pretraining")), flush=True)
-    metrics.MetricLog.write = write  # type: ignore[method-assign]
+    json.dumps = dumps
     keys = ("data.on_bad_sample=fail", "training.checkpoint_every=1")
     print("bad:", outcome(lambda: train(bad, folder / "bad", "pretraining", *keys)), flush=True)
     os._exit(0)
@@ -200,13 +201,12 @@ def spoil(factors: dict[int, float]) -> None:
 
 
 def bad_losses(digits: str, out: str) -> None:
-    """Losses of one process that are not finite, stopped at or left out, and a spike, gone back from: OUT/KIND."""
+    """Losses of one process that are not finite, stopped at or skipped: OUT/KIND."""
     make_accelerator()
     forward = masked_patch.Objective.forward
     kinds: dict[str, tuple[dict[int, float], tuple[str, ...]]] = {
         "stop": ({8: math.nan}, ("training.checkpoint_every=3",)),
         "skip": ({8: math.nan, 11: math.inf}, ("training.on_nonfinite=skip", "training.ema=0.9")),
-        "rewind": ({24: 99.0}, ("training.on_spike=rewind", "training.checkpoint_every=11", "training.steps=26")),
     }
     for kind, (factors, keys) in kinds.items():
         masked_patch.Objective.forward = forward  # type: ignore[method-assign]
@@ -216,32 +216,32 @@ def bad_losses(digits: str, out: str) -> None:
 
 def statistics(digits: str, run: str) -> None:
     """A batch norm's running statistics on each process, before and after they are shared at the end of training."""
-    share = Stepper.share_buffers
+    share = loop.Trainer.share_buffers
 
-    def told(self: Stepper) -> None:
-        print("own:", sum(float(buffer.sum()) for buffer in self.state.objective.buffers()), flush=True)
+    def told(self: loop.Trainer) -> None:
+        print("own:", sum(float(buffer.sum()) for buffer in self.objective.buffers()), flush=True)
         share(self)
-        print("shared:", sum(float(buffer.sum()) for buffer in self.state.objective.buffers()), flush=True)
+        print("shared:", sum(float(buffer.sum()) for buffer in self.objective.buffers()), flush=True)
 
-    Stepper.share_buffers = told  # type: ignore[method-assign]
+    loop.Trainer.share_buffers = told  # type: ignore[method-assign]
     train(digits, Path(run), "supervised", "objective.head=probe", "training.steps=3")
 
 
 def auto_batch(digits: str, run: str, *keys: str) -> None:
     """The last process may map 100 MB more than it has mapped when the search begins: a real refusal by the kernel."""
-    accumulation = Stepper.accumulation
+    search = loop.find_accumulation
 
-    def limited(self: Stepper, batch: Any, *counts: int) -> int:
+    def limited(*arguments: Any) -> int:
         mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-        last = distributed.rank() == self.accelerator.num_processes - 1
+        last = distributed.rank() == torch.distributed.get_world_size() - 1
         resource.setrlimit(resource.RLIMIT_AS, (mapped + (100 << 20) if last else soft, hard))
         try:
-            return accumulation(self, batch, *counts)
+            return search(*arguments)
         finally:
             resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
-    Stepper.accumulation = limited  # type: ignore[method-assign]
+    loop.find_accumulation = limited
     torch.backends.mkldnn.enabled = False  # type: ignore[assignment]  # it has other words for a refusal
     train(digits, Path(run), "pretraining", "training.auto_batch=true", *keys)
 
@@ -258,9 +258,7 @@ def disk(digits: str, out: str) -> None:
     mount("-t", "tmpfs", "-o", "size=2m", "tmpfs", out)
     print("full:", outcome(lambda: train(digits, run, "pretraining", *keys)), flush=True)
     print("left:", *sorted(path.name for path in (run / "checkpoints").iterdir()), flush=True)
-    for lock in runs._locks.values():
-        lock.release()  # a file open for writing keeps the disk from becoming read-only
-    runs._locks.clear()
+    runs.release(run)  # a file open for writing keeps the disk from becoming read-only
     mount("-o", "remount,ro", out)
     print("read-only:", outcome(lambda: train(digits, run, "pretraining", *keys)), flush=True)
     mount("-o", "remount,rw,size=99m", out)

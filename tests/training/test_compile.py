@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch._dynamo.utils import counters
 
 from ssl_vit.interfaces import UserError
 from ssl_vit.models import factory
-from ssl_vit.training.distributed import make_accelerator
+from ssl_vit.training.distributed import check_compiler
 
 Train = Callable[..., Path]
 Lines = Callable[[Path], list[dict[str, Any]]]
@@ -32,16 +33,22 @@ def forgotten() -> Iterator[None]:
     torch._dynamo.reset()
 
 
+def compile_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trace and differentiate as for inductor, whose kernels take minutes to build on a CPU; run them one by one."""
+    compiled = nn.Module.compile
+    monkeypatch.setattr(nn.Module, "compile", lambda self, **how: compiled(self, backend="aot_eager", **how))
+
+
 @pytest.mark.parametrize("stage", STAGES)
 def test_one_graph_without_breaks_or_recompilation(
     train: Train, lines: Lines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str
 ) -> None:
-    """Traced and differentiated as for inductor (whose kernels take minutes to build on a CPU), then run operation by
-    operation: the same losses, and weights under the same names."""
+    """The same losses, and weights under the same names."""
     name, *keys = (*STAGES[stage], *SHORT)
     plain = [row["loss"] for row in lines(train(tmp_path / "plain", *keys, name=name)) if "loss" in row]
-    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "aot_eager")
-    found = [row["loss"] for row in lines(train(tmp_path / "compiled", *keys, name=name)) if "loss" in row]
+    compile_without_kernels(monkeypatch)
+    run = train(tmp_path / "compiled", "training.compile=true", *keys, name=name)
+    found = [row["loss"] for row in lines(run) if "loss" in row]
     assert counters["stats"]["unique_graphs"] == counters["frames"]["ok"] == counters["frames"]["total"] == 1
     assert not counters["graph_break"]
     assert len(found) == 4
@@ -52,8 +59,8 @@ def test_one_graph_without_breaks_or_recompilation(
 
 @pytest.mark.slow
 def test_mixing_images_is_left_out_of_the_graph(train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "aot_eager")
-    train(tmp_path, "objective.mixup=0.2", "objective.cutmix=1", name="digits_supervised")
+    compile_without_kernels(monkeypatch)
+    train(tmp_path, "training.compile=true", "objective.mixup=0.2", "objective.cutmix=1", name="digits_supervised")
     assert counters["stats"]["unique_graphs"] <= 3
 
 
@@ -72,6 +79,5 @@ def test_inductor_trains_and_resumes(train: Train, lines: Lines, tmp_path: Path)
 
 def test_compiling_needs_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     with pytest.raises(UserError, match="needs a C\\+\\+ compiler on a CPU, and there is no no-such-compiler"):
-        make_accelerator(compiled=True)
+        check_compiler(torch.device("cpu"))

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.utils import DistributedType
 from torch import nn
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -18,8 +19,8 @@ from torch.utils._pytree import tree_leaves
 from ssl_vit.interfaces import Batch
 from ssl_vit.objectives import classification, masked_patch
 from ssl_vit.training import OptimConfig, TrainingConfig
-from ssl_vit.training.metrics import Window
-from ssl_vit.training.step import Stepper
+from ssl_vit.training.logging import Window
+from ssl_vit.training.loop import Job, Trainer
 
 CUDA = torch.device("cuda", 0)
 BACKBONES: dict[str, dict[str, Any]] = {
@@ -72,18 +73,36 @@ def engine(dtype: torch.dtype | None = None) -> Any:
     that is not there do not have."""
 
     def prepare(objective: nn.Module, optimizer: Any) -> tuple[Any, Any]:
-        def model(batch: Batch) -> Any:
-            with autocast(dtype):
-                return objective(batch)
+        optimizer.optimizer = optimizer
+        return objective, optimizer
 
-        model.parameters, optimizer.optimizer = objective.parameters, optimizer  # type: ignore[attr-defined]
-        engine.backward = lambda loss: [setattr(p, "grad", torch.empty_like(p)) for p in objective.parameters()]
-        engine.unwrap_model = lambda *_, **__: objective
-        return model, optimizer
+    return SimpleNamespace(
+        device=CUDA,
+        precision="fp32",
+        distributed_type=DistributedType.NO,
+        is_fsdp2=False,
+        is_main_process=True,
+        num_processes=1,
+        prepare=prepare,
+        unwrap_model=lambda model: model,
+        autocast=lambda: autocast(dtype),
+        no_sync=lambda _: nullcontext(),
+    )
 
-    engine = SimpleNamespace(device=CUDA, scaler=None, is_fsdp2=False, prepare=prepare, no_sync=lambda _: nullcontext())
-    engine.clip_grad_norm_ = torch.nn.utils.clip_grad_norm_
-    return engine
+
+class Scaler(torch.amp.GradScaler):
+    """Scales nothing; a backward pass through it sets gradients."""
+
+    def __init__(self, objective: nn.Module) -> None:
+        super().__init__("cpu", enabled=False)
+        self.objective = objective
+
+    def scale(self, outputs: Any) -> Any:
+        def backward() -> None:
+            for parameter in self.objective.parameters():
+                parameter.grad = torch.empty_like(parameter)
+
+        return SimpleNamespace(backward=backward)
 
 
 def to_cuda(objective: nn.Module, count: int, jitter: bool) -> Batch:
@@ -104,15 +123,16 @@ def to_cuda(objective: nn.Module, count: int, jitter: bool) -> Batch:
 
 
 def step(objective: nn.Module, optim: str = "adamw", dtype: torch.dtype | None = None) -> None:
-    """One of the real stepper, and its row in the window. Not by SGD, whose fused kernel knows no fake tensors."""
+    """One of the real loop, and its row in the window. Not by SGD, whose fused kernel knows no fake tensors."""
     with fake():
         batch = to_cuda(objective, 8, jitter=True)
         training = TrainingConfig(steps=9, batch_size=8, ema=0.9)
-        stepper = Stepper(objective, OptimConfig(name=optim, lr=0.1), training, 9, engine(dtype))  # type: ignore[arg-type]
-        window = Window()
-        taken = stepper.take(batch, 0, accumulate=2)
-        window.add(1, taken.parts, taken.outputs, taken.norm)
-        outputs = [*(output.loss for output in taken.outputs), *taken.outputs[0].metrics.values(), *window.rows]
+        config = OptimConfig(name=optim, lr=0.1)  # type: ignore[arg-type]
+        trainer = Trainer(Job("", objective, iter, 2, 9, training, config, engine(dtype), quiet=True))  # type: ignore[arg-type]
+        trainer.scaler, trainer.progress.accumulate = Scaler(objective), 2
+        window, result = Window(0), trainer.train_step(batch)
+        window.add(1, result)
+        outputs = [*(output.loss for output in result.outputs), *result.outputs[0].metrics.values(), *window.rows]
         assert {output.device for output in outputs} == {CUDA} and {output.dtype for output in outputs} == {
             torch.float32
         }

@@ -17,9 +17,9 @@ from torch import nn
 
 from ssl_vit import api, recipe
 from ssl_vit.interfaces import UserError
+from ssl_vit.training.logging import RunLogger
 from ssl_vit.training.memory import fitting_accumulation
-from ssl_vit.training.records import Records
-from ssl_vit.training.state import Average
+from ssl_vit.training.optim import WeightAverage
 
 Settings = Callable[..., recipe.Recipe]
 Train = Callable[..., Path]
@@ -56,20 +56,20 @@ import resource, sys
 from pathlib import Path
 import torch
 from ssl_vit import api, recipe
-from ssl_vit.training.step import Stepper
+from ssl_vit.training import loop
 
-accumulation = Stepper.accumulation
+search = loop.find_accumulation
 
-def limited(self, batch, *counts):
+def limited(*arguments):
     mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (mapped + (100 << 20), hard))
     try:
-        return accumulation(self, batch, *counts)
+        return search(*arguments)
     finally:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
-Stepper.accumulation = limited
+loop.find_accumulation = limited
 torch.backends.mkldnn.enabled = False
 torch.set_num_threads(1)
 api.train(recipe.load_recipe(sys.argv[1]), quiet=True)
@@ -103,7 +103,7 @@ def test_the_search_leaves_running_statistics_alone_and_begins_where_the_last_on
     assert same(weights(searched, "objective.safetensors"), weights(plain, "objective.safetensors"))
     again = ["training.steps=4", "training.auto_batch=true"]
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(Records, "values", interrupted_at(3))
+        patch.setattr(RunLogger, "values", interrupted_at(3))
         train(tmp_path / "run", *again, "training.checkpoint_every=1")
     train(tmp_path / "run", *again, "training.accumulate=2", "training.checkpoint_every=1")
     found = [(row["step"], row["accumulate"]) for row in lines(tmp_path / "run") if row.get("event") == "auto_batch"]
@@ -111,9 +111,9 @@ def test_the_search_leaves_running_statistics_alone_and_begins_where_the_last_on
 
 
 def interrupted_at(step: int) -> Callable[..., None]:
-    values = Records.values
+    values = RunLogger.values
 
-    def interrupted(self: Records, at: int, *arguments: Any) -> None:
+    def interrupted(self: RunLogger, at: int, *arguments: Any) -> None:
         if at == step:
             raise KeyboardInterrupt
         values(self, at, *arguments)
@@ -158,7 +158,7 @@ def test_activation_checkpointing_changes_nothing(train: Train, lines: Lines, tm
 def test_the_average_follows_its_recurrence() -> None:
     model = nn.Linear(3, 2)
     model.bias.requires_grad_(False)
-    average, generator = Average(model, 0.9), torch.Generator().manual_seed(0)
+    average, generator = WeightAverage(model, 0.9), torch.Generator().manual_seed(0)
     expected = model.weight.detach().numpy().astype(np.float64)
     for step in range(100):
         with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Trackers by name through Accelerate; whatever happens to them, the training goes on."""
+"""Trackers by name through Accelerate; whatever happens to them, the training continues."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from ssl_vit.interfaces import UserError
-from ssl_vit.training import trackers
-from ssl_vit.training.trackers import Trackers, check_trackers
+from ssl_vit.training import logging
+from ssl_vit.training.distributed import make_accelerator
+from ssl_vit.training.logging import RunLogger, check_trackers
 
 Train = Callable[..., Path]
 Lines = Callable[[Path], list[dict[str, Any]]]
@@ -34,26 +35,24 @@ def test_tensorboard_gets_what_the_log_holds(train: Train, lines: Lines, tmp_pat
 
 
 def test_a_resumed_run_overwrites_what_came_after_its_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
     for resumed, value in ((0, 1.0), (3, 2.0)):
-        board = Trackers(tmp_path / "run", {"tensorboard": {}}, {}, resumed, print)
-        for step in range(resumed + 1, 6):
-            board.log(step, {"loss": value})
-        board.picture("reconstruction", np.zeros((4, 6, 3), dtype=np.uint8), 5)
-        board.close()
-    assert scalars(tmp_path / "run", "loss") == {1: 1.0, 2: 1.0, 3: 1.0, 4: 2.0, 5: 2.0}
+        with RunLogger("", 6, tmp_path / "run", make_accelerator(), {"tensorboard": {}}, quiet=True) as log:
+            log.begin(resumed, [], {})
+            for step in range(resumed + 1, 6):
+                log.values(step, {"accuracy": value})
+            log.picture("reconstruction", np.zeros((4, 6, 3), dtype=np.uint8), 5)
+    assert scalars(tmp_path / "run", "accuracy") == {1: 1.0, 2: 1.0, 3: 1.0, 4: 2.0, 5: 2.0}
     assert EventAccumulator(str(tmp_path / "run")).Reload().Images("reconstruction")[0].height == 4
 
 
-def test_a_tracker_that_cannot_start_or_breaks_is_left_out(
-    train: Train, lines: Lines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_a_tracker_that_cannot_start_or_breaks_stops_no_training(
+    train: Train, lines: Lines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[str] = []
-    started = Trackers(tmp_path / "a", {"tensorboard": {"nonsense": 1}}, {}, 0, said.append)
-    started.log(1, {"loss": 1.0})
-    assert not started.trackers and "tracker tensorboard failed and is left out" in said[0] and "nonsense" in said[0]
-    (tmp_path / "b").write_text("a file where its folder should be")
-    Trackers(tmp_path / "b", {"tensorboard": {}}, {}, 0, said.append)
-    assert len(said) == 2
+    monkeypatch.setattr(RunLogger, "say", lambda self, text: said.append(text))
+    train(tmp_path / "a", "training.trackers={tensorboard: {nonsense: 1}}")
+    assert "nothing is tracked" in said[0] and "nonsense" in said[0]
     calls = []
 
     def breaks(self: Any, values: Any, step: int) -> None:
@@ -62,19 +61,16 @@ def test_a_tracker_that_cannot_start_or_breaks_is_left_out(
             raise ConnectionError("the server is gone")
 
     monkeypatch.setattr(accelerate.tracking.TensorBoardTracker, "log", breaks)
-    monkeypatch.setattr(accelerate.tracking.TensorBoardTracker, "finish", lambda self: 1 / 0)
     run = train(tmp_path / "run", "training.trackers={tensorboard: {}}")
     assert [row["step"] for row in lines(run)] == list(range(1, 13)) and calls == [1, 2, 3]
-    capsys.readouterr()
+    assert "the server is gone" in said[1]
 
 
 def test_an_unknown_or_missing_tracker_is_refused_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match=r"training.trackers.wandbb: .*did you mean 'wandb'"):
         check_trackers({"wandbb": {}})
-    monkeypatch.setattr(trackers, "get_available_trackers", lambda: ["tensorboard"])
-    with pytest.raises(
-        UserError, match=r"training.trackers.wandb: it is not installed: pip install wandb, or .*\[trackers\]"
-    ):
+    monkeypatch.setattr(logging, "get_available_trackers", lambda: ["tensorboard"])
+    with pytest.raises(UserError, match=r"trackers.wandb: not installed: pip install wandb, or .*\[trackers\]"):
         check_trackers({"tensorboard": {}, "wandb": {}})
 
 

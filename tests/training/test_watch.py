@@ -118,15 +118,16 @@ def test_patience_goes_on_counting_after_a_stop(digits: Path, tmp_path: Path, mo
         return next(scores)
 
     monkeypatch.setattr(OnlineProbe, "__call__", measure)
-    taken = EarlyStopping.take
+    taken = EarlyStopping.after_step
 
-    def stop_after_the_second(self: EarlyStopping, objective: Any, progress: Any, records: Any) -> None:
-        taken(self, objective, progress, records)
-        if progress.step == 4:
+    def stop_after_the_second(self: EarlyStopping, trainer: Any) -> Any:
+        decision = taken(self, trainer)
+        if trainer.progress.step == 4:
             raise KeyboardInterrupt
+        return decision
 
     with monkeypatch.context() as patch, pytest.raises((KeyboardInterrupt, Stopped)):
-        patch.setattr(EarlyStopping, "take", stop_after_the_second)
+        patch.setattr(EarlyStopping, "after_step", stop_after_the_second)
         train(digits, tmp_path / "run", *keys, "training.checkpoint_every=2")
     scores = iter([0.4, 0.3, 0.2, 0.9])
     lines = train(digits, tmp_path / "run", *keys, "training.checkpoint_every=2")

@@ -18,6 +18,7 @@ torch_xla = pytest.importorskip("torch_xla")
 import torch  # noqa: E402
 from accelerate.utils import DistributedType  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
+from ssl_vit.training.step import Stepper  # noqa: E402
 from torch_xla.debug import metrics  # noqa: E402
 
 from ssl_vit import api, recipe  # noqa: E402
@@ -28,7 +29,6 @@ from ssl_vit.data.packing.sources import open_source  # noqa: E402
 from ssl_vit.evaluators import classifier, features  # noqa: E402
 from ssl_vit.interfaces import UserError  # noqa: E402
 from ssl_vit.training.distributed import make_accelerator  # noqa: E402
-from ssl_vit.training.step import Stepper  # noqa: E402
 
 STEPS = 24
 STAGES = {

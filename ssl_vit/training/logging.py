@@ -1,0 +1,280 @@
+"""What a run writes as it trains: `metrics.jsonl`, Accelerate's trackers and the display, all by the main process."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
+
+from ssl_vit.data.samples import Skip
+from ssl_vit.interfaces import Batch, RunError, StepOutput, UserError
+from ssl_vit.training import distributed
+from ssl_vit.training.distributed import Engine, shared_errors
+
+Trackers = Mapping[str, dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What an optimizer step did: its micro-batches, the objective's outputs, the gradient norm before clipping, and
+    whether it counts (False: skipped as not finite)."""
+
+    parts: list[Batch]
+    outputs: list[StepOutput]
+    norm: torch.Tensor
+    finite: bool
+
+
+class Window:
+    """Losses and metrics of the steps since the last log line, left on the device so that no step waits for it.
+
+    first: the step before them. start: when they began. waited: seconds spent waiting for data.
+    """
+
+    def __init__(self, first: int) -> None:
+        self.first, self.start, self.waited = first, time.perf_counter(), 0.0
+        self.rows: list[torch.Tensor] = []
+        self.steps: list[int] = []
+        self.keys: list[list[str]] = []
+        self.sizes: dict[str, int] = {}
+        self._means: dict[str, torch.Tensor] = {}
+
+    def add(self, step: int, result: StepResult) -> None:
+        """Keep one optimizer step."""
+        outputs = result.outputs
+        count = torch.stack([part.valid.sum() for part in result.parts]).float()
+        share = count / count.sum().clamp(min=1)
+        values = {"loss": torch.stack([output.loss.detach().float() for output in outputs])}
+        values |= {name: torch.stack([o.metrics[name].float() for o in outputs]) for name in outputs[0].metrics}
+        means = {name: torch.tensordot(share, stacked, 1) for name, stacked in values.items()}
+        means["grad_norm"] = result.norm.detach().float()
+        self.sizes = {name: mean.numel() for name, mean in means.items()}
+        # This process's sums over its samples; the number of samples comes last.
+        row = torch.cat([mean.reshape(-1) for mean in means.values()]) * count.sum()
+        self.rows.append(torch.cat([row, count.sum()[None]]))
+        self.steps.append(step)
+        self.keys.append([key for part in result.parts for key in part.keys])
+
+    def means(self) -> dict[str, torch.Tensor]:
+        """Each step's means over its global batch, float64 (S,) or (S, M) on the CPU.
+
+        The one place where the host waits for the device. Every process must call it at the same step.
+        """
+        if not self._means:
+            # Row by row to the host: on XLA, a stack of so many rows would be a program of its own.
+            sums = distributed.total(torch.stack([row.cpu() for row in self.rows]).double())
+            columns = (sums[:, :-1] / sums[:, -1:].clamp(min=1)).split(list(self.sizes.values()), dim=1)
+            table = zip(self.sizes, columns, strict=True)
+            self._means = {name: column[:, 0] if column.shape[1] == 1 else column for name, column in table}
+        return self._means
+
+
+def check_trackers(trackers: Trackers) -> None:
+    """Raises UserError for a tracker that Accelerate does not know or that is not installed."""
+    for name in trackers:
+        if name not in LOGGER_TYPE_TO_CLASS:
+            near = get_close_matches(name, LOGGER_TYPE_TO_CLASS, n=1)
+            hint = f"did you mean '{near[0]}'?" if near else f"there are: {', '.join(sorted(LOGGER_TYPE_TO_CLASS))}"
+            raise UserError(f"training.trackers.{name}: Accelerate has no such tracker; {hint}")
+        if name not in map(str, get_available_trackers()):
+            raise UserError(
+                f"training.trackers.{name}: not installed: pip install {name}, or pip install 'ssl-vit[trackers]'"
+            )
+
+
+class RunLogger:
+    """Everything that a run writes. Every process must make the same calls: an error of writing reaches all of them.
+
+    run: its directory; None keeps nothing but the display.
+    skipped: the samples that all processes skipped so far.
+    """
+
+    def __init__(
+        self, name: str, total: int, run: Path | None, accelerator: Engine, trackers: Trackers, quiet: bool
+    ) -> None:
+        main = accelerator.is_main_process
+        self.display = Display(name, total, accelerator.device, main and not quiet)
+        self.path = run / "metrics.jsonl" if run and main else None
+        self.accelerator, self.settings, self.tracking = accelerator, trackers, bool(run and main and trackers)
+        self.size: int | None = 0  # of metrics.jsonl when the checkpoint was saved
+        self.skipped: list[Skip] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"bytes": self.path.stat().st_size if self.path else 0}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.size = state["bytes"]
+
+    def begin(self, step: int, notes: list[str], recipe: dict[str, Any]) -> None:
+        """Continue the log where the checkpoint of `step` was saved; what came later is dropped."""
+        with shared_errors(), self._disk_errors():
+            if self.path:
+                self.file = self.path.open("ab")
+                self.file.truncate(min(self.size or 0, self.file.tell()))
+        if self.tracking:
+            self._try(lambda: self._start_trackers(step, recipe))
+        for note in [*notes, *([f"resuming at step {step} of {self.display.total}"] if step else [])]:
+            self.say(note)
+
+    def __enter__(self) -> RunLogger:
+        self.display.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.path and hasattr(self, "file"):
+            self.file.close()
+        if self.tracking:  # not `end_training`, which would also end the process group
+            self._try(lambda: [tracker.finish() for tracker in self.accelerator.trackers])
+        self.accelerator.trackers = []
+        self.display.__exit__(kind, error, trace)
+
+    def say(self, text: str) -> None:
+        self.display.say(text)
+
+    def event(self, step: int, values: dict[str, Any]) -> None:
+        """A line of `metrics.jsonl` that is no measurement."""
+        with shared_errors(), self._disk_errors():
+            if self.path:
+                self.file.write(json.dumps({"step": step, **values}).encode() + b"\n")
+                self.file.flush()
+
+    def values(self, step: int, values: dict[str, float]) -> None:
+        """Measured numbers: a line of `metrics.jsonl`, the trackers and the display."""
+        self.event(step, values)
+        if self.tracking:
+            self._try(lambda: self.accelerator.log(values, step=step))
+        self.display.values(step, values)
+
+    def skips(self, step: int, own: list[Skip]) -> None:
+        """Samples that all processes skipped since the last call; `own` are this one's."""
+        skips = [skip for part in distributed.gather(own) for skip in part]
+        if not skips:
+            return
+        self.skipped += skips
+        total, first = len(self.skipped), skips[0]
+        self.say(f"skipped {len(skips)} sample(s), {total} in all; {first.shard}: sample {first.key}: {first.reason}")
+        samples = [{"shard": skip.shard, "key": skip.key, "reason": skip.reason} for skip in skips]
+        self.event(step, {"event": "skipped_samples", "total": total, "samples": samples})
+
+    def picture(self, name: str, pixels_HWC: np.ndarray, step: int) -> None:
+        """A uint8 picture, for the trackers that show pictures."""
+        for tracker in self.accelerator.trackers if self.tracking else ():
+            if hasattr(tracker, "log_images"):
+                form = {"dataformats": "NHWC"} if tracker.name == "tensorboard" else {}
+                pictures = pixels_HWC if tracker.name in ("clearml", "aim") else pixels_HWC[None]
+                self._try(lambda t=tracker, p=pictures, f=form: t.log_images({name: p}, step=step, **f))  # type: ignore[misc]
+
+    def _start_trackers(self, step: int, recipe: dict[str, Any]) -> None:
+        """Through Accelerate, which names the project after the run directory."""
+        assert self.path
+        run, accelerator = self.path.parent, self.accelerator
+        keywords = dict(self.settings)
+        if step and "tensorboard" in keywords:
+            keywords["tensorboard"] = {"purge_step": step + 1, **keywords["tensorboard"]}
+        accelerator.log_with = list(keywords)
+        accelerator.project_configuration.set_directories(str(run.parent))
+        accelerator.init_trackers(run.name, init_kwargs=keywords)
+        for tracker in accelerator.trackers:
+            if tracker.name != "tensorboard":  # it would make folders of its own beside recipe.yaml
+                tracker.store_init_configuration(recipe)
+
+    def _try(self, act: Callable[[], Any]) -> None:
+        """Training is worth more than a tracker: one that fails ends tracking."""
+        try:
+            act()
+        except Exception as error:
+            self.tracking = False
+            text = str(error).strip().splitlines() or [type(error).__name__]
+            self.say(f"a tracker failed, and nothing is tracked from here on ({text[0]}); metrics.jsonl has everything")
+
+    @contextmanager
+    def _disk_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise RunError(f"{self.path}: cannot write: {error}; fix that and run the command again") from error
+
+
+class Display:
+    """Shows step, loss, images/s, share of time spent waiting for data, ETA and memory: two lines that move on a
+    terminal, elsewhere one plain line per log interval."""
+
+    def __init__(self, name: str, total: int, device: torch.device, enabled: bool) -> None:
+        self.name, self.total, self.device, self.enabled = name, total, device, enabled
+        self.console = Console(stderr=True)
+        self.note = ""  # shown after each log line's values
+        # Processes that share a terminal must not each move a line on it.
+        self.moving = enabled and self.console.is_terminal and multiprocessing.parent_process() is None
+        bar = BarColumn(bar_width=None)
+        columns = (TextColumn("[bold]{task.description}"), bar, MofNCompleteColumn(), TimeRemainingColumn())
+        self.bar, self.status = Progress(*columns, console=self.console), Text(style="dim")
+        self.task = self.bar.add_task(name, total=total)
+        self.live = Live(Group(self.bar, self.status), console=self.console, transient=True)
+
+    def __enter__(self) -> Display:
+        if self.moving:
+            self.live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.moving:
+            self.live.stop()
+            if self.status.plain:
+                self.say(f"{self.name}  {self.status.plain}")
+
+    def advance(self, step: int) -> None:
+        if self.moving:
+            self.bar.update(self.task, completed=step)
+
+    def values(self, step: int, values: dict[str, float]) -> None:
+        """Show a log line's values: the keys are those of `metrics.jsonl`."""
+        if not self.enabled or "loss" not in values:
+            return
+        shown = f"loss {values['loss']:.4f}"
+        if "constant_loss" in values:
+            shown += f" (constant baseline {values['constant_loss']:.4f})"
+        if "accuracy" in values:
+            shown += f"  accuracy {values['accuracy']:.1%}"
+        if "constant_accuracy" in values:
+            shown += f" (constant baseline {values['constant_accuracy']:.1%})"
+        shown += f"  {values['images_per_second']:,.0f} images/s  data wait {values['data_wait']:.0%}"
+        shown += f"  {memory_bytes(self.device) / 2**30:.1f} GiB  {self.note}".rstrip()
+        if self.moving:
+            self.status.plain = shown
+        else:
+            minutes, seconds = divmod(round((self.total - step) * values["seconds_per_step"]), 60)
+            left = f"{minutes // 60}:{minutes % 60:02}:{seconds:02}"
+            print(f"{self.name}  {step}/{self.total}  {shown}  {left} left", file=sys.stderr, flush=True)
+
+    def say(self, text: str) -> None:
+        """A line above the bar."""
+        if self.enabled:
+            self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def memory_bytes(device: torch.device) -> int:
+    """Peak memory of the GPU, or this process's resident memory on other devices."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return int(psutil.Process().memory_info().rss)
