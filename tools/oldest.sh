@@ -1,10 +1,10 @@
 #!/bin/sh
-# The suite with the oldest versions that pyproject.toml allows, in an environment of its own (.venv-oldest).
+# Run the tests with the oldest supported version of each direct dependency, in a separate environment (.venv-oldest).
 #
 # tools/oldest.sh
 # tools/oldest.sh tests/data -x
 #
-# uv picks the oldest version of each direct dependency and the newest of what those need; some gigabytes to download.
+# uv selects the oldest versions that pyproject.toml allows; downloads several gigabytes.
 set -eu
 cd "$(dirname "$0")/.."
 python3 -m venv .venv-oldest

@@ -1,7 +1,7 @@
 #!/bin/sh
-# The tests of tests/xla through torch_xla on a CPU, in an environment of its own: tools/test_xla.sh [FOLDER]
+# Run the xla tests with torch_xla on a CPU, in a separate environment: tools/test_xla.sh [FOLDER]
 #
-# Installs torch 2.9 and torch_xla 2.9 into FOLDER (default: .venv-xla, kept for the next time; 3 GB).
+# Installs torch 2.9 and torch_xla 2.9 into FOLDER (default: .venv-xla; 3 GB).
 set -eu
 cd "$(dirname "$0")/.."
 folder=${1:-.venv-xla}
