@@ -40,15 +40,15 @@ TINY = {  # settings added to a command that starts with these words
     ],
     "compare": [
         "seeds=[0,1]", "labels_per_class=[2]", "pictures=false", "evaluators.few_shot.shots=[1,2]",
-        "evaluators.fine_tune.steps=[2]", "evaluators.fine_tune.lrs=[0.01]", "evaluators.fine_tune.batch_size=32",
-        "evaluators.fine_tune.tune_labels_per_class=2",
+        "evaluators.fine_tune.sweep.training.steps=[2]", "evaluators.fine_tune.sweep.optim.lr=[0.01]",
+        "evaluators.fine_tune.training.batch_size=32", "evaluators.fine_tune.sweep_labels_per_class=2",
         *(
             f"arms.{arm}.overrides=[encoder.image_size=32,encoder.depth=1,training.steps=2,training.batch_size=32,data.workers=0]"
             for arm in ("ssl", "supervised")
         ),
     ],
-    "compare own_images": ["evaluators.knn.ks=[1]", "evaluators.linear_probe.cs=[0.1]"],
-    "eval fine_tune": ["steps=[2]", "lrs=[0.01]", "batch_size=32", "seeds=[0]"],
+    "compare own_images": ["evaluators.knn.ks=[1]", "evaluators.linear_probe.sweep.c=[0.1]"],
+    "eval fine_tune": ["training.steps=2", "sweep.optim.lr=[0.01]", "training.batch_size=32", "seeds=[0]"],
 }  # fmt: skip
 
 
