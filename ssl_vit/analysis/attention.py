@@ -1,7 +1,7 @@
-"""Where a trained ViT looks: attention probabilities of chosen layers, mean attention distance, attention rollout.
+"""Attention of a trained ViT: probabilities by layer, mean attention distance, attention rollout.
 
-timm's blocks use fused attention, which never holds the probabilities. Here they are computed again from the very
-queries and keys that a block hands to the fused kernel, whatever the kind of block; the model itself runs unchanged.
+timm's blocks use fused attention, which returns no probabilities. Here they are computed again from the queries and
+keys that a block gives to the fused kernel, for any kind of block; the model itself runs unchanged.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Probabilities(TorchFunctionMode):
             queries, keys = args[:2]
             given = kwargs or {}
             if given.get("attn_mask") is not None or given.get("is_causal") or given.get("scale"):
-                raise UserError("this model's attention has a mask or a scale of its own, and cannot be pictured")
+                raise UserError("attention with a mask or a scale of its own cannot be pictured")
             self.maps.append((queries * queries.shape[-1] ** -0.5 @ keys.mT).softmax(-1))
         return func(*args, **(kwargs or {}))
 
@@ -97,9 +97,8 @@ def attention_distance(
     """Mean attention distance in pixels, float64 (inspected layers, heads) (paper, section 4.5 and figure 7, right).
 
     For each query patch the distances to the key patches' centers, weighted by its attention; then the mean over query
-    patches and images (uint8). Class token and registers are left out as queries and as keys, and what attention a
-    patch pays to other patches is scaled to sum to 1: the distance is a mean over patches, however much goes to the
-    class token.
+    patches and images (uint8). Class token and registers are excluded, as queries and as keys; the attention that a
+    patch pays to patches is scaled to sum to 1.
     """
     prefix = encoder.prefix_tokens
     distances = patch_distances(encoder).to(images_NCHW.device, torch.float32)
@@ -120,9 +119,9 @@ def rollout(encoder: ViTEncoder, images_NCHW: torch.Tensor, layers: Sequence[int
     """Attention rollout over the image, float64 (N, grid rows, grid columns) (paper, section 4.5, figure 6; Abnar and
     Zuidema 2020).
 
-    In each inspected layer: mean over heads, plus the identity for the residual connection, rows scaled to sum to 1;
-    the matrices multiplied through the layers. Read is the class token's row, or without a class token the mean of the
-    patches' rows; of that row the patches' entries as they are, so that with the prefix tokens' they sum to 1.
+    In each layer: mean over heads, plus the identity for the residual connection, rows scaled to sum to 1; the matrices
+    multiplied through the layers. The result is the class token's row (without a class token: the mean of the patches'
+    rows), at the patches; with the prefix tokens' entries it would sum to 1.
     """
     prefix = encoder.prefix_tokens
     found = []

@@ -1,4 +1,4 @@
-"""All pictures of one trained encoder: computed, drawn, written with their numbers and one page that explains them."""
+"""All pictures of one trained encoder, computed, drawn, and written with their numbers and an explaining page."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from typing import Any
 import numpy as np
 import torch
 from matplotlib.figure import Figure
-from torch.utils.tensorboard import SummaryWriter
 
-from ssl_vit.analysis import attention, embedding, figures, reconstruction
+from ssl_vit.analysis import attention, components, figures, reconstruction
 from ssl_vit.analysis.pages import template
 from ssl_vit.data import DataConfig
 from ssl_vit.data.evaluation import EvaluationStream, evaluation_batches
 from ssl_vit.data.images import check_channels, evaluation_transform
 from ssl_vit.data.samples import Preprocess, Skip
 from ssl_vit.data.shards import ShardSet
+from ssl_vit.files import write_json, write_text
 from ssl_vit.interfaces import Batch, Config, Size, UserError
 from ssl_vit.models import Resampling, factory
 from ssl_vit.objectives import masked_patch
@@ -34,15 +34,15 @@ PICTURES = (
     "feature_map",
     "reconstructions",
 )
-_TRIES = 4  # unreadable images are replaced by later ones, up to this many times the images asked for
+_TRIES = 4  # unreadable images are replaced by later ones, among this many times the images asked for
 
 
 @dataclass(frozen=True)
 class Options:
     """image_size: pixels; positions are resampled to it as the run's recipe says (None: the encoder's own).
 
-    images: how many are pictured. distance_images: over how many the attention distance is averaged. layers: those
-    whose attention is computed for the distances and the rollout, counted from 0 (None: all).
+    images: how many are pictured. distance_images: how many the attention distance is averaged over. layers: whose
+    attention is computed for the distances and the rollout, from 0 (None: all).
     """
 
     image_size: Size | None = None
@@ -62,13 +62,15 @@ def inspect(
     resampling: Resampling,
     device: torch.device,
 ) -> Path:
-    """Write every picture of the encoder at `weights` that applies (PNG and SVG), `numbers.json`, TensorBoard images
-    and the page `index.html` into `out`; returns the page.
+    """Write every picture that applies (PNG and SVG), `numbers.json` and the page `index.html` into `out`.
 
-    weights: a run (its newest checkpoint is pictured), a checkpoint or a weights folder. The images are the first
-    readable ones of the shards, prepared as for evaluation. objective: the run's own, as its recipe says it.
-    resampling: how positions come to `options.image_size`. Raises UserError for what cannot be read or written and for
-    sizes that do not fit.
+    weights: a run (its newest checkpoint is pictured), a checkpoint or a weights folder.
+    shards: their first readable images are pictured, prepared as for evaluation.
+    objective: the run's own; None: unknown.
+    preparation: how images are prepared.
+    resampling: of the positions to `options.image_size`.
+
+    Returns the page. Raises UserError for what cannot be read or written and for sizes that do not fit.
     """
     saved = checkpoint.newest_of(weights)
     model = factory.require_vit(factory.load(saved or weights), "ssl-vit inspect")
@@ -77,7 +79,7 @@ def inspect(
     head, no_head = _masked_patch_head(model, objective, saved)
     (head or model).to(device)  # the head holds the model
     batch, skipped = _first_images(model, shards, preparation, options, head, device)
-    layers = sorted({*(options.layers if options.layers is not None else range(len(model.network.blocks)))})
+    depth = len(model.network.blocks)
     numbers: dict[str, Any] = {
         "weights": str(saved or weights),
         "step": json.loads((saved / "state.json").read_text())["step"] if saved else None,
@@ -88,19 +90,22 @@ def inspect(
         "grid": list(model.grid),
         "position_resampling": resampling if options.image_size else None,
         "class_token": model.has_class_token,
-        "depth": len(model.network.blocks),
-        "hybrid": hasattr(model.network.patch_embed, "encoder"),
+        "depth": depth,
+        "hybrid": hasattr(model.network.patch_embed, "backbone"),
         "positions": model.positions,
         "registers": model.prefix_tokens - model.has_class_token,
         "data": shards.spec,
         "images": min(options.images, len(batch.images)),
         "distance_images": min(options.distance_images, len(batch.images)),
         "skipped": [asdict(skip) for skip in skipped],
-        "layers": layers,
+        "layers": sorted({*(range(depth) if options.layers is None else options.layers)}),
     }
     drawn = _draw(model, batch, head, numbers, options)
     missing = {"reconstructions": no_head} if no_head else {}
-    return _write(out, drawn, missing, numbers)
+    try:
+        return _write(out, drawn, missing, numbers)
+    except OSError as error:
+        raise UserError(f"{out}: cannot write the pictures there ({error.strerror}); give another --out") from None
 
 
 def _masked_patch_head(
@@ -108,7 +113,7 @@ def _masked_patch_head(
 ) -> tuple[masked_patch.Objective | None, str]:
     """The objective around the encoder, its head loaded; or None and why there is none."""
     if objective is None:
-        return None, "these weights come without a recipe, so nothing says that they were pretrained on masked patches"
+        return None, "these weights come without a recipe, which would name the objective"
     if not isinstance(objective, masked_patch.Config):
         return None, f"the run's objective is {getattr(objective, 'name', 'another')}, not masked_patch"
     if saved is None:
@@ -131,26 +136,21 @@ def _first_images(
     transform = evaluation_transform(model.image_size, preparation)
     preprocess = Preprocess(transform, model.channels, None, noise=head.noise_per_sample() if head else 0)
     count = max(options.images, options.distance_images)
-    parts: list[dict[str, torch.Tensor]] = []
-    keys: list[str] = []
-    skipped: list[Skip] = []
-    start, last = 0, min(_TRIES * count, shards.samples)
-    while start < last and len(keys) < count:
-        indices = np.arange(start, min(start + count - len(keys), last))
-        stream = EvaluationStream(
-            shards, preprocess, batch_size=len(indices), rank=0, ranks=1, workers=0, indices=indices
-        )
-        for batch, chunk in evaluation_batches(stream, device):
-            tensors = {name: value for name, value in vars(batch).items() if isinstance(value, torch.Tensor)}
-            parts.append({name: value[batch.valid] for name, value in tensors.items()})
-            keys += batch.keys
-            skipped += chunk.skipped
-        start += len(indices)
+    last = min(_TRIES * count, shards.samples)
+    size, parts, keys, skipped = min(count, last), list[dict[str, torch.Tensor]](), list[str](), list[Skip]()
+    stream = EvaluationStream(shards, preprocess, batch_size=size, rank=0, ranks=1, workers=0, indices=np.arange(last))
+    for batch, chunk in evaluation_batches(stream, device):
+        tensors = {name: value for name, value in vars(batch).items() if isinstance(value, torch.Tensor)}
+        parts.append({name: value[batch.valid] for name, value in tensors.items()})
+        keys += batch.keys
+        skipped += chunk.skipped
+        if len(keys) >= count:
+            break
     if not keys:
         why = f" ({skipped[0].key}: {skipped[0].reason})" if skipped else ""
         raise UserError(f"{shards.spec}: none of its first {last} image(s) can be read{why}")
-    joined: dict[str, Any] = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-    return Batch(**joined, keys=keys), skipped
+    joined: dict[str, Any] = {name: torch.cat([part[name] for part in parts])[:count] for name in parts[0]}
+    return Batch(**joined, keys=keys[:count]), skipped
 
 
 def _draw(
@@ -161,53 +161,41 @@ def _draw(
     options: Options,
 ) -> dict[str, Figure]:
     """The figures by name; what they show as numbers is added to `numbers`."""
-    drawn: dict[str, Figure] = {}
-    found = embedding.filter_components(model)
-    drawn["filters"] = figures.filters(found.values)
-    numbers["filters"] = {"explained_variance": found.explained.tolist(), "pixels": list(found.values.shape[2:])}
-    similarity = embedding.position_similarity(model)
-    drawn["position_similarity"] = figures.position_similarity(similarity)
-    numbers["position_similarity"] = embedding.neighborhoods(similarity)
-    distances = attention.attention_distance(model, batch.images[: options.distance_images], options.layers)
-    uniform = float(attention.patch_distances(model).mean())
-    drawn["attention_distance"] = figures.attention_distance(distances, numbers["layers"], uniform)
-    numbers["attention_distance"] = {"pixels": distances.tolist(), "evenly_spread": uniform}
-    few = batch.images[: options.images]
+    few, layers = batch.images[: options.images], options.layers
     inputs = few.permute(0, 2, 3, 1).cpu().numpy()
-    drawn["attention_rollout"] = figures.attention(inputs, attention.rollout(model, few, options.layers))
-    features = embedding.feature_map(model, few)
-    drawn["feature_map"] = figures.sheet({"input": inputs, "features": features.values}, 4)
+    basis, features = components.filter_components(model), components.feature_map(model, few)
+    similarity = components.position_similarity(model)
+    distances = attention.attention_distance(model, batch.images[: options.distance_images], layers)
+    uniform = float(attention.patch_distances(model).mean())
+    numbers["filters"] = {"explained_variance": basis.explained.tolist(), "pixels": list(basis.values.shape[2:])}
+    numbers["position_similarity"] = components.neighborhoods(similarity)
+    numbers["attention_distance"] = {"pixels": distances.tolist(), "evenly_spread": uniform}
     numbers["feature_map"] = {"explained_variance": features.explained.tolist()}
+    drawn = {
+        "filters": figures.filters(basis.values),
+        "position_similarity": figures.position_similarity(similarity),
+        "attention_distance": figures.attention_distance(distances, numbers["layers"], uniform),
+        "attention_rollout": figures.attention(inputs, attention.rollout(model, few, layers)),
+        "feature_map": figures.sheet({"input": inputs, "features": features.values}, 4),
+    }
     if head is not None:
         drawn["reconstructions"] = reconstruction.sheet(reconstruction.reconstructions(head, batch, options.images))
     return drawn
 
 
 def _write(out: Path, drawn: dict[str, Figure], missing: dict[str, str], numbers: dict[str, Any]) -> Path:
-    """PNG, SVG, numbers, TensorBoard images and the page."""
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        for name in PICTURES:  # none may stay from an earlier time
-            for suffix in (".png", ".svg"):
-                (out / f"{name}{suffix}").unlink(missing_ok=True)
-        embedded = {}
-        with SummaryWriter(str(out)) as board:
-            for name, figure in drawn.items():
-                pixels = figures.save_png(figure, out / f"{name}.png")
-                figures.save_svg(figure, out / f"{name}.svg")
-                board.add_image(f"inspect/{name}", pixels, numbers["step"] or 0, dataformats="HWC")
-                encoded = base64.b64encode((out / f"{name}.png").read_bytes()).decode()
-                embedded[name] = f"data:image/png;base64,{encoded}"
-        (out / "numbers.json").write_text(json.dumps(numbers, indent=1) + "\n")
-        page = out / "index.html"
-        page.write_text(
-            template(Path(__file__).with_name("page.html.j2")).render(
-                pictures=embedded, missing=missing, numbers=numbers
-            ),
-            encoding="utf-8",
-        )
-    except OSError as error:
-        raise UserError(
-            f"{out}: the pictures could not be written there ({error.strerror}); name another --out"
-        ) from None
-    return page
+    """PNG, SVG, numbers and the page; pictures of an earlier inspection are deleted."""
+    out.mkdir(parents=True, exist_ok=True)
+    for name in PICTURES:
+        for suffix in (".png", ".svg"):
+            (out / f"{name}{suffix}").unlink(missing_ok=True)
+    embedded = {}
+    for name, figure in drawn.items():
+        figures.save_png(figure, out / f"{name}.png")
+        figures.save_svg(figure, out / f"{name}.svg")
+        encoded = base64.b64encode((out / f"{name}.png").read_bytes()).decode()
+        embedded[name] = f"data:image/png;base64,{encoded}"
+    write_json(out / "numbers.json", numbers)
+    page = template(Path(__file__).with_name("page.html.j2"))
+    write_text(out / "index.html", page.render(pictures=embedded, missing=missing, numbers=numbers))
+    return out / "index.html"

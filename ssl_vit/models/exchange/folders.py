@@ -1,4 +1,4 @@
-"""A new folder appears whole or not at all."""
+"""A new folder appears complete or not at all."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from ssl_vit.interfaces import RunError, UserError
 
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """Yield an empty folder beside `out`, which becomes `out` at the end and is deleted when anything goes wrong.
+    """Yield an empty folder beside `out`; at the end it is renamed to `out`, after an error it is deleted.
 
-    Raises UserError where `out` is a file or holds files, RunError where the disk refuses.
+    Raises UserError where `out` is a file or holds files, RunError when the disk refuses.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"{out} is there already and not empty: give another folder, or delete that one")
-    whole = out.resolve()
-    beside = whole.with_name(f".{whole.name}.tmp")
+        raise UserError(f"{out} exists and is not empty: give another folder, or delete that one")
+    out = out.resolve()
+    unfinished = out.with_name(f".{out.name}.tmp")
     try:
-        shutil.rmtree(beside, ignore_errors=True)
-        beside.mkdir(parents=True)
-        yield beside
-        if whole.exists():
-            whole.rmdir()  # it is empty; only POSIX would rename over it
-        beside.rename(whole)
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+        yield unfinished
+        if out.exists():
+            out.rmdir()  # empty; only POSIX would rename over it
+        unfinished.rename(out)
     except (OSError, SafetensorError) as error:  # safetensors reports a full disk as its own
         raise RunError(f"{out}: cannot write there: {error}") from error
     finally:
-        shutil.rmtree(beside, ignore_errors=True)
+        shutil.rmtree(unfinished, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Weights from and to the Hugging Face hub: one place that knows what its errors mean."""
+"""Weights from and to the Hugging Face hub, and what the hub's errors mean."""
 
 from __future__ import annotations
 
@@ -11,37 +11,33 @@ from huggingface_hub.utils import validate_repo_id
 
 from ssl_vit.interfaces import RunError, UserError
 
-# What holds a model, best first; the hub's repositories often hold the same weights for other frameworks too.
-WEIGHTS_FILES = ("model.safetensors", "pytorch_model.bin")
-_DESCRIPTIONS = ["config.json", "preprocessor_config.json"]
+WEIGHTS_FILES = ("model.safetensors", "pytorch_model.bin")  # best first
 
 
 @contextmanager
-def answers(what: str, doing: str) -> Iterator[None]:
-    """Turn the hub's refusals into UserError and a hub out of reach into RunError; `what` names the model."""
+def hub_errors(model: str, doing: str) -> Iterator[None]:
+    """Raise UserError for what the hub refuses and RunError for a hub out of reach."""
     try:
         yield
     except (errors.OfflineModeIsEnabled, errors.LocalEntryNotFoundError) as error:
-        raise RunError(f"{what}: {doing} needs the hub, which does not answer: {_first(error)}") from error
+        raise RunError(f"{model}: {doing} needs the hub, which does not answer: {_first(error)}") from error
     except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError, errors.EntryNotFoundError) as error:
-        raise UserError(
-            f"{what}: the hub has no such model, or this login may not see it (`hf auth login`): {_first(error)}"
-        ) from None
+        raise UserError(f"{model}: no such model, or no access to it (try `hf auth login`): {_first(error)}") from None
     except errors.HFValidationError as error:
-        raise UserError(f"{what}: {_first(error)}") from None
+        raise UserError(f"{model}: {_first(error)}") from None
     except (OSError, errors.HTTPError) as error:
-        raise RunError(f"{what}: {doing} failed: {_first(error)}") from error
+        raise RunError(f"{model}: {doing} failed: {_first(error)}") from error
 
 
 def download(model: str) -> Path:
-    """A folder with the description and the weights of `ID` or `ID@REVISION` (safetensors where there are any).
+    """A folder with the description and the weights of `ID` or `ID@REVISION`, in safetensors if possible.
 
-    Raises UserError for a model that is not there, RunError when the hub is out of reach.
+    Raises UserError for a model that does not exist, RunError when the hub is out of reach.
     """
     repository, _, revision = model.partition("@")
-    with answers(model, "downloading"):
+    with hub_errors(model, "downloading"):
         for file in WEIGHTS_FILES:
-            wanted = [*_DESCRIPTIONS, file]
+            wanted = ["config.json", "preprocessor_config.json", file]
             folder = Path(snapshot_download(repository, revision=revision or None, allow_patterns=wanted))
             if (folder / file).is_file():
                 return folder
@@ -49,27 +45,26 @@ def download(model: str) -> Path:
 
 
 def check_push(repository: str) -> None:
-    """Asked before the work: raises UserError for a name that no repository can have, RunError without a token."""
-    with answers(repository, "pushing"):
+    """Before any work: raises UserError for an invalid repository name, RunError without a token."""
+    with hub_errors(repository, "pushing"):
         validate_repo_id(repository)
     if get_token() is None:
         raise RunError(f"pushing to {repository} needs a token of the hub: run `hf auth login`, or set HF_TOKEN")
 
 
 def push(folder: Path, repository: str) -> str:
-    """Upload a folder as one commit of the model `repository`, which is made if it is not there; returns its address.
+    """Upload a folder as one commit of the model `repository` (created if needed); returns its address.
 
-    Raises UserError for a name or a model card that the hub does not take, RunError when it refuses the login or is out
-    of reach.
+    Raises UserError for a name or a model card that the hub refuses, RunError for a refused login or no connection.
     """
     api = HfApi(library_name="ssl-vit")
-    with answers(repository, "pushing"):
-        made = api.create_repo(repository, exist_ok=True)
+    with hub_errors(repository, "pushing"):
+        created = api.create_repo(repository, exist_ok=True)
         try:
-            api.upload_folder(repo_id=made.repo_id, folder_path=folder, commit_message="Export from ssl-vit")
+            api.upload_folder(repo_id=created.repo_id, folder_path=folder, commit_message="Export from ssl-vit")
         except ValueError as error:  # the hub reads the model card's front matter first
             raise UserError(f"{repository}: {' '.join(str(error).split())}") from None
-    return str(made)
+    return str(created)
 
 
 def _first(error: Exception) -> str:

@@ -36,7 +36,9 @@ def test_a_pickle_with_code_is_refused_and_does_not_run(tmp_path: Path, shaken: 
     content = {"model": timm_vit(shaken).state_dict(), "args": Bomb(tmp_path / "ran")}
     for name, new in (("zip.pth", True), ("old.pth", False)):
         torch.save(content, tmp_path / name, _use_new_zipfile_serialization=new)
-        with pytest.raises(UserError, match=rf"{name}: refused: it holds code \(posix\.mkdir\)"):
+        with pytest.raises(
+            UserError, match=rf"{name}: not a readable checkpoint of plain tensors; nothing in it was run"
+        ):
             import_weights(str(tmp_path / name), tmp_path / "out", heads=3)
     assert not (tmp_path / "ran").exists()
     torch.load(tmp_path / "zip.pth", weights_only=False)
@@ -70,7 +72,7 @@ def spoil(tensors: dict[str, torch.Tensor], how: str) -> dict[str, torch.Tensor]
         ("one key missing", r"norm\.weight is missing"),
         ("shape", r"blocks\.1\.attn\.proj\.bias is \(47,\), not \(48,\)"),
         ("unknown in a block", r"blocks\.1\.gamma_1 is unknown"),
-        ("positions", "19 entries, which is no square"),
+        ("positions", "19 entries, which is not a square"),
         ("no positions", "pos_embed is missing"),
         ("linear patches", r"patch_embed\.proj\.weight is \(48, 192\)"),
         ("another model", r"no ViT under timm's, transformers' or Google's names; it holds conv1\.weight"),
@@ -121,7 +123,7 @@ def write(path: Path, kind: str, tensors: dict[str, torch.Tensor]) -> Path:
         ("cut pth", "not a readable checkpoint"),
         ("text", "not a readable checkpoint"),
         ("text as safetensors", "not a readable checkpoint"),
-        ("list", "no tensors there.* it holds list"),
+        ("list", "not a readable checkpoint"),
         ("no tensors", "no tensors there.* it holds epoch, optimizer"),
         ("a picture", r"weights are read from \.safetensors"),
         ("an empty folder", r"has no config\.json"),
@@ -157,7 +159,7 @@ def test_names_that_are_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 def test_what_tells_itself_takes_no_sizes(tmp_path: Path, shaken: Make) -> None:
     save_for_hf(timm_vit(shaken), tmp_path / "timm", safe_serialization=True)
     for asked in ({"heads": 3}, {"name": "vit_tiny_patch16_224"}):
-        with pytest.raises(UserError, match="leave out --name and --heads"):
+        with pytest.raises(UserError, match="remove --name and --heads"):
             import_weights(str(tmp_path / "timm"), tmp_path / "out", **asked)
 
 
@@ -171,7 +173,7 @@ def test_an_occupied_folder_is_left_alone(tmp_path: Path, shaken: Make) -> None:
     torch.save(timm_vit(shaken).state_dict(), tmp_path / "weights.pth")
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.tex").write_text("mine")
-    with pytest.raises(UserError, match="out is there already and not empty"):
+    with pytest.raises(UserError, match="out exists and is not empty"):
         import_weights(str(tmp_path / "weights.pth"), tmp_path / "out", heads=3)
     assert (tmp_path / "out" / "thesis.tex").read_text() == "mine"
     (tmp_path / "out" / "thesis.tex").unlink()

@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import nn
 
-from ssl_vit.api import build_encoder
 from ssl_vit.interfaces import UserError
 from ssl_vit.models import EncoderConfig
 from ssl_vit.models.exchange.imports import import_weights, recipe_keys
 from ssl_vit.models.factory import load, state
+from ssl_vit.stage import build_encoder
 
 Make = Callable[..., Any]
 
@@ -53,7 +53,7 @@ def transformers_folder(folder: Path, kind: str, processor: dict[str, Any] | Non
 
 
 @pytest.mark.parametrize(
-    ("kind", "settings", "left_out"),
+    ("kind", "settings", "skipped"),
     [
         ("ViTModel", {}, ["pooler.dense.bias", "pooler.dense.weight"]),
         ("ViTModel", {"image_size": [16, 24], "num_channels": 1, "layer_norm_eps": 0.1}, ["pooler.dense.bias"]),
@@ -61,14 +61,14 @@ def transformers_folder(folder: Path, kind: str, processor: dict[str, Any] | Non
     ],
 )
 def test_a_transformers_folder_computes_what_it_did(
-    tmp_path: Path, pixels: Make, kind: str, settings: dict[str, Any], left_out: list[str]
+    tmp_path: Path, pixels: Make, kind: str, settings: dict[str, Any], skipped: list[str]
 ) -> None:
     channels = settings.get("num_channels", 3)
     processor = {"image_mean": [0.1, 0.2, 0.3][:channels], "image_std": [0.4, 0.5, 0.6][:channels]}
     theirs = transformers_folder(tmp_path / "hf", kind, processor, **settings)
     _, found = import_weights(str(tmp_path / "hf"), tmp_path / "out")
     ours = load(tmp_path / "out")
-    assert set(left_out) <= set(found.left_out) <= {*left_out, "pooler.dense.weight"}
+    assert set(skipped) <= set(found.skipped) <= {*skipped, "pooler.dense.weight"}
     assert ours.norm_eps == settings.get("layer_norm_eps", 1e-12)
     assert (ours.mean, ours.std) == (((0.1,), (0.4,)) if channels == 1 else ((0.1, 0.2, 0.3), (0.4, 0.5, 0.6)))
     images = pixels(ours)
@@ -81,8 +81,8 @@ def test_transformers_mae_keeps_the_encoder(tmp_path: Path, pixels: Make) -> Non
     theirs = transformers_folder(tmp_path / "hf", "ViTMAEForPreTraining")
     _, found = import_weights(str(tmp_path / "hf"), tmp_path / "out")
     ours = load(tmp_path / "out")
-    assert found.left_out
-    assert all(name.startswith("decoder.") for name in found.left_out)
+    assert found.skipped
+    assert all(name.startswith("decoder.") for name in found.skipped)
     assert any("no preprocessor_config.json" in note for note in found.notes)
     images = pixels(ours)
     noise = torch.arange(9.0).repeat(2, 1)  # of which MAE makes the order of the patches: as they are
@@ -98,7 +98,7 @@ def test_a_transformers_folder_needs_no_transformers(tmp_path: Path, monkeypatch
     file = tmp_path / "hf" / "model.safetensors"
     import_weights(str(file), tmp_path / "by file")  # its config.json lies beside it
     (tmp_path / "hf" / "config.json").unlink()
-    with pytest.raises(UserError, match="width 32 and depth 2 do not tell the heads: give --heads"):
+    with pytest.raises(UserError, match="width 32 and depth 2: give --heads"):
         import_weights(str(file), tmp_path / "bare")
     _, found = import_weights(str(file), tmp_path / "bare", heads=4)
     assert any("epsilon" in note for note in found.notes)
@@ -110,7 +110,7 @@ def test_a_transformers_folder_needs_no_transformers(tmp_path: Path, monkeypatch
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "deit"}, "no ViT .model_type deit"),
+        ({"model_type": "deit"}, "nor a ViT.s .model_type deit"),
         ({"hidden_act": "relu"}, "activation is relu"),
         ({"num_attention_heads": 5}, "5 heads do not divide its width 32"),
         ({"image_size": 64}, "pos_embed"),

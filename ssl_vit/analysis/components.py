@@ -1,4 +1,4 @@
-"""What a trained ViT's input and output embeddings hold: filters, position similarity, a map of the patch tokens."""
+"""Principal components and similarities of a trained ViT's embeddings: filters, positions, output patch tokens."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def filter_components(encoder: ViTEncoder, count: int = FILTERS) -> Components:
     In a plain ViT these are the rows of the patch projection (paper, section 4.5); in a hybrid, the first convolution
     of its CNN. At most as many as the filters and their numbers allow. A component's largest number is positive.
     """
-    from sklearn.decomposition import PCA  # here, not above: it takes a second to import, and training comes by here
+    from sklearn.decomposition import PCA  # takes a second to import
 
     first = next(m for m in encoder.network.patch_embed.modules() if isinstance(m, nn.Conv2d))
     weights = first.weight.detach().cpu().double()

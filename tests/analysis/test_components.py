@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from ssl_vit.analysis import embedding
+from ssl_vit.analysis import components
 from ssl_vit.interfaces import UserError
 
 Build = Callable[..., Any]
@@ -25,7 +25,7 @@ def test_planted_filters_are_found_in_order(make_encoder: Build) -> None:
     weights = mixture @ patterns.T + generator.normal(size=48)
     with torch.no_grad():
         encoder.network.patch_embed.proj.weight.copy_(torch.from_numpy(weights).reshape(64, 3, 4, 4))
-    found = embedding.filter_components(encoder, 2)
+    found = components.filter_components(encoder, 2)
     assert found.values.shape == (2, 3, 4, 4) and found.values.dtype == np.float64
     np.testing.assert_allclose(found.explained, [16 / 17, 1 / 17], atol=1e-5)
     for component, pattern in zip(found.values, patterns.T, strict=True):
@@ -34,14 +34,14 @@ def test_planted_filters_are_found_in_order(make_encoder: Build) -> None:
 
 
 def test_components_are_no_more_than_the_filters_have(make_encoder: Build) -> None:
-    assert embedding.filter_components(make_encoder(width=16)).values.shape == (16, 3, 4, 4)
+    assert components.filter_components(make_encoder(width=16)).values.shape == (16, 3, 4, 4)
     gray = make_encoder(width=64, channels=1, patch_size=2, image_size=8)
-    assert embedding.filter_components(gray).values.shape == (4, 1, 2, 2)
+    assert components.filter_components(gray).values.shape == (4, 1, 2, 2)
 
 
 def test_a_hybrids_filters_are_its_stems(make_encoder: Build) -> None:
     encoder = make_encoder(name="vit_tiny_r_s16_p8_224", image_size=32, patch_size=None)
-    found = embedding.filter_components(encoder)
+    found = components.filter_components(encoder)
     assert found.values.shape == (28, 3, 7, 7)
     flat = encoder.network.patch_embed.backbone.conv.weight.detach().double().flatten(1).numpy()
     _, sizes, axes = np.linalg.svd(flat - flat.mean(0))
@@ -56,7 +56,7 @@ def test_similarity_is_that_of_a_loop(make_encoder: Build, sizes: dict[str, Any]
     encoder = make_encoder(**sizes)
     rows, columns = encoder.grid
     positions = encoder.network.pos_embed[0, -rows * columns :].detach().double().numpy()
-    found = embedding.position_similarity(encoder)
+    found = components.position_similarity(encoder)
     assert found.shape == (rows, columns, rows, columns)
     for row in range(rows):
         for column in range(columns):
@@ -76,14 +76,14 @@ def test_neighborhoods_are_averaged_apart() -> None:
                 for u in range(3):
                     far = abs(y - v) + abs(x - u)
                     similarity[y, x, v, u] = 1 if far == 1 else 2 if y == v else 3
-    found = embedding.neighborhoods(similarity)
+    found = components.neighborhoods(similarity)
     assert found == {"neighbors": 1.0, "same_row": 2.0, "elsewhere": 3.0}  # no column has a rest
 
 
 def test_positions_of_like_places_stand_out(make_encoder: Build) -> None:
     encoder = make_encoder(image_size=32, positions="sincos2d", width=64)
-    similarity = embedding.position_similarity(encoder)
-    found = embedding.neighborhoods(similarity)
+    similarity = components.position_similarity(encoder)
+    found = components.neighborhoods(similarity)
     assert found["neighbors"] > found["same_row"] > found["elsewhere"]
     assert found["same_row"] == pytest.approx(found["same_column"])
 
@@ -95,7 +95,7 @@ def test_features_of_two_kinds_have_two_colors(make_encoder: Build) -> None:
         encoder.network.pos_embed.zero_()
     images = torch.zeros(20, 3, 16, 24, dtype=torch.uint8)
     images[:, :, :8] = 255
-    found = embedding.feature_map(encoder, images)
+    found = components.feature_map(encoder, images)
     assert found.values.shape == (20, 4, 6, 3) and found.values.min() >= 0 and found.values.max() <= 1
     top, bottom = found.values[:, :2], found.values[:, 2:]
     assert abs(top[..., 0].mean() - bottom[..., 0].mean()) > 0.9
@@ -106,7 +106,7 @@ def test_features_of_two_kinds_have_two_colors(make_encoder: Build) -> None:
 def test_feature_maps_are_the_tokens_components(make_encoder: Build) -> None:
     encoder = make_encoder().eval()
     images = torch.randint(0, 256, (20, 3, 16, 16), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    found = embedding.feature_map(encoder, images)
+    found = components.feature_map(encoder, images)
     with torch.inference_mode():
         tokens = encoder(images)[:, 1:].double().numpy().reshape(-1, 16)
     _, _, axes = np.linalg.svd(tokens - tokens.mean(0), full_matrices=False)
@@ -121,7 +121,7 @@ def test_feature_maps_are_the_tokens_components(make_encoder: Build) -> None:
 def test_few_patches_have_colors_and_one_alone_is_refused(make_encoder: Build) -> None:
     encoder = make_encoder(image_size=4).eval()
     images = torch.arange(2 * 48, dtype=torch.uint8).reshape(2, 3, 4, 4)
-    found = embedding.feature_map(encoder, images)
+    found = components.feature_map(encoder, images)
     assert found.values.shape == (2, 1, 1, 3) and np.isfinite(found.values).all()
     with pytest.raises(UserError, match="one patch"):
-        embedding.feature_map(encoder, images[:1])
+        components.feature_map(encoder, images[:1])
