@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from omegaconf import OmegaConf
+from torch import nn
 
 from ssl_vit import plugins, recipe, stage
 from ssl_vit.data import DataConfig
@@ -24,9 +25,10 @@ from ssl_vit.evaluators.online import OnlineProbe
 from ssl_vit.files import sha256, write_json
 from ssl_vit.interfaces import UserError
 from ssl_vit.models import factory
+from ssl_vit.models.encoder import Pooling
 from ssl_vit.recipe import Recipe
 from ssl_vit.records import RunSummary
-from ssl_vit.results import Evaluation, save
+from ssl_vit.results import Evaluation, Table, save
 from ssl_vit.runs import SUMMARY, open_run
 from ssl_vit.training import checkpoint, distributed, loop
 from ssl_vit.training.callbacks import EarlyStopping
@@ -35,6 +37,8 @@ from ssl_vit.training.flops import training_flops
 from ssl_vit.training.logging import check_trackers
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from ssl_vit.analysis import inspection
 
 
@@ -209,17 +213,66 @@ def evaluate(
     return Evaluation(path, rows, about)
 
 
-def inspect(weights: Path, shards: str, out: Path, options: inspection.Options) -> Path:
+def load(run: Path | str) -> nn.Module:
+    """timm's network of a run, a checkpoint or a weights folder, with its weights, in evaluation mode.
+
+    Its `pretrained_cfg` holds image size, mean and std: `timm.data.resolve_data_config(model=network)` reads them.
+    Raises UserError where there are no readable weights.
+    """
+    encoder = factory.load(run)
+    encoder.network.pretrained_cfg = encoder.network.default_cfg = factory.pretrained_cfg(encoder)
+    network: nn.Module = encoder.network
+    return network
+
+
+def embed(
+    run: Path | str,
+    shards: str,
+    *,
+    pooling: Pooling = "mean",
+    batch_size: int = 256,
+    workers: int | None = None,
+) -> pd.DataFrame:
+    """The embedding of every readable image of the shards: columns `key`, `label` (-1: none) and `embedding`.
+
+    run: a run directory, a checkpoint or a weights folder; images are prepared as its recipe evaluates.
+    shards: labels are not needed.
+    pooling: the class `token`, the `mean` of the patches, `both` side by side, or all `patches` side by side.
+    batch_size: images in a forward pass of one process.
+    workers: processes that read images; None: as the recipe says.
+
+    `frame.attrs["skipped"]` lists unreadable samples. Raises UserError for wrong input.
+    """
+    from ssl_vit.analysis import embeddings
+
+    encoder, settings = factory.load(run), run_recipe(Path(run))
+    preparation = settings.data if settings else DataConfig(train=shards)
+    if workers is not None:
+        preparation = preparation.model_copy(update={"workers": workers})
+    accelerator = make_accelerator(settings.training.precision if settings else "fp32")
+    found = open_shards(shards, preparation.remote)
+    return embeddings.embed(encoder, found, preparation, accelerator, pooling=pooling, batch_size=batch_size)
+
+
+def read_results(run: Path | str) -> pd.DataFrame:
+    """All measured accuracies of a run or a comparison, one row per `results.Result`. Raises UserError for damage."""
+    return Table.read(
+        [path for folder in ("results", "tasks") for path in sorted(Path(run).glob(f"{folder}/*.json"))]
+    ).frame
+
+
+def inspect(weights: Path | str, shards: str, out: Path | str, options: inspection.Options | None = None) -> Path:
     """Write the pictures of a trained encoder into `out`; returns the page. See `inspection.inspect`."""
     from ssl_vit.analysis import inspection
 
+    weights = Path(weights)
     settings = run_recipe(weights)
     preparation = settings.data if settings else DataConfig(train=shards)
     return inspection.inspect(
         weights,
         open_shards(shards, preparation.remote),
-        out,
-        options,
+        Path(out),
+        options or inspection.Options(),
         objective=settings.objective if settings else None,
         preparation=preparation,
         resampling=settings.encoder.position_resampling if settings else "timm",

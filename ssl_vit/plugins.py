@@ -1,18 +1,25 @@
-"""Objectives, evaluators and sources by name: `objectives/<name>.py`, `evaluators/<name>.py` and
-`data/packing/sources/<name>.py` are the only registry."""
+"""Objectives, evaluators and sources by name: a module of the package, or an entry point of another one.
+
+A module is `objectives/<name>.py`, `evaluators/<name>.py` or `data/packing/sources/<name>.py`. Another package offers
+one as an entry point of the group `ssl_vit.objectives`, `ssl_vit.evaluators` or `ssl_vit.sources`:
+
+    [project.entry-points."ssl_vit.objectives"]
+    rotation = "my_package.rotation"
+"""
 
 from __future__ import annotations
 
 import importlib
 import pkgutil
 from difflib import get_close_matches
+from importlib.metadata import entry_points
 from typing import Any, Literal
 
 from ssl_vit.interfaces import UserError
 
 Kind = Literal["objectives", "evaluators", "sources"]
-# The package of each kind, what a file there must define, and what one is called.
-_ROOMS = {
+# The package of each kind, what a module there must define, and what one is called.
+_KINDS = {
     "objectives": ("ssl_vit.objectives", "Objective", "objective"),
     "evaluators": ("ssl_vit.evaluators", "Evaluator", "evaluator"),
     "sources": ("ssl_vit.data.packing.sources", "open_images", "source"),
@@ -20,24 +27,27 @@ _ROOMS = {
 
 
 def names(kind: Kind) -> list[str]:
-    """Modules of a room that define what makes one; imports them."""
-    room, member, _ = _ROOMS[kind]
-    found = [module.name for module in pkgutil.iter_modules(importlib.import_module(room).__path__)]
-    return [name for name in found if hasattr(importlib.import_module(f"{room}.{name}"), member)]
+    """All names of a kind; imports the package's modules."""
+    package, member, _ = _KINDS[kind]
+    found = [module.name for module in pkgutil.iter_modules(importlib.import_module(package).__path__)]
+    own = [name for name in found if hasattr(importlib.import_module(f"{package}.{name}"), member)]
+    return own + sorted(entry_points(group=f"ssl_vit.{kind}").names)
 
 
 def load(kind: Kind, name: str) -> Any:
-    """The module of an objective (with `Config`, `Objective`), an evaluator (with `Config`, `Evaluator`) or a source
-    (with `open_images`).
+    """The module of an objective (`Config`, `Objective`), an evaluator (`Config`, `Evaluator`) or a source
+    (`open_images`).
 
     Raises UserError naming what exists.
     """
-    room, member, word = _ROOMS[kind]
+    package, member, word = _KINDS[kind]
+    for entry in entry_points(group=f"ssl_vit.{kind}", name=name):
+        return entry.load()
     try:
-        if name.isidentifier() and hasattr(module := importlib.import_module(f"{room}.{name}"), member):
+        if name.isidentifier() and hasattr(module := importlib.import_module(f"{package}.{name}"), member):
             return module
     except ModuleNotFoundError as error:
-        if error.name != f"{room}.{name}":
+        if error.name != f"{package}.{name}":
             raise
     known = names(kind)
     near = get_close_matches(name, known, n=1)

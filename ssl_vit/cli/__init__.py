@@ -14,7 +14,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from ssl_vit import __version__
-from ssl_vit.cli import compare, doctor, evaluate, pictures, report, shards, train, weights
+from ssl_vit.cli import compare, doctor, embed, evaluate, pictures, report, shards, train, weights
 from ssl_vit.interfaces import PREEMPTED, RunError, Stopped, UserError
 
 app = typer.Typer(
@@ -30,6 +30,7 @@ app.add_typer(compare.app)
 app.add_typer(train.app)
 app.add_typer(evaluate.app)
 app.add_typer(report.app)
+app.add_typer(embed.app)
 app.add_typer(pictures.app)
 app.add_typer(doctor.app)
 app.add_typer(weights.app)

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from ssl_vit.interfaces import Size, UserError
+from ssl_vit.interfaces import UserError
 
 app = typer.Typer()
 
@@ -18,13 +18,13 @@ def inspect(
     weights: Annotated[Path, typer.Argument(help="A run directory, a checkpoint or a weights folder.")],
     data: Annotated[str, typer.Option(help="Shards whose first images are pictured; labels are not needed.")],
     out: Annotated[
-        Path | None, typer.Option(help="Where the pictures go (default: inspect/ in the given directory).")
+        Path | None, typer.Option(help="Folder for the pictures (default: inspect/ in the given directory).")
     ] = None,
     image_size: Annotated[
         str | None, typer.Option(help="Pixels, as N or HEIGHTxWIDTH (default: the encoder's own).", metavar="N|HxW")
     ] = None,
-    images: Annotated[int, typer.Option(min=1, help="Images pictured.")] = 8,
-    distance_images: Annotated[int, typer.Option(min=1, help="Images in the mean attention distance.")] = 64,
+    images: Annotated[int, typer.Option(min=1, help="Number of pictured images.")] = 8,
+    distance_images: Annotated[int, typer.Option(min=1, help="Number of images in the mean attention distance.")] = 64,
     layers: Annotated[
         str | None, typer.Option(help="Layers whose attention is computed, such as 0,5,11 (default: all).")
     ] = None,
@@ -33,26 +33,14 @@ def inspect(
 
     Example: `ssl-vit inspect runs/demo/ssl --data runs/demo/data/test`
     """
+    if image_size and not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)?", image_size):
+        raise UserError(f"--image-size {image_size}: give pixels, such as 384 or 256x384 (height x width)")
+    if layers and not re.fullmatch(r"\d+(,\d+)*", layers):
+        raise UserError(f"--layers {layers}: give layers counted from 0, such as 0,5,11")
     from ssl_vit import api
     from ssl_vit.analysis.inspection import Options
 
-    options = Options(_size(image_size), images, distance_images, _layers(layers))
-    page = api.inspect(weights, data, out or weights / "inspect", options)
-    print(f"{page}\ntensorboard --logdir {page.parent}")
-
-
-def _size(text: str | None) -> Size | None:
-    if text is None:
-        return None
-    sides = [int(side) for side in text.split("x")] if re.fullmatch(r"\d+(x\d+)?", text) else []
-    if not sides or min(sides) < 1:
-        raise UserError(f"--image-size {text}: give pixels, such as 384 or 256x384 (height x width)")
-    return sides[0] if len(sides) == 1 else (sides[0], sides[1])
-
-
-def _layers(text: str | None) -> list[int] | None:
-    if text is None:
-        return None
-    if not re.fullmatch(r"\d+(,\d+)*", text):
-        raise UserError(f"--layers {text}: give layers counted from 0, such as 0,5,11")
-    return [int(layer) for layer in text.split(",")]
+    sides = [int(side) for side in (image_size or "").split("x") if side]
+    size = (sides[0], sides[-1]) if sides else None
+    numbers = [int(layer) for layer in layers.split(",")] if layers else None
+    print(api.inspect(weights, data, out or weights / "inspect", Options(size, images, distance_images, numbers)))

@@ -19,19 +19,21 @@ def import_weights(
     weights: Annotated[str, typer.Argument(help="A file, a folder, a timm name, or OWNER/NAME on the hub.")],
     out: Annotated[Path, typer.Argument(help="The new weights folder.")],
     name: Annotated[
-        str | None, typer.Option(help="timm's name of the architecture, for a file that does not tell.")
+        str | None, typer.Option(help="timm's name of the architecture; bare checkpoints and hybrids need it.")
     ] = None,
-    heads: Annotated[int | None, typer.Option(min=1, help="Attention heads, for a file that does not tell.")] = None,
+    heads: Annotated[
+        int | None, typer.Option(min=1, help="Attention heads, where they differ from the name's.")
+    ] = None,
     mean: Annotated[
-        str | None, typer.Option(help="Pixel mean (of 0 to 1) that the weights expect: one number, or one a channel.")
+        str | None, typer.Option(help="Pixel mean (of 0 to 1) that the weights expect: one number, or one per channel.")
     ] = None,
     std: Annotated[str | None, typer.Option(help="Pixel standard deviation, likewise.")] = None,
 ) -> None:
-    """Bring weights from elsewhere into a folder that eval, train (init_from=), inspect and export read.
+    """Convert weights from elsewhere to a folder that eval, train (init_from=), inspect, embed and export read.
 
     WEIGHTS: a `.safetensors`, `.pth`, `.pt`, `.bin` or Google's `.npz` file; a folder of timm's or transformers' ViT; a
-    timm name such as vit_base_patch16_224.augreg_in21k; a model of the hub. Files are read without running any code in
-    them. Classification heads and decoders are left out, and listed.
+    timm name such as vit_base_patch16_224.augreg_in21k; a model on the hub. No code in the files is run. Classification
+    heads and decoders are skipped, and listed.
 
     Example: `ssl-vit import vit_small_patch16_224.augreg_in21k weights/small`
     """
@@ -58,7 +60,7 @@ def import_weights(
 def export(
     run: Annotated[Path, typer.Argument(help="A run directory, a checkpoint or a weights folder.")],
     out: Annotated[Path, typer.Argument(help="The new folder for the model.")],
-    to: Annotated[Literal["timm", "transformers", "onnx"], typer.Option(help="The library that is to load it.")],
+    to: Annotated[Literal["timm", "transformers", "onnx"], typer.Option(help="The library that will load it.")],
     push: Annotated[
         str | None, typer.Option(help="Also upload it to the hub under this name.", metavar="OWNER/NAME")
     ] = None,
@@ -66,7 +68,7 @@ def export(
         str | None, typer.Option(help="License of the weights for the model card, such as apache-2.0.")
     ] = None,
 ) -> None:
-    """Write the encoder for timm, transformers or ONNX, with a model card; it is loaded there and compared first.
+    """Write the encoder for timm, transformers or ONNX, with a model card. It is loaded there and its outputs compared.
 
     Example: `ssl-vit export runs/digits_ssl exported --to timm`
     """
@@ -84,7 +86,7 @@ def export(
         try:
             print(hub.push(out, push))
         except (UserError, RunError) as error:
-            raise type(error)(f"{error}\n{out} is whole; try again with `hf upload {push} {out}`") from error
+            raise type(error)(f"{error}\n{out} is complete; try again with `hf upload {push} {out}`") from error
 
 
 def _numbers(option: str, text: str | None) -> tuple[float, ...] | float | None:
@@ -93,7 +95,7 @@ def _numbers(option: str, text: str | None) -> tuple[float, ...] | float | None:
     try:
         numbers = tuple(float(number) for number in text.split(","))
     except ValueError:
-        raise UserError(f"{option} {text}: give a number, or one a channel such as 0.485,0.456,0.406") from None
+        raise UserError(f"{option} {text}: give a number, or one per channel such as 0.485,0.456,0.406") from None
     return numbers if len(numbers) > 1 else numbers[0]
 
 

@@ -23,6 +23,7 @@ class Preprocess:
 
     noise: uniform numbers drawn for each sample. classes: upper bound of valid labels (None: unknown).
     jitter: largest relative change of brightness, contrast and saturation.
+    needs_labels: samples without a label are skipped. reads_labels: they are kept, with label -1.
     """
 
     transform: Transform
@@ -33,6 +34,7 @@ class Preprocess:
     jitter: tuple[float, float, float] = (0.0, 0.0, 0.0)
     seed: int = 0
     needs_labels: bool = False
+    reads_labels: bool = False
 
 
 @dataclass
@@ -110,7 +112,8 @@ class SampleReader:
                 content = self.files.get(shard).read(member)
                 key = str(content["__key__"])
                 picture = open_picture(content, preprocess.channels)
-                label = decode_label(content, preprocess.classes) if preprocess.needs_labels else -1
+                labeled = preprocess.needs_labels or preprocess.reads_labels
+                label = decode_label(content, preprocess.classes) if labeled else -1
                 if preprocess.needs_labels and label < 0:
                     raise BadSample("no label (.cls), which this objective needs")
                 picture = self._kept(shard, member, picture, label, key)

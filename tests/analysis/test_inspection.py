@@ -230,7 +230,7 @@ def test_a_classifier_has_no_reconstructions(run: Path, shards: Path, tmp_path: 
         (["CNN", "--data", "SHARDS"], ["Vision Transformer", "resnet18"]),
     ],
 )
-def test_what_cannot_be_pictured_is_named_with_its_mend(
+def test_what_cannot_be_pictured_is_named_with_what_to_do(
     run: Path,
     shards: Path,
     tmp_path: Path,

@@ -177,7 +177,7 @@ def test_a_hybrid_is_read_by_its_name(tmp_path: Path) -> None:
     for theirs, ours in (("scale", "weight"), ("bias", "bias")):
         arrays[f"gn_root/{theirs}"] = tensors[f"patch_embed.backbone.norm.{ours}"].numpy().reshape(1, 1, 1, -1)
     path = written(tmp_path / "hybrid.npz", arrays)
-    with pytest.raises(UserError, match="a hybrid does not tell its CNN: give --name"):
+    with pytest.raises(UserError, match="a hybrid; give --name"):
         import_weights(path, tmp_path / "none")
     import_weights(path, tmp_path / "out", name=name)
     back = load(tmp_path / "out")

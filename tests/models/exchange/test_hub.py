@@ -150,7 +150,7 @@ def test_what_the_hub_refuses_is_said(said: Said, name: str, code: int, words: s
     assert found == code
     assert words in error
     assert "Traceback" not in error
-    assert ("is whole" in error) == (name in ("forbidden", "license")) == (said.folder / name).is_dir()
+    assert ("is complete" in error) == (name in ("forbidden", "license")) == (said.folder / name).is_dir()
 
 
 def test_the_pushed_commit_is_the_folder(said: Said, hub: Any) -> None:

@@ -1,7 +1,10 @@
+"""Weights of timm, transformers and bare checkpoints come in bit for bit, and nothing in them is run."""
+
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,24 +15,25 @@ import timm
 import torch
 from safetensors.torch import save_file
 from timm.models import save_for_hf
+from torch import nn
 
 from ssl_vit import cli
 from ssl_vit.interfaces import UserError
 from ssl_vit.models import EncoderConfig
 from ssl_vit.models.exchange.exports import export
 from ssl_vit.models.exchange.imports import import_weights, recipe_keys
-from ssl_vit.models.exchange.sizes import ratio, read_sizes
+from ssl_vit.models.exchange.sizes import ratio
 from ssl_vit.models.factory import load, state
 from ssl_vit.stage import build_encoder
 
 Make = Callable[..., Any]
 
-IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+TINY = "vit_tiny_patch16_224"  # 3 heads
 SMALL = {"img_size": 32, "patch_size": 8, "embed_dim": 48, "depth": 2, "num_heads": 3}
 
 
 def timm_vit(shaken: Make, **arguments: Any) -> Any:
-    return shaken(timm.create_model("vit_tiny_patch16_224", **SMALL | {"num_classes": 0} | arguments))
+    return shaken(timm.create_model(TINY, **SMALL | {"num_classes": 0} | arguments))
 
 
 def normalized(model: Any, images: torch.Tensor) -> torch.Tensor:
@@ -51,16 +55,19 @@ def test_a_timm_folder(tmp_path: Path, shaken: Make, pixels: Make) -> None:
     network.pretrained_cfg |= {"mean": (0.1, 0.2, 0.3, 0.4), "std": (0.5,) * 4, "input_size": (4, 32, 32)}
     save_for_hf(network, tmp_path / "timm", safe_serialization=True, model_args=SMALL | parts)
     _, found = import_weights(str(tmp_path / "timm"), tmp_path / "out")
-    ours = load(tmp_path / "out")
+    ours: Any = load(tmp_path / "out")
     assert found.skipped == ["head.weight", "head.bias"]
     assert json.loads((tmp_path / "out" / "config.json").read_text())["imported"]["skipped"] == found.skipped
-    assert (ours.name, ours.mean, ours.std) == ("vit_tiny_patch16_224", (0.1, 0.2, 0.3, 0.4), (0.5,) * 4)
+    assert (ours.name, ours.mean, ours.std) == (TINY, (0.1, 0.2, 0.3, 0.4), (0.5,) * 4)
     images = pixels(ours)
     with torch.no_grad():
-        assert torch.equal(ours.encode(ours.embed(images)), network.forward_features(ours.normalized(images)))  # type: ignore[attr-defined]
+        assert torch.equal(ours(images), network.forward_features(ours.normalized(images)))
+    for given in ({"heads": 3}, {"name": TINY}):
+        with pytest.raises(UserError, match="remove --name and --heads"):
+            import_weights(str(tmp_path / "timm"), tmp_path / "again", **given)  # type: ignore[arg-type]
 
 
-def test_a_pool_by_attention_is_a_head(tmp_path: Path, shaken: Make, pixels: Make) -> None:
+def test_attention_pooling_is_a_head(tmp_path: Path, shaken: Make, pixels: Make) -> None:
     network = shaken(timm.create_model("vit_base_patch16_siglip_224", num_classes=0, **SMALL))
     save_for_hf(network, tmp_path / "timm", safe_serialization=True, model_args=SMALL)
     _, found = import_weights(str(tmp_path / "timm"), tmp_path / "out")
@@ -90,29 +97,32 @@ def test_a_timm_resnet(tmp_path: Path, pixels: Make) -> None:
 # --- bare checkpoints ---
 
 
-PARTS = [
-    {},
-    {"init_values": 0.1},
-    {"reg_tokens": 3},
-    {"reg_tokens": 4, "no_embed_class": True},
-    {"qk_norm": True},
-    {"qkv_bias": False},
-    {"pre_norm": True},
-    {"global_pool": "avg"},
-    {"class_token": False, "global_pool": "avg"},
-    {"class_token": False, "global_pool": "avg", "fc_norm": False},
-    {"in_chans": 2, "mlp_ratio": 2.7, "img_size": 64},
-]
-
-
-@pytest.mark.parametrize("parts", PARTS, ids=str)
-def test_a_bare_checkpoint_tells_its_parts(tmp_path: Path, shaken: Make, pixels: Make, parts: dict[str, Any]) -> None:
-    network = timm_vit(shaken, num_classes=3, **parts)
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [
+        (TINY, {}),
+        (TINY, {"qkv_bias": False}),
+        (TINY, {"no_embed_class": True}),
+        (TINY, {"class_token": False, "global_pool": "avg"}),
+        (TINY, {"class_token": False, "global_pool": "avg", "fc_norm": False}),
+        (TINY, {"in_chans": 2, "mlp_ratio": 2.7, "img_size": 64}),
+        ("vit_small_patch14_reg4_dinov2", {}),  # registers and layer scale
+        ("vit_base_patch16_clip_quickgelu_224", {}),  # a norm before the blocks, another activation, another epsilon
+        ("vit_tiny_r_s16_p8_224", {"img_size": 64}),
+    ],
+    ids=str,
+)
+def test_a_bare_checkpoint_and_a_name(
+    tmp_path: Path, shaken: Make, pixels: Make, name: str, parts: dict[str, Any]
+) -> None:
+    sizes = {key: value for key, value in SMALL.items() if "_r_" not in name}
+    network = shaken(timm.create_model(name, num_classes=3, **sizes | parts))
     torch.save(network.state_dict(), tmp_path / "weights.pth")
-    _, found = import_weights(str(tmp_path / "weights.pth"), tmp_path / "out", heads=3)
+    heads = None if "_r_" in name else 3
+    _, found = import_weights(str(tmp_path / "weights.pth"), tmp_path / "out", name=name, heads=heads)
     ours = load(tmp_path / "out")
     assert found.skipped == ["head.weight", "head.bias"]
-    assert (ours.mean, ours.std) == (((0.5,) * 2,) * 2 if "in_chans" in parts else IMAGENET)
+    assert ours.mean == ((0.5, 0.5) if "in_chans" in parts else (0.485, 0.456, 0.406))
     images = pixels(ours)
     with torch.no_grad():
         assert torch.equal(ours(images), network.forward_features(ours.normalized(images)))
@@ -120,15 +130,15 @@ def test_a_bare_checkpoint_tells_its_parts(tmp_path: Path, shaken: Make, pixels:
 
 def test_dinov2s_own_registers(tmp_path: Path, shaken: Make, pixels: Make) -> None:
     """There the class token has a position and the registers, behind it, have none."""
-    network = timm_vit(shaken, reg_tokens=4, no_embed_class=True, init_values=0.1)
-    tensors = network.state_dict()
-    position = torch.randn(1, 1, 48)
-    theirs = {name: tensor for name, tensor in tensors.items() if name != "reg_token"}
+    name = "vit_small_patch14_reg4_dinov2"
+    network = shaken(timm.create_model(name, num_classes=0, **SMALL))
+    tensors, position = network.state_dict(), torch.randn(1, 1, 48)
+    theirs = {key: tensor for key, tensor in tensors.items() if key != "reg_token"}
     theirs |= {"register_tokens": tensors["reg_token"], "mask_token": torch.zeros(1, 48)}
     theirs["cls_token"] = tensors["cls_token"] - position
     theirs["pos_embed"] = torch.cat([position, tensors["pos_embed"]], 1)
     torch.save(theirs, tmp_path / "weights.pth")
-    _, found = import_weights(str(tmp_path / "weights.pth"), tmp_path / "out", heads=3)
+    _, found = import_weights(str(tmp_path / "weights.pth"), tmp_path / "out", name=name, heads=3)
     ours = load(tmp_path / "out")
     assert found.skipped == ["mask_token"] and ours.prefix_tokens == 5
     images = pixels(ours)
@@ -137,32 +147,17 @@ def test_dinov2s_own_registers(tmp_path: Path, shaken: Make, pixels: Make) -> No
 
 
 @pytest.mark.parametrize("wrapper", ["", "model", "state_dict", "model_ema"])
-def test_wrappers_come_off(tmp_path: Path, shaken: Make, wrapper: str) -> None:
+def test_wrappers_of_training_scripts_are_removed(tmp_path: Path, shaken: Make, wrapper: str) -> None:
     tensors = timm_vit(shaken).state_dict()
-    parallel = {f"module.{key}": tensor for key, tensor in tensors.items()}
-    last = {key: torch.zeros_like(tensor) for key, tensor in tensors.items()}
+    decoder = {"mask_token": torch.ones(1, 1, 16), "decoder_blocks.0.norm1.weight": torch.ones(16)}  # as in MAE's
+    parallel = {f"module.{key}": tensor for key, tensor in (tensors | decoder).items()}
     content = parallel if not wrapper else {"epoch": 3, "args": argparse.Namespace(lr=0.1), wrapper: parallel}
-    if wrapper == "model_ema":
-        content |= {"model": last}  # the average is taken, not the last weights
+    if wrapper == "model_ema":  # the average is taken, not the last weights
+        content |= {"model": {key: torch.zeros_like(tensor) for key, tensor in tensors.items()}}
     torch.save(content, tmp_path / "checkpoint.pt")
-    _, found = import_weights(str(tmp_path / "checkpoint.pt"), tmp_path / "out", heads=3, mean=0.5, std=0.25)
-    assert same(tensors, tmp_path / "out")
-    assert not found.notes, "nothing is assumed where all is said"
+    _, found = import_weights(str(tmp_path / "checkpoint.pt"), tmp_path / "out", name=TINY, mean=0.5, std=0.25)
+    assert same(tensors, tmp_path / "out") and found.skipped == [*decoder]
     assert (load(tmp_path / "out").mean, load(tmp_path / "out").std) == ((0.5,) * 3, (0.25,) * 3)
-
-
-def test_an_mae_checkpoint_keeps_the_encoder(tmp_path: Path, shaken: Make) -> None:
-    """The layout of MAE's own `*_full.pth`: encoder and decoder side by side under `model`."""
-    encoder = timm_vit(shaken).state_dict()
-    decoder = {"mask_token": torch.ones(1, 1, 16), "decoder_pos_embed": torch.ones(1, 17, 16)}
-    decoder |= {"decoder_embed.weight": torch.ones(16, 48), "decoder_blocks.0.norm1.weight": torch.ones(16)}
-    decoder |= {"decoder_norm.weight": torch.ones(16), "decoder_pred.bias": torch.ones(192)}
-    torch.save({"model": encoder | decoder, "optimizer": {"state": {}}, "scaler": {}}, tmp_path / "mae.pth")
-    _, found = import_weights(str(tmp_path / "mae.pth"), tmp_path / "out", heads=3)
-    assert same(encoder, tmp_path / "out")
-    assert sorted(found.skipped) == sorted(decoder)
-    assert (load(tmp_path / "out").mean, load(tmp_path / "out").std) == IMAGENET
-    assert any("ImageNet's" in note for note in found.notes)
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "bin"])
@@ -170,53 +165,107 @@ def test_half_precision_is_widened(tmp_path: Path, shaken: Make, kind: str) -> N
     halves = {key: tensor.bfloat16() for key, tensor in timm_vit(shaken).state_dict().items()}
     path = tmp_path / f"weights.{kind}"
     save_file(halves, path) if kind == "safetensors" else torch.save(halves, path)
-    import_weights(str(path), tmp_path / "out", heads=3)
+    import_weights(str(path), tmp_path / "out", name=TINY)
     assert same({key: tensor.float() for key, tensor in halves.items()}, tmp_path / "out")
 
 
+def test_every_hidden_width_can_be_expressed() -> None:
+    assert all(int(width * ratio(width, hidden)) == hidden for width in (48, 192, 1408) for hidden in range(1, 7000))
+
+
+# --- transformers ---
+
+
+def transformers_folder(folder: Path, kind: str, processor: dict[str, Any] | None = None, **settings: Any) -> nn.Module:
+    import transformers
+
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 80}
+    sizes |= {"image_size": 24, "patch_size": 8, "initializer_range": 0.5}
+    decoder = {"decoder_hidden_size": 16, "decoder_num_hidden_layers": 1, "decoder_num_attention_heads": 2}
+    mae = kind.startswith("ViTMAE")
+    config = transformers.ViTMAEConfig if mae else transformers.ViTConfig
+    torch.manual_seed(0)
+    extra = decoder | {"mask_ratio": 0.0} if mae else {}
+    model: nn.Module = getattr(transformers, kind)(config(**sizes | extra | settings)).eval()
+    for parameter in model.parameters():
+        parameter.data.add_(0.1 * torch.randn(parameter.shape))
+    model.save_pretrained(folder)  # type: ignore[operator]
+    if processor:
+        transformers.ViTImageProcessor(**processor).save_pretrained(folder)
+    return model
+
+
 @pytest.mark.parametrize(
-    ("width", "depth", "name", "heads"),
+    ("kind", "settings", "skipped"),
     [
-        (192, 12, "vit_tiny_patch16_224", 3),
-        (384, 12, "vit_small_patch16_224", 6),
-        (768, 12, "vit_base_patch16_224", 12),
-        (1024, 24, "vit_large_patch16_224", 16),
-        (1280, 32, "vit_huge_patch14_224", 16),  # 80 a head, not 64
-        (768, 8, "vit_base_patch16_224", 12),
-        (512, 8, "vit_base_patch16_224", 8),
+        ("ViTModel", {}, ["pooler.dense.bias", "pooler.dense.weight"]),
+        ("ViTModel", {"image_size": [16, 24], "num_channels": 1, "layer_norm_eps": 0.1}, ["pooler.dense.bias"]),
+        ("ViTForImageClassification", {"qkv_bias": False}, ["classifier.bias", "classifier.weight"]),
     ],
 )
-def test_heads_are_told_by_width_and_depth(width: int, depth: int, name: str, heads: int) -> None:
-    with torch.device("meta"):
-        tensors = {"patch_embed.proj.weight": torch.empty(width, 3, 16, 16), "cls_token": torch.empty(1, 1, width)}
-        tensors |= {"pos_embed": torch.empty(1, 197, width), "blocks.0.attn.qkv.bias": torch.empty(3 * width)}
-        tensors |= {f"blocks.{n}.mlp.fc1.weight": torch.empty(4 * width, width) for n in range(depth)}
-    found, arguments, notes = read_sizes(tensors, "file")
-    assert (found, arguments["num_heads"], arguments["img_size"], arguments["mlp_ratio"]) == (name, heads, 224, 4.0)
-    assert notes == [f"taken for {name} with {heads} heads, by its width {width} and depth {depth}"]
+def test_a_transformers_folder_computes_what_it_did(
+    tmp_path: Path, pixels: Make, kind: str, settings: dict[str, Any], skipped: list[str]
+) -> None:
+    channels = settings.get("num_channels", 3)
+    mean, std = (0.1, 0.2, 0.3)[:channels], (0.4, 0.5, 0.6)[:channels]
+    theirs: Any = transformers_folder(tmp_path / "hf", kind, {"image_mean": [*mean], "image_std": [*std]}, **settings)
+    _, found = import_weights(str(tmp_path / "hf"), tmp_path / "out")
+    ours = load(tmp_path / "out")
+    assert set(skipped) <= set(found.skipped) <= {*skipped, "pooler.dense.weight"}
+    assert (ours.norm_eps, ours.mean, ours.std) == (settings.get("layer_norm_eps", 1e-12), mean, std)
+    images = pixels(ours)
+    with torch.no_grad():
+        expected = getattr(theirs, "vit", theirs)(normalized(ours, images)).last_hidden_state
+        torch.testing.assert_close(ours(images), expected, atol=1e-5, rtol=1e-5)
+    keys = recipe_keys(ours)  # and what `init_from` needs
+    assert {"norm_eps", "mlp_ratio", "depth"} <= keys.keys() or "qkv_bias" in settings
+    if keys:
+        started = build_encoder(EncoderConfig(**keys), str(tmp_path / "out")).eval()
+        with torch.no_grad():
+            assert torch.equal(started(images), ours(images))
 
 
-def test_a_small_width_does_not_tell_the_heads(tmp_path: Path, make_encoder: Make, saved: Make) -> None:
-    """By the rule of 64 a head it would have one."""
-    weights = saved(tmp_path / "ours", make_encoder(width=64, heads=4)) / "encoder.safetensors"
-    with pytest.raises(UserError, match="without import"):
-        import_weights(str(weights), tmp_path / "out")
-    weights = weights.rename(tmp_path / "weights.safetensors")
-    with pytest.raises(UserError, match="width 64 and depth 2: give --heads"):
-        import_weights(str(weights), tmp_path / "out")
-    with pytest.raises(UserError, match="5 heads do not divide its width 64"):
-        import_weights(str(weights), tmp_path / "out", heads=5)
+def test_transformers_mae_keeps_the_encoder_and_needs_no_transformers(
+    tmp_path: Path, pixels: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs: Any = transformers_folder(tmp_path / "hf", "ViTMAEForPreTraining")
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    _, found = import_weights(str(tmp_path / "hf"), tmp_path / "out")
+    import_weights(str(tmp_path / "hf" / "model.safetensors"), tmp_path / "by file")  # its config.json is beside it
+    ours = load(tmp_path / "out")
+    assert same(state(ours), tmp_path / "by file")
+    assert found.skipped and all(name.startswith("decoder.") for name in found.skipped)
+    assert any("no preprocessor_config.json" in note for note in found.notes)
+    images = pixels(ours)
+    noise = torch.arange(9.0).repeat(2, 1)  # MAE orders the patches by it: as they are
+    with torch.no_grad():
+        expected = theirs.vit(normalized(ours, images), noise=noise).last_hidden_state
+        torch.testing.assert_close(ours(images), expected, atol=1e-5, rtol=1e-5)
 
 
-def test_a_name_tells_the_heads_and_what_tensors_do_not_show(tmp_path: Path, shaken: Make) -> None:
-    torch.save(timm_vit(shaken, pre_norm=True).state_dict(), tmp_path / "weights.pth")
-    import_weights(str(tmp_path / "weights.pth"), tmp_path / "out", name="vit_base_patch16_clip_quickgelu_224")
-    ours: Any = load(tmp_path / "out")
-    assert (ours.heads, ours.norm_eps, type(ours.network.blocks[0].mlp.act).__name__) == (12, 1e-5, "QuickGELU")
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "deit"}, "model_type deit"),
+        ({"hidden_act": "relu"}, "activation is relu"),
+        ({"num_attention_heads": 5}, "5 heads do not divide its width 32"),
+        ({"image_size": 64}, "pos_embed"),
+    ],
+)
+def test_a_config_that_does_not_fit_the_weights_is_refused(
+    tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    transformers_folder(tmp_path / "hf", "ViTModel")
+    path = tmp_path / "hf" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(UserError, match=message):
+        import_weights(str(tmp_path / "hf"), tmp_path / "out")
 
 
-def test_every_hidden_width_can_be_said() -> None:
-    assert all(int(width * ratio(width, hidden)) == hidden for width in (48, 192, 1408) for hidden in range(1, 7000))
+def test_images_that_are_not_normalized_stay_so(tmp_path: Path) -> None:
+    transformers_folder(tmp_path / "hf", "ViTModel", {"do_normalize": False})
+    import_weights(str(tmp_path / "hf"), tmp_path / "out")
+    assert (load(tmp_path / "out").mean, load(tmp_path / "out").std) == ((0.0,) * 3, (1.0,) * 3)
 
 
 # --- what follows an import ---
@@ -229,28 +278,132 @@ def test_the_recipe_keys_of_a_hybrid_count_cells(make_encoder: Make) -> None:
     assert build_encoder(EncoderConfig(**keys), None).grid == ours.grid
 
 
-def test_no_recipe_keys_for_what_no_recipe_builds(tmp_path: Path, shaken: Make) -> None:
-    torch.save(timm_vit(shaken, reg_tokens=2).state_dict(), tmp_path / "weights.pth")
-    model, _ = import_weights(str(tmp_path / "weights.pth"), tmp_path / "out", heads=3)
-    assert recipe_keys(model) == {}
-
-
-def test_the_command_says_what_it_took_for_granted(
+def test_the_command_prints_what_was_assumed_and_the_recipe_keys(
     tmp_path: Path, shaken: Make, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    torch.save(timm_vit(shaken, num_classes=3).state_dict(), tmp_path / "weights.pth")
+    def call(*arguments: str) -> int:
+        monkeypatch.setattr(sys, "argv", ["ssl-vit", *arguments])
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+        return int(stop.value.code or 0)
+
     monkeypatch.chdir(tmp_path)
-    arguments = ["ssl-vit", "import", "weights.pth", "out", "--heads", "3", "--mean", "0.1,0.2,0.3"]
-    monkeypatch.setattr(sys, "argv", arguments)
-    with pytest.raises(SystemExit, match="0"):
-        cli.main()
-    said = capsys.readouterr().out
-    assert "skipped: head.weight, head.bias" in said
-    assert "note: the file has no mean and std" in said
-    assert "ssl-vit train RECIPE init_from=out encoder.name=vit_base_patch16_224 encoder.image_size=32" in said
-    assert "encoder.mean=[0.1,0.2,0.3]" in said
-    monkeypatch.setattr(sys, "argv", [*arguments[:3], "out2", "--mean", "gray"])
-    with pytest.raises(SystemExit) as stop:
-        cli.main()
-    assert stop.value.code == 2
+    torch.save(timm_vit(shaken, num_classes=3).state_dict(), tmp_path / "weights.pth")
+    arguments = ["import", "weights.pth", "out", "--name", TINY, "--mean", "0.1,0.2,0.3"]
+    assert call(*arguments) == 0
+    text = capsys.readouterr().out
+    assert "skipped: head.weight, head.bias" in text
+    assert "note: the file has no mean and std" in text
+    assert f"ssl-vit train RECIPE init_from=out encoder.name={TINY} encoder.image_size=32" in text
+    assert "encoder.mean=[0.1,0.2,0.3]" in text
+    assert call(*arguments[:2], "out2", "--mean", "gray") == 2
     assert "--mean gray: give a number" in capsys.readouterr().err
+
+
+# --- what is refused ---
+
+
+class Bomb:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return os.mkdir, (str(self.path),)
+
+
+def test_a_pickle_with_code_is_refused_and_does_not_run(tmp_path: Path, shaken: Make) -> None:
+    content = {"model": timm_vit(shaken).state_dict(), "args": Bomb(tmp_path / "ran")}
+    for name, new in (("zip.pth", True), ("old.pth", False)):
+        torch.save(content, tmp_path / name, _use_new_zipfile_serialization=new)
+        with pytest.raises(UserError, match=rf"{name}: not a readable checkpoint of plain tensors; nothing in it was"):
+            import_weights(str(tmp_path / name), tmp_path / "out", name=TINY)
+    assert not (tmp_path / "ran").exists()
+    torch.load(tmp_path / "zip.pth", weights_only=False)
+    assert (tmp_path / "ran").exists(), "the bomb works where it is let"
+
+
+SPOILED: dict[str, tuple[dict[str, torch.Tensor | None], str]] = {
+    "missing": ({"blocks.1.norm2.bias": None}, r"blocks\.1\.norm2\.bias is missing"),
+    "shape": ({"blocks.1.attn.proj.bias": torch.ones(47)}, r"blocks\.1\.attn\.proj\.bias is \(47,\), not \(48,\)"),
+    "unknown in a block": ({"blocks.1.gamma_1": torch.ones(48)}, r"blocks\.1\.gamma_1 is unknown"),
+    "positions": ({"pos_embed": torch.ones(1, 19, 48)}, "19 entries, which is not a square"),
+    "no positions": ({"pos_embed": None}, "pos_embed is missing"),
+    "linear patches": ({"patch_embed.proj.weight": torch.ones(48, 192)}, r"patch_embed\.proj\.weight is \(48, 192\)"),
+    "width": ({"patch_embed.proj.weight": torch.ones(50, 3, 8, 8)}, "3 heads do not divide its width 50"),
+}
+
+
+@pytest.mark.parametrize("how", SPOILED)
+def test_tensors_that_do_not_fit_are_named(tmp_path: Path, shaken: Make, how: str) -> None:
+    changes, message = SPOILED[how]
+    tensors = timm_vit(shaken).state_dict() | changes
+    save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, tmp_path / "w.safetensors")
+    with pytest.raises(UserError, match=message):
+        import_weights(str(tmp_path / "w.safetensors"), tmp_path / "out", name=TINY)
+    assert [path.name for path in tmp_path.iterdir()] == ["w.safetensors"]
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("weights.safetensors", "cut", "not a readable checkpoint"),
+        ("weights.pth", "cut", "not a readable checkpoint"),
+        ("weights.pth", b"hello", "not a readable checkpoint"),
+        ("weights.pt", [1, 2], "not a readable checkpoint"),
+        ("weights.pt", {"epoch": 1, "optimizer": {"lr": 2}}, "no tensors there.* it holds epoch, optimizer"),
+        ("weights.pt", {"conv1.weight": torch.ones(3)}, r"no ViT under timm's.* names; it holds conv1\.weight"),
+        ("cat.jpg", b"\xff\xd8", r"weights are read from \.safetensors"),
+        ("folder/notes", b"", r"has no config\.json"),
+        ("folder/config.json", b'{"model_type": "vit"}', r"holds no model\.safetensors and no pytorch_model\.bin"),
+        ("folder/config.json", b"{", r"config\.json is not readable"),
+        ("folder/config.json", b'{"architecture": "swin_tiny_patch4_window7_224"}', "SwinTransformer"),
+    ],
+)
+def test_files_that_are_no_weights(tmp_path: Path, shaken: Make, file: str, content: Any, message: str) -> None:
+    path = tmp_path / file
+    path.parent.mkdir(exist_ok=True)
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    elif content == "cut":
+        tensors = timm_vit(shaken).state_dict()
+        save_file(tensors, path) if path.suffix == ".safetensors" else torch.save(tensors, path)
+        path.write_bytes(path.read_bytes()[:5000])
+    else:
+        torch.save(content, path)
+    folder = path.parent if path.parent.name == "folder" else None
+    with pytest.raises(UserError, match=message):
+        import_weights(str(folder or path), tmp_path / "out", name=None if folder else TINY)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        ("vit_tiny_patch16_224.augreg", "timm cannot load it.*augreg"),
+        ("vit_tny_patch16_224", "no such file, folder or timm model; did you mean vit_tiny_patch16_224"),
+        ("./runs/none", "no such file"),
+        ("convnext_tiny.fb_in1k", "ConvNeXt"),
+        ("bare.pth", "give --name"),
+        ("ours", "without import"),
+    ],
+)
+def test_sources_that_cannot_be_imported(
+    tmp_path: Path, make_encoder: Make, saved: Make, monkeypatch: pytest.MonkeyPatch, weights: str, message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "bare.pth").touch()
+    saved(tmp_path / "ours", make_encoder())
+    with pytest.raises(UserError, match=message):
+        import_weights(weights, tmp_path / "out")
+
+
+def test_an_occupied_folder_is_kept(tmp_path: Path, shaken: Make) -> None:
+    torch.save(timm_vit(shaken).state_dict(), tmp_path / "weights.pth")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "thesis.tex").write_text("mine")
+    with pytest.raises(UserError, match="out exists and is not empty"):
+        import_weights(str(tmp_path / "weights.pth"), tmp_path / "out", name=TINY)
+    assert (tmp_path / "out" / "thesis.tex").read_text() == "mine"
+    (tmp_path / "out" / "thesis.tex").unlink()
+    import_weights(str(tmp_path / "weights.pth"), tmp_path / "out", name=TINY)
