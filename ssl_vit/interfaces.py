@@ -38,6 +38,11 @@ class Diverged(RunError):
     cost: object = None
 
 
+def printable(text: str) -> str:
+    """A name from data with its control characters escaped, so that it cannot steer the terminal."""
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
+
+
 PREEMPTED = 75  # EX_TEMPFAIL: progress is saved, run the same command to resume
 
 

@@ -15,7 +15,7 @@ from ssl_vit.interfaces import UserError
 
 COMMANDS = [
     ["demo"], ["train"], ["eval"], ["compare"], ["inspect"], ["report"], ["recipes"], ["shards", "make"],
-    ["shards", "verify"], ["shards", "merge-info"], ["shards", "stats"], ["import"], ["export"], ["embed"], ["doctor"],
+    ["shards", "verify"], ["shards", "stats"], ["import"], ["export"], ["embed"], ["doctor"],
 ]  # fmt: skip
 
 

@@ -38,7 +38,7 @@ def demo(
     for split in ("train", "test"):
         folder = out / "data" / split
         if not (folder / "info.json").exists():
-            info = pack(
+            packed = pack(
                 open_source("digits", split=split),
                 folder,
                 shards=8,
@@ -46,7 +46,7 @@ def demo(
                 overwrite=True,
                 progress=False,
             )
-            print(f"packed {info['samples']} {split} digits into {folder}")
+            print(f"packed {packed[folder].samples} {split} digits into {folder}")
     named = [] if out == Path("runs/demo") else ["--out", str(out)]
     command = shlex.join(["ssl-vit", "demo", *named, *(overrides or [])])
     paths = [f"run={out}", *(f"data.{name}={out}/data/train" for name in ("train", "pretrain"))]

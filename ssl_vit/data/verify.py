@@ -1,34 +1,43 @@
-"""Reading shard sets back: `verify` lists what is wrong with one, `stats` says what is in one.
+"""Checking shard sets: `verify` lists every defect, `stats` counts what a set holds.
 
-Both read with the reader that training uses. Nothing read here is ever unpickled or unpacked to disk.
+Nothing read here is unpickled or unpacked to disk, and no size is believed that is larger than the file.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import tarfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ssl_vit.data.packing import parallel
-from ssl_vit.data.packing.images import channels, load, open_header
-from ssl_vit.data.packing.journal import content_hash
+from ssl_vit.data.packing import content_hash
+from ssl_vit.data.packing.images import channels, decode, open_header
+from ssl_vit.data.packing.parallel import end_with_parent, process_count, progress_bar, run
 from ssl_vit.data.packing.sources.base import BrokenImageError
-from ssl_vit.data.shards.info import Info, ShardList, open_set
+from ssl_vit.data.shards.info import IMAGE_EXTENSIONS, Info, ShardList, open_set
 from ssl_vit.files import sha256
 from ssl_vit.interfaces import UserError
 
 Report = Callable[[str, str, str], None]  # key, kind, detail
+_NAME = re.compile(r"((?:.*/)?[^.]+)\.([^/]*)", re.DOTALL)  # key and extension of a member, as in WebDataset
+_LABEL = re.compile(rb"\s*-?\d{1,18}\s*")
 
 
 @dataclass(frozen=True)
 class Defect:
-    """kind: checksum, size, truncated, missing_member, unreadable_image, duplicate_key, bad_label, label_out_of_range,
-    missing_shard, extra_shard or count. shard: its file name ("info.json" for the set as a whole); key: "" where the
-    defect is not one sample's; detail: plain words."""
+    """One thing that is wrong with a shard set.
+
+    shard: file name; "info.json" for the set as a whole.
+    key: of the sample; "" where the defect is not of one sample.
+    kind: checksum, size, truncated, missing_member, unreadable_image, duplicate_key, bad_label, label_out_of_range,
+        missing_shard, extra_shard or count.
+    detail: in plain words.
+    """
 
     shard: str
     key: str
@@ -37,62 +46,60 @@ class Defect:
 
 
 def verify(folder: Path, *, jobs: int | None = None, progress: bool = True) -> list[Defect]:
-    """Read the whole shard set, decode every image, and list everything that is wrong with it; an empty list is a
-    sound set. Tars without info.json (or about.json, which lists several splits in one folder) are checked only
-    against what they say themselves. jobs: processes (default: all cores, fewer for a small set).
+    """Read the whole shard set, decode every image, and list all defects; a sound set has none.
+
+    folder: of shards. Without info.json (or about.json, which lists several splits) tars are only checked by
+        themselves.
+    jobs: processes. Default: one per core, fewer for a small set.
+    progress: show it on stderr.
 
     Raises UserError where there is no shard set, info.json cannot be read, or packing was not finished.
     """
     listed = open_set(folder)
-    present = {path.name for path in folder.glob("*.tar")}
-    defects = [
-        *(
-            Defect(name, "", "missing_shard", f"{listed.file} lists it")
-            for name in listed.shards
-            if name not in present
-        ),
-        *(Defect(name, "", "extra_shard", f"not in {listed.file}") for name in sorted(present - set(listed.shards))),
-    ]
+    present = {path.name: path.stat().st_size for path in folder.glob("*.tar")}
+    missing = [name for name in listed.shards if name not in present]
+    defects = [Defect(name, "", "missing_shard", f"{listed.file} lists it") for name in missing]
+    extra = sorted(present.keys() - listed.shards.keys())
+    defects += [Defect(name, "", "extra_shard", f"not in {listed.file}") for name in extra]
     for split, part in listed.parts.items():
         if (total := sum(entry.samples for entry in part.shards)) != part.samples:
             detail = f"says {part.samples} samples{split and f' in {split}'}, its shards have {total}"
             defects.append(Defect(listed.file, "", "count", detail))
         if isinstance(part, Info) and part.content_hash not in (None, content_hash(e.sha256 for e in part.shards)):
-            defects.append(Defect(listed.file, "", "checksum", "content_hash is not that of its shards' sha256"))
+            defects.append(Defect(listed.file, "", "checksum", "content_hash differs from that of the shards' sha256"))
     names = [name for name in listed.shards if name in present]
-    entries = [entry for name in names if (entry := listed.shards[name])]
-    checked = parallel.run(
-        ShardChecker(folder, listed),
-        names,
-        on=parallel.processes(jobs, len(names), sum((folder / name).stat().st_size for name in names)),
-        what="verifying",
-        total=sum(entry.samples for entry in entries) if len(entries) == len(names) else None,
-        progress=progress,
-    )
-    seen: dict[str, set[str]] = {}
-    for name, (found, keys) in zip(names, checked, strict=True):
-        family = seen.setdefault(re.sub(r"\d+\.tar$", "", name), set())  # train-000.tar and val-000.tar may share keys
-        defects += found
-        defects += [
-            Defect(name, key, "duplicate_key", "a sample of another shard has the same key")
-            for key in sorted(keys & family)
-        ]
-        family |= keys
+    total = sum(entry.samples for name in names if (entry := listed.shards[name]))
+    checked: dict[str, _Checked] = {}
+    with progress_bar("verifying", total or None, progress) as advance:
+
+        def receive(name: str, found: _Checked) -> None:
+            checked[name] = found
+            advance(found.samples)
+
+        processes = process_count(jobs, len(names), sum(present[name] for name in names))
+        run(_Checker(folder, listed), names, processes, receive)
+    keys_of_family: dict[str, set[str]] = {}  # train-000.tar and val-000.tar may share keys
+    for name in names:
+        keys = keys_of_family.setdefault(re.sub(r"\d+\.tar$", "", name), set())
+        defects += checked[name].defects
+        twice = sorted(checked[name].keys & keys)
+        defects += [Defect(name, key, "duplicate_key", "a sample of another shard has the same key") for key in twice]
+        keys |= checked[name].keys
     return defects
 
 
 def stats(folder: Path) -> dict[str, Any]:
-    """What the shard set holds, counted from the tars (image headers only, no pixels): samples, shards, bytes,
-    samples_per_shard and image_size (pixels) as {"mean", "min", "max"}, channels (3 if any image has color),
-    labeled, samples_per_class {class name: count}.
+    """What the shard set holds, counted from the tars (image headers only, no pixels).
 
-    Raises UserError at the first defect it meets, naming it; `verify` lists all of them.
+    Returns samples, shards, bytes, samples_per_shard and image_size (pixels) as {"mean", "min", "max"}, channels (3 if
+    any image has color), labeled, samples_per_class {class name: count}.
+
+    Raises UserError at the first defect, naming it; `verify` lists all of them.
     """
     listed = open_set(folder)
     labels: Counter[int] = Counter()
     sizes: list[tuple[int, int, int]] = []
     per_shard: list[int] = []
-    stored_bytes = 0
     for name in listed.shards:
         path = folder / name
 
@@ -111,7 +118,6 @@ def stats(folder: Path) -> dict[str, Any]:
             if label is not None:
                 labels[label] += 1
         per_shard.append(len(sizes) - before)
-        stored_bytes += path.stat().st_size
     if not sizes:
         raise UserError(f"{folder}: its shards hold no samples")
 
@@ -119,7 +125,7 @@ def stats(folder: Path) -> dict[str, Any]:
     return {
         "samples": len(sizes),
         "shards": len(per_shard),
-        "bytes": stored_bytes,
+        "bytes": sum((folder / name).stat().st_size for name in listed.shards),
         "labeled": labels.total() == len(sizes),
         "samples_per_class": _by_class_name(labels, listed.classes),
         "samples_per_shard": _spread(per_shard),
@@ -129,14 +135,20 @@ def stats(folder: Path) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class ShardChecker:
-    """What every process needs to check shards: their folder and what is said of them."""
+class _Checked:
+    samples: int
+    keys: set[str]
+    defects: list[Defect]
+
+
+@dataclass(frozen=True)
+class _Checker:
+    """What every process needs to check shards by their names."""
 
     folder: Path
     listed: ShardList
 
-    def __call__(self, name: str, advance: Callable[[], None]) -> tuple[list[Defect], set[str]]:
-        """The shard's defects and its keys; `advance` is called after every sample."""
+    def __call__(self, name: str) -> _Checked:
         path, entry = self.folder / name, self.listed.shards[name]
         defects: list[Defect] = []
 
@@ -146,56 +158,90 @@ class ShardChecker:
         if entry is not None:
             if entry.bytes is not None and (size := path.stat().st_size) != entry.bytes:
                 report("", "size", f"{size} bytes, {self.listed.file} says {entry.bytes}")
-            if sha256(path) != entry.sha256:
-                report("", "checksum", f"not the sha256 that {self.listed.file} lists")
+            if entry.sha256 and sha256(path) != entry.sha256:
+                report("", "checksum", f"differs from the sha256 that {self.listed.file} lists")
         keys: set[str] = set()
-        count = 0
+        samples = 0
         for key, images, _ in _samples(path, self.listed, report):
-            count += 1
+            end_with_parent()
+            samples += 1
             if key in keys:
                 report(key, "duplicate_key", "another sample has the same key")
             keys.add(key)
-            for image in images:
+            for data in images:
                 try:
-                    load(open_header(image, key), key, at_least=(1, 1))
+                    decode(open_header(data, key), key, at_least=(1, 1))
                 except BrokenImageError as error:
                     report(key, "unreadable_image", error.reason)
-            advance()
-        if entry is not None and count != entry.samples:
-            report("", "count", f"{count} samples, {self.listed.file} says {entry.samples}")
-        return defects, keys
+        if entry is not None and samples != entry.samples:
+            report("", "count", f"{samples} samples, {self.listed.file} says {entry.samples}")
+        return _Checked(samples, keys, defects)
 
 
 def _samples(path: Path, listed: ShardList, report: Report) -> Iterator[tuple[str, list[bytes], int | None]]:
-    """(key, encoded images, label) of each sample. What is wrong with the tar, a sample's members or its label is
-    reported (a report that raises ends the reading); the images are the caller's to judge."""
-    from webdataset.tariterators import base_plus_ext  # here, not above: it imports torch, and so does the next
+    """(key, encoded images, label) of each sample. Defects of the tar, of a sample's members and of its label are
+    reported (a report that raises ends the reading)."""
+    for key, members in _members(path, report):
+        images = [data for extension, data in members.items() if extension in IMAGE_EXTENSIONS]
+        if not images:
+            report(key, "missing_member", f"no image ({', '.join(IMAGE_EXTENSIONS)})")
+        yield key, images, _label(key, members.get("cls"), listed, report)
 
-    from ssl_vit.data.shards import read_members
-    from ssl_vit.data.shards.info import IMAGE_EXTENSIONS
 
+def _members(path: Path, report: Report) -> Iterator[tuple[str, dict[str, bytes]]]:
+    """(key, content by extension) of consecutive members with one key. Only images and labels are read."""
+    key: str | None = None
+    members: dict[str, bytes] = {}
     damage = ""
-    for _, sample in read_members(str(path)):
-        if isinstance(sample, ValueError):  # WebDataset's error for a member that is there twice
-            name = str(sample.args[0]).partition(": ")[0]
-            report(base_plus_ext(name)[0], "duplicate_key", f"{name} is there twice")
-        elif isinstance(sample, Exception):
-            damage = damage or str(sample).partition(" @ ")[0] or type(sample).__name__
-        else:
-            key = str(sample["__key__"])
-            images = [data for extension in IMAGE_EXTENSIONS if isinstance(data := sample.get(extension), bytes)]
-            if not images:
-                report(key, "missing_member", f"no image ({', '.join(IMAGE_EXTENSIONS)})")
-            yield key, images, _label(key, sample.get("cls"), listed, report)
-    if damage := damage or _early_end(path):
+    with _BoundedFile(path) as file:
+        length = os.fstat(file.fileno()).st_size
+        try:
+            tar = tarfile.open(fileobj=file, mode="r:")
+            while member := tar.next():
+                if not 0 <= member.size <= length - member.offset_data:
+                    raise tarfile.ReadError("unexpected end of data")
+                if not member.isreg() or not (found := _NAME.fullmatch(member.name)):
+                    continue
+                prefix, extension = str(found[1]), found[2].lower()
+                if prefix != key:
+                    if key is not None:
+                        yield key, members
+                    key, members = prefix, {}
+                if extension in members:
+                    report(prefix, "duplicate_key", f"{member.name} is there twice")
+                    continue
+                members[extension] = b""
+                if extension in IMAGE_EXTENSIONS or extension == "cls":
+                    file.seek(member.offset_data)
+                    members[extension] = file.read(member.size)
+            # Readers take a damaged header for the end, and see nothing after an end mark.
+            file.seek(tar.offset)
+            rest = file.read(1 << 20)
+            if len(rest) < tarfile.BLOCKSIZE:
+                damage = "the end mark is missing: the file was cut"
+            elif rest.strip(b"\0"):
+                damage = f"nothing after byte {tar.offset} of {length} can be read"
+        except (tarfile.TarError, EOFError, ValueError, OverflowError) as error:
+            damage = str(error)
+    if key is not None:
+        yield key, members
+    if damage:
         report("", "truncated", damage)
 
 
-def _label(key: str, label: bytes | str | None, listed: ShardList, report: Report) -> int | None:
+class _BoundedFile(FileIO):
+    """Reads no more than is left: headers may claim any size, and memory is allocated for what is asked for."""
+
+    def read(self, size: int | None = -1) -> bytes:
+        left = max(os.fstat(self.fileno()).st_size - self.tell(), 0)
+        return super().read(left if size is None or size < 0 else min(size, left)) or b""
+
+
+def _label(key: str, label: bytes | None, listed: ShardList, report: Report) -> int | None:
     if label is None:
         if listed.labeled:
             report(key, "bad_label", "no .cls member in a labeled set")
-    elif not isinstance(label, bytes) or not re.fullmatch(rb"\s*-?\d{1,18}\s*", label):
+    elif not _LABEL.fullmatch(label):
         report(key, "bad_label", f"not an integer: {label[:40]!r}")
     elif int(label) < 0 or (listed.classes is not None and int(label) >= len(listed.classes)):
         limit = f"0 to {len(listed.classes) - 1}" if listed.classes else "0 or more"
@@ -203,21 +249,6 @@ def _label(key: str, label: bytes | str | None, listed: ShardList, report: Repor
     else:
         return int(label)
     return None
-
-
-def _early_end(path: Path) -> str:
-    """Why the tar's members end where they do, if that is not its proper end. Readers take a bad header in the middle
-    for the end and say nothing, and never see what follows an end mark."""
-    try:
-        with tarfile.open(path, "r:") as tar, path.open("rb") as file:
-            tar.getmembers()
-            file.seek(tar.offset)
-            rest = file.read(1 << 20)
-    except tarfile.TarError as error:
-        return str(error)
-    if len(rest) < tarfile.BLOCKSIZE:
-        return "the end mark is missing: the file was cut"
-    return f"nothing is read behind byte {tar.offset} of {path.stat().st_size}" if rest.strip(b"\0") else ""
 
 
 def _spread(values: Iterable[int]) -> dict[str, float]:

@@ -25,7 +25,7 @@ def offered(words: str, code: str = PROGRAM) -> list[str]:
     ("words", "some"),
     [
         ("ssl-vit t", {"train"}),
-        ("ssl-vit shards m", {"make", "merge-info"}),
+        ("ssl-vit shards m", {"make"}),
         ("ssl-vit train supervised_vit_l", {"supervised_vit_large", "supervised_vit_large_21k"}),
         ("ssl-vit train own", set()),
         ("ssl-vit compare own", {"own_images", "own_images_cpu"}),

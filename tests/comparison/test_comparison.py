@@ -526,6 +526,7 @@ def test_an_arm_that_cannot_run_is_named_before_any_piece(demo: Path, tmp_path: 
     """Whatever its recipe, its shards and the model say; the first arm alone would train for long."""
     shutil.copytree(demo / "data" / "train", tmp_path / "nameless")
     (tmp_path / "nameless" / "info.json").unlink()
+    (tmp_path / "nameless" / "packing.jsonl").unlink()
     for keys, words in (
         ([f"data.train={tmp_path}/nameless"], "objective.classes: the shards' info.json names no classes"),
         (["data.samples=2000"], "data.samples=2000: .* has 400 samples"),

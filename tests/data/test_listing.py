@@ -63,6 +63,7 @@ def test_without_info_json_the_samples_are_counted_by_reading(
 ) -> None:
     known = open_shards(str(folder / "shards"))
     (folder / "shards" / "info.json").unlink()
+    (folder / "shards" / "packing.jsonl").unlink()
     server.always["shards/info.json"] = ("status", 403)  # as stores answer that may not be listed
     found = open_shards(f"{server.url}/{spec}", REMOTE)
     assert (found.counts, found.classes, set(found.sizes)) == (known.counts, None, {None})
@@ -152,8 +153,8 @@ def test_any_protocol_of_fsspec_will_do() -> None:
 
 def test_a_packing_that_did_not_finish_is_refused(tmp_path: Path) -> None:
     (tmp_path / "000000.tar").write_bytes(b"")
-    (tmp_path / "unfinished.json").write_text("{}")
-    with pytest.raises(UserError, match=r"did not finish: run the same `ssl-vit shards make` again.* merge-info"):
+    (tmp_path / "packing.jsonl").write_text("{}\n")
+    with pytest.raises(UserError, match=r"not finished; run its `ssl-vit shards make` command again"):
         list_shards(str(tmp_path), RemoteConfig())
 
 
@@ -170,6 +171,7 @@ def test_a_folder_of_several_splits_is_not_taken_for_one(folder: Path) -> None:
     splits = {name: {"samples": 0, "shards": part} for name, part in parts.items()}
     (shards / "about.json").write_text(json.dumps({"classes": info["classes"], "splits": splits}))
     (shards / "info.json").unlink()
+    (shards / "packing.jsonl").unlink()
     with pytest.raises(UserError, match=r"holds several splits \(train, val\): name the shards of one"):
         open_shards(str(shards))
     train = open_shards(f"{shards}/{{000000..000005}}.tar")
@@ -181,6 +183,7 @@ def test_a_folder_of_several_splits_is_not_taken_for_one(folder: Path) -> None:
 def test_an_about_json_of_another_kind_is_let_be(digit_shards: Path, tmp_path: Path, about: Any) -> None:
     shutil.copytree(digit_shards, tmp_path / "set")
     (tmp_path / "set" / "info.json").unlink()
+    (tmp_path / "set" / "packing.jsonl").unlink()
     (tmp_path / "set" / "about.json").write_text(json.dumps(about))
     assert open_shards(str(tmp_path / "set")).samples == open_shards(str(digit_shards)).samples
     (tmp_path / "set" / "about.json").write_text(json.dumps({"splits": {"train": 5}}))

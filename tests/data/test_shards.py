@@ -56,9 +56,8 @@ def test_a_missing_remote_shard_is_named(server: str) -> None:
 
 
 def test_repacked_shards_have_another_fingerprint(folder: Path, tmp_path: Path) -> None:
-    again = pack(open_source("digits", split="test"), tmp_path / "same", shards=3, progress=False)
-    other = pack(open_source("digits", split="test"), tmp_path / "other", shards=3, seed=5, progress=False)
-    assert again["samples"] == other["samples"]
+    pack(open_source("digits", split="test"), tmp_path / "same", shards=3, progress=False)
+    pack(open_source("digits", split="test"), tmp_path / "other", shards=3, seed=5, progress=False)
     first = open_shards(str(folder))
     assert open_shards(str(tmp_path / "same")).fingerprint == first.fingerprint
     assert open_shards(str(tmp_path / "other")).counts == first.counts

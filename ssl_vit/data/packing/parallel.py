@@ -1,155 +1,109 @@
-"""The same work for many shards, on all cores, with a progress bar."""
+"""The same work for many shards, on all cores, with progress."""
 
 from __future__ import annotations
 
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from datetime import timedelta
-from multiprocessing import get_context
-from multiprocessing.connection import Connection
+from itertools import islice
 from typing import Any, TypeVar
+
+from loky import FIRST_COMPLETED, BrokenProcessPool, ProcessPoolExecutor, wait
 
 from ssl_vit.interfaces import RunError, UserError
 
-# A process takes half a second to start (two where it imports torch) and decodes 20 to 70 MB of JPEG a second.
-BYTES_A_PROCESS = 20_000_000
-SECONDS_A_LINE = 30  # between lines of progress where there is no terminal
+# A process takes about a second to start and decodes 20 to 70 MB of JPEG per second.
+BYTES_PER_PROCESS = 20_000_000
+SECONDS_PER_LINE = 30.0  # of progress, where there is no terminal
 _Job = TypeVar("_Job")
 _Result = TypeVar("_Result")
-Work = Callable[[_Job, Callable[[], None]], _Result]
 
 
-def processes(asked: int | None, jobs: int, size: int) -> int:
-    """How many processes to use: what was asked for, or every core this process may use, though not so many that one
-    would have less than 20 MB to read; never more than there are jobs."""
+def process_count(asked: int | None, jobs: int, size: int) -> int:
+    """How many processes to use: `asked`, or by default one per core, but not so many that one would read less than
+    20 MB of the `size` bytes; never more than there are jobs."""
     if asked is not None and asked < 1:
         raise UserError(f"jobs must be at least 1, not {asked}")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(asked or min(cores, size // BYTES_A_PROCESS), jobs))
+    return max(1, min(asked or min(cores, size // BYTES_PER_PROCESS), jobs))
 
 
 def run(
-    work: Work[_Job, _Result], jobs: Iterable[_Job], *, on: int, what: str, total: int | None, progress: bool
-) -> list[_Result]:
-    """`work(job, advance)` for every job, on so many processes (1: this one); the results in the order of the jobs.
+    work: Callable[[_Job], _Result], jobs: Iterable[_Job], processes: int, receive: Callable[[_Job, _Result], None]
+) -> None:
+    """Call `receive(job, work(job))` for every job, in the order in which the results come.
 
-    work: picklable where there are several processes; it calls `advance()` after each of the `total` images.
-    Jobs are taken one by one as processes become free. What a job raises ends all of them, and so does the end of
-    this process, however it comes: no process outlives it.
+    work: sent once to each process. jobs: taken one by one as processes become free. processes: 1: only this one.
+
+    An exception of a job, Ctrl-C and a killed process end all of them at once. Raises RunError for the last.
     """
-    with _bar(what, total, progress) as show:
-        if on == 1:
-            return _run_here(work, jobs, show)
-        return _run_apart(work, jobs, on, show)
-
-
-def _run_here(work: Work[_Job, _Result], jobs: Iterable[_Job], show: Callable[[int], None]) -> list[_Result]:
-    done = 0
-
-    def advance() -> None:
-        nonlocal done
-        done += 1
-        show(done)
-
-    return [work(job, advance) for job in jobs]
-
-
-def _run_apart(work: Work[_Job, _Result], jobs: Iterable[_Job], on: int, show: Callable[[int], None]) -> list[_Result]:
-    # A fresh interpreter a process: a fork would copy the locks of this one's threads (torch's, Arrow's, the bar's).
-    context = get_context("spawn")
-    counter = context.Value("q", 0)
-    theirs, lifeline = context.Pipe(duplex=False)
-    pool = ProcessPoolExecutor(on, context, _start, (work, counter, theirs))
-    results: dict[int, _Result] = {}
-    running: dict[Future[_Result], int] = {}
-    waiting = enumerate(jobs)
+    if processes == 1:
+        for job in jobs:
+            receive(job, work(job))
+        return
+    # The timeout also ends processes whose parent was killed while they wait for work.
+    executor = ProcessPoolExecutor(processes, timeout=5, initializer=_start, initargs=(work, os.getpid()))
     try:
-        while True:
-            while len(running) < 2 * on and (numbered := next(waiting, None)):
-                running[pool.submit(_run_one, numbered[1])] = numbered[0]
-            if not running:
-                return [results[number] for number in sorted(results)]
-            for future in wait(running, timeout=0.2, return_when=FIRST_COMPLETED).done:
-                results[running.pop(future)] = future.result()
-            show(counter.get_obj().value)  # without the lock: a process that was killed may hold it
+        waiting = iter(jobs)
+        running = {executor.submit(_call, job): job for job in islice(waiting, 2 * processes)}
+        while running:
+            done = wait(running, return_when=FIRST_COMPLETED).done
+            for future in done:
+                receive(running.pop(future), future.result())
+            running |= {executor.submit(_call, job): job for job in islice(waiting, len(done))}
     except BrokenProcessPool:
         raise RunError(
-            "a process died: killed, out of memory, or started by a script without `if __name__ == '__main__':`; "
-            "run the same command to go on, with fewer --jobs"
+            "one of the processes was killed (out of memory?); run the same command again with fewer --jobs"
         ) from None
     finally:
-        if running:  # something went wrong: do not wait until their shards are done
-            lifeline.close()
-        pool.shutdown(cancel_futures=True)
-        lifeline.close()
+        executor.shutdown(kill_workers=True)
 
 
-_work: Work[Any, Any]
-_counter: Any
+_work: Callable[[Any], Any]
+_parent: int | None = None
 
 
-def _start(work: Work[Any, Any], counter: Any, lifeline: Connection) -> None:
+def _start(work: Callable[[Any], Any], parent: int) -> None:
     """Runs first in every process."""
-    global _work, _counter
-    _work, _counter = work, counter
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the first process ends the others
-
-    def end_with_the_first() -> None:
-        try:
-            lifeline.recv()
-        except EOFError:
-            os._exit(1)
-
-    threading.Thread(target=end_with_the_first, daemon=True).start()
+    global _work, _parent
+    _work, _parent = work, parent
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent ends the others
 
 
-def _run_one(job: Any) -> Any:
-    return _work(job, _advance)
+def _call(job: Any) -> Any:
+    return _work(job)
 
 
-def _advance() -> None:
-    with _counter.get_lock():
-        _counter.value += 1
+def end_with_parent() -> None:
+    """End this process if it is one of `run` whose parent was killed; work calls it now and then."""
+    if _parent is not None and os.getppid() != _parent:
+        signal.raise_signal(signal.SIGTERM)
 
 
 @contextmanager
-def _bar(what: str, total: int | None, progress: bool) -> Iterator[Callable[[int], None]]:
-    """Gives a function to call with the number of images done: a bar on a terminal, a line now and then elsewhere."""
-    if progress and sys.stderr.isatty():
-        from rich import progress as rich
+def progress_bar(what: str, total: int | None, show: bool) -> Iterator[Callable[[int], None]]:
+    """A function to call with the number of images that were finished: draws a bar on a terminal, prints a line now
+    and then elsewhere."""
+    if show and sys.stderr.isatty():
         from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-        class Rate(rich.ProgressColumn):
-            def render(self, task: rich.Task) -> str:
-                return f"{task.speed or 0:,.0f} images/s"
-
-        columns = (rich.TextColumn("{task.description}"), rich.BarColumn(), rich.MofNCompleteColumn(), Rate())
-        bar = rich.Progress(*columns, rich.TimeRemainingColumn(), console=Console(stderr=True), transient=True)
-        with bar:
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
             task = bar.add_task(what, total=total)
-            yield lambda done: bar.update(task, completed=done)
-    elif progress:
-        start = last = time.monotonic()
+            yield lambda count: bar.advance(task, count)
+        return
+    finished, start, last = 0, time.monotonic(), time.monotonic()
 
-        def line(done: int) -> None:
-            nonlocal last
-            if (now := time.monotonic()) - last < SECONDS_A_LINE:
-                return
-            last, rate = now, done / (now - start)
-            if total and rate:
-                left = timedelta(seconds=round((total - done) / rate))
-                text = f"{done:,} of {total:,} images, {left} left"
-            else:
-                text = f"{done:,} images"
-            print(f"{what}: {text} ({rate:,.0f} images/s)", file=sys.stderr, flush=True)
+    def line(count: int) -> None:
+        nonlocal finished, last
+        finished += count
+        if show and (now := time.monotonic()) - last >= SECONDS_PER_LINE:
+            last, of = now, f" of {total:,}" if total else ""
+            rate = f"{finished / (now - start):,.0f} images/s"
+            print(f"{what}: {finished:,}{of} images ({rate})", file=sys.stderr, flush=True)
 
-        yield line
-    else:
-        yield lambda done: None
+    yield line

@@ -17,19 +17,19 @@ Order = Literal["shuffle", "stratified", "source"]
 
 @dataclass(frozen=True)
 class Options:
-    """All that decides what is in the shards.
+    """All options that decide what is in the shards.
 
-    shard_size: most images a shard holds; shards: how many shards instead. Sizes differ by at most one image.
-    Without `shards` there are at least 16 (one an image where there are fewer images), of the train and the test part
-    each: a shard is read by one loader worker of one process, so a small folder in one shard would feed one worker.
-    order: `shuffle` over all images; `stratified`: shuffled, and every shard holds the same number of each class
-    (to within one); `source`: shard after shard keeps the source's order, also within train and test.
-    holdout: the fraction of each class that goes to out/test while the rest goes to out/train; both are shard sets.
-    A class of one image stays in train.
-    subset: so many images of each class (of an unlabeled source: of all), or all that a class has. A larger subset
-    holds the smaller ones. A holdout's test part is what it is without a subset, so that subsets can be compared.
+    shard_size: most images per shard. shards: number of shards instead. Sizes differ by at most one image. Without
+        `shards` there are at least 16 (one per image where there are fewer images), in train and in test: a shard is
+        read by one loader worker of one process, so one shard would feed one worker.
     resize, quality: see `ssl_vit.data.packing.images.to_stored`.
     seed: of the shuffle, the holdout and the subset.
+    order: `shuffle`: over all images; `stratified`: shuffled, with each class spread evenly over the shards;
+        `source`: as in the source, also within train and test.
+    holdout: fraction of each class that goes to out/test while the rest goes to out/train; both are shard sets. A
+        class of one image stays in train.
+    subset: images per class (of an unlabeled source: in total), or all that a class has. A larger subset holds the
+        smaller ones. The test images of a holdout do not depend on it.
     keep_names: store the source's file names, as KEY.json.
     """
 
@@ -56,8 +56,8 @@ class Options:
             raise UserError(f"order must be one of {', '.join(get_args(Order))}, not {self.order!r}")
 
 
-def lay_out(source: Source, options: Options) -> dict[str, list[np.ndarray]]:
-    """The indices of the images in each shard, in order (int64), of each part: {"": shards}, or with a holdout
+def plan_shards(source: Source, options: Options) -> dict[str, list[np.ndarray]]:
+    """The indices of the images in each shard, in order (int64), by folder: {"": shards}, or with a holdout
     {"train": shards, "test": shards}. Every random choice comes from the seed alone.
 
     Warns where classes are smaller than the subset. Raises UserError for options that do not fit the source.
@@ -69,7 +69,10 @@ def lay_out(source: Source, options: Options) -> dict[str, list[np.ndarray]]:
     everything = np.arange(source.count)
     parts = {"": everything}
     if options.holdout:
-        test = _held_out(everything, source.labels, options)
+        rng = np.random.default_rng([options.seed, 1])
+        groups = _by_class(everything, source.labels)
+        sizes = [min(max(round(options.holdout * len(group)), 1), len(group) - 1) for group in groups]
+        test = np.sort(_sample(rng, groups, sizes))
         parts = {"train": np.setdiff1d(everything, test, assume_unique=True), "test": test}
         if not all(map(len, parts.values())):
             raise UserError(
@@ -77,12 +80,18 @@ def lay_out(source: Source, options: Options) -> dict[str, list[np.ndarray]]:
             )
     first = next(iter(parts))
     if options.subset is not None:
-        parts[first] = _subset(parts[first], source, options.subset, options.seed)
+        groups = _by_class(parts[first], source.labels)
+        if small := [len(group) for group in groups if len(group) < options.subset]:
+            what = f"{len(small)} of {len(groups)} classes have" if source.labels is not None else "the source has"
+            few = f"fewer than subset={options.subset} images (as few as {min(small)})"
+            warnings.warn(f"{source.name}: {what} {few}", stacklevel=3)
+        rng = np.random.default_rng([options.seed, 2])
+        parts[first] = np.sort(_sample(rng, groups, [options.subset] * len(groups)))
     largest = len(parts[first])
     if options.shards is not None and options.shards > largest:
         raise UserError(f"{source.name}: shards={options.shards} is more than its {largest} images; ask for fewer")
     shuffle = np.random.default_rng([options.seed, 0])
-    layout = {}
+    planned = {}
     for part, indices in parts.items():
         if options.shards is None:
             count = max(-(-len(indices) // options.shard_size), min(LEAST_SHARDS, len(indices)))
@@ -90,12 +99,12 @@ def lay_out(source: Source, options: Options) -> dict[str, list[np.ndarray]]:
             count = min(max(1, round(options.shards * len(indices) / largest)), len(indices))
         if options.order != "source":
             indices = shuffle.permutation(indices)
-        if options.order == "stratified":  # dealt out class by class, like cards
-            dealt = np.concatenate(_by_class(indices, source.labels))
-            layout[part] = [shuffle.permutation(dealt[shard::count]) for shard in range(count)]
+        if options.order == "stratified":
+            in_turn = np.concatenate(_by_class(indices, source.labels))
+            planned[part] = [shuffle.permutation(in_turn[shard::count]) for shard in range(count)]
         else:
-            layout[part] = np.array_split(indices, count)
-    return layout
+            planned[part] = np.array_split(indices, count)
+    return planned
 
 
 def _by_class(indices: np.ndarray, labels: np.ndarray | None) -> list[np.ndarray]:
@@ -106,19 +115,5 @@ def _by_class(indices: np.ndarray, labels: np.ndarray | None) -> list[np.ndarray
     return np.split(by_class, np.flatnonzero(np.diff(labels[by_class])) + 1)
 
 
-def _held_out(indices: np.ndarray, labels: np.ndarray | None, options: Options) -> np.ndarray:
-    """The test part, sorted: of each class the asked fraction, at least one and not all of a class's images."""
-    rng = np.random.default_rng([options.seed, 1])
-    groups = _by_class(indices, labels)
-    sizes = [min(max(round(options.holdout * len(group)), 1), len(group) - 1) for group in groups]
-    chosen = [rng.permutation(group)[:size] for group, size in zip(groups, sizes, strict=True)]
-    return np.sort(np.concatenate(chosen))
-
-
-def _subset(indices: np.ndarray, source: Source, size: int, seed: int) -> np.ndarray:
-    rng = np.random.default_rng([seed, 2])
-    groups = _by_class(indices, source.labels)
-    if small := [len(group) for group in groups if len(group) < size]:
-        what = f"{len(small)} of {len(groups)} classes have" if source.labels is not None else "the source has"
-        warnings.warn(f"{source.name}: {what} fewer than subset={size} images (as few as {min(small)})", stacklevel=4)
-    return np.sort(np.concatenate([rng.permutation(group)[:size] for group in groups]))
+def _sample(rng: np.random.Generator, groups: list[np.ndarray], sizes: list[int]) -> np.ndarray:
+    return np.concatenate([rng.permutation(group)[:size] for group, size in zip(groups, sizes, strict=True)])

@@ -17,7 +17,7 @@ from ssl_vit.interfaces import RunError, UserError
 
 INFO = "info.json"
 ABOUT = "about.json"  # one folder with the shards of several splits
-UNFINISHED = "unfinished.json"  # the plan of a set that is not packed completely
+RECORD = "packing.jsonl"  # what packing keeps beside the shards; without info.json they are not finished
 IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp")
 STORED_FORMATS = ("JPEG", "PNG", "WEBP")
 MAX_PIXELS = 89_478_485  # Pillow's limit for a warning: 256 MiB of RGB
@@ -140,11 +140,8 @@ def open_set(folder: Path) -> ShardList:
         info, name = found
         entries = {entry.file: entry for entry in info.shards}
         return ShardList(entries, info.splits or {"": info}, info.classes, info.labeled, name)
-    if (folder / UNFINISHED).exists() or next(folder.glob("*.entry.json"), None):
-        raise UserError(
-            f"{folder}: packing was not finished; run its `ssl-vit shards make` command again "
-            "(or, for parts, `ssl-vit shards merge-info`)"
-        )
+    if (folder / RECORD).exists():
+        raise UserError(f"{folder}: packing was not finished; run its `ssl-vit shards make` command again")
     present = sorted(path.name for path in folder.glob("*.tar"))
     if not present:
         inside = [path.parent.name for path in sorted(folder.glob(f"*/{INFO}"))]

@@ -11,7 +11,7 @@ import braceexpand
 from fsspec.implementations.local import LocalFileSystem
 
 from ssl_vit.data import RemoteConfig
-from ssl_vit.data.shards.info import ABOUT, INFO, UNFINISHED, Info, local_info, parse_info
+from ssl_vit.data.shards.info import ABOUT, INFO, RECORD, Info, local_info, parse_info
 from ssl_vit.data.shards.remote import ask, find_filesystem
 from ssl_vit.interfaces import UserError
 
@@ -111,10 +111,9 @@ class _Store:
 
     def tars(self, folder: str) -> list[str]:
         found = self._names("ls", folder, detail=False)
-        if any(file_name(name) == UNFINISHED for name in found):
+        if any(file_name(name) == RECORD for name in found):
             raise UserError(
-                f"{self.url(folder)}: its packing did not finish: run the same `ssl-vit shards make` again, or after "
-                f"all of its parts `ssl-vit shards merge-info {folder}`"
+                f"{self.url(folder)}: packing was not finished; run its `ssl-vit shards make` command again"
             )
         return [name for name in found if _TAR.search(name)]
 

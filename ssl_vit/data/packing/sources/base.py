@@ -1,4 +1,4 @@
-"""What every source of images is made of."""
+"""What every source of images consists of."""
 
 from __future__ import annotations
 
@@ -17,14 +17,19 @@ VALIDATION = {"val", "valid", "validation"}
 
 
 class BrokenImageError(Exception):
-    """An image that cannot be read; `key` names it in its source, `reason` says why in a few words."""
+    """An image that cannot be read; `name` is its name in the source, `reason` says why in a few words."""
 
-    def __init__(self, key: str, reason: str) -> None:
-        super().__init__(f"{key}: {reason}")
-        self.key, self.reason = key, reason
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(name, reason)
+        self.name, self.reason = name, reason
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.reason}"
 
 
 class Items(Protocol):
+    """A list, a range, an array ..."""
+
     def __len__(self) -> int: ...
     def __getitem__(self, index: int, /) -> Any: ...
 
@@ -33,12 +38,14 @@ class Items(Protocol):
 class Source:
     """Images that are listed but not yet read, always in the same order.
 
-    classes and labels (int64 (count,), each in 0..len(classes)-1) are both None in an unlabeled source.
-    items: one small thing an image that `read` takes: a file's name, a row's number.
-    read: item -> (the image's name in the source, such as a relative path or "row 17"; its encoded bytes). It is
-    pickled once for each packing process and raises BrokenImageError where an image cannot be read.
-    listing: a hash of what the images are called and how large they are, which tells sources apart without reading
-    them; size: their bytes in all, 0 where that is little.
+    name, license: for info.json.
+    classes: class names, None in an unlabeled source.
+    labels: int64 (count,), each in 0..len(classes)-1; None in an unlabeled source.
+    items: one small value per image that `read` takes: a file name, a row number.
+    read: item -> (the image's name, such as a relative path or "row 17"; its encoded bytes). It is pickled once per
+        packing process and raises BrokenImageError where an image cannot be read.
+    listing: a hash of the images' names and sizes, which tells sources apart without reading them.
+    size: bytes of all images, 0 for little.
     """
 
     name: str
@@ -65,22 +72,26 @@ class FileReader:
         return name, read_file(self.root / name, name, self.root)
 
 
-def read_file(path: Path, key: str, root: Path) -> bytes:
-    """The file's bytes. Raises BrokenImageError for a file that is no more there or may not be read, RunError where
-    the disk or the network fails or `root` itself is gone: then the image is not to blame."""
+def read_file(path: Path, name: str, root: Path) -> bytes:
+    """The file's bytes.
+
+    Raises BrokenImageError for a file that is gone or may not be read, RunError where the disk or network fails or
+    `root` itself is gone: then the image is not at fault.
+    """
     try:
         return path.read_bytes()
     except OSError as error:
         if error.errno in (errno.ENOENT, errno.EACCES, errno.EPERM, errno.ELOOP, errno.EISDIR) and root.is_dir():
-            raise BrokenImageError(key, error.strerror or str(error)) from None
+            raise BrokenImageError(name, error.strerror or str(error)) from None
         raise RunError(f"{path}: cannot be read: {error.strerror or error}") from None
 
 
-def find_split(spec: str, split: str | None, parts: list[str]) -> str:
-    if split in parts:
+def find_split(source: str, split: str | None, splits: list[str]) -> str:
+    """The one of `splits` that was asked for; val, valid and validation are the same. Raises UserError."""
+    if split in splits:
         return split
-    alike = [part for part in parts if split in VALIDATION and part in VALIDATION]
-    if len(alike) == 1:
-        return alike[0]
-    wrong = "is divided into splits" if split is None else f"has no split {split!r}"
-    raise UserError(f"{spec} {wrong}; choose split from: {', '.join(parts) or 'nothing (leave it out)'}")
+    same = [name for name in splits if split in VALIDATION and name in VALIDATION]
+    if len(same) == 1:
+        return same[0]
+    wrong = "has several splits" if split is None else f"has no split {split!r}"
+    raise UserError(f"{source} {wrong}; choose split from: {', '.join(splits) or 'nothing (omit it)'}")

@@ -15,22 +15,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image
 from sklearn.datasets import load_digits
 
 from ssl_vit.data.packing import pack
 from ssl_vit.data.packing.sources import open_source
 from ssl_vit.data.packing.sources.base import Source
-from ssl_vit.data.packing.writer import sha256
 from ssl_vit.data.verify import Defect, stats, verify
+from ssl_vit.files import sha256
 from ssl_vit.interfaces import UserError
 
-
-def encoded(kind: str, seed: int = 0, size: tuple[int, int] = (14, 10), mode: str = "RGB") -> bytes:
-    pixels = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
-    buffer = io.BytesIO()
-    Image.fromarray(pixels).convert(mode).save(buffer, kind)
-    return buffer.getvalue()
+from .packing.pictures import encoded
 
 
 def rewrite(path: Path, change: Callable[[list[tuple[str, bytes]]], list[tuple[str, bytes]]]) -> None:
@@ -192,7 +186,6 @@ def test_verify_lists_the_defects_of_all_shards_on_any_number_of_processes(digit
 
 def test_an_unfinished_set_is_not_taken_for_plain_tars(digits: Path) -> None:
     (digits / "info.json").unlink()
-    (digits / "000000.entry.json").write_text("{}")
     for look in (verify, stats):
         with pytest.raises(UserError, match="packing was not finished; run its `ssl-vit shards make` command again"):
             look(digits)
@@ -200,6 +193,7 @@ def test_an_unfinished_set_is_not_taken_for_plain_tars(digits: Path) -> None:
 
 def test_verify_plain_tars_without_info(digits: Path) -> None:
     (digits / "info.json").unlink()
+    (digits / "packing.jsonl").unlink()
     assert verify(digits) == []
     rewrite(digits / "000000.tar", lambda old: [(n, b"77" if n == "00000001.cls" else d) for n, d in old])
     assert verify(digits) == []
@@ -324,4 +318,4 @@ def test_a_compressed_shard_is_a_defect_not_a_crash(digits: Path) -> None:
     """Training counts and reads plain tars only."""
     (digits / "000001.tar").write_bytes(gzip.compress((digits / "000001.tar").read_bytes()))
     agree(digits)
-    assert kinds(verify(digits)) == ["truncated"]
+    assert kinds(verify(digits)) == ["truncated", "count"]

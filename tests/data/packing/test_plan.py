@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ssl_vit.data.packing.plan import Options, lay_out
+from ssl_vit.data.packing.plan import Options, plan_shards
 from ssl_vit.data.packing.sources.base import Source
 from ssl_vit.interfaces import UserError
 
@@ -23,15 +23,15 @@ def source(labels: list[int] | None, count: int = 0) -> Source:
     return Source("some", None, classes, array, range(count if labels is None else len(labels)), lambda item: item, "")
 
 
-def laid_out(labels: list[int] | None, count: int = 0, **options: Any) -> dict[str, list[list[int]]]:
+def planned(labels: list[int] | None, count: int = 0, **options: Any) -> dict[str, list[list[int]]]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        layout = lay_out(source(labels, count), Options(**options))
-    return {part: [piece.tolist() for piece in pieces] for part, pieces in layout.items()}
+        plan = plan_shards(source(labels, count), Options(**options))
+    return {part: [shard.tolist() for shard in found] for part, found in plan.items()}
 
 
-def flat(pieces: list[list[int]]) -> list[int]:
-    return [image for piece in pieces for image in piece]
+def flat(found: list[list[int]]) -> list[int]:
+    return [image for shard in found for image in shard]
 
 
 some_labels = st.lists(st.integers(0, 4), min_size=1, max_size=60)
@@ -39,36 +39,36 @@ some_labels = st.lists(st.integers(0, 4), min_size=1, max_size=60)
 
 @given(labels=some_labels, shards=st.integers(1, 60), order=st.sampled_from(["shuffle", "stratified", "source"]))
 def test_every_image_is_in_one_shard_and_shards_are_even(labels: list[int], shards: int, order: str) -> None:
-    pieces = laid_out(labels, shards=min(shards, len(labels)), order=order)[""]
-    assert sorted(flat(pieces)) == list(range(len(labels)))
-    sizes = [len(piece) for piece in pieces]
-    assert len(pieces) == min(shards, len(labels)) and max(sizes) - min(sizes) <= 1
-    assert pieces == laid_out(labels, shards=min(shards, len(labels)), order=order)[""]
+    found = planned(labels, shards=min(shards, len(labels)), order=order)[""]
+    assert sorted(flat(found)) == list(range(len(labels)))
+    sizes = [len(shard) for shard in found]
+    assert len(found) == min(shards, len(labels)) and max(sizes) - min(sizes) <= 1
+    assert found == planned(labels, shards=min(shards, len(labels)), order=order)[""]
     if order == "source":
-        assert flat(pieces) == sorted(flat(pieces))
+        assert flat(found) == sorted(flat(found))
 
 
 @given(labels=some_labels, shards=st.integers(1, 20))
 def test_stratified_shards_hold_the_same_number_of_each_class(labels: list[int], shards: int) -> None:
-    pieces = laid_out(labels, shards=min(shards, len(labels)), order="stratified")[""]
+    found = planned(labels, shards=min(shards, len(labels)), order="stratified")[""]
     for label in set(labels):
-        counts = [sum(labels[image] == label for image in piece) for piece in pieces]
+        counts = [sum(labels[image] == label for image in shard) for shard in found]
         assert max(counts) - min(counts) <= 1
 
 
 def test_stratified_shards_are_shuffled_over_the_source_and_inside() -> None:
     labels = [0] * 500 + [1] * 500
-    pieces = laid_out(labels, shards=10, order="stratified")[""]
-    for piece in pieces:
-        assert max(piece) - min(piece) > 700  # from all over the source
-        changes = sum(labels[a] != labels[b] for a, b in pairwise(piece))
+    found = planned(labels, shards=10, order="stratified")[""]
+    for shard in found:
+        assert max(shard) - min(shard) > 700  # from all over the source
+        changes = sum(labels[a] != labels[b] for a, b in pairwise(shard))
         assert 25 < changes < 75  # of 99: neither class by class nor by turns
-    assert pieces != laid_out(labels, shards=10, order="stratified", seed=1)[""]
+    assert found != planned(labels, shards=10, order="stratified", seed=1)[""]
 
 
 @given(labels=some_labels, small=st.integers(1, 15), more=st.integers(0, 15), seed=st.integers(0, 3))
 def test_a_larger_subset_holds_the_smaller_one(labels: list[int], small: int, more: int, seed: int) -> None:
-    subsets = [set(flat(laid_out(labels, subset=size, seed=seed)[""])) for size in (small, small + more)]
+    subsets = [set(flat(planned(labels, subset=size, seed=seed)[""])) for size in (small, small + more)]
     assert subsets[0] <= subsets[1]
     for size, subset in zip((small, small + more), subsets, strict=True):
         expected = {label: min(size, count) for label, count in Counter(labels).items()}
@@ -78,11 +78,11 @@ def test_a_larger_subset_holds_the_smaller_one(labels: list[int], small: int, mo
 def test_subsets_are_random_and_small_classes_are_told() -> None:
     labels = [0] * 100 + [1] * 8
     with pytest.warns(UserWarning, match=r"1 of 2 classes have fewer than subset=10 images \(as few as 8\)"):
-        lay_out(source(labels), Options(subset=10))
-    first, second = (set(flat(laid_out(labels, subset=10, seed=seed)[""])) for seed in (0, 1))
+        plan_shards(source(labels), Options(subset=10))
+    first, second = (set(flat(planned(labels, subset=10, seed=seed)[""])) for seed in (0, 1))
     assert first != second and len(first) == 18
     assert max(image for image in first if image < 100) > 20
-    assert len(flat(laid_out(None, count=50, subset=10)[""])) == 10
+    assert len(flat(planned(None, count=50, subset=10)[""])) == 10
 
 
 @given(labels=st.lists(st.integers(0, 3), min_size=8, max_size=60), holdout=st.floats(0.05, 0.9))
@@ -90,8 +90,8 @@ def test_a_holdout_is_the_asked_share_of_each_class(labels: list[int], holdout: 
     counts = Counter(labels)
     if max(counts.values()) < 2:
         return
-    layout = laid_out(labels, holdout=holdout)
-    train, test = flat(layout["train"]), flat(layout["test"])
+    plan = planned(labels, holdout=holdout)
+    train, test = flat(plan["train"]), flat(plan["test"])
     assert sorted(train + test) == list(range(len(labels)))
     held_out = Counter(labels[image] for image in test)
     for label, count in counts.items():
@@ -100,13 +100,13 @@ def test_a_holdout_is_the_asked_share_of_each_class(labels: list[int], holdout: 
 
 def test_the_test_part_is_the_same_for_every_subset_and_order() -> None:
     labels = [0, 1, 2] * 40
-    whole = laid_out(labels, holdout=0.25)
+    whole = planned(labels, holdout=0.25)
     for options in ({"subset": 5}, {"subset": 20}, {"order": "source"}, {"order": "stratified"}, {"shards": 3}):
-        layout = laid_out(labels, holdout=0.25, **options)
-        assert set(flat(layout["test"])) == set(flat(whole["test"]))
-        assert set(flat(layout["train"])) <= set(flat(whole["train"]))
-    assert set(flat(laid_out(labels, holdout=0.25, seed=1)["test"])) != set(flat(whole["test"]))
-    assert Counter(labels[image] for image in flat(laid_out(labels, holdout=0.25, subset=5)["train"])) == dict.fromkeys(
+        plan = planned(labels, holdout=0.25, **options)
+        assert set(flat(plan["test"])) == set(flat(whole["test"]))
+        assert set(flat(plan["train"])) <= set(flat(whole["train"]))
+    assert set(flat(planned(labels, holdout=0.25, seed=1)["test"])) != set(flat(whole["test"]))
+    assert Counter(labels[image] for image in flat(planned(labels, holdout=0.25, subset=5)["train"])) == dict.fromkeys(
         range(3), 5
     )
 
@@ -123,4 +123,4 @@ def test_the_test_part_is_the_same_for_every_subset_and_order() -> None:
 )
 def test_what_cannot_be_laid_out_is_refused(labels: list[int] | None, options: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        laid_out(labels, **({"count": 5} | options))
+        planned(labels, **({"count": 5} | options))

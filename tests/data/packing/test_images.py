@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from ssl_vit.data.packing.images import load, open_header, to_stored
+from ssl_vit.data.packing.images import decode, open_header, to_stored
 from ssl_vit.data.packing.sources.base import BrokenImageError
 
 RAMP = np.stack([*np.meshgrid(np.arange(60) * 4, np.arange(40) * 6), np.full((40, 60), 99)], -1).astype(np.uint8)
@@ -30,7 +30,7 @@ WITH_THUMBNAIL = b"Exif\0\0" + encoded("JPEG", PICTURE.resize((8, 8)))
 
 def opened(data: bytes) -> Image.Image:
     image = open_header(data, "it")
-    load(image, "it")
+    decode(image, "it")
     return image
 
 
@@ -117,7 +117,7 @@ def test_resizing_enlarges_too_and_keeps_bytes_of_the_right_size() -> None:
     assert to_stored(encoded("JPEG"), "it", resize=40).data == encoded("JPEG")
     assert (to_stored(encoded("PNG"), "it", resize=80).width, 120) == (120, 120)
     line = Image.new("L", (60_000, 1))
-    with pytest.raises(BrokenImageError, match="pixels would be too many"):
+    with pytest.raises(BrokenImageError, match=r"pixels, more than the limit"):
         to_stored(encoded("PNG", line), "it", resize=224)
 
 
@@ -171,6 +171,10 @@ def test_a_size_fit_to_exhaust_memory_is_a_broken_image() -> None:
     header[29:33] = zlib.crc32(header[12:29]).to_bytes(4, "big")
     with pytest.raises(BrokenImageError, match="pixels"):
         to_stored(bytes(header), "it")
+    header[16:24] = (9_500).to_bytes(4, "big") * 2  # between Pillow's warning and its error
+    header[29:33] = zlib.crc32(header[12:29]).to_bytes(4, "big")
+    with pytest.warns(Image.DecompressionBombWarning), pytest.raises(BrokenImageError, match="9500x9500 pixels"):
+        to_stored(bytes(header), "it")
 
 
 def test_the_quick_check_refuses_what_the_full_decode_refuses() -> None:
@@ -191,7 +195,7 @@ def test_the_quick_check_refuses_what_the_full_decode_refuses() -> None:
 
 def _whole(data: bytes, at_least: tuple[int, int] | None) -> bool:
     try:
-        load(open_header(data, "it"), "it", at_least)
+        decode(open_header(data, "it"), "it", at_least)
     except BrokenImageError:
         return False
     return True

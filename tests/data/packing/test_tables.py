@@ -1,30 +1,23 @@
 from __future__ import annotations
 
-import io
 import pickle
 from pathlib import Path
 
 import datasets
 import huggingface_hub.constants
-import numpy as np
 import pyarrow as pa  # type: ignore[import-untyped]
 import pyarrow.parquet as pq  # type: ignore[import-untyped]
 import pytest
-from PIL import Image
 
 from ssl_vit.data.packing.sources import open_source
 from ssl_vit.data.packing.sources.base import BrokenImageError, Source
 from ssl_vit.interfaces import UserError
 
-
-def encoded(kind: str, seed: int = 0) -> bytes:
-    buffer = io.BytesIO()
-    Image.fromarray(np.random.default_rng(seed).integers(0, 256, (10, 14, 3), dtype=np.uint8)).save(buffer, kind)
-    return buffer.getvalue()
+from .pictures import all_images, encoded
 
 
-def all_images(source: Source) -> list[bytes]:
-    return [source.read(source.items[index])[1] for index in range(source.count)]
+def images_of(source: Source) -> list[bytes]:
+    return [data for _, data in all_images(source)]
 
 
 def labels(source: Source) -> list[int] | None:
@@ -48,9 +41,9 @@ def test_parquet_file_keeps_bytes_and_class_names(tmp_path: Path) -> None:
     table([1, 0, 1], ["no", "yes"]).to_parquet(str(tmp_path / "part.parquet"))
     source = open_source(str(tmp_path / "part.parquet"))
     assert (source.classes, labels(source)) == (["no", "yes"], [1, 0, 1])
-    assert all_images(source) == [encoded("JPEG", 0), encoded("PNG", 1), encoded("JPEG", 2)]
+    assert images_of(source) == [encoded("JPEG", 0), encoded("PNG", 1), encoded("JPEG", 2)]
     assert source.read(1)[0] == "row 1"
-    assert source.size == sum(map(len, all_images(source)))
+    assert source.size == sum(map(len, images_of(source)))
     assert source.name == "part.parquet (datasets)"
 
 
@@ -70,7 +63,7 @@ def test_parquet_that_datasets_did_not_write(tmp_path: Path) -> None:
     pq.write_table(pa.table({"png": images, "kind": ["wolf", "ape", "wolf"], "id": [5, 6, 7]}), file)
     source = open_source(str(file), label_column="kind")
     assert source.classes == ["ape", "wolf"]
-    assert (all_images(source), labels(source)) == (images, [1, 0, 1])
+    assert (images_of(source), labels(source)) == (images, [1, 0, 1])
     unlabeled = open_source(str(file))
     assert (unlabeled.classes, labels(unlabeled)) == (None, None)
     by_number = open_source(str(file), label_column="id", image_column="png")
@@ -87,7 +80,7 @@ def test_load_from_disk_layouts(tmp_path: Path) -> None:
     datasets.DatasetDict(parts).save_to_disk(str(tmp_path / "many"))
     one = open_source(str(tmp_path / "one"))
     assert labels(one) == [1, 0, 1]
-    assert all_images(one)[1] == encoded("PNG", 1)
+    assert images_of(one)[1] == encoded("PNG", 1)
     assert open_source(str(tmp_path / "many"), split="val").count == 1
     with pytest.raises(UserError, match="without splits"):
         open_source(str(tmp_path / "one"), split="train")
@@ -144,7 +137,7 @@ def test_imagefolder_with_a_metadata_file(tmp_path: Path) -> None:
     (tmp_path / "set" / "metadata.csv").write_text("file_name,label\n1.png,oak\n0.png,elm\n")
     source = open_source(str(tmp_path / "set"))
     assert source.classes == ["elm", "oak"]
-    assert dict(zip(all_images(source), labels(source) or [], strict=True)) == {data[0]: 0, data[1]: 1}
+    assert dict(zip(images_of(source), labels(source) or [], strict=True)) == {data[0]: 0, data[1]: 1}
     assert source.size == sum(map(len, data))
 
 
@@ -173,7 +166,7 @@ def test_hub_names_offline_say_so(
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     with pytest.raises(UserError, match=rf"{spec}: no such file or folder here, and .* cannot be reached"):
         open_source(spec)
-    assert f"{spec}: no such folder here, so the Hugging Face hub is asked" in capsys.readouterr().err
+    assert f"{spec}: no such folder; looking for this data set" in capsys.readouterr().err
 
 
 def test_other_files_are_refused(tmp_path: Path) -> None:

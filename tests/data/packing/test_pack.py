@@ -1,0 +1,314 @@
+"""What packing puts into shards and info.json."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tarfile
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+
+from ssl_vit.data.packing import pack
+from ssl_vit.data.packing.sources import open_source
+from ssl_vit.data.packing.sources.base import BrokenImageError, Source
+from ssl_vit.data.shards.info import Info
+from ssl_vit.data.verify import stats, verify
+from ssl_vit.interfaces import RunError, UserError
+
+from .pictures import encoded, write
+
+
+def image_folder(root: Path, counts: dict[str, int]) -> dict[str, bytes]:
+    """Class folders of JPEG, PNG and WebP in turn; returns relative path -> bytes."""
+    written: dict[str, bytes] = {}
+    for class_name, count in counts.items():
+        for number in range(count):
+            kind, suffix = (("JPEG", "jpg"), ("PNG", "png"), ("WEBP", "webp"))[number % 3]
+            file = f"{class_name}/{number}.{suffix}"
+            written[file] = write(root / file, encoded(kind, seed=len(written)))
+    return written
+
+
+def members(folder: Path) -> dict[str, bytes]:
+    """Member name -> bytes, over all shards of the folder in order, read by tarfile alone."""
+
+    def read() -> Iterator[tuple[str, bytes]]:
+        for path in sorted(folder.glob("*.tar")):
+            with tarfile.open(path) as tar:
+                for member in tar:
+                    yield member.name, tar.extractfile(member).read()  # type: ignore[union-attr]
+
+    found = list(read())
+    assert len(dict(found)) == len(found)
+    return dict(found)
+
+
+def labeled_images(folder: Path) -> dict[bytes, int]:
+    found = members(folder)
+    return {data: int(found[name.split(".")[0] + ".cls"]) for name, data in found.items() if name[-4:] != ".cls"}
+
+
+def few_digits(count: int) -> Source:
+    whole = open_source("digits", split="train")
+    assert whole.labels is not None
+    return replace(whole, labels=whole.labels[:count], items=range(count))
+
+
+def sizes(info: Info) -> list[int]:
+    return [shard.samples for shard in info.shards]
+
+
+def test_folder_round_trip_is_bit_for_bit(tmp_path: Path) -> None:
+    files, out = image_folder(tmp_path / "in", {"ant": 5, "bee": 4}), tmp_path / "out"
+    info = pack(open_source(str(tmp_path / "in")), out, shards=3)[out]
+    assert labeled_images(out) == {data: int(file[:3] == "bee") for file, data in files.items()}
+    written = json.loads((out / "info.json").read_text())
+    assert Info.model_validate(written) == info
+    sums = [hashlib.sha256((out / f"{n:06d}.tar").read_bytes()).hexdigest() for n in range(3)]
+    assert written == {
+        "format": 1,
+        "classes": ["ant", "bee"],
+        "samples": 9,
+        "labeled": True,
+        "shards": [
+            {"file": f"{n:06d}.tar", "samples": 3, "bytes": (out / f"{n:06d}.tar").stat().st_size, "sha256": sums[n]}
+            for n in range(3)
+        ],
+        "content_hash": hashlib.sha256("".join(sums).encode()).hexdigest(),
+        "source": "in (folder)",
+        "license": None,
+        "mean_image_size": {"height": 10.0, "width": 14.0},
+        "channels": 3,
+        "dropped": [],
+    }
+    assert verify(out) == []
+    assert {path.name for path in out.iterdir()} == {*(f"{n:06d}.tar" for n in range(3)), "info.json", "packing.jsonl"}
+
+
+def test_the_bytes_do_not_change_between_versions(tmp_path: Path) -> None:
+    png = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR42mNgAAAAAgABSK+kcQAAAABJRU5ErkJggg=="
+    names, labels = ["a", "b"], np.arange(50) % 2
+    gray = Source("gray", None, names, labels, range(50), lambda n: (f"{n}.png", base64.b64decode(png)), "")
+    infos = pack(gray, tmp_path, shards=3, order="stratified", keep_names=True, seed=5, holdout=0.2)
+    assert [info.content_hash for info in infos.values()] == [
+        "5eaaad4cfd05f605c8ef49b39a2a29bc63629d6f4fdd883d1e8644547eca8ef2",
+        "d08891145188fec8a4b5c32e305568b69c8572846aecf1e16466d94097c7572c",
+    ]
+
+
+def test_keys_are_numbers_and_names_are_stored_when_asked(tmp_path: Path) -> None:
+    image_folder(tmp_path / "in", {"a b": 2, "c": 1})
+    source = open_source(str(tmp_path / "in"))
+    pack(source, tmp_path / "plain", order="source")
+    pack(source, tmp_path / "named", order="source", keep_names=True)
+    assert {name.split(".")[0] for name in members(tmp_path / "plain")} == {"00000000", "00000001", "00000002"}
+    assert not any(name.endswith(".json") for name in members(tmp_path / "plain"))
+    assert json.loads(members(tmp_path / "named")["00000001.json"]) == {"file": "a b/1.png"}
+    assert verify(tmp_path / "named") == []
+
+
+def test_same_input_same_bytes_other_seed_other_order(tmp_path: Path) -> None:
+    for name, seed in (("one", 0), ("two", 0), ("three", 1)):
+        pack(few_digits(50), tmp_path / name, shards=2, seed=seed)
+    one, two, three = (tmp_path / name for name in ("one", "two", "three"))
+    for file in ("000000.tar", "000001.tar", "info.json"):
+        assert (one / file).read_bytes() == (two / file).read_bytes()
+    assert (one / "000000.tar").read_bytes() != (three / "000000.tar").read_bytes()
+    assert labeled_images(one) == labeled_images(three)
+
+
+def test_source_order_keeps_the_order_of_the_source(tmp_path: Path) -> None:
+    source = few_digits(150)
+    images = [source.read(index)[1] for index in range(150)]
+    assert sizes(pack(source, tmp_path / "out", shards=4, order="source")[tmp_path / "out"]) == [38, 38, 37, 37]
+    found = members(tmp_path / "out")
+    assert list(found) == [f"{number:08d}.{suffix}" for number in range(150) for suffix in ("cls", "png")]
+    assert [data for name, data in found.items() if name.endswith(".png")] == images
+    assert source.labels is not None
+    assert [int(data) for name, data in found.items() if name.endswith(".cls")] == source.labels.tolist()
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"shards": 7}, [8] * 4 + [7] * 3),
+        ({"shard_size": 3}, [3] * 16 + [2]),
+        ({"shard_size": 25}, [4] * 12 + [3] * 4),  # 3 shards would feed 3 loader workers
+        ({}, [1] * 5),
+        ({"shards": 1}, [60]),
+    ],
+)
+def test_shard_sizes_differ_by_at_most_one(tmp_path: Path, options: dict[str, Any], expected: list[int]) -> None:
+    assert sizes(pack(few_digits(sum(expected)), tmp_path, **options)[tmp_path]) == expected
+    assert verify(tmp_path) == []
+
+
+def test_broken_images_are_dropped_and_listed(tmp_path: Path) -> None:
+    image_folder(tmp_path / "in", {"a": 6, "b": 5})
+    broken = {
+        "a/cut.jpg": encoded("JPEG", size=(64, 64))[:700],
+        "a/cut.png": encoded("PNG", size=(64, 64))[:700],
+        "b/nothing.webp": b"",
+        f"b/{os.fsdecode(b'b')}\x1b\n.jpg": b"hello",
+    }
+    for file, data in broken.items():
+        write(tmp_path / "in" / file, data)
+    out = tmp_path / "out"
+    info = pack(open_source(str(tmp_path / "in")), out, shards=3)[out]
+    assert [item.file for item in info.dropped] == ["a/cut.jpg", "a/cut.png", r"b/b\x1b\n.jpg", "b/nothing.webp"]
+    assert [item.reason for item in info.dropped][2:] == ["not an image", "empty file"]
+    assert all("cannot be decoded" in item.reason for item in info.dropped[:2])
+    assert sum(sizes(info)) == info.samples == 11
+    assert verify(out) == []
+    assert len(json.loads((out / "info.json").read_text())["dropped"]) == 4
+
+
+def test_no_usable_image_is_an_error(tmp_path: Path) -> None:
+    write(tmp_path / "in" / "text.jpg", b"hello")
+    with pytest.raises(UserError, match=r"none of the 1 images .*first: text.jpg: not an image"):
+        pack(open_source(str(tmp_path / "in")), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    digits = few_digits(20)
+
+    def read(item: int) -> tuple[str, bytes]:
+        if item in held_out:
+            raise BrokenImageError(f"digit {item}", "not an image")
+        return digits.read(item)
+
+    held_out: list[int] = []
+    options: dict[str, Any] = {"holdout": 0.05, "shards": 2, "keep_names": True, "progress": False}
+    pack(replace(digits, labels=None, classes=None), tmp_path / "whole", **options)
+    named = [json.loads(data) for name, data in members(tmp_path / "whole/test").items() if name.endswith(".json")]
+    held_out = [int(item["file"].split()[1]) for item in named]
+    with pytest.raises(UserError, match=f"none of the {len(held_out)} images for .*test can be used"):
+        pack(replace(digits, labels=None, classes=None, read=read), tmp_path / "out", **options)
+
+
+def test_unlabeled_flat_folder(tmp_path: Path) -> None:
+    for number in range(5):
+        write(tmp_path / "in" / f"{number}.png", encoded("PNG", number, mode="L"))
+    out = tmp_path / "out"
+    info = pack(open_source(str(tmp_path / "in")), out)[out]
+    assert (info.classes, info.labeled, info.channels) == (None, False, 1)
+    assert all(name.endswith(".png") for name in members(out))
+    assert verify(out) == [] and stats(out)["labeled"] is False
+    split = pack(open_source(str(tmp_path / "in")), tmp_path / "split", holdout=0.4)
+    assert [info.samples for info in split.values()] == [3, 2]
+
+
+def test_holdout_is_stratified_disjoint_and_repeatable(tmp_path: Path) -> None:
+    files, out = image_folder(tmp_path / "in", {"a": 20, "b": 10, "c": 3, "d": 1}), tmp_path / "out"
+    source = open_source(str(tmp_path / "in"))
+    result = pack(source, out, holdout=0.2, shards=4)
+    pack(source, tmp_path / "again", holdout=0.2, shards=4)
+    train, test = labeled_images(out / "train"), labeled_images(out / "test")
+    assert Counter(test.values()) == {0: 4, 1: 2, 2: 1}
+    assert not train.keys() & test.keys()
+    assert {**train, **test} == {data: "abcd".index(file[0]) for file, data in files.items()}
+    assert test == labeled_images(tmp_path / "again" / "test")
+    assert sizes(result[out / "train"]) == [7, 7, 7, 6]
+    assert list(result) == [out / "train", out / "test"] and not (out / "info.json").exists()
+    for folder, info in result.items():
+        assert info.classes == ["a", "b", "c", "d"] and f"{folder.name} part of holdout 0.2" in str(info.source)
+        assert verify(folder) == []
+    with pytest.raises(UserError, match="name one of its parts: test, train"):
+        verify(out)
+
+
+def test_parquet_is_packed_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    images = [encoded("JPEG", number, quality=40) for number in range(6)]
+    features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=["x", "y"])})
+    rows = {"image": [{"bytes": data, "path": None} for data in images], "label": [0, 1] * 3}
+    datasets.Dataset.from_dict(rows, features=features).to_parquet(str(tmp_path / "p.parquet"))
+    pack(open_source(str(tmp_path / "p.parquet")), tmp_path / "out", jobs=2)
+    assert labeled_images(tmp_path / "out") == dict(zip(images, [0, 1] * 3, strict=True))
+
+
+def test_overwrite_replaces_only_the_shard_set(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    write(out / "notes.md", b"mine")
+    with pytest.raises(UserError, match="is not empty"):
+        pack(few_digits(30), out, shards=3)
+    pack(few_digits(30), out, shards=3, overwrite=True)
+    pack(few_digits(2), out, overwrite=True)
+    names = {"000000.tar", "000001.tar", "info.json", "packing.jsonl", "notes.md"}
+    assert {path.name for path in out.iterdir()} == names
+    pack(few_digits(60), out, overwrite=True, holdout=0.5)
+    assert {path.name for path in out.iterdir()} == {"notes.md", "test", "train"}
+    pack(few_digits(20), out, shards=2, overwrite=True)
+    assert {path.name for path in out.iterdir()} == names, "the two sets of a holdout are replaced by one"
+    with pytest.raises(UserError, match="is a file"):
+        pack(few_digits(10), out / "notes.md")
+
+
+def test_overwrite_does_not_touch_other_sets_in_the_folder(tmp_path: Path) -> None:
+    for part in ("train", "test"):
+        pack(few_digits(20), tmp_path / part, shards=2)
+    before = members(tmp_path / "test")
+    with pytest.raises(UserError, match="other shard sets, which would not be replaced"):
+        pack(few_digits(20), tmp_path, shards=2, overwrite=True)
+    assert members(tmp_path / "test") == before
+    pack(few_digits(20), tmp_path, shards=2, holdout=0.5, overwrite=True)
+    assert members(tmp_path / "test") != before, "a holdout's pair replaces the pair"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"shards": 0}, "shards must be at least 1"),
+        ({"shard_size": 0}, "shard_size must be at least 1"),
+        ({"resize": 0}, "resize must be at least 1"),
+        ({"quality": 101}, "quality must be 1 to 100"),
+        ({"holdout": 1.0}, "holdout must be"),
+        ({"seed": -1}, "seed must be at least 0"),
+        ({"shards": 11}, "shards=11 is more than its 10 images"),
+        ({"subset": 0}, "subset must be at least 1"),
+        ({"order": "random"}, "order must be one of shuffle, stratified, source"),
+        ({"jobs": 0}, "jobs must be at least 1"),
+    ],
+)
+def test_options_out_of_range(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        pack(few_digits(10), tmp_path / "out", **options)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_that_cannot_be_written_is_named(unprivileged: Path) -> None:
+    source = few_digits(10)
+    (unprivileged / "locked").mkdir(mode=0o555)
+    with pytest.raises(RunError, match=r"locked/out: packing stopped: .*Permission denied"):
+        pack(source, unprivileged / "locked" / "out")
+
+
+def test_memory_does_not_grow_with_the_images(tmp_path: Path) -> None:
+    """Peak memory with 20 and with 200 images of 0.5 MB; the files are one file under many names."""
+    image = write(tmp_path / "image.png", encoded("PNG", size=(400, 400)))
+    assert len(image) > 450_000
+    script = (
+        "import resource, sys; from pathlib import Path; from ssl_vit.data.packing import pack;"
+        "from ssl_vit.data.packing.sources import open_source;"
+        "pack(open_source(sys.argv[1]), Path(sys.argv[2]), shards=1, jobs=1);"
+        "assert 'torch' not in sys.modules;"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+    )
+    peaks = []
+    for count in (20, 200):
+        (tmp_path / str(count)).mkdir()
+        for number in range(count):
+            os.link(tmp_path / "image.png", tmp_path / str(count) / f"{number}.png")
+        arguments = [str(tmp_path / str(count)), str(tmp_path / f"out{count}")]
+        ran = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, check=True)
+        peaks.append(int(ran.stdout) / 1024)
+    assert peaks[1] - peaks[0] < 20  # MB

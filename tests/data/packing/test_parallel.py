@@ -1,0 +1,123 @@
+"""Work on several processes: what it returns, and how errors, kills and Ctrl-C end it."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from ssl_vit.data.packing import parallel
+from ssl_vit.interfaces import RunError, UserError
+
+
+def square(job: int) -> int:
+    time.sleep(0.02 * (job % 3))
+    return job * job
+
+
+def fail(job: int) -> int:
+    if job == 2:
+        raise OSError(28, "No space left on device", "out.tar")
+    time.sleep(30 if job < 2 else 0)
+    return job
+
+
+def die(job: int) -> None:
+    if job == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("processes", [1, 3])
+def test_every_result_arrives_with_its_job(processes: int) -> None:
+    received: dict[int, int] = {}
+    parallel.run(square, iter(range(20)), processes, received.__setitem__)
+    assert received == {number: number**2 for number in range(20)}
+    parallel.run(square, [], processes, received.__setitem__)
+
+
+def test_an_error_ends_all_at_once_and_keeps_its_type() -> None:
+    """Jobs are taken as processes become free, so that a million are not held in memory."""
+    taken: list[int] = []
+
+    def jobs() -> Iterator[int]:
+        for number in range(100):
+            taken.append(number)
+            yield 3 if number < 20 else number % 3
+
+    start = time.monotonic()
+    with pytest.raises(OSError, match="No space left on device") as caught:
+        parallel.run(fail, jobs(), 3, lambda job, result: None)
+    assert (caught.value.errno, caught.value.filename) == (28, "out.tar")
+    assert time.monotonic() - start < 20  # the other jobs sleep for 30 seconds
+    assert 20 < len(taken) < 32
+
+
+def test_a_killed_process_is_an_error() -> None:
+    with pytest.raises(RunError, match=r"was killed .*fewer --jobs"):
+        parallel.run(die, range(6), 2, lambda job, result: None)
+
+
+@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGINT])
+def test_no_process_outlives_its_parent(tmp_path: Path, sign: signal.Signals) -> None:
+    """From a script without `if __name__ == "__main__"`, as in a notebook."""
+    script = tmp_path / "main.py"
+    script.write_text(
+        textwrap.dedent("""
+        import os, signal, time
+        from ssl_vit.data.packing import parallel
+
+        def forever(job):
+            os.write(1, f"{os.getpid()}\\n".encode())  # at once, beside the other's
+            while True:
+                parallel.end_with_parent()
+                time.sleep(0.1)
+
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # tests in the background inherit "ignored"
+        parallel.run(forever, range(4), 2, print)
+        """)
+    )
+    with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as main:
+        assert main.stdout is not None
+        workers = [psutil.Process(int(main.stdout.readline())) for _ in range(2)]
+        main.send_signal(sign)
+        assert main.wait(15) != 0
+        assert not psutil.wait_procs(workers, timeout=15)[1]
+
+
+def test_process_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parallel.os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
+    count = parallel.process_count
+    assert [count(None, 100, 10**9), count(None, 5, 10**9), count(None, 100, 65_000_000)] == [8, 5, 3]
+    assert [count(None, 100, 0), count(20, 100, 0), count(20, 0, 0)] == [1, 20, 1]
+    with pytest.raises(UserError, match="jobs must be at least 1"):
+        count(0, 100, 0)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_bar_on_a_terminal_lines_elsewhere_and_nothing_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(parallel, "SECONDS_PER_LINE", 0)
+    said = {}
+    for name, stream, show in (("bar", Terminal(), True), ("lines", io.StringIO(), True), ("none", Terminal(), False)):
+        monkeypatch.setattr(sys, "stderr", stream)
+        with parallel.progress_bar("packing", 12, show) as advance:
+            for _ in range(12):
+                advance(1)
+        said[name] = stream.getvalue()
+    assert "packing" in said["bar"] and "12/12" in said["bar"]
+    assert re.search(r"packing: 6 of 12 images \([\d,]+ images/s\)", said["lines"])
+    assert said["none"] == ""

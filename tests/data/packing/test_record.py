@@ -1,0 +1,178 @@
+"""Packing that is interrupted, repeated or run on several processes writes the same bytes."""
+
+from __future__ import annotations
+
+import json
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from filelock import FileLock
+
+from ssl_vit.data import packing
+from ssl_vit.data.packing import pack
+from ssl_vit.data.packing.sources import open_source
+from ssl_vit.data.packing.sources.base import Source
+from ssl_vit.data.verify import verify
+from ssl_vit.interfaces import RunError, UserError
+
+from .pictures import encoded, write
+
+OPTIONS: dict[str, Any] = {"shards": 12, "resize": 40, "holdout": 0.2, "order": "stratified", "progress": False}
+COMMAND_OPTIONS = ["--shards", "12", "--resize", "40", "--holdout", "0.2", "--order", "stratified"]
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three classes of 80 JPEGs of 200 x 150 pixels, one of them broken."""
+    root = tmp_path_factory.mktemp("source") / "images"
+    for number in range(240):
+        write(root / "abc"[number % 3] / f"{number}.jpg", encoded("JPEG", number, (200, 150)))
+    (root / "b" / "4.jpg").write_bytes((root / "b" / "4.jpg").read_bytes()[:5000])
+    return root
+
+
+@pytest.fixture(scope="module")
+def packed(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same, packed without interruption in one process."""
+    out = tmp_path_factory.mktemp("packed") / "out"
+    pack(open_source(str(images)), out, jobs=1, **OPTIONS)
+    return out
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    """Every file's bytes; the record's lines in any order, as shards finish."""
+    found = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {name: b"".join(sorted(data.splitlines())) if "json" in name else data for name, data in found.items()}
+
+
+def shards(folder: Path) -> dict[Path, tuple[int, int]]:
+    return {path: (path.stat().st_ino, path.stat().st_mtime_ns) for path in sorted(folder.rglob("*.tar"))}
+
+
+def command(images: Path, out: Path, *more: str) -> list[str]:
+    return [sys.executable, "-m", "ssl_vit", "shards", "make", str(images), str(out), *COMMAND_OPTIONS, *more]
+
+
+def interrupted(source: Source, out: Path, left: int = 120, **options: Any) -> None:
+    """Pack until the disk fails after so many images."""
+
+    def read(item: Any) -> tuple[str, bytes]:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise OSError(5, "Input/output error", str(item))
+        return source.read(item)
+
+    with pytest.raises(RunError, match=r"packing stopped: .*Input/output error.*run the same command again"):
+        pack(replace(source, read=read), out, jobs=1, **(OPTIONS | options))
+
+
+@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGTERM])
+def test_a_killed_packing_resumes_and_writes_no_shard_twice(
+    images: Path, packed: Path, tmp_path: Path, sign: signal.Signals
+) -> None:
+    out = tmp_path / "out"
+    with subprocess.Popen(command(images, out, "--jobs", "2"), stderr=subprocess.PIPE, text=True) as running:
+        while len(shards(out)) < 4:
+            assert running.poll() is None
+            time.sleep(0.005)
+        workers = psutil.Process(running.pid).children(recursive=True)
+        running.send_signal(sign)
+        assert running.wait(15) != 0
+        _, alive = psutil.wait_procs(workers, timeout=45)
+        assert not alive
+        assert running.stderr is not None
+        assert sign == signal.SIGKILL or "run the same command to resume" in running.stderr.read()
+    lines = {path.parent.name: path.read_text().splitlines()[1:] for path in out.rglob("packing.jsonl")}
+    finished = {out / part / json.loads(line)["file"] for part, found in lines.items() for line in found}
+    before = {path: shards(out)[path] for path in finished}
+    assert 2 <= len(before) < 15 and not list(out.rglob("info.json"))
+    with pytest.raises(UserError, match="packing was not finished"):
+        verify(out / "train")
+
+    again = subprocess.run(command(images, out), capture_output=True, text=True, check=True)
+    assert f"{len(before)} of 15 shards are finished already" in again.stderr
+    assert before.items() <= shards(out).items()
+    assert content(out) == content(packed)
+
+
+def test_several_processes_write_the_same_bytes_and_a_repeated_command_nothing(
+    images: Path, packed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, source = tmp_path / "out", open_source(str(images))
+    infos = pack(source, out, jobs=3, **OPTIONS)
+    assert content(out) == content(packed)
+    before = shards(out)
+    assert pack(source, out, **(OPTIONS | {"progress": True})) == infos
+    assert "already complete" in capsys.readouterr().err
+    assert shards(out) == before
+    with pytest.raises(UserError, match=r"holds other shards \(different resize, seed\): pass --overwrite"):
+        pack(source, out, **(OPTIONS | {"resize": 41, "seed": 1}))
+    assert shards(out) == before
+    pack(source, out, overwrite=True, **(OPTIONS | {"resize": 41}))
+    assert json.loads((out / "train/info.json").read_text())["mean_image_size"]["height"] == 41
+
+
+def test_damaged_shards_and_leftovers_are_written_again(images: Path, packed: Path, tmp_path: Path) -> None:
+    out, source = tmp_path / "out", open_source(str(images))
+    interrupted(source, out)
+    assert not list(out.rglob("*.tmp")) and not list(out.rglob("info.json"))
+    one, two, *_ = shards(out)
+    one.write_bytes(one.read_bytes()[:-1024])
+    two.unlink()
+    record = out / "train" / "packing.jsonl"
+    record.write_text(record.read_text()[:-20])
+    write(out / "train" / "000099.tar.1_2.tmp", b"half")
+    pack(source, out, **OPTIONS)
+    assert content(out) == content(packed)
+
+
+def test_another_source_or_version_does_not_resume(
+    images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, copied = tmp_path / "out", tmp_path / "images"
+    shutil.copytree(images, copied)
+    interrupted(open_source(str(copied)), out)
+    before = shards(out)
+    interrupted(open_source(str(copied)), out, overwrite=True, left=50)  # the same packing: resumed, not replaced
+    assert before and before.items() <= shards(out).items()
+    (copied / "a" / "0.jpg").write_bytes((copied / "a" / "0.jpg").read_bytes() + b"more")
+    with pytest.raises(UserError, match=r"\(different images\)"):
+        pack(open_source(str(copied)), out, **OPTIONS)
+    (copied / "c").rename(copied / "d")
+    with pytest.raises(UserError, match=r"\(different classes, images\)"):
+        pack(open_source(str(copied)), out, **OPTIONS)
+    monkeypatch.setattr(packing.PIL, "__version__", "1.1.7")
+    with pytest.raises(UserError, match="software"):
+        pack(open_source(str(images)), out, **OPTIONS)
+
+
+def test_two_at_once_are_refused(images: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    with FileLock(tmp_path / "out" / ".packing.lock"), pytest.raises(UserError, match="another process is packing"):
+        pack(open_source(str(images)), tmp_path / "out", **OPTIONS)
+
+
+def test_a_full_disk_stops_packing(images: Path, packed: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+
+    def little_space() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, resource.RLIM_INFINITY))
+
+    full = subprocess.run(
+        command(images, out, "--jobs", "2"), capture_output=True, text=True, check=False, preexec_fn=little_space
+    )
+    assert full.returncode == 1
+    assert "packing stopped: " in full.stderr and "File too large" in full.stderr and "Traceback" not in full.stderr
+    assert not list(out.rglob("*.tmp")) and not list(out.rglob("info.json"))
+    pack(open_source(str(images)), out, **OPTIONS)
+    assert content(out) == content(packed)
