@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from typing import Any, ClassVar, Self
 
 import numpy as np
-import torch
 from pydantic import Field, model_validator
+from scipy.special import softmax
 
 from ssl_vit import stage
 from ssl_vit.data import AugmentConfig, DataConfig
-from ssl_vit.data.evaluation import evaluation_batches
 from ssl_vit.evaluators import several
-from ssl_vit.evaluators.base import TOP, SweepConfig
-from ssl_vit.evaluators.features import ImageSet, evaluation_stream, not_finite
-from ssl_vit.interfaces import Diverged, UserError
+from ssl_vit.evaluators.base import SweepConfig, top_classes
+from ssl_vit.evaluators.features import ImageSet, extract
+from ssl_vit.interfaces import Diverged
 from ssl_vit.models import EncoderConfig
 from ssl_vit.models.encoder import Encoder
 from ssl_vit.objectives import classification
 from ssl_vit.recipe import Recipe, flatten
 from ssl_vit.records import Cost
 from ssl_vit.results import Prediction
-from ssl_vit.training import OptimConfig, TrainingConfig, distributed, loop
+from ssl_vit.training import OptimConfig, TrainingConfig, loop
 from ssl_vit.training.flops import training_flops
 
 _LENGTHS = {"steps", "epochs"}
@@ -126,29 +124,10 @@ def train(images: ImageSet, encoder: Encoder, recipe: Recipe) -> tuple[classific
     return objective, cost_of(job.total_steps)
 
 
-@torch.no_grad()
 def predict(objective: classification.Objective, images: ImageSet) -> Prediction:
-    """Predictions for labeled images, each once, the same on every process.
-
-    Raises UserError where there is none, Diverged for logits that are not finite.
-    """
+    """Predictions for labeled images, each once, the same on every process. Raises as `extract` does."""
     objective.eval()
-    context, found = images.context, list[Sequence[np.ndarray]]()
-    stream = evaluation_stream(context, images.shards, images.images, objective.encoder.image_size)
-    for batch, chunk in evaluation_batches(stream, context.accelerator.device):
-        context.skipped += chunk.skipped
-        with context.accelerator.autocast():
-            logits = objective.logits(batch.images).cpu()
-        valid = batch.valid.cpu()  # selected on the host: on XLA, each number of them would be a program of its own
-        logits, indices, labels = logits[valid], batch.indices.cpu()[valid], batch.labels.cpu()[valid]
-        scores, classes = logits.softmax(-1).topk(min(TOP, logits.shape[-1]))
-        parts = (indices, labels, logits.argmax(-1), classes, scores, logits.isfinite().all(-1))
-        found.append([part.numpy() for part in parts])
-    everyone = [part for rank in distributed.gather(found) for part in rank]
-    *arrays, finite_M = (np.concatenate([part[n] for part in everyone]) for n in range(6))
-    if not finite_M.all():
-        raise not_finite("logits", images.shards, int(arrays[0][~finite_M].min()))
-    if not len(finite_M):
-        raise UserError(f"{images.shards.spec}: no labeled image there to predict")
-    order = np.argsort(arrays[0])
-    return Prediction(*(array[order] for array in arrays))
+    found = extract(images, objective.logits, objective.encoder.image_size, "logits")
+    probabilities = softmax(found.vectors, axis=1)
+    top = top_classes(probabilities, np.arange(probabilities.shape[1]))
+    return Prediction(found.images, found.labels, found.vectors.argmax(1), *top)

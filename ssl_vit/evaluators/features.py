@@ -21,7 +21,7 @@ from safetensors.numpy import save_file
 from ssl_vit.data.evaluation import EvaluationStream, evaluation_batches
 from ssl_vit.data.images import check_channels, evaluation_transform
 from ssl_vit.data.samples import Preprocess, Skip
-from ssl_vit.data.shards import ShardSet, open_url
+from ssl_vit.data.shards import ShardSet
 from ssl_vit.evaluators.context import EvalContext
 from ssl_vit.files import atomic_path
 from ssl_vit.interfaces import Diverged, Size, UserError
@@ -31,7 +31,7 @@ from ssl_vit.models.factory import at_size
 from ssl_vit.training import distributed
 
 _PIXELS = 32  # longest side of the raw-pixel reference: at most 3,072 numbers per image
-_FORMAT = "2"
+_FORMAT = 3
 
 
 class Representation(NamedTuple):
@@ -80,57 +80,53 @@ class ImageSet:
     def shards(self) -> ShardSet:
         return self.context.train if self.split == "train" else self.context.test
 
-    def features(self, representation: Representation) -> Features:
-        """Features of these images in their order; an image that could not be read has none.
-
-        Raises UserError where the shards carry no labels, and for a block that the encoder does not have.
-        """
-        found = read(self.context, self.source, self.split, representation, self.extract)
-        return found if self.images is None else found.of(self.images)
-
     def of(self, rows: np.ndarray) -> ImageSet:
         """Some of these images. rows: int64, places in `images`."""
         assert self.images is not None
         return replace(self, images=self.images[rows])
 
+    def features(self, representation: Representation) -> Features:
+        """Features of these images in their order; an image that could not be read has none. Extracted once.
 
-def read(
-    context: EvalContext, source: str, split: str, representation: Representation, images: np.ndarray | None = None
+        Raises UserError where the shards carry no labels, and for a block that the encoder does not have.
+        """
+        context, pixels = self.context, self.source == "pixels"
+        indices = None if self.extract is None else self.extract.tobytes()
+        key = (self.source, self.split, None if pixels else representation, indices)
+        if key not in context.features:
+            whole = replace(self, images=self.extract)
+            context.features[key] = extract(whole, _pixels) if pixels else _cached(whole, representation)
+        found = context.features[key]
+        assert isinstance(found, Features)
+        return found if self.images is None else found.of(self.images)
+
+
+@torch.no_grad()  # inference mode does not go with XLA
+def extract(
+    images: ImageSet,
+    reader: Callable[[torch.Tensor], torch.Tensor],
+    image_size: Size | None = None,
+    what: str = "features",
 ) -> Features:
-    """Features of `trained`, `untrained` or `pixels` on `train` or `test`: extracted, or those extracted before.
+    """`reader` (uint8 images on the device -> (B, d)) over all of the images that have a label, in index order.
 
-    images: int64, global indices of those wanted, ascending (None: all). Every process gets all rows.
+    The processes share the images; every process gets all rows.
+
+    image_size: pixels (None: the trained encoder's). what: name of the outputs in errors.
+
+    Raises UserError where there is no labeled image, Diverged for outputs that are not finite.
     """
-    what = None if source == "pixels" else representation
-    key = (source, split, what, None if images is None else images.tobytes())
-    if key not in context.features:
-        shards: ShardSet = getattr(context, split)
-        if source == "pixels":
-            context.features[key] = extract(context, shards, _pixels, None, images)
-        else:
-            context.features[key] = _cached(context, getattr(context, source), shards, representation, images)
-    found = context.features[key]
-    assert isinstance(found, Features)
-    return found
-
-
-def evaluation_stream(
-    context: EvalContext, shards: ShardSet, indices: np.ndarray | None = None, image_size: Size | None = None
-) -> EvaluationStream:
-    """This process's part of the labeled shards (each sample once over all processes).
-
-    indices: global indices of the images wanted (None: all). image_size: pixels (None: the trained encoder's).
-    """
-    check_channels(context.trained.channels)
+    context, shards, indices = images.context, images.shards, images.images
+    channels, ranks = context.trained.channels, context.accelerator.num_processes
+    check_channels(channels)
     preprocess = Preprocess(
         evaluation_transform(image_size or context.trained.image_size, context.data),
-        context.trained.channels,
+        channels,
         len(shards.classes) if shards.classes else None,
         needs_labels=True,
     )
-    ranks = context.accelerator.num_processes
     samples = shards.samples if indices is None else len(indices)
-    return EvaluationStream(
+    stream = EvaluationStream(
         shards,
         preprocess,
         batch_size=max(1, min(context.batch_size, -(-samples // ranks))),
@@ -140,49 +136,27 @@ def evaluation_stream(
         indices=indices,
         worker_timeout=context.data.worker_timeout,
     )
-
-
-@torch.no_grad()  # inference mode does not go with XLA
-def extract(
-    context: EvalContext,
-    shards: ShardSet,
-    reader: Callable[[torch.Tensor], torch.Tensor],
-    image_size: Size | None = None,
-    indices: np.ndarray | None = None,
-) -> Features:
-    """`reader` (uint8 images on the device -> (B, d)) over all images that have a label, in index order, float32.
-
-    The processes share the images; every process gets all rows. image_size, indices: see `evaluation_stream`.
-    """
-    vectors, labels, places = [], [], []
-    stream = evaluation_stream(context, shards, indices, image_size)
+    found: list[tuple[np.ndarray, ...]] = []
     for batch, chunk in evaluation_batches(stream, context.accelerator.device):
         context.skipped += chunk.skipped
         with context.accelerator.autocast():
             outputs = reader(batch.images)
-        valid = batch.valid.cpu()
-        vectors.append(outputs.float().cpu()[valid])
-        labels.append(batch.labels.cpu()[valid])
-        places.append(batch.indices.cpu()[valid])
-    own = tuple(torch.cat(parts).numpy() for parts in (vectors, labels, places))
-    everyone = distributed.gather(own)
-    rows, classes, order = (np.concatenate([rank[n] for rank in everyone]) for n in range(3))
-    if len(classes) == 0:
+        valid = batch.valid.cpu()  # selected on the host: on XLA, each number of them would be a program of its own
+        parts = (outputs.float().cpu()[valid], batch.labels.cpu()[valid], batch.indices.cpu()[valid])
+        found.append(tuple(part.numpy() for part in parts))
+    own = tuple(np.concatenate(parts) for parts in zip(*found, strict=True))
+    rows, labels, order = (np.concatenate(parts) for parts in zip(*distributed.gather(own), strict=True))
+    if len(labels) == 0:
         raise UserError(f"{shards.spec}: no sample there has a readable image and a label (.cls)")
     if not (finite := np.isfinite(rows).all(axis=1)).all():
-        raise not_finite("features", shards, int(order[~finite].min()))
+        error = Diverged(
+            f"the {what} of image {order[~finite].min()} of {shards.spec} are not finite: the weights hold such "
+            "numbers, or overflow in this precision"
+        )
+        error.everywhere = True
+        raise error
     ascending = np.argsort(order)
-    return Features(rows[ascending], classes[ascending], order[ascending])
-
-
-def not_finite(what: str, shards: ShardSet, image: int) -> Diverged:
-    """The error for a model whose outputs are not finite, raised by every process. image: its global index."""
-    error = Diverged(
-        f"the {what} of image {image} of {shards.spec} are not finite: the weights hold such numbers, or overflow in "
-        "this precision"
-    )
-    error.everywhere = True
-    return error
+    return Features(rows[ascending], labels[ascending], order[ascending])
 
 
 def _pixels(images: torch.Tensor) -> torch.Tensor:
@@ -193,31 +167,21 @@ def _pixels(images: torch.Tensor) -> torch.Tensor:
     return (pixels if size == (height, width) else F.adaptive_avg_pool2d(pixels, size)).flatten(1) / 127.5 - 1
 
 
-def encoder_reader(
-    context: EvalContext, encoder: Encoder, representation: Representation
-) -> Callable[[torch.Tensor], torch.Tensor]:
-    """uint8 images on the device -> their representation (B, d)."""
-    if representation.image_size:
-        encoder = at_size(encoder, representation.image_size, representation.position_resampling)
-    encoder.to(context.accelerator.device).eval()
-    return lambda images: encoder.represent(images, representation.pooling, representation.block)
-
-
-def _cached(
-    context: EvalContext, encoder: Encoder, shards: ShardSet, representation: Representation, images: np.ndarray | None
-) -> Features:
-    """From the cache folder where the same features are there, else extracted (and kept)."""
-    key = _content(context, encoder, shards, representation, images) if context.cache else ""
-    path = context.cache / f"{key}.safetensors" if context.cache else None
+def _cached(images: ImageSet, representation: Representation) -> Features:
+    """Features of an encoder: from the cache folder where the same are there, else extracted (and kept)."""
+    context = images.context
+    encoder: Encoder = getattr(context, images.source)
+    path = context.cache / f"{_content(images, encoder, representation)}.safetensors" if context.cache else None
     main = context.accelerator.is_main_process
     found = distributed.gather(_load(path) if path and main else None)[0]
     if found is not None:
-        features, skipped = found
-        context.skipped += skipped
-        return features
-    before = len(context.skipped)
-    reader = encoder_reader(context, encoder, representation)
-    features = extract(context, shards, reader, representation.image_size, images)
+        context.skipped += found[1]
+        return found[0]
+    size, before = representation.image_size, len(context.skipped)
+    if size:
+        encoder = at_size(encoder, size, representation.position_resampling)
+    encoder.to(context.accelerator.device).eval()
+    features = extract(images, lambda x: encoder.represent(x, representation.pooling, representation.block), size)
     skipped = [skip for rank in distributed.gather(context.skipped[before:]) for skip in rank]
     context.skipped[before:] = skipped
     if path and main:
@@ -236,28 +200,15 @@ def _load(path: Path) -> tuple[Features, list[Skip]] | None:
         return None
 
 
-def _content(
-    context: EvalContext, encoder: Encoder, shards: ShardSet, representation: Representation, images: np.ndarray | None
-) -> str:
+def _content(images: ImageSet, encoder: Encoder, representation: Representation) -> str:
     """A hash of everything that the features depend on."""
-    content = hashlib.sha256()
-    for shard, checksum in enumerate(shards.checksums or [""] * len(shards.urls)):
-        content.update(f"{shards.counts[shard]} {checksum or _checksum(shards, shard)}\n".encode())
-    preparation = [_FORMAT, context.data.evaluation_resize, len(shards.classes or ())]
+    context, shards = images.context, images.shards
     settings = [encoder.name, encoder.arguments, encoder.image_size, encoder.mean, encoder.std, encoder.own_settings]
+    preparation = [shards.fingerprint, len(shards.classes or ()), encoder.channels, context.data.evaluation_resize]
     precision = context.accelerator.precision
-    content.update(json.dumps([preparation, settings, encoder.channels, representation, precision]).encode())
-    content.update(b"" if images is None else images.tobytes())
+    content = hashlib.sha256(json.dumps([_FORMAT, settings, preparation, representation, precision]).encode())
+    content.update(b"" if images.images is None else images.images.tobytes())
     for name, tensor in sorted(encoder.state_dict().items()):
         content.update(name.encode())
         content.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     return content.hexdigest()[:32]
-
-
-def _checksum(shards: ShardSet, shard: int) -> str:
-    """The sha256 of a shard whose `info.json` does not name it: reading it costs little beside decoding it."""
-    found = hashlib.sha256()
-    with open_url(shards.urls[shard], shards.remote) as stream:
-        while block := stream.read(1 << 20):
-            found.update(block)
-    return found.hexdigest()

@@ -9,7 +9,7 @@ from ssl_vit.data import DataConfig
 from ssl_vit.data.samples import Skip
 from ssl_vit.data.shards import ShardSet
 from ssl_vit.evaluators.context import EvalContext
-from ssl_vit.evaluators.features import Features, extract
+from ssl_vit.evaluators.features import Features, ImageSet, extract
 from ssl_vit.evaluators.few_shot import Ridge
 from ssl_vit.evaluators.labels import choose_shots, labels_of
 from ssl_vit.interfaces import UserError
@@ -57,4 +57,5 @@ class OnlineProbe:
     def _features(self, objective: nn.Module, images: np.ndarray) -> Features:
         encoder, pooling = objective.encoder, self.config.pooling
         assert isinstance(encoder, Encoder)
-        return extract(self.context, self.context.train, lambda x: encoder.represent(x, pooling), None, images)
+        wanted = ImageSet(self.context, "trained", "train", images)
+        return extract(wanted, lambda x: encoder.represent(x, pooling))

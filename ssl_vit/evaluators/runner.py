@@ -1,8 +1,8 @@
 """Evaluators applied: label budgets, seeds, sources, settings selected on held-out images, scores and cost.
 
 Settings (the `sweep` of an evaluator) are never selected on test images. An evaluator that trains the encoder sweeps
-once per source and label budget, on a fixed held-out part of the training set that no other training sees but the one
-with all labels. Any other evaluator selects for every label budget and seed, on a part of the labeled images.
+once per source and label budget, on a held-out part of the training set, the same for every seed; only a training with
+all labels sees these images. Any other evaluator selects for every budget and seed, on a part of the labeled images.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from ssl_vit.evaluators import ALL, budget_words
-from ssl_vit.evaluators.base import Classifier, Evaluator, Scored
+from ssl_vit.evaluators.base import Classifier, Evaluator
 from ssl_vit.evaluators.context import EvalContext
 from ssl_vit.evaluators.features import ImageSet
 from ssl_vit.evaluators.labels import choose_labeled, held_out_split, short_note
@@ -42,27 +42,22 @@ def sweep(
 ) -> tuple[SweepRecord, Result | None]:
     """Fit every candidate to the labeled images of a seed, and select by held-out training images.
 
-    Of equally good candidates the first wins. Only the winner predicts the test images: its result is what `measure`
-    gives for this budget and seed (None for all labels, which `measure` fits to the held-out images too). A candidate
-    that diverges loses. Raises UserError where all do, or where no image is held out.
+    Of equally good candidates the first wins; one that diverges loses. Only the winner predicts the test images: this
+    result is what `measure` gives for this budget and seed (None for all labels, where `measure` fits to the held-out
+    images too). Raises UserError where all diverge, or where no image is held out.
     """
-    images, held = _train_images(evaluator, context, budget, seed, all_labels=False)
-    if not len(held):
+    train, held = _train_images(evaluator, context, source, budget, seed, include_held_out=False)
+    if held.images is None or not len(held.images):
         raise UserError(
             f"{evaluator.title}: held_out={evaluator.config.held_out:g} holds out none of so few images per class: "
             "raise it, or sweep nothing (sweep={})"
         )
-    context.say(
-        f"{source}, {budget_words(budget)}: {len(_candidates(evaluator))} trainings, {len(held)} held-out images"
-    )
-    train = ImageSet(context, source, "train", images, images)
-    record, winner = _select(evaluator, train, ImageSet(context, source, "train", held, held), seed)
+    context.say(f"{source}, {budget_words(budget)}: sweep scored on {len(held.images)} held-out images")
+    record, winner = _select(evaluator, train, held, seed)
     if winner is None:
         raise UserError(f"{evaluator.title}: every candidate of the sweep diverged: lower optim.lr")
-    if budget == ALL:
-        return record, None
-    (row,) = _results(evaluator, winner, train, budget, seed, record.best)
-    return record, row
+    rows = [] if budget == ALL else list(_results(evaluator, winner, train, budget, seed, record.best))
+    return record, rows[0] if rows else None
 
 
 def measure(
@@ -78,33 +73,31 @@ def measure(
     best: what a sweep selected (None: the only candidate; or selected here, on a part of the labeled images).
     The rows have `data` "", the source as `arm` and `pretraining_seed` 0.
     """
-    chosen = {
-        (budget, seed): _train_images(evaluator, context, budget, seed)[0] for budget in budgets for seed in seeds
-    }
-    wanted = np.unique(np.concatenate(list(chosen.values())))
-    extract = None if len(wanted) == (context.train_labels >= 0).sum() else wanted
-    for (budget, seed), images in chosen.items():
-        train = ImageSet(context, source, "train", images, extract)
+    places = [(budget, seed) for budget in budgets for seed in seeds]
+    chosen = [_train_images(evaluator, context, source, budget, seed)[0] for budget, seed in places]
+    wanted = np.unique(np.concatenate([train.images for train in chosen if train.images is not None]))
+    together = None if len(wanted) == (context.train_labels >= 0).sum() else wanted
+    for (budget, seed), images in zip(places, chosen, strict=True):
+        train = ImageSet(context, source, "train", images.images, together)
         settings, notes = (best, ()) if best is not None else _settings(evaluator, train, seed)
         try:
-            classifier = _configured(evaluator, settings).fit(train, seed)
-            rows = list(_results(evaluator, classifier, train, budget, seed, settings, notes))
-        except Diverged as error:
-            if not settings:
-                raise
-            message = (
-                f"{evaluator.title}: {_words(settings)} diverged with seed {seed} ({source}, {len(images)} images)"
+            rows = list(
+                _results(evaluator, _fit(evaluator, settings, train, seed), train, budget, seed, settings, notes)
             )
-            diverged = Diverged(f"{message}: {str(error).splitlines()[0]}; remove that value from the sweep")
-            diverged.everywhere = error.everywhere
-            raise diverged from None
+        except Diverged as error:
+            if settings:
+                error.args = (
+                    f"{evaluator.title}: {_words(settings)} diverged with seed {seed} ({source}, "
+                    f"{budget_words(budget)}): {str(error).splitlines()[0]}; remove that value from the sweep",
+                )
+            raise
         if rows[0].seconds:
             context.say(f"{source}, {budget_words(budget)}, seed {seed}: {rows[0].seconds:.0f} s")
         yield from rows
 
 
 def evaluate(evaluator: Evaluator, context: EvalContext) -> tuple[list[Result], dict[str, SweepRecord]]:
-    """Everything that the evaluator's settings ask for: the trained encoder, then the references.
+    """Everything that the evaluator's settings ask for, for the trained encoder and the references.
 
     Returns the rows, and the sweeps by "SOURCE, BUDGET".
     """
@@ -116,24 +109,24 @@ def evaluate(evaluator: Evaluator, context: EvalContext) -> tuple[list[Result], 
         if not has_sweep(evaluator):
             results += measure(evaluator, context, source, asked, seeds)
             continue
-        rows: dict[tuple[Budget, int], Result | None] = {}
-        records = {}
-        for at in dict.fromkeys(sweep_budget(evaluator, budget) for budget in asked):
-            records[at], rows[at, seeds[0]] = sweep(evaluator, context, source, at, seeds[0])
-            sweeps[f"{source}, {budget_words(at)}"] = records[at]
+        found = {
+            at: sweep(evaluator, context, source, at, seeds[0])
+            for at in dict.fromkeys(sweep_budget(evaluator, budget) for budget in asked)
+        }
+        sweeps |= {f"{source}, {budget_words(at)}": record for at, (record, _) in found.items()}
         for budget in asked:
-            best = records[sweep_budget(evaluator, budget)].best
-            for seed in seeds:
-                row = rows.get((budget, seed))
-                results += [row] if row else measure(evaluator, context, source, (budget,), (seed,), best)
+            record, row = found[sweep_budget(evaluator, budget)]
+            done = [row] if row and row.labels_per_class == budget else []
+            results += done
+            results += measure(evaluator, context, source, (budget,), seeds[len(done) :], record.best)
     return results, sweeps
 
 
 def training_recipes(evaluator: Evaluator, like: Recipe, images: int, *, sweep: bool) -> list[Recipe]:
-    """The trainings of a `sweep` or of one `measure` with so many labeled images, for a dry run.
+    """The trainings by gradient descent of a `sweep`, or of one `measure`, for a dry run.
 
-    like: the recipe of the encoder that is evaluated, its `data.train` the labeled shards. Of several candidates
-    `measure` is taken to train the longest.
+    like: the recipe of the encoder that is evaluated. images: how many are labeled. Of several candidates `measure` is
+    taken to train the longest.
     """
     stages = []
     for settings in _candidates(evaluator):
@@ -152,22 +145,26 @@ def _configured(evaluator: Evaluator, settings: Settings) -> Evaluator:
     return type(evaluator)(evaluator.config.with_settings(settings)) if settings else evaluator
 
 
-def _train_images(
-    evaluator: Evaluator, context: EvalContext, budget: Budget, seed: int, *, all_labels: bool = True
-) -> tuple[np.ndarray, np.ndarray]:
-    """(labeled images, held-out images): global indices.
+def _fit(evaluator: Evaluator, settings: Settings, train: ImageSet, seed: int) -> Classifier:
+    return _configured(evaluator, settings).fit(train, seed)
 
-    all_labels: whether the budget "all" includes the held-out images.
-    """
-    labels = context.train_labels
+
+def _train_images(
+    evaluator: Evaluator, context: EvalContext, source: str, budget: Budget, seed: int, include_held_out: bool = True
+) -> tuple[ImageSet, ImageSet]:
+    """(labeled images, held-out images). include_held_out: whether the budget "all" is all labeled images."""
+    labels, held = context.train_labels, np.empty(0, dtype=np.int64)
     if not evaluator.trains_encoder:
-        return choose_labeled(labels, budget, seed), np.empty(0, dtype=np.int64)
-    kept, held = held_out_split(labels, evaluator.config.held_out, seed=0)  # the same for every seed
-    if budget == ALL and all_labels:
-        return choose_labeled(labels, ALL, seed), held
-    without = np.full_like(labels, -1)
-    without[kept] = labels[kept]
-    return np.sort(choose_labeled(without, budget, seed, share_of=labels)), held
+        images = choose_labeled(labels, budget, seed)
+    else:
+        kept, held = held_out_split(labels, evaluator.config.held_out, seed=0)
+        allowed = np.full_like(labels, -1)
+        allowed[kept] = labels[kept]
+        if budget == ALL and include_held_out:
+            allowed = labels
+        images = np.sort(choose_labeled(allowed, budget, seed, share_of=labels))
+    train, others = (ImageSet(context, source, "train", part, np.sort(part)) for part in (images, held))
+    return train, others
 
 
 def _settings(evaluator: Evaluator, train: ImageSet, seed: int) -> tuple[Settings, tuple[str, ...]]:
@@ -176,7 +173,6 @@ def _settings(evaluator: Evaluator, train: ImageSet, seed: int) -> tuple[Setting
     candidates = _candidates(evaluator)
     if len(candidates) == 1:
         return candidates[0], ()
-    assert train.images is not None
     kept, held = held_out_split(train.context.train_labels[train.images], evaluator.config.held_out, seed)
     if not len(held):
         middle = candidates[len(candidates) // 2]
@@ -186,25 +182,24 @@ def _settings(evaluator: Evaluator, train: ImageSet, seed: int) -> tuple[Setting
 
 def _select(evaluator: Evaluator, train: ImageSet, held: ImageSet, seed: int) -> tuple[SweepRecord, Classifier | None]:
     """The sweep, and the winner's classifier (None: all candidates diverged)."""
-    context, best, winner, total = train.context, -1.0, None, Cost()
     tried: list[Settings] = []
+    best: Settings = {}
+    top, winner, total = -1.0, None, Cost()
     for settings in _candidates(evaluator):
         try:
-            classifier = _configured(evaluator, settings).fit(train, seed)
+            classifier = _fit(evaluator, settings, train, seed)
             found = classifier(held)[0]
+            score, cost = scored(found.prediction)[train.context.metric], found.cost
         except Diverged as error:
-            total += error.cost if isinstance(error.cost, Cost) else Cost()
-            tried.append({**settings, "held_out_accuracy": 0.0})
-            context.say(f"{_words(settings)}: diverged")
-            continue
-        score = scored(found.prediction)[context.metric]
-        total += found.cost
+            classifier, score, cost = None, 0.0, error.cost if isinstance(error.cost, Cost) else Cost()
+        total += cost
         tried.append({**settings, "held_out_accuracy": score})
         if evaluator.trains_encoder:
-            context.say(f"{_words(settings)}: {score:.1%} of the held-out images, {found.cost.seconds:.0f} s")
-        if score > best:
-            best, winner, selected = score, classifier, settings
-    return SweepRecord(candidates=tuple(tried), best=selected if winner else {}, cost=total), winner
+            outcome = f"{score:.1%} of the held-out images, {cost.seconds:.0f} s" if classifier else "diverged"
+            train.context.say(f"{_words(settings)}: {outcome}")
+        if classifier and score > top:
+            best, top, winner = settings, score, classifier
+    return SweepRecord(candidates=tuple(tried), best=best, cost=total), winner
 
 
 def _results(
@@ -217,10 +212,10 @@ def _results(
     notes: tuple[str, ...] = (),
 ) -> Iterator[Result]:
     """A classifier's rows for the test images."""
-    context, images = train.context, train.images
-    assert images is not None
-    notes += short_note(context.train_labels[images], budget, context.train_labels)
-    for found in classifier(ImageSet(context, train.source, "test")):
+    labels = train.context.train_labels[train.images]
+    for found in classifier(ImageSet(train.context, train.source, "test")):
+        used = len(labels) if found.labels is None else found.labels
+        unreadable = (f"{len(labels) - used} of {len(labels)} labeled images could not be read",)
         accuracies = scored(found.prediction)
         yield Result(
             data="",
@@ -229,24 +224,22 @@ def _results(
             labels_per_class=budget,
             seed=seed,
             pretraining_seed=0,
-            labels=len(images) if found.labels is None else found.labels,
+            labels=used,
+            accuracy=accuracies["accuracy"],
+            mean_per_class=accuracies["mean_per_class"],
             prediction=found.prediction,
             variant=found.variant,
             primary=found.primary,
             selected=selected,
-            notes=(*found.notes, *notes, *_unreadable(evaluator, found, len(images))),
+            notes=(
+                *found.notes,
+                *notes,
+                *short_note(labels, budget, train.context.train_labels),
+                *unreadable * (used < len(labels) and not evaluator.needs_head),
+            ),
             **vars(found.cost),
-            accuracy=accuracies["accuracy"],
-            mean_per_class=accuracies["mean_per_class"],
         )
 
 
-def _unreadable(evaluator: Evaluator, found: Scored, images: int) -> tuple[str, ...]:
-    missing = 0 if found.labels is None or evaluator.needs_head else images - found.labels
-    return (f"{missing} of the {images} labeled images could not be read",) * bool(missing)
-
-
 def _words(settings: Settings) -> str:
-    return ", ".join(
-        f"{key}={value:g}" if isinstance(value, float) else f"{key}={value}" for key, value in settings.items()
-    )
+    return ", ".join(f"{key}={value}" for key, value in settings.items())
