@@ -121,21 +121,25 @@ def save(path: Path, results: Sequence[Result], **about: Any) -> None:
             if array is not None:
                 arrays[f"{number}/{name}"] = array
         rows.append({name: getattr(result, name) for name in COLUMNS})
+    digest = ""
     if rows:
         with atomic_file(path.with_suffix(".npz")) as file:
             np.savez_compressed(file, allow_pickle=False, **arrays)
-    write_json(path, {"format": FORMAT, **about, "rows": rows})
+        digest = sha256(path.with_suffix(".npz"))
+    write_json(path, {"format": FORMAT, **about, "predictions": digest, "rows": rows})
 
 
 def load(path: Path) -> tuple[list[Result], dict[str, Any]]:
     """(results, everything else that the JSON holds). Raises UserError for a damaged or incomplete pair."""
     about = read_json(path)
-    rows = about.pop("rows", [])
+    rows, digest = about.pop("rows", []), about.pop("predictions", "")
     try:
         if about.pop("format") != FORMAT:
             raise ValueError("written by another version")
         if not rows:
             return [], about
+        if sha256(path.with_suffix(".npz")) != digest:
+            raise ValueError("its predictions are of other rows")
         with np.load(path.with_suffix(".npz"), allow_pickle=False) as arrays:
             found = dict(arrays)
 

@@ -75,6 +75,8 @@ def measure(
     """
     places = [(budget, seed) for budget in budgets for seed in seeds]
     chosen = [_train_images(evaluator, context, source, budget, seed)[0] for budget, seed in places]
+    if not chosen:
+        return
     wanted = np.unique(np.concatenate([train.images for train in chosen if train.images is not None]))
     together = None if len(wanted) == (context.train_labels >= 0).sum() else wanted
     for (budget, seed), images in zip(places, chosen, strict=True):

@@ -1,0 +1,109 @@
+"""`ssl-vit eval`: data sets, and what it prints."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ssl_vit import api, cli, recipe
+
+Call = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture(scope="module")
+def trained(few_digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trained")
+    for split in ("train", "test"):
+        (folder / split).symlink_to(few_digits / split)
+    keys = [f"data.train={folder}/train", f"run={folder}/run", "training.steps=2", "training.batch_size=16"]
+    api.train(recipe.load_recipe("digits_ssl", keys), quiet=True)
+    return folder
+
+
+@pytest.fixture
+def evaluate(trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
+    """(exit code, stdout, stderr) of `ssl-vit eval RUN ...`."""
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["ssl-vit", "eval", str(trained / "run"), *map(str, arguments)])
+        monkeypatch.setenv("COLUMNS", "200")
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+        shown = capsys.readouterr()
+        return int(stop.value.code or 0), shown.out, shown.err
+
+    return call
+
+
+def test_several_data_sets_are_columns_of_one_table(trained: Path, tmp_path: Path, evaluate: Call) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "train").symlink_to(trained / "test")
+    (other / "test").symlink_to(trained / "train")
+    code, shown, _ = evaluate("few_shot", "--data", trained, "--data", other, "shots=[2]")
+    assert code == 0 and str(trained) in shown and str(other) in shown
+    (row,) = [line for line in shown.splitlines() if "2 labels per class" in line and " trained" in line]
+    assert row.count("±") == 2
+    code, shown, _ = evaluate("few_shot", "--data", f"{trained}/train", "--test", f"{trained}/test", "shots=[2]")
+    table = shown.split("saved in")[0]
+    assert f"{trained}/test" in table and f"{trained}/train" not in table, "the numbers are about the test images"
+
+
+@pytest.mark.usefixtures("fewer_digits")
+def test_a_suite_has_its_own_metric_and_settings(trained: Path, tmp_path: Path, evaluate: Call) -> None:
+    (tmp_path / "suite.yaml").write_text(f"""
+name: two
+folder: {tmp_path}/packed
+sets:
+  named: {{train: {trained}/train, test: {trained}/test, metric: mean_per_class, evaluators: {{knn: {{ks: [3]}}}}}}
+  packed: {{source: digits}}
+""")
+    arguments = ["knn", "--suite", tmp_path / "suite.yaml", "labels_per_class=4"]
+    code, shown, _ = evaluate(*arguments, "--json")
+    found = json.loads(shown)
+    named, packed = found["about"]
+    assert code == 0 and (named["metric"], named["settings"]["ks"]) == ("mean_per_class", [3])
+    assert (packed["metric"], packed["settings"]["ks"]) == ("accuracy", [10, 20])
+    assert {row["data"] for row in found["rows"]} == {"named", "packed"}
+    assert {row["labels_per_class"] for row in found["rows"]} == {4} and "prediction" not in found["rows"][0]
+    mean = next(row["mean_per_class"] for row in found["rows"] if row["data"] == "named" and row["arm"] == "trained")
+    assert json.loads((tmp_path / "packed" / "packed" / "train" / "info.json").read_text())["samples"] == 400
+    code, shown, told = evaluate(*arguments, "--per-class")
+    assert "packing" not in told, "packed once"
+    row = next(line for line in shown.splitlines() if " trained" in line and "labels per class" in line)
+    assert f"{100 * mean:.1f}" in row and "named: mean of the per-class accuracies" in shown
+
+
+def test_per_class_accuracies_are_those_of_the_predictions(trained: Path, evaluate: Call) -> None:
+    code, shown, _ = evaluate("knn", "--data", trained, "ks=[5]", "--per-class")
+    found = api.evaluate(trained / "run", "knn", f"{trained}/train", f"{trained}/test", ["ks=[5]"])
+    prediction = found.results[0].prediction
+    share = prediction.correct[prediction.labels == 3].mean()
+    (row,) = [line.split() for line in shown.splitlines() if line.split()[1:2] == ["3"]]
+    assert code == 0 and f"{100 * share:.1f}" in row and str((prediction.labels == 3).sum()) in row
+
+
+def test_what_was_selected_is_printed(trained: Path, evaluate: Call) -> None:
+    _, shown, _ = evaluate("linear_probe", "--data", trained, "labels_per_class=[1,5]", "sweep.c=[0.1,1]")
+    assert "no image could be held out to select by" in shown
+    assert "trained, 5 labels per class, seed 0: selected c=" in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ([], "name the data: --data FOLDER"),
+        (["--data", "x", "--suite", "local"], "name the data: --data FOLDER"),
+        (["--suite", "transfr"], "no such suite; shipped ones: local, transfer"),
+        (["--data", "a", "--data", "b", "--test", "c"], "--test goes with one --data"),
+        (["--data", "/"], "/ does not hold train/ and test/"),
+    ],
+)
+def test_wrong_data_is_named(evaluate: Call, arguments: list[str], expected: str) -> None:
+    code, _, told = evaluate("knn", *arguments)
+    assert code == 2 and expected in told

@@ -1,0 +1,174 @@
+"""`api.evaluate` on a real run: what is stored, replaced and refused."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from ssl_vit import api
+from ssl_vit.data.packing import pack, sources
+from ssl_vit.evaluators.context import EvalContext
+from ssl_vit.evaluators.labels import labels_of
+from ssl_vit.files import sha256
+from ssl_vit.interfaces import RunError, UserError
+from ssl_vit.models import factory
+from ssl_vit.results import Table, evaluations, load
+
+TUNE = ["sweep={}", "training.steps=4", "training.batch_size=16", "labels_per_class=5", "seeds=[0,1]"]
+FAST = {
+    "few_shot": ["shots=[1,5]"],
+    "knn": ["ks=[5,3]"],
+    "linear_probe": ["sweep={}", "c=0.1", "labels_per_class=5"],
+    "fine_tune": TUNE,
+}
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_every_evaluator_stores_its_rows_with_a_prediction_per_test_image(
+    trained: Path, context: EvalContext, name: str
+) -> None:
+    run, test = trained / "run", f"{trained}/test"
+    found = api.evaluate(run, name, f"{trained}/train", test, FAST[name])
+    assert [evaluation.results for evaluation in evaluations(run)[0] if evaluation.path == found.path] == [
+        found.results
+    ]
+    assert found.path.parent == run / "results" and found.path.name.startswith(f"{name}-")
+    rows, about = load(found.path)
+    assert rows == found.results and about == found.about
+    assert {row.arm for row in rows} == {"trained", "untrained"} | ({"pixels"} if name != "fine_tune" else set())
+    assert {(row.data, row.pretraining_seed, row.evaluator) for row in rows} == {(test, 0, name)}
+    assert about["evaluator"] == name and about["sha256"] == sha256(run / "encoder.safetensors")
+    assert about["shards"] == {"train": context.train.fingerprint, "test": context.test.fingerprint}
+    for row in rows:
+        np.testing.assert_array_equal(row.prediction.images, np.arange(100))
+        np.testing.assert_array_equal(row.prediction.labels, labels_of(context.test))
+        assert row.accuracy == row.prediction.correct.mean()
+    assert len(Table(rows).frame) == len(rows), "the keys of all rows differ"
+
+
+def test_a_rerun_replaces_its_own_file_alone(trained: Path) -> None:
+    data = (f"{trained}/train", f"{trained}/test")
+    first, again = (api.evaluate(trained / "run", "knn", *data, ["ks=[7]"]) for _ in range(2))
+    assert first.results == again.results and first.path == again.path
+    other = api.evaluate(trained / "run", "knn", *data, ["ks=[9]"])
+    mean = api.evaluate(trained / "run", "knn", *data, ["ks=[7]"], metric="mean_per_class")
+    assert len({first.path, other.path, mean.path}) == 3
+    assert all(path.path.is_file() for path in (first, other, mean))
+
+
+def test_a_checkpoint_is_evaluated_like_a_run(trained: Path) -> None:
+    newest = sorted((trained / "run" / "checkpoints").iterdir())[-1]
+    data = (f"{trained}/train", f"{trained}/test")
+    run, checkpoint = (api.evaluate(path, "knn", *data, ["ks=[5]"]) for path in (trained / "run", newest))
+    assert run.results == checkpoint.results and checkpoint.path.parent == newest / "results"
+
+
+def test_results_of_weights_that_are_gone_are_ignored_with_a_note(trained: Path, tmp_path: Path) -> None:
+    run = shutil.copytree(trained / "run", tmp_path / "run", ignore=shutil.ignore_patterns("results"))
+    data = (f"{trained}/train", f"{trained}/test")
+    old = api.evaluate(run, "few_shot", *data, ["shots=[2]"])
+    tensors = factory.state(factory.load(run))
+    tensors["norm.bias"] = tensors["norm.bias"] + 1
+    save_file(tensors, run / "encoder.safetensors")
+    new = api.evaluate(run, "knn", *data, ["ks=[3]"])
+    found, notes = evaluations(run)
+    assert [evaluation.path for evaluation in found] == [new.path]
+    assert len(notes) == 1 and str(old.path) in notes[0]
+
+
+def test_labels_of_one_class_cannot_be_evaluated(trained: Path, tmp_path: Path) -> None:
+    source = sources.open_source("digits", split="train")
+    one = replace(source, labels=np.zeros_like(source.labels))
+    pack(one, tmp_path / "one", shards=2, progress=False)
+    for name, keys in FAST.items():
+        with pytest.raises(UserError, match="one: all labeled images there are of one class"):
+            api.evaluate(trained / "run", name, f"{tmp_path}/one", f"{tmp_path}/one", keys)
+
+
+def test_a_share_of_the_labels_is_as_many_for_every_evaluator(trained: Path) -> None:
+    data = (f"{trained}/train", f"{trained}/test")
+    more = {"fine_tune": [*TUNE, "held_out=0.3"], "knn": ["ks=5"]}
+    for name, keys in more.items():
+        rows = api.evaluate(trained / "run", name, *data, [*keys, "labels_per_class=10%"]).results
+        assert {row.labels for row in rows} == {40}, name
+
+
+@pytest.mark.parametrize(
+    ("run", "name", "keys", "expected"),
+    [
+        ("run", "few_shots", [], "did you mean 'few_shot'"),
+        ("run", "few_shot", ["shot=[1]"], "did you mean 'shots'"),
+        ("run", "few_shot", ["block=9"], "has blocks 1 to 4"),
+        ("run", "few_shot", ["l2=0"], "few_shot: l2: give numbers greater than 0"),
+        ("run", "knn", ["ks=[5,5]"], "ks: 5 is named twice"),
+        ("run", "knn", ["seeds=[]"], "seeds: Value should have at least 1 item"),
+        ("run", "knn", ["labels_per_class=[]"], "labels_per_class: Value should have at least 1 item"),
+        ("run", "knn", ["ks=0"], "ks.0: Input should be greater than or equal to 1"),
+        ("nowhere", "knn", [], "no such run"),
+        ("train", "knn", [], r"no encoder\.safetensors"),
+    ],
+)
+def test_wrong_input_is_named(trained: Path, run: str, name: str, keys: list[str], expected: str) -> None:
+    with pytest.raises(UserError, match=expected):
+        api.evaluate(trained / run, name, f"{trained}/train", f"{trained}/test", keys)
+
+
+def test_results_that_cannot_be_written_are_refused_before_anything_is_measured(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = shutil.copytree(trained / "run", tmp_path / "run", ignore=shutil.ignore_patterns("results"))
+    (run / "results").write_text("a file")
+    monkeypatch.setattr(api, "make_context", None)
+    with pytest.raises(UserError, match=r"results: results cannot be written there .*; copy the weights"):
+        api.evaluate(run, "knn", f"{trained}/train", f"{trained}/test")
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_weights_that_give_no_numbers_are_named(trained: Path, tmp_path: Path, name: str) -> None:
+    run = shutil.copytree(trained / "run", tmp_path / "run", ignore=shutil.ignore_patterns("results"))
+    tensors = factory.state(factory.load(run))
+    tensors["blocks.0.mlp.fc1.bias"][3] = torch.nan
+    save_file(tensors, run / "encoder.safetensors")
+    with pytest.raises(RunError, match="not finite"):
+        api.evaluate(run, name, f"{trained}/train", f"{trained}/test", FAST[name])
+    assert not list((run / "results").iterdir())
+
+
+def test_an_evaluator_is_one_file(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As anybody could add it: a module beside the others, with a `Config` and an `Evaluator`."""
+    from ssl_vit import evaluators
+
+    (tmp_path / "majority.py").write_text("""
+import numpy as np
+
+from ssl_vit.evaluators import base
+from ssl_vit.evaluators.features import Representation
+from ssl_vit.results import Prediction
+
+
+class Config(base.LabeledConfig):
+    pass
+
+
+class Evaluator(base.Evaluator):
+    title = "The most frequent class"
+    references = ()
+
+    def fit(self, train, seed):
+        best = np.bincount(train.features(Representation()).labels).argmax()
+
+        def classify(images):
+            found = images.features(Representation())
+            return [base.Scored(Prediction(found.images, found.labels, np.full_like(found.labels, best)))]
+
+        return classify
+""")
+    monkeypatch.setattr(evaluators, "__path__", [*evaluators.__path__, str(tmp_path)])
+    found = api.evaluate(trained / "run", "majority", f"{trained}/train", f"{trained}/test", ["seeds=[0,1]"])
+    assert [(row.arm, row.mean_per_class) for row in found.results] == [("trained", 0.1)] * 2

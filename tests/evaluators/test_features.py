@@ -1,0 +1,110 @@
+"""Frozen features of a real run: what is read, at which size, and what the cache knows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from sklearn.datasets import load_digits
+from torchvision.transforms import v2
+
+from ssl_vit import api
+from ssl_vit.data.samples import SampleReader
+from ssl_vit.evaluators import features, knn, runner
+from ssl_vit.evaluators.context import EvalContext
+from ssl_vit.evaluators.features import Features, ImageSet, Representation
+from ssl_vit.models import factory
+
+
+def test_only_the_images_that_are_asked_for_are_read(context: EvalContext, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[int] = []
+    sample = SampleReader.sample
+
+    def counted(self: SampleReader, shard: int, *where: int) -> Any:
+        read.append(shard)
+        return sample(self, shard, *where)
+
+    monkeypatch.setattr(SampleReader, "sample", counted)
+    whole = ImageSet(context, "trained", "train").features(Representation())
+    assert len(read) == context.train.samples == len(whole.labels)
+    np.testing.assert_array_equal(whole.labels, context.train_labels)
+    read.clear()
+    some = np.array([300, 7, 8])
+    few = ImageSet(context, "trained", "train", some, np.sort(some)).features(Representation())
+    assert len(read) == 3 and few.images.tolist() == [300, 7, 8]
+    np.testing.assert_allclose(few.vectors, whole.vectors[some], rtol=1e-5, atol=1e-6)
+
+
+def test_features_are_extracted_once_for_all_evaluators(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = (f"{trained}/train", f"{trained}/test")
+    first = api.evaluate(trained / "run", "few_shot", *data, ["shots=[2]"])
+    extract = features.extract
+
+    def only_pixels(images: ImageSet, *rest: Any) -> Features:
+        assert images.source == "pixels", "extracted again"
+        return extract(images, *rest)
+
+    monkeypatch.setattr(features, "extract", only_pixels)
+    again = api.evaluate(trained / "run", "few_shot", *data, ["shots=[2]"])
+    assert again.results == first.results, "a result repeats bit for bit"
+    api.evaluate(trained / "run", "knn", *data, ["ks=[3]", "labels_per_class=2", "seeds=[0,1,2]"])  # the same images
+    with pytest.raises(AssertionError, match="extracted again"):
+        api.evaluate(trained / "run", "few_shot", *data, ["shots=[2]", "pooling=token"])
+
+
+def test_the_cache_knows_other_weights_shards_and_preparation(trained: Path, tmp_path: Path) -> None:
+    settings = api.run_recipe(trained / "run")
+    assert settings
+    train, test = f"{trained}/train", f"{trained}/test"
+
+    def names(**changed: Any) -> set[str]:
+        arguments = {"weights": trained / "run", "settings": settings, "train": train, "test": test} | changed
+        context = api.make_context(**arguments, cache=tmp_path)
+        for source in ("trained", "pixels"):
+            ImageSet(context, source, "test").features(Representation())
+        return {path.name for path in tmp_path.glob("*.safetensors")}
+
+    assert len(names()) == 1, "raw pixels are not kept"
+    assert len(names()) == 1, "the same again"
+    assert len(names(weights=None)) == 2, "other weights"
+    assert len(names(test=train)) == 3, "other shards"
+    larger = settings.model_copy(update={"data": settings.data.model_copy(update={"evaluation_resize": 1.5})})
+    assert len(names(settings=larger)) == 4, "other preparation"
+    damaged = sorted(tmp_path.glob("*.safetensors"))[0]
+    whole = damaged.read_bytes()
+    damaged.write_bytes(whole[: len(whole) // 2])
+    for changed in ({}, {"weights": None}, {"test": train}, {"settings": larger}):
+        names(**changed)
+    assert damaged.read_bytes() == whole, "what a full disk cut short is extracted again"
+
+
+def test_large_raw_pixels_are_shrunk_by_area() -> None:
+    generator = torch.Generator().manual_seed(0)
+    small = torch.randint(0, 256, (2, 3, 8, 20), dtype=torch.uint8, generator=generator)
+    torch.testing.assert_close(features._pixels(small), small.flatten(1) / 127.5 - 1)
+    large = small.repeat_interleave(8, dim=2).repeat_interleave(3, dim=3)  # 64 x 60
+    rows = small.float().repeat_interleave(4, dim=2)  # by area: 32 rows are the halves of 64
+    wide = torch.nn.functional.adaptive_avg_pool2d(rows.repeat_interleave(3, dim=3), (32, 32))
+    torch.testing.assert_close(features._pixels(large), wide.flatten(1) / 127.5 - 1)
+
+
+@pytest.mark.parametrize("method", ["timm", "google"])
+def test_features_at_another_size_and_aspect_ratio(trained: Path, context: EvalContext, method: Any) -> None:
+    wide = Representation("patches", image_size=(8, 12), position_resampling=method)
+    found = ImageSet(context, "trained", "test").features(wide)
+    assert found.vectors.shape == (100, 4 * 6 * 64)
+    digits = (load_digits().images[1437:1537] * 255 / 16).round()[:, None]
+    # The smallest 12x12 that covers 8x12, cropped in the center.
+    images = v2.functional.resize(torch.from_numpy(digits).to(torch.uint8), [12, 12], antialias=True)[:, :, 2:10]
+    for way in ("timm", "google"):
+        model = factory.at_size(factory.load(trained / "run"), (8, 12), way).eval()  # type: ignore[arg-type]
+        with torch.no_grad():
+            expected = model.pool(model(images), "patches")
+        away = torch.from_numpy(found.vectors)[:, None].sub(expected).abs().amax(-1)
+        assert (away.amin(1).max() < 1e-3) == (way == method)  # packing has shuffled the digits
+    assert ImageSet(context, "pixels", "test").features(wide).vectors.shape == (100, 64)
+    config = knn.Config.model_validate({"image_size": [8, 12], "position_resampling": method, "ks": 5})
+    assert len(runner.evaluate(knn.Evaluator(config), context)[0]) == 3

@@ -1,0 +1,242 @@
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from sklearn import linear_model
+from sklearn.datasets import load_digits
+from threadpoolctl import threadpool_limits
+
+from ssl_vit.evaluators import runner
+from ssl_vit.evaluators.context import EvalContext
+from ssl_vit.evaluators.features import Representation
+from ssl_vit.evaluators.few_shot import Config, Evaluator, Ridge, few_shot_accuracy
+from ssl_vit.evaluators.labels import choose_shots
+
+Build = Callable[..., EvalContext]
+Split = tuple[np.ndarray, np.ndarray]
+Scores = Callable[[Split, np.ndarray, float], np.ndarray]
+
+
+def published_shots(labels: np.ndarray, shots: int, seed: int, classes: int) -> np.ndarray:
+    """The rule of the published protocol: every class's indices permuted by one generator, in label order."""
+    generator = np.random.default_rng(seed)
+    permuted = []
+    for label in range(classes):
+        permuted.append(generator.permutation(np.where(labels == label)[0]))
+    return np.concatenate([indices[:shots] for indices in permuted])
+
+
+def prepared(train: np.ndarray, test: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Standardized by train's mean and population deviation + 1e-5, and the constant feature 100, in float64."""
+    train, test = train.astype(np.float64), test.astype(np.float64)
+    mean = train.sum(0) / len(train)
+    deviation = np.sqrt(((train - mean) ** 2).sum(0) / len(train)) + 1e-5
+    train, test = (train - mean) / deviation, (test - mean) / deviation
+    return np.column_stack([train, [100.0] * len(train)]), np.column_stack([test, [100.0] * len(test)])
+
+
+def scores_by_solve(train: Split, test: np.ndarray, l2: float) -> np.ndarray:
+    """Normal equations, one dense solve."""
+    x, queries = prepared(train[0], test)
+    targets = np.where(np.equal.outer(train[1], np.unique(train[1])), 1.0, -1.0)
+    return queries @ np.linalg.solve(x.T @ x + l2 * np.eye(x.shape[1]), x.T @ targets)
+
+
+def scores_by_sklearn(train: Split, test: np.ndarray, l2: float) -> np.ndarray:
+    x, queries = prepared(train[0], test)
+    targets = np.where(np.equal.outer(train[1], np.unique(train[1])), 1.0, -1.0)
+    return np.asarray(
+        linear_model.Ridge(alpha=l2, fit_intercept=False, solver="cholesky").fit(x, targets).predict(queries)
+    )
+
+
+def feature_set(name: str) -> tuple[Split, Split]:
+    """(train, test): noisy class means; what is special about the features is in the name."""
+    generator = np.random.default_rng(len(name))
+    width = {"n<d": 300}.get(name, 6)
+    classes = 4
+    train_labels, test_labels = generator.integers(0, classes, 200), generator.integers(0, classes, 90)
+    if name == "short class":
+        train_labels = np.concatenate([np.repeat([0, 1, 2], 40), [3, 3, 3]])
+    if name == "label gap":
+        train_labels, test_labels = train_labels * 3, test_labels * 3
+    means = generator.normal(size=(20, width))
+
+    def noisy(labels: np.ndarray) -> np.ndarray:
+        x = means[labels] + 1.5 * generator.normal(size=(len(labels), width))
+        if name == "constant":
+            x[:, 1], x[:, 4] = 7.25, 0.0
+        if name == "duplicated":
+            x[:, 2], x[:, 5] = x[:, 0], -3 * x[:, 1] + 4
+        return x.astype(np.float32)
+
+    return (noisy(train_labels), train_labels), (noisy(test_labels), test_labels)
+
+
+NAMES = ["n<d", "n>d", "short class", "constant", "duplicated", "label gap"]
+
+
+@pytest.mark.filterwarnings("ignore:1 class")
+@pytest.mark.parametrize("l2", [2.0**10, 1.0])
+@pytest.mark.parametrize("scores_of", [scores_by_solve, scores_by_sklearn])
+@pytest.mark.parametrize("name", NAMES)
+def test_accuracy_and_every_prediction_agree_with_dense_solvers(name: str, scores_of: Scores, l2: float) -> None:
+    train, test = feature_set(name)
+    classes = np.unique(train[1])
+    shots, seeds = (1, 5, 10, 25), (0, 1, 2)
+    found = few_shot_accuracy(*train, *test, shots=shots, seeds=seeds, l2=l2)
+    assert set(found) == {(k, seed) for k in shots for seed in seeds}
+    assert len(set(found.values())) > 3
+    for (k, seed), accuracy in found.items():
+        chosen = published_shots(train[1], k, seed, int(classes.max()) + 1)
+        scores = scores_of((train[0][chosen], train[1][chosen]), test[0], l2)
+        best_two = np.sort(scores, axis=1)[:, -2:]
+        clear = best_two[:, 1] - best_two[:, 0] > 1e-9 * np.abs(scores).max()
+        assert clear.mean() > 0.95
+        predictions = classes[scores.argmax(1)]
+        assert accuracy == pytest.approx(np.mean(predictions == test[1]), abs=1 - clear.mean())
+        # Scored against the reference's predictions, only sample-for-sample agreement gives 1.
+        same = few_shot_accuracy(*train, test[0][clear], predictions[clear], shots=(k,), seeds=(seed,), l2=l2)
+        assert same == {(k, seed): 1.0}
+
+
+@pytest.mark.parametrize("shape", [(40, 6), (7, 40), (12, 11)])
+def test_one_decomposition_gives_the_weights_of_every_l2(shape: tuple[int, int]) -> None:
+    """Fewer images than features and more, in any order of the classes."""
+    features = np.random.default_rng(0).normal(size=shape)
+    labels = np.arange(shape[0]) % 3
+    ridge = Ridge(features, labels)
+    x, _ = prepared(features, features)
+    targets = np.where(labels[:, None] == np.arange(3), 1.0, -1.0)
+    for l2 in (1e-3, 1.0, 2.0**10):
+        solved = np.linalg.solve(x.T @ x + l2 * np.eye(x.shape[1]), x.T @ targets)
+        np.testing.assert_allclose(ridge.basis @ ridge.coefficients(l2), solved, rtol=1e-6, atol=1e-9)
+
+
+def test_several_l2_at_once_are_the_single_ones() -> None:
+    train, test = feature_set("n>d")
+    together = few_shot_accuracy(*train, *test, shots=(1, 10), seeds=(0, 1), l2=[1.0, 64.0, 2.0**14])
+    for (shots, seed, l2), accuracy in together.items():
+        assert few_shot_accuracy(*train, *test, shots=(shots,), seeds=(seed,), l2=l2) == {(shots, seed): accuracy}
+    assert len(together) == 12
+
+
+def test_the_same_arrays_give_the_same_bits_on_any_number_of_threads() -> None:
+    generator = np.random.default_rng(0)
+    labels = np.arange(500) % 20
+    features = (generator.normal(size=(500, 300)) + labels[:, None] / 20).astype(np.float32)
+    found = []
+    for threads in (1, 2, 3):
+        with threadpool_limits(threads):
+            ridge = Ridge(features, labels)
+            found.append((ridge.basis.tobytes(), ridge.targets.tobytes()))
+    assert found[0] == found[1] == found[2]
+
+
+@pytest.mark.parametrize("labels", [np.arange(300) % 7, np.arange(300) % 5 * 2, np.array([2, 0, 1] * 9)])
+@pytest.mark.parametrize("seed", [0, 1, 17])
+def test_shots_are_the_published_permutations_and_nested(labels: np.ndarray, seed: int) -> None:
+    before: set[int] = set()
+    for shots in (1, 2, 5, 9):
+        chosen = choose_shots(labels, shots, seed)
+        np.testing.assert_array_equal(chosen, published_shots(labels, shots, seed, int(labels.max()) + 1))
+        assert np.bincount(labels[chosen])[np.unique(labels)].tolist() == [shots] * len(np.unique(labels))
+        assert before < set(chosen.tolist())
+        before = set(chosen.tolist())
+
+
+def test_other_seeds_choose_other_shots() -> None:
+    labels = np.arange(100) % 5
+    assert not np.array_equal(choose_shots(labels, 3, 0), choose_shots(labels, 3, 1))
+
+
+def test_images_without_a_label_are_never_chosen_and_change_nothing() -> None:
+    labels = np.array([1, 0, 1, 0, 0, 1])
+    hidden = np.concatenate([labels, [-1, -1, -1]])
+    np.testing.assert_array_equal(choose_shots(hidden, 2, 0), choose_shots(labels, 2, 0))
+    assert sorted(choose_shots(hidden, 99, 0)) == [0, 1, 2, 3, 4, 5]
+
+
+def test_classes_short_of_shots_are_named() -> None:
+    train, test = feature_set("short class")
+    with pytest.warns(UserWarning, match=r"1 class\(es\) have fewer than 25 .*\[3\]"):
+        few_shot_accuracy(*train, *test)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        few_shot_accuracy(*train, *test, shots=(1, 3))
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        {"train_features": (10, 3), "train_labels": 9, "test_features": (5, 3), "test_labels": 5},
+        {"train_features": (10, 3), "train_labels": 10, "test_features": (5, 3), "test_labels": 4},
+        {"train_features": (10, 3), "train_labels": 10, "test_features": (0, 3), "test_labels": 0},
+        {"train_features": (10, 3), "train_labels": 10, "test_features": (5, 4), "test_labels": 5},
+    ],
+)
+def test_arrays_that_do_not_fit_are_refused(lengths: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=r"length|fit"):
+        few_shot_accuracy(**{name: np.zeros(shape, dtype=int) for name, shape in lengths.items()}, shots=(1,))
+
+
+def digits() -> tuple[Split, Split]:
+    data = load_digits()
+    return (data.data[:1437], data.target[:1437]), (data.data[1437:], data.target[1437:])
+
+
+def test_raw_pixels_of_the_digits_give_the_known_accuracies() -> None:
+    train, test = digits()
+    assert len(test[1]) == 360
+    accuracies = few_shot_accuracy(*train, *test)
+    means = [100 * np.mean([accuracies[k, seed] for seed in (0, 1, 2)]) for k in (1, 5, 10, 25)]
+    assert [round(mean) for mean in means] == [57, 73, 79, 84]
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.uint8])
+def test_the_precision_of_the_features_does_not_matter(dtype: type) -> None:
+    train, test = digits()
+    found = few_shot_accuracy(train[0].astype(dtype), train[1], test[0].astype(dtype), test[1], shots=(5,))
+    assert found == few_shot_accuracy(*train, *test, shots=(5,))
+
+
+@pytest.mark.parametrize("seeds", [(0, 1, 2), (4,)])
+def test_the_evaluator_is_the_function_on_every_source(array_context: Build, seeds: tuple[int, ...]) -> None:
+    (train_x, train_y), (test_x, test_y) = digits()
+    context = array_context(*digits())
+    config = Config(shots=(1, 5), seeds=seeds, l2=3.0, pooling="both", block=2)  # type: ignore[arg-type]
+    rows, sweeps = runner.evaluate(Evaluator(config), context)
+    assert not sweeps and len(rows) == 3 * 2 * len(seeds)
+    representations = {key[2] for key in context.features.asked}  # type: ignore[attr-defined]
+    assert representations == {Representation("both", 2), None}
+    for source in ("trained", "untrained", "pixels"):
+        every = 2 if source == "pixels" else 1
+        arrays = (train_x[:, ::every], train_y, test_x[:, ::every], test_y)
+        expected = few_shot_accuracy(*arrays, shots=(1, 5), seeds=seeds, l2=3.0)
+        found = {(row.labels_per_class, row.seed): row.accuracy for row in rows if row.arm == source}
+        assert found == expected
+
+
+def test_every_l2_is_a_variant_and_a_comparison_counts_the_first(array_context: Build) -> None:
+    evaluator = Evaluator(Config(shots=(5,), seeds=(0, 1), l2=(7.0, 100.0)))
+    rows = list(runner.measure(evaluator, array_context(*digits()), "trained", (5,), (0, 1)))
+    assert [(row.variant, row.seed, row.primary) for row in rows] == [
+        ("l2=7", 0, True),
+        ("l2=100", 0, False),
+        ("l2=7", 1, True),
+        ("l2=100", 1, False),
+    ]
+    expected = few_shot_accuracy(*digits()[0], *digits()[1], shots=(5,), seeds=(0, 1), l2=(7.0, 100.0))
+    assert [row.accuracy for row in rows] == [expected[5, row.seed, float(row.variant[3:])] for row in rows]
+
+
+def test_l2_can_be_selected_on_a_part_of_the_shots(array_context: Build) -> None:
+    evaluator = Evaluator(Config.model_validate({"shots": [1, 10], "seeds": 0, "sweep": {"l2": [1e6, 1e-2, 10]}}))
+    one, ten = runner.measure(evaluator, array_context(*digits()), "trained", (1, 10), (0,))
+    assert one.selected == {"l2": 10} and "no image could be held out" in one.notes[0], "the middle one"
+    assert ten.selected["l2"] != 1e6 and not ten.notes
+    expected = few_shot_accuracy(*digits()[0], *digits()[1], shots=(10,), seeds=(0,), l2=float(ten.selected["l2"]))
+    assert ten.accuracy == expected[10, 0]

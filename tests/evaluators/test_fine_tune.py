@@ -1,0 +1,169 @@
+"""Fine-tuning a real run: its protocols, its settings, and what a training depends on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ssl_vit import api, recipe
+from ssl_vit.data.shards import open_shards
+from ssl_vit.evaluators import classifier, fine_tune, runner
+from ssl_vit.evaluators.context import EvalContext
+from ssl_vit.evaluators.labels import labels_of
+from ssl_vit.interfaces import Diverged, UserError
+from ssl_vit.objectives import classification
+from ssl_vit.results import Result
+
+FAST = ["sweep={}", "optim.lr=0.01", "training.steps=4", "training.batch_size=16", "labels_per_class=5", "seeds=0"]
+Tuned = Callable[..., list[Result]]
+
+
+@pytest.fixture
+def tuned(trained: Path) -> Tuned:
+    """The rows of a fast fine-tuning of the run, of the trained encoder; keys follow those of `FAST`."""
+
+    def evaluate(*keys: str, run: Path = trained / "run", arm: str = "trained") -> list[Result]:
+        data = (f"{trained}/train", f"{trained}/test")
+        rows = api.evaluate(run, "fine_tune", *data, [*FAST, *keys]).results
+        assert {row.arm for row in rows} == {"trained", "untrained"}
+        return [row for row in rows if row.arm == arm]
+
+    return evaluate
+
+
+@pytest.fixture
+def objectives(monkeypatch: pytest.MonkeyPatch) -> list[classification.Objective]:
+    """What is trained, in order."""
+    found: list[classification.Objective] = []
+    train = classifier.train
+
+    def kept(*arguments: Any) -> Any:
+        objective, cost = train(*arguments)
+        found.append(objective)
+        return objective, cost
+
+    monkeypatch.setattr(fine_tune, "train", kept)
+    return found
+
+
+def test_a_prediction_has_the_top_classes_and_its_row_the_cost(tuned: Tuned) -> None:
+    (row,) = tuned("image_size=12")
+    assert (row.labels, row.images_seen, row.selected) == (50, 64, {}) and row.flops > 0 and row.seconds > 0
+    found = row.prediction
+    assert found.top_scores is not None and found.top_classes is not None
+    assert found.top_scores.shape == (100, 5) and (np.diff(found.top_scores, axis=1) <= 0).all()
+    np.testing.assert_array_equal(found.top_classes[:, 0], found.predicted)
+
+
+def test_maes_protocol_counts_in_epochs(trained: Path, tuned: Tuned) -> None:
+    (row,) = tuned("protocol=mae", "training.steps=null", "training.epochs=1", "labels_per_class=5%")
+    kept = [count - round(0.1 * count) for count in np.bincount(labels_of(open_shards(f"{trained}/train")))]
+    assert row.labels == sum(max(1, round(0.05 * count)) for count in kept)
+    assert row.images_seen == math.ceil(row.labels / 16) * 16
+
+
+def test_a_share_that_the_held_out_images_cut_says_so(tuned: Tuned) -> None:
+    (row,) = tuned("held_out=0.3", "labels_per_class=95%")
+    assert row.notes == ("95% of the labels are 380 images; 279 could be used",)
+
+
+def test_settings_on_top_of_a_protocols_defaults() -> None:
+    mae = recipe.validate(fine_tune.Config, {"protocol": "mae", "optim": {"lr": 1.0}, "augment": {"flip": False}})
+    assert (mae.optim.lr, mae.optim.layer_decay, mae.head.mixup, mae.candidates) == (1.0, 0.65, 0.8, [{}])
+    assert mae.augment.scale == (0.08, 1.0) and (mae.training.epochs, mae.training.steps) == (100, None)
+    assert recipe.validate(fine_tune.Config, {"protocol": "mae", "training": {"steps": 5}}).training.epochs is None
+    paper = fine_tune.Config()
+    assert (paper.optim.name, paper.head.head, paper.training.steps) == ("sgd", "linear", 500)
+    assert [settings["optim.lr"] for settings in paper.candidates] == [0.001, 0.003, 0.01, 0.03]
+    assert recipe.validate(fine_tune.Config, paper.model_dump(mode="json")) == paper
+    mixed = recipe.parse_overrides(["sweep.training.epochs=[3,1]", "sweep.optim.lr=[0.2,0.1]"])
+    swept = recipe.validate(fine_tune.Config, mixed)
+    assert [(one["training.epochs"], one["optim.lr"]) for one in swept.candidates] == [
+        (1, 0.1),
+        (1, 0.2),
+        (3, 0.1),
+        (3, 0.2),
+    ], "shorter first, then the lower rate"
+    assert swept.with_settings(swept.candidates[0]).training.total_steps(1024) == 2
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        (["training.precision=bf16"], "training.precision"),
+        (["lrs=[0.1]"], "fine_tune: lrs: unknown key"),
+        (["optim.lrs=0.1"], "fine_tune: optim.lrs: unknown key; did you mean 'lr'"),
+    ],
+)
+def test_settings_without_effect_are_refused(tuned: Tuned, keys: list[str], expected: str) -> None:
+    with pytest.raises(UserError, match=expected):
+        tuned(*keys)
+
+
+def test_dropout_and_mixup_do_not_depend_on_what_came_before(
+    tuned: Tuned, objectives: list[classification.Objective]
+) -> None:
+    for before in (1, 2):
+        torch.manual_seed(before)
+        np.random.seed(before)
+        tuned("head.mixup=0.8", "head.cutmix=1.0", "drop_path=0.3", "dropout=0.1")
+    first, scratch, again, scratch_again = (dict(one.named_parameters()) for one in objectives)
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert all(torch.equal(scratch[name], scratch_again[name]) for name in first)
+    assert not torch.equal(first["head.weight"], scratch["head.weight"])
+
+
+def test_dropout_may_be_set_for_every_arm(
+    trained: Path, tuned: Tuned, tmp_path: Path, objectives: list[classification.Objective]
+) -> None:
+    keys = [f"data.train={trained}/train", f"run={tmp_path}/run", "training.steps=2", "training.batch_size=16"]
+    api.train(recipe.load_recipe("digits_supervised", [*keys, "encoder.dropout=0.5"]), quiet=True)
+    for more in ([], ["dropout=0.25"], ["dropout=0"]):
+        tuned("training.steps=1", *more, run=tmp_path / "run")
+    rates = [{module.p for module in one.modules() if isinstance(module, torch.nn.Dropout)} for one in objectives]
+    assert rates == [{0.0, 0.5}] * 2 + [{0.0, 0.25}] * 2 + [{0.0}] * 2, "never inside the attention"
+
+
+def test_what_diverges_is_counted_and_leaves_the_loss_scale_as_it_was(
+    context: EvalContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    monkeypatch.setattr(context.accelerator, "scaler", scaler)
+    train = classifier.loop.train
+
+    def spoiled(job: Any) -> Any:
+        scaler.scale(torch.ones(()))
+        scaler.update(0.5)
+        if job.optim.lr == 0.2:
+            error = Diverged("the loss is not finite")
+            error.steps = 1
+            raise error
+        return train(job)
+
+    monkeypatch.setattr(classifier.loop, "train", spoiled)
+    content = {"sweep": {"optim.lr": [0.01, 0.2]}, "training": {"steps": 2, "batch_size": 16}, "lanes": 4}
+    evaluator = fine_tune.Evaluator(fine_tune.Config.model_validate(content))
+    record, row = runner.sweep(evaluator, context, "trained", 5, 0)
+    assert record.best == {"optim.lr": 0.01} and row is not None and row.images_seen == 32
+    assert record.cost.images_seen == (2 + 1) * 16 and record.cost.flops == pytest.approx(row.flops * 1.5)
+    assert scaler.get_scale() == 8.0
+
+
+def test_a_dry_run_gets_every_training_as_a_recipe(trained: Path) -> None:
+    like = api.run_recipe(trained / "run")
+    assert like
+    content = {"sweep": {"optim.lr": [0.1, 0.2], "training.epochs": [1, 5]}, "lanes": 2, "image_size": 12}
+    evaluator = fine_tune.Evaluator(recipe.validate(fine_tune.Config, content))
+    like = like.model_copy(update={"training": like.training.model_copy(update={"precision": "bf16"})})
+    stages = runner.training_recipes(evaluator, like, 1024, sweep=True)
+    assert [stage.training.steps for stage in stages] == [2, 2, 10, 10]
+    assert [stage.optim.warmup_steps for stage in stages] == [0, 0, 2, 2], "at most a fifth"
+    (one,) = runner.training_recipes(evaluator, like, 1024, sweep=False)
+    assert (one.training.steps, one.training.precision, one.data.lanes) == (10, "bf16", 2)
+    assert one.encoder == like.encoder.model_copy(update={"image_size": 12})

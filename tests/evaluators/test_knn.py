@@ -1,0 +1,136 @@
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ssl_vit.evaluators import runner
+from ssl_vit.evaluators.context import EvalContext
+from ssl_vit.evaluators.knn import Config, Evaluator, knn_votes
+from ssl_vit.evaluators.labels import choose_labeled
+from ssl_vit.interfaces import UserError
+from ssl_vit.recipe import validate
+
+Build = Callable[..., EvalContext]
+TRAIN_X = np.random.default_rng(0).normal(size=(60, 5)).astype(np.float32)
+TRAIN_Y = np.random.default_rng(1).choice([2, 3, 7], 60)
+TEST_X = np.random.default_rng(2).normal(size=(40, 5)).astype(np.float32)
+TEST_Y = np.random.default_rng(3).choice([2, 3, 7], 40)
+
+
+def accuracies(
+    train: np.ndarray, train_labels: np.ndarray, test: np.ndarray, test_labels: np.ndarray, **settings: Any
+) -> dict[int, float]:
+    """Test accuracy (0..1) for each k."""
+    found = knn_votes(train, train_labels, test, **settings)
+    return {k: float((classes[:, 0] == test_labels).mean()) for k, (classes, _) in found.items()}
+
+
+def naive_votes(k: int, temperature: float) -> list[dict[int, float]]:
+    """One query and one neighbor at a time, in float64: the share of every class."""
+    found = []
+    for query in TEST_X.astype(np.float64):
+        similar = []
+        for vector, label in zip(TRAIN_X.astype(np.float64), TRAIN_Y, strict=True):
+            cosine = sum(query * vector) / math.sqrt(sum(query**2)) / math.sqrt(sum(vector**2))
+            similar.append((cosine, int(label)))
+        similar.sort(reverse=True)
+        votes = dict.fromkeys([2, 3, 7], 0.0)
+        for cosine, label in similar[:k]:
+            votes[label] += math.exp(cosine / temperature)
+        found.append({label: vote / sum(votes.values()) for label, vote in votes.items()})
+    return found
+
+
+def naive_predictions(k: int, temperature: float) -> np.ndarray:
+    return np.array([max(votes, key=lambda label: votes[label]) for votes in naive_votes(k, temperature)])
+
+
+@pytest.mark.parametrize("temperature", [0.07, 1.0, 0.02])
+@pytest.mark.parametrize("k", [1, 10, 20, 60, 1000])
+def test_every_prediction_agrees_with_a_naive_loop(k: int, temperature: float) -> None:
+    predictions = naive_predictions(k, temperature)
+    accuracy = accuracies(TRAIN_X, TRAIN_Y, TEST_X, TEST_Y, ks=(k,), temperature=temperature)
+    assert accuracy == {k: np.mean(predictions == TEST_Y)}
+    assert accuracies(TRAIN_X, TRAIN_Y, TEST_X, predictions, ks=(k,), temperature=temperature) == {k: 1.0}
+
+
+def test_shares_of_the_votes_are_the_probabilities() -> None:
+    classes, shares = knn_votes(TRAIN_X, TRAIN_Y, TEST_X, ks=(20,), temperature=0.5)[20]
+    assert shares.dtype == np.float32 and (np.diff(shares, axis=1) <= 0).all()
+    for own_classes, own_shares, expected in zip(classes, shares, naive_votes(20, 0.5), strict=True):
+        found = dict(zip(own_classes.tolist(), own_shares.tolist(), strict=True))
+        assert found == pytest.approx(expected, abs=1e-5)
+
+
+def test_several_ks_at_once_are_the_single_ones() -> None:
+    together = accuracies(TRAIN_X, TRAIN_Y, TEST_X, TEST_Y, ks=(20, 1, 500, 5))
+    for k, accuracy in together.items():
+        assert accuracies(TRAIN_X, TRAIN_Y, TEST_X, TEST_Y, ks=(k,)) == {k: accuracy}
+    assert list(together) == [20, 1, 500, 5]
+
+
+def test_k_beyond_the_training_set_counts_all_of_it() -> None:
+    together = accuracies(TRAIN_X, TRAIN_Y, TEST_X, TEST_Y, ks=(60, 61, 10_000), temperature=1.0)
+    assert together[60] == together[61] == together[10_000]
+
+
+def test_the_temperature_and_the_neighbors_matter() -> None:
+    sharp, flat = (naive_predictions(20, temperature) for temperature in (0.02, 1.0))
+    assert (sharp != flat).any()
+    assert (naive_predictions(1, 1.0) != flat).any()
+
+
+def test_many_test_images_are_scored_in_portions() -> None:
+    repeats = 2500 // 40 + 1
+    tiled = np.tile(TEST_X, (repeats, 1))
+    predictions = np.tile(naive_predictions(10, 0.07), repeats)
+    assert len(predictions) > 2048
+    assert accuracies(TRAIN_X, TRAIN_Y, tiled, predictions, ks=(10,)) == {10: 1.0}
+    predictions[-1] = 99  # a wrong one in the last portion counts
+    assert accuracies(TRAIN_X, TRAIN_Y, tiled, predictions, ks=(10,))[10] == 1 - 1 / len(predictions)
+
+
+def test_the_length_of_a_feature_vector_does_not_matter() -> None:
+    scale = np.random.default_rng(5).uniform(0.1, 10, (60, 1)).astype(np.float32)
+    predictions = naive_predictions(10, 0.07)
+    assert accuracies(TRAIN_X * scale, TRAIN_Y, TEST_X * 100, predictions, ks=(10,)) == {10: 1.0}
+
+
+def test_a_vector_of_zeros_is_no_accident() -> None:
+    with np.errstate(all="raise"):
+        found = accuracies(np.vstack([TRAIN_X, np.zeros((1, 5))]), np.append(TRAIN_Y, 2), TEST_X[:1] * 0, [2], ks=(61,))
+    assert set(found) == {61}
+
+
+def test_of_equally_similar_neighbors_the_earlier_count() -> None:
+    train = np.repeat(np.eye(3, dtype=np.float32), [4, 4, 2], axis=0)
+    labels = np.array([5, 5, 9, 9, 9, 9, 9, 9, 2, 2])
+    assert accuracies(train, labels, train[:1], np.array([5]), ks=(2,)) == {2: 1.0}
+    assert accuracies(train[::-1], labels[::-1], train[:1], np.array([9]), ks=(2,)) == {2: 1.0}
+
+
+@pytest.mark.parametrize("budget", ["all", 4, "50%"])
+def test_the_evaluator_uses_the_labels_it_was_allowed(array_context: Build, budget: int | str) -> None:
+    context = array_context((TRAIN_X, TRAIN_Y), (TEST_X, TEST_Y))
+    config = Config.model_validate({"ks": (20, 1), "labels_per_class": budget, "seeds": 3, "temperature": 0.5})
+    images = choose_labeled(TRAIN_Y, budget, 3)
+    expected = accuracies(TRAIN_X[images], TRAIN_Y[images], TEST_X, TEST_Y, ks=(20, 1), temperature=0.5)
+    rows, _ = runner.evaluate(Evaluator(config), context)
+    assert [(row.arm, row.variant, row.primary) for row in rows] == [
+        (source, f"k={k}", k == 20) for source in ("trained", "untrained", "pixels") for k in (20, 1)
+    ]
+    assert {row.labels for row in rows} == {len(images)}
+    assert [row.accuracy for row in rows[:2]] == list(expected.values())
+    for row in rows:
+        assert row.prediction.top_classes is not None
+        np.testing.assert_array_equal(row.prediction.top_classes[:, 0], row.prediction.predicted)
+
+
+@pytest.mark.parametrize("wrong", [{"ks": ()}, {"labels_per_class": "200%"}, {"labels_per_class": 0}, {"block": 0}])
+def test_wrong_settings_are_the_users_mistake(wrong: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match=f"^knn: {next(iter(wrong))}"):
+        validate(Config, wrong, "knn: ")

@@ -1,0 +1,157 @@
+"""The exact probe on arrays, and the one by gradient descent on a run."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from sklearn.datasets import load_digits
+from sklearn.linear_model import LogisticRegression
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
+
+from ssl_vit import api
+from ssl_vit.data.shards import open_shards
+from ssl_vit.evaluators import runner
+from ssl_vit.evaluators.context import EvalContext
+from ssl_vit.evaluators.labels import choose_labeled, held_out_split, labels_of
+from ssl_vit.evaluators.linear_probe import Config, Evaluator
+from ssl_vit.interfaces import UserError
+from ssl_vit.models import factory
+from ssl_vit.objectives import classification
+from ssl_vit.recipe import validate
+from ssl_vit.results import Result
+from ssl_vit.training.flops import training_flops
+
+Arrays = tuple[np.ndarray, np.ndarray]
+Build = Callable[..., EvalContext]
+CS = (1e-4, 1e-2, 1.0, 100.0)
+LABELS = np.random.default_rng(0).choice([0, 1, 4], 150, p=[0.6, 0.3, 0.1])
+
+
+def features(labels: np.ndarray, seed: int, noise: float = 1.5) -> np.ndarray:
+    """Noisy class means on very different scales, with a constant feature among them."""
+    means = np.random.default_rng(9).normal(size=(5, 8))
+    generator = np.random.default_rng(seed)
+    x = (means[labels] + noise * generator.normal(size=(len(labels), 8))) * 10.0 ** np.arange(-4, 4) + 5
+    x[:, 3] = 2.5
+    return x
+
+
+def reference_accuracy(train: tuple[np.ndarray, np.ndarray], test: tuple[np.ndarray, np.ndarray], c: float) -> float:
+    """Standardized as MAE's affine-free BatchNorm (eps 1e-6) does, then scikit-learn's own logistic regression."""
+
+    def normalized(x: np.ndarray) -> np.ndarray:
+        mean, variance = torch.from_numpy(train[0].mean(0)), torch.from_numpy(train[0].var(0))
+        return F.batch_norm(torch.from_numpy(x), mean, variance, eps=1e-6).numpy()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = LogisticRegression(C=c, max_iter=1000).fit(normalized(train[0]), train[1])
+        return float(model.score(normalized(test[0]), test[1]))
+
+
+def probe(build: Build, train: Arrays, test: Arrays, seed: int = 0, **settings: object) -> Result:
+    """All labels of the training arrays."""
+    evaluator = Evaluator(validate(Config, settings))
+    (row,) = runner.measure(evaluator, build(train, test), "trained", ("all",), (seed,))
+    return row
+
+
+@pytest.mark.parametrize(("seed", "share"), [(0, 0.2), (1, 0.2), (0, 0.4)])
+def test_c_is_selected_on_held_out_images_and_the_fit_is_sklearns(
+    array_context: Build, seed: int, share: float
+) -> None:
+    x, labels = features(LABELS, 1), LABELS
+    test_labels = np.random.default_rng(5).choice([0, 1, 4], 200)
+    test_x = features(test_labels, 2)
+    kept, held = held_out_split(labels, share, seed)
+    scores = [reference_accuracy((x[kept], labels[kept]), (x[held], labels[held]), c) for c in CS]
+    assert len(set(scores)) > 1
+    best = CS[scores.index(max(scores))]
+    found = probe(array_context, (x, labels), (test_x, test_labels), seed, sweep={"c": CS}, held_out=share)
+    assert found.accuracy == pytest.approx(reference_accuracy((x, labels), (test_x, test_labels), best))
+    assert found.selected == {"c": best} and not found.notes
+    assert found.prediction.top_scores is not None and found.prediction.top_classes is not None
+    assert found.prediction.top_scores.sum(1) == pytest.approx(np.ones(200), abs=1e-6)
+    np.testing.assert_array_equal(found.prediction.top_classes[:, 0], found.prediction.predicted)
+
+
+def test_a_single_c_is_used_as_it_is(array_context: Build) -> None:
+    train = (features(LABELS, 1), LABELS)
+    found = probe(array_context, train, train, c=0.5, sweep={})
+    assert found.accuracy == pytest.approx(reference_accuracy(train, train, 0.5)) and found.selected == {}
+
+
+@pytest.mark.parametrize("cs", [CS, CS[::-1]])
+def test_one_image_per_class_takes_the_middle_c_and_says_so(array_context: Build, cs: tuple[float, ...]) -> None:
+    labels, test_labels = np.array([4, 0, 1]), np.array([0, 0, 1, 4, 4])
+    test = (features(test_labels, 2, noise=0.1), test_labels)
+    found = probe(array_context, (features(labels, 1, noise=0.1), labels), test, sweep={"c": cs})
+    assert found.accuracy == 1.0 and found.selected == {"c": 1.0}
+    assert "no image could be held out to select by: c=1.0" in found.notes[0]
+
+
+@pytest.mark.parametrize("budget", [6, "20%"])
+def test_the_labels_of_the_budget_alone_are_used(array_context: Build, budget: int | str) -> None:
+    x, test = features(LABELS, 1), (features(LABELS, 2), LABELS)
+    config = validate(Config, {"sweep": {"c": CS}, "held_out": 0.3})
+    found = list(runner.measure(Evaluator(config), array_context((x, LABELS), test), "trained", (budget,), (2, 3)))
+    for seed, row in zip((2, 3), found, strict=True):
+        images = choose_labeled(LABELS, budget, seed)
+        alone = probe(array_context, (x[images], LABELS[images]), test, seed, sweep={"c": CS}, held_out=0.3)
+        assert (row.accuracy, row.selected, row.labels) == (alone.accuracy, alone.selected, len(images))
+
+
+def test_a_fit_that_stopped_early_says_so(array_context: Build) -> None:
+    train = (features(LABELS, 1), LABELS)
+    notes = {n: probe(array_context, train, train, sweep={}, max_iterations=n).notes for n in (3, 1000)}
+    assert "before it had converged" in notes[3][0] and notes[1000] == ()
+
+
+def test_on_real_digits_it_agrees_with_sklearn_to_a_tenth_of_a_point(array_context: Build) -> None:
+    data = load_digits()
+    train, test = (data.data[:1437], data.target[:1437]), (data.data[1437:], data.target[1437:])
+    for c in (1e-3, 0.1):
+        model = make_pipeline(StandardScaler(), LogisticRegression(C=c, solver="newton-cg", tol=1e-8, max_iter=1000))
+        found = probe(array_context, train, test, c=c, sweep={}).accuracy
+        assert found == pytest.approx(model.fit(*train).score(*test), abs=1e-3)
+
+
+def test_the_probe_by_lars_learns_on_frozen_features(trained: Path) -> None:
+    keys = [
+        "method=lars",
+        "optim.lr=60",
+        "labels_per_class=[4,90%]",
+        "training.epochs=20",
+        "warmup_epochs=1",
+        "training.batch_size=64",
+        "lanes=4",
+        "augment.crop=center",
+        "augment.flip=false",
+    ]
+    rows = api.evaluate(trained / "run", "linear_probe", f"{trained}/train", f"{trained}/test", keys).results
+    assert {row.arm for row in rows} == {"trained", "untrained"}
+    found = [row for row in rows if row.arm == "trained"]
+    labels = sum(round(0.9 * count) for count in np.bincount(labels_of(open_shards(f"{trained}/train"))))
+    assert [row.labels for row in found] == [40, labels]
+    assert [row.images_seen for row in found] == [20 * 40, math.ceil(20 * labels / 64) * 64]
+    assert found[1].accuracy > 0.35
+    model = factory.load(trained / "run")
+    whole = training_flops(classification.Objective(model, classification.Config(head="linear", pooling="mean"), 10))
+    assert found[1].flops / found[1].images_seen < 0.4 * whole, "no backward pass through the encoder"
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"), [(["pooling=both"], "token, mean or patches"), (["labels_per_class=1", "lanes=16"], "lanes")]
+)
+def test_what_lars_cannot_do_is_refused(trained: Path, keys: list[str], expected: str) -> None:
+    with pytest.raises(UserError, match=expected):
+        data = (f"{trained}/train", f"{trained}/test")
+        api.evaluate(trained / "run", "linear_probe", *data, ["method=lars", *keys])

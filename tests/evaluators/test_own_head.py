@@ -1,0 +1,103 @@
+"""`ssl-vit eval RUN own_head`: a supervised run's own classifier, as it was when the run ended."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from ssl_vit import api, recipe
+from ssl_vit.data import DataConfig
+from ssl_vit.data.evaluation import EvaluationStream, evaluation_batches
+from ssl_vit.data.images import evaluation_transform
+from ssl_vit.data.samples import Preprocess
+from ssl_vit.data.shards import open_shards
+from ssl_vit.interfaces import RunError, UserError
+from ssl_vit.models import factory
+from ssl_vit.objectives import classification
+from ssl_vit.training import checkpoint
+
+KEYS = ["training.steps=60", "training.checkpoint_every=30", "training.picture_every=0", "encoder.depth=2"]
+
+
+@pytest.fixture(scope="module")
+def folder(few_digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Digits, and a supervised and an SSL run on them."""
+    folder = tmp_path_factory.mktemp("own_head")
+    for split in ("train", "test"):
+        (folder / split).symlink_to(few_digits / split)
+    for name, steps in (("digits_supervised", 60), ("digits_ssl", 2)):
+        keys = [*KEYS, f"data.train={folder}/train", f"run={folder}/{name}", f"training.steps={steps}"]
+        api.train(recipe.load_recipe(name, keys), quiet=True)
+    return folder
+
+
+def by_hand(folder: Path, saved: Path) -> float:
+    """Accuracy of a checkpoint's head over the test digits, without the evaluators."""
+    settings = recipe.load_recipe(folder / "digits_supervised" / "recipe.yaml")
+    assert isinstance(settings.objective, classification.Config)
+    objective = classification.Objective(factory.load(saved), settings.objective, 10).eval()
+    checkpoint.load_head(saved, objective)
+    data = DataConfig(train="x", evaluation_resize=1.0)
+    preprocess = Preprocess(evaluation_transform(8, data), 1, 10, needs_labels=True)
+    stream = EvaluationStream(open_shards(f"{folder}/test"), preprocess, batch_size=90, rank=0, ranks=1, workers=0)
+    hits = []
+    with torch.no_grad():
+        for batch, _ in evaluation_batches(stream, torch.device("cpu")):
+            hits += (objective.logits(batch.images).argmax(-1) == batch.labels)[batch.valid].tolist()
+    assert len(hits) == 100
+    return float(np.mean(hits))
+
+
+def test_it_is_the_accuracy_of_the_trained_classifier(folder: Path) -> None:
+    run = folder / "digits_supervised"
+    found = api.evaluate(run, "own_head", f"{folder}/train", f"{folder}/test")
+    (row,) = found.results
+    assert (row.arm, row.labels_per_class, row.labels) == ("trained", "all", 400) and not row.notes
+    assert row.accuracy == pytest.approx(by_hand(folder, checkpoint.folders(run)[-1]), abs=1e-9)
+    assert row.accuracy > 0.5, "sixty steps teach most digits"
+
+
+def test_an_earlier_checkpoint_is_judged_by_its_own_head(folder: Path) -> None:
+    early, late = checkpoint.folders(folder / "digits_supervised")
+    found = api.evaluate(early, "own_head", f"{folder}/train", f"{folder}/test")
+    accuracy = found.results[0].accuracy
+    assert accuracy == pytest.approx(by_hand(folder, early), abs=1e-9)
+    assert accuracy != pytest.approx(by_hand(folder, late), abs=1e-9)
+
+
+def test_runs_without_a_classifier_are_refused(folder: Path) -> None:
+    with pytest.raises(UserError, match="own_head needs a run whose objective is classification"):
+        api.evaluate(folder / "digits_ssl", "own_head", f"{folder}/train", f"{folder}/test")
+
+
+def test_a_run_that_is_still_trained_knows_its_classes_and_a_part_of_the_labels_counts(
+    folder: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    keys = [f"data.train={folder}/train", f"run={run}", "data.samples=50"]
+    api.train(recipe.load_recipe("digits_supervised", [*KEYS, *keys, "training.steps=4"]), quiet=True)
+    measured = api.evaluate(run, "own_head", f"{folder}/train", f"{folder}/test").results
+    assert [(row.labels, row.notes) for row in measured] == [(50, ())], "what its head was trained on"
+    (run / "summary.json").unlink()
+    for split in ("train", "test"):
+        shutil.copytree(folder / split, tmp_path / split)
+        info = json.loads((tmp_path / split / "info.json").read_text())
+        info["classes"].reverse()
+        (tmp_path / split / "info.json").write_text(json.dumps(info))
+    with pytest.raises(UserError, match="have other classes: class 0 is 0 in one, 9 in the other"):
+        api.evaluate(run, "own_head", f"{tmp_path}/train", f"{tmp_path}/test")
+
+
+def test_a_head_that_gives_no_numbers_is_named(folder: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(folder / "digits_supervised", run)
+    head = checkpoint.folders(run)[-1] / checkpoint.OBJECTIVE
+    save_file({name: tensor.fill_(torch.nan) for name, tensor in load_file(head).items()}, head)
+    with pytest.raises(RunError, match=r"the logits of image 0 of .*test are not finite"):
+        api.evaluate(run, "own_head", f"{folder}/train", f"{folder}/test")

@@ -1,0 +1,233 @@
+"""Label budgets, selection, scores and notes, with an evaluator of a few lines on arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from pydantic import Field
+
+from ssl_vit.evaluators import runner
+from ssl_vit.evaluators.base import Classifier, LabeledConfig, Scored, SweepConfig
+from ssl_vit.evaluators.base import Evaluator as BaseEvaluator
+from ssl_vit.evaluators.context import EvalContext
+from ssl_vit.evaluators.features import ImageSet, Representation
+from ssl_vit.evaluators.labels import choose_labeled, choose_shots, held_out_split
+from ssl_vit.interfaces import Diverged, RunError, UserError
+from ssl_vit.records import Cost
+from ssl_vit.results import Prediction, Table
+
+Build = Callable[..., EvalContext]
+LABELS = np.random.default_rng(0).permutation(np.repeat([0, 1, 2], [80, 40, 20]))
+TEST_LABELS = np.repeat([0, 1, 2], [50, 30, 20])
+TRAIN = (LABELS[:, None] + np.zeros((140, 4)), LABELS)  # features that are the class
+TEST = (TEST_LABELS[:, None] + np.zeros((100, 4)), TEST_LABELS)
+
+
+class Config(LabeledConfig, SweepConfig):
+    """right: classes below it are predicted correctly, the others as 0. fails: at this value of `right`."""
+
+    right: int = 3
+    fails: int = Field(-1)
+    sweep_labels_per_class: int | None = None
+
+
+class Evaluator(BaseEvaluator):
+    title = "Classes below a threshold"
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.failure: Exception = Diverged("the loss is not finite")
+        self.failure.cost = Cost(images_seen=1)  # type: ignore[attr-defined]
+
+    def fit(self, train: ImageSet, seed: int) -> Classifier:
+        c, known = self.config, train.features(Representation())
+        fitted.append((c.right, train.source, len(known.labels), seed))
+        if c.right == c.fails:
+            raise self.failure
+
+        def classify(images: ImageSet) -> list[Scored]:
+            found = images.features(Representation())
+            predicted = np.where(found.labels < c.right, found.labels, 0)
+            cost = Cost(images_seen=10, flops=20.0)
+            return [Scored(Prediction(found.images, found.labels, predicted), cost=cost, labels=len(known.labels))]
+
+        return classify
+
+
+class Trainer(Evaluator):
+    """The same as an evaluator that trains the encoder."""
+
+    references = ("untrained",)
+    trains_encoder = True
+
+
+fitted: list[tuple[int, str, int, int]] = []
+
+
+@pytest.fixture(autouse=True)
+def _nothing_fitted() -> None:
+    fitted.clear()
+
+
+@pytest.fixture
+def context(array_context: Build) -> EvalContext:
+    return array_context(TRAIN, TEST)
+
+
+def config(**values: Any) -> Config:
+    return Config.model_validate(values)
+
+
+def test_every_source_budget_and_seed_is_a_row(context: EvalContext) -> None:
+    rows, sweeps = runner.evaluate(
+        Evaluator(config(labels_per_class=[1, "10%", "all"], seeds=[0, 4], right=2)), context
+    )
+    places = [(row.arm, row.labels_per_class, row.seed) for row in rows]
+    assert places == [
+        (source, budget, seed)
+        for source in ("trained", "untrained", "pixels")
+        for budget in (1, "10%", "all")
+        for seed in (0, 4)
+    ]
+    assert not sweeps and {row.evaluator for row in rows} == {"test_runner"}
+    assert [row.labels for row in rows[:6]] == [3, 3, 14, 14, 140, 140]
+    for row in rows:
+        assert row.accuracy == 0.8 and row.mean_per_class == pytest.approx(2 / 3)
+        assert (row.images_seen, row.flops, row.selected) == (10, 20.0, {})
+        np.testing.assert_array_equal(row.prediction.images, np.arange(100))
+    assert len(Table(rows).frame) == len(rows), "the keys of all rows differ"
+
+
+def test_only_images_that_some_budget_allows_are_extracted_and_at_once(context: EvalContext) -> None:
+    list(runner.measure(Evaluator(config()), context, "trained", (1, 5), (0, 1)))
+    wanted = np.unique(np.concatenate([choose_shots(LABELS, 5, seed) for seed in (0, 1)]))
+    asked = {key[3] for key in context.features.asked if key[1] == "train"}  # type: ignore[attr-defined]
+    assert asked == {wanted.tobytes()}
+    context.features.asked.clear()  # type: ignore[attr-defined]
+    list(runner.measure(Evaluator(config()), context, "trained", (1, "all"), (0,)))
+    assert {key[3] for key in context.features.asked} == {None}  # type: ignore[attr-defined]
+
+
+def test_what_a_budget_lacks_is_noted(array_context: Build) -> None:
+    broken = int(choose_shots(LABELS, 30, 0)[12])
+    context = array_context(TRAIN, TEST, (broken,))
+    few, many = runner.measure(Evaluator(config()), context, "trained", (5, 30), (0,))
+    assert many.labels == 79 and few.labels == 15 and few.notes == ()
+    assert "1 class(es) gave fewer than 30 images" in many.notes[0] and "[2]" in many.notes[0]
+    assert "1 of 80 labeled images could not be read" in many.notes[1]
+
+
+def test_settings_are_selected_on_a_part_of_the_labeled_images(context: EvalContext) -> None:
+    (row,) = runner.measure(Evaluator(config(sweep={"right": [3, 1, 2]})), context, "trained", ("50%",), (7,))
+    images = choose_labeled(LABELS, "50%", 7)
+    kept, held = held_out_split(LABELS[images], 0.2, 7)
+    assert [(right, labels) for right, _, labels, _ in fitted] == [
+        (1, len(kept)),
+        (2, len(kept)),
+        (3, len(kept)),
+        (3, 70),
+    ]
+    assert len(kept) + len(held) == 70
+    assert row.selected == {"right": 3} and row.accuracy == 1.0
+
+
+def test_a_trainer_sweeps_on_held_out_training_images(context: EvalContext) -> None:
+    trainer = Trainer(config(sweep={"right": [1, 2]}, held_out=0.25))
+    assert runner.has_sweep(trainer) and not runner.has_sweep(Evaluator(trainer.config))
+    record, row = runner.sweep(trainer, context, "trained", 10, 3)
+    held = held_out_split(LABELS, 0.25, 0)[1]
+    share = float((LABELS[held] < 2).mean())
+    assert record.candidates[1] == {"right": 2, "held_out_accuracy": pytest.approx(share)}
+    assert record.best == {"right": 2} and record.cost.images_seen == 20
+    assert row is not None and (row.labels, row.seed, row.accuracy, row.selected) == (30, 3, 0.8, {"right": 2})
+    again = next(runner.measure(trainer, context, "trained", (10,), (3,), record.best))
+    assert again == row, "it need not be trained again"
+    for key in context.features.asked:  # type: ignore[attr-defined]
+        if key[1] == "train" and key[3] != np.sort(held).tobytes():
+            assert not set(np.frombuffer(key[3], dtype=np.int64)) & set(held), "nothing trains on held-out images"
+
+
+def test_all_labels_are_trained_on_after_a_sweep_without_the_held_out_ones(context: EvalContext) -> None:
+    trainer = Trainer(config(sweep={"right": [2, 3]}, labels_per_class=[5, "all"], seeds=[0, 1], held_out=0.25))
+    rows, sweeps = runner.evaluate(trainer, context)
+    assert [(right, labels, seed) for right, source, labels, seed in fitted if source == "trained"] == [
+        (2, 15, 0),
+        (3, 15, 0),
+        (2, 105, 0),
+        (3, 105, 0),
+        (3, 15, 1),
+        (3, 140, 0),
+        (3, 140, 1),
+    ]
+    assert [(row.arm, row.labels) for row in rows] == [
+        (source, labels) for source in ("trained", "untrained") for labels in (15, 15, 140, 140)
+    ]
+    assert sweeps["untrained, all labels"].best == {"right": 3}
+
+
+def test_one_sweep_can_serve_several_budgets(context: EvalContext) -> None:
+    trainer = Trainer(config(sweep={"right": [2, 3]}, labels_per_class=[5, 7], sweep_labels_per_class=7))
+    rows, sweeps = runner.evaluate(trainer, context)
+    assert list(sweeps) == ["trained, 7 labels per class", "untrained, 7 labels per class"]
+    assert [row.labels for row in rows[:2]] == [15, 21] and len(fitted) == 2 * 3
+
+
+def test_a_single_candidate_is_taken_without_a_sweep(context: EvalContext) -> None:
+    trainer = Trainer(config(sweep={"right": [2]}))
+    assert not runner.has_sweep(trainer)
+    rows, sweeps = runner.evaluate(trainer, context)
+    assert [row.selected for row in rows] == [{"right": 2}] * 2 and not sweeps and len(fitted) == 2
+
+
+@pytest.mark.parametrize("metric", ["accuracy", "mean_per_class"])
+def test_selection_is_by_the_metric_of_the_data_set(
+    array_context: Build, monkeypatch: pytest.MonkeyPatch, metric: str
+) -> None:
+    found = iter([{"accuracy": 0.9, "mean_per_class": 0.1}, {"accuracy": 0.2, "mean_per_class": 0.8}])
+    monkeypatch.setattr(runner, "scored", lambda prediction: next(found, {"accuracy": 0.0, "mean_per_class": 0.0}))
+    context = array_context(TRAIN, TEST, metric=metric)
+    record, _ = runner.sweep(Trainer(config(sweep={"right": [1, 2]})), context, "trained", 10, 0)
+    assert record.best == {"right": 1 if metric == "accuracy" else 2}
+
+
+def test_of_equals_the_first_wins_and_a_candidate_that_diverges_loses(context: EvalContext) -> None:
+    record, _ = runner.sweep(Trainer(config(sweep={"right": [5, 4, 3]}, fails=3)), context, "trained", 10, 0)
+    assert record.best == {"right": 4}
+    assert record.candidates[0] == {"right": 3, "held_out_accuracy": 0.0}
+    assert record.cost.images_seen == 1 + 10 + 10, "what diverged has cost something too"
+    with pytest.raises(UserError, match="every candidate of the sweep diverged"):
+        runner.sweep(Trainer(config(sweep={"right": [3]}, fails=3)), context, "trained", 10, 0)
+
+
+def test_an_outage_ends_a_sweep(context: EvalContext, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Evaluator, "fit", lambda *arguments: (_ for _ in ()).throw(RunError("HTTP status 503")))
+    with pytest.raises(RunError, match="503"):
+        runner.sweep(Trainer(config(sweep={"right": [2, 3]})), context, "trained", 10, 0)
+
+
+def test_a_selected_value_that_diverges_later_is_named(context: EvalContext) -> None:
+    with pytest.raises(Diverged, match=r"right=2 diverged with seed 1 .*not finite; remove that value") as caught:
+        list(runner.measure(Trainer(config(fails=2)), context, "trained", (5,), (1,), {"right": 2}))
+    assert isinstance(caught.value.cost, Cost)
+
+
+def test_a_sweep_without_held_out_images_is_refused(context: EvalContext) -> None:
+    with pytest.raises(UserError, match=r"held_out=0\.001 holds out none"):
+        runner.sweep(Trainer(config(sweep={"right": [2, 3]}, held_out=0.001)), context, "trained", 10, 0)
+
+
+@pytest.mark.parametrize(
+    ("sweep", "expected"),
+    [
+        ({"wrong": [1]}, "sweep.wrong: this evaluator has no such key"),
+        ({"right": ["x"]}, "sweep.right=x"),
+        ({"right": []}, "sweep.right: give different values"),
+        ({"right": [1, 1]}, "sweep.right: give different values"),
+    ],
+)
+def test_wrong_candidates_are_refused_when_the_settings_are_read(sweep: dict[str, Any], expected: str) -> None:
+    with pytest.raises(ValueError, match=expected):
+        config(sweep=sweep)

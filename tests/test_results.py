@@ -1,0 +1,84 @@
+"""Results on disk and as one table."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ssl_vit.interfaces import UserError
+from ssl_vit.results import COLUMNS, KEY, Prediction, Result, Table, load, save, scored
+
+IMAGES, LABELS = np.arange(6), np.array([0, 0, 0, 0, 2, 2])
+
+
+def predicted(*classes: int, **fields: Any) -> Prediction:
+    return Prediction(**({"images": IMAGES, "labels": LABELS, "predicted": np.array(classes)} | fields))
+
+
+def result(prediction: Prediction, **fields: Any) -> Result:
+    place = {"data": "digits", "evaluator": "knn", "arm": "trained", "labels_per_class": "10%", "labels": 40}
+    return Result(**(place | {"seed": 0, "pretraining_seed": 0} | scored(prediction) | fields), prediction=prediction)
+
+
+SCORES = np.linspace(1, 0, 12, dtype=np.float32).reshape(6, 2)
+ROWS = [
+    result(predicted(0, 0, 0, 1, 2, 0), variant="k=5", notes=("short",), selected={"optim.lr": 0.1, "name": "sgd"}),
+    result(predicted(0, 0, 0, 0, 2, 2, top_classes=np.tile([2, 0], (6, 1)), top_scores=SCORES), seed=1, flops=2.5),
+]
+
+
+def test_scores_are_of_all_images_and_of_the_classes_that_have_any() -> None:
+    assert scored(ROWS[0].prediction) == {"accuracy": 4 / 6, "mean_per_class": pytest.approx((3 / 4 + 1 / 2) / 2)}
+
+
+def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
+    path = tmp_path / "knn.json"
+    save(path, ROWS, evaluator="knn", settings={"ks": [5]})
+    found, about = load(path)
+    assert found == ROWS and about == {"evaluator": "knn", "settings": {"ks": [5]}}
+    for one, other in zip(found, ROWS, strict=True):
+        for name, array in vars(other.prediction).items():
+            np.testing.assert_array_equal(getattr(one.prediction, name), array)
+    save(path, [], note="nothing measured")
+    assert load(path) == ([], {"note": "nothing measured"})
+
+
+def test_test_images_are_stored_once(tmp_path: Path) -> None:
+    save(tmp_path / "rows.json", ROWS)
+    with np.load(tmp_path / "rows.npz") as arrays:
+        assert sum(name.endswith(("images", "labels")) for name in arrays) == 2
+
+
+@pytest.mark.parametrize("damage", ["missing", "cut", "other version"])
+def test_a_damaged_pair_is_named(tmp_path: Path, damage: str) -> None:
+    path = tmp_path / "rows.json"
+    save(path, ROWS)
+    arrays = path.with_suffix(".npz")
+    if damage == "missing":
+        arrays.unlink()
+    elif damage == "cut":
+        arrays.write_bytes(arrays.read_bytes()[:200])
+    else:
+        path.write_text(path.read_text().replace('"format": 1', '"format": 0'))
+    with pytest.raises(UserError, match=r"rows\.json: results cannot be read"):
+        load(path)
+
+
+def test_a_table_has_a_row_per_key_the_later_one(tmp_path: Path) -> None:
+    save(tmp_path / "old.json", ROWS)
+    save(tmp_path / "new.json", [replace(ROWS[1], accuracy=0.0)])
+    table = Table.read([tmp_path / "old.json", tmp_path / "new.json"])
+    assert list(table.frame.columns) == list(COLUMNS) and set(KEY) <= set(COLUMNS)
+    assert table.frame["accuracy"].tolist() == [4 / 6, 0.0]
+    assert Table([]).frame.empty and list(Table([]).frame.columns) == list(COLUMNS)
+
+
+def test_correct_is_over_the_test_images_that_all_rows_have() -> None:
+    part = predicted(1, 2, 0, images=np.array([1, 4, 9]), labels=np.array([0, 2, 0]))
+    table = Table([*ROWS, result(part, seed=2)])
+    assert table.correct([0, 1]).tolist() == [[True, True, True, False, True, False], [True] * 6]
+    assert table.correct([0, 2]).tolist() == [[True, True], [False, True]]
