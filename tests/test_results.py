@@ -77,8 +77,11 @@ def test_a_table_has_a_row_per_key_the_later_one(tmp_path: Path) -> None:
     assert Table([]).frame.empty and list(Table([]).frame.columns) == list(COLUMNS)
 
 
-def test_correct_is_over_the_test_images_that_all_rows_have() -> None:
+def test_cells_are_of_the_test_images_that_all_rows_have() -> None:
     part = predicted(1, 2, 0, images=np.array([1, 4, 9]), labels=np.array([0, 2, 0]))
     table = Table([*ROWS, result(part, seed=2)])
-    assert table.correct([0, 1]).tolist() == [[True, True, True, False, True, False], [True] * 6]
-    assert table.correct([0, 2]).tolist() == [[True, True], [False, True]]
+    labels, correct = table.cells([0, 1])
+    assert labels.tolist() == LABELS.tolist()
+    assert correct.tolist() == [[True, True, True, False, True, False], [True] * 6]
+    labels, correct = table.cells([0, 2])
+    assert labels.tolist() == [0, 2] and correct.tolist() == [[True, True], [False, True]]
