@@ -2,53 +2,36 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import pandas as pd
 
-from ssl_vit.records import ArmRecord, Cost, RunSummary
+from ssl_vit.records import Cost
 from ssl_vit.report.read import Comparison
 
-
-@dataclass(frozen=True)
-class ArmCost:
-    """pretraining: its first run; runs: how many there are. tried: settings in its sweeps. evaluation: all trainings of
-    evaluators outside of sweeps. total: all pretrainings, sweeps and evaluations."""
-
-    arm: str
-    pretraining: RunSummary | None
-    runs: int
-    tried: int
-    sweep: Cost
-    evaluation: Cost
-    total: Cost
-    device_hours: float
+STAGES = ("Pretraining", "Sweeps", "Evaluation", "In all")
+UNITS = {"images_seen": "images", "flops": "FLOPs", "seconds": "seconds", "device_hours": "device-hours"}
 
 
-def costs(comparison: Comparison) -> list[ArmCost]:
-    """By arm, in the recipe's order."""
-    return [_cost(comparison, arm) for arm in comparison.record.arms]
-
-
-def _cost(comparison: Comparison, arm: ArmRecord) -> ArmCost:
-    kinds = {task.id: task.kind for task in comparison.record.tasks if task.arm == arm.name}
-    finished = [comparison.tasks[name] for name in kinds if name in comparison.tasks]
-    runs = [(task.run, task.run.processes) for task in finished if task.run]
-    runs = runs or ([(arm.summary, arm.summary.processes)] if arm.summary else [])
-    sweeps = [(task.sweep, task.processes) for task in finished if task.sweep]
-    evaluation, device_seconds = Cost(), 0.0
+def costs(comparison: Comparison) -> pd.DataFrame:
+    """Columns `UNITS`, index (stage, arm): all pretrainings; all sweeps; all trainings of evaluators outside of sweeps;
+    everything. Arms and stages that cost nothing have no row."""
+    tasks, kinds = comparison.tasks, {task.id: task.kind for task in comparison.record.tasks}
+    spent: list[tuple[str, str, Cost, int]] = []
+    for arm in comparison.record.arms:
+        if arm.summary:
+            spent.append(("Pretraining", arm.name, arm.summary.cost, arm.summary.processes))
+    for task in comparison.record.tasks:
+        if (done := tasks.get(task.id)) and done.run:
+            spent.append(("Pretraining", task.arm, done.run.cost, done.run.processes))
+        if done and done.sweep:
+            spent.append(("Sweeps", task.arm, done.sweep.cost, done.processes))
     for row, file in zip(comparison.table.results, comparison.files, strict=True):
-        if row.arm == arm.name and kinds.get(file.stem) != "sweep":  # the cost of a sweep's winner is in the sweep's
-            evaluation += Cost(images_seen=row.images_seen, flops=row.flops, seconds=row.seconds)
-            device_seconds += row.seconds * (comparison.tasks[file.stem].processes if file.stem in kinds else 1)
-    device_seconds += sum(run.seconds * processes for run, processes in runs)
-    device_seconds += sum(one.cost.seconds * processes for one, processes in sweeps)
-    sweep = sum((one.cost for one, _ in sweeps), Cost())
-    return ArmCost(
-        arm.name,
-        runs[0][0] if runs else None,
-        len(runs),
-        sum(len(one.candidates) for one, _ in sweeps),
-        sweep,
-        evaluation,
-        sum((run.cost for run, _ in runs), sweep + evaluation),
-        device_seconds / 3600,
-    )
+        if kinds.get(file.stem) != "sweep":  # the cost of a sweep's winner is in the sweep's
+            cost = Cost(images_seen=row.images_seen, flops=row.flops, seconds=row.seconds)
+            spent.append(("Evaluation", row.arm, cost, tasks[file.stem].processes if file.stem in tasks else 1))
+    rows = [
+        {"stage": name, "arm": arm} | cost.model_dump() | {"device_hours": cost.seconds * processes / 3600}
+        for stage, arm, cost, processes in spent
+        for name in (stage, "In all")
+    ]
+    frame = pd.DataFrame(rows, columns=["stage", "arm", *UNITS]).groupby(["stage", "arm"]).sum()
+    return frame[(frame != 0).any(axis=1)]

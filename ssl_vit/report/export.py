@@ -42,14 +42,12 @@ def as_json(comparison: Comparison) -> dict[str, JsonValue]:
         "missing": comparison.missing,
         "verdict": verdict(comparison, summary),
         "summary": asdict(summary),
-        "costs": [
-            vars(cost) | {"pretraining": cost.pretraining and cost.pretraining.model_dump()}
-            for cost in costs(comparison)
-        ],
+        "costs": json.loads(costs(comparison).reset_index().to_json(orient="records")),
         "skipped": comparison.skipped,
         "rows": json.loads(rows(comparison).to_json(orient="records")),
     }
-    found: dict[str, JsonValue] = json.loads(json.dumps(content, default=lambda record: record.model_dump(mode="json")))
+    text = json.dumps(content, default=lambda record: record.model_dump(mode="json"))
+    found: dict[str, JsonValue] = json.loads(text, parse_constant=lambda name: None if name == "NaN" else name)
     return found
 
 

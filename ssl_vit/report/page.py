@@ -11,7 +11,7 @@ from ssl_vit.analysis.pages import template
 from ssl_vit.files import write_text
 from ssl_vit.interfaces import RunError
 from ssl_vit.report import export, tables
-from ssl_vit.report.plots import Curve, Embedded, Style, accuracy_curve, loss_curves, styles_of
+from ssl_vit.report.plots import Curve, Embedded, Style, accuracy_curve, loss_curves, numbered_style, styles_of
 from ssl_vit.report.read import Comparison, read
 from ssl_vit.report.runs import flat
 from ssl_vit.report.statistics import Estimate
@@ -126,7 +126,7 @@ def _studies(comparison: Comparison, summary: Summary) -> Iterator[tuple[str, Em
         curves = []
         for number, name in enumerate(lines):
             points = [(sizes[row.arm], row.estimate) for row in rows if row.arm in sizes and series[row.arm] == name]
-            curves += [_curve(name, Style.numbered(number), points)] if points else []
+            curves += [_curve(name, numbered_style(number), points)] if points else []
         levels = [(comparison.label(row.arm), 100 * row.estimate.mean) for row in rows if row.arm not in sizes]
         if curves:
             figure = accuracy_curve(curves, axis, "test accuracy, %", levels=levels)

@@ -15,9 +15,11 @@ import textwrap
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import matplotlib as mpl
 import numpy as np
+import pandas as pd
 from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -42,17 +44,11 @@ INK = "#010203"
 STYLE = figure_style(INK) | {"axes.titlelocation": "left"}
 
 
-@dataclass(frozen=True)
-class Style:
+class Style(NamedTuple):
     """color: "#rrggbb". marker: matplotlib's."""
 
     color: str
     marker: str
-
-    @classmethod
-    def numbered(cls, number: int) -> Style:
-        """One of many, in turn."""
-        return cls(PALETTE[number % len(PALETTE)], "PX<>hpd"[number % 7])
 
 
 @dataclass(frozen=True)
@@ -74,6 +70,11 @@ class Embedded:
     file: str
 
 
+def numbered_style(number: int) -> Style:
+    """Of one of many, in turn."""
+    return Style(PALETTE[number % len(PALETTE)], "PX<>hpd"[number % 7])
+
+
 def styles_of(comparison: Comparison) -> dict[str, Style]:
     """By arm: fixed for the first of each kind, in turn for all others."""
     kinds = {arm.name: "supervised" if arm.uses_labels else arm.kind for arm in comparison.record.arms}
@@ -81,7 +82,7 @@ def styles_of(comparison: Comparison) -> dict[str, Style]:
     free, others, found = dict(zip(COLORS, "os^Dv", strict=True)), itertools.count(), {}
     for arm in comparison.arms:
         kind = kinds.get(arm, arm.partition("_")[0])
-        found[arm] = Style(COLORS[kind], free.pop(kind)) if kind in free else Style.numbered(next(others))
+        found[arm] = Style(COLORS[kind], free.pop(kind)) if kind in free else numbered_style(next(others))
     return found
 
 
@@ -144,26 +145,24 @@ def loss_curves(runs: Mapping[str, tuple[Style, Sequence[Loss]]], *, points: int
     The thin dashed line is the loss of the best constant prediction, where the run logged it. Long runs are shown as
     means of at most `points` parts.
     """
-    runs = {label: run for label, run in runs.items() if run[1]}
-    if not runs:
+    frames = {label: pd.DataFrame([vars(one) for one in losses], dtype=float) for label, (_, losses) in runs.items()}
+    frames = {label: frame for label, frame in frames.items() if len(frame)}
+    if not frames:
         return None
-    seen = all(loss.images_seen is not None for _, losses in runs.values() for loss in losses)
+    axis = "images_seen" if all(frame["images_seen"].notna().all() for frame in frames.values()) else "step"
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(5.6, 2.9))
         axes = figure.add_axes((0.12, 0.19, 0.55, 0.77))
-        for label, (style, losses) in runs.items():
-            x = [float(one.images_seen or 0) if seen else float(one.step) for one in losses]
-            lines: dict[str, list[float | None]] = {label: [one.loss for one in losses]}
-            lines[f"best constant, {label}"] = [one.constant for one in losses]
-            for name, y in lines.items():
-                kept = np.array([(at, value) for at, value in zip(x, y, strict=True) if value is not None])
-                if len(kept):
-                    parts = np.array([part.mean(axis=0) for part in np.array_split(kept, min(points, len(kept)))])
-                    look = {"linewidth": 2.0} if name == label else {"linewidth": 1.2, "linestyle": (0, (4, 3))}
-                    axes.plot(*parts.T, color=style.color, marker="o" if len(parts) == 1 else None, label=name, **look)
+        for label, frame in frames.items():
+            parts = frame.groupby(np.arange(len(frame)) * min(points, len(frame)) // len(frame)).mean()
+            color, marker = runs[label][0].color, "o" if len(parts) == 1 else None
+            axes.plot(parts[axis], parts["loss"], color=color, linewidth=2, marker=marker, label=label)
+            if parts["constant"].notna().any():
+                name, dashes = f"best constant, {label}", (0, (4, 3))
+                axes.plot(parts[axis], parts["constant"], color=color, linewidth=1.2, linestyle=dashes, label=name)
         axes.margins(x=0.01, y=0.08)
         axes.xaxis.set_major_locator(MaxNLocator(5))
-        return _embed(figure, axes, "images seen" if seen else "step", "training loss")
+        return _embed(figure, axes, axis.replace("_", " "), "training loss")
 
 
 def _embed(figure: Figure, axes: Axes, xlabel: str, ylabel: str) -> Embedded:

@@ -21,7 +21,7 @@ from ssl_vit.records import (
     SkippedSample,
     TaskResult,
 )
-from ssl_vit.report.runs import Evaluation, Run, pictures, read_run, validated
+from ssl_vit.report.runs import Run, pictures, read_run, validated
 from ssl_vit.results import KEY, Result, Table
 
 PLAN = "plan.json"
@@ -90,6 +90,11 @@ class Comparison:
         ids = [task.id for task in self.record.tasks if task.arm == arm and task.kind == "pretrain"]
         made = [self.tasks[name].run for name in ids if name in self.tasks]
         return next(iter(made), None) or next(one.summary for one in self.record.arms if one.name == arm)
+
+    def tried(self, arm: str) -> int:
+        """How many settings the arm's sweeps tried."""
+        sweeps = (self.tasks[task.id].sweep for task in self.record.tasks if task.arm == arm and task.id in self.tasks)
+        return sum(len(sweep.candidates) for sweep in sweeps if sweep)
 
     def sizes(self) -> dict[str, float]:
         """What the study varies of each arm's pretraining; empty outside of a study."""
@@ -166,32 +171,28 @@ def read_comparison(paths: Sequence[Path]) -> Comparison:
 
 def read_runs(paths: Sequence[Path]) -> Comparison:
     """Runs that were made separately, as the arms of one table: only what was measured alike shares an evaluator."""
-    runs = [read_run(path) for path in paths]
-    own = [run.name for run in runs]
-    names = [str(run.path) if own.count(run.name) > 1 or run.name in REFERENCES else run.name for run in runs]
-    groups: dict[str, dict[str, Evaluation]] = {}
-    for name, run in zip(names, runs, strict=True):
-        for found in run.evaluations:
-            groups.setdefault(found.protocol, {})[name] = found
+    found = [read_run(path) for path in paths]
+    names = [run.name for run in found]
+    names = [str(run.path) if names.count(run.name) > 1 or run.name in REFERENCES else run.name for run in found]
+    runs = dict(zip(names, found, strict=True))
+    evaluators: dict[str, tuple[str, EvaluatorRecord]] = {}  # by protocol
     rows: list[tuple[Result, Path]] = []
-    evaluators: dict[str, EvaluatorRecord] = {}
-    for alike in groups.values():
-        about = next(iter(alike.values())).about
-        others = sum(name == about.evaluator or name.startswith(f"{about.evaluator} (") for name in evaluators)
-        evaluator = f"{about.evaluator} ({others + 1})" if others else about.evaluator
-        data = about.data["test"]
-        evaluators[evaluator] = EvaluatorRecord(title=about.title, settings={data: about.settings})
-        for source in ("trained", *REFERENCES):
-            scores = [
-                [(r.labels_per_class, r.variant, r.seed, r.accuracy) for r in found.rows if r.arm == source]
-                for found in alike.values()
-            ]
-            merged = source != "trained" and all(score == scores[0] for score in scores)
-            for name, found in [*alike.items()][: 1 if merged else None]:
-                arm = name if source == "trained" else source if merged else f"{source}_{name}"
-                mine = (row for row in found.rows if row.arm == source)
-                rows += [(replace(row, data=data, evaluator=evaluator, arm=arm), found.file) for row in mine]
-    abouts = [found.about for alike in groups.values() for found in alike.values()]
+    seen: set[tuple[object, ...]] = set()
+    evaluations = [(name, *one) for name, run in runs.items() for one in run.evaluations]
+    for name, file, about, measured in evaluations:
+        data, count = about.data["test"], sum(one[0].startswith(about.evaluator) for one in evaluators.values())
+        new = f"{about.evaluator} ({count + 1})" if count else about.evaluator
+        settings = EvaluatorRecord(title=about.title, settings={data: about.settings})
+        evaluator, _ = evaluators.setdefault(about.protocol, (new, settings))
+        for source in dict.fromkeys(row.arm for row in measured):
+            own = [row for row in measured if row.arm == source]
+            scores = (evaluator, source, *((row.labels_per_class, row.variant, row.seed, row.accuracy) for row in own))
+            if source != "trained" and scores in seen:
+                continue  # a reference that is the same for both runs
+            arm = name if source == "trained" else source if (evaluator, source) not in seen else f"{source}_{name}"
+            seen |= {scores, (evaluator, source)}
+            rows += [(replace(row, data=data, evaluator=evaluator, arm=arm), file) for row in own]
+    abouts = [about for _, _, about, _ in evaluations]
     record = ComparisonRecord(
         name=names[0],
         title=names[0] if len(names) == 1 else f"{len(names)} runs side by side",
@@ -206,14 +207,13 @@ def read_runs(paths: Sequence[Path]) -> Comparison:
         },
         arms=tuple(
             ArmRecord(name=name, label=name, kind="pretrained", run=str(run.path), summary=run.summary)
-            for name, run in zip(names, runs, strict=True)
+            for name, run in runs.items()
         ),
-        evaluators=evaluators,
+        evaluators=dict(evaluators.values()),
     )
     skipped = tuple(dict.fromkeys(sample for about in abouts for sample in about.skipped))
-    by_arm = dict(zip(names, runs, strict=True))
     table, files = _table(rows)
-    return Comparison(record, table, tuple(paths), files, runs=by_arm, skipped=skipped, separate=True)
+    return Comparison(record, table, tuple(paths), files, runs=runs, skipped=skipped, separate=True)
 
 
 def _plan(path: Path) -> ComparisonRecord:

@@ -18,7 +18,7 @@ from ssl_vit.interfaces import UserError
 from ssl_vit.records import RunSummary, SkippedSample
 from ssl_vit.results import Result
 
-RUN_FILES = ("metrics.jsonl", "recipe.yaml", "summary.json", "results")
+RUN_FILES = ("summary.json", "recipe.yaml", "environment.json", "metrics.jsonl", "results")
 # What `ssl-vit inspect` draws, in the order of a page.
 PICTURES = (
     *("reconstructions", "attention_rollout", "attention_distance"),
@@ -37,7 +37,7 @@ class Loss:
     images_seen: int | None
 
 
-class About(BaseModel):
+class Evaluation(BaseModel):
     """What a results file of `ssl-vit eval` says beside its rows."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
@@ -51,25 +51,19 @@ class About(BaseModel):
     sha256: str | None = None
     skipped: tuple[SkippedSample, ...] = ()
 
-
-@dataclass(frozen=True)
-class Evaluation:
-    """One results file of a run."""
-
-    file: Path
-    about: About
-    rows: tuple[Result, ...]
-
     @property
     def protocol(self) -> str:
-        """The same for files that were measured alike."""
-        data = "shards" if self.about.shards else "data"
-        return self.about.model_dump_json(include={"evaluator", "settings", "metric", data})
+        """The same for what was measured alike."""
+        return self.model_dump_json(include={"evaluator", "settings", "metric", "shards" if self.shards else "data"})
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run directory. environment: nested keys joined by dots. remarks: what a reader must know about its files."""
+    """A run directory.
+
+    evaluations: (file, what it says, rows) of the weights that lie there now. environment: nested keys joined by dots.
+    remarks: what a reader must know about its files.
+    """
 
     name: str
     path: Path
@@ -77,7 +71,7 @@ class Run:
     recipe: str
     losses: tuple[Loss, ...]
     pictures: tuple[Path, ...]
-    evaluations: tuple[Evaluation, ...]
+    evaluations: tuple[tuple[Path, Evaluation, tuple[Result, ...]], ...]
     environment: Mapping[str, str]
     remarks: tuple[str, ...]
 
@@ -87,13 +81,17 @@ def read_run(path: Path) -> Run:
     if not any((path / name).exists() for name in RUN_FILES):
         names = ", ".join(RUN_FILES)
         raise UserError(f"{path}: neither a run nor a comparison (no plan.json, {names}). Give the directory itself.")
-    file, recipe = path / "summary.json", path / "recipe.yaml"
+    file, recipe, environment, weights = (path / name for name in (*RUN_FILES[:3], "encoder.safetensors"))
     summary = validated(file, read_json(file), RunSummary) if file.is_file() else None
-    environment = path / "environment.json"
     losses, remarks = _read_metrics(path / "metrics.jsonl")
-    evaluations, outdated = _evaluations(path)
-    if outdated:
-        remarks.append(f"{outdated} result(s) of other weights were skipped: run `ssl-vit eval` again.")
+    here, evaluations = sha256(weights) if weights.is_file() else None, []
+    for found in sorted((path / "results").glob("*.json")):
+        rows, about = results.load(found)
+        evaluation = validated(found, about, Evaluation)
+        if here is None or evaluation.sha256 in (None, here):
+            evaluations.append((found, evaluation, tuple(rows)))
+        else:
+            remarks.append(f"results/{found.name} is of other weights and was skipped: run `ssl-vit eval` again.")
     return Run(
         name=summary.name if summary else path.resolve().name,
         path=path,
@@ -101,22 +99,10 @@ def read_run(path: Path) -> Run:
         recipe=recipe.read_text(encoding="utf-8", errors="replace") if recipe.is_file() else "",
         losses=losses,
         pictures=pictures(path / "inspect") or _newest_picture(path / "pictures"),
-        evaluations=evaluations,
+        evaluations=tuple(evaluations),
         environment=flat(read_json(environment)) if environment.is_file() else {},
         remarks=tuple(remarks),
     )
-
-
-def _evaluations(path: Path) -> tuple[tuple[Evaluation, ...], int]:
-    """(what was measured of the weights that lie in a run directory now, how many files are of other weights)."""
-    weights = path / "encoder.safetensors"
-    here = sha256(weights) if weights.is_file() else None
-    found = []
-    for file in sorted((path / "results").glob("*.json")):
-        rows, about = results.load(file)
-        found.append(Evaluation(file, validated(file, about, About), tuple(rows)))
-    kept = tuple(one for one in found if here is None or one.about.sha256 in (None, here))
-    return kept, len(found) - len(kept)
 
 
 def validated(file: Path, content: object, model: type[Model]) -> Model:
@@ -158,11 +144,8 @@ def pictures(folder: Path) -> tuple[Path, ...]:
 
 
 def _newest_picture(folder: Path) -> tuple[Path, ...]:
-    def step(picture: Path) -> tuple[int, str]:
-        number = re.search(r"(\d+)$", picture.stem)
-        return (int(number[1]) if number else -1, picture.name)
-
-    return tuple(sorted(folder.glob("reconstruction*.png"), key=step)[-1:])
+    steps = {path: int("".join(re.findall(r"\d+$", path.stem)) or -1) for path in folder.glob("reconstruction*.png")}
+    return tuple(sorted(steps, key=lambda path: (steps[path], path.name))[-1:])
 
 
 def _read_metrics(path: Path) -> tuple[tuple[Loss, ...], list[str]]:

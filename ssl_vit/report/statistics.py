@@ -8,7 +8,7 @@ the cases). Pure functions of arrays.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -17,7 +17,6 @@ from scipy.special import stdtr, stdtrit
 
 Outcome = Literal["better", "worse", "equivalent", "undecided"]
 _ROUNDING = 1e-12  # a mean square below it is zero
-_MOST = 100_000  # more seeds than that are no plan
 
 
 @dataclass(frozen=True)
@@ -196,66 +195,33 @@ def plan(estimate: Estimate, margin: float) -> Plan:
         variance, freedom = _variance(ms_seed, ms_image, residual, units, images)
         return _quantile(freedom, estimate.confidence) * math.sqrt(variance) < wanted
 
-    return Plan(_least(lambda n: decides(S + n, M), _MOST), _least(lambda n: decides(S, M + n), 1000 * _MOST))
-
-
-def _least(holds: Callable[[int], bool], most: int) -> int | None:
-    """The smallest n >= 1 for which a condition holds that stays true from there on; None beyond `most`."""
-    high = 1
-    while not holds(high):
-        high *= 2
-        if high > most:
-            return None
-    low = high // 2
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if holds(middle) else (middle, high)
-    return high
-
-
-@dataclass(frozen=True)
-class Equal:
-    """Labels per class that another arm needs for the same accuracy, and the interval over seeds.
-
-    0.0: fewer than its smallest label budget; inf: more than its largest. low, high: None with one seed.
-    """
-
-    labels: float
-    low: float | None
-    high: float | None
+    more = [int(number) for number in np.unique(np.geomspace(1, 1e6, 500).round())]  # in steps of 3%
+    units = next((number for number in more if decides(S + number, M)), None)
+    return Plan(units, next((number for number in more if decides(S, M + number)), None))
 
 
 def label_efficiency(
     accuracy_S: np.ndarray, curve_SB: np.ndarray, labels_B: np.ndarray, *, confidence: float = 0.95, samples: int = 2000
-) -> Equal:
-    """How many labels per class the arm of a curve needs for another arm's accuracy.
+) -> tuple[float, float, float]:
+    """How many labels per class the arm of a curve needs for another arm's accuracy: (labels, low, high).
 
-    The curve is interpolated on a logarithmic axis of labels; the interval is the percentile interval of resampled
-    seeds, the same for both arms, so it leaves out the test images.
+    0: fewer than its smallest label budget; inf: more than its largest; low, high: nan with one seed. The curve is
+    interpolated on a logarithmic axis of labels; the interval is the percentile interval of resampled seeds, the same
+    for both arms, so it leaves out the test images.
 
     accuracy_S: (S,), of the other arm at one label budget.
     curve_SB: (S, B), accuracies of the curve's arm at each label budget.
     labels_B: (B,), labels per class, ascending.
     """
-    S = len(accuracy_S)
-    found = _needed(float(accuracy_S.mean()), curve_SB.mean(axis=0), labels_B)
+
+    def needed(accuracy: float, curve_B: np.ndarray) -> float:
+        rising, first = np.unique(np.maximum.accumulate(curve_B), return_index=True)
+        return float(np.exp(np.interp(accuracy, rising, np.log(labels_B[first]), left=-np.inf, right=np.inf)))
+
+    found, S = needed(accuracy_S.mean(), curve_SB.mean(axis=0)), len(accuracy_S)
     if S < 2:
-        return Equal(found, None, None)
+        return found, math.nan, math.nan
     drawn = np.random.default_rng(0).integers(S, size=(samples, S))
-    resampled = [_needed(float(accuracy_S[seeds].mean()), curve_SB[seeds].mean(axis=0), labels_B) for seeds in drawn]
+    resampled = [needed(accuracy_S[seeds].mean(), curve_SB[seeds].mean(axis=0)) for seeds in drawn]
     low, high = np.quantile(resampled, [0.5 - confidence / 2, 0.5 + confidence / 2], method="nearest")
-    return Equal(found, float(low), float(high))
-
-
-def _needed(accuracy: float, curve_B: np.ndarray, labels_B: np.ndarray) -> float:
-    rising = np.maximum.accumulate(curve_B)
-    if accuracy < rising[0]:
-        return 0.0
-    if accuracy > rising[-1]:
-        return math.inf
-    after = int(np.searchsorted(rising, accuracy))
-    if after == 0:
-        return float(labels_B[0])
-    share = (accuracy - rising[after - 1]) / (rising[after] - rising[after - 1])
-    low, high = np.log(labels_B[after - 1 : after + 1])
-    return float(np.exp(low + share * (high - low)))
+    return found, float(low), float(high)

@@ -8,18 +8,9 @@ from typing import Literal
 
 import numpy as np
 
+from ssl_vit.report import statistics
 from ssl_vit.report.read import Comparison
-from ssl_vit.report.statistics import (
-    Equal,
-    Estimate,
-    Outcome,
-    class_weights,
-    crossed_mean,
-    holm,
-    label_efficiency,
-    outcome,
-    unit_means,
-)
+from ssl_vit.report.statistics import Estimate, Outcome
 from ssl_vit.results import Budget
 
 Role = Literal["baseline", "supervised", "reference", "other"]
@@ -47,42 +38,35 @@ class Accuracy:
 
 
 @dataclass(frozen=True)
-class Difference:
+class Difference(Accuracy):
     """Accuracy of an arm minus that of another, paired by seed and test image.
 
-    labels_per_class, labels: the label budget; "mean" and 0: the mean over all of them.
-    role: what `against` is. arm_mean, against_mean: accuracies over the same seeds and images.
+    labels_per_class, labels: "mean" and 0 for the mean over all label budgets.
+    role: what `against` is. means: accuracies of both arms over the same seeds and images.
     unit: what varies. fixed: arms with a single pretraining, so that the statement is about that one.
     """
 
-    place: Place
-    labels_per_class: Budget
-    labels: float
-    arm: str
     against: str
     role: Role
-    arm_mean: float
-    against_mean: float
-    seeds: int
+    means: tuple[float, float]
     unit: Literal["seed", "pretraining"]
     fixed: tuple[str, ...]
-    estimate: Estimate
     outcome: Outcome
 
 
 @dataclass(frozen=True)
 class Efficiency:
-    """`arm` with so many labels per class is as accurate as `against` with `equal.labels`.
-
-    measured: labels per class of the smallest and the largest label budget.
-    """
+    """`arm` with a label budget is as accurate as `against` with `labels` per class (interval low..high; see
+    `statistics.label_efficiency`). measured: labels per class of the smallest and the largest label budget."""
 
     place: Place
+    labels_per_class: Budget
     arm: str
     against: str
-    labels_per_class: Budget
+    labels: float
+    low: float
+    high: float
     measured: tuple[float, float]
-    equal: Equal
 
 
 @dataclass(frozen=True)
@@ -130,8 +114,11 @@ def summarize(comparison: Comparison) -> Summary:
 
 def _adjusted(comparison: Comparison, rows: Sequence[Difference]) -> list[Difference]:
     """The same rows with intervals adjusted for their number."""
-    margin, adjusted = comparison.record.margin, holm([row.estimate for row in rows])
-    return [replace(row, estimate=one, outcome=outcome(one, margin)) for row, one in zip(rows, adjusted, strict=True)]
+    margin, adjusted = comparison.record.margin, statistics.holm([row.estimate for row in rows])
+    return [
+        replace(row, estimate=one, outcome=statistics.outcome(one, margin))
+        for row, one in zip(rows, adjusted, strict=True)
+    ]
 
 
 def _places(comparison: Comparison) -> dict[Place, dict[Budget, dict[str, Rows]]]:
@@ -177,18 +164,6 @@ def _baseline(comparison: Comparison, arm: str, measured: Sequence[str]) -> str 
     return next(iter(alike or found), None)
 
 
-@dataclass(frozen=True)
-class _Cells:
-    """values: (B, 2, S, M), correct or not by label budget, arm, seed and test image, times the image's weight.
-
-    units: the pretraining of each seed, where it is the unit. fixed: the arms with one pretraining.
-    """
-
-    values: np.ndarray
-    units: list[int | None] | None
-    fixed: tuple[str, ...]
-
-
 class _Measured:
     """What was measured of one data set under one evaluator. Under the metric `mean_per_class` every image has the
     weight that turns the mean over images into the mean of the per-class means."""
@@ -208,47 +183,51 @@ class _Measured:
         for budget, arms in self.budgets.items():
             for arm in (arm for arm in self.arms if arm in arms):
                 classes, correct = self.comparison.table.cells([*arms[arm].values()])
-                weights = class_weights(classes) if self.weighted else None
+                weights = statistics.class_weights(classes) if self.weighted else None
                 units = _units([(made if arm in self.pretrained else None,) for made, _ in arms[arm]])
-                estimate = crossed_mean(correct, pretrainings=units, weights_M=weights)
+                estimate = statistics.crossed_mean(correct, pretrainings=units, weights_M=weights)
                 yield Accuracy(self.place, budget, self.labels[budget], arm, len(correct), estimate)
 
     def difference(self, budgets: Sequence[Budget], arm: str, against: str, role: Role) -> Iterator[Difference]:
         """A minus B, averaged over these label budgets in each cell; nothing where the arms share no seed."""
         if not (found := self._cells(budgets, arm, against)):
             return
-        ours, theirs = found.values.mean(axis=0)
-        estimate = crossed_mean(ours - theirs, pretrainings=found.units)
-        single = len(budgets) == 1
+        values, units, fixed = found
+        ours, theirs = values.mean(axis=0)
+        estimate = statistics.crossed_mean(ours - theirs, pretrainings=units)
         yield Difference(
-            self.place,
-            budgets[0] if single else "mean",
-            self.labels[budgets[0]] if single else 0.0,
-            arm,
-            against,
-            role,
-            float(ours.mean()),
-            float(theirs.mean()),
-            len(ours),
-            "pretraining" if found.units else "seed",
-            found.fixed,
-            estimate,
-            outcome(estimate, self.comparison.record.margin),
+            place=self.place,
+            labels_per_class=budgets[0] if len(budgets) == 1 else "mean",
+            labels=self.labels[budgets[0]] if len(budgets) == 1 else 0.0,
+            arm=arm,
+            seeds=len(ours),
+            estimate=estimate,
+            against=against,
+            role=role,
+            means=(float(ours.mean()), float(theirs.mean())),
+            unit="pretraining" if units else "seed",
+            fixed=fixed,
+            outcome=statistics.outcome(estimate, self.comparison.record.margin),
         )
 
     def efficiencies(self, arm: str, against: str) -> Iterator[Efficiency]:
         budgets = [budget for budget, arms in self.budgets.items() if arm in arms and against in arms]
         if len(budgets) < 2 or not (found := self._cells(budgets, arm, against)):
             return
-        scores = np.moveaxis(found.values.mean(axis=-1), -1, 0)  # (S, B, 2)
-        scores = unit_means(scores, found.units) if found.units else scores
+        values, units, _ = found
+        scores = np.moveaxis(values.mean(axis=-1), -1, 0)  # (S, B, 2)
+        scores = statistics.unit_means(scores, units) if units else scores
         labels = np.array([self.labels[budget] for budget in budgets])
         for place, budget in enumerate(budgets):
-            equal = label_efficiency(scores[:, place, 0], scores[:, :, 1], labels)
-            yield Efficiency(self.place, arm, against, budget, (float(labels[0]), float(labels[-1])), equal)
+            equal = statistics.label_efficiency(scores[:, place, 0], scores[:, :, 1], labels)
+            yield Efficiency(self.place, budget, arm, against, *equal, (float(labels[0]), float(labels[-1])))
 
-    def _cells(self, budgets: Sequence[Budget], arm: str, against: str) -> _Cells | None:
-        """The seeds that both arms have at all of these budgets."""
+    def _cells(
+        self, budgets: Sequence[Budget], arm: str, against: str
+    ) -> tuple[np.ndarray, list[int | None] | None, tuple[str, ...]] | None:
+        """What both arms have at all of these budgets: (values (B, 2, S, M), correct or not by label budget, arm, seed
+        and test image, times the image's weight; the pretraining of each seed, where it is the unit; the arms with one
+        pretraining). None where they share no seed."""
         pairs = [_paired(self.budgets[one].get(arm, {}), self.budgets[one].get(against, {})) for one in budgets]
         keys = [key for key in pairs[0] if all(key in one for one in pairs)]
         if not keys:
@@ -257,11 +236,11 @@ class _Measured:
         classes, correct = self.comparison.table.cells(rows)
         values = correct.reshape(len(budgets), 2, len(keys), -1).astype(np.float64)
         if self.weighted:
-            values *= class_weights(classes)
+            values *= statistics.class_weights(classes)
         arms = [(side, name) for side, name in enumerate((arm, against)) if name in self.pretrained]
         made = [tuple(key[side] for side, _ in arms) for key in keys]
         fixed = [name for side, name in arms if len({key[side] for key in keys}) == 1]
-        return _Cells(values, _units(made), tuple(fixed))
+        return values, _units(made), tuple(fixed)
 
 
 def _paired(ours: Rows, theirs: Rows) -> dict[tuple[int, int, int], tuple[int, int]]:

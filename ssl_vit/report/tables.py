@@ -10,7 +10,7 @@ from rich.console import Group
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from ssl_vit.report.costs import costs
+from ssl_vit.report.costs import STAGES, UNITS, costs
 from ssl_vit.report.read import Comparison
 from ssl_vit.report.runs import text
 from ssl_vit.report.summary import Place, Summary, summarize
@@ -65,26 +65,22 @@ def _table(title: str, rows: Mapping[str, Mapping[str, str]], head: str = "Arm")
 
 def cost_table(comparison: Comparison) -> Shown:
     """What each arm cost, an arm per column."""
-    columns: dict[str, dict[str, str]] = {}
-    for arm, cost in zip(comparison.record.arms, costs(comparison), strict=True):
-        made = cost.pretraining
+    spent, cells = costs(comparison).astype(object), {}
+    for arm in comparison.record.arms:
+        made, tried = comparison.pretraining(arm.name), comparison.tried(arm.name)
         labels = made.samples if made and arm.uses_labels else "unknown" if arm.starts_from and not made else 0
-        cells: dict[str, object] = {"Pretraining labels": labels, "Settings tried": cost.tried or None}
-        cells |= {"Parameters": made.parameters if made else None, "Pretrainings": cost.runs or None}
-        spent = {"Pretraining": made.cost if made else None, "Sweeps": cost.sweep, "Evaluation": cost.evaluation}
-        for stage, part in (spent | {"In all,": cost.total}).items():
-            for unit in ("images_seen", "flops", "seconds"):
-                cells[f"{stage} {unit.replace('_seen', '').replace('flops', 'FLOPs')}"] = part and getattr(part, unit)
-        cells["In all, device-hours"] = cost.device_hours
-        columns[arm.label] = {
-            name: text(value or None) if value != 0 or "labels" not in name else "0" for name, value in cells.items()
-        }
-    title = "Cost: one pretraining; all sweeps; all other trainings of evaluators; everything"
+        column: dict[str, object] = {"Pretraining labels": labels, "Parameters": made.parameters if made else None}
+        column["Settings tried"] = tried or None
+        for stage in STAGES:
+            for unit, name in UNITS.items():
+                column[f"{stage}, {name}"] = spent[unit].get((stage, arm.name))
+        cells[arm.label] = {name: text(value) for name, value in column.items()}
+    title = "Cost: all pretrainings; all sweeps; all other trainings of evaluators"
     if comparison.record.jobs > 1:
         title += f". Seconds were measured with {comparison.record.jobs} tasks side by side"
     if begun := [f"{arm.label} ({arm.starts_from})" for arm in comparison.record.arms if arm.starts_from]:
         title += f". Not counted: what made the weights that these started from: {', '.join(begun)}"
-    return Shown(title, pd.DataFrame(columns).rename_axis("Cost").reset_index())
+    return Shown(title, pd.DataFrame(cells).rename_axis("Cost").reset_index())
 
 
 def sweep_table(comparison: Comparison) -> Shown:

@@ -65,8 +65,8 @@ def _headline(comparison: Comparison, head: Difference, budgets: Sequence[Differ
         over = f" with {budget_words(budgets[0].labels_per_class or 0)}"
     title = comparison.record.evaluators[head.place.evaluator].title
     sentence = (
-        f"{_capital(claim)}: {points(head.estimate)} points of test accuracy ({100 * head.arm_mean:.1f}% against "
-        f"{100 * head.against_mean:.1f}%){over} ({title}, {_design(head)})."
+        f"{_capital(claim)}: {points(head.estimate)} points of test accuracy ({100 * head.means[0]:.1f}% against "
+        f"{100 * head.means[1]:.1f}%){over} ({title}, {_design(head)})."
     )
     if head.outcome == "undecided":
         sentence += f" {_plan(comparison, head)}"
@@ -116,14 +116,13 @@ def needed(row: Efficiency) -> str:
             f"fewer than {row.measured[0]:g}" if labels == 0 else f"{labels:.2g}" if labels < 100 else f"{labels:.0f}"
         )
 
-    ends = [number(end) for end in (row.equal.low, row.equal.high) if end is not None]
-    found = number(row.equal.labels)
-    return found if set(ends) <= {found} else f"{found} [{', '.join(ends)}]"
+    found, low, high = (number(labels) for labels in (row.labels, row.low, row.high))
+    return found if math.isnan(row.low) or low == high else f"{found} [{low}, {high}]"
 
 
 def _compute(comparison: Comparison, head: Difference) -> list[str]:
-    spent = {cost.arm: cost.total.flops for cost in costs(comparison)}
-    ours, theirs = spent.get(head.arm, 0), spent.get(head.against, 0)
+    spent = costs(comparison)["flops"]
+    ours, theirs = (spent.get(("In all", arm), 0.0) for arm in (head.arm, head.against))
     if not ours:
         return []
     ratio = (
@@ -143,7 +142,7 @@ def _cautions(comparison: Comparison, summary: Summary) -> Iterator[str]:
             title = comparison.record.evaluators[row.place.evaluator].title
             against, arm = comparison.spoken(row.against), comparison.spoken(row.arm)
             yield f"Caution: {title}: {against} does better than {arm} ({points(row.estimate)} points)."
-    tried = {comparison.spoken(cost.arm): cost.tried for cost in costs(comparison)}
+    tried = {comparison.spoken(arm.name): comparison.tried(arm.name) for arm in comparison.record.arms}
     if len(set(tried.values())) > 1 and not comparison.missing:
         counts = ", ".join(f"{name} {count}" for name, count in tried.items())
         yield f"Caution: the arms had different numbers of settings in their sweeps ({counts})."

@@ -68,7 +68,7 @@ def test_results_of_other_weights_are_skipped_and_counted(tmp_path: Path) -> Non
     assert len(read_run(run).evaluations) == 1
     (run / "encoder.safetensors").write_bytes(b"new")
     found = read_run(run)
-    assert found.evaluations == () and "1 result(s) of other weights" in found.remarks[0]
+    assert found.evaluations == () and "few_shot-1.json is of other weights" in found.remarks[0]
     write_run(tmp_path / "same", "a", 0.6, sha256=sha256(run / "encoder.safetensors"))
     shutil.copy(run / "encoder.safetensors", tmp_path / "same")
     assert len(read_run(tmp_path / "same").evaluations) == 1
@@ -112,7 +112,7 @@ def test_runs_are_arms_of_what_was_measured_alike(tmp_path: Path) -> None:
     assert found.separate and found.arms[:3] == ("a", "b", "c")
     assert list(found.record.evaluators) == ["few_shot", "few_shot (2)"]
     by_evaluator = found.table.frame.groupby("evaluator")["arm"].unique()
-    assert list(by_evaluator["few_shot"]) == ["a", "b", "pixels"], "raw pixels are the same for all: one row"
+    assert list(by_evaluator["few_shot"]) == ["a", "pixels", "b"], "raw pixels are the same for all: one row"
     assert list(by_evaluator["few_shot (2)"]) == ["c", "pixels"]
 
 

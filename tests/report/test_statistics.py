@@ -182,22 +182,24 @@ def test_class_weights_make_the_mean_of_the_per_class_means() -> None:
     assert class_weights(labels).mean() == pytest.approx(1)
 
 
-def test_label_efficiency_is_log_linear_between_budgets() -> None:
+@pytest.mark.parametrize(("accuracy", "expected"), [(0.3, 10**0.5), (0.6, 100), (0.2, 1), (0.1, 0), (0.9, math.inf)])
+def test_label_efficiency_is_log_linear_between_budgets(accuracy: float, expected: float) -> None:
     curve = np.array([[0.2, 0.4, 0.8]] * 3)
-    labels = np.array([1.0, 10.0, 1000.0])
-    assert label_efficiency(np.array([0.3] * 3), curve, labels).labels == pytest.approx(10**0.5)
-    assert label_efficiency(np.array([0.6] * 3), curve, labels).labels == pytest.approx(100)
-    assert label_efficiency(np.array([0.2] * 3), curve, labels).labels == 1
-    assert label_efficiency(np.array([0.1] * 3), curve, labels).labels == 0
-    assert label_efficiency(np.array([0.9] * 3), curve, labels).labels == math.inf
-    dip = np.array([[0.2, 0.5, 0.4]] * 2)
-    assert label_efficiency(np.array([0.45] * 2), dip, labels).labels == pytest.approx(10 ** (0.25 / 0.3))
+    assert label_efficiency(np.array([accuracy] * 3), curve, np.array([1.0, 10.0, 1000.0]))[0] == pytest.approx(
+        expected
+    )
+
+
+def test_a_curve_that_dips_has_one_answer() -> None:
+    dip = np.array([[0.2, 0.5, 0.4, 0.6]] * 2)
+    found = label_efficiency(np.array([0.35] * 2), dip, np.array([1.0, 10.0, 100.0, 1000.0]))
+    assert found == pytest.approx((10**0.5,) * 3)
+    assert label_efficiency(np.array([0.5] * 2), dip, np.array([1.0, 10.0, 100.0, 1000.0]))[0] == pytest.approx(10)
 
 
 def test_the_interval_of_label_efficiency_resamples_seeds() -> None:
     generator = np.random.default_rng(0)
     curve = np.array([0.3, 0.5, 0.7]) + 0.03 * generator.normal(size=(8, 3))
-    found = label_efficiency(0.45 + 0.03 * generator.normal(size=8), curve, np.array([5.0, 10.0, 20.0]))
-    assert found.low is not None and found.high is not None
-    assert 5 < found.low < found.labels < found.high < 20
-    assert label_efficiency(np.array([0.45]), curve[:1], np.array([5.0, 10.0, 20.0])).low is None
+    labels, low, high = label_efficiency(0.45 + 0.03 * generator.normal(size=8), curve, np.array([5.0, 10.0, 20.0]))
+    assert 5 < low < labels < high < 20
+    assert math.isnan(label_efficiency(np.array([0.45]), curve[:1], np.array([5.0, 10.0, 20.0]))[1])

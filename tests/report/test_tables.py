@@ -43,8 +43,8 @@ def test_costs_fit_80_columns(tmp_path: Path) -> None:
     assert cells["Pretraining labels"] == ["0", "0", "900"]
     assert cells["Settings tried"] == ["2", "–", "–"]
     assert cells["Parameters"] == ["1,234", "–", "1,234"]
-    assert cells["Sweeps images"] == ["128", "–", "–"]
-    assert cells["Evaluation images"] == ["384", "384", "192"]
+    assert cells["Sweeps, images"] == ["128", "–", "–"]
+    assert cells["Evaluation, images"] == ["384", "384", "192"]
     assert cells["In all, images"] == ["1,152", "384", "832"]
     assert cells["In all, FLOPs"] == ["1.4e+10", "6e+09", "9e+09"]
     # Four processes pretrained for half an hour; the rest ran on one: 6 rows of 2 seconds and a sweep of 3.
@@ -109,7 +109,8 @@ def test_everything_is_exported_for_other_programs(tmp_path: Path) -> None:
     assert found["summary"]["headlines"][0]["outcome"] == "better"
     assert found["summary"]["headlines"][0]["estimate"]["half_width"] > 0
     assert len(found["rows"]) == 11 and found["record"]["name"] == "c"
-    assert found["costs"][0]["total"]["images_seen"] == 640 + 5 * 64
+    spent = {(cost["stage"], cost["arm"]): cost["images_seen"] for cost in found["costs"]}
+    assert spent["In all", "ssl"] == 640 + 5 * 64 and ("Pretraining", "scratch") not in spent
 
 
 def test_runs_have_tables_and_no_verdict(tmp_path: Path) -> None:
