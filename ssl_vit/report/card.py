@@ -101,13 +101,13 @@ def _tokens(model: Encoder, to: str) -> str:
 
 def _training(run: Run, weights: Path) -> Facts:
     recipe, summary, machine = yaml.safe_load(run.recipe), run.summary, run.environment
-    done: Facts = (
-        {"Steps": summary.steps, "Images seen": summary.images_seen, "Seconds": summary.seconds} if summary else {}
-    )
+    done: Facts = {}
+    if summary:
+        done = {"Steps": summary.steps, "Images seen": summary.images_seen, "Seconds": summary.seconds}
     if (weights / "state.json").is_file():  # a checkpoint of a run that went on
-        state = read_json(weights / "state.json")
-        seen = state["step"] * recipe["training"]["batch_size"]
-        done = {"Steps": state["step"], "Images seen": seen, "Seconds": state["seconds"]}
+        progress = read_json(weights / "state.json")["progress"]
+        seen = progress["step"] * recipe["training"]["batch_size"]
+        done = {"Steps": progress["step"], "Images seen": seen, "Seconds": progress["seconds"]}
     hardware = (
         machine.get("hardware.gpus") or f"{machine.get('hardware.processor')}, {machine.get('hardware.cores')} cores"
     )

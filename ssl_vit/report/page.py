@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import base64
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from ssl_vit.analysis.pages import template
 from ssl_vit.files import write_text
 from ssl_vit.interfaces import RunError
+from ssl_vit.records import DataRecord
 from ssl_vit.report import export, tables
 from ssl_vit.report.plots import Curve, Embedded, Style, accuracy_curve, loss_curves, numbered_style, styles_of
 from ssl_vit.report.read import Comparison, read
 from ssl_vit.report.runs import flat
-from ssl_vit.report.statistics import Estimate
-from ssl_vit.report.summary import Place, Summary, summarize
+from ssl_vit.report.summary import Accuracy, Place, Summary, summarize
 from ssl_vit.report.verdict import INTERVAL, notes, verdict
 
 _STUDY = {"samples": "images in the pretraining set", "flops": "pretraining compute, FLOPs"}
 Styles = Mapping[str, Style]
+Row = TypeVar("Row", bound=Accuracy)
 
 
 def write_report(paths: Sequence[Path], out: Path, form: str = "html") -> Path:
@@ -68,7 +70,7 @@ def page(comparison: Comparison) -> str:
         costs=tables.cost_table(comparison),
         losses=list(_losses(comparison, styles)),
         sweeps=tables.sweep_table(comparison),
-        data=tables.columns("Data", {name: flat(one.model_dump()) for name, one in record.data.items()}),
+        data=tables.columns("Data", {name: flat(_data(one)) for name, one in record.data.items()}),
         environment=tables.columns("Environment", environments),
         commands=[*filter(None, [record.command]), shlex.join(["ssl-vit", "report", *map(str, comparison.paths)])],
         encoded=lambda path: base64.b64encode(path.read_bytes()).decode(),
@@ -76,43 +78,44 @@ def page(comparison: Comparison) -> str:
     )
 
 
+def _data(data: DataRecord) -> object:
+    return data.model_dump(exclude={"classes"}) | {"classes": len(data.classes) if data.classes else None}
+
+
 def _settings(comparison: Comparison, place: Place) -> object:
     return comparison.record.evaluators[place.evaluator].settings.get(place.data, {})
+
+
+def _curves(
+    rows: Sequence[Row],
+    name: Callable[[Row], str],
+    label: Callable[[str], str],
+    styles: Styles,
+    x: Callable[[Row], float] = lambda row: row.labels,
+) -> list[Curve]:
+    """A curve per name, over the labels per class or another quantity."""
+    found = []
+    for key in dict.fromkeys(map(name, rows)):
+        own = sorted((row for row in rows if name(row) == key), key=x)
+        half_width = [100 * (row.estimate.half_width or 0.0) for row in own]
+        mean = [100 * row.estimate.mean for row in own]
+        found.append(Curve(label(key), styles[key], [x(row) for row in own], mean, half_width))
+    return found
 
 
 def _figures(
     comparison: Comparison, summary: Summary, styles: Styles, place: Place
 ) -> Iterator[tuple[str, Embedded, str]]:
     """(name, figure, caption) of the learning curves, and of the differences of the first arm under test."""
-    accuracies = [row for row in summary.accuracies if row.place == place]
-    arms = dict.fromkeys(row.arm for row in accuracies)
-    points = {arm: [(row.labels, row.estimate) for row in accuracies if row.arm == arm] for arm in arms}
-    curves = [_curve(comparison.label(arm), styles[arm], points[arm]) for arm in arms]
-    chance = 100 / comparison.classes(place.data)
-    yield (
-        "accuracy",
-        accuracy_curve(curves, "labels per class", "test accuracy, %", chance=chance),
-        "Test accuracy by labels per class: mean over seeds; the band is the 95% interval.",
-    )
-    rows = [row for row in summary.differences if row.place == place and row.arm == comparison.tested[0]]
-    others = dict.fromkeys(row.against for row in rows)
-    against = {arm: [(row.labels, row.estimate) for row in rows if row.against == arm] for arm in others}
+    label, axis, tested = comparison.label, "labels per class", comparison.tested[0]
+    curves = _curves([row for row in summary.accuracies if row.place == place], lambda row: row.arm, label, styles)
+    figure = accuracy_curve(curves, axis, "test accuracy, %", chance=100 / comparison.classes(place.data))
+    yield "accuracy", figure, "Test accuracy by labels per class: mean over seeds; the band is the 95% interval."
+    rows = [row for row in summary.differences if (row.place, row.arm) == (place, tested)]
     # In the color of what it is compared with: the arm under test is in all of them.
-    curves = [_curve(f"minus {comparison.label(arm)}", styles[arm], against[arm]) for arm in others]
-    if curves:
-        tested = comparison.label(comparison.tested[0])
-        yield (
-            "difference",
-            accuracy_curve(curves, "labels per class", "difference, points", zero=True),
-            f"Test accuracy of {tested} minus that of each other arm; the band is the adjusted 95% interval.",
-        )
-
-
-def _curve(label: str, style: Style, points: Sequence[tuple[float, Estimate]]) -> Curve:
-    points = sorted(points, key=lambda point: point[0])
-    y = [100 * estimate.mean for _, estimate in points]
-    half_width = [100 * (estimate.half_width or 0.0) for _, estimate in points]
-    return Curve(label, style, [x for x, _ in points], y, half_width)
+    if curves := _curves(rows, lambda row: row.against, lambda arm: f"minus {label(arm)}", styles):
+        figure = accuracy_curve(curves, axis, "difference, points", zero=True)
+        yield "difference", figure, f"{label(tested)} minus each other arm; the band is the adjusted 95% interval."
 
 
 def _studies(comparison: Comparison, summary: Summary) -> Iterator[tuple[str, Embedded, str]]:
@@ -120,17 +123,15 @@ def _studies(comparison: Comparison, summary: Summary) -> Iterator[tuple[str, Em
     sizes = comparison.sizes()
     axis = _STUDY[comparison.record.study or "samples"]
     series = {arm.name: arm.series or arm.architecture for arm in comparison.record.arms}
-    lines = list(dict.fromkeys(series[arm] for arm in sizes))
+    styles = {name: numbered_style(number) for number, name in enumerate(dict.fromkeys(series.values()))}
     for place, budget in dict.fromkeys((row.place, row.labels_per_class) for row in summary.accuracies if sizes):
         rows = [row for row in summary.accuracies if (row.place, row.labels_per_class) == (place, budget)]
-        curves = []
-        for number, name in enumerate(lines):
-            points = [(sizes[row.arm], row.estimate) for row in rows if row.arm in sizes and series[row.arm] == name]
-            curves += [_curve(name, numbered_style(number), points)] if points else []
-        levels = [(comparison.label(row.arm), 100 * row.estimate.mean) for row in rows if row.arm not in sizes]
+        sized = [row for row in rows if row.arm in sizes]
+        levels = [(comparison.label(row.arm), 100 * row.estimate.mean) for row in rows if row not in sized]
+        curves = _curves(sized, lambda row: series[row.arm], str, styles, lambda row: sizes[row.arm])
         if curves:
-            figure = accuracy_curve(curves, axis, "test accuracy, %", levels=levels)
             title = f"{tables.place_title(comparison, place)}, labels per class: {budget}"
+            figure = accuracy_curve(curves, axis, "test accuracy, %", levels=levels)
             yield title, figure, f"Test accuracy over {axis}. Dashed: arms and references without such pretraining."
 
 

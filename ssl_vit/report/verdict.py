@@ -34,7 +34,10 @@ def verdict(comparison: Comparison, summary: Summary) -> list[str]:
     for head in summary.headlines:
         same = (head.place, head.arm, head.against)
         budgets = [row for row in summary.differences if (row.place, row.arm, row.against) == same]
-        sentences = [_headline(comparison, head, budgets), *_budgets(comparison, budgets)]
+        sentences = [_headline(comparison, head, budgets)]
+        if len(budgets) > 1:
+            sizes = [f"{row.labels_per_class}: {points(row.estimate)} ({row.outcome})" for row in budgets]
+            sentences.append(f"By labels per class: {', '.join(sizes)}.")
         sentences += [_efficiency(comparison, row) for row in summary.efficiencies if row.place == head.place][:1]
         sentences += _compute(comparison, head)
         several = len(comparison.record.metrics) > 1
@@ -64,22 +67,17 @@ def _headline(comparison: Comparison, head: Difference, budgets: Sequence[Differ
     if len(budgets) == 1:
         over = f" with {budget_words(budgets[0].labels_per_class or 0)}"
     title = comparison.record.evaluators[head.place.evaluator].title
+    units = f"{head.estimate.units} pretrainings, " if head.unit == "pretraining" else ""
+    design = f"{units}{head.seeds} seed{'s' * (head.seeds != 1)}, {head.estimate.images:,} test images"
     sentence = (
         f"{_capital(claim)}: {points(head.estimate)} points of test accuracy ({100 * head.means[0]:.1f}% against "
-        f"{100 * head.means[1]:.1f}%){over} ({title}, {_design(head)})."
+        f"{100 * head.means[1]:.1f}%){over} ({title}, {design})."
     )
     if head.outcome == "undecided":
         sentence += f" {_plan(comparison, head)}"
     for arm in head.fixed:
         sentence += f" This is about one pretraining of {comparison.spoken(arm)}: another may differ."
     return sentence
-
-
-def _design(row: Difference) -> str:
-    units = f"{row.seeds} seed{'s' * (row.seeds != 1)}"
-    if row.unit == "pretraining":
-        units = f"{row.estimate.units} pretrainings, {units}"
-    return f"{units}, {row.estimate.images:,} test images"
 
 
 def _plan(comparison: Comparison, head: Difference) -> str:
@@ -94,13 +92,6 @@ def _plan(comparison: Comparison, head: Difference) -> str:
     return f"If it stays as measured, {' or '.join(more)} would decide."
 
 
-def _budgets(comparison: Comparison, budgets: Sequence[Difference]) -> list[str]:
-    if len(budgets) < 2:
-        return []
-    sizes = [f"{row.labels_per_class}: {points(row.estimate)} ({row.outcome})" for row in budgets]
-    return [f"By labels per class: {', '.join(sizes)}."]
-
-
 def _efficiency(comparison: Comparison, row: Efficiency) -> str:
     ours, theirs = (comparison.spoken(arm) for arm in (row.arm, row.against))
     return _capital(f"{ours} with {budget_words(row.labels_per_class)} equals {theirs} with {needed(row)}.")
@@ -110,11 +101,9 @@ def needed(row: Efficiency) -> str:
     """Labels per class that the baseline needs, and their interval."""
 
     def number(labels: float) -> str:
-        if math.isinf(labels):
-            return f"more than {row.measured[1]:g}"
-        return (
-            f"fewer than {row.measured[0]:g}" if labels == 0 else f"{labels:.2g}" if labels < 100 else f"{labels:.0f}"
-        )
+        if labels == 0 or math.isinf(labels):
+            return f"more than {row.measured[1]:g}" if labels else f"fewer than {row.measured[0]:g}"
+        return f"{labels:.2g}" if labels < 100 else f"{labels:.0f}"
 
     found, low, high = (number(labels) for labels in (row.labels, row.low, row.high))
     return found if math.isnan(row.low) or low == high else f"{found} [{low}, {high}]"
@@ -125,9 +114,8 @@ def _compute(comparison: Comparison, head: Difference) -> list[str]:
     ours, theirs = (spent.get(("In all", arm), 0.0) for arm in (head.arm, head.against))
     if not ours:
         return []
-    ratio = (
-        f"{ours / theirs:.3g} times that of {comparison.spoken(head.against)}" if theirs else "the baseline took none"
-    )
+    baseline = comparison.spoken(head.against)
+    ratio = f"{ours / theirs:.3g} times that of {baseline}" if theirs else f"{baseline} none"
     return [f"Compute: {comparison.spoken(head.arm)} took {ours:.3g} FLOPs in all, {ratio}."]
 
 

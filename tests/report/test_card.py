@@ -61,7 +61,7 @@ def run(tmp_path: Path, make_encoder: Make) -> Path:
     about |= {"data": {"train": "x", "test": "y"}, "skipped": [{"shard": "s.tar", "key": "k", "reason": "cut"}]}
     results.save(folder / "results" / "few_shot-1.json", rows, **about)
     checkpoint = weights(folder / "checkpoints" / "step_00000300", make_encoder())
-    (checkpoint / "state.json").write_text(json.dumps({"step": 300, "seconds": 20.0, "lanes": [], "data": ""}))
+    (checkpoint / "state.json").write_text(json.dumps({"progress": {"step": 300, "seconds": 20.0}}))
     return folder
 
 
