@@ -17,14 +17,14 @@ from ssl_vit.models.encoder import Encoder
 
 
 class Config(BaseConfig):
-    """head: `mlp` (one tanh hidden layer: pretraining) or `linear` (zero-initialized: fine-tuning; paper, section 3.1),
-        or `probe`: MAE's linear probe, a batch norm without parameters before a linear layer, on a frozen encoder.
-
+    """head: `mlp` (one tanh hidden layer: pretraining), `linear` (zero-initialized: fine-tuning; paper, section 3.1) or
+        `probe` (MAE's linear probe: batch norm without parameters, then a linear layer, on a frozen encoder).
     pooling: what the head reads: the class `token` (the paper's), the `mean` of the patches, or all `patches` side by
-        side, which keeps the layout (for small images of one centerd thing, such as digits).
-    classes: how many; None takes the number of classes that the shards' info.json names.
-    mixup, cutmix: alpha of the Beta distribution of the mixing ratio; 0: none; with both, each batch gets one of them
-        at random (as timm does). Drawn from torch's generator of each process, like dropout.
+        side, which keeps the layout (for small images of one centered object, such as digits).
+    classes: their number; None: as many as the shards' info.json names.
+    label_smoothing: of the targets.
+    mixup, cutmix: alpha of the Beta distribution of the mixing ratio (0: off); with both, each batch gets one of them
+        at random, as in timm. Drawn from torch's generator of each process, like dropout.
     """
 
     name: Literal["classification"] = "classification"
@@ -45,7 +45,7 @@ class Objective(nn.Module):
         super().__init__()
         number = config.classes or classes
         if number is None:
-            raise UserError("objective.classes: the shards' info.json names no classes, so say how many there are")
+            raise UserError("objective.classes: the shards' info.json names no classes; give their number")
         encoder.check_pooling(config.pooling)
         self.encoder, self.config = encoder, config
         width = encoder.width * (encoder.patches if config.pooling == "patches" else 1)
@@ -71,7 +71,7 @@ class Objective(nn.Module):
     def train(self, mode: bool = True) -> Objective:
         super().train(mode)
         if self.frozen:
-            self.encoder.eval()  # no dropout and no running statistics of its own while it only serves features
+            self.encoder.eval()  # no dropout, no running statistics
         return self
 
     def noise_per_sample(self) -> int:
@@ -81,17 +81,17 @@ class Objective(nn.Module):
         """Images, 0..255 -> float32 class logits (B, classes)."""
         return self.head(self.encoder.represent(images_BCHW, self.config.pooling)).float()
 
-    @torch.compiler.disable  # what it draws changes its shapes: a compiler would make a graph of every draw
+    @torch.compiler.disable  # its shapes depend on what it draws: a compiler would make a graph per draw
     def _mixed(self, images_BCHW: torch.Tensor, labels_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         assert self.mix is not None
         if self.config.cutmix and images_BCHW.device.type == "xla":
-            raise UserError("objective.cutmix: XLA would compile a program for every box that it draws; use mixup")
+            raise UserError("objective.cutmix: XLA would compile a program per box; use mixup")
         images, targets = self.mix(images_BCHW.float(), labels_B)
         return images, targets
 
     def forward(self, batch: Batch) -> StepOutput:
         images = device_images(batch)
-        labels = batch.labels.clamp(min=0)  # padding carries -1 and weighs nothing
+        labels = batch.labels.clamp(min=0)  # padding has -1 and no weight
         targets = labels
         if self.mix is not None and self.training:
             images, targets = self._mixed(images, labels)

@@ -20,27 +20,22 @@ from ssl_vit.models.last_block import flat_rows, take
 _FREQUENCY_RATE = 0.01  # the class frequencies are a moving average over about 100 batches
 _DOWNSIZED = 4  # target 2 of the paper: the patch downsized to 4x4
 _MOST_CLASSES = 2**16  # a head of more would outweigh the encoder
-_BLOCKS = 16  # drawn an image; three are enough on average, all 16 once in a thousand images at 90% corruption
-_SMALLEST_BLOCK = 16 / 196  # BEiT's: 16 of 14x14 patches
-_LOWEST_ASPECT = 0.3  # BEiT's: height to width is log-uniform between this and its inverse
 
 
 class Config(BaseConfig):
     """Defaults are the paper's.
 
-    mask_ratio: share of patches corrupted in every image (exactly round(share * N)); 0.15 is BERT's.
-    mask_layout: `random` patches (the paper's) or `blocks`: overlapping rectangles, as in BEiT.
-    mask_prob, random_prob: of the corrupted, the share replaced by the learnable [mask] embedding and by another
-        patch's embedding; the rest stays as it is. The loss counts all of them.
+    mask_ratio: share of patches corrupted in every image (exactly round(ratio * N)); BERT's is 0.15.
+    mask_prob, random_prob: probability that a corrupted patch becomes the learnable [mask] embedding, or another
+        patch's embedding; the others stay as they are. The loss counts all corrupted patches.
     random_from: where the other patch comes from: `batch` (the images of the same lane in the same step, so that the
-        choice does not depend on the number of processes) or the same `image`.
-    target: `mean_color` (one class a patch), `downsized` (the patch at 4x4, 16 classes a patch), `pixels` (L2).
-    bits: of each quantized color channel; the classes are 2**(bits * channels), at most 65,536.
+        result does not depend on the number of processes) or the same `image`.
+    target: `mean_color` (one class per patch), `downsized` (the patch at 4x4, 16 classes per patch), `pixels` (L2).
+    bits: of each quantized color channel; there are 2**(bits * channels) classes, at most 65,536.
     """
 
     name: Literal["masked_patch"] = "masked_patch"
     mask_ratio: float = Field(0.5, gt=0, le=1)
-    mask_layout: Literal["random", "blocks"] = "random"
     mask_prob: float = Field(0.8, ge=0, le=1)
     random_prob: float = Field(0.1, ge=0, le=1)
     random_from: Literal["batch", "image"] = "batch"
@@ -82,30 +77,6 @@ def class_colors(classes: torch.Tensor, channels: int, bits: int = 3) -> torch.T
     return ((torch.stack(digits, dim=-1) * 2 + 1) * (256 >> (bits + 1)) if bits < 8 else torch.stack(digits, -1)).byte()
 
 
-def block_order(noise_BR4: torch.Tensor, grid: tuple[int, int], count: int) -> torch.Tensor:
-    """R random rectangles of patches an image -> for every patch, float32 (B, N), when it is covered: r + 0..0.5 where
-    rectangle r is the first to hold it, least at that rectangle's center; R where none does.
-
-    Taking the least `count` corrupts whole rectangles, but for the core of the last one. noise: uniform in [0, 1);
-    areas are uniform from BEiT's least to `count` patches, aspects BEiT's; a rectangle lies wholly inside the image.
-    """
-    rows, columns = grid
-    least = min(max(_SMALLEST_BLOCK * rows * columns, 1.0), count)
-    area_BR = least + (count - least) * noise_BR4[..., 0]
-    aspect_BR = torch.exp((1 - 2 * noise_BR4[..., 1]) * math.log(_LOWEST_ASPECT))
-    high_BR = (area_BR * aspect_BR).sqrt().clamp(max=rows)
-    wide_BR = (area_BR / high_BR).clamp(max=columns)
-    high_BR, wide_BR = (area_BR / wide_BR).round().clamp(1, rows), wide_BR.round().clamp(min=1)
-    top_BR = (noise_BR4[..., 2] * (rows - high_BR + 1)).floor()
-    left_BR = (noise_BR4[..., 3] * (columns - wide_BR + 1)).floor()
-    y_H, x_W = (torch.arange(side, device=noise_BR4.device) for side in grid)
-    down_BRH = (y_H - (top_BR + (high_BR - 1) / 2)[..., None]).abs() / high_BR[..., None]
-    across_BRW = (x_W - (left_BR + (wide_BR - 1) / 2)[..., None]).abs() / wide_BR[..., None]
-    away_BRN = torch.maximum(down_BRH[..., None], across_BRW[..., None, :]).flatten(2)
-    number_R1 = torch.arange(noise_BR4.shape[1], device=noise_BR4.device)[:, None]
-    return torch.where(away_BRN < 0.5, number_R1 + away_BRN, noise_BR4.shape[1]).amin(1)
-
-
 def corrupt(
     tokens_BND: torch.Tensor,
     mask_token_D: torch.Tensor,
@@ -117,31 +88,26 @@ def corrupt(
     random_prob: float = 0.1,
     random_from: Literal["batch", "image"] = "batch",
     pool: int = 0,
-    blocks: tuple[int, int] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Corrupt exactly `count` = K patch embeddings of every image.
 
-    Each chosen patch independently becomes the mask token (`mask_prob`), another patch's embedding (`random_prob`;
-    never its own) or stays. Returns the tokens (B, N, D) and the chosen patches, int64 (B, K), distinct in each row.
-    Randomness: `noise_BM`, uniform in [0, 1), M = `noise_needed`, or where it is None numbers drawn from `generator`.
-    random_from=batch draws from groups of `pool` consecutive images (0: the whole batch). blocks: (rows, columns) of
-    patches, for corruption in rectangles. Shapes are static.
-    Raises ValueError for a count outside 1..N, or noise, blocks or a pool that do not fit the batch.
+    generator: draws the noise where `noise_BM` is None.
+    noise_BM: uniform in [0, 1), M = `noise_needed`.
+    mask_prob, random_prob: see `Config`. A random patch is never the patch itself.
+    random_from: `batch` draws from groups of `pool` consecutive images (0: the whole batch).
+
+    Returns the tokens (B, N, D) and the corrupted patches, int64 (B, K), distinct in each row. Shapes are static.
+    Raises ValueError for a count outside 1..N, and for noise or a pool that does not fit the batch.
     """
     b, n, _ = tokens_BND.shape
     if not 1 <= count <= n:
         raise ValueError(f"cannot corrupt {count} of {n} patches")
-    if blocks and blocks[0] * blocks[1] != n:
-        raise ValueError(f"{blocks[0]}x{blocks[1]} patches are not {n}")
-    needed = noise_needed(n, count, blocks is not None)
+    needed = noise_needed(n, count)
     if noise_BM is None:
         noise_BM = torch.rand(b, needed, generator=generator, device=tokens_BND.device)
     if noise_BM.shape != (b, needed):
         raise ValueError(f"noise is {tuple(noise_BM.shape)}, not {(b, needed)}")
-    order_BN = noise_BM[:, :n]
-    if blocks:  # the noise breaks ties, and orders what no rectangle holds
-        order_BN = block_order(noise_BM[:, n + 2 * count :].reshape(b, _BLOCKS, 4), blocks, count) + order_BN / 100
-    indices_BK = order_BN.argsort(dim=1, stable=True)[:, :count]
+    indices_BK = noise_BM[:, :n].argsort(dim=1, stable=True)[:, :count]
     kind_BK1 = noise_BM[:, n : n + count, None]
     images = 1 if random_from == "image" else (pool or b)
     if b % images:
@@ -161,9 +127,9 @@ def corrupt(
     return corrupted.unflatten(0, (b, n)), indices_BK
 
 
-def noise_needed(patches: int, count: int, blocks: bool = False) -> int:
-    """How many uniform numbers an image's corruption takes."""
-    return patches + 2 * count + (4 * _BLOCKS if blocks else 0)
+def noise_needed(patches: int, count: int) -> int:
+    """How many uniform numbers the corruption of an image takes."""
+    return patches + 2 * count
 
 
 class Objective(nn.Module):
@@ -196,12 +162,12 @@ class Objective(nn.Module):
         nn.init.zeros_(self.head.bias)
 
     def noise_per_sample(self) -> int:
-        return noise_needed(self.encoder.patches, self.count, self.config.mask_layout == "blocks")
+        return noise_needed(self.encoder.patches, self.count)
 
     def corrupt(
         self, patches_BND: torch.Tensor, mask_D: torch.Tensor, batch: Batch
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the batch's noise does to its patches (embeddings, or pixels for a picture): `corrupt` as configured."""
+        """`corrupt` as configured, by the batch's noise; patches: embeddings, or pixels for a picture."""
         c = self.config
         return corrupt(
             patches_BND,
@@ -212,11 +178,10 @@ class Objective(nn.Module):
             random_prob=c.random_prob,
             random_from=c.random_from,
             pool=batch.lane_size,
-            blocks=self.encoder.grid if c.mask_layout == "blocks" else None,
         )
 
     def targets(self, images_BCHW: torch.Tensor) -> torch.Tensor:
-        """uint8 images -> what to predict of every patch: int64 (B, N, slots), or float32 (B, N, P*P*C) in [0, 1]."""
+        """uint8 images -> the targets of every patch: int64 (B, N, slots), or float32 (B, N, P*P*C) in [0, 1]."""
         patch = self.encoder.patch_size
         if self.config.target == "pixels":
             return patch_pixels(images_BCHW, patch).flatten(2).float() / 255
@@ -233,7 +198,7 @@ class Objective(nn.Module):
         return self.head(self.encoder.encode(tokens, keep_BK=indices)).float(), indices, tokens
 
     def forward(self, batch: Batch) -> StepOutput:
-        """Loss and metrics over the corrupted patches alone; `summarize` adds what the best constant guess scores."""
+        """Loss and metrics over the corrupted patches alone; `summarize` adds those of the constant baseline."""
         images = device_images(batch)
         outputs_BKO, indices_BK, _ = self.predict(batch, images)
         targets = self.targets(images)
@@ -254,9 +219,11 @@ class Objective(nn.Module):
 
     @torch.no_grad()
     def summarize(self, means: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """What is logged of S steps: metrics and `constant_*`, the loss and accuracy of the best guess that ignores
-        the image (for classes: their frequencies so far, since those of one batch alone, which shows few of the 512
-        classes, would flatter the guess)."""
+        """Metrics of S steps -> what is logged: also `constant_*`, loss and accuracy of the best constant prediction.
+
+        For classes it predicts their frequencies so far: those of one batch, which shows few of the classes, would
+        flatter it.
+        """
         logged = dict(means)
         if self.config.target == "pixels":
             square, mean_SP = logged.pop("target_square"), logged.pop("target_mean")
@@ -266,8 +233,8 @@ class Objective(nn.Module):
         seen = self.frequencies.cpu()
         for shares in shares_SC:
             seen = torch.lerp(seen, shares.float(), _FREQUENCY_RATE)  # in the buffer's precision at every step
-            guess = seen.double() / seen.sum().clamp(min=1e-30)
-            losses.append(-torch.special.xlogy(shares, guess).sum())
-            hits.append(shares[guess.argmax()])
+            baseline = seen.double() / seen.sum().clamp(min=1e-30)
+            losses.append(-torch.special.xlogy(shares, baseline).sum())
+            hits.append(shares[baseline.argmax()])
         self.frequencies.copy_(seen)
         return {**logged, "constant_loss": torch.stack(losses), "constant_accuracy": torch.stack(hits)}

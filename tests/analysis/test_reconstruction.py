@@ -28,10 +28,9 @@ def patches_of(pictures: np.ndarray, patch: int = 4) -> np.ndarray:
     return np.stack([pictures[:, y : y + patch, x : x + patch] for y, x in places], axis=1)
 
 
-@pytest.mark.parametrize("layout", ["random", "blocks"])
 @pytest.mark.parametrize("size", [(16, 16), (8, 24)])
-def test_the_four_pictures(make_encoder: Build, make_batch: Build, size: tuple[int, int], layout: str) -> None:
-    objective = objective_of(make_encoder(image_size=size), mask_layout=layout)
+def test_the_four_pictures(make_encoder: Build, make_batch: Build, size: tuple[int, int]) -> None:
+    objective = objective_of(make_encoder(image_size=size))
     batch = make_batch(9, size=24, noise=objective.noise_per_sample())
     batch.images = batch.images[:, :, : size[0], : size[1]]
     shown = reconstruction.reconstructions(objective, batch, images=8)

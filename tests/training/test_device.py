@@ -141,12 +141,12 @@ def step(objective: nn.Module, optim: str = "adamw", dtype: torch.dtype | None =
 @pytest.mark.parametrize("target", ["mean_color", "downsized", "pixels"])
 @pytest.mark.parametrize("kind", BACKBONES)
 def test_a_pretraining_step_waits_for_nothing(make_encoder: Callable[..., Any], kind: str, target: Any) -> None:
-    layout, source, dtype = {
-        "mean_color": ("random", "batch", torch.bfloat16),
-        "downsized": ("blocks", "image", torch.float16),
-        "pixels": ("blocks", "batch", None),
+    source, dtype = {
+        "mean_color": ("batch", torch.bfloat16),
+        "downsized": ("image", torch.float16),
+        "pixels": ("batch", None),
     }[target]
-    config = masked_patch.Config(target=target, mask_layout=layout, random_from=source, bits=2)  # type: ignore[arg-type]
+    config = masked_patch.Config(target=target, random_from=source, bits=2)  # type: ignore[arg-type]
     step(masked_patch.Objective(make_encoder(**BACKBONES[kind]), config), dtype=dtype)
 
 
