@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import timm
 import torch
-from timm.layers import Attention
 from torch import nn
 
 from ssl_vit.analysis import attention
@@ -83,101 +82,6 @@ def test_maps_are_those_of_timms_unfused_path(make_encoder: Build, kind: str) ->
         np.testing.assert_allclose(maps.numpy(), expected, atol=2e-5)
     with torch.inference_mode():
         assert torch.equal(encoder(images), before)  # the model is as it was
-
-
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.float64, 1e-12)])
-@pytest.mark.parametrize("more", [{}, {"qk_norm": True, "norm_layer": nn.LayerNorm}])
-def test_probabilities_times_values_are_the_fused_output(dtype: torch.dtype, tolerance: float, more: Any) -> None:
-    torch.manual_seed(0)
-    module = Attention(24, num_heads=3, qkv_bias=True, **more).to(dtype).eval()
-    assert module.fused_attn
-    tokens = torch.randn(2, 7, 24, dtype=dtype)
-    with torch.no_grad(), attention.Probabilities() as seen:
-        fused = module(tokens)
-    (maps,) = seen.maps
-    values = module.qkv(tokens).reshape(2, 7, 3, 3, 8).permute(2, 0, 3, 1, 4)[2]
-    mixed = module.proj((maps @ values).transpose(1, 2).reshape(2, 7, 24))
-    assert (mixed - fused).abs().max() < tolerance
-
-
-# Attention of 5 tokens, a class token and a 2x2 grid of patches, two heads, two layers; rows sum to 1.
-A = np.array(
-    [[20, 40, 20, 10, 10], [50, 20, 10, 10, 10], [20, 8, 64, 4, 4], [10, 30, 30, 15, 15], [60, 10, 10, 10, 10]]
-)
-B = np.array([[20, 20, 20, 20, 20], [20, 80, 0, 0, 0], [20, 0, 0, 80, 0], [20, 20, 20, 20, 20], [96, 1, 1, 1, 1]])
-C = np.array(
-    [[10, 0, 0, 0, 90], [20, 20, 20, 20, 20], [20, 20, 20, 20, 20], [20, 20, 20, 20, 20], [20, 20, 20, 20, 20]]
-)
-D = np.array(
-    [[30, 50, 0, 0, 20], [20, 20, 20, 20, 20], [20, 20, 20, 20, 20], [20, 20, 20, 20, 20], [20, 20, 20, 20, 20]]
-)
-CHOSEN = np.array([[A, B], [C, D]]) / 100  # (layers, heads, 5, 5)
-
-
-@pytest.fixture
-def chosen(make_encoder: Build) -> Any:
-    """A ViT of 2x2 patches of 4 pixels whose attention is `CHOSEN`, whatever the image.
-
-    Each token is a unit vector of its own and passes every block unchanged. The query weights read the first eight
-    numbers; the key weights hold the logarithms of the attention, their rows and columns balanced to sum to 0 so that
-    the layer norm's subtraction of the mean drops out.
-    """
-    encoder = make_encoder(image_size=8, width=16, heads=2, depth=2).eval()
-    vit = encoder.network
-    with torch.no_grad():
-        for parameter in vit.parameters():
-            parameter.zero_()
-        vit.pos_embed[0] = torch.eye(5, 16)
-        normed = 1 / math.sqrt(15 / 256 + 1e-6)  # of a unit vector of 16 numbers, as the layer norm scales it
-        for block, heads in zip(vit.blocks, CHOSEN, strict=True):
-            block.norm1.weight.fill_(1)
-            weights = torch.zeros(3, 2, 8, 16)
-            weights[0, :, :, :8] = torch.eye(8)
-            for head, probabilities in enumerate(heads):
-                logits = torch.zeros(8, 8)
-                logits[:5, :5] = torch.log(torch.tensor(probabilities) + 1e-12) / normed**2 * math.sqrt(8)
-                logits[:5, 5] = -logits[:5, :5].sum(1)
-                logits[5] = -logits[:5].sum(0)
-                weights[1, head, :, :8] = logits
-            block.attn.qkv.weight.copy_(weights.reshape(48, 16))
-    return encoder
-
-
-def test_the_chosen_attention_is_what_the_model_does(chosen: Any) -> None:
-    for layer, maps in attention.attention_maps(chosen, images_for(chosen)):
-        for image in maps.numpy():
-            np.testing.assert_allclose(image, CHOSEN[layer], atol=1e-5)
-
-
-def test_distance_by_hand_on_a_grid_of_2_by_2(chosen: Any) -> None:
-    """Patches 1 2 / 3 4 lie 4 pixels apart, 1 and 4 (2 and 3) across the diagonal 4 sqrt(2)."""
-    side, across = 4.0, 4 * math.sqrt(2)
-    even = (2 * side + across) / 4
-    # Without the class token: rows (20 10 10 10)/50, (8 64 4 4)/80, (30 30 15 15)/90 and (10 10 10 10)/40.
-    first = (
-        (10 * side + 10 * side + 10 * across) / 50
-        + (8 * side + 4 * across + 4 * side) / 80
-        + (30 * side + 30 * across + 15 * side) / 90
-        + even
-    ) / 4
-    # Patch 1 looks at itself, patch 2 at patch 3, the others evenly.
-    second = (0 + across + even + even) / 4
-    found = attention.attention_distance(chosen, images_for(chosen))
-    assert found.dtype == np.float64
-    np.testing.assert_allclose(found, [[first, second], [even, even]], atol=1e-4)
-
-
-def test_rollout_by_hand_on_a_grid_of_2_by_2(chosen: Any) -> None:
-    first = (A + B) / 200 + np.eye(5)
-    # Layer 2, class token: heads (10 0 0 0 90) and (30 50 0 0 20), so (.2 .25 0 0 .55); plus itself, halved:
-    row = np.array([0.6, 0.125, 0, 0, 0.275])
-    expected = row @ (first / 2)
-    found = attention.rollout(chosen, images_for(chosen))
-    assert found.shape == (3, 2, 2)
-    for image in found:
-        np.testing.assert_allclose(image.ravel(), expected[1:], atol=1e-5)
-    only_last = attention.rollout(chosen, images_for(chosen), layers=[1])
-    np.testing.assert_allclose(only_last[0], [[0.125, 0], [0, 0.275]], atol=1e-5)
 
 
 def looped_distance(maps: list[np.ndarray], encoder: Any) -> np.ndarray:

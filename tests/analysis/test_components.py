@@ -80,14 +80,6 @@ def test_neighborhoods_are_averaged_apart() -> None:
     assert found == {"neighbors": 1.0, "same_row": 2.0, "elsewhere": 3.0}  # no column has a rest
 
 
-def test_positions_of_like_places_stand_out(make_encoder: Build) -> None:
-    encoder = make_encoder(image_size=32, positions="sincos2d", width=64)
-    similarity = components.position_similarity(encoder)
-    found = components.neighborhoods(similarity)
-    assert found["neighbors"] > found["same_row"] > found["elsewhere"]
-    assert found["same_row"] == pytest.approx(found["same_column"])
-
-
 def test_features_of_two_kinds_have_two_colors(make_encoder: Build) -> None:
     """Half of the patches black, half white: two kinds of tokens once positions play no part."""
     encoder = make_encoder(image_size=(16, 24)).eval()

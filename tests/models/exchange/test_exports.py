@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import timm
 import torch
-from safetensors.torch import load_file
 
 from ssl_vit.interfaces import RunError, UserError
 from ssl_vit.models import EncoderConfig
@@ -148,11 +147,6 @@ def test_what_transformers_cannot_say_is_refused(tmp_path: Path, arguments: dict
     assert not list(tmp_path.iterdir())
 
 
-def test_a_hybrid_is_refused_too(make_encoder: Make, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"no place for patch_embed\.backbone\.conv\.weight"):
-        export(make_encoder(**HYBRID), tmp_path / "hf", "transformers", "")
-
-
 def test_another_activation_is_found_by_the_outputs(tmp_path: Path) -> None:
     """It has no tensor, so only the comparison can see it."""
     ours = ViTEncoder("vit_base_patch16_clip_quickgelu_224", SMALL | {"pre_norm": False}, 0.5, 0.5)
@@ -241,26 +235,7 @@ def test_a_missing_library_is_named(
     assert not list(tmp_path.iterdir())
 
 
-def test_an_occupied_folder_is_left_alone(make_encoder: Make, tmp_path: Path) -> None:
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "mine").touch()
-    with pytest.raises(UserError, match="not empty"):
-        export(make_encoder(), tmp_path / "out", "timm", "")
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine"]
-
-
 def test_a_disk_that_refuses_is_no_traceback(make_encoder: Make, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(RunError, match="cannot write there"):
         export(make_encoder(), tmp_path / "file" / "out", "timm", "")
-
-
-def test_safetensors_say_their_format(make_encoder: Make, tmp_path: Path) -> None:
-    """transformers 4 does not read a file without it."""
-    from safetensors import safe_open
-
-    export(make_encoder(), tmp_path / "hf", "transformers", "")
-    with safe_open(tmp_path / "hf" / "model.safetensors", "pt") as file:
-        assert file.metadata() == {"format": "pt"}
-    names = load_file(tmp_path / "hf" / "model.safetensors")
-    assert "encoder.layer.0.attention.attention.query.weight" in names

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
-import math
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -112,70 +112,42 @@ def test_every_layout_comes_in_bit_for_bit(
     assert ("class token's position is zero" in " ".join(found.notes)) == (layout in ("big_vision", "stacked"))
 
 
-def flax_vit(arrays: Arrays, images_BHWC: np.ndarray, names: dict[str, str], positions: str) -> np.ndarray:
-    """What Google's model computes from its own arrays: images in [-1, 1] -> every normalized output token."""
-
-    def norm(x: np.ndarray, name: str) -> np.ndarray:
-        centerd = x - x.mean(-1, keepdims=True)
-        scaled = centerd / np.sqrt((centerd**2).mean(-1, keepdims=True) + 1e-6)
-        return scaled * arrays[f"{name}/scale"] + arrays[f"{name}/bias"]
-
-    kernel = arrays["embedding/kernel"]
-    rows, columns = kernel.shape[:2]
-    cut = images_BHWC.reshape(len(images_BHWC), -1, rows, images_BHWC.shape[2] // columns, columns, kernel.shape[2])
-    z = np.einsum("bypxqc,pqcd->byxd", cut, kernel) + arrays["embedding/bias"]
-    z = z.reshape(len(z), -1, z.shape[-1])
-    token = np.broadcast_to(arrays["cls"], (len(z), 1, z.shape[-1]))
-    if positions == OLD:
-        z = np.concatenate([token, z], 1) + arrays[positions]
-    else:
-        z = np.concatenate([token, z + arrays[positions]], 1)
-    layer = 0
-    while f"Transformer/encoderblock_{layer}/LayerNorm_0/scale" in arrays:
-        block = f"Transformer/encoderblock_{layer}"
-        attention, x = f"{block}/{names['attention']}", norm(z, f"{block}/LayerNorm_0")
-        q, k, v = (
-            np.einsum("bnd,dhe->bnhe", x, arrays[f"{attention}/{part}/kernel"]) + arrays[f"{attention}/{part}/bias"]
-            for part in ("query", "key", "value")
-        )
-        scores = np.exp(np.einsum("bnhe,bmhe->bhnm", q, k) / math.sqrt(q.shape[-1]))
-        mixed = np.einsum("bhnm,bmhe->bnhe", scores / scores.sum(-1, keepdims=True), v)
-        z = z + np.einsum("bnhe,hed->bnd", mixed, arrays[f"{attention}/out/kernel"]) + arrays[f"{attention}/out/bias"]
-        mlp = f"{block}/{names['mlp']}"
-        x = norm(z, f"{block}/{names['norm2']}") @ arrays[f"{mlp}/Dense_0/kernel"] + arrays[f"{mlp}/Dense_0/bias"]
-        x = torch.nn.functional.gelu(torch.from_numpy(x)).numpy()
-        z = z + x @ arrays[f"{mlp}/Dense_1/kernel"] + arrays[f"{mlp}/Dense_1/bias"]
-        layer += 1
-    assert layer
-    return norm(z, "Transformer/encoder_norm")
-
-
 @pytest.mark.parametrize("positions", [OLD, "pos_embedding"])
-def test_the_imported_model_computes_what_googles_does(
+def test_the_imported_model_is_that_of_timms_own_loader(
     make_encoder: Make, shaken: Make, pixels: Make, tmp_path: Path, positions: str
 ) -> None:
-    names = PAPER if positions == OLD else BIG_VISION
-    tensors = state(shaken(make_encoder(**SIZES)))
-    if positions != OLD:
-        tensors["pos_embed"] = tensors["pos_embed"][:, 1:]
-    arrays = google(tensors, 3, names, positions)
-    import_weights(written(tmp_path / "weights.npz", arrays), tmp_path / "out")
-    images = pixels(load(tmp_path / "out"))
-    expected = flax_vit(arrays, (images.permute(0, 2, 3, 1) / 127.5 - 1).numpy(), names, positions)
+    ours = shaken(make_encoder(**SIZES))
+    tensors = state(ours)
+    tensors["pos_embed"] = tensors["pos_embed"][:, positions != OLD :]
+    path = written(tmp_path / "w.npz", google(tensors, 3, PAPER if positions == OLD else BIG_VISION, positions))
+    import_weights(path, tmp_path / "out")
+    reference = timm.create_model(ours.name, no_embed_class=positions != OLD, num_classes=0, **ours.arguments).eval()
+    reference.load_pretrained(path)
+    back, images = load(tmp_path / "out"), pixels(ours)
     with torch.no_grad():
-        found = load(tmp_path / "out")(images)
-    np.testing.assert_allclose(found.numpy(), expected, atol=2e-5)
+        torch.testing.assert_close(back(images), reference.forward_features(ours.normalized(images)))
 
 
-def test_a_hybrid_is_read_by_its_name(tmp_path: Path) -> None:
-    name = "vit_tiny_r_s16_p8_224"
-    tensors = {
-        key: value.clone() for key, value in timm.create_model(name, img_size=64, num_classes=0).state_dict().items()
-    }
-    arrays = google(tensors, 3, PAPER, OLD)
-    arrays["conv_root/kernel"] = tensors["patch_embed.backbone.conv.weight"].numpy().transpose(2, 3, 1, 0)
-    for theirs, ours in (("scale", "weight"), ("bias", "bias")):
-        arrays[f"gn_root/{theirs}"] = tensors[f"patch_embed.backbone.norm.{ours}"].numpy().reshape(1, 1, 1, -1)
+def hybrid_arrays(tensors: dict[str, torch.Tensor]) -> Arrays:
+    """The CNN of a hybrid in Google's layout."""
+    arrays = {}
+    for name, tensor in tensors.items():
+        if not name.startswith("patch_embed.backbone."):
+            continue
+        own = name.removeprefix("patch_embed.backbone.").removeprefix("stem.")
+        own = re.sub(r"stages\.(\d)\.blocks\.(\d)\.", lambda n: f"block{int(n[1]) + 1}/unit{int(n[2]) + 1}/", own)
+        own = own.replace("downsample.conv", "conv_proj").replace("downsample.norm", "gn_proj").replace("norm", "gn")
+        own = re.sub(r"^(conv|gn)\.", r"\1_root.", own).replace(".bias", "/bias")
+        own = own.replace(".weight", "/kernel" if tensor.ndim == 4 else "/scale")
+        arrays[own] = tensor.permute(2, 3, 1, 0).numpy() if tensor.ndim == 4 else tensor.reshape(1, 1, 1, -1).numpy()
+    return arrays
+
+
+@pytest.mark.parametrize("name", ["vit_tiny_r_s16_p8_224", "vit_small_r26_s32_224"])
+def test_a_hybrid_is_read_by_its_name(shaken: Make, tmp_path: Path, name: str) -> None:
+    network = shaken(timm.create_model(name, img_size=64, num_classes=0))
+    tensors = {key: value.clone() for key, value in network.state_dict().items()}
+    arrays = google(tensors, network.blocks[0].attn.num_heads, PAPER, OLD) | hybrid_arrays(tensors)
     path = written(tmp_path / "hybrid.npz", arrays)
     with pytest.raises(UserError, match="a hybrid; give --name"):
         import_weights(path, tmp_path / "none")
