@@ -110,12 +110,12 @@ def write_config(encoder: Encoder, path: Path) -> None:
 def pretrained_cfg(encoder: Encoder) -> dict[str, Any]:
     """How timm describes the weights: image size and normalization, which `timm.data.resolve_data_config` reads."""
     return {
-        "input_size": [encoder.channels, *encoder.image_size],
+        "input_size": (encoder.channels, *encoder.image_size),
         "fixed_input_size": isinstance(encoder, ViTEncoder),
         "interpolation": "bilinear",
         "crop_pct": 1.0,
-        "mean": [*encoder.mean],
-        "std": [*encoder.std],
+        "mean": encoder.mean,
+        "std": encoder.std,
         "num_classes": 0,
         "first_conv": encoder.network.pretrained_cfg.get("first_conv"),
         "classifier": encoder.network.pretrained_cfg.get("classifier"),

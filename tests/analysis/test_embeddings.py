@@ -1,0 +1,145 @@
+"""`embed`, `load` and the command `embed`: what comes out is what the encoder computes for each image."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import timm
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+
+import ssl_vit
+from ssl_vit import plugins
+from ssl_vit.interfaces import UserError
+from ssl_vit.models import factory
+
+Make = Callable[..., Any]
+Call = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture
+def weights(make_encoder: Make, tmp_path: Path) -> Path:
+    folder, encoder = tmp_path / "weights", make_encoder(mean=0.4, std=(0.1, 0.2, 0.3))
+    folder.mkdir()
+    factory.write_config(encoder, folder / factory.CONFIG)
+    save_file(factory.state(encoder), folder / factory.WEIGHTS)
+    return folder
+
+
+def pixels(number: int) -> np.ndarray:
+    """One color, which resizing and cropping keep."""
+    return np.random.default_rng(number).integers(0, 256, (1, 1, 3), dtype=np.uint8).repeat(16, 0).repeat(16, 1)
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> Path:
+    """Two shards of three images; the first has no label, the fifth cannot be read."""
+    folder = tmp_path / "shards"
+    folder.mkdir()
+    for number in range(6):
+        with tarfile.open(folder / f"00000{number // 3}.tar", "a") as tar:
+            buffer = io.BytesIO()
+            Image.fromarray(pixels(number)).save(buffer, "PNG")
+            files = {"png": b"damaged" if number == 4 else buffer.getvalue(), "cls": str(number % 2).encode()}
+            for suffix, data in files.items():
+                if suffix == "png" or number:
+                    entry = tarfile.TarInfo(f"image{number}.{suffix}")
+                    entry.size = len(data)
+                    tar.addfile(entry, io.BytesIO(data))
+    return folder
+
+
+@pytest.mark.parametrize("pooling", ["token", "mean", "both", "patches"])
+def test_embeddings_are_the_encoders(weights: Path, shards: Path, pooling: Any) -> None:
+    frame = ssl_vit.embed(weights, str(shards), pooling=pooling, batch_size=4, workers=0)
+    good = [0, 1, 2, 3, 5]
+    assert frame["key"].tolist() == [f"image{number}" for number in good]
+    assert frame["label"].tolist() == [-1, 1, 0, 1, 1]
+    assert [skip["key"] for skip in frame.attrs["skipped"]] == ["image4"]
+    images = torch.stack([torch.from_numpy(pixels(number)).permute(2, 0, 1) for number in good])
+    with torch.no_grad():
+        expected = factory.load(weights).represent(images, pooling)
+    np.testing.assert_allclose(np.stack([*frame["embedding"]]), expected.numpy(), atol=1e-5)
+
+
+def test_the_loaded_network_is_timms_with_its_normalization(weights: Path) -> None:
+    network = ssl_vit.load(weights)
+    assert not network.training
+    data = timm.data.resolve_data_config(model=network)
+    assert (data["input_size"], data["mean"]) == ((3, 16, 16), (0.4,) * 3)
+    encoder = factory.load(weights)
+    images = torch.from_numpy(pixels(0)).permute(2, 0, 1)[None]
+    transform = timm.data.create_transform(**data, is_training=False)
+    with torch.no_grad():
+        found = network.forward_features(transform(Image.fromarray(pixels(0)))[None])  # type: ignore[operator]
+        torch.testing.assert_close(found, encoder(images), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "npz"])
+def test_the_command_writes_a_file(weights: Path, shards: Path, tmp_path: Path, call: Call, suffix: str) -> None:
+    out = tmp_path / "new" / f"embeddings.{suffix}"
+    assert call("embed", weights, shards, "--out", out, "--workers", 0) == (0, "")
+    frame = ssl_vit.embed(weights, str(shards), workers=0)
+    if suffix == "parquet":
+        found = pd.read_parquet(out)
+        assert found["key"].tolist() == frame["key"].tolist() and found["label"].tolist() == frame["label"].tolist()
+        vectors = np.stack([*found["embedding"]])
+    else:
+        with np.load(out, allow_pickle=False) as arrays:
+            assert arrays["key"].tolist() == frame["key"].tolist() and arrays["label"].dtype == np.int64
+            vectors = arrays["embedding"]
+    assert vectors.dtype == np.float32
+    np.testing.assert_allclose(vectors, np.stack([*frame["embedding"]]), atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (["nowhere", "SHARDS", "--out", "e.npz"], ["nowhere", "no such run"]),
+        (["WEIGHTS", "nowhere", "--out", "e.npz"], ["nowhere"]),
+        (["WEIGHTS", "SHARDS", "--out", "e.csv"], ["--out e.csv", ".parquet or .npz"]),
+    ],
+)
+def test_wrong_input_is_named(weights: Path, shards: Path, call: Call, arguments: list[str], parts: list[str]) -> None:
+    code, error = call("embed", *({"WEIGHTS": weights, "SHARDS": shards}.get(word, word) for word in arguments))
+    assert code == 2 and all(part in error for part in parts)
+
+
+def test_a_pooling_that_the_encoder_does_not_have(make_encoder: Make, shards: Path, tmp_path: Path) -> None:
+    encoder = make_encoder(class_token=False)
+    factory.write_config(encoder, tmp_path / factory.CONFIG)
+    save_file(factory.state(encoder), tmp_path / factory.WEIGHTS)
+    with pytest.raises(UserError, match="pooling=token needs a class token"):
+        ssl_vit.embed(tmp_path, str(shards), pooling="token", workers=0)
+
+
+def test_the_python_api_is_imported_on_first_use() -> None:
+    names = {"train", "evaluate", "compare", "embed", "load", "few_shot_accuracy", "read_results"}
+    assert names <= set(dir(ssl_vit)) and all(callable(getattr(ssl_vit, name)) for name in names)
+    with pytest.raises(AttributeError, match="fit"):
+        _ = ssl_vit.fit
+    code = "import sys, ssl_vit\nassert not {'torch', 'pandas', 'pydantic'} & sys.modules.keys()"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_an_objective_of_another_package_is_an_entry_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "rotation-1.dist-info"
+    package.mkdir()
+    (package / "METADATA").write_text("Name: rotation\nVersion: 1\n")
+    (package / "entry_points.txt").write_text("[ssl_vit.objectives]\nrotation = a_rotation\n")
+    (tmp_path / "a_rotation.py").write_text("class Objective: ...\nclass Config: ...\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert "rotation" in plugins.names("objectives")
+    assert plugins.load("objectives", "rotation").Objective.__module__ == "a_rotation"
+    with pytest.raises(UserError, match=r"no objective is called 'rotatoin'; did you mean 'rotation'"):
+        plugins.load("objectives", "rotatoin")
