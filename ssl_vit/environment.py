@@ -19,7 +19,7 @@ from ssl_vit.training.distributed import Engine
 
 def environment(accelerator: Engine | None = None) -> dict[str, Any]:
     """Versions, hardware, git commit and world size: what a reader needs to judge a number."""
-    packages = ("torch", "torchvision", "timm", "accelerate", "webdataset", "datasets", "ssl-vit")
+    packages = ("torch", "torchvision", "timm", "accelerate", "simplejpeg", "datasets", "ssl-vit")
     hardware = {
         "machine": platform.platform(),
         "processor": _processor(),

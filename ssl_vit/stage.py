@@ -70,6 +70,7 @@ def build(
         jitter=settings.data.augment.jitter,
         seed=settings.seed,
         needs_labels=needs_labels,
+        max_pixels=settings.data.max_pixels,
     )
     images = training_samples(shards, settings.data) if subset is None else subset
     batches = train_source(

@@ -1,4 +1,4 @@
-"""From shards to batches: configuration of the data room (torch-free; the modules below do the work)."""
+"""From shards to batches: the configuration (torch-free)."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
 from ssl_vit.interfaces import Config
+
+MAX_PIXELS = 89_478_485  # where Pillow warns: 256 MiB of RGB
 
 
 class AugmentConfig(Config):
@@ -54,13 +56,14 @@ class AugmentConfig(Config):
 class RemoteConfig(Config):
     """How shards behind a URL are read; no effect on what is read, so each may change between sessions of a run.
 
-    cache_dir: a folder on a local disk where whole shards are kept (None: streamed anew each time). Processes share it.
-    cache_gb: the most it holds (GiB); the shards unused for longest make room. Files being read do not count.
-    retries: tries in a row, after one that failed, that may bring nothing more before the run stops; the waits between
-        them double from half a second up to a minute.
-    timeout: seconds without a byte (from an object store: without the next range of 256 KiB to 16 MiB) before a try is
-        given up. For hf:// the hub client's own limit counts (HF_HUB_DOWNLOAD_TIMEOUT). A loader worker waits for a
-        whole shard: `data.worker_timeout` must leave it the time for its download and for the patience set here.
+    cache_dir: a folder on a local disk where whole shards are kept (None: downloaded anew each time they are opened).
+        Processes share it.
+    cache_gb: the most it holds (GiB); the least recently used shards make room.
+    retries: retries in a row that may bring nothing more before the run stops; the waits before them double from half
+        a second up to a minute.
+    timeout: seconds without a byte (from an object store: for a range of 8 MiB) before a try fails. hf:// has its own
+        limit (HF_HUB_DOWNLOAD_TIMEOUT). A loader worker waits for a whole shard: `data.worker_timeout` must leave it
+        the time for its download and for these retries.
     """
 
     cache_dir: str | None = None
@@ -78,7 +81,7 @@ class WeightedShards(Config):
 
 
 def _kind(train: Any) -> str:
-    """Which way of naming shards a value is, so that an error tells of that one."""
+    """Which way of naming shards a value is, for error messages."""
     return "<mixture>" if isinstance(train, (list, tuple)) else "<name>"
 
 
@@ -90,14 +93,14 @@ class DataConfig(Config):
         of {shards: NAME, weight: NUMBER}; its epoch has as many samples as its sets together.
     samples: train on so many of the samples, the same ones for every seed; a larger number includes a smaller one's
         (None: all).
-    remote: patience and local cache for URLs.
+    remote: retries and local cache for URLs.
     lanes: how many independent streams carry the order. It must divide the batch size and be a multiple of the number
         of processes; each loader worker owns at least one. Keep it fixed over a run: it fixes the order of the data.
-        A lane holds the undecoded bytes of the part of a shard that it is reading.
-    workers: loader processes a rank; 0 decodes in the training process.
+    workers: loader processes of each training process; 0 decodes in the training process.
     worker_timeout: seconds that a worker may take for its part of a step before it counts as stuck (0: any time).
     cache_mb: decoded images kept in memory by each loader process (MiB), so that small sets are decoded once.
-    on_bad_sample: `skip` counts, reports and goes on; `fail` stops at the first, naming shard and key.
+    max_pixels: an image with more, by its header, is a bad sample and not decoded.
+    on_bad_sample: `skip` counts, reports and continues; `fail` stops at the first, naming shard and key.
     evaluation_resize: evaluation resizes the shorter side to round(this * image size), then crops the center
         (256/224, the paper authors' few-shot protocol; 1.0 for images that already have the right size).
     """
@@ -111,6 +114,7 @@ class DataConfig(Config):
     workers: int = Field(1, ge=0, le=1024)
     worker_timeout: int = Field(600, ge=0)
     cache_mb: int = Field(256, ge=0, le=2**20)
+    max_pixels: int = Field(MAX_PIXELS, ge=1, le=2 * MAX_PIXELS)  # Pillow refuses twice as many
     on_bad_sample: Literal["skip", "fail"] = "skip"
     augment: AugmentConfig = AugmentConfig()
     evaluation_resize: float = Field(256 / 224, ge=1.0)

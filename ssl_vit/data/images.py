@@ -8,8 +8,8 @@ pixels that the model sees.
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -20,9 +20,9 @@ import torch.nn.functional as F  # noqa: N812
 from PIL import Image, ImageOps, UnidentifiedImageError
 from torchvision.transforms import InterpolationMode, v2
 
-from ssl_vit.data import AugmentConfig, DataConfig
+from ssl_vit.data import MAX_PIXELS, AugmentConfig, DataConfig
 from ssl_vit.data.jpeg import Jpeg
-from ssl_vit.data.shards.info import IMAGE_EXTENSIONS, MAX_PIXELS, STORED_FORMATS
+from ssl_vit.data.shards.info import IMAGE_EXTENSIONS, STORED_FORMATS
 from ssl_vit.data.shards.reading import BadSample
 from ssl_vit.interfaces import Batch, Size, UserError, pair
 
@@ -76,50 +76,52 @@ def check_channels(channels: int) -> None:
 
 
 class _Checked:
-    """A picture of a sample: whatever its decoder stumbles on is a BadSample."""
+    """A picture of a sample: whatever its decoder raises is a BadSample."""
 
-    def __init__(self, extension: str, data: bytes, channels: int) -> None:
+    def __init__(self, extension: str, data: bytes, channels: int, max_pixels: int) -> None:
         self.extension = extension
-        try:
-            self.picture = _open(data, channels)
-        except Exception as error:
-            raise self._bad(error) from None
+        with self._bad_sample():
+            self.picture = _open(data, channels, max_pixels)
         self.height, self.width = self.picture.height, self.picture.width
 
     def whole(self) -> torch.Tensor:
-        try:
+        with self._bad_sample():
             return self.picture.whole()
-        except Exception as error:
-            raise self._bad(error) from None
 
     def region(self, top: int, left: int, height: int, width: int, least: tuple[int, int] | None) -> torch.Tensor:
-        try:
+        with self._bad_sample():
             return self.picture.region(top, left, height, width, least)
-        except Exception as error:
-            raise self._bad(error) from None
 
-    def _bad(self, error: Exception) -> BadSample:
-        # Pillow's parsers raise whatever they stumble on: struct.error, zlib.error, SyntaxError
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        if isinstance(error, UnidentifiedImageError):  # its words hold an address in memory
-            reason = "not an image"
-        return BadSample(f"unreadable .{self.extension} image: {reason}")
+    @contextmanager
+    def _bad_sample(self) -> Iterator[None]:
+        try:
+            yield
+        except BadSample:
+            raise
+        except Exception as error:  # Pillow's parsers raise anything: struct.error, zlib.error, SyntaxError
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            if isinstance(error, UnidentifiedImageError):  # its message holds an address in memory
+                reason = "not an image"
+            raise BadSample(f"unreadable .{self.extension} image: {reason}") from None
 
 
-def open_picture(sample: Mapping[str, bytes | str], channels: int) -> Picture:
-    """The sample's image, upright by its EXIF. It and its methods raise BadSample when it is missing or unreadable."""
+def open_picture(sample: Mapping[str, bytes], channels: int, max_pixels: int = MAX_PIXELS) -> Picture:
+    """The sample's image, upright by its EXIF. It and its methods raise BadSample when it is missing, unreadable or
+    larger than `max_pixels`, which is read from its header before anything is decoded."""
     for extension in IMAGE_EXTENSIONS:
-        data = sample.get(extension)
-        if isinstance(data, bytes):
-            return _Checked(extension, data, channels)
+        if extension in sample:
+            return _Checked(extension, sample[extension], channels, max_pixels)
     raise BadSample(f"no image member ({', '.join(IMAGE_EXTENSIONS)})")
 
 
-def _open(data: bytes, channels: int) -> Picture:
+def _open(data: bytes, channels: int, max_pixels: int) -> Picture:
     if data.startswith(b"\xff\xd8") and channels in (1, 3):
-        with suppress(ValueError):  # stray bytes between its markers: Pillow judges
-            return Jpeg(data, channels)
+        with suppress(ValueError):  # stray bytes between its markers: Pillow decides
+            jpeg = Jpeg(data, channels)
+            _check_pixels(jpeg.height, jpeg.width, max_pixels)
+            return jpeg
     with Image.open(io.BytesIO(data), formats=STORED_FORMATS) as opened:
+        _check_pixels(opened.height, opened.width, max_pixels)
         image = ImageOps.exif_transpose(opened)
         if image.mode.startswith("I"):  # 16-bit gray: Pillow's own conversion would clip instead of scaling
             image = Image.fromarray((np.asarray(image).astype(np.int64) >> 8).clip(0, 255).astype(np.uint8))
@@ -127,23 +129,26 @@ def _open(data: bytes, channels: int) -> Picture:
     return Pixels(torch.from_numpy(pixels.reshape(*pixels.shape[:2], channels)).permute(2, 0, 1))
 
 
-def class_index(content: bytes | str) -> int | None:
+def _check_pixels(height: int, width: int, max_pixels: int) -> None:
+    if height * width > max_pixels:
+        raise BadSample(f"{height}x{width} pixels are more than data.max_pixels={max_pixels}")
+
+
+def class_index(content: bytes) -> int | None:
     """The whole number that a `.cls` member holds; None for anything else, and for more than a set has classes."""
-    text = (content.decode("ascii", "replace") if isinstance(content, bytes) else content).strip()
+    text = content.decode("ascii", "replace").strip()
     # Python itself refuses thousands of digits.
     is_number = text.removeprefix("-").isdecimal() and len(text) < 19
     return int(text) if is_number and int(text) <= _MOST_CLASSES else None
 
 
-def decode_label(sample: Mapping[str, bytes | str], classes: int | None) -> int:
+def decode_label(sample: Mapping[str, bytes], classes: int | None) -> int:
     """The sample's class index, -1 where it has no `.cls`. Raises BadSample for text or a class out of range."""
-    data = sample.get("cls")
-    if data is None:
+    if "cls" not in sample:
         return -1
-    label = class_index(data)
+    label = class_index(sample["cls"])
     if label is None:
-        text = data.decode("ascii", "replace") if isinstance(data, bytes) else data
-        raise BadSample(f"label {text.strip()[:20]!r} is not a class index")
+        raise BadSample(f"label {sample['cls'].decode('ascii', 'replace').strip()[:20]!r} is not a class index")
     if label < 0 or (classes is not None and label >= classes):
         raise BadSample(f"label {label} is outside the classes 0..{classes - 1 if classes else '?'}")
     return label

@@ -1,196 +1,181 @@
-"""Loader processes: started, listened to, and named when one of them dies or hangs."""
+"""Loader processes: each makes its part of every step and writes it to memory that it shares with the main process.
+
+Every worker has its own memory and its own pipe, so that one that dies or hangs holds nothing that others wait for.
+Through the pipe the main process hands out free slots of the memory, and the worker reports which it has filled; a
+worker whose main process is gone finds the pipe closed and ends.
+"""
 
 from __future__ import annotations
 
+import atexit
+import mmap
+import multiprocessing
 import os
 import signal
-import threading
-import time
-import weakref
-from collections.abc import Generator, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from multiprocessing import get_all_start_methods
-from multiprocessing.connection import wait
-from multiprocessing.process import BaseProcess
-from multiprocessing.util import Finalize
-from types import FrameType
-from typing import Any
+import traceback
+from collections.abc import Generator, Iterator
+from contextlib import suppress
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from typing import Protocol
 
-import psutil
 import torch
-from torch.utils.data import DataLoader, IterableDataset
-from torch.utils.data._utils import signal_handling
 
 from ssl_vit.data.samples import Chunk
-from ssl_vit.interfaces import RunError
+from ssl_vit.interfaces import RunError, UserError
 
 
-def ignore_signals(worker: int) -> None:
-    """For loader workers: signals reach the whole process group, and the main process must save first.
+class Stream(Protocol):
+    """What the loader runs.
 
-    Workers end when the main process closes them or dies, or by a second SIGTERM: so multiprocessing ends those that
-    wait for a server which does not answer.
+    workers: processes (0: the main process does it). worker_timeout: seconds that one may take for a chunk (0: any).
     """
 
-    def first_of_two(number: int, frame: FrameType | None) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    @property
+    def workers(self) -> int: ...
 
-    for number in (signal.SIGINT, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, first_of_two)
+    @property
+    def worker_timeout(self) -> int: ...
+
+    def chunks(self, worker: int) -> Iterator[Chunk]:
+        """One worker's chunks."""
+        ...
+
+    def blank(self, worker: int) -> Chunk:
+        """A chunk with the shapes of the worker's chunks."""
+        ...
 
 
-def loaded(
-    stream: IterableDataset[Chunk], workers: int, device: torch.device, *, prefetch: int, timeout: int
-) -> Iterator[Chunk]:
-    """The stream's chunks, made by loader processes (0: here) in turn, `prefetch` of each ahead.
+def loaded(stream: Stream, prefetch: int) -> Generator[Chunk, None, None]:
+    """The stream's chunks from all workers in turn, `prefetch` of each ahead. The tensors of a chunk may be overwritten
+    once the next chunk of the same worker is asked for.
 
-    timeout: seconds that a worker may take for a chunk (0: for ever); RunError names the one that takes longer.
-    The processes end with the iteration, at the latest when this process exits: multiprocessing would wait for them
-    then for ever, since a first SIGTERM does not end them.
+    Raises UserError and RunError of a worker; RunError for a worker that dies or takes longer than the timeout. The
+    processes end with the iteration, at the latest when this process exits.
     """
-    chunks = _loaded(stream, workers, device, prefetch, timeout)
-    Finalize(chunks, _close, args=(weakref.ref(chunks),), exitpriority=100)
-    return chunks
-
-
-def _close(reference: weakref.ref[Generator[Chunk, None, None]]) -> None:
-    if chunks := reference():
-        chunks.close()
-
-
-def _loaded(
-    stream: IterableDataset[Chunk], workers: int, device: torch.device, prefetch: int, timeout: int
-) -> Generator[Chunk, None, None]:
-    loader = DataLoader(
-        stream,
-        batch_size=None,
-        num_workers=workers,
-        pin_memory=device.type == "cuda",
-        prefetch_factor=prefetch if workers else None,
-        worker_init_fn=ignore_signals,
-        # Python 3.14 no longer forks by itself; a fresh process would import torch again and need a picklable stream.
-        multiprocessing_context="fork" if workers and "fork" in get_all_start_methods() else None,
-        generator=torch.Generator(),  # else it would draw its base seed from the model's generator
-    )
-    if workers:
-        yield from _watched(iter(loader), timeout)
-    else:
-        yield from loader
-
-
-def _watched(chunks: Any, timeout: int) -> Generator[Chunk, None, None]:
-    """What the loader processes make, in turn; the one that dies or hangs is named."""
-    processes: list[BaseProcess] = chunks._workers
-    signal_handling._remove_worker_pids(id(chunks))
-    chunks._worker_pids_set = False
-    watch, number = _Watch(processes, timeout), 0
-    try:
+    if not stream.workers:
+        chunks = stream.chunks(0)
         while True:
-            try:
-                watch.expect(number % len(processes))
-                with _deaths_told(chunks):
-                    chunk = next(chunks, None)
-            except Exception as error:  # the end of a process looks like many things: a broken connection, a lost file
-                if watch.struck is not None:
-                    raise RunError(
-                        f"{_named(watch.struck, processes)} gave nothing for {timeout} s (data.worker_timeout): is its "
-                        "storage gone? Run the same command to go on"
-                    ) from error
-                if dead := _dead(processes):
-                    raise RunError(
-                        f"{_named(dead[0], processes)} died ({_how(processes[dead[0]])}); if the memory ran out, lower "
-                        "data.workers or data.cache_mb; run the same command to go on"
-                    ) from error
-                raise
-            finally:
-                watch.expect(None)
+            with torch.random.fork_rng(devices=[]):  # samples seed the generator that the training draws from
+                chunk = next(chunks, None)
             if chunk is None:
                 return
             yield chunk
-            number += 1
-    finally:  # by hand, since an exception that somebody keeps would keep the iterator and its processes too
-        watch.over.set()
-        if watch.struck is not None or _dead(processes, 0):
-            chunks._shutdown = True  # torch's own way waits for locks, and a dead process may hold one for ever
-            if hasattr(chunks, "_pin_memory_thread_done_event"):
-                chunks._pin_memory_thread_done_event.set()
-        chunks._shutdown_workers()
-        watch.ended.set()
-        _kill(processes)
-
-
-@contextmanager
-def _deaths_told(chunks: Any) -> Iterator[None]:
-    """Let torch raise a worker's death here alone; by itself it does so in the midst of whatever this process does."""
-    signal_handling._set_worker_pids(id(chunks), tuple(process.pid for process in chunks._workers))
+    if "fork" not in multiprocessing.get_all_start_methods():
+        raise UserError("data.workers: loader processes need a system that can fork; set data.workers=0")
+    pool = _Pool()
     try:
-        signal_handling._error_if_any_worker_fails()  # one that died before
-        yield
+        pool.start(stream, prefetch)
+        active = pool.workers
+        while active:
+            for worker in active:
+                if chunk := worker.take(stream.worker_timeout):
+                    yield chunk
+            active = [worker for worker in active if not worker.ended]
     finally:
-        signal_handling._remove_worker_pids(id(chunks))
+        pool.close()
 
 
-class _Watch(threading.Thread):
-    """Kills the workers once the main process has waited for one of them for too long, or for their end.
+class _Pool:
+    def __init__(self) -> None:
+        self.workers: list[_Worker] = []
+        atexit.register(self.close)  # multiprocessing would wait at the exit for a worker that does not run
 
-    torch's own timeout does not see a worker that has announced its chunk and hangs before it hands it over.
-    struck: the worker that hung.
-    """
+    def start(self, stream: Stream, prefetch: int) -> None:
+        for number in range(stream.workers):
+            self.workers.append(_Worker(stream, number, prefetch + 1, [worker.ours for worker in self.workers]))
 
-    def __init__(self, workers: Sequence[BaseProcess], timeout: int) -> None:
-        super().__init__(daemon=True)
-        self.workers, self.timeout = workers, timeout
-        self.expected: tuple[int, float] | None = None
-        self.struck: int | None = None
-        self.over, self.ended = threading.Event(), threading.Event()
-        self.start()
-
-    def expect(self, worker: int | None) -> None:
-        """The main process waits for this worker from now on (None: for none)."""
-        self.expected = None if worker is None else (worker, time.monotonic())
-
-    def run(self) -> None:
-        while not self.over.wait(min(1.0, self.timeout / 4) if self.timeout else None):
-            expected = self.expected
-            if expected and time.monotonic() - expected[1] > self.timeout:
-                self.struck = _frozen(self.workers, expected[0])
-                _kill(self.workers)
-                return
-        if not self.ended.wait(_PATIENCE):
-            _kill(self.workers)
+    def close(self) -> None:
+        atexit.unregister(self.close)
+        for worker in self.workers:
+            worker.process.kill()
+        for worker in self.workers:
+            worker.process.join()
+            worker.ours.close()
 
 
-_PATIENCE = 2.0  # seconds for workers to end by themselves, or for the end of one to be seen
+class _Worker:
+    """One loader process, seen from the main process."""
+
+    def __init__(self, stream: Stream, number: int, slots: int, siblings: list[Connection]) -> None:
+        """siblings: the main process's ends of the other workers' pipes, which this worker must not keep open."""
+        with torch.random.fork_rng(devices=[]):
+            blank = stream.blank(number)
+        self.slots = [{name: _shared(tensor) for name, tensor in blank.tensors.items()} for _ in range(slots)]
+        self.name = f"loader worker {number} of {stream.workers} of process {os.environ.get('RANK', '0')}"
+        self.ours, theirs = multiprocessing.Pipe()
+        arguments = (stream, number, self.slots, theirs, [*siblings, self.ours])
+        self.process = multiprocessing.get_context("fork").Process(target=_work, args=arguments, daemon=True)
+        self.process.start()
+        theirs.close()
+        self.free: int | None = None  # the slot of the chunk that was taken last
+        self.ended = False
+        for slot in range(slots):
+            self._send(slot)
+
+    def _send(self, slot: int) -> None:
+        with suppress(OSError):  # it died: `take` says so
+            self.ours.send(slot)
+
+    def take(self, timeout: int) -> Chunk | None:
+        """The next chunk; None after the last one."""
+        if self.free is not None:
+            self._send(self.free)
+        try:
+            if not self.ours.poll(timeout or None):
+                raise RunError(
+                    f"{self.name} (pid {self.process.pid}) made nothing for {timeout} s (data.worker_timeout); check "
+                    "its storage, then run the same command to resume"
+                )
+            message = self.ours.recv()
+        except (EOFError, OSError):
+            self.process.join(2)
+            raise RunError(
+                f"{self.name} (pid {self.process.pid}) died ({self._how()}); if the memory ran out, lower data.workers "
+                "or data.cache_mb, then run the same command to resume"
+            ) from None
+        if isinstance(message, (UserError, RunError)):
+            raise message
+        if isinstance(message, str):
+            raise RuntimeError(f"{self.name}:\n{message}")
+        if message is None:
+            self.ended = True
+            return None
+        self.free, chunk = message
+        return replace(chunk, tensors=self.slots[self.free])
+
+    def _how(self) -> str:
+        code = self.process.exitcode or 0
+        return f"signal {-code}: {signal.strsignal(-code)}" if code < 0 else f"exit code {code}"
 
 
-def _frozen(processes: Sequence[BaseProcess], expected: int) -> int:
-    """The worker that does not run, so that others wait for what it holds; else the one that was waited for."""
-    still = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP, psutil.STATUS_DISK_SLEEP)
-    for number in (expected, *range(len(processes))):
-        with suppress(psutil.Error):
-            if psutil.Process(processes[number].pid).status() in still:
-                return number
-    return expected
+def _shared(like: torch.Tensor) -> torch.Tensor:
+    """Memory for a tensor of this shape and layout that processes forked later share. Not of /dev/shm, which is small
+    in containers."""
+    memory = torch.frombuffer(mmap.mmap(-1, max(like.nbytes, 8)), dtype=torch.uint8)
+    return memory[: like.nbytes].view(like.dtype).as_strided(like.size(), like.stride())
 
 
-def _dead(processes: Sequence[BaseProcess], seconds: float = _PATIENCE) -> list[int]:
-    """The processes that died. A broken connection to one is seen a moment before its end is."""
-    for sentinel in wait([process.sentinel for process in processes], seconds):
-        next(process for process in processes if process.sentinel == sentinel).join(seconds)
-    return [number for number, process in enumerate(processes) if process.exitcode]
-
-
-def _kill(processes: Sequence[BaseProcess]) -> None:
-    for process in processes:
-        process.kill()
-
-
-def _named(number: int, processes: Sequence[BaseProcess]) -> str:
-    of_rank = os.environ.get("RANK", "0")
-    return f"loader worker {number} of {len(processes)} of process {of_rank} (pid {processes[number].pid})"
-
-
-def _how(process: BaseProcess) -> str:
-    code = process.exitcode or 0
-    return f"signal {-code}: {signal.strsignal(-code)}" if code < 0 else f"exit code {code}"
+def _work(
+    stream: Stream, number: int, slots: list[dict[str, torch.Tensor]], pipe: Connection, others: list[Connection]
+) -> None:
+    """The loader process. Signals reach the whole process group, and the main process must save first: it ends us."""
+    for kind in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(kind, signal.SIG_IGN)
+    for other in others:
+        other.close()
+    torch.set_num_threads(1)
+    with suppress(EOFError, BrokenPipeError, ConnectionResetError):  # the main process is gone
+        try:
+            for chunk in stream.chunks(number):
+                slot = pipe.recv()
+                for name, tensor in chunk.tensors.items():
+                    slots[slot][name].copy_(tensor)
+                pipe.send((slot, replace(chunk, tensors={})))
+            pipe.send(None)
+        except (UserError, RunError) as error:
+            pipe.send(error)
+        except (EOFError, BrokenPipeError, ConnectionResetError):
+            raise
+        except Exception:
+            pipe.send(traceback.format_exc())

@@ -1,4 +1,4 @@
-"""One sample, from raw members to an augmented tensor, and samples stacked into the chunks that workers hand over."""
+"""One sample, from the bytes in its shard to an augmented tensor, and samples stacked into chunks and batches."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch.utils.data import default_collate
 
-from ssl_vit.data.images import BadSample, Picture, Pixels, Transform, decode_label, open_picture
+from ssl_vit.data import MAX_PIXELS
+from ssl_vit.data.images import Picture, Pixels, Transform, decode_label, open_picture
 from ssl_vit.data.order import LanePosition
 from ssl_vit.data.shards import ShardSet
-from ssl_vit.data.shards.reading import OpenShards
-from ssl_vit.interfaces import Batch, RunError, UserError
+from ssl_vit.data.shards.reading import BadSample, OpenShards
+from ssl_vit.interfaces import Batch
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,7 @@ class Preprocess:
 
     noise: uniform numbers drawn for each sample. classes: upper bound of valid labels (None: unknown).
     jitter: largest relative change of brightness, contrast and saturation.
+    max_pixels: of an image before it is decoded.
     needs_labels: samples without a label are skipped. reads_labels: they are kept, with label -1.
     """
 
@@ -35,6 +36,7 @@ class Preprocess:
     seed: int = 0
     needs_labels: bool = False
     reads_labels: bool = False
+    max_pixels: int = MAX_PIXELS
 
 
 @dataclass
@@ -50,19 +52,13 @@ class Skip:
 class Chunk:
     """One loader worker's part of a step: the tensors of `Batch` by name, and what is not a tensor.
 
-    positions: where the worker's lanes stand after this chunk, by lane. error: why the stream ends here.
+    positions: where the worker's lanes stand after this chunk, by lane.
     """
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     keys: list[str] = field(default_factory=list)
     positions: dict[int, LanePosition] = field(default_factory=dict)
     skipped: list[Skip] = field(default_factory=list)
-    error: UserError | RunError | None = None
-
-    def pin_memory(self) -> Chunk:
-        """Called by the DataLoader where the device is a GPU."""
-        self.tensors = {name: tensor.pin_memory() for name, tensor in self.tensors.items()}
-        return self
 
 
 @dataclass
@@ -85,12 +81,12 @@ def sample_seed(seed: int, epoch: int, index: int) -> int:
 class SampleReader:
     """Reads, decodes and augments samples of a shard set; keeps decoded images while `cache_bytes` lasts.
 
-    streams: how many shards are read in turns.
+    streams: how many shards are read in turns. reads: samples read from shards so far.
     """
 
     def __init__(self, shards: ShardSet, preprocess: Preprocess, cache_bytes: int, streams: int = 1) -> None:
         self.shards, self.preprocess = shards, preprocess
-        self.files = OpenShards(shards, 2 * streams + 2)
+        self.files = OpenShards(shards.open, 2 * streams + 2)
         self.first_index = shards.first_index
         # Decoded images lie in one block: as many small ones they would pin what a training step frees around them.
         self.kept, self.end = torch.empty(cache_bytes, dtype=torch.uint8), 0
@@ -106,17 +102,18 @@ class SampleReader:
             picture: Picture
             if (shard, member) in self.cache:
                 start, height, width, label, key = self.cache[shard, member]
-                picture = Pixels(self._recalled(start, height, width))
+                picture = Pixels(self._recall(start, height, width))
             else:
                 self.reads += 1
-                content = self.files.get(shard).read(member)
-                key = str(content["__key__"])
-                picture = open_picture(content, preprocess.channels)
+                file = self.files.get(shard)
+                content = file.read(member)
+                key = file.samples[member].key
+                picture = open_picture(content, preprocess.channels, preprocess.max_pixels)
                 labeled = preprocess.needs_labels or preprocess.reads_labels
                 label = decode_label(content, preprocess.classes) if labeled else -1
                 if preprocess.needs_labels and label < 0:
                     raise BadSample("no label (.cls), which this objective needs")
-                picture = self._kept(shard, member, picture, label, key)
+                picture = self._keep(shard, member, picture, label, key)
             index = int(self.first_index[shard]) + member
             torch.default_generator.manual_seed(sample_seed(preprocess.seed, epoch, index))
             noise = torch.rand(preprocess.noise)
@@ -126,8 +123,8 @@ class SampleReader:
         except BadSample as problem:
             return Skip(self.shards.urls[shard], key, str(problem))
 
-    def _kept(self, shard: int, member: int, picture: Picture, label: int, key: str) -> Picture:
-        """The picture, decoded and remembered while there is room.
+    def _keep(self, shard: int, member: int, picture: Picture, label: int, key: str) -> Picture:
+        """The picture, decoded and kept while there is room.
 
         Not one so large that its crops may be decoded reduced: a sample must look the same whoever keeps it.
         """
@@ -137,49 +134,50 @@ class SampleReader:
             return picture
         pixels = picture.whole()
         self.end += size
-        self._recalled(start, height, width).copy_(pixels)
+        self._recall(start, height, width).copy_(pixels)
         self.cache[shard, member] = (start, height, width, label, key)
         return Pixels(pixels)
 
-    def _recalled(self, start: int, height: int, width: int) -> torch.Tensor:
+    def _recall(self, start: int, height: int, width: int) -> torch.Tensor:
         """Kept pixels, uint8 (C, height, width), in rows of pixels as a decoder gives them."""
-        size = height * width * self.preprocess.channels
-        return self.kept[start : start + size].view(height, width, self.preprocess.channels).permute(2, 0, 1)
+        channels = self.preprocess.channels
+        return self.kept[start : start + height * width * channels].view(height, width, channels).permute(2, 0, 1)
 
 
-def stacked(samples: Sequence[Sample], padded_to: int) -> Chunk:
-    """Samples as a chunk; padding repeats zeros with label -1, index -1 and valid False. At least one sample."""
-    padding, like = padded_to - len(samples), samples[0]
-    blank = torch.zeros_like(like.image)
-    # As rows of pixels, which is how the resize left them: a copy, not a transposition. In a loader worker,
-    # default_collate fills shared memory at once.
-    rows = default_collate([image.permute(1, 2, 0) for image in [*(s.image for s in samples), *[blank] * padding]])
+def stacked(samples: Sequence[Sample], size: int, preprocess: Preprocess) -> Chunk:
+    """Samples as a chunk of `size`; padding is black with label -1, index -1 and valid False."""
+    padding = [_blank(preprocess)] * (size - len(samples)) if len(samples) < size else []
+    every = [*samples, *padding]
+    # As rows of pixels, which is how the resize left them: a copy, not a transposition.
     tensors = {
-        "images": rows.permute(0, 3, 1, 2),
-        "labels": torch.tensor([s.label for s in samples] + [-1] * padding),
-        "noise": torch.stack([s.noise for s in samples] + [torch.zeros_like(like.noise)] * padding),
-        "flip": torch.tensor([s.flip for s in samples] + [False] * padding),
-        "indices": torch.tensor([s.index for s in samples] + [-1] * padding),
-        "valid": torch.tensor([True] * len(samples) + [False] * padding),
+        "images": torch.stack([sample.image.permute(1, 2, 0) for sample in every]).permute(0, 3, 1, 2),
+        "labels": torch.tensor([sample.label for sample in every]),
+        "noise": torch.stack([sample.noise for sample in every]),
+        "flip": torch.tensor([sample.flip for sample in every]),
+        "indices": torch.tensor([sample.index for sample in every]),
+        "valid": torch.arange(size) < len(samples),
     }
-    if like.jitter is not None:
-        factors = [s.jitter for s in samples if s.jitter is not None]
-        tensors["jitter"] = torch.stack(factors + [torch.ones(3)] * padding)
-    return Chunk(tensors, keys=[s.key for s in samples])
+    if any(preprocess.jitter):
+        tensors["jitter"] = torch.stack([sample.jitter for sample in every if sample.jitter is not None])
+    return Chunk(tensors, keys=[sample.key for sample in samples])
 
 
-def join(parts: list[Chunk], device: torch.device, lane_size: int) -> Batch:
-    """The workers' chunks in worker order as one batch on the device."""
+def _blank(preprocess: Preprocess) -> Sample:
+    """Padding: black, of the size that the transform gives."""
+    image = preprocess.transform(Pixels(torch.zeros(preprocess.channels, 8, 8, dtype=torch.uint8)))
+    jitter = torch.ones(3) if any(preprocess.jitter) else None
+    return Sample(torch.zeros_like(image), -1, torch.zeros(preprocess.noise), False, jitter, -1, "")
+
+
+def join(parts: Sequence[Chunk], device: torch.device, lane_size: int) -> tuple[Batch, Chunk]:
+    """The workers' chunks in worker order as one batch on the device, copied; and what they carry besides tensors."""
 
     def joined(name: str) -> torch.Tensor:
-        moved = [part.tensors[name].to(device, non_blocking=True) for part in parts]
-        return moved[0] if len(moved) == 1 else torch.cat(moved)
+        tensors = [part.tensors[name] for part in parts]
+        whole = torch.cat(tensors) if len(tensors) > 1 or device.type != "cuda" else tensors[0]
+        return whole.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else whole.to(device)
 
     tensors = {name: joined(name) for name in parts[0].tensors}
-    return Batch(**tensors, keys=[key for part in parts for key in part.keys], lane_size=lane_size)
-
-
-def bookkeeping(parts: list[Chunk]) -> Chunk:
-    """What the chunks carry besides tensors: positions and skipped samples."""
+    batch = Batch(**tensors, keys=[key for part in parts for key in part.keys], lane_size=lane_size)
     positions = {lane: position for part in parts for lane, position in part.positions.items()}
-    return Chunk(positions=positions, skipped=[skip for part in parts for skip in part.skipped])
+    return batch, Chunk(positions=positions, skipped=[skip for part in parts for skip in part.skipped])

@@ -124,6 +124,7 @@ def extract(
         channels,
         len(shards.classes) if shards.classes else None,
         needs_labels=True,
+        max_pixels=context.data.max_pixels,
     )
     samples = shards.samples if indices is None else len(indices)
     stream = EvaluationStream(

@@ -92,11 +92,11 @@ def labels_of(shards: ShardSet) -> np.ndarray:
     """
     labels = np.full(shards.samples, -1, dtype=np.int64)
     for shard in range(len(shards.urls)):
-        for position, sample in shards.read(shard):
-            if not isinstance(sample, Exception) and position < shards.counts[shard]:
-                label = class_index(sample.get("cls", b"-1"))
-                if label is not None:
-                    labels[shards.first_index[shard] + position] = label
+        file, first = shards.open(shard), shards.first_index[shard]
+        for position in range(min(len(file.samples), shards.counts[shard])):
+            label = class_index(file.read(position, ("cls",)).get("cls", b"-1"))
+            if label is not None:
+                labels[first + position] = label
     if (labels < 0).all():
         raise UserError(f"{shards.spec}: no sample there has a label (.cls), so nothing can be evaluated on it")
     return labels

@@ -97,7 +97,7 @@ def test_the_demo_packs_the_digits_in_their_order(tmp_path: Path, monkeypatch: p
     for split, start, count in (("train", 0, 1437), ("test", 1437, 360)):
         shards = open_shards(f"{tmp_path}/data/{split}")
         assert shards.samples == count
-        first = next(iter(shards.read(0)))[1]
+        first = shards.open(0).read(0)
         assert isinstance(first, dict) and isinstance(first["png"], bytes)
         pixels = np.asarray(Image.open(io.BytesIO(first["png"])))
         np.testing.assert_array_equal(pixels, (images[start] * 255 / 16).round())

@@ -19,7 +19,7 @@ from fsspec.asyn import get_loop
 
 from ssl_vit.data.packing import pack
 from ssl_vit.data.packing.sources import open_source
-from ssl_vit.data.shards import patience
+from ssl_vit.data.shards import remote
 
 
 class FaultyServer(http.server.ThreadingHTTPServer):
@@ -97,20 +97,21 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         elif not path.is_file():
             self._reply(404, b"nothing here")
         else:
-            self._file(path.read_bytes(), first, asked is not None, kind, amount)
+            last = int(asked[2]) if asked and asked[2] and self.server.ranges else None
+            self._file(path.read_bytes(), first, last, asked is not None, kind, amount)
 
-    def _file(self, whole: bytes, first: int, asked: bool, kind: str, amount: int) -> None:
+    def _file(self, whole: bytes, first: int, last: int | None, asked: bool, kind: str, amount: int) -> None:
         if kind == "short":
             whole = whole[:amount]
         if kind == "garbage":
             whole = bytes(len(whole))
         headers = {"ETag": f'"{hashlib.md5(whole).hexdigest()}"', "Content-Type": "application/x-tar"}
-        body = whole[first:]
+        body = whole[first : len(whole) if last is None else last + 1]
         if first and not body:
             self._reply(416, b"")
             return
         if asked and self.server.ranges:
-            headers["Content-Range"] = f"bytes {first}-{len(whole) - 1}/{len(whole)}"
+            headers["Content-Range"] = f"bytes {first}-{first + len(body) - 1}/{len(whole)}"
         status = 206 if asked and self.server.ranges else 200
         if kind == "unended":
             self._reply(
@@ -250,4 +251,4 @@ def pending() -> Callable[[], int]:
 @pytest.fixture
 def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tries follow each other at once, in this process and in those forked from it."""
-    monkeypatch.setattr(patience, "FIRST_WAIT", 0.01)
+    monkeypatch.setattr(remote, "FIRST_WAIT", 0.01)

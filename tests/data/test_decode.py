@@ -145,7 +145,6 @@ def test_channels_that_no_image_file_has_are_refused(channels: int, known: bool)
         ({"cls": b"0"}, 10, 0),
         ({"cls": b"9"}, 10, 9),
         ({"cls": b"7\n"}, 10, 7),
-        ({"cls": "4"}, 10, 4),
         ({"cls": b"123456"}, None, 123456),
         ({}, 10, -1),
         ({"json": b"{}"}, None, -1),

@@ -34,7 +34,7 @@ def server(serve: Callable, folder: Path):
 
 def same_samples(one: ShardSet, other: ShardSet) -> bool:
     def samples(shards: ShardSet) -> list:
-        found = [sample for shard in range(len(shards.urls)) for _, sample in shards.read(shard)]
+        found = [shards.open(n).read(m) for n, count in enumerate(shards.counts) for m in range(count)]
         return [{key: value for key, value in sample.items() if key != "__url__"} for sample in found]  # type: ignore
 
     return samples(one) == samples(other)
@@ -67,7 +67,7 @@ def test_without_info_json_the_samples_are_counted_by_reading(
     server.always["shards/info.json"] = ("status", 403)  # as stores answer that may not be listed
     found = open_shards(f"{server.url}/{spec}", REMOTE)
     assert (found.counts, found.classes, set(found.sizes)) == (known.counts, None, {None})
-    assert "8 shard(s) are in no info.json and are read to be counted" in capsys.readouterr().err
+    assert "8 shard(s) are in no info.json and are downloaded to be counted" in capsys.readouterr().err
 
 
 def test_a_server_in_trouble_is_waited_for_and_not_taken_for_an_empty_one(server) -> None:
@@ -88,7 +88,7 @@ def test_fsspecs_own_settings_hold(server, monkeypatch: pytest.MonkeyPatch) -> N
     settings: dict[str, Any] = {}
     fsspec.config.set_conf_env(settings, {"FSSPEC_HTTP": '{"headers": {"Authorization": "Bearer secret"}}'})
     monkeypatch.setitem(fsspec.config.conf, "http", settings["http"])
-    assert len(list(open_shards(f"{server.url}/shards/000000.tar", REMOTE).read(0))) == 180
+    assert len(open_shards(f"{server.url}/shards/000000.tar", REMOTE).open(0).samples) == 180
 
 
 def test_signed_urls_keep_their_query_and_do_not_change_the_set(server, folder: Path) -> None:
@@ -160,7 +160,7 @@ def test_a_packing_that_did_not_finish_is_refused(tmp_path: Path) -> None:
 
 def test_a_listed_shard_that_is_not_there_is_known_at_once(folder: Path) -> None:
     (folder / "shards" / "000003.tar").unlink()
-    with pytest.raises(UserError, match=r"1 of its 8 shards are not there \(000003\.tar\)"):
+    with pytest.raises(UserError, match=r"1 of its 8 shards are missing \(000003\.tar\)"):
         open_shards(str(folder / "shards"))
 
 

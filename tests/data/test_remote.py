@@ -1,8 +1,9 @@
-"""Reading one object over HTTP from a server that stalls, hangs up, answers 503 and sends too little."""
+"""Downloading one object from a server that stalls, hangs up, answers 503 and sends too little or too much."""
 
 from __future__ import annotations
 
 import gc
+import io
 import multiprocessing
 import socket
 import sys
@@ -16,62 +17,73 @@ import fsspec
 import pytest
 from fsspec.registry import _registry
 
-from ssl_vit.data import RemoteConfig, shards
-from ssl_vit.data.shards.remote import RemoteFile, find_filesystem
+from ssl_vit.data import RemoteConfig
+from ssl_vit.data.shards.remote import download, find_filesystem
 from ssl_vit.interfaces import RunError, UserError
 
+from .servers import FaultyServer
+
 pytestmark = pytest.mark.usefixtures("no_waiting")
-PATIENT, IMPATIENT = RemoteConfig(timeout=20, retries=2), RemoteConfig(timeout=0.5, retries=2)
+REMOTE, IMPATIENT = RemoteConfig(timeout=20, retries=2), RemoteConfig(timeout=0.5, retries=2)
 SIZE = 300_000
 
 
 @pytest.fixture
-def server(serve: Callable, tmp_path: Path):
+def server(serve: Callable[[Path], FaultyServer], tmp_path: Path) -> FaultyServer:
     (tmp_path / "x.tar").write_bytes(bytes(i * i % 251 for i in range(SIZE)))
     return serve(tmp_path)
 
 
-def read(server, remote: RemoteConfig = PATIENT, size: int | None = None) -> bytes:
-    with RemoteFile(f"{server.url}/x.tar", remote, size) as file:
-        return file.readall()
+def read(server: FaultyServer, remote: RemoteConfig = REMOTE, size: int | None = None) -> bytes:
+    target = io.BytesIO()
+    download(f"{server.url}/x.tar", target, remote, size)
+    return target.getvalue()
 
 
-def expected(server) -> bytes:
+def expected(server: FaultyServer) -> bytes:
     return (server.folder / "x.tar").read_bytes()
 
 
 @pytest.mark.parametrize(
-    ("faults", "asked"),
+    ("faults", "requests"),
     [
-        ([("stall", 100_000)], [0, 100_000]),
-        ([("cut", 100_000)], [0, 100_000]),
-        ([("cut", 100_000), ("status", 503), ("cut", 50_000)], [0, 100_000, 100_000, 150_000]),
-        ([("silent",), ("status", 500)], [0, 0, 0]),
-        ([("status", 429), ("status", 408)], [0, 0, 0]),
+        ([("stall", 100_000)], 2),
+        ([("cut", 100_000)], 2),
+        ([("cut", 100_000), ("status", 503), ("cut", 50_000)], 4),
+        ([("silent",), ("status", 500)], 3),
+        ([("status", 429), ("status", 408)], 3),
+        ([("unended",)], 1),
     ],
 )
-def test_a_broken_transfer_goes_on_where_it_stopped(server, faults: list[tuple], asked: list[int]) -> None:
+def test_a_broken_transfer_resumes_where_it_stopped(server: FaultyServer, faults: list[tuple], requests: int) -> None:
     server.faults["x.tar"] = list(faults)
     stalls = any(kind in ("stall", "silent") for kind, *_ in faults)
-    assert read(server, RemoteConfig(timeout=2, retries=2) if stalls else PATIENT) == expected(server)
-    assert server.gets("x.tar") == asked
+    assert read(server, RemoteConfig(timeout=2, retries=2) if stalls else REMOTE, SIZE) == expected(server)
+    starts = server.gets("x.tar")
+    assert len(starts) == requests and starts == sorted(starts)
+    if faults[0][0] in ("stall", "cut"):
+        assert 0 < starts[1] <= 100_000
 
 
-def test_without_ranges_it_starts_again_and_drops_what_it_had(server) -> None:
+def test_a_server_without_ranges_sends_it_all_again(server: FaultyServer) -> None:
     server.ranges = False
     server.faults["x.tar"] = [("cut", 100_000), ("cut", 200_000)]
     assert read(server) == expected(server)
-    assert server.gets("x.tar") == [0, 100_000, 200_000]
+    assert len(server.gets("x.tar")) == 3
 
 
-def test_every_bit_of_progress_buys_new_patience(server) -> None:
-    server.always["x.tar"] = ("cut", 30_000)
-    assert read(server, RemoteConfig(timeout=20, retries=1)) == expected(server)
-    assert len(server.gets("x.tar")) == 10
+def test_progress_begins_a_new_count_of_tries(server: FaultyServer) -> None:
+    server.always["x.tar"] = ("cut", 40_000)
+    assert read(server, RemoteConfig(timeout=20, retries=1), SIZE) == expected(server)
+    assert len(server.gets("x.tar")) >= 8
+    server.ranges, server.log = False, []
+    with pytest.raises(RunError, match="2 tries"):  # the same bytes again are no progress
+        read(server, RemoteConfig(timeout=20, retries=1), SIZE)
+    assert len(server.gets("x.tar")) <= 4
 
 
 @pytest.mark.parametrize(
-    ("fault", "said"),
+    ("fault", "reason"),
     [
         (("stall", 0), "nothing came for 0.5 s"),
         (("silent",), "nothing came for 0.5 s"),
@@ -79,73 +91,84 @@ def test_every_bit_of_progress_buys_new_patience(server) -> None:
         (("cut", 0), "not completed"),
     ],
 )
-def test_a_failure_that_lasts_is_a_run_error_that_says_what_to_do(server, fault: tuple, said: str) -> None:
+def test_a_failure_that_lasts_is_a_run_error(server: FaultyServer, fault: tuple, reason: str) -> None:
     server.faults["x.tar"], server.always["x.tar"] = [("cut", 40_000)], fault
-    with pytest.raises(RunError, match=f"x.tar: .*{said}.*3 tries in . s .*run the same command") as caught:
-        read(server, IMPATIENT if fault[0] in ("stall", "silent") else PATIENT)
+    with pytest.raises(RunError, match=f"x.tar: .*{reason}.*3 tries in . s .*run the same command") as caught:
+        read(server, IMPATIENT if fault[0] in ("stall", "silent") else REMOTE)
     assert "\n" not in str(caught.value)
-    assert server.gets("x.tar") == [0, 40_000, 40_000]
+    assert len(server.gets("x.tar")) == 4
+
+
+def test_the_waits_double_up_to_a_bound(server: FaultyServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+    monkeypatch.undo()
+    monkeypatch.setattr("tenacity.nap.time.sleep", waits.append)
+    server.always["x.tar"] = ("status", 503)
+    with pytest.raises(RunError):
+        read(server, RemoteConfig(timeout=20, retries=9))
+    assert waits == [0.5, 1, 2, 4, 8, 16, 32, 60, 60]
 
 
 def test_a_server_that_is_gone_is_a_run_error() -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     with pytest.raises(RunError, match=f"127.0.0.1:{port}/x.tar: .*3 tries"):
-        RemoteFile(f"http://127.0.0.1:{port}/x.tar", PATIENT).connect()
+        download(f"http://127.0.0.1:{port}/x.tar", io.BytesIO(), REMOTE)
 
 
-def test_an_object_of_another_size_is_refused_at_once(server) -> None:
-    server.always["x.tar"] = ("short", 1000)
-    with pytest.raises(UserError, match=f"has 1000 bytes, where {SIZE} are expected"):
-        read(server, size=SIZE)
-    assert len(server.log) == 1
+def test_an_object_of_another_size_is_refused_at_once(server: FaultyServer) -> None:
+    for size in (SIZE + 1000, SIZE - 1000):
+        with pytest.raises(UserError, match=f"has {SIZE} bytes, expected {size}"):
+            read(server, size=size)
+    assert len(server.log) == 2
 
 
-def test_an_object_that_ends_early_without_a_word_is_asked_for_again(server) -> None:
-    server.faults["x.tar"] = [("unsized", 70_000)]
-    assert read(server, size=SIZE) == expected(server)
-    server.always["x.tar"] = ("unsized", 0)
-    with pytest.raises(RunError, match=f"ended after 0 of {SIZE} bytes"):
-        read(server, size=SIZE)
-
-
-def test_a_transfer_that_breaks_behind_its_last_byte_is_whole(server) -> None:
-    server.ranges = True
-    server.faults["x.tar"] = [("unended",)]
-    assert read(server, size=SIZE) == expected(server)
-
-
-def test_an_object_of_unknown_size_ends_where_it_ends(server) -> None:
+def test_an_object_without_a_declared_size_is_bounded_by_the_expected_one(server: FaultyServer) -> None:
+    server.always["x.tar"] = ("unsized", SIZE)
+    assert read(server) == expected(server)
+    with pytest.raises(UserError, match="more than the expected 200000 bytes"):
+        read(server, size=200_000)
     server.always["x.tar"] = ("unsized", 70_000)
-    assert read(server) == expected(server)[:70_000]
+    with pytest.raises(RunError, match="3 tries"):
+        read(server, size=SIZE)
 
 
-@pytest.mark.parametrize(("status", "said"), [(404, "no such shard"), (403, "access is refused"), (401, "credentials")])
-def test_what_asking_again_does_not_change_is_asked_once(server, status: int, said: str) -> None:
+@pytest.mark.parametrize(("status", "reason"), [(404, "no such shard"), (403, "access is refused"), (410, "410")])
+def test_client_errors_are_not_retried(server: FaultyServer, status: int, reason: str) -> None:
     server.always["x.tar"] = ("status", status)
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=reason):
         read(server)
     assert len(server.log) == 1
 
 
-def test_a_mistake_in_the_program_is_no_network_failure(server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ssl_vit.data.shards.remote._HttpSource.read", lambda: b"")
+def test_headers_of_the_configuration_are_sent(server: FaultyServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    server.key = "Bearer x"
+    with pytest.raises(UserError, match="access is refused"):
+        read(server)
+    monkeypatch.setitem(fsspec.config.conf, "http", {"headers": {"Authorization": "Bearer x"}})
+    server.faults["x.tar"] = [("cut", 100_000)]
+    assert read(server) == expected(server)
+
+
+def test_a_wrong_checksum_is_downloaded_twice_then_refused(server: FaultyServer) -> None:
+    with pytest.raises(UserError, match=r"x.tar: its sha256 is .*upload the shards and their info.json again"):
+        download(f"{server.url}/x.tar", io.BytesIO(), REMOTE, SIZE, "0" * 64)
+    assert len(server.log) == 2
+
+
+def test_a_mistake_in_the_program_is_no_network_failure(server: FaultyServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ssl_vit.data.shards.remote._http_step", lambda: None)
     with pytest.raises(TypeError):
         read(server)
-    assert len(server.log) == 1
 
 
-def test_nothing_is_left_behind_by_stalled_and_abandoned_reads(server, pending: Callable) -> None:
+def test_nothing_is_left_behind_by_stalled_downloads(server: FaultyServer, pending: Callable[[], int]) -> None:
     read(server)
     server.always["x.tar"] = ("stall", 0)
     threads, before = threading.active_count(), pending()
     for _ in range(3):
-        with pytest.raises(RunError), RemoteFile(f"{server.url}/x.tar", RemoteConfig(timeout=0.05, retries=1)) as file:
-            file.readall()
-    server.always.clear()
-    for _ in range(3):
-        with RemoteFile(f"{server.url}/x.tar", PATIENT) as file:
-            file.read(10)
+        with pytest.raises(RunError):
+            read(server, RemoteConfig(timeout=0.05, retries=1))
     server.closing.set()  # the stalled threads of the server itself end
     deadline = time.monotonic() + 5
     while (threading.active_count() > threads or pending() > before) and time.monotonic() < deadline:
@@ -153,10 +176,10 @@ def test_nothing_is_left_behind_by_stalled_and_abandoned_reads(server, pending: 
     assert threading.active_count() <= threads and pending() <= before
 
 
-def test_a_forked_process_does_not_finalize_its_parents_clients(server) -> None:
+def test_a_forked_process_does_not_finalize_its_parents_clients(server: FaultyServer) -> None:
     """It would take the parent's sockets out of the event loop that both share, and the parent would hang."""
     read(server)
-    client = weakref.ref(find_filesystem(server.url)[0])
+    client = weakref.ref(find_filesystem(server.url, REMOTE.timeout)[0])
     fsspec.get_filesystem_class("http").clear_instance_cache()
     assert read(server) == expected(server)  # by a client that equals the first
 
@@ -176,32 +199,31 @@ def test_clients_of_any_protocol_are_found_and_missing_ones_named(monkeypatch: p
         "s3://bucket/x.tar": "S3FileSystem",
         "https://host/x.tar": "HTTPFileSystem",
     }.items():
-        assert type(find_filesystem(url)[0]).__name__ == kind
+        assert type(find_filesystem(url, 1)[0]).__name__ == kind
     for protocol, extra in {"s3": "s3", "gs": "gcs"}.items():
         monkeypatch.delitem(_registry, protocol, raising=False)
         monkeypatch.setitem(sys.modules, "s3fs", None)
         monkeypatch.setitem(sys.modules, "gcsfs", None)
         with pytest.raises(UserError, match=rf"pip install 'ssl-vit\[{extra}\]'"):
-            find_filesystem(f"{protocol}://bucket/x.tar")
+            find_filesystem(f"{protocol}://bucket/x.tar", 1)
 
 
-def test_a_client_without_asynchrony_is_read_and_taken_up_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    filesystem, path = find_filesystem("memory://bucket/x.tar")
+def test_a_synchronous_client_is_read_in_ranges_and_retried(monkeypatch: pytest.MonkeyPatch) -> None:
+    filesystem, path = find_filesystem("memory://bucket/x.tar", 1)
     content = bytes(range(256)) * 400
     filesystem.pipe_file(path, content)
-    source = "ssl_vit.data.shards.remote._FileSource.read"
-    parts = iter([content[:1000], OSError("hub busy"), content[1000:], b""])
+    monkeypatch.setattr("ssl_vit.data.shards.remote.BLOCK", 30_000)
+    starts, original = [], type(filesystem).cat_file
 
-    def flaky(self) -> bytes:
-        if isinstance(part := next(parts), Exception):
-            raise part
-        assert self.file.tell() in (0, 1000)  # opened again at the byte reached
-        return part
+    def flaky(self: object, path: str, start: int, end: int, **options: object) -> bytes:
+        starts.append(start)
+        if len(starts) in (2, 3):
+            raise OSError("hub busy")
+        return bytes(original(self, path, start=start, end=end, **options))
 
-    with RemoteFile("memory://bucket/x.tar", PATIENT) as file:
-        assert file.readall() == content
-    monkeypatch.setattr(source, flaky)
-    with RemoteFile("memory://bucket/x.tar", PATIENT, len(content)) as file:
-        assert file.read(500) + file.readall() == content
+    monkeypatch.setattr(type(filesystem), "cat_file", flaky)
+    target = io.BytesIO()
+    download("memory://bucket/x.tar", target, REMOTE, len(content))
+    assert target.getvalue() == content and starts == [0, 30_000, 30_000, 30_000, 60_000, 90_000]
     with pytest.raises(UserError, match="no such shard"):
-        shards.open_url("memory://bucket/y.tar")
+        download("memory://bucket/y.tar", target, REMOTE)

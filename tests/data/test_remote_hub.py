@@ -104,7 +104,7 @@ def test_a_set_on_the_hub_is_the_set_on_the_disk(hub: Hub, digit_shards: Path, s
     local, remote = open_shards(str(digit_shards)), open_shards(f"hf://datasets/someone/digits/{spec}", REMOTE)
     assert remote.urls[7] == "hf://datasets/someone/digits/shards/000007.tar"
     assert (remote.counts, remote.classes, remote.fingerprint) == (local.counts, local.classes, local.fingerprint)
-    with remote.on_disk(5) as there, local.on_disk(5) as here:
+    with remote.open(5).file as there, local.open(5).file as here:
         assert there.read() == here.read()
 
 
@@ -116,7 +116,7 @@ def test_what_the_hub_does_not_have_or_give_is_named(hub: Hub) -> None:
     shards = open_shards("hf://datasets/someone/digits/shards", REMOTE)
     hub.gated = True
     with pytest.raises(UserError, match=r"000000.tar: access is refused.*credentials"):
-        shards.on_disk(0)
+        shards.open(0)
 
 
 def test_a_set_in_a_google_bucket_is_the_set_on_the_disk(digit_shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,7 +136,7 @@ def test_a_set_in_a_google_bucket_is_the_set_on_the_disk(digit_shards: Path, mon
             remote = open_shards(f"gs://bucket/{spec}", REMOTE)
             assert remote.urls[7] == "gs://bucket/shards/000007.tar"
             assert (remote.counts, remote.fingerprint) == (local.counts, local.fingerprint)
-        with remote.on_disk(5) as there, local.on_disk(5) as here:
+        with remote.open(5).file as there, local.open(5).file as here:
             assert there.read() == here.read()
         with pytest.raises(UserError, match=r"9.tar: no such shard"):
             open_shards("gs://bucket/shards/9.tar", REMOTE)

@@ -8,8 +8,9 @@ from typing import cast
 
 from PIL import Image, UnidentifiedImageError
 
+from ssl_vit.data import MAX_PIXELS
 from ssl_vit.data.packing.sources.base import BrokenImageError
-from ssl_vit.data.shards.info import MAX_PIXELS, STORED_FORMATS
+from ssl_vit.data.shards.info import STORED_FORMATS
 
 # A closed list: Pillow knows more formats, and hands some of them (EPS) to other programs.
 READ_FORMATS = (*STORED_FORMATS, "BMP", "GIF", "TIFF", "PPM", "JPEG2000")

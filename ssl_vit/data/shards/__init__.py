@@ -1,34 +1,24 @@
-"""Naming and reading shard sets: which tars there are, how many samples each holds, and their raw members.
-
-Tar bytes are moved by WebDataset's own iterator and URLs are opened by fsspec; nothing is unpickled, and nothing
-reaches a shell.
-"""
+"""Shard sets: which tars there are, how many samples each holds, and how one is opened."""
 
 from __future__ import annotations
 
 import hashlib
-import io
 import json
-import os
 import sys
-import tarfile
-import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import BinaryIO
 
 import numpy as np
 
 from ssl_vit.data import DataConfig, RemoteConfig
 from ssl_vit.data.order import SampleSet
-from ssl_vit.data.shards.cache import ShardCache, download
 from ssl_vit.data.shards.listing import file_name, list_shards
-from ssl_vit.data.shards.remote import RemoteFile
+from ssl_vit.data.shards.reading import ShardFile
 from ssl_vit.interfaces import RunError, UserError
 
-Member = tuple[int, dict[str, bytes | str] | Exception]
 _DEFAULT = RemoteConfig()
 _LABEL = 64  # bytes that a class index may take
 
@@ -74,7 +64,7 @@ class ShardSet:
         return hashlib.sha256(content.encode()).hexdigest()[:16]
 
     def sets(self, keep: Sequence[np.ndarray] | None = None) -> list[SampleSet]:
-        """What a plan needs to know: the one set, or the sets of the mixture. keep: as `members_of` gives it."""
+        """For `order`: the one set, or the sets of the mixture. keep: as `members_of` gives it."""
         first, sets = 0, []
         for number, weight in self.mixture or [(len(self.counts), None)]:
             last = first + number
@@ -83,80 +73,57 @@ class ShardSet:
             first = last
         return sets
 
-    def read(self, shard: int) -> Iterator[Member]:
-        """`read_members` of one shard, by its index."""
-        return read_members(self.urls[shard], self.remote, self.sizes[shard], self.checksums[shard])
-
-    def on_disk(self, shard: int) -> BinaryIO:
-        """One shard as a seekable file: itself, or a remote one's copy in the cache or (without a name) in the folder
-        for temporary files. Raises UserError for what is missing or refused, RunError when a server does not answer."""
-        stream = open_url(self.urls[shard], self.remote, self.sizes[shard], self.checksums[shard])
-        if stream.seekable():
-            return stream
-        with stream:
-            try:
-                copy = cast(BinaryIO, tempfile.TemporaryFile(prefix="ssl-vit-"))
-                download(stream, copy, self.checksums[shard])
-            except OSError as error:
-                raise RunError(
-                    f"{tempfile.gettempdir()}: a shard cannot be kept here while it is read: {error.strerror}; "
-                    "free it, or name another folder by TMPDIR or data.remote.cache_dir"
-                ) from None
-        return copy
+    def open(self, shard: int) -> ShardFile:
+        """One shard, by its index. Raises UserError for one that is missing, refused or compressed, RunError where a
+        disk or server fails."""
+        url = self.urls[shard]
+        return ShardFile(open_url(url, self.remote, self.sizes[shard], self.checksums[shard]), url)
 
     def members_of(self, indices: Sequence[int] | np.ndarray) -> list[np.ndarray]:
-        """Global sample indices -> sorted positions inside each shard (a plan's `keep`)."""
+        """Global sample indices -> sorted positions inside each shard (`keep` of `train_source`)."""
         wanted, first = np.unique(np.asarray(indices, dtype=np.int64)), self.first_index
         return [wanted[(wanted >= a) & (wanted < b)] - a for a, b in pairwise(first)]
 
 
 def open_url(url: str, remote: RemoteConfig = _DEFAULT, size: int | None = None, sha256: str = "") -> BinaryIO:
-    """A shard's bytes from a local path or a URL, from the first on; seekable where they are on a local disk.
+    """A shard as an open, seekable local file: itself, or a copy of the object behind a URL.
 
-    size (bytes), sha256: what a remote object must have, as far as it is known; the sum is checked where it is kept in
-    the cache. Raises UserError for what is missing or refused, RunError when a server does not answer; so does reading.
+    size (bytes), sha256: what a remote object must have, as far as it is known. Raises UserError for what is missing
+    or refused, RunError when the disk or a server fails.
     """
-    if url.startswith("pipe:"):
-        raise UserError(f"{url}: shell commands are not run; name a file or a URL")
-    if "://" not in url:
-        try:
-            return Path(url).open("rb")
-        except FileNotFoundError:
-            raise UserError(f"{url}: no such shard") from None
-        except OSError as error:
-            raise RunError(f"{url}: cannot be read: {error.strerror}") from None
-    file = RemoteFile(url, remote, size)
-    if remote.cache_dir:
-        if kept := ShardCache(remote).open(file, sha256):
-            file.close()
-            return kept
-        file.restart()
-    return cast(BinaryIO, file.connect())
+    if "://" in url:
+        from ssl_vit.data.shards.cache import open_remote
+
+        return open_remote(url, remote, size, sha256)
+    try:
+        return Path(url).open("rb")
+    except FileNotFoundError:
+        raise UserError(f"{url}: no such shard") from None
+    except OSError as error:
+        raise RunError(f"{url}: cannot be read: {error.strerror}") from None
 
 
 def open_shards(spec: str, remote: RemoteConfig = _DEFAULT) -> ShardSet:
     """Find the shards that `spec` names (a folder, a tar, a glob, a brace range; local or URL) and count them.
 
-    Counts and class names come from the `info.json` beside the shards; without it tars are counted by reading them,
-    local ones by their headers alone. Raises UserError when nothing is found, RunError when a server does not answer.
+    Counts and class names come from the `info.json` beside the shards; tars without it are counted by their headers,
+    remote ones by downloading them. Raises UserError when nothing is found, RunError when a server does not answer.
     """
-    if remote.cache_dir and "://" in spec:
-        ShardCache(remote)  # a folder that cannot be written is known before anything else
     if spec.startswith("pipe:"):
         raise UserError(f"{spec}: shell commands are not run; name a file or a URL")
-    urls, info = list_shards(os.path.expanduser(spec), remote)
+    urls, info = list_shards(spec, remote)
     entries = {entry.file: entry for entry in info.shards} if info else {}
     known = [entries.get(file_name(url)) for url in urls]
     if (unknown := known.count(None)) and any("://" in url for url in urls):
-        print(f"{spec}: {unknown} shard(s) are in no info.json and are read to be counted", file=sys.stderr)
-    told = [
+        print(f"{spec}: {unknown} shard(s) are in no info.json and are downloaded to be counted", file=sys.stderr)
+    counted = [
         (entry.samples, "") if entry else _read_headers(url, remote) for url, entry in zip(urls, known, strict=True)
     ]
     return ShardSet(
         spec,
         tuple(urls),
-        tuple(count for count, _ in told),
-        headers=tuple(header for _, header in told),
+        tuple(count for count, _ in counted),
+        headers=tuple(header for _, header in counted),
         classes=tuple(info.classes) if info and info.classes else None,
         source=info.source if info else None,
         checksums=tuple(entry.sha256 if entry else "" for entry in known),
@@ -192,25 +159,18 @@ def open_training(data: DataConfig) -> ShardSet:
 
 
 def _read_headers(url: str, remote: RemoteConfig) -> tuple[int, str]:
-    """How many samples a tar has, and a hash of its headers and labels. On a local disk nothing else is read; a tar cut
-    short counts as far as its headers go."""
-    from webdataset.tariterators import base_plus_ext  # imports torch, which packing processes do without
-
-    keys, content = dict[str, None](), hashlib.sha256()
-    with open_url(url, remote) as stream:
-        try:
-            tar = tarfile.open(fileobj=stream, mode="r:" if stream.seekable() else "r|*", bufsize=1 << 20)
-            for member in tar:
-                key, extension = base_plus_ext(member.name)
-                if member.isreg() and key is not None:
-                    keys[key] = None
-                    content.update(f"{member.name} {member.size} {member.mtime}\n".encode(errors="surrogateescape"))
-                    if extension == "cls" and member.size < _LABEL and (label := tar.extractfile(member)):
-                        content.update(label.read())
-        except tarfile.ReadError as error:
-            if not keys:
-                raise UserError(f"{url}: not a readable tar ({error})") from None
-    return len(keys), content.hexdigest()
+    """How many samples a tar has, and a hash of its headers and labels. Damage counts as one sample more, which the
+    stream then reports."""
+    shard, content = ShardFile(open_url(url, remote), url), hashlib.sha256()
+    if shard.damage and not shard.samples:
+        raise UserError(f"{url}: not a readable tar ({shard.damage})")
+    for position, sample in enumerate(shard.samples):
+        for extension, span in sample.members.items():
+            line = f"{sample.key}.{extension} {span.size} {span.mtime}\n"
+            content.update(line.encode(errors="surrogateescape"))
+        if "cls" in sample.members and sample.members["cls"].size < _LABEL:
+            content.update(shard.read(position, ("cls",))["cls"])
+    return len(shard.samples) + bool(shard.damage), content.hexdigest()
 
 
 def check_same_classes(ours: Sequence[str] | None, theirs: Sequence[str] | None, where: str) -> None:
@@ -222,38 +182,3 @@ def check_same_classes(ours: Sequence[str] | None, theirs: Sequence[str] | None,
                 f"{where} have other classes: class {number} is {one} in one, {other} in the other; "
                 "pack both parts from folders that have all classes"
             )
-
-
-def read_members(
-    url: str, remote: RemoteConfig = _DEFAULT, size: int | None = None, sha256: str = ""
-) -> Iterator[Member]:
-    """Read a shard front to back: (position, sample) for each sample, as raw bytes by extension plus `__key__`.
-
-    Damage (a duplicate member, a tar cut short) is yielded in place as an exception; after a cut nothing follows. What
-    keeps a whole shard from being read is raised, as by `open_url`.
-    """
-    from webdataset.tariterators import group_by_keys, tar_file_iterator
-
-    damage: list[Exception] = []
-
-    def note(error: Exception) -> bool:
-        if isinstance(error, (UserError, RunError)):  # not damage; WebDataset has appended the file's description
-            raise type(error)(str(error).rpartition(" @ ")[0])
-        damage.append(error)
-        return True
-
-    with open_url(url, remote, size, sha256) as stream:
-        position = 0
-        try:
-            # A large read buffer: tar headers are 512 bytes, and every one would cost a system call.
-            files = tar_file_iterator(io.BufferedReader(cast(io.RawIOBase, stream), 1 << 20), handler=note)
-            named = ({**file, "__url__": url} for file in files)
-            for sample in group_by_keys(named, handler=note):
-                while damage:
-                    yield position, damage.pop()
-                yield position, sample
-                position += 1
-        except (tarfile.TarError, OSError, EOFError) as error:
-            damage.append(error)
-        while damage:
-            yield position, damage.pop()

@@ -20,7 +20,6 @@ ABOUT = "about.json"  # one folder with the shards of several splits
 RECORD = "packing.jsonl"  # what packing keeps beside the shards; without info.json they are not finished
 IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp")
 STORED_FORMATS = ("JPEG", "PNG", "WEBP")
-MAX_PIXELS = 89_478_485  # Pillow's limit for a warning: 256 MiB of RGB
 MAX_INFO_BYTES = 64 << 20
 _MOST = 1 << 48  # samples or bytes
 _HASH = r"^([0-9a-f]{64})?$"

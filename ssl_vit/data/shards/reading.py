@@ -1,26 +1,31 @@
 """One shard on the local disk: where each of its samples lies, and their bytes on demand.
 
-Training reads a shard in shuffled order, so a shard is not read front to back into memory: its headers are walked once
-(about 10 microseconds a sample) and every sample is then one `pread`. What a stream holds does not grow with the shard.
+Training reads a shard in shuffled order, so its headers are walked once (about 10 microseconds per sample) and every
+sample is then one `pread` per member. What a stream holds does not grow with the shard. Nothing is unpickled.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import tarfile
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from threading import Thread
-from typing import BinaryIO
+from typing import IO, BinaryIO, cast
 
-from ssl_vit.data.shards import ShardSet
+from ssl_vit.data.shards.info import IMAGE_EXTENSIONS
 from ssl_vit.interfaces import RunError, UserError
 
+READ_EXTENSIONS = (*IMAGE_EXTENSIONS, "cls")
+MAX_MEMBER_BYTES = 1 << 29
+_MAX_HEADER_BYTES = 1 << 20  # of a long name or a pax header
 _BLOCK = tarfile.BLOCKSIZE
 _COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")  # gzip, bzip2, xz, zstd
 _PLAIN = (tarfile.REGTYPE, tarfile.AREGTYPE)
+_NAME = re.compile(r"((?:.*/)?[^./]+)\.([^/]*)")  # WebDataset: the extension begins at the first dot of the file name
 
 
 class BadSample(Exception):
@@ -28,85 +33,123 @@ class BadSample(Exception):
 
 
 @dataclass(frozen=True)
-class _Span:
-    """A member's bytes, by place; WebDataset's grouping carries it where it would carry the bytes."""
+class Span:
+    """A member's place in the tar: bytes. mtime: seconds."""
 
     offset: int
     size: int
+    mtime: int
+
+
+@dataclass
+class Entry:
+    """A sample: consecutive members of one key, by extension (lower case)."""
+
+    key: str
+    members: dict[str, Span]
 
 
 class ShardFile:
-    """An open shard: found samples, read one by one. It closes its file when it is dropped."""
+    """An open shard. It closes its file when it is dropped.
+
+    samples: in order. damage: why the list ends before the file does ("": it does not). duplicates: names of members
+    that a sample has twice; the first counts.
+    """
 
     def __init__(self, file: BinaryIO, name: str) -> None:
-        """Take over an open, seekable tar and find its samples; damage ends the list and is kept for `read`.
-
-        Raises UserError for a compressed tar.
-        """
+        """Take over an open, seekable tar and find its samples. Raises UserError for a compressed tar."""
         self.file, self.name = file, name
-        if os.pread(file.fileno(), 6, 0).startswith(_COMPRESSED):
-            raise UserError(f"{name}: a compressed tar cannot be read by place: decompress it (images do not shrink)")
+        self.samples: list[Entry] = []
+        self.duplicates: list[str] = []
         self.damage = ""
-        self.samples: list[dict[str, str | _Span]] = list(self._group())
-
-    def _group(self) -> Iterator[dict[str, str | _Span]]:
-        from webdataset.tariterators import group_by_keys  # imports torch, which packing processes do without
-
-        def note(error: Exception) -> bool:
-            self.damage = str(error).partition(" @ ")[0] or type(error).__name__
-            return True
-
+        if os.pread(file.fileno(), 6, 0).startswith(_COMPRESSED):
+            raise UserError(f"{name}: a compressed tar cannot be read in random order; decompress it")
         try:
-            members = ({"fname": name, "data": span, "__url__": self.name} for name, span in _members(self.file))
-            yield from group_by_keys(members, handler=note)
-        except (tarfile.TarError, OSError, EOFError) as error:
-            note(error)
+            for member, span in _members(file):
+                self._add(member, span)
+        except (tarfile.TarError, OSError, EOFError, ValueError, OverflowError) as error:
+            self.damage = str(error) or type(error).__name__
 
-    def read(self, position: int) -> dict[str, bytes | str]:
-        """One sample's raw members by extension, plus `__key__`. Raises BadSample where the shard ends before it,
-        RunError where the disk refuses."""
+    def _add(self, name: str, span: Span) -> None:
+        if not (match := _NAME.fullmatch(name)):
+            return
+        key, extension = match[1], match[2].lower()
+        if not self.samples or self.samples[-1].key != key:
+            self.samples.append(Entry(key, {}))
+        members = self.samples[-1].members
+        if extension in members:
+            self.duplicates.append(name)
+        else:
+            members[extension] = span
+
+    def read(self, position: int, extensions: tuple[str, ...] = READ_EXTENSIONS) -> dict[str, bytes]:
+        """One sample's members with these extensions.
+
+        Raises BadSample where the shard ends before it, RunError where the disk fails.
+        """
         if position >= len(self.samples):
-            why = f"the shard is damaged ({self.damage})" if self.damage else "the shard ends before it"
-            raise BadSample(f"missing: {why}")
-        content: dict[str, bytes | str] = {}
-        for name, value in self.samples[position].items():
-            if isinstance(value, _Span):
-                try:
-                    content[name] = os.pread(self.file.fileno(), value.size, value.offset)
-                except OSError as error:  # of the disk or the network: the sample may be good
-                    raise RunError(f"{self.name}: cannot be read: {error.strerror}") from None
-                if len(content[name]) < value.size:
-                    raise BadSample("missing: the shard was cut short while it was read")
-            else:
-                content[name] = value
+            raise BadSample(f"missing: {f'the shard is damaged ({self.damage})' if self.damage else 'the shard ends'}")
+        members = self.samples[position].members
+        return {name: self._bytes(members[name]) for name in extensions if name in members}
+
+    def _bytes(self, span: Span) -> bytes:
+        if span.size > MAX_MEMBER_BYTES:
+            raise BadSample(f"a member of {span.size} bytes is too large")
+        try:
+            content = os.pread(self.file.fileno(), span.size, span.offset)
+        except OSError as error:  # of the disk or the network: the sample may be good
+            raise RunError(f"{self.name}: cannot be read: {error.strerror}") from None
+        if len(content) < span.size:
+            raise BadSample("missing: the shard was cut short while it was read")
         return content
 
 
-def _members(file: BinaryIO) -> Iterator[tuple[str, _Span]]:
-    """Regular members in order. Plain headers are read here, five times faster than `tarfile` does; from the first
-    header of another kind (long names, directories, damage) on, `tarfile` takes over and judges.
-    """
+def _members(file: BinaryIO) -> Iterator[tuple[str, Span]]:
+    """Regular members in order. Plain headers are parsed here, five times faster than by `tarfile`; from the first
+    header of another kind (long names, directories, damage) on, `tarfile` does it. Raises tarfile.ReadError."""
     descriptor, offset = file.fileno(), 0
     length = os.fstat(descriptor).st_size
     while (plain := _plain(os.pread(descriptor, _BLOCK, offset))) is not None:
-        name, size = plain
-        if offset + _BLOCK + size > length:
-            raise tarfile.ReadError("unexpected end of data")
-        yield name, _Span(offset + _BLOCK, size)
+        name, size, mtime = plain
+        _check_size(name, offset + _BLOCK + size, length)
+        yield name, Span(offset + _BLOCK, size, mtime)
         offset += _BLOCK + (size + _BLOCK - 1) // _BLOCK * _BLOCK
-    file.seek(offset)
     if length == offset or os.pread(descriptor, _BLOCK, offset) == bytes(_BLOCK):
         return
-    with tarfile.open(fileobj=file, mode="r:") as tar:
+    file.seek(offset)
+    with tarfile.open(fileobj=cast(IO[bytes], _Headers(file, length)), mode="r:") as tar:
         for member in tar:
+            if member.issparse():
+                raise tarfile.ReadError(f"{member.name[:80]} is a sparse member")
             if member.isreg():
-                if member.offset_data + member.size > length:
-                    raise tarfile.ReadError("unexpected end of data")
-                yield member.name, _Span(member.offset_data, member.size)
+                _check_size(member.name, member.offset_data + member.size, length)
+                yield member.name, Span(member.offset_data, member.size, int(member.mtime))
 
 
-def _plain(header: bytes) -> tuple[str, int] | None:
-    """Name and size of a regular member with a sound ustar header that needs nothing else; None for all others."""
+def _check_size(name: str, end: int, length: int) -> None:
+    if end > length:
+        raise tarfile.ReadError(f"{name[:80]} ends at byte {end} of {length}")
+
+
+class _Headers:
+    """A file for `tarfile` to read headers from, which refuses what a false size would make it seek or allocate."""
+
+    def __init__(self, file: BinaryIO, length: int) -> None:
+        self.file, self.length, self.tell = file, length, file.tell
+
+    def seek(self, position: int) -> int:
+        if not 0 <= position <= self.length:
+            raise tarfile.ReadError(f"a header points to byte {position} of {self.length}")
+        return self.file.seek(position)
+
+    def read(self, size: int) -> bytes:
+        if not 0 <= size <= _MAX_HEADER_BYTES:
+            raise tarfile.ReadError(f"a header of {size} bytes")
+        return self.file.read(size)
+
+
+def _plain(header: bytes) -> tuple[str, int, int] | None:
+    """Name, size and time of a regular member with a sound ustar header that needs nothing else; None for others."""
     if (
         len(header) < _BLOCK
         or header[257:262] != b"ustar"
@@ -116,35 +159,27 @@ def _plain(header: bytes) -> tuple[str, int] | None:
     ):
         return None
     try:
-        checksum = int(header[148:156].rstrip(b"\0 ") or b"0", 8)
-        size = int(header[124:136].rstrip(b"\0 ") or b"0", 8)
-        name = header[: header.find(b"\0", 0, 100) if b"\0" in header[:100] else 100].decode("ascii")
+        fields = (header[124:136], header[136:148], header[148:156])
+        size, mtime, checksum = (int(number.rstrip(b"\0 ") or b"0", 8) for number in fields)
+        name = header[:100].partition(b"\0")[0].decode("ascii")
     except ValueError:
         return None
-    if sum(header) - sum(header[148:156]) + 256 != checksum:
-        return None
-    return name, size
+    return (name, size, mtime) if sum(header) - sum(header[148:156]) + 256 == checksum and size >= 0 else None
 
 
 class OpenShards:
-    """The shards of a set that a reader has open, the least recently used making room; the next ones are opened ahead,
-    each in a thread of its own, so that nothing waits for a slow disk or a download.
+    """The shards that a reader has open, at most `most`; the next ones are opened ahead, each in its own thread, so
+    that nothing waits for a slow disk or a download."""
 
-    A shard behind a URL is kept whole in an unnamed temporary file while it is open (in `data.remote.cache_dir` where
-    there is one).
-    """
-
-    def __init__(self, shards: ShardSet, most: int) -> None:
-        self.shards, self.most = shards, most
+    def __init__(self, open_shard: Callable[[int], ShardFile], most: int) -> None:
+        self.open_shard, self.most = open_shard, most
         self.open: OrderedDict[int, Future[ShardFile]] = OrderedDict()
 
     def ahead(self, shard: int) -> None:
         """Begin to open a shard."""
-        if shard in self.open:
-            return
-        future: Future[ShardFile] = Future()
-        self.open[shard] = future
-        Thread(target=self._open, args=(shard, future), daemon=True).start()
+        if shard not in self.open:
+            self.open[shard] = Future()
+            Thread(target=self._open, args=(shard, self.open[shard]), daemon=True).start()
 
     def get(self, shard: int) -> ShardFile:
         """The open shard. Raises UserError or RunError where it cannot be opened."""
@@ -157,8 +192,7 @@ class OpenShards:
         return self.open[shard].result()
 
     def _open(self, shard: int, future: Future[ShardFile]) -> None:
-        url = self.shards.urls[shard]
         try:
-            future.set_result(ShardFile(self.shards.on_disk(shard), url))
+            future.set_result(self.open_shard(shard))
         except BaseException as error:
             future.set_exception(error)

@@ -1,46 +1,52 @@
-"""Objects behind URLs as files: read in order, taken up again where a connection broke, given up after a set patience.
+"""Objects behind URLs, through fsspec: asked again as `data.remote` says, and downloaded whole.
 
 fsspec finds the client of a URL and its settings: `FSSPEC_<PROTOCOL>_<OPTION>`, `~/.config/fsspec/*.json`, and the
 client's own (`AWS_ENDPOINT_URL`, `AWS_PROFILE`, `GOOGLE_APPLICATION_CREDENTIALS`, `HF_TOKEN`, ...).
-A failure that passes (stalls, cuts, 5xx, short bodies) is tried again; one that lasts ends the run, and never looks
-like a damaged sample.
+A failure that may pass (stalls, cuts, 5xx, short bodies) is retried; one that lasts ends the run and never looks like
+a damaged sample.
 """
 
 from __future__ import annotations
 
-import asyncio
-import io
-import re
+import errno
+import hashlib
 from collections.abc import Callable
-from functools import partial
-from typing import Any, Protocol
+from typing import Any, BinaryIO, TypeVar, cast
 
+import aiohttp
 import fsspec
-from fsspec.asyn import sync
+from fsspec.callbacks import Callback
+from tenacity import RetryCallState, Retrying, retry_if_exception, stop_after_attempt, wait_exponential
 
 from ssl_vit.data import RemoteConfig
-from ssl_vit.data.shards.patience import Patience, reason
-from ssl_vit.interfaces import UserError
+from ssl_vit.interfaces import RunError, UserError
 
-_CHUNK = 1 << 20
-_SMALLEST_BLOCK, _LARGEST_BLOCK = 1 << 18, 1 << 24  # of the ranges asked of an object store
+FIRST_WAIT, LONGEST_WAIT = 0.5, 60.0  # seconds before a retry, doubling
+BLOCK = 1 << 23  # bytes of one range of an object store
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
-# What S3, Google, Hugging Face and others call it, in `fsspec`'s information on a file.
-_VERSION_NAMES = ("ETag", "etag", "generation", "VersionId", "LastModified", "mtime", "modified", "blob_id", "lfs")
+# Local refusals, and what asking again does not change.
+_LASTING = {errno.EPERM, errno.EACCES, errno.EINVAL, errno.ENAMETOOLONG, errno.ENOSYS, errno.ENOENT, errno.EROFS}
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_NO_CREDENTIALS = {"NoCredentialsError", "PartialCredentialsError", "ProfileNotFound", "DefaultCredentialsError"}
+_MISTAKES = (TypeError, AttributeError, LookupError, AssertionError, ImportError, RuntimeError, MemoryError, ValueError)
 # Clients by identity, for ever: a forked loader worker must not finalize its parent's, as fsspec would by emptying its
 # own table. Their sockets and their event loop are shared, and the parent's next request would hang.
 _clients: dict[int, Any] = {}
+T = TypeVar("T")
 
 
-def find_filesystem(url: str) -> tuple[Any, str]:
-    """fsspec's file system for a URL or local path, made in this process, and the path in it. Raises UserError."""
+def find_filesystem(url: str, timeout: float) -> tuple[Any, str]:
+    """fsspec's file system for a URL, made in this process, and the path in it. Raises UserError."""
     protocol = fsspec.utils.get_protocol(url)
+    options: dict[str, Any] = {}
+    if protocol in ("http", "https"):
+        options["timeout"] = aiohttp.ClientTimeout(total=None, sock_connect=timeout, sock_read=timeout)
     try:
-        filesystem, path = fsspec.core.url_to_fs(url)
+        filesystem, path = fsspec.core.url_to_fs(url, **options)
     except ImportError as error:
-        mend = f"pip install 'ssl-vit[{_EXTRAS[protocol]}]'" if protocol in _EXTRAS else str(error)
-        raise UserError(f"{url}: {protocol}:// needs a package that is not installed: {mend}") from None
-    except (ValueError, NotImplementedError) as error:  # fsspec has the second for what a file system cannot do
+        extra = f"pip install 'ssl-vit[{_EXTRAS[protocol]}]'" if protocol in _EXTRAS else str(error)
+        raise UserError(f"{url}: {protocol}:// needs a package that is not installed: {extra}") from None
+    except (ValueError, NotImplementedError) as error:
         raise UserError(f"{url}: cannot open such a URL: {error}") from None
     if filesystem.async_impl:
         _clients[id(filesystem)] = filesystem
@@ -48,233 +54,198 @@ def find_filesystem(url: str) -> tuple[Any, str]:
 
 
 def ask(filesystem: Any, url: str, remote: RemoteConfig, method: str, *arguments: Any, **options: Any) -> Any:
-    """Call a file system's method (`glob`, `ls`, ...), again and again as `remote` says.
+    """Call a file system's method (`glob`, `ls`, ...) with retries.
 
-    Raises FileNotFoundError and PermissionError, UserError for other refusals, RunError when patience has run out.
+    Raises FileNotFoundError and PermissionError, UserError for other refusals, RunError after the last retry.
     """
-    patience = Patience(url, remote)
-    while True:
-        try:
-            return _call(filesystem, remote.timeout, method, *arguments, **options)
-        except Exception as error:
-            patience.failed(error)
+    return _retried(url, remote, lambda: _call(filesystem, remote, method, *arguments, **options))
 
 
-def _call(filesystem: Any, timeout: float, method: str, *arguments: Any, **options: Any) -> Any:
-    """A file system's method within a time limit, which cancels the request; clients that are not asynchronous
-    (hf://, sftp://) have their own limits."""
-    if filesystem.async_impl:
-        return sync(filesystem.loop, getattr(filesystem, f"_{method}"), *arguments, timeout=timeout, **options)
+def _call(filesystem: Any, remote: RemoteConfig, method: str, *arguments: Any, **options: Any) -> Any:
+    if filesystem.async_impl:  # other clients (hf://, sftp://) have their own time limits
+        options["timeout"] = remote.timeout
     return getattr(filesystem, method)(*arguments, **options)
 
 
-class RemoteFile(io.RawIOBase):
-    """One object from its first byte to its last.
+def _retried(url: str, remote: RemoteConfig, act: Callable[[], T]) -> T:
+    def last(state: RetryCallState) -> T:
+        error = state.outcome.exception() if state.outcome else None
+        raise RunError(
+            f"{url}: {_reason(error, remote)}; {state.attempt_number} tries in {state.seconds_since_start or 0:.0f} s "
+            "failed: run the same command again when the server answers (data.remote.retries, data.remote.timeout)"
+        ) from error
 
-    size: bytes; what `info.json` says, else what the server says (None: neither does). tag: tells the versions of the
-    object apart, "" where the server does not; known once connected.
+    policy = Retrying(
+        retry=retry_if_exception(_may_pass),
+        stop=stop_after_attempt(remote.retries + 1),
+        wait=wait_exponential(multiplier=FIRST_WAIT, max=LONGEST_WAIT),
+        retry_error_callback=last,
+    )
+    try:
+        return policy(act)
+    except (UserError, RunError):
+        raise
+    except Exception as error:
+        root, status, reason = _root(error), _status(_root(error)), _reason(error, remote)
+        if status == 404 or isinstance(root, FileNotFoundError):
+            raise FileNotFoundError(url) from error
+        if status in (401, 403) or isinstance(root, PermissionError) or _without_credentials(root):
+            raise PermissionError(reason) from error
+        if status is not None or isinstance(root, (OSError, ValueError, NotImplementedError)):
+            if getattr(root, "errno", None) in _FULL:
+                raise
+            raise UserError(f"{url}: cannot be read: {reason}") from error
+        raise
+
+
+def _may_pass(error: BaseException) -> bool:
+    error = _root(error)
+    if (status := _status(error)) is not None:
+        return status >= 500 or status in (408, 425, 429)
+    if isinstance(error, (UserError, RunError, *_MISTAKES)) or not isinstance(error, Exception):
+        return False
+    return getattr(error, "errno", None) not in (_LASTING | _FULL) and not (
+        isinstance(error, (FileNotFoundError, PermissionError)) or _without_credentials(error)
+    )
+
+
+def _root(error: BaseException) -> BaseException:
+    """fsspec's HTTP `info` says "not found" of every failure."""
+    hidden = isinstance(error, FileNotFoundError) and isinstance(error.__cause__, (aiohttp.ClientError, TimeoutError))
+    return error.__cause__ if hidden and error.__cause__ else error
+
+
+def _without_credentials(error: BaseException) -> bool:
+    # gcsfs has neither a type nor a number for 403.
+    return bool({kind.__name__ for kind in type(error).__mro__} & _NO_CREDENTIALS) or str(error).startswith("Forbidden")
+
+
+def _status(error: BaseException) -> int | None:
+    """The HTTP status that an error carries: aiohttp's, gcsfs's, then Hugging Face's."""
+    response = getattr(error, "response", None)
+    places = (getattr(error, "status", None), getattr(error, "code", None), getattr(response, "status_code", None))
+    return next((place for place in places if isinstance(place, int)), None)
+
+
+def _reason(error: BaseException | None, remote: RemoteConfig) -> str:
+    if isinstance(error, TimeoutError):
+        return f"nothing came for {remote.timeout:g} s"
+    text = str(getattr(error, "strerror", None) or getattr(error, "message", None) or error).strip()
+    status = _status(error) if error else None
+    return (f"HTTP status {status}: " if status else "") + (text.splitlines()[0] if text else type(error).__name__)
+
+
+def download(url: str, target: BinaryIO, remote: RemoteConfig, size: int | None = None, sha256: str = "") -> None:
+    """Write a whole object to an open file; resumes where a connection broke.
+
+    size (bytes), sha256: what it must have, as far as it is known. Raises UserError for an object that is missing,
+    refused or another one, RunError when the server does not answer, OSError where the disk refuses.
     """
-
-    def __init__(self, url: str, remote: RemoteConfig, size: int | None = None) -> None:
-        self.url, self.remote, self.size, self.tag, self.position = url, remote, size, "", 0
-        self.block = 1 << 20
-        self.source: _Source | None = None
-        self.rest = memoryview(b"")
-        self.patience = Patience(url, remote)
-
-    def connect(self) -> RemoteFile:
-        """Open the object now, so that one that is not there is known before anything is read. Raises as reading."""
-        self._try(lambda source: b"")
-        return self
-
-    def restart(self) -> None:
-        """Read from the first byte again."""
-        if self.position:
-            self._disconnect()
-            self.position, self.rest = 0, memoryview(b"")
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        """Raises UserError for what is missing, refused or of another size, RunError when patience has run out."""
-        if not self.rest:
-            data = self._try(self._next)
-            if data:
-                self.patience.progressed()
-            self.position += len(data)
-            self.rest = memoryview(data)
-        count = min(len(buffer), len(self.rest))
-        buffer[:count] = self.rest[:count]
-        self.rest = self.rest[count:]
-        return count
-
-    def _next(self, source: _Source) -> bytes:
-        data = source.read()
-        if not data and self.size is not None and self.position < self.size:
-            raise EOFError(f"the object ended after {self.position} of {self.size} bytes")
-        return data
-
-    def _try(self, act: Callable[[_Source], bytes]) -> bytes:
-        while True:
-            try:
-                if self.source is None:
-                    self.source = self._connected()
-                return act(self.source)
-            except Exception as error:
-                self._disconnect()
-                if self.position == self.size:  # all of it is here; only its end mark is missing
-                    return b""
-                if isinstance(error, TimeoutError):  # a slow line: ask for less at a time
-                    self.block = max(self.block // 4, _SMALLEST_BLOCK)
-                try:
-                    self.patience.failed(error)
-                except FileNotFoundError:
-                    raise UserError(f"{self.url}: no such shard") from None
-                except PermissionError as refused:
-                    raise UserError(
-                        f"{self.url}: access is refused ({reason(refused, self.remote)}): check the credentials"
-                    ) from None
-
-    def _connected(self) -> _Source:
-        filesystem, path = find_filesystem(self.url)
-        http = "http" in filesystem.protocol
-        kind: type[_Source] = _HttpSource if http else _BlockSource if filesystem.async_impl else _FileSource
-        source = kind(filesystem, path, self)
-        if self.size is not None and source.size is not None and source.size != self.size:
-            source.close()
-            raise UserError(
-                f"{self.url}: has {source.size} bytes, where {self.size} are expected: it was replaced or not uploaded "
-                "whole; upload the shards and their info.json again"
-            )
-        self.size = source.size if self.size is None else self.size
-        self.tag = source.tag
-        return source
-
-    def _disconnect(self) -> None:
-        source, self.source = self.source, None
-        if source:
-            source.close()
-
-    def close(self) -> None:
-        if not self.closed:
-            self._disconnect()
-        super().close()
-
-
-class _Source(Protocol):
-    """A connection that reads on from `RemoteFile.position`; dropped after any error."""
-
-    size: Any  # int | None
-    tag: str
-
-    def __init__(self, filesystem: Any, path: str, file: RemoteFile) -> None: ...
-    def read(self) -> bytes: ...
-    def close(self) -> None: ...
-
-
-class _HttpSource:
-    """One GET; from a server that does not know ranges, again from the beginning."""
-
-    def __init__(self, filesystem: Any, url: str, file: RemoteFile) -> None:
-        self.loop, self.timeout = filesystem.loop, file.remote.timeout
-        self.broken: Exception | None = None
-        self.ready = sync(self.loop, self._start, filesystem, url, file.position)
-        headers = self.response.headers
-        part = re.fullmatch(r"bytes (\d+)-\d+/(\d+|\*)", headers.get("Content-Range", ""))
-        start, whole = 0, headers.get("Content-Length", "")
-        if self.response.status == 206 and part:
-            start, whole = int(part[1]), part[2]
-        self.skip = file.position - start
-        if self.skip < 0:
-            self.close()
-            raise EOFError(f"asked to go on from byte {file.position}, the server goes on from {start}")
-        self.size = int(whole) if whole.isdecimal() else None
-        self.tag = headers.get("ETag") or headers.get("Last-Modified") or ""
-
-    async def _start(self, filesystem: Any, url: str, position: int) -> bytes:
-        """The headers and the first bytes at once: aiohttp drops what nobody has taken when the connection breaks."""
-        async with asyncio.timeout(self.timeout):
-            self.response = await self._get(filesystem, url, position)
-        return await self._receive()
-
-    async def _get(self, filesystem: Any, url: str, position: int) -> Any:
-        import aiohttp
-
-        headers = {**filesystem.kwargs.get("headers", {}), "Accept-Encoding": "identity"}
-        if position:
-            headers["Range"] = f"bytes={position}-"
-        options = {**filesystem.kwargs, "headers": headers, "auto_decompress": False}
-        options["timeout"] = aiohttp.ClientTimeout(total=None)  # the limit is on each wait, not on the whole object
-        session = await filesystem.set_session()
-        response = await session.get(filesystem.encode_url(url), **options)
-        response.raise_for_status()
-        return response
-
-    def read(self) -> bytes:
-        while True:
-            if self.broken and not self.ready:
-                raise self.broken
-            data, self.ready = self.ready or sync(self.loop, self._receive), b""
-            skipped = min(self.skip, len(data))
-            self.skip -= skipped
-            if skipped < len(data) or not (data or self.broken):
-                return data[skipped:]
-
-    async def _receive(self) -> bytes:
-        """About a megabyte, or what came before the connection broke."""
-        parts: list[bytes] = []
+    for _ in range(2):  # a transfer can go wrong; twice in the same way it does not
         try:
-            while sum(map(len, parts)) < _CHUNK:
-                async with asyncio.timeout(self.timeout):
-                    parts.append(await self.response.content.readany())
-                if not parts[-1]:
-                    break
+            _fetch(url, target, remote, size)
+        except FileNotFoundError:
+            raise UserError(f"{url}: no such shard") from None
+        except PermissionError as error:
+            raise UserError(f"{url}: access is refused ({error}); check the credentials") from None
+        target.truncate()
+        target.seek(0)
+        found = hashlib.file_digest(cast(Any, target), "sha256").hexdigest() if sha256 else ""
+        target.seek(0)
+        if found == sha256:
+            return
+    raise UserError(
+        f"{url}: its sha256 is {found[:12]}..., expected {sha256[:12]}...: replaced or damaged; "
+        "upload the shards and their info.json again"
+    )
+
+
+def _fetch(url: str, target: BinaryIO, remote: RemoteConfig, size: int | None) -> None:
+    filesystem, path = find_filesystem(url, remote.timeout)
+    transfer = _Transfer(url, target, size)
+    step = _http_step if "http" in filesystem.protocol else _range_step
+    target.seek(0)
+    furthest = 0
+
+    def attempt() -> bool:
+        """Whether all of it is there; progress since the last failure begins a new count of tries."""
+        nonlocal furthest
+        try:
+            step(filesystem, path, transfer, remote)
+            return True
         except Exception as error:
-            self.broken = error
-        return b"".join(parts)
+            if not _may_pass(error) or target.tell() <= furthest:
+                raise
+            furthest = target.tell()
+            return False
 
-    def close(self) -> None:
-        self.loop.call_soon_threadsafe(self.response.close)
-
-
-class _BlockSource:
-    """Ranges of an object, of growing size: any store with an asynchronous client."""
-
-    def __init__(self, filesystem: Any, path: str, file: RemoteFile) -> None:
-        self.call = partial(_call, filesystem, file.remote.timeout)
-        self.path, self.file = path, file
-        self.size, self.tag = _size_and_tag(path, self.call("info", path))
-
-    def read(self) -> bytes:
-        start = self.file.position
-        end = min(start + self.file.block, self.size)
-        if start >= end:
-            return b""
-        data = bytes(self.call("cat_file", self.path, start=start, end=end))
-        self.file.block = min(2 * self.file.block, _LARGEST_BLOCK)
-        return data
-
-    def close(self) -> None:
+    while not _retried(url, remote, attempt):
         pass
 
 
-class _FileSource:
-    """A file of a client that is not asynchronous."""
+class _Transfer(Callback):
+    """Where a download stands, and the bound on its bytes; fsspec calls it for every response and part of it.
 
-    def __init__(self, filesystem: Any, path: str, file: RemoteFile) -> None:
-        self.size, self.tag = _size_and_tag(path, filesystem.info(path))
-        self.file = filesystem.open(path, "rb", cache_type="none")
-        self.file.seek(file.position)
+    total: bytes of the object, once they are known. declared: bytes of the response that arrives, from byte `start` on.
+    """
 
-    def read(self) -> bytes:
-        return bytes(self.file.read(_LARGEST_BLOCK))
+    def __init__(self, url: str, target: BinaryIO, total: int | None) -> None:
+        super().__init__()
+        self.url, self.target, self.total = url, target, total
+        self.start, self.declared = 0, total
 
-    def close(self) -> None:
-        self.file.close()
+    def set_size(self, size: int | None) -> None:
+        """A response begins; it may be an error page, so nothing is concluded yet."""
+        self.start, self.declared = self.target.tell(), size
+        if size is None or size == self.total:  # all of it, whatever range was asked for
+            self.target.seek(0)
+
+    def relative_update(self, inc: int = 1) -> None:
+        """A part was written. Raises UserError for an object of another size than expected."""
+        if self.start and self.declared is None:
+            self.target.seek(0)
+            raise EOFError("the server does not say how many bytes it sends")
+        self.total = self.declared if self.total is None else self.total
+        if self.declared not in (None, self.total):
+            self.check_size(self.start + (self.declared or 0))
+        if self.total is not None and self.target.tell() > self.total:
+            raise UserError(f"{self.url}: has more than the expected {self.total} bytes; upload the shards again")
+
+    def check_size(self, size: int) -> None:
+        if size != self.total:
+            raise UserError(
+                f"{self.url}: has {size} bytes, expected {self.total}: replaced or not uploaded whole; upload the "
+                "shards and their info.json again"
+            )
+
+    def check_end(self) -> None:
+        if self.total is not None and self.target.tell() != self.total:
+            raise EOFError(f"the object ended after {self.target.tell()} of {self.total} bytes")
 
 
-def _size_and_tag(path: str, about: dict[str, Any]) -> tuple[int, str]:
+def _http_step(filesystem: Any, path: str, transfer: _Transfer, remote: RemoteConfig) -> None:
+    """One GET, from where the last one broke off; a server that does not know ranges begins again."""
+    start = transfer.target.tell() if transfer.total else transfer.target.seek(0)
+    if start and start == transfer.total:
+        return
+    headers = {**filesystem.kwargs.get("headers", {}), "Accept-Encoding": "identity"}
+    if start:
+        headers["Range"] = f"bytes={start}-"
+    filesystem.get_file(path, transfer.target, callback=transfer, headers=headers)
+    transfer.check_end()
+
+
+def _range_step(filesystem: Any, path: str, transfer: _Transfer, remote: RemoteConfig) -> None:
+    """Ranges of an object, one after the other."""
+    about = _call(filesystem, remote, "info", path)
     if about["type"] != "file":
         raise FileNotFoundError(path)
-    return int(about["size"]), "|".join(str(about[name]) for name in _VERSION_NAMES if about.get(name))
+    transfer.total = int(about["size"]) if transfer.total is None else transfer.total
+    transfer.check_size(int(about["size"]))
+    options = {} if filesystem.async_impl else {"cache_type": "none"}
+    while (start := transfer.target.tell()) < transfer.total:
+        end = min(start + BLOCK, transfer.total)
+        data = _call(filesystem, remote, "cat_file", path, start=start, end=end, **options)
+        if len(data) != end - start:
+            raise EOFError(f"{len(data)} of the {end - start} bytes from byte {start} on came")
+        transfer.target.write(data)

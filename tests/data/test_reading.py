@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from webdataset.tariterators import group_by_keys, tar_file_iterator
 
 from ssl_vit.data.images import BadSample
-from ssl_vit.data.shards import open_shards, read_members
+from ssl_vit.data.shards import open_shards
 from ssl_vit.data.shards.reading import OpenShards, ShardFile
 from ssl_vit.interfaces import RunError, UserError
 
@@ -59,14 +60,14 @@ LAYOUTS: dict[str, tuple[Files, dict[str, Any]]] = {
 def test_samples_are_those_that_webdataset_reads(tmp_path: Path, layout: str) -> None:
     files, options = LAYOUTS[layout]
     path = write(tmp_path / "000000.tar", files, **options)
-    expected = [sample for _, sample in read_members(str(path))]
+    with path.open("rb") as file:
+        expected = list(group_by_keys({**member, "__url__": ""} for member in tar_file_iterator(file)))
     shard = opened(path)
-    found = [shard.read(n) for n in range(len(shard.samples))]
-    for sample in expected:
-        assert isinstance(sample, dict)
-        sample.pop("__local_path__", None)
-    assert found == expected
-    assert not shard.damage
+    assert [sample.key for sample in shard.samples] == [sample["__key__"] for sample in expected]
+    for position, sample in enumerate(expected):
+        content = {name: data for name, data in sample.items() if not name.startswith("__")}
+        assert shard.read(position, tuple(content)) == content
+    assert not shard.damage and not shard.duplicates
 
 
 def test_samples_are_read_in_any_order(tmp_path: Path) -> None:
@@ -99,6 +100,54 @@ def test_a_tar_cut_short_gives_what_is_whole_and_says_so(tmp_path: Path, cut: in
         shard.read(8)
 
 
+def header(name: str, size: int, kind: bytes = tarfile.REGTYPE) -> bytes:
+    info = tarfile.TarInfo(name)
+    info.size, info.type = size, kind
+    return info.tobuf(tarfile.GNU_FORMAT)
+
+
+@pytest.mark.parametrize("size", [600, 1 << 33, 1 << 62, (1 << 63) + 5])
+@pytest.mark.parametrize("kind", [tarfile.REGTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.XHDTYPE, tarfile.DIRTYPE, b"D"])
+def test_a_header_that_declares_more_than_the_file_has_is_damage(tmp_path: Path, size: int, kind: bytes) -> None:
+    """A directory and unknown kinds are passed over: what counts is that nothing is sought or allocated."""
+    path = write(tmp_path / "s.tar", samples(3))
+    good = path.read_bytes().rstrip(b"\0")
+    good += bytes(-len(good) % 512)
+    path.write_bytes(good + header("000003.jpg", size, kind) + bytes(512))
+    shard = opened(path)
+    assert len(shard.samples) == 3 and shard.read(2)["cls"] == b"2"
+    if kind != tarfile.DIRTYPE:
+        assert shard.damage
+        with pytest.raises(BadSample, match="missing: the shard is damaged"):
+            shard.read(3)
+
+
+def test_a_sparse_member_is_damage(tmp_path: Path) -> None:
+    path = tmp_path / "s.tar"
+    sparse = bytearray(header("1.jpg", 512, tarfile.GNUTYPE_SPARSE))
+    sparse[483:495] = b"%011o\0" % (1 << 32)  # its size once the holes are filled
+    sparse[148:156] = b"        "
+    sparse[148:156] = b"%06o\0 " % sum(sparse)
+    path.write_bytes(header("0.jpg", 1) + b"x".ljust(512, b"\0") + bytes(sparse) + bytes(512 * 4))
+    shard = opened(path)
+    assert [sample.key for sample in shard.samples] == ["0"] and "sparse" in shard.damage
+    assert open_shards(str(path)).counts == (2,), "the damage is a sample that is reported"
+
+
+def test_an_absurdly_large_member_is_a_bad_sample(tmp_path: Path) -> None:
+    size = (1 << 29) + 1
+    with (tmp_path / "s.tar").open("wb") as file:
+        file.write(header("0.jpg", size))
+        file.truncate(512 + size)
+    with pytest.raises(BadSample, match=f"{size} bytes is too large"):
+        opened(tmp_path / "s.tar").read(0)
+
+
+def test_a_member_that_is_there_twice_is_noted(tmp_path: Path) -> None:
+    shard = opened(write(tmp_path / "s.tar", [("0.jpg", b"a"), ("0.cls", b"1"), ("0.jpg", b"b")]))
+    assert shard.duplicates == ["0.jpg"] and shard.read(0) == {"jpg": b"a", "cls": b"1"}
+
+
 def test_garbage_in_the_middle_ends_the_shard(tmp_path: Path) -> None:
     path = write(tmp_path / "s.tar", samples(9))
     data = bytearray(path.read_bytes())
@@ -119,7 +168,7 @@ def test_what_is_no_tar_has_no_sample(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", ["w:gz", "w:bz2", "w:xz"])
-def test_a_compressed_tar_is_refused_with_the_mend(tmp_path: Path, mode: str) -> None:
+def test_a_compressed_tar_is_refused(tmp_path: Path, mode: str) -> None:
     with tarfile.open(tmp_path / "s.tar", mode) as tar:  # type: ignore[call-overload]
         tar.addfile(tarfile.TarInfo("0.jpg"))
     with pytest.raises(UserError, match=r"s\.tar: a compressed tar .* decompress it"):
@@ -140,10 +189,10 @@ def test_shards_are_opened_ahead_and_the_oldest_are_let_go(tmp_path: Path) -> No
     for n in range(6):
         write(tmp_path / f"{n:06d}.tar", samples(3, f"{n}_"))
     shards = open_shards(str(tmp_path))
-    reader = OpenShards(shards, most=3)
+    reader = OpenShards(shards.open, most=3)
     for n in range(6):
         reader.ahead((n + 1) % 6)
-        assert reader.get(n).read(1)["__key__"] == f"{n}_000001"
+        assert reader.get(n).samples[1].key == f"{n}_000001"
         assert len(reader.open) <= 4
     assert 0 in reader.open, "asked for ahead by the last one"
 
@@ -154,7 +203,7 @@ def test_a_shard_that_the_disk_refuses_is_named(tmp_path: Path, monkeypatch: pyt
     (tmp_path / "000000.tar").unlink()
     (tmp_path / "000000.tar").mkdir()
     with pytest.raises(RunError, match=r"000000\.tar: cannot be read: Is a directory"):
-        OpenShards(shards, 2).get(0)
+        OpenShards(shards.open, 2).get(0)
 
     def refuse(*arguments: int) -> bytes:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
@@ -167,7 +216,7 @@ def test_a_shard_that_the_disk_refuses_is_named(tmp_path: Path, monkeypatch: pyt
 def test_a_shard_that_is_gone_is_named(tmp_path: Path) -> None:
     for n in range(2):
         write(tmp_path / f"{n:06d}.tar", samples(3))
-    reader = OpenShards(open_shards(str(tmp_path)), most=2)
+    reader = OpenShards(open_shards(str(tmp_path)).open, most=2)
     (tmp_path / "000001.tar").unlink()
     reader.ahead(1)
     with pytest.raises(UserError, match=r"000001\.tar: no such shard"):

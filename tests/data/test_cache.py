@@ -93,7 +93,7 @@ def test_a_file_in_use_survives_its_eviction(server: FaultyServer, remote: Remot
         assert start + file.read() == content(0)
 
 
-def test_what_else_lies_in_the_folder_is_not_touched(server: FaultyServer, remote: RemoteConfig) -> None:
+def test_other_files_in_the_folder_are_not_touched(server: FaultyServer, remote: RemoteConfig) -> None:
     folder = Path(remote.cache_dir or "")
     folder.mkdir()
     (folder / "thesis.tex").write_bytes(bytes(4 * SIZE))
@@ -103,7 +103,7 @@ def test_what_else_lies_in_the_folder_is_not_touched(server: FaultyServer, remot
     assert (folder / "thesis.tex").stat().st_size == 4 * SIZE and (folder / "old.part").exists()
 
 
-def test_a_shard_larger_than_the_bound_is_streamed_and_said_once(
+def test_a_shard_larger_than_the_bound_is_not_kept_and_reported_once(
     server: FaultyServer, remote: RemoteConfig, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shard_cache, "_said", set())
@@ -111,10 +111,10 @@ def test_a_shard_larger_than_the_bound_is_streamed_and_said_once(
     for number in (0, 1, 0):
         assert fetch(server.url, number, small) == content(number)
     assert kept(small) == [] and server.gets("0.tar") == [0, 0]
-    assert capsys.readouterr().err.count("shards are streamed, not kept: data.remote.cache_gb=") == 1
+    assert capsys.readouterr().err.count("shards are downloaded anew each time: data.remote.cache_gb=") == 1
 
 
-def test_a_server_that_does_not_say_the_size_is_streamed(
+def test_a_server_that_does_not_say_the_size_is_read_all_the_same(
     server: FaultyServer, remote: RemoteConfig, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shard_cache, "_said", set())
@@ -123,7 +123,7 @@ def test_a_server_that_does_not_say_the_size_is_streamed(
     assert kept(remote) == [] and "does not say how large" in capsys.readouterr().err
 
 
-def test_broken_transfers_and_wrong_sums_are_mended(server: FaultyServer, remote: RemoteConfig) -> None:
+def test_broken_transfers_and_wrong_checksums_are_retried(server: FaultyServer, remote: RemoteConfig) -> None:
     server.faults["0.tar"] = [("cut", 30_000), ("cut", 30_000)]
     server.faults["1.tar"] = [("garbage",)]
     for number in (0, 1):
@@ -132,7 +132,7 @@ def test_broken_transfers_and_wrong_sums_are_mended(server: FaultyServer, remote
     assert len(server.gets("0.tar")) == 3 and len(server.gets("1.tar")) == 2
 
 
-def test_a_wrong_sum_that_stays_wrong_is_named_and_not_kept(server: FaultyServer, remote: RemoteConfig) -> None:
+def test_a_wrong_checksum_that_stays_wrong_is_named_and_not_kept(server: FaultyServer, remote: RemoteConfig) -> None:
     server.always["1.tar"] = ("garbage",)
     with pytest.raises(UserError, match=r"/1.tar: its sha256 is .*upload the shards and their info.json again"):
         fetch(server.url, 1, remote)
@@ -200,22 +200,18 @@ def test_a_killed_download_blocks_nobody_and_is_cleaned_up(server: FaultyServer,
     assert server.gets("0.tar") == [0, 0]  # from the beginning, and without waiting for the one that was killed
 
 
-def test_a_disk_that_is_full_means_streaming_and_is_said(
-    server: FaultyServer, remote: RemoteConfig, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_a_run_error_that_names_the_folder(server: FaultyServer, remote: RemoteConfig) -> None:
     """A real limit on the size of files, in a process of its own."""
-    monkeypatch.setattr(shard_cache, "_said", set())
 
     def limited() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, resource.RLIM_INFINITY))
-        assert [fetch(server.url, number, remote) for number in (0, 1)] == [content(0), content(1)]
+        with pytest.raises(RunError, match=r"cache_dir=.*: cannot be written: File too large; free space"):
+            fetch(server.url, 0, remote)
 
     process = FORK.Process(target=limited)
     process.start()
     process.join(20)
-    assert process.exitcode == 0
-    assert capfd.readouterr().err.count("shards are streamed, not kept: the disk refuses (File too large)") == 1
-    assert kept(remote) == []
+    assert process.exitcode == 0 and kept(remote) == []
 
 
 def test_a_disk_that_fills_up_makes_the_cache_smaller(
@@ -245,23 +241,23 @@ def test_counting_and_reading_share_the_download(serve: Callable, digit_shards: 
     shards = open_shards(f"{server.url}/00000{{0..1}}.tar", RemoteConfig(cache_dir=str(tmp_path / "cache")))
     assert shards.counts == (180, 180)
     server.always["000001.tar"] = ("cut", 0)  # enough to ask for the version, no more
-    with shards.on_disk(1) as file:
+    with open_url(shards.urls[1], shards.remote, shards.sizes[1], shards.checksums[1]) as file:
         assert file.read() == (digit_shards / "000001.tar").read_bytes()
 
 
-def test_without_a_cache_a_shard_on_disk_has_no_name_and_is_checked(
+def test_without_a_cache_a_shard_has_no_name_on_the_disk_and_is_checked(
     serve: Callable, digit_shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     server = serve(digit_shards)
     shards = open_shards(server.url, RemoteConfig(timeout=20, retries=1))
     server.faults["000001.tar"] = [("garbage",)]
-    with shards.on_disk(1) as file:
+    with open_url(shards.urls[1], shards.remote, shards.sizes[1], shards.checksums[1]) as file:
         assert file.read() == (digit_shards / "000001.tar").read_bytes()
         assert not list(tmp_path.iterdir())
     server.always["000001.tar"] = ("garbage",)
     with pytest.raises(UserError, match="its sha256 is"):
-        shards.on_disk(1)
+        shards.open(1)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "gone"))
     with pytest.raises(RunError, match=r"/gone: a shard cannot be kept here.*TMPDIR or data.remote.cache_dir"):
-        shards.on_disk(2)
+        shards.open(2)
