@@ -12,18 +12,17 @@ app = typer.Typer()
 
 @app.command()
 def doctor(
-    data: Annotated[str | None, typer.Option(help="Shards to check against the machine.")] = None,
-    run: Annotated[str, typer.Option(help="Where runs would go (for the free space).")] = "runs",
+    data: Annotated[str | None, typer.Option(help="Shards to check, too.")] = None,
+    run: Annotated[str, typer.Option(help="Folder for runs, whose free space is checked.")] = "runs",
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
 ) -> None:
-    """Versions, devices, disk, and whether the shards are enough for this machine's cores; exit code 1 if something
-    would stop a run.
+    """Check versions, devices, disk and shards. Exit code 1 if something would stop a run.
 
     Example: `ssl-vit doctor --data shards/train`
     """
-    from ssl_vit import health
+    from ssl_vit.health import examine
 
-    findings = health.examine(data, run)
+    findings = examine(data, run)
     if as_json:
         print(json.dumps([vars(finding) for finding in findings], indent=1))
     else:

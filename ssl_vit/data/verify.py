@@ -9,11 +9,13 @@ import os
 import re
 import tarfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from io import FileIO
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
+
+import numpy as np
 
 from ssl_vit.data.packing import content_hash
 from ssl_vit.data.packing.images import channels, decode, open_header
@@ -55,7 +57,51 @@ def verify(folder: Path, *, jobs: int | None = None, progress: bool = True) -> l
 
     Raises UserError where there is no shard set, info.json cannot be read, or packing was not finished.
     """
+    return _check(folder, open_set(folder), True, jobs, progress)[0]
+
+
+def stats(folder: Path) -> dict[str, Any]:
+    """What the shard set holds, counted from the tars (image headers only, no pixels).
+
+    Returns samples, shards, bytes, samples_per_shard and image_size (pixels) as {"mean", "min", "max"}, channels (3 if
+    any image has color), labeled, samples_per_class {class name: count}.
+
+    Raises UserError as `verify` does, and for a set with defects, naming the first one.
+    """
     listed = open_set(folder)
+    defects, shards = _check(folder, listed, False, 1, False)
+    for defect in defects:
+        where = f"{folder / defect.shard}: {defect.key}{defect.key and ': '}"
+        raise UserError(f"{where}{defect.kind}: {defect.detail}; `ssl-vit shards verify` lists every defect")
+    heights, widths, channels = np.array([size for shard in shards for size in shard.sizes] or np.empty((0, 3))).T
+    if not len(heights):
+        raise UserError(f"{folder}: its shards hold no samples")
+    labels = sum((shard.labels for shard in shards), Counter[int]())
+    names = Counter(listed.classes)  # ImageNet has two classes called crane
+    classes = [name if names[name] == 1 else f"{name} ({index})" for index, name in enumerate(listed.classes or ())]
+    return {
+        "samples": len(heights),
+        "shards": len(shards),
+        "bytes": sum((folder / name).stat().st_size for name in listed.shards),
+        "labeled": labels.total() == len(heights),
+        "samples_per_class": (
+            {name: labels[index] for index, name in enumerate(classes)}
+            or {str(index): labels[index] for index in sorted(labels)}
+        ),
+        "samples_per_shard": _spread([len(shard.sizes) for shard in shards]),
+        "image_size": {"height": _spread(heights), "width": _spread(widths)},
+        "channels": int(max(channels)),
+    }
+
+
+def _spread(values: Sequence[int] | np.ndarray) -> dict[str, float]:
+    return {"mean": round(float(np.mean(values)), 2), "min": int(np.min(values)), "max": int(np.max(values))}
+
+
+def _check(
+    folder: Path, listed: ShardList, pixels: bool, jobs: int | None, progress: bool
+) -> tuple[list[Defect], list[_Shard]]:
+    """All defects, and what the shards that are there hold. pixels: check checksums and pixels, too."""
     present = {path.name: path.stat().st_size for path in folder.glob("*.tar")}
     missing = [name for name in listed.shards if name not in present]
     defects = [Defect(name, "", "missing_shard", f"{listed.file} lists it") for name in missing]
@@ -68,16 +114,16 @@ def verify(folder: Path, *, jobs: int | None = None, progress: bool = True) -> l
         if isinstance(part, Info) and part.content_hash not in (None, content_hash(e.sha256 for e in part.shards)):
             defects.append(Defect(listed.file, "", "checksum", "content_hash differs from that of the shards' sha256"))
     names = [name for name in listed.shards if name in present]
-    total = sum(entry.samples for name in names if (entry := listed.shards[name]))
-    checked: dict[str, _Checked] = {}
-    with progress_bar("verifying", total or None, progress) as advance:
+    samples = sum(entry.samples for name in names if (entry := listed.shards[name]))
+    checked: dict[str, _Shard] = {}
+    with progress_bar("verifying", samples or None, progress) as advance:
 
-        def receive(name: str, found: _Checked) -> None:
-            checked[name] = found
-            advance(found.samples)
+        def receive(name: str, shard: _Shard) -> None:
+            checked[name] = shard
+            advance(len(shard.sizes))
 
         processes = process_count(jobs, len(names), sum(present[name] for name in names))
-        run(_Checker(folder, listed), names, processes, receive)
+        run(_Checker(folder, listed, pixels), names, processes, receive)
     keys_of_family: dict[str, set[str]] = {}  # train-000.tar and val-000.tar may share keys
     for name in names:
         keys = keys_of_family.setdefault(re.sub(r"\d+\.tar$", "", name), set())
@@ -85,60 +131,17 @@ def verify(folder: Path, *, jobs: int | None = None, progress: bool = True) -> l
         twice = sorted(checked[name].keys & keys)
         defects += [Defect(name, key, "duplicate_key", "a sample of another shard has the same key") for key in twice]
         keys |= checked[name].keys
-    return defects
-
-
-def stats(folder: Path) -> dict[str, Any]:
-    """What the shard set holds, counted from the tars (image headers only, no pixels).
-
-    Returns samples, shards, bytes, samples_per_shard and image_size (pixels) as {"mean", "min", "max"}, channels (3 if
-    any image has color), labeled, samples_per_class {class name: count}.
-
-    Raises UserError at the first defect, naming it; `verify` lists all of them.
-    """
-    listed = open_set(folder)
-    labels: Counter[int] = Counter()
-    sizes: list[tuple[int, int, int]] = []
-    per_shard: list[int] = []
-    for name in listed.shards:
-        path = folder / name
-
-        def stop(key: str, kind: str, detail: str, path: Path = path) -> NoReturn:
-            raise UserError(f"{path}: {key}{key and ': '}{kind}: {detail}; `ssl-vit shards verify` lists every defect")
-
-        if not path.is_file():
-            stop("", "missing_shard", f"{listed.file} lists it")
-        before = len(sizes)
-        for key, images, label in _samples(path, listed, stop):
-            try:
-                image = open_header(images[0], key)
-            except BrokenImageError as error:
-                stop(key, "unreadable_image", error.reason)
-            sizes.append((image.height, image.width, channels(image)))
-            if label is not None:
-                labels[label] += 1
-        per_shard.append(len(sizes) - before)
-    if not sizes:
-        raise UserError(f"{folder}: its shards hold no samples")
-
-    heights, widths, channel = zip(*sizes, strict=True)
-    return {
-        "samples": len(sizes),
-        "shards": len(per_shard),
-        "bytes": sum((folder / name).stat().st_size for name in listed.shards),
-        "labeled": labels.total() == len(sizes),
-        "samples_per_class": _by_class_name(labels, listed.classes),
-        "samples_per_shard": _spread(per_shard),
-        "image_size": {"height": _spread(heights), "width": _spread(widths)},
-        "channels": max(channel),
-    }
+    return defects, [checked[name] for name in names]
 
 
 @dataclass(frozen=True)
-class _Checked:
-    samples: int
-    keys: set[str]
-    defects: list[Defect]
+class _Shard:
+    """What was found in a shard. sizes: (height, width, channels) of each sample, zeros for one without an image."""
+
+    defects: list[Defect] = field(default_factory=list)
+    keys: set[str] = field(default_factory=set)
+    sizes: list[tuple[int, int, int]] = field(default_factory=list)
+    labels: Counter[int] = field(default_factory=Counter)
 
 
 @dataclass(frozen=True)
@@ -147,45 +150,42 @@ class _Checker:
 
     folder: Path
     listed: ShardList
+    pixels: bool
 
-    def __call__(self, name: str) -> _Checked:
-        path, entry = self.folder / name, self.listed.shards[name]
-        defects: list[Defect] = []
+    def __call__(self, name: str) -> _Shard:
+        path, entry, found = self.folder / name, self.listed.shards[name], _Shard()
 
         def report(key: str, kind: str, detail: str) -> None:
-            defects.append(Defect(name, key, kind, detail))
+            found.defects.append(Defect(name, key, kind, detail))
 
-        if entry is not None:
+        if entry is not None and self.pixels:
             if entry.bytes is not None and (size := path.stat().st_size) != entry.bytes:
                 report("", "size", f"{size} bytes, {self.listed.file} says {entry.bytes}")
             if entry.sha256 and sha256(path) != entry.sha256:
                 report("", "checksum", f"differs from the sha256 that {self.listed.file} lists")
-        keys: set[str] = set()
-        samples = 0
-        for key, images, _ in _samples(path, self.listed, report):
+        for key, members in _members(path, report):
             end_with_parent()
-            samples += 1
-            if key in keys:
+            if key in found.keys:
                 report(key, "duplicate_key", "another sample has the same key")
-            keys.add(key)
+            found.keys.add(key)
+            images = [data for extension, data in members.items() if extension in IMAGE_EXTENSIONS]
+            if not images:
+                report(key, "missing_member", f"no image ({', '.join(IMAGE_EXTENSIONS)})")
+            height = width = depth = 0
             for data in images:
                 try:
-                    decode(open_header(data, key), key, at_least=(1, 1))
+                    image = open_header(data, key)
+                    height, width, depth = image.height, image.width, channels(image)
+                    if self.pixels:
+                        decode(image, key, at_least=(1, 1))
                 except BrokenImageError as error:
                     report(key, "unreadable_image", error.reason)
-        if entry is not None and samples != entry.samples:
-            report("", "count", f"{samples} samples, {self.listed.file} says {entry.samples}")
-        return _Checked(samples, keys, defects)
-
-
-def _samples(path: Path, listed: ShardList, report: Report) -> Iterator[tuple[str, list[bytes], int | None]]:
-    """(key, encoded images, label) of each sample. Defects of the tar, of a sample's members and of its label are
-    reported (a report that raises ends the reading)."""
-    for key, members in _members(path, report):
-        images = [data for extension, data in members.items() if extension in IMAGE_EXTENSIONS]
-        if not images:
-            report(key, "missing_member", f"no image ({', '.join(IMAGE_EXTENSIONS)})")
-        yield key, images, _label(key, members.get("cls"), listed, report)
+            found.sizes.append((height, width, depth))
+            if (label := _label(key, members.get("cls"), self.listed, report)) is not None:
+                found.labels[label] += 1
+        if entry is not None and len(found.sizes) != entry.samples:
+            report("", "count", f"{len(found.sizes)} samples, {self.listed.file} says {entry.samples}")
+        return found
 
 
 def _members(path: Path, report: Report) -> Iterator[tuple[str, dict[str, bytes]]]:
@@ -198,8 +198,8 @@ def _members(path: Path, report: Report) -> Iterator[tuple[str, dict[str, bytes]
         try:
             tar = tarfile.open(fileobj=file, mode="r:")
             while member := tar.next():
-                if not 0 <= member.size <= length - member.offset_data:
-                    raise tarfile.ReadError("unexpected end of data")
+                if member.issparse() or not 0 <= member.size <= length - member.offset_data:
+                    raise tarfile.ReadError(f"{member.name} claims {member.size} bytes")
                 if not member.isreg() or not (found := _NAME.fullmatch(member.name)):
                     continue
                 prefix, extension = str(found[1]), found[2].lower()
@@ -221,7 +221,7 @@ def _members(path: Path, report: Report) -> Iterator[tuple[str, dict[str, bytes]
                 damage = "the end mark is missing: the file was cut"
             elif rest.strip(b"\0"):
                 damage = f"nothing after byte {tar.offset} of {length} can be read"
-        except (tarfile.TarError, EOFError, ValueError, OverflowError) as error:
+        except (tarfile.TarError, OSError, EOFError, ValueError, OverflowError) as error:
             damage = str(error)
     if key is not None:
         yield key, members
@@ -249,15 +249,3 @@ def _label(key: str, label: bytes | None, listed: ShardList, report: Report) -> 
     else:
         return int(label)
     return None
-
-
-def _spread(values: Iterable[int]) -> dict[str, float]:
-    numbers = list(values)
-    return {"mean": round(sum(numbers) / len(numbers), 2), "min": min(numbers), "max": max(numbers)}
-
-
-def _by_class_name(labels: Counter[int], classes: list[str] | None) -> dict[str, int]:
-    if classes is None:
-        return {str(index): labels[index] for index in sorted(labels)}
-    names = Counter(classes)  # ImageNet has two classes called crane
-    return {name if names[name] == 1 else f"{name} ({index})": labels[index] for index, name in enumerate(classes)}

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import islice
 from typing import Any, TypeVar
 
 from loky import FIRST_COMPLETED, BrokenProcessPool, ProcessPoolExecutor, wait
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ssl_vit.interfaces import RunError, UserError
 
 # A process takes about a second to start and decodes 20 to 70 MB of JPEG per second.
 BYTES_PER_PROCESS = 20_000_000
-SECONDS_PER_LINE = 30.0  # of progress, where there is no terminal
 _Job = TypeVar("_Job")
 _Result = TypeVar("_Result")
 
@@ -85,25 +84,8 @@ def end_with_parent() -> None:
 
 @contextmanager
 def progress_bar(what: str, total: int | None, show: bool) -> Iterator[Callable[[int], None]]:
-    """A function to call with the number of images that were finished: draws a bar on a terminal, prints a line now
-    and then elsewhere."""
-    if show and sys.stderr.isatty():
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-            task = bar.add_task(what, total=total)
-            yield lambda count: bar.advance(task, count)
-        return
-    finished, start, last = 0, time.monotonic(), time.monotonic()
-
-    def line(count: int) -> None:
-        nonlocal finished, last
-        finished += count
-        if show and (now := time.monotonic()) - last >= SECONDS_PER_LINE:
-            last, of = now, f" of {total:,}" if total else ""
-            rate = f"{finished / (now - start):,.0f} images/s"
-            print(f"{what}: {finished:,}{of} images ({rate})", file=sys.stderr, flush=True)
-
-    yield line
+    """A function to call with the number of images that were finished; draws a bar on a terminal."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not show) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda count: bar.advance(task, count)

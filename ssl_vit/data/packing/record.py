@@ -96,25 +96,14 @@ def add(folder: Path, shard: WrittenShard) -> None:
 
 def clear(out: Path, folders: list[Path]) -> None:
     """Remove the shard set in `out`, and of its sub-folders those in `folders` and those of an earlier holdout; no file
-    that packing does not write. Raises UserError where sub-folders hold shard sets of their own."""
-    own, replaced = list[Path](), [out]
-    for folder in (out / "train", out / "test"):
-        plan = _read(folder)[0] or {}
-        if folder in folders or plan.get("holdout"):
-            replaced.append(folder)
-        elif plan or (folder / INFO).exists() or any(folder.glob("*.tar")):
-            own.append(folder)
-    if own:
-        raise UserError(
-            f"{' and '.join(map(str, own))}: other shard sets, which would not be replaced; remove them or choose "
-            "another folder"
-        )
-    for folder in replaced:
-        (folder / INFO).unlink(missing_ok=True)  # first: without it the set counts as unfinished
-        _remove(folder, "*")
-        if folder != out:
-            with suppress(OSError):  # not there, or with other files in it
-                folder.rmdir()
+    that packing does not write."""
+    for folder in (out, out / "train", out / "test"):
+        if folder in (out, *folders) or (_read(folder)[0] or {}).get("holdout"):
+            (folder / INFO).unlink(missing_ok=True)  # first: without it the set counts as unfinished
+            _remove(folder, "*")
+            if folder != out:
+                with suppress(OSError):  # not there, or with other files in it
+                    folder.rmdir()
 
 
 def _remove(folder: Path, pattern: str) -> None:

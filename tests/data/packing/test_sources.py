@@ -209,10 +209,6 @@ def test_layouts_that_would_make_other_classes_are_told(tmp_path: Path) -> None:
         write(tmp_path / "chain" / place / "1.png", encoded("PNG", number))
     found = [open_source(str(tmp_path / "chain"), split=split).classes for split in ("train", "val", "test")]
     assert found == [["a", "b", "c", "d"]] * 3
-    for number, place in enumerate(("images/cats", "images/dogs")):
-        write(tmp_path / "wrapped" / place / "1.png", encoded("PNG", number))
-    with pytest.warns(UserWarning, match=r"the only class, with all its images in sub-folders \(cats, dogs\)"):
-        assert open_source(str(tmp_path / "wrapped")).classes == ["images"]
 
 
 def test_a_folder_name_that_is_no_text_is_refused_before_it_is_packed(tmp_path: Path) -> None:

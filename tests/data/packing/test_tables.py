@@ -164,7 +164,7 @@ def test_hub_names_offline_say_so(
 ) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-    with pytest.raises(UserError, match=rf"{spec}: no such file or folder here, and .* cannot be reached"):
+    with pytest.raises(UserError, match=rf"{spec}: no such file or folder, and .* cannot be reached"):
         open_source(spec)
     assert f"{spec}: no such folder; looking for this data set" in capsys.readouterr().err
 
@@ -174,5 +174,5 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"\.parquet or \.arrow"):
         open_source(str(tmp_path / "archive.zip"))
     (tmp_path / "bad.parquet").write_bytes(b"not parquet at all")
-    with pytest.raises(UserError, match="cannot be read as a dataset"):
+    with pytest.raises(UserError, match="cannot be read as a data set"):
         open_source(str(tmp_path / "bad.parquet"))

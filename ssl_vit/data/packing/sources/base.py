@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from ssl_vit.interfaces import RunError, UserError
 
@@ -27,13 +27,6 @@ class BrokenImageError(Exception):
         return f"{self.name}: {self.reason}"
 
 
-class Items(Protocol):
-    """A list, a range, an array ..."""
-
-    def __len__(self) -> int: ...
-    def __getitem__(self, index: int, /) -> Any: ...
-
-
 @dataclass(frozen=True)
 class Source:
     """Images that are listed but not yet read, always in the same order.
@@ -52,7 +45,7 @@ class Source:
     license: str | None
     classes: list[str] | None
     labels: np.ndarray | None
-    items: Items
+    items: Sequence[Any]
     read: Callable[[Any], tuple[str, bytes]]
     listing: str
     size: int = 0

@@ -35,7 +35,7 @@ def open_folder(root: Path, split: str | None) -> Source:
     folders, classes, ignored = _sub_folders(root), None, 0
     if folders:
         classes = sorted({folder for class_root in class_roots for folder in _sub_folders(class_root)})
-        if wrong := next((folder for folder in classes if not _is_text(folder)), None):
+        if wrong := next((folder for folder in classes if folder.encode(errors="replace").decode() != folder), None):
             raise UserError(f"{root}: the name of folder {wrong!r} is not UTF-8; rename it")
         files = [entry.name for entry in _entries(root) if entry.is_file()]
         ignored = len(files)
@@ -56,10 +56,6 @@ def open_folder(root: Path, split: str | None) -> Source:
             listing.update(os.fsencode(f"{items[-1]}\0{size}\n"))
             total += size
         counts.append(len(images))
-        below = sorted({file.split("/")[0] for file, _ in images})
-        if len(folders) == 1 and len(below) > 1 and all("/" in file for file, _ in images):
-            found = f"the only class, with all its images in sub-folders ({', '.join(below[:3])})"
-            warnings.warn(f"{root / folder}: {found}: if those are the classes, name this folder", stacklevel=3)
     if ignored:
         warnings.warn(f"{root}: ignored {ignored} files that are not images", stacklevel=3)
     labels = None
@@ -139,11 +135,3 @@ def _images_in(folder: Path) -> tuple[list[tuple[str, int]], int]:
 
 def _is_image(name: str) -> bool:
     return Path(name).suffix.lower() in _SUFFIXES
-
-
-def _is_text(name: str) -> bool:
-    try:
-        name.encode()
-    except UnicodeEncodeError:
-        return False
-    return True

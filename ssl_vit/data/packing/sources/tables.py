@@ -1,4 +1,4 @@
-"""Tables of images, read by `datasets`: parquet and arrow files, saved dataset folders, Hugging Face hub names."""
+"""Tables of images, read by `datasets`: parquet and arrow files, saved data sets, names on the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ from ssl_vit.interfaces import UserError
 def open_table(
     spec: str, path: Path | None, split: str | None, label_column: str | None, image_column: str | None
 ) -> Source:
-    part, tables = _load_splits(spec, path, split)
-    table = tables[part or ""]
+    """See `open_source`. path: None for a name on the hub."""
+    part, tables = _load(spec, path, split)
+    table = tables[part]
     for column in (image_column, label_column):
         if column is not None and column not in table.features:
             raise UserError(f"{spec} has no column {column!r}; its columns: {', '.join(table.features)}")
@@ -32,34 +33,30 @@ def open_table(
         images = table.select_columns([column]).cast_column(column, datasets.Image(decode=False))
     except (TypeError, ValueError, ArrowNotImplementedError) as error:
         raise UserError(f"{spec}: column {column!r} does not hold images: {_first_line(error)}") from None
-    wanted = label_column or _label_column(spec, table)
-    classes, labels = _classes_and_labels(spec, table, list(tables.values()), wanted) if wanted else (None, None)
-
+    label_column = label_column or _label_column(spec, table)
+    classes, labels = _labels(spec, table, list(tables.values()), label_column) if label_column else (None, None)
+    name = f"{spec if path is None else path.resolve().name} (datasets{part and f', split {part}'})"
     listing, size = _listing(images)
-    origin = spec if path is None else path.resolve().name
-    name = f"{origin} (datasets{f', split {part}' if part else ''})"
-    read = _RowReader(images, column)
-    return Source(name, table.info.license or None, classes, labels, range(len(table)), read, listing, size)
+    reader = _RowReader(images, column)
+    return Source(name, table.info.license or None, classes, labels, range(len(table)), reader, listing, size)
 
 
 @dataclass(frozen=True)
 class _RowReader:
-    images: datasets.Dataset  # travels to packing processes as the path of its memory-mapped file
+    images: datasets.Dataset  # pickled as the path of its memory-mapped file
     column: str
 
     def __call__(self, row: int) -> tuple[str, bytes]:
-        key = f"row {row}"
-        cell = self.images[row][self.column] or {}
-        data, file = cell.get("bytes"), cell.get("path")
-        if data is None:
-            if not file:
-                raise BrokenImageError(key, "no image in this row")
-            data = read_file(Path(file), key, Path(file).parent)
-        return key, data
+        name, cell = f"row {row}", self.images[row][self.column] or {}
+        if (data := cell.get("bytes")) is not None:
+            return name, data
+        if not (file := cell.get("path")):
+            raise BrokenImageError(name, "no image in this row")
+        return name, read_file(Path(file), name, Path(file).parent)
 
 
 def _listing(images: datasets.Dataset) -> tuple[str, int]:
-    """A hash of every row's size in bytes and file name, and the bytes in all. Only Arrow's offsets are read."""
+    """A hash of every row's size in bytes and file name, and the bytes in total. Only Arrow's offsets are read."""
     listing, total = hashlib.sha256(), 0
     for cells in images.data.column(0).chunks:
         sizes = compute.fill_null(compute.binary_length(cells.field("bytes")), 0).to_numpy().astype(np.int64)
@@ -72,33 +69,29 @@ def _listing(images: datasets.Dataset) -> tuple[str, int]:
     return listing.hexdigest(), total
 
 
-def _load_splits(spec: str, path: Path | None, split: str | None) -> tuple[str | None, dict[str, datasets.Dataset]]:
-    """The chosen split's name and all splits of the dataset; a lone unnamed table has the name None and key ""."""
+def _load(spec: str, path: Path | None, split: str | None) -> tuple[str, dict[str, datasets.Dataset]]:
+    """The chosen split and all splits of the data set; a single table without a name is the split ""."""
     try:
         if path is None:
             loaded = datasets.load_dataset(spec)
-        elif path.is_file():
-            builder = {".parquet": "parquet", ".arrow": "arrow"}.get(path.suffix.lower())
-            if builder is None:
-                raise UserError(f"{spec}: a file to pack is .parquet or .arrow; for images name their folder")
-            loaded = datasets.load_dataset(builder, data_files=str(path))["train"]
         elif (path / "dataset_dict.json").exists() or (path / "state.json").exists():
             loaded = datasets.load_from_disk(str(path))
-        else:
+        elif path.is_dir():
             loaded = datasets.load_dataset(str(path))
+        elif path.suffix.lower() in (".parquet", ".arrow"):
+            loaded = datasets.load_dataset(path.suffix.lower()[1:], data_files=str(path))["train"]
+        else:
+            raise UserError(f"{spec}: a file to pack is .parquet or .arrow; for images name their folder")
     except ConnectionError:
-        raise UserError(
-            f"{spec}: no such file or folder here, and the Hugging Face hub cannot be reached to look for a dataset "
-            "of that name (offline?)"
-        ) from None
+        raise UserError(f"{spec}: no such file or folder, and the Hugging Face hub cannot be reached") from None
     except datasets.exceptions.DatasetNotFoundError:
-        raise UserError(f"{spec}: no such file or folder here, and no such dataset on the Hugging Face hub") from None
+        raise UserError(f"{spec}: no such file or folder, and no such data set on the Hugging Face hub") from None
     except (ValueError, OSError, datasets.exceptions.DatasetsError) as error:
-        raise UserError(f"{spec}: cannot be read as a dataset: {_first_line(error)}") from None
+        raise UserError(f"{spec}: cannot be read as a data set: {_first_line(error)}") from None
     if isinstance(loaded, datasets.Dataset):
         if split is not None and str(loaded.split) != split:
-            raise UserError(f"{spec} is one table without splits; leave out split={split}")
-        return None, {"": loaded}
+            raise UserError(f"{spec} is one table without splits; omit split={split}")
+        return "", {"": loaded}
     name = next(iter(loaded)) if split is None and len(loaded) == 1 else find_split(spec, split, list(loaded))
     return name, dict(loaded)
 
@@ -107,31 +100,28 @@ def _image_column(spec: str, table: datasets.Dataset) -> str:
     def holds_bytes(feature: Any) -> bool:  # parquet written without `datasets`: raw bytes, or {"bytes", "path"}
         return "bytes" in feature if isinstance(feature, dict) else getattr(feature, "dtype", "").endswith("binary")
 
-    features = table.features.items()
-    found = [name for name, feature in features if isinstance(feature, datasets.Image)]
-    found = found or [name for name, feature in features if holds_bytes(feature)]
-    named = [name for name in found if name in ("image", "img")]
-    if len(found) != 1 and len(named) != 1:
-        raise UserError(
-            f"{spec}: {'several columns hold' if found else 'no column holds'} images; "
-            f"name one as image_column, from: {', '.join(found or table.features)}"
-        )
-    return found[0] if len(found) == 1 else named[0]
+    found = [name for name, feature in table.features.items() if isinstance(feature, datasets.Image)]
+    found = found or [name for name, feature in table.features.items() if holds_bytes(feature)]
+    usual = [name for name in found if name in ("image", "img")]
+    if len(found) == 1 or len(usual) == 1:
+        return found[0] if len(found) == 1 else usual[0]
+    what = "several columns hold" if found else "no column holds"
+    raise UserError(f"{spec}: {what} images; set image_column to one of: {', '.join(found or table.features)}")
 
 
 def _label_column(spec: str, table: datasets.Dataset) -> str | None:
-    """The one ClassLabel column; else an int or string column that is called a label; else none."""
+    """The only ClassLabel column; else an int or string column with the name of a label; else none."""
     found = [name for name, feature in table.features.items() if isinstance(feature, datasets.ClassLabel)]
-    # Other integer columns (ids, sizes) are no labels: the name must say so.
     found = found or [name for name in table.features if name.lower() in ("label", "labels", "class", "target", "cls")]
     if len(found) > 1 and "label" not in found:
-        raise UserError(f"{spec} has several label columns; name one as label_column, from: {', '.join(found)}")
+        raise UserError(f"{spec} has several label columns; set label_column to one of: {', '.join(found)}")
     return "label" if "label" in found else next(iter(found), None)
 
 
-def _classes_and_labels(
+def _labels(
     spec: str, table: datasets.Dataset, tables: list[datasets.Dataset], column: str
 ) -> tuple[list[str] | None, np.ndarray | None]:
+    """(class names, labels); (None, None) where all labels are hidden, as those of test sets on the hub."""
     feature = table.features[column]
     values = table.select_columns([column])[:][column]
     if isinstance(feature, datasets.ClassLabel):
@@ -147,7 +137,7 @@ def _classes_and_labels(
         labels = np.array([index.get(value, -1) for value in values], dtype=np.int64)
     else:
         raise UserError(f"{spec}: column {column!r} cannot be a label: it holds {feature}, not integers or names")
-    missing = np.flatnonzero(labels < 0)  # hub datasets write -1 where the test labels are kept secret
+    missing = np.flatnonzero(labels < 0)
     if len(missing) == len(labels):
         return None, None
     if len(missing):
