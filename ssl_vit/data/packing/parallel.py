@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import islice
@@ -86,6 +87,7 @@ def end_with_parent() -> None:
 def progress_bar(what: str, total: int | None, show: bool) -> Iterator[Callable[[int], None]]:
     """A function to call with the number of images that were finished; draws a bar on a terminal."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not show) as bar:
+    hidden = not (show and sys.stderr.isatty())
+    with Progress(*columns, console=Console(stderr=True), transient=True, disable=hidden) as bar:
         task = bar.add_task(what, total=total)
         yield lambda count: bar.advance(task, count)

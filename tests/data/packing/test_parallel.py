@@ -117,4 +117,4 @@ def test_a_bar_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> None:
                 advance(1)
         said[name] = stream.getvalue()
     assert "packing" in said["bar"] and "12/12" in said["bar"]
-    assert said["file"].strip() == said["none"] == ""
+    assert said["file"] == said["none"] == ""
