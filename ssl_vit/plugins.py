@@ -18,7 +18,7 @@ from typing import Any, Literal
 from ssl_vit.interfaces import UserError
 
 Kind = Literal["objectives", "evaluators", "sources"]
-# The package of each kind, what a module there must define, and what one is called.
+# The package of each kind, what a module there must define, and its name in messages.
 _KINDS = {
     "objectives": ("ssl_vit.objectives", "Objective", "objective"),
     "evaluators": ("ssl_vit.evaluators", "Evaluator", "evaluator"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -82,7 +81,7 @@ def inspect(
     depth = len(model.network.blocks)
     numbers: dict[str, Any] = {
         "weights": str(saved or weights),
-        "step": json.loads((saved / "state.json").read_text())["step"] if saved else None,
+        "step": int(saved.name.removeprefix("step_")) if saved else None,
         "model": model.name,
         "objective": getattr(objective, "name", None),
         "parameters": sum(p.numel() for p in model.parameters()),

@@ -22,7 +22,7 @@ def reconstructions(objective: masked_patch.Objective, batch: Batch, images: int
     """uint8 (rows, 4, H, W, C): for the batch's first images the four pictures of `HEADINGS`.
 
     corrupted: what the model is given, as pixels: [mask] gray, a random patch's pixels, or the patch unchanged.
-    predicted: the predictions of all corrupted patches, amid the true values of the others. target: all true values.
+    predicted: the predictions for all corrupted patches, and the true values of the others. target: all true values.
     """
     count = min(images, len(batch.images))
     tensors = {name: value[:count] for name, value in vars(batch).items() if isinstance(value, torch.Tensor)}

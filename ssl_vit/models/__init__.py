@@ -19,7 +19,7 @@ def _image_size(value: Any) -> Any:
 def _per_channel(value: Any) -> Any:
     numbers = value if isinstance(value, list | tuple) and value else [value]
     if not all(isinstance(number, int | float) and not isinstance(number, bool) for number in numbers):
-        raise ValueError("give one number, or one for each channel such as [0.485, 0.456, 0.406]")
+        raise ValueError("give one number, or one per channel such as [0.485, 0.456, 0.406]")
     return value
 
 
@@ -49,7 +49,7 @@ class EncoderConfig(Config):
     position_std: standard deviation of the initial position embeddings (authors: 0.02).
     drop_path: stochastic depth rate of the last block.
     norm_eps: of the layer norms; None: the name's own (1e-6 in most).
-    mean, std: normalization of pixels scaled to [0, 1], one number or one a channel; 0.5/0.5 gives the paper authors'
+    mean, std: normalization of pixels scaled to [0, 1], one number or one per channel; 0.5/0.5 gives the paper authors'
         [-1, 1].
     """
 

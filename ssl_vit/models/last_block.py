@@ -1,7 +1,7 @@
 """A ViT's last block for only those tokens that are read after it.
 
 The other tokens of the last block need keys and values, but no query, projection or MLP. With half of the patches read
-this saves about half a block of work, with the class token alone almost a whole one. Loss and gradients stay the same.
+this saves about half a block of work, with the class token alone almost one block. Loss and gradients stay the same.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class LastBlock(Block):
 
     def forward(self, x: torch.Tensor, *arguments: object, pick: Pick | None = None) -> torch.Tensor:
         if pick is None:
-            whole: torch.Tensor = super().forward(x, *arguments)
-            return whole
+            every: torch.Tensor = super().forward(x, *arguments)
+            return every
         tokens = pick(x) + self.drop_path1(self.ls1(self._attention(self.norm1(x), pick)))
         picked: torch.Tensor = tokens + self.drop_path2(self.ls2(self.mlp(self.norm2(tokens))))
         return picked
@@ -61,7 +61,7 @@ class LastBlock(Block):
 
 
 def make_last(block: nn.Module) -> bool:
-    """Turn a plain timm block into a `LastBlock` (same weights and names); False for other blocks, which stay whole."""
+    """Turn a plain timm block into a `LastBlock` (same weights and names); False for other blocks, which stay."""
     attn: Any = getattr(block, "attn", None)
     plain = type(block) is Block and type(attn) is Attention and getattr(attn, "gate", None) is None
     if plain and attn.fused_attn:

@@ -114,7 +114,7 @@ def test_the_page_is_whole_and_asks_nothing_of_the_network(run: Path, shards: Pa
     page = (tmp_path / "out" / "index.html").read_text()
     assert page.count("data:image/png;base64,") == len(PICTURES)
     assert not re.findall(r'(?:src|href)="(?!data:)', page) and "<script" not in page
-    assert "Left out" not in page and "{{" not in page and "undefined" not in page
+    assert "Not available" not in page and "{{" not in page and "undefined" not in page
     assert "first 3 of" in page and "000001" in page  # which sample was skipped
     assert "each of" not in page and "16×16 pixels in a grid of 4×4 patches" in page.replace("&times;", "×")
 
@@ -185,7 +185,7 @@ def test_weights_alone_have_all_but_the_reconstructions(shards: Path, tmp_path: 
     out = weights / "inspect"
     assert {path.stem for path in out.glob("*.png")} == PICTURES - {"reconstructions"}
     page = (out / "index.html").read_text()
-    assert "Left out: these weights come without a recipe" in page
+    assert "Not available: these weights come without a recipe" in page
     assert ("hybrid" in page) == ("_r_" in sizes["name"]) and ("are fixed (sincos2d)" in page) == ("positions" in sizes)
     assert ("no class token" in page) == ("gap" in sizes["name"]) == ("1 register(s)" in page)
 

@@ -169,7 +169,7 @@ def test_a_size_is_a_side_or_height_and_width(size: Any) -> None:
 
 
 @pytest.mark.parametrize("mean", ["gray", [], ["a"], [0.5, None], True])
-def test_normalization_is_one_number_or_one_a_channel(mean: Any) -> None:
-    with pytest.raises(ValueError, match="one number, or one for each channel"):
+def test_normalization_is_one_number_or_one_per_channel(mean: Any) -> None:
+    with pytest.raises(ValueError, match="one number, or one per channel"):
         EncoderConfig(mean=mean)
     assert EncoderConfig(mean=[0.1, 0.2]).mean == (0.1, 0.2)

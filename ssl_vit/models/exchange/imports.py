@@ -114,7 +114,7 @@ def read(weights: str, name: str | None = None, heads: int | None = None) -> Imp
     if path.is_file() and not described:
         return _file(path, name, heads)
     if name or heads:
-        raise UserError(f"{weights} tells its own sizes: remove --name and --heads")
+        raise UserError(f"{weights} has its own sizes: remove --name and --heads")
     if path.exists():
         return _folder(path if path.is_dir() else path.parent, weights)
     architecture = weights.partition(".")[0]
@@ -205,7 +205,7 @@ def _file(path: Path, name: str | None, heads: int | None) -> Imported:
     if path.suffix not in _CHECKPOINTS:
         raise UserError(f"{path}: weights are read from {', '.join(_CHECKPOINTS)} and .npz files")
     if name is None:
-        raise UserError(f"{path} does not tell its architecture: give --name, such as vit_base_patch16_224")
+        raise UserError(f"{path} does not say its architecture: give --name, such as vit_base_patch16_224")
     tensors = _tensors(path)
     if {"register_tokens", "cls_token", "pos_embed"} <= tensors.keys():
         # DINOv2's own names. There the class token has a position; timm has positions for the patches alone.
