@@ -5,18 +5,14 @@ from __future__ import annotations
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from ssl_vit.cli import complete
 from ssl_vit.interfaces import UserError
 
-if TYPE_CHECKING:
-    pass
-
 app = typer.Typer()
-
 
 Overrides = Annotated[
     list[str] | None, typer.Argument(help="Recipe keys to change, as key=value.", metavar="key=value")
@@ -35,22 +31,17 @@ def demo(
     from ssl_vit.data.packing import pack
     from ssl_vit.data.packing.sources import open_source
 
+    changed = overrides or []
     for split in ("train", "test"):
         folder = out / "data" / split
         if not (folder / "info.json").exists():
-            packed = pack(
-                open_source("digits", split=split),
-                folder,
-                shards=8,
-                order="source",  # in scikit-learn's order, so that others can check the few-shot rows on raw pixels
-                overwrite=True,
-                progress=False,
-            )
+            digits = open_source("digits", split=split)
+            # In scikit-learn's order, so that others can check the few-shot rows on raw pixels.
+            packed = pack(digits, folder, shards=8, order="source", overwrite=True, progress=False)
             print(f"packed {packed[folder].samples} {split} digits into {folder}")
     named = [] if out == Path("runs/demo") else ["--out", str(out)]
-    command = shlex.join(["ssl-vit", "demo", *named, *(overrides or [])])
-    paths = [f"run={out}", *(f"data.{name}={out}/data/train" for name in ("train", "pretrain"))]
-    _compare("demo_digits", [*paths, f"data.test={out}/data/test", *(overrides or [])], command)
+    data = [*(f"data.{name}={out}/data/train" for name in ("train", "pretrain")), f"data.test={out}/data/test"]
+    _compare("demo_digits", [f"run={out}", *data, *changed], shlex.join(["ssl-vit", "demo", *named, *changed]))
 
 
 @app.command()
@@ -61,9 +52,9 @@ def compare(
     ],
     overrides: Overrides = None,
     show: Annotated[
-        bool, typer.Option("--list", help="Print the pieces (id, stage, done or missing) instead of running them.")
+        bool, typer.Option("--list", help="Print the tasks (id, stage, done or missing) instead of running them.")
     ] = False,
-    only: Annotated[str | None, typer.Option(help="Run one piece, by its id, and what it needs.")] = None,
+    only: Annotated[str | None, typer.Option(help="Run one task, by its id, and those it needs.")] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the comparison's size, memory and time, and run nothing.")
     ] = False,
@@ -73,52 +64,48 @@ def compare(
 
     Example: `ssl-vit compare demo_digits data.train=shards/train data.test=shards/test`
 
-    On many machines: run each id of stage 0 by `--only ID`, then those of stage 1, and so on, as
-    recipes/launch/compare_slurm.sh does; `ssl-vit report RUN` shows whatever is finished.
+    On a cluster: `scheduler=tcp://HOST:8786` runs the tasks on the workers of a dask scheduler. As job arrays: run each
+    id of stage 0 by `--only ID`, then those of stage 1, and so on, as recipes/launch/compare_slurm.sh does.
     """
+    if as_json and not dry_run:
+        raise UserError("--json goes with --dry-run")
     changed = overrides or []
     command = shlex.join(["ssl-vit", "compare", recipe, *changed])
-    if dry_run:
-        from ssl_vit.cli import previewed
-        from ssl_vit.comparison.config import load_comparison
-        from ssl_vit.comparison.preview import preview
-
-        previewed.comparison(preview(load_comparison(recipe, changed)), as_json)
-        return
-    if as_json:
-        raise UserError("--json goes with --dry-run")
-    if not show and only is None:
+    if only is None and not show and not dry_run:
         _compare(recipe, changed, command)
         return
-    from ssl_vit.comparison import run as comparisons
-    from ssl_vit.comparison import work
+    from ssl_vit.comparison import run
     from ssl_vit.comparison.config import load_comparison
     from ssl_vit.comparison.suites import prepare
 
     study = load_comparison(recipe, changed)
-    if only is not None:
-        comparisons.run_only(comparisons.open_plan(study, command), only)
-        return
-    plan = comparisons.look(study, prepare(study.sets, study.folder, lambda text: print(text, file=sys.stderr)))[0]
-    print(f"# run: {plan.run}")
-    for piece, stage in zip(plan.pieces, comparisons.stages(plan).values(), strict=True):
-        print(f"{piece.id}\t{stage}\t{'done' if work.is_done(plan, piece) else 'missing'}")
+    if dry_run:
+        from ssl_vit.cli import previewed
+        from ssl_vit.comparison.dry_run import dry_run_comparison
+
+        previewed.comparison(dry_run_comparison(study, _to_stderr), as_json)
+    elif only is not None:
+        run.compare(study, only=only, command=command)
+    else:
+        checked = run.check(study, prepare(study.sets, study.folder, _to_stderr))
+        print(f"# run: {checked.plan.run}")
+        for task, stage in zip(checked.plan.tasks, checked.plan.stages, strict=True):
+            print(f"{task.id}\t{stage}\t{'missing' if task in checked.missing else 'done'}")
+
+
+def _to_stderr(text: str) -> None:
+    print(text, file=sys.stderr)
 
 
 def _compare(name: str, overrides: list[str], command: str) -> None:
     from rich.console import Console
 
-    from ssl_vit.comparison import run as comparisons
-    from ssl_vit.comparison.config import load_comparison
+    from ssl_vit.comparison.run import RESULTS, compare
     from ssl_vit.report import page, tables
-    from ssl_vit.report.read import read_comparison
     from ssl_vit.runs import is_main_process
 
-    study = load_comparison(name, overrides)
-    say = print if is_main_process() else (lambda text: None)
-    comparisons.compare(study, command, say)
-    if not is_main_process():
-        return
-    run = study.comparison.run_directory
-    Console().print(tables.terminal(read_comparison([run])))
-    print(f"\nreport   {page.write_report([run], run / 'report.html')}\nresults  {run / 'results.json'}")
+    found = compare(name, overrides, command=command)
+    if is_main_process():
+        (run,) = found.paths
+        Console().print(tables.terminal(found))
+        print(f"\nreport   {page.write_report([run], run / 'report.html')}\nresults  {run / RESULTS}")

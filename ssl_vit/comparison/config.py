@@ -1,4 +1,4 @@
-"""What a comparison and a suite of data sets are, and reading them from YAML. Torch-free."""
+"""What a comparison and a suite of data sets are, read from YAML."""
 
 from __future__ import annotations
 
@@ -15,27 +15,31 @@ from ssl_vit import plugins, recipe
 from ssl_vit.evaluators import Budgets, Metric, Seeds
 from ssl_vit.interfaces import Config, UserError
 from ssl_vit.recipe import Recipe
+from ssl_vit.records import ArmKind
 
-ONLY = "data"  # the name of a comparison's data set where it has one
+ONLY = "data"  # name of the data set of a comparison that has one
+SET_BY_COMPARISON = {"labels_per_class", "seeds"}
 _NAME = re.compile(r"[A-Za-z0-9_.]+")
-_FOLDERS = ("pieces", "features", "pictures")
-# A comparison sets these itself, by `seeds` and `labels_per_class`.
-_SET_BY_COMPARISON = {"labels_per_class", "seeds"}
+_FOLDERS = ("tasks", "features", "pictures")
+_KEYS = {"scratch": ("like",), "pretrained": ("recipe", "overrides"), "weights": ("weights",)}
 
 
 def _check_names(names: Any) -> Any:
     for name in names:
         if not _NAME.fullmatch(str(name)):
-            raise ValueError(f"'{name}': names are made of letters, digits, _ and . (they become file names)")
+            raise ValueError(f"'{name}': names may contain letters, digits, _ and . (they become file names)")
     return names
 
 
 class DataSet(Config):
-    """A labeled data set to judge on: shards, or a source to be packed into FOLDER/NAME/train and test on first use.
+    """A labeled data set to evaluate on: shards, or a source that is packed into FOLDER/NAME on first use.
 
-    train, test: shards as in `data.train`. source: anything `ssl-vit shards make` takes, such as a hub name; splits:
-    its names of train and test; image_column, label_column: of that source. metric: the number that tables show: the
-    share of right answers, or the mean of the classes' shares. evaluators: settings by evaluator, for this set alone.
+    train, test: shards as in `data.train`.
+    source: anything `ssl-vit shards make` takes, such as a hub name.
+    splits: the source's names of train and test.
+    image_column, label_column: of the source.
+    metric: the number that tables show: overall accuracy or the mean of the per-class accuracies.
+    evaluators: settings by evaluator, for this set alone.
     """
 
     train: str | None = None
@@ -65,38 +69,50 @@ class Suite(Config):
 
 
 class Arm(Config):
-    """One way to get an encoder: a training recipe, weights that are there already, or neither (training from scratch).
+    """One way to get an encoder.
 
-    recipe: a training recipe; overrides: `key=value` strings for it. weights: a run, checkpoint or weights folder.
-    like: of an arm from scratch, the arm whose architecture and image preparation it has (None: the first with any).
-    series: arms of one series are joined by a line in a study's figure (None: the arm's architecture).
+    kind: `pretrained` by a recipe, given `weights`, or trained from `scratch`; default: what the other keys say.
+    recipe, overrides: of a pretrained arm: its training recipe, and `key=value` strings for it.
+    weights: of a weights arm: a run, checkpoint or weights folder.
+    like: of a scratch arm: the arm whose architecture and image preparation it has (default: the first with weights).
+    series: arms of one series are joined by a line in a study's figure (default: arms of one architecture).
+    evaluators: settings by evaluator, for this arm alone.
     """
 
     label: str
+    kind: ArmKind = "scratch"
     recipe: str | None = None
     overrides: tuple[str, ...] = ()
     weights: str | None = None
     like: str | None = None
     series: str | None = None
+    evaluators: dict[str, dict[str, Any]] = Field({})
+
+    @model_validator(mode="before")
+    @classmethod
+    def _infer_kind(cls, given: Any) -> Any:
+        if not isinstance(given, dict) or given.get("kind"):
+            return given
+        return given | {"kind": next((k for k, keys in _KEYS.items() if given.get(keys[0])), "scratch")}
 
     @model_validator(mode="after")
-    def _one_origin(self) -> Arm:
-        if self.recipe and self.weights:
-            raise ValueError("give recipe or weights, not both")
-        if self.overrides and not self.recipe:
-            raise ValueError("overrides are of a recipe, and this arm has none")
-        if self.like and (self.recipe or self.weights):
-            raise ValueError("like is for an arm from scratch, without recipe and weights")
+    def _has_keys_of_its_kind(self) -> Arm:
+        if self.kind != "scratch" and not getattr(self, _KEYS[self.kind][0]):
+            raise ValueError(f"an arm of kind {self.kind} needs the key {_KEYS[self.kind][0]}")
+        for kind, keys in _KEYS.items():
+            for key in keys:
+                if kind != self.kind and getattr(self, key):
+                    raise ValueError(f"{key} is for arms of kind {kind}; this one is of kind {self.kind}")
         return self
 
 
 class ComparisonData(Config):
-    """train: labeled shards that every arm may use. test: labeled shards that only the last measurement sees.
+    """What is evaluated on, and what the arms pretrain on.
 
-    sets, or suite (a file or a shipped suite's name): several data sets in place of the one. folder: where a suite's
-        sources are packed (None: the suite's own).
-    pretrain: what the arms pretrain on, in place of their recipes' `data.train` (None: `train`, or the recipes' own
-        where there are several sets).
+    train, test: labeled shards; only the last measurement reads test.
+    sets: several data sets instead. suite: a file or a shipped suite instead.
+    folder: where sources are packed (default: the suite's own).
+    pretrain: training shards of the arms' recipes (default: `train`; with several sets the recipes' own).
     """
 
     train: str | None = None
@@ -110,9 +126,8 @@ class ComparisonData(Config):
 
     @model_validator(mode="after")
     def _one_way(self) -> ComparisonData:
-        if (self.train is None) != (self.test is None):
-            raise ValueError("train and test go together")
-        if [self.train is not None, bool(self.sets), self.suite is not None].count(True) != 1:
+        ways = [self.train is not None, bool(self.sets), self.suite is not None]
+        if (self.train is None) != (self.test is None) or ways.count(True) != 1:
             raise ValueError("give train and test, or sets, or suite")
         return self
 
@@ -120,13 +135,15 @@ class ComparisonData(Config):
 class Comparison(Config):
     """Arms x seeds x label budgets x data sets.
 
-    run: the comparison's directory (default: runs/NAME). seeds: of the labeled subset, the head and the order.
-    pretrain_per_seed: pretrain again for every seed (else one pretraining serves all seeds, and the report says so).
-    labels_per_class: label budgets: images a class, shares such as '10%', or all.
-    evaluators: settings by evaluator name. jobs: processes that share the pieces (1: in this process).
-    study: draw accuracy over what the arms' pretraining differs in: `samples` (images in the pretraining set) or
-        `flops` (pretraining compute), a line for each series of arms.
-    pictures: attention, filters and reconstructions of every arm that pretrains (`ssl-vit inspect`).
+    run: directory (default: runs/NAME).
+    seeds: of the labeled subset, the head and the order.
+    pretrain_per_seed: pretrain again for every seed (default: one pretraining serves all).
+    labels_per_class: label budgets: images per class, shares such as '10%', or all.
+    evaluators: settings by evaluator.
+    jobs: local processes that run tasks (1: this process).
+    scheduler: address of a dask scheduler whose workers run the tasks, such as tcp://host:8786.
+    study: draw accuracy over `samples` (pretraining images) or `flops` (pretraining compute), a line per series.
+    pictures: attention, filters and reconstructions of every encoder (`ssl-vit inspect`).
     """
 
     name: str
@@ -137,22 +154,25 @@ class Comparison(Config):
     labels_per_class: Budgets = Field((5, 10, 25), min_length=1)
     data: ComparisonData
     arms: dict[str, Arm]
-    evaluators: dict[str, SerializeAsAny[Config]]
+    evaluators: dict[str, SerializeAsAny[Config]] = Field(min_length=1)
     jobs: int = Field(1, ge=1)
+    scheduler: str | None = None
     study: Literal["samples", "flops"] | None = None
     pictures: bool = True
     notes: tuple[str, ...] = ()
 
-    _names = field_validator("arms")(_check_names)
-
     @field_validator("arms")
     @classmethod
-    def _not_a_reference(cls, arms: dict[str, Arm]) -> dict[str, Arm]:
-        for name in arms:
-            if name == "pixels" or name.partition("_")[0] == "untrained":
-                raise ValueError(f"'{name}': raw pixels and untrained encoders have such names in every comparison")
-            if name in _FOLDERS:
-                raise ValueError(f"'{name}': a comparison keeps something else in its folder of this name")
+    def _check_arms(cls, arms: dict[str, Arm]) -> dict[str, Arm]:
+        reserved = {*_FOLDERS, "pixels", "untrained", *(f"untrained_{name}" for name in arms)}
+        if taken := sorted(reserved.intersection(_check_names(arms))):
+            raise ValueError(f"'{taken[0]}': this name is reserved for a reference or a folder; rename the arm")
+        with_encoder = [name for name, arm in arms.items() if arm.kind != "scratch"]
+        if not with_encoder:
+            raise ValueError("no arm has a recipe or weights; add one to compare with training from scratch")
+        for name, arm in arms.items():
+            if arm.like and arm.like not in with_encoder:
+                raise ValueError(f"{name}.like={arm.like}: no arm with a recipe or weights has this name")
         return arms
 
     @property
@@ -162,15 +182,17 @@ class Comparison(Config):
 
 @dataclass(frozen=True)
 class Study:
-    """A comparison as read: with its arms' recipes, its data sets, and the evaluators' settings for each set.
+    """A comparison with everything it refers to.
 
-    folder: where sets given by `source` are packed.
+    recipes: of the pretrained arms.
+    sets: data sets by name; those given by `source` are packed into `folder`.
+    evaluators: settings by (data set, evaluator, arm); arm "": of the references.
     """
 
     comparison: Comparison
     recipes: dict[str, Recipe]
     sets: dict[str, DataSet]
-    evaluators: dict[str, dict[str, Config]]
+    evaluators: dict[tuple[str, str, str], Config]
     folder: Path
 
 
@@ -179,52 +201,37 @@ def load_comparison(name: str | Path, overrides: Sequence[str] = ()) -> Study:
     path = recipe.find(str(name))
     content = recipe.read(path, overrides)
     if "arms" not in content:
-        raise UserError(f"{path} is a training recipe: run it with `ssl-vit train {name}`")
-    named = content.get("evaluators")
-    if not isinstance(named, dict) or not named:
-        raise UserError(f"{path}: evaluators: name at least one, such as few_shot: {{}}")
-    given = {key: value or {} for key, value in named.items()}
+        raise UserError(f"{path} is a training recipe; run it with `ssl-vit train {name}`")
+    given = {key: value or {} for key, value in dict(content.get("evaluators") or {}).items()}
     content["evaluators"] = {key: _settings(path, key, value) for key, value in given.items()}
-    comparison = recipe.validate(Comparison, content, f"{path}: ")
-    for key, arm in comparison.arms.items():
-        if arm.like and not _has_encoder(comparison.arms.get(arm.like)):
-            raise UserError(f"{path}: arms.{key}.like={arm.like}: that is no arm with a recipe or weights")
-    if not any(map(_has_encoder, comparison.arms.values())):
-        raise UserError(f"{path}: no arm has a recipe or weights, so there is nothing to compare with scratch")
-    data = comparison.data
-    suite = load_suite(data.suite, near=path) if data.suite else None
-    sets = suite.sets if suite else data.sets or {ONLY: DataSet(train=data.train, test=data.test)}
-    pretrain = data.pretrain or data.train
+    c = recipe.validate(Comparison, content, f"{path}: ")
+    suite = load_suite(c.data.suite, near=path) if c.data.suite else None
+    sets = suite.sets if suite else c.data.sets or {ONLY: DataSet(train=c.data.train, test=c.data.test)}
+    pretrain = c.data.pretrain or c.data.train
     recipes = {
         key: recipe.load_recipe(arm.recipe, [*([f"data.train={pretrain}"] if pretrain else []), *arm.overrides], path)
-        for key, arm in comparison.arms.items()
+        for key, arm in c.arms.items()
         if arm.recipe
     }
-    for key, settings in recipes.items():
-        if settings.probe and settings.probe.patience:
-            raise UserError(f"{path}: arms.{key}: probe.patience would end this pretraining by labels: leave it out")
+    for key, found in recipes.items():
+        if found.probe and found.probe.patience:
+            raise UserError(f"{path}: arms.{key}: probe.patience ends a pretraining by labels; remove it")
     evaluators = {
-        name: {key: _settings(path, key, _merged(value, chosen.evaluators.get(key))) for key, value in given.items()}
-        for name, chosen in sets.items()
+        (data, evaluator, arm): _settings(path, evaluator, values, chosen.evaluators, own)
+        for data, chosen in sets.items()
+        for evaluator, values in given.items()
+        for arm, own in {"": {}, **{name: arm.evaluators for name, arm in c.arms.items()}}.items()
     }
-    return Study(comparison, recipes, sets, evaluators, Path(data.folder or (suite.folder if suite else "shards")))
+    return Study(c, recipes, sets, evaluators, Path(c.data.folder or (suite.folder if suite else "shards")))
 
 
-def _merged(under: dict[str, Any], over: dict[str, Any] | None) -> dict[str, Any]:
-    return dict(OmegaConf.to_container(OmegaConf.merge(under, over or {})))
-
-
-def _has_encoder(arm: Arm | None) -> bool:
-    return arm is not None and bool(arm.recipe or arm.weights)
-
-
-def _settings(path: Path, evaluator: str, values: dict[str, Any]) -> Config:
-    for key in sorted(_SET_BY_COMPARISON.intersection(values)):
-        raise UserError(
-            f"{path}: evaluators.{evaluator}.{key}: a comparison sets this itself, by seeds and labels_per_class"
-        )
+def _settings(path: Path, evaluator: str, values: dict[str, Any], *more: dict[str, dict[str, Any]]) -> Config:
+    """An evaluator's settings. more: settings by evaluator that are merged on top, such as a data set's."""
+    merged = dict(OmegaConf.to_container(OmegaConf.merge(values, *(over.get(evaluator) or {} for over in more))))
+    for key in sorted(SET_BY_COMPARISON.intersection(merged)):
+        raise UserError(f"{path}: evaluators.{evaluator}.{key}: set {key} of the comparison instead")
     config: type[Config] = plugins.load("evaluators", evaluator).Config
-    return recipe.validate(config, values, f"{path}: evaluators.{evaluator}.")
+    return recipe.validate(config, merged, f"{path}: evaluators.{evaluator}.")
 
 
 def suites() -> dict[str, Path]:
@@ -237,7 +244,7 @@ def load_suite(name: str, near: Path | None = None, overrides: Sequence[str] = (
     places = [Path(name), *([near.parent / name] if near else []), *([suites()[name]] if name in suites() else [])]
     path = next((place for place in places if place.is_file()), None)
     if path is None:
-        raise UserError(f"{name}: no such suite; shipped ones: {', '.join(suites())}")
+        raise UserError(f"{name}: no such suite; shipped suites: {', '.join(suites())}")
     content = recipe.read(path, overrides)
     for key, chosen in (content.get("sets") or {}).items():
         for evaluator, values in ((chosen or {}).get("evaluators") or {}).items():

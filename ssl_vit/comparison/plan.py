@@ -1,7 +1,7 @@
-"""The independent pieces of a comparison: which there are, what each depends on, and what its result depends on.
+"""The tasks of a comparison: which there are, what each needs, and what its result depends on.
 
-A piece (a pretraining, its pictures, a sweep, one fine-tuning, one evaluation of frozen features) becomes a file under
-`pieces/`, named by what it is and fingerprinted by everything its result depends on.
+A task (a pretraining, its pictures, a sweep, one fine-tuning, one evaluation of frozen features) leaves a file in
+`tasks/`. Its fingerprint hashes everything the result depends on: what is finished and unchanged is not run again.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ssl_vit import plugins, runs
 from ssl_vit.api import run_recipe
@@ -22,33 +22,40 @@ from ssl_vit.evaluators.base import Evaluator
 from ssl_vit.files import sha256
 from ssl_vit.interfaces import UserError
 from ssl_vit.models import factory
-from ssl_vit.recipe import Recipe
+from ssl_vit.recipe import Recipe, flatten
+from ssl_vit.records import ArmKind, TaskKind, TaskRecord
+from ssl_vit.results import Budget
 from ssl_vit.training import checkpoint
 
-_FORMAT = 3  # of the results that pieces write
-# Of a recipe, what training from scratch and features of an untrained encoder depend on.
+_FORMAT = 4  # of the results of tasks
+# What training from scratch and an untrained encoder depend on; dropout does not change an untrained encoder.
 _PREPARATION: Any = {"data": {"evaluation_resize"}, "training": {"precision"}}
-_LIKE: Any = {"encoder": True, **_PREPARATION}
+_DROPOUT = {"dropout", "drop_path"}
 
 
 @dataclass(frozen=True)
-class Piece:
-    """One independent unit of work. after: ids of the pieces whose results it needs."""
+class Row:
+    """A row of the tables: an arm, or a reference beside the arms on frozen features.
 
-    id: str
-    kind: str  # pretrain, pictures, choose or measure
-    arm: str
-    data: str = ""
-    evaluator: str = ""
-    budget: int | str = 0
-    seed: int = 0
-    after: tuple[str, ...] = ()
+    like: the arm with an encoder whose architecture and image preparation it has.
+    """
+
+    name: str
+    kind: ArmKind | Literal["untrained", "pixels"]
+    like: str
+
+    @property
+    def source(self) -> str:
+        """What of an `EvalContext` is evaluated."""
+        return {"pretrained": "trained", "weights": "trained", "pixels": "pixels"}.get(self.kind, "untrained")
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A study, where it lives, and what its data sets are. sets: with their shards' paths.
+    """The tasks of a study.
 
+    run: directory of the comparison.
+    sets: data sets by name, with their shards' paths.
     shards: fingerprints by "SET train", "SET test" and "ARM pretrain".
     """
 
@@ -59,207 +66,206 @@ class Plan:
     _sums: dict[Path, str] = field(default_factory=dict)
 
     @cached_property
-    def evaluators(self) -> dict[str, dict[str, Evaluator]]:
-        """By data set, then name: those that train the encoder first, so that the verdict is about them."""
-        built = {
-            name: {key: plugins.load("evaluators", key).Evaluator(config) for key, config in configs.items()}
-            for name, configs in self.study.evaluators.items()
-        }
-        return {
-            name: dict(sorted(judges.items(), key=lambda item: not item[1].trains_encoder))
-            for name, judges in built.items()
-        }
+    def evaluators(self) -> dict[tuple[str, str, str], Evaluator]:
+        """By (data set, evaluator, arm); arm "": of the references. Those that train the encoder come first: the
+        verdict is about them."""
+        built = {key: plugins.load("evaluators", key[1]).Evaluator(c) for key, c in self.study.evaluators.items()}
+        return dict(sorted(built.items(), key=lambda item: not item[1].trains_encoder))
+
+    def evaluator(self, data: str, name: str, row: str) -> Evaluator:
+        return self.evaluators[data, name, row if row in self.study.comparison.arms else ""]
 
     @cached_property
-    def settings(self) -> dict[str, Recipe]:
-        """The recipe of each arm that has an encoder of its own, where there is one (weights may come without)."""
+    def recipes(self) -> dict[str, Recipe]:
+        """By arm with an encoder, where there is one: weights may come without."""
         arms = self.study.comparison.arms
         found = {name: run_recipe(Path(arm.weights)) for name, arm in arms.items() if arm.weights}
-        return self.study.recipes | {name: settings for name, settings in found.items() if settings}
+        return self.study.recipes | {name: recipe for name, recipe in found.items() if recipe}
 
-    def prepared_by(self, arm: str) -> Recipe | None:
-        """The recipe that says how an arm's images are prepared, and its precision: its own; of weights that come
-        without one, the first arm's that has any, so that all see the same images."""
-        return self.settings.get(arm) or next(iter(self.settings.values()), None)
+    def preparation(self, arm: str) -> Recipe | None:
+        """The recipe with an arm's image preparation and precision: its own; for weights without one the first that
+        there is, so that all arms see the same images."""
+        return self.recipes.get(arm) or next(iter(self.recipes.values()), None)
+
+    @cached_property
+    def rows(self) -> dict[str, Row]:
+        """Every arm, then the references: an untrained encoder of each architecture, and pixels."""
+        arms = self.study.comparison.arms
+        with_encoder = [name for name, arm in arms.items() if arm.kind != "scratch"]
+        found = [Row(n, arm.kind, n if n in with_encoder else arm.like or with_encoder[0]) for n, arm in arms.items()]
+        seen: list[str] = []
+        for arm in with_encoder:
+            if (architecture := self._architecture(arm)) not in seen:
+                found.append(Row(f"untrained_{arm}" if seen else "untrained", "untrained", arm))
+                seen.append(architecture)
+        return {row.name: row for row in [*found, Row("pixels", "pixels", with_encoder[0])]}
 
     @property
-    def with_encoder(self) -> list[str]:
-        return [name for name, arm in self.study.comparison.arms.items() if arm.recipe or arm.weights]
-
-    def like(self, arm: str) -> str:
-        """The arm whose architecture and image preparation an arm or reference has: itself where it has an encoder."""
-        if arm in self.with_encoder:
-            return arm
-        if arm in self.study.comparison.arms:
-            return self.study.comparison.arms[arm].like or self.with_encoder[0]
-        return arm.partition("untrained_")[2] or self.with_encoder[0]
-
-    @cached_property
-    def references(self) -> tuple[str, ...]:
-        """Rows beside the arms on frozen features: `untrained` (and `untrained_ARM` for each further architecture that
-        an arm has), and `pixels`."""
-        seen = {self.architecture(self.with_encoder[0])}
-        others = []
-        for arm in self.with_encoder[1:]:
-            if (found := self.architecture(arm)) not in seen:
-                seen.add(found)
-                others.append(f"untrained_{arm}")
-        return ("untrained", *others, "pixels")
-
-    def architecture(self, arm: str) -> str:
-        """A hash of the encoder's sizes and the image preparation, as the recipe or the weights say them. Dropout is
-        none of it: an untrained encoder is the same with and without."""
-        return self._made_like(arm, dropout=False)
-
-    def _made_like(self, arm: str, *, dropout: bool) -> str:
-        like = self.like(arm)
-        if like not in self.settings:
-            config = factory.find_weights(self.study.comparison.arms[like].weights or "") / factory.CONFIG
-            other = self.prepared_by(like)
-            preparation = other.model_dump(mode="json", include=_PREPARATION) if other else {}
-            return _hash([self._sum(config), preparation])
-        content = self.settings[like].model_dump(mode="json", include=_LIKE)
-        if not dropout:
-            content["encoder"] = {key: value for key, value in content["encoder"].items() if "drop" not in key}
-        return _hash(content)
-
-    def weights(self, arm: str, seed: int) -> Path | None:
-        """Where an arm's trained encoder is, or will be; None for training from scratch and the references."""
+    def references(self) -> dict[str, str]:
+        """Architecture by reference row."""
         arms = self.study.comparison.arms
-        if arm not in self.with_encoder:
-            return None
-        if given := arms[arm].weights:
-            return Path(given)
-        return self.run / (f"{arm}_seed{seed}" if self.study.comparison.pretrain_per_seed else arm)
+        return {name: self.architecture(name) for name in self.rows if name not in arms}
 
-    def pretraining_seed(self, arm: str, seed: int) -> int:
-        """The seed whose pretraining serves `seed`; of an untrained encoder, whose initialization."""
-        drawn = arm in self.study.recipes or arm.partition("_")[0] == "untrained"
-        return seed if self.study.comparison.pretrain_per_seed and drawn else self.study.comparison.seeds[0]
+    def architecture(self, row: str) -> str:
+        """Hash of the encoder's sizes and the image preparation of a row."""
+        return self._architecture(self.rows[row].like)
+
+    def _architecture(self, arm: str, *, dropout: bool = False) -> str:
+        recipe, prepared = self.recipes.get(arm), self.preparation(arm)
+        preparation = prepared.model_dump(mode="json", include=_PREPARATION) if prepared else {}
+        if recipe:
+            sizes = recipe.encoder.model_dump(mode="json", exclude=None if dropout else _DROPOUT)
+            return _hash([sizes, preparation])
+        config = factory.find_weights(self.study.comparison.arms[arm].weights or "") / factory.CONFIG
+        return _hash([sha256(config), preparation])
+
+    def weights(self, row: str, seed: int) -> Path | None:
+        """Where a row's trained encoder is, or will be; None for training from scratch and references."""
+        match self.rows[row].kind:
+            case "weights":
+                return Path(self.study.comparison.arms[row].weights or "")
+            case "pretrained":
+                return self.run / (f"{row}_seed{seed}" if self.study.comparison.pretrain_per_seed else row)
+        return None
+
+    def pretraining_seed(self, row: str, seed: int) -> int:
+        """The seed whose pretraining (of an untrained encoder: initialization) serves `seed`."""
+        c = self.study.comparison
+        drawn = c.pretrain_per_seed and self.rows[row].kind in ("pretrained", "untrained")
+        return seed if drawn else c.seeds[0]
+
+    def pretraining(self, task: TaskRecord) -> Recipe:
+        """The recipe of a `pretrain` task, with its own directory and seed."""
+        recipe = self.study.recipes[task.arm]
+        seed = task.seed if self.study.comparison.pretrain_per_seed else recipe.seed
+        return recipe.model_copy(update={"run": str(self.weights(task.arm, task.seed)), "seed": seed})
 
     @cached_property
-    def pieces(self) -> list[Piece]:
-        """Every piece, each after the ones it needs."""
+    def tasks(self) -> tuple[TaskRecord, ...]:
+        """Every task, after the ones it needs. The long ones come first, so that all workers are busy to the end."""
         c = self.study.comparison
         found = []
         for arm in self.study.recipes:
             for seed in dict.fromkeys(self.pretraining_seed(arm, seed) for seed in c.seeds):
-                found.append(Piece(f"pretrain-{arm}-{seed}", "pretrain", arm, seed=seed))
+                found.append(TaskRecord(id=f"pretrain-{arm}-{seed}", kind="pretrain", arm=arm, seed=seed))
+        for data, name in dict.fromkeys(key[:2] for key in self.evaluators):
+            rows = [row for row in self.rows.values() if self._is_measured(self.evaluator(data, name, row.name), row)]
+            if not rows:
+                raise UserError(f"evaluators.{name}: no arm's recipe trains a classifier; remove this evaluator")
+            found += [task for row in rows for task in self._evaluations(data, name, row.name)]
         if c.pictures:
-            for arm in self.with_encoder:
-                after = self._pretrained(arm, c.seeds[0])
-                found.append(
-                    Piece(f"pictures-{arm}", "pictures", arm, next(iter(self.sets)), seed=c.seeds[0], after=after)
-                )
-        for data, judges in self.evaluators.items():
-            for name, judge in judges.items():
-                for arm in self.subjects(judge):
-                    found += self._tuned(data, name, arm) if runner.has_sweep(judge) else self._untuned(data, name, arm)
-        return found
+            for row in [row for row in self.rows.values() if row.source == "trained"]:
+                place = {"arm": row.name, "data": next(iter(self.sets)), "seed": c.seeds[0]}
+                after = self._pretrained(row.name, c.seeds[0])
+                found.append(TaskRecord(id=f"pictures-{row.name}", kind="pictures", after=after, **place))
+        order = ("pretrain", "sweep", "measure", "pictures")
+        found.sort(key=lambda task: order.index(task.kind))  # stable: evaluators that train stay before the others
+        return tuple(task.model_copy(update={"fingerprint": self.fingerprint(task)}) for task in found)
 
-    def subjects(self, judge: Evaluator) -> tuple[str, ...]:
-        """The rows of an evaluator: every arm where it trains the encoder, else those that have one (and a head, where
-        that is judged) and references. Raises UserError where no arm has a head."""
-        if judge.trains_encoder:
-            return tuple(self.study.comparison.arms)
-        if judge.needs_head:
-            found = [n for n in self.with_encoder if n in self.settings and _has_head(self.settings[n])]
-            if not found:
-                raise UserError(f"{judge.title}: no arm's recipe trains a classifier: leave this evaluator out")
-            return tuple(found)
-        return (*self.with_encoder, *(name for name in self.references if name.split("_")[0] in judge.references))
+    @property
+    def stages(self) -> list[int]:
+        """Of each task: 0 where it needs none, else one more than the latest it needs; tasks of one stage are
+        independent."""
+        found: dict[str, int] = {}
+        for task in self.tasks:
+            found[task.id] = 1 + max((found[need] for need in task.after), default=-1)
+        return list(found.values())
 
-    def _tuned(self, data: str, evaluator: str, arm: str) -> Iterator[Piece]:
-        """A sweep for each tuning budget, then one piece for each budget and seed."""
-        c, judge = self.study.comparison, self.evaluators[data][evaluator]
-        place, first = self._place(evaluator, data), c.seeds[0]
-        budgets = runner.budgets(judge, c.labels_per_class)
-        for budget in dict.fromkeys(runner.sweep_budget(judge, budget) for budget in budgets):
-            after = self._pretrained(arm, first)
-            name = f"choose_{place}-{arm}-{_word(budget)}"
-            yield Piece(name, "choose", arm, data, evaluator, budget, first, after)
-        for budget in budgets:
-            choice = f"choose_{place}-{arm}-{_word(runner.sweep_budget(judge, budget))}"
+    def _is_measured(self, evaluator: Evaluator, row: Row) -> bool:
+        if row.kind in ("untrained", "pixels"):
+            return row.kind in evaluator.references and not evaluator.trains_encoder
+        if evaluator.needs_head:
+            return self.uses_labels(row.name)
+        return row.kind != "scratch" or evaluator.trains_encoder
+
+    def uses_labels(self, arm: str) -> bool:
+        """Whether an arm's pretraining used labels."""
+        recipe = self.recipes.get(arm)
+        module = plugins.load("objectives", recipe.objective.name) if recipe else None  # type: ignore[attr-defined]
+        return bool(module and getattr(module.Objective, "needs_labels", False))
+
+    def _evaluations(self, data: str, name: str, row: str) -> Iterator[TaskRecord]:
+        """The sweeps and measurements of a row: a task per budget and seed where the encoder is trained or settings
+        are swept, else one per pretraining for all budgets and seeds."""
+        c, evaluator = self.study.comparison, self.evaluator(data, name, row)
+        label = name if data == ONLY else f"{name}-{data}"
+
+        def task(kind: TaskKind, identifier: str, budget: Budget, seed: int, *needs: str) -> TaskRecord:
+            after = (*needs, *self._pretrained(row, seed))
+            place: dict[str, Any] = {"arm": row, "data": data, "evaluator": name, "labels_per_class": budget}
+            return TaskRecord(id=identifier, kind=kind, seed=seed, after=after, **place)
+
+        if not _is_split(evaluator):
+            for seed in dict.fromkeys(self.pretraining_seed(row, seed) for seed in c.seeds):
+                yield task("measure", f"{label}-{row}-{seed}", ALL, seed)
+            return
+        sweeps: dict[Budget, str] = {}
+        for budget in runner.budgets(evaluator, c.labels_per_class):
+            if runner.has_sweep(evaluator) and (at := runner.sweep_budget(evaluator, budget)) not in sweeps:
+                sweeps[at] = f"sweep_{label}-{row}-{_word(at)}"
+                yield task("sweep", sweeps[at], at, c.seeds[0])
+            needs = [sweeps[at]] if sweeps else []
             for seed in c.seeds:
-                after = (choice, *self._pretrained(arm, seed))
-                name = f"{place}-{arm}-{_word(budget)}-{seed}"
-                yield Piece(name, "measure", arm, data, evaluator, budget, seed, after)
+                yield task("measure", f"{label}-{row}-{_word(budget)}-{seed}", budget, seed, *needs)
 
-    def _untuned(self, data: str, evaluator: str, arm: str) -> Iterator[Piece]:
-        """One piece for each pretraining: all budgets and all of its seeds."""
-        place = self._place(evaluator, data)
-        for seed in dict.fromkeys(self.pretraining_seed(arm, seed) for seed in self.study.comparison.seeds):
-            after = self._pretrained(arm, seed)
-            yield Piece(f"{place}-{arm}-{seed}", "measure", arm, data, evaluator, ALL, seed, after)
+    def _pretrained(self, row: str, seed: int) -> tuple[str, ...]:
+        pretrained = self.rows[row].kind == "pretrained"
+        return (f"pretrain-{row}-{self.pretraining_seed(row, seed)}",) if pretrained else ()
 
-    def _place(self, evaluator: str, data: str) -> str:
-        return evaluator if data == ONLY else f"{evaluator}-{data}"
+    def budgets_and_seeds(self, task: TaskRecord) -> tuple[list[Budget], list[int]]:
+        """What a `sweep` or `measure` task covers."""
+        evaluator = self.evaluator(task.data, task.evaluator, task.arm)
+        if _is_split(evaluator):
+            return [task.labels_per_class], [task.seed]
+        c = self.study.comparison
+        seeds = [seed for seed in c.seeds if self.pretraining_seed(task.arm, seed) == task.seed]
+        return list(runner.budgets(evaluator, c.labels_per_class)), seeds
 
-    def _pretrained(self, arm: str, seed: int) -> tuple[str, ...]:
-        return (f"pretrain-{arm}-{self.pretraining_seed(arm, seed)}",) if arm in self.study.recipes else ()
-
-    def seeds_of(self, piece: Piece) -> tuple[int, ...]:
-        """The seeds that a piece of measurements covers."""
-        seeds = self.study.comparison.seeds
-        if runner.has_sweep(self.evaluators[piece.data][piece.evaluator]):
-            return (piece.seed,)
-        return tuple(seed for seed in seeds if self.pretraining_seed(piece.arm, seed) == piece.seed)
-
-    def fingerprint(self, piece: Piece) -> str:
-        """A hash of everything a piece's result depends on, and of nothing else, so that what is finished is reused."""
-        content: dict[str, Any] = {
-            "format": _FORMAT,
-            "kind": piece.kind,
-            "seed": piece.seed,
-            "arm": self._origin(piece),
-        }
-        if piece.data:
-            content["data"] = [self.shards.get(f"{piece.data} {part}") for part in ("train", "test")]
-        if piece.evaluator:
-            judge = self.evaluators[piece.data][piece.evaluator]
-            content["evaluator"] = [piece.evaluator, judge.config.model_dump(mode="json")]
-            budgets = runner.budgets(judge, self.study.comparison.labels_per_class)
-            content["budgets"] = piece.budget if runner.has_sweep(judge) else list(budgets)
-            content["seeds"] = list(self.seeds_of(piece)) if piece.kind == "measure" else []
-            content["sweep"] = self.study.comparison.seeds[0]
-            if runner.has_sweep(judge) and (metric := self.sets[piece.data].metric) != "accuracy":
-                content["metric"] = metric
+    def fingerprint(self, task: TaskRecord) -> str:
+        """Hash of everything a task's result depends on, and of nothing else."""
+        content: list[Any] = [_FORMAT, task.kind, task.seed, self._origin(task)]
+        if task.data:
+            content += [self.shards.get(f"{task.data} {part}") for part in ("train", "test")]
+        if task.evaluator:
+            evaluator = self.evaluator(task.data, task.evaluator, task.arm)
+            content += [task.evaluator, evaluator.config.model_dump(mode="json"), *self.budgets_and_seeds(task)]
+            if runner.has_sweep(evaluator):
+                content += [self.study.comparison.seeds[0], self.sets[task.data].metric]
         return _hash(content)[:16]
 
+    def _origin(self, task: TaskRecord) -> list[Any]:
+        """What the encoder that a task trains or evaluates is made from."""
+        row = self.rows[task.arm]
+        if row.kind == "pretrained":
+            recipe, ignored = self.study.recipes[row.name], [f"{key}." for key in ("name", *runs.MAY_CHANGE)]
+            learned = flatten(recipe.model_dump(mode="json"))
+            learned = {k: v for k, v in learned.items() if not any(f"{k}.".startswith(key) for key in ignored)}
+            if recipe.init_from:
+                learned["init_from"] = self._sum(factory.find_weights(recipe.init_from) / factory.WEIGHTS)
+            seed = task.seed if self.study.comparison.pretrain_per_seed else None
+            return [learned, self.shards.get(f"{row.name} pretrain"), seed]
+        origin: list[Any] = [row.kind == "pixels", self._architecture(row.like, dropout=True)]
+        if row.kind == "weights":
+            given = str(self.study.comparison.arms[row.name].weights)
+            files = [factory.find_weights(given) / name for name in (factory.WEIGHTS, factory.CONFIG)]
+            head = checkpoint.newest_of(Path(given))
+            origin += map(self._sum, [*files, *([head / checkpoint.OBJECTIVE] if head else [])])
+        return origin
+
     def _sum(self, path: Path) -> str:
-        """A file's checksum; weights are many pieces' matter and read once."""
+        """A file's checksum; weights matter to many tasks and are read once."""
         if path not in self._sums:
             self._sums[path] = sha256(path)
         return self._sums[path]
 
-    def _origin(self, piece: Piece) -> list[Any]:
-        """What the encoder that a piece trains or judges was made from."""
-        arm = piece.arm
-        if arm in self.study.recipes:
-            made = self.study.recipes[arm].model_dump(mode="json", exclude={"run", "name"})
-            for key in runs.MAY_CHANGE:
-                room, _, name = key.partition(".")
-                if name:
-                    made.get(room, {}).pop(name, None)
-            if made["init_from"]:
-                made["init_from"] = self._sum(factory.find_weights(made["init_from"]) / factory.WEIGHTS)
-            seed = self.pretraining_seed(arm, piece.seed) if self.study.comparison.pretrain_per_seed else None
-            return [made, self.shards.get(f"{arm} pretrain"), seed]
-        if given := self.study.comparison.arms[arm].weights if arm in self.with_encoder else None:
-            files = [factory.find_weights(given) / name for name in (factory.WEIGHTS, factory.CONFIG)]
-            if piece.kind == "pictures" or self.evaluators[piece.data][piece.evaluator].needs_head:
-                head = checkpoint.newest_of(Path(given))
-                files += [head / checkpoint.OBJECTIVE] if head else []
-            return [*map(self._sum, files), self._made_like(arm, dropout=True)]
-        return [arm == "pixels", self._made_like(arm, dropout=True)]
 
-
-def _has_head(settings: Recipe) -> bool:
-    return settings.objective.name == "classification"  # type: ignore[attr-defined]
+def _is_split(evaluator: Evaluator) -> bool:
+    """Whether each label budget and seed is a task of its own."""
+    return evaluator.trains_encoder or runner.has_sweep(evaluator)
 
 
 def _word(budget: int | str) -> str:
-    """A budget in a file's name."""
+    """A budget in a file name."""
     return str(budget).replace("%", "percent")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import signal
@@ -11,13 +10,15 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
 from ssl_vit.data.packing import pack
 from ssl_vit.data.packing.sources import open_source
+from ssl_vit.report.read import read_comparison
+
+from .conftest import rows
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 SLURM = Path(__file__).parents[2] / "recipes" / "launch" / "compare_slurm.sh"
@@ -29,7 +30,12 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for split in ("train", "test"):
         pack(open_source("digits", split=split), folder / split, shards=4, progress=False)
     steps = ["training.steps=60", "training.batch_size=32", "training.checkpoint_every=10"]
-    tuning = {"lrs": [0.003, 0.01], "steps": [15], "batch_size": 16, "lanes": 4, "warmup_steps": 2}
+    tuning = {
+        "sweep": {"optim.lr": [0.003, 0.01], "training.steps": [15]},
+        "optim": {"warmup_steps": 2},
+        "training": {"batch_size": 16},
+        "lanes": 4,
+    }
     content = {
         "name": "small",
         "seeds": [0, 1],
@@ -51,21 +57,13 @@ def command(recipe: Path, run: Path) -> list[str]:
     return [sys.executable, "-m", "ssl_vit", "compare", str(recipe), f"run={run}"]
 
 
-def without_times(value: Any) -> Any:
-    """A document without what differs from run to run: times, machines, places."""
-    if isinstance(value, dict):
-        left_out = ("seconds", "device_hours", "command", "environment", "hardware")
-        return {key: without_times(part) for key, part in value.items() if key not in left_out}
-    return [without_times(part) for part in value] if isinstance(value, list) else value
-
-
 @pytest.mark.slow
 def test_killed_five_times_at_random_it_ends_as_an_undisturbed_one(recipe: Path, tmp_path: Path) -> None:
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     start = time.monotonic()
     subprocess.run(command(recipe, whole), env=ENVIRONMENT, check=True, capture_output=True, timeout=600)
     length = time.monotonic() - start
-    kills = 0
+    kills, chance = 0, random.Random(0)
     for _ in range(30):
         process = subprocess.Popen(
             command(recipe, broken),
@@ -75,41 +73,16 @@ def test_killed_five_times_at_random_it_ends_as_an_undisturbed_one(recipe: Path,
             start_new_session=True,
         )
         try:
-            process.wait(timeout=random.uniform(0.1, 0.3) * length if kills < 5 else 600)
+            process.wait(timeout=chance.uniform(0.1, 0.3) * length if kills < 5 else 600)
             break
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
             kills += 1
     assert kills == 5 and process.returncode == 0
-    results = [json.loads((run / "results.json").read_text()) for run in (whole, broken)]
-    assert without_times(results[0]) == without_times(results[1])
-    assert results[0]["finished"]
-
-
-def test_a_stop_of_the_main_process_alone_ends_the_others_too(recipe: Path, tmp_path: Path) -> None:
-    """One of two processes pretrains for long, the other has nothing to do."""
-    long = "arms.ssl.overrides=[training.steps=400000,training.batch_size=32,training.checkpoint_every=0]"
-    with (tmp_path / "log").open("w") as log:
-        process = subprocess.Popen(
-            [*command(recipe, tmp_path / "run"), long, "evaluators={few_shot: {shots: [1]}}"],
-            env=ENVIRONMENT,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        )
-    try:
-        last = tmp_path / "run" / "pieces" / "few_shot-pixels-0.json"
-        begun = tmp_path / "run" / "ssl" / "metrics.jsonl"
-        deadline = time.monotonic() + 120
-        while not (last.exists() and begun.exists() and begun.stat().st_size) and time.monotonic() < deadline:
-            time.sleep(0.2)
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=60) == 75, (tmp_path / "log").read_text()
-        assert any((tmp_path / "run" / "ssl" / "checkpoints").glob("step_*")), "what it had trained is saved"
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
+    found = [read_comparison([run]) for run in (whole, broken)]
+    assert rows(found[0]) == rows(found[1])
+    assert found[1].missing == ()
 
 
 SBATCH = """#!{python}
@@ -127,7 +100,7 @@ print("4711;cluster")
 
 
 @pytest.mark.slow
-def test_slurms_script_runs_every_piece_and_writes_the_report(recipe: Path, tmp_path: Path) -> None:
+def test_slurms_script_runs_every_task_and_writes_the_report(recipe: Path, tmp_path: Path) -> None:
     """With an sbatch that runs the array's tasks one after the other, by /bin/sh as Slurm does."""
     tools = tmp_path / "bin"
     tools.mkdir()
@@ -140,11 +113,11 @@ def test_slurms_script_runs_every_piece_and_writes_the_report(recipe: Path, tmp_
         (tools / name).chmod((tools / name).stat().st_mode | stat.S_IXUSR)
     environment = {**ENVIRONMENT, "PATH": f"{tools}:{os.environ['PATH']}"}
     run = tmp_path / "a run"
-    overrides = [f"run={run}", "evaluators.fine_tune.lrs=[0.01]", "labels_per_class=[3]"]
+    overrides = [f"run={run}", "evaluators.fine_tune.sweep={optim.lr: [0.01]}", "labels_per_class=[3]"]
     done = subprocess.run(
         [str(SLURM), str(recipe), *overrides], env=environment, capture_output=True, text=True, timeout=900, check=True
     )
-    assert "stage 0: 4 piece(s), job 4711;cluster" in done.stdout
+    assert "stage 0: 4 task(s), job 4711;cluster" in done.stdout
     submitted = (tmp_path / "log").read_text().splitlines()
     assert [("afterok:4711" in line, "afterany:4711" in line) for line in submitted] == [
         (False, False),

@@ -1,0 +1,128 @@
+"""What a comparison would do and cost, before it does it: `ssl-vit compare RECIPE --dry-run`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ssl_vit.comparison.config import Study
+from ssl_vit.comparison.plan import Plan
+from ssl_vit.comparison.run import Say, check
+from ssl_vit.comparison.suites import packed
+from ssl_vit.data.shards import ShardSet
+from ssl_vit.evaluators import runner
+from ssl_vit.evaluators.context import silent
+from ssl_vit.evaluators.labels import choose_labeled, labels_of
+from ssl_vit.objectives import classification
+from ssl_vit.recipe import Recipe
+from ssl_vit.records import TaskRecord
+from ssl_vit.stage import DryRun, dry_run
+from ssl_vit.training import TrainingConfig
+
+_FORWARD = 1 / 3  # of a training step: the backward pass costs twice the forward pass
+# What changes nothing about the time of a step.
+_NO_MATTER: Any = {
+    **dict.fromkeys(("run", "name", "seed"), True),
+    "optim": {"lr", "warmup_steps"},
+    "training": {"steps", "epochs"},
+}
+
+
+@dataclass
+class ArmCost:
+    """pretraining: the training of this arm's encoder, where it has one. Hours: of the tasks that are not done yet."""
+
+    pretraining: DryRun | None = None
+    pretraining_hours: float = 0.0
+    fine_tuning_hours: float = 0.0
+    features_hours: float = 0.0
+
+
+@dataclass
+class ComparisonDryRun:
+    """What a comparison would do and cost.
+
+    data: images per shard set.
+    tasks, done: how many there are, and are done. missing: others by kind.
+    arms: by arm and untrained reference.
+    memory_mib: of the largest training: weights, gradients, optimizer and activations.
+    not_estimated: rows whose weights come without a recipe.
+    """
+
+    run: str
+    jobs: int
+    data: dict[str, int]
+    tasks: int
+    done: int
+    missing: dict[str, int]
+    arms: dict[str, ArmCost]
+    memory_mib: float = 0.0
+    not_estimated: list[str] = field(default_factory=list)
+
+    @property
+    def hours(self) -> float:
+        """One task after the other, without exact solvers and pictures."""
+        return sum(a.pretraining_hours + a.fine_tuning_hours + a.features_hours for a in self.arms.values())
+
+
+def dry_run_comparison(study: Study, say: Say = silent) -> ComparisonDryRun:
+    """Measure one micro-batch of every kind of training that is missing; nothing is written.
+
+    Raises UserError for whatever would stop the comparison before its first step.
+    """
+    checked = check(study, packed(study.sets, study.folder), say)
+    plan, opened, missing = checked.plan, checked.shards, checked.missing
+    rows = [name for name, row in plan.rows.items() if row.kind != "pixels"]
+    found = ComparisonDryRun(
+        run=str(plan.run),
+        jobs=study.comparison.jobs,
+        data={key: shards.samples for key, shards in opened.items()},
+        tasks=len(plan.tasks),
+        done=len(plan.tasks) - len(missing),
+        missing=dict(Counter(task.kind for task in missing)),
+        arms={row: ArmCost() for row in rows},
+    )
+    measured: dict[str, DryRun] = {}
+    for arm, settings in study.recipes.items():
+        measured[arm] = found.arms[arm].pretraining = dry_run(settings, opened[f"{arm} pretrain"])
+    for task in missing:
+        if task.kind == "pretrain":
+            found.arms[task.arm].pretraining_hours += measured[task.arm].hours
+        elif task.evaluator and task.arm in found.arms:
+            if plan.rows[task.arm].like in plan.recipes:
+                _add(found.arms[task.arm], plan, task, opened, measured)
+            elif task.arm not in found.not_estimated:
+                found.not_estimated.append(task.arm)
+    found.memory_mib = max((one.weights_mib + one.activations_mib for one in measured.values()), default=0.0)
+    return found
+
+
+def _add(cost: ArmCost, plan: Plan, task: TaskRecord, opened: dict[str, ShardSet], measured: dict[str, DryRun]) -> None:
+    """Add the hours of a sweep or measurement to its arm's."""
+    shards, row = opened[f"{task.data} train"], plan.rows[task.arm]
+    evaluator, (budgets, seeds) = plan.evaluator(task.data, task.evaluator, task.arm), plan.budgets_and_seeds(task)
+    labels, own = labels_of(shards), plan.recipes[row.like]
+    data = {"train": str(plan.sets[task.data].train), "samples": None, "workers": 0, "lanes": 1}
+    like = own.model_copy(update={"data": own.data.model_copy(update=data), "init_from": None, "probe": None})
+    chosen = np.unique(np.concatenate([choose_labeled(labels, budget, seed) for budget in budgets for seed in seeds]))
+
+    def step(stage: Recipe) -> DryRun:
+        key = stage.model_dump_json(exclude=_NO_MATTER)
+        if key not in measured:
+            measured[key] = dry_run(stage, shards, chosen)
+        return measured[key]
+
+    if evaluator.trains_encoder:
+        for stage in runner.training_recipes(evaluator, like, len(chosen), sweep=task.kind == "sweep"):
+            steps = stage.training.total_steps(len(chosen))
+            cost.fine_tuning_hours += steps * step(stage).step_seconds() / 3600
+        return
+    batch = own.training.batch_size
+    training = TrainingConfig(steps=1, batch_size=batch, precision=own.training.precision)
+    head: Any = classification.Config(head="linear", pooling="mean", classes=int(labels.max()) + 1)
+    stage = like.model_copy(update={"objective": head, "training": training})
+    images = len(chosen) + opened[f"{task.data} test"].samples
+    cost.features_hours += step(stage).step_seconds(_FORWARD) * images / batch / 3600

@@ -1,0 +1,186 @@
+"""Runs tasks that need each other: in this process, in local processes (loky), or on a dask cluster."""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future, wait
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from statistics import fmean
+from typing import Any
+
+from loky import ProcessPoolExecutor
+
+from ssl_vit.interfaces import RunError, Stopped, UserError
+from ssl_vit.records import TaskRecord
+
+Do = Callable[[TaskRecord], None]
+Say = Callable[[str], None]
+_SECONDS_TO_CONNECT = 20
+_SECONDS_TO_SAVE = 60  # after which a process that was asked to stop is killed
+
+
+@dataclass
+class _Workers:
+    """free: an executor for each task that may run at once. new: makes one in place of one that broke. killed: the
+    error of a task whose process was killed."""
+
+    free: list[Executor]
+    new: Callable[[], Executor]
+    killed: type[Exception] = BrokenExecutor
+
+
+def run(tasks: Sequence[TaskRecord], do: Do, *, jobs: int = 1, scheduler: str | None = None, say: Say = print) -> None:
+    """Run every task after those that it needs.
+
+    tasks: those to start first come first; each after the ones it needs. What it needs beyond them is done.
+    do: runs one task.
+    jobs: local processes (1: this process). scheduler: address of a dask scheduler, instead.
+    say: prints what is done, and about how long the others will take.
+
+    A task that fails, or whose process is killed, stops only those that need it; at the end RunError or UserError names
+    it. Any other exception stops all tasks at once, as signals do: trainings that run save a checkpoint first.
+    """
+    waiting, running = list(tasks), dict[Future[None], tuple[TaskRecord, Executor, float]]()
+    took, errors, blocked = list[tuple[TaskRecord, float]](), list[Exception](), set[str]()
+    start = time.monotonic()
+    with _dask(scheduler) if scheduler else _processes(jobs) if jobs > 1 else _here() as workers:
+        slots = len(workers.free)
+        while waiting or running:
+            unfinished = {task.id for task in [*waiting, *(task for task, *_ in running.values())]}
+            for task in [task for task in waiting if not unfinished.intersection(task.after)][: len(workers.free)]:
+                waiting.remove(task)
+                worker = workers.free.pop()
+                running[worker.submit(do, task)] = task, worker, time.monotonic()
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                task, worker, begun = running.pop(future)
+                error = future.exception()
+                workers.free.append(workers.new() if isinstance(error, workers.killed) else worker)
+                if error is None:
+                    took.append((task, time.monotonic() - begun))
+                    left = _left([*waiting, *(task for task, *_ in running.values())], took, slots)
+                    spent = timedelta(seconds=round(time.monotonic() - start))
+                    say(f"[{len(took)}/{len(tasks)}] {task.id}  ({spent}{left})")
+                    continue
+                if isinstance(error, workers.killed):
+                    error = RunError("its process was killed, perhaps because memory ran out")
+                if not isinstance(error, UserError | RunError) or int(os.environ.get("WORLD_SIZE", 1)) > 1:
+                    raise error
+                errors.append(type(error)(f"{task.id}: {error}"))
+                say(f"failed  {errors[-1]}")
+                blocked.add(task.id)
+                for other in [*waiting]:
+                    if blocked.intersection(other.after):
+                        waiting.remove(other)
+                        blocked.add(other.id)
+    if errors:
+        others = f"\n{len(blocked)} of {len(tasks)} tasks are not done; run the same command again" * (len(tasks) > 1)
+        raise type(errors[0])(f"{errors[0]}{others}")
+
+
+def _left(tasks: Sequence[TaskRecord], took: Sequence[tuple[TaskRecord, float]], slots: int) -> str:
+    """How long these will take: as finished tasks of their kind did on average or, before there is one, as all did."""
+    if not tasks:
+        return ""
+    seconds = 0.0
+    for task in tasks:
+        alike = [time for done, time in took if (done.kind, done.evaluator) == (task.kind, task.evaluator)]
+        seconds += fmean(alike or [time for _, time in took])
+    return f", about {timedelta(seconds=round(seconds / slots))} left"
+
+
+class _Here(Executor):
+    """Runs each task at once, in this thread."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        try:
+            future.set_result(fn(*args, **kwargs))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+
+@contextmanager
+def _here() -> Iterator[_Workers]:
+    yield _Workers([_Here()], _Here)
+
+
+class _Process(ProcessPoolExecutor):
+    """One local process. Each is a pool of its own: one that is killed breaks no other."""
+
+    def __init__(self, threads: int) -> None:
+        super().__init__(1, initializer=_start_process, env={"OMP_NUM_THREADS": str(threads)})
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        found: Future[Any] = super().submit(_do_in_process, fn, *args, **kwargs)
+        return found
+
+
+@contextmanager
+def _processes(jobs: int) -> Iterator[_Workers]:
+    threads, others = max(1, (os.cpu_count() or 1) // jobs), set(multiprocessing.active_children())
+    pools: list[_Process] = []
+
+    def new() -> _Process:
+        pools.append(_Process(threads))
+        return pools[-1]
+
+    try:
+        yield _Workers([new() for _ in range(jobs)], new)
+    finally:
+        own = set(multiprocessing.active_children()) - others
+        for process in own:
+            process.terminate()
+        for process in own:
+            process.join(_SECONDS_TO_SAVE)
+        for pool in pools:
+            pool.shutdown(kill_workers=True)
+
+
+def _start_process() -> None:
+    """The main process handles Ctrl-C and ends the others; where the kernel can tell them (Linux), so does its end."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+
+
+def _do_in_process(do: Do, task: TaskRecord) -> None:
+    try:
+        do(task)
+    except Stopped:  # a training has saved: end by the signal that stopped it
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+@contextmanager
+def _dask(scheduler: str) -> Iterator[_Workers]:
+    try:
+        from distributed import Client, KilledWorker
+    except ImportError:
+        raise UserError("scheduler: dask is not installed; run `pip install 'ssl-vit[cluster]'`") from None
+    try:
+        client = Client(scheduler, set_as_default=False, timeout=_SECONDS_TO_CONNECT)
+    except (OSError, ValueError) as error:
+        raise UserError(f"scheduler={scheduler}: no dask scheduler answers there ({error})") from None
+    with client:
+        threads = client.nthreads()
+        daemons = client.run(_is_daemon)
+        if not threads or max(threads.values()) > 1 or any(daemons.values()):
+            raise UserError(
+                f"scheduler={scheduler}: {len(threads)} workers; start them with one thread each, and so that they may "
+                f"start loader processes: DASK_DISTRIBUTED__WORKER__DAEMON=False dask worker {scheduler} --nthreads 1"
+            )
+        executor = client.get_executor(pure=False)
+        yield _Workers([executor] * len(threads), lambda: executor, KilledWorker)
+
+
+def _is_daemon() -> bool:
+    return multiprocessing.current_process().daemon

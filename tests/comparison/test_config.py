@@ -1,0 +1,94 @@
+"""Comparisons as recipes: kinds of arms, settings per data set and per arm, and wrong keys."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ssl_vit.comparison.config import Arm, load_comparison, load_suite, suites
+from ssl_vit.interfaces import UserError
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        (["evaluators.knn={seeds: [1]}"], "evaluators.knn.seeds"),
+        (["evaluators={kn: {}}"], "did you mean 'knn'"),
+        (["arms.ssl.evaluators={knn: {kk: 1}}", "evaluators.knn={}"], "kk: unknown key"),
+        (["arms.scratch.like=nobody"], "scratch.like=nobody"),
+        (["arms={a b: {label: x, recipe: digits_ssl}}"], "'a b'"),
+        (["arms={pixels: {label: x, recipe: digits_ssl}}"], "'pixels'"),
+        (["arms={a: {label: x, recipe: digits_ssl}, untrained_a: {label: x}}"], "'untrained_a'"),
+        (["arms={tasks: {label: x, recipe: digits_ssl}}"], "'tasks'"),
+        (["arms.ssl.weights=x"], "weights is for arms of kind weights"),
+        (["arms.scratch.kind=pretrained"], "needs the key recipe"),
+        (["arms.scratch.overrides=[encoder.depth=7]"], "overrides is for arms of kind pretrained"),
+        (["arms.ssl.overrides=[probe.every=5,probe.patience=2]"], "probe.patience"),
+        (["seeds=[-1]"], "seeds.0"),
+        (["seeds=[1,0,1]"], "seeds: 1"),
+        (["labels_per_class=[10,zero]"], "labels_per_class.1"),
+        (["labels_per_class=[all,'100%']"], "labels_per_class: all"),
+        (["data.suite=transfer"], "give train and test, or sets, or suite"),
+        (["data.sets={a: {train: x}}"], "give train and test .shards., or source"),
+    ],
+)
+def test_wrong_comparisons_are_named(keys: list[str], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        load_comparison("demo_digits", keys)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"evaluators": {}}, "evaluators"),
+        ({"arms": {"only": {"label": "x"}}}, "no arm has a recipe or weights"),
+        ({"data": {}}, "give train and test, or sets, or suite"),
+        ({"data": {"suite": "transfers"}}, "transfers: no such suite; shipped suites: .*transfer"),
+    ],
+)
+def test_what_is_missing_is_named(mini: Any, changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        load_comparison(mini(**changes))
+
+
+def test_the_kind_of_an_arm_follows_from_its_keys() -> None:
+    kinds = [Arm(label="x", **keys).kind for keys in ({}, {"recipe": "digits_ssl"}, {"weights": "runs/x"})]  # type: ignore[arg-type]
+    assert kinds == ["scratch", "pretrained", "weights"]
+
+
+def test_settings_of_a_set_and_of_an_arm_are_merged_into_those_of_all(mini: Any) -> None:
+    place = {"train": "a", "test": "b"}
+    sets = {"one": place, "other": {**place, "evaluators": {"fine_tune": {"augment": {"flip": True}}}}}
+    arms = {
+        "ssl": {"label": "SSL", "recipe": "digits_ssl", "evaluators": {"fine_tune": {"training": {"batch_size": 64}}}},
+        "scratch": {"label": "scratch"},
+    }
+    tuning = {"augment": {"scale": [0.5, 1.0], "flip": False}, "training": {"batch_size": 32}}
+    study = load_comparison(mini(data={"sets": sets}, arms=arms, evaluators={"fine_tune": tuning}))
+
+    def found(data: str, arm: str) -> tuple[Any, ...]:
+        config: Any = study.evaluators[data, "fine_tune", arm]
+        return config.augment.flip, config.augment.scale, config.training.batch_size
+
+    assert found("one", "scratch") == (False, (0.5, 1.0), 32)
+    assert found("other", "scratch") == (True, (0.5, 1.0), 32)
+    assert found("other", "ssl") == (True, (0.5, 1.0), 64)
+
+
+def test_the_shipped_suites_are_whole() -> None:
+    assert "local" in suites()
+    for name in suites():
+        for key, chosen in load_suite(name).sets.items():
+            assert chosen.source or chosen.train, key
+    assert set(load_suite("transfer").sets) == {"cifar10", "cifar100", "pets", "flowers102", "imagenet"}
+    with pytest.raises(UserError, match=r"sets\.x\.evaluators\.knn\.kk: unknown key"):
+        load_suite("local", overrides=["sets.x={source: digits, evaluators: {knn: {kk: 1}}}"])
+
+
+def test_a_suite_is_found_beside_the_recipe(mini: Any, tmp_path: Path) -> None:
+    (tmp_path / "own.yaml").write_text("name: own\nfolder: packed\nsets: {one: {source: digits}}\n")
+    study = load_comparison(mini(data={"suite": "own.yaml"}))
+    assert list(study.sets) == ["one"]
+    assert study.folder == Path("packed")

@@ -1,0 +1,90 @@
+"""`compare --dry-run`: what it says is what the comparison does, and nothing is written."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from ssl_vit.cli import app
+from ssl_vit.comparison import dry_run as module
+from ssl_vit.comparison.config import load_comparison
+from ssl_vit.comparison.dry_run import dry_run_comparison
+from ssl_vit.interfaces import UserError
+from ssl_vit.stage import dry_run
+
+from .conftest import STEPS, Mini, quietly
+
+ARMS = {
+    "ssl": {"label": "SSL", "recipe": "digits_ssl", "overrides": ["training.steps=60", "training.batch_size=32"]},
+    "scratch": {"label": "scratch"},
+}
+SWEEP = {
+    "fine_tune": {
+        "sweep": {"optim.lr": [0.001, 0.003], "training.steps": [10, 20]},
+        "training": {"batch_size": 32},
+        "head": {"pooling": "mean"},
+        "lanes": 4,
+    }
+}
+
+
+def test_it_counts_tasks_and_hours_and_writes_nothing(
+    mini: Mini, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times: list[str] = []
+
+    def measured(recipe: Any, *shards: Any) -> Any:
+        """Each kind of training really measured, and given a time of its own to count with."""
+        times.append(recipe.objective.name)
+        return replace(dry_run(recipe, *shards), compute_seconds=float(len(times)), data_seconds=0.0)
+
+    monkeypatch.setattr(module, "dry_run", measured)
+    recipe = mini(arms=ARMS, labels_per_class=[2, 5], evaluators={"few_shot": {"shots": [1]}, **SWEEP})
+    found = dry_run_comparison(load_comparison(recipe))
+    assert found.missing == {"pretrain": 1, "sweep": 2 * 2, "measure": 2 * 2 * 2 + 3}
+    assert (found.tasks, found.done) == (sum(found.missing.values()), 0)
+    ssl, scratch, untrained = (found.arms[name] for name in ("ssl", "scratch", "untrained"))
+    assert ssl.pretraining and ssl.pretraining.parameters > 10_000
+    assert ssl.pretraining_hours == pytest.approx(1 * 60 / 3600)
+    assert times == ["masked_patch", "classification", "classification"], "the last one for the frozen features"
+    # For each label budget a sweep of two rates at both lengths, and the longest training for each of two seeds.
+    steps = 2 * (2 * (10 + 20) + 2 * 20)
+    assert scratch.fine_tuning_hours == ssl.fine_tuning_hours == pytest.approx(2 * steps / 3600)
+    assert scratch.features_hours == 0 < untrained.features_hours
+    hours = [one.pretraining_hours + one.fine_tuning_hours + one.features_hours for one in found.arms.values()]
+    assert found.hours == pytest.approx(sum(hours))
+    assert found.memory_mib > 0
+    assert [path.name for path in tmp_path.iterdir()] == ["mini.yaml"]
+
+
+def test_what_is_done_is_not_counted(mini: Mini) -> None:
+    recipe = mini()
+    quietly(recipe)
+    found = dry_run_comparison(load_comparison(recipe))
+    assert (found.missing, found.done, found.hours) == ({}, found.tasks, 0)
+
+
+def test_in_words_and_as_json(mini: Mini, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "digits_ssl").mkdir(parents=True)  # where this arm's recipe would train alone
+    (tmp_path / "runs" / "digits_ssl" / "notes.txt").write_text("")
+    arguments = ["compare", str(mini()), "--dry-run"]
+    text = CliRunner().invoke(app, arguments, catch_exceptions=False).stdout
+    for words in ("ssl", "scratch", "4, 0 of them done; missing: 1 pretrain", "hours in total", "nothing was written"):
+        assert words in text
+    found = json.loads(CliRunner().invoke(app, [*arguments, "--json"], catch_exceptions=False).stdout)
+    assert found["arms"]["ssl"]["pretraining"]["steps"] == 2
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_would_stop_the_comparison_stops_it(mini: Mini) -> None:
+    arms = ARMS | {"ssl": {"label": "SSL", "recipe": "digits_ssl", "overrides": [*STEPS, "data.workers=9"]}}
+    with pytest.raises(UserError, match="too few"):
+        dry_run_comparison(load_comparison(mini(arms=arms)))
+    with pytest.raises(UserError, match="mine is not packed yet"):
+        dry_run_comparison(load_comparison(mini(data={"sets": {"mine": {"source": "digits"}}})))

@@ -1,0 +1,169 @@
+"""Executors: order, failures, killed processes, signals and estimates, with tasks that only sleep."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import psutil
+import pytest
+
+from ssl_vit.comparison import executor
+from ssl_vit.interfaces import RunError, UserError
+from ssl_vit.records import TaskRecord
+
+
+def task(identifier: str, *after: str, arm: str = "0") -> TaskRecord:
+    return TaskRecord(id=identifier, kind="measure", arm=arm, after=after)
+
+
+def do(folder: Path, one: TaskRecord) -> None:
+    """Write a file; first do what the arm says."""
+    if one.arm == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if one.arm == "wrong":
+        raise UserError("wrong input")
+    if one.arm == "bug":
+        raise ZeroDivisionError("a bug")
+    time.sleep(float(one.arm))
+    for need in one.after:
+        assert (folder / need).exists()
+    (folder / one.id).write_text(f"{os.getpid()} {os.environ.get('OMP_NUM_THREADS')}")
+
+
+def done(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def test_jobs_share_the_tasks_and_the_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 6)
+    tasks = [task("a", arm="0.3"), task("b", arm="0.3"), task("c", "a"), task("d", "b", "c")]
+    executor.run(tasks, partial(do, tmp_path), jobs=2, say=lambda text: None)
+    found = [(tmp_path / name).read_text().split() for name in "abcd"]
+    assert len({process for process, _ in found}) == 2
+    assert {threads for _, threads in found} == {"3"}
+    assert not multiprocessing.active_children()
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_a_failed_task_stops_only_those_that_need_it(tmp_path: Path, jobs: int) -> None:
+    tasks = [task("a", arm="wrong"), task("b", "a"), task("c", "b"), task("d"), task("e", "d")]
+    with pytest.raises(UserError, match="a: wrong input\n3 of 5 tasks"):
+        executor.run(tasks, partial(do, tmp_path), jobs=jobs, say=lambda text: None)
+    assert done(tmp_path) == {"d", "e"}
+
+
+def test_a_killed_process_fails_its_task_alone(tmp_path: Path) -> None:
+    tasks = [task("a", arm="0.5"), task("b", arm="killed"), task("c", "b"), *(task(name) for name in "def")]
+    with pytest.raises(RunError, match="b: its process was killed"):
+        executor.run(tasks, partial(do, tmp_path), jobs=2, say=lambda text: None)
+    assert done(tmp_path) == {"a", "d", "e", "f"}
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_an_unexpected_error_stops_everything_at_once(tmp_path: Path, jobs: int) -> None:
+    start = time.monotonic()
+    tasks = [task("a", arm="bug"), task("b", arm="100")]
+    with pytest.raises(ZeroDivisionError):
+        executor.run(tasks, partial(do, tmp_path), jobs=jobs, say=lambda text: None)
+    assert time.monotonic() - start < 30
+    assert not done(tmp_path)
+
+
+def test_the_time_left_is_estimated_from_the_first_task_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def knn(identifier: str) -> TaskRecord:
+        return TaskRecord(id=identifier, kind="measure", arm="x", evaluator="knn")
+
+    took = [(knn("a"), 60.0)]
+    assert executor._left([knn("b"), task("p")], took, 2) == ", about 0:01:00 left"
+    assert executor._left([knn("b"), task("p")], [*took, (task("q"), 240.0)], 2) == ", about 0:02:30 left"
+    assert executor._left([], took, 2) == ""
+
+
+STARTED = """
+import sys
+from functools import partial
+from pathlib import Path
+sys.path.insert(0, {here!r})
+import {module} as module
+from ssl_vit import cli
+sys.argv = ["ssl-vit", "doctor"]
+cli.app = lambda arguments: module.executor.run(
+    [module.task(name, arm=arm) for name, arm in (("a", "0"), ("b", "300"), ("c", "300"))],
+    partial(module.do, Path({out!r})),
+    jobs=2,
+)
+if __name__ == "__main__":
+    cli.main()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_no_process_outlives_the_main_one(tmp_path: Path, number: signal.Signals) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (tmp_path / "main.py").write_text(
+        STARTED.format(here=str(Path(__file__).parent), module=Path(__file__).stem, out=str(out))
+    )
+    main = subprocess.Popen([sys.executable, str(tmp_path / "main.py")], start_new_session=True, stderr=subprocess.PIPE)
+    try:
+        assert _wait_until(lambda: done(out) == {"a"})
+        time.sleep(0.5)  # the second task was taken up in its place
+        children = psutil.Process(main.pid).children(recursive=True)
+        assert len(children) >= 2
+        os.kill(main.pid, number)
+        assert main.wait(30) == {signal.SIGTERM: 75, signal.SIGKILL: -signal.SIGKILL}[number]
+        assert _wait_until(lambda: not any(c.is_running() and c.status() != "zombie" for c in children), 20)
+    finally:
+        if main.poll() is None:
+            os.killpg(main.pid, signal.SIGKILL)
+
+
+def _wait_until(condition: Callable[[], bool], seconds: float = 60) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def test_a_dask_cluster_runs_the_tasks(tmp_path: Path) -> None:
+    dask, distributed = pytest.importorskip("dask"), pytest.importorskip("distributed")
+    with (
+        dask.config.set({"distributed.worker.daemon": False}),
+        distributed.LocalCluster(n_workers=2, threads_per_worker=1, processes=True, dashboard_address=None) as cluster,
+    ):
+        address = cluster.scheduler_address
+        tasks = [
+            task("a", arm="0.5"),
+            task("b", arm="0.5"),
+            task("c", "a", "b"),
+            task("x", arm="wrong"),
+            task("y", "x"),
+        ]
+        said: list[str] = []
+        with pytest.raises(UserError, match="x: wrong input"):
+            executor.run(tasks, partial(do, tmp_path), scheduler=address, say=said.append)
+        assert done(tmp_path) == {"a", "b", "c"}
+        assert len({(tmp_path / name).read_text() for name in "ab"}) == 2, "both workers took part"
+        assert any("about" in line for line in said)
+
+
+def test_a_cluster_that_cannot_run_tasks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    distributed = pytest.importorskip("distributed")
+    monkeypatch.setattr(executor, "_SECONDS_TO_CONNECT", 1)
+    with pytest.raises(UserError, match="scheduler=tcp://127"):
+        executor.run([task("a")], print, scheduler="tcp://127.0.0.1:9")  # type: ignore[arg-type]
+    with (
+        distributed.LocalCluster(n_workers=1, threads_per_worker=2, processes=False, dashboard_address=None) as cluster,
+        pytest.raises(UserError, match="--nthreads 1"),
+    ):
+        executor.run([task("a")], print, scheduler=cluster.scheduler_address)  # type: ignore[arg-type]

@@ -1,0 +1,154 @@
+"""The tasks of a comparison: which there are, in which order, and what their results depend on."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ssl_vit import recipe
+from ssl_vit.comparison.config import load_comparison
+from ssl_vit.comparison.plan import Plan
+from ssl_vit.interfaces import UserError
+from ssl_vit.report.read import Comparison
+
+SHARDS = {"ssl pretrain": "a", "supervised pretrain": "b"}
+ARMS = ["ssl", "scratch", "supervised"]
+
+
+def plan_of(*overrides: str, **shards: str) -> Plan:
+    study = load_comparison("demo_digits", overrides)
+    return Plan(study, Path("nowhere"), study.sets, SHARDS | {key.replace("_", " "): v for key, v in shards.items()})
+
+
+def prints(plan: Plan) -> dict[str, str]:
+    return {task.id: task.fingerprint for task in plan.tasks}
+
+
+def changed(before: dict[str, str], after: dict[str, str]) -> set[str]:
+    return {name for name, value in after.items() if before.get(name) != value}
+
+
+def rows_of(plan: Plan, names: set[str]) -> set[str]:
+    return {task.arm for task in plan.tasks if task.id in names}
+
+
+def test_tasks_come_after_what_they_need_and_long_ones_first() -> None:
+    plan = plan_of("pretrain_per_seed=true")
+    done: set[str] = set()
+    for task in plan.tasks:
+        assert set(task.after) <= done, task
+        assert task.id not in done
+        done.add(task.id)
+    for seed in plan.study.comparison.seeds:
+        assert {f"pretrain-ssl-{seed}", f"few_shot-untrained-{seed}"} <= done, "each seed has its own initialization"
+    assert "few_shot-pixels-0" in done
+    assert "few_shot-pixels-1" not in done
+    kinds = [task.kind for task in plan.tasks]
+    assert kinds == sorted(kinds, key=["pretrain", "sweep", "measure", "pictures"].index)
+    evaluators = [task.evaluator for task in plan.tasks if task.kind == "measure"]
+    assert evaluators == sorted(evaluators, key=["fine_tune", "few_shot"].index)
+    assert set(plan.stages) == {0, 1, 2}
+
+
+def test_every_shipped_comparison_has_tasks() -> None:
+    for name, path in recipe.shipped().items():
+        if "arms" in recipe.read(path):
+            study = load_comparison(name)
+            assert {"measure"} <= {task.kind for task in Plan(study, Path("nowhere"), study.sets).tasks}, name
+
+
+def test_each_budget_has_one_sweep_and_one_sweep_may_serve_all() -> None:
+    def sweeps(*overrides: str) -> list[str]:
+        return [task.id for task in plan_of(*overrides).tasks if task.kind == "sweep" and task.arm == "ssl"]
+
+    assert sweeps() == [f"sweep_fine_tune-ssl-{budget}" for budget in (1, 10, 50)]
+    assert sweeps("evaluators.fine_tune.sweep_labels_per_class=10") == ["sweep_fine_tune-ssl-10"]
+    single = "evaluators.fine_tune.sweep={optim.lr: [0.003], training.steps: [10]}"
+    assert sweeps(single) == [], "one candidate needs no sweep"
+    assert len([task for task in plan_of(single).tasks if task.evaluator == "fine_tune"]) == 3 * 3 * 3
+
+
+def test_what_has_no_pretraining_does_not_depend_on_how_others_pretrain() -> None:
+    """Scratch, the untrained reference and raw pixels share an arm's architecture and image preparation, no more."""
+    base = plan_of()
+
+    def differ(*overrides: str) -> set[str]:
+        plan = plan_of(*overrides)
+        return rows_of(plan, changed(prints(base), prints(plan)))
+
+    assert differ("arms.ssl.overrides=[training.steps=9,optim.lr=1e-3,data.augment.crop=inception,seed=5]") == {"ssl"}
+    assert differ("arms.ssl.overrides=[training.log_every=7,data.workers=2,training.keep_last=9]") == set()
+    every = {"ssl", "scratch", "untrained", "pixels", "untrained_supervised"}
+    assert differ("arms.ssl.overrides=[data.evaluation_resize=1.2]") == every
+    assert differ("seeds=[0,1]") == {"ssl", "supervised", "untrained", "pixels"}, "frozen features cover all seeds"
+    assert differ("jobs=4", "scheduler=tcp://host:1") == set()
+    assert differ("arms.ssl.evaluators={few_shot: {pooling: mean}}") == {"ssl"}, "an arm's settings are its own"
+
+
+def test_results_depend_on_their_shards_and_metric() -> None:
+    base = plan_of()
+    test = changed(prints(base), prints(plan_of(data_test="x")))
+    assert {task.kind for task in base.tasks if task.id not in test} == {"pretrain"}
+    assert rows_of(base, changed(prints(base), prints(plan_of(ssl_pretrain="x")))) == {"ssl"}
+
+    def by(metric: str) -> Plan:
+        return plan_of(f"data={{train: null, test: null, sets: {{d: {{train: a, test: b, metric: {metric}}}}}}}")
+
+    swept = changed(prints(by("accuracy")), prints(by("mean_per_class")))
+    assert {task.evaluator for task in by("accuracy").tasks if task.id in swept} == {"fine_tune"}
+
+
+def test_each_architecture_has_its_own_untrained_reference_and_scratch() -> None:
+    wide = "arms.supervised.overrides=[encoder.width=32]"
+    plan = plan_of(wide, "arms.small={label: small scratch, like: supervised}")
+    assert list(plan.references) == ["untrained", "untrained_supervised", "pixels"]
+    assert plan.architecture("small") == plan.architecture("supervised") == plan.architecture("untrained_supervised")
+    assert plan.architecture("scratch") == plan.architecture("ssl") == plan.architecture("untrained")
+    assert plan.architecture("ssl") != plan.architecture("supervised")
+    assert {t.arm for t in plan.tasks if t.evaluator == "few_shot"} == {"ssl", "supervised", *plan.references}
+    assert {t.arm for t in plan.tasks if t.evaluator == "fine_tune"} == {*ARMS, "small"}
+
+
+def test_dropout_makes_no_other_untrained_encoder_but_another_scratch() -> None:
+    plan, other = plan_of("arms.supervised.overrides=[encoder.dropout=0.1]"), plan_of()
+    assert list(plan.references) == ["untrained", "pixels"]
+    with_dropout = plan_of("arms.ssl.overrides=[encoder.dropout=0.1]")
+    assert prints(other)["fine_tune-scratch-1-0"] != prints(with_dropout)["fine_tune-scratch-1-0"]
+
+
+def test_a_head_is_evaluated_only_of_arms_that_have_one(mini: Any) -> None:
+    plan = plan_of("evaluators.own_head={}")
+    assert [task.id for task in plan.tasks if task.evaluator == "own_head"] == ["own_head-supervised-0"]
+    study = load_comparison(mini(evaluators={"own_head": {}}))
+    with pytest.raises(UserError, match=r"evaluators\.own_head"):
+        _ = Plan(study, Path("nowhere"), study.sets, {}).tasks
+
+
+def test_weights_count_by_their_content(finished: Comparison, mini: Any, tmp_path: Path) -> None:
+    """Both those that are given and those that a pretraining starts from."""
+    weights, made = tmp_path / "weights", finished.paths[0]
+    weights.mkdir()
+    for name in ("encoder.safetensors", "config.json"):
+        shutil.copy(made / "ssl" / name, weights)
+    arms = {
+        "ssl": {"label": "SSL", "recipe": "digits_ssl", "overrides": [f"init_from={weights}"]},
+        "given": {"label": "given", "weights": str(weights)},
+        "run": {"label": "run", "weights": str(made / "ssl")},
+    }
+    study = load_comparison(mini(arms=arms))
+
+    def now() -> dict[str, str]:
+        return prints(Plan(study, tmp_path, study.sets, {}))
+
+    before = now()
+    shutil.copy(made / "supervised" / "encoder.safetensors", weights)
+    assert changed(before, now()) == {"pretrain-ssl-0", "few_shot-ssl-0", "few_shot-given-0"}
+    before = now()
+    config = json.loads((weights / "config.json").read_text())
+    config["pretrained_cfg"]["mean"] = [0.25]
+    (weights / "config.json").write_text(json.dumps(config))
+    assert {"few_shot-given-0"} <= changed(before, now()) <= {"few_shot-given-0", "few_shot-untrained_given-0"}

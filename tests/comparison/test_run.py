@@ -1,0 +1,354 @@
+"""Comparisons of a few digits: everything is measured once, kept, and run again where it is missing or outdated."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from sklearn.datasets import load_digits
+
+from ssl_vit import cli, evaluators, results
+from ssl_vit.cli import compare as commands
+from ssl_vit.comparison import work
+from ssl_vit.comparison.config import load_comparison
+from ssl_vit.comparison.run import check, compare
+from ssl_vit.data.shards import open_shards
+from ssl_vit.evaluators.labels import labels_of
+from ssl_vit.interfaces import UserError
+from ssl_vit.report.page import write_report
+from ssl_vit.report.read import Comparison
+
+from .conftest import STEPS, TUNING, Mini, quietly, rows, stamps
+
+FROZEN = ("ssl", "supervised", "untrained", "pixels")
+ARMS = ("ssl", "scratch", "supervised")
+
+
+def call(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
+    monkeypatch.setattr(sys, "argv", ["ssl-vit", *map(str, arguments)])
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    return int(stop.value.code or 0)
+
+
+def test_every_arm_budget_and_seed_is_measured(finished: Comparison) -> None:
+    frame = finished.table.frame
+    found = {tuple(key) for key in frame[["evaluator", "arm", "labels_per_class", "seed"]].to_numpy().tolist()}
+    expected = {("fine_tune", arm, b, seed) for arm in ARMS for b in (2, 3) for seed in (0, 1)}
+    expected |= {
+        (e, arm, b, seed) for e in ("knn", "linear_probe") for arm in FROZEN for b in (2, 3) for seed in (0, 1)
+    }
+    expected |= {("few_shot", arm, b, seed) for arm in FROZEN for b in (1, 2) for seed in (0, 1)}
+    assert found == expected
+    assert finished.missing == ()
+    sweeps = [task.sweep for task in finished.tasks.values() if task.sweep]
+    assert [len(sweep.candidates) for sweep in sweeps] == [2] * 6, "every arm gets the same trials"
+    trained = frame[frame["evaluator"] == "fine_tune"]
+    assert (trained[["flops", "images_seen"]] > 0).to_numpy().all()
+    assert (frame["labels"] == 10 * frame["labels_per_class"]).all()
+    runs = {name: finished.tasks[f"pretrain-{name}-0"].run for name in ("ssl", "supervised")}
+    assert all(run and run.steps == 3 and run.flops > 0 for run in runs.values())
+    for name in runs:
+        assert (
+            finished.paths[0] / str(finished.tasks[f"pictures-{name}"].pictures) / "attention_rollout.png"
+        ).is_file()
+
+
+def test_a_sweeps_winner_is_not_trained_again(finished: Comparison) -> None:
+    folder = finished.paths[0] / "tasks"
+    (swept,), about = results.load(folder / "sweep_fine_tune-ssl-2.json")
+    assert (swept.labels_per_class, swept.seed, swept.arm) == (2, 0, "ssl")
+    assert swept.selected == about["sweep"]["best"]
+    assert results.load(folder / "fine_tune-ssl-2-0.json")[0] == []
+    (other,) = results.load(folder / "fine_tune-ssl-2-1.json")[0]
+    assert other.selected == swept.selected
+
+
+def test_the_record_says_what_the_arms_are(finished: Comparison) -> None:
+    ssl, scratch, supervised = finished.record.arms
+    assert [arm.kind for arm in finished.record.arms] == ["pretrained", "scratch", "pretrained"]
+    assert (ssl.run, scratch.run, ssl.uses_labels, supervised.uses_labels) == ("ssl", None, False, True)
+    assert ssl.architecture == scratch.architecture == finished.record.references["untrained"]
+    assert finished.record.command == "ssl-vit demo"
+    assert finished.record.data["data test"].samples == 100
+
+
+def test_results_json_is_for_other_programs(finished: Comparison) -> None:
+    written = json.loads((finished.paths[0] / "results.json").read_text())
+    assert len(written["rows"]) == len(finished.table.frame)
+    assert written["record"]["name"] == "demo_digits"
+    assert written["summary"]
+
+
+def test_missing_damaged_and_outdated_tasks_alone_are_run(mini: Mini, tmp_path: Path) -> None:
+    run, settings = tmp_path / "run", {"few_shot": {"shots": [1, 2]}, "fine_tune": TUNING, "knn": {"ks": [1]}}
+    recipe = mini(evaluators=settings)
+    whole, before = quietly(recipe), stamps(run)
+    assert rows(quietly(recipe)) == rows(whole)
+    assert stamps(run) == before, "a repeated command runs nothing"
+
+    def again(recipe: Path) -> set[str]:
+        before = stamps(run)
+        found = quietly(recipe)
+        assert found.missing == ()
+        return {name for name, stamp in stamps(run).items() if before.get(name) != stamp}
+
+    (run / "tasks" / "fine_tune-scratch-2-1.json").unlink()
+    (run / "tasks" / "few_shot-ssl-0.json").write_text('{"id": "few')
+    (run / "tasks" / "few_shot-pixels-0.json").write_text("{}")
+    (run / "tasks" / "few_shot-untrained-0.npz").write_bytes(b"cut")
+    (run / "results.json").write_text('{"kind": "comp')
+    expected = {"fine_tune-scratch-2-1", "few_shot-ssl-0", "few_shot-pixels-0", "few_shot-untrained-0"}
+    assert again(recipe) == expected
+    assert rows(quietly(recipe)) == rows(whole)
+    settings["knn"]["ks"] = [3]
+    assert again(mini(evaluators=settings)) == {f"knn-{row}-0" for row in ("ssl", "untrained", "pixels")}
+    new = {f"fine_tune-{arm}-3-{seed}" for arm in ("ssl", "scratch") for seed in (0, 1)}
+    new |= {f"sweep_fine_tune-{arm}-3" for arm in ("ssl", "scratch")}
+    new |= {f"knn-{row}-0" for row in ("ssl", "untrained", "pixels")}
+    assert again(mini(evaluators=settings, labels_per_class=[2, 3])) == new, "other fine-tunings stay as they are"
+
+
+def test_two_processes_give_the_same_rows(mini: Mini, tmp_path: Path) -> None:
+    changes: dict[str, Any] = {
+        "evaluators": {"few_shot": {"shots": [1]}, "fine_tune": TUNING},
+        "pretrain_per_seed": True,
+    }
+    one = quietly(mini(**changes, run=str(tmp_path / "one")))
+    two = quietly(mini(**changes, run=str(tmp_path / "two"), jobs=2))
+    assert two.missing == ()
+    assert rows(one) == rows(two)
+    frame = one.table.frame
+    assert set(frame[frame["arm"] == "ssl"]["pretraining_seed"]) == {0, 1}
+    assert (frame[frame["arm"] == "ssl"]["pretraining_seed"] == frame[frame["arm"] == "ssl"]["seed"]).all()
+
+
+def test_the_environment_is_that_of_whoever_measured(
+    mini: Mini, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The checkout may have another commit when a finished comparison is asked for again."""
+    for expected, now in ((0, 0), (0, 1)):
+        monkeypatch.setattr("ssl_vit.comparison.run.environment", lambda now=now: {"time": now})
+        assert quietly(mini()).record.environment == {"time": expected}
+
+
+MAJORITY = """
+import numpy as np
+from ssl_vit.evaluators.base import Evaluator as Base, FeatureConfig, LabeledConfig, Scored
+from ssl_vit.results import Prediction
+
+
+class Config(FeatureConfig, LabeledConfig):
+    boost: float = 1.0
+
+
+class Evaluator(Base):
+    title = "The most frequent label"
+
+    def fit(self, train, seed):
+        guess = np.bincount(train.features(self.config.representation).labels).argmax()
+
+        def classify(images):
+            test = images.features(self.config.representation)
+            return [Scored(Prediction(test.images, test.labels, np.full_like(test.labels, guess)))]
+
+        return classify
+"""
+
+
+def test_a_new_evaluator_is_one_file(mini: Mini, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "majority.py").write_text(MAJORITY)
+    monkeypatch.setattr(evaluators, "__path__", [*evaluators.__path__, str(tmp_path)])
+    found = quietly(mini(evaluators={"majority": {"boost": 2}})).table.frame
+    assert set(found["arm"]) == {"ssl", "untrained", "pixels"}
+    assert found["accuracy"].mean() == pytest.approx(0.1, abs=0.05)
+    assert "The most frequent label" in write_report([tmp_path / "run"], tmp_path / "report.html").read_text()
+
+
+@pytest.mark.usefixtures("fewer_digits")
+def test_several_sets_given_weights_and_settings_of_an_arm(
+    few_digits: Path, finished: Comparison, mini: Mini, tmp_path: Path
+) -> None:
+    run, bare = finished.paths[0] / "ssl", tmp_path / "bare"
+    bare.mkdir()
+    for name in ("encoder.safetensors", "config.json"):
+        shutil.copy(run / name, bare)
+    (tmp_path / "two.yaml").write_text(f"""
+name: two
+folder: {tmp_path}/packed
+sets:
+  first: {{train: {few_digits}/train, test: {few_digits}/test, metric: mean_per_class}}
+  second: {{source: digits, evaluators: {{few_shot: {{shots: [3]}}}}}}
+""")
+    own = {"few_shot": {"pooling": "patches"}}
+    arms = {
+        "ssl": {"label": "a run", "weights": str(run)},
+        "bare": {"label": "weights alone", "weights": str(bare)},
+        "patches": {"label": "all patches", "weights": str(run), "evaluators": own},
+    }
+    settings = {"few_shot": {"shots": [1]}, "knn": {"ks": [1]}}
+    found = quietly(mini(arms=arms, evaluators=settings, data={"suite": "two.yaml"}, labels_per_class=[2, "5%", "all"]))
+    frame = found.table.frame
+    budgets = {tuple(key) for key in frame[["data", "evaluator", "labels_per_class"]].to_numpy().tolist()}
+    assert budgets == {("first", "few_shot", 1), ("second", "few_shot", 3)} | {
+        (data, "knn", budget) for data in ("first", "second") for budget in (2, "5%", "all")
+    }
+    assert found.record.metrics == {"first": "mean_per_class", "second": "accuracy"}
+    ssl, alone, _ = found.record.arms
+    assert ssl.summary and ssl.summary.steps == 3, "the cost of given weights comes from their run"
+    assert (ssl.starts_from, alone.starts_from) == (None, str(bare)), "nothing tells what made the weights alone"
+
+    def accuracies(arm: str, **place: Any) -> list[float]:
+        rows = frame[frame["arm"] == arm]
+        for key, value in place.items():
+            rows = rows[rows[key] == value]
+        return [float(value) for value in rows["accuracy"]]
+
+    assert accuracies("ssl") == accuracies("bare"), "both see the same images"
+    assert accuracies("ssl", evaluator="few_shot") != accuracies("patches", evaluator="few_shot")
+    assert accuracies("ssl", evaluator="knn") == accuracies("patches", evaluator="knn")
+    all_labels = [accuracies("ssl", data=data, labels_per_class="all") for data in ("first", "second")]
+    assert all_labels[0] == all_labels[1], "the same digits, packed twice"
+
+
+def test_a_resnet_takes_part_beside_a_vit(mini: Mini, tmp_path: Path) -> None:
+    short = [*STEPS, "training.epochs=null", "data.lanes=4", "data.workers=0"]
+    resnet = ["encoder.name=test_resnet", "encoder.image_size=32", "encoder.channels=1", *short]
+    arms = {
+        "ssl": {"label": "SSL", "recipe": "digits_ssl", "overrides": [*STEPS, "training.precision=bf16"]},
+        "scratch": {"label": "ViT from scratch"},
+        "cnn": {"label": "ResNet", "recipe": "supervised_resnet50", "overrides": resnet},
+        "cnn_scratch": {"label": "ResNet from scratch", "like": "cnn"},
+    }
+    tuning = TUNING | {"sweep": {"training.steps": [2]}}
+    found = quietly(
+        mini(arms=arms, seeds=[0], pictures=True, evaluators={"few_shot": {"shots": [1]}, "fine_tune": tuning})
+    )
+    assert found.missing == ()
+    frame = found.table.frame
+    rows = {name: set(part["arm"]) for name, part in frame.groupby("evaluator")}
+    assert rows == {"few_shot": {"ssl", "cnn", "untrained", "untrained_cnn", "pixels"}, "fine_tune": set(arms)}
+    flops = frame[frame["evaluator"] == "fine_tune"].set_index("arm")["flops"].to_dict()
+    assert flops["cnn"] == flops["cnn_scratch"] != flops["scratch"] == flops["ssl"]
+    pictures = {name: found.tasks[f"pictures-{name}"].pictures for name in ("ssl", "cnn")}
+    assert pictures == {"ssl": "pictures/ssl", "cnn": None}, "a ResNet has no attention to draw"
+    assert "ResNet from scratch" in write_report([tmp_path / "run"], tmp_path / "report.html").read_text()
+
+
+def test_tasks_one_by_one_are_the_comparison(
+    mini: Mini, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["compare", mini(), f"run={tmp_path}/parts"]
+    assert call(monkeypatch, *command, "--list") == 0
+    head, *listed = capsys.readouterr().out.splitlines()
+    assert head == f"# run: {tmp_path}/parts"
+    tasks = {line.split("\t")[0]: line.split("\t")[1:] for line in listed}
+    assert tasks["pretrain-ssl-0"] == ["0", "missing"]
+    assert tasks["few_shot-ssl-0"] == ["1", "missing"]
+    assert tasks["few_shot-pixels-0"] == ["0", "missing"]
+    assert not (tmp_path / "parts").exists(), "a list writes nothing"
+    assert call(monkeypatch, *command, "--only", "few_shot-ssl-0") == 0
+    assert set(stamps(tmp_path / "parts")) == {"few_shot-ssl-0", "pretrain-ssl-0"}, "with what it needs"
+    for identifier in reversed(tasks):
+        assert call(monkeypatch, *command, "--only", identifier) == 0
+    capsys.readouterr()
+    assert call(monkeypatch, *command, "--list") == 0
+    assert capsys.readouterr().out.count("\tmissing") == 0
+    assert rows(quietly(mini(run=str(tmp_path / "parts")))) == rows(quietly(mini(run=str(tmp_path / "whole"))))
+    assert call(monkeypatch, *command, "--only", "few_shot-nobody") == 2
+    assert "few_shot-nobody: no such task" in capsys.readouterr().err
+    assert call(monkeypatch, *command, "--only", "") == 2, "an empty id is no whole comparison"
+
+
+def test_the_demo_packs_the_digits_in_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[str]] = []
+    monkeypatch.setattr(commands, "_compare", lambda name, overrides, command: asked.append([name, *overrides]))
+    assert call(monkeypatch, "demo", "--out", tmp_path, "seeds=[7]") == 0
+    ((name, *overrides),) = asked
+    study = load_comparison(name, overrides)
+    assert (name, study.comparison.seeds) == ("demo_digits", (7,))
+    labels, (chosen,) = load_digits().target, study.sets.values()
+    np.testing.assert_array_equal(labels_of(open_shards(str(chosen.train))), labels[:1437])
+    np.testing.assert_array_equal(labels_of(open_shards(str(chosen.test))), labels[1437:])
+
+
+# What would make a task impossible is an error before the first one.
+
+
+def refused(recipe: Path, words: str, *overrides: str) -> None:
+    """Both `compare` and what a dry run and a list do refuse it, and nothing is written."""
+    study = load_comparison(recipe, overrides)
+    run = study.comparison.run_directory
+    before = {path: path.read_bytes() for path in run.rglob("*.json")}
+    for attempt in (lambda: check(study, study.sets), lambda: compare(study, say=lambda text: None)):
+        with pytest.raises(UserError, match=words):
+            attempt()
+    assert {path: path.read_bytes() for path in run.rglob("*.json")} == before
+
+
+def test_an_arm_that_cannot_run_is_named(few_digits: Path, mini: Mini, tmp_path: Path) -> None:
+    shutil.copytree(few_digits / "train", tmp_path / "nameless")
+    (tmp_path / "nameless" / "info.json").unlink()
+    (tmp_path / "nameless" / "packing.jsonl").unlink()
+    for keys, words in (
+        ([f"data.train={tmp_path}/nameless"], "objective.classes"),
+        (["data.samples=2000"], "data.samples=2000"),
+        (["encoder.heads=5"], "encoder.width=64"),
+    ):
+        long = {"label": "SSL", "recipe": "digits_ssl", "overrides": ["training.steps=100000"]}
+        other = {"label": "x", "recipe": "digits_supervised", "overrides": keys}
+        refused(mini(arms={"ssl": long, "other": other}), rf"arms\.other: .*{words}")
+    refused(mini(arms={"given": {"label": "x", "weights": str(tmp_path / "none")}}), str(tmp_path / "none"))
+
+
+def test_labels_that_cannot_be_evaluated_on_are_named(
+    few_digits: Path, mini: Mini, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tuning = TUNING | {"held_out": 0.001}
+    refused(mini(evaluators={"fine_tune": tuning}), r"evaluators\.fine_tune: held_out=0\.001")
+    said: list[str] = []
+    study = load_comparison(mini(labels_per_class=[2, 60], evaluators={"knn": {}}))
+    check(study, study.sets, said.append)
+    (note,) = said
+    assert "fewer than 60 images" in note
+    monkeypatch.setattr("ssl_vit.comparison.run.labels_of", lambda shards: np.full(shards.samples, 3))
+    refused(mini(), "of one class")
+
+
+def test_sets_that_number_other_classes_are_refused(few_digits: Path, mini: Mini, tmp_path: Path) -> None:
+    other = Path(shutil.copytree(few_digits / "test", tmp_path / "test"))
+    info = json.loads((other / "info.json").read_text())
+    (other / "info.json").write_text(json.dumps(info | {"classes": info["classes"][::-1]}))
+    refused(mini(data={"train": f"{few_digits}/train", "test": str(other)}), "other classes")
+
+
+def test_the_directory_of_something_else_is_refused(finished: Comparison, mini: Mini, tmp_path: Path) -> None:
+    recipe = mini(evaluators={"few_shot": {"shots": [1]}})
+    quietly(recipe)
+    refused(recipe, "training.steps: 2 -> 3", "arms.ssl.overrides=[training.steps=3,training.batch_size=16]")
+    refused(mini(name="other"), "holds the comparison mini.*run=PATH")
+    refused(mini(), "holds a training run", f"run={finished.paths[0]}/ssl")
+    (tmp_path / "old" / "pieces").mkdir(parents=True)
+    refused(mini(), "earlier version", f"run={tmp_path}/old")
+
+
+def test_several_launched_processes_share_every_task(mini: Mini, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match="jobs=1"):
+        quietly(mini(jobs=2))
+
+
+def test_another_job_s_task_is_waited_for(mini: Mini, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Jobs that share a directory do each task once: who comes second finds it done."""
+    recipe = mini(evaluators={"few_shot": {"shots": [1]}})
+    study = load_comparison(recipe)
+    checked = check(study, study.sets)
+    quietly(recipe)
+    monkeypatch.setattr(work, "_run", lambda plan, task: pytest.fail(f"{task.id} is run again"))
+    for task in checked.missing:
+        work.do(checked.plan, task)

@@ -1,0 +1,36 @@
+"""Sets that are given by a source are packed once, and a folder of another source is refused."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from ssl_vit.comparison.config import DataSet
+from ssl_vit.comparison.suites import packed, prepare
+from ssl_vit.data.packing import pack
+from ssl_vit.data.packing.sources import open_source
+from ssl_vit.interfaces import UserError
+
+DIGITS = {"digits": DataSet(source="digits")}
+
+
+@pytest.mark.usefixtures("fewer_digits")
+def test_sources_are_packed_once_and_checked(tmp_path: Path) -> None:
+    folder, said = tmp_path / "packed", list[str]()
+    with pytest.raises(UserError, match=r"digits is not packed yet.*ssl-vit shards make digits .*/digits/train"):
+        packed(DIGITS, folder)
+    assert not folder.exists()
+    found = prepare(DIGITS, folder, said.append)["digits"]
+    assert (found.source, found.test) == (None, str(folder / "digits" / "test"))
+    assert prepare(DIGITS, folder, said.append) == packed(DIGITS, folder) == {"digits": found}
+    assert len(said) == 2, "train and test, once"
+    for other in (DataSet(source="other"), DataSet(source="digits", splits=("test", "train"))):
+        with pytest.raises(UserError, match="was packed from digits"):
+            prepare({"digits": other}, folder, said.append)
+    shutil.rmtree(folder / "digits")
+    for part in ("train", "test"):
+        pack(open_source("digits", split=part), folder / "digits" / part, subset=2, shards=1, progress=False)
+    with pytest.raises(UserError, match="is a part of the source"):
+        prepare(DIGITS, folder, said.append)
