@@ -60,7 +60,7 @@ def page(comparison: Comparison) -> str:
         sections=[
             (
                 tables.place_title(comparison, place),
-                ", ".join(f"{key} {value}" for key, value in flat(_settings(comparison, place)).items()),
+                flat(record.evaluators[place.evaluator].settings.get(place.data, {})),
                 list(_figures(comparison, summary, styles, place)),
                 tables.place_tables(comparison, summary, place),
             )
@@ -70,7 +70,7 @@ def page(comparison: Comparison) -> str:
         costs=tables.cost_table(comparison),
         losses=list(_losses(comparison, styles)),
         sweeps=tables.sweep_table(comparison),
-        data=tables.columns("Data", {name: flat(_data(one)) for name, one in record.data.items()}),
+        data=tables.columns("Data", {name: _data(one) for name, one in record.data.items()}),
         environment=tables.columns("Environment", environments),
         commands=[*filter(None, [record.command]), shlex.join(["ssl-vit", "report", *map(str, comparison.paths)])],
         encoded=lambda path: base64.b64encode(path.read_bytes()).decode(),
@@ -78,12 +78,8 @@ def page(comparison: Comparison) -> str:
     )
 
 
-def _data(data: DataRecord) -> object:
-    return data.model_dump(exclude={"classes"}) | {"classes": len(data.classes) if data.classes else None}
-
-
-def _settings(comparison: Comparison, place: Place) -> object:
-    return comparison.record.evaluators[place.evaluator].settings.get(place.data, {})
+def _data(data: DataRecord) -> dict[str, str]:
+    return flat(data.model_dump(exclude={"classes"}) | {"classes": len(data.classes) if data.classes else None})
 
 
 def _curves(

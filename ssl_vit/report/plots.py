@@ -41,7 +41,7 @@ COLORS = {
 PALETTE = ("#e69f00", "#56b4e9", *COLORS.values())
 # Matplotlib cannot draw in `currentColor`; it draws in this color, which no palette above uses, and we replace it.
 INK = "#010203"
-STYLE = figure_style(INK) | {"axes.titlelocation": "left"}
+STYLE = figure_style(INK) | {"axes.titlelocation": "left", "legend.handlelength": 1.2, "legend.borderaxespad": 0}
 
 
 class Style(NamedTuple):
@@ -142,7 +142,7 @@ def _draw(axes: Axes, curve: Curve) -> None:
 def loss_curves(runs: Mapping[str, tuple[Style, Sequence[Loss]]], *, points: int = 300) -> Embedded | None:
     """Training losses by run, over images seen, or over steps where a run did not log them. None without a loss.
 
-    The thin dashed line is the loss of the best constant prediction, where the run logged it. Long runs are shown as
+    The thin dashed line is the constant baseline, where the run logged it. Long runs are shown as
     means of at most `points` parts.
     """
     frames = {label: pd.DataFrame([vars(one) for one in losses], dtype=float) for label, (_, losses) in runs.items()}
@@ -158,7 +158,7 @@ def loss_curves(runs: Mapping[str, tuple[Style, Sequence[Loss]]], *, points: int
             color, marker = runs[label][0].color, "o" if len(parts) == 1 else None
             axes.plot(parts[axis], parts["loss"], color=color, linewidth=2, marker=marker, label=label)
             if parts["constant"].notna().any():
-                name, dashes = f"best constant, {label}", (0, (4, 3))
+                name, dashes = f"constant baseline, {label}", (0, (4, 3))
                 axes.plot(parts[axis], parts["constant"], color=color, linewidth=1.2, linestyle=dashes, label=name)
         axes.margins(x=0.01, y=0.08)
         axes.xaxis.set_major_locator(MaxNLocator(5))
@@ -172,8 +172,9 @@ def _embed(figure: Figure, axes: Axes, xlabel: str, ylabel: str) -> Embedded:
     axes.yaxis.grid(True, color=INK, alpha=0.12, linewidth=0.8)
     lines = [line for line in axes.lines if not str(line.get_label()).startswith("_")]
     lines.sort(key=lambda line: -float(np.asarray(line.get_ydata())[-1]))
-    names = ["\n".join(textwrap.wrap(str(line.get_label()), 22)) for line in lines]
-    legend = axes.legend(lines, names, loc="upper left", bbox_to_anchor=(1.02, 1.0), frameon=False, borderaxespad=0)
+    names = ["\n".join(textwrap.wrap(str(line.get_label()), 17)) for line in lines]
+    size = min(10.5, 180 / (1 + sum(name.count("\n") + 1 for name in names)))  # points; many names fit, too
+    legend = axes.legend(lines, names, loc="upper left", bbox_to_anchor=(1.02, 1), frameon=False, fontsize=size)
     for text in legend.get_texts():
         text.set_parse_math(False)
     for patch in (figure.patch, axes.patch):

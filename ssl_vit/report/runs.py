@@ -7,9 +7,11 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from numbers import Integral
 from pathlib import Path
 from typing import TypeVar
 
+import pandas as pd
 from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
 
 from ssl_vit import results
@@ -29,7 +31,7 @@ Model = TypeVar("Model", bound=BaseModel)
 
 @dataclass(frozen=True)
 class Loss:
-    """Training loss at one step. constant: that of the best constant prediction, where it was logged."""
+    """Training loss at one step. constant: that of the constant baseline, where it was logged."""
 
     step: int
     loss: float
@@ -117,16 +119,9 @@ def validated(file: Path, content: object, model: type[Model]) -> Model:
         ) from None
 
 
-def flat(value: object, prefix: str = "") -> dict[str, str]:
-    """Nested dictionaries as text by keys joined by dots; dictionaries in a list are numbered from 1."""
-    if isinstance(value, list | tuple) and value and isinstance(value[0], dict):
-        value = {str(number): one for number, one in enumerate(value, 1)}
-    if not isinstance(value, dict):
-        return {prefix: text(value)}
-    found: dict[str, str] = {}
-    for key, part in value.items():
-        found |= flat(part, f"{prefix}.{key}" if prefix else str(key))
-    return found
+def flat(settings: Mapping[str, object]) -> dict[str, str]:
+    """Nested dictionaries as text by keys joined by dots."""
+    return {key: text(value) for key, value in pd.json_normalize(dict(settings)).iloc[0].items()}
 
 
 def text(value: object) -> str:
@@ -135,7 +130,9 @@ def text(value: object) -> str:
         return ", ".join(map(text, value))
     if isinstance(value, float):
         return f"{value:.4g}" if abs(value) < 1e4 else f"{value:,.0f}" if abs(value) < 1e7 else f"{value:.3g}"
-    return "–" if value is None else f"{value:,}" if type(value) is int else str(value)
+    if isinstance(value, Integral) and not isinstance(value, bool):
+        return f"{int(value):,}"
+    return "–" if value is None else str(value)
 
 
 def pictures(folder: Path) -> tuple[Path, ...]:

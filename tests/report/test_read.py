@@ -155,5 +155,6 @@ def test_files_of_another_version_are_refused_in_one_sentence(tmp_path: Path) ->
 
 
 def test_flat_settings() -> None:
-    nested = {"a": {"b": [1, 2.5]}, "c": [{"d": None}, {"d": True}], "n": 12345}
-    assert flat(nested) == {"a.b": "1, 2.5", "c.1.d": "–", "c.2.d": "True", "n": "12,345"}
+    found = flat({"a": {"b": [1, 2.5]}, "c": None, "n": 12345, "e": True})
+    assert found == {"a.b": "1, 2.5", "c": "–", "n": "12,345", "e": "True"}
+    assert flat({}) == {}
