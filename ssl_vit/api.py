@@ -28,7 +28,8 @@ from ssl_vit.models import factory
 from ssl_vit.models.encoder import Pooling
 from ssl_vit.recipe import Recipe
 from ssl_vit.records import RunSummary
-from ssl_vit.results import Evaluation, Table, save
+from ssl_vit.results import Evaluation, Table, evaluations, save
+from ssl_vit.results import load as load_results
 from ssl_vit.runs import SUMMARY, open_run
 from ssl_vit.training import checkpoint, distributed, loop
 from ssl_vit.training.callbacks import EarlyStopping
@@ -255,10 +256,13 @@ def embed(
 
 
 def read_results(run: Path | str) -> pd.DataFrame:
-    """All measured accuracies of a run or a comparison, one row per `results.Result`. Raises UserError for damage."""
-    return Table.read(
-        [path for folder in ("results", "tasks") for path in sorted(Path(run).glob(f"{folder}/*.json"))]
-    ).frame
+    """All measured accuracies of a run's weights or of a comparison, one row per `results.Result`.
+
+    Raises UserError for a damaged file.
+    """
+    measured = [row for one in evaluations(Path(run))[0] for row in one.results]
+    tasks = [row for path in sorted(Path(run).glob("tasks/*.json")) for row in load_results(path)[0]]
+    return Table([*measured, *tasks]).frame
 
 
 def inspect(weights: Path | str, shards: str, out: Path | str, options: inspection.Options | None = None) -> Path:

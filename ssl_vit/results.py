@@ -172,20 +172,14 @@ class Evaluation:
     about: dict[str, Any]
 
 
-def evaluations(folder: Path) -> tuple[list[Evaluation], list[str]]:
-    """(evaluations, notes) of the weights in a run, checkpoint or weights folder, as `ssl-vit eval` stored them.
-
-    Results of other weights than those that are there now are ignored with a note.
-    """
-    weights, found, notes = folder / "encoder.safetensors", list[Evaluation](), list[str]()
+def evaluations(folder: Path) -> tuple[list[Evaluation], list[Path]]:
+    """What `ssl-vit eval` stored in a run, checkpoint or weights folder: (evaluations of the weights that are there
+    now, files with results of other weights). Raises UserError for a damaged file."""
+    weights = folder / "encoder.safetensors"
     digest = sha256(weights) if weights.is_file() else None
-    for path in sorted((folder / RESULTS).glob("*.json")):
-        rows, about = load(path)
-        if digest and about.get("sha256") != digest:
-            notes.append(f"{path}: ignored, its weights are no longer in {folder}")
-        else:
-            found.append(Evaluation(path, rows, about))
-    return found, notes
+    found = [Evaluation(path, *load(path)) for path in sorted((folder / RESULTS).glob("*.json"))]
+    outdated = [one.path for one in found if digest and one.about.get("sha256", digest) != digest]
+    return [one for one in found if one.path not in outdated], outdated
 
 
 class Table:

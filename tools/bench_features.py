@@ -23,15 +23,16 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from accelerate import Accelerator
 from PIL import Image
 
 from ssl_vit.data import DataConfig
 from ssl_vit.data.shards import open_shards
-from ssl_vit.evaluators.features import Representation, Task, _reader, extract
+from ssl_vit.evaluators.context import EvalContext
+from ssl_vit.evaluators.features import ImageSet, extract
 from ssl_vit.models import EncoderConfig
 from ssl_vit.models.encoder import Pooling
 from ssl_vit.models.factory import build
+from ssl_vit.training.distributed import make_accelerator
 
 PER_SHARD = 1000
 
@@ -80,26 +81,26 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=memory) as folder:
         write_shards(Path(folder), chosen.images // chosen.rounds, chosen.image_size)
         shards = open_shards(folder)
-        data = DataConfig(train=folder, evaluation_resize=1.0)
-        task = Task(encoder, encoder, shards, shards, data, Accelerator(cpu=chosen.device == "cpu"), workers=1)
-        shape = (task.batch_size, 3, chosen.image_size, chosen.image_size)
+        data = DataConfig(train=folder, evaluation_resize=1.0, workers=1)
+        context = EvalContext(encoder, encoder, shards, shards, data, make_accelerator())
+        shape = (context.batch_size, 3, chosen.image_size, chosen.image_size)
         batch = torch.randint(0, 256, shape, dtype=torch.uint8, device=chosen.device)
-        batches = -(-shards.samples // task.batch_size)
+        batches = -(-shards.samples // context.batch_size)
         print(f"{chosen.rounds * shards.samples} images of {chosen.image_size} pixels, {chosen.model}")
         for pooling in ("token", "mean"):
-            measure(task, batch, batches, pooling, chosen.rounds)
+            measure(context, batch, batches, pooling, chosen.rounds)
 
 
 @torch.inference_mode()
-def measure(task: Task, batch: torch.Tensor, batches: int, pooling: Pooling, rounds: int) -> None:
-    encoder, device = task.trained, batch.device.type
+def measure(context: EvalContext, batch: torch.Tensor, batches: int, pooling: Pooling, rounds: int) -> None:
+    encoder, device = context.trained, batch.device.type
 
     def bare() -> None:
         for _ in range(batches):
             encoder.represent(batch, pooling)
 
     def extracted() -> None:
-        extract(task, task.train, _reader(task, "trained", Representation(pooling)))
+        extract(ImageSet(context, "trained", "train"), lambda images: encoder.represent(images, pooling))
 
     for do in (bare, extracted):  # what is done once only: threads, caches, the first batch's memory
         do()

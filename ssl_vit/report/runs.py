@@ -15,7 +15,7 @@ import pandas as pd
 from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
 
 from ssl_vit import results
-from ssl_vit.files import read_json, sha256
+from ssl_vit.files import read_json
 from ssl_vit.interfaces import UserError
 from ssl_vit.records import RunSummary, SkippedSample
 from ssl_vit.results import Result
@@ -83,17 +83,14 @@ def read_run(path: Path) -> Run:
     if not any((path / name).exists() for name in RUN_FILES):
         names = ", ".join(RUN_FILES)
         raise UserError(f"{path}: neither a run nor a comparison (no plan.json, {names}). Give the directory itself.")
-    file, recipe, environment, weights = (path / name for name in (*RUN_FILES[:3], "encoder.safetensors"))
+    file, recipe, environment = (path / name for name in RUN_FILES[:3])
     summary = validated(file, read_json(file), RunSummary) if file.is_file() else None
     losses, remarks = _read_metrics(path / "metrics.jsonl")
-    here, evaluations = sha256(weights) if weights.is_file() else None, []
-    for found in sorted((path / "results").glob("*.json")):
-        rows, about = results.load(found)
-        evaluation = validated(found, about, Evaluation)
-        if here is None or evaluation.sha256 in (None, here):
-            evaluations.append((found, evaluation, tuple(rows)))
-        else:
-            remarks.append(f"results/{found.name} is of other weights and was skipped: run `ssl-vit eval` again.")
+    found, outdated = results.evaluations(path)
+    evaluations = [(one.path, validated(one.path, one.about, Evaluation), tuple(one.results)) for one in found]
+    remarks += [
+        f"results/{one.name} is of other weights and was skipped: run `ssl-vit eval` again." for one in outdated
+    ]
     return Run(
         name=summary.name if summary else path.resolve().name,
         path=path,
