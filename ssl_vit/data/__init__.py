@@ -59,11 +59,10 @@ class RemoteConfig(Config):
     cache_dir: a folder on a local disk where whole shards are kept (None: downloaded anew each time they are opened).
         Processes share it.
     cache_gb: the most it holds (GiB); the least recently used shards make room.
-    retries: retries in a row that may bring nothing more before the run stops; the waits before them double from half
-        a second up to a minute.
-    timeout: seconds without a byte (from an object store: for a range of 8 MiB) before a try fails. hf:// has its own
-        limit (HF_HUB_DOWNLOAD_TIMEOUT). A loader worker waits for a whole shard: `data.worker_timeout` must leave it
-        the time for its download and for these retries.
+    retries: how often a failed request or download is repeated before the run stops; the waits double from half a
+        second up to a minute.
+    timeout: seconds without a byte before a try fails, for http and s3; other clients have limits of their own (hf://:
+        HF_HUB_DOWNLOAD_TIMEOUT). A loader worker waits for a whole shard: `data.worker_timeout` must leave it the time.
     """
 
     cache_dir: str | None = None

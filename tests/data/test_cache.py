@@ -124,12 +124,12 @@ def test_a_server_that_does_not_say_the_size_is_read_all_the_same(
 
 
 def test_broken_transfers_and_wrong_checksums_are_retried(server: FaultyServer, remote: RemoteConfig) -> None:
-    server.faults["0.tar"] = [("cut", 30_000), ("cut", 30_000)]
+    server.faults["0.tar"] = [("cut", 30_000)]
     server.faults["1.tar"] = [("garbage",)]
     for number in (0, 1):
         assert fetch(server.url, number, remote) == content(number)
         assert fetch(server.url, number, remote) == content(number)
-    assert len(server.gets("0.tar")) == 3 and len(server.gets("1.tar")) == 2
+    assert len(server.gets("0.tar")) == 2 and len(server.gets("1.tar")) == 2
 
 
 def test_a_wrong_checksum_that_stays_wrong_is_named_and_not_kept(server: FaultyServer, remote: RemoteConfig) -> None:
@@ -188,12 +188,12 @@ def test_a_killed_download_blocks_nobody_and_is_cleaned_up(server: FaultyServer,
     process.start()
     folder = Path(remote.cache_dir or "")
     deadline = time.monotonic() + 10
-    while not (server.log and any(path.stat().st_size == len(content(0)) for path in folder.glob("*.part"))):
+    while not (server.log and any(folder.glob("*.part"))):
         assert time.monotonic() < deadline
         time.sleep(0.01)
     os.kill(process.pid or 0, signal.SIGKILL)
     process.join()
-    assert kept(remote) == ["0.tar.part"]
+    assert kept(remote) == [f"0.tar.{len(content(0))}.part"]
     assert fetch(server.url, 1, remote) == content(1)  # another shard's download throws the leftover away
     assert kept(remote) == ["1.tar"]
     assert fetch(server.url, 0, remote) == content(0)

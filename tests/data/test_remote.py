@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import io
 import multiprocessing
 import socket
 import sys
@@ -35,9 +34,9 @@ def server(serve: Callable[[Path], FaultyServer], tmp_path: Path) -> FaultyServe
 
 
 def read(server: FaultyServer, remote: RemoteConfig = REMOTE, size: int | None = None) -> bytes:
-    target = io.BytesIO()
-    download(f"{server.url}/x.tar", target, remote, size)
-    return target.getvalue()
+    target = server.folder / "copy"
+    download(f"{server.url}/x.tar", str(target), remote, size)
+    return target.read_bytes()
 
 
 def expected(server: FaultyServer) -> bytes:
@@ -45,41 +44,20 @@ def expected(server: FaultyServer) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("faults", "requests"),
+    "faults",
     [
-        ([("stall", 100_000)], 2),
-        ([("cut", 100_000)], 2),
-        ([("cut", 100_000), ("status", 503), ("cut", 50_000)], 4),
-        ([("silent",), ("status", 500)], 3),
-        ([("status", 429), ("status", 408)], 3),
-        ([("unended",)], 1),
+        [("stall", 100_000), ("silent",)],
+        [("cut", 100_000), ("status", 503)],
+        [("status", 429), ("status", 408)],
+        [("cut", 0), ("status", 500)],
+        [("unsized", 70_000)],
     ],
 )
-def test_a_broken_transfer_resumes_where_it_stopped(server: FaultyServer, faults: list[tuple], requests: int) -> None:
+def test_a_broken_transfer_is_repeated(server: FaultyServer, faults: list[tuple]) -> None:
     server.faults["x.tar"] = list(faults)
     stalls = any(kind in ("stall", "silent") for kind, *_ in faults)
     assert read(server, RemoteConfig(timeout=2, retries=2) if stalls else REMOTE, SIZE) == expected(server)
-    starts = server.gets("x.tar")
-    assert len(starts) == requests and starts == sorted(starts)
-    if faults[0][0] in ("stall", "cut"):
-        assert 0 < starts[1] <= 100_000
-
-
-def test_a_server_without_ranges_sends_it_all_again(server: FaultyServer) -> None:
-    server.ranges = False
-    server.faults["x.tar"] = [("cut", 100_000), ("cut", 200_000)]
-    assert read(server) == expected(server)
-    assert len(server.gets("x.tar")) == 3
-
-
-def test_progress_begins_a_new_count_of_tries(server: FaultyServer) -> None:
-    server.always["x.tar"] = ("cut", 40_000)
-    assert read(server, RemoteConfig(timeout=20, retries=1), SIZE) == expected(server)
-    assert len(server.gets("x.tar")) >= 8
-    server.ranges, server.log = False, []
-    with pytest.raises(RunError, match="2 tries"):  # the same bytes again are no progress
-        read(server, RemoteConfig(timeout=20, retries=1), SIZE)
-    assert len(server.gets("x.tar")) <= 4
+    assert len(server.gets("x.tar")) == len(faults) + 1
 
 
 @pytest.mark.parametrize(
@@ -96,7 +74,7 @@ def test_a_failure_that_lasts_is_a_run_error(server: FaultyServer, fault: tuple,
     with pytest.raises(RunError, match=f"x.tar: .*{reason}.*3 tries in . s .*run the same command") as caught:
         read(server, IMPATIENT if fault[0] in ("stall", "silent") else REMOTE)
     assert "\n" not in str(caught.value)
-    assert len(server.gets("x.tar")) == 4
+    assert len(server.gets("x.tar")) == 3
 
 
 def test_the_waits_double_up_to_a_bound(server: FaultyServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,11 +87,11 @@ def test_the_waits_double_up_to_a_bound(server: FaultyServer, monkeypatch: pytes
     assert waits == [0.5, 1, 2, 4, 8, 16, 32, 60, 60]
 
 
-def test_a_server_that_is_gone_is_a_run_error() -> None:
+def test_a_server_that_is_gone_is_a_run_error(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     with pytest.raises(RunError, match=f"127.0.0.1:{port}/x.tar: .*3 tries"):
-        download(f"http://127.0.0.1:{port}/x.tar", io.BytesIO(), REMOTE)
+        download(f"http://127.0.0.1:{port}/x.tar", str(tmp_path / "copy"), REMOTE)
 
 
 def test_an_object_of_another_size_is_refused_at_once(server: FaultyServer) -> None:
@@ -126,10 +104,10 @@ def test_an_object_of_another_size_is_refused_at_once(server: FaultyServer) -> N
 def test_an_object_without_a_declared_size_is_bounded_by_the_expected_one(server: FaultyServer) -> None:
     server.always["x.tar"] = ("unsized", SIZE)
     assert read(server) == expected(server)
-    with pytest.raises(UserError, match="more than the expected 200000 bytes"):
+    with pytest.raises(UserError, match="expected 200000"):
         read(server, size=200_000)
     server.always["x.tar"] = ("unsized", 70_000)
-    with pytest.raises(RunError, match="3 tries"):
+    with pytest.raises(RunError, match=f"ended after 70000 of {SIZE} bytes; 3 tries"):
         read(server, size=SIZE)
 
 
@@ -152,14 +130,8 @@ def test_headers_of_the_configuration_are_sent(server: FaultyServer, monkeypatch
 
 def test_a_wrong_checksum_is_downloaded_twice_then_refused(server: FaultyServer) -> None:
     with pytest.raises(UserError, match=r"x.tar: its sha256 is .*upload the shards and their info.json again"):
-        download(f"{server.url}/x.tar", io.BytesIO(), REMOTE, SIZE, "0" * 64)
+        download(f"{server.url}/x.tar", str(server.folder / "copy"), REMOTE, SIZE, "0" * 64)
     assert len(server.log) == 2
-
-
-def test_a_mistake_in_the_program_is_no_network_failure(server: FaultyServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ssl_vit.data.shards.remote._http_step", lambda: None)
-    with pytest.raises(TypeError):
-        read(server)
 
 
 def test_nothing_is_left_behind_by_stalled_downloads(server: FaultyServer, pending: Callable[[], int]) -> None:
@@ -208,22 +180,18 @@ def test_clients_of_any_protocol_are_found_and_missing_ones_named(monkeypatch: p
             find_filesystem(f"{protocol}://bucket/x.tar", 1)
 
 
-def test_a_synchronous_client_is_read_in_ranges_and_retried(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_synchronous_client_is_retried(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     filesystem, path = find_filesystem("memory://bucket/x.tar", 1)
-    content = bytes(range(256)) * 400
-    filesystem.pipe_file(path, content)
-    monkeypatch.setattr("ssl_vit.data.shards.remote.BLOCK", 30_000)
-    starts, original = [], type(filesystem).cat_file
+    filesystem.pipe_file(path, content := bytes(range(256)) * 400)
+    errors, original = [OSError("hub busy"), ConnectionResetError()], type(filesystem).get_file
 
-    def flaky(self: object, path: str, start: int, end: int, **options: object) -> bytes:
-        starts.append(start)
-        if len(starts) in (2, 3):
-            raise OSError("hub busy")
-        return bytes(original(self, path, start=start, end=end, **options))
+    def flaky(*arguments: object, **options: object) -> None:
+        if errors:
+            raise errors.pop()
+        original(*arguments, **options)
 
-    monkeypatch.setattr(type(filesystem), "cat_file", flaky)
-    target = io.BytesIO()
-    download("memory://bucket/x.tar", target, REMOTE, len(content))
-    assert target.getvalue() == content and starts == [0, 30_000, 30_000, 30_000, 60_000, 90_000]
+    monkeypatch.setattr(type(filesystem), "get_file", flaky)
+    download("memory://bucket/x.tar", str(tmp_path / "copy"), REMOTE, len(content))
+    assert (tmp_path / "copy").read_bytes() == content and not errors
     with pytest.raises(UserError, match="no such shard"):
-        download("memory://bucket/y.tar", target, REMOTE)
+        download("memory://bucket/y.tar", str(tmp_path / "copy"), REMOTE)

@@ -19,6 +19,7 @@ from filelock import FileLock, Timeout
 
 from ssl_vit.data import RemoteConfig
 from ssl_vit.data.shards.remote import ask, download, find_filesystem
+from ssl_vit.files import flush
 from ssl_vit.interfaces import RunError, UserError
 
 _NAME = re.compile(r"[0-9a-f]{32}-")  # other files in the folder are not touched
@@ -37,7 +38,7 @@ def open_remote(url: str, remote: RemoteConfig, size: int | None = None, sha256:
         return file
     try:
         copy = cast(BinaryIO, tempfile.TemporaryFile(prefix="ssl-vit-"))
-        download(url, copy, remote, size, sha256)
+        download(url, f"/dev/fd/{copy.fileno()}", remote, size, sha256)
     except OSError as error:
         raise RunError(
             f"{tempfile.gettempdir()}: a shard cannot be kept here while it is read: {error.strerror}; "
@@ -72,13 +73,12 @@ def _cached(folder: Path, url: str, remote: RemoteConfig, size: int | None, sha2
         with FileLock(folder / ".locks" / name):
             if file := _opened(folder / name, size):
                 return file
-            part = folder / f"{name}.part"
+            part = folder / f"{name}.{size}.part"
+            if not _reserve(folder, part, size, remote):
+                return None
             try:
-                with part.open("w+b") as file:
-                    if not _reserve(folder, file, size, remote):
-                        return None
-                    download(url, file, remote, size, sha256)
-                    os.fsync(file.fileno())
+                download(url, str(part), remote, size, sha256)
+                flush(part)
                 part.replace(folder / name)
             finally:
                 part.unlink(missing_ok=True)
@@ -102,29 +102,30 @@ def _opened(path: Path, size: int) -> BinaryIO | None:
     return file
 
 
-def _reserve(folder: Path, part: BinaryIO, size: int, remote: RemoteConfig) -> bool:
-    """Give the part its final length, so that others count it, once the least recently used shards made room."""
+def _reserve(folder: Path, part: Path, size: int, remote: RemoteConfig) -> bool:
+    """Begin the part, whose name says how much it takes, once the least recently used shards made room for it."""
     with FileLock(folder / ".locks" / "room"):
-        own = [path for path in folder.iterdir() if _NAME.match(path.name) and path.name != Path(part.name).name]
-        kept = {path: path.stat() for path in own if path.suffix != ".part" or not _abandoned(path)}
-        held, limit = sum(about.st_size for about in kept.values()), int(remote.cache_gb * 2**30)
-        shards = [(about.st_mtime_ns, path, about.st_size) for path, about in kept.items() if path.suffix != ".part"]
-        for _, path, length in sorted(shards):
+        own = [path for path in folder.iterdir() if _NAME.match(path.name) and path != part]
+        parts = [path for path in own if path.suffix == ".part" and not _abandoned(path)]
+        shards = [(path.stat(), path) for path in own if path.suffix != ".part"]
+        held = sum(int(path.name.split(".")[-2]) for path in parts) + sum(about.st_size for about, _ in shards)
+        limit = int(remote.cache_gb * 2**30)
+        for about, path in sorted(shards, key=lambda shard: shard[0].st_mtime_ns):
             if held + size <= limit and shutil.disk_usage(folder).free >= size:
                 break
             path.unlink()
-            held -= length
+            held -= about.st_size
         if held + size > limit:
             _say(folder, f"data.remote.cache_gb={remote.cache_gb:g} has no room for a shard of {size} bytes")
             return False
-        part.truncate(size)
+        part.touch()
         return True
 
 
 def _abandoned(part: Path) -> bool:
     """Remove a part whose download was killed: nobody holds its lock."""
     try:
-        with FileLock(part.parent / ".locks" / part.name.removesuffix(".part"), timeout=0):
+        with FileLock(part.parent / ".locks" / part.name.rsplit(".", 2)[0], timeout=0):
             part.unlink(missing_ok=True)
             return True
     except Timeout:
