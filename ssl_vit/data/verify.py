@@ -9,7 +9,7 @@ import os
 import re
 import tarfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from io import FileIO
 from pathlib import Path
@@ -22,11 +22,11 @@ from ssl_vit.data.packing.images import channels, decode, open_header
 from ssl_vit.data.packing.parallel import end_with_parent, process_count, progress_bar, run
 from ssl_vit.data.packing.sources.base import BrokenImageError
 from ssl_vit.data.shards.info import IMAGE_EXTENSIONS, Info, ShardList, open_set
+from ssl_vit.data.shards.reading import BadSample, ShardFile
 from ssl_vit.files import sha256
 from ssl_vit.interfaces import UserError
 
 Report = Callable[[str, str, str], None]  # key, kind, detail
-_NAME = re.compile(r"((?:.*/)?[^.]+)\.([^/]*)", re.DOTALL)  # key and extension of a member, as in WebDataset
 _LABEL = re.compile(rb"\s*-?\d{1,18}\s*")
 
 
@@ -163,70 +163,62 @@ class _Checker:
                 report("", "size", f"{size} bytes, {self.listed.file} says {entry.bytes}")
             if entry.sha256 and sha256(path) != entry.sha256:
                 report("", "checksum", f"differs from the sha256 that {self.listed.file} lists")
-        for key, members in _members(path, report):
-            end_with_parent()
-            if key in found.keys:
-                report(key, "duplicate_key", "another sample has the same key")
-            found.keys.add(key)
-            images = [data for extension, data in members.items() if extension in IMAGE_EXTENSIONS]
-            if not images:
-                report(key, "missing_member", f"no image ({', '.join(IMAGE_EXTENSIONS)})")
-            height = width = depth = 0
-            for data in images:
-                try:
-                    image = open_header(data, key)
-                    height, width, depth = image.height, image.width, channels(image)
-                    if self.pixels:
-                        decode(image, key, at_least=(1, 1))
-                except BrokenImageError as error:
-                    report(key, "unreadable_image", error.reason)
-            found.sizes.append((height, width, depth))
-            if (label := _label(key, members.get("cls"), self.listed, report)) is not None:
-                found.labels[label] += 1
+        with path.open("rb") as file:
+            try:
+                shard = ShardFile(file, name)
+            except UserError as error:  # compressed
+                report("", "truncated", str(error))
+            else:
+                self._samples(shard, found, report)
+                if damage := shard.damage or _early_end(path):
+                    report("", "truncated", damage)
         if entry is not None and len(found.sizes) != entry.samples:
             report("", "count", f"{len(found.sizes)} samples, {self.listed.file} says {entry.samples}")
         return found
 
+    def _samples(self, shard: ShardFile, found: _Shard, report: Report) -> None:
+        for member in shard.duplicates:
+            report(member.partition(".")[0], "duplicate_key", f"{member} is there twice")
+        for position, sample in enumerate(shard.samples):
+            end_with_parent()
+            key = sample.key
+            if key in found.keys:
+                report(key, "duplicate_key", "another sample has the same key")
+            found.keys.add(key)
+            height = width = depth = 0
+            try:
+                members = shard.read(position)
+                images = [members[extension] for extension in IMAGE_EXTENSIONS if extension in members]
+                if not images:
+                    report(key, "missing_member", f"no image ({', '.join(IMAGE_EXTENSIONS)})")
+                for data in images:
+                    image = open_header(data, key)
+                    height, width, depth = image.height, image.width, channels(image)
+                    if self.pixels:
+                        decode(image, key, at_least=(1, 1))
+            except BrokenImageError as error:
+                report(key, "unreadable_image", error.reason)
+            except BadSample as error:
+                report(key, "unreadable_image", str(error))
+                members = {}
+            found.sizes.append((height, width, depth))
+            if (label := _label(key, members.get("cls"), self.listed, report)) is not None:
+                found.labels[label] += 1
 
-def _members(path: Path, report: Report) -> Iterator[tuple[str, dict[str, bytes]]]:
-    """(key, content by extension) of consecutive members with one key. Only images and labels are read."""
-    key: str | None = None
-    members: dict[str, bytes] = {}
-    damage = ""
-    with _BoundedFile(path) as file:
-        length = os.fstat(file.fileno()).st_size
-        try:
-            tar = tarfile.open(fileobj=file, mode="r:")
-            while member := tar.next():
-                if member.issparse() or not 0 <= member.size <= length - member.offset_data:
-                    raise tarfile.ReadError(f"{member.name} claims {member.size} bytes")
-                if not member.isreg() or not (found := _NAME.fullmatch(member.name)):
-                    continue
-                prefix, extension = str(found[1]), found[2].lower()
-                if prefix != key:
-                    if key is not None:
-                        yield key, members
-                    key, members = prefix, {}
-                if extension in members:
-                    report(prefix, "duplicate_key", f"{member.name} is there twice")
-                    continue
-                members[extension] = b""
-                if extension in IMAGE_EXTENSIONS or extension == "cls":
-                    file.seek(member.offset_data)
-                    members[extension] = file.read(member.size)
-            # Readers take a damaged header for the end, and see nothing after an end mark.
+
+def _early_end(path: Path) -> str:
+    """Why the members end before the file does, if they do. Readers take a damaged header for the end, and see nothing
+    after an end mark."""
+    try:
+        with _BoundedFile(path) as file, tarfile.open(fileobj=file, mode="r:") as tar:
+            tar.getmembers()
             file.seek(tar.offset)
             rest = file.read(1 << 20)
-            if len(rest) < tarfile.BLOCKSIZE:
-                damage = "the end mark is missing: the file was cut"
-            elif rest.strip(b"\0"):
-                damage = f"nothing after byte {tar.offset} of {length} can be read"
-        except (tarfile.TarError, OSError, EOFError, ValueError, OverflowError) as error:
-            damage = str(error)
-    if key is not None:
-        yield key, members
-    if damage:
-        report("", "truncated", damage)
+    except (tarfile.TarError, OSError) as error:
+        return str(error)
+    if len(rest) < tarfile.BLOCKSIZE:
+        return "the end mark is missing: the file was cut"
+    return f"nothing after byte {tar.offset} can be read" if rest.strip(b"\0") else ""
 
 
 class _BoundedFile(FileIO):

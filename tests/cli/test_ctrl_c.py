@@ -67,8 +67,7 @@ def interrupt(tmp_path: Path, arguments: list[str], at_work: Callable[[psutil.Pr
     text = log.read_text()
     assert code == 1, text
     assert "Traceback" not in text and "KeyboardInterrupt" not in text, text
-    again = "start again: extracted features are kept" if arguments[0] == "eval" else "go on"
-    assert text.rstrip().endswith(f"stopped; run the same command to {again}"), text
+    assert text.rstrip().rpartition("\n")[2].startswith("stopped; run the same command to "), text
     return text
 
 
@@ -85,7 +84,7 @@ def test_compare(digits: Path, tmp_path: Path, jobs: int) -> None:
     keys = [f"data.train={digits}/train", f"data.test={digits}/test", "run=run", f"jobs={jobs}", *FEW]
     keys += [f"arms.{arm}.overrides=[{LONG}]" for arm in ("ssl", "supervised")]
     interrupt(tmp_path, ["compare", "demo_digits", *keys], lambda _: any(tmp_path.glob("run/ssl/checkpoints/step_*")))
-    assert not list(tmp_path.glob("run/pieces/*.json"))
+    assert not list(tmp_path.glob("run/tasks/*.json"))
 
 
 @pytest.mark.slow
@@ -101,9 +100,9 @@ def test_eval(digits: Path, tmp_path: Path) -> None:
     subprocess.run(
         [sys.executable, "-m", "ssl_vit", "train", "digits_ssl", *keys], cwd=tmp_path, check=True, timeout=240
     )
-    arguments = ["eval", "run", "fine_tune", "--data", str(digits), "steps=[100000]", "lrs=[0.01]", "seeds=[0]"]
+    arguments = ["eval", "run", "fine_tune", "--data", str(digits), "training.steps=100000", "sweep={}", "seeds=[0]"]
     interrupt(tmp_path, arguments, lambda process: process.children())
-    assert not (tmp_path / "run/results.json").exists()
+    assert not any(tmp_path.glob("run/results/*.json"))
 
 
 def test_shards_make(tmp_path: Path) -> None:

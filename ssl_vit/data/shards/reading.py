@@ -119,8 +119,8 @@ def _members(file: BinaryIO) -> Iterator[tuple[str, Span]]:
     file.seek(offset)
     with tarfile.open(fileobj=cast(IO[bytes], _Headers(file, length)), mode="r:") as tar:
         for member in tar:
-            if member.issparse():
-                raise tarfile.ReadError(f"{member.name[:80]} is a sparse member")
+            if member.issparse() or member.size < 0:
+                raise tarfile.ReadError(f"{member.name[:80]} is a sparse member or of negative size")
             if member.isreg():
                 _check_size(member.name, member.offset_data + member.size, length)
                 yield member.name, Span(member.offset_data, member.size, int(member.mtime))
