@@ -90,14 +90,6 @@ def test_padding_has_no_influence(make_encoder: Make, make_batch: Make, label: i
     torch.testing.assert_close(*gradients)
 
 
-def test_a_batch_of_padding_alone_is_zero_and_finite(make_encoder: Make, make_batch: Make) -> None:
-    objective = trained_head(objective_of(make_encoder, head="linear"))
-    batch = make_batch(4, valid=torch.zeros(4, dtype=torch.bool), labels=torch.full((4,), -1))
-    result = objective(batch)
-    assert result.loss.item() == 0
-    assert result.metrics["accuracy"].item() == 0
-
-
 @pytest.mark.parametrize(("recipe", "shards", "expected"), [(None, 5, 5), (9, 5, 9), (9, None, 9)])
 def test_the_number_of_classes_comes_from_the_recipe_or_the_shards(
     make_encoder: Make, recipe: int | None, shards: int | None, expected: int
@@ -171,10 +163,6 @@ def test_the_probe_trains_its_head_and_nothing_else(make_encoder: Make, make_bat
     torch.testing.assert_close(objective.logits(batch.images), standard @ linear.weight.T + linear.bias)
     objective(batch).loss.backward()
     assert [name for name, p in objective.named_parameters() if p.grad is not None] == ["head.1.weight", "head.1.bias"]
-
-
-def test_it_needs_no_noise(make_encoder: Make) -> None:
-    assert objective_of(make_encoder).noise_per_sample() == 0
 
 
 @pytest.mark.parametrize(

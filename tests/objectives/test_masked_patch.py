@@ -135,28 +135,6 @@ def test_only_targets_of_corrupted_patches_count(
         assert losses(one)["loss"] != reference["loss"], (image, patch)
 
 
-@pytest.mark.parametrize("target", ["mean_color", "pixels"])
-def test_the_gradient_enters_at_corrupted_patches_alone(
-    make_objective: Make, make_batch: Make, monkeypatch: pytest.MonkeyPatch, target: str, spread: Make
-) -> None:
-    objective = spread(make_objective(target=target, mask_prob=0.3, random_prob=0.3))
-    batch = make_batch(4, noise=objective.noise_per_sample())
-    seen: dict[str, torch.Tensor] = {}
-    encode = objective.encoder.encode
-
-    def encode_everything(tokens: torch.Tensor, keep_BK: torch.Tensor) -> torch.Tensor:
-        seen["outputs"], seen["keep"] = encode(tokens), keep_BK
-        seen["outputs"].retain_grad()
-        return torch.stack([rows[1 + keep] for rows, keep in zip(seen["outputs"], keep_BK, strict=True)])
-
-    monkeypatch.setattr(objective.encoder, "encode", encode_everything)
-    objective(batch).loss.backward()
-    gradient = seen["outputs"].grad
-    assert gradient is not None
-    chosen = torch.zeros(4, 17, dtype=torch.bool).scatter_(1, seen["keep"] + 1, True)
-    assert torch.equal(gradient.abs().sum(-1) > 0, chosen)
-
-
 def test_the_class_token_is_never_corrupted(make_objective: Make, make_batch: Make) -> None:
     objective = make_objective(mask_ratio=1.0, mask_prob=1.0, random_prob=0.0)
     vit = objective.encoder.network
@@ -173,21 +151,6 @@ def test_the_class_token_is_never_corrupted(make_objective: Make, make_batch: Ma
     assert (corrupted_input[:, 1:] != clean_input[:, 1:]).any(-1).all()
     masked = objective.mask_token + vit.pos_embed[0, 1:]
     torch.testing.assert_close(corrupted_input[:, 1:], masked.detach().expand(3, -1, -1))
-
-
-@pytest.mark.parametrize("random_from", ["batch", "image"])
-def test_micro_batches_of_whole_lanes_give_the_whole_batchs_result(
-    make_objective: Make, make_batch: Make, random_from: str, spread: Make
-) -> None:
-    objective = spread(make_objective(mask_prob=0.3, random_prob=0.6, random_from=random_from)).eval()
-    batch = make_batch(12, noise=objective.noise_per_sample(), lane_size=3)
-    with torch.no_grad():
-        _, indices, tokens = objective.predict(batch, batch.images)
-        pieces = [objective.predict(part, part.images) for part in batch.split(2)]
-        parts = [objective(part).loss for part in batch.split(4)]
-        torch.testing.assert_close(torch.stack(parts).mean(), objective(batch).loss)
-    assert torch.equal(indices, torch.cat([piece[1] for piece in pieces]))
-    torch.testing.assert_close(tokens, torch.cat([piece[2] for piece in pieces]))
 
 
 @pytest.mark.parametrize("shares", [(0.8, 0.1), (0.3, 0.5), (0.0, 1.0), (0.0, 0.0)])
