@@ -1,4 +1,4 @@
-"""What a reader needs to judge a number: versions, hardware, commit, world size."""
+"""What a reader needs to interpret a number: versions, hardware, commit, world size."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ssl_vit.training.distributed import Engine
 
 
 def environment(accelerator: Engine | None = None) -> dict[str, Any]:
-    """Versions, hardware, git commit and world size: what a reader needs to judge a number."""
+    """Versions, hardware, git commit and world size: what a reader needs to interpret a number."""
     packages = ("torch", "torchvision", "timm", "accelerate", "simplejpeg", "datasets", "ssl-vit")
     hardware = {
         "machine": platform.platform(),
@@ -57,9 +57,7 @@ def _processor() -> str:
 
 def _git_commit() -> str | None:
     git = shutil.which("git")
-    if (
-        git is None or not (Path(__file__).parent.parent / ".git").exists()
-    ):  # installed: the commit is another project's
+    if git is None or not (Path(__file__).parent.parent / ".git").exists():  # installed: another project's commit
         return None
     command = [git, "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
     answer = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -1,4 +1,4 @@
-"""Run directories: opened for one training at a time, continued by the same recipe only."""
+"""Run directories: opened for one training at a time, resumed by the same recipe only."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ssl_vit.recipe import Recipe
 from ssl_vit.training import checkpoint
 from ssl_vit.training.distributed import Engine
 
-# What a run may go on with another value of: how it is computed, told, kept and guarded, not what it learns.
+# Keys that a resumed run may change: how it is computed, logged, kept and guarded, not what it learns.
 MAY_CHANGE = (
     "run",
     "data.train",  # its content counts, which the checkpoints know
@@ -74,13 +74,13 @@ def open_run(run: Path, settings: Recipe, accelerator: Engine, data: str) -> Non
 
 
 def _is_finished(run: Path) -> bool:
-    """Whether the training that `summary.json` tells of is all there."""
+    """Whether the run has the checkpoint that `summary.json` was written after."""
     kept = checkpoint.folders(run)
     return bool(kept) and (run / SUMMARY).exists() and kept[-1].name == f"step_{read_json(run / SUMMARY)['steps']:08d}"
 
 
 def _sessions_before(run: Path) -> dict[str, Any]:
-    """The environments of the sessions that the run goes on from."""
+    """The environments of the run's earlier sessions."""
     if not checkpoint.folders(run) or not (run / ENVIRONMENT).exists():
         return {}
     last = read_json(run / ENVIRONMENT)
@@ -88,8 +88,8 @@ def _sessions_before(run: Path) -> dict[str, Any]:
 
 
 def check(run: Path, settings: Recipe, data: str | None = None) -> None:
-    """Raises UserError where the directory is no run's, or that of another recipe, of other weights to begin with or
-    (by the fingerprint, where it is given) of other data."""
+    """Raises UserError where the directory holds something else, or a run of another recipe, initial weights or data
+    (by its fingerprint, where it is given)."""
     if run.exists() and not run.is_dir():
         raise UserError(f"run={run} is a file: name a directory")
     path, metrics = run / "recipe.yaml", run / "metrics.jsonl"
@@ -104,12 +104,12 @@ def check(run: Path, settings: Recipe, data: str | None = None) -> None:
         origin = read_json(run / ENVIRONMENT).get("init_from") if (run / ENVIRONMENT).exists() else None
         if origin and origin != _origin(settings):
             raise UserError(
-                f"{run} began with other weights than {settings.init_from} holds now: give this run another directory "
-                "with run=PATH, delete that one, or put the old weights back"
+                f"{run} started from other weights than {settings.init_from} holds now: give this run another directory "
+                "with run=PATH, delete that one, or restore the old weights"
             )
         if data is not None:
             checkpoint.check_data(run, data)
-    elif not path.exists() and run.exists() and any(_is_foreign(entry.name) for entry in run.iterdir()):
+    elif not path.exists() and run.exists() and _has_foreign_files(run):
         raise UserError(f"{run} is not empty and holds no run: give this run another directory with run=PATH")
 
 
@@ -118,9 +118,9 @@ def _origin(settings: Recipe) -> str:
     return sha256(factory.find_weights(settings.init_from or "") / factory.WEIGHTS)
 
 
-def _is_foreign(name: str) -> bool:
-    """Whether a file is none that a start leaves behind which did not come to its recipe."""
-    return name != ".lock" and not name.endswith(".tmp")
+def _has_foreign_files(run: Path) -> bool:
+    """Whether there is more than a start leaves behind that was killed before it wrote its recipe."""
+    return any(path.name != ".lock" and path.suffix != ".tmp" for path in run.iterdir())
 
 
 def _lock(run: Path) -> None:

@@ -146,7 +146,7 @@ _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 
 def _checkpoint_activations(encoder: factory.Encoder, accelerator: Engine) -> None:
     if accelerator.device.type == "xla":
-        raise UserError("training.checkpoint_activations is not available on XLA: raise training.accumulate")
+        raise UserError("training.checkpoint_activations: not available on XLA; raise training.accumulate")
     if any(isinstance(module, _BATCH_NORMS) for module in encoder.modules()):
         raise UserError("training.checkpoint_activations: batch norm would count every image twice; set it to false")
     encoder.network.set_grad_checkpointing(True)

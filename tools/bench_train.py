@@ -17,7 +17,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,26 +32,31 @@ def settings_of(arguments: argparse.Namespace, run: Path, steps: int) -> Any:
 
 def phase_seconds(arguments: argparse.Namespace, run: Path) -> float:
     """Seconds a step of the step or the loader alone."""
-    from ssl_vit.training.step import Stepper
-
     from ssl_vit import stage
     from ssl_vit.data.order import LanePosition
     from ssl_vit.data.shards import open_training
     from ssl_vit.training.distributed import make_accelerator
+    from ssl_vit.training.loop import Trainer
 
     settings = settings_of(arguments, run, arguments.steps)
     training = settings.training
-    accelerator = make_accelerator(training.precision, training.timeout, training.compile)
+    accelerator = make_accelerator(training.precision, training.timeout)
     job = stage.build(settings, open_training(settings.data), accelerator, quiet=True)
     batches = job.batches([LanePosition()] * job.lanes)
     if arguments.phase == "loader":
-        act: Callable[[int], Any] = lambda step: next(batches)  # noqa: E731
+
+        def act(step: int) -> None:
+            next(batches)
+
     else:
         batch, _ = next(batches)
         batches.close()  # type: ignore[attr-defined]
-        stepper = Stepper(job.objective, job.optim, training, job.total_steps, accelerator)
-        stepper.model.train()
-        act = lambda step: stepper.take(batch, step, training.accumulate)  # noqa: E731
+        trainer = Trainer(job)
+        trainer.model.train()
+
+        def act(step: int) -> None:
+            trainer.progress.step = step
+            trainer.train_step(batch)
 
     def wait() -> None:
         if accelerator.device.type == "cuda":

@@ -24,7 +24,7 @@ def train(
     recipe: Annotated[
         str,
         typer.Argument(
-            help="A recipe file, a shipped recipe's name, or a run's directory, to go on with it.",
+            help="A recipe file, a shipped recipe's name, or a run directory to resume.",
             autocompletion=complete.stages,
         ),
     ],

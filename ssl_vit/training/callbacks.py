@@ -19,8 +19,8 @@ from torch import nn
 from ssl_vit.data.samples import Skip
 from ssl_vit.interfaces import Batch, Diverged
 from ssl_vit.training import checkpoint, distributed
-from ssl_vit.training.distributed import stopped
 from ssl_vit.training.loop import Callback, Stop, Trainer
+from ssl_vit.training.signals import stopped
 
 __all__ = ["Callback", "Checkpointing", "EarlyStopping", "Logging", "NanGuard", "Pictures", "Stop", "StopOnSignal"]
 

@@ -49,14 +49,10 @@ def check_data(run: Path, data: str) -> None:
     for folder in folders(run)[-1:]:
         with suppress(ValueError, LookupError):  # a broken one is renamed when it is loaded
             if json.loads((folder / _STATE).read_text())["progress"]["data"] != data:
-                raise other_data(folder)
-
-
-def other_data(folder: Path) -> UserError:
-    return UserError(
-        f"{folder} was trained on other shards than data.train names now (repacked?): "
-        "start again with run=PATH, or restore the old shards"
-    )
+                raise UserError(
+                    f"{folder} was trained on other shards than data.train names now (repacked?): "
+                    "start again with run=PATH, or restore the old shards"
+                )
 
 
 def newest_of(weights: Path) -> Path | None:

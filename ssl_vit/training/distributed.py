@@ -1,4 +1,4 @@
-"""Devices, processes and precision as Accelerate sets them up; what the processes share; signals that stop them."""
+"""Devices, processes and precision as Accelerate sets them up, and what the processes share."""
 
 from __future__ import annotations
 
@@ -9,16 +9,11 @@ import gc
 import os
 import re
 import shutil
-import signal
 import sys
-import threading
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import cache
-from types import FrameType
 from typing import Any
 
 import torch
@@ -32,7 +27,7 @@ from accelerate.utils import (
     parse_flag_from_env,
 )
 
-from ssl_vit.interfaces import PREEMPTED, RunError, Stopped, UserError
+from ssl_vit.interfaces import RunError, UserError
 from ssl_vit.training import Precision
 
 _KNOWN_WARNINGS = (
@@ -45,7 +40,6 @@ _GONE = re.compile(
     r"(?i)connection (closed|reset|refused)|timed out|wait timeout|broken pipe|socket timeout|gloo|nccl|"
     r"failed to (recv|send)|no route to host"
 )
-_ONE_REQUEST = 3.0  # seconds; a launcher repeats the signal that the terminal or the scheduler has sent already
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -182,13 +176,8 @@ def _check_precision(precision: Precision) -> None:
         raise UserError("training.precision=bf16 needs an NVIDIA GPU of Ampere or newer: use fp16 on this one")
 
 
-@dataclass
-class _Together:
-    group: Any = None
-    timeout: int = 0
-
-
-_together = _Together()
+_group: Any = None
+_timeout = 0
 
 
 def connect(timeout: int) -> None:
@@ -198,20 +187,20 @@ def connect(timeout: int) -> None:
     returns once all are there: if the main process, which tells the others where to find each other, left before (with
     an error in the recipe, say), they would look for it for ever.
     """
+    global _group, _timeout
     if not several() and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        _together.group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout))
-        _together.timeout = timeout
+        _group, _timeout = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout)), timeout
         gather(None)
 
 
 def group() -> Any:
     """torch's process group of all processes on the CPU; None for one process alone."""
-    return _together.group
+    return _group
 
 
 def several() -> bool:
     """Whether there are other processes to agree with."""
-    return _together.group is not None
+    return _group is not None
 
 
 def rank() -> int:
@@ -227,7 +216,7 @@ def gather(value: Any) -> list[Any]:
     if not several():
         return [value]
     values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value, group=_together.group)
+    dist.all_gather_object(values, value, group=_group)
     return values
 
 
@@ -236,14 +225,14 @@ def largest(value: int) -> int:
     if not several():
         return value
     tensor = torch.tensor([value])
-    dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=_together.group)
+    dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=_group)
     return int(tensor)
 
 
 def total(tensor: torch.Tensor) -> torch.Tensor:
     """The sum of the processes' CPU tensors."""
     if several():
-        dist.all_reduce(tensor, group=_together.group)
+        dist.all_reduce(tensor, group=_group)
     return tensor
 
 
@@ -281,44 +270,6 @@ def others_watched(last_saved: Callable[[], str]) -> Iterator[None]:
             raise
         reason = str(error).splitlines()[0].split("] ", 1)[-1].split(". This is typically")[0]
         raise RunError(
-            f"another process of this run is gone, or has not answered for {_together.timeout} s (training.timeout): "
+            f"another process of this run is gone, or has not answered for {_timeout} s (training.timeout): "
             f"its own output says why ({reason})\n{last_saved()}; run the same command on all machines to resume"
         ) from error
-
-
-def stopped(number: int) -> Stopped:
-    """The exception that ends a program on a signal: exit code 1 for Ctrl-C, 75 for a preemption."""
-    return Stopped(1 if number == signal.SIGINT else PREEMPTED)
-
-
-class StopRequest:
-    """Whether some process was asked to stop; all processes get the same answer at the same step."""
-
-    def __init__(self) -> None:
-        self.number = 0
-        self.asked = 0.0
-
-    def handle(self, number: int, frame: FrameType | None) -> None:
-        if self.number and time.monotonic() - self.asked > _ONE_REQUEST:
-            raise stopped(number)  # asked again: stop at once
-        if not self.number:
-            self.number, self.asked = number, time.monotonic()
-
-    def agreed(self) -> int:
-        """The signal that some process got (0: none). Call once a step on every process."""
-        return largest(self.number)
-
-
-@contextmanager
-def stop_requests() -> Iterator[StopRequest]:
-    """Turn the signals into a request while the block runs (in the main thread; elsewhere signals stay)."""
-    request = StopRequest()
-    old = {}
-    if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-            old[number] = signal.signal(number, request.handle)
-    try:
-        yield request
-    finally:
-        for number, handler in old.items():
-            signal.signal(number, handler)

@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
 import psutil
 import torch
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
-from rich.console import Console, Group
-from rich.live import Live
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.text import Text
 
 from ssl_vit.data.samples import Skip
 from ssl_vit.interfaces import Batch, RunError, StepOutput, UserError
@@ -134,18 +130,16 @@ class RunLogger:
             self.say(note)
 
     def __enter__(self) -> RunLogger:
-        self.display.__enter__()
+        self.display.bar.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self.path and hasattr(self, "file"):
             self.file.close()
         if self.tracking:  # not `end_training`, which would also end the process group
             self._try(lambda: [tracker.finish() for tracker in self.accelerator.trackers])
         self.accelerator.trackers = []
-        self.display.__exit__(kind, error, trace)
+        self.display.bar.stop()
 
     def say(self, text: str) -> None:
         self.display.say(text)
@@ -215,41 +209,24 @@ class RunLogger:
 
 
 class Display:
-    """Shows step, loss, images/s, share of time spent waiting for data, ETA and memory: two lines that move on a
-    terminal, elsewhere one plain line per log interval."""
+    """One line per log interval, with a bar below on a terminal."""
 
     def __init__(self, name: str, total: int, device: torch.device, enabled: bool) -> None:
         self.name, self.total, self.device, self.enabled = name, total, device, enabled
         self.console = Console(stderr=True)
         self.note = ""  # shown after each log line's values
         # Processes that share a terminal must not each move a line on it.
-        self.moving = enabled and self.console.is_terminal and multiprocessing.parent_process() is None
-        bar = BarColumn(bar_width=None)
-        columns = (TextColumn("[bold]{task.description}"), bar, MofNCompleteColumn(), TimeRemainingColumn())
-        self.bar, self.status = Progress(*columns, console=self.console), Text(style="dim")
+        moving = enabled and self.console.is_terminal and multiprocessing.parent_process() is None
+        columns = (TextColumn("[bold]{task.description}"), BarColumn(None), MofNCompleteColumn(), TimeRemainingColumn())
+        self.bar = Progress(*columns, console=self.console, transient=True, disable=not moving)
         self.task = self.bar.add_task(name, total=total)
-        self.live = Live(Group(self.bar, self.status), console=self.console, transient=True)
-
-    def __enter__(self) -> Display:
-        if self.moving:
-            self.live.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self.moving:
-            self.live.stop()
-            if self.status.plain:
-                self.say(f"{self.name}  {self.status.plain}")
 
     def advance(self, step: int) -> None:
-        if self.moving:
-            self.bar.update(self.task, completed=step)
+        self.bar.update(self.task, completed=step)
 
     def values(self, step: int, values: dict[str, float]) -> None:
         """Show a log line's values: the keys are those of `metrics.jsonl`."""
-        if not self.enabled or "loss" not in values:
+        if "loss" not in values:
             return
         shown = f"loss {values['loss']:.4f}"
         if "constant_loss" in values:
@@ -260,12 +237,9 @@ class Display:
             shown += f" (constant baseline {values['constant_accuracy']:.1%})"
         shown += f"  {values['images_per_second']:,.0f} images/s  data wait {values['data_wait']:.0%}"
         shown += f"  {memory_bytes(self.device) / 2**30:.1f} GiB  {self.note}".rstrip()
-        if self.moving:
-            self.status.plain = shown
-        else:
-            minutes, seconds = divmod(round((self.total - step) * values["seconds_per_step"]), 60)
-            left = f"{minutes // 60}:{minutes % 60:02}:{seconds:02}"
-            print(f"{self.name}  {step}/{self.total}  {shown}  {left} left", file=sys.stderr, flush=True)
+        minutes, seconds = divmod(round((self.total - step) * values["seconds_per_step"]), 60)
+        left = f"{minutes // 60}:{minutes % 60:02}:{seconds:02}"
+        self.say(f"{self.name}  {step}/{self.total}  {shown}  {left} left")
 
     def say(self, text: str) -> None:
         """A line above the bar."""

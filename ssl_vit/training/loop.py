@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,12 @@ from ssl_vit.data.order import LanePosition
 from ssl_vit.data.samples import Chunk, Skip
 from ssl_vit.interfaces import Batch, StepOutput, UserError
 from ssl_vit.training import OptimConfig, TrainingConfig, checkpoint, distributed
-from ssl_vit.training.distributed import Engine, StopRequest, stop_requests
+from ssl_vit.training.distributed import Engine
 from ssl_vit.training.logging import RunLogger, StepResult, Window
 from ssl_vit.training.memory import find_accumulation
 from ssl_vit.training.optim import WeightAverage, build_optimizer, lr_factor, peak_lr, set_lr
-from ssl_vit.training.state import State
+from ssl_vit.training.signals import StopRequest, stop_requests
+from ssl_vit.training.state import Progress, State
 
 Batches = Callable[[list[LanePosition]], Iterator[tuple[Batch, Chunk]]]
 
@@ -111,28 +112,6 @@ class Outcome:
     skipped_steps: int = 0
 
 
-@dataclass
-class Progress:
-    """Where a run stands: steps done, seconds trained, each lane's position in which shards; see `Job`.
-
-    accumulate: micro-batches of a process's part of a step. skipped_steps: those that were not finite.
-    """
-
-    lanes: list[LanePosition]
-    step: int = 0
-    seconds: float = 0.0
-    data: str = ""
-    classes: tuple[str, ...] = ()
-    accumulate: int = 1
-    skipped_steps: int = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        vars(self).update(state | {"lanes": [LanePosition(**lane) for lane in state["lanes"]]})
-
-
 def train(job: Job) -> Outcome:
     """Train to `total_steps`, resuming from the run's newest checkpoint; leaves the objective trained in place.
 
@@ -187,7 +166,7 @@ class Trainer:
         with self.log:
             self.log.begin(progress.step, notes, job.recipe)
             self.model.train()
-            stop = self._first(callback.start(self) for callback in job.callbacks)
+            stop = next(filter(None, (callback.start(self) for callback in job.callbacks)), None)
             batches = job.batches(progress.lanes)
             self.new_window()
             while not stop and progress.step < job.total_steps:
@@ -198,7 +177,7 @@ class Trainer:
                     self._find_accumulation()
                 self.result = self.train_step(self.batch)
                 self._advance(chunk, request.agreed())
-                stop = self._first(callback.after_step(self) for callback in job.callbacks)
+                stop = next(filter(None, (callback.after_step(self) for callback in job.callbacks)), None)
             if stop:
                 self.log.say(stop.reason)
                 if stop.error:
@@ -266,10 +245,6 @@ class Trainer:
         self.window_ends = due or any(callback.ends_window(self) for callback in self.job.callbacks)
         self.log.display.advance(progress.step)
 
-    def _first(self, decisions: Iterator[Stop | None]) -> Stop | None:
-        """The first decision to stop; later callbacks are not called."""
-        return next(filter(None, decisions), None)
-
     def _resume(self) -> list[str]:
         """Load the run's newest checkpoint. Returns what to tell the user."""
         job, progress, notes = self.job, self.progress, list[str]()
@@ -277,8 +252,6 @@ class Trainer:
             saved, notes = checkpoint.newest(job.run)
             if saved:
                 checkpoint.load(saved, self.state)
-                if progress.data != job.data:
-                    raise checkpoint.other_data(saved)
         progress.classes = job.classes
         if not self.search:
             progress.accumulate = job.training.accumulate

@@ -6,8 +6,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 import torch
-from accelerate.utils import find_executable_batch_size
-from accelerate.utils.memory import should_reduce_batch_size
+from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
 
 from ssl_vit.interfaces import Batch, UserError
 from ssl_vit.training import distributed, optim
@@ -42,43 +41,31 @@ def find_accumulation(
             if fresh:
                 optimizer.state.clear()
 
-    counts = [n for n in range(min(least, lanes), lanes + 1) if lanes % n == 0]
     try:
-        return fitting_accumulation(len(batch.images), counts, attempt)
+        return first_that_fits([n for n in range(min(least, lanes), lanes + 1) if lanes % n == 0], attempt)
     finally:
         set_random_state(random, state.device)
         for buffer, kept in zip(objective.buffers(), buffers, strict=True):
             buffer.copy_(kept)
 
 
-def fitting_accumulation(share: int, candidates: list[int], attempt: Callable[[int], None]) -> int:
-    """The first of the `candidates` (rising numbers of micro-batches) that every process has the memory for.
+def first_that_fits(counts: list[int], attempt: Callable[[int], None]) -> int:
+    """The first of these rising numbers of micro-batches that every process has the memory for.
 
-    share: one process's images of a step. attempt: does what a step does, without other processes, and raises what an
-    allocator raises. Raises UserError when not even the last one fits.
+    attempt: does what a step does, without other processes, and raises what an allocator raises.
     """
-    sizes = iter([share // count for count in candidates])
-
-    def fits(size: int) -> int:
+    for count in counts:
         full = False
         try:
-            attempt(share // size)
+            attempt(count)
         except RuntimeError as error:
             if not should_reduce_batch_size(error):
                 raise
             full = True
-        if distributed.largest(int(full)):
-            raise RuntimeError("Some process is out of memory.")  # the words that make Accelerate try the next
-        return share // size
-
-    # Called, not used as a decorator, which drops `reduce_batch_size_fn` in older versions of Accelerate.
-    search = find_executable_batch_size(fits, next(sizes), lambda: next(sizes, 0))
-    try:
-        return int(search())
-    except RuntimeError as error:
-        if "No executable batch size" not in str(error):
-            raise
-        raise UserError(
-            f"training.auto_batch: not even micro-batches of {share // candidates[-1]} images fit into the memory; "
-            "set training.checkpoint_activations=true, or raise data.lanes so that micro-batches can be smaller"
-        ) from None
+        if not distributed.largest(int(full)):
+            return count
+        clear_device_cache(garbage_collect=True)
+    raise UserError(
+        f"training.auto_batch: not even {counts[-1]} micro-batches per step fit into the memory; set "
+        "training.checkpoint_activations=true, or raise data.lanes so that micro-batches can be smaller"
+    )

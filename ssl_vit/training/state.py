@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from ssl_vit.data.order import LanePosition
 from ssl_vit.interfaces import UserError
 from ssl_vit.training import distributed
 from ssl_vit.training.optim import WeightAverage
@@ -27,6 +28,28 @@ class Stateful(Protocol):
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state: dict[str, Any], /) -> None: ...
+
+
+@dataclass
+class Progress:
+    """Where a run stands: steps done, seconds trained, each lane's position in which shards.
+
+    accumulate: micro-batches of a process's part of a step. skipped_steps: those that were not finite.
+    """
+
+    lanes: list[LanePosition]
+    step: int = 0
+    seconds: float = 0.0
+    data: str = ""
+    classes: tuple[str, ...] = ()
+    accumulate: int = 1
+    skipped_steps: int = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        vars(self).update(state | {"lanes": [LanePosition(**lane) for lane in state["lanes"]]})
 
 
 @dataclass

@@ -134,7 +134,7 @@ def test_fsdp2_exports_what_one_gpu_does(pictures: Path, tmp_path: Path, more: t
 @pytest.mark.parametrize("compiled", ["", "compiled"])
 @pytest.mark.parametrize("recipe", ["pretrain_vit_tiny", "supervised_vit_tiny"])
 def test_a_step_waits_for_nothing_and_compiles_once(pictures: Path, tmp_path: Path, recipe: str, compiled: str) -> None:
-    """Ten steps of the real stepper under CUDA's sync debug mode, after two that compile."""
+    """Ten steps of the real loop under CUDA's sync debug mode, after two that compile."""
     program = """
 import sys, torch
 from torch._dynamo.utils import counters
@@ -143,21 +143,22 @@ from ssl_vit.data.shards import open_training
 from ssl_vit.data.order import LanePosition
 from ssl_vit.recipe import load_recipe
 from ssl_vit.training.distributed import make_accelerator
-from ssl_vit.training.step import Stepper
+from ssl_vit.training.loop import Trainer
 
 name, compiled, *keys = sys.argv[1:]
-settings = load_recipe(name, keys)
-accelerator = make_accelerator("bf16", compiled=bool(compiled))
+settings = load_recipe(name, [*keys, f"training.compile={bool(compiled)}"])
+accelerator = make_accelerator("bf16")
 job = stage.build(settings, open_training(settings.data), accelerator, quiet=True)
 batches = job.batches([LanePosition()] * job.lanes)
-stepper = Stepper(job.objective, job.optim, job.training, job.total_steps, accelerator)
+trainer = Trainer(job)
 for step in range(12):
     batch, _ = next(batches)
     if step == 2:
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
         before = dict(counters["stats"]), dict(counters["frames"])
-    stepper.take(batch, step, job.training.accumulate)
+    trainer.train_step(batch)
+    trainer.progress.step += 1
 torch.cuda.set_sync_debug_mode("default")
 assert before == (dict(counters["stats"]), dict(counters["frames"])) and not counters["graph_break"]
 """

@@ -18,7 +18,7 @@ from torch import nn
 from ssl_vit import api, recipe
 from ssl_vit.interfaces import UserError
 from ssl_vit.training.logging import RunLogger
-from ssl_vit.training.memory import fitting_accumulation
+from ssl_vit.training.memory import first_that_fits
 from ssl_vit.training.optim import WeightAverage
 
 Settings = Callable[..., recipe.Recipe]
@@ -42,12 +42,12 @@ def test_the_first_number_of_micro_batches_that_fits_is_taken() -> None:
         if 48 // count > room:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
-    assert fitting_accumulation(48, [1, 2, 3, 4, 6, 12], attempt) == 6 and tried == [1, 2, 3, 4, 6]
-    assert fitting_accumulation(48, [1, 2], lambda count: None) == 1
-    with pytest.raises(UserError, match="not even micro-batches of 24 images fit"):
-        fitting_accumulation(48, [1, 2], attempt)
+    assert first_that_fits([1, 2, 3, 4, 6, 12], attempt) == 6 and tried == [1, 2, 3, 4, 6]
+    assert first_that_fits([1, 2], lambda count: None) == 1
+    with pytest.raises(UserError, match="not even 2 micro-batches"):
+        first_that_fits([1, 2], attempt)
     with pytest.raises(ValueError, match="a mistake"):
-        fitting_accumulation(48, [1, 2], lambda count: (_ for _ in ()).throw(ValueError("a mistake")))
+        first_that_fits([1, 2], lambda count: (_ for _ in ()).throw(ValueError("a mistake")))
 
 
 # While it searches, this process may map 100 MB more than it has mapped by then: a real refusal by the kernel.

@@ -15,8 +15,8 @@ import pytest
 from ssl_vit import api, recipe, runs
 from ssl_vit.interfaces import Stopped, UserError
 from ssl_vit.training import checkpoint
-from ssl_vit.training.distributed import StopRequest
 from ssl_vit.training.loop import Trainer
+from ssl_vit.training.signals import StopRequest
 
 Train = Callable[..., Path]
 PROBE = ("probe.images=20", "probe.shots=1")

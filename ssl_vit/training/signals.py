@@ -1,0 +1,53 @@
+"""Ctrl-C, SIGTERM and SIGUSR1: save first, then stop."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from ssl_vit.interfaces import PREEMPTED, Stopped
+from ssl_vit.training import distributed
+
+_ONE_REQUEST = 3.0  # seconds; a launcher repeats the signal that the terminal or the scheduler has sent already
+
+
+def stopped(number: int) -> Stopped:
+    """The exception that ends a program on a signal: exit code 1 for Ctrl-C, 75 for a preemption."""
+    return Stopped(1 if number == signal.SIGINT else PREEMPTED)
+
+
+class StopRequest:
+    """Whether some process was asked to stop; all processes get the same answer at the same step."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        self.asked = 0.0
+
+    def handle(self, number: int, frame: FrameType | None) -> None:
+        if self.number and time.monotonic() - self.asked > _ONE_REQUEST:
+            raise stopped(number)  # asked again: stop at once
+        if not self.number:
+            self.number, self.asked = number, time.monotonic()
+
+    def agreed(self) -> int:
+        """The signal that some process got (0: none). Call once per step on every process."""
+        return distributed.largest(self.number)
+
+
+@contextmanager
+def stop_requests() -> Iterator[StopRequest]:
+    """Turn the signals into a request while the block runs (in the main thread; elsewhere signals stay)."""
+    request = StopRequest()
+    old = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+            old[number] = signal.signal(number, request.handle)
+    try:
+        yield request
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)
