@@ -64,7 +64,7 @@ def first_that_fits(counts: list[int], attempt: Callable[[int], None]) -> int:
             full = True
         if not distributed.largest(int(full)):
             return count
-        clear_device_cache(garbage_collect=True)
+        clear_device_cache(garbage_collection=True)
     raise UserError(
         f"training.auto_batch: not even {counts[-1]} micro-batches per step fit into the memory; set "
         "training.checkpoint_activations=true, or raise data.lanes so that micro-batches can be smaller"
