@@ -18,11 +18,11 @@ from ssl_vit.data.shards import open_shards
 from ssl_vit.evaluators.features import ImageSet, Representation
 from ssl_vit.evaluators.few_shot import few_shot_accuracy
 from ssl_vit.evaluators.online import OnlineProbe
-from ssl_vit.interfaces import UserError
+from ssl_vit.interfaces import Stopped, UserError
 from ssl_vit.models import factory
 from ssl_vit.training import ProbeConfig
 from ssl_vit.training.callbacks import EarlyStopping
-from ssl_vit.training.distributed import Stopped, make_accelerator
+from ssl_vit.training.distributed import make_accelerator
 
 
 @pytest.fixture(scope="module")
