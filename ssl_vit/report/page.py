@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -49,6 +50,9 @@ def page(comparison: Comparison) -> str:
     record, runs, styles = comparison.record, comparison.runs, styles_of(comparison)
     summary = summarize(comparison)
     environments = {"comparison": flat(record.environment)} if record.environment else {}
+    machines = {json.dumps(task.hardware, sort_keys=True): task.hardware for task in comparison.tasks.values()}
+    if len(machines) > 1:
+        environments |= {f"machine {number}": flat(machine) for number, machine in enumerate(machines.values(), 1)}
     environments |= {arm: dict(run.environment) for arm, run in runs.items() if run.environment}
     return template(Path(__file__).with_name("page.html.j2")).render(
         comparison=comparison,

@@ -67,10 +67,12 @@ def _headline(comparison: Comparison, head: Difference, budgets: Sequence[Differ
     if len(budgets) == 1:
         over = f" with {budget_words(budgets[0].labels_per_class or 0)}"
     title = comparison.record.evaluators[head.place.evaluator].title
+    weighted = comparison.record.metrics[head.place.data] == "mean_per_class"
+    metric = "mean per-class test accuracy" if weighted else "test accuracy"
     units = f"{head.estimate.units} pretrainings, " if head.unit == "pretraining" else ""
     design = f"{units}{head.seeds} seed{'s' * (head.seeds != 1)}, {head.estimate.images:,} test images"
     sentence = (
-        f"{_capital(claim)}: {points(head.estimate)} points of test accuracy ({100 * head.means[0]:.1f}% against "
+        f"{_capital(claim)}: {points(head.estimate)} points of {metric} ({100 * head.means[0]:.1f}% against "
         f"{100 * head.means[1]:.1f}%){over} ({title}, {design})."
     )
     if head.outcome == "undecided":
@@ -94,7 +96,7 @@ def _plan(comparison: Comparison, head: Difference) -> str:
 
 def _efficiency(comparison: Comparison, row: Efficiency) -> str:
     ours, theirs = (comparison.spoken(arm) for arm in (row.arm, row.against))
-    return _capital(f"{ours} with {budget_words(row.labels_per_class)} equals {theirs} with {needed(row)}.")
+    return _capital(f"{ours} with {budget_words(row.labels_per_class)} is as accurate as {theirs} with {needed(row)}.")
 
 
 def needed(row: Efficiency) -> str:

@@ -114,19 +114,6 @@ def test_shards_that_moved_are_said_to_be_out_of_reach(run: Path, make_encoder: 
     assert "The weights: not stated." in text
 
 
-def test_a_mixtures_licenses_are_all_named(run: Path, make_encoder: Make) -> None:
-    other = run.parent / "other"
-    other.mkdir()
-    (other / "000000.tar").touch()
-    info = {"classes": None, "samples": 3, "shards": [{"file": "000000.tar", "samples": 3}], "license": "CC0"}
-    (other / "info.json").write_text(json.dumps(info))
-    recipe = recipes.load_recipe(run / "recipe.yaml", [f"data.train=[{run.parent / 'shards'},{other}]"])
-    recipes.save(recipe, run / "recipe.yaml")
-    text = write(make_encoder(), run)
-    assert "| Images | 10 |" in text
-    assert "The training images: CC BY 4.0 + CC0." in text
-
-
 def test_imported_weights_tell_where_they_come_from(tmp_path: Path, make_encoder: Make) -> None:
     folder = weights(tmp_path, make_encoder())
     config = json.loads((folder / "config.json").read_text())

@@ -137,7 +137,7 @@ def test_a_report_that_cannot_be_written_is_named(comparison: Path, tmp_path: Pa
     assert not list(tmp_path.glob("*.tmp"))
 
 
-def test_losses_are_drawn_with_their_constant(tmp_path: Path) -> None:
+def test_losses_are_drawn_with_their_constant() -> None:
     style = plots.Style("#0072b2", "o")
     losses = [Loss(step, 1 / step, 0.5, 64 * step) for step in range(1, 1000)]
     found = plots.loss_curves({"a": (style, losses)})

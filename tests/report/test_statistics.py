@@ -46,6 +46,7 @@ def test_the_interval_is_that_of_the_two_way_analysis_of_variance() -> None:
     spread = ms_seed**2 / (S - 1) + ms_image**2 / (M - 1) + ms_residual**2 / ((S - 1) * (M - 1))
     freedom = max(top**2 / spread, S - 1)
     found = paired_difference(a, b)
+    assert freedom >= S - 1
     assert found.mean == pytest.approx(a.mean() - b.mean())
     assert found.degrees_of_freedom == pytest.approx(freedom)
     assert found.half_width == pytest.approx(stats.t.ppf(0.975, freedom) * math.sqrt(top / (S * M)))
@@ -77,12 +78,6 @@ def test_one_seed_one_image_or_no_variation_make_no_interval(shape: tuple[int, i
     assert found.mean == 1.0
     assert found.half_width is None and found.p_value == 1.0
     assert outcome(found, 0.01) == "undecided"
-
-
-def test_the_degrees_of_freedom_are_never_below_those_of_the_seeds() -> None:
-    for seed in range(30):
-        freedom = paired_difference(*simulated(5, 40, seed)).degrees_of_freedom
-        assert freedom is not None and freedom >= 4
 
 
 @pytest.mark.parametrize(("seeds", "images"), [(3, 200), (8, 400)])
