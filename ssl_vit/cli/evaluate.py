@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -96,53 +96,41 @@ def _data_sets(data: list[str], test: str | None, suite: str | None) -> dict[str
 def _name(row: Result) -> str:
     from ssl_vit.evaluators import budget_words
 
-    return f"{budget_words(row.labels_per_class)}{', ' * bool(row.variant)}{row.variant}"
+    return ", ".join(filter(None, (budget_words(row.labels_per_class), row.variant)))
 
 
 def _show(found: Sequence[Evaluation], per_class: bool) -> None:
-    """One table of all data sets, what was skipped, and where the numbers are."""
+    """One table of all data sets, what was selected and skipped, and where the results are."""
+    import numpy as np
     from rich.console import Console
-    from rich.text import Text
 
-    names = [one.results[0].data for one in found]
     cells: dict[tuple[str, str], dict[str, list[float]]] = {}
     for one in found:
         for row in one.results:
             by_data = cells.setdefault((row.arm, _name(row)), {})
-            by_data.setdefault(row.data, []).append(getattr(row, one.about["metric"]))
+            by_data.setdefault(row.data, []).append(100 * getattr(row, one.about["metric"]))
+    names = [one.results[0].data for one in found]
     table = _table(f"{found[0].about['title']} (% ± standard deviation over seeds)", ("", "labels", *names))
-    for place, values in cells.items():
-        table.add_row(*map(Text, place), *(_cell(values.get(name, [])) for name in names))
-    console = Console()
-    console.print(table)
+    for place, by_data in cells.items():
+        shown = []
+        for values in (by_data.get(name, []) for name in names):
+            spread = f" ± {np.std(values, ddof=1):.1f}" if len(values) > 1 else ""
+            shown.append(f"{np.mean(values):.1f}{spread}" if values else "–")
+        table.add_row(*place, *shown)
+    Console().print(table)
     for name, one in zip(names, found, strict=True):
         if per_class:
-            console.print(_classes(one))
+            Console().print(_classes(one))
         lines = ["mean of the per-class accuracies"] if one.about["metric"] == "mean_per_class" else []
-        lines += [
-            f"{row.arm}, {_name(row)}, seed {row.seed}: selected {_words(row.selected)}"
-            for row in one.results
-            if row.selected
-        ]
-        lines += [note for row in one.results for note in row.notes]
-        lines += [f"{len(one.about['skipped'])} unreadable sample(s) skipped"] * bool(one.about["skipped"])
+        for row in one.results:
+            settings = ", ".join(f"{key}={value}" for key, value in row.selected.items())
+            lines += [f"{row.arm}, {_name(row)}, seed {row.seed}: selected {settings}"] if settings else []
+            lines += row.notes
+        lines += [f"{len(one.about['skipped'])} unreadable sample(s) skipped"] if one.about["skipped"] else []
         for line in dict.fromkeys(lines):
             print(f"{name}: {line}")
     seconds = sum(one.about["seconds"] for one in found)
     print(f"\n{seconds:.2f} s; saved in {', '.join(str(one.path) for one in found)}")
-
-
-def _cell(values: Sequence[float]) -> str:
-    import numpy as np
-
-    if not values:
-        return "–"
-    spread = f" ± {100 * np.std(values, ddof=1):.1f}" if len(values) > 1 else ""
-    return f"{100 * np.mean(values):.1f}{spread}"
-
-
-def _words(settings: dict[str, Any]) -> str:
-    return ", ".join(f"{key}={value}" for key, value in settings.items())
 
 
 def _table(title: str, headers: Sequence[str]) -> Table:
@@ -150,8 +138,8 @@ def _table(title: str, headers: Sequence[str]) -> Table:
     from rich.text import Text
 
     table = Table(title=Text(title), title_justify="left")
-    for n, header in enumerate(headers):
-        table.add_column(Text(header), justify="right" if n > 1 else "left")
+    for number, header in enumerate(headers):
+        table.add_column(Text(header), justify="right" if number > 1 else "left")
     return table
 
 
@@ -161,16 +149,16 @@ def _classes(one: Evaluation) -> Table:
     from rich.text import Text
 
     correct: dict[str, list[np.ndarray]] = {}
-    rows = [row for row in one.results if row.arm == "trained"]
-    for row in rows:
-        correct.setdefault(_name(row), []).append(row.prediction.correct)
-    labels, names = rows[0].prediction.labels, one.about["classes"]
-    table = _table(f"{rows[0].data}: accuracy of each class, %", ("class", "images", *correct))
+    for row in one.results:
+        if row.arm == "trained":
+            correct.setdefault(_name(row), []).append(row.prediction.correct)
+    first, names = one.results[0], one.about["classes"]
+    labels = first.prediction.labels
+    table = _table(f"{first.data}: accuracy of each class, %", ("class", "images", *correct))
     for label in range(max(len(names), int(labels.max()) + 1)):
-        of_class = labels == label
+        here = labels == label
         shares = [
-            f"{100 * np.mean(seeds, axis=0)[of_class].mean():.1f}" if of_class.any() else "–"
-            for seeds in correct.values()
+            f"{100 * np.mean(seeds, axis=0)[here].mean():.1f}" if here.any() else "–" for seeds in correct.values()
         ]
-        table.add_row(Text(names[label] if label < len(names) else str(label)), str(of_class.sum()), *shares)
+        table.add_row(Text(names[label] if label < len(names) else str(label)), str(here.sum()), *shares)
     return table

@@ -16,7 +16,7 @@ from ssl_vit.evaluators import Counts, Numbers, Seeds
 from ssl_vit.evaluators.base import Classifier, FeatureConfig, Scored, SweepConfig
 from ssl_vit.evaluators.base import Evaluator as BaseEvaluator
 from ssl_vit.evaluators.features import ImageSet
-from ssl_vit.evaluators.labels import choose_each, short_classes
+from ssl_vit.evaluators.labels import choose_shots, short_classes
 from ssl_vit.results import Prediction
 
 _BIAS = 100.0  # the constant feature; regularized like the rest, so its size sets how free the bias is
@@ -142,7 +142,7 @@ def few_shot_accuracy(
             stacklevel=2,
         )
     values = (l2,) if isinstance(l2, (int, float)) else tuple(l2)
-    chosen = choose_each(train_labels, shots, seeds)
+    chosen = {(shot, seed): choose_shots(train_labels, shot, seed) for shot in shots for seed in seeds}
 
     def predictions(images: np.ndarray) -> dict[float, np.ndarray]:
         return Ridge(train_features[images], train_labels[images]).predict(test_features, values)

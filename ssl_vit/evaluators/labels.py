@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -11,48 +10,37 @@ from ssl_vit.data.images import class_index
 from ssl_vit.data.shards import ShardSet
 from ssl_vit.evaluators import ALL
 from ssl_vit.interfaces import UserError
+from ssl_vit.results import Budget
 
 
 def choose_shots(labels: np.ndarray, shots: int, seed: int) -> np.ndarray:
     """Indices of the first `shots` images of each class's permutation by `default_rng(seed)`, class by class.
 
-    Nested: more shots contain fewer. A class with too few images gives all it has. labels: int (n,); negative ones are
-    not images to choose from.
+    Nested: more shots contain fewer. A class with too few images gives all it has. labels: int (n,); images with a
+    negative label are never chosen.
     """
-    return _first_of_each(labels, seed, lambda label: shots)
+    return choose_labeled(labels, shots, seed)
 
 
-def choose_labeled(
-    labels: np.ndarray, budget: int | str, seed: int, *, share_of: np.ndarray | None = None
-) -> np.ndarray:
-    """Indices of the images that a label budget allows: shots a class, a share such as "10%" of every class (rounded,
-    at least one image, the first of the same permutations), or "all" of them in order.
+def choose_labeled(labels: np.ndarray, budget: Budget, seed: int, *, share_of: np.ndarray | None = None) -> np.ndarray:
+    """Indices of the images that a label budget allows: per class, a share such as "10%" of every class (rounded, at
+    least one image, the first of the same permutations), or "all" of them in order.
 
     share_of: the labels (n,) that a share counts, where some of them are held out of `labels`.
     """
     if budget == ALL:
         return np.flatnonzero(labels >= 0)
-    if isinstance(budget, int):
-        return choose_shots(labels, budget, seed)
-    share, everything = float(budget[:-1]) / 100, labels if share_of is None else share_of
-    return _first_of_each(labels, seed, lambda label: max(1, round(share * int((everything == label).sum()))))
-
-
-def choose_each(
-    labels: np.ndarray, budgets: Sequence[int | str], seeds: Sequence[int]
-) -> dict[tuple[int | str, int], np.ndarray]:
-    """`choose_labeled` for every (label budget, seed)."""
-    return {(budget, seed): choose_labeled(labels, budget, seed) for budget in budgets for seed in seeds}
-
-
-def _first_of_each(labels: np.ndarray, seed: int, wanted: Callable[[int], int]) -> np.ndarray:
-    """wanted: from a class to how many."""
+    everything = labels if share_of is None else share_of
     generator = np.random.default_rng(seed)
-    chosen = []
+    found = []
     for label in np.unique(labels[labels >= 0]):
-        members = np.flatnonzero(labels == label)
-        chosen.append(generator.permutation(members)[: wanted(int(label))])
-    return np.concatenate(chosen)
+        order = generator.permutation(np.flatnonzero(labels == label))
+        if isinstance(budget, int):
+            count = budget
+        else:
+            count = max(1, round(float(budget[:-1]) / 100 * int((everything == label).sum())))
+        found.append(order[:count])
+    return np.concatenate(found)
 
 
 def held_out_split(labels: np.ndarray, share: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -74,7 +62,7 @@ def short_classes(labels: np.ndarray, shots: int, everything: np.ndarray) -> lis
     return list(map(int, classes[counts < shots]))
 
 
-def short_note(labels: np.ndarray, budget: int | str, everything: np.ndarray) -> tuple[str, ...]:
+def short_note(labels: np.ndarray, budget: Budget, everything: np.ndarray) -> tuple[str, ...]:
     """What a reader must know of the labels (n,) that a label budget gave; everything: see `short_classes`."""
     if isinstance(budget, str) and budget != ALL:
         asked = len(choose_labeled(everything, budget, 0))

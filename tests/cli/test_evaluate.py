@@ -99,7 +99,7 @@ def test_what_was_selected_is_printed(trained: Path, evaluate: Call) -> None:
     [
         ([], "name the data: --data FOLDER"),
         (["--data", "x", "--suite", "local"], "name the data: --data FOLDER"),
-        (["--suite", "transfr"], "no such suite; shipped ones: local, transfer"),
+        (["--suite", "transfr"], "transfr: no such suite"),
         (["--data", "a", "--data", "b", "--test", "c"], "--test goes with one --data"),
         (["--data", "/"], "/ does not hold train/ and test/"),
     ],

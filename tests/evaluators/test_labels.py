@@ -40,6 +40,13 @@ def test_shots_are_the_few_shot_protocols_and_all_is_every_labeled_image() -> No
     np.testing.assert_array_equal(choose_labeled(LABELS, "all", 3), np.flatnonzero(LABELS >= 0))
 
 
+def test_images_without_a_label_are_never_chosen_and_change_nothing() -> None:
+    labels = np.array([1, 0, 1, 0, 0, 1])
+    hidden = np.concatenate([labels, [-1, -1, -1]])
+    np.testing.assert_array_equal(choose_shots(hidden, 2, 0), choose_shots(labels, 2, 0))
+    assert sorted(choose_shots(hidden, 99, 0)) == [0, 1, 2, 3, 4, 5]
+
+
 @pytest.mark.parametrize(
     ("given", "means"), [(5, 5), (None, "all"), ("all", "all"), ("100%", "all"), ("1.0%", "1%"), ("0.5%", "0.5%")]
 )
