@@ -87,7 +87,7 @@ def summarize(comparison: Comparison) -> Summary:
 
     The headline of a data set is the mean over label budgets of the paired difference between the first arm under test
     and its baseline (training from scratch; the untrained encoder under frozen evaluators), under the first evaluator
-    that trains the encoder, else under the first one.
+    that trains the encoder, else under the first one. The plan alone decides which that is, not what is finished.
     """
     accuracies: list[Accuracy] = []
     differences: list[Difference] = []
@@ -103,13 +103,20 @@ def summarize(comparison: Comparison) -> Summary:
             differences += _adjusted(comparison, single)
             if role == "baseline" and arm == comparison.tested[0]:
                 efficiencies += measured.efficiencies(arm, against)
-    evaluators = comparison.record.evaluators
-    found = [row for row in means if row.role == "baseline" and row.arm == comparison.tested[0]]
-    found.sort(key=lambda row: not evaluators[row.place.evaluator].trains_encoder)  # stable
-    first = {row.place.data: row for row in reversed(found)}
-    headlines = _adjusted(comparison, [first[data] for data in comparison.record.metrics if data in first])
+    declared = [_declared(comparison, data) for data in comparison.record.metrics]
+    headlines = _adjusted(comparison, [row for row in means if (row.place, row.arm, row.against) in declared])
     listed = (accuracies, differences, means, headlines, efficiencies)
     return Summary(tuple(places), *(tuple(rows) for rows in listed))  # type: ignore[arg-type]
+
+
+def _declared(comparison: Comparison, data: str) -> tuple[Place, str, str] | None:
+    """(place, arm, baseline) of the headline of a data set."""
+    record, arm = comparison.record, comparison.tested[0]
+    for evaluator in sorted(record.evaluators, key=lambda name: not record.evaluators[name].trains_encoder):  # stable
+        planned = [task.arm for task in record.tasks if (task.data, task.evaluator) == (data, evaluator)]
+        if arm in planned and (baseline := _baseline(comparison, arm, planned)):
+            return Place(data, evaluator), arm, baseline
+    return None
 
 
 def _adjusted(comparison: Comparison, rows: Sequence[Difference]) -> list[Difference]:

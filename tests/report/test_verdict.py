@@ -248,6 +248,9 @@ def test_an_unfinished_comparison_says_so(folder: Path) -> None:
     assert "has not finished (1 of 13 tasks are missing)" in text
     everything = [f"digits-fine_tune-ssl-{budget}-0-{seed}" for budget in (5, 10) for seed in range(3)]
     assert said(folder.parent / "none", two_arms(0.2), missing=everything).startswith("No verdict yet")
+    frozen = [replace(one, arm="untrained") if one.arm == "scratch" else one for one in two_arms(evaluator="few_shot")]
+    both = said(folder.parent / "both", [*two_arms(0.2), *frozen], missing=everything)
+    assert both.startswith("No verdict yet"), "another evaluator's result is no substitute for the declared one"
     assert said(folder.parent / "empty", []).startswith("No verdict yet")
 
 
