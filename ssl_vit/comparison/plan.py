@@ -229,8 +229,9 @@ class Plan:
         if task.evaluator:
             evaluator = self.evaluator(task.data, task.evaluator, task.arm)
             content += [task.evaluator, evaluator.config.model_dump(mode="json"), *self.budgets_and_seeds(task)]
+            content += [self.sets[task.data].metric]  # settings are selected by it
             if runner.has_sweep(evaluator):
-                content += [self.study.comparison.seeds[0], self.sets[task.data].metric]
+                content += [self.study.comparison.seeds[0]]
         return _hash(content)[:16]
 
     def _origin(self, task: TaskRecord) -> list[Any]:
