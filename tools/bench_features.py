@@ -1,12 +1,12 @@
-"""What extracting frozen features costs besides the forward passes.
+"""Time of feature extraction, compared with the forward passes only.
 
     python tools/bench_features.py [--images 50000] [--rounds 5] [--model vit_tiny_patch16_224] [--image-size 64]
                                    [--patch-size 8] [--device cpu|cuda]
 
-JPEGs lie in shards in memory (/dev/shm, where there is one) and are decoded by a loader process. Each round extracts an
-equal part of the images, and runs as many forward passes of the same size on one batch that is on the device already,
-pooled alike; the two take turns to be first. Printed for each pooling: seconds of the main process's own processor time
-(what it waits for its loader does not count), and on the wall, where the loader competes for the same cores.
+JPEG shards in memory (/dev/shm if there is one) are decoded by one loader process. Each round extracts an equal part
+of the images and runs as many forward passes of the same size, with the same pooling, on one batch that is on the
+device already; the two alternate in order. Prints for each pooling the main process's processor time (without waiting
+for the loader) and the wall time (where the loader competes for the same cores).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ PER_SHARD = 1000
 
 
 def write_shards(folder: Path, images: int, side: int) -> None:
-    """Shards of one and the same 1,000 pictures."""
+    """Shards that repeat the same 1,000 images."""
     generator = np.random.default_rng(0)
     with tarfile.open(folder / "000000.tar", "w") as tar:
         for n in range(PER_SHARD):
@@ -58,7 +58,7 @@ def write_shards(folder: Path, images: int, side: int) -> None:
 
 
 def timed(do: Callable[[], object], device: str) -> np.ndarray:
-    """Seconds of this process and on the wall."""
+    """Processor seconds of this process, wall seconds."""
     start = time.process_time(), time.perf_counter()
     do()
     if device == "cuda":
@@ -102,7 +102,7 @@ def measure(context: EvalContext, batch: torch.Tensor, batches: int, pooling: Po
     def extracted() -> None:
         extract(ImageSet(context, "trained", "train"), lambda images: encoder.represent(images, pooling))
 
-    for do in (bare, extracted):  # what is done once only: threads, caches, the first batch's memory
+    for do in (bare, extracted):  # one-time costs: threads, caches, memory of the first batch
         do()
     spent = {bare: np.zeros(2), extracted: np.zeros(2)}
     for n in range(rounds):
@@ -110,7 +110,7 @@ def measure(context: EvalContext, batch: torch.Tensor, batches: int, pooling: Po
             spent[do] += timed(do, device)
     ours, alone = spent[extracted], spent[bare]
     for name, own, passes in zip(("processor", "wall"), ours, alone, strict=True):
-        print(f"{pooling}: {name} {own:.1f} s, forward passes alone {passes:.1f} s: {own / passes:.3f} x")
+        print(f"{pooling}: {name} {own:.1f} s, forward passes only {passes:.1f} s: {own / passes:.3f} x")
 
 
 if __name__ == "__main__":

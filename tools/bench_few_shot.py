@@ -1,10 +1,10 @@
-"""How long few-shot evaluation takes, beside scikit-learn's Ridge on the same features in the same run.
+"""Time of few-shot evaluation, compared with scikit-learn's Ridge on the same features in the same run.
 
-python tools/bench_few_shot.py
+    python tools/bench_few_shot.py
 
-6,000 training and 2,000 test features of 768 numbers, 100 classes, shots 1/5/10/25, 3 seeds, for one l2 and for seven;
-then 1,000 classes x 25 shots x 1,280 numbers. Each number: the best of three, in seconds on the wall, and of processor
-time summed over the cores, which other work on the machine changes less.
+6,000 training and 2,000 test features of width 768, 100 classes, 1/5/10/25 shots, 3 seeds, for one and for seven
+values of l2; then 1,000 classes x 25 shots, width 1,280. Prints the best of three runs: wall seconds, and processor
+seconds over all cores, which other work on the machine changes less.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def features(count: int, classes: int, width: int, seed: int) -> Split:
 
 
 def ridge(train: Split, test: Split, shots: tuple[int, ...], l2: list[float]) -> dict[tuple[int, int, float], float]:
-    """The same protocol by scikit-learn, a fit for each (shots, seed, l2)."""
+    """The same protocol with scikit-learn: one fit per (shots, seed, l2)."""
     found = {}
     for seed in (0, 1, 2):
         for count in shots:
@@ -46,7 +46,7 @@ def ridge(train: Split, test: Split, shots: tuple[int, ...], l2: list[float]) ->
 
 
 def seconds(do: Callable[[], object]) -> tuple[float, float]:
-    """On the wall, and of the processor."""
+    """Wall seconds, processor seconds."""
     times = []
     for _ in range(3):
         start = time.perf_counter(), time.process_time()
@@ -74,7 +74,7 @@ def main() -> None:
     print(f"seven l2 cost {ours[7][0] / ours[1][0]:.2f} times one (processor: {ours[7][1] / ours[1][1]:.2f} times)")
     large, queries = features(25_000, 1000, 1280, 1), features(2000, 1000, 1280, 2)
     wall, processor = seconds(lambda: few_shot_accuracy(*large, *queries, shots=(25,), seeds=(0,)))
-    print(f"1,000 classes x 25 shots x 1,280 numbers, one seed: {wall:.2f} s ({processor:.2f} s of processor)")
+    print(f"1,000 classes x 25 shots x width 1,280, one seed: {wall:.2f} s ({processor:.2f} s of processor)")
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""Training views from JPEGs: our loader beside the pipelines that tutorials show, and the decoder's own limit.
+"""Training batches from JPEGs: our loader, common pipelines, and the decoder only.
 
     python tools/bench_loader.py FOLDER_OF_JPEGS [--size 224] [--images 400] [--rounds 5] [--workers 0 1 2]
 
-Every pipeline makes the same kind of thing from the same bytes: batches of random-area crops (5 % to 100 %) of
-`size` pixels. All are run in turns, on the operating system's warm file cache. With 0 workers there is one process on
-one thread and the rate is per second of processor time, so that it is the cost of a core whatever else the machine
-does; with workers it is per second of the clock. The limits are libjpeg-turbo alone on bytes in memory, through
-torchvision's `decode_jpeg` and through simplejpeg: what a pipeline that decodes whole images with them cannot beat.
+Every pipeline makes batches of random crops (5% to 100% of the area) of `size` pixels from the same files. The
+pipelines alternate, with a warm file cache. With 0 workers, everything runs in one process on one thread and the rate
+is per second of processor time, so that other work on the machine does not count; with workers it is per second of
+wall time. The upper limits decode whole images from memory with libjpeg-turbo, through torchvision's `decode_jpeg` and
+through simplejpeg, and do nothing else.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from ssl_vit.data.stream import train_source
 
 BATCH = 40
 MEAN = STD = (0.5, 0.5, 0.5)
-Pipeline = Callable[[int, int], Iterator[int]]  # size, workers -> batches' sizes
+Pipeline = Callable[[int, int], Iterator[int]]  # size, workers -> batch sizes
 
 
 def tutorial(size: int) -> transforms.Compose:
@@ -134,7 +134,7 @@ def as_tensor(data: bytes) -> torch.Tensor:
 
 
 def rate(pipeline: Pipeline, size: int, workers: int, images: int) -> float:
-    """Images a second after the first batches, which pay for starting."""
+    """Images per second, without the first batches."""
     batches = pipeline(size, workers)
     for _ in islice(batches, 1 + 2 * workers):
         pass
@@ -149,12 +149,12 @@ def rate(pipeline: Pipeline, size: int, workers: int, images: int) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="JPEGs in sub-folders, one a class")
+    parser.add_argument("folder", type=Path, help="JPEGs in one subfolder per class")
     parser.add_argument("--size", type=int, default=224)
-    parser.add_argument("--images", type=int, default=400, help="images a round")
+    parser.add_argument("--images", type=int, default=400, help="images per round")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--workers", type=int, nargs="+", default=[0])
-    parser.add_argument("--json", type=Path, help="also write the numbers here")
+    parser.add_argument("--json", type=Path, help="write the numbers to this file")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     files = sorted(arguments.folder.glob("*/*.jpg"))

@@ -1,18 +1,18 @@
-"""Training steps of our two stages beside those of other libraries, and the machine's own matrix-product rate.
+"""Training steps of our two stages, of other libraries, and the machine's matrix-product rate.
 
     python tools/bench_step.py [--models vit_small_patch16_224] [--batch 16] [--device cpu|cuda]
                                [--precision fp32|bf16] [--compile] [--rounds 9] [--peers-keep-memory]
                                [--json FILE]
 
 A step is forward, backward and a fused AdamW update on images that are on the device already: uint8 for ours, which
-normalizes and (masked stage) derives its targets in the step; normalized float32 for all others. Every row gets the
-same optimizer and precision, runs in a process of its own as its users would run it, and all take a step in turns. On a
-CPU ours keeps the memory that a step frees, as `ssl-vit train` does; with --peers-keep-memory the others get that too.
+normalizes and computes its targets in the step; normalized float32 for the others. Every row uses the same optimizer
+and precision and runs in its own process; the rows alternate. On a CPU ours keeps freed memory, as `ssl-vit train`
+does; with --peers-keep-memory the others do too.
 
-MFU is the share of the rate of a large matrix product, measured in the same rounds, that the row reaches if the *full*
-model's operations are counted (three times the encoder's forward pass, whatever a row leaves out). Peers: timm's
-encoder alone (loss: the mean of its output) and with a classifier; Hugging Face's masked image model and MAE (which
-encodes only a quarter of the patches); lucidrains' masked patch prediction, where its package runs.
+MFU is the share of the rate of a large matrix product, measured in the same rounds, that a row reaches when the
+operations of the full model are counted (three times the encoder's forward pass, even if a row computes less). Peers:
+timm's encoder only (loss: the mean of its output) and with a classifier; Hugging Face's masked image model and MAE
+(which encodes a quarter of the patches); lucidrains' masked patch prediction, if its package runs.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def lucidrains(model: str, pixels: torch.Tensor) -> tuple[nn.Module, Step]:
         mlp_dim=4 * width,
     )
     trainer = MPP(transformer=vit, patch_size=patch, dim=width, mask_prob=0.5, random_patch_prob=0.1, replace_prob=0.8)
-    trainer.to(pixels.device)(pixels)  # its published version fails here; the row then says how
+    trainer.to(pixels.device)(pixels)  # the published version fails here; the row shows the error
     return trainer, lambda: trainer(pixels)
 
 
@@ -138,7 +138,7 @@ PEERS = ("timm: encoder alone", "timm: supervised", "Hugging Face: masked images
 
 
 def gemm_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """Operations a second of a large square product, the best of a few."""
+    """Operations per second of a large square product, best of a few."""
     side = 8192 if device.type == "cuda" else 1536
     left, right = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
     return max(2 * side**3 / seconds(lambda: left @ right, device) for _ in range(8))
@@ -147,7 +147,7 @@ def gemm_rate(device: torch.device, dtype: torch.dtype) -> float:
 def seconds(act: Callable[[], Any], device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize()
-    # One thread: processor time, which does not count what else the machine does meanwhile.
+    # One thread: processor time, without other work on the machine.
     clock = time.process_time if device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
     start = clock()
     act()
@@ -157,7 +157,7 @@ def seconds(act: Callable[[], Any], device: torch.device) -> float:
 
 
 def full_flops(model: str) -> float:
-    """Of the encoder's forward and backward pass, for one image."""
+    """FLOPs of the encoder's forward and backward pass for one image."""
     with torch.device("meta"):
         encoder = timm.create_model(model, num_classes=0)
         pixels = torch.empty(1, *encoder.pretrained_cfg["input_size"])
@@ -188,7 +188,7 @@ def training_step(
 
 
 def serve(pipe: Connection, name: str, model: str, arguments: argparse.Namespace) -> None:
-    """One row's process: builds and warms it up, then takes a step and answers how long it took, whenever asked."""
+    """Process of one row: builds it, warms up, then takes a step on request and returns its duration."""
     torch.manual_seed(0)
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
@@ -207,7 +207,7 @@ def serve(pipe: Connection, name: str, model: str, arguments: argparse.Namespace
             for _ in range(3):
                 step()
             answer = partial(seconds, step, device)
-    except Exception as error:  # a peer that does not run is a finding, not a failure of the benchmark
+    except Exception as error:  # a peer that does not run is a result, not a failure of the benchmark
         pipe.send(f"{type(error).__name__}: {str(error).splitlines()[0]}")
         return
     pipe.send(torch.get_num_threads())
@@ -242,7 +242,7 @@ def measure(model: str, arguments: argparse.Namespace) -> list[dict[str, Any]]:
             "ms": 1000 * statistics.median(times),
             "images_per_s": arguments.batch / statistics.median(times),
             "mfu": full / statistics.median(times) / rate,
-            # The median of the rounds' own ratios: what else the machine did meanwhile weighs on both alike.
+            # The median of the ratios within rounds: other work on the machine affects both alike.
             **{
                 f"vs {peer}": statistics.median(a / b for a, b in zip(times, taken[peer], strict=True))
                 for peer in PEERS
@@ -271,9 +271,9 @@ def main() -> None:
     parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32")
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--threads", type=int, help="on the CPU (default: torch's own choice)")
+    parser.add_argument("--threads", type=int, help="CPU threads (default: torch's)")
     parser.add_argument("--peers-keep-memory", action="store_true", help="see above")
-    parser.add_argument("--json", type=Path, help="also write the numbers here")
+    parser.add_argument("--json", type=Path, help="write the numbers to this file")
     arguments = parser.parse_args()
     rows = [row for model in arguments.models for row in measure(model, arguments)]
     if arguments.json:

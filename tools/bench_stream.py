@@ -1,11 +1,11 @@
-"""What the training stream costs besides decoding: the time to resume anywhere in an epoch, and memory.
+"""The training stream without decoding: time to resume within an epoch, and memory.
 
     python tools/bench_stream.py [--shards 1000] [--samples 1000]
 
-Resume: an epoch of many shards is entered at several points, as a checkpoint would, and the time to the first batch is
-printed beside the time at the epoch's start, with the shards that were opened for it (each lane's own and its next).
-The shards are one file under many names (hard links): what is read of each is the same as of different files, from a
-warm cache. Memory: how much a process grows while it reads one epoch, at 1x and at 10x as many samples.
+Resume: starts at several positions of an epoch of many shards, as a checkpoint would, and prints the time to the first
+batch and the number of shards opened for it (the current and the next shard of each lane). The shards are hard links
+to one file, read from a warm cache. Memory: how much a process grows while it reads one epoch, with 1x and 10x the
+samples.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def write_shards(folder: Path, shards: int, samples: int, side: int) -> None:
 
 
 def first_batch(folder: Path, position: int) -> tuple[float, int]:
-    """Seconds from nothing to the first batch, and how many shards were opened for it."""
+    """Seconds to the first batch, and the number of shards opened for it."""
     opened = []
     whole = shard_file.ShardFile.__init__
 
@@ -77,7 +77,7 @@ def first_batch(folder: Path, position: int) -> tuple[float, int]:
 
 
 def peak_of_an_epoch(folder: Path) -> float:
-    """The most MiB that a fresh process ever holds more than after its first batch, while it reads one epoch."""
+    """Peak MiB of a new process during one epoch, above its memory after the first batch."""
     with get_context("spawn").Pool(1) as pool:
         return pool.apply(_peak, (folder,))
 
@@ -100,7 +100,7 @@ def _peak(folder: Path) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shards", type=int, default=1000)
-    parser.add_argument("--samples", type=int, default=1000, help="in each shard")
+    parser.add_argument("--samples", type=int, default=1000, help="samples per shard")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as scratch:

@@ -1,11 +1,10 @@
-"""What `ssl-vit train` loses to everything around its step: images a second of the command as a user runs it, beside
-its step alone on one batch and its loader alone.
+"""Throughput of `ssl-vit train`, compared with its step on one batch only and with its loader only.
 
     python tools/bench_train.py RECIPE [key=value ...] [--steps 40] [--rounds 3] [--json FILE]
 
-Each runs in a process of its own, in turns; the first `--warm` steps do not count (compilation, caches, the loader's
-head start). The last line is the command's share of the slower of the two. Start-up is the time of a whole command that
-takes one step, less that step.
+Each runs in its own process; they alternate. The first `--warm` steps do not count (compilation, caches, prefetched
+batches). The last line is the throughput of the command divided by that of the slower of the two. Start-up is the time
+of a command that takes one step, minus the step.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ def settings_of(arguments: argparse.Namespace, run: Path, steps: int) -> Any:
 
 
 def phase_seconds(arguments: argparse.Namespace, run: Path) -> float:
-    """Seconds a step of the step or the loader alone."""
+    """Seconds per step of the step only or the loader only."""
     from ssl_vit import stage
     from ssl_vit.data.order import LanePosition
     from ssl_vit.data.shards import open_training
@@ -75,7 +74,7 @@ def phase_seconds(arguments: argparse.Namespace, run: Path) -> float:
 
 
 def command_seconds(arguments: argparse.Namespace, run: Path, steps: int) -> tuple[float, float]:
-    """Of the real command: seconds a step after the warm-up, and of the whole process."""
+    """The real command: seconds per step after the warm-up, seconds of the whole process."""
     fixed = [f"run={run}", f"training.steps={steps}", "training.epochs=null", "training.checkpoint_every=0"]
     command = [sys.executable, "-m", "ssl_vit", "train", arguments.recipe, *arguments.keys, *fixed]
     start = time.perf_counter()
@@ -111,7 +110,7 @@ def main() -> None:
     parser.add_argument("--warm", type=int, default=10, help="steps that do not count")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--phase", choices=PHASES, help=argparse.SUPPRESS)
-    parser.add_argument("--json", type=Path, help="also write the numbers here")
+    parser.add_argument("--json", type=Path, help="write the numbers to this file")
     arguments = parser.parse_intermixed_args()
     if arguments.steps < 2 * arguments.warm:
         parser.error("--steps must be at least twice --warm")
@@ -126,11 +125,11 @@ def main() -> None:
     batch = settings_of(arguments, Path("unused"), arguments.steps).training.batch_size
     medians = {phase: statistics.median(times) for phase, times in taken.items()}
     for phase, name in (("train", "ssl-vit train"), ("step", "its step alone"), ("loader", "its loader alone")):
-        print(f"{name:18}{1000 * medians[phase]:9.1f} ms a step{batch / medians[phase]:10.1f} images/s")
+        print(f"{name:18}{1000 * medians[phase]:9.1f} ms per step{batch / medians[phase]:10.1f} images/s")
     print(f"start-up to the first step {medians['start']:.1f} s")
     slower = max(("step", "loader"), key=lambda phase: medians[phase])
     share = statistics.median(a / b for a, b in zip(taken[slower], taken["train"], strict=True))
-    print(f"the command reaches {share:.1%} of its {slower} alone, the slower of the two")
+    print(f"the command reaches {share:.1%} of its {slower} only, the slower of the two")
     if arguments.json:
         arguments.json.write_text(json.dumps({"batch": batch, "seconds": taken, "share": share}, indent=1) + "\n")
 
