@@ -64,7 +64,7 @@ SUPERVISED_21K = {**SUPERVISED, "lr": 1e-3, "weight_decay": 0.03, "schedule": "l
 FINE_TUNE = {"name": "sgd", "momentum": 0.9, "weight_decay": 0.0, "clip_norm": 1.0, "warmup_steps": 500}
 MASKING = {"mask_ratio": 0.5, "mask_prob": 0.8, "random_prob": 0.1, "target": "mean_color", "bits": 3}
 MLP, LINEAR = {"head": "mlp", "pooling": "token"}, {"head": "linear", "pooling": "token"}
-PAPER = {  # recipe: optimizer, dropout, image size, objective, batch size, steps
+PAPER: dict[str, Any] = {  # recipe: optimizer, dropout, image size, objective, batch size, steps
     "pretrain_vit_{}": (PRETRAIN, 0.0, 224, MASKING, 4096, 100_000),
     "supervised_vit_{}": (SUPERVISED, 0.1, 224, MLP, 4096, round(300 * IMAGENET / 4096)),
     "supervised_vit_{}_21k": (SUPERVISED_21K, 0.1, 224, MLP, 4096, round(90 * IMAGENET_21K / 4096)),

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 from sklearn.linear_model import Ridge
@@ -61,10 +62,10 @@ def main() -> None:
     one, theirs = few_shot_accuracy(*train, *test, shots=shots, l2=[1024.0]), ridge(train, test, shots, [1024.0])
     assert one == theirs, "the two do not measure the same"
     ours = {
-        n: seconds(lambda l2=l2: few_shot_accuracy(*train, *test, shots=shots, l2=l2))
+        n: seconds(partial(few_shot_accuracy, *train, *test, shots=shots, l2=l2))
         for n, l2 in ((1, SEVEN[3:4]), (7, SEVEN))
     }
-    peer = {n: seconds(lambda l2=l2: ridge(train, test, shots, l2)) for n, l2 in ((1, SEVEN[3:4]), (7, SEVEN))}
+    peer = {n: seconds(partial(ridge, train, test, shots, l2)) for n, l2 in ((1, SEVEN[3:4]), (7, SEVEN))}
     for number in (1, 7):
         (wall, processor), (their_wall, their_processor) = ours[number], peer[number]
         print(

@@ -80,12 +80,16 @@ def hugging_face(model: str, pixels: torch.Tensor, mae: bool) -> tuple[nn.Module
 
     encoder = build(EncoderConfig(name=model))
     depth, mlp = len(encoder.network.blocks), encoder.network.blocks[0].mlp.fc1.out_features
-    sizes = {"hidden_size": encoder.width, "num_hidden_layers": depth, "num_attention_heads": encoder.heads}
+    sizes: dict[str, Any] = {
+        "hidden_size": encoder.width,
+        "num_hidden_layers": depth,
+        "num_attention_heads": encoder.heads,
+    }
     sizes |= {"intermediate_size": mlp, "image_size": encoder.image_size[0], "patch_size": encoder.patch_size}
     if mae:
         whole = transformers.ViTMAEForPreTraining(transformers.ViTMAEConfig(**sizes))
         return whole, lambda: whole(pixel_values=pixels).loss
-    config = transformers.ViTConfig(**sizes, encoder_stride=encoder.patch_size)
+    config = transformers.ViTConfig(**sizes, encoder_stride=sizes["patch_size"])
     masked = transformers.ViTForMaskedImageModeling(config)
     where = torch.rand(len(pixels), encoder.patches, device=pixels.device) < 0.5
     return masked, lambda: masked(pixel_values=pixels, bool_masked_pos=where).loss

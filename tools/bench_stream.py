@@ -64,7 +64,7 @@ def first_batch(folder: Path, position: int) -> tuple[float, int]:
         opened.append(arguments)
         whole(self, *arguments)  # type: ignore[arg-type]
 
-    shard_file.ShardFile.__init__ = counted  # type: ignore[method-assign]
+    shard_file.ShardFile.__init__ = counted  # type: ignore[method-assign, assignment]
     start = time.perf_counter()
     preprocess = Preprocess(train_transform(32, AugmentConfig()), 3, None)
     data = DataConfig(train=str(folder), lanes=LANES, workers=0, cache_mb=0)
