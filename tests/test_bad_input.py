@@ -15,6 +15,7 @@ import tarfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -51,7 +52,7 @@ def good_members(first: int, count: int) -> dict[str, bytes]:
 
 
 def write_info(folder: Path, classes: int = 3) -> None:
-    shards = []
+    shards: list[dict[str, Any]] = []
     for path in sorted(folder.glob("*.tar")):
         with tarfile.open(path) as tar:
             keys = {name.split(".")[0] for name in tar.getnames()}

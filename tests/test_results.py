@@ -20,7 +20,13 @@ def predicted(*classes: int, **fields: Any) -> Prediction:
 
 
 def result(prediction: Prediction, **fields: Any) -> Result:
-    place = {"data": "digits", "evaluator": "knn", "arm": "trained", "labels_per_class": "10%", "labels": 40}
+    place: dict[str, Any] = {
+        "data": "digits",
+        "evaluator": "knn",
+        "arm": "trained",
+        "labels_per_class": "10%",
+        "labels": 40,
+    }
     return Result(**(place | {"seed": 0, "pretraining_seed": 0} | scored(prediction) | fields), prediction=prediction)
 
 

@@ -127,7 +127,7 @@ def test_distance_and_rollout_are_those_of_a_naive_loop(make_encoder: Build, kin
     np.testing.assert_allclose(distance, looped_distance(maps, encoder), rtol=1e-5)
     rolled = attention.rollout(encoder, images)
     assert np.ptp(rolled) > 0.01
-    close = {"rtol": 1e-5, "atol": 1e-7}  # float32 against float64; single shares are as small as 1e-4
+    close: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-7}  # float32 against float64; single shares are as small as 1e-4
     np.testing.assert_allclose(rolled, looped_rollout(maps, encoder), **close)
     np.testing.assert_allclose(attention.rollout(encoder, images, [1]), looped_rollout(maps[1:], encoder), **close)
 
@@ -149,7 +149,12 @@ def test_memory_groups_change_nothing(make_encoder: Build, monkeypatch: pytest.M
     sizes = []
     maps = attention.attention_maps
     monkeypatch.setattr(attention, "_MAP_NUMBERS", 2 * 17 * 17 * 2)  # two images of 2 heads and 17 tokens
-    monkeypatch.setattr(attention, "attention_maps", lambda *given: sizes.append(len(given[1])) or maps(*given))
+
+    def counted(*given: Any) -> Any:
+        sizes.append(len(given[1]))
+        return maps(*given)
+
+    monkeypatch.setattr(attention, "attention_maps", counted)
     parts = attention.attention_distance(encoder, images), attention.rollout(encoder, images)
     assert sizes == [2, 2, 1] * 2
     for one, other in zip(whole, parts, strict=True):

@@ -162,7 +162,7 @@ def test_positions_are_resampled_as_the_recipe_says(run: Path, shards: Path, tmp
     assert found["position_resampling"] == "google"
     means = {}
     for method in ("timm", "google"):
-        model: Any = factory.at_size(factory.load(run), 24, method)  # type: ignore[arg-type]
+        model: Any = factory.at_size(factory.load(run), 24, method)
         similarity = components.position_similarity(model)
         means[method] = components.neighborhoods(similarity)
     assert found["position_similarity"] == pytest.approx(means["google"])

@@ -150,7 +150,7 @@ def test_channels_that_no_image_file_has_are_refused(channels: int, known: bool)
         ({"json": b"{}"}, None, -1),
     ],
 )
-def test_labels(sample: dict[str, bytes | str], classes: int | None, label: int) -> None:
+def test_labels(sample: dict[str, bytes], classes: int | None, label: int) -> None:
     assert decode_label(sample, classes) == label
 
 

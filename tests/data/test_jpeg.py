@@ -122,9 +122,10 @@ def test_the_reduced_crop_shows_what_the_exact_one_shows(size: tuple[int, int]) 
     whole, closest = torchvisions(data), []
     for seed in range(12):
         views = []
-        for transform, picture in ((reduced, Jpeg(data, 3)), (exact, Jpeg(data, 3)), (torchvision, whole)):
+        pairs: list[Any] = [(reduced, Jpeg(data, 3)), (exact, Jpeg(data, 3)), (torchvision, whole)]
+        for transform, picture in pairs:
             torch.manual_seed(seed)
-            views.append(transform(picture))  # type: ignore[operator]
+            views.append(transform(picture))
         assert torch.equal(views[1], views[2])
         error = (views[0].float() - views[2].float()).square().mean().sqrt()
         assert error < 8  # of 255, 30 dB: the box may have moved by less than a pixel of the reduced picture

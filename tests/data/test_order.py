@@ -145,7 +145,7 @@ def test_a_lane_continues_from_any_position_as_if_never_interrupted(
     keep = [np.arange(0, count, 2) for count in counts] if kept else None
     share = -(-sum(counts) // lanes)
     whole = walk(lane_stream(seed, counts, lanes, lane, keep=keep), 3 * share + 2)
-    expected = []
+    expected: list[Any] = []
     epoch = 0
     while len(expected) < len(whole):
         dealt = flat(lane_epoch(seed, epoch, counts, lanes, lane, keep))
@@ -356,7 +356,8 @@ def test_a_lane_of_a_mixture_continues_from_any_position(
 
 def test_over_the_epochs_a_small_set_is_repeated_whole_and_a_large_one_goes_on() -> None:
     sets = mixed([([3, 2], 1.0), ([10, 10], 1.0)])
-    small, large = [], []
+    small: list[Any] = []
+    large: list[Any] = []
     for epoch in range(8):  # 25 samples an epoch, half of each set: 100 of the small one, 100 of the large one
         for lane in range(2):
             for shard, member in flat(planning.lane_epoch(1, epoch, sets, 2, lane)):

@@ -116,7 +116,9 @@ def test_broken_connections_are_made_again(bucket: Proxy) -> None:
 
 
 @pytest.fixture
-def broken_bucket(serve: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bucket: Proxy) -> FaultyServer:
+def broken_bucket(
+    serve: Callable[..., FaultyServer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bucket: Proxy
+) -> Iterator[FaultyServer]:
     """One object in a store that can be told how to fail."""
     (tmp_path / "bucket").mkdir()
     (tmp_path / "bucket" / "large.bin").write_bytes(content())

@@ -57,7 +57,7 @@ def global_batches(shards: ShardSet, ranks: int, workers: int, steps: int) -> li
     joined = []
     for step in zip(*parts, strict=True):
         names = ("images", "labels", "noise", "flip", "indices", "valid")
-        tensors = {name: torch.cat([getattr(batch, name) for batch, _ in step]) for name in names}
+        tensors: dict[str, Any] = {name: torch.cat([getattr(batch, name) for batch, _ in step]) for name in names}
         joined.append(Batch(**tensors, keys=[key for batch, _ in step for key in batch.keys]))
     return joined
 

@@ -61,7 +61,12 @@ def test_the_cache_knows_other_weights_shards_and_preparation(trained: Path, tmp
     train, test = f"{trained}/train", f"{trained}/test"
 
     def names(**changed: Any) -> set[str]:
-        arguments = {"weights": trained / "run", "settings": settings, "train": train, "test": test} | changed
+        arguments: dict[str, Any] = {
+            "weights": trained / "run",
+            "settings": settings,
+            "train": train,
+            "test": test,
+        } | changed
         context = api.make_context(**arguments, cache=tmp_path)
         for source in ("trained", "pixels"):
             ImageSet(context, source, "test").features(Representation())
@@ -100,7 +105,7 @@ def test_features_at_another_size_and_aspect_ratio(trained: Path, context: EvalC
     # The smallest 12x12 that covers 8x12, cropped in the center.
     images = v2.functional.resize(torch.from_numpy(digits).to(torch.uint8), [12, 12], antialias=True)[:, :, 2:10]
     for way in ("timm", "google"):
-        model = factory.at_size(factory.load(trained / "run"), (8, 12), way).eval()  # type: ignore[arg-type]
+        model = factory.at_size(factory.load(trained / "run"), (8, 12), way).eval()
         with torch.no_grad():
             expected = model.pool(model(images), "patches")
         away = torch.from_numpy(found.vectors)[:, None].sub(expected).abs().amax(-1)

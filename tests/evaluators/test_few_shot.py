@@ -188,7 +188,7 @@ def test_raw_pixels_of_the_digits_give_the_known_accuracies() -> None:
 def test_the_evaluator_is_the_function_on_every_source(array_context: Build, seeds: tuple[int, ...]) -> None:
     (train_x, train_y), (test_x, test_y) = digits()
     context = array_context(*digits())
-    config = Config(shots=(1, 5), seeds=seeds, l2=3.0, pooling="both", block=2)  # type: ignore[arg-type]
+    config = Config(shots=(1, 5), seeds=seeds, l2=3.0, pooling="both", block=2)
     rows, sweeps = runner.evaluate(Evaluator(config), context)
     assert not sweeps and len(rows) == 3 * 2 * len(seeds)
     representations = {key[2] for key in context.features.asked}  # type: ignore[attr-defined]

@@ -78,7 +78,7 @@ def test_settings_on_top_of_a_protocols_defaults() -> None:
     assert (mae.optim.lr, mae.optim.layer_decay, mae.head.mixup, mae.candidates) == (1.0, 0.65, 0.8, [{}])
     assert mae.augment.scale == (0.08, 1.0) and (mae.training.epochs, mae.training.steps) == (100, None)
     assert recipe.validate(fine_tune.Config, {"protocol": "mae", "training": {"steps": 5}}).training.epochs is None
-    paper = fine_tune.Config()
+    paper = recipe.validate(fine_tune.Config, {})
     assert (paper.optim.name, paper.head.head, paper.training.steps) == ("sgd", "linear", 500)
     assert [settings["optim.lr"] for settings in paper.candidates] == [0.001, 0.003, 0.01, 0.03]
     assert recipe.validate(fine_tune.Config, paper.model_dump(mode="json")) == paper

@@ -102,7 +102,9 @@ def test_the_length_of_a_feature_vector_does_not_matter() -> None:
 
 def test_a_vector_of_zeros_is_no_accident() -> None:
     with np.errstate(all="raise"):
-        found = accuracies(np.vstack([TRAIN_X, np.zeros((1, 5))]), np.append(TRAIN_Y, 2), TEST_X[:1] * 0, [2], ks=(61,))
+        found = accuracies(
+            np.vstack([TRAIN_X, np.zeros((1, 5))]), np.append(TRAIN_Y, 2), TEST_X[:1] * 0, np.array([2]), ks=(61,)
+        )
     assert set(found) == {61}
 
 

@@ -28,7 +28,8 @@ def test_a_share_is_taken_of_every_class_and_at_least_one_image() -> None:
 
 
 def test_larger_budgets_contain_smaller_ones_of_the_same_seed() -> None:
-    for budgets in [("1%", "10%", "50%", "all"), (1, 3, 20, 200)]:
+    tuples: list[tuple[int | str, ...]] = [("1%", "10%", "50%", "all"), (1, 3, 20, 200)]
+    for budgets in tuples:
         for seed in (0, 1):
             sets = [set(choose_labeled(LABELS, budget, seed).tolist()) for budget in budgets]
             assert all(smaller < larger for smaller, larger in pairwise(sets))
@@ -78,7 +79,7 @@ def test_held_out_split_is_stratified_disjoint_and_complete(share: float, seed: 
     assert kept.tolist() == sorted(kept)
     assert held.tolist() == sorted(held)
     for label in (0, 1, 4):
-        count = int((label == CHOSEN).sum())
+        count = int(np.sum(label == CHOSEN))
         assert abs((CHOSEN[held] == label).sum() - share * count) <= 0.5
         assert (CHOSEN[kept] == label).any()
 

@@ -40,7 +40,7 @@ class Evaluator(BaseEvaluator):
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.failure: Exception = Diverged("the loss is not finite")
-        self.failure.cost = Cost(images_seen=1)  # type: ignore[attr-defined]
+        self.failure.cost = Cost(images_seen=1)
 
     def fit(self, train: ImageSet, seed: int) -> Classifier:
         c, known = self.config, train.features(Representation())

@@ -24,7 +24,7 @@ TIMM_FREE = {"img_size": 28, "in_chans": 1, "patch_size": 7, "embed_dim": 16, "d
 SMALL = {"width": 16, "depth": 2, "heads": 2}
 TIMM_SMALL = {"embed_dim": 16, "depth": 2, "num_heads": 2}
 # name, our keys, timm's arguments: plain, free, rectangular, registers, norm after pooling, no class token, hybrids.
-MODELS = [
+MODELS: list[Any] = [
     ("vit_tiny_patch16_224", {"image_size": 224}, {}),
     ("vit_base_patch16_224", FREE, TIMM_FREE),
     ("vit_base_patch16_224", {**SMALL, "image_size": (48, 80)}, {**TIMM_SMALL, "img_size": (48, 80)}),

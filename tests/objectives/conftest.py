@@ -17,9 +17,9 @@ def make_objective(make_encoder: Callable[..., Any]) -> Callable[..., Any]:
 
         from ssl_vit.objectives.masked_patch import Config, Objective
 
-        encoder = make_encoder(**(encoder or {}))
+        built = make_encoder(**(encoder or {}))
         torch.manual_seed(0)
-        return Objective(encoder, Config(**config))
+        return Objective(built, Config(**config))
 
     return build
 

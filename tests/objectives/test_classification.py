@@ -45,8 +45,9 @@ def test_the_linear_head_starts_with_uniform_predictions(make_encoder: Make, mak
 
 def test_the_pretraining_head_has_one_tanh_hidden_layer(make_encoder: Make, make_batch: Make) -> None:
     objective = objective_of(make_encoder, head="mlp").eval()
-    assert [type(module) for module in objective.head] == [nn.Linear, nn.Tanh, nn.Linear]
-    hidden, _, output = objective.head
+    assert [type(module) for module in objective.head.children()] == [nn.Linear, nn.Tanh, nn.Linear]
+    head: Any = objective.head
+    hidden, _, output = head
     assert (hidden.in_features, hidden.out_features, output.out_features) == (16, 16, 5)
     images = make_batch(3).images
     token = objective.encoder(images)[:, 0]
@@ -86,7 +87,9 @@ def test_padding_has_no_influence(make_encoder: Make, make_batch: Make, label: i
     with_padding, alone = objective(batch), objective(real)
     torch.testing.assert_close(with_padding.loss, alone.loss)
     torch.testing.assert_close(with_padding.metrics["accuracy"], alone.metrics["accuracy"])
-    gradients = [torch.autograd.grad(result.loss, objective.head.weight)[0] for result in (with_padding, alone)]
+    gradients = [
+        torch.autograd.grad(result.loss, next(objective.head.parameters()))[0] for result in (with_padding, alone)
+    ]
     torch.testing.assert_close(*gradients)
 
 
@@ -106,6 +109,7 @@ def test_a_missing_number_of_classes_is_the_users_mistake(make_encoder: Make) ->
 def mixed(objective: Objective, batch: Any) -> tuple[torch.Tensor, torch.Tensor, float]:
     """The images and soft targets that the objective's mixing makes of a batch, and the loss it then reports."""
     torch.manual_seed(5)
+    assert objective.mix
     images, targets = objective.mix(batch.images.float(), batch.labels)
     torch.manual_seed(5)
     return images, targets, objective.train()(batch).loss.item()
@@ -139,6 +143,7 @@ def test_cutmix_pastes_a_box_and_weighs_labels_by_its_area(make_encoder: Make, m
 def test_with_both_a_batch_gets_one_of_them_and_evaluation_none(make_encoder: Make, make_batch: Make) -> None:
     objective = objective_of(make_encoder, head="linear", mixup=0.8, cutmix=1.0)
     batch = make_batch(6)
+    assert objective.mix
     whole = []
     for seed in range(12):
         torch.manual_seed(seed)
@@ -153,7 +158,8 @@ def test_with_both_a_batch_gets_one_of_them_and_evaluation_none(make_encoder: Ma
 def test_the_probe_trains_its_head_and_nothing_else(make_encoder: Make, make_batch: Make) -> None:
     encoder = make_encoder(dropout=0.5, drop_path=0.5)
     objective = Objective(encoder, Config(head="probe", pooling="mean"), 5).train()
-    norm, linear = objective.head
+    head: Any = objective.head
+    norm, linear = head
     assert (norm.affine, norm.eps) == (False, 1e-6)
     assert 0.005 < linear.weight.std() < 0.015
     batch = make_batch(8, flip=torch.zeros(8, dtype=torch.bool))
@@ -187,7 +193,7 @@ def test_a_resnet_learns_real_digits_and_serves_the_evaluators(few_digits: Path,
     judge = ["shots=[5]", "pooling=mean"]
     result = api.evaluate(tmp_path / "run", "few_shot", f"{few_digits}/train", f"{few_digits}/test", judge)
     trained, untrained = (
-        np.mean([row.accuracy for row in result.results if row.arm == arm]) for arm in ("trained", "untrained")
+        float(np.mean([row.accuracy for row in result.results if row.arm == arm])) for arm in ("trained", "untrained")
     )
     assert trained > max(untrained, 0.5)
     with pytest.raises(UserError, match="needs a class token, which resnet10t does not have: use mean"):

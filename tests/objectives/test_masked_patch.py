@@ -158,7 +158,7 @@ def test_the_class_token_is_never_corrupted(make_objective: Make, make_batch: Ma
 def test_the_recipes_settings_reach_the_corruption(
     make_objective: Make, make_batch: Make, shares: tuple[float, float], random_from: str, lane_size: int
 ) -> None:
-    settings = {"mask_prob": shares[0], "random_prob": shares[1], "random_from": random_from}
+    settings: dict[str, Any] = {"mask_prob": shares[0], "random_prob": shares[1], "random_from": random_from}
     objective = make_objective(mask_ratio=0.75, **settings)
     batch = make_batch(12, noise=objective.noise_per_sample(), lane_size=lane_size)
     with torch.no_grad():

@@ -77,7 +77,7 @@ def sharding_accelerator(*arguments: Any) -> Any:
         assert all(isinstance(parameter, DTensor) for parameter in prepared[0].parameters())
         return prepared
 
-    accelerator.prepare = checked  # type: ignore[method-assign]
+    accelerator.prepare = checked
     return accelerator
 
 
@@ -155,7 +155,7 @@ def errors_of_one(digits: str, out: str, bad: str) -> None:
             raise OSError(errno.EIO, "Input/output error")
         return dumps(content, **more)
 
-    json.dumps = refused
+    json.dumps = refused  # type: ignore[assignment]
     print("log:", outcome(lambda: train(digits, folder / "log", "pretraining")), flush=True)
     json.dumps = dumps
     keys = ("data.on_bad_sample=fail", "training.checkpoint_every=1")
@@ -241,7 +241,7 @@ def auto_batch(digits: str, run: str, *keys: str) -> None:
         finally:
             resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
-    loop.find_accumulation = limited
+    loop.find_accumulation = limited  # type: ignore[assignment]
     torch.backends.mkldnn.enabled = False  # type: ignore[assignment]  # it has other words for a refusal
     train(digits, Path(run), "pretraining", "training.auto_batch=true", *keys)
 
@@ -283,14 +283,14 @@ def signaled(number: str, rank: str, step: str, *arguments: str) -> None:
             os.killpg(os.getpid(), int(number))
         return folder
 
-    checkpoint.save = told
+    checkpoint.save = told  # type: ignore[assignment]
     command_line(*arguments)
 
 
 def left_by_the_last(*arguments: str) -> None:
     """`ssl-vit ARGUMENTS`; the last process ends without a word where it should read its first evaluation batch."""
     if int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:
-        features.evaluation_batches = lambda *stream: os._exit(9)  # type: ignore[assignment]
+        features.evaluation_batches = lambda *stream: os._exit(9)
     command_line(*arguments)
 
 

@@ -56,7 +56,7 @@ def rows(run: Path) -> list[dict[str, float]]:
 
 def weights(run: Path, *names: str) -> dict[str, np.ndarray]:
     last = run / "checkpoints" / "step_00000020"
-    found = {}
+    found: dict[Any, Any] = {}
     for name in names or ("encoder.safetensors", "objective.safetensors"):
         found |= load_file(last / name)
     return found

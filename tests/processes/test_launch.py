@@ -106,7 +106,7 @@ def test_what_is_told_to_run_sharded_can_be() -> None:
 def test_accelerate_launch_forms_the_world(
     digits: Path, tmp_path: Path, file: str, more: list[str], processes: int
 ) -> None:
-    command = [
+    command: list[str | Path] = [
         BIN / "accelerate",
         "launch",
         "--config_file",
@@ -153,7 +153,7 @@ sys.exit(max(task.wait() for task in tasks))
 def test_slurm_requeues_a_preempted_job_which_goes_on(digits: Path, tmp_path: Path, slurm: dict[str, str]) -> None:
     """USR1 to the tasks, as --signal=USR1@120 has it; a value that a shell would run stays a value."""
     run = tmp_path / "a $(touch pwned) `touch pwned`; touch pwned"
-    command = ["bash", LAUNCH / "slurm.sh", *settings(digits, run, "training.steps=4000")]
+    command: list[str | Path] = ["bash", LAUNCH / "slurm.sh", *settings(digits, run, "training.steps=4000")]
     job = subprocess.Popen(command, env=slurm, cwd=tmp_path)
     deadline = time.monotonic() + 120
     while not saved(run) and time.monotonic() < deadline and job.poll() is None:

@@ -57,7 +57,12 @@ def run(tmp_path: Path, make_encoder: Make) -> Path:
         for arm, score in (("trained", 0.5), ("pixels", 0.25))
         for budget, seed in ((1, 0), (1, 1), (2, 0))
     ]
-    about = {"evaluator": "few_shot", "title": "Few-shot", "settings": {"l2": 32.0}, "metric": "mean_per_class"}
+    about: dict[str, Any] = {
+        "evaluator": "few_shot",
+        "title": "Few-shot",
+        "settings": {"l2": 32.0},
+        "metric": "mean_per_class",
+    }
     about |= {"data": {"train": "x", "test": "y"}, "skipped": [{"shard": "s.tar", "key": "k", "reason": "cut"}]}
     results.save(folder / "results" / "few_shot-1.json", rows, **about)
     checkpoint = weights(folder / "checkpoints" / "step_00000300", make_encoder())
@@ -93,7 +98,7 @@ def test_the_card_tells_the_runs_story(run: Path, make_encoder: Make) -> None:
 
 
 def test_the_hub_reads_the_front_matter(run: Path, make_encoder: Make) -> None:
-    data = ModelCard(write(make_encoder(), run, license="apache-2.0", to="onnx")).data
+    data: Any = ModelCard(write(make_encoder(), run, license="apache-2.0", to="onnx")).data
     assert (data.license, data.library_name, data.tags) == ("apache-2.0", "onnx", ["ssl-vit"])
     assert "license" not in ModelCard(write(make_encoder(), run)).data.to_dict()
 

@@ -60,7 +60,7 @@ def test_without_variance_between_images_it_is_the_t_test_over_seeds() -> None:
     found = crossed_mean(np.repeat(scores, 50, axis=1))
     low, high = stats.ttest_1samp(scores[:, 0], 0).confidence_interval(0.95)
     assert found.half_width is not None
-    assert (found.mean - found.half_width, found.mean + found.half_width) == (pytest.approx(low), pytest.approx(high))
+    assert (found.mean - found.half_width, found.mean + found.half_width) == pytest.approx((low, high))
     assert found.degrees_of_freedom == pytest.approx(5)
 
 

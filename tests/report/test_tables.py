@@ -21,7 +21,7 @@ from tests.report.made import ARMS, SUPERVISED, SWEEP, row, two_arms, write_comp
 def printed(comparison: Comparison, width: int) -> str:
     console = Console(width=width, file=io.StringIO())
     console.print(terminal(comparison))
-    return console.file.getvalue()  # type: ignore[attr-defined,no-any-return]
+    return console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def test_the_terminal_shows_names_as_they_are_and_marks_missing_seeds(tmp_path: Path) -> None:

@@ -127,7 +127,7 @@ def step(objective: nn.Module, optim: str = "adamw", dtype: torch.dtype | None =
     with fake():
         batch = to_cuda(objective, 8, jitter=True)
         training = TrainingConfig(steps=9, batch_size=8, ema=0.9)
-        config = OptimConfig(name=optim, lr=0.1)  # type: ignore[arg-type]
+        config = OptimConfig(name=optim, lr=0.1)
         trainer = Trainer(Job("", objective, iter, 2, 9, training, config, engine(dtype), quiet=True))  # type: ignore[arg-type]
         trainer.scaler, trainer.progress.accumulate = Scaler(objective), 2
         window, result = Window(0), trainer.train_step(batch)
@@ -146,7 +146,7 @@ def test_a_pretraining_step_waits_for_nothing(make_encoder: Callable[..., Any], 
         "downsized": ("image", torch.float16),
         "pixels": ("batch", None),
     }[target]
-    config = masked_patch.Config(target=target, random_from=source, bits=2)  # type: ignore[arg-type]
+    config = masked_patch.Config(target=target, random_from=source, bits=2)
     step(masked_patch.Objective(make_encoder(**BACKBONES[kind]), config), dtype=dtype)
 
 
@@ -171,7 +171,7 @@ def test_mixing_images_waits_for_nothing(
     make_encoder: Callable[..., Any], kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What torchvision draws for it are numbers on the host, which fake tensors do not have."""
-    objective = classification.Objective(make_encoder(), classification.Config(classes=5, **{kind: 1.0}))  # type: ignore[arg-type]
+    objective = classification.Objective(make_encoder(), classification.Config(classes=5, **{kind: 1.0}))
     assert objective.mix is not None
     (objective.mix,) = objective.mix.transforms
     drawn = {"mixup": {"lam": 0.3}, "cutmix": {"box": (1, 1, 9, 9), "lam_adjusted": 0.7}}[kind]

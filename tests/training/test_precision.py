@@ -48,7 +48,7 @@ def test_norms_losses_and_targets_are_float32_under_autocast(make_encoder: Make,
             targets = objective.targets(batch.images) if target != "labels" else None
     finally:
         hook.remove()
-        F.cross_entropy = cross_entropy  # type: ignore[assignment]
+        F.cross_entropy = cross_entropy
     assert seen["products"] == {torch.bfloat16}  # autocast was at work
     assert seen["norms"] == {torch.float32}
     assert seen["log_softmax"] == (set() if target == "pixels" else {torch.float32})

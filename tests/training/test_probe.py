@@ -83,7 +83,7 @@ def test_a_probe_sees_the_averaged_weights_that_are_published(
     seen = []
 
     def measure(self: OnlineProbe, objective: torch.nn.Module) -> float:
-        seen.append({name: tensor.clone() for name, tensor in objective.encoder.network.state_dict().items()})  # type: ignore[union-attr, operator]
+        seen.append({name: tensor.clone() for name, tensor in objective.encoder.network.state_dict().items()})  # type: ignore[union-attr]
         return 0.5
 
     monkeypatch.setattr(OnlineProbe, "__call__", measure)

@@ -38,7 +38,7 @@ def noise(size: tuple[int, int]) -> Image.Image:
     return Image.fromarray(np.random.default_rng(0).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8))
 
 
-ANIMATED = {"save_all": True, "append_images": [OTHER]}
+ANIMATED: dict[str, Any] = {"save_all": True, "append_images": [OTHER]}
 GRAY16 = Image.fromarray(RAMP[..., 0].astype(np.uint16) * 257)
 AS_THEY_ARE = {
     "jpeg": (encoded("JPEG"), "jpg", 3),

@@ -60,7 +60,7 @@ def stacked(arrays: Arrays) -> Arrays:
     """big_vision's scanned encoder: the blocks' arrays one upon the other."""
     blocks = [name for name in arrays if "encoderblock_0" in name]
     rest = {name: array for name, array in arrays.items() if "encoderblock_" not in name}
-    others = [[arrays[name.replace("_0/", f"_{n}/", 1)] for n in range(SIZES["depth"])] for name in blocks]
+    others = [[arrays[name.replace("_0/", f"_{n}/", 1)] for n in range(int(SIZES["depth"]))] for name in blocks]
     return rest | {
         name.replace("encoderblock_0", "encoderblock"): np.stack(layers)
         for name, layers in zip(blocks, others, strict=True)
@@ -78,7 +78,7 @@ OPTIMIZER = {"opt/state/step": np.array(3), "opt/state/param_states/cls/grad_ema
 
 
 def written(path: Path, arrays: Arrays) -> str:
-    np.savez(path, **arrays)
+    np.savez(path, **dict[str, Any](arrays))
     return str(path)
 
 
@@ -107,8 +107,8 @@ def test_every_layout_comes_in_bit_for_bit(
     assert state(back).keys() == tensors.keys()
     assert all(torch.equal(tensor, tensors[name]) for name, tensor in state(back).items())
     assert sorted(found.skipped) == sorted(extra)
-    assert (back.heads, back.image_size, back.channels) == (3, (32, 32), channels)
-    assert (back.mean, back.std, back.norm_eps) == ((0.5,) * channels, (0.5,) * channels, 1e-6)
+    assert (back.image_size, back.channels) == ((32, 32), channels) and back.heads == 3
+    assert (back.mean, back.std) == ((0.5,) * channels, (0.5,) * channels) and back.norm_eps == 1e-6
     assert ("class token's position is zero" in " ".join(found.notes)) == (layout in ("big_vision", "stacked"))
 
 
@@ -169,7 +169,7 @@ def test_objects_are_refused_and_nothing_in_them_runs(make_encoder: Make, tmp_pa
     bomb = np.empty(1, object)
     bomb[0] = Bomb(tmp_path / "ran")
     arrays = google(state(make_encoder(**SIZES)), 3, PAPER, OLD) | {"head/bias": bomb}
-    np.savez(tmp_path / "weights.npz", **arrays)
+    np.savez(tmp_path / "weights.npz", **dict[str, Any](arrays))
     with pytest.raises(UserError, match=r"not a readable \.npz of plain arrays"):
         import_weights(str(tmp_path / "weights.npz"), tmp_path / "out")
     assert not (tmp_path / "ran").exists()

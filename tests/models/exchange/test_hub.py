@@ -80,7 +80,7 @@ def talk(folder: Path, address: str) -> dict[str, tuple[int, str, str]]:
     environment |= {"NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
     command = [sys.executable, "-c", RUN, json.dumps(COMMANDS)]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=200, check=True)
-    return {name: tuple(answer) for name, answer in json.loads(done.stdout.splitlines()[-1]).items()}  # type: ignore[misc]
+    return {name: tuple(answer) for name, answer in json.loads(done.stdout.splitlines()[-1]).items()}
 
 
 @pytest.fixture(scope="module")

@@ -64,7 +64,7 @@ def test_a_timm_folder(tmp_path: Path, shaken: Make, pixels: Make) -> None:
         assert torch.equal(ours(images), network.forward_features(ours.normalized(images)))
     for given in ({"heads": 3}, {"name": TINY}):
         with pytest.raises(UserError, match="remove --name and --heads"):
-            import_weights(str(tmp_path / "timm"), tmp_path / "again", **given)  # type: ignore[arg-type]
+            import_weights(str(tmp_path / "timm"), tmp_path / "again", **given)
 
 
 def test_attention_pooling_is_a_head(tmp_path: Path, shaken: Make, pixels: Make) -> None:
@@ -179,7 +179,12 @@ def test_every_hidden_width_can_be_expressed() -> None:
 def transformers_folder(folder: Path, kind: str, processor: dict[str, Any] | None = None, **settings: Any) -> nn.Module:
     import transformers
 
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 80}
+    sizes: dict[str, Any] = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 80,
+    }
     sizes |= {"image_size": 24, "patch_size": 8, "initializer_range": 0.5}
     decoder = {"decoder_hidden_size": 16, "decoder_num_hidden_layers": 1, "decoder_num_attention_heads": 2}
     mae = kind.startswith("ViTMAE")
