@@ -70,7 +70,7 @@ class Result:
     accuracy: share of correct predictions, 0..1.
     mean_per_class: mean of the per-class accuracies, 0..1.
     images_seen, flops, seconds: spent on training for this row (0: nothing was trained by gradient descent).
-    selected: settings selected on held-out training images.
+    selected: values of the sweep, selected on held-out training images (a note says where none could be held out).
     notes: what a reader must know about this number.
     prediction: for every test image.
     """

@@ -66,8 +66,8 @@ def trained(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run
 
 
-def test_three_processes_judge_as_one_does(world: World, digits: Path, trained: Path, tmp_path: Path) -> None:
-    """Images that do not deal out evenly: none counts twice, and padding counts for nothing."""
+def test_three_processes_evaluate_as_one_does(world: World, digits: Path, trained: Path, tmp_path: Path) -> None:
+    """Images that do not split evenly: none counts twice, and padding counts for nothing."""
     measured, images = {}, {}
     for count in (1, 3):
         run = shutil.copytree(trained, tmp_path / str(count))
