@@ -69,7 +69,7 @@ def last_saved(run: Path | None) -> str:
 
 
 def newest(run: Path) -> tuple[Path | None, list[str]]:
-    """The newest intact checkpoint, and what to tell the user about broken ones, which are renamed to
+    """The newest intact checkpoint, and notes for the user about broken ones, which are renamed to
     `broken_step_NNNNNNNN`. Every process must call it; the main one looks."""
     found, notes = None, list[str]()
     if distributed.is_main():
@@ -96,7 +96,7 @@ def _unfinished(name: str) -> str:
 
 
 def _defect(folder: Path) -> str | None:
-    """What is wrong with a checkpoint's files, as its checksums tell."""
+    """What is wrong with a checkpoint's files by its checksums; None: nothing."""
     try:
         sums = [line.split("  ", 1) for line in (folder / _SUMS).read_text().splitlines()]
         for expected, name in sums:

@@ -184,8 +184,8 @@ def connect(timeout: int) -> None:
     """Give the launched processes a CPU group of their own: what they agree on does not wait for the accelerator.
 
     timeout: seconds that a process waits for the others. Every process must call it; one alone needs no group. It
-    returns once all are there: if the main process, which tells the others where to find each other, left before (with
-    an error in the recipe, say), they would look for it for ever.
+    returns once all are there: if the main process, through which the others find each other, ended before (with an
+    error in the recipe), they would wait for it forever.
     """
     global _group, _timeout
     if not several() and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:

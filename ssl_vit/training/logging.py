@@ -109,7 +109,7 @@ class RunLogger:
         self.display = Display(name, total, accelerator.device, main and not quiet)
         self.path = run / "metrics.jsonl" if run and main else None
         self.accelerator, self.settings, self.tracking = accelerator, trackers, bool(run and main and trackers)
-        self.size: int | None = 0  # of metrics.jsonl when the checkpoint was saved
+        self.size = 0  # of metrics.jsonl when the checkpoint was saved
         self.skipped: list[Skip] = []
 
     def state_dict(self) -> dict[str, Any]:
@@ -123,7 +123,7 @@ class RunLogger:
         with shared_errors(), self._disk_errors():
             if self.path:
                 self.file = self.path.open("ab")
-                self.file.truncate(min(self.size or 0, self.file.tell()))
+                self.file.truncate(min(self.size, self.file.tell()))
         if self.tracking:
             self._try(lambda: self._start_trackers(step, recipe))
         for note in [*notes, *([f"resuming at step {step} of {self.display.total}"] if step else [])]:

@@ -34,7 +34,7 @@ Batches = Callable[[list[LanePosition]], Iterator[tuple[Batch, Chunk]]]
 class Stop:
     """A callback's decision to end training after this step.
 
-    reason: told to the user.
+    reason: shown to the user.
     error: raised once everything is closed; None where training is finished early.
     """
 
@@ -59,7 +59,7 @@ class Callback:
         return False
 
     def after_step(self, trainer: Trainer) -> Stop | None:
-        """After each optimizer step: `trainer.batch`, `trainer.result` and `trainer.window` tell of it."""
+        """After each optimizer step: `trainer.batch`, `trainer.result` and `trainer.window` describe it."""
         return None
 
     def end(self, trainer: Trainer) -> None:
@@ -246,7 +246,7 @@ class Trainer:
         self.log.display.advance(progress.step)
 
     def _resume(self) -> list[str]:
-        """Load the run's newest checkpoint. Returns what to tell the user."""
+        """Load the run's newest checkpoint. Returns notes for the user."""
         job, progress, notes = self.job, self.progress, list[str]()
         if job.run:
             saved, notes = checkpoint.newest(job.run)

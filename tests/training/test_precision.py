@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
+from accelerate import Accelerator
 from torch import nn
 
 from ssl_vit.interfaces import UserError
@@ -76,10 +77,33 @@ def test_attention_sums_its_softmax_in_float32(make_encoder: Make) -> None:
     torch.testing.assert_close(outputs.float(), torch.ones(1, 2305, 8), atol=0.01, rtol=0)
 
 
+def test_fp32_is_not_tf32_whatever_accelerate_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its constructor allows TF32 where something is to be compiled."""
+    start = Accelerator.__init__
+
+    def allowing(self: Any, *arguments: Any, **more: Any) -> None:
+        start(self, *arguments, **more)
+        torch.set_float32_matmul_precision("high")
+        torch.backends.cudnn.allow_tf32 = True
+
+    monkeypatch.setattr(Accelerator, "__init__", allowing)
+    make_accelerator("fp32")
+    assert torch.get_float32_matmul_precision() == "highest" and not torch.backends.cudnn.allow_tf32
+
+
+def test_each_engine_of_a_process_has_its_own_precision() -> None:
+    engines, left = [make_accelerator("bf16"), make_accelerator("fp32")], torch.ones(2, 2)
+    dtypes = []
+    for engine in engines:
+        with engine.autocast():
+            dtypes.append((left @ left).dtype)
+    assert dtypes == [torch.bfloat16, torch.float32]
+
+
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="this machine has an accelerator")
-@pytest.mark.parametrize(("precision", "mend"), [("fp16", "use bf16 or fp32"), ("tf32", "use fp32")])
-def test_a_precision_that_a_cpu_does_not_have_is_refused(precision: Any, mend: str) -> None:
-    with pytest.raises(UserError, match=rf"training.precision={precision} needs .*: {mend}"):
+@pytest.mark.parametrize(("precision", "fix"), [("fp16", "use bf16 or fp32"), ("tf32", "use fp32")])
+def test_a_precision_that_a_cpu_does_not_have_is_refused(precision: Any, fix: str) -> None:
+    with pytest.raises(UserError, match=rf"training.precision={precision} needs .*: {fix}"):
         make_accelerator(precision)
 
 
@@ -87,6 +111,6 @@ def test_old_gpus_are_told_what_they_can(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: False)
-    for precision, mend in (("bf16", "use fp16"), ("tf32", "use fp32")):
-        with pytest.raises(UserError, match=mend):
+    for precision, fix in (("bf16", "use fp16"), ("tf32", "use fp32")):
+        with pytest.raises(UserError, match=fix):
             make_accelerator(precision)  # type: ignore[arg-type]

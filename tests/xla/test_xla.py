@@ -18,7 +18,6 @@ torch_xla = pytest.importorskip("torch_xla")
 import torch  # noqa: E402
 from accelerate.utils import DistributedType  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
-from ssl_vit.training.step import Stepper  # noqa: E402
 from torch_xla.debug import metrics  # noqa: E402
 
 from ssl_vit import api, recipe  # noqa: E402
@@ -29,6 +28,7 @@ from ssl_vit.data.packing.sources import open_source  # noqa: E402
 from ssl_vit.evaluators import features  # noqa: E402
 from ssl_vit.interfaces import UserError  # noqa: E402
 from ssl_vit.training.distributed import make_accelerator  # noqa: E402
+from ssl_vit.training.loop import Trainer  # noqa: E402
 
 STEPS = 24
 STAGES = {
@@ -74,14 +74,14 @@ def weights(run: Path) -> dict[str, torch.Tensor]:
 def compilations(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """How many programs had been compiled before each optimizer step."""
     counts: list[int] = []
-    take = Stepper.take
+    step = Trainer.train_step
 
     def counted(self, *arguments):  # type: ignore[no-untyped-def]
         data = metrics.metric_data("CompileTime")
         counts.append(data[0] if data else 0)
-        return take(self, *arguments)
+        return step(self, *arguments)
 
-    monkeypatch.setattr(Stepper, "take", counted)
+    monkeypatch.setattr(Trainer, "train_step", counted)
     yield counts
 
 
