@@ -8,8 +8,8 @@ processes and workers; each sample comes exactly once an epoch; no process ever 
 run stands is one (epoch, position) pair a lane.
 
 A mixture is several sets with weights. Its epoch has as many samples as the sets hold together, each set giving its
-share of them: the next piece of its own endless sequence of epochs, so that a small set is repeated and a large one
-goes on where it was. A lane takes its slice of every set's piece and interleaves them evenly.
+share of them: the next part of its own endless sequence of epochs, so that a small set is repeated and a large one
+continues where it was. A lane takes its slice of every set's part and interleaves them evenly.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class SampleSet:
 
 
 @dataclass(frozen=True)
-class Piece:
+class Run:
     """Consecutive samples of a lane, all of one shard.
 
     start: the lane's position before the first. epoch: the set's own; a small set of a mixture goes through its epochs
@@ -149,7 +149,7 @@ def lane_epoch(seed: int, epoch: int, sets: Sequence[SampleSet], lanes: int, lan
 
 def lane_stream(
     seed: int, sets: Sequence[SampleSet], lanes: int, lane: int, start: LanePosition = LanePosition()
-) -> Iterator[Piece]:
+) -> Iterator[Run]:
     """The rest of a lane from `start` on, endlessly. At least one set must hold a sample."""
     epoch, taken = start.epoch, start.position
     while True:
@@ -163,7 +163,7 @@ def lane_stream(
                 own, shard, members, upcoming = begun[owner] if len(begun[owner][2]) else next(pieces[owner])
                 run = members[:length]
                 begun[owner] = (own, shard, members[length:], upcoming)
-                yield Piece(LanePosition(epoch, taken), own, shard, run, upcoming)
+                yield Run(LanePosition(epoch, taken), own, shard, run, upcoming)
                 taken, length = taken + len(run), length - len(run)
         epoch, taken = epoch + 1, 0
 
@@ -196,62 +196,32 @@ def worker_lanes(lanes: int, ranks: int, rank: int, workers: int, worker: int) -
     return list(own[worker * len(own) // parts : (worker + 1) * len(own) // parts])
 
 
-def plan(
-    seed: int, epoch: int, sets: Sequence[SampleSet], lanes: int, ranks: int, workers: int
-) -> dict[tuple[int, int], list[tuple[int, int, Members]]]:
-    """The whole plan of one epoch: (rank, worker) -> [(lane, shard, positions inside the shard), ...]."""
-    return {
-        (rank, worker): [
-            (lane, shard, members)
-            for lane in worker_lanes(lanes, ranks, rank, workers, worker)
-            for shard, members in lane_epoch(seed, epoch, sets, lanes, lane)
-        ]
-        for rank in range(ranks)
-        for worker in range(max(workers, 1))
-    }
-
-
 def check_topology(
     *, shards: int, samples: int, lanes: int, batch_size: int, ranks: int, workers: int, accumulate: int = 1
 ) -> None:
-    """Refuse, before the first step, what cannot be dealt out evenly. Raises UserError naming the fix."""
+    """Refuse, before the first step, what cannot be split evenly. Raises UserError naming the fix."""
+    own, readers = lanes // ranks, max(workers, 1)
     if samples == 0:
         raise UserError("there is no sample to train on: the shards are empty or the label budget keeps nothing")
-    readers = ranks * max(workers, 1)
-    if shards < readers:
+    if shards < ranks * readers:
         raise UserError(
-            f"{shards} shard(s) are too few for {ranks} process(es) x {max(workers, 1)} loader worker(s): "
-            f"repack with `ssl-vit shards make SOURCE OUT --overwrite --shards {readers}` or more, "
-            "or lower data.workers"
+            f"{shards} shard(s) are too few for {ranks} process(es) x {readers} loader worker(s): repack with "
+            f"`ssl-vit shards make SOURCE OUT --overwrite --shards {ranks * readers}` or more, or lower data.workers"
         )
-    if lanes % ranks:
+    if lanes % ranks or batch_size % lanes:
         fits = [n for n in range(ranks, batch_size + 1, ranks) if batch_size % n == 0]
+        hint = f"such as {fits[-6:]}" if fits else f"and training.batch_size to a multiple of {ranks}"
         raise UserError(
-            f"data.lanes={lanes} cannot be dealt out to {ranks} processes: set data.lanes to a multiple of {ranks} "
-            + (
-                f"that divides training.batch_size={batch_size}, such as {fits[:4]}"
-                if fits
-                else f"and training.batch_size={batch_size} to a multiple of it"
-            )
+            f"data.lanes={lanes} must be a multiple of the {ranks} process(es) and divide training.batch_size="
+            f"{batch_size}; set data.lanes to another number, {hint}"
         )
-    if max(workers, 1) > lanes // ranks:
+    if readers > own:
         raise UserError(
-            f"data.workers={workers} on each of {ranks} process(es) are more than the lanes they would own "
-            f"({lanes // ranks} each): set data.workers to at most {lanes // ranks}, or raise data.lanes"
+            f"data.workers={workers} on each of {ranks} process(es) are more than the lanes they would own ({own} "
+            f"each): set data.workers to at most {own}, or raise data.lanes"
         )
-    if batch_size % lanes:
-        fits = [n for n in range(ranks, batch_size + 1, ranks) if batch_size % n == 0]
+    if own % accumulate:
         raise UserError(
-            f"training.batch_size={batch_size} is not a multiple of data.lanes={lanes}: "
-            f"every lane gives the same number of samples to a step; "
-            + (
-                f"data.lanes could be one of {fits[-6:]}"
-                if fits
-                else f"set training.batch_size to a multiple of {lanes}"
-            )
-        )
-    if lanes // ranks % accumulate:
-        raise UserError(
-            f"training.accumulate={accumulate} must divide the {lanes // ranks} lanes of each process: micro-batches "
-            f"are made of whole lanes; set data.lanes to a multiple of {ranks * accumulate}"
+            f"training.accumulate={accumulate} must divide the {own} lanes of each process: micro-batches are made of "
+            f"whole lanes; set data.lanes to a multiple of {ranks * accumulate}"
         )

