@@ -15,7 +15,7 @@ import typer
 
 from ssl_vit import __version__
 from ssl_vit.cli import compare, doctor, embed, evaluate, pictures, report, shards, train, weights
-from ssl_vit.interfaces import PREEMPTED, RunError, Stopped, UserError
+from ssl_vit.interfaces import PREEMPTED, RunError, Stopped, UserError, printable
 
 app = typer.Typer(
     name="ssl-vit",
@@ -62,7 +62,8 @@ def main() -> None:
         if debug:
             raise
         if _is_main() or not error.everywhere:
-            print(f"error: {error}", file=sys.stderr)
+            lines = [printable(line) for line in str(error).split("\n")]  # names from data may be in it
+            print("error:", "\n".join(lines), file=sys.stderr)
         _leave(2 if isinstance(error, UserError) else 1)
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

@@ -96,6 +96,9 @@ def test_verify_lists_defects_and_exits_1(shards: Call, images: Path) -> None:
     assert out.splitlines()[0].startswith("000001.tar: -: size: ")
     assert out.splitlines()[-1] == f"out: {len(out.splitlines()) - 1} defect(s)"
     assert "\x1b" not in out
+    Path("out/info.json").write_text(Path("out/info.json").read_text().replace("000001.tar", "\\u001b[31m.tar"))
+    code, out, err = shards("stats", "out")
+    assert code == 2 and r"\x1b[31m.tar: missing_shard" in err and "\x1b" not in err
 
 
 @pytest.mark.parametrize(

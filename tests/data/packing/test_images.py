@@ -14,6 +14,8 @@ from PIL import Image
 from ssl_vit.data.packing.images import decode, open_header, to_stored
 from ssl_vit.data.packing.sources.base import BrokenImageError
 
+from .pictures import noise
+
 RAMP = np.stack([*np.meshgrid(np.arange(60) * 4, np.arange(40) * 6), np.full((40, 60), 99)], -1).astype(np.uint8)
 PICTURE = Image.fromarray(RAMP)
 OTHER = Image.fromarray(255 - RAMP)
@@ -32,10 +34,6 @@ def opened(data: bytes) -> Image.Image:
     image = open_header(data, "it")
     decode(image, "it")
     return image
-
-
-def noise(size: tuple[int, int]) -> Image.Image:
-    return Image.fromarray(np.random.default_rng(0).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8))
 
 
 ANIMATED: dict[str, Any] = {"save_all": True, "append_images": [OTHER]}
@@ -128,13 +126,13 @@ def test_exif_travels_with_a_resized_image() -> None:
 
 
 def test_quality_is_that_of_resized_images() -> None:
-    low, high = (to_stored(encoded("JPEG", noise((80, 80))), "it", 40, quality) for quality in (30, 95))
+    low, high = (to_stored(encoded("JPEG", noise(0, (80, 80))), "it", 40, quality) for quality in (30, 95))
     assert len(low.data) < len(high.data) / 2
 
 
 def test_large_jpegs_resized_by_way_of_a_smaller_decode_look_the_same() -> None:
     """Nine times too large: decoded at a quarter, then resized. Twice the size wanted is what is kept at least."""
-    picture = noise((24, 18)).resize((1080, 810), Image.Resampling.BICUBIC)
+    picture = noise(0, (24, 18)).resize((1080, 810), Image.Resampling.BICUBIC)
     data = encoded("JPEG", picture, quality=95)
     stored = opened(to_stored(data, "it", resize=90, quality=100).data)
     whole = opened(encoded("JPEG", opened(data).resize((120, 90), Image.Resampling.BICUBIC), quality=100))
@@ -149,13 +147,13 @@ def test_large_jpegs_resized_by_way_of_a_smaller_decode_look_the_same() -> None:
         (b"this is text", "not an image"),
         (b"\xff\xd8\xff\xe0 and then text", "not an image|cannot be decoded"),
         (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "not an image"),  # Pillow would start Ghostscript
-        (encoded("JPEG", noise((64, 64)))[:2000], "the end of the JPEG is missing"),
-        (encoded("JPEG", noise((64, 64)))[:2000] + bytes(2000), "the end of the JPEG is missing"),
-        (encoded("JPEG", noise((64, 64)), exif=WITH_THUMBNAIL)[:-2], "the end of the JPEG is missing"),
-        (encoded("JPEG", noise((64, 64)), progressive=True)[:-2], "the end of the JPEG is missing"),
-        (encoded("PNG", noise((64, 64)))[:2000], "cannot be decoded"),
-        (encoded("WEBP", noise((64, 64)))[:2000], "cannot be decoded|not an image"),
-        (encoded("GIF", noise((64, 64)).convert("P"))[:2000], "cannot be decoded"),
+        (encoded("JPEG", noise(0, (64, 64)))[:2000], "the end of the JPEG is missing"),
+        (encoded("JPEG", noise(0, (64, 64)))[:2000] + bytes(2000), "the end of the JPEG is missing"),
+        (encoded("JPEG", noise(0, (64, 64)), exif=WITH_THUMBNAIL)[:-2], "the end of the JPEG is missing"),
+        (encoded("JPEG", noise(0, (64, 64)), progressive=True)[:-2], "the end of the JPEG is missing"),
+        (encoded("PNG", noise(0, (64, 64)))[:2000], "cannot be decoded"),
+        (encoded("WEBP", noise(0, (64, 64)))[:2000], "cannot be decoded|not an image"),
+        (encoded("GIF", noise(0, (64, 64)).convert("P"))[:2000], "cannot be decoded"),
         (encoded("BMP")[:2000], "cannot be decoded"),
     ],
 )
@@ -181,7 +179,11 @@ def test_the_quick_check_refuses_what_the_full_decode_refuses() -> None:
     """Cut anywhere, and with bytes changed anywhere: decoding at an eighth reads the same stream."""
     rng = random.Random(0)
     verdicts = []
-    for data in (encoded("JPEG", noise((90, 70))), encoded("JPEG", noise((90, 70)), progressive=True), encoded("JPEG")):
+    for data in (
+        encoded("JPEG", noise(0, (90, 70))),
+        encoded("JPEG", noise(0, (90, 70)), progressive=True),
+        encoded("JPEG"),
+    ):
         for number in range(150):
             damaged = bytearray(data[: rng.randrange(len(data))] if number % 3 == 0 else data)
             if number % 3 == 1:
