@@ -10,6 +10,7 @@ one as an entry point of the group `ssl_vit.objectives`, `ssl_vit.evaluators` or
 from __future__ import annotations
 
 import importlib
+import inspect
 import pkgutil
 from difflib import get_close_matches
 from importlib.metadata import entry_points
@@ -30,7 +31,7 @@ def names(kind: Kind) -> list[str]:
     """All names of a kind; imports the package's modules."""
     package, member, _ = _KINDS[kind]
     found = [module.name for module in pkgutil.iter_modules(importlib.import_module(package).__path__)]
-    own = [name for name in found if hasattr(importlib.import_module(f"{package}.{name}"), member)]
+    own = [name for name in found if _defines(importlib.import_module(f"{package}.{name}"), member)]
     return own + sorted(entry_points(group=f"ssl_vit.{kind}").names)
 
 
@@ -44,7 +45,7 @@ def load(kind: Kind, name: str) -> Any:
     for entry in entry_points(group=f"ssl_vit.{kind}", name=name):
         return entry.load()
     try:
-        if name.isidentifier() and hasattr(module := importlib.import_module(f"{package}.{name}"), member):
+        if name.isidentifier() and _defines(module := importlib.import_module(f"{package}.{name}"), member):
             return module
     except ModuleNotFoundError as error:
         if error.name != f"{package}.{name}":
@@ -53,3 +54,8 @@ def load(kind: Kind, name: str) -> Any:
     near = get_close_matches(name, known, n=1)
     hint = f"did you mean '{near[0]}'? " if near else ""
     raise UserError(f"no {word} is called '{name}'; {hint}there are: {', '.join(known)}")
+
+
+def _defines(module: Any, member: str) -> bool:
+    """Whether a module has one to use; a base class is none."""
+    return hasattr(module, member) and not inspect.isabstract(getattr(module, member))

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from ssl_vit import recipe
-from ssl_vit.interfaces import UserError
 
 
 def stages(incomplete: str) -> list[str]:
     """Recipes for `train`."""
-    return [name for name in recipe.shipped() if name.startswith(incomplete) and not _is_comparison(name)]
+    return _recipes(incomplete, comparisons=False)
 
 
 def comparisons(incomplete: str) -> list[str]:
     """Recipes for `compare`."""
-    return [name for name in recipe.shipped() if name.startswith(incomplete) and _is_comparison(name)]
+    return _recipes(incomplete, comparisons=True)
 
 
 def suites(incomplete: str) -> list[str]:
@@ -24,12 +24,10 @@ def suites(incomplete: str) -> list[str]:
 
 def evaluators(incomplete: str) -> list[str]:
     """Read as text: importing them takes seconds."""
-    room = Path(__file__).parent.parent / "evaluators"
-    return [file.stem for file in sorted(room.glob(f"{incomplete}*.py")) if "\nclass Evaluator(" in file.read_text()]
+    files = sorted((Path(__file__).parent.parent / "evaluators").glob(f"{incomplete}*.py"))
+    return [file.stem for file in files if re.search(r"^class Evaluator\((?!ABC)", file.read_text(), re.MULTILINE)]
 
 
-def _is_comparison(name: str) -> bool:
-    try:
-        return "arms" in recipe.read(recipe.shipped()[name])
-    except UserError:
-        return False
+def _recipes(incomplete: str, *, comparisons: bool) -> list[str]:
+    found = [(name, path) for name, path in recipe.shipped().items() if name.startswith(incomplete)]
+    return [name for name, path in found if ("arms" in recipe.read(path)) == comparisons]

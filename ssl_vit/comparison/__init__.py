@@ -1,1 +1,1 @@
-"""Arms x seeds x label budgets x data sets, as independent pieces of work: which there are, doing and listing them."""
+"""Arms x seeds x label budgets x data sets, as independent tasks: which there are, how they run, what they cost."""
