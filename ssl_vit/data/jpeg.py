@@ -54,7 +54,7 @@ class Jpeg:
         """All pixels, uint8 (C, height, width), the same as torchvision's `decode_jpeg`."""
         try:
             return self._upright(_tensor(simplejpeg.decode_jpeg(self.data, _COLORS[self.channels])))
-        except ValueError:  # CMYK, stray bytes between markers: torchvision judges
+        except ValueError:  # CMYK, stray bytes between markers: torchvision decides
             buffer = torch.from_numpy(np.frombuffer(self.data, dtype=np.uint8).copy())
             return decode_jpeg(buffer, mode=_MODES[self.channels], apply_exif_orientation=True)
 

@@ -27,7 +27,7 @@ class FaultyServer(http.server.ThreadingHTTPServer):
 
     A fault: ("status", 503); ("stall", n), ("cut", n): n bytes of the body, then nothing, or the end of the connection,
     where the headers promised all; ("silent",): not even headers; ("short", n): the object has only n bytes;
-    ("unsized", n): n bytes without a word on how many there are; ("unended",): all, in chunks whose end is not marked;
+    ("unsized", n): n bytes without a word on how many there are;
     ("garbage",): other bytes; ("delay", seconds).
     `always[name]` is a fault of every request. `log` holds (method, name, first byte asked for).
     """
@@ -113,11 +113,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if asked and self.server.ranges:
             headers["Content-Range"] = f"bytes {first}-{first + len(body) - 1}/{len(whole)}"
         status = 206 if asked and self.server.ranges else 200
-        if kind == "unended":
-            self._reply(
-                status, b"%x\r\n%s\r\n" % (len(body), body), headers | {"Transfer-Encoding": "chunked"}, sized=False
-            )
-        elif kind == "unsized":
+        if kind == "unsized":
             self._reply(status, body[:amount], headers, sized=False)
         elif kind in ("stall", "cut"):
             self._reply(status, body[:amount], headers, promised=len(body))
@@ -162,7 +158,6 @@ class Proxy:
         self.upstream, self.flows, self.closed = port, threading.Event(), False
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self.listener.getsockname()[1]}"
-        self.rate = 0  # bytes a second of an answer; 0: as they come
         self.clients: list[socket.socket] = []
         self.cut_after: list[int] = []  # bytes of an answer, for the connections to come
         self.release()
@@ -203,7 +198,6 @@ class Proxy:
             while data := source.recv(1 << 16):
                 if answers:
                     self.flows.wait(20)
-                    time.sleep(len(data) / self.rate if self.rate else 0)
                 if limit is not None and passed + len(data) > limit:
                     target.sendall(data[: limit - passed])
                     break

@@ -179,3 +179,15 @@ def test_stray_bytes_between_a_jpegs_markers_are_read_over() -> None:
     data = encoded(picture("RGB"), "jpg")
     stray = data[:20] + b"\x00\x00\x00" + data[20:]
     torch.testing.assert_close(decode_pixels({"jpg": stray}, 3), decode_pixels({"jpg": data}, 3), atol=3, rtol=0)
+
+
+@pytest.mark.parametrize(("extension", "kind"), [("jpg", "JPEG"), ("png", "PNG"), ("webp", "WEBP")])
+@pytest.mark.parametrize("channels", [1, 3, 4])
+def test_an_image_with_too_many_pixels_is_refused_by_its_header(extension: str, kind: str, channels: int) -> None:
+    buffer = io.BytesIO()
+    Image.new("RGB", (40, 30)).save(buffer, kind)
+    data = buffer.getvalue()
+    assert open_picture({extension: data}, channels, 1200).whole().shape == (channels, 30, 40)
+    broken = data if kind == "WEBP" else data[: -len(data) // 4]  # its pixels are never reached
+    with pytest.raises(BadSample, match=r"30x40 pixels are more than data.max_pixels=1199"):
+        open_picture({extension: broken}, channels, 1199)

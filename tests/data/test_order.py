@@ -52,11 +52,11 @@ def every_sample(counts: Sequence[int]) -> list[Sample]:
 
 @quick
 @given(counts=COUNTS, seed=SEEDS, lanes=LANES, first=EPOCHS)
-def test_every_epoch_deals_every_sample_to_one_lane_once(counts: list[int], seed: int, lanes: int, first: int) -> None:
+def test_every_epoch_gives_every_sample_to_one_lane_once(counts: list[int], seed: int, lanes: int, first: int) -> None:
     for epoch in range(first, first + 2):
-        dealt = [flat(lane_epoch(seed, epoch, counts, lanes, lane)) for lane in range(lanes)]
-        assert sorted(sample for lane in dealt for sample in lane) == every_sample(counts)
-        sizes = [len(lane) for lane in dealt]
+        split = [flat(lane_epoch(seed, epoch, counts, lanes, lane)) for lane in range(lanes)]
+        assert sorted(sample for lane in split for sample in lane) == every_sample(counts)
+        sizes = [len(lane) for lane in split]
         assert max(sizes) - min(sizes) <= 1
 
 
@@ -66,8 +66,8 @@ def test_lanes_are_slices_of_one_sequence_turning_with_the_epoch(
     counts: list[int], seed: int, lanes: int, epoch: int
 ) -> None:
     order = flat(epoch_order(seed, epoch, counts))
-    dealt = [flat(lane_epoch(seed, epoch, counts, lanes, lane)) for lane in range(lanes)]
-    turned = [sample for n in range(lanes) for sample in dealt[(n - epoch) % lanes]]
+    split = [flat(lane_epoch(seed, epoch, counts, lanes, lane)) for lane in range(lanes)]
+    turned = [sample for n in range(lanes) for sample in split[(n - epoch) % lanes]]
     assert turned == order
 
 
@@ -104,9 +104,9 @@ def test_only_the_kept_samples_appear(data: st.DataObject, counts: list[int], se
     keep = [np.flatnonzero(generator.random(count) < 0.4) for count in counts]
     wanted = [(shard, int(member)) for shard, members in enumerate(keep) for member in members]
     for epoch in range(2):
-        dealt = [flat(lane_epoch(seed, epoch, counts, lanes, lane, keep)) for lane in range(lanes)]
-        assert sorted(sample for lane in dealt for sample in lane) == wanted
-        assert max(map(len, dealt)) - min(map(len, dealt)) <= 1
+        split = [flat(lane_epoch(seed, epoch, counts, lanes, lane, keep)) for lane in range(lanes)]
+        assert sorted(sample for lane in split for sample in lane) == wanted
+        assert max(map(len, split)) - min(map(len, split)) <= 1
 
 
 # --- endless lanes ---
@@ -142,8 +142,8 @@ def test_a_lane_continues_from_any_position_as_if_never_interrupted(
     expected: list[Any] = []
     epoch = 0
     while len(expected) < len(whole):
-        dealt = flat(lane_epoch(seed, epoch, counts, lanes, lane, keep))
-        expected += [(LanePosition(epoch, n), sample) for n, sample in enumerate(dealt)]
+        split = flat(lane_epoch(seed, epoch, counts, lanes, lane, keep))
+        expected += [(LanePosition(epoch, n), sample) for n, sample in enumerate(split)]
         epoch += 1
     assert whole == expected[: len(whole)]
     for taken in range(len(whole)):
@@ -159,16 +159,16 @@ def test_resuming_loses_and_repeats_nothing_of_an_epoch(counts: list[int], seed:
     """Whatever each lane has read, the rest of the epoch is exactly what is missing."""
     seen: list[Sample] = []
     for lane in range(lanes):
-        dealt = flat(lane_epoch(seed, epochs, counts, lanes, lane))
-        stop = (lane * 7 + epochs) % (len(dealt) + 1)
+        split = flat(lane_epoch(seed, epochs, counts, lanes, lane))
+        stop = (lane * 7 + epochs) % (len(split) + 1)
         rest = [
             sample
             for position, sample in walk(
-                lane_stream(seed, counts, lanes, lane, LanePosition(epochs, stop)), len(dealt) + 1
+                lane_stream(seed, counts, lanes, lane, LanePosition(epochs, stop)), len(split) + 1
             )
             if position.epoch == epochs
         ]
-        seen += dealt[:stop] + rest
+        seen += split[:stop] + rest
     assert sorted(seen) == every_sample(counts)
 
 
@@ -287,10 +287,10 @@ def test_a_mixture_keeps_its_shares_and_goes_through_each_set_in_whole_epochs(
     weights = [0 if n == 0 else n if weight is None else weight for (_, weight), n in zip(mixture, sizes, strict=True)]
     begun = 0
     for e in range(epoch, epoch + 2):
-        dealt = [flat(planning.lane_epoch(seed, e, sets, lanes, lane)) for lane in range(lanes)]
-        everything = [sample for lane in dealt for sample in lane]
+        split = [flat(planning.lane_epoch(seed, e, sets, lanes, lane)) for lane in range(lanes)]
+        everything = [sample for lane in split for sample in lane]
         assert abs(len(everything) - sum(sizes)) <= len(sets)
-        assert max(map(len, dealt)) - min(map(len, dealt)) <= len(sets)
+        assert max(map(len, split)) - min(map(len, split)) <= len(sets)
         for number, samples in enumerate(sets):
             own = range(samples.first_shard, samples.first_shard + len(samples.counts))
             count = sum(shard in own for shard, _ in everything)

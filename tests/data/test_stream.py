@@ -79,7 +79,7 @@ def test_three_epochs_hold_every_sample_three_times(shards: ShardSet) -> None:
     assert seen[:360].tolist() != seen[360:720].tolist()
 
 
-def test_a_stream_goes_on_from_its_positions_on_another_topology(shards: ShardSet) -> None:
+def test_a_stream_resumes_from_its_positions_on_another_topology(shards: ShardSet) -> None:
     positions = [LanePosition()] * LANES
     whole = rank_batches(shards, 0, 1, 0)
     for _, moved in itertools.islice(whole, 4):
@@ -172,22 +172,8 @@ def test_evaluation_sees_every_sample_exactly_once(
     assert len(set(found)) == len(found) and set(found) <= set(expected)
 
 
-def test_shards_are_found_by_folder_file_glob_and_braces(shards: ShardSet, tmp_path: Path) -> None:
-    folder = Path(shards.spec)
-    for spec in (f"{folder}/*.tar", f"{folder}/{{000000..000006}}.tar"):
-        assert open_shards(spec).counts == shards.counts
-        assert open_shards(spec).classes == shards.classes
-    assert open_shards(f"{folder}/000003.tar").counts == shards.counts[3:4]
-    bare = tmp_path / "bare"
-    bare.mkdir()
-    for path in folder.glob("*.tar"):
-        (bare / path.name).write_bytes(path.read_bytes())
-    counted = open_shards(str(bare))
-    assert counted.counts == shards.counts and counted.classes is None
-
-
 @pytest.mark.parametrize("share", [0.0, 0.37, 0.9])
-def test_going_on_in_an_epoch_opens_one_shard_a_lane_and_its_next(
+def test_a_resume_opens_one_shard_per_lane_and_its_next(
     shards: ShardSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: float
 ) -> None:
     """200 shards of 51 samples: whatever was read before is skipped by its counts, not read again."""
