@@ -54,7 +54,7 @@ def test_what_is_missing_is_named(mini: Any, changes: dict[str, Any], words: str
 
 
 def test_the_kind_of_an_arm_follows_from_its_keys() -> None:
-    kinds = [Arm(label="x", **keys).kind for keys in ({}, {"recipe": "digits_ssl"}, {"weights": "runs/x"})]  # type: ignore[arg-type]
+    kinds = [Arm(label="x", **keys).kind for keys in ({}, {"recipe": "digits_ssl"}, {"weights": "runs/x"})]
     assert kinds == ["scratch", "pretrained", "weights"]
 
 

@@ -161,9 +161,9 @@ def test_a_cluster_that_cannot_run_tasks_is_refused(monkeypatch: pytest.MonkeyPa
     distributed = pytest.importorskip("distributed")
     monkeypatch.setattr(executor, "_SECONDS_TO_CONNECT", 1)
     with pytest.raises(UserError, match="scheduler=tcp://127"):
-        executor.run([task("a")], print, scheduler="tcp://127.0.0.1:9")  # type: ignore[arg-type]
+        executor.run([task("a")], print, scheduler="tcp://127.0.0.1:9")
     with (
         distributed.LocalCluster(n_workers=1, threads_per_worker=2, processes=False, dashboard_address=None) as cluster,
         pytest.raises(UserError, match="--nthreads 1"),
     ):
-        executor.run([task("a")], print, scheduler=cluster.scheduler_address)  # type: ignore[arg-type]
+        executor.run([task("a")], print, scheduler=cluster.scheduler_address)

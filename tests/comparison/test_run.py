@@ -86,7 +86,8 @@ def test_results_json_is_for_other_programs(finished: Comparison) -> None:
 
 
 def test_missing_damaged_and_outdated_tasks_alone_are_run(mini: Mini, tmp_path: Path) -> None:
-    run, settings = tmp_path / "run", {"few_shot": {"shots": [1, 2]}, "fine_tune": TUNING, "knn": {"ks": [1]}}
+    run = tmp_path / "run"
+    settings: dict[str, Any] = {"few_shot": {"shots": [1, 2]}, "fine_tune": TUNING, "knn": {"ks": [1]}}
     recipe = mini(evaluators=settings)
     whole, before = quietly(recipe), stamps(run)
     assert rows(quietly(recipe)) == rows(whole)

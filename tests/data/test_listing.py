@@ -28,7 +28,7 @@ def folder(digit_shards: Path, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def server(serve: Callable, folder: Path):
+def server(serve: Callable[[Path], Any], folder: Path) -> Any:
     return serve(folder)
 
 
@@ -38,7 +38,7 @@ def same_samples(one: ShardSet, other: ShardSet) -> bool:
 
 
 @pytest.mark.parametrize("spec", ["shards", "shards/", "shards/*.tar", "shards/{000000..000007}.tar"])
-def test_a_set_on_a_server_is_the_set_on_the_disk(server, folder: Path, spec: str) -> None:
+def test_a_set_on_a_server_is_the_set_on_the_disk(server: Any, folder: Path, spec: str) -> None:
     local, remote = open_shards(str(folder / "shards")), open_shards(f"{server.url}/{spec}", REMOTE)
     assert remote.urls == tuple(f"{server.url}/shards/{n:06d}.tar" for n in range(8))
     for name in ("counts", "classes", "checksums", "sizes", "source", "license", "fingerprint"):
@@ -47,7 +47,7 @@ def test_a_set_on_a_server_is_the_set_on_the_disk(server, folder: Path, spec: st
     assert same_samples(remote, local)
 
 
-def test_a_folder_needs_no_listing_where_there_is_an_info_json(server) -> None:
+def test_a_folder_needs_no_listing_where_there_is_an_info_json(server: Any) -> None:
     server.listing = False
     assert len(open_shards(f"{server.url}/shards", REMOTE).urls) == 8
     with pytest.raises(UserError, match=r"access is refused.*name the shards, such as URL/\{000000\.\.000009\}\.tar"):
@@ -56,7 +56,7 @@ def test_a_folder_needs_no_listing_where_there_is_an_info_json(server) -> None:
 
 @pytest.mark.parametrize("spec", ["shards", "shards/*.tar", "shards/{000000..000007}.tar"])
 def test_without_info_json_the_samples_are_counted_by_reading(
-    server, folder: Path, spec: str, capsys: pytest.CaptureFixture
+    server: Any, folder: Path, spec: str, capsys: pytest.CaptureFixture
 ) -> None:
     known = open_shards(str(folder / "shards"))
     (folder / "shards" / "info.json").unlink()
@@ -67,7 +67,7 @@ def test_without_info_json_the_samples_are_counted_by_reading(
     assert "8 shard(s) are in no info.json and are downloaded to be counted" in capsys.readouterr().err
 
 
-def test_a_server_in_trouble_is_waited_for_and_not_taken_for_an_empty_one(server) -> None:
+def test_a_server_in_trouble_is_waited_for_and_not_taken_for_an_empty_one(server: Any) -> None:
     server.faults["shards/info.json"] = [("status", 503), ("cut", 20)]
     assert len(open_shards(f"{server.url}/shards", REMOTE).urls) == 8
     server.always["shards/info.json"] = ("status", 503)
@@ -78,7 +78,7 @@ def test_a_server_in_trouble_is_waited_for_and_not_taken_for_an_empty_one(server
         open_shards(f"{server.url}/shards/*.tar", REMOTE)
 
 
-def test_fsspecs_own_settings_hold(server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fsspecs_own_settings_hold(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     server.key = "Bearer secret"
     with pytest.raises(UserError, match="access is refused"):
         open_shards(f"{server.url}/shards/000000.tar", REMOTE)
@@ -88,14 +88,14 @@ def test_fsspecs_own_settings_hold(server, monkeypatch: pytest.MonkeyPatch) -> N
     assert len(open_shards(f"{server.url}/shards/000000.tar", REMOTE).open(0).samples) == 180
 
 
-def test_signed_urls_keep_their_query_and_do_not_change_the_set(server, folder: Path) -> None:
+def test_signed_urls_keep_their_query_and_do_not_change_the_set(server: Any, folder: Path) -> None:
     one, two = (open_shards(f"{server.url}/shards/00000{{0..3}}.tar?Signature=a/{n}&E=*", REMOTE) for n in (1, 2))
     assert one.urls[3] == f"{server.url}/shards/000003.tar?Signature=a/1&E=*"
     assert one.fingerprint == two.fingerprint == open_shards(f"{folder}/shards/00000{{0..3}}.tar").fingerprint
     assert one.counts == (180, 180, 180, 180) and one.classes
 
 
-def test_several_folders_may_be_named_at_once(server, folder: Path) -> None:
+def test_several_folders_may_be_named_at_once(server: Any, folder: Path) -> None:
     shutil.copytree(folder / "shards", folder / "more")
     found = open_shards(f"{server.url}/{{shards,more}}/00000{{0..1}}.tar", REMOTE)
     assert found.counts == (180, 180, 180, 180) and found.classes is None  # whose classes would they be?
@@ -112,7 +112,7 @@ def test_several_folders_may_be_named_at_once(server, folder: Path) -> None:
         ("nothing/*.tar", "no such shard or folder"),
     ],
 )
-def test_what_is_not_there_is_named(server, folder: Path, spec: str, said: str) -> None:
+def test_what_is_not_there_is_named(server: Any, folder: Path, spec: str, said: str) -> None:
     (folder / "empty").mkdir()
     shutil.copytree(folder / "shards", folder / "train")
     with pytest.raises(UserError, match=said):
@@ -123,7 +123,7 @@ def test_what_is_not_there_is_named(server, folder: Path, spec: str, said: str) 
 
 
 @pytest.mark.parametrize("content", ["<html>hello</html>", "[]", '{"shards": [{"file": "000000.tar"}]}', "{}"])
-def test_an_info_json_that_is_none_is_named(server, folder: Path, content: str) -> None:
+def test_an_info_json_that_is_none_is_named(server: Any, folder: Path, content: str) -> None:
     (folder / "shards" / "info.json").write_text(content)
     for spec in (f"{server.url}/shards", f"{folder}/shards"):
         with pytest.raises(UserError, match=r"shards/info.json: "):

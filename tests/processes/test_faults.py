@@ -142,7 +142,12 @@ def test_a_full_and_a_read_only_disk_lose_nothing(world: World, digits: Path, tm
 def test_a_removed_run_directory_stops_the_run(digits: Path, tmp_path: Path) -> None:
     run, moved = tmp_path / "run", tmp_path / "moved"
     keys = ["training.steps=20000", "training.checkpoint_every=5"]
-    mover = threading.Thread(target=lambda: (wait_for_step(run, 5), run.rename(moved)))
+
+    def move() -> None:
+        wait_for_step(run, 5)
+        run.rename(moved)
+
+    mover = threading.Thread(target=move)
     mover.start()
     with pytest.raises(RunError, match="was removed or moved"):
         train(digits, run, *keys)

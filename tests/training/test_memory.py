@@ -149,10 +149,10 @@ def test_activation_checkpointing_changes_nothing(train: Train, lines: Lines, tm
             runs[again] = train(tmp_path / again, *keys), calls
     finally:
         hook.remove()
-    (plain, once), (again, twice) = runs["false"], runs["true"]
+    (plain, once), (checkpointed, twice) = runs["false"], runs["true"]
     assert (once, twice) == (12 * 3, 12 * (3 + 2))  # the last block's are kept: the backward pass begins with them
-    assert same(weights(again), weights(plain))
-    assert [row["loss"] for row in lines(again)] == [row["loss"] for row in lines(plain)]
+    assert same(weights(checkpointed), weights(plain))
+    assert [row["loss"] for row in lines(checkpointed)] == [row["loss"] for row in lines(plain)]
 
 
 def test_the_average_follows_its_recurrence() -> None:
