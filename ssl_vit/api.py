@@ -1,4 +1,4 @@
-"""Recipe -> objects -> loop or evaluators: the one place where the rooms are wired together."""
+"""The Python API: what the commands do, as functions."""
 
 from __future__ import annotations
 

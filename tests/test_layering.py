@@ -12,7 +12,7 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "ssl_vit"
 
-# A room may import rooms of lower rank, and modules of its own room.
+# A package may import packages of lower rank, and its own modules.
 RANKS = {
     "__main__": 14, "cli": 13, "comparison": 12, "api": 11, "report": 10, "health": 10, "evaluators": 9, "stage": 8,
     "analysis": 7, "runs": 7, "environment": 6, "recipe": 6, "objectives": 5, "training": 5, "models": 4, "data": 4,
@@ -44,7 +44,7 @@ def imports(name: str, path: Path, known: dict[str, Path]) -> set[str]:
     return found
 
 
-def room(module: str) -> str:
+def package(module: str) -> str:
     parts = module.split(".")
     return parts[1] if len(parts) > 1 else "__init__"
 
@@ -56,7 +56,7 @@ def graph() -> dict[str, set[str]]:
 
 
 def test_every_module_has_a_rank() -> None:
-    assert {room(name) for name in modules()} == set(RANKS)
+    assert {package(name) for name in modules()} == set(RANKS)
 
 
 def test_arrows_point_down() -> None:
@@ -64,14 +64,14 @@ def test_arrows_point_down() -> None:
         f"{name} imports {other}"
         for name, others in graph().items()
         for other in others
-        if room(name) != room(other) and RANKS[room(name)] <= RANKS[room(other)]
-        if not (name == "ssl_vit.recipe" and other == f"ssl_vit.{room(other)}")  # a package's own configuration
+        if package(name) != package(other) and RANKS[package(name)] <= RANKS[package(other)]
+        if not (name == "ssl_vit.recipe" and other == f"ssl_vit.{package(other)}")  # a package's own configuration
     ]
     assert not wrong
 
 
 def test_the_loop_knows_no_objective_and_no_evaluator() -> None:
-    reached = {room(other) for other in graph()["ssl_vit.training.loop"]}
+    reached = {package(other) for other in graph()["ssl_vit.training.loop"]}
     assert reached <= {"training", "data", "interfaces"}
 
 

@@ -58,7 +58,7 @@ class RemoteConfig(Config):
 
     cache_dir: a folder on a local disk where whole shards are kept (None: downloaded anew each time they are opened).
         Processes share it.
-    cache_gb: the most it holds (GiB); the least recently used shards make room.
+    cache_gb: the most it holds (GiB); the least recently used shards are removed.
     retries: how often a failed request or download is repeated before the run stops; the waits double from half a
         second up to a minute.
     timeout: seconds without a byte before a try fails, for http and s3; other clients have limits of their own (hf://:

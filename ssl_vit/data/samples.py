@@ -124,7 +124,7 @@ class SampleReader:
             return Skip(self.shards.urls[shard], key, str(problem))
 
     def _keep(self, shard: int, member: int, picture: Picture, label: int, key: str) -> Picture:
-        """The picture, decoded and kept while there is room.
+        """The picture, decoded and kept while `data.cache_mb` allows it.
 
         Not one so large that its crops may be decoded reduced: a sample must look the same whoever keeps it.
         """

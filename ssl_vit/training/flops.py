@@ -19,17 +19,17 @@ def training_flops(objective: nn.Module) -> float:
     Counted over matrix products, convolutions and attention, by torch's counter, on the objective's own batch; nothing
     is computed, and torch's generator stays where it was.
     """
-    twin = copy.deepcopy(objective).to("meta").train()
-    twin.encoder.network.set_grad_checkpointing(False)  # type: ignore[union-attr, operator]  # what is computed twice counts once
-    height, width = twin.encoder.image_size  # type: ignore[union-attr, misc]
+    replica = copy.deepcopy(objective).to("meta").train()
+    replica.encoder.network.set_grad_checkpointing(False)  # type: ignore[union-attr, operator]  # what is computed twice counts once
+    height, width = replica.encoder.image_size  # type: ignore[union-attr, misc]
 
     def blank(*shape: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(_IMAGES, *shape, dtype=dtype, device="meta")
 
     batch = Batch(
-        images=blank(twin.encoder.channels, height, width, dtype=torch.uint8),  # type: ignore[union-attr, arg-type]
+        images=blank(replica.encoder.channels, height, width, dtype=torch.uint8),  # type: ignore[union-attr, arg-type]
         labels=blank(dtype=torch.int64),
-        noise=blank(twin.noise_per_sample(), dtype=torch.float32),  # type: ignore[operator]
+        noise=blank(replica.noise_per_sample(), dtype=torch.float32),  # type: ignore[operator]
         flip=blank(dtype=torch.bool),
         indices=blank(dtype=torch.int64),
         valid=blank(dtype=torch.bool),
@@ -37,5 +37,5 @@ def training_flops(objective: nn.Module) -> float:
         lane_size=_IMAGES,
     )
     with torch.random.fork_rng(devices=[]), FlopCounterMode(display=False) as counter:
-        twin(batch).loss.backward()
+        replica(batch).loss.backward()
     return counter.get_total_flops() / _IMAGES

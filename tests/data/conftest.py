@@ -1,4 +1,4 @@
-"""Fixtures of the data room."""
+"""Fixtures of the data tests."""
 
 from __future__ import annotations
 

@@ -101,17 +101,17 @@ def test_a_size_that_the_patches_do_not_divide_is_the_users_mistake(make_encoder
             change(make_encoder(), size)
 
 
-# --- untrained twins ---
+# --- untrained others ---
 
 
 def test_fresh_weights_depend_on_the_seed_alone(make_encoder: Make, shaken: Make) -> None:
-    like, twin = make_encoder(1), shaken(make_encoder(2))
+    like, other = make_encoder(1), shaken(make_encoder(2))
     torch.manual_seed(5)
     before = torch.get_rng_state()
     first = state(fresh(like, 11))
     assert torch.equal(before, torch.get_rng_state())
     torch.manual_seed(6)
-    second, other = state(fresh(twin, 11)), state(fresh(like, 12))
+    second, other = state(fresh(other, 11)), state(fresh(like, 12))
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert not torch.equal(first["patch_embed.proj.weight"], other["patch_embed.proj.weight"])
     assert not torch.equal(first["pos_embed"], other["pos_embed"])

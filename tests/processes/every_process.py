@@ -262,7 +262,7 @@ def disk(digits: str, out: str) -> None:
     mount("-o", "remount,ro", out)
     print("read-only:", outcome(lambda: train(digits, run, "pretraining", *keys)), flush=True)
     mount("-o", "remount,rw,size=99m", out)
-    print("mended:", outcome(lambda: train(digits, run, "pretraining", *keys)), flush=True)
+    print("fixed:", outcome(lambda: train(digits, run, "pretraining", *keys)), flush=True)
     steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
     print("steps:", *steps, flush=True)
 

@@ -103,8 +103,8 @@ def _opened(path: Path, size: int) -> BinaryIO | None:
 
 
 def _reserve(folder: Path, part: Path, size: int, remote: RemoteConfig) -> bool:
-    """Begin the part, whose name says how much it takes, once the least recently used shards made room for it."""
-    with FileLock(folder / ".locks" / "room"):
+    """Begin the part, whose name says how much it takes, after removing the least recently used shards if needed."""
+    with FileLock(folder / ".locks" / "space"):
         own = [path for path in folder.iterdir() if _NAME.match(path.name) and path != part]
         parts = [path for path in own if path.suffix == ".part" and not _abandoned(path)]
         shards = [(path.stat(), path) for path in own if path.suffix != ".part"]
@@ -116,7 +116,7 @@ def _reserve(folder: Path, part: Path, size: int, remote: RemoteConfig) -> bool:
             path.unlink()
             held -= about.st_size
         if held + size > limit:
-            _say(folder, f"data.remote.cache_gb={remote.cache_gb:g} has no room for a shard of {size} bytes")
+            _say(folder, f"data.remote.cache_gb={remote.cache_gb:g} is too small for a shard of {size} bytes")
             return False
         part.touch()
         return True
