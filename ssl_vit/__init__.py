@@ -20,12 +20,15 @@ _MODULES = {
     "compare": "ssl_vit.comparison.run",
     "few_shot_accuracy": "ssl_vit.evaluators.few_shot",
 }
-__all__ = ["__version__", "compare", "embed", "evaluate", "few_shot_accuracy", "load", "read_results", "train"]
 
 if TYPE_CHECKING:
-    from ssl_vit.api import embed, evaluate, load, read_results, train
-    from ssl_vit.comparison.run import compare
-    from ssl_vit.evaluators.few_shot import few_shot_accuracy
+    from ssl_vit.api import embed as embed
+    from ssl_vit.api import evaluate as evaluate
+    from ssl_vit.api import load as load
+    from ssl_vit.api import read_results as read_results
+    from ssl_vit.api import train as train
+    from ssl_vit.comparison.run import compare as compare
+    from ssl_vit.evaluators.few_shot import few_shot_accuracy as few_shot_accuracy
 
 
 def __getattr__(name: str) -> Any:
@@ -36,4 +39,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return __all__
+    return ["__version__", *_MODULES]
