@@ -20,7 +20,7 @@ from ssl_vit.data import DataConfig
 from ssl_vit.data.shards import ShardSet, check_same_classes, open_shards, open_training
 from ssl_vit.environment import environment
 from ssl_vit.evaluators import Metric, runner
-from ssl_vit.evaluators.context import EvalContext, silent
+from ssl_vit.evaluators.features import EvalContext, silent
 from ssl_vit.evaluators.online import OnlineProbe
 from ssl_vit.files import sha256, write_json
 from ssl_vit.interfaces import UserError

@@ -27,8 +27,7 @@ from PIL import Image
 
 from ssl_vit.data import DataConfig
 from ssl_vit.data.shards import open_shards
-from ssl_vit.evaluators.context import EvalContext
-from ssl_vit.evaluators.features import ImageSet, extract
+from ssl_vit.evaluators.features import EvalContext, ImageSet, extract
 from ssl_vit.models import EncoderConfig
 from ssl_vit.models.encoder import Pooling
 from ssl_vit.models.factory import build

@@ -17,7 +17,7 @@ import numpy as np
 from sklearn.linear_model import Ridge
 
 from ssl_vit.evaluators.few_shot import few_shot_accuracy
-from ssl_vit.evaluators.labels import choose_shots
+from ssl_vit.evaluators.labels import choose_labeled
 
 Split = tuple[np.ndarray, np.ndarray]
 SEVEN = [2.0**power for power in (4, 6, 8, 10, 12, 14, 16)]
@@ -35,7 +35,7 @@ def ridge(train: Split, test: Split, shots: tuple[int, ...], l2: list[float]) ->
     found = {}
     for seed in (0, 1, 2):
         for count in shots:
-            chosen = choose_shots(train[1], count, seed)
+            chosen = choose_labeled(train[1], count, seed)
             x = train[0][chosen].astype(np.float64)
             mean, scale = x.mean(0), x.std(0) + 1e-5
             x, queries = (np.column_stack([(part - mean) / scale, np.full(len(part), 100.0)]) for part in (x, test[0]))

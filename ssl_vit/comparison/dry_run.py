@@ -14,7 +14,7 @@ from ssl_vit.comparison.run import Say, check
 from ssl_vit.comparison.suites import packed
 from ssl_vit.data.shards import ShardSet
 from ssl_vit.evaluators import runner
-from ssl_vit.evaluators.context import silent
+from ssl_vit.evaluators.features import silent
 from ssl_vit.evaluators.labels import choose_labeled, labels_of
 from ssl_vit.objectives import classification
 from ssl_vit.recipe import Recipe

@@ -20,7 +20,7 @@ from ssl_vit.comparison.work import do, is_done
 from ssl_vit.data.shards import ShardSet, check_same_classes, open_shards, open_training
 from ssl_vit.environment import environment
 from ssl_vit.evaluators import runner
-from ssl_vit.evaluators.context import silent
+from ssl_vit.evaluators.features import silent
 from ssl_vit.evaluators.labels import held_out_split, labels_of
 from ssl_vit.files import read_json, write_json, write_text
 from ssl_vit.interfaces import UserError

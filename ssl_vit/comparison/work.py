@@ -16,7 +16,7 @@ from ssl_vit.analysis import inspection
 from ssl_vit.comparison.plan import Plan
 from ssl_vit.environment import environment
 from ssl_vit.evaluators import runner
-from ssl_vit.evaluators.context import EvalContext
+from ssl_vit.evaluators.features import EvalContext
 from ssl_vit.files import read_json
 from ssl_vit.interfaces import UserError
 from ssl_vit.records import RunSummary, TaskRecord, TaskResult

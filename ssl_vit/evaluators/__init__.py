@@ -39,7 +39,6 @@ Budget = Annotated[int | str, BeforeValidator(_budget)]
 
 _Several = (BeforeValidator(several), AfterValidator(_distinct), Field(min_length=1))
 Budgets = Annotated[tuple[Budget, ...], *_Several]
-Numbers = Annotated[tuple[float, ...], *_Several]
 Counts = Annotated[tuple[Annotated[int, Field(ge=1)], ...], *_Several]
 Seeds = Annotated[tuple[Annotated[int, Field(ge=0)], ...], *_Several]
 

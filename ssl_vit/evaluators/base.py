@@ -18,34 +18,14 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 from ssl_vit import recipe
 from ssl_vit.data import DataConfig
 from ssl_vit.evaluators import ALL, Budgets, Seeds, several
-from ssl_vit.evaluators.features import ImageSet, Representation
+from ssl_vit.evaluators.features import ImageSet
 from ssl_vit.interfaces import Config
-from ssl_vit.models import EncoderConfig, ImageSize, Resampling
-from ssl_vit.models.encoder import Pooling
+from ssl_vit.models import EncoderConfig
 from ssl_vit.recipe import Recipe
 from ssl_vit.records import Cost
 from ssl_vit.results import Budget, Prediction, Settings
 
 TOP = 5  # most probable classes kept per test image
-
-
-class FeatureConfig(Config):
-    """What an evaluator reads from a frozen encoder.
-
-    pooling: the class `token`, the `mean` of the patches, `both` side by side, or all `patches` side by side.
-    block: after which block (1 is the first), with the model's last norm applied; None: the model's output.
-    image_size: pixels, a side or [height, width]; another than the encoder's own (None) resamples the positions by
-        `position_resampling` (`timm` or `google`). Raw pixels stay at the encoder's own size.
-    """
-
-    pooling: Pooling = "mean"
-    block: int | None = Field(None, ge=1)
-    image_size: ImageSize | None = None
-    position_resampling: Resampling = "timm"
-
-    @property
-    def representation(self) -> Representation:
-        return Representation(self.pooling, self.block, self.image_size, self.position_resampling)
 
 
 class LabeledConfig(Config):

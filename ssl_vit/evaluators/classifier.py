@@ -12,7 +12,7 @@ from scipy.special import softmax
 from ssl_vit import stage
 from ssl_vit.data import AugmentConfig, DataConfig
 from ssl_vit.evaluators import several
-from ssl_vit.evaluators.base import SweepConfig, top_classes
+from ssl_vit.evaluators.base import Classifier, Evaluator, Scored, SweepConfig, top_classes
 from ssl_vit.evaluators.features import ImageSet, extract
 from ssl_vit.interfaces import Diverged
 from ssl_vit.models import EncoderConfig
@@ -93,9 +93,14 @@ class TrainedConfig(SweepConfig):
         )
 
 
-def train(images: ImageSet, encoder: Encoder, recipe: Recipe) -> tuple[classification.Objective, Cost]:
-    """Train `encoder` and a new head on labeled images as the recipe says. Raises Diverged, with its `cost`."""
+def fit(evaluator: Evaluator, images: ImageSet, encoder: Encoder, seed: int) -> Classifier:
+    """Train `encoder` and a new head on labeled images as the evaluator's `stage` says. Raises Diverged, with its
+    `cost`."""
     context, accelerator = images.context, images.context.accelerator
+    assert images.images is not None
+    sizes = EncoderConfig(image_size=encoder.image_size, channels=encoder.channels)
+    recipe = evaluator.stage(context.data, sizes, len(images.images), seed)
+    assert recipe is not None
     own_lanes, own_shards = (n // accelerator.num_processes for n in (recipe.data.lanes, len(images.shards.urls)))
     workers = min(recipe.data.workers, own_lanes, own_shards)
     recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"workers": workers})})
@@ -121,7 +126,8 @@ def train(images: ImageSet, encoder: Encoder, recipe: Recipe) -> tuple[classific
     except Diverged as error:
         error.cost = cost_of(error.steps)
         raise
-    return objective, cost_of(job.total_steps)
+    cost = cost_of(job.total_steps)
+    return lambda others: [Scored(predict(objective, others), cost=cost)]
 
 
 def predict(objective: classification.Objective, images: ImageSet) -> Prediction:

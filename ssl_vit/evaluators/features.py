@@ -1,6 +1,7 @@
-"""Frozen features: of the trained encoder, of an untrained one, and raw pixels. Each is extracted once.
+"""What an evaluator works on: an encoder, labeled shards, and their frozen features, each extracted once.
 
-A folder keeps those of encoders, by a hash of everything they depend on (weights, shards, images, preparation).
+Features are of the trained encoder, of an untrained one, or raw pixels. A folder keeps those of encoders, by a hash of
+everything they depend on (weights, shards, images, preparation).
 """
 
 from __future__ import annotations
@@ -8,42 +9,106 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812
+from pydantic import Field
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from ssl_vit.data import DataConfig
 from ssl_vit.data.evaluation import EvaluationStream, evaluation_batches
 from ssl_vit.data.images import check_channels, evaluation_transform
 from ssl_vit.data.samples import Preprocess, Skip
 from ssl_vit.data.shards import ShardSet
-from ssl_vit.evaluators.context import EvalContext
+from ssl_vit.evaluators import Metric
+from ssl_vit.evaluators.labels import labels_of
 from ssl_vit.files import atomic_path
-from ssl_vit.interfaces import Diverged, Size, UserError
-from ssl_vit.models import Resampling
+from ssl_vit.interfaces import Config, Diverged, Size, UserError
+from ssl_vit.models import ImageSize, Resampling
 from ssl_vit.models.encoder import Encoder, Pooling
 from ssl_vit.models.factory import at_size
 from ssl_vit.training import distributed
+from ssl_vit.training.distributed import Engine
 
 _PIXELS = 32  # longest side of the raw-pixel reference: at most 3,072 numbers per image
 _FORMAT = 3
 
 
-class Representation(NamedTuple):
-    """What is read from an encoder: how its tokens are pooled, and after which block (from 1; None: its output).
+def silent(text: str) -> None:
+    """`say` of a process that is not the main one."""
 
-    image_size: what images are prepared to, the positions resampled to it (None: the encoder's own).
+
+@dataclass
+class EvalContext:
+    """An encoder to evaluate, with labeled train and test shards.
+
+    trained: the encoder. untrained: the same architecture, freshly initialized: the reference row.
+    data: image preparation (`evaluation_resize`) and loader workers. batch_size: images in a forward pass of a process.
+    weights: where the trained encoder came from (None: it is freshly initialized itself).
+    cache: folder that keeps extracted features (None: none is kept); it may be deleted at any time.
+    objective: what the weights' run trained them with (None: unknown). say: prints progress.
+    metric: the number that counts on these sets, and that settings are selected by.
+    skipped: samples that this process could not use. features: those extracted so far.
+    """
+
+    trained: Encoder
+    untrained: Encoder
+    train: ShardSet
+    test: ShardSet
+    data: DataConfig
+    accelerator: Engine
+    weights: str | None = None
+    batch_size: int = 256
+    cache: Path | None = None
+    objective: Config | None = None
+    say: Callable[[str], None] = silent
+    metric: Metric = "accuracy"
+    skipped: list[Skip] = field(default_factory=list)
+    features: dict[object, object] = field(default_factory=dict)
+
+    @cached_property
+    def train_labels(self) -> np.ndarray:
+        """Every training image's class, int64 (samples,); -1: no label. Raises UserError where there is one class."""
+        labels = labels_of(self.train)
+        if len(np.unique(labels[labels >= 0])) < 2:
+            raise UserError(f"{self.train.spec}: all labeled images there are of one class")
+        return labels
+
+    @property
+    def classes(self) -> int:
+        """How many classes the shards name; where neither set names any, as many as the training labels say."""
+        named = max(len(self.train.classes or ()), len(self.test.classes or ()))
+        return named or int(self.train_labels.max()) + 1
+
+    def skipped_names(self) -> list[dict[str, str]]:
+        """The samples skipped so far, each once, as plain JSON."""
+        once = {(skip.shard, skip.key): skip.reason for skip in self.skipped}
+        return [{"shard": shard, "key": key, "reason": reason} for (shard, key), reason in once.items()]
+
+
+class FeatureConfig(Config):
+    """What an evaluator reads from a frozen encoder.
+
+    pooling: the class `token`, the `mean` of the patches, `both` side by side, or all `patches` side by side.
+    block: after which block (1 is the first), with the model's last norm applied; None: the model's output.
+    image_size: pixels, a side or [height, width]; another than the encoder's own (None) resamples the positions by
+        `position_resampling` (`timm` or `google`). Raw pixels stay at the encoder's own size.
     """
 
     pooling: Pooling = "mean"
-    block: int | None = None
-    image_size: Size | None = None
+    block: int | None = Field(None, ge=1)
+    image_size: ImageSize | None = None
     position_resampling: Resampling = "timm"
+
+    @property
+    def representation(self) -> tuple[object, ...]:
+        """The values of these keys alone."""
+        return tuple(getattr(self, name) for name in FeatureConfig.model_fields)
 
 
 @dataclass(frozen=True)
@@ -85,17 +150,17 @@ class ImageSet:
         assert self.images is not None
         return replace(self, images=self.images[rows])
 
-    def features(self, representation: Representation) -> Features:
+    def features(self, wanted: FeatureConfig) -> Features:
         """Features of these images in their order; an image that could not be read has none. Extracted once.
 
         Raises UserError where the shards carry no labels, and for a block that the encoder does not have.
         """
         context, pixels = self.context, self.source == "pixels"
         indices = None if self.extract is None else self.extract.tobytes()
-        key = (self.source, self.split, None if pixels else representation, indices)
+        key = (self.source, self.split, None if pixels else wanted.representation, indices)
         if key not in context.features:
             whole = replace(self, images=self.extract)
-            context.features[key] = extract(whole, _pixels) if pixels else _cached(whole, representation)
+            context.features[key] = extract(whole, _pixels) if pixels else _cached(whole, wanted)
         found = context.features[key]
         assert isinstance(found, Features)
         return found if self.images is None else found.of(self.images)
@@ -168,28 +233,25 @@ def _pixels(images: torch.Tensor) -> torch.Tensor:
     return (pixels if size == (height, width) else F.adaptive_avg_pool2d(pixels, size)).flatten(1) / 127.5 - 1
 
 
-def _cached(images: ImageSet, representation: Representation) -> Features:
+def _cached(images: ImageSet, wanted: FeatureConfig) -> Features:
     """Features of an encoder: from the cache folder where the same are there, else extracted (and kept)."""
     context = images.context
     encoder: Encoder = getattr(context, images.source)
-    path = context.cache / f"{_content(images, encoder, representation)}.safetensors" if context.cache else None
-    main = context.accelerator.is_main_process
+    path = context.cache / f"{_content(images, encoder, wanted)}.safetensors" if context.cache else None
+    main, before = context.accelerator.is_main_process, len(context.skipped)
     found = distributed.gather(_load(path) if path and main else None)[0]
-    if found is not None:
-        context.skipped += found[1]
-        return found[0]
-    size, before = representation.image_size, len(context.skipped)
-    if size:
-        encoder = at_size(encoder, size, representation.position_resampling)
-    encoder.to(context.accelerator.device).eval()
-    features = extract(images, lambda x: encoder.represent(x, representation.pooling, representation.block), size)
-    skipped = [skip for rank in distributed.gather(context.skipped[before:]) for skip in rank]
-    context.skipped[before:] = skipped
-    if path and main:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_path(path) as unfinished:
-            save_file(vars(features), unfinished, {"skipped": json.dumps([asdict(skip) for skip in skipped])})
-    return features
+    if found is None:
+        if wanted.image_size:
+            encoder = at_size(encoder, wanted.image_size, wanted.position_resampling)
+        encoder.to(context.accelerator.device).eval()
+        features = extract(images, lambda x: encoder.represent(x, wanted.pooling, wanted.block), wanted.image_size)
+        found = features, [skip for rank in distributed.gather(context.skipped[before:]) for skip in rank]
+        if path and main:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with atomic_path(path) as unfinished:
+                save_file(vars(features), unfinished, {"skipped": json.dumps([asdict(skip) for skip in found[1]])})
+    context.skipped[before:] = found[1]
+    return found[0]
 
 
 def _load(path: Path) -> tuple[Features, list[Skip]] | None:
@@ -201,13 +263,13 @@ def _load(path: Path) -> tuple[Features, list[Skip]] | None:
         return None
 
 
-def _content(images: ImageSet, encoder: Encoder, representation: Representation) -> str:
+def _content(images: ImageSet, encoder: Encoder, wanted: FeatureConfig) -> str:
     """A hash of everything that the features depend on."""
     context, shards = images.context, images.shards
     settings = [encoder.name, encoder.arguments, encoder.image_size, encoder.mean, encoder.std, encoder.own_settings]
     preparation = [shards.fingerprint, len(shards.classes or ()), encoder.channels, context.data.evaluation_resize]
-    precision = context.accelerator.precision
-    content = hashlib.sha256(json.dumps([_FORMAT, settings, preparation, representation, precision]).encode())
+    written = [_FORMAT, settings, preparation, wanted.representation, context.accelerator.precision]
+    content = hashlib.sha256(json.dumps(written).encode())
     content.update(b"" if images.images is None else images.images.tobytes())
     for name, tensor in sorted(encoder.state_dict().items()):
         content.update(name.encode())

@@ -14,9 +14,9 @@ from torch import nn
 
 from ssl_vit.data import DataConfig
 from ssl_vit.evaluators import Budget, Seeds
-from ssl_vit.evaluators.base import Classifier, LabeledConfig, Scored
+from ssl_vit.evaluators.base import Classifier, LabeledConfig
 from ssl_vit.evaluators.base import Evaluator as BaseEvaluator
-from ssl_vit.evaluators.classifier import TrainedConfig, predict, train
+from ssl_vit.evaluators.classifier import TrainedConfig, fit
 from ssl_vit.evaluators.features import ImageSet
 from ssl_vit.models import EncoderConfig, ImageSize, Resampling, factory
 from ssl_vit.recipe import Recipe
@@ -72,11 +72,7 @@ class Evaluator(BaseEvaluator):
     trains_encoder = True
 
     def fit(self, images: ImageSet, seed: int) -> Classifier:
-        assert images.images is not None
-        context, encoder = images.context, self._encoder(images, seed)
-        sizes = EncoderConfig(image_size=encoder.image_size, channels=encoder.channels)
-        objective, cost = train(images, encoder, self.stage(context.data, sizes, len(images.images), seed))
-        return lambda others: [Scored(predict(objective, others), cost=cost)]
+        return fit(self, images, self._encoder(images, seed), seed)
 
     def stage(self, data: DataConfig, encoder: EncoderConfig, images: int, seed: int) -> Recipe:
         c: Config = self.config

@@ -8,9 +8,9 @@ import numpy as np
 from pydantic import Field
 
 from ssl_vit.evaluators import Counts
-from ssl_vit.evaluators.base import TOP, Classifier, FeatureConfig, LabeledConfig, Scored, top_classes
+from ssl_vit.evaluators.base import TOP, Classifier, LabeledConfig, Scored, top_classes
 from ssl_vit.evaluators.base import Evaluator as BaseEvaluator
-from ssl_vit.evaluators.features import ImageSet
+from ssl_vit.evaluators.features import FeatureConfig, ImageSet
 from ssl_vit.results import Prediction
 
 _SIMILARITIES = 1 << 25  # computed at once: 128 MiB
@@ -30,10 +30,10 @@ class Evaluator(BaseEvaluator):
 
     def fit(self, train: ImageSet, seed: int) -> Classifier:
         c: Config = self.config
-        known = train.features(c.representation)
+        known = train.features(c)
 
         def classify(images: ImageSet) -> list[Scored]:
-            test = images.features(c.representation)
+            test = images.features(c)
             found = knn_votes(known.vectors, known.labels, test.vectors, ks=c.ks, temperature=c.temperature)
             return [
                 Scored(

@@ -13,19 +13,13 @@ from ssl_vit.interfaces import UserError
 from ssl_vit.results import Budget
 
 
-def choose_shots(labels: np.ndarray, shots: int, seed: int) -> np.ndarray:
-    """Indices of the first `shots` images of each class's permutation by `default_rng(seed)`, class by class.
-
-    Nested: more shots contain fewer. A class with too few images gives all it has. labels: int (n,); images with a
-    negative label are never chosen.
-    """
-    return choose_labeled(labels, shots, seed)
-
-
 def choose_labeled(labels: np.ndarray, budget: Budget, seed: int, *, share_of: np.ndarray | None = None) -> np.ndarray:
-    """Indices of the images that a label budget allows: per class, a share such as "10%" of every class (rounded, at
-    least one image, the first of the same permutations), or "all" of them in order.
+    """Indices of the images that a label budget allows: the first so many of each class's permutation by
+    `default_rng(seed)`, class by class; a share such as "10%" of every class (rounded, at least one image); or "all" in
+    order.
 
+    Nested: larger budgets contain smaller ones. A class with too few images gives all it has.
+    labels: int (n,); images with a negative label are never chosen.
     share_of: the labels (n,) that a share counts, where some of them are held out of `labels`.
     """
     if budget == ALL:

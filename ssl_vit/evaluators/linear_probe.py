@@ -15,10 +15,10 @@ from sklearn.exceptions import ConvergenceWarning
 from sklearn.linear_model import LogisticRegression
 
 from ssl_vit.data import DataConfig
-from ssl_vit.evaluators.base import Classifier, FeatureConfig, LabeledConfig, Scored, top_classes
+from ssl_vit.evaluators.base import Classifier, LabeledConfig, Scored, top_classes
 from ssl_vit.evaluators.base import Evaluator as BaseEvaluator
-from ssl_vit.evaluators.classifier import TrainedConfig, predict, train
-from ssl_vit.evaluators.features import Features, ImageSet
+from ssl_vit.evaluators.classifier import TrainedConfig, fit
+from ssl_vit.evaluators.features import FeatureConfig, Features, ImageSet
 from ssl_vit.interfaces import UserError
 from ssl_vit.models import EncoderConfig
 from ssl_vit.models.factory import at_size
@@ -69,10 +69,11 @@ class Evaluator(BaseEvaluator):
             self.references = ("untrained",)
 
     def fit(self, images: ImageSet, seed: int) -> Classifier:
-        if self.config.method == "lars":
-            return self._fit_lars(images, seed)
-        known = images.features(self.config.representation)
-        return logistic_regression(known, self.config)
+        c, context = self.config, images.context
+        if c.method == "exact":
+            return logistic_regression(images.features(c), c)
+        own = context.untrained if images.source == "untrained" else context.trained
+        return fit(self, images, at_size(own, c.image_size or own.image_size, c.position_resampling), seed)
 
     def stage(self, data: DataConfig, encoder: EncoderConfig, images: int, seed: int) -> Recipe | None:
         c: Config = self.config
@@ -84,17 +85,6 @@ class Evaluator(BaseEvaluator):
         head = c.head.model_copy(update={"pooling": c.pooling})
         sizes = encoder.model_copy(update={"image_size": c.image_size} if c.image_size else {})
         return c.model_copy(update={"head": head}).recipe("linear_probe", data, sizes, images, seed, batch_size)
-
-    def _fit_lars(self, images: ImageSet, seed: int) -> Classifier:
-        c, context = self.config, images.context
-        own = context.untrained if images.source == "untrained" else context.trained
-        encoder = at_size(own, c.image_size or own.image_size, c.position_resampling)
-        sizes = EncoderConfig(image_size=encoder.image_size, channels=encoder.channels)
-        assert images.images is not None
-        recipe = self.stage(context.data, sizes, len(images.images), seed)
-        assert recipe is not None
-        objective, cost = train(images, encoder, recipe)
-        return lambda others: [Scored(predict(objective, others), cost=cost)]
 
 
 def logistic_regression(known: Features, c: Config) -> Classifier:
@@ -108,7 +98,7 @@ def logistic_regression(known: Features, c: Config) -> Classifier:
     notes = () if converged else ("the logistic regression stopped at max_iterations before it had converged",)
 
     def classify(images: ImageSet) -> list[Scored]:
-        test = images.features(c.representation)
+        test = images.features(c)
         x = (test.vectors - mean) / scale
         top = top_classes(model.predict_proba(x), model.classes_)
         return [

@@ -8,10 +8,9 @@ from torch import nn
 from ssl_vit.data import DataConfig
 from ssl_vit.data.samples import Skip
 from ssl_vit.data.shards import ShardSet
-from ssl_vit.evaluators.context import EvalContext
-from ssl_vit.evaluators.features import Features, ImageSet, extract
+from ssl_vit.evaluators.features import EvalContext, Features, ImageSet, extract
 from ssl_vit.evaluators.few_shot import Ridge
-from ssl_vit.evaluators.labels import choose_shots, labels_of
+from ssl_vit.evaluators.labels import choose_labeled, labels_of
 from ssl_vit.interfaces import UserError
 from ssl_vit.models.encoder import Encoder
 from ssl_vit.training import ProbeConfig
@@ -31,8 +30,8 @@ class OnlineProbe:
         labels = labels_of(shards)
         classes = len(np.unique(labels[labels >= 0]))
         held_out = max(1, config.images // classes)
-        self.shots = choose_shots(labels, config.shots, seed=0)
-        self.scored = np.setdiff1d(choose_shots(labels, config.shots + held_out, seed=0), self.shots)
+        self.shots = choose_labeled(labels, config.shots, 0)
+        self.scored = np.setdiff1d(choose_labeled(labels, config.shots + held_out, 0), self.shots)
         if not len(self.scored) or classes < 2:
             raise UserError(
                 f"probe: {shards.spec} has {classes} class(es) and no labeled image beyond shots={config.shots} of "

@@ -13,8 +13,7 @@ import numpy as np
 
 from ssl_vit.evaluators import ALL, budget_words
 from ssl_vit.evaluators.base import Classifier, Evaluator
-from ssl_vit.evaluators.context import EvalContext
-from ssl_vit.evaluators.features import ImageSet
+from ssl_vit.evaluators.features import EvalContext, ImageSet
 from ssl_vit.evaluators.labels import choose_labeled, held_out_split, short_note
 from ssl_vit.interfaces import Diverged, UserError
 from ssl_vit.recipe import Recipe
@@ -217,8 +216,8 @@ def _results(
     labels = train.context.train_labels[train.images]
     for found in classifier(ImageSet(train.context, train.source, "test")):
         used = len(labels) if found.labels is None else found.labels
-        unreadable = (f"{len(labels) - used} of {len(labels)} labeled images could not be read",)
         accuracies = scored(found.prediction)
+        unreadable = (f"{len(labels) - used} of {len(labels)} labeled images could not be read",)
         yield Result(
             data="",
             evaluator=type(evaluator).__module__.rpartition(".")[2],

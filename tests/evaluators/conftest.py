@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from ssl_vit import api, recipe
-from ssl_vit.evaluators.context import EvalContext
-from ssl_vit.evaluators.features import Features
+from ssl_vit.evaluators.features import EvalContext, Features
 
 Arrays = tuple[np.ndarray, np.ndarray]
 Build = Callable[..., EvalContext]

@@ -14,8 +14,7 @@ from torchvision.transforms import v2
 from ssl_vit import api
 from ssl_vit.data.samples import SampleReader
 from ssl_vit.evaluators import features, knn, runner
-from ssl_vit.evaluators.context import EvalContext
-from ssl_vit.evaluators.features import Features, ImageSet, Representation
+from ssl_vit.evaluators.features import EvalContext, FeatureConfig, Features, ImageSet
 from ssl_vit.models import factory
 
 
@@ -28,12 +27,12 @@ def test_only_the_images_that_are_asked_for_are_read(context: EvalContext, monke
         return sample(self, shard, *where)
 
     monkeypatch.setattr(SampleReader, "sample", counted)
-    whole = ImageSet(context, "trained", "train").features(Representation())
+    whole = ImageSet(context, "trained", "train").features(FeatureConfig())
     assert len(read) == context.train.samples == len(whole.labels)
     np.testing.assert_array_equal(whole.labels, context.train_labels)
     read.clear()
     some = np.array([300, 7, 8])
-    few = ImageSet(context, "trained", "train", some, np.sort(some)).features(Representation())
+    few = ImageSet(context, "trained", "train", some, np.sort(some)).features(FeatureConfig())
     assert len(read) == 3 and few.images.tolist() == [300, 7, 8]
     np.testing.assert_allclose(few.vectors, whole.vectors[some], rtol=1e-5, atol=1e-6)
 
@@ -69,7 +68,7 @@ def test_the_cache_knows_other_weights_shards_and_preparation(trained: Path, tmp
         } | changed
         context = api.make_context(**arguments, cache=tmp_path)
         for source in ("trained", "pixels"):
-            ImageSet(context, source, "test").features(Representation())
+            ImageSet(context, source, "test").features(FeatureConfig())
         return {path.name for path in tmp_path.glob("*.safetensors")}
 
     assert len(names()) == 1, "raw pixels are not kept"
@@ -86,19 +85,9 @@ def test_the_cache_knows_other_weights_shards_and_preparation(trained: Path, tmp
     assert damaged.read_bytes() == whole, "what a full disk cut short is extracted again"
 
 
-def test_large_raw_pixels_are_shrunk_by_area() -> None:
-    generator = torch.Generator().manual_seed(0)
-    small = torch.randint(0, 256, (2, 3, 8, 20), dtype=torch.uint8, generator=generator)
-    torch.testing.assert_close(features._pixels(small), small.flatten(1) / 127.5 - 1)
-    large = small.repeat_interleave(8, dim=2).repeat_interleave(3, dim=3)  # 64 x 60
-    rows = small.float().repeat_interleave(4, dim=2)  # by area: 32 rows are the halves of 64
-    wide = torch.nn.functional.adaptive_avg_pool2d(rows.repeat_interleave(3, dim=3), (32, 32))
-    torch.testing.assert_close(features._pixels(large), wide.flatten(1) / 127.5 - 1)
-
-
 @pytest.mark.parametrize("method", ["timm", "google"])
 def test_features_at_another_size_and_aspect_ratio(trained: Path, context: EvalContext, method: Any) -> None:
-    wide = Representation("patches", image_size=(8, 12), position_resampling=method)
+    wide = FeatureConfig(pooling="patches", image_size=(8, 12), position_resampling=method)
     found = ImageSet(context, "trained", "test").features(wide)
     assert found.vectors.shape == (100, 4 * 6 * 64)
     digits = (load_digits().images[1437:1537] * 255 / 16).round()[:, None]

@@ -2,22 +2,20 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
-from sklearn import linear_model
 from sklearn.datasets import load_digits
 from threadpoolctl import threadpool_limits
 
 from ssl_vit.evaluators import runner
-from ssl_vit.evaluators.context import EvalContext
-from ssl_vit.evaluators.features import Representation
+from ssl_vit.evaluators.features import EvalContext
 from ssl_vit.evaluators.few_shot import Config, Evaluator, Ridge, few_shot_accuracy
-from ssl_vit.evaluators.labels import choose_shots
+from ssl_vit.evaluators.labels import choose_labeled
 
 Build = Callable[..., EvalContext]
 Split = tuple[np.ndarray, np.ndarray]
-Scores = Callable[[Split, np.ndarray, float], np.ndarray]
 
 
 def published_shots(labels: np.ndarray, shots: int, seed: int, classes: int) -> np.ndarray:
@@ -43,14 +41,6 @@ def scores_by_solve(train: Split, test: np.ndarray, l2: float) -> np.ndarray:
     x, queries = prepared(train[0], test)
     targets = np.where(np.equal.outer(train[1], np.unique(train[1])), 1.0, -1.0)
     return queries @ np.linalg.solve(x.T @ x + l2 * np.eye(x.shape[1]), x.T @ targets)
-
-
-def scores_by_sklearn(train: Split, test: np.ndarray, l2: float) -> np.ndarray:
-    x, queries = prepared(train[0], test)
-    targets = np.where(np.equal.outer(train[1], np.unique(train[1])), 1.0, -1.0)
-    return np.asarray(
-        linear_model.Ridge(alpha=l2, fit_intercept=False, solver="cholesky").fit(x, targets).predict(queries)
-    )
 
 
 def feature_set(name: str) -> tuple[Split, Split]:
@@ -79,41 +69,29 @@ def feature_set(name: str) -> tuple[Split, Split]:
 NAMES = ["n<d", "n>d", "short class", "constant", "duplicated", "label gap"]
 
 
-@pytest.mark.filterwarnings("ignore:1 class")
 @pytest.mark.parametrize("l2", [2.0**10, 1.0])
-@pytest.mark.parametrize("scores_of", [scores_by_solve, scores_by_sklearn])
 @pytest.mark.parametrize("name", NAMES)
-def test_accuracy_and_every_prediction_agree_with_dense_solvers(name: str, scores_of: Scores, l2: float) -> None:
+def test_accuracy_and_every_prediction_agree_with_a_dense_solver(name: str, l2: float) -> None:
     train, test = feature_set(name)
     classes = np.unique(train[1])
     shots, seeds = (1, 5, 10, 25), (0, 1, 2)
-    found = few_shot_accuracy(*train, *test, shots=shots, seeds=seeds, l2=l2)
+    short = pytest.warns(UserWarning, match=r"1 class\(es\) have fewer than 25 .*\[3\]")
+    with short if name == "short class" else nullcontext():
+        found = few_shot_accuracy(*train, *test, shots=shots, seeds=seeds, l2=l2)
     assert set(found) == {(k, seed) for k in shots for seed in seeds}
     assert len(set(found.values())) > 3
     for (k, seed), accuracy in found.items():
         chosen = published_shots(train[1], k, seed, int(classes.max()) + 1)
-        scores = scores_of((train[0][chosen], train[1][chosen]), test[0], l2)
+        scores = scores_by_solve((train[0][chosen], train[1][chosen]), test[0], l2)
         best_two = np.sort(scores, axis=1)[:, -2:]
         clear = best_two[:, 1] - best_two[:, 0] > 1e-9 * np.abs(scores).max()
         assert clear.mean() > 0.95
         predictions = classes[scores.argmax(1)]
         assert accuracy == pytest.approx(np.mean(predictions == test[1]), abs=1 - clear.mean())
         # Scored against the reference's predictions, only sample-for-sample agreement gives 1.
-        same = few_shot_accuracy(*train, test[0][clear], predictions[clear], shots=(k,), seeds=(seed,), l2=l2)
+        with warnings.catch_warnings(action="ignore"):
+            same = few_shot_accuracy(*train, test[0][clear], predictions[clear], shots=(k,), seeds=(seed,), l2=l2)
         assert same == {(k, seed): 1.0}
-
-
-@pytest.mark.parametrize("shape", [(40, 6), (7, 40), (12, 11)])
-def test_one_decomposition_gives_the_weights_of_every_l2(shape: tuple[int, int]) -> None:
-    """Fewer images than features and more, in any order of the classes."""
-    features = np.random.default_rng(0).normal(size=shape)
-    labels = np.arange(shape[0]) % 3
-    ridge = Ridge(features, labels)
-    x, _ = prepared(features, features)
-    targets = np.where(labels[:, None] == np.arange(3), 1.0, -1.0)
-    for l2 in (1e-3, 1.0, 2.0**10):
-        solved = np.linalg.solve(x.T @ x + l2 * np.eye(x.shape[1]), x.T @ targets)
-        np.testing.assert_allclose(ridge.basis @ ridge.coefficients(l2), solved, rtol=1e-6, atol=1e-9)
 
 
 def test_several_l2_at_once_are_the_single_ones() -> None:
@@ -141,20 +119,11 @@ def test_the_same_arrays_give_the_same_bits_on_any_number_of_threads() -> None:
 def test_shots_are_the_published_permutations_and_nested(labels: np.ndarray, seed: int) -> None:
     before: set[int] = set()
     for shots in (1, 2, 5, 9):
-        chosen = choose_shots(labels, shots, seed)
+        chosen = choose_labeled(labels, shots, seed)
         np.testing.assert_array_equal(chosen, published_shots(labels, shots, seed, int(labels.max()) + 1))
         assert np.bincount(labels[chosen])[np.unique(labels)].tolist() == [shots] * len(np.unique(labels))
         assert before < set(chosen.tolist())
         before = set(chosen.tolist())
-
-
-def test_classes_short_of_shots_are_named() -> None:
-    train, test = feature_set("short class")
-    with pytest.warns(UserWarning, match=r"1 class\(es\) have fewer than 25 .*\[3\]"):
-        few_shot_accuracy(*train, *test)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        few_shot_accuracy(*train, *test, shots=(1, 3))
 
 
 @pytest.mark.parametrize(
@@ -176,14 +145,6 @@ def digits() -> tuple[Split, Split]:
     return (data.data[:1437], data.target[:1437]), (data.data[1437:], data.target[1437:])
 
 
-def test_raw_pixels_of_the_digits_give_the_known_accuracies() -> None:
-    train, test = digits()
-    assert len(test[1]) == 360
-    accuracies = few_shot_accuracy(*train, *test)
-    means = [100 * np.mean([accuracies[k, seed] for seed in (0, 1, 2)]) for k in (1, 5, 10, 25)]
-    assert [round(mean) for mean in means] == [57, 73, 79, 84]
-
-
 @pytest.mark.parametrize("seeds", [(0, 1, 2), (4,)])
 def test_the_evaluator_is_the_function_on_every_source(array_context: Build, seeds: tuple[int, ...]) -> None:
     (train_x, train_y), (test_x, test_y) = digits()
@@ -192,26 +153,13 @@ def test_the_evaluator_is_the_function_on_every_source(array_context: Build, see
     rows, sweeps = runner.evaluate(Evaluator(config), context)
     assert not sweeps and len(rows) == 3 * 2 * len(seeds)
     representations = {key[2] for key in context.features.asked}  # type: ignore[attr-defined]
-    assert representations == {Representation("both", 2), None}
+    assert representations == {("both", 2, None, "timm"), None}
     for source in ("trained", "untrained", "pixels"):
         every = 2 if source == "pixels" else 1
         arrays = (train_x[:, ::every], train_y, test_x[:, ::every], test_y)
         expected = few_shot_accuracy(*arrays, shots=(1, 5), seeds=seeds, l2=3.0)
         found = {(row.labels_per_class, row.seed): row.accuracy for row in rows if row.arm == source}
         assert found == expected
-
-
-def test_every_l2_is_a_variant_and_a_comparison_counts_the_first(array_context: Build) -> None:
-    evaluator = Evaluator(Config(shots=(5,), seeds=(0, 1), l2=(7.0, 100.0)))
-    rows = list(runner.measure(evaluator, array_context(*digits()), "trained", (5,), (0, 1)))
-    assert [(row.variant, row.seed, row.primary) for row in rows] == [
-        ("l2=7", 0, True),
-        ("l2=100", 0, False),
-        ("l2=7", 1, True),
-        ("l2=100", 1, False),
-    ]
-    expected = few_shot_accuracy(*digits()[0], *digits()[1], shots=(5,), seeds=(0, 1), l2=(7.0, 100.0))
-    assert [row.accuracy for row in rows] == [expected[5, row.seed, float(row.variant[3:])] for row in rows]
 
 
 def test_l2_can_be_selected_on_a_part_of_the_shots(array_context: Build) -> None:

@@ -8,11 +8,9 @@ import numpy as np
 import pytest
 
 from ssl_vit.evaluators import runner
-from ssl_vit.evaluators.context import EvalContext
+from ssl_vit.evaluators.features import EvalContext
 from ssl_vit.evaluators.knn import Config, Evaluator, knn_votes
 from ssl_vit.evaluators.labels import choose_labeled
-from ssl_vit.interfaces import UserError
-from ssl_vit.recipe import validate
 
 Build = Callable[..., EvalContext]
 TRAIN_X = np.random.default_rng(0).normal(size=(60, 5)).astype(np.float32)
@@ -66,24 +64,6 @@ def test_shares_of_the_votes_are_the_probabilities() -> None:
         assert found == pytest.approx(expected, abs=1e-5)
 
 
-def test_several_ks_at_once_are_the_single_ones() -> None:
-    together = accuracies(TRAIN_X, TRAIN_Y, TEST_X, TEST_Y, ks=(20, 1, 500, 5))
-    for k, accuracy in together.items():
-        assert accuracies(TRAIN_X, TRAIN_Y, TEST_X, TEST_Y, ks=(k,)) == {k: accuracy}
-    assert list(together) == [20, 1, 500, 5]
-
-
-def test_k_beyond_the_training_set_counts_all_of_it() -> None:
-    together = accuracies(TRAIN_X, TRAIN_Y, TEST_X, TEST_Y, ks=(60, 61, 10_000), temperature=1.0)
-    assert together[60] == together[61] == together[10_000]
-
-
-def test_the_temperature_and_the_neighbors_matter() -> None:
-    sharp, flat = (naive_predictions(20, temperature) for temperature in (0.02, 1.0))
-    assert (sharp != flat).any()
-    assert (naive_predictions(1, 1.0) != flat).any()
-
-
 def test_many_test_images_are_scored_in_portions() -> None:
     repeats = 2500 // 40 + 1
     tiled = np.tile(TEST_X, (repeats, 1))
@@ -92,20 +72,6 @@ def test_many_test_images_are_scored_in_portions() -> None:
     assert accuracies(TRAIN_X, TRAIN_Y, tiled, predictions, ks=(10,)) == {10: 1.0}
     predictions[-1] = 99  # a wrong one in the last portion counts
     assert accuracies(TRAIN_X, TRAIN_Y, tiled, predictions, ks=(10,))[10] == 1 - 1 / len(predictions)
-
-
-def test_the_length_of_a_feature_vector_does_not_matter() -> None:
-    scale = np.random.default_rng(5).uniform(0.1, 10, (60, 1)).astype(np.float32)
-    predictions = naive_predictions(10, 0.07)
-    assert accuracies(TRAIN_X * scale, TRAIN_Y, TEST_X * 100, predictions, ks=(10,)) == {10: 1.0}
-
-
-def test_a_vector_of_zeros_is_no_accident() -> None:
-    with np.errstate(all="raise"):
-        found = accuracies(
-            np.vstack([TRAIN_X, np.zeros((1, 5))]), np.append(TRAIN_Y, 2), TEST_X[:1] * 0, np.array([2]), ks=(61,)
-        )
-    assert set(found) == {61}
 
 
 def test_of_equally_similar_neighbors_the_earlier_count() -> None:
@@ -130,9 +96,3 @@ def test_the_evaluator_uses_the_labels_it_was_allowed(array_context: Build, budg
     for row in rows:
         assert row.prediction.top_classes is not None
         np.testing.assert_array_equal(row.prediction.top_classes[:, 0], row.prediction.predicted)
-
-
-@pytest.mark.parametrize("wrong", [{"ks": ()}, {"labels_per_class": "200%"}, {"labels_per_class": 0}, {"block": 0}])
-def test_wrong_settings_are_the_users_mistake(wrong: dict[str, Any]) -> None:
-    with pytest.raises(UserError, match=f"^knn: {next(iter(wrong))}"):
-        validate(Config, wrong, "knn: ")

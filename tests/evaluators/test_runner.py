@@ -12,10 +12,9 @@ from pydantic import Field
 from ssl_vit.evaluators import runner
 from ssl_vit.evaluators.base import Classifier, LabeledConfig, Scored, SweepConfig
 from ssl_vit.evaluators.base import Evaluator as BaseEvaluator
-from ssl_vit.evaluators.context import EvalContext
-from ssl_vit.evaluators.features import ImageSet, Representation
-from ssl_vit.evaluators.labels import choose_labeled, choose_shots, held_out_split
-from ssl_vit.interfaces import Diverged, RunError, UserError
+from ssl_vit.evaluators.features import EvalContext, FeatureConfig, ImageSet
+from ssl_vit.evaluators.labels import choose_labeled, held_out_split
+from ssl_vit.interfaces import Diverged, UserError
 from ssl_vit.records import Cost
 from ssl_vit.results import Prediction, Table
 
@@ -43,13 +42,13 @@ class Evaluator(BaseEvaluator):
         self.failure.cost = Cost(images_seen=1)
 
     def fit(self, train: ImageSet, seed: int) -> Classifier:
-        c, known = self.config, train.features(Representation())
+        c, known = self.config, train.features(FeatureConfig())
         fitted.append((c.right, train.source, len(known.labels), seed))
         if c.right == c.fails:
             raise self.failure
 
         def classify(images: ImageSet) -> list[Scored]:
-            found = images.features(Representation())
+            found = images.features(FeatureConfig())
             predicted = np.where(found.labels < c.right, found.labels, 0)
             cost = Cost(images_seen=10, flops=20.0)
             return [Scored(Prediction(found.images, found.labels, predicted), cost=cost, labels=len(known.labels))]
@@ -103,7 +102,7 @@ def test_every_source_budget_and_seed_is_a_row(context: EvalContext) -> None:
 
 def test_only_images_that_some_budget_allows_are_extracted_and_at_once(context: EvalContext) -> None:
     list(runner.measure(Evaluator(config()), context, "trained", (1, 5), (0, 1)))
-    wanted = np.unique(np.concatenate([choose_shots(LABELS, 5, seed) for seed in (0, 1)]))
+    wanted = np.unique(np.concatenate([choose_labeled(LABELS, 5, seed) for seed in (0, 1)]))
     asked = {key[3] for key in context.features.asked if key[1] == "train"}  # type: ignore[attr-defined]
     assert asked == {wanted.tobytes()}
     context.features.asked.clear()  # type: ignore[attr-defined]
@@ -112,7 +111,7 @@ def test_only_images_that_some_budget_allows_are_extracted_and_at_once(context: 
 
 
 def test_what_a_budget_lacks_is_noted(array_context: Build) -> None:
-    broken = int(choose_shots(LABELS, 30, 0)[12])
+    broken = int(choose_labeled(LABELS, 30, 0)[12])
     context = array_context(TRAIN, TEST, (broken,))
     few, many = runner.measure(Evaluator(config()), context, "trained", (5, 30), (0,))
     assert many.labels == 79 and few.labels == 15 and few.notes == ()
@@ -168,20 +167,6 @@ def test_all_labels_are_trained_on_after_a_sweep_without_the_held_out_ones(conte
     assert sweeps["untrained, all labels"].best == {"right": 3}
 
 
-def test_one_sweep_can_serve_several_budgets(context: EvalContext) -> None:
-    trainer = Trainer(config(sweep={"right": [2, 3]}, labels_per_class=[5, 7], sweep_labels_per_class=7))
-    rows, sweeps = runner.evaluate(trainer, context)
-    assert list(sweeps) == ["trained, 7 labels per class", "untrained, 7 labels per class"]
-    assert [row.labels for row in rows[:2]] == [15, 21] and len(fitted) == 2 * 3
-
-
-def test_a_single_candidate_is_taken_without_a_sweep(context: EvalContext) -> None:
-    trainer = Trainer(config(sweep={"right": [2]}))
-    assert not runner.has_sweep(trainer)
-    rows, sweeps = runner.evaluate(trainer, context)
-    assert [row.selected for row in rows] == [{"right": 2}] * 2 and not sweeps and len(fitted) == 2
-
-
 @pytest.mark.parametrize("metric", ["accuracy", "mean_per_class"])
 def test_selection_is_by_the_metric_of_the_data_set(
     array_context: Build, monkeypatch: pytest.MonkeyPatch, metric: str
@@ -202,21 +187,10 @@ def test_of_equals_the_first_wins_and_a_candidate_that_diverges_loses(context: E
         runner.sweep(Trainer(config(sweep={"right": [3]}, fails=3)), context, "trained", 10, 0)
 
 
-def test_an_outage_ends_a_sweep(context: EvalContext, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Evaluator, "fit", lambda *arguments: (_ for _ in ()).throw(RunError("HTTP status 503")))
-    with pytest.raises(RunError, match="503"):
-        runner.sweep(Trainer(config(sweep={"right": [2, 3]})), context, "trained", 10, 0)
-
-
 def test_a_selected_value_that_diverges_later_is_named(context: EvalContext) -> None:
     with pytest.raises(Diverged, match=r"right=2 diverged with seed 1 .*not finite; remove that value") as caught:
         list(runner.measure(Trainer(config(fails=2)), context, "trained", (5,), (1,), {"right": 2}))
     assert isinstance(caught.value.cost, Cost)
-
-
-def test_a_sweep_without_held_out_images_is_refused(context: EvalContext) -> None:
-    with pytest.raises(UserError, match=r"held_out=0\.001 holds out none"):
-        runner.sweep(Trainer(config(sweep={"right": [2, 3]}, held_out=0.001)), context, "trained", 10, 0)
 
 
 @pytest.mark.parametrize(

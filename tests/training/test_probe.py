@@ -15,7 +15,7 @@ from ssl_vit import api, recipe
 from ssl_vit.data.packing import pack
 from ssl_vit.data.packing.sources import open_source
 from ssl_vit.data.shards import open_shards
-from ssl_vit.evaluators.features import ImageSet, Representation
+from ssl_vit.evaluators.features import FeatureConfig, ImageSet
 from ssl_vit.evaluators.few_shot import few_shot_accuracy
 from ssl_vit.evaluators.online import OnlineProbe
 from ssl_vit.interfaces import Stopped, UserError
@@ -63,7 +63,7 @@ def test_the_probe_is_few_shot_on_other_images_of_the_same_shards(digits: Path, 
     holder = torch.nn.Module()
     holder.encoder = model.train()
     context = api.make_context(tmp_path / "run", settings, str(digits), str(digits))
-    whole = ImageSet(context, "trained", "train").features(Representation("patches"))
+    whole = ImageSet(context, "trained", "train").features(FeatureConfig(pooling="patches"))
     few, scored = (np.sort(part) for part in (probe.shots, probe.scored))
     found = few_shot_accuracy(
         whole.vectors[few],
