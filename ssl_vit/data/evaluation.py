@@ -70,4 +70,4 @@ class EvaluationStream:
 def evaluation_batches(stream: EvaluationStream, device: torch.device) -> Iterator[tuple[Batch, Chunk]]:
     """The stream's batches on the device, `len(stream)` of them on every rank; padding is marked by `valid`."""
     for chunk in loaded(stream, PREFETCH):
-        yield join([chunk], device, 0)
+        yield join([chunk], device, 0, shared=stream.workers > 0)

@@ -8,8 +8,8 @@ pixels that the model sees.
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -80,29 +80,31 @@ class _Checked:
 
     def __init__(self, extension: str, data: bytes, channels: int, max_pixels: int) -> None:
         self.extension = extension
-        with self._bad_sample():
+        try:
             self.picture = _open(data, channels, max_pixels)
+        except Exception as error:
+            raise self._bad(error) from None
         self.height, self.width = self.picture.height, self.picture.width
 
     def whole(self) -> torch.Tensor:
-        with self._bad_sample():
+        try:
             return self.picture.whole()
+        except Exception as error:
+            raise self._bad(error) from None
 
     def region(self, top: int, left: int, height: int, width: int, least: tuple[int, int] | None) -> torch.Tensor:
-        with self._bad_sample():
-            return self.picture.region(top, left, height, width, least)
-
-    @contextmanager
-    def _bad_sample(self) -> Iterator[None]:
         try:
-            yield
-        except BadSample:
-            raise
-        except Exception as error:  # Pillow's parsers raise anything: struct.error, zlib.error, SyntaxError
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            if isinstance(error, UnidentifiedImageError):  # its message holds an address in memory
-                reason = "not an image"
-            raise BadSample(f"unreadable .{self.extension} image: {reason}") from None
+            return self.picture.region(top, left, height, width, least)
+        except Exception as error:
+            raise self._bad(error) from None
+
+    def _bad(self, error: Exception) -> BadSample:
+        if isinstance(error, BadSample):
+            return error
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        if isinstance(error, UnidentifiedImageError):  # its message holds an address in memory
+            reason = "not an image"
+        return BadSample(f"unreadable .{self.extension} image: {reason}")
 
 
 def open_picture(sample: Mapping[str, bytes], channels: int, max_pixels: int = MAX_PIXELS) -> Picture:
@@ -122,10 +124,13 @@ def _open(data: bytes, channels: int, max_pixels: int) -> Picture:
             return jpeg
     with Image.open(io.BytesIO(data), formats=STORED_FORMATS) as opened:
         _check_pixels(opened.height, opened.width, max_pixels)
-        image = ImageOps.exif_transpose(opened)
+        ImageOps.exif_transpose(opened, in_place=True)
+        image: Image.Image = opened
         if image.mode.startswith("I"):  # 16-bit gray: Pillow's own conversion would clip instead of scaling
             image = Image.fromarray((np.asarray(image).astype(np.int64) >> 8).clip(0, 255).astype(np.uint8))
-        pixels = np.array(image.convert(_PIL_MODES[channels]))
+        if image.mode != _PIL_MODES[channels]:
+            image = image.convert(_PIL_MODES[channels])
+        pixels = np.array(image)
     return Pixels(torch.from_numpy(pixels.reshape(*pixels.shape[:2], channels)).permute(2, 0, 1))
 
 

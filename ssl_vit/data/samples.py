@@ -93,7 +93,7 @@ class SampleReader:
         self.cache: dict[tuple[int, int], tuple[int, int, int, int, str]] = {}
         self.reads = 0
         self.least: tuple[int, int] | None = getattr(preprocess.transform, "least", None)
-        self.spread = torch.tensor(preprocess.jitter)
+        self.spread = torch.tensor(preprocess.jitter) if any(preprocess.jitter) else None
 
     def sample(self, shard: int, member: int, epoch: int) -> Sample | Skip:
         """Read and decode (or recall) one sample and draw its augmentation, flip and noise from its own seed."""
@@ -118,7 +118,7 @@ class SampleReader:
             torch.default_generator.manual_seed(sample_seed(preprocess.seed, epoch, index))
             noise = torch.rand(preprocess.noise)
             flip = preprocess.flip and bool(torch.rand(()) < 0.5)
-            jitter = 1 + (2 * torch.rand(3) - 1) * self.spread if any(preprocess.jitter) else None
+            jitter = None if self.spread is None else 1 + (2 * torch.rand(3) - 1) * self.spread
             return Sample(preprocess.transform(picture), label, noise, flip, jitter, index, key)
         except BadSample as problem:
             return Skip(self.shards.urls[shard], key, str(problem))
@@ -169,12 +169,16 @@ def _blank(preprocess: Preprocess) -> Sample:
     return Sample(torch.zeros_like(image), -1, torch.zeros(preprocess.noise), False, jitter, -1, "")
 
 
-def join(parts: Sequence[Chunk], device: torch.device, lane_size: int) -> tuple[Batch, Chunk]:
-    """The workers' chunks in worker order as one batch on the device, copied; and what they carry besides tensors."""
+def join(parts: Sequence[Chunk], device: torch.device, lane_size: int, *, shared: bool) -> tuple[Batch, Chunk]:
+    """The workers' chunks in worker order as one batch on the device; and what they carry besides tensors.
+
+    shared: the tensors lie in memory that a worker will overwrite, and are copied.
+    """
 
     def joined(name: str) -> torch.Tensor:
         tensors = [part.tensors[name] for part in parts]
-        whole = torch.cat(tensors) if len(tensors) > 1 or device.type != "cuda" else tensors[0]
+        copy = len(tensors) > 1 or (shared and device.type != "cuda")
+        whole = torch.cat(tensors) if copy else tensors[0]
         return whole.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else whole.to(device)
 
     tensors = {name: joined(name) for name in parts[0].tensors}

@@ -53,7 +53,7 @@ def train_source(
         chunks = loaded(stream, PREFETCH)
         while True:
             parts = [next(chunks) for _ in range(max(stream.workers, 1))]
-            yield join(parts, device, stream.per_lane)
+            yield join(parts, device, stream.per_lane, shared=stream.workers > 0)
 
     return batches
 

@@ -70,6 +70,13 @@ def test_samples_are_those_that_webdataset_reads(tmp_path: Path, layout: str) ->
     assert not shard.damage and not shard.duplicates
 
 
+def test_hidden_files_are_ignored(tmp_path: Path) -> None:
+    shard = opened(
+        write(tmp_path / "s.tar", [("d/._0.jpg", b"x"), ("d/0.jpg", b"y"), ("._1.jpg", b"x"), ("d/.x", b"")])
+    )
+    assert [sample.key for sample in shard.samples] == ["d/0"]
+
+
 def test_samples_are_read_in_any_order(tmp_path: Path) -> None:
     shard = opened(write(tmp_path / "s.tar", samples(50)))
     for n in (49, 0, 25, 25, 3, 48):

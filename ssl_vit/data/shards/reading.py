@@ -7,7 +7,6 @@ sample is then one `pread` per member. What a stream holds does not grow with th
 from __future__ import annotations
 
 import os
-import re
 import tarfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -25,7 +24,6 @@ _MAX_HEADER_BYTES = 1 << 20  # of a long name or a pax header
 _BLOCK = tarfile.BLOCKSIZE
 _COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")  # gzip, bzip2, xz, zstd
 _PLAIN = (tarfile.REGTYPE, tarfile.AREGTYPE)
-_NAME = re.compile(r"((?:.*/)?[^./]+)\.([^/]*)")  # WebDataset: the extension begins at the first dot of the file name
 
 
 class BadSample(Exception):
@@ -64,23 +62,21 @@ class ShardFile:
         self.damage = ""
         if os.pread(file.fileno(), 6, 0).startswith(_COMPRESSED):
             raise UserError(f"{name}: a compressed tar cannot be read in random order; decompress it")
+        from webdataset.tariterators import base_plus_ext  # imports torch, which packing does without
+
         try:
             for member, span in _members(file):
-                self._add(member, span)
+                key, extension = base_plus_ext(member)
+                if key is None or key.endswith("/"):  # a hidden file, such as macOS's FOLDER/._NAME
+                    continue
+                if not self.samples or self.samples[-1].key != key:
+                    self.samples.append(Entry(key, {}))
+                members = self.samples[-1].members
+                if extension.lower() in members:
+                    self.duplicates.append(member)
+                members.setdefault(extension.lower(), span)
         except (tarfile.TarError, OSError, EOFError, ValueError, OverflowError) as error:
             self.damage = str(error) or type(error).__name__
-
-    def _add(self, name: str, span: Span) -> None:
-        if not (match := _NAME.fullmatch(name)):
-            return
-        key, extension = match[1], match[2].lower()
-        if not self.samples or self.samples[-1].key != key:
-            self.samples.append(Entry(key, {}))
-        members = self.samples[-1].members
-        if extension in members:
-            self.duplicates.append(name)
-        else:
-            members[extension] = span
 
     def read(self, position: int, extensions: tuple[str, ...] = READ_EXTENSIONS) -> dict[str, bytes]:
         """One sample's members with these extensions.
