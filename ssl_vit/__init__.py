@@ -14,7 +14,7 @@ __version__ = "0.1.0"
 _MODULES = {
     "train": "ssl_vit.api",
     "evaluate": "ssl_vit.api",
-    "embed": "ssl_vit.api",
+    "embed": "ssl_vit.analysis.embeddings",
     "load": "ssl_vit.api",
     "read_results": "ssl_vit.api",
     "compare": "ssl_vit.comparison.run",
@@ -22,7 +22,7 @@ _MODULES = {
 }
 
 if TYPE_CHECKING:
-    from ssl_vit.api import embed as embed
+    from ssl_vit.analysis.embeddings import embed as embed
     from ssl_vit.api import evaluate as evaluate
     from ssl_vit.api import load as load
     from ssl_vit.api import read_results as read_results

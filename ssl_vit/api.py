@@ -25,8 +25,7 @@ from ssl_vit.evaluators.online import OnlineProbe
 from ssl_vit.files import sha256, write_json
 from ssl_vit.interfaces import UserError
 from ssl_vit.models import factory
-from ssl_vit.models.encoder import Pooling
-from ssl_vit.recipe import Recipe
+from ssl_vit.recipe import Recipe, run_recipe
 from ssl_vit.records import RunSummary
 from ssl_vit.results import Evaluation, Table, evaluations, save
 from ssl_vit.results import load as load_results
@@ -40,7 +39,7 @@ from ssl_vit.training.logging import check_trackers
 if TYPE_CHECKING:
     import pandas as pd
 
-    from ssl_vit.analysis import inspection
+    from ssl_vit.models.exchange import exports
 
 
 def train(settings: Recipe, *, quiet: bool = False) -> Path:
@@ -139,14 +138,6 @@ def make_context(
     )
 
 
-def run_recipe(weights: Path) -> Recipe | None:
-    """The recipe of the run that a run directory or one of its checkpoints belongs to, if there is one."""
-    checkpoints = weights.resolve().parent
-    run = checkpoints.parent if checkpoints.name == "checkpoints" else weights
-    path = run / "recipe.yaml"
-    return recipe.load_recipe(path) if path.is_file() else None
-
-
 def evaluate(
     weights: Path,
     name: str,
@@ -226,33 +217,19 @@ def load(run: Path | str) -> nn.Module:
     return network
 
 
-def embed(
-    run: Path | str,
-    shards: str,
-    *,
-    pooling: Pooling = "mean",
-    batch_size: int = 256,
-    workers: int | None = None,
-) -> pd.DataFrame:
-    """The embedding of every readable image of the shards: columns `key`, `label` (-1: none) and `embedding`.
+def export(run: Path | str, out: Path | str, to: exports.Target, *, license: str | None = None) -> None:
+    """Write the encoder for timm or transformers, with a model card, into the new folder `out`. See `exports.export`.
 
-    run: a run directory, a checkpoint or a weights folder; images are prepared as its recipe evaluates.
-    shards: labels are not needed.
-    pooling: the class `token`, the `mean` of the patches, `both` side by side, or all `patches` side by side.
-    batch_size: images in a forward pass of one process.
-    workers: processes that read images; None: as the recipe says.
-
-    `frame.attrs["skipped"]` lists unreadable samples. Raises UserError for wrong input.
+    run: a run directory, a checkpoint or a weights folder.
+    license: of the weights, for the card (the hub's identifier, such as apache-2.0).
     """
-    from ssl_vit.analysis import embeddings
+    from ssl_vit.models.exchange import exports
+    from ssl_vit.report import card
 
-    encoder, settings = factory.load(run), run_recipe(Path(run))
-    preparation = settings.data if settings else DataConfig(train=shards)
-    if workers is not None:
-        preparation = preparation.model_copy(update={"workers": workers})
-    accelerator = make_accelerator(settings.training.precision if settings else "fp32")
-    found = open_shards(shards, preparation.remote)
-    return embeddings.embed(encoder, found, preparation, accelerator, pooling=pooling, batch_size=batch_size)
+    run, out = Path(run), Path(out)
+    model = factory.load(run)
+    text = card.write(model, run, factory.find_weights(run), to, title=out.resolve().name, license=license)
+    exports.export(model, out, to, text)
 
 
 def read_results(run: Path | str) -> pd.DataFrame:
@@ -263,22 +240,3 @@ def read_results(run: Path | str) -> pd.DataFrame:
     measured = [row for one in evaluations(Path(run))[0] for row in one.results]
     tasks = [row for path in sorted(Path(run).glob("tasks/*.json")) for row in load_results(path)[0]]
     return Table([*measured, *tasks]).frame
-
-
-def inspect(weights: Path | str, shards: str, out: Path | str, options: inspection.Options | None = None) -> Path:
-    """Write the pictures of a trained encoder into `out`; returns the page. See `inspection.inspect`."""
-    from ssl_vit.analysis import inspection
-
-    weights = Path(weights)
-    settings = run_recipe(weights)
-    preparation = settings.data if settings else DataConfig(train=shards)
-    return inspection.inspect(
-        weights,
-        open_shards(shards, preparation.remote),
-        Path(out),
-        options or inspection.Options(),
-        objective=settings.objective if settings else None,
-        preparation=preparation,
-        resampling=settings.encoder.position_resampling if settings else "timm",
-        device=make_accelerator().device,
-    )

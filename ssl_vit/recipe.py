@@ -182,6 +182,14 @@ def load_recipe(name: str | Path, overrides: Sequence[str] = (), near: Path | No
     return validate(Recipe, content, f"{path}: ")
 
 
+def run_recipe(weights: Path) -> Recipe | None:
+    """The recipe of the run that a run directory or one of its checkpoints belongs to, if there is one."""
+    checkpoints = weights.resolve().parent
+    run = checkpoints.parent if checkpoints.name == "checkpoints" else weights
+    path = run / "recipe.yaml"
+    return load_recipe(path) if path.is_file() else None
+
+
 def save(config: Config, path: Path) -> None:
     """Write the resolved recipe so that `train PATH` repeats it."""
     write_text(path, yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True))

@@ -6,7 +6,7 @@ keys that a block gives to the fused kernel, for any kind of block; the model it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -40,39 +40,22 @@ class Probabilities(TorchFunctionMode):
 
 
 @torch.no_grad()
-def attention_maps(
-    encoder: ViTEncoder, images_BCHW: torch.Tensor, layers: Sequence[int] | None = None
-) -> Iterator[tuple[int, torch.Tensor]]:
-    """(layer, probabilities (B, H, T, T)) of each inspected layer (from 0; None: all), while the forward pass runs.
+def attention_maps(encoder: ViTEncoder, images_BCHW: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The attention probabilities (B, H, T, T) of each layer, one at a time, while the forward pass runs.
 
     T counts prefix tokens and patches; row q holds how query token q spreads its attention over all tokens and sums to
-    1. One layer's maps exist at a time; layers after the last inspected one are not run. Where a block makes several
-    attention calls (parallel or differential attention), H counts the heads of all.
-    Raises UserError for a layer that does not exist, for attention with a mask or a scale of its own, and where timm's
-    fused attention is switched off.
+    1. Where a block makes several attention calls (parallel or differential attention), H counts the heads of all.
+    Raises UserError for attention with a mask or a scale of its own, and where timm's fused attention is switched off.
     """
-    vit, wanted = encoder.network, _layers(encoder, layers)
     tokens = encoder.enter(encoder.embed(images_BCHW))
-    for layer in range(max(wanted) + 1):
-        if layer not in wanted:
-            tokens = vit.blocks[layer](tokens)
-            continue
+    for layer, block in enumerate(encoder.network.blocks):
         with Probabilities() as seen:
-            tokens = vit.blocks[layer](tokens)
+            tokens = block(tokens)
         if not seen.maps:
             raise UserError(f"{encoder.name}: layer {layer} did not use fused attention; unset TIMM_FUSED_ATTN")
         maps = seen.maps.pop() if len(seen.maps) == 1 else torch.cat(seen.maps, dim=1)
         del seen
-        yield layer, maps
-
-
-def _layers(encoder: ViTEncoder, layers: Sequence[int] | None) -> list[int]:
-    """The inspected layers in order, each once."""
-    depth = len(encoder.network.blocks)
-    wanted = sorted({*(range(depth) if layers is None else layers)})
-    if not wanted or wanted[0] < 0 or wanted[-1] >= depth:
-        raise UserError(f"layers={','.join(map(str, wanted))}: {encoder.name} has the layers 0 to {depth - 1}")
-    return wanted
+        yield maps
 
 
 def _groups(encoder: ViTEncoder, images_NCHW: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -91,10 +74,8 @@ def patch_distances(encoder: ViTEncoder) -> torch.Tensor:
 
 
 @torch.no_grad()
-def attention_distance(
-    encoder: ViTEncoder, images_NCHW: torch.Tensor, layers: Sequence[int] | None = None
-) -> np.ndarray:
-    """Mean attention distance in pixels, float64 (inspected layers, heads) (paper, section 4.5 and figure 7, right).
+def attention_distance(encoder: ViTEncoder, images_NCHW: torch.Tensor) -> np.ndarray:
+    """Mean attention distance in pixels, float64 (layers, heads) (paper, section 4.5 and figure 7, right).
 
     For each query patch the distances to the key patches' centers, weighted by its attention; then the mean over query
     patches and images (uint8). Class token and registers are excluded, as queries and as keys; the attention that a
@@ -105,7 +86,7 @@ def attention_distance(
     total = torch.zeros(())
     for group in _groups(encoder, images_NCHW):
         rows = []
-        for _, maps in attention_maps(encoder, group, layers):
+        for maps in attention_maps(encoder, group):
             between = maps[..., prefix:, prefix:]
             paid = between.sum(-1).clamp(min=torch.finfo(between.dtype).tiny)
             lengths_BHN = (between * distances).sum(-1) / paid
@@ -115,7 +96,7 @@ def attention_distance(
 
 
 @torch.no_grad()
-def rollout(encoder: ViTEncoder, images_NCHW: torch.Tensor, layers: Sequence[int] | None = None) -> np.ndarray:
+def rollout(encoder: ViTEncoder, images_NCHW: torch.Tensor) -> np.ndarray:
     """Attention rollout over the image, float64 (N, grid rows, grid columns) (paper, section 4.5, figure 6; Abnar and
     Zuidema 2020).
 
@@ -127,7 +108,7 @@ def rollout(encoder: ViTEncoder, images_NCHW: torch.Tensor, layers: Sequence[int
     found = []
     for group in _groups(encoder, images_NCHW):
         rolled = None
-        for _, maps in attention_maps(encoder, group, layers):
+        for maps in attention_maps(encoder, group):
             mixed = maps.mean(1)
             mixed.diagonal(dim1=-2, dim2=-1).add_(1)
             mixed /= mixed.sum(-1, keepdim=True)

@@ -47,21 +47,6 @@ def position_similarity(encoder: ViTEncoder) -> np.ndarray:
     return (unit_ND @ unit_ND.T).reshape(*encoder.grid, *encoder.grid).numpy()
 
 
-def neighborhoods(similarity: np.ndarray) -> dict[str, float]:
-    """Mean position similarity with the four nearest patches, with the rest of the row and column, and elsewhere."""
-    rows, columns = similarity.shape[:2]
-    y, x = np.mgrid[:rows, :columns]
-    down = np.abs(y[:, :, None, None] - y)
-    across = np.abs(x[:, :, None, None] - x)
-    places = {
-        "neighbors": down + across == 1,
-        "same_row": (down == 0) & (across > 1),
-        "same_column": (across == 0) & (down > 1),
-        "elsewhere": (down > 0) & (across > 0),
-    }
-    return {name: float(similarity[where].mean()) for name, where in places.items() if where.any()}
-
-
 @torch.no_grad()
 def feature_map(encoder: ViTEncoder, images_NCHW: torch.Tensor) -> Components:
     """The output patch tokens' first three principal components over all the images, as colors: values float64

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib as mpl
@@ -98,17 +97,19 @@ def position_similarity(similarity: np.ndarray) -> Figure:
         return figure
 
 
-def attention_distance(distances: np.ndarray, layers: Sequence[int], uniform: float) -> Figure:
+def attention_distance(distances: np.ndarray, uniform: float) -> Figure:
     """Distances in pixels (layers, heads) over the network's depth, one dot per head; dashed: uniform attention."""
     with mpl.rc_context(_STYLE):
         figure = Figure(figsize=(5.6, 3.8), layout="constrained")
         axes = figure.add_subplot()
         axes.axhline(uniform, color=_SOFT, linewidth=1.2, linestyle=(0, (4, 3)))
         axes.set_title("dashed: attention spread evenly over the image", loc="right", fontsize=9, color=_SOFT)
+        layers = np.arange(len(distances))
         axes.plot(layers, distances.mean(1), color=_BLUE, linewidth=1.5, alpha=0.35, zorder=1)
-        depth = np.repeat(np.asarray(layers), distances.shape[1])
-        axes.scatter(depth, distances.ravel(), s=34, color=_BLUE, alpha=0.75, linewidths=0, zorder=2)
-        axes.set(ylim=(0, 1.12 * max(uniform, float(distances.max()))), xlim=(min(layers) - 0.5, max(layers) + 0.5))
+        axes.scatter(
+            layers.repeat(distances.shape[1]), distances.ravel(), s=34, color=_BLUE, alpha=0.75, linewidths=0, zorder=2
+        )
+        axes.set(ylim=(0, 1.12 * max(uniform, float(distances.max()))), xlim=(-0.5, len(layers) - 0.5))
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.yaxis.grid(True, color=_INK, alpha=0.12, linewidth=0.8)
         axes.set(xlabel="network depth (layer)", ylabel="mean attention distance (pixels)")
@@ -124,9 +125,3 @@ def save_png(figure: Figure, path: Path) -> np.ndarray:
     path.parent.mkdir(parents=True, exist_ok=True)
     Image.fromarray(pixels).save(path, optimize=True)
     return pixels
-
-
-def save_svg(figure: Figure, path: Path) -> None:
-    """Write the figure as SVG, letters as text; the same figure gives the same bytes."""
-    with mpl.rc_context(_STYLE):
-        figure.savefig(path, dpi=_DPI, metadata=dict.fromkeys(("Date", "Creator")))

@@ -34,11 +34,11 @@ def embed(
         raise UserError(f"--out {out}: give a name that ends in .parquet or .npz")
     import numpy as np
 
-    from ssl_vit import api
+    from ssl_vit.analysis import embeddings
     from ssl_vit.files import atomic_file
     from ssl_vit.training.distributed import is_main
 
-    frame = api.embed(weights, data, pooling=pooling, batch_size=batch_size, workers=workers)
+    frame = embeddings.embed(weights, data, pooling=pooling, batch_size=batch_size, workers=workers)
     if not is_main():
         return
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -25,22 +25,16 @@ def inspect(
     ] = None,
     images: Annotated[int, typer.Option(min=1, help="Number of pictured images.")] = 8,
     distance_images: Annotated[int, typer.Option(min=1, help="Number of images in the mean attention distance.")] = 64,
-    layers: Annotated[
-        str | None, typer.Option(help="Layers whose attention is computed, such as 0,5,11 (default: all).")
-    ] = None,
 ) -> None:
-    """Picture what a ViT has learned: filters, positions, attention, features, reconstructions. One page, PNG and SVG.
+    """Picture what a ViT has learned: filters, positions, attention, features, reconstructions. One page.
 
     Example: `ssl-vit inspect runs/demo/ssl --data runs/demo/data/test`
     """
     if image_size and not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)?", image_size):
         raise UserError(f"--image-size {image_size}: give pixels, such as 384 or 256x384 (height x width)")
-    if layers and not re.fullmatch(r"\d+(,\d+)*", layers):
-        raise UserError(f"--layers {layers}: give layers counted from 0, such as 0,5,11")
-    from ssl_vit import api
-    from ssl_vit.analysis.inspection import Options
+    from ssl_vit.analysis import inspection
 
     sides = [int(side) for side in (image_size or "").split("x") if side]
     size = (sides[0], sides[-1]) if sides else None
-    numbers = [int(layer) for layer in layers.split(",")] if layers else None
-    print(api.inspect(weights, data, out or weights / "inspect", Options(size, images, distance_images, numbers)))
+    place = out or weights / "inspect"
+    print(inspection.inspect(weights, data, place, image_size=size, images=images, distance_images=distance_images))

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from ssl_vit.interfaces import RunError, UserError
+from ssl_vit.interfaces import UserError
 
 app = typer.Typer()
 
@@ -44,49 +44,35 @@ def import_weights(
     parameters = sum(parameter.numel() for parameter in model.parameters())
     height, width = model.image_size
     print(f"{model.name}, {parameters:,} parameters, {height}x{width} pixels, {model.channels} channel(s)")
+    print(f"mean {model.mean}, std {model.std}")
     for note in found.notes:
         print(f"note: {note}")
     if found.skipped:
         more = f" and {len(found.skipped) - _SHOWN} more, see {out}/config.json" * (len(found.skipped) > _SHOWN)
         print(f"skipped: {', '.join(found.skipped[:_SHOWN])}{more}")
     print(f"\nweights    {out}\nevaluate   ssl-vit eval {out} few_shot --data SHARDS")
-    keys = imports.recipe_keys(model)
-    if keys:
-        settings = " ".join(f"encoder.{key}={_value(value)}" for key, value in keys.items())
-        print(f"train on   ssl-vit train RECIPE init_from={out} {settings}")
+    print(f"train on   ssl-vit train RECIPE init_from={out} encoder.name={model.name} (sizes, mean and std as above)")
 
 
 @app.command()
 def export(
     run: Annotated[Path, typer.Argument(help="A run directory, a checkpoint or a weights folder.")],
     out: Annotated[Path, typer.Argument(help="The new folder for the model.")],
-    to: Annotated[Literal["timm", "transformers", "onnx"], typer.Option(help="The library that will load it.")],
-    push: Annotated[
-        str | None, typer.Option(help="Also upload it to the hub under this name.", metavar="OWNER/NAME")
-    ] = None,
+    to: Annotated[Literal["timm", "transformers"], typer.Option(help="The library that will load it.")],
     license: Annotated[
         str | None, typer.Option(help="License of the weights for the model card, such as apache-2.0.")
     ] = None,
 ) -> None:
-    """Write the encoder for timm, transformers or ONNX, with a model card. It is loaded there and its outputs compared.
+    """Write the encoder for timm or transformers, with a model card. It is loaded there and its outputs compared.
+
+    `hf upload OWNER/NAME OUT` publishes the folder.
 
     Example: `ssl-vit export runs/digits_ssl exported --to timm`
     """
-    from ssl_vit.models import factory
-    from ssl_vit.models.exchange import exports, hub
-    from ssl_vit.report import card
+    from ssl_vit import api
 
-    if push:
-        hub.check_push(push)
-    model, title = factory.load(run), (push or out.resolve().name).rpartition("/")[2]
-    text = card.write(model, run, factory.find_weights(run), to, title=title, address=push, license=license)
-    exports.export(model, out, to, text)
+    api.export(run, out, to, license=license)
     print(f"{out}: {', '.join(sorted(file.name for file in out.iterdir()))}; README.md says how to load it")
-    if push:
-        try:
-            print(hub.push(out, push))
-        except (UserError, RunError) as error:
-            raise type(error)(f"{error}\n{out} is complete; try again with `hf upload {push} {out}`") from error
 
 
 def _numbers(option: str, text: str | None) -> tuple[float, ...] | float | None:
@@ -97,7 +83,3 @@ def _numbers(option: str, text: str | None) -> tuple[float, ...] | float | None:
     except ValueError:
         raise UserError(f"{option} {text}: give a number, or one per channel such as 0.485,0.456,0.406") from None
     return numbers if len(numbers) > 1 else numbers[0]
-
-
-def _value(value: object) -> str:
-    return f"[{','.join(map(str, value))}]" if isinstance(value, tuple | list) else str(value)

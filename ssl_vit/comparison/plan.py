@@ -15,14 +15,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ssl_vit import plugins, runs
-from ssl_vit.api import run_recipe
 from ssl_vit.comparison.config import ONLY, DataSet, Study
 from ssl_vit.evaluators import ALL, runner
 from ssl_vit.evaluators.base import Evaluator
 from ssl_vit.files import sha256
 from ssl_vit.interfaces import UserError
 from ssl_vit.models import factory
-from ssl_vit.recipe import Recipe, flatten
+from ssl_vit.recipe import Recipe, flatten, run_recipe
 from ssl_vit.records import ArmKind, TaskKind, TaskRecord
 from ssl_vit.results import Budget
 from ssl_vit.training import checkpoint

@@ -118,7 +118,7 @@ def _pictures(plan: Plan, task: TaskRecord) -> dict[str, Any]:
         return {}
     out = Path(PICTURES) / task.arm
     try:
-        page = api.inspect(weights, str(plan.sets[task.data].test), plan.run / out, inspection.Options())
+        page = inspection.inspect(weights, str(plan.sets[task.data].test), plan.run / out)
     except UserError:  # a CNN has no attention to draw
         return {}
     return {"pictures": str(out), "skipped": read_json(page.parent / "numbers.json").get("skipped", [])}

@@ -8,10 +8,12 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
+from ssl_vit.data import DataConfig
+from ssl_vit.data.images import check_channels, evaluation_transform
 from ssl_vit.data.loader import loaded
 from ssl_vit.data.samples import Chunk, Preprocess, Sample, SampleReader, Skip, join, stacked
 from ssl_vit.data.shards import ShardSet
-from ssl_vit.interfaces import Batch, UserError
+from ssl_vit.interfaces import Batch, Size, UserError
 
 PREFETCH = 2  # chunks that each loader worker makes ahead
 
@@ -49,7 +51,7 @@ class EvaluationStream:
     def chunks(self, worker: int) -> Iterator[Chunk]:
         numbers = range(worker, self.batches, max(self.workers, 1))
         batches = [self.own[n * self.batch_size : (n + 1) * self.batch_size] for n in numbers]
-        samples = self._samples(np.concatenate(batches) if batches else np.empty(0, dtype=np.int64))
+        samples = self.samples(np.concatenate(batches) if batches else np.empty(0, dtype=np.int64))
         for batch in batches:
             items = [next(samples) for _ in batch]
             good = [item for item in items if isinstance(item, Sample)]
@@ -57,7 +59,8 @@ class EvaluationStream:
             chunk.skipped = [item for item in items if isinstance(item, Skip)]
             yield chunk
 
-    def _samples(self, indices: np.ndarray) -> Iterator[Sample | Skip]:
+    def samples(self, indices: np.ndarray) -> Iterator[Sample | Skip]:
+        """The samples of ascending global indices, one by one."""
         reader = SampleReader(self.shards, self.preprocess, 0)
         wanted = [(shard, members) for shard, members in enumerate(self.shards.members_of(indices)) if len(members)]
         for number, (shard, members) in enumerate(wanted):
@@ -65,6 +68,51 @@ class EvaluationStream:
                 reader.files.ahead(wanted[number + 1][0])
             for member in members.tolist():
                 yield reader.sample(shard, member, self.epoch)
+
+
+def evaluation_stream(
+    shards: ShardSet,
+    preparation: DataConfig,
+    image_size: Size,
+    channels: int,
+    *,
+    batch_size: int = 256,
+    rank: int = 0,
+    ranks: int = 1,
+    indices: np.ndarray | None = None,
+    reads_labels: bool = True,
+    needs_labels: bool = False,
+    noise: int = 0,
+) -> EvaluationStream:
+    """The images of a shard set, prepared as for evaluation.
+
+    preparation: how images are prepared, and with how many workers.
+    batch_size: at most so many images per rank and batch.
+    indices: of the images (None: all).
+    reads_labels: labels are read where there are any. needs_labels: images without one are skipped.
+    noise: uniform numbers drawn for each image.
+    """
+    check_channels(channels)
+    preprocess = Preprocess(
+        evaluation_transform(image_size, preparation),
+        channels,
+        len(shards.classes) if shards.classes else None,
+        noise=noise,
+        needs_labels=needs_labels,
+        reads_labels=reads_labels,
+        max_pixels=preparation.max_pixels,
+    )
+    samples = shards.samples if indices is None else len(indices)
+    return EvaluationStream(
+        shards,
+        preprocess,
+        batch_size=max(1, min(batch_size, -(-samples // ranks))),
+        rank=rank,
+        ranks=ranks,
+        workers=preparation.workers,
+        indices=indices,
+        worker_timeout=preparation.worker_timeout,
+    )
 
 
 def evaluation_batches(stream: EvaluationStream, device: torch.device) -> Iterator[tuple[Batch, Chunk]]:

@@ -21,9 +21,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from ssl_vit.data import DataConfig
-from ssl_vit.data.evaluation import EvaluationStream, evaluation_batches
-from ssl_vit.data.images import check_channels, evaluation_transform
-from ssl_vit.data.samples import Preprocess, Skip
+from ssl_vit.data.evaluation import evaluation_batches, evaluation_stream
+from ssl_vit.data.samples import Skip
 from ssl_vit.data.shards import ShardSet
 from ssl_vit.evaluators import Metric
 from ssl_vit.evaluators.labels import labels_of
@@ -181,26 +180,17 @@ def extract(
 
     Raises UserError where there is no labeled image, Diverged for outputs that are not finite.
     """
-    context, shards, indices = images.context, images.shards, images.images
-    channels, ranks = context.trained.channels, context.accelerator.num_processes
-    check_channels(channels)
-    preprocess = Preprocess(
-        evaluation_transform(image_size or context.trained.image_size, context.data),
-        channels,
-        len(shards.classes) if shards.classes else None,
-        needs_labels=True,
-        max_pixels=context.data.max_pixels,
-    )
-    samples = shards.samples if indices is None else len(indices)
-    stream = EvaluationStream(
+    context, shards = images.context, images.shards
+    stream = evaluation_stream(
         shards,
-        preprocess,
-        batch_size=max(1, min(context.batch_size, -(-samples // ranks))),
+        context.data,
+        image_size or context.trained.image_size,
+        context.trained.channels,
+        batch_size=context.batch_size,
         rank=context.accelerator.process_index,
-        ranks=ranks,
-        workers=context.data.workers,
-        indices=indices,
-        worker_timeout=context.data.worker_timeout,
+        ranks=context.accelerator.num_processes,
+        indices=images.images,
+        needs_labels=True,
     )
     found: list[tuple[np.ndarray, ...]] = []
     for batch, chunk in evaluation_batches(stream, context.accelerator.device):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, field_validator
+from pydantic import BeforeValidator, Field
 
 from ssl_vit.interfaces import Config, Size
 
@@ -16,15 +16,8 @@ def _image_size(value: Any) -> Any:
     return value
 
 
-def _per_channel(value: Any) -> Any:
-    numbers = value if isinstance(value, list | tuple) and value else [value]
-    if not all(isinstance(number, int | float) and not isinstance(number, bool) for number in numbers):
-        raise ValueError("give one number, or one per channel such as [0.485, 0.456, 0.406]")
-    return value
-
-
 ImageSize = Annotated[Size, BeforeValidator(_image_size)]
-PerChannel = Annotated[float | tuple[float, ...], BeforeValidator(_per_channel)]
+PerChannel = float | tuple[float, ...]
 Positions = Literal["learned", "sincos2d"]
 Resampling = Literal["timm", "google"]
 
@@ -71,10 +64,3 @@ class EncoderConfig(Config):
     norm_eps: float | None = Field(None, gt=0)
     mean: PerChannel = 0.5
     std: PerChannel = 0.5
-
-    @field_validator("std")
-    @classmethod
-    def _positive(cls, std: PerChannel) -> PerChannel:
-        if min(std if isinstance(std, tuple) else (std,), default=0) <= 0:
-            raise ValueError("must be greater than 0")
-        return std

@@ -130,7 +130,11 @@ def create(name: str, arguments: dict[str, Any]) -> Any:
     Arguments that do not fit raise whatever timm raises.
     """
     if not timm.is_model(name):
-        near = get_close_matches(name, timm.list_models(), n=3)
-        hint = f"; did you mean {', '.join(near)}?" if near else ""
-        raise UserError(f"encoder.name='{name}' is not a timm model{hint}")
+        raise UserError(f"encoder.name='{name}' is not a timm model{close_names(name)}")
     return timm.create_model(name, pretrained=False, num_classes=0, **arguments)
+
+
+def close_names(name: str) -> str:
+    """The end of a message that names timm's models of similar names."""
+    near = get_close_matches(name, timm.list_models(), n=3)
+    return f"; did you mean {', '.join(near)}?" if near else ""

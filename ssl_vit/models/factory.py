@@ -43,12 +43,9 @@ def named_encoder(name: str) -> ViTEncoder:
 
 def _build_vit(config: EncoderConfig) -> ViTEncoder:
     named = named_encoder(config.name)
-    width, heads = config.width or named.width, config.heads or named.heads
     cells = int(named.network.patch_embed.patch_size[0])  # pixels, or in a hybrid cells of the feature map
     patch_size = named.patch_size // cells * (config.patch_size or cells)
     check_size(pair(config.image_size), patch_size, "encoder.image_size")
-    if width % heads:
-        raise UserError(f"encoder.width={width} is not a multiple of encoder.heads={heads}")
     sizes = {
         "embed_dim": config.width,
         "depth": config.depth,
@@ -129,18 +126,11 @@ def state(encoder: Encoder) -> dict[str, torch.Tensor]:
 
 def load_state(encoder: Encoder, tensors: Mapping[str, torch.Tensor], origin: str) -> None:
     """Load weights by timm's names. Raises UserError listing the keys and shapes that do not fit."""
-    own = encoder.network.state_dict()
-    wrong = [f"{name} is missing" for name in own if name not in tensors]
-    wrong += [f"{name} is unknown" for name in tensors if name not in own]
-    wrong += [
-        f"{name} is {tuple(tensors[name].shape)}, not {tuple(own[name].shape)}"
-        for name in own
-        if name in tensors and tensors[name].shape != own[name].shape
-    ]
-    if wrong:
-        more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-        raise UserError(f"{origin} does not fit this encoder: {'; '.join(wrong[:3])}{more}")
-    encoder.network.load_state_dict(dict(tensors))
+    try:
+        encoder.network.load_state_dict(dict(tensors))
+    except RuntimeError as error:  # torch lists missing and unknown names and other shapes
+        words = " ".join(str(error).split()).partition(": ")[2]
+        raise UserError(f"{origin} does not fit this encoder: {words[:400]}") from None
 
 
 def initialize(model: Encoder, source: Encoder, origin: str, method: Resampling = "timm") -> None:

@@ -26,14 +26,11 @@ if TYPE_CHECKING:
 Facts = dict[str, object]  # None: unknown
 
 
-def write(
-    model: Encoder, given: Path, weights: Path, to: str, *, title: str, address: str | None, license: str | None
-) -> str:
+def write(model: Encoder, given: Path, weights: Path, to: str, *, title: str, license: str | None) -> str:
     """The text of README.md for `model` in the format `to`, with the hub's YAML in front.
 
     given: the run, checkpoint or weights folder that is exported, whose `results/` are shown.
     weights: the folder in it that holds the weights.
-    address: the name on the hub that the text says to load from; None: the folder itself.
     license: of the weights (the hub's identifier, such as apache-2.0); None: not stated.
     """
     folder = next((path for path in (given, given.parent.parent) if (path / "recipe.yaml").is_file()), None)
@@ -54,11 +51,10 @@ def write(
         title=title,
         to=to,
         version=__version__,
-        address=address,
         shape=f"2, {model.channels}, {model.image_size[0]}, {model.image_size[1]}",
         mean=list(model.mean),
         std=list(model.std),
-        reading=_tokens(model, to),
+        reading=_tokens(model),
         model={
             "Architecture": f"timm's {model.name}, width {model.width}",
             "Parameters": sum(parameter.numel() for parameter in model.parameters()),
@@ -87,14 +83,14 @@ def _shards(run: Run) -> ShardSet | None:
         return None  # moved, out of reach, or of another version's recipe: the card says so
 
 
-def _tokens(model: Encoder, to: str) -> str:
+def _tokens(model: Encoder) -> str:
     from ssl_vit.models.resnet import ResNetEncoder
 
     rows, columns = model.grid
     registers = model.prefix_tokens - model.has_class_token
     tokens = ["the class token"] * model.has_class_token + [f"{registers} registers"] * bool(registers)
     shape = f"(2, {model.prefix_tokens + rows * columns}, {model.width})"
-    if to == "timm" and isinstance(model, ResNetEncoder):
+    if isinstance(model, ResNetEncoder):
         shape = f"(2, {model.width}, {rows}, {columns})"  # timm's CNNs keep the map
     return f"`tokens` is float32 {shape}: {', then '.join([*tokens, f'{rows} x {columns} patches, row by row'])}."
 

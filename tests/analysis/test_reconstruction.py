@@ -100,16 +100,3 @@ def test_the_same_batch_gives_the_same_sheet(make_encoder: Build, make_batch: Bu
     figure = reconstruction.sheet(one)
     headings = [text.get_text() for text in figure.axes[0].texts]
     assert sorted(headings) == sorted(reconstruction.HEADINGS * 2)  # two groups in the first row
-
-
-def test_part_of_a_lane_is_pictured(make_encoder: Build, make_batch: Build) -> None:
-    objective = objective_of(make_encoder())
-    batch = make_batch(4, noise=objective.noise_per_sample(), lane_size=4)
-    assert len(reconstruction.reconstructions(objective, batch, images=3)) == 3
-
-
-def test_jittered_colors_are_pictured_as_the_model_sees_them(make_encoder: Build, make_batch: Build) -> None:
-    objective = objective_of(make_encoder())
-    dark = torch.tensor([[0.0, 1, 1]]).repeat(3, 1)
-    batch = make_batch(3, noise=objective.noise_per_sample(), jitter=dark)
-    assert (reconstruction.reconstructions(objective, batch, images=2)[:, 0] == 0).all()

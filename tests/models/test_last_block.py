@@ -11,11 +11,9 @@ import torch
 from ssl_vit.models.last_block import LastBlock
 
 SIZES: dict[str, dict[str, Any]] = {
-    "plain": {},
     "one block": {"depth": 1},
-    "registers": {"name": "vit_small_patch14_reg4_dinov2", "image_size": 28, "patch_size": 7},
-    "layer scale": {"name": "vit_small_patch14_dinov2", "image_size": 28, "patch_size": 7},
-    "rectangle": {"image_size": (16, 24)},
+    "registers and layer scale": {"name": "vit_small_patch14_reg4_dinov2", "image_size": 28, "patch_size": 7},
+    "rectangle, dropped paths": {"image_size": (16, 24), "drop_path": 0.5},
 }
 
 
@@ -46,9 +44,11 @@ def test_loss_and_gradients_are_those_of_the_whole_block(
             vectors = model.encode(model.embed(images), keep_BK=keep)
         return (vectors * target).sin().mean()
 
+    torch.manual_seed(3)
     pruned = loss()
     found = gradients(model, pruned)
     model.prunes = False
+    torch.manual_seed(3)
     whole = loss()
     expected = gradients(model, whole)
     exact = dtype is torch.float64
@@ -57,16 +57,6 @@ def test_loss_and_gradients_are_those_of_the_whole_block(
     for name, gradient in expected.items():
         error = (found[name] - gradient).norm() / gradient.norm().clamp(min=1e-12)
         assert error < (1e-12 if exact else 1e-5), name
-
-
-def test_dropped_paths_are_the_same_images(make_encoder: Callable[..., Any]) -> None:
-    model = make_encoder(drop_path=0.5).train()
-    images = torch.randint(0, 256, (16, 3, *model.image_size), dtype=torch.uint8)
-    found = []
-    for model.prunes in (True, False):
-        torch.manual_seed(3)
-        found.append(model.represent(images, "token"))
-    assert torch.allclose(found[0], found[1], atol=1e-5)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -80,12 +70,6 @@ def test_recomputed_activations_change_nothing(make_encoder: Callable[..., Any],
     expected = gradients(model, model.represent(images, "token").sin().mean())
     for name, gradient in expected.items():
         assert torch.allclose(found[name], gradient, atol=1e-6), name
-
-
-def test_timms_own_forward_pass_still_works(make_encoder: Callable[..., Any]) -> None:
-    model = make_encoder()
-    images = torch.randint(0, 256, (4, 3, *model.image_size), dtype=torch.uint8)
-    assert torch.equal(model.network.forward_features(model.normalized(images)), model(images))
 
 
 def test_blocks_of_other_kinds_compute_everything(make_encoder: Callable[..., Any]) -> None:

@@ -11,11 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ssl_vit.interfaces import UserError
-from ssl_vit.models.factory import CONFIG, WEIGHTS, fresh, load, load_state, state
+from ssl_vit.models.factory import CONFIG, WEIGHTS, fresh, load, state
 
 Make = Callable[..., Any]
 
-FREE = {"image_size": 28, "channels": 1, "patch_size": 7, "width": 16, "depth": 2, "heads": 2}
 # No position for the class token, registers, no class token at all, a pool by attention left out, a norm after pooling.
 OTHERS = [
     "deit3_small_patch16_224",
@@ -29,14 +28,12 @@ OTHERS = [
 @pytest.mark.parametrize(
     "overrides",
     [
-        {},
-        FREE,
-        {"mean": 0.3, "std": 0.2, "mlp_ratio": 1.5, "init": "timm"},
-        {"image_size": (8, 20), "positions": "sincos2d"},
-        {"class_token": False},
+        {"image_size": (8, 20), "positions": "sincos2d", "mean": 0.3, "std": 0.2, "mlp_ratio": 1.5, "init": "timm"},
+        {"class_token": False, "channels": 1},
         *({"name": name} for name in OTHERS),
         {"name": "vit_tiny_r_s16_p8_224", "image_size": 32},
     ],
+    ids=str,
 )
 def test_saved_weights_open_here_and_in_timm(
     make_encoder: Make, tmp_path: Path, overrides: dict[str, Any], shaken: Make, pixels: Make, saved: Make
@@ -106,16 +103,10 @@ def edit_config(**changes: Any) -> Callable[[Path], object]:
     "damage",
     [
         pytest.param(lambda f: cut(f, WEIGHTS), id="weights cut short"),
-        pytest.param(lambda f: (f / WEIGHTS).write_bytes(b""), id="weights empty"),
-        pytest.param(lambda f: (f / WEIGHTS).write_text("hello " * 99), id="weights are text"),
-        pytest.param(lambda f: cut(f, CONFIG), id="config cut short"),
         pytest.param(lambda f: (f / CONFIG).unlink(), id="config missing"),
         pytest.param(lambda f: (f / CONFIG).write_bytes(b"\xff\xfe"), id="config is binary"),
-        pytest.param(config_becomes({}), id="config empty"),
         pytest.param(config_becomes(None), id="config null"),
-        pytest.param(config_becomes([1]), id="config a list"),
         pytest.param(edit_config(pretrained_cfg={"mean": 0.5, "std": 0.5}), id="mean not a list"),
-        pytest.param(edit_config(pretrained_cfg={"mean": [], "std": []}), id="mean empty"),
         pytest.param(edit_config(model_args={"embed_dimension": 16}), id="unknown argument"),
         pytest.param(edit_config(architecture="vit_unknown"), id="unknown architecture"),
     ],
@@ -141,9 +132,9 @@ def test_missing_weights_are_reported(tmp_path: Path, create: bool, message: str
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"drop": "cls_token"}, "cls_token is missing"),
-        ({"add": "head.weight"}, "head.weight is unknown"),
-        ({"cut": "pos_embed"}, r"pos_embed is \(1, 3, 16\), not \(1, 17, 16\)"),
+        ({"drop": "cls_token"}, "Missing.*cls_token"),
+        ({"add": "head.weight"}, "Unexpected.*head.weight"),
+        ({"cut": "pos_embed"}, "size mismatch for pos_embed"),
     ],
 )
 def test_wrong_weights_are_listed_by_name(
@@ -161,8 +152,3 @@ def test_wrong_weights_are_listed_by_name(
     with pytest.raises(UserError, match=message) as raised:
         load(folder)
     assert str(folder) in str(raised.value)
-
-
-def test_many_wrong_weights_are_counted(make_encoder: Make) -> None:
-    with pytest.raises(UserError, match=r"and \d+ more"):
-        load_state(make_encoder(), state(make_encoder(depth=1)), "there")

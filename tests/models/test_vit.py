@@ -27,10 +27,8 @@ TIMM_SMALL = {"embed_dim": 16, "depth": 2, "num_heads": 2}
 MODELS: list[Any] = [
     ("vit_tiny_patch16_224", {"image_size": 224}, {}),
     ("vit_base_patch16_224", FREE, TIMM_FREE),
-    ("vit_base_patch16_224", {**SMALL, "image_size": (48, 80)}, {**TIMM_SMALL, "img_size": (48, 80)}),
     ("vit_small_patch14_reg4_dinov2", {**SMALL, "image_size": 56}, {**TIMM_SMALL, "img_size": 56}),
     ("vit_medium_patch16_reg4_gap_256", {**SMALL, "image_size": 64}, {**TIMM_SMALL, "img_size": 64}),
-    ("deit3_small_patch16_224", {**SMALL, "image_size": 64}, {**TIMM_SMALL, "img_size": 64}),
     ("vit_base_patch16_siglip_gap_224", {**SMALL, "image_size": 64}, {**TIMM_SMALL, "img_size": 64}),
     ("test_vit2", {"image_size": 64}, {"img_size": 64, "dynamic_img_size": False}),
     (
@@ -43,7 +41,6 @@ MODELS: list[Any] = [
         {**SMALL, "image_size": 64, "class_token": True},
         {**TIMM_SMALL, "img_size": 64, "class_token": True, "global_pool": "token"},
     ),
-    ("vit_base_r50_s16_224", {**SMALL, "image_size": 64}, {**TIMM_SMALL, "img_size": 64}),
     (
         "vit_tiny_r_s16_p8_224",
         {**SMALL, "image_size": (64, 96), "patch_size": 4},
@@ -54,8 +51,6 @@ MODELS: list[Any] = [
         {**SMALL, "image_size": 64, "channels": 1},
         {**TIMM_SMALL, "img_size": 64, "in_chans": 1},
     ),
-    ("vit_tiny_r_s16_p8_224", {**SMALL, "image_size": 64}, {**TIMM_SMALL, "img_size": 64}),
-    ("vit_small_resnet26d_224", {**SMALL, "image_size": 64}, {**TIMM_SMALL, "img_size": 64}),
 ]
 
 
@@ -119,7 +114,7 @@ def paper_vit(weights: dict[str, torch.Tensor], tokens_BND: torch.Tensor, heads:
 
 @pytest.mark.parametrize(
     ("channels", "depth", "heads", "mlp_ratio", "size"),
-    [(1, 2, 2, 4.0, 16), (3, 1, 4, 1.5, (8, 20)), (4, 3, 1, 2.0, 16), (7, 2, 2, 4.0, (20, 12))],
+    [(3, 1, 4, 1.5, (8, 20)), (4, 3, 1, 2.0, 16)],
 )
 def test_the_encoder_is_the_papers(
     make_encoder: Make, shaken: Make, pixels: Make, channels: int, depth: int, heads: int, mlp_ratio: float, size: Any
@@ -220,20 +215,7 @@ def test_dropout_follows_the_positions_and_every_dense_layer_but_the_qkv_project
     assert vit.blocks[0].attn.attn_drop.p == 0
 
 
-def test_stochastic_depth_rises_to_its_rate_in_the_last_block(make_encoder: Make) -> None:
-    encoder = make_encoder(drop_path=0.5, depth=3)
-    assert isinstance(encoder.network.blocks[0].drop_path1, nn.Identity)
-    assert [encoder.network.blocks[n].drop_path1.drop_prob for n in (1, 2)] == [0.25, 0.5]
-
-
 # --- positions ---
-
-
-@pytest.mark.parametrize("deviation", [0.02, 0.3])
-def test_learned_positions_start_with_the_deviation_asked_for(make_encoder: Make, deviation: float) -> None:
-    positions = make_encoder(image_size=64, width=64, position_std=deviation).network.pos_embed
-    assert positions.requires_grad
-    assert positions.std().item() == pytest.approx(deviation, rel=0.05)
 
 
 @pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "deit3_small_patch16_224", "vit_small_patch14_reg4_dinov2"])

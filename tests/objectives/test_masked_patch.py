@@ -8,13 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from pydantic import ValidationError
 from sklearn.datasets import load_digits
 
-from ssl_vit.interfaces import UserError
-from ssl_vit.models import EncoderConfig
-from ssl_vit.models.factory import build
-from ssl_vit.objectives.masked_patch import Config, Objective, corrupt
+from ssl_vit.objectives.masked_patch import corrupt
 
 Make = Callable[..., Any]
 
@@ -23,10 +19,7 @@ Make = Callable[..., Any]
     ("share", "image_size", "patch_size", "count"),
     [
         (0.5, 224, 16, 98),
-        (0.15, 224, 16, 29),
-        (1.0, 224, 16, 196),
         (0.001, 224, 16, 1),
-        (0.5, 28, 7, 8),
         (0.15, 28, 7, 2),
     ],
 )
@@ -153,8 +146,8 @@ def test_the_class_token_is_never_corrupted(make_objective: Make, make_batch: Ma
     torch.testing.assert_close(corrupted_input[:, 1:], masked.detach().expand(3, -1, -1))
 
 
-@pytest.mark.parametrize("shares", [(0.8, 0.1), (0.3, 0.5), (0.0, 1.0), (0.0, 0.0)])
-@pytest.mark.parametrize(("random_from", "lane_size"), [("batch", 3), ("batch", 0), ("image", 3)])
+@pytest.mark.parametrize("shares", [(0.8, 0.1), (0.0, 1.0)])
+@pytest.mark.parametrize(("random_from", "lane_size"), [("batch", 3), ("image", 0)])
 def test_the_recipes_settings_reach_the_corruption(
     make_objective: Make, make_batch: Make, shares: tuple[float, float], random_from: str, lane_size: int
 ) -> None:
@@ -170,35 +163,10 @@ def test_the_recipes_settings_reach_the_corruption(
 
 
 @pytest.mark.parametrize(
-    "wrong",
-    [
-        {"mask_prob": 0.8, "random_prob": 0.3},
-        {"mask_prob": 1.1},
-        {"random_prob": -0.1},
-        {"mask_ratio": 0.0},
-        {"bits": 9},
-        {"target": "median"},
-        {"random_from": "everywhere"},
-        {"mask_ratios": 0.5},
-    ],
-)
-def test_configurations_that_make_no_sense_are_refused(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ValidationError):
-        Config(**wrong)
-
-
-def test_a_resnet_is_refused() -> None:
-    with pytest.raises(UserError, match=r"objective\.name=masked_patch needs a Vision Transformer.*resnet10t"):
-        Objective(build(EncoderConfig(name="resnet10t", image_size=32)), Config())
-
-
-@pytest.mark.parametrize(
     ("config", "patch_size"),
     [
         ({"mask_ratio": 0.15}, 2),
-        ({"mask_ratio": 0.75, "bits": 1}, 2),
         ({"mask_prob": 0.5, "random_prob": 0.5, "random_from": "image"}, 2),
-        ({"bits": 8}, 2),
         ({"target": "downsized"}, 4),
         ({"target": "pixels"}, 2),
     ],

@@ -31,7 +31,7 @@ def weights(folder: Path, model: Any) -> Path:
 
 
 def write(model: Any, given: Path, to: str = "timm", **options: Any) -> str:
-    options = {"title": "digits", "address": None, "license": None} | options
+    options = {"title": "digits", "license": None} | options
     return card.write(model, given, factory.find_weights(given), to, **options)
 
 
@@ -98,8 +98,8 @@ def test_the_card_tells_the_runs_story(run: Path, make_encoder: Make) -> None:
 
 
 def test_the_hub_reads_the_front_matter(run: Path, make_encoder: Make) -> None:
-    data: Any = ModelCard(write(make_encoder(), run, license="apache-2.0", to="onnx")).data
-    assert (data.license, data.library_name, data.tags) == ("apache-2.0", "onnx", ["ssl-vit"])
+    data: Any = ModelCard(write(make_encoder(), run, license="apache-2.0", to="transformers")).data
+    assert (data.license, data.library_name, data.tags) == ("apache-2.0", "transformers", ["ssl-vit"])
     assert "license" not in ModelCard(write(make_encoder(), run)).data.to_dict()
 
 
@@ -136,7 +136,7 @@ def test_weights_without_a_story_say_so(tmp_path: Path, make_encoder: Make) -> N
     assert "Unknown: the weights came without the run that made them." in text
 
 
-@pytest.mark.parametrize("to", ["timm", "transformers", "onnx"])
+@pytest.mark.parametrize("to", ["timm", "transformers"])
 def test_the_code_in_the_card_runs(
     tmp_path: Path, make_encoder: Make, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], to: str
 ) -> None:
@@ -178,8 +178,7 @@ def test_the_card_says_what_the_tokens_are(
     assert reading in write(model, weights(tmp_path, model))
 
 
-def test_a_resnets_map_is_a_map_in_timm_and_tokens_elsewhere(tmp_path: Path) -> None:
+def test_a_resnets_map_is_a_map(tmp_path: Path) -> None:
     model = factory.build(EncoderConfig(name="test_resnet", image_size=(64, 96)))
     folder = weights(tmp_path, model)
     assert f"(2, {model.width}, 2, 3): 2 x 3 patches" in write(model, folder)
-    assert f"(2, 6, {model.width}): 2 x 3 patches" in write(model, folder, "onnx")

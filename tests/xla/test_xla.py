@@ -149,8 +149,8 @@ def test_evaluators_compile_for_the_first_batches_alone(
 
 def test_pictures_of_a_trained_model(digits: Path, tmp_path: Path) -> None:
     run = train(digits, tmp_path / "run", "pretraining")
-    page = api.inspect(run, str(digits), tmp_path / "pictures", inspection.Options())
-    assert set(inspection.PICTURES) <= {path.stem for path in page.parent.glob("*.png")}
+    page = inspection.inspect(run, str(digits), tmp_path / "pictures")
+    assert len([*page.parent.glob("*.png")]) == 6
 
 
 def test_the_launch_file_runs(digits: Path, tmp_path: Path) -> None:

@@ -1,17 +1,20 @@
-"""Google's `.npz` checkpoints (vision_transformer, AugReg, SAM, big_vision)."""
+"""Google's `.npz` checkpoints (vision_transformer, AugReg, SAM, big_vision), by timm's own reader."""
 
 from __future__ import annotations
 
 import re
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import timm
 import torch
 
 from ssl_vit.interfaces import UserError
-from ssl_vit.models.exchange.names import from_google
-from ssl_vit.models.exchange.sizes import PLAIN, Imported, read_sizes
+from ssl_vit.models.exchange.sizes import PLAIN, Imported, position_sizes, ratio
+from ssl_vit.models.factory import named_encoder
 
 _PREFIXES = ("", "opt/target/", "params/", "params/img/")
 _ENCODER = re.compile(r"(embedding|cls|pos_embedding|Transformer|conv_root|gn_root|block\d+)(/|$)")
@@ -32,19 +35,50 @@ def read(path: Path, name: str | None = None) -> Imported:
     if prefix is None:
         shown = ", ".join(sorted(arrays)[:3]) or "nothing"
         raise UserError(f"{path}: no ViT in Google's layout (no embedding/kernel); it holds {shown}")
-    own = {key.removeprefix(prefix): value for key, value in arrays.items() if key.startswith(prefix)}
-    encoder = {key: value for key, value in own.items() if _ENCODER.match(key)}
-    try:
-        heads = next((value.shape[-2] for key, value in encoder.items() if key.endswith("query/kernel")), None)
-        tensors = from_google(encoder)
-    except (IndexError, TypeError, ValueError, RuntimeError) as error:
-        raise UserError(f"{path}: its arrays do not fit together: {error}") from None
+    own = {key.removeprefix(prefix): array for key, array in arrays.items() if key.startswith(prefix)}
+    encoder = {key: array for key, array in own.items() if _ENCODER.match(key)}
     if name is None and "conv_root/kernel" in encoder:
         raise UserError(f"{path}: a hybrid; give --name, such as vit_base_r50_s16_224")
-    arguments, notes = read_sizes(tensors, str(path), name or PLAIN, heads=heads), list[str]()
+    try:
+        arguments = _sizes(encoder, name, str(path))
+        network = timm.create_model(name or PLAIN, num_classes=0, **arguments)
+        network.load_pretrained(str(path))
+    except (LookupError, TypeError, ValueError, RuntimeError, AssertionError) as error:
+        raise UserError(f"{path}: its arrays do not fit together ({type(error).__name__}: {error})") from None
+    # timm would broadcast an array, or ignore one.
+    found, needed = sum(array.size for array in encoder.values()), sum(p.numel() for p in network.parameters())
+    if found != needed:
+        raise UserError(f"{path}: its arrays do not fit together: they hold {found:,} numbers, the model {needed:,}")
+    tensors, notes = network.state_dict(), list[str]()
     if arguments.pop("no_embed_class", False):
         positions = tensors["pos_embed"]
         tensors["pos_embed"] = torch.cat([torch.zeros_like(positions[:, :1]), positions], dim=1)
         notes.append("the class token's position is zero: the file adds positions to the patches only")
     skipped = [key for key in arrays if key.removeprefix(prefix) not in encoder]
     return Imported(name or PLAIN, arguments, tensors, 0.5, 0.5, skipped=skipped, notes=notes)
+
+
+def _sizes(arrays: Mapping[str, np.ndarray], name: str | None, origin: str) -> dict[str, Any]:
+    """The arguments with which timm's `name` (None: a plain ViT) becomes the model of these arrays."""
+
+    def last(end: str) -> tuple[int, ...]:
+        return next((array.shape for key, array in arrays.items() if key.endswith(end)), ())
+
+    if name:
+        patch, arguments = [named_encoder(name).patch_size] * 2, {}
+    else:
+        *patch, channels, width = arrays["embedding/kernel"].shape
+        blocks = {key.split("/")[1] for key in arrays if key.startswith("Transformer/encoderblock")}
+        stacked = "encoderblock" in blocks
+        arguments = {
+            "patch_size": tuple(patch),
+            "in_chans": channels,
+            "embed_dim": width,
+            "depth": len(arrays["Transformer/encoderblock/LayerNorm_0/scale"]) if stacked else len(blocks),
+            "num_heads": last("query/kernel")[-2],
+            "mlp_ratio": ratio(width, last("Dense_0/kernel")[-1]),
+        }
+    positions, prefix = last("pos_embedding")[-2], int("cls" in arrays)
+    if not prefix:
+        arguments |= {"class_token": False, "global_pool": "avg", "fc_norm": False}
+    return {**arguments, **position_sizes(positions, prefix, (patch[0], patch[1]), origin)}

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +19,12 @@ from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.models import load_state_dict
 
 from ssl_vit.interfaces import UserError
-from ssl_vit.models import EncoderConfig, PerChannel, factory
-from ssl_vit.models.encoder import Encoder
+from ssl_vit.models import PerChannel, factory
+from ssl_vit.models.encoder import Encoder, close_names
 from ssl_vit.models.exchange import google, hub
 from ssl_vit.models.exchange.folders import new_folder
 from ssl_vit.models.exchange.names import Tensors, from_transformers
-from ssl_vit.models.exchange.sizes import PLAIN, Imported, ratio, read_sizes, square
+from ssl_vit.models.exchange.sizes import PLAIN, Imported, read_sizes, square
 from ssl_vit.models.resnet import ResNetEncoder, is_cnn
 from ssl_vit.models.vit import ViTEncoder
 
@@ -53,7 +52,10 @@ def import_weights(
     Raises UserError for what cannot be read safely or does not fit, RunError when the hub is out of reach.
     """
     with new_folder(out) as folder:
-        found = read(weights, name, heads)
+        try:
+            found = read(weights, name, heads)
+        except (LookupError, ValueError) as error:  # missing or misshapen where the sizes are read from
+            raise UserError(f"{weights}: not the tensors of a ViT ({type(error).__name__}: {error})") from None
         model = _build(found, found.mean if mean is None else mean, found.std if std is None else std)
         own = model.network.state_dict()
         found.skipped += [key for key in found.tensors if key not in own and not key.startswith(_ENCODER)]
@@ -71,36 +73,6 @@ def _build(found: Imported, mean: PerChannel, std: PerChannel) -> Encoder:
         return ViTEncoder(found.name, found.arguments, mean, std, **found.own)
     arguments = dict(found.arguments)
     return ResNetEncoder(found.name, arguments, mean, std, arguments.pop("img_size"))
-
-
-def recipe_keys(model: Encoder) -> dict[str, Any]:
-    """The `encoder` keys of a recipe that builds this architecture, for `init_from`; empty where no recipe can."""
-    keys: dict[str, Any] = {"channels": model.channels}
-    for key in ("image_size", "mean", "std"):
-        values = getattr(model, key)
-        keys[key] = values[0] if len({*values}) == 1 else values
-    if isinstance(model, ViTEncoder):
-        usual = _sizes(factory.named_encoder(model.name))
-        keys |= {key: value for key, value in _sizes(model).items() if value != usual[key]}
-    fields = EncoderConfig.model_fields
-    keys = {"name": model.name, **{key: value for key, value in keys.items() if value != fields[key].default}}
-    with torch.device("meta"):
-        built = factory.build(EncoderConfig(**keys)).network.state_dict()
-    own = model.network.state_dict()
-    return keys if {k: v.shape for k, v in built.items()} == {k: v.shape for k, v in own.items()} else {}
-
-
-def _sizes(model: ViTEncoder) -> dict[str, Any]:
-    return {
-        "patch_size": int(model.network.patch_embed.patch_size[0]),  # in a hybrid, cells of its feature map
-        "width": model.width,
-        "depth": len(model.network.blocks),
-        "heads": model.heads,
-        "mlp_ratio": ratio(model.width, model.network.blocks[0].mlp.fc1.out_features),
-        "class_token": model.has_class_token,
-        "positions": model.positions,
-        "norm_eps": model.norm_eps,
-    }
 
 
 def read(weights: str, name: str | None = None, heads: int | None = None) -> Imported:
@@ -122,18 +94,16 @@ def read(weights: str, name: str | None = None, heads: int | None = None) -> Imp
         return _timm(weights, weights, architecture, {})
     remote = _ON_THE_HUB.fullmatch(weights)
     if remote is None or (path.parent != Path() and path.parent.is_dir()):
-        near = get_close_matches(architecture, timm.list_models(), n=3)
-        hint = f"; did you mean {', '.join(near)}?" if near else ""
-        raise UserError(f"{weights}: no such file, folder or timm model{hint}")
+        raise UserError(f"{weights}: no such file, folder or timm model{close_names(architecture)}")
     return _folder(hub.download(remote[1]), weights)
 
 
 def _folder(folder: Path, origin: str) -> Imported:
     if (folder / factory.WEIGHTS).is_file() or (folder / "checkpoints").is_dir():
         raise UserError(f"{origin} is ssl-vit's own: every command reads it without import")
-    config = _json(folder / "config.json", origin)
-    if config is None:
+    if not (folder / "config.json").is_file():
         raise UserError(f"{origin} has no config.json: give the file with the weights")
+    config = _json(folder / "config.json", origin)
     if "architecture" in config:
         return _timm(f"local-dir:{folder}", origin, config["architecture"], config)
     kind = config.get("model_type")
@@ -142,11 +112,9 @@ def _folder(folder: Path, origin: str) -> Imported:
     return _transformers(folder, config, origin)
 
 
-def _json(path: Path, origin: str) -> dict[str, Any] | None:
+def _json(path: Path, origin: str) -> dict[str, Any]:
     try:
-        return dict(json.loads(path.read_text()))
-    except FileNotFoundError:
-        return None
+        return dict(json.loads(path.read_text())) if path.exists() else {}
     except (OSError, ValueError, TypeError) as error:
         raise UserError(f"{origin}: {path.name} is not readable: {error}") from None
 
@@ -155,7 +123,7 @@ def _timm(spec: str, origin: str, architecture: str, config: dict[str, Any]) -> 
     if not is_cnn(architecture):
         factory.named_encoder(architecture)  # refuses what is not a ViT before anything is downloaded
     try:
-        with hub.hub_errors(origin, "loading"):
+        with hub.hub_errors(origin):
             network = timm.create_model(spec, pretrained=True)
     except (*_DAMAGED, AssertionError) as error:
         raise UserError(f"{origin}: timm cannot load it: {_first_words(error)}") from None
@@ -189,9 +157,8 @@ def _transformers(folder: Path, config: dict[str, Any], origin: str) -> Imported
     heads = config.get("num_attention_heads", 12)
     arguments, notes = read_sizes(tensors, origin, PLAIN, heads=heads, image_size=size), list[str]()
     processor = _json(folder / "preprocessor_config.json", origin)
-    if processor is None:
+    if not processor:
         notes.append("no preprocessor_config.json: mean and std are assumed to be 0.5, transformers' default")
-        processor = {}
     mean, std = (processor.get(key, 0.5) for key in ("image_mean", "image_std"))
     if not processor.get("do_normalize", True):
         mean, std = 0.0, 1.0

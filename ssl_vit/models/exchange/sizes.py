@@ -49,7 +49,7 @@ def read_sizes(
     """The arguments with which timm's `name` becomes the model of these tensors (under timm's names).
 
     heads: None: the name's own. image_size: pixels; None: a square.
-    Raises UserError for tensors that are not a ViT's.
+    Raises UserError for tensors that are not a ViT's, LookupError or ValueError for missing or misshapen ones.
     """
     blocks = [int(found[1]) for key in tensors if (found := re.match(r"blocks\.(\d+)\.", key))]
     if not blocks:
@@ -59,11 +59,9 @@ def read_sizes(
     if any(key.startswith("patch_embed.backbone.") for key in tensors):
         stem = "stem." if "patch_embed.backbone.stem.conv.weight" in tensors else ""
         patch = [named.patch_size] * 2
-        arguments: dict[str, Any] = {
-            "in_chans": _shape(tensors, f"patch_embed.backbone.{stem}conv.weight", 4, origin)[1]
-        }
+        arguments: dict[str, Any] = {"in_chans": tensors[f"patch_embed.backbone.{stem}conv.weight"].shape[1]}
     else:
-        width, channels, *patch = _shape(tensors, "patch_embed.proj.weight", 4, origin)
+        width, channels, *patch = tensors["patch_embed.proj.weight"].shape
         heads = heads or named.heads
         if width % heads:
             raise UserError(f"{origin}: {heads} heads do not divide its width {width}; give --heads")
@@ -73,7 +71,7 @@ def read_sizes(
             "embed_dim": width,
             "depth": 1 + max(blocks),
             "num_heads": heads,
-            "mlp_ratio": ratio(width, _shape(tensors, "blocks.0.mlp.fc1.weight", 2, origin)[0]),
+            "mlp_ratio": ratio(width, tensors["blocks.0.mlp.fc1.weight"].shape[0]),
         }
     if "cls_token" not in tensors:
         last = "fc_norm.weight" in tensors  # the last norm comes after pooling
@@ -81,17 +79,24 @@ def read_sizes(
     if "blocks.0.attn.qkv.bias" not in tensors:
         arguments["qkv_bias"] = False
     prefix = ("cls_token" in tensors) + (tensors["reg_token"].shape[1] if "reg_token" in tensors else 0)
-    positions = _shape(tensors, "pos_embed", 3, origin)[1]
+    positions = tensors["pos_embed"].shape[1]
+    return {**arguments, **position_sizes(positions, prefix, (patch[0], patch[1]), origin, image_size)}
+
+
+def position_sizes(
+    positions: int, prefix: int, patch: tuple[int, int], origin: str, image_size: tuple[int, int] | None = None
+) -> dict[str, Any]:
+    """timm's `img_size`, and `no_embed_class` where the prefix tokens have no positions.
+
+    positions: how many there are. prefix: how many prefix tokens. image_size: pixels; None: a square.
+    """
     if image_size is None:  # a square has a square number of patches; prefix tokens may have positions too
         side = next((math.isqrt(n) for n in (positions - prefix, positions) if n > 0 and math.isqrt(n) ** 2 == n), None)
         if side is None:
-            raise UserError(
-                f"{origin}: pos_embed has {positions} entries, which is not a square of patches plus {prefix}"
-            )
+            raise UserError(f"{origin}: {positions} positions are not a square of patches plus {prefix}")
         image_size = (side * patch[0], side * patch[1])
-    if prefix and positions == (image_size[0] // patch[0]) * (image_size[1] // patch[1]):
-        arguments["no_embed_class"] = True
-    return {"img_size": square(image_size), **arguments}
+    alone = prefix and positions == (image_size[0] // patch[0]) * (image_size[1] // patch[1])
+    return {"img_size": square(image_size), **({"no_embed_class": True} if alone else {})}
 
 
 def square(sides: list[int] | tuple[int, ...]) -> int | tuple[int, ...]:
@@ -103,11 +108,3 @@ def ratio(width: int, hidden: int) -> float:
     """The mlp_ratio from which timm's `int(width * mlp_ratio)` makes `hidden`."""
     ratio = hidden / width
     return ratio if int(width * ratio) == hidden else math.nextafter(ratio, math.inf)
-
-
-def _shape(tensors: Mapping[str, torch.Tensor], key: str, dimensions: int, origin: str) -> tuple[int, ...]:
-    if key not in tensors:
-        raise UserError(f"{origin}: {key} is missing")
-    if tensors[key].ndim != dimensions:
-        raise UserError(f"{origin}: {key} is {tuple(tensors[key].shape)}, which is not a ViT's")
-    return tuple(tensors[key].shape)

