@@ -18,9 +18,7 @@ _SHOWN = 12  # names that are printed; all of them are in OUT/config.json
 def import_weights(
     weights: Annotated[str, typer.Argument(help="A file, a folder, a timm name, or OWNER/NAME on the hub.")],
     out: Annotated[Path, typer.Argument(help="The new weights folder.")],
-    name: Annotated[
-        str | None, typer.Option(help="timm's name of the architecture; bare checkpoints and hybrids need it.")
-    ] = None,
+    name: Annotated[str | None, typer.Option(help="timm's name of the architecture; bare checkpoints need it.")] = None,
     heads: Annotated[
         int | None, typer.Option(min=1, help="Attention heads, where they differ from the name's.")
     ] = None,
