@@ -53,12 +53,6 @@ def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
     assert load(path) == ([], {"note": "nothing measured"})
 
 
-def test_test_images_are_stored_once(tmp_path: Path) -> None:
-    save(tmp_path / "rows.json", ROWS)
-    with np.load(tmp_path / "rows.npz") as arrays:
-        assert sum(name.endswith(("images", "labels")) for name in arrays) == 2
-
-
 @pytest.mark.parametrize("damage", ["missing", "cut", "other version"])
 def test_a_damaged_pair_is_named(tmp_path: Path, damage: str) -> None:
     path = tmp_path / "rows.json"

@@ -15,10 +15,10 @@ from ssl_vit.cli import complete
 from ssl_vit.interfaces import UserError
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    import pandas as pd
 
     from ssl_vit.comparison.config import DataSet
-    from ssl_vit.results import Evaluation, Result
+    from ssl_vit.results import Evaluation
 
 app = typer.Typer()
 
@@ -93,38 +93,26 @@ def _data_sets(data: list[str], test: str | None, suite: str | None) -> dict[str
     return {folder: DataSet(train=f"{folder}/train", test=f"{folder}/test") for folder in data}
 
 
-def _name(row: Result) -> str:
-    from ssl_vit.evaluators import budget_words
-
-    return ", ".join(filter(None, (budget_words(row.labels_per_class), row.variant)))
-
-
 def _show(found: Sequence[Evaluation], per_class: bool) -> None:
     """One table of all data sets, what was selected and skipped, and where the results are."""
-    import numpy as np
+    import pandas as pd
     from rich.console import Console
 
-    cells: dict[tuple[str, str], dict[str, list[float]]] = {}
-    for one in found:
-        for row in one.results:
-            by_data = cells.setdefault((row.arm, _name(row)), {})
-            by_data.setdefault(row.data, []).append(100 * getattr(row, one.about["metric"]))
-    names = [one.results[0].data for one in found]
-    table = _table(f"{found[0].about['title']} (% ± standard deviation over seeds)", ("", "labels", *names))
-    for place, by_data in cells.items():
-        shown = []
-        for values in (by_data.get(name, []) for name in names):
-            spread = f" ± {np.std(values, ddof=1):.1f}" if len(values) > 1 else ""
-            shown.append(f"{np.mean(values):.1f}{spread}" if values else "–")
-        table.add_row(*place, *shown)
-    Console().print(table)
-    for name, one in zip(names, found, strict=True):
+    from ssl_vit.report.tables import Shown, rich_table
+
+    names, frames = [one.results[0].data for one in found], [_frame(one) for one in found]
+    groups = [frame.groupby(["arm", "labels"], sort=False)["%"] for frame in frames]
+    columns = [one.mean().map("{:.1f}".format) + one.std().map(_spread) for one in groups]
+    cells = pd.concat(columns, axis=1, keys=names)
+    title = f"{found[0].about['title']} (% ± standard deviation over seeds)"
+    Console().print(rich_table(Shown(title, cells.fillna("–").reset_index(names=["", "labels"]))))
+    for name, one, frame in zip(names, found, frames, strict=True):
         if per_class:
-            Console().print(_classes(one))
+            Console().print(rich_table(Shown(f"{name}: accuracy per class, %", _classes(one, frame))))
         lines = ["mean of the per-class accuracies"] if one.about["metric"] == "mean_per_class" else []
-        for row in one.results:
+        for row, labels in zip(one.results, frame["labels"], strict=True):
             settings = ", ".join(f"{key}={value}" for key, value in row.selected.items())
-            lines += [f"{row.arm}, {_name(row)}, seed {row.seed}: selected {settings}"] if settings else []
+            lines += [f"{row.arm}, {labels}, seed {row.seed}: selected {settings}"] if settings else []
             lines += row.notes
         lines += [f"{len(one.about['skipped'])} unreadable sample(s) skipped"] if one.about["skipped"] else []
         for line in dict.fromkeys(lines):
@@ -133,32 +121,34 @@ def _show(found: Sequence[Evaluation], per_class: bool) -> None:
     print(f"\n{seconds:.2f} s; saved in {', '.join(str(one.path) for one in found)}")
 
 
-def _table(title: str, headers: Sequence[str]) -> Table:
-    from rich.table import Table
-    from rich.text import Text
+def _frame(one: Evaluation) -> pd.DataFrame:
+    """A row per result: `arm`, `labels` (the budget and the variant, in words), `%`."""
+    import pandas as pd
 
-    table = Table(title=Text(title), title_justify="left")
-    for number, header in enumerate(headers):
-        table.add_column(Text(header), justify="right" if number > 1 else "left")
-    return table
+    from ssl_vit.evaluators import budget_words
+
+    return pd.DataFrame(
+        {
+            "arm": row.arm,
+            "labels": ", ".join(filter(None, (budget_words(row.labels_per_class), row.variant))),
+            "%": 100 * getattr(row, one.about["metric"]),
+        }
+        for row in one.results
+    )
 
 
-def _classes(one: Evaluation) -> Table:
-    """Accuracy of every class with the trained encoder, mean over seeds: a column per label budget and variant."""
-    import numpy as np
-    from rich.text import Text
+def _spread(deviation: float) -> str:
+    return f" ± {deviation:.1f}" if deviation == deviation else ""  # one seed has none
 
-    correct: dict[str, list[np.ndarray]] = {}
-    for row in one.results:
-        if row.arm == "trained":
-            correct.setdefault(_name(row), []).append(row.prediction.correct)
-    first, names = one.results[0], one.about["classes"]
-    labels = first.prediction.labels
-    table = _table(f"{first.data}: accuracy of each class, %", ("class", "images", *correct))
-    for label in range(max(len(names), int(labels.max()) + 1)):
-        here = labels == label
-        shares = [
-            f"{100 * np.mean(seeds, axis=0)[here].mean():.1f}" if here.any() else "–" for seeds in correct.values()
-        ]
-        table.add_row(Text(names[label] if label < len(names) else str(label)), str(here.sum()), *shares)
-    return table
+
+def _classes(one: Evaluation, frame: pd.DataFrame) -> pd.DataFrame:
+    """Accuracy per class with the trained encoder, mean over seeds: a column per label budget and variant."""
+    import pandas as pd
+
+    labels, names = one.results[0].prediction.labels, one.about["classes"]
+    correct = pd.DataFrame([row.prediction.correct for row in one.results])[frame["arm"] == "trained"]
+    shares = correct.groupby(frame["labels"], sort=False).mean().T.groupby(labels)
+    cells = shares.mean().mul(100).map("{:.1f}".format)
+    cells.insert(0, "images", shares.size())
+    cells.insert(0, "class", [names[label] if label < len(names) else str(label) for label in cells.index])
+    return cells

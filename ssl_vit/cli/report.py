@@ -9,12 +9,9 @@ import textwrap
 from enum import StrEnum
 from itertools import takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
-
-if TYPE_CHECKING:
-    pass
 
 app = typer.Typer()
 
@@ -31,7 +28,7 @@ class Form(StrEnum):
 def report(
     runs: Annotated[
         list[Path],
-        typer.Argument(help="One comparison directory (or several with parts of it), or one or more run directories."),
+        typer.Argument(help="One comparison directory, or one or more run directories."),
     ],
     out: Annotated[
         Path | None,

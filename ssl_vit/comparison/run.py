@@ -81,7 +81,7 @@ def compare(
     tasks = [task for task in missing if task.id in wanted]
     jobs, scheduler = (c.jobs, c.scheduler) if only is None else (1, None)
     executor.run(tasks, partial(do, plan), jobs=jobs, scheduler=scheduler, say=say)
-    found = read_comparison([plan.run])
+    found = read_comparison(plan.run)
     if main and only is None:
         write_json(plan.run / RESULTS, as_json(found))
     return found

@@ -63,8 +63,8 @@ class Ridge:
     feature of 100 carries the bias and is regularized like the rest. Solved in float64 by one thread, so that the same
     arrays give the same bits on any number of cores.
 
-    With x the standardized features (n, d), the weights argmin_w |x w - y|^2 + l2 |w|^2 are
-    `basis @ coefficients(l2)`. The smaller of the two Gram matrices is decomposed: `basis` is (d, min(n, d)).
+    With x the standardized features (n, d), the weights argmin_w |x w - y|^2 + l2 |w|^2 are `basis @ (targets /
+    (eigenvalues + l2))`. The smaller of the two Gram matrices is decomposed: `basis` is (d, min(n, d)).
     """
 
     @threadpool_limits.wrap(limits=1, user_api="blas")
@@ -83,10 +83,6 @@ class Ridge:
         targets = 2 * sums - sums.sum(1, keepdims=True)
         self.targets = vectors.T @ targets if tall else targets
 
-    def coefficients(self, l2: float) -> np.ndarray:
-        """(min(n, d), classes)"""
-        return self.targets / (self.eigenvalues + l2)[:, None]
-
     @threadpool_limits.wrap(limits=1, user_api="blas")
     def predict(self, features: np.ndarray, l2: Sequence[float]) -> dict[float, np.ndarray]:
         """By l2: the predicted classes, int64 (m,). features: float (m, d)."""
@@ -97,7 +93,9 @@ class Ridge:
             block = slice(start, start + rows)
             projected = (features[block] - self.mean) @ basis + bias
             for n, value in enumerate(l2):
-                predicted[n, block] = self.classes[(projected @ self.coefficients(value)).argmax(1)]
+                predicted[n, block] = self.classes[
+                    (projected @ (self.targets / (self.eigenvalues + value)[:, None])).argmax(1)
+                ]
         return dict(zip(l2, predicted, strict=True))
 
 

@@ -14,8 +14,8 @@ from ssl_vit.files import read_json
 from ssl_vit.interfaces import RunError, UserError
 from ssl_vit.report import tables
 from ssl_vit.report.export import markdown
-from ssl_vit.report.read import Comparison, read_runs
-from ssl_vit.report.runs import Run, listed, read_run, text
+from ssl_vit.report.read import read_runs
+from ssl_vit.report.runs import Run, read_run, text
 from ssl_vit.report.summary import summarize
 from ssl_vit.report.verdict import INTERVAL, notes
 
@@ -37,6 +37,7 @@ def write(model: Encoder, given: Path, weights: Path, to: str, *, title: str, li
     run = read_run(folder) if folder else None
     shards = _shards(run) if run else None
     measured = read_runs([given]) if (given / "results").is_dir() else None
+    shown = tables.all_tables(measured, summarize(measured)) if measured else []
     imported = read_json(weights / "config.json").get("imported")
     metadata = ModelCardData(
         library_name=to, license=license, pipeline_tag="image-feature-extraction", tags=["ssl-vit"]
@@ -65,9 +66,9 @@ def write(model: Encoder, given: Path, weights: Path, to: str, *, title: str, li
         training=_training(run, weights) if run else {},
         recipe=run.recipe.strip() if run else "",
         imported=imported,
-        data=_data(shards) if shards else {},
-        results=_results(measured) if measured else [],
-        notes=_notes(measured) if measured else [],
+        data={"Source": shards.source, "Images": shards.samples, "License": shards.license} if shards else {},
+        results=[markdown(table) for table in shown[:-1]],  # without the costs
+        notes=[INTERVAL, *notes(measured)] if measured else [],
         license=terms,
         cell=lambda value: " ".join(text(value).split()).replace("|", "\\|"),
     )
@@ -96,40 +97,12 @@ def _tokens(model: Encoder) -> str:
 
 
 def _training(run: Run, weights: Path) -> Facts:
-    recipe, summary, machine = yaml.safe_load(run.recipe), run.summary, run.environment
     done: Facts = {}
-    if summary:
-        done = {"Steps": summary.steps, "Images seen": summary.images_seen, "Seconds": summary.seconds}
+    if run.summary:
+        done = {"Steps": run.summary.steps, "Images seen": run.summary.images_seen, "Seconds": run.summary.seconds}
     if (weights / "state.json").is_file():  # a checkpoint of a run that went on
         progress = read_json(weights / "state.json")["progress"]
-        seen = progress["step"] * recipe["training"]["batch_size"]
+        seen = progress["step"] * yaml.safe_load(run.recipe)["training"]["batch_size"]
         done = {"Steps": progress["step"], "Images seen": seen, "Seconds": progress["seconds"]}
-    hardware = (
-        machine.get("hardware.gpus") or f"{machine.get('hardware.processor')}, {machine.get('hardware.cores')} cores"
-    )
-    prefix = "versions."
-    versions = {key.removeprefix(prefix): value for key, value in machine.items() if key.startswith(prefix)}
-    return {
-        "Recipe": recipe.get("name"),
-        "Objective": recipe["objective"]["name"],
-        "Started from": recipe.get("init_from") or "random weights",
-        **done,
-        "Hardware": f"{hardware}; {machine.get('world_size')} process(es)" if machine else None,
-        "Versions": ", ".join(f"{name} {version}" for name, version in versions.items()) or None,
-        "Commit": machine.get("git"),
-    }
-
-
-def _data(shards: ShardSet) -> Facts:
-    classes = len(shards.classes) if shards.classes else None
-    return {"Source": shards.source, "Images": shards.samples, "Classes": classes, "License": shards.license}
-
-
-def _results(measured: Comparison) -> list[str]:
-    shown = tables.all_tables(measured, summarize(measured))
-    return [markdown(table) for table in shown[:-1]]  # without the costs
-
-
-def _notes(measured: Comparison) -> list[str]:
-    skipped = [f"Skipped {len(measured.skipped)} unreadable sample(s): {listed(measured.skipped)}."]
-    return [INTERVAL, *notes(measured), *(skipped if measured.skipped else [])]
+    keys = {"Hardware": "hardware.gpus", "Processor": "hardware.processor", "Processes": "world_size", "Commit": "git"}
+    return done | {name: run.environment.get(key) for name, key in keys.items()}

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
-from datetime import UTC, datetime
 
 import pandas as pd
 from pydantic import JsonValue
+from pydantic_core import to_jsonable_python
 
-from ssl_vit.report.costs import costs
-from ssl_vit.report.read import Comparison
+from ssl_vit.report.read import Comparison, costs
 from ssl_vit.report.summary import summarize
 from ssl_vit.report.tables import Shown, all_tables
 from ssl_vit.report.verdict import INTERVAL, notes, verdict
@@ -33,26 +31,25 @@ def export(comparison: Comparison, form: str) -> str:
     return "\n".join([*found, *(f"{mark}{' '.join(note.split())}\n" for note in said)])
 
 
-def as_json(comparison: Comparison) -> dict[str, JsonValue]:
+def as_json(comparison: Comparison) -> JsonValue:
     """The plan, the statistics, what each arm cost and every row, for other programs."""
     summary = summarize(comparison)
     content = {
-        "record": comparison.record.model_dump(mode="json"),
+        "record": comparison.record,
         "finished": not comparison.missing,
         "missing": comparison.missing,
         "verdict": verdict(comparison, summary),
-        "summary": asdict(summary),
-        "costs": json.loads(costs(comparison).reset_index().to_json(orient="records")),
+        "summary": summary,
+        "costs": costs(comparison).reset_index().to_dict(orient="records"),
         "skipped": comparison.skipped,
-        "rows": json.loads(rows(comparison).to_json(orient="records")),
+        "rows": rows(comparison).to_dict(orient="records"),
     }
-    text = json.dumps(content, default=lambda record: record.model_dump(mode="json"))
-    found: dict[str, JsonValue] = json.loads(text, parse_constant=lambda name: None if name == "NaN" else name)
+    found: JsonValue = to_jsonable_python(content, inf_nan_mode="null")
     return found
 
 
 def rows(comparison: Comparison) -> pd.DataFrame:
-    """Every measured row, with names, settings, and the file and time it was written."""
+    """Every measured row, with names, settings, and its file."""
     frame = comparison.table.frame.copy()
     record = comparison.record
     frame["arm_label"] = frame["arm"].map(comparison.label)
@@ -62,9 +59,6 @@ def rows(comparison: Comparison) -> pd.DataFrame:
     frame["selected"] = frame["selected"].map(json.dumps)
     frame["notes"] = frame["notes"].map(" ".join)
     frame["file"] = [str(file) for file in comparison.files]
-    frame["written"] = [
-        f"{datetime.fromtimestamp(file.stat().st_mtime, UTC):%Y-%m-%dT%H:%M:%SZ}" for file in comparison.files
-    ]
     return frame
 
 

@@ -9,12 +9,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
+from markupsafe import Markup
+
 from ssl_vit.analysis.pages import template
 from ssl_vit.files import write_text
 from ssl_vit.interfaces import RunError
 from ssl_vit.records import DataRecord
 from ssl_vit.report import export, tables
-from ssl_vit.report.plots import Curve, Embedded, Style, accuracy_curve, loss_curves, numbered_style, styles_of
+from ssl_vit.report.plots import Curve, Style, accuracy_curve, loss_curves, styles_of
 from ssl_vit.report.read import Comparison, read
 from ssl_vit.report.runs import flat
 from ssl_vit.report.summary import Accuracy, Place, Summary, summarize
@@ -31,7 +33,7 @@ def write_report(paths: Sequence[Path], out: Path, form: str = "html") -> Path:
     An existing file is replaced; the same input gives the same bytes. Raises UserError for directories that cannot be
     read, RunError when the file cannot be written.
 
-    paths: one comparison directory (or several with parts of it), or run directories.
+    paths: one comparison directory, or run directories.
     out: its folders are made.
     form: `html`, or tables as `markdown` or `latex`, or every row as `csv` or `json`.
     """
@@ -47,7 +49,7 @@ def write_report(paths: Sequence[Path], out: Path, form: str = "html") -> Path:
 
 def page(comparison: Comparison) -> str:
     """The HTML page."""
-    record, runs, styles = comparison.record, comparison.runs, styles_of(comparison)
+    record, runs, styles = comparison.record, comparison.runs, styles_of(comparison.arms)
     summary = summarize(comparison)
     environments = {"comparison": flat(record.environment)} if record.environment else {}
     machines = {json.dumps(task.hardware, sort_keys=True): task.hardware for task in comparison.tasks.values()}
@@ -86,56 +88,48 @@ def _data(data: DataRecord) -> dict[str, str]:
     return flat(data.model_dump(exclude={"classes"}) | {"classes": len(data.classes) if data.classes else None})
 
 
-def _curves(
-    rows: Sequence[Row],
-    name: Callable[[Row], str],
-    label: Callable[[str], str],
-    styles: Styles,
-    x: Callable[[Row], float] = lambda row: row.labels,
-) -> list[Curve]:
-    """A curve per name, over the labels per class or another quantity."""
-    found = []
-    for key in dict.fromkeys(map(name, rows)):
-        own = sorted((row for row in rows if name(row) == key), key=x)
-        half_width = [100 * (row.estimate.half_width or 0.0) for row in own]
-        mean = [100 * row.estimate.mean for row in own]
-        found.append(Curve(label(key), styles[key], [x(row) for row in own], mean, half_width))
-    return found
+def _curves(rows: Sequence[Row], name: Callable[[Row], str], x: Callable[[Row], float], styles: Styles) -> list[Curve]:
+    """A curve per name."""
+    groups: dict[str, list[Row]] = {}
+    for row in sorted(rows, key=x):
+        groups.setdefault(name(row), []).append(row)
+    return [
+        Curve(key, styles[key], [x(row) for row in own], [row.estimate for row in own]) for key, own in groups.items()
+    ]
 
 
-def _figures(
-    comparison: Comparison, summary: Summary, styles: Styles, place: Place
-) -> Iterator[tuple[str, Embedded, str]]:
-    """(name, figure, caption) of the learning curves, and of the differences of the first arm under test."""
+def _figures(comparison: Comparison, summary: Summary, styles: Styles, place: Place) -> Iterator[tuple[Markup, str]]:
+    """(figure, caption) of the learning curves, and of the differences of the first arm under test."""
     label, axis, tested = comparison.label, "labels per class", comparison.tested[0]
-    curves = _curves([row for row in summary.accuracies if row.place == place], lambda row: row.arm, label, styles)
-    figure = accuracy_curve(curves, axis, "test accuracy, %", chance=100 / comparison.classes(place.data))
-    yield "accuracy", figure, "Test accuracy by labels per class: mean over seeds; the band is the 95% interval."
-    rows = [row for row in summary.differences if (row.place, row.arm) == (place, tested)]
+    chance = f"chance is {100 / comparison.classes(place.data):.3g}%"
+    rows = [row for row in summary.accuracies if row.place == place]
+    curves = _curves(rows, lambda row: row.arm, lambda row: row.labels, styles)
+    figure = accuracy_curve([one._replace(label=label(one.label)) for one in curves], axis, "test accuracy, %", {})
+    yield figure, f"Test accuracy by labels per class: mean over seeds; the band is the 95% interval; {chance}."
+    differences = [row for row in summary.differences if (row.place, row.arm) == (place, tested)]
     # In the color of what it is compared with: the arm under test is in all of them.
-    if curves := _curves(rows, lambda row: row.against, lambda arm: f"minus {label(arm)}", styles):
-        figure = accuracy_curve(curves, axis, "difference, points", zero=True)
-        yield "difference", figure, f"{label(tested)} minus each other arm; the band is the adjusted 95% interval."
+    if curves := _curves(differences, lambda row: row.against, lambda row: row.labels, styles):
+        curves = [one._replace(label=f"minus {label(one.label)}") for one in curves]
+        figure = accuracy_curve(curves, axis, "difference, points", {"_zero": 0.0})
+        yield figure, f"{label(tested)} minus each other arm; the band is the adjusted 95% interval."
 
 
-def _studies(comparison: Comparison, summary: Summary) -> Iterator[tuple[str, Embedded, str]]:
+def _studies(comparison: Comparison, summary: Summary) -> Iterator[tuple[str, Markup, str]]:
     """(title, figure, caption): accuracy over what the arms' pretrainings differ in, a figure per label budget."""
-    sizes = comparison.sizes()
-    axis = _STUDY[comparison.record.study or "samples"]
+    sizes, axis = comparison.sizes(), _STUDY[comparison.record.study or "samples"]
     series = {arm.name: arm.series or arm.architecture for arm in comparison.record.arms}
-    styles = {name: numbered_style(number) for number, name in enumerate(dict.fromkeys(series.values()))}
+    styles = styles_of(series.values())
     for place, budget in dict.fromkeys((row.place, row.labels_per_class) for row in summary.accuracies if sizes):
         rows = [row for row in summary.accuracies if (row.place, row.labels_per_class) == (place, budget)]
         sized = [row for row in rows if row.arm in sizes]
-        levels = [(comparison.label(row.arm), 100 * row.estimate.mean) for row in rows if row not in sized]
-        curves = _curves(sized, lambda row: series[row.arm], str, styles, lambda row: sizes[row.arm])
-        if curves:
+        levels = {comparison.label(row.arm): 100 * row.estimate.mean for row in rows if row not in sized}
+        if curves := _curves(sized, lambda row: series[row.arm], lambda row: sizes[row.arm], styles):
             title = f"{tables.place_title(comparison, place)}, labels per class: {budget}"
-            figure = accuracy_curve(curves, axis, "test accuracy, %", levels=levels)
+            figure = accuracy_curve(curves, axis, "test accuracy, %", levels)
             yield title, figure, f"Test accuracy over {axis}. Dashed: arms and references without such pretraining."
 
 
-def _losses(comparison: Comparison, styles: Styles) -> Iterator[tuple[str, Embedded]]:
+def _losses(comparison: Comparison, styles: Styles) -> Iterator[tuple[str, Markup]]:
     """(objective, figure): losses of different objectives are different quantities and never share axes."""
     objectives = {arm: run.summary.objective if run.summary else "" for arm, run in comparison.runs.items()}
     for objective in dict.fromkeys(objectives.values()):

@@ -6,15 +6,13 @@ page's text color (light and dark), and reads as black on its own. Letters stay 
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import io
 import itertools
 import re
 import textwrap
 import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import matplotlib as mpl
@@ -26,19 +24,11 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, FixedLocator, MaxNLocator, NullLocator
 
 from ssl_vit.analysis.pages import figure_style
-from ssl_vit.report.read import Comparison
-from ssl_vit.report.runs import Loss
+from ssl_vit.report.statistics import Estimate
 
 # Okabe and Ito's color-blind-safe palette, less its yellow (invisible on white); a mid gray replaces its black, which
 # would be invisible on a dark page. An arm keeps its color and its marker in every figure and table.
-COLORS = {
-    "tested": "#0072b2",
-    "scratch": "#d55e00",
-    "supervised": "#009e73",
-    "pixels": "#cc79a7",
-    "untrained": "#808080",
-}
-PALETTE = ("#e69f00", "#56b4e9", *COLORS.values())
+PALETTE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#808080", "#e69f00", "#56b4e9")
 # Matplotlib cannot draw in `currentColor`; it draws in this color, which no palette above uses, and we replace it.
 INK = "#010203"
 STYLE = figure_style(INK) | {"axes.titlelocation": "left", "legend.handlelength": 1.2, "legend.borderaxespad": 0}
@@ -51,54 +41,25 @@ class Style(NamedTuple):
     marker: str
 
 
-@dataclass(frozen=True)
-class Curve:
-    """One line: y over x, with the half-width of the interval at each x (0: none)."""
+class Curve(NamedTuple):
+    """One line: estimates (fractions, drawn as percent) over x."""
 
     label: str
     style: Style
     x: Sequence[float]
-    y: Sequence[float]
-    half_width: Sequence[float]
+    estimates: Sequence[Estimate]
 
 
-@dataclass(frozen=True)
-class Embedded:
-    """An SVG twice: to be set into a page that sizes it, and whole, as a data URI that a reader can save."""
-
-    inline: Markup
-    file: str
+def styles_of(names: Iterable[str]) -> dict[str, Style]:
+    """Of arms, or of series: in turn."""
+    numbered = enumerate(dict.fromkeys(names))
+    return {name: Style(PALETTE[number % 7], "os^DvPX<>hpd"[number % 12]) for number, name in numbered}
 
 
-def numbered_style(number: int) -> Style:
-    """Of one of many, in turn."""
-    return Style(PALETTE[number % len(PALETTE)], "PX<>hpd"[number % 7])
-
-
-def styles_of(comparison: Comparison) -> dict[str, Style]:
-    """By arm: fixed for the first of each kind, in turn for all others."""
-    kinds = {arm.name: "supervised" if arm.uses_labels else arm.kind for arm in comparison.record.arms}
-    kinds |= dict.fromkeys(comparison.tested[:1], "tested")
-    free, others, found = dict(zip(COLORS, "os^Dv", strict=True)), itertools.count(), {}
-    for arm in comparison.arms:
-        kind = kinds.get(arm, arm.partition("_")[0])
-        found[arm] = Style(COLORS[kind], free.pop(kind)) if kind in free else numbered_style(next(others))
-    return found
-
-
-def accuracy_curve(
-    curves: Sequence[Curve],
-    xlabel: str,
-    ylabel: str,
-    *,
-    chance: float | None = None,
-    zero: bool = False,
-    levels: Sequence[tuple[str, float]] = (),
-) -> Embedded:
+def accuracy_curve(curves: Sequence[Curve], xlabel: str, ylabel: str, levels: Mapping[str, float]) -> Markup:
     """Curves over label budgets or another quantity (log x), with intervals as bands.
 
-    chance: y of the dashed line "chance", drawn where it falls into the picture. zero: draw and include y = 0. levels:
-    (label, y) of dashed horizontal lines.
+    levels: y of dashed horizontal lines by label; one that begins with "_" is not named.
     """
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(5.6, 3.8))  # as narrow as that, letters stay readable on a phone
@@ -107,18 +68,17 @@ def accuracy_curve(
         places = sorted({x for curve in curves for x in curve.x})
         margin = (places[-1] / places[0]) ** 0.05 if len(places) > 1 else 2.0
         axes.set_xlim(places[0] / margin, places[-1] * margin)
-        for curve in curves:
-            _draw(axes, curve)
-        for number, (label, y) in enumerate(levels):
-            axes.axhline(y, color=PALETTE[-1 - number % 7], linewidth=1.6, linestyle=(0, (5, 3)), label=label)
-        if zero:
-            axes.axhline(0, color=INK, linewidth=1)
-        else:
-            bottom, top = axes.get_ylim()
-            axes.set_ylim(max(bottom, 0), min(top, 100))
-        if chance is not None and axes.get_ylim()[0] <= chance <= axes.get_ylim()[1]:
-            axes.axhline(chance, color=INK, linewidth=1, linestyle=(0, (4, 3)), alpha=0.6)
-            axes.annotate("chance", (places[0], chance), (0, 3), textcoords="offset points", fontsize=9)
+        for label, (color, marker), x, estimates in curves:
+            y = np.array([100 * one.mean for one in estimates])
+            half = np.array([100 * (one.half_width or 0.0) for one in estimates])
+            if len(x) > 1:
+                axes.fill_between(x, y - half, y + half, color=color, alpha=0.16, linewidth=0)
+            else:
+                axes.errorbar(x, y, yerr=half, color=color, capsize=4, linewidth=1.5)
+            axes.plot(x, y, color=color, marker=marker, markersize=6.5, linewidth=2.4, label=label, zorder=3)
+        for number, (label, height) in enumerate(levels.items()):
+            color = INK if label.startswith("_") else PALETTE[-1 - number % 7]
+            axes.axhline(height, color=color, linewidth=1.6, linestyle=(0, (5, 3)), label=label)
         least = np.log(places[-1] / places[0]) / 14  # numbers closer than that would overlap
         kept = places[:1]
         kept += [x for before, x in itertools.pairwise(places) if np.log(x / before) > least]
@@ -127,26 +87,13 @@ def accuracy_curve(
         return _embed(figure, axes, f"{xlabel} (logarithmic)", ylabel)
 
 
-def _draw(axes: Axes, curve: Curve) -> None:
-    color = curve.style.color
-    y, half = np.asarray(curve.y), np.asarray(curve.half_width)
-    if len(curve.x) > 1:
-        axes.fill_between(curve.x, y - half, y + half, color=color, alpha=0.16, linewidth=0)
-    else:
-        axes.errorbar(curve.x, y, yerr=half, color=color, capsize=4, linewidth=1.5)
-    axes.plot(
-        curve.x, y, color=color, marker=curve.style.marker, markersize=6.5, linewidth=2.4, label=curve.label, zorder=3
-    )
-
-
-def loss_curves(runs: Mapping[str, tuple[Style, Sequence[Loss]]], *, points: int = 300) -> Embedded | None:
+def loss_curves(runs: Mapping[str, tuple[Style, pd.DataFrame]], *, points: int = 300) -> Markup | None:
     """Training losses by run, over images seen, or over steps where a run did not log them. None without a loss.
 
     The thin dashed line is the constant baseline, where the run logged it. Long runs are shown as
     means of at most `points` parts.
     """
-    frames = {label: pd.DataFrame([vars(one) for one in losses], dtype=float) for label, (_, losses) in runs.items()}
-    frames = {label: frame for label, frame in frames.items() if len(frame)}
+    frames = {label: frame for label, (_, frame) in runs.items() if len(frame)}
     if not frames:
         return None
     axis = "images_seen" if all(frame["images_seen"].notna().all() for frame in frames.values()) else "step"
@@ -157,15 +104,15 @@ def loss_curves(runs: Mapping[str, tuple[Style, Sequence[Loss]]], *, points: int
             parts = frame.groupby(np.arange(len(frame)) * min(points, len(frame)) // len(frame)).mean()
             color, marker = runs[label][0].color, "o" if len(parts) == 1 else None
             axes.plot(parts[axis], parts["loss"], color=color, linewidth=2, marker=marker, label=label)
-            if parts["constant"].notna().any():
+            if parts["constant_loss"].notna().any():
                 name, dashes = f"constant baseline, {label}", (0, (4, 3))
-                axes.plot(parts[axis], parts["constant"], color=color, linewidth=1.2, linestyle=dashes, label=name)
+                axes.plot(parts[axis], parts["constant_loss"], color=color, linewidth=1.2, linestyle=dashes, label=name)
         axes.margins(x=0.01, y=0.08)
         axes.xaxis.set_major_locator(MaxNLocator(5))
         return _embed(figure, axes, axis.replace("_", " "), "training loss")
 
 
-def _embed(figure: Figure, axes: Axes, xlabel: str, ylabel: str) -> Embedded:
+def _embed(figure: Figure, axes: Axes, xlabel: str, ylabel: str) -> Markup:
     """Labels, legend (in the order of the curves' ends), and the SVG."""
     axes.set(xlabel=xlabel, ylabel=ylabel, axisbelow=True)
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
@@ -184,14 +131,10 @@ def _embed(figure: Figure, axes: Axes, xlabel: str, ylabel: str) -> Embedded:
         # Names may hold letters that matplotlib's font lacks; the browser draws the text with its own fonts.
         warnings.filterwarnings("ignore", message="Glyph .* missing")
         figure.savefig(buffer, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
-    svg = buffer.getvalue()
-    svg = svg[svg.index("<svg") :].replace(INK, "currentColor")
-    encoded = svg.encode("utf-8", errors="replace")
+    svg = buffer.getvalue().replace(INK, "currentColor")
     # Matplotlib numbers its ids anew in each figure: without a prefix they would clash within one page.
-    prefix = f"f{hashlib.sha256(encoded).hexdigest()[:8]}-"
-    body = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{prefix}", svg.split(">", 1)[1])
-    view_box = re.findall(r'viewBox="[^"]*"', svg)[0]
-    return Embedded(
-        Markup(f'<svg role="img" {view_box}>{body}'),
-        f"data:image/svg+xml;base64,{base64.b64encode(encoded).decode()}",
-    )
+    prefix = f"f{hashlib.sha256(svg.encode(errors='replace')).hexdigest()[:8]}-"
+    opening, body = svg[svg.index("<svg") :].split(">", 1)
+    body = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{prefix}", body)
+    (view_box,) = re.findall(r'viewBox="[^"]*"', opening)
+    return Markup(f'<svg role="img" {view_box}>{body}')

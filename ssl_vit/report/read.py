@@ -6,8 +6,10 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
+import pandas as pd
 
 from ssl_vit import results
 from ssl_vit.files import read_json
@@ -15,6 +17,7 @@ from ssl_vit.interfaces import UserError
 from ssl_vit.records import (
     ArmRecord,
     ComparisonRecord,
+    Cost,
     DataRecord,
     EvaluatorRecord,
     RunSummary,
@@ -30,6 +33,8 @@ OBJECTIVES = {
     "masked_autoencoder": "the masked autoencoder",
     "lejepa": "LeJEPA",
 }
+STAGES = ("Pretraining", "Sweeps", "Evaluation", "In all")
+UNITS = {"images_seen": "images", "flops": "FLOPs", "seconds": "seconds", "device_hours": "device-hours"}
 REFERENCES = {"untrained": "the untrained encoder", "pixels": "raw pixels"}
 
 
@@ -111,8 +116,34 @@ class Comparison:
         return len(np.unique(self.table.prediction(rows[0]).labels))
 
 
+def costs(comparison: Comparison) -> pd.DataFrame:
+    """Columns `UNITS`, index (stage, arm): all pretrainings; all sweeps; all trainings of evaluators outside of sweeps;
+    everything. Arms and stages that cost nothing have no row."""
+    tasks, kinds = comparison.tasks, {task.id: task.kind for task in comparison.record.tasks}
+    spent: list[tuple[str, str, Cost, int]] = []
+    for arm in comparison.record.arms:
+        if arm.summary:
+            spent.append(("Pretraining", arm.name, arm.summary.cost, arm.summary.processes))
+    for task in comparison.record.tasks:
+        if (done := tasks.get(task.id)) and done.run:
+            spent.append(("Pretraining", task.arm, done.run.cost, done.run.processes))
+        if done and done.sweep:
+            spent.append(("Sweeps", task.arm, done.sweep.cost, done.processes))
+    for row, file in zip(comparison.table.results, comparison.files, strict=True):
+        if kinds.get(file.stem) != "sweep":  # the cost of a sweep's winner is in the sweep's
+            cost = Cost(images_seen=row.images_seen, flops=row.flops, seconds=row.seconds)
+            spent.append(("Evaluation", row.arm, cost, tasks[file.stem].processes if file.stem in tasks else 1))
+    rows = [
+        {"stage": name, "arm": arm} | cost.model_dump() | {"device_hours": cost.seconds * processes / 3600}
+        for stage, arm, cost, processes in spent
+        for name in (stage, "In all")
+    ]
+    frame = pd.DataFrame(rows, columns=["stage", "arm", *UNITS]).groupby(["stage", "arm"]).sum()
+    return frame[(frame != 0).any(axis=1)]
+
+
 def read(paths: Sequence[Path]) -> Comparison:
-    """The runs in these directories side by side, or the one comparison that they hold (parts of).
+    """The runs in these directories side by side, or the one comparison.
 
     Raises UserError for no path, a directory that is neither, or a comparison given together with runs.
     """
@@ -122,51 +153,35 @@ def read(paths: Sequence[Path]) -> Comparison:
         if not path.is_dir():
             raise UserError(f"{path}: no such directory. Give the directory that a run or a comparison wrote.")
     planned = [path for path in paths if (path / PLAN).is_file()]
-    if planned and len(planned) < len(paths):
+    if planned and len(paths) > 1:
         raise UserError(f"{planned[0]} is a comparison; report it alone, or give run directories only.")
-    return read_comparison(paths) if planned else read_runs(paths)
+    return read_comparison(paths[0]) if planned else read_runs(paths)
 
 
-def read_comparison(paths: Sequence[Path]) -> Comparison:
-    """A comparison from its directory, or from several that hold parts of the same one: whatever is finished by now.
-
-    Raises UserError where the directories are of different comparisons.
-    """
-    record = _plan(paths[0])
-    for path in paths[1:]:
-        other = _plan(path)
-        if {(task.id, task.fingerprint) for task in other.tasks} != {(t.id, t.fingerprint) for t in record.tasks}:
-            raise UserError(f"{path} and {paths[0]} are parts of different comparisons; report each alone")
+def read_comparison(path: Path) -> Comparison:
+    """A comparison from its directory: whatever is finished by now."""
+    record = validated(path / PLAN, read_json(path / PLAN), ComparisonRecord)
     tasks: dict[str, TaskResult] = {}
     rows: list[tuple[Result, Path]] = []
     for task in record.tasks:
-        for file in (path / "tasks" / f"{task.id}.json" for path in paths):
-            with suppress(UserError):  # damaged: it counts as missing, and `compare` makes it again
-                if task.id not in tasks and file.is_file():
-                    found, about = results.load(file)
-                    finished = validated(file, about, TaskResult)
-                    if finished.fingerprint == task.fingerprint:
-                        tasks[task.id] = finished
-                        rows += [(row, file) for row in found]
+        file = path / "tasks" / f"{task.id}.json"
+        with suppress(UserError, FileNotFoundError):  # missing or damaged: `compare` makes it (again)
+            found, about = results.load(file)
+            finished = validated(file, about, TaskResult)
+            if finished.fingerprint == task.fingerprint:
+                tasks[task.id] = finished
+                rows += [(row, file) for row in found]
     drawn = {task.arm: tasks[task.id].pictures for task in record.tasks if task.id in tasks and task.kind == "pictures"}
     runs: dict[str, Run] = {}
-    for path in reversed(paths):
-        for arm in record.arms:
-            with suppress(UserError):  # not begun, or deleted to save space: its numbers are still there
-                if arm.run:
-                    run, folder = read_run(path / arm.run), drawn.get(arm.name)
-                    runs[arm.name] = replace(run, pictures=pictures(path / folder)) if folder else run
+    for arm in record.arms:
+        with suppress(UserError):  # not begun, or deleted to save space: its numbers are still there
+            if arm.run:
+                run, folder = read_run(path / arm.run), drawn.get(arm.name)
+                runs[arm.name] = replace(run, pictures=pictures(path / folder)) if folder else run
     table, files = _table(rows)
-    return Comparison(
-        record,
-        table,
-        tuple(paths),
-        files,
-        tasks,
-        tuple(task.id for task in record.tasks if task.id not in tasks),
-        runs,
-        tuple(dict.fromkeys(sample for finished in tasks.values() for sample in finished.skipped)),
-    )
+    missing = tuple(task.id for task in record.tasks if task.id not in tasks)
+    skipped = tuple(dict.fromkeys(sample for finished in tasks.values() for sample in finished.skipped))
+    return Comparison(record, table, (path,), files, tasks, missing, runs, skipped)
 
 
 def read_runs(paths: Sequence[Path]) -> Comparison:
@@ -176,48 +191,43 @@ def read_runs(paths: Sequence[Path]) -> Comparison:
     names = [str(run.path) if names.count(run.name) > 1 or run.name in REFERENCES else run.name for run in found]
     runs = dict(zip(names, found, strict=True))
     evaluators: dict[str, tuple[str, EvaluatorRecord]] = {}  # by protocol
+    data: dict[str, DataRecord] = {}
+    metrics: dict[str, Literal["accuracy", "mean_per_class"]] = {}
     rows: list[tuple[Result, Path]] = []
-    seen: set[tuple[object, ...]] = set()
-    evaluations = [(name, *one) for name, run in runs.items() for one in run.evaluations]
-    for name, file, about, measured in evaluations:
-        data, count = about.data["test"], sum(one[0].startswith(about.evaluator) for one in evaluators.values())
+    skipped: list[SkippedSample] = []
+    accuracies: dict[tuple[str, str], list[float]] = {}  # of references, by evaluator
+    for name, file, about, measured in ((name, *one) for name, run in runs.items() for one in run.evaluations):
+        test, count = about.data["test"], sum(one[0].startswith(about.evaluator) for one in evaluators.values())
         new = f"{about.evaluator} ({count + 1})" if count else about.evaluator
-        settings = EvaluatorRecord(title=about.title, settings={data: about.settings})
+        settings = EvaluatorRecord(title=about.title, settings={test: about.settings})
         evaluator, _ = evaluators.setdefault(about.protocol, (new, settings))
+        metrics[test] = about.metric
+        for part, path in about.data.items():
+            data[f"{test} {part}"] = DataRecord(path=path, samples=0, classes=about.classes or None)
+        skipped += about.skipped
         for source in dict.fromkeys(row.arm for row in measured):
             own = [row for row in measured if row.arm == source]
-            scores = (evaluator, source, *((row.labels_per_class, row.variant, row.seed, row.accuracy) for row in own))
-            if source != "trained" and scores in seen:
-                continue  # a reference that is the same for both runs
-            arm = name if source == "trained" else source if (evaluator, source) not in seen else f"{source}_{name}"
-            seen |= {scores, (evaluator, source)}
-            rows += [(replace(row, data=data, evaluator=evaluator, arm=arm), file) for row in own]
-    abouts = [about for _, _, about, _ in evaluations]
+            scores = [row.accuracy for row in own]
+            alike = accuracies.setdefault((evaluator, source), scores) == scores  # a reference that the runs share
+            arm = name if source == "trained" else source if alike else f"{source}_{name}"
+            rows += [(replace(row, data=test, evaluator=evaluator, arm=arm), file) for row in own]
     record = ComparisonRecord(
         name=names[0],
         title=names[0] if len(names) == 1 else f"{len(names)} runs side by side",
         command="",
         labels_per_class=tuple(dict.fromkeys(row.labels_per_class for row, _ in rows)),
         seeds=tuple(sorted({row.seed for row, _ in rows})),
-        metrics={about.data["test"]: about.metric for about in abouts},
-        data={
-            f"{about.data['test']} {part}": DataRecord(path=path, samples=0, classes=about.classes or None)
-            for about in abouts
-            for part, path in about.data.items()
-        },
+        metrics=metrics,
+        data=data,
         arms=tuple(
             ArmRecord(name=name, label=name, kind="pretrained", run=str(run.path), summary=run.summary)
             for name, run in runs.items()
         ),
         evaluators=dict(evaluators.values()),
     )
-    skipped = tuple(dict.fromkeys(sample for about in abouts for sample in about.skipped))
     table, files = _table(rows)
-    return Comparison(record, table, tuple(paths), files, runs=runs, skipped=skipped, separate=True)
-
-
-def _plan(path: Path) -> ComparisonRecord:
-    return validated(path / PLAN, read_json(path / PLAN), ComparisonRecord)
+    once = tuple(dict.fromkeys(skipped))
+    return Comparison(record, table, tuple(paths), files, runs=runs, skipped=once, separate=True)
 
 
 def _table(rows: Sequence[tuple[Result, Path]]) -> tuple[Table, tuple[Path, ...]]:

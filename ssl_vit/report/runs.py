@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from numbers import Integral
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
+import numpy as np
 import pandas as pd
 from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
 
@@ -26,17 +26,8 @@ PICTURES = (
     *("reconstructions", "attention_rollout", "attention_distance"),
     *("feature_map", "filters", "position_similarity"),
 )
+LOSSES = ["step", "loss", "constant_loss", "images_seen"]
 Model = TypeVar("Model", bound=BaseModel)
-
-
-@dataclass(frozen=True)
-class Loss:
-    """Training loss at one step. constant: that of the constant baseline, where it was logged."""
-
-    step: int
-    loss: float
-    constant: float | None
-    images_seen: int | None
 
 
 class Evaluation(BaseModel):
@@ -49,7 +40,7 @@ class Evaluation(BaseModel):
     data: dict[str, str]
     shards: JsonValue = None
     classes: tuple[str, ...] = ()
-    metric: str = "accuracy"
+    metric: Literal["accuracy", "mean_per_class"] = "accuracy"
     sha256: str | None = None
     skipped: tuple[SkippedSample, ...] = ()
 
@@ -63,15 +54,15 @@ class Evaluation(BaseModel):
 class Run:
     """A run directory.
 
-    evaluations: (file, what it says, rows) of the weights that lie there now. environment: nested keys joined by dots.
-    remarks: what a reader must know about its files.
+    losses: columns `LOSSES`, a row per step. evaluations: (file, what it says, rows) of the weights that lie there now.
+    environment: nested keys joined by dots. remarks: what a reader must know about its files.
     """
 
     name: str
     path: Path
     summary: RunSummary | None
     recipe: str
-    losses: tuple[Loss, ...]
+    losses: pd.DataFrame
     pictures: tuple[Path, ...]
     evaluations: tuple[tuple[Path, Evaluation, tuple[Result, ...]], ...]
     environment: Mapping[str, str]
@@ -142,9 +133,9 @@ def _newest_picture(folder: Path) -> tuple[Path, ...]:
     return tuple(sorted(steps, key=lambda path: (steps[path], path.name))[-1:])
 
 
-def _read_metrics(path: Path) -> tuple[tuple[Loss, ...], list[str]]:
+def _read_metrics(path: Path) -> tuple[pd.DataFrame, list[str]]:
     """Finite losses in step order (of a step that a resumed run repeated, the later one), and remarks."""
-    losses: dict[int, Loss] = {}
+    losses: dict[int, object] = {}
     skipped: list[SkippedSample] = []
     broken = 0
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []:
@@ -152,22 +143,16 @@ def _read_metrics(path: Path) -> tuple[tuple[Loss, ...], list[str]]:
             record = json.loads(line)
             if record.get("event") == "skipped_samples":
                 skipped += [SkippedSample.model_validate(sample) for sample in record["samples"]]
-            elif _finite(record.get("loss")):
-                constant = record.get("constant_loss")
-                loss = Loss(
-                    record["step"], record["loss"], constant if _finite(constant) else None, record.get("images_seen")
-                )
-                losses[loss.step] = loss
-        except (ValueError, LookupError, AttributeError):
+            elif "loss" in record:
+                losses[int(record["step"])] = record
+        except (ValueError, LookupError, AttributeError, TypeError):
             broken += 1  # a kill cuts a line short; a resumed run appends after it
+    frame = pd.DataFrame([*losses.values()]).reindex(columns=LOSSES).apply(pd.to_numeric, errors="coerce")
+    frame = frame[np.isfinite(frame["loss"])].sort_values("step")
     remarks = [f"Training skipped unreadable samples {len(skipped):,} time(s): {listed(skipped)}."] if skipped else []
     if broken:
         remarks.append(f"{broken} incomplete line(s) of metrics.jsonl were ignored (a killed run leaves one).")
-    return tuple(losses[step] for step in sorted(losses)), remarks
-
-
-def _finite(value: object) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
+    return frame, remarks
 
 
 def listed(samples: list[SkippedSample] | tuple[SkippedSample, ...]) -> str:

@@ -171,21 +171,11 @@ def outcome(estimate: Estimate, margin: float) -> Outcome:
     return "better" if low > 0 else "worse" if high < 0 else "undecided"
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What would decide, if the difference and its variance components stay as measured. None: no number would.
-
-    units: more seeds (or pretrainings). images: more test images.
-    """
-
-    units: int | None
-    images: int | None
-
-
-def plan(estimate: Estimate, margin: float) -> Plan:
-    """How many more seeds, or how many more test images, would decide an undecided difference."""
+def plan(estimate: Estimate, margin: float) -> tuple[int | None, int | None]:
+    """How many more seeds (or pretrainings), and how many more test images, would each decide an undecided difference,
+    if it and its variance components stay as measured. None: no number would."""
     if estimate.half_width is None:
-        return Plan(None, None)
+        return None, None
     wanted = max(abs(estimate.mean), margin - abs(estimate.mean))  # the half-width that decides
     S, M = estimate.units, estimate.images
 
@@ -197,7 +187,7 @@ def plan(estimate: Estimate, margin: float) -> Plan:
 
     more = [int(number) for number in np.unique(np.geomspace(1, 1e6, 500).round())]  # in steps of 3%
     units = next((number for number in more if decides(S + number, M)), None)
-    return Plan(units, next((number for number in more if decides(S, M + number)), None))
+    return units, next((number for number in more if decides(S, M + number)), None)
 
 
 def label_efficiency(

@@ -10,8 +10,7 @@ from rich.console import Group
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from ssl_vit.report.costs import STAGES, UNITS, costs
-from ssl_vit.report.read import Comparison
+from ssl_vit.report.read import STAGES, UNITS, Comparison, costs
 from ssl_vit.report.runs import text
 from ssl_vit.report.summary import Place, Summary, summarize
 from ssl_vit.report.verdict import INTERVAL, needed, notes, points, verdict
@@ -122,15 +121,15 @@ def all_tables(comparison: Comparison, summary: Summary) -> list[Shown]:
 def terminal(comparison: Comparison) -> Group:
     """Verdict and tables for rich's console."""
     summary = summarize(comparison)
-    parts: list[Text | RichTable] = [
-        Text(sentence) for sentence in [*verdict(comparison, summary), INTERVAL, *notes(comparison)]
-    ]
-    for shown in all_tables(comparison, summary):
-        # Text, not str: rich would read square brackets in a name as markup.
-        table = RichTable(title=Text(shown.title), title_justify="left")
-        for number, header in enumerate(shown.frame.columns):
-            table.add_column(Text(str(header)), justify="right" if number else "left")
-        for row in shown.frame.itertuples(index=False):
-            table.add_row(*(Text(cell) for cell in row))
-        parts.append(table)
-    return Group(*parts)
+    said = [*verdict(comparison, summary), INTERVAL, *notes(comparison)]
+    return Group(*map(Text, said), *map(rich_table, all_tables(comparison, summary)))
+
+
+def rich_table(shown: Shown) -> RichTable:
+    """The first column on the left. Text, not str: rich would read square brackets in a name as markup."""
+    table = RichTable(title=Text(shown.title), title_justify="left")
+    for number, header in enumerate(shown.frame.columns):
+        table.add_column(Text(str(header)), justify="right" if number else "left")
+    for row in shown.frame.itertuples(index=False):
+        table.add_row(*(Text(str(cell)) for cell in row))
+    return table

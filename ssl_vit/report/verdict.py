@@ -6,8 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from ssl_vit.evaluators import budget_words
-from ssl_vit.report.costs import costs
-from ssl_vit.report.read import Comparison
+from ssl_vit.report.read import Comparison, costs
 from ssl_vit.report.runs import listed, text
 from ssl_vit.report.statistics import Estimate, plan
 from ssl_vit.report.summary import Difference, Efficiency, Summary
@@ -51,7 +50,8 @@ def notes(comparison: Comparison) -> list[str]:
     per_seed = ", and the pretraining" if comparison.record.pretrain_per_seed else ""
     seed = f"A seed draws the labeled images, the classifier and the order of training{per_seed}."
     own = dict.fromkeys(note for row in comparison.table.results for note in row.notes)
-    return [seed, *comparison.record.notes, *own]
+    skipped = [f"{len(comparison.skipped)} unreadable sample(s) were skipped: {listed(comparison.skipped)}."]
+    return [seed, *comparison.record.notes, *own, *(skipped if comparison.skipped else [])]
 
 
 def _headline(comparison: Comparison, head: Difference, budgets: Sequence[Difference]) -> str:
@@ -86,9 +86,9 @@ def _plan(comparison: Comparison, head: Difference) -> str:
     """What would decide."""
     if head.estimate.half_width is None:
         return "There is no interval: run at least 3 seeds."
-    needed = plan(head.estimate, comparison.record.margin)
-    more = [f"{needed.units:,} more {head.unit}s"] if needed.units else []
-    more += [f"{needed.images:,} more test images"] if needed.images else []
+    units, images = plan(head.estimate, comparison.record.margin)
+    more = [f"{units:,} more {head.unit}s"] if units else []
+    more += [f"{images:,} more test images"] if images else []
     if not more:
         return "Neither more seeds nor more test images alone would decide a difference of this size."
     return f"If it stays as measured, {' or '.join(more)} would decide."
@@ -138,9 +138,6 @@ def _cautions(comparison: Comparison, summary: Summary) -> Iterator[str]:
         yield f"Caution: the arms had different numbers of settings in their sweeps ({counts})."
     if edges := _edges(comparison):
         yield f"Caution: best at the edge of the sweep: {'; '.join(edges)}. A wider sweep may change the order."
-    if comparison.skipped:
-        count = len(comparison.skipped)
-        yield f"Caution: {count} unreadable sample(s) were skipped: {listed(comparison.skipped)}."
 
 
 def _edges(comparison: Comparison) -> list[str]:

@@ -88,12 +88,6 @@ def test_per_class_accuracies_are_those_of_the_predictions(trained: Path, evalua
     assert code == 0 and f"{100 * share:.1f}" in row and str((prediction.labels == 3).sum()) in row
 
 
-def test_what_was_selected_is_printed(trained: Path, evaluate: Call) -> None:
-    _, shown, _ = evaluate("linear_probe", "--data", trained, "labels_per_class=[1,5]", "sweep.c=[0.1,1]")
-    assert "no image could be held out to select by" in shown
-    assert "trained, 5 labels per class, seed 0: selected c=" in shown
-
-
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [

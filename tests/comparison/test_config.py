@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ssl_vit.comparison.config import Arm, load_comparison, load_suite, suites
+from ssl_vit.comparison.config import load_comparison, load_suite, suites
 from ssl_vit.interfaces import UserError
 
 
@@ -51,11 +51,6 @@ def test_wrong_comparisons_are_named(keys: list[str], words: str) -> None:
 def test_what_is_missing_is_named(mini: Any, changes: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError, match=words):
         load_comparison(mini(**changes))
-
-
-def test_the_kind_of_an_arm_follows_from_its_keys() -> None:
-    kinds = [Arm(label="x", **keys).kind for keys in ({}, {"recipe": "digits_ssl"}, {"weights": "runs/x"})]
-    assert kinds == ["scratch", "pretrained", "weights"]
 
 
 def test_settings_of_a_set_and_of_an_arm_are_merged_into_those_of_all(mini: Any) -> None:

@@ -80,7 +80,7 @@ def test_killed_five_times_at_random_it_ends_as_an_undisturbed_one(recipe: Path,
             process.wait()
             kills += 1
     assert kills == 5 and process.returncode == 0
-    found = [read_comparison([run]) for run in (whole, broken)]
+    found = [read_comparison(run) for run in (whole, broken)]
     assert rows(found[0]) == rows(found[1])
     assert found[1].missing == ()
 

@@ -78,13 +78,6 @@ def test_the_record_says_what_the_arms_are(finished: Comparison) -> None:
     assert finished.record.data["data test"].samples == 100
 
 
-def test_results_json_is_for_other_programs(finished: Comparison) -> None:
-    written = json.loads((finished.paths[0] / "results.json").read_text())
-    assert len(written["rows"]) == len(finished.table.frame)
-    assert written["record"]["name"] == "demo_digits"
-    assert written["summary"]
-
-
 def test_missing_damaged_and_outdated_tasks_alone_are_run(mini: Mini, tmp_path: Path) -> None:
     run = tmp_path / "run"
     settings: dict[str, Any] = {"few_shot": {"shots": [1, 2]}, "fine_tune": TUNING, "knn": {"ks": [1]}}
@@ -129,15 +122,6 @@ def test_two_processes_give_the_same_rows(mini: Mini, tmp_path: Path) -> None:
     assert (frame[frame["arm"] == "ssl"]["pretraining_seed"] == frame[frame["arm"] == "ssl"]["seed"]).all()
 
 
-def test_the_environment_is_that_of_whoever_measured(
-    mini: Mini, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The checkout may have another commit when a finished comparison is asked for again."""
-    for expected, now in ((0, 0), (0, 1)):
-        monkeypatch.setattr("ssl_vit.comparison.run.environment", lambda now=now: {"time": now})
-        assert quietly(mini()).record.environment == {"time": expected}
-
-
 MAJORITY = """
 import numpy as np
 from ssl_vit.evaluators.base import Evaluator as Base, FeatureConfig, LabeledConfig, Scored
@@ -152,10 +136,10 @@ class Evaluator(Base):
     title = "The most frequent label"
 
     def fit(self, train, seed):
-        guess = np.bincount(train.features(self.config.representation).labels).argmax()
+        guess = np.bincount(train.features(self.config).labels).argmax()
 
         def classify(images):
-            test = images.features(self.config.representation)
+            test = images.features(self.config)
             return [Scored(Prediction(test.images, test.labels, np.full_like(test.labels, guess)))]
 
         return classify

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from safetensors.torch import save_file
 
 from ssl_vit import api
@@ -16,7 +15,7 @@ from ssl_vit.data.packing import pack, sources
 from ssl_vit.evaluators.features import EvalContext
 from ssl_vit.evaluators.labels import labels_of
 from ssl_vit.files import sha256
-from ssl_vit.interfaces import RunError, UserError
+from ssl_vit.interfaces import UserError
 from ssl_vit.models import factory
 from ssl_vit.results import Table, evaluations, load
 
@@ -112,48 +111,3 @@ def test_results_that_cannot_be_written_are_refused_before_anything_is_measured(
     monkeypatch.setattr(api, "make_context", None)
     with pytest.raises(UserError, match=r"results: results cannot be written there .*; copy the weights"):
         api.evaluate(run, "knn", f"{trained}/train", f"{trained}/test")
-
-
-@pytest.mark.parametrize("name", FAST)
-def test_weights_that_give_no_numbers_are_named(trained: Path, tmp_path: Path, name: str) -> None:
-    run = shutil.copytree(trained / "run", tmp_path / "run", ignore=shutil.ignore_patterns("results"))
-    tensors = factory.state(factory.load(run))
-    tensors["blocks.0.mlp.fc1.bias"][3] = torch.nan
-    save_file(tensors, run / "encoder.safetensors")
-    with pytest.raises(RunError, match="not finite"):
-        api.evaluate(run, name, f"{trained}/train", f"{trained}/test", FAST[name])
-    assert not list((run / "results").iterdir())
-
-
-def test_an_evaluator_is_one_file(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As anybody could add it: a module beside the others, with a `Config` and an `Evaluator`."""
-    from ssl_vit import evaluators
-
-    (tmp_path / "majority.py").write_text("""
-import numpy as np
-
-from ssl_vit.evaluators import base
-from ssl_vit.evaluators.features import FeatureConfig
-from ssl_vit.results import Prediction
-
-
-class Config(base.LabeledConfig):
-    pass
-
-
-class Evaluator(base.Evaluator):
-    title = "The most frequent class"
-    references = ()
-
-    def fit(self, train, seed):
-        best = np.bincount(train.features(FeatureConfig()).labels).argmax()
-
-        def classify(images):
-            found = images.features(FeatureConfig())
-            return [base.Scored(Prediction(found.images, found.labels, np.full_like(found.labels, best)))]
-
-        return classify
-""")
-    monkeypatch.setattr(evaluators, "__path__", [*evaluators.__path__, str(tmp_path)])
-    found = api.evaluate(trained / "run", "majority", f"{trained}/train", f"{trained}/test", ["seeds=[0,1]"])
-    assert [(row.arm, row.mean_per_class) for row in found.results] == [("trained", 0.1)] * 2

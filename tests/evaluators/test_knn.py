@@ -64,16 +64,6 @@ def test_shares_of_the_votes_are_the_probabilities() -> None:
         assert found == pytest.approx(expected, abs=1e-5)
 
 
-def test_many_test_images_are_scored_in_portions() -> None:
-    repeats = 2500 // 40 + 1
-    tiled = np.tile(TEST_X, (repeats, 1))
-    predictions = np.tile(naive_predictions(10, 0.07), repeats)
-    assert len(predictions) > 2048
-    assert accuracies(TRAIN_X, TRAIN_Y, tiled, predictions, ks=(10,)) == {10: 1.0}
-    predictions[-1] = 99  # a wrong one in the last portion counts
-    assert accuracies(TRAIN_X, TRAIN_Y, tiled, predictions, ks=(10,))[10] == 1 - 1 / len(predictions)
-
-
 def test_of_equally_similar_neighbors_the_earlier_count() -> None:
     train = np.repeat(np.eye(3, dtype=np.float32), [4, 4, 2], axis=0)
     labels = np.array([5, 5, 9, 9, 9, 9, 9, 9, 2, 2])

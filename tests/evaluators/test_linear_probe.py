@@ -19,7 +19,6 @@ from ssl_vit.evaluators import runner
 from ssl_vit.evaluators.features import EvalContext
 from ssl_vit.evaluators.labels import held_out_split, labels_of
 from ssl_vit.evaluators.linear_probe import Config, Evaluator
-from ssl_vit.interfaces import UserError
 from ssl_vit.models import factory
 from ssl_vit.objectives import classification
 from ssl_vit.recipe import validate
@@ -80,15 +79,6 @@ def test_c_is_selected_on_held_out_images_and_the_fit_is_sklearns(
     np.testing.assert_array_equal(found.prediction.top_classes[:, 0], found.prediction.predicted)
 
 
-@pytest.mark.parametrize("cs", [CS, CS[::-1]])
-def test_one_image_per_class_takes_the_middle_c_and_says_so(array_context: Build, cs: tuple[float, ...]) -> None:
-    labels, test_labels = np.array([4, 0, 1]), np.array([0, 0, 1, 4, 4])
-    test = (features(test_labels, 2, noise=0.1), test_labels)
-    found = probe(array_context, (features(labels, 1, noise=0.1), labels), test, sweep={"c": cs})
-    assert found.accuracy == 1.0 and found.selected == {"c": 1.0}
-    assert "no image could be held out to select by: c=1.0" in found.notes[0]
-
-
 def test_a_fit_that_stopped_early_says_so(array_context: Build) -> None:
     train = (features(LABELS, 1), LABELS)
     notes = {n: probe(array_context, train, train, sweep={}, max_iterations=n).notes for n in (3, 1000)}
@@ -117,12 +107,3 @@ def test_the_probe_by_lars_learns_on_frozen_features(trained: Path) -> None:
     model = factory.load(trained / "run")
     whole = training_flops(classification.Objective(model, classification.Config(head="linear", pooling="mean"), 10))
     assert found[1].flops / found[1].images_seen < 0.4 * whole, "no backward pass through the encoder"
-
-
-@pytest.mark.parametrize(
-    ("keys", "expected"), [(["pooling=both"], "token, mean or patches"), (["labels_per_class=1", "lanes=16"], "lanes")]
-)
-def test_what_lars_cannot_do_is_refused(trained: Path, keys: list[str], expected: str) -> None:
-    with pytest.raises(UserError, match=expected):
-        data = (f"{trained}/train", f"{trained}/test")
-        api.evaluate(trained / "run", "linear_probe", *data, ["method=lars", *keys])

@@ -82,15 +82,13 @@ def test_the_card_tells_the_runs_story(run: Path, make_encoder: Make) -> None:
     assert "| Images | 16 x 16 pixels, 3 channel(s) |" in text
     assert "| Images | 7 |" in text
     assert (found["Steps"], found["Images seen"], found["Seconds"]) == (["900"], ["28,800"], ["61.5"])
-    assert found["Hardware"] == ["NVIDIA H200, NVIDIA H200; 2 process(es)"]
-    assert found["Objective"] == ["masked_patch"]
-    assert found["Commit"] == ["abc123"]
+    assert (found["Hardware"], found["Processes"], found["Commit"]) == (["NVIDIA H200, NVIDIA H200"], ["2"], ["abc123"])
     assert (found["Source"], found["License"]) == ([r"my \| photographs"], ["CC BY 4.0"])
     assert "**y: Few-shot. Test mean of the per-class accuracies, %, by labels per class**" in text
     assert found["digits_ssl"][0].startswith("50.0") and found["raw pixels"][0].startswith("25.0")
     assert found["raw pixels"][1] == "25.0 (1 of 2 seeds)", "one seed has no interval"
     assert "fewer than 2 images" in text and "half-width of a 95% interval" in text
-    assert "Skipped 1 unreadable sample(s): s.tar: k (cut)" in text
+    assert "1 unreadable sample(s) were skipped: s.tar: k (cut)" in text
     recipe = re.search(r"```yaml\n(.*?)\n```", text, re.DOTALL)
     assert recipe is not None
     assert recipe[1] == (run / "recipe.yaml").read_text().strip()
@@ -131,11 +129,6 @@ def test_imported_weights_tell_where_they_come_from(tmp_path: Path, make_encoder
     assert "imported under mit" in text
 
 
-def test_weights_without_a_story_say_so(tmp_path: Path, make_encoder: Make) -> None:
-    text = write(make_encoder(), weights(tmp_path, make_encoder()))
-    assert "Unknown: the weights came without the run that made them." in text
-
-
 @pytest.mark.parametrize("to", ["timm", "transformers"])
 def test_the_code_in_the_card_runs(
     tmp_path: Path, make_encoder: Make, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], to: str
@@ -159,23 +152,6 @@ def test_the_code_in_the_card_runs(
         expected = model(pixels)
     np.testing.assert_allclose(np.asarray(names["tokens"]), expected.numpy(), atol=1e-4)
     assert f"`tokens` is float32 {tuple(expected.shape)}: the class token, then 4 x 4 patches, row by row." in text
-
-
-@pytest.mark.parametrize(
-    ("settings", "reading"),
-    [
-        (
-            {"name": "vit_small_patch14_reg4_dinov2"},
-            "(2, 21, 16): the class token, then 4 registers, then 4 x 4 patches",
-        ),
-        ({"class_token": False}, "(2, 16, 16): 4 x 4 patches"),
-    ],
-)
-def test_the_card_says_what_the_tokens_are(
-    tmp_path: Path, make_encoder: Make, settings: dict[str, Any], reading: str
-) -> None:
-    model = make_encoder(**settings)
-    assert reading in write(model, weights(tmp_path, model))
 
 
 def test_a_resnets_map_is_a_map(tmp_path: Path) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import base64
 import html
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -16,7 +14,6 @@ import pytest
 from ssl_vit.interfaces import RunError
 from ssl_vit.report import plots
 from ssl_vit.report.page import write_report
-from ssl_vit.report.runs import Loss
 from tests.report.made import ARMS, SUMMARY, SWEEP, row, two_arms, write_comparison, write_run
 
 HOSTILE = '<script>alert("1")</script> $x_1$ & Co'
@@ -77,6 +74,7 @@ def test_the_page_is_whole_and_fetches_nothing(comparison: Path, tmp_path: Path)
     assert all(link.startswith(("data:", "#")) for link in links)
     assert not re.search(r"url\((?!#)|@import", page.text)
     assert page.tags.count("svg") == 3, "accuracy, difference, loss"
+    assert "currentColor" in page.text and plots.INK not in page.text, "figures take the color of the page"
     assert page.tags.count("img") == 3
     ids = page.values("id")
     assert len(ids) == len(set(ids))
@@ -95,7 +93,7 @@ def test_the_verdict_comes_first_then_the_contents_then_the_curves(comparison: P
 
 def test_an_arm_has_one_color_everywhere(comparison: Path, tmp_path: Path) -> None:
     text = Page(write_report([comparison], tmp_path / "report.html")).text
-    for color in (plots.COLORS["tested"], plots.COLORS["scratch"]):
+    for color in plots.PALETTE[:2]:
         assert f"background:{color}" in text and f"stroke: {color}" in text
 
 
@@ -135,32 +133,6 @@ def test_a_report_that_cannot_be_written_is_named(comparison: Path, tmp_path: Pa
     with pytest.raises(RunError, match=f"{tmp_path}: the report could not be written"):
         write_report([comparison], tmp_path)
     assert not list(tmp_path.glob("*.tmp"))
-
-
-def test_losses_are_drawn_with_their_constant() -> None:
-    style = plots.Style("#0072b2", "o")
-    losses = [Loss(step, 1 / step, 0.5, 64 * step) for step in range(1, 1000)]
-    found = plots.loss_curves({"a": (style, losses)})
-    assert found is not None
-    assert "constant" in found.inline and "images seen" in found.inline
-    steps = plots.loss_curves({"a": (style, [replace(one, images_seen=None, constant=None) for one in losses])})
-    assert steps is not None and ">step<" in steps.inline and "constant" not in steps.inline
-    assert plots.loss_curves({"a": (style, [])}) is None
-
-
-def test_figures_take_the_color_of_the_page_and_leave_no_global_state() -> None:
-    curve = plots.Curve("名前 $a", plots.Style("#0072b2", "o"), [1, 5], [40.0, 60.0], [2.0, 2.0])
-    found = plots.accuracy_curve([curve], "labels", "accuracy, %", chance=41.0)
-    assert "名前 $a" in found.inline and "chance" in found.inline
-    assert "currentColor" in found.inline and plots.INK not in found.inline
-    assert not re.search(r"(fill|stroke): (#000000|black|#ffffff|white)", found.inline)
-    whole = base64.b64decode(found.file.partition(",")[2]).decode()
-    assert whole.startswith("<svg") and "xmlns=" in whole
-
-
-def test_the_report_does_not_import_torch_or_pyplot() -> None:
-    code = "import sys, ssl_vit.report.page; sys.exit(bool({'torch', 'matplotlib.pyplot'} & set(sys.modules)))"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_a_scaling_study_has_a_line_per_series_and_levels(tmp_path: Path) -> None:

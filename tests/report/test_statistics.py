@@ -55,22 +55,6 @@ def test_the_interval_is_that_of_the_two_way_analysis_of_variance() -> None:
     assert found.p_value == pytest.approx(2 * stats.t.sf(abs(found.mean) / math.sqrt(top / (S * M)), freedom))
 
 
-def test_without_variance_between_images_it_is_the_t_test_over_seeds() -> None:
-    scores = np.random.default_rng(0).normal(size=(6, 1))
-    found = crossed_mean(np.repeat(scores, 50, axis=1))
-    low, high = stats.ttest_1samp(scores[:, 0], 0).confidence_interval(0.95)
-    assert found.half_width is not None
-    assert (found.mean - found.half_width, found.mean + found.half_width) == pytest.approx((low, high))
-    assert found.degrees_of_freedom == pytest.approx(5)
-
-
-def test_seeds_that_vary_nothing_leave_the_variance_of_the_images() -> None:
-    values = np.random.default_rng(0).random(200) < 0.7
-    found = crossed_mean(np.stack([values] * 3))
-    assert found.standard_error == pytest.approx(values.std(ddof=1) / math.sqrt(200))
-    assert found.degrees_of_freedom == pytest.approx(199)
-
-
 @pytest.mark.parametrize("shape", [(1, 20), (4, 1), (3, 20)])
 def test_one_seed_one_image_or_no_variation_make_no_interval(shape: tuple[int, int]) -> None:
     same = np.ones(shape, dtype=bool)
@@ -85,11 +69,6 @@ def test_intervals_cover_the_truth(seeds: int, images: int) -> None:
     """The full table: tools/coverage.py."""
     both, _ = COVERAGE["coverage"](seeds, images, 300, np.random.default_rng(0))
     assert 0.905 <= both <= 0.98
-
-
-def test_intervals_over_seeds_alone_do_not() -> None:
-    both, alone = COVERAGE["coverage"](20, 200, 200, np.random.default_rng(0))
-    assert alone < 0.88 < 0.92 <= both
 
 
 def test_a_bootstrap_of_seeds_and_images_agrees() -> None:
@@ -149,24 +128,15 @@ def test_four_outcomes(mean: float, half_width: float | None, expected: str) -> 
 def test_the_plan_decides() -> None:
     """Experiments of the planned size, drawn with the same variance components, have the wanted half-width."""
     found = Estimate(0.04, 0.2, 0.06, 3.0, 0.1**2, 0.2**2, 0.3**2, units=4, images=300)
-    needed = plan(found, 0.01)
-    assert needed.units is not None and 5 < needed.units < 100
-    generator, S = np.random.default_rng(0), 4 + needed.units
+    units, _ = plan(found, 0.01)
+    assert units is not None and 5 < units < 100
+    generator, S = np.random.default_rng(0), 4 + units
 
     def drawn() -> np.ndarray:
         d = 0.1 * generator.normal(size=(S, 1)) + 0.2 * generator.normal(size=300)
         return np.asarray(d + 0.3 * generator.normal(size=(S, 300)))
 
     assert np.mean([crossed_mean(drawn()).half_width or 0 for _ in range(20)]) == pytest.approx(0.04, rel=0.1)
-
-
-def test_no_number_of_seeds_decides_where_the_images_are_too_few() -> None:
-    d = 0.01 + 0.5 * np.random.default_rng(0).normal(size=50)
-    found = crossed_mean(d - d.mean() + 0.01 + 0.001 * np.random.default_rng(1).normal(size=(4, 50)))
-    needed = plan(found, 0.001)
-    assert needed.units is None
-    assert needed.images is not None and needed.images > 1000
-    assert plan(estimate(0.1, None), 0.01).units is None
 
 
 def test_class_weights_make_the_mean_of_the_per_class_means() -> None:
@@ -183,13 +153,6 @@ def test_label_efficiency_is_log_linear_between_budgets(accuracy: float, expecte
     assert label_efficiency(np.array([accuracy] * 3), curve, np.array([1.0, 10.0, 1000.0]))[0] == pytest.approx(
         expected
     )
-
-
-def test_a_curve_that_dips_has_one_answer() -> None:
-    dip = np.array([[0.2, 0.5, 0.4, 0.6]] * 2)
-    found = label_efficiency(np.array([0.35] * 2), dip, np.array([1.0, 10.0, 100.0, 1000.0]))
-    assert found == pytest.approx((10**0.5,) * 3)
-    assert label_efficiency(np.array([0.5] * 2), dip, np.array([1.0, 10.0, 100.0, 1000.0]))[0] == pytest.approx(10)
 
 
 def test_the_interval_of_label_efficiency_resamples_seeds() -> None:
