@@ -124,7 +124,8 @@ def test_two_processes_give_the_same_rows(mini: Mini, tmp_path: Path) -> None:
 
 MAJORITY = """
 import numpy as np
-from ssl_vit.evaluators.base import Evaluator as Base, FeatureConfig, LabeledConfig, Scored
+from ssl_vit.evaluators.base import Evaluator as Base, LabeledConfig, Scored
+from ssl_vit.evaluators.features import FeatureConfig
 from ssl_vit.results import Prediction
 
 
