@@ -16,7 +16,7 @@ app = typer.Typer()
 def embed(
     weights: Annotated[Path, typer.Argument(help="A run directory, a checkpoint or a weights folder.")],
     data: Annotated[str, typer.Argument(help="Shards; labels are not needed.")],
-    out: Annotated[Path, typer.Option(help="The file to write: .parquet or .npz.")],
+    out: Annotated[Path, typer.Option(help="The .parquet file to write.")],
     pooling: Annotated[
         Literal["token", "mean", "both", "patches"],
         typer.Option(help="Class token, mean of the patches, both side by side, or all patches side by side."),
@@ -26,14 +26,12 @@ def embed(
         int | None, typer.Option(min=0, help="Processes that read images (default: the recipe's).")
     ] = None,
 ) -> None:
-    """Write one embedding per image: columns (parquet) or arrays (npz) `key`, `label` (-1: none) and `embedding`.
+    """Write one embedding per image: columns `key`, `label` (-1: none) and `embedding`.
 
     Example: `ssl-vit embed runs/digits_ssl data/digits/test --out embeddings.parquet`
     """
-    if out.suffix not in (".parquet", ".npz"):
-        raise UserError(f"--out {out}: give a name that ends in .parquet or .npz")
-    import numpy as np
-
+    if out.suffix != ".parquet":
+        raise UserError(f"--out {out}: give a name that ends in .parquet")
     from ssl_vit.analysis import embeddings
     from ssl_vit.files import atomic_file
     from ssl_vit.training.distributed import is_main
@@ -43,11 +41,7 @@ def embed(
         return
     out.parent.mkdir(parents=True, exist_ok=True)
     with atomic_file(out) as file:
-        if out.suffix == ".parquet":
-            frame.to_parquet(file, index=False)
-        else:
-            keys = frame["key"].to_numpy(dtype=str)
-            np.savez(file, key=keys, label=frame["label"], embedding=np.stack(list(frame["embedding"])))
+        frame.to_parquet(file, index=False)
     print(f"{out}: {len(frame):,} embeddings of {len(frame['embedding'].iloc[0])} numbers")
     if skipped := frame.attrs["skipped"]:
         print(f"skipped {len(skipped)} unreadable sample(s), first {skipped[0]['key']}: {skipped[0]['reason']}")

@@ -85,42 +85,26 @@ def test_the_loaded_network_is_timms_with_its_normalization(weights: Path) -> No
         torch.testing.assert_close(found, encoder(images), atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("suffix", ["parquet", "npz"])
-def test_the_command_writes_a_file(weights: Path, shards: Path, tmp_path: Path, call: Call, suffix: str) -> None:
-    out = tmp_path / "new" / f"embeddings.{suffix}"
+def test_the_command_writes_a_file(weights: Path, shards: Path, tmp_path: Path, call: Call) -> None:
+    out = tmp_path / "new" / "embeddings.parquet"
     assert call("embed", weights, shards, "--out", out, "--workers", 0) == (0, "")
-    frame = ssl_vit.embed(weights, str(shards), workers=0)
-    if suffix == "parquet":
-        found = pd.read_parquet(out)
-        assert found["key"].tolist() == frame["key"].tolist() and found["label"].tolist() == frame["label"].tolist()
-        vectors = np.stack([*found["embedding"]])
-    else:
-        with np.load(out, allow_pickle=False) as arrays:
-            assert arrays["key"].tolist() == frame["key"].tolist() and arrays["label"].dtype == np.int64
-            vectors = arrays["embedding"]
-    assert vectors.dtype == np.float32
-    np.testing.assert_allclose(vectors, np.stack([*frame["embedding"]]), atol=1e-6)
+    frame, found = ssl_vit.embed(weights, str(shards), workers=0), pd.read_parquet(out)
+    assert found["key"].tolist() == frame["key"].tolist() and found["label"].tolist() == frame["label"].tolist()
+    np.testing.assert_allclose(np.stack([*found["embedding"]]), np.stack([*frame["embedding"]]), atol=1e-6)
+    assert found["embedding"][0].dtype == np.float32
 
 
 @pytest.mark.parametrize(
     ("arguments", "parts"),
     [
-        (["nowhere", "SHARDS", "--out", "e.npz"], ["nowhere", "no such run"]),
-        (["WEIGHTS", "nowhere", "--out", "e.npz"], ["nowhere"]),
-        (["WEIGHTS", "SHARDS", "--out", "e.csv"], ["--out e.csv", ".parquet or .npz"]),
+        (["nowhere", "SHARDS", "--out", "e.parquet"], ["nowhere", "no such run"]),
+        (["WEIGHTS", "nowhere", "--out", "e.parquet"], ["nowhere"]),
+        (["WEIGHTS", "SHARDS", "--out", "e.csv"], ["--out e.csv", ".parquet"]),
     ],
 )
 def test_wrong_input_is_named(weights: Path, shards: Path, call: Call, arguments: list[str], parts: list[str]) -> None:
     code, error = call("embed", *({"WEIGHTS": weights, "SHARDS": shards}.get(word, word) for word in arguments))
     assert code == 2 and all(part in error for part in parts)
-
-
-def test_a_pooling_that_the_encoder_does_not_have(make_encoder: Make, shards: Path, tmp_path: Path) -> None:
-    encoder = make_encoder(class_token=False)
-    factory.write_config(encoder, tmp_path / factory.CONFIG)
-    save_file(factory.state(encoder), tmp_path / factory.WEIGHTS)
-    with pytest.raises(UserError, match="pooling=token needs a class token"):
-        ssl_vit.embed(tmp_path, str(shards), pooling="token", workers=0)
 
 
 def test_the_python_api_is_imported_on_first_use() -> None:

@@ -90,13 +90,3 @@ def test_finer_targets_have_finer_pictures(make_encoder: Build, make_batch: Buil
         assert (cells == cells[:, :, :1, :, :1]).all()
         means = shown[:, 0].reshape(2, 8, 2, 8, 2, 3).mean(axis=(2, 4))
         assert np.array_equal(cells[:, :, 0, :, 0], means // 32 * 32 + 16)
-
-
-def test_the_same_batch_gives_the_same_sheet(make_encoder: Build, make_batch: Build) -> None:
-    objective = objective_of(make_encoder(channels=1))
-    batch = make_batch(3, channels=1, noise=objective.noise_per_sample())
-    one, two = (reconstruction.reconstructions(objective, batch) for _ in range(2))
-    assert one.shape == (3, 4, 16, 16, 1) and np.array_equal(one, two)
-    figure = reconstruction.sheet(one)
-    headings = [text.get_text() for text in figure.axes[0].texts]
-    assert sorted(headings) == sorted(reconstruction.HEADINGS * 2)  # two groups in the first row

@@ -93,14 +93,6 @@ def test_each_channel_may_have_its_own_normalization(
     assert state(again).keys() == again.network.state_dict().keys()
 
 
-def test_one_number_counts_for_every_channel(make_encoder: Make) -> None:
-    assert make_encoder(mean=0.4).mean == (0.4, 0.4, 0.4)
-    with pytest.raises(UserError, match=r"encoder\.mean has 2 numbers for 3 channels"):
-        make_encoder(mean=(0.4, 0.5))
-    with pytest.raises(UserError, match=r"encoder\.std=0\.0 must be greater than 0"):
-        make_encoder(std=(0.2, 0.0, 0.2))
-
-
 @pytest.mark.parametrize("difference", [IMAGENET, {"mean": 0.4}, {"norm_eps": 1e-12}])
 def test_weights_of_another_normalization_are_not_taken_over(make_encoder: Make, difference: dict[str, Any]) -> None:
     with pytest.raises(UserError, match=rf"encoder\.{min(difference)} is"):
@@ -133,6 +125,8 @@ def test_weights_of_another_activation_function_are_not_taken_over() -> None:
         ),
         ({"name": "vitamin_xlarge_256"}, "has no position embeddings"),
         ({"name": "deit_tiny_distilled_patch16_224"}, "VisionTransformerDistilled"),
+        ({"mean": (0.4, 0.5)}, r"encoder\.mean has 2 numbers for 3 channels"),
+        ({"std": (0.2, 0.0, 0.2)}, r"encoder\.std=0\.0 must be greater than 0"),
         ({"width": 16, "heads": 3}, "cannot have these sizes.*divisible"),
     ],
 )

@@ -59,19 +59,6 @@ def test_loss_and_gradients_are_those_of_the_whole_block(
         assert error < (1e-12 if exact else 1e-5), name
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_recomputed_activations_change_nothing(make_encoder: Callable[..., Any], checkpointing: bool) -> None:
-    model = make_encoder(depth=3).train()
-    model.network.set_grad_checkpointing(checkpointing)
-    images = torch.randint(0, 256, (4, 3, *model.image_size), dtype=torch.uint8)
-    found = gradients(model, model.represent(images, "token").sin().mean())
-    model.network.set_grad_checkpointing(False)
-    model.prunes = False
-    expected = gradients(model, model.represent(images, "token").sin().mean())
-    for name, gradient in expected.items():
-        assert torch.allclose(found[name], gradient, atol=1e-6), name
-
-
 def test_blocks_of_other_kinds_compute_everything(make_encoder: Callable[..., Any]) -> None:
     for name in ("vit_base_patch16_rpn_224", "vit_base_patch16_xp_224"):
         model = make_encoder(name=name).eval()

@@ -70,15 +70,6 @@ def test_fixed_positions_stay_fixed_at_another_size(
     assert torch.equal(again.network.pos_embed, model.network.pos_embed)
 
 
-def test_hybrids_change_size_too(make_encoder: Make, shaken: Make, pixels: Make) -> None:
-    source = shaken(make_encoder(name="vit_tiny_r_s16_p8_224", image_size=64))  # 4 cells of 4 pixels to a patch
-    assert (source.grid, source.patch_size) == ((4, 4), 16)
-    model = at_size(source, (32, 80))
-    assert (model.grid, model.patch_size) == ((2, 5), 16)
-    with torch.no_grad():
-        assert model(pixels(model)).shape == (2, 11, 16)
-
-
 @pytest.mark.parametrize("size", [18, (16, 18), (18, 16)])
 def test_a_size_that_the_patches_do_not_divide_is_the_users_mistake(make_encoder: Make, size: Any) -> None:
     for change in (at_size, lambda model, size: fresh(model, 0, size)):

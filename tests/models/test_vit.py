@@ -15,7 +15,6 @@ from torch import nn
 from ssl_vit.interfaces import UserError
 from ssl_vit.models import EncoderConfig
 from ssl_vit.models.factory import build, state
-from ssl_vit.models.vit import ViTEncoder
 
 Make = Callable[..., Any]
 
@@ -28,8 +27,6 @@ MODELS: list[Any] = [
     ("vit_tiny_patch16_224", {"image_size": 224}, {}),
     ("vit_base_patch16_224", FREE, TIMM_FREE),
     ("vit_small_patch14_reg4_dinov2", {**SMALL, "image_size": 56}, {**TIMM_SMALL, "img_size": 56}),
-    ("vit_medium_patch16_reg4_gap_256", {**SMALL, "image_size": 64}, {**TIMM_SMALL, "img_size": 64}),
-    ("vit_base_patch16_siglip_gap_224", {**SMALL, "image_size": 64}, {**TIMM_SMALL, "img_size": 64}),
     ("test_vit2", {"image_size": 64}, {"img_size": 64, "dynamic_img_size": False}),
     (
         "vit_tiny_patch16_224",
@@ -45,11 +42,6 @@ MODELS: list[Any] = [
         "vit_tiny_r_s16_p8_224",
         {**SMALL, "image_size": (64, 96), "patch_size": 4},
         {**TIMM_SMALL, "img_size": (64, 96), "patch_size": 4},
-    ),
-    (
-        "vit_small_r26_s32_224",
-        {**SMALL, "image_size": 64, "channels": 1},
-        {**TIMM_SMALL, "img_size": 64, "in_chans": 1},
     ),
 ]
 
@@ -230,15 +222,6 @@ def test_fixed_positions_are_sines_and_cosines_of_row_and_column(make_encoder: M
             angles = np.concatenate([row * frequencies, column * frequencies])
             expected = np.concatenate([np.sin(angles), np.cos(angles)])
             np.testing.assert_allclose(found[prefix + row * 5 + column], expected, atol=1e-6)
-    assert (found[:prefix] == 0).all()
-
-
-def test_fixed_positions_are_not_trained(make_encoder: Make, pixels: Make) -> None:
-    encoder: ViTEncoder = make_encoder(positions="sincos2d")
-    before = encoder.network.pos_embed.detach().clone()
-    optimizer = torch.optim.AdamW([p for p in encoder.parameters() if p.requires_grad], lr=0.1, weight_decay=0.5)
-    encoder(pixels(encoder)).square().mean().backward()
-    optimizer.step()
-    assert torch.equal(encoder.network.pos_embed, before)
+    assert (found[:prefix] == 0).all() and not encoder.network.pos_embed.requires_grad
     with pytest.raises(UserError, match="width that 4 divides"):
         make_encoder(positions="sincos2d", width=18)

@@ -131,20 +131,6 @@ def test_the_generator_decides_and_torchs_own_is_untouched() -> None:
     assert not np.array_equal(first[1], other[1])
 
 
-def test_gradients_flow_as_often_as_a_token_is_read() -> None:
-    tokens = tagged(5, 8).clone().requires_grad_()
-    mask = torch.full((3,), float(MASKED), requires_grad=True)
-    generator = torch.Generator().manual_seed(0)
-    out, _ = corrupt(tokens, mask, 6, generator, mask_prob=0.4, random_prob=0.4)
-    out.sum().backward()
-    found = places(out.detach())
-    assert mask.grad is not None
-    assert tokens.grad is not None
-    assert mask.grad.tolist() == [float((found == MASKED).sum())] * 3
-    reads = np.bincount(found[found != MASKED], minlength=40).reshape(5, 8)
-    np.testing.assert_array_equal(tokens.grad[..., 0].numpy(), reads)
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -168,17 +168,14 @@ def _transformers(folder: Path, config: dict[str, Any], origin: str) -> Imported
 
 def _file(path: Path, name: str | None, heads: int | None) -> Imported:
     if path.suffix == ".npz":
-        return google.read(path, name)
+        if name or heads:
+            raise UserError(f"{path} has its own sizes: remove --name and --heads")
+        return google.read(path)
     if path.suffix not in _CHECKPOINTS:
         raise UserError(f"{path}: weights are read from {', '.join(_CHECKPOINTS)} and .npz files")
     if name is None:
         raise UserError(f"{path} does not say its architecture: give --name, such as vit_base_patch16_224")
     tensors = _tensors(path)
-    if {"register_tokens", "cls_token", "pos_embed"} <= tensors.keys():
-        # DINOv2's own names. There the class token has a position; timm has positions for the patches alone.
-        tensors["reg_token"], positions = tensors.pop("register_tokens"), tensors["pos_embed"]
-        tensors["cls_token"] = tensors["cls_token"] + positions[:, :1]
-        tensors["pos_embed"] = positions[:, 1:]
     arguments = read_sizes(tensors, str(path), name, heads=heads)
     mean, std = (IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD) if arguments["in_chans"] == 3 else (0.5, 0.5)
     note = (

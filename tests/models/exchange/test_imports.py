@@ -80,17 +80,6 @@ def test_attention_pooling_is_a_head(tmp_path: Path, shaken: Make, pixels: Make)
     export(ours, tmp_path / "back", "timm", "")  # which loads it in timm, and compares
 
 
-def test_a_timm_resnet(tmp_path: Path, pixels: Make) -> None:
-    network = timm.create_model("test_resnet", num_classes=5).eval()
-    save_for_hf(network, tmp_path / "timm", safe_serialization=True)
-    _, found = import_weights(str(tmp_path / "timm"), tmp_path / "out")
-    ours = load(tmp_path / "out")
-    images = pixels(ours)
-    with torch.no_grad():
-        assert torch.equal(ours(images), network.forward_features(ours.normalized(images)).flatten(2).mT)
-    assert found.skipped == ["fc.weight", "fc.bias"]
-
-
 # --- bare checkpoints ---
 
 
@@ -121,24 +110,6 @@ def test_a_bare_checkpoint_and_a_name(
     images = pixels(ours)
     with torch.no_grad():
         assert torch.equal(ours(images), network.forward_features(ours.normalized(images)))
-
-
-def test_dinov2s_own_registers(tmp_path: Path, shaken: Make, pixels: Make) -> None:
-    """There the class token has a position and the registers, behind it, have none."""
-    name = "vit_small_patch14_reg4_dinov2"
-    network = shaken(timm.create_model(name, num_classes=0, **SMALL))
-    tensors, position = network.state_dict(), torch.randn(1, 1, 48)
-    theirs = {key: tensor for key, tensor in tensors.items() if key != "reg_token"}
-    theirs |= {"register_tokens": tensors["reg_token"], "mask_token": torch.zeros(1, 48)}
-    theirs["cls_token"] = tensors["cls_token"] - position
-    theirs["pos_embed"] = torch.cat([position, tensors["pos_embed"]], 1)
-    torch.save(theirs, tmp_path / "weights.pth")
-    _, found = import_weights(str(tmp_path / "weights.pth"), tmp_path / "out", name=name, heads=3)
-    ours = load(tmp_path / "out")
-    assert found.skipped == ["mask_token"] and ours.prefix_tokens == 5
-    images = pixels(ours)
-    with torch.no_grad():
-        torch.testing.assert_close(ours(images), network.forward_features(ours.normalized(images)))
 
 
 @pytest.mark.parametrize("wrapper", ["", "model_ema"])
@@ -317,11 +288,9 @@ def test_tensors_that_do_not_fit_are_named(tmp_path: Path, shaken: Make, how: st
     [
         ("weights.safetensors", "cut", "not a readable checkpoint"),
         ("weights.pt", {"epoch": 1, "optimizer": {"lr": 2}}, "no tensors there.* it holds epoch, optimizer"),
-        ("weights.pt", {"conv1.weight": torch.ones(3)}, r"no ViT under timm's.* names; it holds conv1\.weight"),
         ("cat.jpg", b"\xff\xd8", r"weights are read from \.safetensors"),
         ("folder/notes", b"", r"has no config\.json"),
         ("folder/config.json", b'{"model_type": "vit"}', r"holds no model\.safetensors and no pytorch_model\.bin"),
-        ("folder/config.json", b"{", r"config\.json is not readable"),
         ("folder/config.json", b'{"architecture": "swin_tiny_patch4_window7_224"}', "SwinTransformer"),
     ],
 )
@@ -347,7 +316,6 @@ def test_files_that_are_no_weights(tmp_path: Path, shaken: Make, file: str, cont
     [
         ("vit_tiny_patch16_224.augreg", "timm cannot load it.*augreg"),
         ("vit_tny_patch16_224", "no such file, folder or timm model; did you mean vit_tiny_patch16_224"),
-        ("convnext_tiny.fb_in1k", "ConvNeXt"),
         ("bare.pth", "give --name"),
         ("ours", "without import"),
     ],
