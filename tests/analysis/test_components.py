@@ -15,16 +15,6 @@ from ssl_vit.interfaces import UserError
 Build = Callable[..., Any]
 
 
-def test_a_hybrids_filters_are_its_stems(make_encoder: Build) -> None:
-    encoder = make_encoder(name="vit_tiny_r_s16_p8_224", image_size=32, patch_size=None)
-    found = components.filter_components(encoder)
-    assert found.values.shape == (28, 3, 7, 7)
-    flat = encoder.network.patch_embed.backbone.conv.weight.detach().double().flatten(1).numpy()
-    _, sizes, axes = np.linalg.svd(flat - flat.mean(0))
-    np.testing.assert_allclose(np.abs((found.values.reshape(28, -1) * axes[:28]).sum(1)), 1, atol=1e-6)
-    np.testing.assert_allclose(found.explained, sizes[:28] ** 2 / (sizes**2).sum(), rtol=1e-6)
-
-
 @pytest.mark.parametrize(
     "sizes", [{"image_size": (8, 16)}, {"name": "vit_wee_patch16_reg1_gap_256"}, {"positions": "sincos2d"}]
 )

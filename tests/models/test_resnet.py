@@ -12,7 +12,7 @@ import torch
 
 from ssl_vit.interfaces import UserError
 from ssl_vit.models import EncoderConfig
-from ssl_vit.models.factory import at_size, build, fresh, initialize, load, load_state, require_vit, state
+from ssl_vit.models.factory import at_size, build, fresh, load, require_vit, state
 from ssl_vit.models.resnet import ResNetEncoder
 
 Make = Callable[..., Any]
@@ -89,11 +89,3 @@ def test_fresh_ones_and_other_sizes(pixels: Make) -> None:
     assert all(torch.equal(a, b) for a, b in zip(state(like).values(), state(larger).values(), strict=True))
     with torch.no_grad():
         assert larger(pixels(larger)).shape == (2, 8, 512)
-
-
-def test_weights_of_a_vit_do_not_fit(make_encoder: Make) -> None:
-    for model, source in ((cnn(), make_encoder()), (make_encoder(), cnn())):
-        with pytest.raises(UserError, match="there does not fit this encoder"):
-            initialize(model, source, "there")
-        with pytest.raises(UserError, match="there does not fit this encoder"):
-            load_state(model, state(source), "there")

@@ -26,9 +26,7 @@ PLAIN: list[dict[str, Any]] = [
     {"image_size": (16, 24), "mlp_ratio": 1.5, **MEAN_STD},
 ]
 OTHERS: list[dict[str, Any]] = [
-    {"positions": "sincos2d"},
-    {"name": "vit_small_patch14_reg4_dinov2"},  # registers and a layer scale
-    {"class_token": False},
+    {"positions": "sincos2d", "class_token": False},
     {"name": "deit3_small_patch16_224"},  # no position for the class token
     {"name": "vit_tiny_r_s16_p8_224", "image_size": 64, "patch_size": 1},
 ]
