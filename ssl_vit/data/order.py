@@ -141,12 +141,6 @@ def interleave(sizes: Sequence[int]) -> np.ndarray:
     return np.repeat(np.arange(len(sizes)), sizes)[np.argsort(places, kind="stable")]
 
 
-def lane_epoch(seed: int, epoch: int, sets: Sequence[SampleSet], lanes: int, lane: int) -> list[tuple[int, Members]]:
-    """One lane's slice of an epoch, as (shard, positions inside it), set after set, not interleaved."""
-    bounds = zip(sets, lane_bounds(epoch, sets, lanes, lane), strict=True)
-    return [piece[1:] for samples, (first, last) in bounds for piece in set_slice(seed, samples, first, last)]
-
-
 def lane_stream(
     seed: int, sets: Sequence[SampleSet], lanes: int, lane: int, start: LanePosition = LanePosition()
 ) -> Iterator[Run]:

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from .servers import digit_shards, no_waiting, pending, serve
+from .servers import digit_shards, no_waiting, serve
 
-__all__ = ["digit_shards", "no_waiting", "pending", "serve", "unprivileged"]
+__all__ = ["digit_shards", "no_waiting", "serve", "unprivileged"]
 
 
 @pytest.fixture

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import hashlib
 import http.server
 import re
@@ -15,7 +13,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from fsspec.asyn import get_loop
 
 from ssl_vit.data.packing import pack
 from ssl_vit.data.packing.sources import open_source
@@ -151,65 +148,6 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.close_connection = True
 
 
-class Proxy:
-    """Hands a server's answers on, whole; after `hold()` no byte of them until `release()`, on any connection."""
-
-    def __init__(self, port: int) -> None:
-        self.upstream, self.flows, self.closed = port, threading.Event(), False
-        self.listener = socket.create_server(("127.0.0.1", 0))
-        self.url = f"http://127.0.0.1:{self.listener.getsockname()[1]}"
-        self.clients: list[socket.socket] = []
-        self.cut_after: list[int] = []  # bytes of an answer, for the connections to come
-        self.release()
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def hold(self) -> None:
-        self.flows.clear()
-
-    def release(self) -> None:
-        self.flows.set()
-
-    def hang_up(self) -> None:
-        """End the connections there are."""
-        while self.clients:
-            with contextlib.suppress(OSError):
-                self.clients.pop().shutdown(socket.SHUT_RDWR)
-
-    def close(self) -> None:
-        self.closed = True
-        self.release()
-        self.listener.close()
-
-    def _accept(self) -> None:
-        while not self.closed:
-            try:
-                client, _ = self.listener.accept()
-            except OSError:
-                return
-            self.clients.append(client)
-            server = socket.create_connection(("127.0.0.1", self.upstream))
-            limit = self.cut_after.pop(0) if self.cut_after else None
-            threading.Thread(target=self._pump, args=(client, server, None, False), daemon=True).start()
-            threading.Thread(target=self._pump, args=(server, client, limit, True), daemon=True).start()
-
-    def _pump(self, source: socket.socket, target: socket.socket, limit: int | None, answers: bool) -> None:
-        passed = 0
-        try:
-            while data := source.recv(1 << 16):
-                if answers:
-                    self.flows.wait(20)
-                if limit is not None and passed + len(data) > limit:
-                    target.sendall(data[: limit - passed])
-                    break
-                target.sendall(data)
-                passed += len(data)
-        except OSError:
-            pass
-        for end in (source, target):
-            with contextlib.suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
-
-
 @pytest.fixture(scope="session")
 def digit_shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Eight labeled shards of the embedded digits with their info.json; not to be written to."""
@@ -230,16 +168,6 @@ def serve() -> Iterator[Callable[[Path], FaultyServer]]:
     yield start
     for server in running:
         server.stop()
-
-
-@pytest.fixture
-def pending() -> Callable[[], int]:
-    """How many tasks of fsspec's event loop are not done."""
-
-    async def tasks() -> int:
-        return len(asyncio.all_tasks()) - 1  # without this one
-
-    return lambda: asyncio.run_coroutine_threadsafe(tasks(), get_loop()).result()
 
 
 @pytest.fixture

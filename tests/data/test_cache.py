@@ -123,15 +123,6 @@ def test_a_server_that_does_not_say_the_size_is_read_all_the_same(
     assert kept(remote) == [] and "does not say how large" in capsys.readouterr().err
 
 
-def test_broken_transfers_and_wrong_checksums_are_retried(server: FaultyServer, remote: RemoteConfig) -> None:
-    server.faults["0.tar"] = [("cut", 30_000)]
-    server.faults["1.tar"] = [("garbage",)]
-    for number in (0, 1):
-        assert fetch(server.url, number, remote) == content(number)
-        assert fetch(server.url, number, remote) == content(number)
-    assert len(server.gets("0.tar")) == 2 and len(server.gets("1.tar")) == 2
-
-
 def test_a_wrong_checksum_that_stays_wrong_is_named_and_not_kept(server: FaultyServer, remote: RemoteConfig) -> None:
     server.always["1.tar"] = ("garbage",)
     with pytest.raises(UserError, match=r"/1.tar: its sha256 is .*upload the shards and their info.json again"):
@@ -233,16 +224,6 @@ def test_a_folder_that_cannot_be_used_is_named_before_anything_is_read(
     with pytest.raises(UserError, match=r"data.remote.cache_dir=.*/file/cache: cannot be used: Not a directory"):
         open_shards(server.url, RemoteConfig(cache_dir=f"{tmp_path}/file/cache"))
     assert not server.gets("000000.tar")
-
-
-def test_counting_and_reading_share_the_download(serve: Callable, digit_shards: Path, tmp_path: Path) -> None:
-    server = serve(digit_shards)
-    server.always["info.json"] = ("status", 404)
-    shards = open_shards(f"{server.url}/00000{{0..1}}.tar", RemoteConfig(cache_dir=str(tmp_path / "cache")))
-    assert shards.counts == (180, 180)
-    server.always["000001.tar"] = ("cut", 0)  # enough to ask for the version, no more
-    with open_url(shards.urls[1], shards.remote, shards.sizes[1], shards.checksums[1]) as file:
-        assert file.read() == (digit_shards / "000001.tar").read_bytes()
 
 
 def test_without_a_cache_a_shard_has_no_name_on_the_disk_and_is_checked(

@@ -78,29 +78,11 @@ def test_a_server_in_trouble_is_waited_for_and_not_taken_for_an_empty_one(server
         open_shards(f"{server.url}/shards/*.tar", REMOTE)
 
 
-def test_fsspecs_own_settings_hold(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    server.key = "Bearer secret"
-    with pytest.raises(UserError, match="access is refused"):
-        open_shards(f"{server.url}/shards/000000.tar", REMOTE)
-    settings: dict[str, Any] = {}
-    fsspec.config.set_conf_env(settings, {"FSSPEC_HTTP": '{"headers": {"Authorization": "Bearer secret"}}'})
-    monkeypatch.setitem(fsspec.config.conf, "http", settings["http"])
-    assert len(open_shards(f"{server.url}/shards/000000.tar", REMOTE).open(0).samples) == 180
-
-
 def test_signed_urls_keep_their_query_and_do_not_change_the_set(server: Any, folder: Path) -> None:
     one, two = (open_shards(f"{server.url}/shards/00000{{0..3}}.tar?Signature=a/{n}&E=*", REMOTE) for n in (1, 2))
     assert one.urls[3] == f"{server.url}/shards/000003.tar?Signature=a/1&E=*"
     assert one.fingerprint == two.fingerprint == open_shards(f"{folder}/shards/00000{{0..3}}.tar").fingerprint
     assert one.counts == (180, 180, 180, 180) and one.classes
-
-
-def test_several_folders_may_be_named_at_once(server: Any, folder: Path) -> None:
-    shutil.copytree(folder / "shards", folder / "more")
-    found = open_shards(f"{server.url}/{{shards,more}}/00000{{0..1}}.tar", REMOTE)
-    assert found.counts == (180, 180, 180, 180) and found.classes is None  # whose classes would they be?
-    local = open_shards(f"{folder}/{{shards,more}}/00000{{0..1}}.tar")
-    assert local.counts == found.counts
 
 
 @pytest.mark.parametrize(

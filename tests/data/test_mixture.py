@@ -59,11 +59,6 @@ def test_without_weights_every_sample_of_every_set_comes_once_an_epoch(folder: P
     assert len(set(seen[:first_epoch])) == first_epoch
 
 
-def test_weights_are_the_shares_of_every_batch(folder: Path) -> None:
-    for step in indices(mixture(folder, 1.0, 3.0), 60):
-        assert sum(n >= 1437 for n in step) == pytest.approx(30, abs=4)
-
-
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_batches_of_a_mixture_do_not_depend_on_the_topology(folder: Path, ranks: int) -> None:
     data = mixture(folder, 2.0, 1.0)
@@ -92,12 +87,6 @@ def test_sets_of_other_classes_have_no_labels_together(folder: Path, tmp_path: P
         (other / tar.name).symlink_to(tar)
     (other / "info.json").write_text(info.replace('"7"', '"seven"'))
     assert open_training(DataConfig(train=[f"{folder}/train", str(other)])).classes is None
-
-
-def test_weights_tell_mixtures_apart(folder: Path) -> None:
-    prints = {open_training(mixture(folder, *weights)).fingerprint for weights in ((1, 1), (1, 2), (None, None))}
-    alone = open_training(DataConfig(train=f"{folder}/train")).fingerprint
-    assert len(prints | {alone}) == 4
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
-import socket
 import sys
-import threading
-import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -77,23 +74,6 @@ def test_a_failure_that_lasts_is_a_run_error(server: FaultyServer, fault: tuple,
     assert len(server.gets("x.tar")) == 3
 
 
-def test_the_waits_double_up_to_a_bound(server: FaultyServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    waits: list[float] = []
-    monkeypatch.undo()
-    monkeypatch.setattr("tenacity.nap.time.sleep", waits.append)
-    server.always["x.tar"] = ("status", 503)
-    with pytest.raises(RunError):
-        read(server, RemoteConfig(timeout=20, retries=9))
-    assert waits == [0.5, 1, 2, 4, 8, 16, 32, 60, 60]
-
-
-def test_a_server_that_is_gone_is_a_run_error(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    with pytest.raises(RunError, match=f"127.0.0.1:{port}/x.tar: .*3 tries"):
-        download(f"http://127.0.0.1:{port}/x.tar", str(tmp_path / "copy"), REMOTE)
-
-
 def test_an_object_of_another_size_is_refused_at_once(server: FaultyServer) -> None:
     for size in (SIZE + 1000, SIZE - 1000):
         with pytest.raises(UserError, match=f"has {SIZE} bytes, expected {size}"):
@@ -119,33 +99,10 @@ def test_client_errors_are_not_retried(server: FaultyServer, status: int, reason
     assert len(server.log) == 1
 
 
-def test_headers_of_the_configuration_are_sent(server: FaultyServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    server.key = "Bearer x"
-    with pytest.raises(UserError, match="access is refused"):
-        read(server)
-    monkeypatch.setitem(fsspec.config.conf, "http", {"headers": {"Authorization": "Bearer x"}})
-    server.faults["x.tar"] = [("cut", 100_000)]
-    assert read(server) == expected(server)
-
-
 def test_a_wrong_checksum_is_downloaded_twice_then_refused(server: FaultyServer) -> None:
     with pytest.raises(UserError, match=r"x.tar: its sha256 is .*upload the shards and their info.json again"):
         download(f"{server.url}/x.tar", str(server.folder / "copy"), REMOTE, SIZE, "0" * 64)
     assert len(server.log) == 2
-
-
-def test_nothing_is_left_behind_by_stalled_downloads(server: FaultyServer, pending: Callable[[], int]) -> None:
-    read(server)
-    server.always["x.tar"] = ("stall", 0)
-    threads, before = threading.active_count(), pending()
-    for _ in range(3):
-        with pytest.raises(RunError):
-            read(server, RemoteConfig(timeout=0.05, retries=1))
-    server.closing.set()  # the stalled threads of the server itself end
-    deadline = time.monotonic() + 5
-    while (threading.active_count() > threads or pending() > before) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert threading.active_count() <= threads and pending() <= before
 
 
 def test_a_forked_process_does_not_finalize_its_parents_clients(server: FaultyServer) -> None:

@@ -1,4 +1,4 @@
-"""hf:// and gs:// against servers on this machine that speak as much of the hub's and Google's API as reading needs."""
+"""hf:// against a server on this machine that speaks as much of the hub's API as reading needs."""
 
 from __future__ import annotations
 
@@ -117,28 +117,3 @@ def test_what_the_hub_does_not_have_or_give_is_named(hub: Hub) -> None:
     hub.gated = True
     with pytest.raises(UserError, match=r"000000.tar: access is refused.*credentials"):
         shards.open(0)
-
-
-def test_a_set_in_a_google_bucket_is_the_set_on_the_disk(digit_shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")  # it would ask over gRPC, which no emulator speaks
-    pytest.importorskip("gcsfs")
-    server = pytest.importorskip("gcp_storage_emulator.server").create_server("127.0.0.1", 0, in_memory=True)
-    server.start()
-    try:
-        monkeypatch.setenv("STORAGE_EMULATOR_HOST", f"http://127.0.0.1:{server._api._httpd.server_port}")
-        monkeypatch.setitem(fsspec.config.conf, "gs", {"token": "anon"})
-        google = fsspec.filesystem("gs")
-        google.mkdir("bucket")
-        for path in digit_shards.iterdir():
-            google.pipe_file(f"bucket/shards/{path.name}", path.read_bytes())
-        local = open_shards(str(digit_shards))
-        for spec in ("shards", "shards/*.tar", "shards/{000000..000007}.tar"):
-            remote = open_shards(f"gs://bucket/{spec}", REMOTE)
-            assert remote.urls[7] == "gs://bucket/shards/000007.tar"
-            assert (remote.counts, remote.fingerprint) == (local.counts, local.fingerprint)
-        with remote.open(5).file as there, local.open(5).file as here:
-            assert there.read() == here.read()
-        with pytest.raises(UserError, match=r"9.tar: no such shard"):
-            open_shards("gs://bucket/shards/9.tar", REMOTE)
-    finally:
-        server.stop()

@@ -6,7 +6,6 @@ import itertools
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -26,7 +25,7 @@ from ssl_vit.data.order import LanePosition, SampleSet, shard_order
 from ssl_vit.data.samples import Preprocess
 from ssl_vit.data.shards import ShardSet, open_shards
 from ssl_vit.data.stream import train_source
-from ssl_vit.interfaces import RunError, UserError
+from ssl_vit.interfaces import RunError
 
 from .servers import FaultyServer
 
@@ -92,16 +91,6 @@ def test_an_outage_is_an_error_and_never_skipped_samples(server: FaultyServer) -
     with pytest.raises(RunError, match=r"tar: HTTP status 503.*3 tries") as caught:
         list(evaluation_batches(evaluation, CPU))
     assert "Traceback" not in str(caught.value) and "\n" not in str(caught.value)
-
-
-def test_a_user_error_of_a_worker_is_one_here(server: FaultyServer) -> None:
-    shards = open_shards(server.url, REMOTE)
-    for number in range(8):
-        server.always[f"{number:06d}.tar"] = ("short", 20_000)
-    with pytest.raises(UserError, match=r"tar: has 20000 bytes, expected \d+"):
-        images(shards, workers=2)
-    with pytest.raises(UserError, match=r"tar: has 20000 bytes"):
-        shards.open(0)
 
 
 def test_damage_inside_a_remote_shard_is_skipped_as_in_a_local_one(
@@ -180,22 +169,3 @@ def test_a_run_through_failures_and_an_outage_ends_as_one_from_the_disk(
     there, here = load_file(web / "encoder.safetensors"), load_file(disk / "encoder.safetensors")
     assert there.keys() == here.keys()
     assert all(torch.equal(there[name], here[name]) for name in here)
-
-
-@pytest.mark.slow
-def test_ctrl_c_twice_ends_a_run_whose_workers_wait_for_a_server(
-    serve: Callable, digit_shards: Path, tmp_path: Path
-) -> None:
-    server, run = serve(digit_shards), tmp_path / "run"
-    server.always[last_shard_of_the_first_epoch(digit_shards)] = ("silent",)
-    process = subprocess.Popen(command(server.url, run), env=ENVIRONMENT, stderr=subprocess.PIPE, text=True)
-    while not list(run.glob("checkpoints/step_*")):
-        assert process.poll() is None
-        time.sleep(0.02)
-    time.sleep(2)
-    process.send_signal(signal.SIGINT)
-    time.sleep(3.5)  # sooner, it would count as the same request
-    process.send_signal(signal.SIGINT)
-    start = time.monotonic()
-    process.communicate(timeout=60)
-    assert process.returncode == 1 and time.monotonic() - start < 30

@@ -36,12 +36,6 @@ def test_what_cannot_be_opened_is_refused(spec: str) -> None:
         open_shards(spec)
 
 
-def test_a_folder_of_splits_names_the_split(folder: Path, tmp_path: Path) -> None:
-    pack(open_source("digits", split="test"), tmp_path / "train", shards=1, progress=False)
-    with pytest.raises(UserError, match=r"did you mean .*/train"):
-        open_shards(str(tmp_path))
-
-
 def test_tars_without_info_json_are_told_apart_by_their_headers_and_labels(tmp_path: Path) -> None:
     def packed(name: str, label: bytes, image: bytes = b"pixels") -> str:
         folder = tmp_path / name

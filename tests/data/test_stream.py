@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
-import multiprocessing
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,7 @@ from ssl_vit.data.images import evaluation_transform, train_transform
 from ssl_vit.data.order import LanePosition
 from ssl_vit.data.packing import pack
 from ssl_vit.data.packing.sources import open_source
-from ssl_vit.data.samples import Preprocess, Sample, SampleReader, sample_seed
+from ssl_vit.data.samples import Preprocess
 from ssl_vit.data.shards import ShardSet, open_shards
 from ssl_vit.data.shards.reading import ShardFile
 from ssl_vit.data.stream import train_source
@@ -91,11 +89,6 @@ def test_a_stream_resumes_from_its_positions_on_another_topology(shards: ShardSe
     assert all(torch.equal(a, b) for a, b in zip(rest, resumed, strict=True))
 
 
-def test_views_change_with_the_epoch_and_the_seed_alone() -> None:
-    seeds = {sample_seed(s, e, i) for s in range(4) for e in range(4) for i in range(50)}
-    assert len(seeds) == 4 * 4 * 50
-
-
 def test_the_training_process_keeps_its_generator(shards: ShardSet) -> None:
     """Without workers, augmentation runs in the training process: the model's random numbers must not notice."""
     torch.manual_seed(5)
@@ -125,22 +118,6 @@ def test_a_small_cache_changes_nothing(shards: ShardSet) -> None:
         return torch.stack([batch.images for batch, _ in itertools.islice(source([LanePosition()] * LANES), 12)])
 
     assert torch.equal(images(0), images(64))
-
-
-def test_decoded_images_are_kept_in_one_block_while_they_fit(shards: ShardSet) -> None:
-    """Small arrays of their own would pin what a training step frees around them: megabytes a step."""
-    reader = SampleReader(shards, preprocess(), cache_bytes=60 * 64 + 63)
-    places = [(shard, member) for shard in range(2) for member in range(40)]
-    first = [reader.sample(*place, 0) for place in places]
-    assert (reader.reads, len(reader.cache)) == (80, 60)
-    again = [reader.sample(*place, 0) for place in places]
-    assert reader.reads == 100
-    for one, other in zip(first, again, strict=True):
-        assert isinstance(one, Sample) and isinstance(other, Sample)
-        assert torch.equal(one.image, other.image) and (one.label, one.key) == (other.label, other.key)
-    block = reader.kept.data_ptr()
-    kept = [reader._recall(start, height, width) for start, height, width, _, _ in reader.cache.values()]
-    assert sorted(pixels.data_ptr() - block for pixels in kept) == list(range(0, 60 * 64, 64))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 7])
@@ -192,13 +169,3 @@ def test_a_resume_opens_one_shard_per_lane_and_its_next(
     start = [LanePosition(2, int(share * many.samples / LANES))] * LANES
     next(rank_batches(many, 0, 1, 0, start))
     assert LANES <= len(opened) <= 3 * LANES  # a step may cross from one shard into the next
-
-
-def test_loader_processes_end_when_the_iteration_does(shards: ShardSet) -> None:
-    others = set(multiprocessing.active_children())  # of tests whose tracebacks are still kept
-    batches = rank_batches(shards, 0, 1, 2)
-    next(batches)
-    assert len(set(multiprocessing.active_children()) - others) == 2
-    batches.close()  # type: ignore[attr-defined]
-    gc.collect()
-    assert not set(multiprocessing.active_children()) - others

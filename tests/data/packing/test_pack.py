@@ -15,7 +15,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import datasets
 import numpy as np
 import pytest
 
@@ -128,17 +127,6 @@ def test_same_input_same_bytes_other_seed_other_order(tmp_path: Path) -> None:
     assert labeled_images(one) == labeled_images(three)
 
 
-def test_source_order_keeps_the_order_of_the_source(tmp_path: Path) -> None:
-    source = few_digits(150)
-    images = [source.read(index)[1] for index in range(150)]
-    assert sizes(pack(source, tmp_path / "out", shards=4, order="source")[tmp_path / "out"]) == [38, 38, 37, 37]
-    found = members(tmp_path / "out")
-    assert list(found) == [f"{number:08d}.{suffix}" for number in range(150) for suffix in ("cls", "png")]
-    assert [data for name, data in found.items() if name.endswith(".png")] == images
-    assert source.labels is not None
-    assert [int(data) for name, data in found.items() if name.endswith(".cls")] == source.labels.tolist()
-
-
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
@@ -224,16 +212,6 @@ def test_holdout_is_stratified_disjoint_and_repeatable(tmp_path: Path) -> None:
         assert verify(folder) == []
     with pytest.raises(UserError, match="name one of its parts: test, train"):
         verify(out)
-
-
-def test_parquet_is_packed_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    images = [encoded("JPEG", number, quality=40) for number in range(6)]
-    features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=["x", "y"])})
-    rows = {"image": [{"bytes": data, "path": None} for data in images], "label": [0, 1] * 3}
-    datasets.Dataset.from_dict(rows, features=features).to_parquet(str(tmp_path / "p.parquet"))
-    pack(open_source(str(tmp_path / "p.parquet")), tmp_path / "out", jobs=2)
-    assert labeled_images(tmp_path / "out") == dict(zip(images, [0, 1] * 3, strict=True))
 
 
 def test_overwrite_replaces_only_the_shard_set(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import signal
 import subprocess
@@ -100,21 +99,3 @@ def test_process_count(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [count(None, 100, 0), count(20, 100, 0), count(20, 0, 0)] == [1, 20, 1]
     with pytest.raises(UserError, match="jobs must be at least 1"):
         count(0, 100, 0)
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def test_a_bar_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TERM", "xterm")
-    said = {}
-    for name, stream, show in (("bar", Terminal(), True), ("file", io.StringIO(), True), ("none", Terminal(), False)):
-        monkeypatch.setattr(sys, "stderr", stream)
-        with parallel.progress_bar("packing", 12, show) as advance:
-            for _ in range(12):
-                advance(1)
-        said[name] = stream.getvalue()
-    assert "packing" in said["bar"] and "12/12" in said["bar"]
-    assert said["file"] == said["none"] == ""

@@ -140,13 +140,6 @@ def test_digits(split: str | None, count: int, first: int) -> None:
         assert source.labels[index] == digits.target[first + index]
 
 
-def test_a_metadata_file_that_names_no_images_leaves_a_folder_a_folder(tmp_path: Path) -> None:
-    write(tmp_path / "0.png", encoded("PNG"))
-    (tmp_path / "metadata.csv").write_text("camera,date\nx,y\n")
-    with pytest.warns(UserWarning, match="ignored 1 files"):
-        assert open_source(str(tmp_path)).count == 1
-
-
 @pytest.mark.parametrize(
     "spec", ["./nowhere", "/no/such/folder", "some/deep/path", "nowhere/", "~/no_such_folder_here"]
 )
@@ -183,8 +176,3 @@ def test_splits_with_other_folders_below_them_do_not_share_classes(tmp_path: Pat
         write(tmp_path / "chain" / place / "1.png", encoded("PNG"))
     found = [open_source(str(tmp_path / "chain"), split=split).classes for split in ("train", "val", "test")]
     assert found == [["a", "b", "c", "d"]] * 3
-
-
-def test_a_folder_called_metadata_is_a_class(tmp_path: Path) -> None:
-    write(tmp_path / "metadata.csv" / "1.png", encoded("PNG"))
-    assert open_source(str(tmp_path)).classes == ["metadata.csv"]

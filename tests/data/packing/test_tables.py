@@ -47,16 +47,6 @@ def test_parquet_file_keeps_bytes_and_class_names(tmp_path: Path) -> None:
     assert source.name == "part.parquet (datasets)"
 
 
-def test_parquet_directory_has_splits(tmp_path: Path) -> None:
-    (tmp_path / "data").mkdir()
-    table([1, 0, 1], ["no", "yes"]).to_parquet(str(tmp_path / "data" / "train-00000-of-00001.parquet"))
-    table([1], ["no", "yes"]).to_parquet(str(tmp_path / "data" / "test-00000-of-00001.parquet"))
-    assert open_source(str(tmp_path), split="train").count == 3
-    assert open_source(str(tmp_path), split="test").count == 1
-    with pytest.raises(UserError, match="choose split from: train, test"):
-        open_source(str(tmp_path))
-
-
 def test_parquet_that_datasets_did_not_write(tmp_path: Path) -> None:
     images = [encoded("PNG", number) for number in range(3)]
     file = tmp_path / "plain.parquet"
