@@ -11,7 +11,6 @@ import tarfile
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from ssl_vit.data.packing import content_hash
 from ssl_vit.data.packing.images import channels, decode, open_header
 from ssl_vit.data.packing.parallel import end_with_parent, process_count, progress_bar, run
 from ssl_vit.data.packing.sources.base import BrokenImageError
-from ssl_vit.data.shards.info import IMAGE_EXTENSIONS, Info, ShardList, open_set
+from ssl_vit.data.shards.info import IMAGE_EXTENSIONS, Info, ShardEntry, open_set
 from ssl_vit.data.shards.reading import BadSample, ShardFile
 from ssl_vit.files import sha256
 from ssl_vit.interfaces import UserError
@@ -57,7 +56,7 @@ def verify(folder: Path, *, jobs: int | None = None, progress: bool = True) -> l
 
     Raises UserError where there is no shard set, info.json cannot be read, or packing was not finished.
     """
-    return _check(folder, open_set(folder), True, jobs, progress)[0]
+    return _check(folder, *open_set(folder), True, jobs, progress)[0]
 
 
 def stats(folder: Path) -> dict[str, Any]:
@@ -68,8 +67,8 @@ def stats(folder: Path) -> dict[str, Any]:
 
     Raises UserError as `verify` does, and for a set with defects, naming the first one.
     """
-    listed = open_set(folder)
-    defects, shards = _check(folder, listed, False, 1, False)
+    info, file = open_set(folder)
+    defects, shards = _check(folder, info, file, False, 1, False)
     for defect in defects:
         where = f"{folder / defect.shard}: {defect.key}{defect.key and ': '}"
         raise UserError(f"{where}{defect.kind}: {defect.detail}; `ssl-vit shards verify` lists every defect")
@@ -77,12 +76,13 @@ def stats(folder: Path) -> dict[str, Any]:
     if not len(heights):
         raise UserError(f"{folder}: its shards hold no samples")
     labels = sum((shard.labels for shard in shards), Counter[int]())
-    names = Counter(listed.classes)  # ImageNet has two classes called crane
-    classes = [name if names[name] == 1 else f"{name} ({index})" for index, name in enumerate(listed.classes or ())]
+    names = (info and info.classes) or []
+    # ImageNet has two classes called crane.
+    classes = [name if names.count(name) == 1 else f"{name} ({index})" for index, name in enumerate(names)]
     return {
         "samples": len(heights),
         "shards": len(shards),
-        "bytes": sum((folder / name).stat().st_size for name in listed.shards),
+        "bytes": sum(path.stat().st_size for path in folder.glob("*.tar")),
         "labeled": labels.total() == len(heights),
         "samples_per_class": (
             {name: labels[index] for index, name in enumerate(classes)}
@@ -99,31 +99,34 @@ def _spread(values: Sequence[int] | np.ndarray) -> dict[str, float]:
 
 
 def _check(
-    folder: Path, listed: ShardList, pixels: bool, jobs: int | None, progress: bool
+    folder: Path, info: Info | None, file: str, pixels: bool, jobs: int | None, progress: bool
 ) -> tuple[list[Defect], list[_Shard]]:
     """All defects, and what the shards that are there hold. pixels: check checksums and pixels, too."""
     present = {path.name: path.stat().st_size for path in folder.glob("*.tar")}
-    missing = [name for name in listed.shards if name not in present]
-    defects = [Defect(name, "", "missing_shard", f"{listed.file} lists it") for name in missing]
-    extra = sorted(present.keys() - listed.shards.keys())
-    defects += [Defect(name, "", "extra_shard", f"not in {listed.file}") for name in extra]
-    for split, part in listed.parts.items():
-        if (total := sum(entry.samples for entry in part.shards)) != part.samples:
-            detail = f"says {part.samples} samples{split and f' in {split}'}, its shards have {total}"
-            defects.append(Defect(listed.file, "", "count", detail))
-        if isinstance(part, Info) and part.content_hash not in (None, content_hash(e.sha256 for e in part.shards)):
-            defects.append(Defect(listed.file, "", "checksum", "content_hash differs from that of the shards' sha256"))
-    names = [name for name in listed.shards if name in present]
-    samples = sum(entry.samples for name in names if (entry := listed.shards[name]))
+    listed: dict[str, ShardEntry | None] = dict.fromkeys(sorted(present))
+    defects: list[Defect] = []
+    if info:
+        listed = {entry.file: entry for entry in info.shards}
+        defects += [Defect(n, "", "missing_shard", f"{file} lists it") for n in listed if n not in present]
+        extra = sorted(present.keys() - listed.keys())
+        defects += [Defect(name, "", "extra_shard", f"not in {file}") for name in extra]
+        for split, part in (info.splits or {"": info}).items():
+            if (total := sum(entry.samples for entry in part.shards)) != part.samples:
+                detail = f"says {part.samples} samples{split and f' in {split}'}, its shards have {total}"
+                defects.append(Defect(file, "", "count", detail))
+        if info.content_hash not in (None, content_hash(entry.sha256 for entry in info.shards)):
+            defects.append(Defect(file, "", "checksum", "content_hash differs from that of the shards' sha256"))
+    names = [name for name in listed if name in present]
+    samples = sum(entry.samples for name in names if (entry := listed[name])) if info else None
     checked: dict[str, _Shard] = {}
-    with progress_bar("verifying", samples or None, progress) as advance:
+    with progress_bar("verifying", samples, progress) as advance:
 
         def receive(name: str, shard: _Shard) -> None:
             checked[name] = shard
             advance(len(shard.sizes))
 
-        processes = process_count(jobs, len(names), sum(present[name] for name in names))
-        run(_Checker(folder, listed, pixels), names, processes, receive)
+        processes = process_count(jobs, len(names), samples)
+        run(_Checker(folder, info, file, listed, pixels), names, processes, receive)
     keys_of_family: dict[str, set[str]] = {}  # train-000.tar and val-000.tar may share keys
     for name in names:
         keys = keys_of_family.setdefault(re.sub(r"\d+\.tar$", "", name), set())
@@ -149,20 +152,22 @@ class _Checker:
     """What every process needs to check shards by their names."""
 
     folder: Path
-    listed: ShardList
+    info: Info | None
+    file: str
+    listed: dict[str, ShardEntry | None]
     pixels: bool
 
     def __call__(self, name: str) -> _Shard:
-        path, entry, found = self.folder / name, self.listed.shards[name], _Shard()
+        path, entry, found = self.folder / name, self.listed[name], _Shard()
 
         def report(key: str, kind: str, detail: str) -> None:
             found.defects.append(Defect(name, key, kind, detail))
 
         if entry is not None and self.pixels:
             if entry.bytes is not None and (size := path.stat().st_size) != entry.bytes:
-                report("", "size", f"{size} bytes, {self.listed.file} says {entry.bytes}")
+                report("", "size", f"{size} bytes, {self.file} says {entry.bytes}")
             if entry.sha256 and sha256(path) != entry.sha256:
-                report("", "checksum", f"differs from the sha256 that {self.listed.file} lists")
+                report("", "checksum", f"differs from the sha256 that {self.file} lists")
         with path.open("rb") as file:
             try:
                 shard = ShardFile(file, name)
@@ -170,10 +175,10 @@ class _Checker:
                 report("", "truncated", str(error))
             else:
                 self._samples(shard, found, report)
-                if damage := shard.damage or _early_end(path):
+                if damage := shard.damage or _early_end(shard):
                     report("", "truncated", damage)
         if entry is not None and len(found.sizes) != entry.samples:
-            report("", "count", f"{len(found.sizes)} samples, {self.listed.file} says {entry.samples}")
+            report("", "count", f"{len(found.sizes)} samples, {self.file} says {entry.samples}")
         return found
 
     def _samples(self, shard: ShardFile, found: _Shard, report: Report) -> None:
@@ -202,41 +207,28 @@ class _Checker:
                 report(key, "unreadable_image", str(error))
                 members = {}
             found.sizes.append((height, width, depth))
-            if (label := _label(key, members.get("cls"), self.listed, report)) is not None:
+            if (label := _label(key, members.get("cls"), self.info, report)) is not None:
                 found.labels[label] += 1
 
 
-def _early_end(path: Path) -> str:
+def _early_end(shard: ShardFile) -> str:
     """Why the members end before the file does, if they do. Readers take a damaged header for the end, and see nothing
     after an end mark."""
-    try:
-        with _BoundedFile(path) as file, tarfile.open(fileobj=file, mode="r:") as tar:
-            tar.getmembers()
-            file.seek(tar.offset)
-            rest = file.read(1 << 20)
-    except (tarfile.TarError, OSError) as error:
-        return str(error)
+    rest = os.pread(shard.file.fileno(), 1 << 20, shard.end)
     if len(rest) < tarfile.BLOCKSIZE:
         return "the end mark is missing: the file was cut"
-    return f"nothing after byte {tar.offset} can be read" if rest.strip(b"\0") else ""
+    return f"nothing after byte {shard.end} can be read" if rest.strip(b"\0") else ""
 
 
-class _BoundedFile(FileIO):
-    """Reads no more than is left: headers may claim any size, and memory is allocated for what is asked for."""
-
-    def read(self, size: int | None = -1) -> bytes:
-        left = max(os.fstat(self.fileno()).st_size - self.tell(), 0)
-        return super().read(left if size is None or size < 0 else min(size, left)) or b""
-
-
-def _label(key: str, label: bytes | None, listed: ShardList, report: Report) -> int | None:
+def _label(key: str, label: bytes | None, info: Info | None, report: Report) -> int | None:
+    classes = info.classes if info else None
     if label is None:
-        if listed.labeled:
+        if info and info.labeled:
             report(key, "bad_label", "no .cls member in a labeled set")
     elif not _LABEL.fullmatch(label):
         report(key, "bad_label", f"not an integer: {label[:40]!r}")
-    elif int(label) < 0 or (listed.classes is not None and int(label) >= len(listed.classes)):
-        limit = f"0 to {len(listed.classes) - 1}" if listed.classes else "0 or more"
+    elif int(label) < 0 or (classes is not None and int(label) >= len(classes)):
+        limit = f"0 to {len(classes) - 1}" if classes else "0 or more"
         report(key, "label_out_of_range", f"{int(label)} is not {limit}")
     else:
         return int(label)

@@ -63,8 +63,8 @@ def pack(
     """
     options = Options(shard_size, shards, resize, quality, seed, order, holdout, subset, keep_names)
     planned = {out / part: images for part, images in plan_shards(source, options).items()}
-    share = sum(len(images) for shards in planned.values() for images in shards) / source.count
-    processes = process_count(jobs, sum(map(len, planned.values())), int(source.size * share))
+    every = [images for shards in planned.values() for images in shards]
+    processes = process_count(jobs, len(every), sum(map(len, every)))
     plan = {
         "software": f"ssl-vit {__version__}, Pillow {PIL.__version__}",  # the latter encodes what is resized
         "source": source.name,

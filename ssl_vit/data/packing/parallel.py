@@ -16,19 +16,19 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from ssl_vit.interfaces import RunError, UserError
 
-# A process takes about a second to start and decodes 20 to 70 MB of JPEG per second.
-BYTES_PER_PROCESS = 20_000_000
+IMAGES_PER_PROCESS = 1000  # a process takes about a second to start
 _Job = TypeVar("_Job")
 _Result = TypeVar("_Result")
 
 
-def process_count(asked: int | None, jobs: int, size: int) -> int:
-    """How many processes to use: `asked`, or by default one per core, but not so many that one would read less than
-    20 MB of the `size` bytes; never more than there are jobs."""
+def process_count(asked: int | None, jobs: int, images: int | None) -> int:
+    """How many processes to use: `asked`, or by default one per core, but not so many that one would get less than
+    1,000 of the `images` (None: unknown); never more than there are jobs."""
     if asked is not None and asked < 1:
         raise UserError(f"jobs must be at least 1, not {asked}")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(asked or min(cores, size // BYTES_PER_PROCESS), jobs))
+    useful = cores if images is None else min(cores, images // IMAGES_PER_PROCESS)
+    return max(1, min(asked or useful, jobs))
 
 
 def run(

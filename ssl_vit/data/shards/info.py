@@ -6,8 +6,6 @@ Light: packing processes import this, without torch.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -119,31 +117,17 @@ def local_info(folder: Path) -> tuple[Info, str] | None:
     return None
 
 
-@dataclass(frozen=True)
-class ShardList:
-    """The shards of a local set by file name, in order, and what `file` (info.json or about.json) says of them.
+def open_set(folder: Path) -> tuple[Info | None, str]:
+    """What `local_info` says of a folder with shards; (None, "") for tars from elsewhere, which have neither file.
 
-    Tars from elsewhere have neither file: each entry is None, and parts (by split; "" for the only one) is empty.
+    Raises UserError where there is no shard set, it cannot be read, or packing was not finished.
     """
-
-    shards: Mapping[str, ShardEntry | None]
-    parts: Mapping[str, Part]
-    classes: list[str] | None = None
-    labeled: bool = False
-    file: str = INFO
-
-
-def open_set(folder: Path) -> ShardList:
-    """Raises UserError where there is no shard set, it cannot be read, or packing was not finished."""
     if found := local_info(folder):
-        info, name = found
-        entries = {entry.file: entry for entry in info.shards}
-        return ShardList(entries, info.splits or {"": info}, info.classes, info.labeled, name)
+        return found
     if (folder / RECORD).exists():
         raise UserError(f"{folder}: packing was not finished; run its `ssl-vit shards make` command again")
-    present = sorted(path.name for path in folder.glob("*.tar"))
-    if not present:
+    if not any(folder.glob("*.tar")):
         inside = [path.parent.name for path in sorted(folder.glob(f"*/{INFO}"))]
         hint = f"name one of its parts: {', '.join(inside)}" if inside else "name a folder of .tar shards"
         raise UserError(f"{folder}: {'no shards here' if folder.is_dir() else 'no such folder'}; {hint}")
-    return ShardList(dict.fromkeys(present), {})
+    return None, ""

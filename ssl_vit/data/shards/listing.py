@@ -6,7 +6,7 @@ import glob
 import os
 import re
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import braceexpand
 
@@ -32,7 +32,7 @@ def list_shards(spec: str, remote: RemoteConfig) -> tuple[list[str], Info | None
     server does not answer.
     """
     spec = spec.removeprefix("file://")
-    store: _Store = _Remote(spec, remote) if "://" in spec else _Local(spec)
+    store = _Remote(spec, remote) if "://" in spec else _Store(spec)
     try:
         # A path that exists is taken literally, with whatever braces it has.
         patterns = [store.path] if store.exists(store.path) else list(braceexpand.braceexpand(store.path))
@@ -69,22 +69,9 @@ def _folder(store: _Store, spec: str) -> tuple[list[str], Info | None]:
     return [store.url(f"{folder}/{file}") for file in files], info
 
 
-class _Store(Protocol):
-    """Where a specification's shards lie."""
+class _Store:
+    """Where a specification's shards lie: on the local disk."""
 
-    path: str
-    hint: str
-    local: bool
-
-    def exists(self, path: str) -> bool: ...
-    def is_folder(self, path: str) -> bool: ...
-    def names(self, folder: str) -> list[str]: ...
-    def matching(self, pattern: str) -> list[str]: ...
-    def info(self, folder: str) -> Info | None: ...
-    def url(self, path: str) -> str: ...
-
-
-class _Local:
     hint, local = _MAKE_THEM, True
 
     def __init__(self, spec: str) -> None:
@@ -115,7 +102,9 @@ class _Local:
         return path
 
 
-class _Remote:
+class _Remote(_Store):
+    """Behind a URL."""
+
     local = False
 
     def __init__(self, spec: str, remote: RemoteConfig) -> None:

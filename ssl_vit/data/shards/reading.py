@@ -50,8 +50,8 @@ class Entry:
 class ShardFile:
     """An open shard. It closes its file when it is dropped.
 
-    samples: in order. damage: why the list ends before the file does ("": it does not). duplicates: names of members
-    that a sample has twice; the first counts.
+    samples: in order. end: the byte where the list of members ends. damage: why it ends before the file does ("": no
+    damage was seen). duplicates: names of members that a sample has twice; the first counts.
     """
 
     def __init__(self, file: BinaryIO, name: str) -> None:
@@ -59,13 +59,13 @@ class ShardFile:
         self.file, self.name = file, name
         self.samples: list[Entry] = []
         self.duplicates: list[str] = []
-        self.damage = ""
+        self.damage, self.end = "", 0
         if os.pread(file.fileno(), 6, 0).startswith(_COMPRESSED):
             raise UserError(f"{name}: a compressed tar cannot be read in random order; decompress it")
         from webdataset.tariterators import base_plus_ext  # imports torch, which packing does without
 
         try:
-            for member, span in _members(file):
+            for member, span in self._members():
                 key, extension = base_plus_ext(member)
                 if key is None or key.endswith("/"):  # a hidden file, such as macOS's FOLDER/._NAME
                     continue
@@ -77,6 +77,28 @@ class ShardFile:
                 members.setdefault(extension.lower(), span)
         except (tarfile.TarError, OSError, EOFError, ValueError, OverflowError) as error:
             self.damage = str(error) or type(error).__name__
+
+    def _members(self) -> Iterator[tuple[str, Span]]:
+        """Regular members in order. Plain headers are parsed here, five times faster than by `tarfile`; from the first
+        header of another kind (long names, directories, damage) on, `tarfile` does it. Raises tarfile.ReadError."""
+        descriptor = self.file.fileno()
+        length = os.fstat(descriptor).st_size
+        while (plain := _plain(os.pread(descriptor, _BLOCK, self.end))) is not None:
+            name, size, mtime = plain
+            _check_size(name, self.end + _BLOCK + size, length)
+            yield name, Span(self.end + _BLOCK, size, mtime)
+            self.end += _BLOCK + (size + _BLOCK - 1) // _BLOCK * _BLOCK
+        if length == self.end or os.pread(descriptor, _BLOCK, self.end) == bytes(_BLOCK):
+            return
+        self.file.seek(self.end)
+        with tarfile.open(fileobj=cast(IO[bytes], _Headers(self.file, length)), mode="r:") as tar:
+            for member in tar:
+                if member.issparse() or member.size < 0:
+                    raise tarfile.ReadError(f"{member.name[:80]} is a sparse member or of negative size")
+                if member.isreg():
+                    _check_size(member.name, member.offset_data + member.size, length)
+                    yield member.name, Span(member.offset_data, member.size, int(member.mtime))
+            self.end = tar.offset
 
     def read(self, position: int, extensions: tuple[str, ...] = READ_EXTENSIONS) -> dict[str, bytes]:
         """One sample's members with these extensions.
@@ -98,28 +120,6 @@ class ShardFile:
         if len(content) < span.size:
             raise BadSample("missing: the shard was cut short while it was read")
         return content
-
-
-def _members(file: BinaryIO) -> Iterator[tuple[str, Span]]:
-    """Regular members in order. Plain headers are parsed here, five times faster than by `tarfile`; from the first
-    header of another kind (long names, directories, damage) on, `tarfile` does it. Raises tarfile.ReadError."""
-    descriptor, offset = file.fileno(), 0
-    length = os.fstat(descriptor).st_size
-    while (plain := _plain(os.pread(descriptor, _BLOCK, offset))) is not None:
-        name, size, mtime = plain
-        _check_size(name, offset + _BLOCK + size, length)
-        yield name, Span(offset + _BLOCK, size, mtime)
-        offset += _BLOCK + (size + _BLOCK - 1) // _BLOCK * _BLOCK
-    if length == offset or os.pread(descriptor, _BLOCK, offset) == bytes(_BLOCK):
-        return
-    file.seek(offset)
-    with tarfile.open(fileobj=cast(IO[bytes], _Headers(file, length)), mode="r:") as tar:
-        for member in tar:
-            if member.issparse() or member.size < 0:
-                raise tarfile.ReadError(f"{member.name[:80]} is a sparse member or of negative size")
-            if member.isreg():
-                _check_size(member.name, member.offset_data + member.size, length)
-                yield member.name, Span(member.offset_data, member.size, int(member.mtime))
 
 
 def _check_size(name: str, end: int, length: int) -> None:

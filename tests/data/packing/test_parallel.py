@@ -95,7 +95,7 @@ def test_no_process_outlives_its_parent(tmp_path: Path, sign: signal.Signals) ->
 def test_process_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parallel.os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
     count = parallel.process_count
-    assert [count(None, 100, 10**9), count(None, 5, 10**9), count(None, 100, 65_000_000)] == [8, 5, 3]
+    assert [count(None, 100, 10**6), count(None, 5, None), count(None, 100, 3500)] == [8, 5, 3]
     assert [count(None, 100, 0), count(20, 100, 0), count(20, 0, 0)] == [1, 20, 1]
     with pytest.raises(UserError, match="jobs must be at least 1"):
         count(0, 100, 0)

@@ -43,7 +43,6 @@ def test_parquet_file_keeps_bytes_and_class_names(tmp_path: Path) -> None:
     assert (source.classes, labels(source)) == (["no", "yes"], [1, 0, 1])
     assert images_of(source) == [encoded("JPEG", 0), encoded("PNG", 1), encoded("JPEG", 2)]
     assert source.read(1)[0] == "row 1"
-    assert source.size == sum(map(len, images_of(source)))
     assert source.name == "part.parquet (datasets)"
 
 
@@ -128,7 +127,6 @@ def test_imagefolder_with_a_metadata_file(tmp_path: Path) -> None:
     source = open_source(str(tmp_path / "set"))
     assert source.classes == ["elm", "oak"]
     assert dict(zip(images_of(source), labels(source) or [], strict=True)) == {data[0]: 0, data[1]: 1}
-    assert source.size == sum(map(len, data))
 
 
 def test_the_listing_tells_tables_apart_without_reading_them(tmp_path: Path) -> None:

@@ -38,7 +38,6 @@ class Source:
     read: item -> (the image's name, such as a relative path or "row 17"; its encoded bytes). It is pickled once per
         packing process and raises BrokenImageError where an image cannot be read.
     listing: a hash of the images' names and sizes, which tells sources apart without reading them.
-    size: bytes of all images, 0 for little.
     """
 
     name: str
@@ -48,7 +47,6 @@ class Source:
     items: Sequence[Any]
     read: Callable[[Any], tuple[str, bytes]]
     listing: str
-    size: int = 0
 
     @property
     def count(self) -> int:

@@ -44,7 +44,7 @@ def open_folder(root: Path, split: str | None) -> Source:
                 f"{root} holds both images ({stray}) and sub-folders ({folders[0]}/): "
                 "put every image in a sub-folder named after its class, or none"
             )
-    items, counts, total, listing = list[str](), list[int](), 0, hashlib.sha256()
+    items, counts, listing = list[str](), list[int](), hashlib.sha256()
     for folder in folders or [""]:
         images, other_files = _images_in(root / folder)
         ignored += other_files
@@ -54,7 +54,6 @@ def open_folder(root: Path, split: str | None) -> Source:
         for file, size in sorted(images):
             items.append(f"{folder}/{file}" if folder else file)
             listing.update(os.fsencode(f"{items[-1]}\0{size}\n"))
-            total += size
         counts.append(len(images))
     if ignored:
         warnings.warn(f"{root}: ignored {ignored} files that are not images", stacklevel=3)
@@ -62,7 +61,7 @@ def open_folder(root: Path, split: str | None) -> Source:
     if classes is not None:
         index = {folder: number for number, folder in enumerate(classes)}
         labels = np.repeat(np.array([index[folder] for folder in folders], dtype=np.int64), counts)
-    return Source(f"{name} (folder)", None, classes, labels, items, FileReader(root), listing.hexdigest(), total)
+    return Source(f"{name} (folder)", None, classes, labels, items, FileReader(root), listing.hexdigest())
 
 
 def is_dataset(folder: Path) -> bool:

@@ -36,9 +36,8 @@ def open_table(
     label_column = label_column or _label_column(spec, table)
     classes, labels = _labels(spec, table, list(tables.values()), label_column) if label_column else (None, None)
     name = f"{spec if path is None else path.resolve().name} (datasets{part and f', split {part}'})"
-    listing, size = _listing(images)
     reader = _RowReader(images, column)
-    return Source(name, table.info.license or None, classes, labels, range(len(table)), reader, listing, size)
+    return Source(name, table.info.license or None, classes, labels, range(len(table)), reader, _listing(images))
 
 
 @dataclass(frozen=True)
@@ -55,9 +54,9 @@ class _RowReader:
         return name, read_file(Path(file), name, Path(file).parent)
 
 
-def _listing(images: datasets.Dataset) -> tuple[str, int]:
-    """A hash of every row's size in bytes and file name, and the bytes in total. Only Arrow's offsets are read."""
-    listing, total = hashlib.sha256(), 0
+def _listing(images: datasets.Dataset) -> str:
+    """A hash of every row's size in bytes and file name. Only Arrow's offsets are read."""
+    listing = hashlib.sha256()
     for cells in images.data.column(0).chunks:
         sizes = compute.fill_null(compute.binary_length(cells.field("bytes")), 0).to_numpy().astype(np.int64)
         files = [file or "" for file in cells.field("path").to_pylist()]
@@ -65,8 +64,7 @@ def _listing(images: datasets.Dataset) -> tuple[str, int]:
             if files[row] and Path(files[row]).is_file():  # the image is beside the table, not in it
                 sizes[row] = Path(files[row]).stat().st_size
         listing.update(sizes.tobytes() + "\0".join(map(os.path.basename, files)).encode())
-        total += int(sizes.sum())
-    return listing.hexdigest(), total
+    return listing.hexdigest()
 
 
 def _load(spec: str, path: Path | None, split: str | None) -> tuple[str, dict[str, datasets.Dataset]]:
