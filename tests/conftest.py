@@ -30,11 +30,12 @@ def few_of(whole: Callable[..., Any]) -> Callable[..., Any]:
 def few_digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with shards of 400 digits, `train`, and of 100 by others, `test`; not to be written to."""
     from ssl_vit.data.packing import pack
+    from ssl_vit.data.packing.plan import Options
     from ssl_vit.data.packing.sources import digits
 
     folder = tmp_path_factory.mktemp("few_digits")
     for split in ("train", "test"):
-        pack(few_of(digits.open_images)("", split), folder / split, shards=4, progress=False)
+        pack(few_of(digits.open_images)("", split), folder / split, Options(shards=4), progress=False)
     return folder
 
 

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from ssl_vit import health
 from ssl_vit.cli import app
 from ssl_vit.data.packing import pack
+from ssl_vit.data.packing.plan import Options
 from ssl_vit.data.packing.sources import open_source
 from ssl_vit.interfaces import UserError
 from ssl_vit.stage import DryRun
@@ -21,7 +22,7 @@ from ssl_vit.stage import DryRun
 @pytest.fixture(scope="module")
 def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("digits") / "train"
-    pack(open_source("digits", split="test"), folder, shards=4, progress=False)
+    pack(open_source("digits", split="test"), folder, Options(shards=4), progress=False)
     return folder
 
 

@@ -19,6 +19,7 @@ import pytest
 
 from ssl_vit import recipe
 from ssl_vit.data.packing import pack
+from ssl_vit.data.packing.plan import Options
 from ssl_vit.data.packing.sources import open_source
 from ssl_vit.data.verify import stats, verify
 from ssl_vit.interfaces import UserError
@@ -45,7 +46,7 @@ class Bomb:
 
 @pytest.fixture
 def digits(tmp_path: Path) -> Path:
-    pack(open_source("digits", split="test"), tmp_path / "digits", shards=2, progress=False)
+    pack(open_source("digits", split="test"), tmp_path / "digits", Options(shards=2), progress=False)
     return tmp_path / "digits"
 
 

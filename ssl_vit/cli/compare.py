@@ -29,6 +29,7 @@ def demo(
     Example: `ssl-vit demo`
     """
     from ssl_vit.data.packing import pack
+    from ssl_vit.data.packing.plan import Options
     from ssl_vit.data.packing.sources import open_source
 
     changed = overrides or []
@@ -37,7 +38,7 @@ def demo(
         if not (folder / "info.json").exists():
             digits = open_source("digits", split=split)
             # In scikit-learn's order, so that others can check the few-shot rows on raw pixels.
-            packed = pack(digits, folder, shards=8, order="source", overwrite=True, progress=False)
+            packed = pack(digits, folder, Options(shards=8, order="source"), overwrite=True, progress=False)
             print(f"packed {packed[folder].samples} {split} digits into {folder}")
     named = [] if out == Path("runs/demo") else ["--out", str(out)]
     data = [*(f"data.{name}={out}/data/train" for name in ("train", "pretrain")), f"data.test={out}/data/test"]

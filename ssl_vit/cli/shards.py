@@ -69,6 +69,7 @@ def shards_make(
     Example: `ssl-vit shards make my_images shards --holdout 0.2`
     """
     from ssl_vit.data.packing import pack
+    from ssl_vit.data.packing.plan import Options
     from ssl_vit.data.packing.sources import open_source
 
     if Path(source).is_dir() and out.resolve().is_relative_to(Path(source).resolve()):
@@ -78,15 +79,17 @@ def shards_make(
         infos = pack(
             open_source(source, split=split, label_column=label_column, image_column=image_column),
             out,
-            shard_size=shard_size,
-            shards=shards,
-            order=order.value,
-            holdout=holdout,
-            subset=subset,
-            resize=resize,
-            quality=quality,
-            seed=seed,
-            keep_names=keep_names,
+            Options(
+                shard_size=shard_size,
+                shards=shards,
+                order=order.value,
+                holdout=holdout,
+                subset=subset,
+                resize=resize,
+                quality=quality,
+                seed=seed,
+                keep_names=keep_names,
+            ),
             jobs=jobs,
             overwrite=overwrite,
         )

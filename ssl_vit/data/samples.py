@@ -169,7 +169,7 @@ def _blank(preprocess: Preprocess) -> Sample:
     return Sample(torch.zeros_like(image), -1, torch.zeros(preprocess.noise), False, jitter, -1, "")
 
 
-def join(parts: Sequence[Chunk], device: torch.device, lane_size: int, *, shared: bool) -> tuple[Batch, Chunk]:
+def join(parts: Sequence[Chunk], device: torch.device, lane_size: int, *, shared: bool = False) -> tuple[Batch, Chunk]:
     """The workers' chunks in worker order as one batch on the device; and what they carry besides tensors.
 
     shared: the tensors lie in memory that a worker will overwrite, and are copied.

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from ssl_vit.data.packing import pack
+from ssl_vit.data.packing.plan import Options
 from ssl_vit.data.packing.sources import open_source
 
 ESCAPE = "\x1b["
@@ -63,6 +64,6 @@ def test_what_is_piped_has_none(arguments: list[str]) -> None:
 
 
 def test_training_has_none_in_a_pipe(tmp_path: Path) -> None:
-    pack(open_source("digits", split="test"), tmp_path / "train", shards=4, progress=False)
+    pack(open_source("digits", split="test"), tmp_path / "train", Options(shards=4), progress=False)
     text = piped("train", "digits_ssl", "data.train=train", "run=run", *STEPS, cwd=tmp_path)
     assert "loss" in text and ESCAPE not in text

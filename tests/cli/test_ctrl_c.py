@@ -21,6 +21,7 @@ import pytest
 from PIL import Image
 
 from ssl_vit.data.packing import pack
+from ssl_vit.data.packing.plan import Options
 from ssl_vit.data.packing.sources import open_source
 
 LONG = "training.steps=100000,training.batch_size=16,training.checkpoint_every=20"
@@ -31,7 +32,7 @@ FEW = ["seeds=[0]", "labels_per_class=[2]", "evaluators.few_shot.shots=[1]", "pi
 def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("digits")
     for split in ("train", "test"):
-        pack(open_source("digits", split=split), folder / split, shards=4, progress=False)
+        pack(open_source("digits", split=split), folder / split, Options(shards=4), progress=False)
     return folder
 
 

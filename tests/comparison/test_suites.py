@@ -10,6 +10,7 @@ import pytest
 from ssl_vit.comparison.config import DataSet
 from ssl_vit.comparison.suites import packed, prepare
 from ssl_vit.data.packing import pack
+from ssl_vit.data.packing.plan import Options
 from ssl_vit.data.packing.sources import open_source
 from ssl_vit.interfaces import UserError
 
@@ -31,6 +32,6 @@ def test_sources_are_packed_once_and_checked(tmp_path: Path) -> None:
             prepare({"digits": other}, folder, said.append)
     shutil.rmtree(folder / "digits")
     for part in ("train", "test"):
-        pack(open_source("digits", split=part), folder / "digits" / part, subset=2, shards=1, progress=False)
+        pack(open_source("digits", split=part), folder / "digits" / part, Options(subset=2, shards=1), progress=False)
     with pytest.raises(UserError, match="is a part of the source"):
         prepare(DIGITS, folder, said.append)

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from ssl_vit.data.packing import pack
+from ssl_vit.data.packing.plan import Options
 from ssl_vit.data.packing.sources import open_source
 from ssl_vit.data.shards import remote
 
@@ -152,7 +153,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 def digit_shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Eight labeled shards of the embedded digits with their info.json; not to be written to."""
     out = tmp_path_factory.mktemp("digits") / "shards"
-    pack(open_source("digits", split="train"), out, shards=8, progress=False)
+    pack(open_source("digits", split="train"), out, Options(shards=8), progress=False)
     return out
 
 

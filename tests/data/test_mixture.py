@@ -14,6 +14,7 @@ from ssl_vit.data import AugmentConfig, DataConfig
 from ssl_vit.data.images import train_transform
 from ssl_vit.data.order import LanePosition
 from ssl_vit.data.packing import pack
+from ssl_vit.data.packing.plan import Options
 from ssl_vit.data.packing.sources import open_source
 from ssl_vit.data.samples import Preprocess
 from ssl_vit.data.shards import open_training
@@ -28,7 +29,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """1,437 digits in 6 shards (train) and 360 in 5 (test)."""
     folder = tmp_path_factory.mktemp("sets")
     for split, shards in (("train", 6), ("test", 5)):
-        pack(open_source("digits", split=split), folder / split, shards=shards, progress=False)
+        pack(open_source("digits", split=split), folder / split, Options(shards=shards), progress=False)
     return folder
 
 

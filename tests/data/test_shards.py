@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from ssl_vit.data.packing import pack
+from ssl_vit.data.packing.plan import Options
 from ssl_vit.data.packing.sources import open_source
 from ssl_vit.data.shards import open_shards
 from ssl_vit.interfaces import UserError
@@ -17,13 +18,13 @@ from ssl_vit.interfaces import UserError
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("shards")
-    pack(open_source("digits", split="test"), out, shards=3, progress=False)
+    pack(open_source("digits", split="test"), out, Options(shards=3), progress=False)
     return out
 
 
 def test_repacked_shards_have_another_fingerprint(folder: Path, tmp_path: Path) -> None:
-    pack(open_source("digits", split="test"), tmp_path / "same", shards=3, progress=False)
-    pack(open_source("digits", split="test"), tmp_path / "other", shards=3, seed=5, progress=False)
+    pack(open_source("digits", split="test"), tmp_path / "same", Options(shards=3), progress=False)
+    pack(open_source("digits", split="test"), tmp_path / "other", Options(shards=3, seed=5), progress=False)
     first = open_shards(str(folder))
     assert open_shards(str(tmp_path / "same")).fingerprint == first.fingerprint
     assert open_shards(str(tmp_path / "other")).counts == first.counts

@@ -16,6 +16,7 @@ from ssl_vit.data.evaluation import EvaluationStream, evaluation_batches
 from ssl_vit.data.images import evaluation_transform, train_transform
 from ssl_vit.data.order import LanePosition
 from ssl_vit.data.packing import pack
+from ssl_vit.data.packing.plan import Options
 from ssl_vit.data.packing.sources import open_source
 from ssl_vit.data.samples import Preprocess
 from ssl_vit.data.shards import ShardSet, open_shards
@@ -31,7 +32,7 @@ LANES, BATCH = 6, 60
 def shards(tmp_path_factory: pytest.TempPathFactory) -> ShardSet:
     """360 digits in 7 shards, so that nothing divides anything."""
     folder = tmp_path_factory.mktemp("digits")
-    pack(open_source("digits", split="test"), folder, shards=7, progress=False)
+    pack(open_source("digits", split="test"), folder, Options(shards=7), progress=False)
     return open_shards(str(folder))
 
 

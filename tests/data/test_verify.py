@@ -19,6 +19,7 @@ import pytest
 from sklearn.datasets import load_digits
 
 from ssl_vit.data.packing import content_hash, pack
+from ssl_vit.data.packing.plan import Options
 from ssl_vit.data.packing.sources import open_source
 from ssl_vit.data.packing.sources.base import Source
 from ssl_vit.data.verify import Defect, stats, verify
@@ -77,7 +78,7 @@ def packed_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("packed") / "digits"
     whole = open_source("digits", split="train")
     assert whole.labels is not None
-    pack(replace(whole, items=range(60), labels=whole.labels[:60]), out, shards=3)
+    pack(replace(whole, items=range(60), labels=whole.labels[:60]), out, Options(shards=3))
     return out
 
 

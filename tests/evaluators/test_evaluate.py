@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 
 from ssl_vit import api
 from ssl_vit.data.packing import pack, sources
+from ssl_vit.data.packing.plan import Options
 from ssl_vit.evaluators.features import EvalContext
 from ssl_vit.evaluators.labels import labels_of
 from ssl_vit.files import sha256
@@ -77,7 +78,7 @@ def test_results_of_weights_that_are_gone_are_ignored(trained: Path, tmp_path: P
 def test_labels_of_one_class_cannot_be_evaluated(trained: Path, tmp_path: Path) -> None:
     source = sources.open_source("digits", split="train")
     one = replace(source, labels=np.zeros_like(source.labels))
-    pack(one, tmp_path / "one", shards=2, progress=False)
+    pack(one, tmp_path / "one", Options(shards=2), progress=False)
     for name, keys in FAST.items():
         with pytest.raises(UserError, match="one: all labeled images there are of one class"):
             api.evaluate(trained / "run", name, f"{tmp_path}/one", f"{tmp_path}/one", keys)

@@ -16,6 +16,7 @@ from PIL import Image
 from safetensors import safe_open
 
 from ssl_vit.data.packing import pack
+from ssl_vit.data.packing.plan import Options
 from ssl_vit.data.packing.sources import open_source
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")]
@@ -34,7 +35,7 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
         target = folder / "source" / str(number % 2) / f"{number}.jpg"
         target.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(pixels).save(target, quality=90)
-    pack(open_source(str(folder / "source")), folder / "shards", shards=4, progress=False)
+    pack(open_source(str(folder / "source")), folder / "shards", Options(shards=4), progress=False)
     return folder / "shards"
 
 

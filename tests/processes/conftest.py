@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from ssl_vit.data.packing import pack
+from ssl_vit.data.packing.plan import Options
 from ssl_vit.data.packing.sources import open_source
 
 SCRIPT = Path(__file__).with_name("every_process.py")
@@ -34,7 +35,7 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with train/ and test/ shards of the embedded digits."""
     folder = tmp_path_factory.mktemp("digits")
     for split in ("train", "test"):
-        pack(open_source("digits", split=split), folder / split, shards=8, progress=False)
+        pack(open_source("digits", split=split), folder / split, Options(shards=8), progress=False)
     return folder
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ssl_vit.data.packing import pack
+from ssl_vit.data.packing.plan import Options
 from ssl_vit.data.packing.sources import open_source
 
 World = Callable[..., Any]
@@ -14,7 +15,7 @@ World = Callable[..., Any]
 
 def packed(folder: Path, shards: int) -> Path:
     """360 digits."""
-    pack(open_source("digits", split="test"), folder, shards=shards, progress=False)
+    pack(open_source("digits", split="test"), folder, Options(shards=shards), progress=False)
     return folder
 
 

@@ -13,10 +13,11 @@ import pytest
 @pytest.fixture(scope="session")
 def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from ssl_vit.data.packing import pack
+    from ssl_vit.data.packing.plan import Options
     from ssl_vit.data.packing.sources import open_source
 
     folder = tmp_path_factory.mktemp("digits")
-    pack(open_source("digits", split="train"), folder, shards=4, progress=False)
+    pack(open_source("digits", split="train"), folder, Options(shards=4), progress=False)
     return folder
 
 

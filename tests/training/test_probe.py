@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 from ssl_vit import api, recipe
 from ssl_vit.data.packing import pack
+from ssl_vit.data.packing.plan import Options
 from ssl_vit.data.packing.sources import open_source
 from ssl_vit.data.shards import open_shards
 from ssl_vit.evaluators.features import FeatureConfig, ImageSet
@@ -28,7 +29,7 @@ from ssl_vit.training.distributed import make_accelerator
 @pytest.fixture(scope="module")
 def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("digits") / "train"
-    pack(open_source("digits", split="train"), folder, shards=4, progress=False)
+    pack(open_source("digits", split="train"), folder, Options(shards=4), progress=False)
     return folder
 
 

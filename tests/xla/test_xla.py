@@ -24,6 +24,7 @@ from ssl_vit import api, recipe  # noqa: E402
 from ssl_vit.analysis import inspection  # noqa: E402
 from ssl_vit.data.evaluation import evaluation_batches  # noqa: E402
 from ssl_vit.data.packing import pack  # noqa: E402
+from ssl_vit.data.packing.plan import Options  # noqa: E402
 from ssl_vit.data.packing.sources import open_source  # noqa: E402
 from ssl_vit.evaluators import features  # noqa: E402
 from ssl_vit.interfaces import UserError  # noqa: E402
@@ -41,7 +42,7 @@ STAGES = {
 @pytest.fixture(scope="module")
 def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("digits")
-    pack(open_source("digits", split="train"), folder, shards=4, progress=False)
+    pack(open_source("digits", split="train"), folder, Options(shards=4), progress=False)
     return folder
 
 

@@ -20,7 +20,7 @@ import PIL
 from ssl_vit import __version__
 from ssl_vit.data.packing import record
 from ssl_vit.data.packing.parallel import process_count, progress_bar, run
-from ssl_vit.data.packing.plan import Options, Order, plan_shards
+from ssl_vit.data.packing.plan import Options, plan_shards
 from ssl_vit.data.packing.sources.base import Source
 from ssl_vit.data.packing.writer import ShardJob, ShardWriter, WrittenShard
 from ssl_vit.data.shards.info import INFO, Dropped, Info, ShardEntry, local_info
@@ -31,23 +31,15 @@ from ssl_vit.interfaces import UserError
 def pack(
     source: Source,
     out: Path,
+    options: Options = Options(),
     *,
-    shard_size: int = 1000,
-    shards: int | None = None,
-    resize: int | None = None,
-    quality: int = 95,
-    seed: int = 0,
-    order: Order = "shuffle",
-    holdout: float = 0.0,
-    subset: int | None = None,
-    keep_names: bool = False,
     jobs: int | None = None,
     overwrite: bool = False,
     progress: bool = True,
 ) -> dict[Path, Info]:
     """Write the source as a shard set into `out`, with a holdout as two sets into `out/train` and `out/test`.
 
-    shard_size to keep_names: see `ssl_vit.data.packing.plan.Options`.
+    options: what goes into which shard, and how images are stored.
     jobs: processes. Default: one per core, fewer for a small source.
     overwrite: replace the shards in `out`.
     progress: show it on stderr.
@@ -61,7 +53,6 @@ def pack(
     Raises UserError for options out of range, other files in `out`, no usable image; RunError where reading or writing
     fails.
     """
-    options = Options(shard_size, shards, resize, quality, seed, order, holdout, subset, keep_names)
     planned = {out / part: images for part, images in plan_shards(source, options).items()}
     every = [images for shards in planned.values() for images in shards]
     processes = process_count(jobs, len(every), sum(map(len, every)))
@@ -90,7 +81,7 @@ def pack(
                 record.add(job.path.parent, shard)
                 advance(len(job.items))
 
-            run(ShardWriter(source.read, resize, quality, keep_names), todo, min(processes, len(todo)), receive)
+            run(ShardWriter(source.read, options), todo, min(processes, len(todo)), receive)
         infos = {folder: _info(source, options, folder.name, shards) for folder, shards in finished.items()}
         for folder, info in infos.items():
             if not info.samples:

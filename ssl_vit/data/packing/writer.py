@@ -16,6 +16,7 @@ from typing import Any
 
 from ssl_vit.data.packing.images import to_stored
 from ssl_vit.data.packing.parallel import end_with_parent
+from ssl_vit.data.packing.plan import Options
 from ssl_vit.data.packing.sources.base import BrokenImageError
 from ssl_vit.files import atomic_file, sha256
 from ssl_vit.interfaces import printable
@@ -49,12 +50,10 @@ class WrittenShard:
 
 @dataclass(frozen=True)
 class ShardWriter:
-    """What is the same for every shard: `Source.read` and options."""
+    """What is the same for every shard. read: `Source.read`."""
 
     read: Callable[[Any], tuple[str, bytes]]
-    resize: int | None
-    quality: int
-    keep_names: bool
+    options: Options
 
     def __call__(self, job: ShardJob) -> WrittenShard:
         """Write the shard; without a readable image there is no tar. Raises OSError where writing fails."""
@@ -68,7 +67,7 @@ class ShardWriter:
                 end_with_parent()
                 try:
                     name, data = self.read(item)
-                    stored = to_stored(data, name, self.resize, self.quality)
+                    stored = to_stored(data, name, self.options.resize, self.options.quality)
                 except BrokenImageError as error:
                     dropped.append((printable(error.name), printable(error.reason)))
                     continue
@@ -77,7 +76,7 @@ class ShardWriter:
                 members = {stored.extension: stored.data}
                 if job.labels is not None:
                     members["cls"] = b"%d" % job.labels[number]
-                if self.keep_names:
+                if self.options.keep_names:
                     members["json"] = json.dumps({"file": name}).encode()
                 _add(tar, f"{job.first_key + number:08d}", members)
                 sizes.append((stored.height, stored.width, stored.channels))

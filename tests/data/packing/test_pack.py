@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 
 from ssl_vit.data.packing import pack
+from ssl_vit.data.packing.plan import Options
 from ssl_vit.data.packing.sources import open_source
 from ssl_vit.data.packing.sources.base import BrokenImageError, Source
 from ssl_vit.data.shards.info import Info
@@ -70,7 +71,7 @@ def sizes(info: Info) -> list[int]:
 
 def test_folder_round_trip_is_bit_for_bit(tmp_path: Path) -> None:
     files, out = image_folder(tmp_path / "in", {"ant": 5, "bee": 4}), tmp_path / "out"
-    info = pack(open_source(str(tmp_path / "in")), out, shards=3)[out]
+    info = pack(open_source(str(tmp_path / "in")), out, Options(shards=3))[out]
     assert labeled_images(out) == {data: int(file[:3] == "bee") for file, data in files.items()}
     written = json.loads((out / "info.json").read_text())
     assert Info.model_validate(written) == info
@@ -99,7 +100,7 @@ def test_the_bytes_do_not_change_between_versions(tmp_path: Path) -> None:
     png = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR42mNgAAAAAgABSK+kcQAAAABJRU5ErkJggg=="
     names, labels = ["a", "b"], np.arange(50) % 2
     gray = Source("gray", None, names, labels, range(50), lambda n: (f"{n}.png", base64.b64decode(png)), "")
-    infos = pack(gray, tmp_path, shards=3, order="stratified", keep_names=True, seed=5, holdout=0.2)
+    infos = pack(gray, tmp_path, Options(shards=3, order="stratified", keep_names=True, seed=5, holdout=0.2))
     assert [info.content_hash for info in infos.values()] == [
         "5eaaad4cfd05f605c8ef49b39a2a29bc63629d6f4fdd883d1e8644547eca8ef2",
         "d08891145188fec8a4b5c32e305568b69c8572846aecf1e16466d94097c7572c",
@@ -109,8 +110,8 @@ def test_the_bytes_do_not_change_between_versions(tmp_path: Path) -> None:
 def test_keys_are_numbers_and_names_are_stored_when_asked(tmp_path: Path) -> None:
     image_folder(tmp_path / "in", {"a b": 2, "c": 1})
     source = open_source(str(tmp_path / "in"))
-    pack(source, tmp_path / "plain", order="source")
-    pack(source, tmp_path / "named", order="source", keep_names=True)
+    pack(source, tmp_path / "plain", Options(order="source"))
+    pack(source, tmp_path / "named", Options(order="source", keep_names=True))
     assert {name.split(".")[0] for name in members(tmp_path / "plain")} == {"00000000", "00000001", "00000002"}
     assert not any(name.endswith(".json") for name in members(tmp_path / "plain"))
     assert json.loads(members(tmp_path / "named")["00000001.json"]) == {"file": "a b/1.png"}
@@ -119,7 +120,7 @@ def test_keys_are_numbers_and_names_are_stored_when_asked(tmp_path: Path) -> Non
 
 def test_same_input_same_bytes_other_seed_other_order(tmp_path: Path) -> None:
     for name, seed in (("one", 0), ("two", 0), ("three", 1)):
-        pack(few_digits(50), tmp_path / name, shards=2, seed=seed)
+        pack(few_digits(50), tmp_path / name, Options(shards=2, seed=seed))
     one, two, three = (tmp_path / name for name in ("one", "two", "three"))
     for file in ("000000.tar", "000001.tar", "info.json"):
         assert (one / file).read_bytes() == (two / file).read_bytes()
@@ -138,7 +139,7 @@ def test_same_input_same_bytes_other_seed_other_order(tmp_path: Path) -> None:
     ],
 )
 def test_shard_sizes_differ_by_at_most_one(tmp_path: Path, options: dict[str, Any], expected: list[int]) -> None:
-    assert sizes(pack(few_digits(sum(expected)), tmp_path, **options)[tmp_path]) == expected
+    assert sizes(pack(few_digits(sum(expected)), tmp_path, Options(**options))[tmp_path]) == expected
     assert verify(tmp_path) == []
 
 
@@ -153,7 +154,7 @@ def test_broken_images_are_dropped_and_listed(tmp_path: Path) -> None:
     for file, data in broken.items():
         write(tmp_path / "in" / file, data)
     out = tmp_path / "out"
-    info = pack(open_source(str(tmp_path / "in")), out, shards=3)[out]
+    info = pack(open_source(str(tmp_path / "in")), out, Options(shards=3))[out]
     assert [item.file for item in info.dropped] == ["a/cut.jpg", "a/cut.png", r"b/b\x1b\n.jpg", "b/nothing.webp"]
     assert [item.reason for item in info.dropped][2:] == ["not an image", "empty file"]
     assert all("cannot be decoded" in item.reason for item in info.dropped[:2])
@@ -175,12 +176,12 @@ def test_no_usable_image_is_an_error(tmp_path: Path) -> None:
         return digits.read(item)
 
     held_out: list[int] = []
-    options: dict[str, Any] = {"holdout": 0.05, "shards": 2, "keep_names": True, "progress": False}
-    pack(replace(digits, labels=None, classes=None), tmp_path / "whole", **options)
+    options = Options(holdout=0.05, shards=2, keep_names=True)
+    pack(replace(digits, labels=None, classes=None), tmp_path / "whole", options, progress=False)
     named = [json.loads(data) for name, data in members(tmp_path / "whole/test").items() if name.endswith(".json")]
     held_out = [int(item["file"].split()[1]) for item in named]
     with pytest.raises(UserError, match=f"none of the {len(held_out)} images for .*test can be used"):
-        pack(replace(digits, labels=None, classes=None, read=read), tmp_path / "out", **options)
+        pack(replace(digits, labels=None, classes=None, read=read), tmp_path / "out", options, progress=False)
 
 
 def test_unlabeled_flat_folder(tmp_path: Path) -> None:
@@ -191,15 +192,15 @@ def test_unlabeled_flat_folder(tmp_path: Path) -> None:
     assert (info.classes, info.labeled, info.channels) == (None, False, 1)
     assert all(name.endswith(".png") for name in members(out))
     assert verify(out) == [] and stats(out)["labeled"] is False
-    split = pack(open_source(str(tmp_path / "in")), tmp_path / "split", holdout=0.4)
+    split = pack(open_source(str(tmp_path / "in")), tmp_path / "split", Options(holdout=0.4))
     assert [info.samples for info in split.values()] == [3, 2]
 
 
 def test_holdout_is_stratified_disjoint_and_repeatable(tmp_path: Path) -> None:
     files, out = image_folder(tmp_path / "in", {"a": 20, "b": 10, "c": 3, "d": 1}), tmp_path / "out"
     source = open_source(str(tmp_path / "in"))
-    result = pack(source, out, holdout=0.2, shards=4)
-    pack(source, tmp_path / "again", holdout=0.2, shards=4)
+    result = pack(source, out, Options(holdout=0.2, shards=4))
+    pack(source, tmp_path / "again", Options(holdout=0.2, shards=4))
     train, test = labeled_images(out / "train"), labeled_images(out / "test")
     assert Counter(test.values()) == {0: 4, 1: 2, 2: 1}
     assert not train.keys() & test.keys()
@@ -218,14 +219,14 @@ def test_overwrite_replaces_only_the_shard_set(tmp_path: Path) -> None:
     out = tmp_path / "out"
     write(out / "notes.md", b"mine")
     with pytest.raises(UserError, match="is not empty"):
-        pack(few_digits(30), out, shards=3)
-    pack(few_digits(30), out, shards=3, overwrite=True)
+        pack(few_digits(30), out, Options(shards=3))
+    pack(few_digits(30), out, Options(shards=3), overwrite=True)
     pack(few_digits(2), out, overwrite=True)
     names = {"000000.tar", "000001.tar", "info.json", "packing.jsonl", "notes.md"}
     assert {path.name for path in out.iterdir()} == names
-    pack(few_digits(60), out, overwrite=True, holdout=0.5)
+    pack(few_digits(60), out, Options(holdout=0.5), overwrite=True)
     assert {path.name for path in out.iterdir()} == {"notes.md", "test", "train"}
-    pack(few_digits(20), out, shards=2, overwrite=True)
+    pack(few_digits(20), out, Options(shards=2), overwrite=True)
     assert {path.name for path in out.iterdir()} == names, "the two sets of a holdout are replaced by one"
     with pytest.raises(UserError, match="is a file"):
         pack(few_digits(10), out / "notes.md")
@@ -233,11 +234,11 @@ def test_overwrite_replaces_only_the_shard_set(tmp_path: Path) -> None:
 
 def test_overwrite_does_not_touch_other_sets_in_the_folder(tmp_path: Path) -> None:
     for part in ("train", "test"):
-        pack(few_digits(20), tmp_path / part, shards=2)
+        pack(few_digits(20), tmp_path / part, Options(shards=2))
     before = members(tmp_path / "test")
-    pack(few_digits(20), tmp_path, shards=2, overwrite=True)
+    pack(few_digits(20), tmp_path, Options(shards=2), overwrite=True)
     assert members(tmp_path / "test") == before
-    pack(few_digits(20), tmp_path, shards=2, holdout=0.5, overwrite=True)
+    pack(few_digits(20), tmp_path, Options(shards=2, holdout=0.5), overwrite=True)
     assert members(tmp_path / "test") != before, "a holdout's pair replaces the pair"
 
 
@@ -253,12 +254,11 @@ def test_overwrite_does_not_touch_other_sets_in_the_folder(tmp_path: Path) -> No
         ({"shards": 11}, "shards=11 is more than its 10 images"),
         ({"subset": 0}, "subset must be at least 1"),
         ({"order": "random"}, "order must be one of shuffle, stratified, source"),
-        ({"jobs": 0}, "jobs must be at least 1"),
     ],
 )
 def test_options_out_of_range(tmp_path: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        pack(few_digits(10), tmp_path / "out", **options)
+        pack(few_digits(10), tmp_path / "out", Options(**options))
     assert not (tmp_path / "out").exists()
 
 
@@ -275,8 +275,9 @@ def test_memory_does_not_grow_with_the_images(tmp_path: Path) -> None:
     assert len(image) > 450_000
     script = (
         "import resource, sys; from pathlib import Path; from ssl_vit.data.packing import pack;"
+        "from ssl_vit.data.packing.plan import Options;"
         "from ssl_vit.data.packing.sources import open_source;"
-        "pack(open_source(sys.argv[1]), Path(sys.argv[2]), shards=1, jobs=1);"
+        "pack(open_source(sys.argv[1]), Path(sys.argv[2]), Options(shards=1), jobs=1);"
         "assert 'torch' not in sys.modules;"
         "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
     )

@@ -19,6 +19,7 @@ from filelock import FileLock
 
 from ssl_vit.data import packing
 from ssl_vit.data.packing import pack
+from ssl_vit.data.packing.plan import Options
 from ssl_vit.data.packing.sources import open_source
 from ssl_vit.data.packing.sources.base import Source
 from ssl_vit.data.verify import verify
@@ -26,7 +27,7 @@ from ssl_vit.interfaces import RunError, UserError
 
 from .pictures import encoded, write
 
-OPTIONS: dict[str, Any] = {"shards": 12, "resize": 40, "holdout": 0.2, "order": "stratified", "progress": False}
+OPTIONS = Options(shards=12, resize=40, holdout=0.2, order="stratified")
 COMMAND_OPTIONS = ["--shards", "12", "--resize", "40", "--holdout", "0.2", "--order", "stratified"]
 
 
@@ -44,7 +45,7 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def packed(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same, packed without interruption in one process."""
     out = tmp_path_factory.mktemp("packed") / "out"
-    pack(open_source(str(images)), out, jobs=1, **OPTIONS)
+    pack(open_source(str(images)), out, OPTIONS, jobs=1, progress=False)
     return out
 
 
@@ -62,7 +63,7 @@ def command(images: Path, out: Path, *more: str) -> list[str]:
     return [sys.executable, "-m", "ssl_vit", "shards", "make", str(images), str(out), *COMMAND_OPTIONS, *more]
 
 
-def interrupted(source: Source, out: Path, left: int = 120, **options: Any) -> None:
+def interrupted(source: Source, out: Path, left: int = 120, overwrite: bool = False) -> None:
     """Pack until the disk fails after so many images."""
 
     def read(item: Any) -> tuple[str, bytes]:
@@ -73,7 +74,7 @@ def interrupted(source: Source, out: Path, left: int = 120, **options: Any) -> N
         return source.read(item)
 
     with pytest.raises(RunError, match=r"packing stopped: .*Input/output error.*run the same command again"):
-        pack(replace(source, read=read), out, jobs=1, **(OPTIONS | options))
+        pack(replace(source, read=read), out, OPTIONS, jobs=1, progress=False, overwrite=overwrite)
 
 
 @pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGTERM])
@@ -109,16 +110,16 @@ def test_several_processes_write_the_same_bytes_and_a_repeated_command_nothing(
     images: Path, packed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out, source = tmp_path / "out", open_source(str(images))
-    infos = pack(source, out, jobs=3, **OPTIONS)
+    infos = pack(source, out, OPTIONS, jobs=3, progress=False)
     assert content(out) == content(packed)
     before = shards(out)
-    assert pack(source, out, **(OPTIONS | {"progress": True})) == infos
+    assert pack(source, out, OPTIONS) == infos
     assert "already complete" in capsys.readouterr().err
     assert shards(out) == before
     with pytest.raises(UserError, match=r"holds other shards \(different resize, seed\): pass --overwrite"):
-        pack(source, out, **(OPTIONS | {"resize": 41, "seed": 1}))
+        pack(source, out, replace(OPTIONS, resize=41, seed=1))
     assert shards(out) == before
-    pack(source, out, overwrite=True, **(OPTIONS | {"resize": 41}))
+    pack(source, out, replace(OPTIONS, resize=41), overwrite=True)
     assert json.loads((out / "train/info.json").read_text())["mean_image_size"]["height"] == 41
 
 
@@ -132,7 +133,7 @@ def test_damaged_shards_and_leftovers_are_written_again(images: Path, packed: Pa
     record = out / "train" / "packing.jsonl"
     record.write_text(record.read_text()[:-20])
     write(out / "train" / "000099.tar.1_2.tmp", b"half")
-    pack(source, out, **OPTIONS)
+    pack(source, out, OPTIONS)
     assert content(out) == content(packed)
 
 
@@ -147,19 +148,19 @@ def test_another_source_or_version_does_not_resume(
     assert before and before.items() <= shards(out).items()
     (copied / "a" / "0.jpg").write_bytes((copied / "a" / "0.jpg").read_bytes() + b"more")
     with pytest.raises(UserError, match=r"\(different images\)"):
-        pack(open_source(str(copied)), out, **OPTIONS)
+        pack(open_source(str(copied)), out, OPTIONS)
     (copied / "c").rename(copied / "d")
     with pytest.raises(UserError, match=r"\(different classes, images\)"):
-        pack(open_source(str(copied)), out, **OPTIONS)
+        pack(open_source(str(copied)), out, OPTIONS)
     monkeypatch.setattr(packing.PIL, "__version__", "1.1.7")
     with pytest.raises(UserError, match="software"):
-        pack(open_source(str(images)), out, **OPTIONS)
+        pack(open_source(str(images)), out, OPTIONS)
 
 
 def test_two_at_once_are_refused(images: Path, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     with FileLock(tmp_path / "out" / ".packing.lock"), pytest.raises(UserError, match="another process is packing"):
-        pack(open_source(str(images)), tmp_path / "out", **OPTIONS)
+        pack(open_source(str(images)), tmp_path / "out", OPTIONS)
 
 
 def test_a_full_disk_stops_packing(images: Path, packed: Path, tmp_path: Path) -> None:
@@ -174,5 +175,5 @@ def test_a_full_disk_stops_packing(images: Path, packed: Path, tmp_path: Path) -
     assert full.returncode == 1
     assert "packing stopped: " in full.stderr and "File too large" in full.stderr and "Traceback" not in full.stderr
     assert not list(out.rglob("*.tmp")) and not list(out.rglob("info.json"))
-    pack(open_source(str(images)), out, **OPTIONS)
+    pack(open_source(str(images)), out, OPTIONS)
     assert content(out) == content(packed)
