@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pandas as pd
 import torch
 from omegaconf import OmegaConf
 from torch import nn
@@ -27,8 +28,8 @@ from ssl_vit.interfaces import UserError
 from ssl_vit.models import factory
 from ssl_vit.recipe import Recipe, run_recipe
 from ssl_vit.records import RunSummary
+from ssl_vit.report.read import PLAN, read_comparison
 from ssl_vit.results import Evaluation, Table, evaluations, save
-from ssl_vit.results import load as load_results
 from ssl_vit.runs import SUMMARY, open_run
 from ssl_vit.training import checkpoint, distributed, loop
 from ssl_vit.training.callbacks import EarlyStopping
@@ -233,10 +234,14 @@ def export(run: Path | str, out: Path | str, to: exports.Target, *, license: str
 
 
 def read_results(run: Path | str) -> pd.DataFrame:
-    """All measured accuracies of a run's weights or of a comparison, one row per `results.Result`.
+    """All measured accuracies of a run's weights or of a comparison: one row per `results.Result`, a column per field.
 
-    Raises UserError for a damaged file.
+    For a run, `settings` holds the evaluator's settings as JSON; evaluations with other settings are other rows.
+    Raises UserError for a directory that is neither, and for a damaged file.
     """
-    measured = [row for one in evaluations(Path(run))[0] for row in one.results]
-    tasks = [row for path in sorted(Path(run).glob("tasks/*.json")) for row in load_results(path)[0]]
-    return Table([*measured, *tasks]).frame
+    run = Path(run)
+    if (run / PLAN).is_file():
+        return read_comparison([run]).table.frame
+    found, _ = evaluations(run)
+    frames = [Table(one.results).frame.assign(settings=json.dumps(one.about["settings"])) for one in found]
+    return pd.concat(frames, ignore_index=True) if frames else Table([]).frame

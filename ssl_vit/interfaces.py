@@ -29,9 +29,9 @@ class RunError(Exception):
 
 
 class Diverged(RunError):
-    """A loss or gradient that is not finite, or a loss that jumped: other settings may not.
+    """Training diverged: a loss or gradient is NaN or infinite.
 
-    steps: how many the training had taken. cost: what they took, where somebody counts it.
+    steps: how many the training had taken. cost: `records.Cost` of those steps, or None.
     """
 
     steps = 0

@@ -53,7 +53,7 @@ def load(kind: Kind, name: str) -> Any:
     known = names(kind)
     near = get_close_matches(name, known, n=1)
     hint = f"did you mean '{near[0]}'? " if near else ""
-    raise UserError(f"no {word} is called '{name}'; {hint}there are: {', '.join(known)}")
+    raise UserError(f"unknown {word} '{name}'; {hint}available: {', '.join(known)}")
 
 
 def _defines(module: Any, member: str) -> bool:

@@ -108,7 +108,7 @@ def _open(path: Path, above: tuple[Path, ...] = ()) -> DictConfig:
         return loaded
     under = find(str(base), path)
     if under.resolve() in {seen.resolve() for seen in (path, *above)}:
-        raise UserError(f"{path}: base={base} leads back to this recipe")
+        raise UserError(f"{path}: base={base} is circular")
     return _onto(_open(under, (path, *above)), loaded, str(path))
 
 

@@ -92,7 +92,7 @@ def events(run: Path) -> list[dict[str, object]]:
     [
         (["data.train=nowhere"], ["nowhere", "no such shard or folder", "ssl-vit shards make"]),
         (["data.train=nowhere/{000..003}.tar"], ["nowhere/000.tar", "no such shard"]),
-        (["data.train=pipe:cat x.tar"], ["pipe:", "refused"]),
+        (["data.train=pipe:cat x.tar"], ["pipe:", "not run"]),
         (["optim.wieght_decay=0.1"], ["optim.wieght_decay", "did you mean 'weight_decay'"]),
         (["objective.mask_ratoi=0.2"], ["objective.mask_ratoi", "did you mean 'mask_ratio'"]),
         (["objective.name=masked_path"], ["masked_path", "did you mean 'masked_patch'"]),

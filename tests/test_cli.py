@@ -71,5 +71,5 @@ def test_a_length_on_the_command_line_replaces_the_recipes() -> None:
 def test_a_path_on_the_command_line_is_taken_as_it_stands() -> None:
     for path in ("runs/a #2", "{000000..000001}.tar", "[draft"):
         assert recipes.load_recipe("digits_ssl", [f"run={path}"]).run == path
-    with pytest.raises(UserError, match="no objective is called"):
+    with pytest.raises(UserError, match="unknown objective"):
         recipes.load_recipe("digits_ssl", ["objective.name=a.b"])

@@ -36,6 +36,7 @@ def inspect(
     image_size: Size | None = None,
     images: int = 8,
     distance_images: int = 64,
+    device: torch.device | None = None,
 ) -> Path:
     """Write every picture that applies (PNG), `numbers.json` and the page `index.html` into `out`; returns the page.
 
@@ -43,6 +44,7 @@ def inspect(
     shards: their first readable images are pictured, prepared as for evaluation.
     image_size: pixels; positions are resampled to it as the run's recipe says (None: the encoder's own).
     images: how many are pictured. distance_images: how many the attention distance is averaged over.
+    device: None: the one that Accelerate chooses.
 
     Raises UserError for what cannot be read or written and for sizes that do not fit.
     """
@@ -50,7 +52,7 @@ def inspect(
     preparation = settings.data if settings else DataConfig(train=shards)
     resampling = settings.encoder.position_resampling if settings else "timm"
     objective = settings.objective if settings else None
-    found, device = open_shards(shards, preparation.remote), make_accelerator().device
+    found, device = open_shards(shards, preparation.remote), device or make_accelerator().device
     saved = checkpoint.newest_of(weights)
     model = factory.require_vit(factory.load(saved or weights), "ssl-vit inspect")
     if image_size:

@@ -23,8 +23,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="Does self-supervised pretraining of a Vision Transformer pay on your images, by how much and at what "
-    "cost?\n\nExample: `ssl-vit demo`",
+    help="Pretrain Vision Transformers and measure whether self-supervised pretraining helps on your images."
+    "\n\nExample: `ssl-vit demo`",
 )
 app.add_typer(compare.app)
 app.add_typer(train.app)
@@ -78,7 +78,7 @@ def main() -> None:
                 _close_process_group()
             raise
         if _is_main():
-            again = "repeat the evaluation: extracted features are kept" if arguments[:1] == ["eval"] else "resume"
+            again = "restart the evaluation (cached features are reused)" if arguments[:1] == ["eval"] else "resume"
             print(f"stopped; run the same command to {again}", file=sys.stderr)
         _leave(1 if stop.code == _INTERRUPTED else int(stop.code or 0))
     except Exception:

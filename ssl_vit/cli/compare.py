@@ -55,13 +55,13 @@ def compare(
     show: Annotated[
         bool, typer.Option("--list", help="Print the tasks (id, stage, done or missing) instead of running them.")
     ] = False,
-    only: Annotated[str | None, typer.Option(help="Run one task, by its id, and those it needs.")] = None,
+    only: Annotated[str | None, typer.Option(help="Run the task with this id and the tasks it depends on.")] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the comparison's size, memory and time, and run nothing.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="The dry run as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the dry run as JSON.")] = False,
 ) -> None:
-    """Arms x seeds x label budgets: who wins, by how much, at what cost. Repeating the command runs what is missing.
+    """Run a comparison: every arm with every seed and label budget. Run the same command again to resume.
 
     Example: `ssl-vit compare demo_digits data.train=shards/train data.test=shards/test`
 
@@ -69,7 +69,9 @@ def compare(
     id of stage 0 by `--only ID`, then those of stage 1, and so on, as recipes/launch/compare_slurm.sh does.
     """
     if as_json and not dry_run:
-        raise UserError("--json goes with --dry-run")
+        raise UserError("--json requires --dry-run")
+    if [show, dry_run, only is not None].count(True) > 1:
+        raise UserError("--list, --only and --dry-run exclude each other")
     changed = overrides or []
     command = shlex.join(["ssl-vit", "compare", recipe, *changed])
     if only is None and not show and not dry_run:

@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 from pydantic import Field, SerializeAsAny, field_validator, model_validator
 
 from ssl_vit import plugins, recipe
+from ssl_vit.data import RemoteConfig
 from ssl_vit.evaluators import Budgets, Metric, Seeds
 from ssl_vit.interfaces import Config, UserError
 from ssl_vit.recipe import Recipe
@@ -19,7 +20,7 @@ from ssl_vit.records import ArmKind
 
 ONLY = "data"  # name of the data set of a comparison that has one
 SET_BY_COMPARISON = {"labels_per_class", "seeds"}
-_NAME = re.compile(r"[A-Za-z0-9_.]+")
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.]*")
 _FOLDERS = ("tasks", "features", "pictures")
 _KEYS = {"scratch": ("like",), "pretrained": ("recipe", "overrides"), "weights": ("weights",)}
 
@@ -113,6 +114,7 @@ class ComparisonData(Config):
     sets: several data sets instead. suite: a file or a shipped suite instead.
     folder: where sources are packed (default: the suite's own).
     pretrain: training shards of the arms' recipes (default: `train`; with several sets the recipes' own).
+    remote: how train and test are read behind URLs (default: as the first recipe says).
     """
 
     train: str | None = None
@@ -121,6 +123,7 @@ class ComparisonData(Config):
     suite: str | None = None
     folder: str | None = None
     pretrain: str | None = None
+    remote: RemoteConfig | None = None
 
     _names = field_validator("sets")(_check_names)
 
@@ -139,6 +142,7 @@ class Comparison(Config):
     seeds: of the labeled subset, the head and the order.
     pretrain_per_seed: pretrain again for every seed (default: one pretraining serves all).
     labels_per_class: label budgets: images per class, shares such as '10%', or all.
+    margin: differences within it count as equivalent (0.01: one percentage point).
     evaluators: settings by evaluator.
     jobs: local processes that run tasks (1: this process).
     scheduler: address of a dask scheduler whose workers run the tasks, such as tcp://host:8786.
@@ -152,6 +156,7 @@ class Comparison(Config):
     seeds: Seeds = Field((0, 1, 2), min_length=1)
     pretrain_per_seed: bool = False
     labels_per_class: Budgets = Field((5, 10, 25), min_length=1)
+    margin: float = Field(0.01, gt=0, lt=1)
     data: ComparisonData
     arms: dict[str, Arm]
     evaluators: dict[str, SerializeAsAny[Config]] = Field(min_length=1)
@@ -215,7 +220,7 @@ def load_comparison(name: str | Path, overrides: Sequence[str] = ()) -> Study:
     }
     for key, found in recipes.items():
         if found.probe and found.probe.patience:
-            raise UserError(f"{path}: arms.{key}: probe.patience ends a pretraining by labels; remove it")
+            raise UserError(f"{path}: arms.{key}: probe.patience would use labels to stop pretraining; remove it")
     evaluators = {
         (data, evaluator, arm): _settings(path, evaluator, values, chosen.evaluators, own)
         for data, chosen in sets.items()

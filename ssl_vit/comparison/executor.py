@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future, wait
 from contextlib import contextmanager
@@ -58,7 +59,12 @@ def run(tasks: Sequence[TaskRecord], do: Do, *, jobs: int = 1, scheduler: str | 
             for task in [task for task in waiting if not unfinished.intersection(task.after)][: len(workers.free)]:
                 waiting.remove(task)
                 worker = workers.free.pop()
-                running[worker.submit(do, task)] = task, worker, time.monotonic()
+                try:
+                    future = worker.submit(do, task)
+                except workers.killed:  # while it had nothing to do
+                    worker = workers.new()
+                    future = worker.submit(do, task)
+                running[future] = task, worker, time.monotonic()
             for future in wait(running, return_when=FIRST_COMPLETED).done:
                 task, worker, begun = running.pop(future)
                 error = future.exception()
@@ -70,7 +76,9 @@ def run(tasks: Sequence[TaskRecord], do: Do, *, jobs: int = 1, scheduler: str | 
                     say(f"[{len(took)}/{len(tasks)}] {task.id}  ({spent}{left})")
                     continue
                 if isinstance(error, workers.killed):
-                    error = RunError("its process was killed, perhaps because memory ran out")
+                    error = RunError(
+                        "its process was killed (often: out of memory); lower jobs, data.cache_mb or data.workers"
+                    )
                 if not isinstance(error, UserError | RunError) or int(os.environ.get("WORLD_SIZE", 1)) > 1:
                     raise error
                 errors.append(type(error)(f"{task.id}: {error}"))
@@ -104,7 +112,8 @@ class _Here(Executor):
         try:
             future.set_result(fn(*args, **kwargs))
         except Exception as error:
-            future.set_exception(error)
+            traceback.clear_frames(error.__traceback__)  # they hold the failed task's model and loader processes
+            future.set_exception(error.with_traceback(None))
         return future
 
 

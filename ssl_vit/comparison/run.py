@@ -17,6 +17,7 @@ from ssl_vit.comparison.config import SET_BY_COMPARISON, DataSet, Study, load_co
 from ssl_vit.comparison.plan import Plan
 from ssl_vit.comparison.suites import prepare
 from ssl_vit.comparison.work import do, is_done
+from ssl_vit.data import RemoteConfig
 from ssl_vit.data.shards import ShardSet, check_same_classes, open_shards, open_training
 from ssl_vit.environment import environment
 from ssl_vit.evaluators import runner
@@ -95,10 +96,11 @@ def check(study: Study, sets: dict[str, DataSet], say: Say = silent) -> Checked:
     Raises UserError for whatever would make a task impossible.
     """
     _check_directory(study)
-    remote = [next(iter(study.recipes.values())).data.remote] if study.recipes else []
+    remotes = [study.comparison.data.remote, *(settings.data.remote for settings in study.recipes.values())]
+    remote = next(filter(None, remotes), RemoteConfig())
     opened: dict[str, ShardSet] = {}
     for name, chosen in sets.items():
-        train, test = (open_shards(str(path), *remote) for path in (chosen.train, chosen.test))
+        train, test = (open_shards(str(path), remote) for path in (chosen.train, chosen.test))
         check_same_classes(train.classes, test.classes, f"{chosen.train} and {chosen.test}")
         opened |= {f"{name} train": train, f"{name} test": test}
     for arm, settings in study.recipes.items():
@@ -136,7 +138,7 @@ def _check_labels(plan: Plan, name: str, train: ShardSet, test: ShardSet, say: S
     labels, _ = labels_of(train), labels_of(test)
     classes, counts = np.unique(labels[labels >= 0], return_counts=True)
     if len(classes) < 2:
-        raise UserError(f"{train.spec}: all labeled images are of one class; evaluation needs two or more")
+        raise UserError(f"{train.spec}: all labeled images belong to one class; evaluation needs at least two")
     few: dict[int, int] = {}
     for (data, evaluator, _), built in plan.evaluators.items():
         if data == name:
@@ -144,7 +146,7 @@ def _check_labels(plan: Plan, name: str, train: ShardSet, test: ShardSet, say: S
             few |= {budget: int((counts < budget).sum()) for budget in asked if isinstance(budget, int)}
             if runner.has_sweep(built) and not len(held_out_split(labels, built.config.held_out, seed=0)[1]):
                 share = f"held_out={built.config.held_out:g} of {counts.max()} images per class is none"
-                raise UserError(f"evaluators.{evaluator}: {share}; raise held_out, or sweep nothing (sweep={{}})")
+                raise UserError(f"evaluators.{evaluator}: {share}; raise it, or set sweep={{}}")
     for budget in sorted(budget for budget, number in few.items() if number):
         say(
             f"note: {train.spec}: {few[budget]} of {len(classes)} classes have fewer than {budget} images; all are used"
@@ -185,6 +187,7 @@ def _record(checked: Checked, command: str) -> ComparisonRecord:
         labels_per_class=c.labels_per_class,
         seeds=c.seeds,
         pretrain_per_seed=c.pretrain_per_seed,
+        margin=c.margin,
         notes=c.notes,
         jobs=c.jobs,
         study=c.study,

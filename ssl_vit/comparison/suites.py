@@ -70,6 +70,7 @@ def _request(chosen: DataSet) -> dict[str, object]:
 
 def _pack(name: str, chosen: DataSet, folder: Path, say: Callable[[str], None]) -> None:
     columns = {"image_column": chosen.image_column, "label_column": chosen.label_column}
+    write_json(folder / name / _REQUEST, _request(chosen))  # first: both parts must be of one source after a kill too
     for split, part in zip(chosen.splits, ("train", "test"), strict=True):
         out = folder / name / part
         if not (out / INFO).exists():
@@ -81,4 +82,3 @@ def _pack(name: str, chosen: DataSet, folder: Path, say: Callable[[str], None]) 
                     pack(source, out, overwrite=True, progress=False)
             except UserError as error:
                 raise UserError(f"data set {name}: {error}") from None
-    write_json(folder / name / _REQUEST, _request(chosen))

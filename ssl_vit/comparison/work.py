@@ -19,6 +19,8 @@ from ssl_vit.evaluators import runner
 from ssl_vit.evaluators.features import EvalContext
 from ssl_vit.files import read_json
 from ssl_vit.interfaces import UserError
+from ssl_vit.models import factory
+from ssl_vit.models.vit import ViTEncoder
 from ssl_vit.records import RunSummary, TaskRecord, TaskResult
 from ssl_vit.results import Result
 from ssl_vit.runs import SUMMARY, is_main_process, wait_for_everyone
@@ -33,8 +35,11 @@ def path_of(plan: Plan, task: TaskRecord) -> Path:
 
 def is_done(plan: Plan, task: TaskRecord) -> bool:
     """Whether the result is on disk, whole, and was made from what the plan says now."""
+    path = path_of(plan, task)
     with suppress(UserError):
-        return path_of(plan, task).is_file() and results.load(path_of(plan, task))[1]["fingerprint"] == task.fingerprint
+        if path.is_file():
+            found = recipe.validate(TaskResult, results.load(path)[1], f"{path}: ")
+            return found.fingerprint == task.fingerprint
     return False
 
 
@@ -46,8 +51,7 @@ def do(plan: Plan, task: TaskRecord) -> None:
     path = path_of(plan, task)
     path.parent.mkdir(parents=True, exist_ok=True)
     # Other jobs of the comparison wait for this one; the processes of one job do the task together.
-    several = int(os.environ.get("WORLD_SIZE", 1)) > 1
-    with nullcontext() if several else FileLock(path.with_name(f".{task.id}.lock")):
+    with FileLock(path.with_name(f".{task.id}.lock")) if is_main_process() else nullcontext():
         if not distributed.gather(is_done(plan, task))[0]:
             start = time.perf_counter()
             rows, about = _run(plan, task)
@@ -113,12 +117,9 @@ def make_context(plan: Plan, task: TaskRecord) -> EvalContext:
 
 def _pictures(plan: Plan, task: TaskRecord) -> dict[str, Any]:
     """The inspection of an arm's encoder on the first test images."""
-    weights = plan.weights(task.arm, task.seed)
-    if weights is None or not is_main_process():
-        return {}
-    out = Path(PICTURES) / task.arm
-    try:
-        page = inspection.inspect(weights, str(plan.sets[task.data].test), plan.run / out)
-    except UserError:  # a CNN has no attention to draw
-        return {}
+    weights, out = plan.weights(task.arm, task.seed), Path(PICTURES) / task.arm
+    device = distributed.make_accelerator().device  # every process takes part in it
+    if weights is None or not is_main_process() or not isinstance(factory.load(weights), ViTEncoder):
+        return {}  # a CNN has no attention to draw
+    page = inspection.inspect(weights, str(plan.sets[task.data].test), plan.run / out, device=device)
     return {"pictures": str(out), "skipped": read_json(page.parent / "numbers.json").get("skipped", [])}

@@ -125,5 +125,5 @@ def test_an_objective_of_another_package_is_an_entry_point(tmp_path: Path, monke
     monkeypatch.syspath_prepend(tmp_path)
     assert "rotation" in plugins.names("objectives")
     assert plugins.load("objectives", "rotation").Objective.__module__ == "a_rotation"
-    with pytest.raises(UserError, match=r"no objective is called 'rotatoin'; did you mean 'rotation'"):
+    with pytest.raises(UserError, match=r"unknown objective 'rotatoin'; did you mean 'rotation'"):
         plugins.load("objectives", "rotatoin")

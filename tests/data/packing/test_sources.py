@@ -157,7 +157,7 @@ def test_a_slash_below_an_existing_folder_is_a_path(tmp_path: Path, monkeypatch:
 def test_names_of_sources() -> None:
     with pytest.raises(UserError, match="no split 'val'"):
         open_source("digits", split="val")
-    with pytest.raises(UserError, match="no source is called 'digit'; did you mean 'digits'"):
+    with pytest.raises(UserError, match="unknown source 'digit'; did you mean 'digits'"):
         open_source("digit:somewhere")
     with pytest.raises(UserError, match="digits:elsewhere: the digits come with scikit-learn"):
         open_source("digits:elsewhere")
