@@ -76,8 +76,7 @@ def run(tasks: Sequence[TaskRecord], do: Do, *, jobs: int = 1, scheduler: str | 
                     say(f"[{len(took)}/{len(tasks)}] {task.id}  ({spent}{left})")
                     continue
                 if isinstance(error, workers.killed):
-                    error = RunError(
-                        "its process was killed (often: out of memory); lower jobs, data.cache_mb or data.workers"
+                    error = RunError("its process was killed, often for lack of memory; lower jobs or data.cache_mb"); lower jobs, data.cache_mb or data.workers"
                     )
                 if not isinstance(error, UserError | RunError) or int(os.environ.get("WORLD_SIZE", 1)) > 1:
                     raise error
@@ -111,9 +110,11 @@ class _Here(Executor):
         future: Future[Any] = Future()
         try:
             future.set_result(fn(*args, **kwargs))
-        except Exception as error:
+        except (UserError, RunError) as error:
             traceback.clear_frames(error.__traceback__)  # they hold the failed task's model and loader processes
             future.set_exception(error.with_traceback(None))
+        except Exception as error:
+            future.set_exception(error)
         return future
 
 
@@ -135,7 +136,8 @@ class _Process(ProcessPoolExecutor):
 
 @contextmanager
 def _processes(jobs: int) -> Iterator[_Workers]:
-    threads, others = max(1, (os.cpu_count() or 1) // jobs), set(multiprocessing.active_children())
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads, others = max(1, cores // jobs), set(multiprocessing.active_children())
     pools: list[_Process] = []
 
     def new() -> _Process:
