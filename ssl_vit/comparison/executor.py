@@ -76,8 +76,7 @@ def run(tasks: Sequence[TaskRecord], do: Do, *, jobs: int = 1, scheduler: str | 
                     say(f"[{len(took)}/{len(tasks)}] {task.id}  ({spent}{left})")
                     continue
                 if isinstance(error, workers.killed):
-                    error = RunError("its process was killed, often for lack of memory; lower jobs or data.cache_mb"); lower jobs, data.cache_mb or data.workers"
-                    )
+                    error = RunError("its process was killed, often for lack of memory; lower jobs or data.cache_mb")
                 if not isinstance(error, UserError | RunError) or int(os.environ.get("WORLD_SIZE", 1)) > 1:
                     raise error
                 errors.append(type(error)(f"{task.id}: {error}"))
