@@ -241,7 +241,7 @@ def read_results(run: Path | str) -> pd.DataFrame:
     """
     run = Path(run)
     if (run / PLAN).is_file():
-        return read_comparison([run]).table.frame
+        return read_comparison(run).table.frame
     found, _ = evaluations(run)
     frames = [Table(one.results).frame.assign(settings=json.dumps(one.about["settings"])) for one in found]
     return pd.concat(frames, ignore_index=True) if frames else Table([]).frame
