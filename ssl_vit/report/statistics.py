@@ -61,7 +61,6 @@ def paired_difference(
     *,
     confidence: float = 0.95,
     pretrainings: Sequence[Hashable] | None = None,
-    weights_M: np.ndarray | None = None,
 ) -> Estimate:
     """Accuracy of A minus that of B, with an interval over seeds and test images.
 
@@ -69,12 +68,11 @@ def paired_difference(
         images.
     pretrainings: (S,), which pretraining each seed used: the nested form. Where there are fewer pretrainings than seeds
         the unit is the pretraining, its seeds averaged first. None: the unit is the seed.
-    weights_M: (M,), of the test images, with mean 1 (see `class_weights`); None: all 1.
 
     Example: `paired_difference(correct_a, correct_b).half_width`
     """
     difference_SM = np.asarray(correct_a_SM, dtype=np.float64) - np.asarray(correct_b_SM, dtype=np.float64)
-    return crossed_mean(difference_SM, confidence=confidence, pretrainings=pretrainings, weights_M=weights_M)
+    return crossed_mean(difference_SM, confidence=confidence, pretrainings=pretrainings)
 
 
 def crossed_mean(
@@ -82,12 +80,9 @@ def crossed_mean(
     *,
     confidence: float = 0.95,
     pretrainings: Sequence[Hashable] | None = None,
-    weights_M: np.ndarray | None = None,
 ) -> Estimate:
     """Mean of values over seeds and test images, with an interval over both; arguments as `paired_difference` has."""
     values = np.asarray(values_SM, dtype=np.float64)
-    if weights_M is not None:
-        values = values * weights_M
     if pretrainings is not None:
         values = unit_means(values, pretrainings)
     S, M = values.shape
@@ -132,13 +127,20 @@ def _quantile(freedom: float, confidence: float) -> float:
     return float(stdtrit(freedom, 0.5 + confidence / 2))
 
 
-def class_weights(labels_M: np.ndarray) -> np.ndarray:
-    """float64 (M,): image weights of mean 1 that turn a mean over images into the mean of the per-class means.
+def balanced(values_XSM: np.ndarray, labels_M: np.ndarray) -> np.ndarray:
+    """Values whose mean over images is the mean of the per-class means, float64 (..., S, M).
 
+    The classes are fixed: only the spread within each class counts as variation between images.
+
+    values_XSM: (..., S, M), by seed and test image.
     labels_M: int64 (M,), classes of the test images.
     """
     _, index, counts = np.unique(labels_M, return_inverse=True, return_counts=True)
-    return np.asarray(len(labels_M) / (len(counts) * counts[index]))
+    weights = len(labels_M) / (len(counts) * counts[index])
+    values = np.asarray(values_XSM, dtype=np.float64)
+    of_class = np.eye(len(counts))[index] / counts  # (M, classes)
+    centers = (values.mean(axis=-2) @ of_class)[..., None, index]
+    return np.asarray((values * weights).mean(axis=(-2, -1), keepdims=True) + weights * (values - centers))
 
 
 def holm(estimates: Sequence[Estimate], confidence: float = 0.95) -> list[Estimate]:

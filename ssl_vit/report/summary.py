@@ -172,8 +172,7 @@ def _baseline(comparison: Comparison, arm: str, measured: Sequence[str]) -> str 
 
 
 class _Measured:
-    """What was measured of one data set under one evaluator. Under the metric `mean_per_class` every image has the
-    weight that turns the mean over images into the mean of the per-class means."""
+    """What was measured of one data set under one evaluator; under the metric `mean_per_class` see `balanced`."""
 
     def __init__(self, comparison: Comparison, place: Place, budgets: dict[Budget, dict[str, Rows]]) -> None:
         self.comparison, self.place, self.budgets = comparison, place, budgets
@@ -190,9 +189,9 @@ class _Measured:
         for budget, arms in self.budgets.items():
             for arm in (arm for arm in self.arms if arm in arms):
                 classes, correct = self.comparison.table.cells([*arms[arm].values()])
-                weights = statistics.class_weights(classes) if self.weighted else None
+                values = statistics.balanced(correct, classes) if self.weighted else correct
                 units = _units([(made if arm in self.pretrained else None,) for made, _ in arms[arm]])
-                estimate = statistics.crossed_mean(correct, pretrainings=units, weights_M=weights)
+                estimate = statistics.crossed_mean(values, pretrainings=units)
                 yield Accuracy(self.place, budget, self.labels[budget], arm, len(correct), estimate)
 
     def difference(self, budgets: Sequence[Budget], arm: str, against: str, role: Role) -> Iterator[Difference]:
@@ -233,7 +232,7 @@ class _Measured:
         self, budgets: Sequence[Budget], arm: str, against: str
     ) -> tuple[np.ndarray, list[int | None] | None, tuple[str, ...]] | None:
         """What both arms have at all of these budgets: (values (B, 2, S, M), correct or not by label budget, arm, seed
-        and test image, times the image's weight; the pretraining of each seed, where it is the unit; the arms with one
+        and test image; the pretraining of each seed, where it is the unit; the arms with one
         pretraining). None where they share no seed."""
         pairs = [_paired(self.budgets[one].get(arm, {}), self.budgets[one].get(against, {})) for one in budgets]
         keys = [key for key in pairs[0] if all(key in one for one in pairs)]
@@ -243,7 +242,7 @@ class _Measured:
         classes, correct = self.comparison.table.cells(rows)
         values = correct.reshape(len(budgets), 2, len(keys), -1).astype(np.float64)
         if self.weighted:
-            values *= statistics.class_weights(classes)
+            values = statistics.balanced(values, classes)
         arms = [(side, name) for side, name in enumerate((arm, against)) if name in self.pretrained]
         made = [tuple(key[side] for side, _ in arms) for key in keys]
         fixed = [name for side, name in arms if len({key[side] for key in keys}) == 1]

@@ -78,20 +78,23 @@ def _headline(comparison: Comparison, head: Difference, budgets: Sequence[Differ
     if head.outcome == "undecided":
         sentence += f" {_plan(comparison, head)}"
     for arm in head.fixed:
-        sentence += f" This is about one pretraining of {comparison.spoken(arm)}: another may differ."
+        once = f"{_capital(comparison.spoken(arm))} was pretrained only once"
+        sentence += f" {once}: the interval does not cover other pretrainings."
     return sentence
 
 
 def _plan(comparison: Comparison, head: Difference) -> str:
     """What would decide."""
     if head.estimate.half_width is None:
-        return "There is no interval: run at least 3 seeds."
+        if head.estimate.units < 2:
+            return "There is no interval: run at least 3 seeds."
+        return "All seeds and test images gave the same difference, so no interval can be estimated."
     units, images = plan(head.estimate, comparison.record.margin)
     more = [f"{units:,} more {head.unit}s"] if units else []
     more += [f"{images:,} more test images"] if images else []
     if not more:
         return "Neither more seeds nor more test images alone would decide a difference of this size."
-    return f"If it stays as measured, {' or '.join(more)} would decide."
+    return f"If the estimate stays the same, {' or '.join(more)} would decide."
 
 
 def _efficiency(comparison: Comparison, row: Efficiency) -> str:
@@ -117,7 +120,7 @@ def _compute(comparison: Comparison, head: Difference) -> list[str]:
     if not ours:
         return []
     baseline = comparison.spoken(head.against)
-    ratio = f"{ours / theirs:.3g} times that of {baseline}" if theirs else f"{baseline} none"
+    ratio = f"{ours / theirs:.3g} times that of {baseline}" if theirs else f"{baseline} used none"
     return [f"Compute: {comparison.spoken(head.arm)} took {ours:.3g} FLOPs in all, {ratio}."]
 
 
@@ -127,7 +130,11 @@ def _cautions(comparison: Comparison, summary: Summary) -> Iterator[str]:
             f"Caution: the comparison has not finished ({len(comparison.missing)} of {len(comparison.record.tasks)} "
             "tasks are missing), so the numbers may change."
         )
+    architectures = {one.name: one.architecture for one in comparison.record.arms} | comparison.record.references
     for row in summary.means:
+        if row.role == "baseline" and architectures.get(row.arm) != architectures.get(row.against):
+            arm, against = comparison.spoken(row.arm), comparison.spoken(row.against)
+            yield f"Caution: {arm} and {against} differ in architecture or image preparation."
         if row.arm == comparison.tested[0] and row.role == "reference" and row.outcome == "worse":
             title = comparison.record.evaluators[row.place.evaluator].title
             against, arm = comparison.spoken(row.against), comparison.spoken(row.arm)

@@ -12,7 +12,7 @@ from scipy import stats
 
 from ssl_vit.report.statistics import (
     Estimate,
-    class_weights,
+    balanced,
     crossed_mean,
     holm,
     label_efficiency,
@@ -139,12 +139,23 @@ def test_the_plan_decides() -> None:
     assert np.mean([crossed_mean(drawn()).half_width or 0 for _ in range(20)]) == pytest.approx(0.04, rel=0.1)
 
 
-def test_class_weights_make_the_mean_of_the_per_class_means() -> None:
+def test_balanced_values_have_the_mean_of_the_per_class_means_by_seed() -> None:
     labels = np.array([0] * 6 + [1] * 3 + [5])
     correct = np.random.default_rng(0).random((2, 10)) < 0.5
-    expected = np.mean([correct[:, labels == label].mean() for label in (0, 1, 5)])
-    assert crossed_mean(correct, weights_M=class_weights(labels)).mean == pytest.approx(expected)
-    assert class_weights(labels).mean() == pytest.approx(1)
+    expected = np.mean([correct[:, labels == label].mean(axis=1) for label in (0, 1, 5)], axis=0)
+    np.testing.assert_allclose(balanced(correct, labels).mean(axis=1), expected)
+
+
+def test_imbalanced_classes_add_no_variation_between_images() -> None:
+    """An accuracy of 100% has no spread, and the standard error is that of repeated draws of the images."""
+    labels = np.repeat(np.arange(10), [200, 150, 100, 80, 60, 50, 40, 30, 20, 10])
+    assert crossed_mean(balanced(np.ones((4, len(labels))), labels)).half_width is None
+    generator, found = np.random.default_rng(0), []
+    for _ in range(300):
+        hits = generator.random(len(labels)) < np.linspace(0.95, 0.5, 10)[labels]  # the same for all seeds
+        found.append(crossed_mean(balanced(np.stack([hits, hits, hits, hits]), labels)))
+    errors = np.mean([one.standard_error or 0 for one in found])
+    assert errors == pytest.approx(np.std([one.mean for one in found]), rel=0.15)
 
 
 @pytest.mark.parametrize(("accuracy", "expected"), [(0.3, 10**0.5), (0.6, 100), (0.2, 1), (0.1, 0), (0.9, math.inf)])

@@ -44,7 +44,7 @@ def test_the_headline_is_the_mean_over_budgets_and_names_the_method(folder: Path
     first = text.splitlines()[0]
     assert first.startswith("Masked patch prediction is better than training from scratch: +20.0 ± ")
     assert "(73.5% against 53.5%), the mean over 5 and 10 labels per class (Fine-tuning, 3 seeds, 100 test" in first
-    assert "one pretraining of masked patch prediction" in first
+    assert "was pretrained only once" in first
     assert "SSL" not in text
 
 
