@@ -78,7 +78,6 @@ def train(settings: Recipe, *, quiet: bool = False) -> Path:
                     parameters=parameters,
                     samples=settings.data.samples or shards.samples,
                     processes=accelerator.num_processes,
-                    skipped_steps=outcome.skipped_steps,
                     classes=job.classes,
                 )
                 write_json(run / SUMMARY, summary.model_dump(mode="json"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import shutil
 import subprocess
 import time
 from importlib.metadata import PackageNotFoundError, version
@@ -16,21 +15,21 @@ import torch
 
 from ssl_vit.training.distributed import Engine
 
+_PACKAGES = ("torch", "torchvision", "timm", "accelerate", "simplejpeg", "datasets", "ssl-vit")
+
 
 def environment(accelerator: Engine | None = None) -> dict[str, Any]:
     """Versions, hardware, git commit and world size: what a reader needs to interpret a number."""
-    packages = ("torch", "torchvision", "timm", "accelerate", "simplejpeg", "datasets", "ssl-vit")
-    hardware = {
-        "machine": platform.platform(),
-        "processor": _processor(),
-        "cores": os.cpu_count(),
-        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
-        "gpus": [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())],
-    }
     return {
-        "versions": {"python": platform.python_version(), **{name: _version(name) for name in packages}},
-        "hardware": hardware,
-        "git": _git_commit(),
+        "versions": {"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}},
+        "hardware": {
+            "machine": platform.platform(),
+            "processor": _processor(),
+            "cores": os.cpu_count(),
+            "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+            "gpus": [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())],
+        },
+        "git": _git_commit(Path(__file__).parents[1]),
         "world_size": accelerator.num_processes if accelerator else 1,
         "distribution": accelerator.distributed_type.value if accelerator else "NO",
         "device": str(accelerator.device) if accelerator else "cpu",
@@ -48,17 +47,15 @@ def _version(package: str) -> str:
 
 
 def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.is_file() else []
+    return next((line.split(": ", 1)[1] for line in lines if line.startswith("model name")), platform.processor())
+
+
+def _git_commit(checkout: Path) -> str | None:
+    """None where the package is installed: the commit would be another project's."""
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor()
-
-
-def _git_commit() -> str | None:
-    git = shutil.which("git")
-    if git is None or not (Path(__file__).parent.parent / ".git").exists():  # installed: another project's commit
+        command = ["git", "--git-dir", str(checkout / ".git"), "rev-parse", "HEAD"]
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() or None
+    except OSError:  # no git
         return None
-    command = [git, "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
-    answer = subprocess.run(command, capture_output=True, text=True, check=False)
-    return answer.stdout.strip() or None

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import shutil
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,8 +18,6 @@ from ssl_vit.interfaces import RunError, UserError
 
 _LITTLE_SPACE = 5  # GiB: some checkpoints of a ViT-B with its optimizer state
 _LITTLE_SHARED = 1  # GiB: batches travel from loader processes through shared memory
-_LARGE_SHARD = 4  # GiB
-_LARGE_IMAGE = 300  # KiB, about a megapixel of JPEG: four times the pixels of an ImageNet image
 
 
 @dataclass(frozen=True)
@@ -42,30 +40,21 @@ def examine(data: str | None, run: str) -> list[Finding]:
 def _machine() -> Iterator[Finding]:
     about = environment()
     hardware = about["hardware"]
-    cores = hardware["cores"]
+    cores, gpus = hardware["cores"], hardware["gpus"]
     yield Finding("ok", "versions", ", ".join(f"{name} {version}" for name, version in about["versions"].items()))
     try:
-        import timm
-        import torchvision
-
-        del timm, torchvision
+        importlib.import_module("timm")
     except Exception as error:
         how = "install torch and torchvision together: pip install --upgrade torch torchvision"
         yield Finding("stop", "versions", f"timm and torchvision cannot be imported ({error}); {how}")
     yield Finding("ok", "processor", f"{hardware['processor']}, {cores} cores, {hardware['memory_gib']} GiB")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of an old driver
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    for number in range(count):
-        properties = torch.cuda.get_device_properties(number)
-        fast = "; bf16 is fast: training.precision=bf16" if properties.major >= 8 else ""
-        memory = properties.total_memory / 2**30
-        yield Finding("ok", "device", f"cuda:{number}: {properties.name}, {memory:.0f} GiB{fast}")
-    if cores < 4 * count:
-        yield Finding("slow", "processor", f"{cores} cores for {count} GPU(s): decoding may be too slow")
-    if count == 0 and torch.backends.mps.is_available():
-        yield Finding("ok", "device", "mps: an Apple GPU")
-    elif count == 0:
+    for name in gpus:
+        yield Finding("ok", "device", name)
+    if cores < 4 * len(hardware["gpus"]):
+        yield Finding(
+            "slow", "processor", f"{cores} cores for {len(hardware['gpus'])} GPU(s): decoding may be too slow"
+        )
+    if not torch.accelerator.is_available():
         yield Finding("slow", "device", "no GPU: small models and small images only (the demo takes minutes)")
         threads = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]
         if threads.isdigit() and int(threads) < cores:
@@ -96,12 +85,3 @@ def _shards(data: str) -> Iterator[Finding]:
     if count < cores:
         again = f"ssl-vit shards make SOURCE OUT --overwrite --shards {cores}"
         yield Finding("slow", "shards", f"{count} shard(s) feed at most {count} of {cores} cores: {again}")
-    sizes = [size for size in shards.sizes if size]
-    if (largest := max(sizes, default=0) / 2**30) > _LARGE_SHARD:
-        yield Finding(
-            "slow", "shards", f"a shard has {largest:.0f} GiB; smaller ones resume faster: {again} --shard-size N"
-        )
-    if (size := sum(sizes) / max(shards.samples, 1) / 1024) > _LARGE_IMAGE:
-        yield Finding(
-            "slow", "shards", f"{size:.0f} KiB per image; smaller ones decode much faster: {again} --resize 256"
-        )

@@ -36,7 +36,6 @@ class RunSummary(Config):
     parameters: int
     samples: int
     processes: int = 1
-    skipped_steps: int = 0
     classes: tuple[str, ...] = ()
 
     @property

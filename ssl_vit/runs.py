@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 import torch
 from filelock import FileLock, Timeout
@@ -25,7 +24,6 @@ MAY_CHANGE = (
     "training.accumulate",
     "training.auto_batch",
     "training.checkpoint_activations",
-    "training.on_nonfinite",
     "training.timeout",
     "training.trackers",
     "training.log_every",
@@ -65,26 +63,19 @@ def open_run(run: Path, settings: Recipe, accelerator: Engine, data: str) -> Non
         _lock(run)
         check(run, settings, data)  # again: another process may have ended just now
         recipe.save(settings, run / "recipe.yaml")
-        if not _is_finished(run):
-            (run / SUMMARY).unlink(missing_ok=True)  # of a training whose last checkpoint is gone
-            begun = {"init_from": _origin(settings)} if settings.init_from else {}
-            write_json(run / ENVIRONMENT, environment(accelerator) | begun | _sessions_before(run))
+        kept, summary, sessions = checkpoint.folders(run), run / SUMMARY, run / ENVIRONMENT
+        if kept and summary.exists() and kept[-1].name == f"step_{read_json(summary)['steps']:08d}":
+            return  # finished
+        summary.unlink(missing_ok=True)  # of a training whose last checkpoint is gone
+        about = environment(accelerator)
+        if settings.init_from:
+            about["init_from"] = _origin(settings)
+        if kept and sessions.exists():
+            last = read_json(sessions)
+            about["before"] = [*last.pop("before", []), last]
+        write_json(sessions, about)
     except OSError as error:
         raise UserError(f"run={run}: cannot write there: {error}") from None
-
-
-def _is_finished(run: Path) -> bool:
-    """Whether the run has the checkpoint that `summary.json` was written after."""
-    kept = checkpoint.folders(run)
-    return bool(kept) and (run / SUMMARY).exists() and kept[-1].name == f"step_{read_json(run / SUMMARY)['steps']:08d}"
-
-
-def _sessions_before(run: Path) -> dict[str, Any]:
-    """The environments of the run's earlier sessions."""
-    if not checkpoint.folders(run) or not (run / ENVIRONMENT).exists():
-        return {}
-    last = read_json(run / ENVIRONMENT)
-    return {"before": [*last.pop("before", []), last]}
 
 
 def check(run: Path, settings: Recipe, data: str | None = None) -> None:
@@ -109,18 +100,14 @@ def check(run: Path, settings: Recipe, data: str | None = None) -> None:
             )
         if data is not None:
             checkpoint.check_data(run, data)
-    elif not path.exists() and run.exists() and _has_foreign_files(run):
+    # A start that was killed before it wrote its recipe leaves a lock and a temporary file.
+    elif not path.exists() and run.exists() and any(p.name != ".lock" and p.suffix != ".tmp" for p in run.iterdir()):
         raise UserError(f"{run} is not empty and holds no run: give this run another directory with run=PATH")
 
 
 def _origin(settings: Recipe) -> str:
     """The checksum of the weights that a run starts from."""
     return sha256(factory.find_weights(settings.init_from or "") / factory.WEIGHTS)
-
-
-def _has_foreign_files(run: Path) -> bool:
-    """Whether there is more than a start leaves behind that was killed before it wrote its recipe."""
-    return any(path.name != ".lock" and path.suffix != ".tmp" for path in run.iterdir())
 
 
 def _lock(run: Path) -> None:
@@ -132,9 +119,3 @@ def _lock(run: Path) -> None:
     except Timeout:
         raise UserError(f"{run}: another process is training in this directory; wait for it or use run=PATH") from None
     _locks[run.resolve()] = lock
-
-
-def release(run: Path) -> None:
-    """Let another process train there."""
-    if lock := _locks.pop(run.resolve(), None):
-        lock.release()

@@ -24,7 +24,7 @@ from ssl_vit.interfaces import Batch, UserError
 from ssl_vit.models import EncoderConfig, factory
 from ssl_vit.recipe import Recipe
 from ssl_vit.training.callbacks import Checkpointing, Logging, NanGuard, Pictures, StopOnSignal
-from ssl_vit.training.distributed import Engine, check_compiler, make_accelerator
+from ssl_vit.training.distributed import Engine, make_accelerator
 from ssl_vit.training.flops import training_flops
 from ssl_vit.training.loop import Callback, Job
 
@@ -52,8 +52,8 @@ def build(
     Raises UserError for a model, objective or topology that cannot work.
     """
     training, named = settings.training, len(shards.classes) if shards.classes else None
-    if training.compile:
-        check_compiler(accelerator.device)
+    if training.compile and accelerator.device.type == "xla":
+        raise UserError("training.compile: XLA compiles by itself; set it to false")
     set_seed(settings.seed)
     if encoder is None:
         encoder = build_encoder(settings.encoder, settings.init_from)
@@ -141,13 +141,10 @@ def training_samples(shards: ShardSet, data: DataConfig) -> np.ndarray | None:
     return np.sort(np.random.default_rng(0).permutation(shards.samples)[: data.samples])
 
 
-_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-
-
 def _checkpoint_activations(encoder: factory.Encoder, accelerator: Engine) -> None:
     if accelerator.device.type == "xla":
         raise UserError("training.checkpoint_activations: not available on XLA; raise training.accumulate")
-    if any(isinstance(module, _BATCH_NORMS) for module in encoder.modules()):
+    if any(isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d) for module in encoder.modules()):
         raise UserError("training.checkpoint_activations: batch norm would count every image twice; set it to false")
     encoder.network.set_grad_checkpointing(True)
 
@@ -166,11 +163,10 @@ def _draw_into(run: Path) -> Callable[[nn.Module, Batch, int], np.ndarray]:
 class DryRun:
     """What a training would do and cost.
 
-    epochs: passes over the images in all steps.
+    samples: images to train on; classes: 0 where the shards name none.
     workers: loader processes of each process.
-    images_per_process: of one step.
+    epochs: passes over the images in all steps.
     gflop_per_image: forward and backward.
-    pflop: of the whole run.
     weights_mib: with gradients and optimizer.
     activations_mib: of one micro-batch.
     compute_seconds, data_seconds: of one step: computing, and reading its images.
@@ -178,18 +174,13 @@ class DryRun:
 
     run: str
     device: str
-    processes: int
-    shards: int
     samples: int
-    classes: int | None
-    lanes: int
+    classes: int
     workers: int
-    images_per_process: int
     steps: int
     epochs: float
     parameters: int
     gflop_per_image: float
-    pflop: float
     weights_mib: float
     activations_mib: float
     compute_seconds: float
@@ -207,9 +198,6 @@ class DryRun:
         return self.steps * self.step_seconds() / 3600
 
 
-_OPTIMIZER_STATES = {"adamw": 2, "sgd": 1, "lars": 1}  # float32 copies of the weights
-
-
 def dry_run(settings: Recipe, shards: ShardSet | None = None, subset: np.ndarray | None = None) -> DryRun:
     """Build the job as `api.train` does, take two batches and measure one micro-batch; nothing is written.
 
@@ -220,46 +208,35 @@ def dry_run(settings: Recipe, shards: ShardSet | None = None, subset: np.ndarray
     data. Memory is counted from the tensors that autograd keeps. Raises UserError for whatever would stop the run
     before its first step.
     """
-    training = settings.training
+    training, copies = settings.training, {"adamw": 4}.get(settings.optim.name, 3)  # weights, gradients, optimizer
     accelerator = make_accelerator(training.precision, training.timeout)
     shards = shards or open_training(settings.data)
     job = build(settings, shards, accelerator, subset=subset, quiet=True)
-    parameters = [(p.numel(), p.requires_grad) for p in job.objective.parameters()]
-    copies = 1 + _OPTIMIZER_STATES[settings.optim.name]
-    flops = training_flops(job.objective)
+    flops, parameters = training_flops(job.objective), list(job.objective.parameters())
     batches = job.batches([LanePosition()] * job.lanes)
     next(batches)
     start = time.perf_counter()
-    batch, _ = next(batches)
+    part = next(batches)[0].split(training.accumulate)[0]
     data_seconds = time.perf_counter() - start
-    part = batch.split(training.accumulate)[0]
-    module = job.objective.to(accelerator.device).train()
-    kept = _kept_bytes(module, part, accelerator)
-    passes = []
-    for _ in range(3):
+    module, passes = job.objective.to(accelerator.device).train(), []
+    for _ in range(4):
         start = time.perf_counter()
-        _kept_bytes(module, part, accelerator)
+        kept = _kept_bytes(module, part, accelerator)
         passes.append(time.perf_counter() - start)
     samples = (settings.data.samples or shards.samples) if subset is None else len(subset)
-    images = job.total_steps * training.batch_size
     return DryRun(
         run=str(settings.run_directory),
         device=str(accelerator.device),
-        processes=accelerator.num_processes,
-        shards=len(shards.urls),
         samples=samples,
-        classes=len(shards.classes) if shards.classes else None,
-        lanes=job.lanes,
+        classes=len(shards.classes or ()),
         workers=settings.data.workers,
-        images_per_process=len(batch.images),
         steps=job.total_steps,
-        epochs=round(images / samples, 2),
-        parameters=sum(number for number, _ in parameters),
+        epochs=round(job.total_steps * training.batch_size / samples, 2),
+        parameters=sum(p.numel() for p in parameters),
         gflop_per_image=round(flops / 1e9, 3),
-        pflop=round(flops * images / 1e15, 3),
-        weights_mib=round(sum(4 * number * (1 + copies * trained) for number, trained in parameters) / 2**20, 1),
+        weights_mib=round(sum(4 * p.numel() * (copies if p.requires_grad else 1) for p in parameters) / 2**20, 1),
         activations_mib=round(kept / 2**20, 1),
-        compute_seconds=round(min(passes) * training.accumulate, 4),
+        compute_seconds=round(min(passes[1:]) * training.accumulate, 4),
         data_seconds=round(data_seconds, 4),
         recipe=settings.model_dump(mode="json"),
     )

@@ -78,7 +78,7 @@ def test_no_file_of_a_checkpoint_is_unpickled(call: Call, digits: Path, tmp_path
         folder = tmp_path / "run" / "checkpoints" / "step_00000002"
         bomb = pickle.dumps(Bomb(mark))
         (folder / name).write_bytes(bomb)
-        for extra in ("optimizer/.metadata", "optimizer/__0_0.distcp", "training.pt", "optimizer/extra.safetensors"):
+        for extra in (".metadata", "__0_0.distcp", "training.pt", "extra.safetensors"):
             (folder / extra).write_bytes(bomb)
         if name.name != "SHA256SUMS":
             files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != "SHA256SUMS"]

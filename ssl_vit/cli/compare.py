@@ -9,7 +9,6 @@ from typing import Annotated
 
 import typer
 
-from ssl_vit.cli import complete
 from ssl_vit.interfaces import UserError
 
 app = typer.Typer()
@@ -49,7 +48,7 @@ def demo(
 def compare(
     recipe: Annotated[
         str,
-        typer.Argument(help="A comparison recipe: a file or a shipped name.", autocompletion=complete.comparisons),
+        typer.Argument(help="A comparison recipe: a file or a shipped name."),
     ],
     overrides: Overrides = None,
     show: Annotated[

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ssl_vit.cli import complete
 from ssl_vit.interfaces import UserError
 
 if TYPE_CHECKING:
@@ -28,7 +27,7 @@ def evaluate(
     run: Annotated[Path, typer.Argument(help="A run directory, a checkpoint or a weights folder.")],
     evaluator: Annotated[
         str,
-        typer.Argument(help="few_shot, linear_probe, knn, fine_tune or own_head.", autocompletion=complete.evaluators),
+        typer.Argument(help="few_shot, linear_probe, knn, fine_tune or own_head."),
     ],
     data: Annotated[
         list[str] | None,
@@ -37,7 +36,7 @@ def evaluate(
     test: Annotated[str | None, typer.Option(help="Labeled test shards (default: DATA/test).")] = None,
     suite: Annotated[
         str | None,
-        typer.Option(help="A suite of data sets: a file or a shipped name.", autocompletion=complete.suites),
+        typer.Option(help="A suite of data sets: a file or a shipped name."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print rows and settings as JSON.")] = False,
     per_class: Annotated[bool, typer.Option("--per-class", help="Print the accuracy of every class too.")] = False,

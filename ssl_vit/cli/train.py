@@ -8,7 +8,6 @@ from typing import Annotated
 
 import typer
 
-from ssl_vit.cli import complete
 from ssl_vit.interfaces import UserError
 
 app = typer.Typer()
@@ -23,10 +22,7 @@ Overrides = Annotated[
 def train(
     recipe: Annotated[
         str,
-        typer.Argument(
-            help="A recipe file, a shipped recipe's name, or a run directory to resume.",
-            autocompletion=complete.stages,
-        ),
+        typer.Argument(help="A recipe file, a shipped recipe's name, or a run directory to resume."),
     ],
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the run's data, size, memory and time, and do not train.")
@@ -40,8 +36,6 @@ def train(
 
     Several processes: `accelerate launch --multi_gpu --num_processes 2 -m ssl_vit train digits_ssl`
     """
-    import torch
-
     from ssl_vit import api, runs
     from ssl_vit import recipe as recipes
 
@@ -62,17 +56,13 @@ def train(
     run = api.train(settings)
     if runs.is_main_process():
         named = settings.data.train
-        train_shards = named if isinstance(named, str) else named[0].shards
-        beside = Path(train_shards).parent / "test"
-        test_shards = str(beside) if beside.is_dir() else "TEST_SHARDS"
-        train_shards, test_shards = shlex.quote(train_shards), shlex.quote(test_shards)
+        shards = named if isinstance(named, str) else named[0].shards
+        test = Path(shards).parent / "test"
+        shown = str(test) if test.is_dir() else "TEST_SHARDS"
         name = shlex.quote(str(run))
-        own = "own_images" if torch.accelerator.is_available() else "own_images_cpu"
-        compared = f"compare    ssl-vit compare {own} data.train={train_shards} data.test={test_shards}\n"
         print(
             f"\nrun        {run}  (recipe, metrics.jsonl, TensorBoard events, checkpoints, encoder.safetensors)\n"
-            f"evaluate   ssl-vit eval {name} few_shot --data {train_shards} --test {test_shards}\n"
-            f"{compared if settings.encoder.channels == 3 else ''}"
+            f"evaluate   ssl-vit eval {name} few_shot --data {shlex.quote(shards)} --test {shlex.quote(shown)}\n"
             f"look       ssl-vit report {name}   and   tensorboard --logdir {name}"
         )
         if settings.encoder.norm_eps is None:  # timm's config names no other

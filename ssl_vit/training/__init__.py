@@ -49,8 +49,6 @@ class TrainingConfig(Config):
         memory, about a third more time, the same result.
     ema: decay per step of an average of the weights, which checkpoints publish then (0: none; 0.999 is common). It
         starts lower, at (1 + step) / (10 + step).
-    on_nonfinite: at a loss or gradient that is not finite, `stop`, or `skip` that step and count it (which waits for
-        the device once per step).
     timeout: seconds that a process waits for the others.
     trackers: Accelerate's trackers by name (`tensorboard`, `wandb`, `mlflow`, `clearml`, `trackio`, ...), each with the
         keywords of its own initialization.
@@ -67,7 +65,6 @@ class TrainingConfig(Config):
     compile: bool = False
     checkpoint_activations: bool = False
     ema: float = Field(0.0, ge=0, lt=1)
-    on_nonfinite: Literal["stop", "skip"] = "stop"
     timeout: int = Field(600, ge=1)
     trackers: dict[str, dict[str, Any]] = Field({"tensorboard": {}})
     log_every: int = Field(50, ge=1)

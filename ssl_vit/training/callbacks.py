@@ -24,62 +24,39 @@ from ssl_vit.training.signals import stopped
 
 __all__ = ["Callback", "Checkpointing", "EarlyStopping", "Logging", "NanGuard", "Pictures", "Stop", "StopOnSignal"]
 
-_SKIPS_IN_A_ROW = 10  # more of them mean that the weights are broken, not the batch
 _OVERFLOWS_IN_A_ROW = 100  # the loss scale has halved from 2^16 to 2^-84
 
 
 class NanGuard(Callback):
-    """Stops at a loss or gradient that is not finite, or counts the steps skipped for that (training.on_nonfinite)."""
+    """Stops at a loss or gradient that is not finite."""
 
     def __init__(self) -> None:
-        self.skipped = self.overflows = 0  # in a row
+        self.overflows = 0  # in a row
 
     def after_step(self, trainer: Trainer) -> Stop | None:
-        if not trainer.result.finite:
-            return self._skipped(trainer)
-        self.skipped = 0
-        return self._window(trainer) if trainer.window_ends else None
-
-    def _skipped(self, trainer: Trainer) -> Stop | None:
-        progress, outputs = trainer.progress, trainer.result.outputs
-        keys = _keys(not all(bool(output.loss.isfinite()) for output in outputs), trainer.batch.keys)
-        progress.skipped_steps += 1
-        self.skipped += 1
-        if self.skipped > _SKIPS_IN_A_ROW:
-            return _diverged(
-                trainer, f"{self.skipped} steps in a row, up to step {progress.step}, were not finite", keys
-            )
-        total = progress.skipped_steps
-        trainer.log.say(
-            f"step {progress.step} skipped: its loss or gradient was not finite ({total} in all); {_some(keys)}"
-        )
-        trainer.log.event(progress.step, {"event": "skipped_step", "total": total, "samples": keys})
-        return None
-
-    def _window(self, trainer: Trainer) -> Stop | None:
-        window = trainer.window
-        if not window.rows:
+        if not trainer.window_ends:
             return None
-        means = window.means()
+        window, means = trainer.window, trainer.window.means()
         # With loss scaling a gradient may overflow: the scaler skips that step.
         names = ("loss",) if trainer.scaler.is_enabled() else ("loss", "grad_norm")
         finite = torch.stack([means[name].isfinite() for name in names]).all(0).tolist()
         if False in finite:
             bad = finite.index(False)
             keys = _keys(not bool(window.rows[bad][0].isfinite()), window.keys[bad])
-            what = f"the loss or its gradient was not finite at step {window.steps[bad]}"
-            return _diverged(trainer, what, keys, "or skip such steps with training.on_nonfinite=skip")
+            return _diverged(trainer, f"the loss or its gradient was not finite at step {window.steps[bad]}", keys)
         self.overflows = 0 if means["grad_norm"].isfinite().any() else self.overflows + len(window.steps)
         if self.overflows > _OVERFLOWS_IN_A_ROW:
             what = f"the gradient was not finite in {self.overflows} steps in a row, up to step {window.steps[-1]}"
             keys = _keys(True, window.keys[-1])
-            return _diverged(trainer, f"{what}, at any loss scale", keys, "or set training.precision=bf16")
+            return _diverged(trainer, f"{what}, at any loss scale", keys, ", or set training.precision=bf16")
         return None
 
 
 def _diverged(trainer: Trainer, what: str, keys: list[str], hint: str = "") -> Stop:
     saved = checkpoint.last_saved(trainer.job.run)
-    error = Diverged(f"{what}; {_some(keys)}\n{saved}; lower optim.lr, check those images{hint and f', {hint}'}")
+    more = f" and {len(keys) - 8} more" if len(keys) > 8 else ""
+    samples = f"its samples: {', '.join(keys[:8])}{more}"
+    error = Diverged(f"{what}; {samples}\n{saved}; lower optim.lr, check those images{hint}")
     error.everywhere, error.steps = True, trainer.progress.step
     return Stop(what, error)
 
@@ -91,11 +68,6 @@ def _keys(to_blame: bool, keys: list[str]) -> list[str]:
     return [key for blame, names in found for key in names if blame or not sure]
 
 
-def _some(keys: list[str]) -> str:
-    more = f" and {len(keys) - 8} more" if len(keys) > 8 else ""
-    return f"its samples: {', '.join(keys[:8])}{more}"
-
-
 class Logging(Callback):
     """Writes the means over the steps since the last log line."""
 
@@ -103,11 +75,11 @@ class Logging(Callback):
         if not trainer.window_ends:
             return None
         progress, window, batch_size = trainer.progress, trainer.window, trainer.job.training.batch_size
-        means = window.means() if window.rows else {}
+        means = window.means()
         elapsed, steps = time.perf_counter() - window.start, progress.step - window.first
         progress.seconds += elapsed
         trainer.log_skips()
-        if means and hasattr(trainer.objective, "summarize"):
+        if hasattr(trainer.objective, "summarize"):
             means = trainer.objective.summarize(means)  # type: ignore[operator]
         # Without single values that are not finite, such as a gradient that overflowed the loss scale.
         finite = {name: column[column.isfinite()] for name, column in means.items()}
@@ -239,8 +211,7 @@ class EarlyStopping(Callback):
         self.since_best = 0 if value > self.best else self.since_best + 1
         self.step, self.best = step, max(value, self.best)
         trainer.log.values(step, {"probe_accuracy": value, "probe_best": self.best})
-        trainer.log.display.note = f"few-shot probe {value:.1%} (best {self.best:.1%})"
-        trainer.log.say(f"step {step}: {trainer.log.display.note}")
+        trainer.log.say(f"step {step}: few-shot probe {value:.1%} (best {self.best:.1%})")
         if self.patience and self.since_best >= self.patience:
             trainer.log.event(step, {"event": "early_stop", "probe_best": self.best})
         trainer.skips += self.skipped()

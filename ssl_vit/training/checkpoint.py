@@ -3,12 +3,12 @@
 config.json, encoder.safetensors: the encoder, which timm loads as it is.
 objective.safetensors: mask token and heads.
 training.safetensors: the weights that training continues from, where the two above hold averaged ones.
-optimizer/: one file per process where the model is sharded.
+optimizer.safetensors: its state by parameter.
 random.safetensors: random states by process.
 state.json: the state of the small components by name.
 SHA256SUMS: `sha256sum -c` reads it.
 
-Nothing in it is a pickle.
+Tensors are whole, also of a model whose parameters are sharded (FSDP), and nothing is a pickle.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from pathlib import Path
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
-from torch.distributed.checkpoint.api import CheckpointException
 
 from ssl_vit.files import atomic_file, flush, read_json, sha256
 from ssl_vit.interfaces import RunError, UserError
@@ -30,13 +29,23 @@ from ssl_vit.models import factory
 from ssl_vit.results import RESULTS
 from ssl_vit.training import distributed
 from ssl_vit.training.distributed import shared_errors
-from ssl_vit.training.state import State, Tensors, placed, random_state, set_random_state
+from ssl_vit.training.state import (
+    ENCODER,
+    OBJECTIVE,
+    OPTIMIZER,
+    RANDOM,
+    TRAINING,
+    State,
+    Tensors,
+    encoder_of,
+    network_of,
+    part,
+    placed,
+    set_random_state,
+)
 
-OBJECTIVE = "objective.safetensors"
-_TRAINING, _RANDOM, _OPTIMIZER = "training.safetensors", "random.safetensors", "optimizer"
 _STATE, _SUMS = "state.json", "SHA256SUMS"
 _REPLACED = ".replaced_"  # the checkpoint of a step that is being saved again
-_ENCODER = "encoder."  # the prefix of its tensors in the objective
 
 
 def folders(run: Path) -> list[Path]:
@@ -73,7 +82,7 @@ def newest(run: Path) -> tuple[Path | None, list[str]]:
     `broken_step_NNNNNNNN`. Every process must call it; the main one looks."""
     found, notes = None, list[str]()
     if distributed.is_main():
-        for unfinished in (run / "checkpoints").glob(_unfinished("step_*")):  # a kill came while it was written
+        for unfinished in (run / "checkpoints").glob(".step_*.tmp"):  # a kill came while it was written
             shutil.rmtree(unfinished)
         for replaced in (run / "checkpoints").glob(f"{_REPLACED}step_*"):  # a kill came between two renames
             target = replaced.with_name(replaced.name.removeprefix(_REPLACED))
@@ -88,11 +97,6 @@ def newest(run: Path) -> tuple[Path | None, list[str]]:
             folder.rename(broken)
             notes.append(f"{folder} is broken ({defect}) and was renamed to {broken.name}")
     return distributed.gather((found, notes))[0]
-
-
-def _unfinished(name: str) -> str:
-    """What a checkpoint is called while it is written."""
-    return f".{name}.tmp"
 
 
 def _defect(folder: Path) -> str | None:
@@ -113,51 +117,42 @@ def save(run: Path, step: int, state: State, keep_last: int) -> Path:
 
     Raises RunError, on every process, when a disk refuses; older checkpoints are untouched then.
     """
-    target = run / "checkpoints" / f"step_{step:08d}"
-    unfinished, main = target.with_name(_unfinished(target.name)), distributed.is_main()
-    weights = state.weights(averaged=True)
-    training = state.weights(averaged=False) if state.average else {}
-    random = distributed.gather(random_state(state.device))
-    with shared_errors(), _disk_errors(run, target, unfinished):
-        if main:
-            if not run.is_dir():
-                raise RunError(f"{run} was removed or moved during the training: restore it and run the command again")
-            shutil.rmtree(unfinished, ignore_errors=True)
-            (unfinished / _OPTIMIZER).mkdir(parents=True)
-            _write_weights(state.objective, weights, unfinished)
-            if training:
-                save_file(training, unfinished / _TRAINING)
-            named = {f"{rank}/{kind}": tensor for rank, own in enumerate(random) for kind, tensor in own.items()}
-            save_file(named, unfinished / _RANDOM)
-            content = {name: part.state_dict() for name, part in state.parts.items()}
-            (unfinished / _STATE).write_text(json.dumps(content) + "\n")
-    with shared_errors(), _disk_errors(run, target, unfinished):
-        if state.sharded or main:
-            state.save_optimizer(unfinished / _OPTIMIZER)
-    with shared_errors(), _disk_errors(run, target, unfinished):
-        if main:
-            _seal(unfinished)
-            _replace(unfinished, target)
-    if main:
-        for old in folders(run)[:-keep_last]:
-            if not (old / RESULTS).exists():
-                shutil.rmtree(old, ignore_errors=True)
+    target, files = run / "checkpoints" / f"step_{step:08d}", state.tensors()
+    with shared_errors():
+        if distributed.is_main():
+            unfinished = target.with_name(f".{target.name}.tmp")
+            with _disk_errors(run, target, unfinished):
+                _write(unfinished, state, files)
+                _replace(unfinished, target)
+            for old in folders(run)[:-keep_last]:
+                if not (old / RESULTS).exists():
+                    shutil.rmtree(old, ignore_errors=True)
     return target
 
 
-def _seal(folder: Path) -> None:
-    """Write the checksums and flush everything to the disk."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    (folder / _SUMS).write_text("".join(f"{sha256(path)}  {path.relative_to(folder).as_posix()}\n" for path in files))
-    for path in (*files, folder / _SUMS, folder / _OPTIMIZER, folder):
+def _write(folder: Path, state: State, files: dict[str, Tensors]) -> None:
+    """All files with their checksums, flushed to the disk."""
+    if not folder.parents[1].is_dir():
+        raise RunError(f"{folder.parents[1]} was removed during the training: restore it and run the command again")
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    factory.write_config(encoder_of(state.objective), folder / factory.CONFIG)
+    for name, tensors in files.items():
+        save_file(tensors, folder / name)
+    (folder / _STATE).write_text(
+        json.dumps({name: component.state_dict() for name, component in state.parts.items()}) + "\n"
+    )
+    written = sorted(folder.iterdir())
+    (folder / _SUMS).write_text("".join(f"{sha256(path)}  {path.name}\n" for path in written))
+    for path in (*written, folder / _SUMS, folder):
         flush(path)
 
 
 def _replace(unfinished: Path, target: Path) -> None:
-    """Rename to `target`; results of the same weights that an earlier save of the step has are kept."""
+    """Rename to `target`. A step that is saved again, after a probe, has the same weights: its results are kept."""
     replaced = target.with_name(f"{_REPLACED}{target.name}")
     if target.exists():
-        if (target / RESULTS).exists() and _same_encoder(target, unfinished):
+        if (target / RESULTS).exists():
             shutil.copytree(target / RESULTS, unfinished / RESULTS)
         target.rename(replaced)
     unfinished.rename(target)
@@ -165,28 +160,15 @@ def _replace(unfinished: Path, target: Path) -> None:
     shutil.rmtree(replaced, ignore_errors=True)
 
 
-def _same_encoder(one: Path, other: Path) -> bool:
-    return sha256(one / factory.WEIGHTS) == sha256(other / factory.WEIGHTS)
-
-
 @contextmanager
 def _disk_errors(run: Path, target: Path, unfinished: Path) -> Iterator[None]:
     try:
         yield
-    except (OSError, SafetensorError, CheckpointException) as error:
+    except (OSError, SafetensorError) as error:
         shutil.rmtree(unfinished, ignore_errors=True)
-        cause = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
         raise RunError(
-            f"could not save checkpoint {target}: {cause}\n{last_saved(run)}; fix that and run the command again"
+            f"could not save checkpoint {target}: {error}\n{last_saved(run)}; fix that and run the command again"
         ) from error
-
-
-def _write_weights(objective: nn.Module, weights: Tensors, folder: Path) -> None:
-    encoder, network = _encoder(objective), _network(objective)
-    factory.write_config(encoder, folder / factory.CONFIG)
-    own = {name.removeprefix(network): tensor for name, tensor in weights.items() if name.startswith(network)}
-    save_file(own, folder / factory.WEIGHTS)
-    save_file({name: t for name, t in weights.items() if not name.startswith(_ENCODER)}, folder / OBJECTIVE)
 
 
 def publish_encoder(run: Path) -> None:
@@ -197,35 +179,42 @@ def publish_encoder(run: Path) -> None:
 
 
 def load(folder: Path, state: State) -> None:
-    """Restore the state in place. Every process must call it.
+    """Restore the state in place, whatever number of processes saved it. Every process must call it.
 
     Raises UserError when a file is damaged or belongs to another recipe.
     """
-    objective, network = state.objective, _network(state.objective)
+    objective, encoder, network = state.objective, encoder_of(state.objective), network_of(state.objective)
     try:
         content = json.loads((folder / _STATE).read_text())
-        for name, part in state.parts.items():
+        for name, component in state.parts.items():
             if content.get(name):
-                part.load_state_dict(content[name])
-        random = load_file(folder / _RANDOM)
+                component.load_state_dict(content[name])
         saved = {f"{network}{name}": tensor for name, tensor in load_file(folder / factory.WEIGHTS).items()}
         saved |= load_file(folder / OBJECTIVE)
-        trained = load_file(folder / _TRAINING) if state.average else saved
+        trained = load_file(folder / TRAINING) if state.average else saved
+        optimizer, random = load_file(folder / OPTIMIZER), load_file(folder / RANDOM)
     except (OSError, ValueError, LookupError, TypeError, SafetensorError) as error:
         raise _unreadable(folder, error) from None
-    inside = {name.removeprefix(network): t for name, t in trained.items() if name.startswith(network)}
-    encoder = _encoder(objective)
-    factory.load_state(encoder, placed(inside, encoder.network), str(folder))
+    factory.load_state(encoder, placed(part(trained, network), encoder.network.state_dict()), str(folder))
     _load_rest(folder, objective, {name: t for name, t in trained.items() if not name.startswith(network)})
-    state.load_average(saved)
-    try:
-        state.load_optimizer(folder / _OPTIMIZER)
-    except (OSError, ValueError, LookupError, SafetensorError, CheckpointException) as error:
-        raise _unreadable(folder, error) from None
-    own = f"{distributed.rank()}/"
-    mine = {name.removeprefix(own): tensor for name, tensor in random.items() if name.startswith(own)}
-    if mine:  # with more processes than before, the new ones start from their seed
+    if state.average:
+        for name, tensor in placed(saved, state.average.values).items():
+            if name in state.average.values:
+                state.average.values[name].copy_(tensor)
+    _load_optimizer(folder, state, optimizer)
+    if mine := part(random, f"{distributed.rank()}/"):  # with more processes than before, new ones start from the seed
         set_random_state(mine, state.device)
+
+
+def _load_optimizer(folder: Path, state: State, tensors: Tensors) -> None:
+    own, by_number = state.optimized(), dict[int, Tensors]()
+    numbers = {name: number for number, name in enumerate(own)}
+    for key, tensor in tensors.items():
+        name, _, item = key.rpartition("/")
+        if name not in own:
+            raise UserError(f"{folder}: from another recipe: its optimizer knows {name}, this one does not")
+        by_number.setdefault(numbers[name], {})[item] = placed({name: tensor}, own)[name]
+    state.optimizer.load_state_dict({**state.optimizer.state_dict(), "state": by_number})
 
 
 def classes_of(folder: Path) -> list[str]:
@@ -244,24 +233,13 @@ def load_head(folder: Path, objective: nn.Module) -> None:
 
 def _load_rest(folder: Path, objective: nn.Module, tensors: Tensors) -> None:
     try:
-        missing = objective.load_state_dict(placed(tensors, objective), strict=False)
+        missing = objective.load_state_dict(placed(tensors, objective.state_dict()), strict=False)
     except RuntimeError as error:
         raise UserError(f"{folder}: from another recipe: {str(error).splitlines()[-1].strip()}") from None
-    unknown = [*missing.unexpected_keys, *(k for k in missing.missing_keys if not k.startswith(_ENCODER))]
+    unknown = [*missing.unexpected_keys, *(k for k in missing.missing_keys if not k.startswith(ENCODER))]
     if unknown:
         raise UserError(f"{folder}: from another recipe: {', '.join(unknown[:4])} do not fit its objective")
 
 
 def _unreadable(folder: Path, error: BaseException) -> UserError:
     return UserError(f"{folder}: not a readable checkpoint ({error}); delete it to fall back to the one before")
-
-
-def _encoder(objective: nn.Module) -> factory.Encoder:
-    assert isinstance(objective.encoder, factory.Encoder)
-    return objective.encoder
-
-
-def _network(objective: nn.Module) -> str:
-    """The prefix of timm's own names among the objective's."""
-    encoder = _encoder(objective)
-    return f"{_ENCODER}{next(name for name, module in encoder.named_modules() if module is encoder.network)}."

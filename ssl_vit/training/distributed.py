@@ -8,7 +8,6 @@ import datetime
 import gc
 import os
 import re
-import shutil
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -133,20 +132,17 @@ def _check_world(accelerator: Engine, launched: int) -> None:
         )
 
 
-def keep_freed_memory() -> bool:
-    """Let this process keep the memory that it frees; whether that could be arranged (glibc alone knows how).
+def keep_freed_memory() -> None:
+    """Let this process keep the memory that it frees, on Linux with glibc.
 
-    By default glibc gives a step's activations back to the system when the step frees them and asks for them again in
-    the next: up to a sixth of a small model's step on a CPU goes into that. The process stays as large as its largest
-    step, and no larger.
+    By default glibc gives a step's activations back to the system and asks for them again in the next step: up to a
+    sixth of a small model's step on a CPU. The process stays as large as its largest step.
     """
-    if not sys.platform.startswith("linux"):
-        return False
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None:  # musl has none
-        return False
-    m_trim_threshold, m_mmap_max = -1, -4  # malloc.h
-    return bool(mallopt(m_mmap_max, 0)) and bool(mallopt(m_trim_threshold, 2**31 - 1))
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if mallopt:  # musl has none
+        m_trim_threshold, m_mmap_max = -1, -4  # malloc.h
+        mallopt(m_mmap_max, 0)
+        mallopt(m_trim_threshold, 2**31 - 1)
 
 
 @cache
@@ -154,15 +150,6 @@ def _keep_what_is_imported() -> None:
     """Accelerate collects garbage after every training, which would walk all that is imported: 0.3 s each time."""
     gc.freeze()
     atexit.register(gc.unfreeze)  # else native modules report what they own as leaked
-
-
-def check_compiler(device: torch.device) -> None:
-    """Raises UserError where training.compile would not work."""
-    if device.type == "xla":
-        raise UserError("training.compile: XLA compiles by itself; set it to false")
-    compiler = os.environ.get("CXX", "g++")
-    if device.type == "cpu" and shutil.which(compiler) is None:
-        raise UserError(f"training.compile needs a C++ compiler on a CPU, and there is no {compiler}: install one")
 
 
 def _check_precision(precision: Precision) -> None:
@@ -191,11 +178,6 @@ def connect(timeout: int) -> None:
     if not several() and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         _group, _timeout = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout)), timeout
         gather(None)
-
-
-def group() -> Any:
-    """torch's process group of all processes on the CPU; None for one process alone."""
-    return _group
 
 
 def several() -> bool:

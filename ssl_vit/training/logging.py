@@ -8,12 +8,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import torch
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 from rich.console import Console
@@ -29,13 +29,11 @@ Trackers = Mapping[str, dict[str, Any]]
 
 @dataclass(frozen=True)
 class StepResult:
-    """What an optimizer step did: its micro-batches, the objective's outputs, the gradient norm before clipping, and
-    whether it counts (False: skipped as not finite)."""
+    """What an optimizer step did: its micro-batches, the objective's outputs, the gradient norm before clipping."""
 
     parts: list[Batch]
     outputs: list[StepOutput]
     norm: torch.Tensor
-    finite: bool
 
 
 class Window:
@@ -106,7 +104,13 @@ class RunLogger:
         self, name: str, total: int, run: Path | None, accelerator: Engine, trackers: Trackers, quiet: bool
     ) -> None:
         main = accelerator.is_main_process
-        self.display = Display(name, total, accelerator.device, main and not quiet)
+        self.name, self.total, self.quiet = name, total, quiet or not main
+        console = Console(stderr=True)
+        # Processes that share a terminal must not each move a bar on it.
+        moving = not self.quiet and console.is_terminal and multiprocessing.parent_process() is None
+        columns = (TextColumn("[bold]{task.description}"), BarColumn(None), MofNCompleteColumn(), TimeRemainingColumn())
+        self.bar = Progress(*columns, console=console, transient=True, disable=not moving)
+        self.task = self.bar.add_task(name, total=total)
         self.path = run / "metrics.jsonl" if run and main else None
         self.accelerator, self.settings, self.tracking = accelerator, trackers, bool(run and main and trackers)
         self.size = 0  # of metrics.jsonl when the checkpoint was saved
@@ -126,11 +130,11 @@ class RunLogger:
                 self.file.truncate(min(self.size, self.file.tell()))
         if self.tracking:
             self._try(lambda: self._start_trackers(step, recipe))
-        for note in [*notes, *([f"resuming at step {step} of {self.display.total}"] if step else [])]:
+        for note in [*notes, *([f"resuming at step {step} of {self.total}"] if step else [])]:
             self.say(note)
 
     def __enter__(self) -> RunLogger:
-        self.display.bar.start()
+        self.bar.start()
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -139,10 +143,15 @@ class RunLogger:
         if self.tracking:  # not `end_training`, which would also end the process group
             self._try(lambda: [tracker.finish() for tracker in self.accelerator.trackers])
         self.accelerator.trackers = []
-        self.display.bar.stop()
+        self.bar.stop()
 
     def say(self, text: str) -> None:
-        self.display.say(text)
+        """A line on stderr, above the bar."""
+        if not self.quiet:
+            self.bar.console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    def advance(self, step: int) -> None:
+        self.bar.update(self.task, completed=step)
 
     def event(self, step: int, values: dict[str, Any]) -> None:
         """A line of `metrics.jsonl` that is no measurement."""
@@ -156,7 +165,9 @@ class RunLogger:
         self.event(step, values)
         if self.tracking:
             self._try(lambda: self.accelerator.log(values, step=step))
-        self.display.values(step, values)
+        if "loss" in values:
+            left = timedelta(seconds=round((self.total - step) * values["seconds_per_step"]))
+            self.say(f"{self.name}  {step}/{self.total}  {describe(values)}  {left} left")
 
     def skips(self, step: int, own: list[Skip]) -> None:
         """Samples that all processes skipped since the last call; `own` are this one's."""
@@ -174,8 +185,7 @@ class RunLogger:
         for tracker in self.accelerator.trackers if self.tracking else ():
             if hasattr(tracker, "log_images"):
                 form = {"dataformats": "NHWC"} if tracker.name == "tensorboard" else {}
-                pictures = pixels_HWC if tracker.name in ("clearml", "aim") else pixels_HWC[None]
-                self._try(lambda t=tracker, p=pictures, f=form: t.log_images({name: p}, step=step, **f))  # type: ignore[misc]
+                self._try(lambda t=tracker, f=form: t.log_images({name: pixels_HWC[None]}, step=step, **f))  # type: ignore[misc]
 
     def _start_trackers(self, step: int, recipe: dict[str, Any]) -> None:
         """Through Accelerate, which names the project after the run directory."""
@@ -208,47 +218,12 @@ class RunLogger:
             raise RunError(f"{self.path}: cannot write: {error}; fix that and run the command again") from error
 
 
-class Display:
-    """One line per log interval, with a bar below on a terminal."""
-
-    def __init__(self, name: str, total: int, device: torch.device, enabled: bool) -> None:
-        self.name, self.total, self.device, self.enabled = name, total, device, enabled
-        self.console = Console(stderr=True)
-        self.note = ""  # shown after each log line's values
-        # Processes that share a terminal must not each move a line on it.
-        moving = enabled and self.console.is_terminal and multiprocessing.parent_process() is None
-        columns = (TextColumn("[bold]{task.description}"), BarColumn(None), MofNCompleteColumn(), TimeRemainingColumn())
-        self.bar = Progress(*columns, console=self.console, transient=True, disable=not moving)
-        self.task = self.bar.add_task(name, total=total)
-
-    def advance(self, step: int) -> None:
-        self.bar.update(self.task, completed=step)
-
-    def values(self, step: int, values: dict[str, float]) -> None:
-        """Show a log line's values: the keys are those of `metrics.jsonl`."""
-        if "loss" not in values:
-            return
-        shown = f"loss {values['loss']:.4f}"
-        if "constant_loss" in values:
-            shown += f" (constant baseline {values['constant_loss']:.4f})"
-        if "accuracy" in values:
-            shown += f"  accuracy {values['accuracy']:.1%}"
-        if "constant_accuracy" in values:
-            shown += f" (constant baseline {values['constant_accuracy']:.1%})"
-        shown += f"  {values['images_per_second']:,.0f} images/s  data wait {values['data_wait']:.0%}"
-        shown += f"  {memory_bytes(self.device) / 2**30:.1f} GiB  {self.note}".rstrip()
-        minutes, seconds = divmod(round((self.total - step) * values["seconds_per_step"]), 60)
-        left = f"{minutes // 60}:{minutes % 60:02}:{seconds:02}"
-        self.say(f"{self.name}  {step}/{self.total}  {shown}  {left} left")
-
-    def say(self, text: str) -> None:
-        """A line above the bar."""
-        if self.enabled:
-            self.console.print(text, highlight=False, markup=False, soft_wrap=True)
-
-
-def memory_bytes(device: torch.device) -> int:
-    """Peak memory of the GPU, or this process's resident memory on other devices."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return int(psutil.Process().memory_info().rss)
+def describe(values: dict[str, float]) -> str:
+    """A log line's values in words; the keys are those of `metrics.jsonl`."""
+    shown = []
+    for name, form in (("loss", ".4f"), ("accuracy", ".1%")):
+        if name in values:
+            constant = f"constant_{name}"
+            baseline = f" (constant baseline {values[constant]:{form}})" if constant in values else ""
+            shown.append(f"{name} {values[name]:{form}}{baseline}")
+    return "  ".join([*shown, f"{values['images_per_second']:,.0f} images/s", f"data wait {values['data_wait']:.0%}"])

@@ -104,12 +104,11 @@ class Job:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended: steps, seconds and steps skipped as not finite of all sessions; samples skipped in this one."""
+    """How a run ended: steps and seconds of all sessions, and the samples skipped in this one."""
 
     steps: int
     seconds: float
     skipped: tuple[Skip, ...]
-    skipped_steps: int = 0
 
 
 def train(job: Job) -> Outcome:
@@ -185,18 +184,13 @@ class Trainer:
             for callback in job.callbacks:
                 callback.end(self)
         self.share_buffers()
-        return Outcome(progress.step, progress.seconds, tuple(self.log.skipped), progress.skipped_steps)
+        return Outcome(progress.step, progress.seconds, tuple(self.log.skipped))
 
     def train_step(self, batch: Batch) -> StepResult:
-        """One optimizer step over this process's part of a batch.
-
-        Nothing here waits for the device, except with training.on_nonfinite=skip.
-        """
+        """One optimizer step over this process's part of a batch. Nothing here waits for the device."""
         job, step, parts = self.job, self.progress.step, batch.split(self.progress.accumulate)
         rate = peak_lr(job.optim, job.training.batch_size) * lr_factor(step, job.total_steps, job.optim)
         set_lr(self.optimizer.param_groups, rate)
-        skip = job.training.on_nonfinite == "skip"
-        buffers = [buffer.clone() for buffer in self.objective.buffers()] if skip else []
         outputs: list[StepOutput] = []
         for number, part in enumerate(parts, 1):
             with self.accelerator.no_sync(self.model) if number < len(parts) else nullcontext():
@@ -207,28 +201,16 @@ class Trainer:
         # Without a limit too: a gradient that is not finite must be seen before its step is kept.
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), job.optim.clip_norm or math.inf)
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-        finite = not skip or self._finite(outputs, norm)
-        if finite or self.scaler.is_enabled():  # the scaler skips such a step by itself
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
-        if finite and self.average:
+        if self.average:
             self.average.update(step)
-        if not finite:
-            for buffer, kept in zip(self.objective.buffers(), buffers, strict=True):
-                buffer.copy_(kept)
         if self.accelerator.device.type == "xla":
             import torch_xla
 
             torch_xla.sync()  # one graph per step
-        return StepResult(parts, outputs, norm, finite)
-
-    def _finite(self, outputs: list[StepOutput], norm: torch.Tensor) -> bool:
-        """Whether the loss and gradient are finite on every process; waits for the device."""
-        values = [output.loss.detach() for output in outputs]
-        if not self.scaler.is_enabled():  # with loss scaling a gradient may overflow
-            values.append(norm.to(values[0]))
-        return not distributed.largest(int(not bool(torch.stack(values).isfinite().all())))
+        return StepResult(parts, outputs, norm)
 
     def _advance(self, chunk: Chunk, signal: int) -> None:
         """Note the step that was just done."""
@@ -237,13 +219,12 @@ class Trainer:
         for lane, position in chunk.positions.items():
             progress.lanes[lane] = position
         self.skips += chunk.skipped
-        if self.result.finite:
-            self.window.add(progress.step, self.result)
+        self.window.add(progress.step, self.result)
         self.signal = signal
         self.last = bool(signal) or progress.step == self.job.total_steps
         due = self.last or progress.step % training.log_every == 0
         self.window_ends = due or any(callback.ends_window(self) for callback in self.job.callbacks)
-        self.log.display.advance(progress.step)
+        self.log.advance(progress.step)
 
     def _resume(self) -> list[str]:
         """Load the run's newest checkpoint. Returns notes for the user."""
@@ -255,16 +236,11 @@ class Trainer:
         progress.classes = job.classes
         if not self.search:
             progress.accumulate = job.training.accumulate
-        if job.optim.warmup_steps > job.total_steps:
-            notes.append(
-                f"optim.warmup_steps={job.optim.warmup_steps} is more than the {job.total_steps} steps of the run: "
-                "the learning rate never reaches its peak"
-            )
         return notes
 
     def _find_accumulation(self) -> None:
         """training.auto_batch, at the first step; begins with the number that the session before found."""
-        if self.state.sharded or self.accelerator.device.type == "xla":
+        if self.accelerator.is_fsdp2 or self.accelerator.device.type == "xla":
             raise UserError("training.auto_batch: not for sharded models and XLA; set training.accumulate instead")
         self.search, progress = False, self.progress
         lanes, least = self.own_lanes, max(progress.accumulate, self.job.training.accumulate)
@@ -287,7 +263,7 @@ class Trainer:
 
     def share_buffers(self) -> None:
         """The main process's running statistics for all: each saw other images, and a checkpoint keeps those alone."""
-        if self.accelerator.num_processes > 1 and not self.state.sharded:
+        if self.accelerator.num_processes > 1 and not self.accelerator.is_fsdp2:
             own = list(self.objective.buffers())
             for buffer, shared in zip(own, broadcast(own), strict=True):
                 buffer.copy_(shared)

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ssl_vit.data.order import LanePosition
-from ssl_vit.interfaces import UserError
+from ssl_vit.models import factory
 from ssl_vit.training import distributed
 from ssl_vit.training.optim import WeightAverage
+
+OBJECTIVE, TRAINING = "objective.safetensors", "training.safetensors"
+OPTIMIZER, RANDOM = "optimizer.safetensors", "random.safetensors"
+ENCODER = "encoder."  # the prefix of its tensors in the objective
 
 Tensors = dict[str, torch.Tensor]
 
@@ -34,7 +34,7 @@ class Stateful(Protocol):
 class Progress:
     """Where a run stands: steps done, seconds trained, each lane's position in which shards.
 
-    accumulate: micro-batches of a process's part of a step. skipped_steps: those that were not finite.
+    accumulate: micro-batches of a process's part of a step.
     """
 
     lanes: list[LanePosition]
@@ -43,7 +43,6 @@ class Progress:
     data: str = ""
     classes: tuple[str, ...] = ()
     accumulate: int = 1
-    skipped_steps: int = 0
 
     def state_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -67,64 +66,44 @@ class State:
     average: WeightAverage | None = None
     parts: dict[str, Stateful] = field(default_factory=dict)
 
-    @property
-    def sharded(self) -> bool:
-        """Whether the parameters are spread over the processes (FSDP)."""
-        return any(isinstance(parameter, DTensor) for parameter in self.objective.parameters())
+    def optimized(self) -> dict[str, nn.Parameter]:
+        """The optimizer's parameters by name, in its own order."""
+        names = {id(parameter): name for name, parameter in self.objective.named_parameters()}
+        return {names[id(p)]: p for group in self.optimizer.param_groups for p in group["params"]}
 
-    def weights(self, averaged: bool) -> Tensors:
-        """The objective's tensors by name, whole, on the CPU of the main process; every process must call it."""
-        tensors = self.objective.state_dict()
-        return whole({**tensors, **self.average.values} if averaged and self.average else tensors)
-
-    def load_average(self, tensors: Tensors) -> None:
-        """Take the averaged weights from whole tensors by the objective's names."""
-        if self.average:
-            own = {name: tensors[name] for name in self.average.values}
-            for name, tensor in placed(own, self.objective).items():
-                self.average.values[name].copy_(tensor)
-
-    def save_optimizer(self, folder: Path) -> None:
-        """Write this process's part: all of it, or its shards. Tensors alone, in safetensors files.
-
-        Every process must call it where the parameters are sharded, the main one alone where they are not.
-        """
-        tensors = {
+    def tensors(self) -> dict[str, Tensors]:
+        """What each file of a checkpoint holds, on the main process; every process must call it."""
+        trained, network = self.objective.state_dict(), network_of(self.objective)
+        published = whole({**trained, **self.average.values} if self.average else trained)
+        optimizer = {
             f"{name}/{key}": value
-            for name, parameter in self._by_name().items()
+            for name, parameter in self.optimized().items()
             for key, value in self.optimizer.state.get(parameter, {}).items()
             if isinstance(value, torch.Tensor)
         }
-        writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp.save(tensors, storage_writer=writer, no_dist=not self.sharded, process_group=distributed.group())
+        random = enumerate(distributed.gather(random_state(self.device)))
+        return {
+            factory.WEIGHTS: part(published, network),
+            OBJECTIVE: {name: tensor for name, tensor in published.items() if not name.startswith(ENCODER)},
+            **({TRAINING: whole(trained)} if self.average else {}),
+            OPTIMIZER: whole(optimizer),
+            RANDOM: {f"{rank}/{kind}": tensor for rank, own in random for kind, tensor in own.items()},
+        }
 
-    def load_optimizer(self, folder: Path) -> None:
-        """Read it back, whatever number of processes wrote it. UserError where the parameters are others."""
-        reader = HuggingFaceStorageReader(str(folder))
-        found: dict[str, Any] = dict(reader.read_metadata().state_dict_metadata)
-        own, read = self._by_name(), Tensors()
-        for key, entry in found.items():
-            name = key.rpartition("/")[0]
-            if name not in own:
-                raise UserError(f"{folder.parent}: from another recipe: its optimizer knows {name}, this one does not")
-            sharded = isinstance(own[name], DTensor) and entry.size == own[name].shape
-            read[key] = torch.zeros_like(own[name]) if sharded else torch.zeros(entry.size)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp.load(read, storage_reader=reader, no_dist=True)
-        state: dict[int, Tensors] = {}
-        numbers = {name: number for number, name in enumerate(own)}
-        for key, tensor in read.items():
-            name, _, item = key.rpartition("/")
-            state.setdefault(numbers[name], {})[item] = tensor
-        self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": state})
 
-    def _by_name(self) -> dict[str, nn.Parameter]:
-        """The optimizer's parameters in its own order."""
-        names = {id(parameter): name for name, parameter in self.objective.named_parameters()}
-        return {names[id(p)]: p for group in self.optimizer.param_groups for p in group["params"]}
+def encoder_of(objective: nn.Module) -> factory.Encoder:
+    assert isinstance(objective.encoder, factory.Encoder)
+    return objective.encoder
+
+
+def network_of(objective: nn.Module) -> str:
+    """The prefix of timm's own names among the objective's."""
+    encoder = encoder_of(objective)
+    return f"{ENCODER}{next(name for name, module in encoder.named_modules() if module is encoder.network)}."
+
+
+def part(tensors: Tensors, prefix: str) -> Tensors:
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
 def whole(tensors: Mapping[str, torch.Tensor]) -> Tensors:
@@ -137,9 +116,8 @@ def whole(tensors: Mapping[str, torch.Tensor]) -> Tensors:
     return found
 
 
-def placed(tensors: Mapping[str, torch.Tensor], model: nn.Module) -> Tensors:
-    """Whole tensors, each cut into shards where the model's tensor of that name and shape is."""
-    own = model.state_dict()
+def placed(tensors: Tensors, own: Mapping[str, torch.Tensor]) -> Tensors:
+    """Whole tensors, each cut into shards where the model's own of that name and shape is."""
     found = dict(tensors)
     for name, tensor in tensors.items():
         like = own.get(name)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -41,13 +39,8 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def keys(pictures: Path, run: Path, *more: str) -> list[str]:
     fixed = [f"data.train={pictures}", f"run={run}", "encoder.name=vit_small_patch16_224", "encoder.image_size=224"]
-    fixed += [
-        "data.lanes=8",
-        "data.workers=4",
-        "training.batch_size=64",
-        f"training.steps={STEPS}",
-        "training.log_every=20",
-    ]
+    fixed += ["data.lanes=8", "data.workers=4", "training.batch_size=64", f"training.steps={STEPS}"]
+    fixed += ["training.log_every=20"]
     fixed += ["training.picture_every=0", "training.checkpoint_every=100", "optim.warmup_steps=20", "optim.lr=5e-4"]
     return ["pretrain_vit_tiny", *fixed, "training.trackers={}", "training.epochs=null", *more]
 
@@ -57,14 +50,8 @@ def train(pictures: Path, run: Path, *more: str, launcher: tuple[str, ...] = ())
     program = "import sys; from ssl_vit import recipe, api; import torch; name, *keys = sys.argv[1:]; "
     program += "api.train(recipe.load_recipe(name, keys), quiet=True); print(torch.cuda.max_memory_allocated())"
     command = [sys.executable, *launcher, *(("-m", "ssl_vit", "train") if launcher else ("-c", program))]
-    done = subprocess.run(
-        [*command, *keys(pictures, run, *more)],
-        env=os.environ,
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=False,
-    )
+    command += keys(pictures, run, *more)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
@@ -95,31 +82,6 @@ def test_precisions_and_memory(pictures: Path, tmp_path: Path) -> None:
     for precision in ("tf32", "bf16", "fp16"):
         assert last[precision, "false"] == pytest.approx(last["fp32", "false"], rel=0.05)
         assert memory[precision, "true"] < 0.7 * memory[precision, "false"]
-
-
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_a_run_goes_on_as_the_undisturbed_one(pictures: Path, tmp_path: Path, precision: str) -> None:
-    """From its checkpoint of step 100, with the scaler's state; sums on a GPU come in any order, so not bit for bit."""
-    more = (f"training.precision={precision}", "encoder.dropout=0.1")
-    train(pictures, tmp_path / "run", *more)
-    whole = losses(tmp_path / "run")
-    for path in (tmp_path / "run" / "checkpoints" / f"step_{STEPS:08d}").rglob("*"):
-        if path.is_file():
-            path.unlink()
-    train(pictures, tmp_path / "run", *more)
-    assert losses(tmp_path / "run") == pytest.approx(whole, rel=0.02)
-
-
-@pytest.mark.parametrize(
-    "make", [lambda run: ("training.auto_batch=true", "training.batch_size=4096", "data.lanes=512")]
-)
-def test_auto_batch_on_a_gpu(pictures: Path, tmp_path: Path, make: Callable[[Path], tuple[str, ...]]) -> None:
-    run = tmp_path / "run"
-    train(
-        pictures, run, *make(run), "training.steps=2", "training.precision=bf16", "encoder.name=vit_large_patch16_224"
-    )
-    first = json.loads((run / "metrics.jsonl").read_text().splitlines()[0])
-    assert first["event"] == "auto_batch" and first["accumulate"] * first["micro_batch"] == 4096
 
 
 @pytest.mark.parametrize("more", [(), ("training.precision=bf16", "optim.name=sgd"), ("training.precision=fp16",)])
@@ -166,5 +128,5 @@ assert before == (dict(counters["stats"]), dict(counters["frames"])) and not cou
     jitter = ("data.augment.brightness=0.4", "data.augment.contrast=0.4", "data.augment.saturation=0.4")
     keys_of_run = keys(pictures, tmp_path / "run", "optim.clip_norm=1.0", "training.ema=0.9", *jitter)[1:]
     command = [sys.executable, "-c", program, recipe, compiled, *keys_of_run]
-    done = subprocess.run(command, env=os.environ, capture_output=True, text=True, timeout=500, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -12,7 +12,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,6 @@ from ssl_vit.data.order import LanePosition
 from ssl_vit.data.samples import Preprocess
 from ssl_vit.data.shards import open_shards
 from ssl_vit.data.stream import train_source
-from ssl_vit.evaluators import features
 from ssl_vit.interfaces import RunError, StepOutput, UserError
 from ssl_vit.objectives import masked_patch
 from ssl_vit.training import checkpoint, distributed, loop
@@ -52,12 +50,11 @@ def train(digits: str, run: Path, stage: str, *more: str) -> None:
     api.train(recipe.load_recipe(name, [*fixed, *TINY, *keys, *more]), quiet=True)
 
 
-def same_maths(digits: str, out: Path, first: Path, accumulations: str) -> None:
+def same_maths(digits: str, out: Path, first: Path, accumulate: int) -> None:
     """The three stages, in so many micro-batches, into OUT/STAGE-ACCUMULATE; fine-tuning starts from FIRST."""
     for stage in STAGES:
         start = [f"init_from={first}"] if stage == "fine_tuning" else []
-        for accumulate in accumulations.split(","):
-            train(digits, out / f"{stage}-{accumulate}", stage, f"training.accumulate={accumulate}", *start)
+        train(digits, out / f"{stage}-{accumulate}", stage, f"training.accumulate={accumulate}", *start)
 
 
 def sharding_accelerator(*arguments: Any) -> Any:
@@ -82,16 +79,14 @@ def sharding_accelerator(*arguments: Any) -> Any:
 
 
 SHARDED = ("training.ema=0.9", "training.checkpoint_every=12", "training.keep_last=9", "optim.lr=1e-4")
-MIXED = ("training.precision=bf16", "training.checkpoint_activations=true", "optim.name=sgd", "optim.lr=0.1")
 
 
 def sharded(digits: str, out: Path) -> None:
-    """A sharded run into OUT/sharded; another goes on from its step 12 in OUT/again; one with MIXED in OUT/mixed."""
+    """A sharded run into OUT/sharded; another resumes from its step 12 in OUT/again."""
     api.make_accelerator = sharding_accelerator  # type: ignore[assignment]
     train(digits, out / "sharded", "pretraining", *SHARDED)
     back_to_step_12(out / "sharded", out / "again")
     train(digits, out / "again", "pretraining", *SHARDED)
-    train(digits, out / "mixed", "pretraining", *MIXED, "training.accumulate=2")
 
 
 def sharded_on_three(digits: str, out: Path) -> None:
@@ -108,13 +103,13 @@ def back_to_step_12(run: Path, copy: Path) -> None:
     runs.wait_for_everyone()
 
 
-def two(digits: str, out: str, first: str, accumulations: str) -> None:
-    same_maths(digits, Path(out) / "2", Path(first), accumulations)
+def two(digits: str, out: str, first: str) -> None:
+    same_maths(digits, Path(out) / "2", Path(first), 2)
     sharded(digits, Path(out))
 
 
-def three(digits: str, out: str, first: str, accumulations: str) -> None:
-    same_maths(digits, Path(out) / "3", Path(first), accumulations)
+def three(digits: str, out: str, first: str) -> None:
+    same_maths(digits, Path(out) / "3", Path(first), 1)
     sharded_on_three(digits, Path(out))
 
 
@@ -128,13 +123,12 @@ def outcome(action: Callable[[], Any]) -> str:
 
 
 def errors_of_one(digits: str, out: str, bad: str) -> None:
-    """What happens to each process when one alone has an error: the main one at the start, at a checkpoint, while it
-    logs, and at last the other one, which reads a bad sample from the shards BAD."""
+    """What happens to each process when one alone has an error: the main one at the start, at a checkpoint, and at
+    last the other one, which reads a bad sample from the shards BAD."""
     folder = Path(out)
     if runs.is_main_process():
         (folder / "occupied").mkdir()
         (folder / "occupied" / "thesis.tex").write_text("mine")
-        (folder / "blocked").mkdir()
     print("occupied:", outcome(lambda: train(digits, folder / "occupied", "pretraining")), flush=True)
     save = checkpoint.flush
 
@@ -147,25 +141,8 @@ def errors_of_one(digits: str, out: str, bad: str) -> None:
     keys = ("training.checkpoint_every=4", "training.keep_last=9")
     print("full:", outcome(lambda: train(digits, folder / "full", "pretraining", *keys)), flush=True)
     checkpoint.flush = save
-
-    dumps = json.dumps
-
-    def refused(content: Any, **more: Any) -> str:
-        if "loss" in content:
-            raise OSError(errno.EIO, "Input/output error")
-        return dumps(content, **more)
-
-    json.dumps = refused  # type: ignore[assignment]
-    print("log:", outcome(lambda: train(digits, folder / "log", "pretraining")), flush=True)
-    json.dumps = dumps
     keys = ("data.on_bad_sample=fail", "training.checkpoint_every=1")
     print("bad:", outcome(lambda: train(bad, folder / "bad", "pretraining", *keys)), flush=True)
-    os._exit(0)
-
-
-def gone_at_once() -> None:
-    """The main process, by which the others find each other, leaves as soon as it has its engine."""
-    print("engine:", outcome(lambda: make_accelerator(timeout=30)), flush=True)
     os._exit(0)
 
 
@@ -185,33 +162,21 @@ def uneven(shards: str, workers: str, lanes: str, batch_size: str, steps: str) -
         print(counts.min().item(), counts.max().item(), counts.sum().item(), flush=True)
 
 
-def spoil(factors: dict[int, float]) -> None:
-    """Multiply the loss of some forward passes (counted from 1) by a number, on the last process alone."""
+def bad_loss(digits: str, run: str) -> None:
+    """The loss of step 8 is not finite on the last process alone."""
+    make_accelerator()
     forward, seen = masked_patch.Objective.forward, [0]
-    last = distributed.rank() == torch.distributed.get_world_size() - 1 if distributed.several() else True
+    last = distributed.rank() == torch.distributed.get_world_size() - 1
 
     def spoiled(self: Any, batch: Any) -> StepOutput:
         output = forward(self, batch)
-        if self.training and batch.images.device.type != "meta":  # where operations are only counted
+        if last and self.training and batch.images.device.type != "meta":  # where operations are only counted
             seen[0] += 1
-            output.loss = output.loss * (factors.get(seen[0], 1.0) if last else 1.0)
+            output.loss = output.loss * (math.nan if seen[0] == 8 else 1)
         return output
 
     masked_patch.Objective.forward = spoiled  # type: ignore[method-assign]
-
-
-def bad_losses(digits: str, out: str) -> None:
-    """Losses of one process that are not finite, stopped at or skipped: OUT/KIND."""
-    make_accelerator()
-    forward = masked_patch.Objective.forward
-    kinds: dict[str, tuple[dict[int, float], tuple[str, ...]]] = {
-        "stop": ({8: math.nan}, ("training.checkpoint_every=3",)),
-        "skip": ({8: math.nan, 11: math.inf}, ("training.on_nonfinite=skip", "training.ema=0.9")),
-    }
-    for kind, (factors, keys) in kinds.items():
-        masked_patch.Objective.forward = forward  # type: ignore[method-assign]
-        spoil(factors)
-        print(f"{kind}:", outcome(partial(train, digits, Path(out) / kind, "pretraining", *keys)), flush=True)
+    print("stop:", outcome(lambda: train(digits, Path(run), "pretraining")), flush=True)
 
 
 def statistics(digits: str, run: str) -> None:
@@ -258,7 +223,7 @@ def disk(digits: str, out: str) -> None:
     mount("-t", "tmpfs", "-o", "size=2m", "tmpfs", out)
     print("full:", outcome(lambda: train(digits, run, "pretraining", *keys)), flush=True)
     print("left:", *sorted(path.name for path in (run / "checkpoints").iterdir()), flush=True)
-    runs.release(run)  # a file open for writing keeps the disk from becoming read-only
+    runs._locks.pop(run.resolve()).release()  # a file open for writing keeps the disk from becoming read-only
     mount("-o", "remount,ro", out)
     print("read-only:", outcome(lambda: train(digits, run, "pretraining", *keys)), flush=True)
     mount("-o", "remount,rw,size=99m", out)
@@ -284,13 +249,6 @@ def signaled(number: str, rank: str, step: str, *arguments: str) -> None:
         return folder
 
     checkpoint.save = told  # type: ignore[assignment]
-    command_line(*arguments)
-
-
-def left_by_the_last(*arguments: str) -> None:
-    """`ssl-vit ARGUMENTS`; the last process ends without a word where it should read its first evaluation batch."""
-    if int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:
-        features.evaluation_batches = lambda *stream: os._exit(9)
     command_line(*arguments)
 
 

@@ -95,12 +95,3 @@ def test_an_epoch_goes_through_and_every_broken_sample_is_told(world: World, sha
     total = [row["total"] for row in rows if row.get("event") == "skipped_samples"][-1]
     assert total == len(skipped)
     assert f"{total} in all" in process.text and "sample 0" in process.text
-
-
-def test_a_strict_run_stops_at_the_first_and_names_it(world: World, shards: Path, tmp_path: Path) -> None:
-    keys = ["training.batch_size=400", "training.steps=50", "data.on_bad_sample=fail", "data.workers=1", *RECIPE]
-    keys += [f"data.train={shards}", f"run={tmp_path / 'run'}"]
-    process = world(1, "command_line", "train", "digits_supervised", *keys)[0]
-    assert process.wait() == 2
-    assert "data.on_bad_sample=fail" in process.text and ".tar: sample 000" in process.text
-    assert len(process.text.strip().splitlines()) <= 3

@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-
-def scenarios() -> ModuleType:
-    """The script's functions, for what one process does: this one can."""
-    specification = importlib.util.spec_from_file_location(
-        "every_process", Path(__file__).with_name("every_process.py")
-    )
-    assert specification and specification.loader
-    module = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(module)
-    return module
+from tests.processes import every_process as one
+from tests.processes.reading import Weights, rows, same, weights, world_size
 
 
 def done(processes: list[Any]) -> None:
@@ -30,39 +20,21 @@ def done(processes: list[Any]) -> None:
     assert codes == [0] * len(codes), "\n\n".join(process.text[-3000:] for process in processes)
 
 
-@pytest.fixture(scope="module", params=[("1", "2", "1"), pytest.param(("1,2",) * 3, marks=pytest.mark.slow)])
-def runs(
-    request: pytest.FixtureRequest, world: Callable[..., Any], digits: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Path:
-    """All runs: OUT/PROCESSES/STAGE-ACCUMULATE, and the sharded ones (see every_process.py).
-
-    The parameter: the numbers of micro-batches on one, two and three processes.
-    """
-    out, accumulations = tmp_path_factory.mktemp("distribution"), request.param
-    first, one = out / "1" / "pretraining-1", scenarios()
-    one.same_maths(str(digits), out / "1", first, accumulations[0])
-    done(world(2, "two", digits, out, first, accumulations[1]))
-    done(world(3, "three", digits, out, first, accumulations[2]))
+@pytest.fixture(scope="module")
+def runs(world: Callable[..., Any], digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """All runs: OUT/PROCESSES/STAGE-ACCUMULATE, and the sharded ones (see every_process.py)."""
+    out = tmp_path_factory.mktemp("distribution")
+    first = out / "1" / "pretraining-1"
+    one.same_maths(str(digits), out / "1", first, 1)
+    done(world(2, "two", digits, out, first))
+    done(world(3, "three", digits, out, first))
     one.train(str(digits), out / "whole", "pretraining", *one.SHARDED)
-    one.train(str(digits), out / "mixed_whole", "pretraining", *one.MIXED, "training.accumulate=2")
     one.back_to_step_12(out / "sharded", out / "one")
     one.train(str(digits), out / "one", "pretraining", *one.SHARDED)
     return out
 
 
-def rows(run: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
-def weights(run: Path, *names: str) -> dict[str, np.ndarray]:
-    last = run / "checkpoints" / "step_00000020"
-    found: dict[Any, Any] = {}
-    for name in names or ("encoder.safetensors", "objective.safetensors"):
-        found |= load_file(last / name)
-    return found
-
-
-def differ_by(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> float:
+def differ_by(found: Weights, expected: Weights) -> float:
     """The largest difference of two models' weights, but for the biases of attention's keys: softmax does not see
     those, their gradient is rounding noise alone, and Adam makes steps of full size of it."""
     assert found.keys() == expected.keys()
@@ -81,7 +53,7 @@ def test_the_maths_is_the_same_on_any_number_of_processes(runs: Path, stage: str
     names = [n for n in ("loss", "accuracy", "constant_loss", "constant_accuracy") if n in expected[0]]
     assert [row["step"] for row in expected] == list(range(1, 21)) and names[:2] == ["loss", "accuracy"]
     others = sorted(runs.glob(f"[123]/{stage}-[12]"))
-    assert len(others) in (3, 6)
+    assert len(others) == 3
     for run in others:
         environment = json.loads((run / "environment.json").read_text())
         assert environment["world_size"] == int(run.parent.name)
@@ -96,36 +68,26 @@ def test_the_maths_is_the_same_on_any_number_of_processes(runs: Path, stage: str
 
 
 def test_a_sharded_run_exports_what_a_whole_one_does(runs: Path) -> None:
-    assert json.loads((runs / "sharded" / "environment.json").read_text())["world_size"] == 2
-    shards = sorted(path.name for path in (runs / "sharded").glob("checkpoints/step_00000020/optimizer/*"))
-    assert [name[:11] for name in shards] == ["shard-00001", "shard-00002"]
+    assert world_size(runs / "sharded") == 2
     assert differ_by(weights(runs / "sharded"), weights(runs / "whole")) < 1e-6
-    trained = weights(runs / "sharded", "training.safetensors")
-    assert differ_by(trained, weights(runs / "whole", "training.safetensors")) < 1e-6
+    trained = weights(runs / "sharded", "training")
+    assert differ_by(trained, weights(runs / "whole", "training")) < 1e-6
     published = load_file(runs / "sharded" / "encoder.safetensors")
     assert differ_by(published, load_file(runs / "whole" / "encoder.safetensors")) < 1e-6
     # The average is published; it lags behind the weights that training goes on from.
     assert differ_by(published, {name: trained[f"encoder.network.{name}"] for name in published}) > 1e-5
 
 
-def test_a_sharded_run_computes_in_bfloat16_what_a_whole_one_does(runs: Path) -> None:
-    """Each with SGD and activation checkpointing. FSDP2's own casting of batches to bfloat16 would round the noise,
-    which corrupts other patches, and the loss."""
-    found, expected = ([row["loss"] for row in rows(runs / name)] for name in ("mixed", "mixed_whole"))
-    assert found == pytest.approx(expected, abs=3e-3)
-
-
 def test_a_sharded_run_goes_on_bit_for_bit(runs: Path) -> None:
-    for names in ((), ("training.safetensors",)):
-        found, expected = weights(runs / "again", *names), weights(runs / "sharded", *names)
-        assert all(np.array_equal(found[name], value) for name, value in expected.items())
+    for name in ("encoder", "objective", "training", "optimizer"):
+        assert same(weights(runs / "again", name), weights(runs / "sharded", name))
     assert [row["loss"] for row in rows(runs / "again")] == [row["loss"] for row in rows(runs / "sharded")]
 
 
 @pytest.mark.parametrize(("run", "processes"), [("one", 1), ("three", 3)])
 def test_a_sharded_run_goes_on_with_another_number_of_processes(runs: Path, run: str, processes: int) -> None:
     """On one process whole, on three in other shards; no sample is lost or repeated, so the losses go on."""
-    assert json.loads((runs / run / "environment.json").read_text())["world_size"] == processes
+    assert world_size(runs / run) == processes
     losses = [row["loss"] for row in rows(runs / run)]
     assert losses == pytest.approx([row["loss"] for row in rows(runs / "sharded")], abs=1e-5)
     assert differ_by(weights(runs / run), weights(runs / "sharded")) < 1e-6

@@ -35,9 +35,3 @@ def test_eight_ranks_on_one_shard_are_refused_with_the_fix(world: World, tmp_pat
     assert eight[0].text.startswith("error: 1 shard(s) are too few for 8 process(es)")
     assert "ssl-vit shards make SOURCE OUT --overwrite --shards 8" in eight[0].text
     assert [process.text for process in eight[1:]] == [""] * 7
-
-
-def test_a_main_process_that_leaves_at_once_leaves_nobody_looking_for_it(world: World) -> None:
-    eight = world(8, "gone_at_once")
-    assert [process.wait(100) for process in eight] == [0] * 8
-    assert [process.text for process in eight] == ["engine: done\n"] * 8

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from collections.abc import Callable
@@ -12,28 +11,17 @@ from typing import Any
 import pytest
 
 from ssl_vit import api, recipe, results
+from tests.processes.reading import rows
 
 World = Callable[..., Any]
 
 
-def rows(run: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
-def test_a_bad_loss_of_one_process_is_taken_by_both_as_by_one_alone(world: World, digits: Path, tmp_path: Path) -> None:
-    """Stopped at with that process's samples named, or skipped: with the losses of one process alone."""
-    one, two = tmp_path / "1", tmp_path / "2"
-    everyone = [*world(1, "bad_losses", digits, one), *world(2, "bad_losses", digits, two)]
-    assert [process.wait() for process in everyone] == [0, 0, 0], "\n".join(process.text for process in everyone)
-    for process in everyone:
-        told = dict(line.split(": ", 1) for line in process.text.splitlines() if re.match("(stop|skip): ", line))
-        assert told["stop"].startswith("Diverged everywhere=True the loss or its gradient was not finite at step 8;")
-        assert f"and {48 // (1 if process is everyone[0] else 2) - 8} more" in told["stop"]
-        assert told["skip"] == "done"
-    skips = [[row["step"] for row in rows(run / "skip") if row.get("event") == "skipped_step"] for run in (one, two)]
-    assert skips == [[8, 11], [8, 11]]
-    expected, found = ({row["step"]: row["loss"] for row in rows(run / "skip") if "loss" in row} for run in (one, two))
-    assert found == pytest.approx(expected, abs=1e-4)
+def test_a_bad_loss_of_one_process_stops_both_and_names_its_samples(world: World, digits: Path, tmp_path: Path) -> None:
+    both = world(2, "bad_loss", digits, tmp_path / "run")
+    assert [process.wait() for process in both] == [0, 0], both[0].text + both[1].text
+    for process in both:
+        assert "stop: Diverged everywhere=True the loss or its gradient was not finite at step 8;" in process.text
+        assert "and 16 more" in process.text
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="the limit is Linux's")
@@ -80,12 +68,3 @@ def test_three_processes_evaluate_as_one_does(world: World, digits: Path, traine
         images[count] = {(row.evaluator, row.arm): row.prediction.images.tolist() for row in rows}
     assert measured[3] == pytest.approx(measured[1], abs=0.003) and len(measured[1]) == 4  # one image of 360
     assert images[3] == images[1]
-
-
-def test_an_evaluation_ends_with_its_processes(world: World, digits: Path, trained: Path, tmp_path: Path) -> None:
-    run = shutil.copytree(trained, tmp_path / "run")
-    both = world(2, "left_by_the_last", "eval", run, "few_shot", "--data", digits)
-    assert [process.wait(60) for process in both] == [1, 9]
-    told = "error: another process of this run is gone, or has not answered for 600 s (training.timeout)"
-    assert told in both[0].text and f"{run}/results holds what was measured before" in both[0].text
-    assert "Traceback" not in both[0].text

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
@@ -15,7 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from safetensors import safe_open
+
+from tests.processes.reading import losses, same, saved, weights, world_size
 
 LAUNCH = Path(__file__).parents[2] / "recipes" / "launch" / "two_machines.yaml"
 TIMEOUT = 10
@@ -70,19 +70,6 @@ def start(machines: tuple[str, str], digits: Path, run: Path, *more: str) -> lis
     return started
 
 
-def saved(run: Path) -> int:
-    return max((int(path.name[5:]) for path in (run / "checkpoints").glob("step_*")), default=0)
-
-
-def weights(run: Path) -> dict[str, bytes]:
-    with safe_open(run / "encoder.safetensors", "np") as tensors:
-        return {name: tensors.get_tensor(name).tobytes() for name in tensors.keys()}  # noqa: SIM118
-
-
-def losses(run: Path) -> list[tuple[int, float]]:
-    return [(row["step"], row["loss"]) for row in map(json.loads, (run / "metrics.jsonl").read_text().splitlines())]
-
-
 def test_a_machine_that_is_cut_off_ends_the_other_and_both_go_on(
     machines: tuple[str, str], digits: Path, tmp_path: Path
 ) -> None:
@@ -105,8 +92,8 @@ def test_a_machine_that_is_cut_off_ends_the_other_and_both_go_on(
     texts = [process.communicate(timeout=250)[0] for process in again]
     assert [process.returncode for process in again] == [0, 0], texts[0] + texts[1]
     assert f"resuming at step {reached} of 200" in texts[0]
-    assert json.loads((run / "environment.json").read_text())["world_size"] == 2
+    assert world_size(run) == 2
     whole = start(machines, digits, tmp_path / "whole", "training.checkpoint_every=0")
     assert [process.communicate(timeout=250) and process.returncode for process in whole] == [0, 0]
-    assert weights(run) == weights(tmp_path / "whole") and losses(run) == losses(tmp_path / "whole")
+    assert same(weights(run), weights(tmp_path / "whole")) and losses(run) == losses(tmp_path / "whole")
     assert [step for step, _ in losses(run)] == list(range(1, 201))

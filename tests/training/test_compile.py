@@ -11,9 +11,7 @@ import torch
 from torch import nn
 from torch._dynamo.utils import counters
 
-from ssl_vit.interfaces import UserError
 from ssl_vit.models import factory
-from ssl_vit.training.distributed import check_compiler
 
 Train = Callable[..., Path]
 Lines = Callable[[Path], list[dict[str, Any]]]
@@ -58,13 +56,6 @@ def test_one_graph_without_breaks_or_recompilation(
 
 
 @pytest.mark.slow
-def test_mixing_images_is_left_out_of_the_graph(train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    compile_without_kernels(monkeypatch)
-    train(tmp_path, "training.compile=true", "objective.mixup=0.2", "objective.cutmix=1", name="digits_supervised")
-    assert counters["stats"]["unique_graphs"] <= 3
-
-
-@pytest.mark.slow
 def test_inductor_trains_and_resumes(train: Train, lines: Lines, tmp_path: Path) -> None:
     keys = ("training.checkpoint_every=6",)
     plain = [row["loss"] for row in lines(train(tmp_path / "plain", *keys)) if "loss" in row]
@@ -75,9 +66,3 @@ def test_inductor_trains_and_resumes(train: Train, lines: Lines, tmp_path: Path)
     (run / "checkpoints" / "step_00000012" / "encoder.safetensors").unlink()
     again = [row["loss"] for row in lines(train(run, "training.compile=true", *keys)) if "loss" in row]
     assert again == pytest.approx(found, rel=1e-6)
-
-
-def test_compiling_needs_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(UserError, match="needs a C\\+\\+ compiler on a CPU, and there is no no-such-compiler"):
-        check_compiler(torch.device("cpu"))

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -17,9 +16,6 @@ from torch import nn
 
 from ssl_vit import api, recipe
 from ssl_vit.interfaces import UserError
-from ssl_vit.training.logging import RunLogger
-from ssl_vit.training.memory import first_that_fits
-from ssl_vit.training.optim import WeightAverage
 
 Settings = Callable[..., recipe.Recipe]
 Train = Callable[..., Path]
@@ -32,22 +28,6 @@ def weights(run: Path, name: str = "encoder.safetensors") -> dict[str, torch.Ten
 
 def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
     return all(torch.equal(found[name], tensor) for name, tensor in expected.items())
-
-
-def test_the_first_number_of_micro_batches_that_fits_is_taken() -> None:
-    tried: list[int] = []
-
-    def attempt(count: int, room: int = 10) -> None:
-        tried.append(count)
-        if 48 // count > room:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-
-    assert first_that_fits([1, 2, 3, 4, 6, 12], attempt) == 6 and tried == [1, 2, 3, 4, 6]
-    assert first_that_fits([1, 2], lambda count: None) == 1
-    with pytest.raises(UserError, match="not even 2 micro-batches"):
-        first_that_fits([1, 2], attempt)
-    with pytest.raises(ValueError, match="a mistake"):
-        first_that_fits([1, 2], lambda count: (_ for _ in ()).throw(ValueError("a mistake")))
 
 
 # While it searches, this process may map 100 MB more than it has mapped by then: a real refusal by the kernel.
@@ -94,33 +74,6 @@ def test_auto_batch_finds_what_the_memory_holds_and_keeps_the_batch(
     assert same(weights(tmp_path / "auto"), weights(plain))
 
 
-def test_the_search_leaves_running_statistics_alone_and_begins_where_the_last_one_ended(
-    train: Train, lines: Lines, tmp_path: Path
-) -> None:
-    keys = ["objective.head=probe", "training.steps=2"]
-    plain = train(tmp_path / "plain", *keys, name="digits_supervised")
-    searched = train(tmp_path / "auto", *keys, "training.auto_batch=true", name="digits_supervised")
-    assert same(weights(searched, "objective.safetensors"), weights(plain, "objective.safetensors"))
-    again = ["training.steps=4", "training.auto_batch=true"]
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(RunLogger, "values", interrupted_at(3))
-        train(tmp_path / "run", *again, "training.checkpoint_every=1")
-    train(tmp_path / "run", *again, "training.accumulate=2", "training.checkpoint_every=1")
-    found = [(row["step"], row["accumulate"]) for row in lines(tmp_path / "run") if row.get("event") == "auto_batch"]
-    assert found == [(0, 1), (2, 2)]
-
-
-def interrupted_at(step: int) -> Callable[..., None]:
-    values = RunLogger.values
-
-    def interrupted(self: RunLogger, at: int, *arguments: Any) -> None:
-        if at == step:
-            raise KeyboardInterrupt
-        values(self, at, *arguments)
-
-    return interrupted
-
-
 def test_activation_checkpointing_is_refused_where_it_would_change_running_statistics(
     digits: Path, tmp_path: Path
 ) -> None:
@@ -153,21 +106,6 @@ def test_activation_checkpointing_changes_nothing(train: Train, lines: Lines, tm
     assert (once, twice) == (12 * 3, 12 * (3 + 2))  # the last block's are kept: the backward pass begins with them
     assert same(weights(checkpointed), weights(plain))
     assert [row["loss"] for row in lines(checkpointed)] == [row["loss"] for row in lines(plain)]
-
-
-def test_the_average_follows_its_recurrence() -> None:
-    model = nn.Linear(3, 2)
-    model.bias.requires_grad_(False)
-    average, generator = WeightAverage(model, 0.9), torch.Generator().manual_seed(0)
-    expected = model.weight.detach().numpy().astype(np.float64)
-    for step in range(100):
-        with torch.no_grad():
-            model.weight.copy_(torch.randn(2, 3, generator=generator))
-        average.update(step)
-        decay = min(0.9, (1 + step) / (10 + step))
-        expected = decay * expected + (1 - decay) * model.weight.detach().numpy()
-    assert average.values.keys() == {"weight"}
-    np.testing.assert_allclose(average.values["weight"].numpy(), expected, rtol=1e-5)
 
 
 def test_the_average_is_what_is_published_and_trains_nothing(train: Train, lines: Lines, tmp_path: Path) -> None:

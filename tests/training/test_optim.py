@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import timm
 import torch
 from torch import nn
 
@@ -25,42 +24,18 @@ CPU = torch.device("cpu")
     [
         ("cosine", 0, 0, 1.0),
         ("cosine", 0, 25, 0.5 + math.sqrt(2) / 4),
-        ("cosine", 0, 50, 0.5),
-        ("cosine", 0, 75, 0.5 - math.sqrt(2) / 4),
         ("cosine", 0, 100, 0.0),
         ("cosine", 20, 0, 1 / 20),
-        ("cosine", 20, 9, 0.5),
         ("cosine", 20, 19, 1.0),
-        ("cosine", 20, 20, 1.0),
         ("cosine", 20, 60, 0.5),
-        ("linear", 0, 0, 1.0),
-        ("linear", 0, 30, 0.7),
-        ("linear", 20, 4, 0.25),
         ("linear", 20, 40, 0.75),
-        ("linear", 20, 99, 1 / 80),
         ("linear", 20, 100, 0.0),
-        ("constant", 0, 0, 1.0),
-        ("constant", 0, 99, 1.0),
         ("constant", 10, 4, 0.5),
-        ("constant", 10, 50, 1.0),
     ],
 )
 def test_the_schedule_at_steps_worked_out_by_hand(schedule: Any, warmup: int, step: int, factor: float) -> None:
     config = OptimConfig(schedule=schedule, warmup_steps=warmup)
     assert lr_factor(step, 100, config) == pytest.approx(factor, abs=1e-12)
-
-
-@pytest.mark.parametrize("schedule", ["cosine", "linear"])
-@pytest.mark.parametrize(("warmup", "total"), [(0, 1), (0, 37), (10, 37), (36, 37), (37, 37), (50, 37)])
-def test_it_rises_then_falls_and_no_step_is_wasted_at_zero(schedule: Any, warmup: int, total: int) -> None:
-    config = OptimConfig(schedule=schedule, warmup_steps=warmup)
-    factors = np.array([lr_factor(step, total, config) for step in range(total)])
-    assert (factors > 0).all()
-    assert (factors <= 1).all()
-    assert (np.diff(factors[:warmup]) > 0).all()
-    assert (np.diff(factors[warmup:]) < 0).all()
-    if warmup <= total:
-        assert factors.max() == 1.0
 
 
 @pytest.mark.parametrize(("lr_batch", "batch_size", "lr"), [(None, 4096, 3e-4), (256, 4096, 48e-4), (256, 128, 1.5e-4)])
@@ -70,13 +45,6 @@ def test_the_learning_rate_scales_with_the_batch_where_asked(lr_batch: int | Non
     for name in ("adamw", "sgd", "lars"):
         optimizer = build_optimizer(Mixed(), config.model_copy(update={"name": name}), batch_size, CPU)
         assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([lr, lr])
-
-
-def test_set_lr_reaches_every_group() -> None:
-    optimizer = build_optimizer(Mixed(), OptimConfig(weight_decay=0.1), 8, CPU)
-    set_lr(optimizer.param_groups, 0.125)
-    assert [group["lr"] for group in optimizer.param_groups] == [0.125, 0.125]
-    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
 
 
 # --- weight decay ---
@@ -128,35 +96,6 @@ def test_layer_decay_is_maes(make_encoder: Callable[..., Any]) -> None:
     assert optimizer.param_groups[0]["lr"] == 0.1, "the display shows the first group's"
 
 
-def test_layer_decay_counts_from_the_last_block_where_a_norm_follows_the_mean(
-    make_encoder: Callable[..., Any],
-) -> None:
-    """timm gives `fc_norm` a layer of its own, above the blocks."""
-    vit = timm.create_model(
-        "vit_tiny_patch16_224",
-        img_size=32,
-        patch_size=8,
-        depth=3,
-        embed_dim=24,
-        num_heads=2,
-        num_classes=0,
-        global_pool="avg",
-        fc_norm=True,
-    )
-    holder = torch.nn.Module()
-    holder.encoder = torch.nn.Module()
-    holder.encoder.network = vit
-    scales = {id(p): group["lr_scale"] for group in parameter_groups(holder, 0.3, 0.5) for p in group["params"]}
-    found = [scales[id(p)] for p in (vit.patch_embed.proj.weight, vit.blocks[0].norm1.bias, vit.blocks[2].norm1.bias)]
-    assert found == [0.5**4, 0.5**3, 0.5]
-    assert scales[id(vit.fc_norm.weight)] == 1.0
-
-
-def test_an_empty_group_is_left_out() -> None:
-    assert [group["weight_decay"] for group in parameter_groups(nn.Linear(3, 2, bias=False), 0.3)] == [0.3]
-    assert [group["weight_decay"] for group in parameter_groups(nn.LayerNorm(3), 0.3)] == [0.0]
-
-
 # --- optimizers ---
 
 
@@ -178,82 +117,26 @@ class Mixed(nn.Module):
         return self.head(self.norm(torch.tanh(x + self.pos_embed) * self.mask_token)).square().mean()
 
 
-DECAYS = {"head.weight"}
-RATES = [0.1, 0.05, 0.2, 0.01, 0.1]
-
-
-class AdamwReference:
-    """Adam (Kingma and Ba, algorithm 1) with decoupled decay (Loshchilov and Hutter, algorithm 2), in numpy."""
-
-    def __init__(self, config: OptimConfig) -> None:
-        self.betas, self.decay = config.betas, config.weight_decay
-        self.moments: dict[str, tuple[np.ndarray, np.ndarray]] = {}
-        self.step = 0
-
-    def update(self, weights: dict[str, np.ndarray], gradients: dict[str, np.ndarray], lr: float) -> None:
-        self.step += 1
-        for name, gradient in gradients.items():
-            first, second = self.moments.get(name, (np.zeros_like(gradient), np.zeros_like(gradient)))
-            first = self.betas[0] * first + (1 - self.betas[0]) * gradient
-            second = self.betas[1] * second + (1 - self.betas[1]) * gradient**2
-            self.moments[name] = (first, second)
-            unbiased = first / (1 - self.betas[0] ** self.step), second / (1 - self.betas[1] ** self.step)
-            decay = self.decay if name in DECAYS else 0.0
-            weights[name] = weights[name] - lr * (unbiased[0] / (np.sqrt(unbiased[1]) + 1e-8) + decay * weights[name])
-
-
-class SgdReference:
-    """Heavy-ball momentum on the gradient plus the decayed weight; the learning rate scales the velocity."""
-
-    def __init__(self, config: OptimConfig) -> None:
-        self.momentum, self.decay = config.momentum, config.weight_decay
-        self.velocity: dict[str, np.ndarray] = {}
-
-    def direction(self, name: str, gradient: np.ndarray, weight: np.ndarray) -> np.ndarray:
-        return gradient + (self.decay if name in DECAYS else 0.0) * weight
-
-    def update(self, weights: dict[str, np.ndarray], gradients: dict[str, np.ndarray], lr: float) -> None:
-        for name, gradient in gradients.items():
-            direction = self.direction(name, gradient, weights[name])
-            self.velocity[name] = self.momentum * self.velocity.get(name, np.zeros_like(gradient)) + direction
-            weights[name] = weights[name] - lr * self.velocity[name]
-
-
-class LarsReference(SgdReference):
-    """LARS (You et al., algorithm 1; without decay it is MAE's): weight matrices, and only they, move by
+@pytest.mark.parametrize("decay", [0.1, pytest.param(0.0, id="as MAE's probe")])
+def test_lars_agrees_with_a_reference_written_by_hand(decay: float) -> None:
+    """You et al., algorithm 1; without decay it is MAE's: weight matrices, and only they, move by
     0.001 * |weight| / (|gradient| + decay * |weight|) of their direction."""
-
-    def direction(self, name: str, gradient: np.ndarray, weight: np.ndarray) -> np.ndarray:
-        direction = super().direction(name, gradient, weight)
-        if name not in DECAYS:
-            return direction
-        size = np.linalg.norm(weight)
-        return direction * 0.001 * size / (np.linalg.norm(gradient) + self.decay * size)
-
-
-@pytest.mark.parametrize(
-    ("config", "reference"),
-    [
-        (OptimConfig(name="adamw", weight_decay=0.3), AdamwReference),
-        (OptimConfig(name="adamw", weight_decay=0.0, betas=(0.8, 0.95)), AdamwReference),
-        (OptimConfig(name="sgd", momentum=0.9, weight_decay=0.1), SgdReference),
-        (OptimConfig(name="sgd", momentum=0.0), SgdReference),
-        pytest.param(OptimConfig(name="lars", momentum=0.9, weight_decay=0.1), LarsReference, id="lars with decay"),
-        pytest.param(OptimConfig(name="lars", momentum=0.9, weight_decay=0.0), LarsReference, id="lars as MAE's probe"),
-    ],
-)
-def test_five_steps_agree_with_a_reference_written_by_hand(config: OptimConfig, reference: type) -> None:
     model = Mixed()
-    optimizer, by_hand = build_optimizer(model, config, 8, CPU), reference(config)
+    optimizer = build_optimizer(model, OptimConfig(name="lars", momentum=0.9, weight_decay=decay), 8, CPU)
     weights = {name: parameter.detach().numpy().copy() for name, parameter in model.named_parameters()}
-    start = {name: value.copy() for name, value in weights.items()}
-    for step, lr in enumerate(RATES):
+    velocity = {name: np.zeros_like(value) for name, value in weights.items()}
+    for step, lr in enumerate([0.1, 0.05, 0.2, 0.01, 0.1]):
         set_lr(optimizer.param_groups, lr)
         optimizer.zero_grad()
         model(torch.randn(5, 4, 3, generator=torch.Generator().manual_seed(step), dtype=torch.float64)).backward()
-        gradients = {name: np.array(parameter.grad) for name, parameter in model.named_parameters()}
-        by_hand.update(weights, gradients, lr)
+        for name, parameter in model.named_parameters():
+            direction = gradient = np.array(parameter.grad)
+            if name == "head.weight":
+                size = np.linalg.norm(weights[name])
+                direction = (gradient + decay * weights[name]) * 0.001 * size
+                direction /= np.linalg.norm(gradient) + decay * size
+            velocity[name] = 0.9 * velocity[name] + direction
+            weights[name] = weights[name] - lr * velocity[name]
         optimizer.step()
     for name, parameter in model.named_parameters():
         np.testing.assert_allclose(parameter.detach().numpy(), weights[name], rtol=1e-6, atol=1e-9, err_msg=name)
-        assert not np.array_equal(weights[name], start[name])

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
-from accelerate import Accelerator
 from torch import nn
 
 from ssl_vit.interfaces import UserError
@@ -62,35 +61,6 @@ def test_norms_losses_and_targets_are_float32_under_autocast(make_encoder: Make,
     assert {p.grad.dtype for p in objective.parameters() if p.grad is not None} == {torch.float32}
 
 
-def test_attention_sums_its_softmax_in_float32(make_encoder: Make) -> None:
-    """Over 2,305 equal keys: bfloat16 cannot count beyond 256, so weights summed in it would add up to 9, not to 1."""
-    encoder = make_encoder(image_size=192, width=8, heads=1, depth=1)
-    attention = encoder.network.blocks[0].attn
-    with torch.no_grad():
-        attention.qkv.weight.zero_()
-        attention.qkv.bias.copy_(torch.cat([torch.zeros(16), torch.ones(8)]))
-        attention.proj.weight.copy_(torch.eye(8))
-        attention.proj.bias.zero_()
-        with torch.autocast("cpu", torch.bfloat16):
-            outputs = attention(torch.randn(1, 2305, 8))
-    assert outputs.dtype == torch.bfloat16
-    torch.testing.assert_close(outputs.float(), torch.ones(1, 2305, 8), atol=0.01, rtol=0)
-
-
-def test_fp32_is_not_tf32_whatever_accelerate_allows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its constructor allows TF32 where something is to be compiled."""
-    start = Accelerator.__init__
-
-    def allowing(self: Any, *arguments: Any, **more: Any) -> None:
-        start(self, *arguments, **more)
-        torch.set_float32_matmul_precision("high")
-        torch.backends.cudnn.allow_tf32 = True
-
-    monkeypatch.setattr(Accelerator, "__init__", allowing)
-    make_accelerator("fp32")
-    assert torch.get_float32_matmul_precision() == "highest" and not torch.backends.cudnn.allow_tf32
-
-
 def test_each_engine_of_a_process_has_its_own_precision() -> None:
     engines, left = [make_accelerator("bf16"), make_accelerator("fp32")], torch.ones(2, 2)
     dtypes = []
@@ -107,10 +77,15 @@ def test_a_precision_that_a_cpu_does_not_have_is_refused(precision: Any, fix: st
         make_accelerator(precision)
 
 
-def test_old_gpus_are_told_what_they_can(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: False)
-    for precision, fix in (("bf16", "use fp16"), ("tf32", "use fp32")):
-        with pytest.raises(UserError, match=fix):
-            make_accelerator(precision)  # type: ignore[arg-type]
+@pytest.mark.parametrize("kind", ["DEEPSPEED", "MEGATRON_LM"])
+def test_other_ways_to_shard_are_refused(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    monkeypatch.setenv(f"ACCELERATE_USE_{kind}", "true")
+    with pytest.raises(UserError, match=rf"{kind} is not supported: use FSDP2 \(recipes/launch/fsdp2.yaml\)"):
+        make_accelerator()
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="this machine has an accelerator")
+def test_fsdp_is_not_silently_something_else_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(UserError, match=r"FSDP was launched, but Accelerate runs NO here: .*cpu\.yaml"):
+        make_accelerator()

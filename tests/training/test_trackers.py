@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sqlite3
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -63,7 +61,7 @@ def test_a_tracker_that_cannot_start_or_breaks_stops_no_training(
     monkeypatch.setattr(accelerate.tracking.TensorBoardTracker, "log", breaks)
     run = train(tmp_path / "run", "training.trackers={tensorboard: {}}")
     assert [row["step"] for row in lines(run)] == list(range(1, 13)) and calls == [1, 2, 3]
-    assert "the server is gone" in said[1]
+    assert any("the server is gone" in text for text in said)
 
 
 def test_an_unknown_or_missing_tracker_is_refused_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,13 +70,3 @@ def test_an_unknown_or_missing_tracker_is_refused_before_the_first_step(monkeypa
     monkeypatch.setattr(logging, "get_available_trackers", lambda: ["tensorboard"])
     with pytest.raises(UserError, match=r"trackers.wandb: not installed: pip install wandb, or .*\[trackers\]"):
         check_trackers({"tensorboard": {}, "wandb": {}})
-
-
-def test_trackio_keeps_a_run(train: Train, lines: Lines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A real tracker with a local store, by its name alone."""
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "store"))  # read when it is imported
-    pytest.importorskip("trackio")
-    run = train(tmp_path / "run", "training.trackers={trackio: {name: first}}")
-    with sqlite3.connect(next((tmp_path / "store").rglob("run.db"))) as store:
-        rows = store.execute("select step, metrics from metrics order by step").fetchall()
-    assert [(step, json.loads(values)["loss"]) for step, values in rows] == [(r["step"], r["loss"]) for r in lines(run)]

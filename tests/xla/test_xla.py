@@ -16,19 +16,15 @@ pytestmark = pytest.mark.xla
 torch_xla = pytest.importorskip("torch_xla")
 
 import torch  # noqa: E402
-from accelerate.utils import DistributedType  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from torch_xla.debug import metrics  # noqa: E402
 
 from ssl_vit import api, recipe  # noqa: E402
-from ssl_vit.analysis import inspection  # noqa: E402
 from ssl_vit.data.evaluation import evaluation_batches  # noqa: E402
 from ssl_vit.data.packing import pack  # noqa: E402
 from ssl_vit.data.packing.plan import Options  # noqa: E402
 from ssl_vit.data.packing.sources import open_source  # noqa: E402
 from ssl_vit.evaluators import features  # noqa: E402
-from ssl_vit.interfaces import UserError  # noqa: E402
-from ssl_vit.training.distributed import make_accelerator  # noqa: E402
 from ssl_vit.training.loop import Trainer  # noqa: E402
 
 STEPS = 24
@@ -86,11 +82,6 @@ def compilations(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     yield counts
 
 
-def test_accelerate_says_xla() -> None:
-    accelerator = make_accelerator()
-    assert accelerator.distributed_type == DistributedType.XLA and accelerator.device.type == "xla"
-
-
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_stage_compiles_while_it_warms_up_and_never_again(
     digits: Path, tmp_path: Path, stage: str, compilations: list[int]
@@ -146,32 +137,3 @@ def test_evaluators_compile_for_the_first_batches_alone(
         assert len(counts) % 6 == 0
         for first in range(0, len(counts), 6):  # one model on one split each
             assert len(set(counts[first + 2 : first + 6])) == 1, counts
-
-
-def test_pictures_of_a_trained_model(digits: Path, tmp_path: Path) -> None:
-    run = train(digits, tmp_path / "run", "pretraining")
-    page = inspection.inspect(run, str(digits), tmp_path / "pictures")
-    assert len([*page.parent.glob("*.png")]) == 6
-
-
-def test_the_launch_file_runs(digits: Path, tmp_path: Path) -> None:
-    script = Path(__file__).parents[2] / "recipes" / "launch" / "tpu.sh"
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    command = ["sh", str(script), *settings(digits, tmp_path / "run", "pretraining", "training.precision=bf16")]
-    subprocess.run(command, env={**os.environ, "PATH": path}, check=True, capture_output=True, timeout=200)
-    environment = json.loads((tmp_path / "run" / "environment.json").read_text())
-    assert environment["distribution"] == "XLA" and environment["precision"] == "bf16"
-    assert losses(tmp_path / "run")[-1] < losses(tmp_path / "run")[0]
-
-
-@pytest.mark.parametrize(
-    ("stage", "key"),
-    [
-        ("pretraining", "training.auto_batch=true"),
-        ("pretraining", "training.checkpoint_activations=true"),
-        ("supervised", "objective.cutmix=1.0"),
-    ],
-)
-def test_what_xla_does_not_do_is_refused(digits: Path, tmp_path: Path, stage: str, key: str) -> None:
-    with pytest.raises(UserError, match=f"{key.split('=')[0]}: .*XLA"):
-        train(digits, tmp_path / "run", stage, key)
