@@ -28,7 +28,7 @@ from ssl_vit.training import checkpoint
 
 _FORMAT = 4  # of the results of tasks
 # What training from scratch and an untrained encoder depend on; dropout does not change an untrained encoder.
-_PREPARATION: Any = {"data": {"evaluation_resize"}, "training": {"precision"}}
+_PREPARATION: Any = {"data": {"evaluation_resize", "max_pixels"}, "training": {"precision"}}
 _DROPOUT = {"dropout", "drop_path"}
 
 

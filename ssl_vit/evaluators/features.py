@@ -237,9 +237,12 @@ def _cached(images: ImageSet, wanted: FeatureConfig) -> Features:
         features = extract(images, lambda x: encoder.represent(x, wanted.pooling, wanted.block), wanted.image_size)
         found = features, [skip for rank in distributed.gather(context.skipped[before:]) for skip in rank]
         if path and main:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with atomic_path(path) as unfinished:
-                save_file(vars(features), unfinished, {"skipped": json.dumps([asdict(skip) for skip in found[1]])})
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with atomic_path(path) as unfinished:
+                    save_file(vars(features), unfinished, {"skipped": json.dumps([asdict(skip) for skip in found[1]])})
+            except (OSError, SafetensorError) as error:  # the cache is optional
+                context.say(f"{path.parent}: features cannot be cached ({error})")
     context.skipped[before:] = found[1]
     return found[0]
 
@@ -257,7 +260,8 @@ def _content(images: ImageSet, encoder: Encoder, wanted: FeatureConfig) -> str:
     """A hash of everything that the features depend on."""
     context, shards = images.context, images.shards
     settings = [encoder.name, encoder.arguments, encoder.image_size, encoder.mean, encoder.std, encoder.own_settings]
-    preparation = [shards.fingerprint, len(shards.classes or ()), encoder.channels, context.data.evaluation_resize]
+    preparation = [shards.fingerprint, len(shards.classes or ()), encoder.channels]
+    preparation += [context.data.evaluation_resize, context.data.max_pixels]
     written = [_FORMAT, settings, preparation, wanted.representation, context.accelerator.precision]
     content = hashlib.sha256(json.dumps(written).encode())
     content.update(b"" if images.images is None else images.images.tobytes())

@@ -20,6 +20,8 @@ from ssl_vit.recipe import Recipe
 from ssl_vit.records import Cost, SweepRecord
 from ssl_vit.results import Budget, Result, Settings, scored
 
+_ALL_DIVERGED = "{}: every candidate of the sweep diverged; lower optim.lr"
+
 
 def budgets(evaluator: Evaluator, asked: Sequence[Budget]) -> tuple[Budget, ...]:
     """The label budgets to measure where these are asked for."""
@@ -54,7 +56,7 @@ def sweep(
     context.say(f"{source}, {budget_words(budget)}: sweep scored on {len(held.images)} held-out images")
     record, winner = _select(evaluator, train, held, seed)
     if winner is None:
-        raise UserError(f"{evaluator.title}: every candidate of the sweep diverged: lower optim.lr")
+        raise UserError(_ALL_DIVERGED.format(evaluator.title))
     rows = [] if budget == ALL else list(_results(evaluator, winner, train, budget, seed, record.best))
     return record, rows[0] if rows else None
 
@@ -177,8 +179,11 @@ def _settings(evaluator: Evaluator, train: ImageSet, seed: int) -> tuple[Setting
     kept, held = held_out_split(train.context.train_labels[train.images], evaluator.config.held_out, seed)
     if not len(held):
         middle = candidates[len(candidates) // 2]
-        return middle, (f"no image could be held out to select by: {_words(middle)}, the middle one, was taken",)
-    return _select(evaluator, train.of(kept), train.of(held), seed)[0].best, ()
+        return middle, (f"no images could be held out for selection; the middle candidate, {_words(middle)}, was used",)
+    record, winner = _select(evaluator, train.of(kept), train.of(held), seed)
+    if winner is None:
+        raise UserError(_ALL_DIVERGED.format(evaluator.title))
+    return record.best, ()
 
 
 def _select(evaluator: Evaluator, train: ImageSet, held: ImageSet, seed: int) -> tuple[SweepRecord, Classifier | None]:
