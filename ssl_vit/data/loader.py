@@ -7,7 +7,6 @@ worker whose main process is gone finds the pipe closed and ends.
 
 from __future__ import annotations
 
-import atexit
 import mmap
 import multiprocessing
 import os
@@ -17,6 +16,7 @@ from collections.abc import Generator, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection
+from multiprocessing.util import Finalize
 from typing import Protocol
 
 import torch
@@ -79,14 +79,15 @@ def loaded(stream: Stream, prefetch: int) -> Generator[Chunk, None, None]:
 class _Pool:
     def __init__(self) -> None:
         self.workers: list[_Worker] = []
-        atexit.register(self.close)  # multiprocessing would wait at the exit for a worker that does not run
+        # At the exit multiprocessing would wait for workers, which ignore signals; atexit is not run in its processes.
+        self.at_exit = Finalize(None, self.close, exitpriority=100)
 
     def start(self, stream: Stream, prefetch: int) -> None:
         for number in range(stream.workers):
             self.workers.append(_Worker(stream, number, prefetch + 1, [worker.ours for worker in self.workers]))
 
     def close(self) -> None:
-        atexit.unregister(self.close)
+        self.at_exit.cancel()
         for worker in self.workers:
             worker.process.kill()
         for worker in self.workers:
