@@ -30,12 +30,13 @@ from ssl_vit.recipe import Recipe, run_recipe
 from ssl_vit.records import RunSummary
 from ssl_vit.report.read import PLAN, read_comparison
 from ssl_vit.results import Evaluation, Table, evaluations, save
-from ssl_vit.runs import SUMMARY, open_run
+from ssl_vit.runs import SUMMARY, open_run, release
 from ssl_vit.training import checkpoint, distributed, loop
 from ssl_vit.training.callbacks import EarlyStopping
 from ssl_vit.training.distributed import make_accelerator, shared_errors
 from ssl_vit.training.flops import training_flops
 from ssl_vit.training.logging import check_trackers
+from ssl_vit.training.signals import stopped
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -61,26 +62,31 @@ def train(settings: Recipe, *, quiet: bool = False) -> Path:
         job.callbacks = [*job.callbacks, *_probe(settings, shards, job)]
         if accelerator.is_main_process:
             open_run(run, settings, accelerator, job.data)
-    parameters, flops = sum(p.numel() for p in job.objective.parameters()), training_flops(job.objective)
-    outcome = loop.train(job)
-    with shared_errors():
-        if accelerator.is_main_process:
-            checkpoint.publish_encoder(run)
-            if not (run / SUMMARY).exists():
-                images_seen = outcome.steps * training.batch_size
-                summary = RunSummary(
-                    name=settings.name,
-                    objective=settings.objective.name,  # type: ignore[attr-defined]
-                    steps=outcome.steps,
-                    images_seen=images_seen,
-                    flops=images_seen * flops,
-                    seconds=round(outcome.seconds, 2),
-                    parameters=parameters,
-                    samples=settings.data.samples or shards.samples,
-                    processes=accelerator.num_processes,
-                    classes=job.classes,
-                )
-                write_json(run / SUMMARY, summary.model_dump(mode="json"))
+    try:
+        parameters, flops = sum(p.numel() for p in job.objective.parameters()), training_flops(job.objective)
+        outcome = loop.train(job)
+        images_seen = outcome.steps * training.batch_size
+        summary = RunSummary(
+            name=settings.name,
+            objective=settings.objective.name,  # type: ignore[attr-defined]
+            steps=outcome.steps,
+            images_seen=images_seen,
+            flops=images_seen * flops,
+            seconds=round(outcome.seconds, 2),
+            parameters=parameters,
+            samples=settings.data.samples or shards.samples,
+            processes=accelerator.num_processes,
+            classes=job.classes,
+        )
+        with shared_errors():
+            if accelerator.is_main_process:
+                checkpoint.publish_encoder(run)
+                if not (run / SUMMARY).exists():
+                    write_json(run / SUMMARY, summary.model_dump(mode="json"))
+    finally:
+        release(run)
+    if outcome.signal:
+        raise stopped(outcome.signal)
     return run
 
 

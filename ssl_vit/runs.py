@@ -119,3 +119,9 @@ def _lock(run: Path) -> None:
     except Timeout:
         raise UserError(f"{run}: another process is training in this directory; wait for it or use run=PATH") from None
     _locks[run.resolve()] = lock
+
+
+def release(run: Path) -> None:
+    """Let another process train in this directory."""
+    if lock := _locks.pop(run.resolve(), None):
+        lock.release()

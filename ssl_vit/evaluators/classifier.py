@@ -23,6 +23,7 @@ from ssl_vit.records import Cost
 from ssl_vit.results import Prediction
 from ssl_vit.training import OptimConfig, TrainingConfig, loop
 from ssl_vit.training.flops import training_flops
+from ssl_vit.training.signals import stopped
 
 _LENGTHS = {"steps", "epochs"}
 _LOG_EVERY = 500  # steps; until then each keeps its metrics on the device and its samples' names
@@ -122,10 +123,13 @@ def fit(evaluator: Evaluator, images: ImageSet, encoder: Encoder, seed: int) -> 
     objective = job.objective
     assert isinstance(objective, classification.Objective)
     try:
-        context.skipped += loop.train(job).skipped
+        outcome = loop.train(job)
     except Diverged as error:
         error.cost = cost_of(error.steps)
         raise
+    context.skipped += outcome.skipped
+    if outcome.signal:
+        raise stopped(outcome.signal)
     cost = cost_of(job.total_steps)
     return lambda others: [Scored(predict(objective, others), cost=cost)]
 

@@ -104,11 +104,15 @@ class Job:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended: steps and seconds of all sessions, and the samples skipped in this one."""
+    """How a run ended: steps and seconds of all sessions, and the samples skipped in this one.
+
+    signal: one that came at or after the last step: the program should end (0: none).
+    """
 
     steps: int
     seconds: float
     skipped: tuple[Skip, ...]
+    signal: int = 0
 
 
 def train(job: Job) -> Outcome:
@@ -184,7 +188,7 @@ class Trainer:
             for callback in job.callbacks:
                 callback.end(self)
         self.share_buffers()
-        return Outcome(progress.step, progress.seconds, tuple(self.log.skipped))
+        return Outcome(progress.step, progress.seconds, tuple(self.log.skipped), request.agreed())
 
     def train_step(self, batch: Batch) -> StepResult:
         """One optimizer step over this process's part of a batch. Nothing here waits for the device."""
