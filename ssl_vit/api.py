@@ -179,7 +179,7 @@ def evaluate(
         tempfile.TemporaryFile(dir=folder).close()  # what cannot be stored is known before anything is measured
     except OSError as error:
         raise UserError(
-            f"{folder}: results cannot be written there ({error.strerror}); copy the weights to where they can"
+            f"{folder}: results cannot be written there ({error.strerror}); copy the weights to a writable folder"
         ) from None
     context = make_context(found, settings, train, test, cache=weights / "features", metric=metric)
     context.say = say if context.accelerator.is_main_process else silent

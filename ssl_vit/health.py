@@ -69,7 +69,7 @@ def _disk(run: Path) -> Iterator[Finding]:
     yield Finding("ok" if free > _LITTLE_SPACE else "stop", "disk", f"{free:.0f} GiB free at {folder}")
     shared = Path("/dev/shm")
     if shared.is_dir() and (size := shutil.disk_usage(shared).total / 2**30) < _LITTLE_SHARED:
-        text = f"/dev/shm holds {size:.2f} GiB: loader workers may fail; start the container with --shm-size=8g"
+        text = f"/dev/shm holds {size:.2f} GiB: NCCL on several GPUs may fail; start the container with --shm-size=8g"
         yield Finding("stop", "memory", text)
 
 

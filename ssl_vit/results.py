@@ -139,7 +139,7 @@ def load(path: Path) -> tuple[list[Result], dict[str, Any]]:
         if not rows:
             return [], about
         if sha256(path.with_suffix(".npz")) != digest:
-            raise ValueError("its predictions are of other rows")
+            raise ValueError("the .npz beside it does not belong to it (an interrupted write?)")
         with np.load(path.with_suffix(".npz"), allow_pickle=False) as arrays:
             found = dict(arrays)
 

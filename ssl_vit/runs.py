@@ -95,7 +95,7 @@ def check(run: Path, settings: Recipe, data: str | None = None) -> None:
         origin = read_json(run / ENVIRONMENT).get("init_from") if (run / ENVIRONMENT).exists() else None
         if origin and origin != _origin(settings):
             raise UserError(
-                f"{run} started from other weights than {settings.init_from} holds now: give this run another "
+                f"{run} was initialized from other weights than {settings.init_from} holds now: give this run another "
                 "directory with run=PATH, delete that one, or restore the old weights"
             )
         if data is not None:

@@ -42,7 +42,7 @@ def evaluate(
     per_class: Annotated[bool, typer.Option("--per-class", help="Print the accuracy of every class too.")] = False,
     overrides: Annotated[list[str] | None, typer.Argument(help="Evaluator keys.", metavar="key=value")] = None,
 ) -> None:
-    """Evaluate an encoder beside references: an untrained one, raw pixels. Stores the results in RUN/results.
+    """Evaluate an encoder and its references, an untrained encoder and raw pixels. Stores the results in RUN/results.
 
     Example: `ssl-vit eval runs/digits_ssl few_shot --data runs/demo/data shots=[1,5]`
     """
@@ -76,9 +76,9 @@ def _data_sets(data: list[str], test: str | None, suite: str | None) -> dict[str
     from ssl_vit.comparison.suites import prepare
 
     if bool(data) == bool(suite):
-        raise UserError("name the data: --data FOLDER (repeat it for more), or --suite NAME")
+        raise UserError("pass either --data FOLDER (repeatable) or --suite NAME")
     if suite and test:
-        raise UserError("a suite names its own test shards: remove --test")
+        raise UserError("--test cannot be combined with --suite")
     if suite:
         found = load_suite(suite)
         return prepare(found.sets, Path(found.folder), lambda text: print(text, file=sys.stderr))

@@ -23,10 +23,10 @@ def inspect(
     image_size: Annotated[
         str | None, typer.Option(help="Pixels, as N or HEIGHTxWIDTH (default: the encoder's own).", metavar="N|HxW")
     ] = None,
-    images: Annotated[int, typer.Option(min=1, help="Number of pictured images.")] = 8,
+    images: Annotated[int, typer.Option(min=1, help="Number of images to visualize.")] = 8,
     distance_images: Annotated[int, typer.Option(min=1, help="Number of images in the mean attention distance.")] = 64,
 ) -> None:
-    """Picture what a ViT has learned: filters, positions, attention, features, reconstructions. One page.
+    """Visualize what a ViT has learned: filters, positions, attention, features, reconstructions. One page.
 
     Example: `ssl-vit inspect runs/demo/ssl --data runs/demo/data/test`
     """

@@ -52,7 +52,7 @@ def train(
             previewed.stage(found, as_json)
         return
     if as_json:
-        raise UserError("--json goes with --dry-run")
+        raise UserError("--json requires --dry-run")
     run = api.train(settings)
     if runs.is_main_process():
         named = settings.data.train

@@ -55,7 +55,7 @@ class DataSet(Config):
     @model_validator(mode="after")
     def _one_origin(self) -> DataSet:
         if (self.source is None) == (self.train is None or self.test is None):
-            raise ValueError("give train and test (shards), or source (to be packed)")
+            raise ValueError("give either train and test (existing shards) or source (packed on first use)")
         return self
 
 

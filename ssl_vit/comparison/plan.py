@@ -150,7 +150,7 @@ class Plan:
         for data, name in dict.fromkeys(key[:2] for key in self.evaluators):
             rows = [row for row in self.rows.values() if self._is_measured(self.evaluator(data, name, row.name), row)]
             if not rows:
-                raise UserError(f"evaluators.{name}: no arm's recipe trains a classifier; remove this evaluator")
+                raise UserError(f"evaluators.{name}: no arm was trained with labels; remove this evaluator")
             found += [task for row in rows for task in self._evaluations(data, name, row.name)]
         if c.pictures:
             for row in [row for row in self.rows.values() if row.source == "trained"]:

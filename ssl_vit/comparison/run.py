@@ -64,7 +64,9 @@ def compare(
     study = comparison if isinstance(comparison, Study) else load_comparison(comparison, overrides)
     c, main = study.comparison, runs.is_main_process()
     if (c.jobs > 1 or c.scheduler) and int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        raise UserError("jobs, scheduler: several processes were launched, and they share every task; set jobs=1")
+        raise UserError(
+            "several processes were launched, which run every task together; set jobs=1 and remove scheduler"
+        )
     say = say if main else silent
     _check_directory(study)
     checked = check(study, prepare(study.sets, study.folder, say), say)

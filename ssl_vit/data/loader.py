@@ -62,7 +62,7 @@ def loaded(stream: Stream, prefetch: int) -> Generator[Chunk, None, None]:
                 return
             yield chunk
     if "fork" not in multiprocessing.get_all_start_methods():
-        raise UserError("data.workers: loader processes need a system that can fork; set data.workers=0")
+        raise UserError("data.workers: data.workers > 0 needs the fork start method; set data.workers=0")
     pool = _Pool()
     try:
         pool.start(stream, prefetch)
@@ -125,7 +125,7 @@ class _Worker:
         try:
             if not self.ours.poll(timeout or None):
                 raise RunError(
-                    f"{self.name} (pid {self.process.pid}) made nothing for {timeout} s (data.worker_timeout); check "
+                    f"{self.name} (pid {self.process.pid}) made no batch for {timeout} s (data.worker_timeout); check "
                     "its storage, then run the same command to resume"
                 )
             message = self.ours.recv()

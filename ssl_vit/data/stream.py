@@ -119,4 +119,6 @@ class TrainStream:
                     raise UserError(f"{item.shard}: sample {item.key}: {item.reason} (data.on_bad_sample=fail)")
                 skipped.append(item)
                 if len(skipped) > longest:
-                    raise UserError(f"no readable sample in a whole lane; the last one: {item.shard}: {item.reason}")
+                    raise UserError(
+                        f"no readable sample in a whole lane of the data; the last one: {item.shard}: {item.reason}"
+                    )

@@ -75,7 +75,7 @@ class EvalContext:
         """Every training image's class, int64 (samples,); -1: no label. Raises UserError where there is one class."""
         labels = labels_of(self.train)
         if len(np.unique(labels[labels >= 0])) < 2:
-            raise UserError(f"{self.train.spec}: all labeled images there are of one class")
+            raise UserError(f"{self.train.spec}: all labeled images belong to one class; evaluation needs at least two")
         return labels
 
     @property

@@ -80,5 +80,5 @@ def labels_of(shards: ShardSet) -> np.ndarray:
             if label is not None:
                 labels[first + position] = label
     if (labels < 0).all():
-        raise UserError(f"{shards.spec}: no sample there has a label (.cls), so nothing can be evaluated on it")
+        raise UserError(f"{shards.spec}: no sample has a label (.cls); evaluation needs labeled shards")
     return labels

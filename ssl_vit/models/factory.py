@@ -187,7 +187,7 @@ def find_weights(path: Path | str) -> Path:
     for folder in [path, *sorted(path.glob("checkpoints/step_*"), reverse=True)]:
         if (folder / WEIGHTS).is_file():
             return folder
-    raise UserError(f"{path}: no {WEIGHTS} there, nor in its checkpoints; did the run save one yet?")
+    raise UserError(f"{path}: no {WEIGHTS} there, nor in its checkpoints; the run may not have saved one yet")
 
 
 def load(path: Path | str) -> Encoder:

@@ -105,7 +105,7 @@ def _defect(folder: Path) -> str | None:
         sums = [line.split("  ", 1) for line in (folder / _SUMS).read_text().splitlines()]
         for expected, name in sums:
             if sha256(folder / name) != expected:
-                return f"{name} is not what was written"
+                return f"{name} does not match its checksum"
         return None if sums else f"{_SUMS} is empty"
     except (OSError, ValueError) as error:
         return str(error)

@@ -80,7 +80,7 @@ def make_accelerator(precision: Precision = "fp32", timeout: int = 600) -> Engin
         _check_precision(precision)
     for kind in ("DEEPSPEED", "MEGATRON_LM"):
         if parse_flag_from_env(f"ACCELERATE_USE_{kind}"):
-            raise UserError(f"{kind} is not supported: use FSDP2 (recipes/launch/fsdp2.yaml), which shards the same")
+            raise UserError(f"{kind} is not supported: use FSDP2 (recipes/launch/fsdp2.yaml) instead")
     for known in _KNOWN_WARNINGS:
         warnings.filterwarnings("ignore", known)
     try:
@@ -98,7 +98,7 @@ def make_accelerator(precision: Precision = "fp32", timeout: int = 600) -> Engin
         if launched == 1:
             raise
         raise RunError(
-            f"the {launched} processes did not find each other within {timeout} s (training.timeout): "
+            f"the {launched} processes could not connect within {timeout} s (training.timeout): "
             f"{str(error).splitlines()[0]}; check that all were started, with the same main address and port"
         ) from error
     # After the constructor, which may allow TF32 by itself.
@@ -120,7 +120,7 @@ def _check_world(accelerator: Engine, launched: int) -> None:
         )
     kind = accelerator.distributed_type
     if kind == DistributedType.FSDP and not accelerator.is_fsdp2:
-        raise UserError("the first FSDP is not supported: use FSDP2 (recipes/launch/fsdp2.yaml)")
+        raise UserError("FSDP version 1 is not supported: use FSDP2 (recipes/launch/fsdp2.yaml)")
     if kind != DistributedType.FSDP and parse_flag_from_env("ACCELERATE_USE_FSDP"):
         raise UserError(
             f"FSDP was launched, but Accelerate runs {kind.value} here: it shards on accelerators only; on a CPU use "
@@ -253,5 +253,5 @@ def others_watched(last_saved: Callable[[], str]) -> Iterator[None]:
         reason = str(error).splitlines()[0].split("] ", 1)[-1].split(". This is typically")[0]
         raise RunError(
             f"another process of this run is gone, or has not answered for {_timeout} s (training.timeout): "
-            f"its own output says why ({reason})\n{last_saved()}; run the same command on all machines to resume"
+            f"see the output of that process ({reason})\n{last_saved()}; run the same command on all machines to resume"
         ) from error

@@ -208,7 +208,7 @@ class RunLogger:
         except Exception as error:
             self.tracking = False
             text = str(error).strip().splitlines() or [type(error).__name__]
-            self.say(f"a tracker failed, and nothing is tracked from here on ({text[0]}); metrics.jsonl has everything")
+            self.say(f"tracking is disabled after a tracker error ({text[0]}); metrics.jsonl has everything")
 
     @contextmanager
     def _disk_errors(self) -> Iterator[None]:

@@ -87,7 +87,7 @@ def test_a_stopped_worker_ends_the_run_after_the_timeout() -> None:
     first, second = pids(chunks)
     os.kill(second, signal.SIGSTOP)
     start = time.monotonic()
-    with pytest.raises(RunError, match=rf"worker 1 of 2 .*\(pid {second}\) made nothing for 1 s .*worker_timeout"):
+    with pytest.raises(RunError, match=rf"worker 1 of 2 .*\(pid {second}\) made no batch for 1 s .*worker_timeout"):
         list(zip(chunks, range(50), strict=False))
     assert time.monotonic() - start < 10
     assert not psutil.pid_exists(first) and not psutil.pid_exists(second)

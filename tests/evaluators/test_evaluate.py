@@ -80,7 +80,9 @@ def test_labels_of_one_class_cannot_be_evaluated(trained: Path, tmp_path: Path) 
     one = replace(source, labels=np.zeros_like(source.labels))
     pack(one, tmp_path / "one", Options(shards=2), progress=False)
     for name, keys in FAST.items():
-        with pytest.raises(UserError, match="one: all labeled images there are of one class"):
+        with pytest.raises(
+            UserError, match="one: all labeled images belong to one class; evaluation needs at least two"
+        ):
             api.evaluate(trained / "run", name, f"{tmp_path}/one", f"{tmp_path}/one", keys)
 
 

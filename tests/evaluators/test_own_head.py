@@ -85,7 +85,7 @@ def test_a_run_that_is_still_trained_knows_its_classes_and_a_part_of_the_labels_
         info = json.loads((tmp_path / split / "info.json").read_text())
         info["classes"].reverse()
         (tmp_path / split / "info.json").write_text(json.dumps(info))
-    with pytest.raises(UserError, match="have other classes: class 0 is 0 in one, 9 in the other"):
+    with pytest.raises(UserError, match="have different classes: class 0 is 0 in one, 9 in the other"):
         api.evaluate(run, "own_head", f"{tmp_path}/train", f"{tmp_path}/test")
 
 

@@ -179,6 +179,6 @@ def check_same_classes(ours: Sequence[str] | None, theirs: Sequence[str] | None,
     for number, (one, other) in enumerate(zip(ours or (), theirs or (), strict=False)):
         if one != other:
             raise UserError(
-                f"{where} have other classes: class {number} is {one} in one, {other} in the other; "
+                f"{where} have different classes: class {number} is {one} in one, {other} in the other; "
                 "pack both parts from folders that have all classes"
             )

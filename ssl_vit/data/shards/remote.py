@@ -52,7 +52,7 @@ def find_filesystem(url: str, timeout: float) -> tuple[Any, str]:
         extra = f"pip install 'ssl-vit[{_EXTRAS[protocol]}]'" if protocol in _EXTRAS else str(error)
         raise UserError(f"{url}: {protocol}:// needs a package that is not installed: {extra}") from None
     except (ValueError, NotImplementedError) as error:
-        raise UserError(f"{url}: cannot open such a URL: {error}") from None
+        raise UserError(f"{url}: unsupported URL: {error}") from None
     if filesystem.async_impl:
         _clients[id(filesystem)] = filesystem
     if hasattr(filesystem, "retries"):  # s3fs: the retries are ours
@@ -111,7 +111,7 @@ class _Bound(Callback):
         found = max(self.size or 0, self.value)
         if self.expected is not None and (found > self.expected or self.size not in (None, self.expected)):
             raise UserError(
-                f"{self.url}: has {found} bytes, expected {self.expected}: replaced or not uploaded whole; upload the "
+                f"{self.url}: has {found} bytes, expected {self.expected}: changed or not uploaded whole; upload the "
                 "shards and their info.json again"
             )
 

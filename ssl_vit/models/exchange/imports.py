@@ -100,7 +100,7 @@ def read(weights: str, name: str | None = None, heads: int | None = None) -> Imp
 
 def _folder(folder: Path, origin: str) -> Imported:
     if (folder / factory.WEIGHTS).is_file() or (folder / "checkpoints").is_dir():
-        raise UserError(f"{origin} is ssl-vit's own: every command reads it without import")
+        raise UserError(f"{origin} is already an ssl-vit folder and does not need to be imported")
     if not (folder / "config.json").is_file():
         raise UserError(f"{origin} has no config.json: give the file with the weights")
     config = _json(folder / "config.json", origin)
