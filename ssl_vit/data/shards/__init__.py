@@ -57,10 +57,9 @@ class ShardSet:
 
     @property
     def fingerprint(self) -> str:
-        """Tells shard sets apart: the shards' names, counts and checksums (`headers` where there are none), hashed."""
+        """Hash of what tells shard sets apart: names, counts and checksums (or `headers`) of shards, and classes."""
         names = [file_name(url) for url in self.urls]
-        known = [self.headers] if any(self.headers) else []
-        content = json.dumps([names, self.counts, self.checksums, *known, *([self.mixture] if self.mixture else [])])
+        content = json.dumps([names, self.counts, self.checksums, self.headers, self.mixture, self.classes])
         return hashlib.sha256(content.encode()).hexdigest()[:16]
 
     def sets(self, keep: Sequence[np.ndarray] | None = None) -> list[SampleSet]:
@@ -117,12 +116,14 @@ def open_shards(spec: str, remote: RemoteConfig = _DEFAULT) -> ShardSet:
     if (unknown := known.count(None)) and any("://" in url for url in urls):
         print(f"{spec}: {unknown} shard(s) are in no info.json and are downloaded to be counted", file=sys.stderr)
     counted = [
-        (entry.samples, "") if entry else _read_headers(url, remote) for url, entry in zip(urls, known, strict=True)
+        (entry.samples, "") if entry and (entry.sha256 or "://" in url) else _read_headers(url, remote)
+        for url, entry in zip(urls, known, strict=True)
     ]
+    counts = tuple(entry.samples if entry else count for entry, (count, _) in zip(known, counted, strict=True))
     return ShardSet(
         spec,
         tuple(urls),
-        tuple(count for count, _ in counted),
+        counts,
         headers=tuple(header for _, header in counted),
         classes=tuple(info.classes) if info and info.classes else None,
         source=info.source if info else None,
