@@ -206,7 +206,7 @@ def test_a_directory_with_a_run_of_another_recipe_is_refused(call: Call, shards:
 
 
 def test_labels_do_not_matter_to_pretraining(call: Call, tmp_path: Path) -> None:
-    members = {}
+    members: dict[str, bytes] = {}
     for n in range(16):
         members |= {f"{n:06d}.png": picture(n, "PNG"), f"{n:06d}.cls": b"dog"}
     write_tar(tmp_path / "words" / "000000.tar", members)

@@ -175,7 +175,7 @@ def _work(
                 pipe.send((slot, replace(chunk, tensors={})))
             pipe.send(None)
         except (UserError, RunError) as error:
-            pipe.send(error)
+            pipe.send(type(error)(str(error)))  # without its cause, which may not be picklable
         except (EOFError, BrokenPipeError, ConnectionResetError):
             raise
         except Exception:

@@ -303,7 +303,7 @@ def test_labels_that_cannot_be_evaluated_on_are_named(
     (note,) = said
     assert "fewer than 60 images" in note
     monkeypatch.setattr("ssl_vit.comparison.run.labels_of", lambda shards: np.full(shards.samples, 3))
-    refused(mini(), "of one class")
+    refused(mini(), "one class")
 
 
 def test_sets_that_number_other_classes_are_refused(few_digits: Path, mini: Mini, tmp_path: Path) -> None:
