@@ -91,8 +91,8 @@ def test_per_class_accuracies_are_those_of_the_predictions(trained: Path, evalua
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        ([], "name the data: --data FOLDER"),
-        (["--data", "x", "--suite", "local"], "name the data: --data FOLDER"),
+        ([], "pass either --data FOLDER"),
+        (["--data", "x", "--suite", "local"], "pass either --data FOLDER"),
         (["--suite", "transfr"], "transfr: no such suite"),
         (["--data", "a", "--data", "b", "--test", "c"], "--test goes with one --data"),
         (["--data", "/"], "/ does not hold train/ and test/"),

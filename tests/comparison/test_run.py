@@ -310,7 +310,7 @@ def test_sets_that_number_other_classes_are_refused(few_digits: Path, mini: Mini
     other = Path(shutil.copytree(few_digits / "test", tmp_path / "test"))
     info = json.loads((other / "info.json").read_text())
     (other / "info.json").write_text(json.dumps(info | {"classes": info["classes"][::-1]}))
-    refused(mini(data={"train": f"{few_digits}/train", "test": str(other)}), "other classes")
+    refused(mini(data={"train": f"{few_digits}/train", "test": str(other)}), "different classes")
 
 
 def test_the_directory_of_something_else_is_refused(finished: Comparison, mini: Mini, tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ def test_a_tracker_that_cannot_start_or_breaks_stops_no_training(
     said: list[str] = []
     monkeypatch.setattr(RunLogger, "say", lambda self, text: said.append(text))
     train(tmp_path / "a", "training.trackers={tensorboard: {nonsense: 1}}")
-    assert "nothing is tracked" in said[0] and "nonsense" in said[0]
+    assert "tracking is disabled" in said[0] and "nonsense" in said[0]
     calls = []
 
     def breaks(self: Any, values: Any, step: int) -> None:
