@@ -15,13 +15,10 @@ from ssl_vit.interfaces import UserError
 
 
 @contextmanager
-def atomic_path(path: Path, tag: str = "") -> Iterator[Path]:
-    """A temporary path beside `path` (ending in `.TAG.tmp`), renamed to `path` when the block ends without an error.
-
-    tag: must differ between processes that write the same file. Default: process id and random digits, because
-        containers that share a disk may have equal process ids.
-    """
-    unfinished = path.with_name(f"{path.name}.{tag or _own_tag()}.tmp")
+def atomic_path(path: Path) -> Iterator[Path]:
+    """A temporary path beside `path`, renamed to `path` when the block ends without an error."""
+    # Random digits too: containers that share a disk may have equal process ids.
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}_{secrets.token_hex(4)}.tmp")
     try:
         yield unfinished
         flush(unfinished)
@@ -30,14 +27,10 @@ def atomic_path(path: Path, tag: str = "") -> Iterator[Path]:
         unfinished.unlink(missing_ok=True)
 
 
-def _own_tag() -> str:
-    return f"{os.getpid()}_{secrets.token_hex(4)}"
-
-
 @contextmanager
-def atomic_file(path: Path, tag: str = "") -> Iterator[BinaryIO]:
+def atomic_file(path: Path) -> Iterator[BinaryIO]:
     """`atomic_path`, opened for writing bytes."""
-    with atomic_path(path, tag) as unfinished, unfinished.open("wb", buffering=1 << 20) as file:
+    with atomic_path(path) as unfinished, unfinished.open("wb", buffering=1 << 20) as file:
         yield file
         file.flush()
 
@@ -51,15 +44,15 @@ def flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def write_text(path: Path, text: str, tag: str = "") -> None:
+def write_text(path: Path, text: str) -> None:
     """Write UTF-8 text atomically."""
-    with atomic_file(path, tag) as file:
+    with atomic_file(path) as file:
         file.write(text.encode())
 
 
-def write_json(path: Path, content: Any, tag: str = "") -> None:
+def write_json(path: Path, content: Any) -> None:
     """Write JSON atomically."""
-    write_text(path, json.dumps(content, indent=1) + "\n", tag)
+    write_text(path, json.dumps(content, indent=1) + "\n")
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -187,7 +187,7 @@ def load(folder: Path, state: State) -> None:
     try:
         content = json.loads((folder / _STATE).read_text())
         for name, component in state.parts.items():
-            if content.get(name):
+            if content[name]:
                 component.load_state_dict(content[name])
         saved = {f"{network}{name}": tensor for name, tensor in load_file(folder / factory.WEIGHTS).items()}
         saved |= load_file(folder / OBJECTIVE)
