@@ -31,7 +31,7 @@ from ssl_vit.interfaces import UserError
         (["labels_per_class=[10,zero]"], "labels_per_class.1"),
         (["labels_per_class=[all,'100%']"], "labels_per_class: all"),
         (["data.suite=transfer"], "give train and test, or sets, or suite"),
-        (["data.sets={a: {train: x}}"], "give train and test .shards., or source"),
+        (["data.sets={a: {train: x}}"], "data.sets.a: give either train and test"),
     ],
 )
 def test_wrong_comparisons_are_named(keys: list[str], words: str) -> None:
