@@ -135,7 +135,7 @@ def tiny(words: list[str]) -> list[str]:
 def test_the_first_two_commands_install_and_run() -> None:
     assert [line.text for line in LINES[:2]] == [
         "python3 -m venv .venv && .venv/bin/pip install -e . && .venv/bin/ssl-vit demo",
-        "python3 -m venv .venv && .venv/bin/pip install -e '.[test]' && .venv/bin/python -m pytest",
+        "python3 -m venv .venv && .venv/bin/pip install -e '.[test]' && .venv/bin/python -m pytest -n 2",
     ]
 
 
