@@ -135,7 +135,7 @@ class ComparisonData(Config):
         return self
 
 
-class Comparison(Config):
+class ComparisonConfig(Config):
     """Arms x seeds x label budgets x data sets.
 
     run: directory (default: runs/NAME).
@@ -194,7 +194,7 @@ class Study:
     evaluators: settings by (data set, evaluator, arm); arm "": of the references.
     """
 
-    comparison: Comparison
+    comparison: ComparisonConfig
     recipes: dict[str, Recipe]
     sets: dict[str, DataSet]
     evaluators: dict[tuple[str, str, str], Config]
@@ -209,7 +209,7 @@ def load_comparison(name: str | Path, overrides: Sequence[str] = ()) -> Study:
         raise UserError(f"{path} is a training recipe; run it with `ssl-vit train {name}`")
     given = {key: value or {} for key, value in dict(content.get("evaluators") or {}).items()}
     content["evaluators"] = {key: _settings(path, key, value) for key, value in given.items()}
-    c = recipe.validate(Comparison, content, f"{path}: ")
+    c = recipe.validate(ComparisonConfig, content, f"{path}: ")
     suite = load_suite(c.data.suite, near=path) if c.data.suite else None
     sets = suite.sets if suite else c.data.sets or {ONLY: DataSet(train=c.data.train, test=c.data.test)}
     pretrain = c.data.pretrain or c.data.train

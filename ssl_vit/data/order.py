@@ -58,7 +58,7 @@ class SampleSet:
 
 
 @dataclass(frozen=True)
-class Run:
+class Segment:
     """Consecutive samples of a lane, all of one shard.
 
     start: the lane's position before the first. epoch: the set's own; a small set of a mixture goes through its epochs
@@ -143,7 +143,7 @@ def interleave(sizes: Sequence[int]) -> np.ndarray:
 
 def lane_stream(
     seed: int, sets: Sequence[SampleSet], lanes: int, lane: int, start: LanePosition = LanePosition()
-) -> Iterator[Run]:
+) -> Iterator[Segment]:
     """The rest of a lane from `start` on, endlessly. At least one set must hold a sample."""
     epoch, taken = start.epoch, start.position
     while True:
@@ -157,7 +157,7 @@ def lane_stream(
                 own, shard, members, upcoming = begun[owner] if len(begun[owner][2]) else next(pieces[owner])
                 run = members[:length]
                 begun[owner] = (own, shard, members[length:], upcoming)
-                yield Run(LanePosition(epoch, taken), own, shard, run, upcoming)
+                yield Segment(LanePosition(epoch, taken), own, shard, run, upcoming)
                 taken, length = taken + len(run), length - len(run)
         epoch, taken = epoch + 1, 0
 

@@ -105,7 +105,7 @@ class Comparison:
         return {arm: float(getattr(made, str(self.record.study))) for arm, made in found.items() if made}
 
     def classes(self, data: str) -> int:
-        """How many classes a data set has: those that its shards name, else those of its test images."""
+        """How many classes a dataset has: those that its shards name, else those of its test images."""
         for part in ("test", "train"):
             found = self.record.data.get(f"{data} {part}".strip())
             if found and found.classes:

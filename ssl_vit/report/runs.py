@@ -30,7 +30,7 @@ LOSSES = ["step", "loss", "constant_loss", "images_seen"]
 Model = TypeVar("Model", bound=BaseModel)
 
 
-class Evaluation(BaseModel):
+class EvaluationRecord(BaseModel):
     """What a results file of `ssl-vit eval` says beside its rows."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
@@ -64,7 +64,7 @@ class Run:
     recipe: str
     losses: pd.DataFrame
     pictures: tuple[Path, ...]
-    evaluations: tuple[tuple[Path, Evaluation, tuple[Result, ...]], ...]
+    evaluations: tuple[tuple[Path, EvaluationRecord, tuple[Result, ...]], ...]
     environment: Mapping[str, str]
     remarks: tuple[str, ...]
 
@@ -78,7 +78,7 @@ def read_run(path: Path) -> Run:
     summary = validated(file, read_json(file), RunSummary) if file.is_file() else None
     losses, remarks = _read_metrics(path / "metrics.jsonl")
     found, outdated = results.evaluations(path)
-    evaluations = [(one.path, validated(one.path, one.about, Evaluation), tuple(one.results)) for one in found]
+    evaluations = [(one.path, validated(one.path, one.about, EvaluationRecord), tuple(one.results)) for one in found]
     remarks += [
         f"results/{one.name} is of other weights and was skipped: run `ssl-vit eval` again." for one in outdated
     ]

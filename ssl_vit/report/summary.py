@@ -19,7 +19,7 @@ Rows = dict[tuple[int, int], int]  # row of the table by pretraining seed and se
 
 @dataclass(frozen=True)
 class Place:
-    """One data set under one evaluator."""
+    """One dataset under one evaluator."""
 
     data: str
     evaluator: str
@@ -72,7 +72,7 @@ class Efficiency:
 @dataclass(frozen=True)
 class Summary:
     """differences: intervals adjusted for the label budgets of a pair of arms. means: over label budgets. headlines:
-    the pre-declared one of each data set."""
+    the pre-declared one of each dataset."""
 
     places: tuple[Place, ...]
     accuracies: tuple[Accuracy, ...]
@@ -85,7 +85,7 @@ class Summary:
 def summarize(comparison: Comparison) -> Summary:
     """All statistics of whatever is finished of a comparison.
 
-    The headline of a data set is the mean over label budgets of the paired difference between the first arm under test
+    The headline of a dataset is the mean over label budgets of the paired difference between the first arm under test
     and its baseline (training from scratch; the untrained encoder under frozen evaluators), under the first evaluator
     that trains the encoder, else under the first one. The plan alone decides which that is, not what is finished.
     """
@@ -110,7 +110,7 @@ def summarize(comparison: Comparison) -> Summary:
 
 
 def _declared(comparison: Comparison, data: str) -> tuple[Place, str, str] | None:
-    """(place, arm, baseline) of the headline of a data set."""
+    """(place, arm, baseline) of the headline of a dataset."""
     record, arm = comparison.record, comparison.tested[0]
     for evaluator in sorted(record.evaluators, key=lambda name: not record.evaluators[name].trains_encoder):  # stable
         planned = [task.arm for task in record.tasks if (task.data, task.evaluator) == (data, evaluator)]
@@ -129,7 +129,7 @@ def _adjusted(comparison: Comparison, rows: Sequence[Difference]) -> list[Differ
 
 
 def _places(comparison: Comparison) -> dict[Place, dict[Budget, dict[str, Rows]]]:
-    """Rows of the table by data set and evaluator, label budget (ascending) and arm."""
+    """Rows of the table by dataset and evaluator, label budget (ascending) and arm."""
     frame = comparison.table.frame
     frame = frame[frame["primary"].astype(bool)].sort_values("labels", kind="stable")
     found: dict[Place, dict[Budget, dict[str, Rows]]] = {}
@@ -172,7 +172,7 @@ def _baseline(comparison: Comparison, arm: str, measured: Sequence[str]) -> str 
 
 
 class _Measured:
-    """What was measured of one data set under one evaluator; under the metric `mean_per_class` see `balanced`."""
+    """What was measured of one dataset under one evaluator; under the metric `mean_per_class` see `balanced`."""
 
     def __init__(self, comparison: Comparison, place: Place, budgets: dict[Budget, dict[str, Rows]]) -> None:
         self.comparison, self.place, self.budgets = comparison, place, budgets

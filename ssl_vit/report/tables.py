@@ -26,13 +26,13 @@ class Shown:
 
 
 def place_title(comparison: Comparison, place: Place) -> str:
-    """Of the section of one data set under one evaluator."""
+    """Of the section of one dataset under one evaluator."""
     title = comparison.record.evaluators[place.evaluator].title
     return f"{place.data}: {title}" if len(comparison.record.metrics) > 1 or comparison.separate else title
 
 
 def place_tables(comparison: Comparison, summary: Summary, place: Place) -> list[Shown]:
-    """Accuracies, differences and label efficiency of one data set under one evaluator; those that have rows."""
+    """Accuracies, differences and label efficiency of one dataset under one evaluator; those that have rows."""
     weighted, seeds = comparison.record.metrics[place.data] == "mean_per_class", len(comparison.record.seeds)
     accuracies: dict[str, dict[str, str]] = {}
     for row in (row for row in summary.accuracies if row.place == place):

@@ -14,7 +14,7 @@ from ssl_vit.report.summary import Difference, Efficiency, Summary
 INTERVAL = (
     "± is the half-width of a 95% interval that covers seeds and test images (Student's t on a crossed analysis of "
     "variance; two arms are paired by seed and image). Differences at several label budgets, or headlines of several "
-    "data sets, have intervals adjusted for their number (Holm)."
+    "datasets, have intervals adjusted for their number (Holm)."
 )
 
 
@@ -25,7 +25,7 @@ def points(estimate: Estimate, sign: str = "+") -> str:
 
 
 def verdict(comparison: Comparison, summary: Summary) -> list[str]:
-    """The headline of each data set, its label budgets, label efficiency and compute; then the cautions. Nothing for
+    """The headline of each dataset, its label budgets, label efficiency and compute; then the cautions. Nothing for
     runs that no plan compares."""
     if comparison.separate:
         return []

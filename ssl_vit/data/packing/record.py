@@ -24,7 +24,7 @@ from ssl_vit.interfaces import RunError, UserError
 _LOCK = ".packing.lock"
 _OWN_FILES = re.compile(rf"(\d{{6,}}\.tar|{re.escape(INFO)}|{re.escape(RECORD)})(\.\w+\.tmp)?")
 
-Plan = dict[str, Any]
+PackingPlan = dict[str, Any]
 Finished = dict[str, WrittenShard]  # by file name
 
 
@@ -57,7 +57,7 @@ def locked(out: Path) -> Iterator[None]:
         raise RunError(f"{out}: packing stopped: {error}; run the same command again to resume") from error
 
 
-def prepare(out: Path, plan: Plan, folders: list[Path], overwrite: bool) -> dict[Path, Finished]:
+def prepare(out: Path, plan: PackingPlan, folders: list[Path], overwrite: bool) -> dict[Path, Finished]:
     """Make `out` ready for the plan, and return the shards that are finished, by folder.
 
     folders: `out`, or with a holdout its sub-folders.
@@ -112,14 +112,14 @@ def _remove(folder: Path, pattern: str) -> None:
             file.unlink()
 
 
-def _read(folder: Path) -> tuple[Plan | None, Finished]:
+def _read(folder: Path) -> tuple[PackingPlan | None, Finished]:
     """(plan, finished shards); (None, {}) where nothing is recorded. A line that was cut is ignored, and so is a shard
     that is not there with the size that was recorded."""
     try:
         lines = (folder / RECORD).read_text(encoding="utf-8").splitlines()
     except (FileNotFoundError, NotADirectoryError):
         return None, {}
-    plan: Plan = {}
+    plan: PackingPlan = {}
     finished: Finished = {}
     with suppress(ValueError, TypeError, IndexError):
         plan = dict(json.loads(lines[0]))
