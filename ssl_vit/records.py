@@ -10,6 +10,7 @@ from ssl_vit.interfaces import Config
 from ssl_vit.results import Budget
 
 ArmKind = Literal["scratch", "pretrained", "weights"]
+ReferenceKind = Literal["untrained", "pixels"]
 TaskKind = Literal["pretrain", "pictures", "sweep", "measure"]
 
 
@@ -102,6 +103,7 @@ class ArmRecord(Config):
     run: run directory (or given weights), relative to the comparison; None for training from scratch.
     architecture: hash of sizes and image preparation: arms that share it may be compared directly.
     uses_labels: whether its pretraining used labels.
+    evaluators: settings by evaluator that this arm alone has.
     starts_from: weights whose making is unknown here, which it started from.
     """
 
@@ -112,9 +114,24 @@ class ArmRecord(Config):
     objective: str | None = None
     architecture: str = ""
     uses_labels: bool = False
+    evaluators: dict[str, dict[str, Any]] = Field({})
     series: str | None = None
     starts_from: str | None = None
     summary: RunSummary | None = None
+
+
+class ReferenceRecord(Config):
+    """A row of results beside the arms.
+
+    kind: an encoder as initialized, or raw pixels.
+    like: the arm whose architecture and image preparation it has.
+    architecture: as in `ArmRecord`.
+    """
+
+    name: str
+    kind: ReferenceKind
+    like: str
+    architecture: str = ""
 
 
 class DataRecord(Config):
@@ -139,7 +156,7 @@ class ComparisonRecord(Config):
 
     metrics: by data set, `accuracy` or `mean_per_class`.
     data: by "SET train", "SET test" and "pretraining of ARM".
-    references: architecture by reference row (`untrained`, `untrained_ARM`, `pixels`).
+    references: rows beside the arms, in the order of the tables.
     margin: differences within it count as equivalent (fraction, 0.01: one point).
     """
 
@@ -156,7 +173,12 @@ class ComparisonRecord(Config):
     metrics: dict[str, Literal["accuracy", "mean_per_class"]]
     data: dict[str, DataRecord] = Field({})
     arms: tuple[ArmRecord, ...]
-    references: dict[str, str] = Field({})
+    references: tuple[ReferenceRecord, ...] = ()
     evaluators: dict[str, EvaluatorRecord] = Field({})
     tasks: tuple[TaskRecord, ...] = ()
     environment: dict[str, Any] = Field({})
+
+    @property
+    def rows(self) -> tuple[ArmRecord | ReferenceRecord, ...]:
+        """Arms, then references."""
+        return (*self.arms, *self.references)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from ssl_vit import plugins, runs
 from ssl_vit.comparison.config import ONLY, DataSet, Study
@@ -22,7 +22,7 @@ from ssl_vit.files import sha256
 from ssl_vit.interfaces import UserError
 from ssl_vit.models import factory
 from ssl_vit.recipe import Recipe, flatten, run_recipe
-from ssl_vit.records import ArmKind, TaskKind, TaskRecord
+from ssl_vit.records import ArmKind, ReferenceKind, ReferenceRecord, TaskKind, TaskRecord
 from ssl_vit.results import Budget
 from ssl_vit.training import checkpoint
 
@@ -40,7 +40,7 @@ class Row:
     """
 
     name: str
-    kind: ArmKind | Literal["untrained", "pixels"]
+    kind: ArmKind | ReferenceKind
     like: str
 
     @property
@@ -88,22 +88,26 @@ class Plan:
 
     @cached_property
     def rows(self) -> dict[str, Row]:
-        """Every arm, then the references: an untrained encoder of each architecture, and pixels."""
-        arms = self.study.comparison.arms
-        with_encoder = [name for name, arm in arms.items() if arm.kind != "scratch"]
-        found = [Row(n, arm.kind, n if n in with_encoder else arm.like or with_encoder[0]) for n, arm in arms.items()]
-        seen: list[str] = []
-        for arm in with_encoder:
-            if (architecture := self._architecture(arm)) not in seen:
-                found.append(Row(f"untrained_{arm}" if seen else "untrained", "untrained", arm))
-                seen.append(architecture)
-        return {row.name: row for row in [*found, Row("pixels", "pixels", with_encoder[0])]}
+        """Every arm, then the references."""
+        first, arms = self._with_encoder[0], self.study.comparison.arms
+        found = [Row(n, arm.kind, n if n in self._with_encoder else arm.like or first) for n, arm in arms.items()]
+        return {row.name: row for row in [*found, *(Row(one.name, one.kind, one.like) for one in self.references)]}
+
+    @cached_property
+    def references(self) -> tuple[ReferenceRecord, ...]:
+        """The rows beside the arms on frozen features: an untrained encoder of each architecture, and pixels."""
+        found: dict[str, ReferenceRecord] = {}  # by architecture
+        for arm in self._with_encoder:
+            name = f"untrained_{arm}" if found else "untrained"
+            same = self._architecture(arm)
+            found.setdefault(same, ReferenceRecord(name=name, kind="untrained", like=arm, architecture=same))
+        first = self._with_encoder[0]
+        pixels = ReferenceRecord(name="pixels", kind="pixels", like=first, architecture=self._architecture(first))
+        return (*found.values(), pixels)
 
     @property
-    def references(self) -> dict[str, str]:
-        """Architecture by reference row."""
-        arms = self.study.comparison.arms
-        return {name: self.architecture(name) for name in self.rows if name not in arms}
+    def _with_encoder(self) -> list[str]:
+        return [name for name, arm in self.study.comparison.arms.items() if arm.kind != "scratch"]
 
     def architecture(self, row: str) -> str:
         """Hash of the encoder's sizes and the image preparation of a row."""

@@ -219,6 +219,7 @@ def _arm(plan: Plan, arm: str) -> ArmRecord:
         objective=settings.objective.name if settings else None,  # type: ignore[attr-defined]
         architecture=plan.architecture(arm),
         uses_labels=plan.uses_labels(arm),
+        evaluators=given.evaluators,
         series=given.series,
         # Weights of unknown making: given without a run, or what a training started from.
         starts_from=given.weights if given.weights and not summary else settings.init_from if settings else None,

@@ -20,6 +20,8 @@ from ssl_vit.records import (
     Cost,
     DataRecord,
     EvaluatorRecord,
+    ReferenceKind,
+    ReferenceRecord,
     RunSummary,
     SkippedSample,
     TaskResult,
@@ -33,7 +35,7 @@ OBJECTIVES = {
 }
 STAGES = ("Pretraining", "Sweeps", "Evaluation", "In all")
 UNITS = {"images_seen": "images", "flops": "FLOPs", "seconds": "seconds", "device_hours": "device-hours"}
-REFERENCES = {"untrained": "the untrained encoder", "pixels": "raw pixels"}
+REFERENCES: dict[ReferenceKind, str] = {"untrained": "the untrained encoder", "pixels": "raw pixels"}
 
 
 @dataclass(frozen=True)
@@ -57,10 +59,11 @@ class Comparison:
     def label(self, arm: str) -> str:
         """An arm's name in a table."""
         labels = {one.name: one.label for one in self.record.arms}
-        kind, _, of = arm.partition("_")
-        if arm not in labels and kind in REFERENCES:
-            return REFERENCES[kind] + (f" of {labels.get(of, of)}" if of else "")
-        return labels.get(arm, arm)
+        seen = set[ReferenceKind]()
+        for one in self.record.references:
+            labels[one.name] = REFERENCES[one.kind] + (f" of {labels[one.like]}" if one.kind in seen else "")
+            seen.add(one.kind)
+        return labels[arm]
 
     def spoken(self, arm: str) -> str:
         """An arm's name in a sentence: what it does; with its label where other arms do the same."""
@@ -77,7 +80,9 @@ class Comparison:
     @property
     def arms(self) -> tuple[str, ...]:
         """Arms in the recipe's order, then the reference rows that were measured."""
-        return tuple(dict.fromkeys([*(arm.name for arm in self.record.arms), *sorted(set(self.table.frame["arm"]))]))
+        measured = set(self.table.frame["arm"])
+        others = [one.name for one in self.record.references if one.name in measured]
+        return (*(arm.name for arm in self.record.arms), *others)
 
     @property
     def tested(self) -> tuple[str, ...]:
@@ -193,6 +198,7 @@ def read_runs(paths: Sequence[Path]) -> Comparison:
     metrics: dict[str, Literal["accuracy", "mean_per_class"]] = {}
     rows: list[tuple[Result, Path]] = []
     skipped: list[SkippedSample] = []
+    references: dict[str, ReferenceRecord] = {}
     accuracies: dict[tuple[str, str], list[float]] = {}  # of references, by evaluator
     for name, file, about, measured in ((name, *one) for name, run in runs.items() for one in run.evaluations):
         test, count = about.data["test"], sum(one[0].startswith(about.evaluator) for one in evaluators.values())
@@ -209,6 +215,9 @@ def read_runs(paths: Sequence[Path]) -> Comparison:
             alike = accuracies.setdefault((evaluator, source), scores) == scores  # a reference that the runs share
             arm = name if source == "trained" else source if alike else f"{source}_{name}"
             rows += [(replace(row, data=test, evaluator=evaluator, arm=arm), file) for row in own]
+            if source != "trained":
+                kind: ReferenceKind = "pixels" if source == "pixels" else "untrained"
+                references.setdefault(arm, ReferenceRecord(name=arm, kind=kind, like=name))
     record = ComparisonRecord(
         name=names[0],
         title=names[0] if len(names) == 1 else f"{len(names)} runs side by side",
@@ -221,6 +230,7 @@ def read_runs(paths: Sequence[Path]) -> Comparison:
             ArmRecord(name=name, label=name, kind="pretrained", run=str(run.path), summary=run.summary)
             for name, run in runs.items()
         ),
+        references=tuple(references.values()),
         evaluators=dict(evaluators.values()),
     )
     table, files = _table(rows)

@@ -164,11 +164,11 @@ def _baseline(comparison: Comparison, arm: str, measured: Sequence[str]) -> str 
     """What "no pretraining" means: training from scratch, else the untrained encoder; of the arm's architecture where
     there are several."""
     record = comparison.record
-    architectures = {one.name: one.architecture for one in record.arms} | record.references
-    scratch = [one.name for one in record.arms if one.kind == "scratch" and one.name in measured]
-    found = scratch + [name for name in measured if name.startswith("untrained")]
-    alike = [name for name in found if architectures.get(name) == architectures.get(arm)]
-    return next(iter(alike or found), None)
+    rows = [one for one in record.rows if one.name in measured]
+    (like,) = [one.architecture for one in record.arms if one.name == arm]
+    found = [one for kind in ("scratch", "untrained") for one in rows if one.kind == kind]
+    alike = [one.name for one in found if one.architecture == like]
+    return next(iter(alike or [one.name for one in found]), None)
 
 
 class _Measured:

@@ -106,17 +106,21 @@ def test_results_depend_on_their_shards_and_metric() -> None:
 def test_each_architecture_has_its_own_untrained_reference_and_scratch() -> None:
     wide = "arms.supervised.overrides=[encoder.width=32]"
     plan = plan_of(wide, "arms.small={label: small scratch, like: supervised}")
-    assert list(plan.references) == ["untrained", "untrained_supervised", "pixels"]
+    assert [one.name for one in plan.references] == ["untrained", "untrained_supervised", "pixels"]
     assert plan.architecture("small") == plan.architecture("supervised") == plan.architecture("untrained_supervised")
     assert plan.architecture("scratch") == plan.architecture("ssl") == plan.architecture("untrained")
     assert plan.architecture("ssl") != plan.architecture("supervised")
-    assert {t.arm for t in plan.tasks if t.evaluator == "few_shot"} == {"ssl", "supervised", *plan.references}
+    assert {t.arm for t in plan.tasks if t.evaluator == "few_shot"} == {
+        "ssl",
+        "supervised",
+        *(one.name for one in plan.references),
+    }
     assert {t.arm for t in plan.tasks if t.evaluator == "fine_tune"} == {*ARMS, "small"}
 
 
 def test_dropout_makes_no_other_untrained_encoder_but_another_scratch() -> None:
     plan, other = plan_of("arms.supervised.overrides=[encoder.dropout=0.1]"), plan_of()
-    assert list(plan.references) == ["untrained", "pixels"]
+    assert [one.name for one in plan.references] == ["untrained", "pixels"]
     with_dropout = plan_of("arms.ssl.overrides=[encoder.dropout=0.1]")
     assert prints(other)["fine_tune-scratch-1-0"] != prints(with_dropout)["fine_tune-scratch-1-0"]
 

@@ -73,7 +73,7 @@ def test_the_record_says_what_the_arms_are(finished: Comparison) -> None:
     ssl, scratch, supervised = finished.record.arms
     assert [arm.kind for arm in finished.record.arms] == ["pretrained", "scratch", "pretrained"]
     assert (ssl.run, scratch.run, ssl.uses_labels, supervised.uses_labels) == ("ssl", None, False, True)
-    assert ssl.architecture == scratch.architecture == finished.record.references["untrained"]
+    assert ssl.architecture == scratch.architecture == finished.record.references[0].architecture
     assert finished.record.command == "ssl-vit demo"
     assert finished.record.data["data test"].samples == 100
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from ssl_vit.records import (
     Cost,
     DataRecord,
     EvaluatorRecord,
+    ReferenceRecord,
     RunSummary,
     SkippedSample,
     SweepRecord,
@@ -116,6 +117,8 @@ def write_comparison(
                 seed=one.seed,
             )
         )
+    kinds: dict[str, Literal["untrained", "pixels"]] = {"untrained": "untrained", "pixels": "pixels"}
+    others = [name for name in dict.fromkeys(one.arm for one in rows) if name in kinds]
     record: dict[str, Any] = {
         "name": "c",
         "title": "A comparison",
@@ -125,6 +128,7 @@ def write_comparison(
         "metrics": dict.fromkeys(dict.fromkeys(one.data for one in rows), "accuracy"),
         "data": {"digits test": DataRecord(path="data/test", samples=100, classes=tuple("abcd"))},
         "arms": tuple(arms),
+        "references": tuple(ReferenceRecord(name=name, kind=kinds[name], like=arms[0].name) for name in others),
         "evaluators": EVALUATORS,
         "tasks": tuple(task.model_copy(update={"fingerprint": f"f-{task.id}"}) for task in tasks),
     }

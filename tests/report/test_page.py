@@ -148,9 +148,7 @@ def test_a_scaling_study_has_a_line_per_series_and_levels(tmp_path: Path) -> Non
     rows = [
         row(arm, 5, seed, score + seed / 50, evaluator="few_shot") for arm, score in scores.items() for seed in (0, 1)
     ]
-    folder = write_comparison(
-        tmp_path / "c", rows, arms=arms, study="flops", references={"untrained": "", "pixels": ""}
-    )
+    folder = write_comparison(tmp_path / "c", rows, arms=arms, study="flops")
     text = write_report([folder], tmp_path / "report.html").read_text()
     figure = text[text.index("pretraining</h2>") : text.index('id="cost"')]
     names = " ".join(html.unescape(name) for name in re.findall(r"<text[^>]*>([^<]*)</text>", figure))
