@@ -98,12 +98,12 @@ def _show(found: Sequence[Evaluation], per_class: bool) -> None:
     from rich.console import Console
 
     from ssl_vit.report.tables import Shown, rich_table
+    from ssl_vit.report.verdict import HALF_WIDTH
 
     names, frames = [one.results[0].data for one in found], [_frame(one) for one in found]
-    groups = [frame.groupby(["arm", "labels"], sort=False)["%"] for frame in frames]
-    columns = [one.mean().map("{:.1f}".format) + one.std().map(_spread) for one in groups]
+    columns = [_accuracies(one, frame) for one, frame in zip(found, frames, strict=True)]
     cells = pd.concat(columns, axis=1, keys=names)
-    title = f"{found[0].about['title']} (% ± standard deviation over seeds)"
+    title = f"{found[0].about['title']} (test accuracy, % ± {HALF_WIDTH})"
     Console().print(rich_table(Shown(title, cells.fillna("–").reset_index(names=["", "labels"]))))
     for name, one, frame in zip(names, found, frames, strict=True):
         if per_class:
@@ -121,7 +121,7 @@ def _show(found: Sequence[Evaluation], per_class: bool) -> None:
 
 
 def _frame(one: Evaluation) -> pd.DataFrame:
-    """A row per result: `arm`, `labels` (the budget and the variant, in words), `%`."""
+    """A row per result: `arm`, and `labels`, the budget and the variant in words."""
     import pandas as pd
 
     from ssl_vit.evaluators import budget_words
@@ -130,14 +130,20 @@ def _frame(one: Evaluation) -> pd.DataFrame:
         {
             "arm": row.arm,
             "labels": ", ".join(filter(None, (budget_words(row.labels_per_class), row.variant))),
-            "%": 100 * getattr(row, one.about["metric"]),
         }
         for row in one.results
     )
 
 
-def _spread(deviation: float) -> str:
-    return f" ± {deviation:.1f}" if deviation == deviation else ""  # one seed has none
+def _accuracies(one: Evaluation, frame: pd.DataFrame) -> pd.Series:
+    """Test accuracy by arm and labels, as the report prints it."""
+    from ssl_vit.report.summary import mean_accuracy
+    from ssl_vit.report.verdict import points
+    from ssl_vit.results import Table
+
+    table, weighted = Table(one.results), one.about["metric"] == "mean_per_class"
+    groups = frame.groupby(["arm", "labels"], sort=False)
+    return groups.apply(lambda group: points(mean_accuracy(table, list(group.index), weighted=weighted), ""))
 
 
 def _classes(one: Evaluation, frame: pd.DataFrame) -> pd.DataFrame:

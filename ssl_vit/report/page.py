@@ -105,13 +105,13 @@ def _figures(comparison: Comparison, summary: Summary, styles: Styles, place: Pl
     rows = [row for row in summary.accuracies if row.place == place]
     curves = _curves(rows, lambda row: row.arm, lambda row: row.labels, styles)
     figure = accuracy_curve([one._replace(label=label(one.label)) for one in curves], axis, "test accuracy, %", {})
-    yield figure, f"Test accuracy by labels per class: mean over seeds; the band is the 95% interval; {chance}."
+    yield figure, f"Test accuracy by labels per class: mean over seeds; band or bar: 95% interval; {chance}."
     differences = [row for row in summary.differences if (row.place, row.arm) == (place, tested)]
     # In the color of what it is compared with: the arm under test is in all of them.
     if curves := _curves(differences, lambda row: row.against, lambda row: row.labels, styles):
         curves = [one._replace(label=f"minus {label(one.label)}") for one in curves]
         figure = accuracy_curve(curves, axis, "difference, points", {"_zero": 0.0})
-        yield figure, f"{label(tested)} minus each other arm; the band is the adjusted 95% interval."
+        yield figure, f"{label(tested)} minus each other arm; band or bar: adjusted 95% interval."
 
 
 def _studies(comparison: Comparison, summary: Summary) -> Iterator[tuple[str, Markup, str]]:

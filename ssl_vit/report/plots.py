@@ -60,20 +60,24 @@ def accuracy_curve(curves: Sequence[Curve], xlabel: str, ylabel: str, levels: Ma
     """Curves over label budgets or another quantity (log x), with intervals as bands.
 
     levels: y of dashed horizontal lines by label; one that begins with "_" is not named.
+
+    At a single x the curves are bars, without levels.
     """
+    if len({x for curve in curves for x in curve.x}) == 1:
+        return _bars(curves, ylabel)
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(5.6, 3.8))  # as narrow as that, letters stay readable on a phone
         axes = figure.add_axes((0.12, 0.145, 0.55, 0.82))
         axes.set_xscale("log")
         places = sorted({x for curve in curves for x in curve.x})
-        margin = (places[-1] / places[0]) ** 0.05 if len(places) > 1 else 2.0
+        margin = (places[-1] / places[0]) ** 0.05
         axes.set_xlim(places[0] / margin, places[-1] * margin)
         for label, (color, marker), x, estimates in curves:
             y = np.array([100 * one.mean for one in estimates])
             half = np.array([100 * (one.half_width or 0.0) for one in estimates])
             if len(x) > 1:
                 axes.fill_between(x, y - half, y + half, color=color, alpha=0.16, linewidth=0)
-            else:
+            else:  # measured at this one place only
                 axes.errorbar(x, y, yerr=half, color=color, capsize=4, linewidth=1.5)
             axes.plot(x, y, color=color, marker=marker, markersize=6.5, linewidth=2.4, label=label, zorder=3)
         for number, (label, height) in enumerate(levels.items()):
@@ -85,6 +89,25 @@ def accuracy_curve(curves: Sequence[Curve], xlabel: str, ylabel: str, levels: Ma
         axes.xaxis.set_major_locator(FixedLocator(kept))
         axes.xaxis.set_minor_locator(NullLocator())
         return _embed(figure, axes, f"{xlabel} (logarithmic)", ylabel)
+
+
+def _bars(curves: Sequence[Curve], ylabel: str) -> Markup:
+    """A horizontal bar per curve, with its interval."""
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(5.6, 0.8 + 0.42 * len(curves)))
+        axes = figure.add_axes((0.33, 0.55 / figure.get_figheight(), 0.63, 1 - 0.65 / figure.get_figheight()))
+        means = [100 * one.estimates[0].mean for one in curves]
+        half = [100 * (one.estimates[0].half_width or 0.0) for one in curves]
+        axes.barh(
+            range(len(curves)), means, xerr=half, color=[one.style.color for one in curves], ecolor=INK, capsize=4
+        )
+        names = [_wrapped(one.label) for one in curves]
+        axes.set_yticks(range(len(curves)), names, parse_math=False)
+        axes.invert_yaxis()
+        axes.axvline(0, color=INK, linewidth=0.8)
+        axes.xaxis.grid(True, color=INK, alpha=0.12, linewidth=0.8)
+        axes.set(xlabel=ylabel, axisbelow=True)
+        return _svg(figure)
 
 
 def loss_curves(runs: Mapping[str, tuple[Style, pd.DataFrame]], *, points: int = 300) -> Markup | None:
@@ -119,12 +142,21 @@ def _embed(figure: Figure, axes: Axes, xlabel: str, ylabel: str) -> Markup:
     axes.yaxis.grid(True, color=INK, alpha=0.12, linewidth=0.8)
     lines = [line for line in axes.lines if not str(line.get_label()).startswith("_")]
     lines.sort(key=lambda line: -float(np.asarray(line.get_ydata())[-1]))
-    names = ["\n".join(textwrap.wrap(str(line.get_label()), 17)) for line in lines]
+    names = [_wrapped(str(line.get_label())) for line in lines]
     size = min(10.5, 180 / (1 + sum(name.count("\n") + 1 for name in names)))  # points; many names fit, too
     legend = axes.legend(lines, names, loc="upper left", bbox_to_anchor=(1.02, 1), frameon=False, fontsize=size)
     for text in legend.get_texts():
         text.set_parse_math(False)
-    for patch in (figure.patch, axes.patch):
+    return _svg(figure)
+
+
+def _wrapped(name: str) -> str:
+    return "\n".join(textwrap.wrap(name, 17))
+
+
+def _svg(figure: Figure) -> Markup:
+    """The figure without a background, in the color of the page's text."""
+    for patch in (figure.patch, *(axes.patch for axes in figure.axes)):
         patch.set_alpha(0)
     buffer = io.StringIO()
     with warnings.catch_warnings():

@@ -203,8 +203,10 @@ def label_efficiency(
 
     accuracy_S: (S,), of the other arm at one label budget.
     curve_SB: (S, B), accuracies of the curve's arm at each label budget.
-    labels_B: (B,), labels per class, ascending.
+    labels_B: (B,), labels per class, in any order; accuracies at the same number of labels are averaged.
     """
+    labels_B, of_B = np.unique(labels_B, return_inverse=True)
+    curve_SB = np.stack([curve_SB[:, of_B == place].mean(axis=1) for place in range(len(labels_B))], axis=1)
 
     def needed(accuracy: float, curve_B: np.ndarray) -> float:
         rising, first = np.unique(np.maximum.accumulate(curve_B), return_index=True)

@@ -11,7 +11,7 @@ import numpy as np
 from ssl_vit.report import statistics
 from ssl_vit.report.read import Comparison
 from ssl_vit.report.statistics import Estimate, Outcome
-from ssl_vit.results import Budget
+from ssl_vit.results import Budget, Table
 
 Role = Literal["baseline", "supervised", "reference", "other"]
 Rows = dict[tuple[int, int], int]  # row of the table by pretraining seed and seed
@@ -109,6 +109,20 @@ def summarize(comparison: Comparison) -> Summary:
     return Summary(tuple(places), *(tuple(rows) for rows in listed))  # type: ignore[arg-type]
 
 
+def mean_accuracy(
+    table: Table, rows: Sequence[int], *, weighted: bool, pretrainings: Sequence[int | None] | None = None
+) -> Estimate:
+    """Test accuracy over seeds and test images, with its interval.
+
+    rows: indices in the table, one per seed.
+    weighted: whether it is the mean of the per-class accuracies.
+    pretrainings: as `statistics.paired_difference` has.
+    """
+    classes, correct = table.cells(rows)
+    values = statistics.balanced(correct, classes) if weighted else correct
+    return statistics.crossed_mean(values, pretrainings=pretrainings)
+
+
 def _declared(comparison: Comparison, data: str) -> tuple[Place, str, str] | None:
     """(place, arm, baseline) of the headline of a dataset."""
     record, arm = comparison.record, comparison.tested[0]
@@ -131,7 +145,8 @@ def _adjusted(comparison: Comparison, rows: Sequence[Difference]) -> list[Differ
 def _places(comparison: Comparison) -> dict[Place, dict[Budget, dict[str, Rows]]]:
     """Rows of the table by dataset and evaluator, label budget (ascending) and arm."""
     frame = comparison.table.frame
-    frame = frame[frame["primary"].astype(bool)].sort_values("labels", kind="stable")
+    frame = frame[frame["primary"].astype(bool)]
+    frame = frame.assign(budget=frame["labels_per_class"].astype(str)).sort_values(["labels", "budget"], kind="stable")
     found: dict[Place, dict[Budget, dict[str, Rows]]] = {}
     for row in frame.itertuples():
         arms = found.setdefault(Place(row.data, row.evaluator), {}).setdefault(row.labels_per_class, {})
@@ -142,21 +157,29 @@ def _places(comparison: Comparison) -> dict[Place, dict[Budget, dict[str, Rows]]
 
 
 def _pairs(comparison: Comparison, measured: Sequence[str]) -> Iterator[tuple[str, str, Role]]:
-    """(arm, against, what `against` is): every arm under test against its baseline, supervised arms and references;
-    the first of them against all other arms, too, outside of a study."""
+    """(arm, against, what `against` is): every pair of arms, and every arm against every reference; in a study only
+    the arms under test against baselines, supervised arms and references. Arms under test come first, scratch last."""
     arms = {arm.name: arm for arm in comparison.record.arms}
-    for arm in (name for name in comparison.tested if name in measured):
-        baseline = None if comparison.separate else _baseline(comparison, arm, measured)
-        if baseline:
-            yield arm, baseline, "baseline"
-        for other in measured:
-            if other in (arm, baseline):
-                continue
-            if other not in arms:
+
+    def rank(name: str) -> int:
+        last = name not in arms or arms[name].kind == "scratch"
+        return 0 if name in comparison.tested else 2 if last else 1
+
+    ordered = sorted(measured, key=rank)  # stable
+    for place, arm in enumerate(ordered):
+        if arm not in arms or (comparison.record.study and rank(arm)):
+            continue
+        alone = comparison.separate or arms[arm].kind == "scratch"
+        baseline = None if alone else _baseline(comparison, arm, measured)
+        others = ordered[place + 1 :]
+        for other in sorted(others, key=lambda name: name != baseline):
+            if other == baseline:
+                yield arm, other, "baseline"
+            elif other not in arms:
                 yield arm, other, "reference"
             elif arms[other].uses_labels:
                 yield arm, other, "supervised"
-            elif arm == comparison.tested[0] and not comparison.record.study:
+            elif not comparison.record.study:
                 yield arm, other, "other"
 
 
@@ -188,11 +211,10 @@ class _Measured:
     def accuracies(self) -> Iterator[Accuracy]:
         for budget, arms in self.budgets.items():
             for arm in (arm for arm in self.arms if arm in arms):
-                classes, correct = self.comparison.table.cells([*arms[arm].values()])
-                values = statistics.balanced(correct, classes) if self.weighted else correct
+                rows = [*arms[arm].values()]
                 units = _units([(made if arm in self.pretrained else None,) for made, _ in arms[arm]])
-                estimate = statistics.crossed_mean(values, pretrainings=units)
-                yield Accuracy(self.place, budget, self.labels[budget], arm, len(correct), estimate)
+                estimate = mean_accuracy(self.comparison.table, rows, weighted=self.weighted, pretrainings=units)
+                yield Accuracy(self.place, budget, self.labels[budget], arm, len(rows), estimate)
 
     def difference(self, budgets: Sequence[Budget], arm: str, against: str, role: Role) -> Iterator[Difference]:
         """A minus B, averaged over these label budgets in each cell; nothing where the arms share no seed."""
@@ -224,9 +246,10 @@ class _Measured:
         scores = np.moveaxis(values.mean(axis=-1), -1, 0)  # (S, B, 2)
         scores = statistics.unit_means(scores, units) if units else scores
         labels = np.array([self.labels[budget] for budget in budgets])
+        measured = float(labels.min()), float(labels.max())
         for place, budget in enumerate(budgets):
             equal = statistics.label_efficiency(scores[:, place, 0], scores[:, :, 1], labels)
-            yield Efficiency(self.place, budget, arm, against, *equal, (float(labels[0]), float(labels[-1])))
+            yield Efficiency(self.place, budget, arm, against, *equal, measured)
 
     def _cells(
         self, budgets: Sequence[Budget], arm: str, against: str

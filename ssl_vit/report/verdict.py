@@ -6,13 +6,14 @@ import math
 from collections.abc import Iterator, Sequence
 
 from ssl_vit.evaluators import budget_words
-from ssl_vit.report.read import Comparison, costs
+from ssl_vit.report.read import OBJECTIVES, Comparison, costs
 from ssl_vit.report.runs import listed, text
 from ssl_vit.report.statistics import Estimate, plan
 from ssl_vit.report.summary import Difference, Efficiency, Summary
 
+HALF_WIDTH = "half-width of a 95% interval that covers seeds and test images"
 INTERVAL = (
-    "± is the half-width of a 95% interval that covers seeds and test images (Student's t on a crossed analysis of "
+    f"± is the {HALF_WIDTH} (Student's t on a crossed analysis of "
     "variance; two arms are paired by seed and image). Differences at several label budgets, or headlines of several "
     "datasets, have intervals adjusted for their number (Holm)."
 )
@@ -25,19 +26,19 @@ def points(estimate: Estimate, sign: str = "+") -> str:
 
 
 def verdict(comparison: Comparison, summary: Summary) -> list[str]:
-    """The headline of each dataset, its label budgets, label efficiency and compute; then the cautions. Nothing for
-    runs that no plan compares."""
+    """The headline of each dataset, its label efficiency, label budgets and compute; then the cautions. What a single
+    run did and scored; nothing for several runs, which no plan compares."""
     if comparison.separate:
-        return []
+        return _run(comparison, summary) if len(comparison.record.arms) == 1 else []
     found = []
     for head in summary.headlines:
         same = (head.place, head.arm, head.against)
         budgets = [row for row in summary.differences if (row.place, row.arm, row.against) == same]
         sentences = [_headline(comparison, head, budgets)]
+        sentences += [_efficiency(comparison, row) for row in summary.efficiencies if row.place == head.place][:1]
         if len(budgets) > 1:
             sizes = [f"{row.labels_per_class}: {points(row.estimate)} ({row.outcome})" for row in budgets]
             sentences.append(f"By labels per class: {', '.join(sizes)}.")
-        sentences += [_efficiency(comparison, row) for row in summary.efficiencies if row.place == head.place][:1]
         sentences += _compute(comparison, head)
         several = len(comparison.record.metrics) > 1
         found += [f"{head.place.data}: {sentence}" if several else sentence for sentence in sentences]
@@ -52,6 +53,22 @@ def notes(comparison: Comparison) -> list[str]:
     own = dict.fromkeys(note for row in comparison.table.results for note in row.notes)
     skipped = [f"{len(comparison.skipped)} unreadable sample(s) were skipped: {listed(comparison.skipped)}."]
     return [seed, *comparison.record.notes, *own, *(skipped if comparison.skipped else [])]
+
+
+def _run(comparison: Comparison, summary: Summary) -> list[str]:
+    """What a single run did, and its test accuracies."""
+    (arm,) = comparison.record.arms
+    made, sentences = arm.summary, [f"{arm.label} has no summary.json: its training has not finished."]
+    if made:
+        objective = OBJECTIVES.get(made.objective, made.objective.replace("_", " "))
+        length = f"{made.steps:,} steps, {made.images_seen:,} images seen, {made.seconds:,.0f} s"
+        sentences = [f"{arm.label}: {objective}, {text(made.parameters)} parameters, {length}."]
+    for place in summary.places:
+        rows = [row for row in summary.accuracies if (row.place, row.arm) == (place, arm.name)]
+        scores = [f"{budget_words(row.labels_per_class)} {points(row.estimate, '')}%" for row in rows]
+        title = comparison.record.evaluators[place.evaluator].title
+        sentences += [f"{title} on {place.data}: {', '.join(scores)}."] if scores else []
+    return sentences
 
 
 def _headline(comparison: Comparison, head: Difference, budgets: Sequence[Difference]) -> str:

@@ -10,6 +10,9 @@ from pathlib import Path
 import pytest
 
 from ssl_vit import api, cli, recipe
+from ssl_vit.report.read import read
+from ssl_vit.report.summary import summarize
+from ssl_vit.report.verdict import points
 
 Call = Callable[..., tuple[int, str, str]]
 
@@ -49,6 +52,9 @@ def test_several_data_sets_are_columns_of_one_table(trained: Path, tmp_path: Pat
     assert code == 0 and str(trained) in shown and str(other) in shown
     (row,) = [line for line in shown.splitlines() if "2 labels per class" in line and " trained" in line]
     assert row.count("±") == 2
+    stored = read([trained / "run"])
+    there = [points(one.estimate, "") for one in summarize(stored).accuracies if one.arm == stored.arms[0]]
+    assert len(there) == 2 and all(one in row for one in there), "the same intervals as in the report"
     code, shown, _ = evaluate("few_shot", "--data", f"{trained}/train", "--test", f"{trained}/test", "shots=[2]")
     table = shown.split("saved in")[0]
     assert f"{trained}/test" in table and f"{trained}/train" not in table, "the numbers are about the test images"

@@ -105,6 +105,14 @@ def test_hostile_names_stay_text(comparison: Path, tmp_path: Path) -> None:
         assert "$x_1$" in page.text, "neither mathematics nor lost"
 
 
+def test_a_single_budget_is_drawn_as_bars(tmp_path: Path) -> None:
+    one = write_comparison(tmp_path / "one", two_arms(budgets=(5,)))
+    text = Page(write_report([one], tmp_path / "report.html")).text
+    assert "(logarithmic)" not in text and text.count("<svg") == 2
+    two = write_comparison(tmp_path / "two", two_arms(budgets=(5, 10)))
+    assert "(logarithmic)" in Page(write_report([two], tmp_path / "report.html")).text
+
+
 def test_runs_side_by_side(tmp_path: Path) -> None:
     runs = [write_run(tmp_path / name, name, 0.6, objective=objective) for name, objective in ("ax", "bx", "cy")]
     page = Page(write_report(runs, tmp_path / "report.html"))

@@ -166,6 +166,14 @@ def test_label_efficiency_is_log_linear_between_budgets(accuracy: float, expecte
     )
 
 
+def test_label_efficiency_does_not_depend_on_the_order_of_budgets() -> None:
+    accuracy, curve, labels = np.array([0.55] * 3), np.array([[0.2, 0.5, 0.7, 0.9]] * 3), np.array([1.0, 10, 10, 1000])
+    found = label_efficiency(accuracy, curve, labels)
+    assert found[0] == pytest.approx(10 ** (1 - 0.05 / 0.4)), "0.6 is the mean of both accuracies at 10 labels"
+    for order in ([3, 1, 0, 2], [2, 0, 1, 3]):
+        assert label_efficiency(accuracy, curve[:, order], labels[order]) == found
+
+
 def test_the_interval_of_label_efficiency_resamples_seeds() -> None:
     generator = np.random.default_rng(0)
     curve = np.array([0.3, 0.5, 0.7]) + 0.03 * generator.normal(size=(8, 3))

@@ -14,8 +14,8 @@ from ssl_vit.records import ArmRecord, SkippedSample
 from ssl_vit.report.read import read
 from ssl_vit.report.summary import Difference, Summary, summarize
 from ssl_vit.report.verdict import notes, verdict
-from ssl_vit.results import Result
-from tests.report.made import ARMS, SUPERVISED, SWEEP, row, two_arms, write_comparison
+from ssl_vit.results import Budget, Result
+from tests.report.made import ARMS, SUPERVISED, SWEEP, row, two_arms, write_comparison, write_run
 
 FOLDERS = itertools.count()
 
@@ -87,6 +87,22 @@ def test_label_efficiency_and_compute(folder: Path) -> None:
     assert "took 1.5e+10 FLOPs in all, 1.67 times that of training from scratch" in text
 
 
+def test_label_efficiency_does_not_depend_on_the_order_of_budgets(folder: Path) -> None:
+    labels: dict[Budget, int] = {"all": 400, 5: 20, "10%": 40}
+    rows = [
+        row(arm, budget, seed, (0.55 if arm == "ssl" else 0.5) + count / 2000, labels=count)
+        for budget, count in labels.items()
+        for arm in ("ssl", "scratch")
+        for seed in range(3)
+    ]
+    found = [
+        summary(folder / str(number), rows, labels_per_class=budgets).efficiencies
+        for number, (rows, budgets) in enumerate([(rows, ("all", 5, "10%")), (rows[::-1], (5, "10%", "all"))])
+    ]
+    assert found[0] == found[1]
+    assert [(one.labels_per_class, one.measured) for one in found[0]] == [(n, (5, 100)) for n in (5, "10%", "all")]
+
+
 def test_a_sweeps_winner_is_paid_once(folder: Path) -> None:
     text = said(folder, two_arms(0.2, budgets=(5,)), sweeps={"ssl": SWEEP, "scratch": SWEEP})
     assert "took 1.1e+10 FLOPs in all, 2.2 times" in text
@@ -103,15 +119,18 @@ def test_the_evaluator_that_trains_the_encoder_makes_the_headline(folder: Path) 
     assert alone.startswith("Masked patch prediction is worse than the untrained encoder: -20.0")
 
 
-def test_every_arm_is_compared_with_the_one_under_test(folder: Path) -> None:
+def test_every_pair_of_arms_is_compared(folder: Path) -> None:
     weights = ArmRecord(name="given", label="imported", kind="weights", run="w")
     rows = two_arms(0.2, budgets=(5,))
     rows += [row(arm, 5, seed, 0.9) for arm in ("supervised", "given") for seed in range(3)]
     found = summary(folder, rows, arms=(*ARMS, SUPERVISED, weights))
-    assert [(one.against, one.role) for one in found.means if one.arm == "ssl"] == [
-        ("scratch", "baseline"),
-        ("supervised", "supervised"),
-        ("given", "other"),
+    assert [(one.arm, one.against, one.role) for one in found.means] == [
+        ("ssl", "scratch", "baseline"),
+        ("ssl", "supervised", "supervised"),
+        ("ssl", "given", "other"),
+        ("supervised", "scratch", "baseline"),
+        ("supervised", "given", "other"),
+        ("given", "scratch", "baseline"),
     ]
     assert pair(found, "ssl", "given").means == pytest.approx((0.71, 0.9))
 
@@ -201,3 +220,13 @@ def test_an_unfinished_comparison_says_so(folder: Path) -> None:
     both = said(folder.parent / "both", [*two_arms(0.2), *frozen], missing=everything)
     assert both.startswith("No verdict yet"), "another evaluator's result is no substitute for the declared one"
     assert said(folder.parent / "empty", []).startswith("No verdict yet")
+
+
+def test_a_single_run_says_what_it_did_and_scored(folder: Path) -> None:
+    found = read([write_run(folder, "ssl", 0.6)])
+    first, scores = verdict(found, summarize(found))
+    assert first == "ssl: masked patch prediction, 1,234 parameters, 10 steps, 640 images seen, 1,800 s."
+    assert scores.startswith("Few-shot on data/test: 10 labels per class 60.0 ± ")
+    (folder / "summary.json").unlink()
+    found = read([folder])
+    assert "has not finished" in verdict(found, summarize(found))[0]
