@@ -147,7 +147,7 @@ def _cautions(comparison: Comparison, summary: Summary) -> Iterator[str]:
             f"Caution: the comparison has not finished ({len(comparison.missing)} of {len(comparison.record.tasks)} "
             "tasks are missing), so the numbers may change."
         )
-    architectures = {one.name: one.architecture for one in (*comparison.record.arms, *comparison.record.references)}
+    architectures = {one.name: one.architecture for one in comparison.record.rows}
     for row in summary.means:
         if row.role == "baseline" and architectures.get(row.arm) != architectures.get(row.against):
             arm, against = comparison.spoken(row.arm), comparison.spoken(row.against)
