@@ -10,7 +10,7 @@ from ssl_vit.interfaces import Config
 from ssl_vit.results import Budget
 
 ArmKind = Literal["scratch", "pretrained", "weights"]
-ReferenceKind = Literal["untrained", "pixels"]
+ReferenceKind = Literal["untrained", "pixels", "control"]
 TaskKind = Literal["pretrain", "pictures", "sweep", "measure"]
 
 
@@ -123,8 +123,9 @@ class ArmRecord(Config):
 class ReferenceRecord(Config):
     """A row of results beside the arms.
 
-    kind: an encoder as initialized, or raw pixels.
+    kind: an encoder as initialized, raw pixels, or a repetition with other random numbers of a row that it must equal.
     like: the arm whose architecture and image preparation it has.
+    repeats: of a control, that row; "" for the control that is repeated.
     architecture: as in `ArmRecord`.
     """
 
@@ -132,6 +133,7 @@ class ReferenceRecord(Config):
     kind: ReferenceKind
     like: str
     architecture: str = ""
+    repeats: str = ""
 
 
 class DataRecord(Config):
@@ -151,12 +153,25 @@ class EvaluatorRecord(Config):
     settings: dict[str, dict[str, Any]] = Field({})
 
 
+class Look(Config):
+    """A look at the headlines of a comparison that adds seeds until they are decided.
+
+    seeds: how many each headline had. pretrainings: of every pretrained arm.
+    outcomes: of the headline of each data set.
+    """
+
+    seeds: int
+    pretrainings: int
+    outcomes: dict[str, str]
+
+
 class ComparisonRecord(Config):
     """A comparison and its tasks (`plan.json`).
 
     metrics: by data set, `accuracy` or `mean_per_class`.
     data: by "SET train", "SET test" and "pretraining of ARM".
     references: rows beside the arms, in the order of the tables.
+    max_seeds, looks: of a comparison that adds seeds until its headlines are decided.
     margin: differences within it count as equivalent (fraction, 0.01: one point).
     """
 
@@ -167,6 +182,8 @@ class ComparisonRecord(Config):
     seeds: tuple[int, ...]
     pretrain_per_seed: bool = False
     margin: float = 0.01
+    max_seeds: int | None = None
+    looks: tuple[Look, ...] = ()
     notes: tuple[str, ...] = ()
     jobs: int = 1
     study: Literal["samples", "flops"] | None = None

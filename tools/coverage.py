@@ -3,7 +3,8 @@
     python tools/coverage.py [REPETITIONS]
 
 Prints a row per number of seeds and of test images: share of intervals that include the true difference, for the
-interval over seeds and images and, beside it, for one over seeds alone.
+interval over seeds and images and, beside it, for one over seeds alone. Then, for two equal arms, how often one is
+called better or worse where seeds are added until the difference is decided, with and without alpha spending.
 """
 
 from __future__ import annotations
@@ -13,11 +14,14 @@ import sys
 import numpy as np
 from scipy.special import expit
 
-from ssl_vit.report.statistics import paired_difference
+from ssl_vit.report import sequential
+from ssl_vit.report.statistics import outcome, paired_difference
 
 # Standard deviations on the logit scale: of images (shared by both arms, and of each arm's own) and of seeds likewise.
 IMAGE, OWN_IMAGE, SEED, OWN_SEED = 1.5, 0.7, 0.15, 0.1
 LOGITS = 0.85, 0.55  # of the two arms
+LOOKS = (8, 12, 16, 20)  # seeds, where they are added until decided
+MARGIN = 0.01
 
 
 def truth() -> float:
@@ -28,7 +32,9 @@ def truth() -> float:
     return a - b
 
 
-def simulate(seeds: int, images: int, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+def simulate(
+    seeds: int, images: int, generator: np.random.Generator, logits: tuple[float, float] = LOGITS
+) -> tuple[np.ndarray, np.ndarray]:
     """bool (S, M) twice: whether arms A and B classified each image correctly (crossed logistic model)."""
     shared = IMAGE * generator.normal(size=images) + SEED * generator.normal(size=(seeds, 1))
 
@@ -36,7 +42,7 @@ def simulate(seeds: int, images: int, generator: np.random.Generator) -> tuple[n
         own = OWN_IMAGE * generator.normal(size=images) + OWN_SEED * generator.normal(size=(seeds, 1))
         return generator.random((seeds, images), dtype=np.float32) < expit((logit + shared + own).astype(np.float32))
 
-    return correct(LOGITS[0]), correct(LOGITS[1])
+    return correct(logits[0]), correct(logits[1])
 
 
 def coverage(seeds: int, images: int, repetitions: int, generator: np.random.Generator) -> tuple[float, float]:
@@ -51,6 +57,20 @@ def coverage(seeds: int, images: int, repetitions: int, generator: np.random.Gen
     return both / repetitions, alone / repetitions
 
 
+def false_claims(images: int, repetitions: int, generator: np.random.Generator, *, spending: bool = True) -> float:
+    """Share of comparisons of two equal arms that are called better or worse at any of the `LOOKS`."""
+    levels = sequential.levels([look / LOOKS[-1] for look in LOOKS]) if spending else [0.05] * len(LOOKS)
+    claimed = 0
+    for _ in range(repetitions):
+        a, b = simulate(LOOKS[-1], images, generator, (LOGITS[0], LOGITS[0]))
+        for look, level in zip(LOOKS, levels, strict=True):
+            found = outcome(paired_difference(a[:look], b[:look], confidence=1 - level), MARGIN)
+            claimed += found in ("better", "worse")
+            if found != "undecided":
+                break
+    return claimed / repetitions
+
+
 def main() -> None:
     repetitions = int(sys.argv[1]) if len(sys.argv) > 1 else 1000
     print(f"true difference {100 * truth():.2f} points, {repetitions} repetitions\n")
@@ -60,6 +80,11 @@ def main() -> None:
         for images in (200, 400, 2000):
             both, alone = coverage(seeds, images, repetitions, generator)
             print(f"| {seeds} | {images} | {100 * both:.1f}% | {100 * alone:.1f}% |", flush=True)
+    print(f"\nequal arms, looks at {LOOKS} seeds\n")
+    print("| test images | false claims | without alpha spending |\n|---|---|---|")
+    for images in (200, 400, 2000):
+        spent, free = (false_claims(images, repetitions, generator, spending=one) for one in (True, False))
+        print(f"| {images} | {100 * spent:.1f}% | {100 * free:.1f}% |", flush=True)
 
 
 if __name__ == "__main__":

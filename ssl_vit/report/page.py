@@ -73,6 +73,7 @@ def page(comparison: Comparison) -> str:
             for place in summary.places
         ],
         studies=list(_studies(comparison, summary)),
+        self_test=tables.self_test_table(comparison),
         costs=tables.cost_table(comparison),
         losses=list(_losses(comparison, styles)),
         sweeps=tables.sweep_table(comparison),

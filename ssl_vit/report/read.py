@@ -26,6 +26,7 @@ from ssl_vit.records import (
     SkippedSample,
     TaskResult,
 )
+from ssl_vit.report import sequential
 from ssl_vit.report.runs import Run, pictures, read_run, validated
 from ssl_vit.results import KEY, Result, Table
 
@@ -35,7 +36,11 @@ OBJECTIVES = {
 }
 STAGES = ("Pretraining", "Sweeps", "Evaluation", "In all")
 UNITS = {"images_seen": "images", "flops": "FLOPs", "seconds": "seconds", "device_hours": "device-hours"}
-REFERENCES: dict[ReferenceKind, str] = {"untrained": "the untrained encoder", "pixels": "raw pixels"}
+REFERENCES: dict[ReferenceKind, str] = {
+    "untrained": "the untrained encoder",
+    "pixels": "raw pixels",
+    "control": "an untrained encoder per seed",
+}
 
 
 @dataclass(frozen=True)
@@ -61,6 +66,9 @@ class Comparison:
         labels = {one.name: one.label for one in self.record.arms}
         seen = set[ReferenceKind]()
         for one in self.record.references:
+            if one.repeats:
+                labels[one.name] = f"{labels[one.repeats]}, repeated with other random numbers"
+                continue
             labels[one.name] = REFERENCES[one.kind] + (f" of {labels[one.like]}" if one.kind in seen else "")
             seen.add(one.kind)
         return labels[arm]
@@ -83,6 +91,13 @@ class Comparison:
         measured = set(self.table.frame["arm"])
         others = [one.name for one in self.record.references if one.name in measured]
         return (*(arm.name for arm in self.record.arms), *others)
+
+    @property
+    def confidence(self) -> float:
+        """Of the intervals of differences: above 95% where seeds are added until the headlines are decided."""
+        record = self.record
+        shares = [look.seeds / record.max_seeds for look in record.looks] if record.max_seeds else []
+        return 1 - sequential.levels(shares)[-1] if shares else 0.95
 
     @property
     def tested(self) -> tuple[str, ...]:

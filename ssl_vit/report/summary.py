@@ -93,9 +93,9 @@ def summarize(comparison: Comparison) -> Summary:
     differences: list[Difference] = []
     means: list[Difference] = []
     efficiencies: list[Efficiency] = []
-    places = _places(comparison)
+    places = rows_by_place(comparison)
     for place, budgets in places.items():
-        measured = _Measured(comparison, place, budgets)
+        measured = Measured(comparison, place, budgets)
         accuracies += measured.accuracies()
         for arm, against, role in _pairs(comparison, measured.arms):
             means += measured.difference([*budgets], arm, against, role)
@@ -103,7 +103,7 @@ def summarize(comparison: Comparison) -> Summary:
             differences += _adjusted(comparison, single)
             if role == "baseline" and arm == comparison.tested[0]:
                 efficiencies += measured.efficiencies(arm, against)
-    declared = [_declared(comparison, data) for data in comparison.record.metrics]
+    declared = [declared_headline(comparison, data) for data in comparison.record.metrics]
     headlines = _adjusted(comparison, [row for row in means if (row.place, row.arm, row.against) in declared])
     listed = (accuracies, differences, means, headlines, efficiencies)
     return Summary(tuple(places), *(tuple(rows) for rows in listed))  # type: ignore[arg-type]
@@ -123,26 +123,26 @@ def mean_accuracy(
     return statistics.crossed_mean(values, pretrainings=pretrainings)
 
 
-def _declared(comparison: Comparison, data: str) -> tuple[Place, str, str] | None:
+def declared_headline(comparison: Comparison, data: str) -> tuple[Place, str, str] | None:
     """(place, arm, baseline) of the headline of a dataset."""
     record, arm = comparison.record, comparison.tested[0]
     for evaluator in sorted(record.evaluators, key=lambda name: not record.evaluators[name].trains_encoder):  # stable
         planned = [task.arm for task in record.tasks if (task.data, task.evaluator) == (data, evaluator)]
-        if arm in planned and (baseline := _baseline(comparison, arm, planned)):
+        if arm in planned and (baseline := baseline_of(comparison, arm, planned)):
             return Place(data, evaluator), arm, baseline
     return None
 
 
 def _adjusted(comparison: Comparison, rows: Sequence[Difference]) -> list[Difference]:
     """The same rows with intervals adjusted for their number."""
-    margin, adjusted = comparison.record.margin, statistics.holm([row.estimate for row in rows])
+    margin, adjusted = comparison.record.margin, statistics.holm([row.estimate for row in rows], comparison.confidence)
     return [
         replace(row, estimate=one, outcome=statistics.outcome(one, margin))
         for row, one in zip(rows, adjusted, strict=True)
     ]
 
 
-def _places(comparison: Comparison) -> dict[Place, dict[Budget, dict[str, Rows]]]:
+def rows_by_place(comparison: Comparison) -> dict[Place, dict[Budget, dict[str, Rows]]]:
     """Rows of the table by dataset and evaluator, label budget (ascending) and arm."""
     frame = comparison.table.frame
     frame = frame[frame["primary"].astype(bool)]
@@ -170,7 +170,7 @@ def _pairs(comparison: Comparison, measured: Sequence[str]) -> Iterator[tuple[st
         if arm not in arms or (comparison.record.study and rank(arm)):
             continue
         alone = comparison.separate or arms[arm].kind == "scratch"
-        baseline = None if alone else _baseline(comparison, arm, measured)
+        baseline = None if alone else baseline_of(comparison, arm, measured)
         others = ordered[place + 1 :]
         for other in sorted(others, key=lambda name: name != baseline):
             if other == baseline:
@@ -183,7 +183,7 @@ def _pairs(comparison: Comparison, measured: Sequence[str]) -> Iterator[tuple[st
                 yield arm, other, "other"
 
 
-def _baseline(comparison: Comparison, arm: str, measured: Sequence[str]) -> str | None:
+def baseline_of(comparison: Comparison, arm: str, measured: Sequence[str]) -> str | None:
     """What "no pretraining" means: training from scratch, else the untrained encoder; of the arm's architecture where
     there are several."""
     record = comparison.record
@@ -194,13 +194,16 @@ def _baseline(comparison: Comparison, arm: str, measured: Sequence[str]) -> str 
     return next(iter(alike or [one.name for one in found]), None)
 
 
-class _Measured:
+class Measured:
     """What was measured of one dataset under one evaluator; under the metric `mean_per_class` see `balanced`."""
 
     def __init__(self, comparison: Comparison, place: Place, budgets: dict[Budget, dict[str, Rows]]) -> None:
         self.comparison, self.place, self.budgets = comparison, place, budgets
         self.weighted = comparison.record.metrics[place.data] == "mean_per_class"
-        self.arms = [arm for arm in comparison.arms if any(arm in arms for arms in budgets.values())]
+        controls = {one.name for one in comparison.record.references if one.kind == "control"}
+        self.arms = [
+            arm for arm in comparison.arms if arm not in controls and any(arm in arms for arms in budgets.values())
+        ]
         self.pretrained = {arm.name for arm in comparison.record.arms if arm.kind == "pretrained"}
         classes, counts = comparison.classes(place.data), comparison.table.frame["labels"]
         self.labels: dict[Budget, float] = {}
@@ -222,7 +225,7 @@ class _Measured:
             return
         values, units, fixed = found
         ours, theirs = values.mean(axis=0)
-        estimate = statistics.crossed_mean(ours - theirs, pretrainings=units)
+        estimate = statistics.crossed_mean(ours - theirs, confidence=self.comparison.confidence, pretrainings=units)
         yield Difference(
             place=self.place,
             labels_per_class=budgets[0] if len(budgets) == 1 else "mean",

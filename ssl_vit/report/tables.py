@@ -12,6 +12,7 @@ from rich.text import Text
 
 from ssl_vit.report.read import STAGES, UNITS, Comparison, costs
 from ssl_vit.report.runs import text
+from ssl_vit.report.self_test import self_tests
 from ssl_vit.report.summary import Place, Summary, summarize
 from ssl_vit.report.verdict import INTERVAL, needed, notes, points, verdict
 
@@ -62,6 +63,24 @@ def _table(title: str, rows: Mapping[str, Mapping[str, str]], head: str = "Arm")
     return Shown(title, frame)
 
 
+def self_test_table(comparison: Comparison) -> Shown:
+    """Differences whose outcome is known."""
+    expected = {"same": "equivalent or undecided", "better": "better"}
+    rows = [
+        {
+            "Self-test": f"{comparison.label(row.arm)} minus {comparison.label(row.against)}",
+            "Data and evaluator": place_title(comparison, row.place),
+            "Difference in points": points(row.estimate),
+            "Outcome": row.outcome,
+            "Expected": expected[test.expected],
+            "Result": "pass" if test.passed else "fail",
+        }
+        for test in self_tests(comparison)
+        for row in [test.difference]
+    ]
+    return Shown("Self-test", pd.DataFrame(rows))
+
+
 def cost_table(comparison: Comparison) -> Shown:
     """What each arm cost, an arm per column."""
     spent, cells = costs(comparison).astype(object), {}
@@ -110,7 +129,7 @@ def columns(title: str, values: Mapping[str, Mapping[str, str]]) -> Shown:
 
 
 def all_tables(comparison: Comparison, summary: Summary) -> list[Shown]:
-    found = [cost_table(comparison)]
+    found = [shown for shown in (self_test_table(comparison), cost_table(comparison)) if len(shown.frame)]
     for place in reversed(summary.places):
         title = place_title(comparison, place)
         shown = place_tables(comparison, summary, place)

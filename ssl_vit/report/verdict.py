@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from ssl_vit.evaluators import budget_words
 from ssl_vit.report.read import OBJECTIVES, Comparison, costs
 from ssl_vit.report.runs import listed, text
+from ssl_vit.report.self_test import self_tests
 from ssl_vit.report.statistics import Estimate, plan
 from ssl_vit.report.summary import Difference, Efficiency, Summary
 
@@ -92,6 +93,13 @@ def _headline(comparison: Comparison, head: Difference, budgets: Sequence[Differ
         f"{_capital(claim)}: {points(head.estimate)} points of {metric} ({100 * head.means[0]:.1f}% against "
         f"{100 * head.means[1]:.1f}%){over} ({title}, {design})."
     )
+    if looks := comparison.record.looks:
+        counts = _listed([str(look.seeds) for look in looks])
+        sentence += (
+            f" After {len(looks)} look{'s' * (len(looks) > 1)} (at {counts} of at most {comparison.record.max_seeds} "
+            f"seeds) the interval has {100 * comparison.confidence:.1f}% confidence, so that the chance of a false "
+            "claim at any look is at most 5%."
+        )
     if head.outcome == "undecided":
         sentence += f" {_plan(comparison, head)}"
     for arm in head.fixed:
@@ -156,6 +164,15 @@ def _cautions(comparison: Comparison, summary: Summary) -> Iterator[str]:
             title = comparison.record.evaluators[row.place.evaluator].title
             against, arm = comparison.spoken(row.against), comparison.spoken(row.arm)
             yield f"Caution: {title}: {against} does better than {arm} ({points(row.estimate)} points)."
+    for test in self_tests(comparison):
+        if not test.passed:
+            row = test.difference
+            title = comparison.record.evaluators[row.place.evaluator].title
+            pair = f"{comparison.label(row.arm)} minus {comparison.label(row.against)}"
+            yield (
+                f"Caution: a self-test failed: {title}: {pair} is {points(row.estimate)} points ({row.outcome}), "
+                f"expected: {test.expected}."
+            )
     tried = {comparison.spoken(arm.name): comparison.tried(arm.name) for arm in comparison.record.arms}
     if len(set(tried.values())) > 1 and not comparison.missing:
         counts = ", ".join(f"{name} {count}" for name, count in tried.items())

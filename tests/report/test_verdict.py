@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ssl_vit.records import ArmRecord, SkippedSample
+from ssl_vit.records import ArmRecord, Look, SkippedSample
+from ssl_vit.report import sequential
 from ssl_vit.report.read import read
 from ssl_vit.report.summary import Difference, Summary, summarize
 from ssl_vit.report.verdict import notes, verdict
@@ -230,3 +231,17 @@ def test_a_single_run_says_what_it_did_and_scored(folder: Path) -> None:
     (folder / "summary.json").unlink()
     found = read([folder])
     assert "has not finished" in verdict(found, summarize(found))[0]
+
+
+def test_repeated_looks_widen_the_interval_and_are_named(tmp_path: Path) -> None:
+    rows = two_arms(0.1, seeds=4)
+    once = summarize(read([write_comparison(tmp_path / "once", rows)])).headlines[0]
+    looks = tuple(Look(seeds=seeds, pretrainings=1, outcomes={"digits": "undecided"}) for seeds in (2, 4))
+    found = read([write_comparison(tmp_path / "looks", rows, max_seeds=8, looks=looks)])
+    twice = summarize(found).headlines[0]
+    assert once.estimate.confidence == 0.95
+    assert twice.estimate.confidence == pytest.approx(1 - sequential.levels([0.25, 0.5])[-1])
+    assert (twice.estimate.half_width or 0) > (once.estimate.half_width or 0)
+    said = verdict(found, summarize(found))[0]
+    assert "After 2 looks" in said
+    assert "at most 8 seeds" in said

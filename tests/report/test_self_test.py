@@ -1,0 +1,49 @@
+"""The self-test of a comparison, and what the report says where it fails."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ssl_vit.records import ReferenceRecord
+from ssl_vit.report.read import Comparison, read
+from ssl_vit.report.self_test import self_tests
+from ssl_vit.report.summary import summarize
+from ssl_vit.report.tables import self_test_table
+from ssl_vit.report.verdict import verdict
+
+from .made import ARMS, SUPERVISED, row, two_arms, write_comparison
+
+REPEATED = ReferenceRecord(name="control", kind="control", like="ssl", repeats="scratch")
+
+
+def made(folder: Path, repeated: float, supervised: float) -> Comparison:
+    """Scratch at 50%, and these accuracies above it."""
+    rows = two_arms(budgets=(5,), seeds=4)
+    for seed in range(4):
+        rows.append(row("control", 5, seed, 0.5 + 0.01 * seed + repeated, images=100))
+        rows.append(row("supervised", 5, seed, 0.5 + 0.01 * seed + supervised, images=100))
+    return read([write_comparison(folder, rows, arms=(*ARMS, SUPERVISED), references=(REPEATED,))])
+
+
+def test_a_repetition_is_no_better_and_all_labels_are(tmp_path: Path) -> None:
+    found = made(tmp_path, repeated=0.0, supervised=0.3)
+    same, better = self_tests(found)
+    assert (same.expected, same.difference.arm, same.difference.against) == ("same", "control", "scratch")
+    assert (better.expected, better.difference.arm, better.difference.against) == ("better", "supervised", "scratch")
+    assert same.passed
+    assert better.passed
+    assert list(self_test_table(found).frame["Result"]) == ["pass", "pass"]
+    assert not any("self-test" in sentence for sentence in verdict(found, summarize(found)))
+
+
+def test_failed_tests_are_cautions(tmp_path: Path) -> None:
+    found = made(tmp_path, repeated=0.3, supervised=0.0)
+    assert [test.passed for test in self_tests(found)] == [False, False]
+    assert list(self_test_table(found).frame["Result"]) == ["fail", "fail"]
+    assert sum("self-test failed" in sentence for sentence in verdict(found, summarize(found))) == 2
+
+
+def test_controls_are_in_no_other_table(tmp_path: Path) -> None:
+    summary = summarize(made(tmp_path, repeated=0.0, supervised=0.3))
+    named = {one.arm for one in (*summary.accuracies, *summary.means)} | {one.against for one in summary.means}
+    assert named == {"ssl", "scratch", "supervised"}
