@@ -50,11 +50,14 @@ class SweepRecord(Config):
     candidates: settings, each with its `held_out_accuracy`.
     best: the settings of the winner.
     cost: of all candidates.
+    labels, held_out: images that a candidate was trained on, and that all candidates were scored on.
     """
 
     candidates: tuple[dict[str, float | int | str], ...]
     best: dict[str, float | int | str]
     cost: Cost = Cost()
+    labels: int = 0
+    held_out: int = 0
 
 
 class SkippedSample(Config):

@@ -42,10 +42,12 @@ class SweepConfig(Config):
     """sweep: settings to select on held-out training images: values to try by dotted key, such as `optim.lr`.
 
     held_out: share of each class's images that the selection is scored on.
+    held_out_repeats: how many random held-out parts the selection averages over; more where few images are held out.
     """
 
     sweep: dict[str, tuple[Any, ...]] = Field({})
     held_out: float = Field(0.2, gt=0, lt=1)
+    held_out_repeats: int = Field(1, ge=1, le=100)
 
     @field_validator("sweep", mode="before")
     @classmethod

@@ -34,6 +34,7 @@ class TrainedConfig(SweepConfig):
 
     optim, training, head: as in a training recipe of `classification`. Warm-up is at most a fifth of the training.
     warmup_epochs: warm-up in passes over the labeled images, in place of `optim.warmup_steps`.
+    extra_steps: steps beyond `training`; a comparison sets them for an arm with another arm's compute (`compute_of`).
     augment, lanes: as `data.augment` and `data.lanes`.
     """
 
@@ -46,6 +47,7 @@ class TrainedConfig(SweepConfig):
     training: TrainingConfig
     head: classification.Config
     warmup_epochs: float | None = Field(None, ge=0)
+    extra_steps: int = Field(0, ge=0)
     augment: AugmentConfig = AugmentConfig()
     lanes: int = Field(8, ge=1)
 
@@ -79,7 +81,7 @@ class TrainedConfig(SweepConfig):
     ) -> Recipe:
         """The training on so many labeled images, as a recipe."""
         training = self.training.model_copy(update={"batch_size": batch_size})
-        steps = training.total_steps(images)
+        steps = training.total_steps(images) + self.extra_steps
         epochs = self.warmup_epochs
         warmup = self.optim.warmup_steps if epochs is None else round(epochs * images / batch_size)
         kept = {"steps": steps, "epochs": None, "log_every": _LOG_EVERY, "checkpoint_every": 0}

@@ -37,9 +37,12 @@ def choose_labeled(labels: np.ndarray, budget: Budget, seed: int, *, share_of: n
     return np.concatenate(found)
 
 
-def held_out_split(labels: np.ndarray, share: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """(kept, held out) index arrays, stratified: round(share * count) of every class, never all of a class."""
-    generator = np.random.default_rng([seed, 1])
+def held_out_split(labels: np.ndarray, share: float, seed: int, repeat: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """(kept, held out) index arrays, stratified: round(share * count) of every class, never all of a class.
+
+    repeat: number of the split, for several splits of one seed.
+    """
+    generator = np.random.default_rng([seed, 1, *([repeat] if repeat else [])])
     kept, held = [], []
     for label in np.unique(labels[labels >= 0]):
         order = generator.permutation(np.flatnonzero(labels == label))

@@ -8,6 +8,7 @@ all labels sees these images. Any other evaluator selects for every budget and s
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from statistics import fmean
 
 import numpy as np
 
@@ -47,14 +48,18 @@ def sweep(
     result is what `measure` gives for this budget and seed (None for all labels, where `measure` fits to the held-out
     images too). Raises UserError where all diverge, or where no image is held out.
     """
-    train, held = _train_images(evaluator, context, source, budget, seed, include_held_out=False)
+    splits = [
+        _train_images(evaluator, context, source, budget, seed, include_held_out=False, repeat=repeat)
+        for repeat in range(evaluator.config.held_out_repeats)
+    ]
+    train, held = splits[0]
     if held.images is None or not len(held.images):
         raise UserError(
             f"{evaluator.title}: held_out={evaluator.config.held_out:g} holds out none of so few images per class: "
             "raise it, or sweep nothing (sweep={})"
         )
-    context.say(f"{source}, {budget_words(budget)}: sweep scored on {len(held.images)} held-out images")
-    record, winner = _select(evaluator, train, held, seed)
+    record, winner = _select(evaluator, splits, seed)
+    context.say(f"{source}, {budget_words(budget)}: sweep scored on {record.held_out} held-out images")
     if winner is None:
         raise UserError(_ALL_DIVERGED.format(evaluator.title))
     rows = [] if budget == ALL else list(_results(evaluator, winner, train, budget, seed, record.best))
@@ -137,7 +142,7 @@ def training_recipes(evaluator: Evaluator, like: Recipe, images: int, *, sweep: 
         if stage is not None:
             training = stage.training.model_copy(update={"precision": like.training.precision})
             stages.append(stage.model_copy(update={"training": training}))
-    return stages if sweep else stages[-1:]
+    return stages * evaluator.config.held_out_repeats if sweep else stages[-1:]
 
 
 def _candidates(evaluator: Evaluator) -> list[Settings]:
@@ -153,14 +158,25 @@ def _fit(evaluator: Evaluator, settings: Settings, train: ImageSet, seed: int) -
 
 
 def _train_images(
-    evaluator: Evaluator, context: EvalContext, source: str, budget: Budget, seed: int, include_held_out: bool = True
+    evaluator: Evaluator,
+    context: EvalContext,
+    source: str,
+    budget: Budget,
+    seed: int,
+    *,
+    include_held_out: bool = True,
+    repeat: int = 0,
 ) -> tuple[ImageSet, ImageSet]:
-    """(labeled images, held-out images). include_held_out: whether the budget "all" is all labeled images."""
+    """(labeled images, held-out images).
+
+    include_held_out: whether the budget "all" is all labeled images.
+    repeat: which of the held-out parts; `measure` uses the first one.
+    """
     labels, held = context.train_labels, np.empty(0, dtype=np.int64)
     if not evaluator.trains_encoder:
         images = choose_labeled(labels, budget, seed)
     else:
-        kept, held = held_out_split(labels, evaluator.config.held_out, seed=0)
+        kept, held = held_out_split(labels, evaluator.config.held_out, 0, repeat)
         allowed = np.full_like(labels, -1)
         allowed[kept] = labels[kept]
         if budget == ALL and include_held_out:
@@ -176,28 +192,41 @@ def _settings(evaluator: Evaluator, train: ImageSet, seed: int) -> tuple[Setting
     candidates = _candidates(evaluator)
     if len(candidates) == 1:
         return candidates[0], ()
-    kept, held = held_out_split(train.context.train_labels[train.images], evaluator.config.held_out, seed)
-    if not len(held):
+    labels, c = train.context.train_labels[train.images], evaluator.config
+    splits = [held_out_split(labels, c.held_out, seed, repeat) for repeat in range(c.held_out_repeats)]
+    if not len(splits[0][1]):
         middle = candidates[len(candidates) // 2]
         return middle, (f"no images could be held out for selection; the middle candidate, {_words(middle)}, was used",)
-    record, winner = _select(evaluator, train.of(kept), train.of(held), seed)
+    record, winner = _select(evaluator, [(train.of(kept), train.of(held)) for kept, held in splits], seed)
     if winner is None:
         raise UserError(_ALL_DIVERGED.format(evaluator.title))
     return record.best, ()
 
 
-def _select(evaluator: Evaluator, train: ImageSet, held: ImageSet, seed: int) -> tuple[SweepRecord, Classifier | None]:
-    """The sweep, and the winner's classifier (None: all candidates diverged)."""
+def _select(
+    evaluator: Evaluator, splits: Sequence[tuple[ImageSet, ImageSet]], seed: int
+) -> tuple[SweepRecord, Classifier | None]:
+    """The sweep, and the winner's classifier of the first split (None: all candidates diverged).
+
+    splits: (images to train on, held-out images); the score of a candidate is the mean over them.
+    """
     tried: list[Settings] = []
     best: Settings = {}
-    top, winner, total = -1.0, None, Cost()
+    top, winner, total, train = -1.0, None, Cost(), splits[0][0]
     for settings in _candidates(evaluator):
+        scores: list[float] = []
+        classifier, cost = None, Cost()
         try:
-            classifier = _fit(evaluator, settings, train, seed)
-            found = classifier(held)[0]
-            score, cost = scored(found.prediction)[train.context.metric], found.cost
+            for kept, held in splits:
+                fitted = _fit(evaluator, settings, kept, seed)
+                found = fitted(held)[0]
+                scores.append(scored(found.prediction)[train.context.metric])
+                cost += found.cost
+                classifier = classifier or fitted
+            score = fmean(scores)
         except Diverged as error:
-            classifier, score, cost = None, 0.0, error.cost if isinstance(error.cost, Cost) else Cost()
+            classifier, score = None, 0.0
+            cost += error.cost if isinstance(error.cost, Cost) else Cost()
         total += cost
         tried.append({**settings, "held_out_accuracy": score})
         if evaluator.trains_encoder:
@@ -205,7 +234,10 @@ def _select(evaluator: Evaluator, train: ImageSet, held: ImageSet, seed: int) ->
             train.context.say(f"{_words(settings)}: {outcome}")
         if classifier and score > top:
             best, top, winner = settings, score, classifier
-    return SweepRecord(candidates=tuple(tried), best=best, cost=total), winner
+    images = np.unique(np.concatenate([held.images for _, held in splits if held.images is not None]))
+    count = 0 if train.images is None else len(train.images)
+    record = SweepRecord(candidates=tuple(tried), best=best, cost=total, labels=count, held_out=len(images))
+    return record, winner
 
 
 def _results(

@@ -118,6 +118,8 @@ def test_a_dry_run_gets_every_training_as_a_recipe(trained: Path) -> None:
     assert like
     content = {"sweep": {"optim.lr": [0.1, 0.2], "training.epochs": [1, 5]}, "lanes": 2, "image_size": 12}
     evaluator = fine_tune.Evaluator(recipe.validate(fine_tune.Config, content))
+    longer = fine_tune.Evaluator(evaluator.config.model_copy(update={"extra_steps": 3}))
+    assert [stage.training.steps for stage in runner.training_recipes(longer, like, 1024, sweep=True)] == [5, 5, 13, 13]
     like = like.model_copy(update={"training": like.training.model_copy(update={"precision": "bf16"})})
     stages = runner.training_recipes(evaluator, like, 1024, sweep=True)
     assert [stage.training.steps for stage in stages] == [2, 2, 10, 10]

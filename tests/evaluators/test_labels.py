@@ -52,3 +52,10 @@ def test_held_out_split_is_stratified_disjoint_complete_and_takes_no_whole_class
     for label, count in ((0, 100), (2, 40), (5, 3), (7, 1)):
         assert (labels[held] == label).sum() == min(round(share * count), count - 1)
     assert not np.array_equal(held, held_out_split(labels, share, 1)[1])
+
+
+def test_repeated_splits_differ_and_the_first_is_the_only_one_of_no_repeat() -> None:
+    labels = np.repeat([0, 1], 50)
+    splits = [held_out_split(labels, 0.2, 0, repeat)[1] for repeat in range(3)]
+    assert np.array_equal(splits[0], held_out_split(labels, 0.2, 0)[1])
+    assert len({tuple(one) for one in splits}) == 3

@@ -135,6 +135,21 @@ def test_a_trainer_sweeps_on_held_out_training_images(context: EvalContext) -> N
             assert not set(np.frombuffer(key[3], dtype=np.int64)) & set(held), "nothing trains on held-out images"
 
 
+def test_a_sweep_may_average_over_several_held_out_parts(context: EvalContext) -> None:
+    trainer = Trainer(config(sweep={"right": [1, 2, 3]}, held_out_repeats=3))
+    record, row = runner.sweep(trainer, context, "trained", 10, 3)
+    splits = [held_out_split(context.train_labels, 0.2, 0, repeat) for repeat in range(3)]
+    assert record.held_out == len(np.unique(np.concatenate([held for _, held in splits]))) > len(splits[0][1])
+    assert record.labels == 30
+    assert len(fitted) == 9
+    assert record.cost.images_seen == 90
+    shares = [np.isin(context.train_labels[held], [0]).mean() for _, held in splits]
+    assert record.candidates[0]["held_out_accuracy"] == pytest.approx(np.mean(shares))
+    once, _ = runner.sweep(Trainer(config(sweep={"right": [1, 2, 3]})), context, "trained", 10, 3)
+    assert once.held_out == len(splits[0][1])
+    assert row == runner.sweep(Trainer(config(sweep={"right": [1, 2, 3]})), context, "trained", 10, 3)[1]
+
+
 def test_all_labels_are_trained_on_after_a_sweep_without_the_held_out_ones(context: EvalContext) -> None:
     trainer = Trainer(config(sweep={"right": [2, 3]}, labels_per_class=[5, "all"], seeds=[0, 1], held_out=0.25))
     rows, sweeps = runner.evaluate(trainer, context)
