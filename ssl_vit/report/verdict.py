@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from ssl_vit.evaluators import budget_words
 from ssl_vit.report.read import OBJECTIVES, Comparison, costs
-from ssl_vit.report.runs import listed, text
+from ssl_vit.report.runs import flat, listed, text
 from ssl_vit.report.self_test import self_tests
 from ssl_vit.report.statistics import Estimate, plan
 from ssl_vit.report.summary import Difference, Efficiency, Summary
@@ -53,7 +53,26 @@ def notes(comparison: Comparison) -> list[str]:
     seed = f"A seed draws the labeled images, the classifier and the order of training{per_seed}."
     own = dict.fromkeys(note for row in comparison.table.results for note in row.notes)
     skipped = [f"{len(comparison.skipped)} unreadable sample(s) were skipped: {listed(comparison.skipped)}."]
-    return [seed, *comparison.record.notes, *own, *(skipped if comparison.skipped else [])]
+    given = [*_saw_held_out(comparison), *_own_settings(comparison), *comparison.record.notes]
+    return [seed, *given, *own, *(skipped if comparison.skipped else [])]
+
+
+def _saw_held_out(comparison: Comparison) -> Iterator[str]:
+    """Which pretrainings saw the images that settings are selected on: those on the training set itself."""
+    others = {key for key in comparison.record.data if key.startswith("pretraining of ")}
+    arms = [
+        arm for arm in comparison.record.arms if arm.kind == "pretrained" and f"pretraining of {arm.name}" not in others
+    ]
+    if arms and any(task.kind == "sweep" for task in comparison.record.tasks):
+        named = [f"{arm.label} ({'with' if arm.uses_labels else 'without'} labels)" for arm in arms]
+        yield f"Pretrained on all training images, those that the sweeps hold out included: {_listed(named)}."
+
+
+def _own_settings(comparison: Comparison) -> Iterator[str]:
+    for arm in comparison.record.arms:
+        for evaluator, settings in arm.evaluators.items():
+            values = ", ".join(f"{key}={value}" for key, value in flat(settings).items())
+            yield f"Settings of {arm.label} alone: {evaluator}: {values}."
 
 
 def _run(comparison: Comparison, summary: Summary) -> list[str]:
@@ -177,12 +196,30 @@ def _cautions(comparison: Comparison, summary: Summary) -> Iterator[str]:
     if len(set(tried.values())) > 1 and not comparison.missing:
         counts = ", ".join(f"{name} {count}" for name, count in tried.items())
         yield f"Caution: the arms had different numbers of settings in their sweeps ({counts})."
+    for head in summary.headlines:
+        yield from _richly_selected(comparison, head)
     if edges := _edges(comparison):
         yield f"Caution: best at the edge of the sweep: {'; '.join(edges)}. A wider sweep may change the order."
 
 
+def _richly_selected(comparison: Comparison, head: Difference) -> Iterator[str]:
+    """A label budget whose settings were selected on more labels than it has."""
+    place = head.place.data, head.place.evaluator
+    tasks = (task for task in comparison.record.tasks if (task.data, task.evaluator) == place)
+    sweeps = [sweep for task in tasks if task.id in comparison.tasks and (sweep := comparison.tasks[task.id].sweep)]
+    smallest = min(
+        (row for row in comparison.table.results if (row.data, row.evaluator) == place), key=lambda row: row.labels
+    )
+    if any(sweep.held_out > smallest.labels for sweep in sweeps):
+        used = max(sweep.labels + sweep.held_out for sweep in sweeps)
+        yield (
+            f"Caution: the settings for {budget_words(smallest.labels_per_class)} ({smallest.labels} labeled images) "
+            f"were selected with {used} labeled images. With the labels of the budget alone, no arm could select its settings as well."
+        )
+
+
 def _edges(comparison: Comparison) -> list[str]:
-    """Swept settings whose best value was the smallest or largest of those tried, with the arms."""
+    """Swept settings whose best value was the smallest (0 apart) or largest of those tried, with the arms."""
     found: dict[str, list[str]] = {}
     for task in comparison.record.tasks:
         sweep = comparison.tasks[task.id].sweep if task.id in comparison.tasks else None
@@ -190,7 +227,7 @@ def _edges(comparison: Comparison) -> list[str]:
             continue
         for key, best in sweep.best.items():
             values = {value for one in sweep.candidates if isinstance(value := one.get(key), int | float)}
-            if key != "held_out_accuracy" and len(values) > 1 and best in (min(values), max(values)):
+            if key != "held_out_accuracy" and len(values) > 1 and best in (min(values) or None, max(values)):
                 found.setdefault(f"{key} {text(best)}", []).append(comparison.spoken(task.arm))
     return [f"{setting} ({_listed(list(dict.fromkeys(arms)))})" for setting, arms in found.items()]
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ssl_vit.records import ArmRecord, Look, SkippedSample
+from ssl_vit.records import ArmRecord, DataRecord, Look, SkippedSample, SweepRecord
 from ssl_vit.report import sequential
 from ssl_vit.report.read import read
 from ssl_vit.report.summary import Difference, Summary, summarize
@@ -245,3 +245,31 @@ def test_repeated_looks_widen_the_interval_and_are_named(tmp_path: Path) -> None
     said = verdict(found, summarize(found))[0]
     assert "After 2 looks" in said
     assert "at most 8 seeds" in said
+
+
+def test_selection_with_more_labels_than_the_budget_has_is_a_caution(folder: Path) -> None:
+    rich = SWEEP.model_copy(update={"labels": 40, "held_out": 30})
+    text = said(folder, two_arms(0.2), sweeps={"ssl": rich, "scratch": rich})
+    assert "settings for 5 labels per class (20 labeled images) were selected with 70 labeled images" in text
+    few = SWEEP.model_copy(update={"labels": 20, "held_out": 20})
+    assert "were selected with" not in said(folder, two_arms(0.2), sweeps={"ssl": few, "scratch": few})
+
+
+def test_the_smallest_possible_value_is_no_edge(folder: Path) -> None:
+    candidates = tuple({"head.mixup": value, "held_out_accuracy": 0.5} for value in (0.0, 0.2, 0.8))
+    none = SweepRecord(candidates=candidates, best={"head.mixup": 0.0})
+    assert "edge of the sweep" not in said(folder, two_arms(0.2), sweeps={"ssl": none, "scratch": none})
+    most = SweepRecord(candidates=candidates, best={"head.mixup": 0.8})
+    assert "head.mixup 0.8" in said(folder, two_arms(0.2), sweeps={"ssl": none, "scratch": most})
+
+
+def test_what_pretraining_saw_and_an_arms_own_settings_are_notes(folder: Path) -> None:
+    own = ARMS[1].model_copy(update={"evaluators": {"fine_tune": {"optim": {"lr": 0.5}}}})
+    arms = (ARMS[0], own, SUPERVISED)
+    found = read([write_comparison(folder, two_arms(0.2), arms=arms, sweeps={"ssl": SWEEP, "scratch": SWEEP})])
+    text = "\n".join(notes(found))
+    assert "SSL [50%] (without labels) and all labels (with labels)" in text
+    assert "Settings of scratch alone: fine_tune: optim.lr=0.5." in text
+    apart = {"pretraining of ssl": DataRecord(path="other", samples=9)}
+    found = read([write_comparison(folder, two_arms(0.2), arms=ARMS, sweeps={"ssl": SWEEP}, data=apart)])
+    assert "hold out" not in "\n".join(notes(found))
