@@ -214,7 +214,8 @@ def _richly_selected(comparison: Comparison, head: Difference) -> Iterator[str]:
         used = max(sweep.labels + sweep.held_out for sweep in sweeps)
         yield (
             f"Caution: the settings for {budget_words(smallest.labels_per_class)} ({smallest.labels} labeled images) "
-            f"were selected with {used} labeled images. With the labels of the budget alone, no arm could select its settings as well."
+            f"were selected with {used} labeled images. With the labels of the budget alone, no arm "
+            "could select its settings as well."
         )
 
 
