@@ -16,7 +16,7 @@ import torch
 from omegaconf import OmegaConf
 from torch import nn
 
-from ssl_vit import plugins, recipe, stage
+from ssl_vit import plugins, precision, recipe, stage
 from ssl_vit.data import DataConfig
 from ssl_vit.data.shards import ShardSet, check_same_classes, open_shards, open_training
 from ssl_vit.environment import environment
@@ -30,7 +30,7 @@ from ssl_vit.recipe import Recipe, run_recipe
 from ssl_vit.records import RunSummary
 from ssl_vit.report.read import PLAN, read_comparison
 from ssl_vit.results import Evaluation, Table, evaluations, save
-from ssl_vit.runs import SUMMARY, open_run, release
+from ssl_vit.runs import SUMMARY, is_main_process, open_run, release
 from ssl_vit.training import checkpoint, distributed, loop
 from ssl_vit.training.callbacks import EarlyStopping
 from ssl_vit.training.distributed import make_accelerator, shared_errors
@@ -53,6 +53,7 @@ def train(settings: Recipe, *, quiet: bool = False) -> Path:
     Raises UserError for input that cannot work, before the first step wherever that can be seen, RunError for a failure
     on the way (non-finite loss, full disk), and Stopped, with everything saved, after a signal.
     """
+    settings = precision.resolve(settings, print if is_main_process() and not quiet else silent)
     training, run = settings.training, settings.run_directory
     accelerator = make_accelerator(training.precision, training.timeout)
     with shared_errors():

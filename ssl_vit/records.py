@@ -176,6 +176,7 @@ class ComparisonRecord(Config):
     references: rows beside the arms, in the order of the tables.
     max_seeds, looks: of a comparison that adds seeds until its headlines are decided.
     margin: differences within it count as equivalent (fraction, 0.01: one point).
+    precisions: `training.precision` of each arm with a recipe.
     """
 
     name: str
@@ -189,6 +190,7 @@ class ComparisonRecord(Config):
     looks: tuple[Look, ...] = ()
     notes: tuple[str, ...] = ()
     jobs: int = 1
+    precisions: dict[str, str] = Field({})
     study: Literal["samples", "flops"] | None = None
     metrics: dict[str, Literal["accuracy", "mean_per_class"]]
     data: dict[str, DataRecord] = Field({})

@@ -1,7 +1,7 @@
 #!/bin/sh
 # Elastic training with torchrun: after a failure, all processes restart from the last checkpoint on the remaining machines.
 #
-# sh recipes/launch/elastic.sh pretrain_vit_tiny data.train=/shared/shards/train run=/shared/runs/big training.precision=bf16
+# sh recipes/launch/elastic.sh pretrain_vit_tiny data.train=/shared/shards/train run=/shared/runs/big
 #
 # Run it on every machine with these environment variables: NODES (min:max), GPUS (per machine), MAIN (host:port of one
 # machine). data.lanes must be a multiple of every possible number of processes. Status: tested with CPU processes.

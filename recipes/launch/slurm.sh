@@ -2,8 +2,8 @@
 # Slurm on one or more nodes, one process per GPU. When preempted, and two minutes before the time limit, the job saves a
 # checkpoint, exits with code 75, is requeued and resumes.
 #
-# sbatch recipes/launch/slurm.sh pretrain_vit_tiny data.train=shards/train training.precision=bf16
-# sbatch --nodes=2 recipes/launch/slurm.sh pretrain_vit_tiny data.train=shards/train training.precision=bf16
+# sbatch recipes/launch/slurm.sh pretrain_vit_tiny data.train=shards/train
+# sbatch --nodes=2 recipes/launch/slurm.sh pretrain_vit_tiny data.train=shards/train
 #
 # All nodes must share the run directory. Status: tested with stand-ins for srun and scontrol, on CPU processes.
 #SBATCH --job-name=ssl-vit

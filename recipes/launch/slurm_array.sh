@@ -1,7 +1,7 @@
 #!/bin/bash
 # Slurm array: one GPU and one seed per array element, each with its own run directory; requeued like slurm.sh.
 #
-# sbatch recipes/launch/slurm_array.sh pretrain_vit_tiny data.train=shards/train training.precision=bf16
+# sbatch recipes/launch/slurm_array.sh pretrain_vit_tiny data.train=shards/train
 #
 # Status: tested with stand-ins for srun and scontrol, on a CPU.
 #SBATCH --job-name=ssl-vit-seeds

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -36,7 +37,7 @@ def train(
 
     Several processes: `accelerate launch --multi_gpu --num_processes 2 -m ssl_vit train digits_ssl`
     """
-    from ssl_vit import api, runs
+    from ssl_vit import api, precision, runs
     from ssl_vit import recipe as recipes
 
     settings = recipes.load_recipe(recipe, overrides or [])
@@ -46,6 +47,7 @@ def train(
         from ssl_vit.training.logging import check_trackers
 
         check_trackers(settings.training.trackers)
+        settings = precision.resolve(settings, lambda text: print(text, file=sys.stderr))
         runs.check(settings.run_directory, settings)
         found = measure(settings)
         if runs.is_main_process():

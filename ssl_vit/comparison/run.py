@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import yaml
 
-from ssl_vit import recipe, runs, stage
+from ssl_vit import precision, recipe, runs, stage
 from ssl_vit.comparison import executor
 from ssl_vit.comparison.config import SET_BY_COMPARISON, DataSet, Study, load_comparison
 from ssl_vit.comparison.plan import Plan
@@ -28,7 +28,7 @@ from ssl_vit.interfaces import UserError
 from ssl_vit.records import ArmRecord, ComparisonRecord, DataRecord, EvaluatorRecord, RunSummary, TaskRecord
 from ssl_vit.report.export import as_json
 from ssl_vit.report.read import PLAN, Comparison, read_comparison
-from ssl_vit.training import distributed
+from ssl_vit.training import Precision, distributed
 
 Say = Callable[[str], None]
 RESULTS = "results.json"  # derived: for other programs; nothing here reads it
@@ -98,6 +98,7 @@ def check(study: Study, sets: dict[str, DataSet], say: Say = silent) -> Checked:
     Raises UserError for whatever would make a task impossible.
     """
     _check_directory(study)
+    study = _with_precision(study, say)
     remotes = [study.comparison.data.remote, *(settings.data.remote for settings in study.recipes.values())]
     remote = next(filter(None, remotes), RemoteConfig())
     opened: dict[str, ShardSet] = {}
@@ -121,6 +122,19 @@ def check(study: Study, sets: dict[str, DataSet], say: Say = silent) -> Checked:
     for name in dict.fromkeys(task.data for task in missing if task.evaluator):
         _check_labels(plan, name, opened[f"{name} train"], opened[f"{name} test"], say)
     return Checked(plan, opened, missing)
+
+
+def _with_precision(study: Study, say: Say) -> Study:
+    """The study with one precision in place of `auto` for all arms: the one it began with, else the fastest of the
+    first of these arms."""
+    auto = {arm: settings for arm, settings in study.recipes.items() if settings.training.precision == "auto"}
+    if not auto:
+        return study
+    path, first = study.comparison.run_directory / PLAN, next(iter(auto))
+    begun = read_json(path).get("precisions", {}).get(first) if path.is_file() else None
+    chosen: Precision = begun or precision.choose(auto[first], say)
+    fixed = {arm: precision.with_precision(settings, chosen) for arm, settings in auto.items()}
+    return replace(study, recipes=study.recipes | fixed)
 
 
 def _check_directory(study: Study) -> None:
@@ -192,6 +206,7 @@ def _record(checked: Checked, command: str) -> ComparisonRecord:
         margin=c.margin,
         notes=c.notes,
         jobs=c.jobs,
+        precisions={arm: settings.training.precision for arm, settings in plan.study.recipes.items()},
         study=c.study,
         metrics={name: chosen.metric for name, chosen in plan.sets.items()},
         data={

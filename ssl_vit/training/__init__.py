@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from ssl_vit.interfaces import Config
 
-Precision = Literal["fp32", "tf32", "bf16", "fp16"]
+Precision = Literal["auto", "fp32", "tf32", "bf16", "fp16"]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -42,8 +42,9 @@ class TrainingConfig(Config):
     batch_size: images in one optimizer step over all processes.
     accumulate: micro-batches that a process makes of its part.
     auto_batch: before the first step, raise `accumulate` until a micro-batch fits into the memory; the batch stays.
-    precision: `fp32`, `tf32` (float32 with matrix products in TensorFloat-32), `bf16` or `fp16` (with loss scaling);
-        weights, color targets, softmax, norms and losses are float32 in any case.
+    precision: `fp32`, `tf32` (float32 with matrix products in TensorFloat-32), `bf16`, `fp16` (with loss scaling), or
+        `auto`: the faster of fp32 (GPUs: tf32) and bf16 in a short trial of this recipe on this device; the run's
+        recipe keeps the choice. Weights, color targets, softmax, norms and losses are float32 in any case.
     compile: use torch.compile: faster on GPUs, after a minute or more before the first step. Of little use on CPUs.
     checkpoint_activations: keep one block's activations at a time and compute them again in the backward pass: less
         memory, about a third more time, the same result.

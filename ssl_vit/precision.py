@@ -1,0 +1,96 @@
+"""`training.precision: auto`: the fastest precision for a recipe on this device, by a measured trial."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from ssl_vit import stage
+from ssl_vit.data.order import LanePosition
+from ssl_vit.data.shards import ShardSet, open_training
+from ssl_vit.interfaces import Batch, UserError
+from ssl_vit.recipe import Recipe, run_recipe
+from ssl_vit.training import Precision, distributed
+from ssl_vit.training.distributed import Engine, make_accelerator, shared_errors
+
+# In order of preference: a later one is chosen only if it takes at most this share of the time of those before it.
+_CANDIDATES: dict[str, tuple[Precision, ...]] = {"cuda": ("tf32", "bf16")}
+_OTHERWISE: tuple[Precision, ...] = ("fp32", "bf16")
+_GAIN = 0.9
+_ROUNDS = 3
+
+
+def resolve(settings: Recipe, say: Callable[[str], None]) -> Recipe:
+    """The recipe with a precision in place of `auto`: the one of the run that it resumes, else the measured one.
+
+    say: prints what was measured.
+
+    All processes return the same. Raises UserError for whatever would stop the training before its first step.
+    """
+    if settings.training.precision != "auto":
+        return settings
+    make_accelerator("fp32", settings.training.timeout)  # connects the processes
+    # The main process decides: a run directory on its own disk is not there for the others.
+    saved = distributed.gather(run_recipe(settings.run_directory) if distributed.is_main() else None)[0]
+    chosen = saved.training.precision if saved else choose(settings, say)
+    return with_precision(settings, chosen)
+
+
+def choose(settings: Recipe, say: Callable[[str], None], shards: ShardSet | None = None) -> Precision:
+    """The fastest precision by `measure`; the same on all processes."""
+    seconds = measure(settings, shards)
+    chosen = fastest(seconds)
+    say(f"training.precision=auto: {chosen} ({', '.join(f'{name} {took:.3f} s' for name, took in seconds.items())})")
+    return chosen
+
+
+def with_precision(settings: Recipe, precision: Precision) -> Recipe:
+    return settings.model_copy(update={"training": settings.training.model_copy(update={"precision": precision})})
+
+
+def measure(settings: Recipe, shards: ShardSet | None = None) -> dict[Precision, float]:
+    """Seconds of a forward and backward pass over one micro-batch, by precision, over all processes; writes nothing.
+
+    Best of three interleaved rounds after a first one. Arguments and errors as `resolve`.
+    """
+    accelerator = make_accelerator("fp32", settings.training.timeout)
+    if accelerator.device.type == "xla":
+        raise UserError("training.precision=auto: not available on XLA; set bf16 or fp32")
+    if accelerator.is_fsdp2:
+        raise UserError("training.precision=auto: not available for a sharded model; set bf16 or fp32")
+    with shared_errors():
+        data = settings.data.model_copy(update={"workers": 0})
+        trial = settings.model_copy(update={"data": data})
+        job = stage.build(trial, shards or open_training(data), accelerator, quiet=True)
+        batch = next(job.batches([LanePosition()] * job.lanes))[0].split(settings.training.accumulate)[0]
+    module, kept = job.objective.to(accelerator.device).train(), dict[Precision, float]()
+    for number in range(_ROUNDS + 1):
+        for precision in _CANDIDATES.get(accelerator.device.type, _OTHERWISE):
+            start = time.perf_counter()
+            _pass(module, batch, accelerator, precision)
+            if number:
+                kept[precision] = min(kept.get(precision, float("inf")), time.perf_counter() - start)
+    every = distributed.gather(kept)
+    return {precision: sum(one[precision] for one in every) for precision in kept}
+
+
+def fastest(seconds: dict[Precision, float]) -> Precision:
+    """The first precision that no later one beats by a tenth."""
+    chosen = next(iter(seconds))
+    for precision, took in seconds.items():
+        if took < _GAIN * seconds[chosen]:
+            chosen = precision
+    return chosen
+
+
+def _pass(module: torch.nn.Module, batch: Batch, accelerator: Engine, precision: Precision) -> None:
+    torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
+    accelerator.precision = precision
+    with accelerator.autocast():
+        loss = module(batch).loss
+    loss.backward()
+    module.zero_grad(set_to_none=True)
+    if accelerator.device.type == "cuda":
+        torch.cuda.synchronize()
