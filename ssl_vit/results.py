@@ -200,6 +200,14 @@ class Table:
         """Of the row with this index in `frame`."""
         return self.results[row].prediction
 
+    def images(self, rows: Sequence[int]) -> np.ndarray:
+        """The test images that all of these rows have: int64 (M,), global indices, ascending."""
+        first, *others = (self.results[row].prediction.images for row in rows)
+        for images in others:
+            if not np.array_equal(first, images):
+                first = np.intersect1d(first, images, assume_unique=True)
+        return first
+
     def cells(self, rows: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
         """(classes of the test images, int64 (M,); whether each was classified correctly, bool (S, M)).
 
@@ -207,11 +215,7 @@ class Table:
 
         rows: S indices in `frame`.
         """
-        predictions = [self.results[row].prediction for row in rows]
-        images = predictions[0].images
-        for prediction in predictions[1:]:
-            if not np.array_equal(images, prediction.images):
-                images = np.intersect1d(images, prediction.images, assume_unique=True)
+        predictions, images = [self.results[row].prediction for row in rows], self.images(rows)
         places = [np.searchsorted(prediction.images, images) for prediction in predictions]
         correct = [prediction.correct[place] for prediction, place in zip(predictions, places, strict=True)]
         return predictions[0].labels[places[0]], np.stack(correct)

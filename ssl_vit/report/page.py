@@ -6,25 +6,64 @@ import base64
 import json
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
 from markupsafe import Markup
 
 from ssl_vit.analysis.pages import template
+from ssl_vit.evaluators import budget_words
 from ssl_vit.files import write_text
 from ssl_vit.interfaces import RunError
 from ssl_vit.records import DataRecord
 from ssl_vit.report import export, tables
-from ssl_vit.report.plots import Curve, Style, accuracy_curve, loss_curves, styles_of
+from ssl_vit.report.classes import classes
+from ssl_vit.report.gallery import Gallery, gallery
+from ssl_vit.report.plots import (
+    Curve,
+    Style,
+    accuracy_curve,
+    confusion_matrix,
+    loss_curves,
+    reliability,
+    shares,
+    styles_of,
+)
 from ssl_vit.report.read import Comparison, read
 from ssl_vit.report.runs import flat
 from ssl_vit.report.summary import Accuracy, Place, Summary, summarize
+from ssl_vit.report.tables import Shown
 from ssl_vit.report.verdict import INTERVAL, notes, verdict
 
+_DETAILED = 6  # sections with pictures and classes: the page stays small
+_CONFUSIONS = 6  # arms with a confusion matrix
 _STUDY = {"samples": "images in the pretraining set", "flops": "pretraining compute, FLOPs"}
 Styles = Mapping[str, Style]
 Row = TypeVar("Row", bound=Accuracy)
+
+
+@dataclass(frozen=True)
+class ClassByClass:
+    """What `classes` found, drawn. labels: the label budget in words. confusions: by arm."""
+
+    labels: str
+    confusions: Mapping[str, Markup]
+    table: Shown
+    reliability: Markup | None
+    calibration: Shown
+
+
+@dataclass(frozen=True)
+class Section:
+    """One dataset under one evaluator. figures: each with its caption."""
+
+    title: str
+    settings: Mapping[str, str]
+    figures: Sequence[tuple[Markup, str]]
+    tables: Sequence[Shown]
+    classes: ClassByClass | None
+    galleries: Sequence[Gallery]
 
 
 def write_report(paths: Sequence[Path], out: Path, form: str = "html") -> Path:
@@ -63,15 +102,8 @@ def page(comparison: Comparison) -> str:
         verdict=verdict(comparison, summary),
         interval=INTERVAL,
         notes=notes(comparison),
-        sections=[
-            (
-                tables.place_title(comparison, place),
-                flat(record.evaluators[place.evaluator].settings.get(place.data, {})),
-                list(_figures(comparison, summary, styles, place)),
-                tables.place_tables(comparison, summary, place),
-            )
-            for place in summary.places
-        ],
+        words=budget_words,
+        sections=[_section(comparison, summary, styles, place) for place in _in_order(summary)],
         studies=list(_studies(comparison, summary)),
         self_test=tables.self_test_table(comparison),
         costs=tables.cost_table(comparison),
@@ -82,6 +114,38 @@ def page(comparison: Comparison) -> str:
         commands=[*filter(None, [record.command]), shlex.join(["ssl-vit", "report", *map(str, comparison.paths)])],
         encoded=lambda path: base64.b64encode(path.read_bytes()).decode(),
         csv=base64.b64encode(export.export(comparison, "csv").encode(errors="replace")).decode(),
+    )
+
+
+def _in_order(summary: Summary) -> list[Place]:
+    """The places of headlines first."""
+    first = [head.place for head in summary.headlines]
+    return sorted(summary.places, key=lambda place: place not in first)
+
+
+def _section(comparison: Comparison, summary: Summary, styles: Styles, place: Place) -> Section:
+    heads = [head for head in summary.headlines if head.place == place]
+    detailed = place in _in_order(summary)[:_DETAILED]
+    return Section(
+        title=tables.place_title(comparison, place),
+        settings=flat(comparison.record.evaluators[place.evaluator].settings.get(place.data, {})),
+        figures=list(_figures(comparison, summary, styles, place)),
+        tables=tables.place_tables(comparison, summary, place),
+        classes=_class_by_class(comparison, styles, place) if detailed else None,
+        galleries=[gallery(comparison, head) for head in heads if detailed],
+    )
+
+
+def _class_by_class(comparison: Comparison, styles: Styles, place: Place) -> ClassByClass:
+    found = classes(comparison, place)
+    arms = [arm.name for arm in comparison.record.arms if arm.name in found.confusion][:_CONFUSIONS]
+    curves = {comparison.label(arm): (styles[arm], one) for arm, one in found.calibration.items()}
+    return ClassByClass(
+        labels=budget_words(found.budget),
+        confusions={arm: confusion_matrix(found.confusion[arm], found.names) for arm in arms},
+        table=tables.class_table(comparison, found),
+        reliability=reliability(curves) if curves else None,
+        calibration=tables.calibration_table(comparison, found),
     )
 
 
@@ -113,6 +177,12 @@ def _figures(comparison: Comparison, summary: Summary, styles: Styles, place: Pl
         curves = [one._replace(label=f"minus {label(one.label)}") for one in curves]
         figure = accuracy_curve(curves, axis, "difference, points", {"_zero": 0.0})
         yield figure, f"{label(tested)} minus each other arm; band or bar: adjusted 95% interval."
+    for head in (one for one in summary.headlines if one.place == place):
+        if head.estimate.half_width is not None:
+            name = f"{label(head.arm)} minus {label(head.against)}"
+            caption = f"Where the uncertainty of the headline comes from: more {head.unit}s reduce the first part, more"
+            parts = dict(zip((f"{head.unit}s", "test images", "the rest"), head.estimate.variance_shares, strict=True))
+            yield shares({name: parts}), f"{caption} test images the second, either of them the third."
 
 
 def _studies(comparison: Comparison, summary: Summary) -> Iterator[tuple[str, Markup, str]]:

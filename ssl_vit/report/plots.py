@@ -24,6 +24,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, FixedLocator, MaxNLocator, NullLocator
 
 from ssl_vit.analysis.pages import figure_style
+from ssl_vit.report.classes import Calibration
 from ssl_vit.report.statistics import Estimate
 
 # Okabe and Ito's color-blind-safe palette, less its yellow (invisible on white); a mid gray replaces its black, which
@@ -133,6 +134,63 @@ def loss_curves(runs: Mapping[str, tuple[Style, pd.DataFrame]], *, points: int =
         axes.margins(x=0.01, y=0.08)
         axes.xaxis.set_major_locator(MaxNLocator(5))
         return _embed(figure, axes, axis.replace("_", " "), "training loss")
+
+
+def confusion_matrix(shares_KK: np.ndarray, names: Sequence[str]) -> Markup:
+    """Shares of the images of each class (row) that were predicted as each class (column), in percent.
+
+    shares_KK: 0..1, or nan. names: of the classes; 30 or fewer are shown. Cells are numbered for up to 12 classes.
+    """
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(4.2, 4.0))
+        axes = figure.add_axes((0.24, 0.24, 0.74, 0.74))
+        axes.imshow(100 * shares_KK, cmap="Blues", vmin=0, vmax=100, interpolation="none")
+        if len(names) <= 12:
+            for (row, column), share in np.ndenumerate(shares_KK):
+                if share >= 0.005:
+                    color = "white" if share > 0.6 else "black"  # on the cell, whatever the page's background is
+                    axes.text(column, row, f"{100 * share:.0f}", color=color, ha="center", va="center", fontsize=8)
+        short = [textwrap.shorten(name, 14, placeholder="…") if len(name) > 14 else name for name in names]
+        shown = range(len(names)) if len(names) <= 30 else ()
+        size = 9.0 if len(names) <= 12 else 5.5
+        turned = 90 if max(map(len, short)) > 2 else 0
+        axes.set_xticks(shown, [short[n] for n in shown], rotation=turned, fontsize=size, parse_math=False)
+        axes.set_yticks(shown, [short[n] for n in shown], fontsize=size, parse_math=False)
+        axes.set(xlabel="predicted class", ylabel="true class")
+        return _svg(figure)
+
+
+def reliability(curves: Mapping[str, tuple[Style, Calibration]]) -> Markup:
+    """By name: accuracy over the confidence of bins of predictions; larger points hold more of them. Dashed: a
+    calibrated classifier."""
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(5.6, 3.4))
+        axes = figure.add_axes((0.12, 0.16, 0.55, 0.8))
+        axes.plot([0, 100], [0, 100], color=INK, linewidth=1.2, linestyle=(0, (4, 3)), label="_calibrated")
+        for name, ((color, marker), found) in curves.items():
+            x, y = 100 * found.confidence, 100 * found.accuracy
+            axes.plot(x, y, color=color, linewidth=1.2, alpha=0.6, label=name)
+            axes.scatter(x, y, s=12 + 150 * found.share, color=color, marker=marker, linewidths=0, zorder=3)
+        axes.set(xlim=(0, 101), ylim=(0, 101))
+        return _embed(figure, axes, "confidence, %", "test accuracy, %")
+
+
+def shares(rows: Mapping[str, Mapping[str, float]]) -> Markup:
+    """A stacked bar per row of parts that sum to 1, as percent."""
+    frame = pd.DataFrame.from_dict(rows, orient="index") * 100
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(5.6, 1.1 + 0.4 * len(frame)))
+        tall = figure.get_figheight()
+        axes = figure.add_axes((0.33, 0.5 / tall, 0.63, 0.4 * len(frame) / tall))
+        left = np.zeros(len(frame))
+        for color, (part, values) in zip(PALETTE, frame.items(), strict=False):
+            axes.barh(range(len(frame)), values, left=left, color=color, label=part)
+            left += values.to_numpy()
+        axes.set_yticks(range(len(frame)), map(_wrapped, frame.index), parse_math=False)
+        axes.invert_yaxis()
+        axes.set(xlabel="share of the variance, %", xlim=(0, 100))
+        axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=frame.shape[1], frameon=False, columnspacing=1)
+        return _svg(figure)
 
 
 def _embed(figure: Figure, axes: Axes, xlabel: str, ylabel: str) -> Markup:

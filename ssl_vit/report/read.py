@@ -124,14 +124,20 @@ class Comparison:
         found = {arm.name: self.pretraining(arm.name) for arm in self.record.arms if self.record.study}
         return {arm: float(getattr(made, str(self.record.study))) for arm, made in found.items() if made}
 
+    def class_names(self, data: str) -> tuple[str, ...]:
+        """The classes that a dataset's shards name, in label order; () where they name none."""
+        found = [self.record.data.get(f"{data} {part}") for part in ("test", "train")]
+        return next((one.classes for one in found if one and one.classes), ())
+
+    def class_name(self, data: str, label: int) -> str:
+        """The name of a class, else its number."""
+        names = self.class_names(data)
+        return names[label] if label < len(names) else str(label)
+
     def classes(self, data: str) -> int:
         """How many classes a dataset has: those that its shards name, else those of its test images."""
-        for part in ("test", "train"):
-            found = self.record.data.get(f"{data} {part}".strip())
-            if found and found.classes:
-                return len(found.classes)
         rows = self.table.frame.index[self.table.frame["data"] == data]
-        return len(np.unique(self.table.prediction(rows[0]).labels))
+        return len(self.class_names(data)) or len(np.unique(self.table.prediction(rows[0]).labels))
 
 
 def costs(comparison: Comparison) -> pd.DataFrame:

@@ -48,6 +48,15 @@ class Estimate:
         return replace(self, confidence=confidence, half_width=half_width)
 
     @property
+    def variance_shares(self) -> tuple[float, float, float]:
+        """What share of the variance of the mean comes from seeds, from test images and from the rest. Only of an
+        estimate with an interval."""
+        S, M = self.units, self.images
+        parts = self.seed_variance / S, self.image_variance / M, self.residual_variance / (S * M)
+        seed, image, rest = (part / sum(parts) for part in parts)
+        return seed, image, rest
+
+    @property
     def p_value(self) -> float:
         """Two-sided, of the mean against 0; 1 without an interval."""
         if not self.standard_error or self.degrees_of_freedom is None:

@@ -215,7 +215,7 @@ class Measured:
         for budget, arms in self.budgets.items():
             for arm in (arm for arm in self.arms if arm in arms):
                 rows = [*arms[arm].values()]
-                units = _units([(made if arm in self.pretrained else None,) for made, _ in arms[arm]])
+                units = units_of([(made if arm in self.pretrained else None,) for made, _ in arms[arm]])
                 estimate = mean_accuracy(self.comparison.table, rows, weighted=self.weighted, pretrainings=units)
                 yield Accuracy(self.place, budget, self.labels[budget], arm, len(rows), estimate)
 
@@ -272,7 +272,7 @@ class Measured:
         arms = [(side, name) for side, name in enumerate((arm, against)) if name in self.pretrained]
         made = [tuple(key[side] for side, _ in arms) for key in keys]
         fixed = [name for side, name in arms if len({key[side] for key in keys}) == 1]
-        return values, _units(made), tuple(fixed)
+        return values, units_of(made), tuple(fixed)
 
 
 def _paired(ours: Rows, theirs: Rows) -> dict[tuple[int, int, int], tuple[int, int]]:
@@ -287,7 +287,7 @@ def _paired(ours: Rows, theirs: Rows) -> dict[tuple[int, int, int], tuple[int, i
     return found
 
 
-def _units(pretrainings: Sequence[tuple[int | None, ...]]) -> list[int | None] | None:
+def units_of(pretrainings: Sequence[tuple[int | None, ...]]) -> list[int | None] | None:
     """The pretraining that each cell belongs to, where an arm has several of them but fewer than cells; else None.
 
     pretrainings: of each cell, the pretraining seeds of the pretrained arms.

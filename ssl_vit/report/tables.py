@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import numpy as np
 import pandas as pd
 from rich.console import Group
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from ssl_vit.evaluators import budget_words
+from ssl_vit.report.classes import BINS, Classes
 from ssl_vit.report.read import STAGES, UNITS, Comparison, costs
 from ssl_vit.report.runs import text
 from ssl_vit.report.self_test import self_tests
 from ssl_vit.report.summary import Place, Summary, summarize
 from ssl_vit.report.verdict import INTERVAL, needed, notes, points, verdict
+
+CLASSES = 40  # most rows of a table of classes
 
 
 @dataclass(frozen=True)
@@ -79,6 +84,27 @@ def self_test_table(comparison: Comparison) -> Shown:
         for row in [test.difference]
     ]
     return Shown("Self-test", pd.DataFrame(rows))
+
+
+def class_table(comparison: Comparison, found: Classes) -> Shown:
+    """Test accuracy of every arm by class; of more than 40 classes, those that differ most between arms."""
+    means = np.array([[np.nan if one is None else one.mean for one in own] for own in found.accuracies.values()])
+    rows = np.flatnonzero(found.images)
+    kept = np.sort(rows[np.argsort(-np.ptp(means[:, rows], axis=0), kind="stable")[:CLASSES]])
+    cells = {"Class": [found.names[n] for n in kept], "Test images": [text(int(found.images[n])) for n in kept]}
+    for arm, own in found.accuracies.items():
+        cells[comparison.label(arm)] = [points(one, "") if (one := own[n]) else "–" for n in kept]
+    title = f"Test accuracy by class, %, with {budget_words(found.budget)}"
+    if len(kept) < len(rows):
+        title += f": the {len(kept)} of {len(rows):,} classes that differ most between arms"
+    return Shown(title, pd.DataFrame(cells))
+
+
+def calibration_table(comparison: Comparison, found: Classes) -> Shown:
+    """Expected calibration error of every arm whose classifier gives probabilities."""
+    errors = {comparison.label(arm): {"ECE, %": f"{100 * one.error:.1f}"} for arm, one in found.calibration.items()}
+    title = f"Expected calibration error ({BINS} bins), mean over seeds, with {budget_words(found.budget)}"
+    return replace(_table(title, errors), arms=tuple(found.calibration))
 
 
 def cost_table(comparison: Comparison) -> Shown:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import json
+import tarfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+from PIL import Image
 
 from ssl_vit import results
 from ssl_vit.files import write_json
@@ -148,6 +151,20 @@ def write_comparison(
         found = [by_task[task.id]] if task.id in by_task else []
         results.save(folder / "tasks" / f"{task.id}.json", found, **result.model_dump(mode="json"))
     return folder
+
+
+def write_shards(folder: Path) -> dict[str, DataRecord]:
+    """The test images of `prediction` as a shard, each of its own gray. Returns `ComparisonRecord.data`."""
+    folder.mkdir(parents=True)
+    with tarfile.open(folder / "000000.tar", "w") as tar:
+        for number in range(107):
+            picture = io.BytesIO()
+            Image.new("L", (8, 8), 2 * number).save(picture, "PNG")
+            for name, content in (("png", picture.getvalue()), ("cls", str((number - 7) % 4).encode())):
+                member = tarfile.TarInfo(f"{number:03d}.{name}")
+                member.size = len(content)
+                tar.addfile(member, io.BytesIO(content))
+    return {"digits test": DataRecord(path=str(folder), samples=107, classes=("zero", "one", "two", "three"))}
 
 
 def write_run(folder: Path, name: str, accuracy: float, *, objective: str = "masked_patch", **about: Any) -> Path:

@@ -166,6 +166,13 @@ def test_label_efficiency_is_log_linear_between_budgets(accuracy: float, expecte
     )
 
 
+def test_the_shares_of_the_variance_say_what_more_of_each_would_save() -> None:
+    found = Estimate(0.1, 0.05, 0.02, 9.0, 0.003, 0.2, 0.1, 10, 400)
+    seeds, images, rest = found.variance_shares
+    variance = 0.003 / 10 + 0.2 / 400 + 0.1 / 4000
+    assert (seeds, images, rest) == pytest.approx((0.0003 / variance, 0.0005 / variance, 0.000025 / variance))
+
+
 def test_label_efficiency_does_not_depend_on_the_order_of_budgets() -> None:
     accuracy, curve, labels = np.array([0.55] * 3), np.array([[0.2, 0.5, 0.7, 0.9]] * 3), np.array([1.0, 10, 10, 1000])
     found = label_efficiency(accuracy, curve, labels)

@@ -1,0 +1,107 @@
+"""What an accuracy hides: confusion matrices, accuracy per class and calibration, at the largest label budget."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+
+from ssl_vit.report.read import Comparison
+from ssl_vit.report.statistics import Estimate, crossed_mean
+from ssl_vit.report.summary import Place, rows_by_place, units_of
+from ssl_vit.results import Budget, Prediction
+
+BINS = 15  # of Guo et al. 2017 (arXiv 1706.04599)
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Of the most probable class, over all seeds.
+
+    confidence, accuracy: mean probability and share of correct predictions by bin that is not empty, float64 (B,).
+    share: of all predictions by bin, float64 (B,).
+    error: expected calibration error, the mean over seeds, 0..1.
+    """
+
+    confidence: np.ndarray
+    accuracy: np.ndarray
+    share: np.ndarray
+    error: float
+
+
+@dataclass(frozen=True)
+class Classes:
+    """One dataset under one evaluator at its largest label budget, class by class.
+
+    labels: int64 (K,), the classes of test images and predictions, ascending. names: of these.
+    images: int64 (K,), test images of each class.
+    confusion: by arm, float64 (K, K): share of the images of a class (row) that was predicted as each class, over all
+        seeds; a row without test images is nan.
+    accuracies: by arm, one per class (None: it has no test image).
+    calibration: by arm whose classifier gives probabilities.
+    """
+
+    budget: Budget
+    labels: np.ndarray
+    names: tuple[str, ...]
+    images: np.ndarray
+    confusion: Mapping[str, np.ndarray]
+    accuracies: Mapping[str, tuple[Estimate | None, ...]]
+    calibration: Mapping[str, Calibration]
+
+
+def classes(comparison: Comparison, place: Place) -> Classes:
+    """Raises KeyError where nothing was measured there."""
+    from sklearn.metrics import confusion_matrix  # takes a second to import
+
+    table = comparison.table
+    budget, arms = list(rows_by_place(comparison)[place].items())[-1]
+    rows = {arm: [*arms[arm].values()] for arm in comparison.arms if arm in arms}
+    found = {arm: [table.prediction(row) for row in own] for arm, own in rows.items()}
+    everything = [one for own in found.values() for one in own]
+    labels = np.unique(np.concatenate([part for one in everything for part in (one.labels, one.predicted)]))
+    of_images, _ = table.cells([row for own in rows.values() for row in own])
+    confusion = {}
+    for arm, own in found.items():
+        true, predicted = (np.concatenate([getattr(one, name) for one in own]) for name in ("labels", "predicted"))
+        counts = confusion_matrix(true, predicted, labels=labels).astype(np.float64)
+        totals = counts.sum(axis=1, keepdims=True)
+        confusion[arm] = np.divide(counts, totals, out=np.full_like(counts, np.nan), where=totals > 0)
+    accuracies = {}
+    pretrained = {arm.name for arm in comparison.record.arms if arm.kind == "pretrained"}
+    for arm, indices in rows.items():
+        own_labels, correct_SM = table.cells(indices)
+        units = units_of([(made,) for made, _ in arms[arm]]) if arm in pretrained else None
+        of_class = [correct_SM[:, own_labels == label] for label in labels]
+        accuracies[arm] = tuple(crossed_mean(one, pretrainings=units) if one.shape[1] else None for one in of_class)
+    return Classes(
+        budget=budget,
+        labels=labels,
+        names=tuple(comparison.class_name(place.data, label) for label in labels.tolist()),
+        images=np.array([(of_images == label).sum() for label in labels]),
+        confusion=confusion,
+        accuracies=accuracies,
+        calibration={arm: made for arm, own in found.items() if (made := calibration(own))},
+    )
+
+
+def calibration(predictions: Sequence[Prediction]) -> Calibration | None:
+    """Of the predictions of several seeds, in 15 bins of equal width; None without probabilities."""
+    parts = [
+        pd.DataFrame({"seed": seed, "confidence": one.top_scores[:, 0].astype(np.float64), "correct": one.correct})
+        for seed, one in enumerate(predictions)
+        if one.top_scores is not None
+    ]
+    if len(parts) < len(predictions):
+        return None
+    frame = pd.concat(parts)
+    frame["bin"] = np.ceil(frame["confidence"] * BINS).clip(1)
+    bins = frame.groupby("bin")[["confidence", "correct"]].mean()
+    each = frame.groupby(["seed", "bin"])[["confidence", "correct"]].agg(["mean", "size"])
+    gaps = (each["confidence", "mean"] - each["correct", "mean"]).abs() * each["correct", "size"]
+    errors = gaps.groupby("seed").sum() / frame.groupby("seed").size()
+    share = frame.groupby("bin").size() / len(frame)
+    confidence, accuracy = bins["confidence"].to_numpy(), bins["correct"].to_numpy()
+    return Calibration(confidence, accuracy, share.to_numpy(), float(errors.mean()))

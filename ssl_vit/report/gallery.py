@@ -1,0 +1,123 @@
+"""Test images on which two arms disagree, as small pictures with what each arm predicted."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from PIL import Image
+
+from ssl_vit.data.shards import ShardSet, open_shards
+from ssl_vit.data.shards.reading import BadSample
+from ssl_vit.interfaces import RunError, UserError
+from ssl_vit.report.read import Comparison
+from ssl_vit.report.summary import Difference, rows_by_place
+from ssl_vit.results import Budget
+
+EACH = 8  # images for either arm
+_SIDE = 96  # pixels, at most
+
+
+@dataclass(frozen=True)
+class Card:
+    """A test image. picture: data URI. answers: by arm, its classes with the number of seeds that predicted each."""
+
+    picture: str
+    truth: str
+    answers: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Gallery:
+    """better, worse: where more seeds of the first arm were right than of the second; where fewer were.
+
+    missing: why there are no pictures; "" where there are.
+    """
+
+    arm: str
+    against: str
+    budget: Budget
+    better: tuple[Card, ...]
+    worse: tuple[Card, ...]
+    missing: str = ""
+
+
+def gallery(comparison: Comparison, head: Difference) -> Gallery:
+    """The test images on which both arms of a headline disagree most, at the largest label budget that both have."""
+    table, pair = comparison.table, (head.arm, head.against)
+    measured = rows_by_place(comparison)[head.place]
+    budget, arms = next(item for item in reversed(measured.items()) if set(pair) <= set(item[1]))
+    rows = {arm: [*arms[arm].values()] for arm in comparison.arms if arm in arms}
+    both = [row for arm in pair for row in rows[arm]]
+    images, (labels, correct) = table.images(both), table.cells(both)
+    ours, theirs = np.split(correct, [len(rows[head.arm])])
+    gain = ours.mean(axis=0) - theirs.mean(axis=0)
+    order = np.argsort(-gain, kind="stable")
+    better, worse = ([place for place in some if sign * gain[place] > 0] for some, sign in _ends(order))
+    try:
+        shards = _test_shards(comparison, head.place.data)
+        pictures = {place: _picture(shards, int(images[place]), int(labels[place])) for place in [*better, *worse]}
+    except (UserError, RunError) as error:
+        return Gallery(*pair, budget, (), (), str(error))
+
+    def name(label: int) -> str:
+        return comparison.class_name(head.place.data, label)
+
+    def answer(arm: str, image: int) -> str:
+        predictions = [table.prediction(row) for row in rows[arm]]
+        found = [label for one in predictions for label in one.predicted[one.images == image].tolist()]
+        return ", ".join(f"{name(label)} ({count})" for label, count in Counter(found).most_common(2))
+
+    cards = {
+        place: Card(picture, name(int(labels[place])), {arm: answer(arm, int(images[place])) for arm in rows})
+        for place, picture in pictures.items()
+        if picture
+    }
+    first, second = (tuple(cards[place] for place in places if place in cards) for places in (better, worse))
+    return Gallery(*pair, budget, first, second)
+
+
+def _ends(order: np.ndarray) -> tuple[tuple[list[int], int], tuple[list[int], int]]:
+    """The first and the last places of an order, each with the sign of what is asked there."""
+    return (order[:EACH].tolist(), 1), (order[::-1][:EACH].tolist(), -1)
+
+
+def _test_shards(comparison: Comparison, data: str) -> list[ShardSet]:
+    """The test shards of a dataset, of every fold. Raises UserError where they are not at hand as they were."""
+    found = []
+    for key, one in comparison.record.data.items():
+        if key == f"{data} test" or key.startswith(f"{data} test of fold "):
+            if "://" in one.path:
+                raise UserError(f"{one.path} is remote")
+            found.append(open_shards(one.path))
+            if found[-1].samples != one.samples:
+                raise UserError(f"{one.path} holds other images now")
+    return found
+
+
+def _picture(shards: Sequence[ShardSet], image: int, label: int) -> str:
+    """A test image as a small picture; "" where it cannot be read. Raises UserError where its label is another now.
+
+    image: index that counts through all the shards.
+    """
+    from ssl_vit.data.images import decode_label, open_picture  # imports torch
+
+    owners = np.cumsum([0, *(one.samples for one in shards)])
+    owner = int(np.searchsorted(owners, image, side="right")) - 1
+    opened, local = shards[owner], image - owners[owner]
+    shard = int(np.searchsorted(opened.first_index, local, side="right")) - 1
+    try:
+        content = opened.open(shard).read(int(local - opened.first_index[shard]))
+        if decode_label(content, None) != label:
+            raise UserError(f"{opened.spec} holds other images now")
+        shown = Image.fromarray(open_picture(content, 3).whole().permute(1, 2, 0).numpy())
+    except BadSample:
+        return ""
+    shown.thumbnail((_SIDE, _SIDE))
+    form, buffer = "PNG" if max(shown.size) <= _SIDE // 2 else "JPEG", io.BytesIO()
+    shown.save(buffer, form)
+    return f"data:image/{form.lower()};base64,{base64.b64encode(buffer.getvalue()).decode()}"
