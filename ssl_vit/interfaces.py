@@ -144,6 +144,7 @@ class Objective(Protocol):
     # Optional:
     # `needs_labels`: True where samples without a label are of no use.
     # `config.classes`: how many classes there are, where the shards do not name them.
-    # `reconstructs`: True where `analysis.reconstruction` can draw what it predicts (`training.picture_every`).
+    # `reconstruct(batch, images) -> (given, predicted, truth)`: patches, uint8 (B, N, C, P, P), that `ssl-vit inspect`
+    # and `training.picture_every` draw beside the images, uint8 (B, C, H, W), which are flipped and jittered already.
     # `summarize(means) -> logged`: from each metric's means over the global batches of S consecutive steps,
     # float64 (S,) or (S, M) on the CPU, to the scalars to log, (S,). Every process calls it once for every step.

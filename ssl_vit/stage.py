@@ -86,7 +86,7 @@ def build(
     )
     # From here on each process draws its own dropout; the initialization above was the same on all.
     set_seed(settings.seed + 1 + accelerator.process_index)
-    draws = run and training.picture_every and getattr(objective, "reconstructs", False)
+    draws = run and training.picture_every and hasattr(objective, "reconstruct")
     pictures = [Pictures(_draw_into(run), training.picture_every)] if run and draws else []
     if pictures and accelerator.is_fsdp2:
         raise UserError("training.picture_every: not available for a sharded model; set it to 0")
@@ -154,7 +154,7 @@ def _draw_into(run: Path) -> Callable[[nn.Module, Batch, int], np.ndarray]:
 
     def draw(objective: nn.Module, batch: Batch, step: int) -> np.ndarray:
         path = run / "pictures" / f"reconstruction_step_{step:08d}.png"
-        return figures.save_png(reconstruction.sheet(reconstruction.reconstructions(objective, batch)), path)  # type: ignore[arg-type]
+        return figures.save_png(reconstruction.sheet(reconstruction.reconstructions(objective, batch)), path)
 
     return draw
 

@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 from matplotlib.figure import Figure
+from torch import nn
 
+from ssl_vit import plugins
 from ssl_vit.analysis import attention, components, figures, reconstruction
 from ssl_vit.analysis.pages import template
 from ssl_vit.data import DataConfig
@@ -20,7 +22,6 @@ from ssl_vit.data.shards import ShardSet, open_shards
 from ssl_vit.files import write_json, write_text
 from ssl_vit.interfaces import Batch, Size, UserError
 from ssl_vit.models import factory
-from ssl_vit.objectives import masked_patch
 from ssl_vit.recipe import run_recipe
 from ssl_vit.training import checkpoint
 from ssl_vit.training.distributed import make_accelerator
@@ -51,23 +52,24 @@ def inspect(
     weights, out, settings = Path(weights), Path(out), run_recipe(Path(weights))
     preparation = settings.data if settings else DataConfig(train=shards)
     resampling = settings.encoder.position_resampling if settings else "timm"
-    objective = settings.objective if settings else None
     found, device = open_shards(shards, preparation.remote), device or make_accelerator().device
     saved = checkpoint.newest_of(weights)
     model = factory.require_vit(factory.load(saved or weights), "ssl-vit inspect")
     if image_size:
         model = factory.at_size(model, image_size, resampling)
     head = None
-    if saved and isinstance(objective, masked_patch.Config):
-        head = masked_patch.Objective(model, objective)
-        checkpoint.load_head(saved, head)
+    if saved and settings:
+        made = plugins.load("objectives", str(settings.objective.name)).Objective  # type: ignore[attr-defined]
+        if hasattr(made, "reconstruct"):
+            head = made(model, settings.objective)
+            checkpoint.load_head(saved, head)
     (head or model).to(device)  # the head holds the model
     batch, skipped = _first_images(model, found, preparation, max(images, distance_images), head, device)
     numbers: dict[str, Any] = {
         "weights": str(saved or weights),
         "step": int(saved.name.removeprefix("step_")) if saved else None,
         "model": model.name,
-        "objective": getattr(objective, "name", None),
+        "objective": getattr(settings.objective, "name", None) if settings else None,
         "parameters": sum(p.numel() for p in model.parameters()),
         "image_size": list(model.image_size),
         "grid": list(model.grid),
@@ -93,12 +95,12 @@ def _first_images(
     shards: ShardSet,
     preparation: DataConfig,
     count: int,
-    head: masked_patch.Objective | None,
+    head: nn.Module | None,
     device: torch.device,
 ) -> tuple[Batch, list[Skip]]:
     """The first `count` readable images of the shards, prepared as for evaluation, and those that could not be read."""
     last = min(_TRIES * count, shards.samples)
-    noise = head.noise_per_sample() if head else 0
+    noise: int = head.noise_per_sample() if head else 0  # type: ignore[operator]
     stream = evaluation_stream(shards, preparation, model.image_size, model.channels, reads_labels=False, noise=noise)
     good, skipped = [], list[Skip]()
     for sample in stream.samples(np.arange(last)):
@@ -118,7 +120,7 @@ def _first_images(
 def _draw(
     model: factory.ViTEncoder,
     batch: Batch,
-    head: masked_patch.Objective | None,
+    head: nn.Module | None,
     numbers: dict[str, Any],
 ) -> dict[str, Figure]:
     """The figures by name; what they show as numbers is added to `numbers`."""

@@ -108,8 +108,11 @@ class ViTEncoder(Encoder):
         patches_BND: torch.Tensor = self.network.patch_embed(self.normalized(images_BCHW))
         return patches_BND
 
-    def enter(self, tokens_BND: torch.Tensor) -> torch.Tensor:
-        """Patch embeddings -> what the first block reads (B, P + N, D): prefix tokens prepended, positions added."""
+    def enter(self, tokens_BND: torch.Tensor, visible_BK: torch.Tensor | None = None) -> torch.Tensor:
+        """Patch embeddings -> what the first block reads (B, P + N, D): prefix tokens prepended, positions added.
+
+        visible_BK: int64 patch indices; only those patches enter (B, P + K, D), each with its own position.
+        """
         vit = self.network
         own = (vit.cls_token, vit.reg_token)
         prefix = [token.expand(tokens_BND.shape[0], -1, -1) for token in own if token is not None]
@@ -117,6 +120,9 @@ class ViTEncoder(Encoder):
             tokens = torch.cat([*prefix, tokens_BND + vit.pos_embed], dim=1)
         else:
             tokens = torch.cat([*prefix, tokens_BND], dim=1) + vit.pos_embed
+        if visible_BK is not None:
+            kept = torch.arange(self.prefix_tokens, device=tokens.device).expand(len(tokens), -1)
+            tokens = take(tokens, torch.cat([kept, visible_BK + self.prefix_tokens], dim=1))
         entered: torch.Tensor = vit.norm_pre(vit.patch_drop(vit.pos_drop(tokens)))
         return entered
 
@@ -126,13 +132,20 @@ class ViTEncoder(Encoder):
         keep_BK: int64 patch indices; only those patches' outputs are returned (B, K, D), always normalized.
         """
         if keep_BK is None:
-            return self._read(tokens_BND, None)
+            return self._read(self.enter(tokens_BND), None)
         index_BK = keep_BK + self.prefix_tokens
-        return self.finish(self._read(tokens_BND, lambda tokens: take(tokens, index_BK)))
+        return self.finish(self._read(self.enter(tokens_BND), lambda tokens: take(tokens, index_BK)))
 
-    def _read(self, tokens_BND: torch.Tensor, pick: Pick | None, depth: int | None = None) -> torch.Tensor:
+    def encode_visible(self, tokens_BND: torch.Tensor, visible_BK: torch.Tensor) -> torch.Tensor:
+        """Patch embeddings -> output tokens (B, P + K, D) of the prefix tokens and these patches, always normalized.
+
+        visible_BK: int64 patch indices. The other patches do not enter the first block.
+        """
+        return self.finish(self._read(self.enter(tokens_BND, visible_BK), None))
+
+    def _read(self, tokens: torch.Tensor, pick: Pick | None, depth: int | None = None) -> torch.Tensor:
         """All blocks (or the first `depth`) and the last norm; of the last one, only the tokens that `pick` takes."""
-        tokens, (*before, last) = self.enter(tokens_BND), list(self.network.blocks)[:depth]
+        *before, last = list(self.network.blocks)[:depth]
         if self.network.grad_checkpointing and torch.is_grad_enabled():
             tokens = checkpoint_seq(before, tokens)
         else:
@@ -156,7 +169,7 @@ class ViTEncoder(Encoder):
         if pooling != "token" and block is None:
             return super().represent(images_BCHW, pooling)
         pick: Pick | None = (lambda tokens: tokens[:, :1]) if pooling == "token" else None
-        return self.pool(self._read(self.embed(images_BCHW), pick, block), pooling)
+        return self.pool(self._read(self.enter(self.embed(images_BCHW)), pick, block), pooling)
 
     def finish(self, vectors: torch.Tensor) -> torch.Tensor:
         finished: torch.Tensor = self.network.fc_norm(vectors)

@@ -16,6 +16,16 @@ from ssl_vit.interfaces import Config as BaseConfig
 from ssl_vit.models.encoder import Encoder
 from ssl_vit.models.factory import require_vit
 from ssl_vit.models.last_block import flat_rows, take
+from ssl_vit.objectives.patches import (
+    MASK_GRAY,
+    class_shares,
+    constant_l1,
+    constant_l2,
+    level_shares,
+    moments,
+    patch_pixels,
+    replaced,
+)
 
 _FREQUENCY_RATE = 0.01  # the class frequencies are a moving average over about 100 batches
 _DOWNSIZED = 4  # target 2 of the paper: the patch downsized to 4x4
@@ -30,8 +40,14 @@ class Config(BaseConfig):
         patch's embedding; the others stay as they are. The loss counts all corrupted patches.
     random_from: where the other patch comes from: `batch` (the images of the same lane in the same step, so that the
         result does not depend on the number of processes) or the same `image`.
-    target: `mean_color` (one class per patch), `downsized` (the patch at 4x4, 16 classes per patch), `pixels` (L2).
+    mask_size: pixels, the side of the squares of patches that are corrupted together; None: each patch alone. SimMIM's
+        is 32.
+    target: `mean_color` (one class per patch), `downsized` (the patch at 4x4, 16 classes per patch), `pixels` (all
+        values of the patch, scaled to [0, 1]).
+    loss: of `pixels`: `l2` (the mean squared error) or `l1` (the mean absolute error, SimMIM's).
     bits: of each quantized color channel; there are 2**(bits * channels) classes, at most 65,536.
+
+    SimMIM (Xie et al. 2022): mask_ratio 0.6, mask_size 32, mask_prob 1, random_prob 0, target pixels, loss l1.
     """
 
     name: Literal["masked_patch"] = "masked_patch"
@@ -39,22 +55,18 @@ class Config(BaseConfig):
     mask_prob: float = Field(0.8, ge=0, le=1)
     random_prob: float = Field(0.1, ge=0, le=1)
     random_from: Literal["batch", "image"] = "batch"
+    mask_size: int | None = Field(None, ge=1)
     target: Literal["mean_color", "downsized", "pixels"] = "mean_color"
+    loss: Literal["l2", "l1"] = "l2"
     bits: int = Field(3, ge=1, le=8)
 
     @model_validator(mode="after")
     def _shares_fit(self) -> Config:
         if self.mask_prob + self.random_prob > 1 + 1e-9:
             raise ValueError("mask_prob + random_prob must not exceed 1")
+        if self.loss == "l1" and self.target != "pixels":
+            raise ValueError(f"loss=l1 is of target=pixels; target={self.target} has classes and cross-entropy")
         return self
-
-
-def patch_pixels(images_BCHW: torch.Tensor, patch_size: int) -> torch.Tensor:
-    """Images -> (B, N, C, P, P), patches in row-major order as the patch embedding numbers them."""
-    b, c, h, w = images_BCHW.shape
-    p = patch_size
-    grid = images_BCHW.reshape(b, c, h // p, p, w // p, p)
-    return grid.permute(0, 2, 4, 1, 3, 5).reshape(b, (h // p) * (w // p), c, p, p)
 
 
 def mean_color_classes(images_BCHW: torch.Tensor, patch_size: int, bits: int = 3) -> torch.Tensor:
@@ -88,6 +100,7 @@ def corrupt(
     random_prob: float = 0.1,
     random_from: Literal["batch", "image"] = "batch",
     pool: int = 0,
+    groups_GS: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Corrupt exactly `count` = K patch embeddings of every image.
 
@@ -95,6 +108,8 @@ def corrupt(
     noise_BM: uniform in [0, 1), M = `noise_needed`.
     mask_prob, random_prob: see `Config`. A random patch is never the patch itself.
     random_from: `batch` draws from groups of `pool` consecutive images (0: the whole batch).
+    groups_GS: int64, G groups of S patches that are corrupted together; `count` must be a multiple of S. None: each
+        patch alone.
 
     Returns the tokens (B, N, D) and the corrupted patches, int64 (B, K), distinct in each row. Shapes are static.
     Raises ValueError for a count outside 1..N, and for noise or a pool that does not fit the batch.
@@ -107,7 +122,9 @@ def corrupt(
         noise_BM = torch.rand(b, needed, generator=generator, device=tokens_BND.device)
     if noise_BM.shape != (b, needed):
         raise ValueError(f"noise is {tuple(noise_BM.shape)}, not {(b, needed)}")
-    indices_BK = noise_BM[:, :n].argsort(dim=1, stable=True)[:, :count]
+    groups = torch.arange(n, device=tokens_BND.device)[:, None] if groups_GS is None else groups_GS
+    chosen = noise_BM[:, : len(groups)].argsort(dim=1, stable=True)[:, : count // groups.shape[1]]
+    indices_BK = groups.index_select(0, chosen.flatten()).reshape(b, count)
     kind_BK1 = noise_BM[:, n : n + count, None]
     images = 1 if random_from == "image" else (pool or b)
     if b % images:
@@ -135,13 +152,14 @@ def noise_needed(patches: int, count: int) -> int:
 class Objective(nn.Module):
     """The encoder, the mask token and a linear head on the corrupted patches' outputs."""
 
-    reconstructs = True
-
     def __init__(self, encoder: Encoder, config: Config, classes: int | None = None) -> None:
         super().__init__()
         encoder = require_vit(encoder, "objective.name=masked_patch")
         self.encoder, self.config = encoder, config
-        self.count = max(1, round(config.mask_ratio * encoder.patches))
+        self.groups_GS: torch.Tensor
+        self.register_buffer("groups_GS", self._groups(), persistent=False)
+        number, size = self.groups_GS.shape
+        self.count = size * max(1, round(config.mask_ratio * number))
         if config.target == "downsized" and encoder.patch_size % _DOWNSIZED:
             raise UserError(f"objective.target=downsized needs a patch size that {_DOWNSIZED} divides")
         self.colors = 0 if config.target == "pixels" else 2 ** (config.bits * encoder.channels)
@@ -161,6 +179,18 @@ class Objective(nn.Module):
         nn.init.trunc_normal_(self.head.weight, std=0.02)
         nn.init.zeros_(self.head.bias)
 
+    def _groups(self) -> torch.Tensor:
+        """The patches of each square of `mask_size` pixels, int64 (G, S). Raises UserError if they do not fit."""
+        patch, (height, width) = self.encoder.patch_size, self.encoder.image_size
+        side = self.config.mask_size or patch
+        if side % patch or height % side or width % side:
+            raise UserError(
+                f"objective.mask_size={side} must be a multiple of the patch size {patch} and divide the image of "
+                f"{height}x{width} pixels"
+            )
+        numbers = torch.arange(self.encoder.patches).reshape(1, 1, *self.encoder.grid)
+        return patch_pixels(numbers, side // patch).flatten(2)[0]
+
     def noise_per_sample(self) -> int:
         return noise_needed(self.encoder.patches, self.count)
 
@@ -178,6 +208,7 @@ class Objective(nn.Module):
             random_prob=c.random_prob,
             random_from=c.random_from,
             pool=batch.lane_size,
+            groups_GS=self.groups_GS,
         )
 
     def targets(self, images_BCHW: torch.Tensor) -> torch.Tensor:
@@ -197,37 +228,60 @@ class Objective(nn.Module):
         tokens, indices = self.corrupt(self.encoder.embed(images_BCHW), self.mask_token, batch)
         return self.head(self.encoder.encode(tokens, keep_BK=indices)).float(), indices, tokens
 
+    def reconstruct(self, batch: Batch, images_BCHW: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """What the model is given, what it predicts and what is true, as patches uint8 (B, N, C, P, P).
+
+        Given are [mask] as gray, a random patch's pixels, or the patch unchanged; predicted are the corrupted patches.
+        """
+        outputs_BKO, indices_BK, _ = self.predict(batch, images_BCHW)
+        patches = patch_pixels(images_BCHW, self.encoder.patch_size)
+        # The batch's noise alone draws the corruption: pixels are corrupted as the embeddings are.
+        given, _ = self.corrupt(patches.flatten(2), torch.full_like(patches[0, 0].flatten(), MASK_GRAY), batch)
+        if self.config.target == "pixels":
+            truth = patches
+            predicted = (outputs_BKO.unflatten(-1, patches.shape[2:]).clamp(0, 1) * 255).byte()
+        else:
+            truth = self._colored(self.targets(images_BCHW))
+            predicted = self._colored(outputs_BKO.unflatten(-1, (-1, self.colors)).argmax(-1))
+        return given.reshape_as(patches), replaced(truth, indices_BK, predicted), truth
+
+    def _colored(self, classes_BKS: torch.Tensor) -> torch.Tensor:
+        """Classes of 1 or 4x4 cells per patch -> patches of these flat colors, uint8 (B, K, C, P, P)."""
+        side = _DOWNSIZED if self.config.target == "downsized" else 1
+        colors = class_colors(classes_BKS, self.encoder.channels, self.config.bits)
+        cells = colors.transpose(-1, -2).unflatten(-1, (side, side))
+        times = self.encoder.patch_size // side
+        return cells.repeat_interleave(times, -1).repeat_interleave(times, -2)
+
     def forward(self, batch: Batch) -> StepOutput:
         """Loss and metrics over the corrupted patches alone; `summarize` adds those of the constant baseline."""
         images = device_images(batch)
         outputs_BKO, indices_BK, _ = self.predict(batch, images)
         targets = self.targets(images)
         targets_BKS = targets.gather(1, indices_BK[..., None].expand(-1, -1, targets.shape[-1]))
+        if self.config.loss == "l1":
+            loss = batch.mean((outputs_BKO - targets_BKS).abs().mean(dim=(1, 2)))
+            return StepOutput(loss, {"level_shares": level_shares(batch, targets_BKS, images.shape[1])})
         if self.config.target == "pixels":
             loss = batch.mean((outputs_BKO - targets_BKS).square().mean(dim=(1, 2)))
-            weights_B1 = batch.valid.float()[:, None] / batch.valid.sum().clamp(min=1)
-            square = batch.mean(targets_BKS.square().mean(dim=(1, 2)))
-            return StepOutput(loss, {"target_mean": (targets_BKS.mean(1) * weights_B1).sum(0), "target_square": square})
+            return StepOutput(loss, moments(batch, targets_BKS))
         logits = outputs_BKO.reshape(*targets_BKS.shape, self.colors)
         per_patch = F.cross_entropy(logits.flatten(0, 2), targets_BKS.flatten(), reduction="none")
         loss = batch.mean(per_patch.reshape(len(targets_BKS), -1).mean(1))
         hits = (logits.detach().argmax(-1) == targets_BKS).float().mean(dim=(1, 2))
-        flat = targets_BKS.flatten()
-        weights = batch.valid.float()[:, None, None].expand_as(targets_BKS).flatten()
-        counts = torch.zeros(self.colors, device=flat.device).scatter_add_(0, flat, weights)
-        return StepOutput(loss, {"accuracy": batch.mean(hits), "class_shares": counts / weights.sum().clamp(min=1)})
+        shares = class_shares(batch, targets_BKS, self.colors)
+        return StepOutput(loss, {"accuracy": batch.mean(hits), "class_shares": shares})
 
     @torch.no_grad()
     def summarize(self, means: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Metrics of S steps -> what is logged: also `constant_*`, loss and accuracy of the best constant prediction.
 
         For classes it predicts their frequencies so far: those of one batch, which shows few of the classes, would
-        flatter it.
+        flatter it. For pixels it is the mean patch of the steps' own targets (L2) or their median color (L1).
         """
-        logged = dict(means)
         if self.config.target == "pixels":
-            square, mean_SP = logged.pop("target_square"), logged.pop("target_mean")
-            return {**logged, "constant_loss": square - mean_SP.square().mean(-1)}
+            return constant_l1(means) if self.config.loss == "l1" else constant_l2(means)
+        logged = dict(means)
         losses, hits = [], []
         shares_SC = logged.pop("class_shares")
         seen = self.frequencies.cpu()

@@ -179,7 +179,10 @@ def test_reconstructions_need_a_checkpoint_of_a_masked_patch_run(run: Path, shar
     (supervised / "recipe.yaml").write_text(recipe[:start] + other + recipe[end:])
     for folder in (bare, supervised):
         assert call("inspect", folder, "--data", shards, "--images", 2, "--distance-images", 2) == 0
-        assert "only a checkpoint of a masked_patch run" in (folder / "inspect" / "index.html").read_text()
+        assert (
+            "only a checkpoint of a masked_patch or masked_autoencoder run"
+            in (folder / "inspect" / "index.html").read_text()
+        )
         assert not (folder / "inspect" / "reconstructions.png").exists()
     assert (bare / "inspect" / "notes.txt").exists()
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ssl_vit.analysis import reconstruction
-from ssl_vit.objectives import masked_patch
+from ssl_vit.objectives import masked_autoencoder, masked_patch
 
 Build = Callable[..., Any]
 
@@ -90,3 +90,19 @@ def test_finer_targets_have_finer_pictures(make_encoder: Build, make_batch: Buil
         assert (cells == cells[:, :, :1, :, :1]).all()
         means = shown[:, 0].reshape(2, 8, 2, 8, 2, 3).mean(axis=(2, 4))
         assert np.array_equal(cells[:, :, 0, :, 0], means // 32 * 32 + 16)
+
+
+def test_a_masked_autoencoders_pictures(make_encoder: Build, make_batch: Build) -> None:
+    """Masked patches are gray in the second picture, and predicted with their own mean and contrast in the third."""
+    objective = masked_autoencoder.Objective(make_encoder(mean=(0.4, 0.5, 0.6)), masked_autoencoder.Config())
+    batch = make_batch(3, noise=objective.noise_per_sample(), flip=torch.zeros(3, dtype=torch.bool))
+    masked = batch.noise.argsort(1)[:, 4:]
+    shown = reconstruction.reconstructions(objective, batch)
+    given, seen, predicted, target = (patches_of(shown[:, column]) for column in range(4))
+    gray = (seen == 128).all((2, 3, 4))
+    assert np.array_equal(np.flatnonzero(gray[0]), masked[0].sort().values) and gray.sum() == 36
+    assert np.array_equal(target, given) and np.array_equal(seen[~gray], given[~gray])
+    assert np.array_equal(predicted[~gray], given[~gray]) and not np.array_equal(predicted[gray], given[gray])
+    truth = objective.targets(batch.images, masked)
+    objective.predict = lambda *_: (truth, masked)  # type: ignore[method-assign]
+    assert np.array_equal(reconstruction.reconstructions(objective, batch)[:, 2], shown[:, 0]), "a perfect prediction"

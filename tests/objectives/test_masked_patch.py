@@ -10,6 +10,7 @@ import pytest
 import torch
 from sklearn.datasets import load_digits
 
+from ssl_vit.interfaces import UserError
 from ssl_vit.objectives.masked_patch import corrupt
 
 Make = Callable[..., Any]
@@ -37,17 +38,43 @@ def test_the_share_of_corrupted_patches_is_one_key(
     assert tokens.shape == (2, patches, 16)
 
 
+@pytest.mark.parametrize(("size", "patch_size", "side"), [((64, 96), 16, 32), ((16, 16), 4, 8), ((16, 16), 4, 4)])
+def test_whole_squares_are_corrupted(
+    make_objective: Make, make_batch: Make, size: tuple[int, int], patch_size: int, side: int
+) -> None:
+    """`mask_size` pixels wide; the share is one of squares, and each is as likely as another."""
+    sizes = {"image_size": size, "patch_size": patch_size, "depth": 1}
+    objective = make_objective(encoder=sizes, mask_ratio=0.6, mask_size=side)
+    patches = torch.zeros(300, objective.encoder.patches, 1)
+    batch = make_batch(300, noise=objective.noise_per_sample())
+    _, indices = objective.corrupt(patches, torch.ones(1), batch)
+    chosen = torch.zeros(300, objective.encoder.patches).scatter_add_(1, indices, torch.ones(indices.shape))
+    times = side // patch_size
+    squares = chosen.reshape(300, *objective.encoder.grid)[:, ::times, ::times]
+    whole = squares.repeat_interleave(times, 1).repeat_interleave(times, 2)
+    assert torch.equal(whole.flatten(1), chosen) and chosen.max() == 1
+    assert (squares.sum((1, 2)) == round(0.6 * squares[0].numel())).all()
+    assert squares.mean(0).min() > 0.45 and squares.mean(0).max() < 0.8
+
+
+@pytest.mark.parametrize("side", [6, 12, 24])
+def test_a_mask_size_that_does_not_fit_is_named(make_objective: Make, side: int) -> None:
+    with pytest.raises(UserError, match=rf"objective.mask_size={side} .* patch size 4 .* 16x16"):
+        make_objective(mask_size=side)
+
+
 def numpy_log_softmax(logits: np.ndarray) -> np.ndarray:
     shifted = logits - logits.max(-1, keepdims=True)
     return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
 
 
 @pytest.mark.parametrize("padding", [0, 2])
-@pytest.mark.parametrize("target", ["mean_color", "downsized", "pixels"])
+@pytest.mark.parametrize("target", ["mean_color", "downsized", "pixels", "l1"])
 def test_loss_and_metrics_agree_with_numpy(
     make_objective: Make, make_batch: Make, target: str, padding: int, spread: Make
 ) -> None:
-    objective = spread(make_objective(target=target, bits=1, mask_prob=0.4, random_prob=0.3))
+    kinds = {"target": "pixels", "loss": "l1"} if target == "l1" else {"target": target}
+    objective = spread(make_objective(**kinds, bits=1, mask_prob=0.4, random_prob=0.3))
     valid = torch.tensor([True] * (6 - padding) + [False] * padding)
     batch = make_batch(6, noise=objective.noise_per_sample(), valid=valid)
     images = torch.stack([i.flip(-1) if f else i for i, f in zip(batch.images, batch.flip, strict=True)])
@@ -62,6 +89,12 @@ def test_loss_and_metrics_agree_with_numpy(
         expected = {
             "loss": np.mean((outputs - picked) ** 2),
             "constant_loss": np.mean((picked - picked.mean(axis=(0, 1))) ** 2),
+        }
+    elif target == "l1":
+        colors = picked.reshape(-1, 3, 16).swapaxes(1, 2).reshape(-1, 3)
+        expected = {
+            "loss": np.abs(outputs - picked).mean(),
+            "constant_loss": np.abs(colors - np.median(colors, 0)).mean(),
         }
     else:
         log_probabilities = numpy_log_softmax(outputs.reshape(*picked.shape, 8))
@@ -139,6 +172,7 @@ def test_the_recipes_settings_reach_the_corruption(
         ({"mask_prob": 0.5, "random_prob": 0.5, "random_from": "image"}, 2),
         ({"target": "downsized"}, 4),
         ({"target": "pixels"}, 2),
+        ({"target": "pixels", "loss": "l1", "mask_prob": 1.0, "random_prob": 0.0, "mask_size": 4}, 2),
     ],
     ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else "",
 )
@@ -167,7 +201,8 @@ def test_every_variant_learns_real_digits(
     targets = objective.targets(unseen.images).numpy()
     picked = np.take_along_axis(targets, indices.numpy()[..., None], 1)
     if config.get("target") == "pixels":
-        best = picked.var(axis=(0, 1)).mean()
+        l1 = config.get("loss") == "l1"
+        best = np.abs(picked - np.median(picked)).mean() if l1 else picked.var(axis=(0, 1)).mean()
     else:
         shares = np.bincount(picked.ravel()) / picked.size
         best = -(shares[shares > 0] * np.log(shares[shares > 0])).sum()

@@ -37,6 +37,7 @@ FSDP2 = Path(__file__).parents[2] / "recipes" / "launch" / "fsdp2.yaml"
 TINY = ("encoder.width=32", "encoder.depth=2", "encoder.heads=2", "training.picture_every=0", "training.trackers={}")
 STAGES: dict[str, tuple[str, tuple[str, ...]]] = {
     "pretraining": ("digits_ssl", ()),
+    "masked_autoencoder": ("digits_ssl", ("objective.name=masked_autoencoder",)),
     "supervised": ("digits_supervised", ()),
     "fine_tuning": ("digits_supervised", ("objective.head=linear", "optim.name=sgd")),
 }
@@ -51,7 +52,7 @@ def train(digits: str, run: Path, stage: str, *more: str) -> None:
 
 
 def same_maths(digits: str, out: Path, first: Path, accumulate: int) -> None:
-    """The three stages, in so many micro-batches, into OUT/STAGE-ACCUMULATE; fine-tuning starts from FIRST."""
+    """The stages, in so many micro-batches, into OUT/STAGE-ACCUMULATE; fine-tuning starts from FIRST."""
     for stage in STAGES:
         start = [f"init_from={first}"] if stage == "fine_tuning" else []
         train(digits, out / f"{stage}-{accumulate}", stage, f"training.accumulate={accumulate}", *start)

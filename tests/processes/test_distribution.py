@@ -47,11 +47,11 @@ def differ_by(found: Weights, expected: Weights) -> float:
     return largest
 
 
-@pytest.mark.parametrize("stage", ["pretraining", "supervised", "fine_tuning"])
+@pytest.mark.parametrize("stage", one.STAGES)
 def test_the_maths_is_the_same_on_any_number_of_processes(runs: Path, stage: str) -> None:
     expected = rows(runs / "1" / f"{stage}-1")
     names = [n for n in ("loss", "accuracy", "constant_loss", "constant_accuracy") if n in expected[0]]
-    assert [row["step"] for row in expected] == list(range(1, 21)) and names[:2] == ["loss", "accuracy"]
+    assert [row["step"] for row in expected] == list(range(1, 21)) and len(names) > 1
     others = sorted(runs.glob(f"[123]/{stage}-[12]"))
     assert len(others) == 3
     for run in others:

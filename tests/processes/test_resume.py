@@ -41,11 +41,21 @@ def train(digits: Path, run: Path, *more: str) -> Path:
     return api.train(recipe.load_recipe("digits_ssl", settings(digits, run, *more)), quiet=True)
 
 
-@pytest.mark.parametrize(("kills", "workers"), [(5, 2), pytest.param(50, 0, marks=pytest.mark.slow)])
-def test_random_sigkills_leave_no_trace(world: World, digits: Path, tmp_path: Path, kills: int, workers: int) -> None:
+@pytest.mark.parametrize(
+    ("kills", "workers", "objective"),
+    [
+        (5, 2, "masked_patch"),
+        (2, 0, "masked_autoencoder"),
+        pytest.param(50, 0, "masked_patch", marks=pytest.mark.slow),
+    ],
+)
+def test_random_sigkills_leave_no_trace(
+    world: World, digits: Path, tmp_path: Path, kills: int, workers: int, objective: str
+) -> None:
     """A checkpoint a step: most of the time of such a run goes into saving, so most kills hit that."""
     dice, run = random.Random(kills), tmp_path / "run"
-    keys = [f"training.steps={5 * kills}", "training.checkpoint_every=1", f"data.workers={workers}"]
+    same_run = [f"training.steps={5 * kills}", f"objective.name={objective}"]
+    keys = [*same_run, "training.checkpoint_every=1", f"data.workers={workers}"]
     for _ in range(kills):
         before = saved(run)
         process = world(1, "command_line", "train", "digits_ssl", *settings(digits, run, *keys))[0]
@@ -59,7 +69,7 @@ def test_random_sigkills_leave_no_trace(world: World, digits: Path, tmp_path: Pa
         assert process.wait(30) == -signal.SIGKILL, process.text
     assert 0 < saved(run) < 5 * kills
     train(digits, run, *keys)
-    whole = train(digits, tmp_path / "whole", f"training.steps={5 * kills}")
+    whole = train(digits, tmp_path / "whole", *same_run)
     assert same(weights(run, *ALL), weights(whole, *ALL))
     assert losses(run) == losses(whole) and [step for step, _ in losses(run)] == list(range(1, 5 * kills + 1))
 

@@ -17,6 +17,7 @@ Train = Callable[..., Path]
 Lines = Callable[[Path], list[dict[str, Any]]]
 STAGES = {
     "masked patches": ("digits_ssl", "training.picture_every=2", "training.accumulate=2"),
+    "masked autoencoder": ("digits_ssl", "objective.name=masked_autoencoder"),
     "supervised, bf16": ("digits_supervised", "training.precision=bf16"),
 }
 SHORT = ("training.steps=4", "encoder.depth=1")

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ssl_vit.interfaces import Batch
-from ssl_vit.objectives import classification, masked_patch
+from ssl_vit.objectives import classification, masked_autoencoder, masked_patch
 from ssl_vit.training import OptimConfig, TrainingConfig
 from ssl_vit.training.logging import Window
 from ssl_vit.training.loop import Job, Trainer
@@ -137,14 +137,21 @@ def step(objective: nn.Module, optim: str = "adamw", dtype: torch.dtype | None =
     [
         ("mean_color", "batch", torch.bfloat16, {"dropout": 0.1, "drop_path": 0.1}),
         ("downsized", "image", torch.float16, {"name": "vit_medium_patch16_reg4_gap_256"}),
+        ("l1", "batch", None, {}),
         ("pixels", "batch", None, {"positions": "sincos2d", "mean": (0.1, 0.2, 0.3), "std": (0.2, 0.2, 0.3)}),
     ],
 )
 def test_a_pretraining_step_waits_for_nothing(
     make_encoder: Callable[..., Any], target: Any, source: Any, dtype: torch.dtype | None, kind: dict[str, Any]
 ) -> None:
-    config = masked_patch.Config(target=target, random_from=source, bits=2)
+    kinds: dict[str, Any] = {"target": "pixels", "loss": "l1", "mask_size": 8} if target == "l1" else {"target": target}
+    config = masked_patch.Config(**kinds, random_from=source, bits=2)
     step(masked_patch.Objective(make_encoder(**kind), config), dtype=dtype)
+
+
+@pytest.mark.parametrize("kind", [{"dropout": 0.1}, {"name": "vit_medium_patch16_reg4_gap_256"}])
+def test_a_masked_autoencoder_step_waits_for_nothing(make_encoder: Callable[..., Any], kind: dict[str, Any]) -> None:
+    step(masked_autoencoder.Objective(make_encoder(**kind), masked_autoencoder.Config()), dtype=torch.bfloat16)
 
 
 def test_a_supervised_step_waits_for_nothing(make_encoder: Callable[..., Any]) -> None:

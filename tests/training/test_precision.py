@@ -11,17 +11,27 @@ import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
 from ssl_vit.interfaces import UserError
-from ssl_vit.objectives import classification, masked_patch
+from ssl_vit.objectives import classification, masked_autoencoder, masked_patch
 from ssl_vit.training.distributed import make_accelerator
 
 Make = Callable[..., Any]
 
 
-@pytest.mark.parametrize("target", ["mean_color", "downsized", "pixels", "labels"])
+def targets_of(objective: Any, batch: Any) -> torch.Tensor:
+    """Of all patches, where the targets are patches."""
+    if isinstance(objective, masked_autoencoder.Objective):
+        return objective.targets(batch.images, torch.arange(16).expand(len(batch.images), -1))
+    found: torch.Tensor = objective.targets(batch.images)
+    return found
+
+
+@pytest.mark.parametrize("target", ["mean_color", "downsized", "pixels", "labels", "autoencoder"])
 def test_norms_losses_and_targets_are_float32_under_autocast(make_encoder: Make, make_batch: Make, target: str) -> None:
     encoder = make_encoder(positions="learned")
     if target == "labels":
         objective: Any = classification.Objective(encoder, classification.Config(classes=5))
+    elif target == "autoencoder":
+        objective = masked_autoencoder.Objective(encoder, masked_autoencoder.Config())
     else:
         objective = masked_patch.Objective(encoder, masked_patch.Config(target=target, bits=1))
     batch = make_batch(4, noise=objective.noise_per_sample())
@@ -45,18 +55,18 @@ def test_norms_losses_and_targets_are_float32_under_autocast(make_encoder: Make,
     try:
         with torch.autocast("cpu", torch.bfloat16):
             output = objective(batch)
-            targets = objective.targets(batch.images) if target != "labels" else None
+            targets = targets_of(objective, batch) if target != "labels" else None
     finally:
         hook.remove()
         F.cross_entropy = cross_entropy
     assert seen["products"] == {torch.bfloat16}  # autocast was at work
     assert seen["norms"] == {torch.float32}
-    assert seen["log_softmax"] == (set() if target == "pixels" else {torch.float32})
+    assert seen["log_softmax"] == (set() if target in ("pixels", "autoencoder") else {torch.float32})
     assert output.loss.dtype == torch.float32
     assert all(metric.dtype == torch.float32 for metric in output.metrics.values())
     if targets is not None:
-        assert targets.dtype == (torch.float32 if target == "pixels" else torch.int64)
-        assert torch.equal(targets, objective.targets(batch.images))  # the same as without autocast
+        assert targets.dtype == (torch.float32 if target in ("pixels", "autoencoder") else torch.int64)
+        assert torch.equal(targets, targets_of(objective, batch))  # the same as without autocast
     output.loss.backward()
     assert {p.grad.dtype for p in objective.parameters() if p.grad is not None} == {torch.float32}
 
