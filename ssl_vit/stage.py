@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -54,6 +55,9 @@ def build(
     training, named = settings.training, len(shards.classes) if shards.classes else None
     if training.compile and accelerator.device.type == "xla":
         raise UserError("training.compile: XLA compiles by itself; set it to false")
+    if training.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it with its first product
+    torch.use_deterministic_algorithms(training.deterministic)
     set_seed(settings.seed)
     if encoder is None:
         encoder = build_encoder(settings.encoder, settings.init_from)

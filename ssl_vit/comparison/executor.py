@@ -17,6 +17,7 @@ from datetime import timedelta
 from statistics import fmean
 from typing import Any
 
+import torch
 from loky import ProcessPoolExecutor
 
 from ssl_vit.interfaces import RunError, Stopped, UserError
@@ -125,8 +126,8 @@ def _here() -> Iterator[_Workers]:
 class _Process(ProcessPoolExecutor):
     """One local process. Each is a pool of its own: one that is killed breaks no other."""
 
-    def __init__(self, threads: int) -> None:
-        super().__init__(1, initializer=_start_process, env={"OMP_NUM_THREADS": str(threads)})
+    def __init__(self, environment: dict[str, str]) -> None:
+        super().__init__(1, initializer=_start_process, env=environment)
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         found: Future[Any] = super().submit(_do_in_process, fn, *args, **kwargs)
@@ -136,11 +137,14 @@ class _Process(ProcessPoolExecutor):
 @contextmanager
 def _processes(jobs: int) -> Iterator[_Workers]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    threads, others = max(1, cores // jobs), set(multiprocessing.active_children())
+    threads, others, gpus = max(1, cores // jobs), set(multiprocessing.active_children()), visible_gpus()
     pools: list[_Process] = []
 
     def new() -> _Process:
-        pools.append(_Process(threads))
+        environment = {"OMP_NUM_THREADS": str(threads)}
+        if gpus:  # one of them for each process, in turn
+            environment["CUDA_VISIBLE_DEVICES"] = gpus[len(pools) % len(gpus)]
+        pools.append(_Process(environment))
         return pools[-1]
 
     try:
@@ -153,6 +157,12 @@ def _processes(jobs: int) -> Iterator[_Workers]:
             process.join(_SECONDS_TO_SAVE)
         for pool in pools:
             pool.shutdown(kill_workers=True)
+
+
+def visible_gpus() -> list[str]:
+    """Names of the NVIDIA GPUs that this process may use, as CUDA_VISIBLE_DEVICES has them."""
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return given.split(",") if given else [str(number) for number in range(torch.cuda.device_count())]
 
 
 def _start_process() -> None:

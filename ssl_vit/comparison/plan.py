@@ -138,10 +138,12 @@ class Plan:
         return seed if drawn else c.seeds[0]
 
     def pretraining(self, task: TaskRecord) -> Recipe:
-        """The recipe of a `pretrain` task, with its own directory and seed."""
-        recipe = self.study.recipes[task.arm]
-        seed = task.seed if self.study.comparison.pretrain_per_seed else recipe.seed
-        return recipe.model_copy(update={"run": str(self.weights(task.arm, task.seed)), "seed": seed})
+        """The recipe of a `pretrain` task, with its own directory and seed; jobs share the loader processes."""
+        recipe, c = self.study.recipes[task.arm], self.study.comparison
+        workers = -(-recipe.data.workers // c.jobs)
+        seed = task.seed if c.pretrain_per_seed else recipe.seed
+        data = recipe.data.model_copy(update={"workers": workers})
+        return recipe.model_copy(update={"run": str(self.weights(task.arm, task.seed)), "seed": seed, "data": data})
 
     @cached_property
     def tasks(self) -> tuple[TaskRecord, ...]:

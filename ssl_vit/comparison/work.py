@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from filelock import FileLock
 
 from ssl_vit import api, recipe, results
@@ -18,7 +19,7 @@ from ssl_vit.environment import environment
 from ssl_vit.evaluators import runner
 from ssl_vit.evaluators.features import EvalContext
 from ssl_vit.files import read_json
-from ssl_vit.interfaces import UserError
+from ssl_vit.interfaces import RunError, UserError
 from ssl_vit.models import factory
 from ssl_vit.models.vit import ViTEncoder
 from ssl_vit.records import RunSummary, TaskRecord, TaskResult
@@ -54,7 +55,13 @@ def do(plan: Plan, task: TaskRecord) -> None:
     with FileLock(path.with_name(f".{task.id}.lock")) if is_main_process() else nullcontext():
         if not distributed.gather(is_done(plan, task))[0]:
             start = time.perf_counter()
-            rows, about = _run(plan, task)
+            try:
+                rows, about = _run(plan, task)
+            except torch.OutOfMemoryError as error:
+                raise RunError(
+                    f"the GPU has too little memory ({str(error).splitlines()[0]}); lower jobs, or set "
+                    "training.auto_batch=true for the arm or evaluator"
+                ) from None
             if is_main_process():
                 result = TaskResult(
                     id=task.id,

@@ -46,7 +46,7 @@ class Config(TrainedConfig, LabeledConfig):
         },
         "mae": {
             "optim": {"lr": 5e-4, "lr_batch": 256, "weight_decay": 0.05, "layer_decay": 0.65, "clip_norm": 0.0},
-            "training": {"epochs": 100, "batch_size": 1024},
+            "training": {"epochs": 100, "batch_size": 1024, "auto_batch": True},
             "warmup_epochs": 5,
             "head": {"head": "linear", "pooling": "mean", "mixup": 0.8, "cutmix": 1.0, "label_smoothing": 0.1},
             "augment": {"scale": (0.08, 1.0)},

@@ -39,7 +39,7 @@ class Config(FeatureConfig, LabeledConfig, TrainedConfig):
         method: {
             "sweep": sweep,
             "optim": {"name": "lars", "lr": 0.1, "lr_batch": 256, "clip_norm": 0},
-            "training": {"epochs": 90, "batch_size": 16384},
+            "training": {"epochs": 90, "batch_size": 16384, "auto_batch": True},
             "warmup_epochs": 10,
             "head": {"head": "probe"},
             "augment": {"scale": (0.08, 1.0)},

@@ -45,6 +45,8 @@ class TrainingConfig(Config):
     precision: `fp32`, `tf32` (float32 with matrix products in TensorFloat-32), `bf16`, `fp16` (with loss scaling), or
         `auto`: the faster of fp32 (GPUs: tf32) and bf16 in a short trial of this recipe on this device; the run's
         recipe keeps the choice. Weights, color targets, softmax, norms and losses are float32 in any case.
+    deterministic: use deterministic algorithms only, so that a GPU repeats a run bit by bit on the same hardware and
+        number of processes (a CPU does so in any case); slower.
     compile: use torch.compile: faster on GPUs, after a minute or more before the first step. Of little use on CPUs.
     checkpoint_activations: keep one block's activations at a time and compute them again in the backward pass: less
         memory, about a third more time, the same result.
@@ -63,6 +65,7 @@ class TrainingConfig(Config):
     accumulate: int = Field(1, ge=1, le=2**20)
     auto_batch: bool = False
     precision: Precision = "fp32"
+    deterministic: bool = False
     compile: bool = False
     checkpoint_activations: bool = False
     ema: float = Field(0.0, ge=0, lt=1)

@@ -245,7 +245,9 @@ class Trainer:
     def _find_accumulation(self) -> None:
         """training.auto_batch, at the first step; begins with the number that the session before found."""
         if self.accelerator.is_fsdp2 or self.accelerator.device.type == "xla":
-            raise UserError("training.auto_batch: not for sharded models and XLA; set training.accumulate instead")
+            raise UserError(
+                "training.auto_batch: not for sharded models and XLA; set it to false, and training.accumulate"
+            )
         self.search, progress = False, self.progress
         lanes, least = self.own_lanes, max(progress.accumulate, self.job.training.accumulate)
         progress.accumulate = find_accumulation(self.state, self.batch, self.accelerator.autocast, lanes, least)

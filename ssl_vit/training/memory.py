@@ -13,6 +13,7 @@ from ssl_vit.training import distributed
 from ssl_vit.training.state import State, random_state, set_random_state
 
 _OPTIMIZER_COPIES = 2  # of the weights, which AdamW keeps, and which the first step takes after its backward pass
+_RESERVE = 0.05  # share of a GPU's memory kept free: later steps fragment it
 
 
 def find_accumulation(
@@ -29,6 +30,9 @@ def find_accumulation(
 
     def attempt(count: int) -> None:
         held = [torch.zeros_like(p) for p in objective.parameters() if p.requires_grad for _ in range(copies)]
+        if state.device.type == "cuda":
+            total = torch.cuda.get_device_properties(state.device).total_memory
+            held.append(torch.empty(int(_RESERVE * total), dtype=torch.uint8, device=state.device))
         # Not through DDP: a process that runs out of memory would leave the others waiting.
         with autocast():
             loss = objective(batch.split(count)[0]).loss

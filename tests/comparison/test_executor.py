@@ -35,20 +35,24 @@ def do(folder: Path, one: TaskRecord) -> None:
     time.sleep(float(one.arm))
     for need in one.after:
         assert (folder / need).exists()
-    (folder / one.id).write_text(f"{os.getpid()} {os.environ.get('OMP_NUM_THREADS')}")
+    (folder / one.id).write_text(
+        f"{os.getpid()} {os.environ.get('OMP_NUM_THREADS')} {os.environ.get('CUDA_VISIBLE_DEVICES')}"
+    )
 
 
 def done(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
 
-def test_jobs_share_the_tasks_and_the_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_jobs_share_the_tasks_the_cores_and_the_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(6)))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
     tasks = [task("a", arm="0.3"), task("b", arm="0.3"), task("c", "a"), task("d", "b", "c")]
     executor.run(tasks, partial(do, tmp_path), jobs=2, say=lambda text: None)
     found = [(tmp_path / name).read_text().split() for name in "abcd"]
-    assert len({process for process, _ in found}) == 2
-    assert {threads for _, threads in found} == {"3"}
+    assert {gpu for _, _, gpu in found} == {"5", "7"}
+    assert len({(process, gpu) for process, _, gpu in found}) == 2
+    assert {threads for _, threads, _ in found} == {"3"}
     assert not multiprocessing.active_children()
 
 

@@ -10,16 +10,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from sklearn.datasets import load_digits
 
 from ssl_vit import cli, evaluators, results
 from ssl_vit.cli import compare as commands
 from ssl_vit.comparison import work
 from ssl_vit.comparison.config import load_comparison
+from ssl_vit.comparison.plan import Plan
 from ssl_vit.comparison.run import check, compare
 from ssl_vit.data.shards import open_shards
 from ssl_vit.evaluators.labels import labels_of
-from ssl_vit.interfaces import UserError
+from ssl_vit.interfaces import RunError, UserError
+from ssl_vit.records import TaskRecord
 from ssl_vit.report.page import write_report
 from ssl_vit.report.read import Comparison
 
@@ -338,3 +341,23 @@ def test_another_job_s_task_is_waited_for(mini: Mini, monkeypatch: pytest.Monkey
     monkeypatch.setattr(work, "_run", lambda plan, task: pytest.fail(f"{task.id} is run again"))
     for task in checked.missing:
         work.do(checked.plan, task)
+
+
+def test_a_gpu_without_enough_memory_fails_one_task(mini: Mini, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = work._run
+
+    def full(plan: Plan, task: TaskRecord) -> Any:
+        if task.arm == "pixels":
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nmore")
+        return run(plan, task)
+
+    monkeypatch.setattr(work, "_run", full)
+    with pytest.raises(RunError, match=r"few_shot-pixels-0: .*Tried to allocate 2 GiB\); lower jobs.*\n1 of "):
+        quietly(mini(evaluators={"few_shot": {"shots": [1]}}))
+
+
+def test_jobs_share_the_loader_processes(mini: Mini) -> None:
+    study = load_comparison(mini(jobs=2, arms={"ssl": {"label": "SSL", "recipe": "pretrain_vit_tiny"}}))
+    plan = Plan(study, Path("nowhere"), study.sets)
+    assert study.recipes["ssl"].data.workers == 2
+    assert plan.pretraining(plan.tasks[0]).data.workers == 1

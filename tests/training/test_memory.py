@@ -114,3 +114,11 @@ def test_the_average_is_what_is_published_and_trains_nothing(train: Train, lines
     trained = {n.removeprefix("encoder.network."): t for n, t in weights(averaged, "training.safetensors").items()}
     assert same(trained, weights(plain)) and not same(weights(averaged), weights(plain))
     assert same(load_file(averaged / "encoder.safetensors"), weights(averaged))
+
+
+def test_deterministic_algorithms_learn_the_same(train: Train, tmp_path: Path) -> None:
+    found = weights(train(tmp_path / "deterministic", "training.deterministic=true"))
+    assert torch.are_deterministic_algorithms_enabled()
+    expected = weights(train(tmp_path / "usual"))
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert same(found, expected)
