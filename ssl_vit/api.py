@@ -64,7 +64,8 @@ def train(settings: Recipe, *, quiet: bool = False) -> Path:
         if accelerator.is_main_process:
             open_run(run, settings, accelerator, job.data)
     try:
-        parameters, flops = sum(p.numel() for p in job.objective.parameters()), training_flops(job.objective)
+        parameters = sum(p.numel() for p in job.objective.parameters())
+        flops = training_flops(job.objective, settings.data.views)
         outcome = loop.train(job)
         images_seen = outcome.steps * training.batch_size
         summary = RunSummary(

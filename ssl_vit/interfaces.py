@@ -66,19 +66,23 @@ def pair(size: Size) -> tuple[int, int]:
 
 @dataclass
 class Batch:
-    """The images of one process for one step, in lane order.
+    """The images of one process for one step, in lane order. With several views, the rows of an image are consecutive
+    and its label, index and key are repeated.
 
     images: uint8 (B, C, H, W), 0..255, augmented but neither flipped nor normalized (the device does both); in
         memory as rows of pixels (channels last).
     labels: int64 (B,), the class index; -1 in padding and where the objective needs no labels.
-    noise: float32 (B, M), uniform in [0, 1): a function of (seed, epoch, sample index) alone, so that every random
-        choice an objective makes from it is the same on any number of processes. M is what the objective asked for.
+    noise: float32 (B, M), uniform in [0, 1): a function of (seed, epoch, sample index, view) alone, so that every
+        random choice an objective makes from it is the same on any number of processes. M is what the objective asked
+        for.
     flip: bool (B,), whether the device mirrors the image left to right.
-    jitter: float32 (B, 3), the factors of brightness, contrast and saturation that the device applies; None: none.
+    jitter: float32 (B, 3) or (B, 6), the color augmentation that the device applies (see `data.augment`); None: none.
     indices: int64 (B,), the sample's global index in its shard set; -1 in padding.
     valid: bool (B,), False in the padding that evaluation streams use to equalize batch counts.
     keys: the samples' names in their shards, for error messages.
-    lane_size: consecutive images that came from one lane; B is a multiple of it (0: not from lanes).
+    lane_size: consecutive rows that came from one lane; B is a multiple of it (0: not from lanes).
+    views: consecutive rows that show one image; B is a multiple of it.
+    step: of the optimizer, from 0, in training; the same on all processes.
     """
 
     images: torch.Tensor
@@ -90,6 +94,8 @@ class Batch:
     keys: list[str]
     lane_size: int = 0
     jitter: torch.Tensor | None = None
+    views: int = 1
+    step: int = 0
 
     def split(self, parts: int) -> list[Batch]:
         """Equal consecutive micro-batches; the size must be a multiple of `parts`."""
@@ -110,6 +116,8 @@ class Batch:
                 **{name: getattr(self, name)[n * size : (n + 1) * size] for name in tensors},
                 keys=self.keys[n * size : (n + 1) * size],
                 lane_size=self.lane_size,
+                views=self.views,
+                step=self.step,
             )
             for n in range(parts)
         ]
@@ -144,6 +152,8 @@ class Objective(Protocol):
     # Optional:
     # `needs_labels`: True where samples without a label are of no use.
     # `config.classes`: how many classes there are, where the shards do not name them.
+    # `least_views`: how many views of each image (`data.views`) it needs.
+    # `whole_batch`: True where the loss is not a mean over images, so that micro-batches would change it.
     # `reconstruct(batch, images) -> (given, predicted, truth)`: patches, uint8 (B, N, C, P, P), that `ssl-vit inspect`
     # and `training.picture_every` draw beside the images, uint8 (B, C, H, W), which are flipped and jittered already.
     # `summarize(means) -> logged`: from each metric's means over the global batches of S consecutive steps,

@@ -16,6 +16,7 @@ from torch import nn
 
 from ssl_vit import plugins, recipe
 from ssl_vit.data import DataConfig
+from ssl_vit.data.augment import color_augment
 from ssl_vit.data.images import train_transform
 from ssl_vit.data.order import LanePosition
 from ssl_vit.data.samples import Preprocess
@@ -71,7 +72,8 @@ def build(
         classes or getattr(settings.objective, "classes", None) or named,
         noise=objective.noise_per_sample(),  # type: ignore[operator]
         flip=settings.data.augment.flip,
-        jitter=settings.data.augment.jitter,
+        color=color_augment(settings.data.augment),
+        views=settings.data.views,
         seed=settings.seed,
         needs_labels=needs_labels,
         max_pixels=settings.data.max_pixels,
@@ -121,9 +123,22 @@ def build_encoder(config: EncoderConfig, init_from: str | None) -> factory.Encod
 
 
 def build_objective(settings: Recipe, encoder: factory.Encoder, classes: int | None) -> nn.Module:
-    """The recipe's objective around an encoder. classes: how many the shards name."""
-    module = plugins.load("objectives", str(settings.objective.name))  # type: ignore[attr-defined]
-    return module.Objective(encoder, settings.objective, classes)
+    """The recipe's objective around an encoder. classes: how many the shards name.
+
+    Raises UserError where it does not fit the recipe's views or micro-batches.
+    """
+    name, training = str(settings.objective.name), settings.training  # type: ignore[attr-defined]
+    objective: nn.Module = plugins.load("objectives", name).Objective(encoder, settings.objective, classes)
+    least = getattr(objective, "least_views", 1)
+    if settings.data.views < least:
+        raise UserError(f"data.views={settings.data.views}: {name} needs at least {least} views of each image")
+    if getattr(objective, "whole_batch", False) and (training.accumulate > 1 or training.auto_batch):
+        key = "auto_batch" if training.auto_batch else "accumulate"
+        raise UserError(
+            f"training.{key}: micro-batches would change the loss of {name}, which compares the images of a batch; "
+            "lower training.batch_size or data.views, or set training.checkpoint_activations=true"
+        )
+    return objective
 
 
 def check(settings: Recipe, shards: ShardSet) -> None:
@@ -216,7 +231,7 @@ def dry_run(settings: Recipe, shards: ShardSet | None = None, subset: np.ndarray
     accelerator = make_accelerator(training.precision, training.timeout)
     shards = shards or open_training(settings.data)
     job = build(settings, shards, accelerator, subset=subset, quiet=True)
-    flops, parameters = training_flops(job.objective), list(job.objective.parameters())
+    flops, parameters = training_flops(job.objective, settings.data.views), list(job.objective.parameters())
     batches = job.batches([LanePosition()] * job.lanes)
     next(batches)
     start = time.perf_counter()

@@ -10,7 +10,7 @@ import torch
 from matplotlib.figure import Figure
 
 from ssl_vit.analysis import figures
-from ssl_vit.data.images import device_images
+from ssl_vit.data.augment import device_images
 from ssl_vit.interfaces import Batch
 from ssl_vit.objectives.patches import patch_pixels, whole_images
 
@@ -24,8 +24,8 @@ def reconstructions(objective: Any, batch: Batch, images: int = 6) -> np.ndarray
     objective: one with `reconstruct` (see `interfaces.Objective`); it is in evaluation mode afterwards.
     """
     count = min(images, len(batch.images))
-    tensors = {name: value[:count] for name, value in vars(batch).items() if isinstance(value, torch.Tensor)}
-    few = replace(batch, **tensors, keys=batch.keys[:count], lane_size=0)
+    tensors: dict[str, Any] = {name: value[:count] for name, value in vars(batch).items() if isinstance(value, torch.Tensor)}
+    few = replace(batch, **tensors, keys=batch.keys[:count], lane_size=0, views=1)
     objective.eval()
     pixels = device_images(few)
     columns = (patch_pixels(pixels, objective.encoder.patch_size), *objective.reconstruct(few, pixels))

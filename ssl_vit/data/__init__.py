@@ -23,6 +23,10 @@ class AugmentConfig(Config):
     flip: mirror half of the images, on the device.
     brightness, contrast, saturation: largest relative change of each (factor drawn from 1 - x to 1 + x), on the device;
         color targets see the changed pixels.
+    hue: largest shift of the hue, as a share of the color circle.
+    jitter_prob: probability that brightness, contrast, saturation and hue of an image change at all.
+    grayscale, blur, solarize: probability that an image loses its color, is blurred (Gaussian of 7x7 pixels, standard
+        deviation drawn from 0.1 to 2), or has its values from 128 on inverted, as in SimCLR, BYOL and LeJEPA.
     reduced_decode: decode JPEGs at 1/2, 1/4 or 1/8 of their size where the inception crop is that much larger than the
         image; off, every pixel is exactly torchvision's.
     """
@@ -38,11 +42,12 @@ class AugmentConfig(Config):
     brightness: float = Field(0.0, ge=0, le=1)
     contrast: float = Field(0.0, ge=0, le=1)
     saturation: float = Field(0.0, ge=0, le=1)
+    hue: float = Field(0.0, ge=0, le=0.5)
+    jitter_prob: float = Field(1.0, ge=0, le=1)
+    grayscale: float = Field(0.0, ge=0, le=1)
+    blur: float = Field(0.0, ge=0, le=1)
+    solarize: float = Field(0.0, ge=0, le=1)
     reduced_decode: bool = True
-
-    @property
-    def jitter(self) -> tuple[float, float, float]:
-        return self.brightness, self.contrast, self.saturation
 
     @model_validator(mode="after")
     def _ranges_rise(self) -> AugmentConfig:
@@ -90,6 +95,8 @@ class DataConfig(Config):
     train: a folder of shards, one tar, a glob, a brace range (`shards/{000000..000099}.tar`) or such a URL: http(s)://,
         s3://, gs://, hf://datasets/USER/NAME/... or any other that fsspec knows. Or a mixture: a list of such names, or
         of {shards: NAME, weight: NUMBER}; its epoch has as many samples as its sets together.
+    views: augmented views of each image in a step, each drawn by itself. LeJEPA compares them; other objectives take
+        them as so many images (repeated augmentation). Batch sizes count images.
     samples: train on so many of the samples, the same ones for every seed; a larger number includes a smaller one's
         (None: all).
     remote: retries and local cache for URLs.
@@ -107,6 +114,7 @@ class DataConfig(Config):
     train: Annotated[
         Annotated[str, Tag("<name>")] | Annotated[tuple[WeightedShards, ...], Tag("<mixture>")], Discriminator(_kind)
     ]
+    views: int = Field(1, ge=1, le=64)
     samples: int | None = Field(None, ge=1)
     remote: RemoteConfig = RemoteConfig()
     lanes: int = Field(8, ge=1, le=2**20)

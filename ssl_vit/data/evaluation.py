@@ -67,7 +67,8 @@ class EvaluationStream:
             if number + 1 < len(wanted):
                 reader.files.ahead(wanted[number + 1][0])
             for member in members.tolist():
-                yield reader.sample(shard, member, self.epoch)
+                item = reader.sample(shard, member, self.epoch)
+                yield item if isinstance(item, Skip) else item[0]
 
 
 def evaluation_stream(

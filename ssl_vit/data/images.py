@@ -1,8 +1,7 @@
 """Raw members -> images and labels, and what happens to an image between the decoder and the model.
 
 A closed list of decoders (images, class indices); any other member is ignored. Transforms are torchvision's, on uint8
-tensors. Flip, color jitter and normalization run on the device (`device_images`): color targets come from the uint8
-pixels that the model sees.
+tensors. Flip, color augmentation (`augment.py`) and normalization run on the device.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from ssl_vit.data import MAX_PIXELS, AugmentConfig, DataConfig
 from ssl_vit.data.jpeg import Jpeg
 from ssl_vit.data.shards.info import IMAGE_EXTENSIONS, STORED_FORMATS
 from ssl_vit.data.shards.reading import BadSample
-from ssl_vit.interfaces import Batch, Size, UserError, pair
+from ssl_vit.interfaces import Size, UserError, pair
 
 _MOST_CLASSES = 10_000_000
 _PIL_MODES = {1: "L", 3: "RGB", 4: "RGBA"}
@@ -160,7 +159,6 @@ def decode_label(sample: Mapping[str, bytes], classes: int | None) -> int:
 
 
 Transform = Callable[[Picture], torch.Tensor]
-_GRAY = (0.2989, 0.587, 0.114)  # torchvision's weights of red, green and blue
 
 
 class InceptionCrop:
@@ -249,29 +247,3 @@ def _cover(image_CHW: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
             f"its {height}x{width} pixels would be {target[0]}x{target[1]} once they cover {size[0]}x{size[1]}"
         )
     return v2.functional.resize(image_CHW, target, InterpolationMode.BILINEAR, antialias=True)
-
-
-def device_images(batch: Batch) -> torch.Tensor:
-    """The batch's images as the model sees them before normalization: uint8 (B, C, H, W), mirrored and color-jittered
-    where the batch says so. Pure element-wise work and one mean an image, so that a compiler makes one pass of it."""
-    images = torch.where(batch.flip[:, None, None, None], batch.images.flip(-1), batch.images)
-    return images if batch.jitter is None else _jittered(images, batch.jitter)
-
-
-def _jittered(images_BCHW: torch.Tensor, factors_B3: torch.Tensor) -> torch.Tensor:
-    """Brightness, then contrast, then saturation by the given factors, as torchvision's functions of these names define
-    them, but rounded to uint8 once, at the end. Gray images have no saturation."""
-    brightness, contrast, saturation = factors_B3[:, :, None, None, None].unbind(1)
-    pixels = (images_BCHW.float() * brightness).clamp(0, 255)
-    pixels = (pixels * contrast + _gray(pixels).mean((1, 2, 3), keepdim=True) * (1 - contrast)).clamp(0, 255)
-    if images_BCHW.shape[1] == 3:
-        pixels = pixels * saturation + _gray(pixels) * (1 - saturation)
-    return pixels.clamp(0, 255).round().to(torch.uint8)
-
-
-def _gray(pixels_BCHW: torch.Tensor) -> torch.Tensor:
-    if pixels_BCHW.shape[1] != 3:
-        return pixels_BCHW
-    # Numbers, no tensor of them: that would be copied to the device, and the host would wait for it.
-    red, green, blue = (weight * channel for weight, channel in zip(_GRAY, pixels_BCHW.split(1, dim=1), strict=True))
-    return red + green + blue

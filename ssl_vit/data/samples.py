@@ -6,10 +6,12 @@ import hashlib
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from ssl_vit.data import MAX_PIXELS
+from ssl_vit.data.augment import ColorAugment
 from ssl_vit.data.images import Picture, Pixels, Transform, decode_label, open_picture
 from ssl_vit.data.order import LanePosition
 from ssl_vit.data.shards import ShardSet
@@ -21,8 +23,8 @@ from ssl_vit.interfaces import Batch
 class Preprocess:
     """How samples become tensors: the same for a training and an evaluation stream.
 
-    noise: uniform numbers drawn for each sample. classes: upper bound of valid labels (None: unknown).
-    jitter: largest relative change of brightness, contrast and saturation.
+    noise: uniform numbers drawn for each view. classes: upper bound of valid labels (None: unknown).
+    color: draws the color augmentation of each view (None: none). views: of each sample.
     max_pixels: of an image before it is decoded.
     needs_labels: samples without a label are skipped. reads_labels: they are kept, with label -1.
     """
@@ -32,7 +34,8 @@ class Preprocess:
     classes: int | None
     noise: int = 0
     flip: bool = False
-    jitter: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    color: ColorAugment | None = None
+    views: int = 1
     seed: int = 0
     needs_labels: bool = False
     reads_labels: bool = False
@@ -63,6 +66,8 @@ class Chunk:
 
 @dataclass
 class Sample:
+    """One view of a sample."""
+
     image: torch.Tensor
     label: int
     noise: torch.Tensor
@@ -72,9 +77,10 @@ class Sample:
     key: str
 
 
-def sample_seed(seed: int, epoch: int, index: int) -> int:
-    """A 64-bit seed for everything random about one sample in one epoch, whichever process draws it."""
-    digest = hashlib.blake2b(struct.pack("<qqq", seed, epoch, index), digest_size=8).digest()
+def sample_seed(seed: int, epoch: int, index: int, view: int = 0) -> int:
+    """A 64-bit seed for everything random about one view of a sample in one epoch, whichever process draws it."""
+    numbers = struct.pack("<qqq", seed, epoch, index) + (struct.pack("<q", view) if view else b"")
+    digest = hashlib.blake2b(numbers, digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
 
 
@@ -93,10 +99,9 @@ class SampleReader:
         self.cache: dict[tuple[int, int], tuple[int, int, int, int, str]] = {}
         self.reads = 0
         self.least: tuple[int, int] | None = getattr(preprocess.transform, "least", None)
-        self.spread = torch.tensor(preprocess.jitter) if any(preprocess.jitter) else None
 
-    def sample(self, shard: int, member: int, epoch: int) -> Sample | Skip:
-        """Read and decode (or recall) one sample and draw its augmentation, flip and noise from its own seed."""
+    def sample(self, shard: int, member: int, epoch: int) -> list[Sample] | Skip:
+        """Read and decode (or recall) one sample; draw noise, flip and augmentation of each view from its own seed."""
         preprocess, key = self.preprocess, f"#{member}"
         try:
             picture: Picture
@@ -115,11 +120,14 @@ class SampleReader:
                     raise BadSample("no label (.cls), which this objective needs")
                 picture = self._keep(shard, member, picture, label, key)
             index = int(self.first_index[shard]) + member
-            torch.default_generator.manual_seed(sample_seed(preprocess.seed, epoch, index))
-            noise = torch.rand(preprocess.noise)
-            flip = preprocess.flip and bool(torch.rand(()) < 0.5)
-            jitter = None if self.spread is None else 1 + (2 * torch.rand(3) - 1) * self.spread
-            return Sample(preprocess.transform(picture), label, noise, flip, jitter, index, key)
+            views = []
+            for view in range(preprocess.views):
+                torch.default_generator.manual_seed(sample_seed(preprocess.seed, epoch, index, view))
+                noise = torch.rand(preprocess.noise)
+                flip = preprocess.flip and bool(torch.rand(()) < 0.5)
+                jitter = preprocess.color.draw() if preprocess.color else None
+                views.append(Sample(preprocess.transform(picture), label, noise, flip, jitter, index, key))
+            return views
         except BadSample as problem:
             return Skip(self.shards.urls[shard], key, str(problem))
 
@@ -145,7 +153,7 @@ class SampleReader:
 
 
 def stacked(samples: Sequence[Sample], size: int, preprocess: Preprocess) -> Chunk:
-    """Samples as a chunk of `size`; padding is black with label -1, index -1 and valid False."""
+    """Views of samples as a chunk of `size`; padding is black with label -1, index -1 and valid False."""
     padding = [_blank(preprocess)] * (size - len(samples)) if len(samples) < size else []
     every = [*samples, *padding]
     # As rows of pixels, which is how the resize left them: a copy, not a transposition.
@@ -157,7 +165,7 @@ def stacked(samples: Sequence[Sample], size: int, preprocess: Preprocess) -> Chu
         "indices": torch.tensor([sample.index for sample in every]),
         "valid": torch.arange(size) < len(samples),
     }
-    if any(preprocess.jitter):
+    if preprocess.color:
         tensors["jitter"] = torch.stack([sample.jitter for sample in every if sample.jitter is not None])
     return Chunk(tensors, keys=[sample.key for sample in samples])
 
@@ -165,11 +173,13 @@ def stacked(samples: Sequence[Sample], size: int, preprocess: Preprocess) -> Chu
 def _blank(preprocess: Preprocess) -> Sample:
     """Padding: black, of the size that the transform gives."""
     image = preprocess.transform(Pixels(torch.zeros(preprocess.channels, 8, 8, dtype=torch.uint8)))
-    jitter = torch.ones(3) if any(preprocess.jitter) else None
+    jitter = torch.ones(preprocess.color.columns) if preprocess.color else None
     return Sample(torch.zeros_like(image), -1, torch.zeros(preprocess.noise), False, jitter, -1, "")
 
 
-def join(parts: Sequence[Chunk], device: torch.device, lane_size: int, *, shared: bool = False) -> tuple[Batch, Chunk]:
+def join(
+    parts: Sequence[Chunk], device: torch.device, lane_size: int, *, views: int = 1, shared: bool = False
+) -> tuple[Batch, Chunk]:
     """The workers' chunks in worker order as one batch on the device; and what they carry besides tensors.
 
     shared: the tensors lie in memory that a worker will overwrite, and are copied.
@@ -181,7 +191,7 @@ def join(parts: Sequence[Chunk], device: torch.device, lane_size: int, *, shared
         whole = torch.cat(tensors) if copy else tensors[0]
         return whole.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else whole.to(device)
 
-    tensors = {name: joined(name) for name in parts[0].tensors}
-    batch = Batch(**tensors, keys=[key for part in parts for key in part.keys], lane_size=lane_size)
+    tensors: dict[str, Any] = {name: joined(name) for name in parts[0].tensors}
+    batch = Batch(**tensors, keys=[key for part in parts for key in part.keys], lane_size=lane_size, views=views)
     positions = {lane: position for part in parts for lane, position in part.positions.items()}
     return batch, Chunk(positions=positions, skipped=[skip for part in parts for skip in part.skipped])

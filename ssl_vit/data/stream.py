@@ -53,7 +53,8 @@ def train_source(
         chunks = loaded(stream, PREFETCH)
         while True:
             parts = [next(chunks) for _ in range(max(stream.workers, 1))]
-            yield join(parts, device, stream.per_lane, shared=stream.workers > 0)
+            rows = stream.per_lane * preprocess.views
+            yield join(parts, device, rows, views=preprocess.views, shared=stream.workers > 0)
 
     return batches
 
@@ -80,7 +81,7 @@ class TrainStream:
         return self.data.worker_timeout
 
     def blank(self, worker: int) -> Chunk:
-        return stacked([], len(self._lanes(worker)) * self.per_lane, self.preprocess)
+        return stacked([], len(self._lanes(worker)) * self.per_lane * self.preprocess.views, self.preprocess)
 
     def chunks(self, worker: int) -> Iterator[Chunk]:
         own = self._lanes(worker)
@@ -90,7 +91,7 @@ class TrainStream:
             chunk, samples = Chunk(), list[Sample]()
             for lane, stream in lanes.items():
                 taken = [next(stream) for _ in range(self.per_lane)]
-                samples += [sample for sample, _, _ in taken]
+                samples += [view for views, _, _ in taken for view in views]
                 chunk.positions[lane] = taken[-1][1]
                 chunk.skipped += [skip for _, _, skips in taken for skip in skips]
             stack = stacked(samples, len(samples), self.preprocess)
@@ -100,8 +101,8 @@ class TrainStream:
     def _lanes(self, worker: int) -> list[int]:
         return worker_lanes(self.data.lanes, self.ranks, self.rank, self.workers, worker)
 
-    def _samples(self, reader: SampleReader, lane: int) -> Iterator[tuple[Sample, LanePosition, list[Skip]]]:
-        """One lane's samples: each with the position after it and what was skipped before it."""
+    def _samples(self, reader: SampleReader, lane: int) -> Iterator[tuple[list[Sample], LanePosition, list[Skip]]]:
+        """One lane's samples: the views of each with the position after it and what was skipped before it."""
         longest = 2 * max(sum(samples.samples for samples in self.sets) // self.data.lanes, 1)
         skipped: list[Skip] = []
         reads = -1
@@ -111,7 +112,7 @@ class TrainStream:
             reads = reader.reads
             for offset, member in enumerate(run.members.tolist()):
                 item = reader.sample(run.shard, member, run.epoch)
-                if isinstance(item, Sample):
+                if not isinstance(item, Skip):
                     yield item, LanePosition(run.start.epoch, run.start.position + offset + 1), skipped
                     skipped = []
                     continue

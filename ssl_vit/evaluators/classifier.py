@@ -88,7 +88,7 @@ class TrainedConfig(SweepConfig):
         return Recipe(
             name=name,
             seed=seed,
-            data=data.model_copy(update={"augment": self.augment, "lanes": self.lanes, "samples": None}),
+            data=data.model_copy(update={"augment": self.augment, "lanes": self.lanes, "samples": None, "views": 1}),
             encoder=encoder,
             objective=self.head,
             optim=self.optim.model_copy(update={"warmup_steps": min(warmup, steps // 5)}),

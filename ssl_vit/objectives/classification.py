@@ -10,7 +10,7 @@ from pydantic import Field
 from torch import nn
 from torchvision.transforms import v2
 
-from ssl_vit.data.images import device_images
+from ssl_vit.data.augment import device_images
 from ssl_vit.interfaces import Batch, StepOutput, UserError
 from ssl_vit.interfaces import Config as BaseConfig
 from ssl_vit.models.encoder import Encoder

@@ -12,7 +12,7 @@ from timm.layers import build_sincos2d_pos_embed
 from timm.models.vision_transformer import Block
 from torch import nn
 
-from ssl_vit.data.images import device_images
+from ssl_vit.data.augment import device_images
 from ssl_vit.interfaces import Batch, StepOutput, UserError
 from ssl_vit.interfaces import Config as BaseConfig
 from ssl_vit.models.encoder import Encoder

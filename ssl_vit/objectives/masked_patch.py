@@ -10,7 +10,7 @@ import torch.nn.functional as F  # noqa: N812
 from pydantic import Field, model_validator
 from torch import nn
 
-from ssl_vit.data.images import device_images
+from ssl_vit.data.augment import device_images
 from ssl_vit.interfaces import Batch, StepOutput, UserError
 from ssl_vit.interfaces import Config as BaseConfig
 from ssl_vit.models.encoder import Encoder

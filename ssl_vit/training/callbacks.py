@@ -65,7 +65,7 @@ def _keys(to_blame: bool, keys: list[str]) -> list[str]:
     """Keys of a bad step's samples, of the processes that are to blame, or of all where none is. A collective call."""
     found = distributed.gather((to_blame, keys))
     sure = any(blame for blame, _ in found)
-    return [key for blame, names in found for key in names if blame or not sure]
+    return list(dict.fromkeys(key for blame, names in found for key in names if blame or not sure))  # views repeat them
 
 
 class Logging(Callback):

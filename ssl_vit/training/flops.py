@@ -13,8 +13,10 @@ from ssl_vit.interfaces import Batch
 _IMAGES = 2  # one image alone would be refused by a batch norm
 
 
-def training_flops(objective: nn.Module) -> float:
+def training_flops(objective: nn.Module, views: int = 1) -> float:
     """Floating-point operations (a multiply and an add are two) of the forward and backward pass, for one image.
+
+    views: of the image (`data.views`).
 
     Counted over matrix products, convolutions and attention, by torch's counter, on the objective's own batch; nothing
     is computed, and torch's generator stays where it was.
@@ -24,7 +26,7 @@ def training_flops(objective: nn.Module) -> float:
     height, width = replica.encoder.image_size  # type: ignore[union-attr, misc]
 
     def blank(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(_IMAGES, *shape, dtype=dtype, device="meta")
+        return torch.empty(_IMAGES * views, *shape, dtype=dtype, device="meta")
 
     batch = Batch(
         images=blank(replica.encoder.channels, height, width, dtype=torch.uint8),  # type: ignore[union-attr, arg-type]
@@ -33,8 +35,9 @@ def training_flops(objective: nn.Module) -> float:
         flip=blank(dtype=torch.bool),
         indices=blank(dtype=torch.int64),
         valid=blank(dtype=torch.bool),
-        keys=[""] * _IMAGES,
-        lane_size=_IMAGES,
+        keys=[""] * _IMAGES * views,
+        lane_size=_IMAGES * views,
+        views=views,
     )
     with torch.random.fork_rng(devices=[]), FlopCounterMode(display=False) as counter:
         replica(batch).loss.backward()

@@ -221,9 +221,9 @@ class RunLogger:
 def describe(values: dict[str, float]) -> str:
     """A log line's values in words; the keys are those of `metrics.jsonl`."""
     shown = []
-    for name, form in (("loss", ".4f"), ("accuracy", ".1%")):
+    for name, form in (("loss", ".4f"), ("accuracy", ".1%"), ("feature_rank", ".1f")):
         if name in values:
             constant = f"constant_{name}"
             baseline = f" (constant baseline {values[constant]:{form}})" if constant in values else ""
-            shown.append(f"{name} {values[name]:{form}}{baseline}")
+            shown.append(f"{name.replace('_', ' ')} {values[name]:{form}}{baseline}")
     return "  ".join([*shown, f"{values['images_per_second']:,.0f} images/s", f"data wait {values['data_wait']:.0%}"])

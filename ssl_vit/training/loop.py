@@ -192,7 +192,9 @@ class Trainer:
 
     def train_step(self, batch: Batch) -> StepResult:
         """One optimizer step over this process's part of a batch. Nothing here waits for the device."""
-        job, step, parts = self.job, self.progress.step, batch.split(self.progress.accumulate)
+        job, step = self.job, self.progress.step
+        batch.step = step
+        parts = batch.split(self.progress.accumulate)
         rate = peak_lr(job.optim, job.training.batch_size) * lr_factor(step, job.total_steps, job.optim)
         set_lr(self.optimizer.param_groups, rate)
         outputs: list[StepOutput] = []
@@ -251,7 +253,7 @@ class Trainer:
         self.search, progress = False, self.progress
         lanes, least = self.own_lanes, max(progress.accumulate, self.job.training.accumulate)
         progress.accumulate = find_accumulation(self.state, self.batch, self.accelerator.autocast, lanes, least)
-        size = len(self.batch.images) // progress.accumulate
+        size = len(self.batch.images) // self.batch.views // progress.accumulate
         self.log.say(f"auto_batch: {progress.accumulate} micro-batch(es) of {size} images per step and process")
         self.log.event(progress.step, {"event": "auto_batch", "accumulate": progress.accumulate, "micro_batch": size})
 

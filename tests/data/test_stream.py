@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from ssl_vit.data import AugmentConfig, DataConfig
+from ssl_vit.data.augment import color_augment
 from ssl_vit.data.evaluation import EvaluationStream, evaluation_batches
 from ssl_vit.data.images import evaluation_transform, train_transform
 from ssl_vit.data.order import LanePosition
@@ -88,6 +90,44 @@ def test_a_stream_resumes_from_its_positions_on_another_topology(shards: ShardSe
     parts = [itertools.islice(rank_batches(shards, rank, 2, 1, positions), 5) for rank in range(2)]
     resumed = [torch.cat([batch.indices for batch, _ in step]) for step in zip(*parts, strict=True)]
     assert all(torch.equal(a, b) for a, b in zip(rest, resumed, strict=True))
+
+
+def several_views(shards: ShardSet, ranks: int, workers: int, views: int, steps: int = 2) -> list[Batch]:
+    """The first batch or two of each rank in rank order, in color augmentation too."""
+    augment = AugmentConfig(crop="shift", padding=1, brightness=0.5, blur=0.5)
+    data = DataConfig(train=shards.spec, lanes=LANES, workers=workers)
+    see = replace(preprocess(), transform=train_transform(8, augment), color=color_augment(augment), views=views)
+    found = []
+    for rank in range(ranks):
+        source = train_source(shards, see, data, batch_size=12, rank=rank, ranks=ranks, device=CPU)
+        found += [batch for batch, _ in itertools.islice(source([LanePosition()] * LANES), steps)]
+    return found
+
+
+@pytest.mark.parametrize(("ranks", "workers"), [(1, 2), (2, 0), (3, 1)])
+def test_views_are_the_same_on_any_topology_and_of_one_image_on_one_process(
+    shards: ShardSet, ranks: int, workers: int
+) -> None:
+    one = several_views(shards, 1, 0, 3, steps=1)[0]
+    parts = several_views(shards, ranks, workers, 3, steps=1)
+    assert one.views == 3 and one.lane_size == 6 and len(one.images) == 36
+    assert one.keys[::3] == one.keys[1::3] == one.keys[2::3] and len({*one.keys}) == 12
+    for part in parts:
+        assert part.keys[::3] == part.keys[1::3] == part.keys[2::3]
+    for name in ("images", "labels", "noise", "flip", "indices", "valid", "jitter"):
+        assert torch.equal(getattr(one, name), torch.cat([getattr(part, name) for part in parts])), name
+
+
+def test_the_first_view_is_that_of_a_single_one_and_the_others_differ(shards: ShardSet) -> None:
+    single, several = several_views(shards, 1, 0, 1), several_views(shards, 1, 0, 3)
+    for alone, views in zip(single, several, strict=True):
+        for name in ("images", "noise", "flip", "indices", "jitter"):
+            assert torch.equal(getattr(alone, name), getattr(views, name)[::3]), name
+        assert not torch.equal(views.noise[::3], views.noise[1::3])
+        assert not torch.equal(views.noise[1::3], views.noise[2::3])
+        assert not torch.equal(views.images[1::3], views.images[2::3])
+    half = several[0].split(2)[1]
+    assert half.views == 3 and half.keys == several[0].keys[18:]
 
 
 def test_the_training_process_keeps_its_generator(shards: ShardSet) -> None:
