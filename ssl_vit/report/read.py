@@ -33,6 +33,7 @@ from ssl_vit.results import KEY, Result, Table
 PLAN = "plan.json"
 OBJECTIVES = {
     "masked_patch": "masked patch prediction",
+    "lejepa": "LeJEPA",
 }
 STAGES = ("Pretraining", "Sweeps", "Evaluation", "In all")
 UNITS = {"images_seen": "images", "flops": "FLOPs", "seconds": "seconds", "device_hours": "device-hours"}

@@ -36,9 +36,9 @@ def settings(digits: Path, run: Path, *more: str) -> list[str]:
     ]
 
 
-def train(digits: Path, run: Path, *more: str) -> Path:
+def train(digits: Path, run: Path, *more: str, name: str = "digits_ssl") -> Path:
     """In this process."""
-    return api.train(recipe.load_recipe("digits_ssl", settings(digits, run, *more)), quiet=True)
+    return api.train(recipe.load_recipe(name, settings(digits, run, *more)), quiet=True)
 
 
 @pytest.mark.parametrize(
@@ -74,18 +74,19 @@ def test_random_sigkills_leave_no_trace(
     assert losses(run) == losses(whole) and [step for step, _ in losses(run)] == list(range(1, 5 * kills + 1))
 
 
+@pytest.mark.parametrize("name", ["digits_ssl", "digits_lejepa"])
 def test_a_preempted_run_saves_within_a_step_and_the_next_start_resumes(
-    world: World, digits: Path, tmp_path: Path
+    world: World, digits: Path, tmp_path: Path, name: str
 ) -> None:
     """The signal comes at the end of step 10, to its loader worker too."""
-    whole = train(digits, tmp_path / "whole", "training.steps=30", "training.checkpoint_every=0")
+    whole = train(digits, tmp_path / "whole", "training.steps=30", "training.checkpoint_every=0", name=name)
     run, keys = tmp_path / "run", ["training.steps=30", "training.checkpoint_every=10", "data.workers=1"]
-    command = ["train", "digits_ssl", *settings(digits, run, *keys)]
+    command = ["train", name, *settings(digits, run, *keys)]
     process = world(1, "signaled", signal.SIGTERM.value, 0, 10, *command)[0]
     assert process.wait(60) == 75, process.text
     assert saved(run) == losses(run)[-1][0] == 11
     assert "stopped by SIGTERM; saved, run the same command to resume at step 11" in process.text
-    train(digits, run, *keys)
+    train(digits, run, *keys, name=name)
     assert same(weights(run, *ALL), weights(whole, *ALL)) and losses(run) == losses(whole)
 
 

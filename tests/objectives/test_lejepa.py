@@ -1,0 +1,172 @@
+"""LeJEPA: SIGReg against numerical integration, the gradient over processes, collapse, and what a step depends on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scipy import integrate
+
+from ssl_vit import stage
+from ssl_vit.interfaces import UserError
+from ssl_vit.objectives.lejepa import BatchNorm, Config, Objective, effective_rank, sigreg
+from ssl_vit.recipe import load_recipe
+
+GAUSSIAN = 2 * integrate.quad(lambda t: (1 - math.exp(-t * t)) * math.exp(-t * t / 2), 0, 3)[0]
+
+
+@pytest.fixture
+def objective(make_encoder: Callable[..., Any]) -> Objective:
+    encoder = make_encoder()
+    torch.manual_seed(5)
+    return Objective(encoder, Config(projector_width=32, projection=8, directions=64))
+
+
+def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def unit(dimensions: int, count: int) -> torch.Tensor:
+    return torch.nn.functional.normalize(drawn(dimensions, count, seed=1), dim=0)
+
+
+def integrated(values_B: np.ndarray) -> float:
+    """The statistic of one direction by adaptive integration over -3..3."""
+
+    def distance(t: float) -> float:
+        difference = np.exp(1j * t * values_B).mean() - math.exp(-t * t / 2)
+        return float(abs(difference) ** 2 * math.exp(-t * t / 2))
+
+    return len(values_B) * float(integrate.quad(distance, -3, 3, limit=200)[0])
+
+
+def test_sigreg_is_the_integral_over_each_direction_and_view() -> None:
+    projections, directions = drawn(50, 3, 6) * 1.7 + 0.3, unit(6, 10)
+    values = (projections.double() @ directions.double()).numpy()
+    expected = np.mean([integrated(values[:, view, k]) for view in range(3) for k in range(10)])
+    assert float(sigreg(projections, directions)) == pytest.approx(expected, rel=2e-3)
+    assert float(sigreg(projections, directions, points=201)) == pytest.approx(expected, rel=2e-5)
+
+
+@pytest.mark.parametrize("images", [64, 1024])
+def test_sigreg_of_gaussian_projections_is_its_expected_value(images: int) -> None:
+    """Whatever the number of images: the mean over 400 independent views."""
+    found = float(sigreg(drawn(images, 400, 4), unit(4, 16)))
+    assert found == pytest.approx(GAUSSIAN, rel=0.1)
+
+
+def test_sigreg_rises_with_the_images_where_projections_collapse_or_are_not_gaussian() -> None:
+    directions = unit(4, 16)
+    point = 2 * integrate.quad(lambda t: (1 - math.exp(-t * t / 2)) ** 2 * math.exp(-t * t / 2), 0, 3)[0]
+    assert float(sigreg(torch.zeros(100, 2, 4), directions)) == pytest.approx(100 * point, rel=2e-3)
+    line = drawn(100, 2, 1).expand(-1, -1, 4)
+    assert float(sigreg(torch.ones(100, 2, 4), directions)) > 10 * GAUSSIAN
+    assert float(sigreg(line, directions)) > 3 * GAUSSIAN
+    assert float(sigreg(line, directions)) * 3 < float(sigreg(line.repeat(4, 1, 1), directions))
+
+
+def test_descending_sigreg_makes_projections_gaussian() -> None:
+    projections = torch.nn.Parameter(drawn(128, 1, 4) * 0.1 + 2)
+    optimizer = torch.optim.Adam([projections], lr=0.05)
+    for step in range(300):
+        optimizer.zero_grad()
+        sigreg(projections, torch.nn.functional.normalize(drawn(4, 32, seed=step), dim=0)).backward()
+        optimizer.step()
+    found = projections.detach()[:, 0]
+    assert found.mean(0).abs().max() < 0.1
+    torch.testing.assert_close(torch.cov(found.T), torch.eye(4), atol=0.25, rtol=0)
+
+
+def test_batch_norm_is_torchs() -> None:
+    vectors = drawn(10, 6) * 3 + 1
+    own, torchs = BatchNorm(6), torch.nn.BatchNorm1d(6)
+    with torch.no_grad():
+        for parameter in (own.weight, torchs.weight):
+            parameter.copy_(drawn(6, seed=2))
+    inputs = [vectors.clone().requires_grad_() for _ in range(2)]
+    outputs = [norm(given) for norm, given in zip((own, torchs), inputs, strict=True)]
+    torch.testing.assert_close(*outputs)
+    for output in outputs:
+        (output * drawn(10, 6, seed=3)).sum().backward()
+    torch.testing.assert_close(inputs[0].grad, inputs[1].grad)
+
+
+@pytest.mark.parametrize("dimensions", [1, 3, 8])
+def test_the_effective_rank_counts_dimensions(dimensions: int) -> None:
+    vectors = drawn(4000, dimensions) @ torch.linalg.qr(drawn(8, 8, seed=1)).Q[:dimensions] + 5
+    assert float(effective_rank(vectors)) == pytest.approx(dimensions, rel=0.02)
+
+
+def test_the_effective_rank_of_a_collapsed_batch_is_0() -> None:
+    assert float(effective_rank(torch.full((32, 8), 1.5))) == 0
+
+
+def test_the_loss_is_the_weighted_sum_of_invariance_and_sigreg(objective: Objective, make_batch: Any) -> None:
+    batch = make_batch(24, views=3, flip=torch.zeros(24, dtype=torch.bool))
+    output = objective(batch)
+    with torch.no_grad():
+        features = objective.encoder.represent(batch.images, "token")
+        projections = objective.projector(features).reshape(8, 3, 8)
+    centers = projections.mean(1, keepdim=True)
+    invariance, regularization = ((projections - centers) ** 2).mean(), sigreg(projections, objective.directions(batch))
+    torch.testing.assert_close(output.metrics["invariance"], invariance)
+    torch.testing.assert_close(output.metrics["sigreg"], regularization)
+    torch.testing.assert_close(output.loss.detach(), 0.98 * invariance + 0.02 * regularization)
+    assert 1 < output.metrics["feature_rank"] <= 16 and 1 < output.metrics["projection_rank"] <= 8
+
+
+def test_equal_views_have_no_invariance_loss(objective: Objective, make_batch: Any) -> None:
+    images = make_batch(6).images.repeat_interleave(2, 0)
+    batch = make_batch(12, images=images, flip=torch.zeros(12, dtype=torch.bool), views=2)
+    assert float(objective(batch).metrics["invariance"]) < 1e-10
+
+
+def test_directions_are_unit_vectors_of_the_seed_and_the_step(
+    objective: Objective, make_encoder: Any, make_batch: Any
+) -> None:
+    first, second = (objective.directions(make_batch(2, step=step)) for step in (0, 1))
+    torch.testing.assert_close(first.norm(dim=0), torch.ones(64))
+    assert not torch.equal(first, second)
+    torch.rand(5)
+    assert torch.equal(first, objective.directions(make_batch(2, step=0)))
+    encoder = make_encoder()
+    torch.manual_seed(6)
+    other = Objective(encoder, objective.config)
+    assert not torch.equal(first, other.directions(make_batch(2, step=0)))
+
+
+def test_every_parameter_learns(objective: Objective, make_batch: Any) -> None:
+    objective(make_batch(16, views=2)).loss.backward()
+    # A batch norm takes away what the bias before it adds, and softmax the bias of attention's keys.
+    invisible = ("projector.0.bias", "projector.3.bias")
+    silent = [n for n, p in objective.named_parameters() if (p.grad is None or not p.grad.any()) and n not in invisible]
+    assert not silent
+
+
+def test_bf16_leaves_the_loss_in_float32(objective: Objective, make_batch: Any) -> None:
+    batch = make_batch(16, views=2)
+    exact = objective(batch).loss.detach()
+    with torch.autocast("cpu", torch.bfloat16):
+        rounded = objective(batch).loss.detach()
+    assert rounded.dtype == torch.float32
+    assert float(rounded) == pytest.approx(float(exact), rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("key", "facts"),
+    [
+        ("data.views=1", r"data\.views=1: lejepa needs at least 2 views"),
+        ("training.accumulate=2", r"training\.accumulate.*lejepa"),
+        ("training.auto_batch=true", r"training\.auto_batch.*lejepa"),
+        ("objective.pooling=patches", r"objective\.pooling"),
+        ("data.augment.hue=0.6", r"data\.augment\.hue"),
+    ],
+)
+def test_a_recipe_that_cannot_work_is_refused(key: str, facts: str) -> None:
+    with pytest.raises(UserError, match=facts):
+        recipe = load_recipe("digits_lejepa", [key])
+        stage.build_objective(recipe, stage.build_encoder(recipe.encoder, None), None)
