@@ -85,6 +85,7 @@ class TaskRecord(Config):
 class TaskResult(Config):
     """What a finished task leaves in `tasks/ID.json`, its rows apart (`load` returns them).
 
+    saved: when (UTC, ISO 8601); `results.save` sets it.
     sweep: of a `sweep` task. Its winner, trained at the sweep's seed, is a row of results too.
     run: of a `pretrain` task. pictures: folder of a `pictures` task, relative to the comparison; None: there are none.
     """
@@ -94,6 +95,7 @@ class TaskResult(Config):
     processes: int = 1
     hardware: dict[str, Any] = Field({})
     seconds: float = 0.0
+    saved: str = ""
     run: RunSummary | None = None
     sweep: SweepRecord | None = None
     pictures: str | None = None

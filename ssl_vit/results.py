@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +110,7 @@ def save(path: Path, results: Sequence[Result], **about: Any) -> None:
     """Write `path` (.json) and its .npz, each atomically; an earlier pair of the same name is replaced.
 
     results: rows.
-    about: what else the JSON holds, such as `settings`; plain JSON values.
+    about: what else the JSON holds, such as `settings`; plain JSON values. `saved`, the time, is added (UTC, ISO 8601).
     """
     arrays: dict[str, np.ndarray] = {}
     rows = []
@@ -126,7 +127,8 @@ def save(path: Path, results: Sequence[Result], **about: Any) -> None:
         with atomic_file(path.with_suffix(".npz")) as file:
             np.savez_compressed(file, allow_pickle=False, **arrays)
         digest = sha256(path.with_suffix(".npz"))
-    write_json(path, {"format": FORMAT, **about, "predictions": digest, "rows": rows})
+    saved = datetime.now(UTC).isoformat(timespec="seconds")
+    write_json(path, {"format": FORMAT, **about, "saved": saved, "predictions": digest, "rows": rows})
 
 
 def load(path: Path) -> tuple[list[Result], dict[str, Any]]:

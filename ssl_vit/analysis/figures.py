@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib as mpl
@@ -113,6 +114,31 @@ def attention_distance(distances: np.ndarray, uniform: float) -> Figure:
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.yaxis.grid(True, color=_INK, alpha=0.12, linewidth=0.8)
         axes.set(xlabel="network depth (layer)", ylabel="mean attention distance (pixels)")
+        return figure
+
+
+def embedding_map(maps: dict[str, np.ndarray], labels: np.ndarray, names: Sequence[str]) -> Figure:
+    """Images as points, a panel per method; the ten most frequent classes in colors, others and unlabeled in gray.
+
+    maps: by method, (N, 2). labels: int64 (N,), -1: none. names: of the classes, in label order; may be empty.
+    """
+    classes, counts = np.unique(labels[labels >= 0], return_counts=True)
+    shown = np.sort(classes[np.argsort(-counts, kind="stable")[:10]])
+    with mpl.rc_context(_STYLE):
+        figure = Figure(figsize=(_WIDTH, 4.6 if len(maps) > 1 else 6.0), layout="constrained")
+        for axes, (method, points) in zip(figure.subplots(1, len(maps), squeeze=False)[0], maps.items(), strict=True):
+            others = ~np.isin(labels, shown)
+            if others.any():
+                name = "other classes" if len(shown) else "no labels"
+                axes.scatter(*points[others].T, s=14, color="#bbbbbb", linewidths=0, label=name)
+            for label, color in zip(shown.tolist(), mpl.colormaps["tab10"].colors, strict=False):
+                name = names[label] if label < len(names) else str(label)
+                axes.scatter(*points[labels == label].T, s=14, color=color, linewidths=0, label=name)
+            axes.set(xticks=(), yticks=(), title=method)
+        handles, found = axes.get_legend_handles_labels()
+        legend = figure.legend(handles, found, loc="outside right upper", frameon=False, markerscale=1.6)
+        for text in legend.get_texts():
+            text.set_parse_math(False)
         return figure
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from matplotlib.figure import Figure
 from torch import nn
 
 from ssl_vit import plugins
-from ssl_vit.analysis import attention, components, figures, reconstruction
+from ssl_vit.analysis import attention, components, figures, neighbors, reconstruction
 from ssl_vit.analysis.pages import template
 from ssl_vit.data import DataConfig
 from ssl_vit.data.evaluation import evaluation_stream
@@ -26,6 +27,7 @@ from ssl_vit.recipe import run_recipe
 from ssl_vit.training import checkpoint
 from ssl_vit.training.distributed import make_accelerator
 
+_NEIGHBORS = 7  # pictured of each image
 _TRIES = 4  # unreadable images are replaced by later ones, among this many times the images asked for
 
 
@@ -37,6 +39,7 @@ def inspect(
     image_size: Size | None = None,
     images: int = 8,
     distance_images: int = 64,
+    map_images: int = 400,
     device: torch.device | None = None,
 ) -> Path:
     """Write every picture that applies (PNG), `numbers.json` and the page `index.html` into `out`; returns the page.
@@ -45,6 +48,7 @@ def inspect(
     shards: their first readable images are pictured, prepared as for evaluation.
     image_size: pixels; positions are resampled to it as the run's recipe says (None: the encoder's own).
     images: how many are pictured. distance_images: how many the attention distance is averaged over.
+    map_images: how many the embedding map shows; the nearest neighbors are among them.
     device: None: the one that Accelerate chooses.
 
     Raises UserError for what cannot be read or written and for sizes that do not fit.
@@ -64,7 +68,7 @@ def inspect(
             head = made(model, settings.objective)
             checkpoint.load_head(saved, head)
     (head or model).to(device)  # the head holds the model
-    batch, skipped = _first_images(model, found, preparation, max(images, distance_images), head, device)
+    batch, skipped = _first_images(model, found, preparation, max(images, distance_images, map_images), head, device)
     numbers: dict[str, Any] = {
         "weights": str(saved or weights),
         "step": int(saved.name.removeprefix("step_")) if saved else None,
@@ -81,9 +85,10 @@ def inspect(
         "data": shards,
         "images": min(images, len(batch.images)),
         "distance_images": min(distance_images, len(batch.images)),
+        "map_images": min(map_images, len(batch.images)),
         "skipped": [asdict(skip) for skip in skipped],
     }
-    drawn = _draw(model, batch, head, numbers)
+    drawn = _draw(model, batch, head, numbers, found.classes or ())
     try:
         return _write(out, drawn, numbers)
     except OSError as error:
@@ -101,7 +106,7 @@ def _first_images(
     """The first `count` readable images of the shards, prepared as for evaluation, and those that could not be read."""
     last = min(_TRIES * count, shards.samples)
     noise: int = head.noise_per_sample() if head else 0  # type: ignore[operator]
-    stream = evaluation_stream(shards, preparation, model.image_size, model.channels, reads_labels=False, noise=noise)
+    stream = evaluation_stream(shards, preparation, model.image_size, model.channels, reads_labels=True, noise=noise)
     good, skipped = [], list[Skip]()
     for sample in stream.samples(np.arange(last)):
         if isinstance(sample, Skip):
@@ -122,6 +127,7 @@ def _draw(
     batch: Batch,
     head: nn.Module | None,
     numbers: dict[str, Any],
+    classes: Sequence[str],
 ) -> dict[str, Figure]:
     """The figures by name; what they show as numbers is added to `numbers`."""
     few = batch.images[: numbers["images"]]
@@ -139,9 +145,29 @@ def _draw(
         "attention_rollout": figures.attention(inputs, attention.rollout(model, few)),
         "feature_map": figures.sheet({"input": inputs, "features": features.values}, 4),
     }
+    if numbers["map_images"] > 2:
+        drawn |= _neighbors(model, batch, numbers, classes)
     if head is not None:
         drawn["reconstructions"] = reconstruction.sheet(reconstruction.reconstructions(head, batch, len(few)))
     return drawn
+
+
+def _neighbors(
+    model: factory.ViTEncoder, batch: Batch, numbers: dict[str, Any], classes: Sequence[str]
+) -> dict[str, Figure]:
+    """The embedding map and the nearest neighbors of the pictured images."""
+    images, labels = batch.images[: numbers["map_images"]], batch.labels[: numbers["map_images"]].cpu().numpy()
+    vectors = neighbors.embeddings(model, images)
+    found, maps = neighbors.nearest(vectors, _NEIGHBORS), neighbors.maps(vectors)
+    labeled = labels >= 0
+    same = float((labels[found[labeled, 0]] == labels[labeled]).mean()) if labeled.any() else None
+    numbers["neighbors"] = {"same_class": same, "maps": list(maps)}
+    pixels, rows = images.permute(0, 2, 3, 1).cpu().numpy(), np.arange(min(numbers["images"], len(images)))
+    columns = {"image": pixels[rows]} | {f"{n + 1}": pixels[found[rows, n]] for n in range(found.shape[1])}
+    return {
+        "embedding_map": figures.embedding_map(maps, labels, classes),
+        "nearest_neighbors": figures.sheet(columns, 1),
+    }
 
 
 def _write(out: Path, drawn: dict[str, Figure], numbers: dict[str, Any]) -> Path:

@@ -25,8 +25,12 @@ def inspect(
     ] = None,
     images: Annotated[int, typer.Option(min=1, help="Number of images to visualize.")] = 8,
     distance_images: Annotated[int, typer.Option(min=1, help="Number of images in the mean attention distance.")] = 64,
+    map_images: Annotated[
+        int, typer.Option(min=1, help="Number of images in the embedding map; nearest neighbors are among them.")
+    ] = 400,
 ) -> None:
-    """Visualize what a ViT has learned: filters, positions, attention, features, reconstructions. One page.
+    """Visualize what a ViT has learned: filters, positions, attention, features, nearest neighbors,
+    reconstructions. One page.
 
     Example: `ssl-vit inspect runs/demo/ssl --data runs/demo/data/test`
     """
@@ -37,4 +41,5 @@ def inspect(
     sides = [int(side) for side in (image_size or "").split("x") if side]
     size = (sides[0], sides[-1]) if sides else None
     place = out or weights / "inspect"
-    print(inspection.inspect(weights, data, place, image_size=size, images=images, distance_images=distance_images))
+    counts = {"images": images, "distance_images": distance_images, "map_images": map_images}
+    print(inspection.inspect(weights, data, place, image_size=size, **counts))

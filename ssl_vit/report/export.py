@@ -27,7 +27,7 @@ def export(comparison: Comparison, form: str) -> str:
     summary = summarize(comparison)
     shown, mark = {"markdown": (markdown, ""), "latex": (latex, "% ")}[form]
     found = [shown(table) for table in all_tables(comparison, summary)]
-    said = [*verdict(comparison, summary), INTERVAL, *notes(comparison)]
+    said = [*verdict(comparison, summary), INTERVAL, *notes(comparison), *provenance(comparison)]
     return "\n".join([*found, *(f"{mark}{' '.join(note.split())}\n" for note in said)])
 
 
@@ -55,11 +55,28 @@ def rows(comparison: Comparison) -> pd.DataFrame:
     frame["arm_label"] = frame["arm"].map(comparison.label)
     frame["evaluator_title"] = frame["evaluator"].map(lambda name: record.evaluators[name].title)
     where = zip(frame["data"], frame["evaluator"], strict=True)
+    own = {arm.name: arm.evaluators for arm in record.arms}
+    frame.insert(0, "comparison", record.name)
     frame["settings"] = [json.dumps(record.evaluators[name].settings.get(data, {})) for data, name in where]
+    pairs = zip(frame["arm"], frame["evaluator"], strict=True)
+    frame["settings_of_arm"] = [json.dumps(own.get(arm, {}).get(name, {})) for arm, name in pairs]
     frame["selected"] = frame["selected"].map(json.dumps)
     frame["notes"] = frame["notes"].map(" ".join)
     frame["file"] = [str(file) for file in comparison.files]
+    frame["saved"] = frame["file"].map({str(file): saved for file, saved in comparison.saved.items()})
     return frame
+
+
+def provenance(comparison: Comparison) -> list[str]:
+    """What was compared by which command, when, and by which settings."""
+    record, times = comparison.record, sorted(filter(None, comparison.saved.values()))
+    lines = [f"{record.title} ({record.name}). {record.command}".strip()]
+    lines += [f"Measured from {times[0]} to {times[-1]}."] if times else []
+    for one in record.evaluators.values():
+        lines += [f"Settings of {one.title} on {data}: {json.dumps(found)}" for data, found in one.settings.items()]
+    for arm in record.arms:
+        lines += [f"Settings of {arm.label} alone: {json.dumps(arm.evaluators)}"] if arm.evaluators else []
+    return lines
 
 
 def markdown(shown: Shown) -> str:

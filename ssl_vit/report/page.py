@@ -103,6 +103,7 @@ def page(comparison: Comparison) -> str:
         interval=INTERVAL,
         notes=notes(comparison),
         words=budget_words,
+        times=sorted(filter(None, comparison.saved.values())),
         sections=[_section(comparison, summary, styles, place) for place in _in_order(summary)],
         studies=list(_studies(comparison, summary)),
         self_test=tables.self_test_table(comparison),

@@ -87,6 +87,12 @@ class Comparison:
         return words[arm] if alone else f"{words[arm]} ({self.label(arm)})"
 
     @property
+    def saved(self) -> dict[Path, str]:
+        """When each of the files was written (UTC, ISO 8601)."""
+        found = {file: about.saved for run in self.runs.values() for file, about, _ in run.evaluations}
+        return found | {file: self.tasks[file.stem].saved for file in self.files if file.stem in self.tasks}
+
+    @property
     def arms(self) -> tuple[str, ...]:
         """Arms in the recipe's order, then the reference rows that were measured."""
         measured = set(self.table.frame["arm"])

@@ -23,7 +23,7 @@ from ssl_vit.results import Result
 RUN_FILES = ("summary.json", "recipe.yaml", "environment.json", "metrics.jsonl", "results")
 # What `ssl-vit inspect` draws, in the order of a page.
 PICTURES = (
-    *("reconstructions", "attention_rollout", "attention_distance"),
+    *("reconstructions", "embedding_map", "nearest_neighbors", "attention_rollout", "attention_distance"),
     *("feature_map", "filters", "position_similarity"),
 )
 LOSSES = ["step", "loss", "constant_loss", "images_seen"]
@@ -43,6 +43,7 @@ class EvaluationRecord(BaseModel):
     metric: Literal["accuracy", "mean_per_class"] = "accuracy"
     sha256: str | None = None
     skipped: tuple[SkippedSample, ...] = ()
+    saved: str = ""
 
     @property
     def protocol(self) -> str:

@@ -30,6 +30,8 @@ PICTURES = {
     "attention_distance",
     "attention_rollout",
     "feature_map",
+    "embedding_map",
+    "nearest_neighbors",
     "reconstructions",
 }
 
@@ -113,11 +115,12 @@ def test_the_page_is_whole_and_asks_nothing_of_the_network(run: Path, shards: Pa
 
 
 def test_the_numbers_are_those_of_the_first_readable_images(run: Path, shards: Path, tmp_path: Path) -> None:
-    more = ["--images", 2, "--distance-images", 10]
+    more = ["--images", 2, "--distance-images", 10, "--map-images", 12]
     assert call("inspect", run, "--data", shards, "--out", tmp_path, *more) == 0
     found = numbers_of(tmp_path)
     assert [skip["key"] for skip in found["skipped"]] == ["000001", "000008", "000010"]
-    assert (found["images"], found["distance_images"], found["step"]) == (2, 10, 2)
+    assert (found["images"], found["distance_images"], found["map_images"], found["step"]) == (2, 10, 12, 2)
+    assert found["neighbors"] == {"same_class": None, "maps": ["PCA"]}, "these images have no labels"
     assert found["weights"] == str(run / "checkpoints" / "step_00000002")
     good = [number for number in range(13) if number not in (1, 8, 10)]
     stack = torch.stack([torch.from_numpy(pixels(number)).permute(2, 0, 1) for number in good])

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
+import pandas as pd
 import pytest
 from rich.console import Console
 
@@ -13,7 +15,7 @@ from ssl_vit.report.export import latex, markdown
 from ssl_vit.report.page import write_report
 from ssl_vit.report.read import Comparison, read
 from ssl_vit.report.tables import columns, cost_table, sweep_table, terminal
-from tests.report.made import ARMS, SUPERVISED, SWEEP, row, two_arms, write_comparison
+from tests.report.made import ARMS, SUPERVISED, SWEEP, row, two_arms, write_comparison, write_run
 
 
 def printed(comparison: Comparison, width: int) -> str:
@@ -90,3 +92,28 @@ def test_everything_is_exported_for_other_programs(tmp_path: Path) -> None:
     assert len(found["rows"]) == 11 and found["record"]["name"] == "c"
     spent = {(cost["stage"], cost["arm"]): cost["images_seen"] for cost in found["costs"]}
     assert spent["In all", "ssl"] == 640 + 5 * 64 and ("Pretraining", "scratch") not in spent
+
+
+def test_every_export_carries_names_settings_and_times(tmp_path: Path) -> None:
+    arms = (ARMS[0].model_copy(update={"evaluators": {"fine_tune": {"mixup": 0.5}}}), ARMS[1])
+    folder = write_comparison(tmp_path / "c", two_arms(), arms=arms)
+    table = pd.read_csv(write_report([folder], tmp_path / "r.csv", "csv"))
+    first = table.iloc[0]
+    assert (first["comparison"], first["arm_label"], first["evaluator_title"]) == ("c", "SSL [50%]", "Fine-tuning")
+    assert json.loads(first["settings"]) == {"steps": 5}
+    assert [json.loads(one) for one in table["settings_of_arm"].unique()] == [{"mixup": 0.5}, {}]
+    times = pd.to_datetime(table["saved"])
+    assert times.notna().all() and (datetime.now(UTC) - times).max() < timedelta(hours=1)
+    rows = json.loads(write_report([folder], tmp_path / "r.json", "json").read_text())["rows"]
+    assert [one["saved"] for one in rows] == table["saved"].tolist()
+    for form in ("markdown", "latex"):
+        text = write_report([folder], tmp_path / "r", form).read_text()
+        for part in (
+            "A comparison (c). ssl-vit compare c",
+            f"Measured from {table['saved'].min()}",
+            '{"steps": 5}',
+            '{"mixup": 0.5}',
+        ):
+            assert part in text, (form, part)
+    run = write_run(tmp_path / "run", "a", 0.5)
+    assert pd.read_csv(write_report([run], tmp_path / "run.csv", "csv"))["saved"].notna().all()
