@@ -131,7 +131,7 @@ def embedding_map(maps: dict[str, np.ndarray], labels: np.ndarray, names: Sequen
             if others.any():
                 name = "other classes" if len(shown) else "no labels"
                 axes.scatter(*points[others].T, s=14, color="#bbbbbb", linewidths=0, label=name)
-            for label, color in zip(shown.tolist(), mpl.colormaps["tab10"].colors, strict=False):
+            for label, color in zip(shown.tolist(), mpl.colormaps["tab10"](range(10)), strict=False):
                 name = names[label] if label < len(names) else str(label)
                 axes.scatter(*points[labels == label].T, s=14, color=color, linewidths=0, label=name)
             axes.set(xticks=(), yticks=(), title=method)

@@ -41,5 +41,14 @@ def inspect(
     sides = [int(side) for side in (image_size or "").split("x") if side]
     size = (sides[0], sides[-1]) if sides else None
     place = out or weights / "inspect"
-    counts = {"images": images, "distance_images": distance_images, "map_images": map_images}
-    print(inspection.inspect(weights, data, place, image_size=size, **counts))
+    print(
+        inspection.inspect(
+            weights,
+            data,
+            place,
+            image_size=size,
+            images=images,
+            distance_images=distance_images,
+            map_images=map_images,
+        )
+    )
