@@ -56,6 +56,19 @@ def test_one_graph_without_breaks_or_recompilation(
     assert saved[0].keys() == saved[1].keys()
 
 
+def test_lejepa_compiles_nothing_anew_in_later_steps(
+    train: Train, lines: Lines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its random directions break the graph; the step's number, of which they depend, is in none of the parts."""
+    keys = ("encoder.depth=1", "objective.projector_width=32")
+    plain = [row["loss"] for row in lines(train(tmp_path / "plain", *keys, name="digits_lejepa")) if "loss" in row]
+    compile_without_kernels(monkeypatch)
+    run = train(tmp_path / "compiled", "training.compile=true", *keys, name="digits_lejepa")
+    found = [row["loss"] for row in lines(run) if "loss" in row]
+    assert counters["stats"]["unique_graphs"] <= 2, "12 steps"
+    assert len(found) == 12 and found == pytest.approx(plain, rel=1e-4)
+
+
 @pytest.mark.slow
 def test_inductor_trains_and_resumes(train: Train, lines: Lines, tmp_path: Path) -> None:
     keys = ("training.checkpoint_every=6",)

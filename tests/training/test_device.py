@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ssl_vit.interfaces import Batch
-from ssl_vit.objectives import classification, masked_autoencoder, masked_patch
+from ssl_vit.objectives import classification, lejepa, masked_autoencoder, masked_patch
 from ssl_vit.training import OptimConfig, TrainingConfig
 from ssl_vit.training.logging import Window
 from ssl_vit.training.loop import Job, Trainer
@@ -99,7 +99,7 @@ class Scaler(torch.amp.GradScaler):
         return SimpleNamespace(backward=backward)
 
 
-def to_cuda(objective: nn.Module, count: int, jitter: bool) -> Batch:
+def to_cuda(objective: nn.Module, count: int, columns: int, views: int) -> Batch:
     """Put the objective there, and make a batch for it."""
     objective._apply(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device=CUDA))
     height, width = objective.encoder.image_size  # type: ignore[union-attr, misc]
@@ -112,14 +112,17 @@ def to_cuda(objective: nn.Module, count: int, jitter: bool) -> Batch:
         torch.empty(count, dtype=torch.bool, device=CUDA),
         [""] * count,
         lane_size=2,
-        jitter=torch.empty(count, 3, device=CUDA) if jitter else None,
+        jitter=torch.empty(count, columns, device=CUDA),
+        views=views,
     )
 
 
-def step(objective: nn.Module, optim: str = "adamw", dtype: torch.dtype | None = None) -> None:
+def step(
+    objective: nn.Module, optim: str = "adamw", dtype: torch.dtype | None = None, columns: int = 3, views: int = 1
+) -> None:
     """One of the real loop, and its row in the window. Not by SGD, whose fused kernel knows no fake tensors."""
     with fake():
-        batch = to_cuda(objective, 8, jitter=True)
+        batch = to_cuda(objective, 8, columns, views)
         training = TrainingConfig(steps=9, batch_size=8, ema=0.9)
         config = OptimConfig(name=optim, lr=0.1)
         trainer = Trainer(Job("", objective, iter, 2, 9, training, config, engine(dtype), quiet=True))  # type: ignore[arg-type]
@@ -157,3 +160,10 @@ def test_a_masked_autoencoder_step_waits_for_nothing(make_encoder: Callable[...,
 def test_a_supervised_step_waits_for_nothing(make_encoder: Callable[..., Any]) -> None:
     config = classification.Config(head="probe", pooling="mean", classes=5, label_smoothing=0.1)
     step(classification.Objective(make_encoder(), config), "lars", torch.bfloat16)
+
+
+def test_a_lejepa_step_waits_for_nothing(make_encoder: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its directions are drawn on the host and copied from pinned memory, which fake tensors do not know."""
+    directions = lambda self, batch: torch.empty(16, 8, device=CUDA)  # noqa: E731
+    monkeypatch.setattr(lejepa.Objective, "directions", directions)
+    step(lejepa.Objective(make_encoder(), lejepa.Config(projector_width=32)), columns=6, views=2)
