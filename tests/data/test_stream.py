@@ -15,14 +15,14 @@ import torch
 from ssl_vit.data import AugmentConfig, DataConfig
 from ssl_vit.data.augment import color_augment
 from ssl_vit.data.evaluation import EvaluationStream, evaluation_batches
-from ssl_vit.data.images import evaluation_transform, train_transform
+from ssl_vit.data.images import Picture, evaluation_transform, train_transform
 from ssl_vit.data.order import LanePosition
 from ssl_vit.data.packing import pack
 from ssl_vit.data.packing.plan import Options
 from ssl_vit.data.packing.sources import open_source
 from ssl_vit.data.samples import Preprocess
 from ssl_vit.data.shards import ShardSet, open_shards
-from ssl_vit.data.shards.reading import ShardFile
+from ssl_vit.data.shards.reading import BadSample, ShardFile
 from ssl_vit.data.stream import train_source
 from ssl_vit.interfaces import Batch
 
@@ -128,6 +128,25 @@ def test_the_first_view_is_that_of_a_single_one_and_the_others_differ(shards: Sh
         assert not torch.equal(views.images[1::3], views.images[2::3])
     half = several[0].split(2)[1]
     assert half.views == 3 and half.keys == several[0].keys[18:]
+
+
+def test_a_bad_sample_is_skipped_once_with_all_its_views(shards: ShardSet) -> None:
+    def picky(picture: Picture) -> torch.Tensor:
+        if int(picture.whole().sum()) % 3 == 0:
+            raise BadSample("a sum that 3 divides")
+        return picture.whole()
+
+    def skips(views: int) -> tuple[list[str], list[str]]:
+        data = DataConfig(train=shards.spec, lanes=LANES, workers=0)
+        see = replace(preprocess(), transform=picky, views=views)
+        source = train_source(shards, see, data, batch_size=30, rank=0, ranks=1, device=CPU)
+        steps = list(itertools.islice(source([LanePosition()] * LANES), 3))
+        keys = [key for batch, _ in steps for key in batch.keys[::views]]
+        return keys, [skip.key for _, chunk in steps for skip in chunk.skipped]
+
+    assert skips(1) == skips(4)
+    kept, skipped = skips(4)
+    assert len(kept) == 90 and len(skipped) == len({*skipped}) > 20 and not {*kept} & {*skipped}
 
 
 def test_the_training_process_keeps_its_generator(shards: ShardSet) -> None:
