@@ -105,14 +105,14 @@ def _probe(settings: Recipe, shards: ShardSet, job: loop.Job) -> list[EarlyStopp
 def make_context(
     weights: Path | str | None,
     settings: Recipe | None,
-    train: str,
+    train: str | Sequence[str],
     test: str,
     *,
     seed: int = 0,
     cache: Path | None = None,
     metric: Metric = "accuracy",
 ) -> EvalContext:
-    """What evaluators work on: the encoder at `weights` and two sets of labeled shards.
+    """What evaluators work on: the encoder at `weights` and labeled shards, as `open_shards` names them.
 
     weights: None: an untrained encoder of the recipe's architecture.
     settings: the recipe that says how images are prepared, and the precision.
@@ -129,7 +129,7 @@ def make_context(
             trained = stage.build_encoder(settings.encoder, None)
     else:
         trained = factory.load(weights)
-    preparation = settings.data if settings else DataConfig(train=train)
+    preparation = settings.data if settings else DataConfig.model_validate({"train": train})
     shards = open_shards(train, preparation.remote), open_shards(test, preparation.remote)
     check_same_classes(shards[0].classes, shards[1].classes, f"{train} and {test}")
     return EvalContext(
@@ -248,7 +248,7 @@ def read_results(run: Path | str) -> pd.DataFrame:
     """
     run = Path(run)
     if (run / PLAN).is_file():
-        return read_comparison(run).table.frame
+        return read_comparison(run).measured.frame
     found, _ = evaluations(run)
     frames = [Table(one.results).frame.assign(settings=json.dumps(one.about["settings"])) for one in found]
     return pd.concat(frames, ignore_index=True) if frames else Table([]).frame

@@ -69,7 +69,8 @@ class SkippedSample(Config):
 
 
 class TaskRecord(Config):
-    """One independent unit of work of a comparison. after: ids of the tasks whose results it needs."""
+    """One independent unit of work of a comparison. fold: of a cross-validation. after: ids of the tasks whose results
+    it needs."""
 
     id: str
     kind: TaskKind
@@ -78,6 +79,7 @@ class TaskRecord(Config):
     evaluator: str = ""
     labels_per_class: Budget = 0
     seed: int = 0
+    fold: int = 0
     after: tuple[str, ...] = ()
     fingerprint: str = ""
 
@@ -174,7 +176,9 @@ class ComparisonRecord(Config):
     """A comparison and its tasks (`plan.json`).
 
     metrics: by data set, `accuracy` or `mean_per_class`.
-    data: by "SET train", "SET test" and "pretraining of ARM".
+    data: by "SET train", "SET test" and "pretraining of ARM"; of a cross-validation "SET train of fold N" and so on.
+    seeds, frozen_seeds: under evaluators that train the encoder, and under the others.
+    pretrainings: of every pretrained arm (in every fold). folds: of a cross-validation; 1 without.
     references: rows beside the arms, in the order of the tables.
     max_seeds, looks: of a comparison that adds seeds until its headlines are decided.
     margin: differences within it count as equivalent (fraction, 0.01: one point).
@@ -186,7 +190,9 @@ class ComparisonRecord(Config):
     command: str
     labels_per_class: tuple[Budget, ...]
     seeds: tuple[int, ...]
-    pretrain_per_seed: bool = False
+    frozen_seeds: tuple[int, ...]
+    pretrainings: int = 1
+    folds: int = 1
     margin: float = 0.01
     max_seeds: int | None = None
     looks: tuple[Look, ...] = ()

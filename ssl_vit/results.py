@@ -9,9 +9,10 @@ Torch-free.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,7 @@ Settings = dict[str, float | int | str]
 
 FORMAT = 1
 RESULTS = "results"  # the folder beside weights with what evaluators measured of them
-KEY = ("data", "evaluator", "variant", "arm", "labels_per_class", "pretraining_seed", "seed")
+KEY = ("data", "fold", "evaluator", "variant", "arm", "labels_per_class", "pretraining_seed", "seed")
 """The columns that tell any two rows of a table apart."""
 
 
@@ -67,6 +68,7 @@ class Result:
     pretraining_seed: of the pretraining (or initialization) that was evaluated.
     variant: tells rows of one evaluator apart that share all of the above, such as `k=20`; "" for the only one.
     primary: whether a comparison counts this row (one variant per evaluator).
+    fold: of a cross-validation, the one that was tested.
     labels: how many labeled images the budget came to.
     accuracy: share of correct predictions, 0..1.
     mean_per_class: mean of the per-class accuracies, 0..1.
@@ -88,6 +90,7 @@ class Result:
     prediction: Prediction = field(repr=False, compare=False)
     variant: str = ""
     primary: bool = True
+    fold: int = 0
     images_seen: int = 0
     flops: float = 0.0
     seconds: float = 0.0
@@ -198,6 +201,18 @@ class Table:
         """From files of results. Raises UserError as `load` does."""
         return cls([result for path in paths for result in load(path)[0]])
 
+    def join_folds(self, samples: Sequence[int]) -> Table:
+        """One row for the folds of a cross-validation, with the predictions of all of them; its image indices count
+        through the folds' test images in order. Rows of which a fold is missing are left out.
+
+        samples: test images of each fold.
+        """
+        rows: dict[tuple[Any, ...], list[Result]] = {}
+        for result in sorted(self.results, key=lambda one: one.fold):
+            rows.setdefault(tuple(getattr(result, name) for name in KEY if name != "fold"), []).append(result)
+        first = np.cumsum([0, *samples])
+        return Table([_joined(folds, first) for folds in rows.values() if len(folds) == len(samples)])
+
     def prediction(self, row: int) -> Prediction:
         """Of the row with this index in `frame`."""
         return self.results[row].prediction
@@ -221,3 +236,24 @@ class Table:
         places = [np.searchsorted(prediction.images, images) for prediction in predictions]
         correct = [prediction.correct[place] for prediction, place in zip(predictions, places, strict=True)]
         return predictions[0].labels[places[0]], np.stack(correct)
+
+
+def _joined(folds: Sequence[Result], first: np.ndarray) -> Result:
+    """One row for all folds: costs are summed. first: number of test images before each fold."""
+    predictions = [replace(one.prediction, images=one.prediction.images + first[one.fold]) for one in folds]
+    arrays = {name: [getattr(one, name) for one in predictions] for name in vars(predictions[0])}
+    whole = Prediction(**{k: None if v[0] is None else np.concatenate(v) for k, v in arrays.items()})  # type: ignore[arg-type]
+    scores = scored(whole)
+    shared = set.intersection(*({*one.selected.items()} for one in folds))
+    return replace(
+        folds[0],
+        prediction=whole,
+        labels=round(fmean(one.labels for one in folds)),
+        images_seen=sum(one.images_seen for one in folds),
+        flops=sum(one.flops for one in folds),
+        seconds=sum(one.seconds for one in folds),
+        selected=dict(shared),
+        notes=tuple(dict.fromkeys(note for one in folds for note in one.notes)),
+        accuracy=scores["accuracy"],
+        mean_per_class=scores["mean_per_class"],
+    )

@@ -21,7 +21,7 @@ def few_of(whole: Callable[..., Any]) -> Callable[..., Any]:
 
     def open_images(place: str, split: str) -> Any:
         found, count = whole(place, split), {"train": 400, "test": 100}[split]
-        return replace(found, items=found.items[:count], labels=found.labels[:count])
+        return replace(found, items=found.items[:count], labels=found.labels[:count], groups=found.groups[:count])
 
     return open_images
 

@@ -85,3 +85,24 @@ def test_cells_are_of_the_test_images_that_all_rows_have() -> None:
     assert correct.tolist() == [[True, True, True, False, True, False], [True] * 6]
     labels, correct = table.cells([0, 2])
     assert labels.tolist() == [0, 2] and correct.tolist() == [[True, True], [False, True]]
+
+
+def test_the_folds_of_a_cross_validation_become_one_row() -> None:
+    """As if all test images had been one set; a row without all of its folds is left out."""
+    first = result(predicted(0, 0, 0, 1, 2, 0), labels=40, flops=1.0, selected={"optim.lr": 0.1, "steps": 5})
+    images, labels = np.arange(3), np.array([2, 0, 2])
+    second = predicted(2, 2, 2, images=images, labels=labels)
+    other = result(second, fold=1, labels=43, flops=2.0, selected={"optim.lr": 0.1, "steps": 9}, notes=("short",))
+    alone = result(second, fold=1, seed=1)
+    table = Table([alone, other, first]).join_folds([6, 3])
+    (row,) = table.results
+    assert (row.accuracy, row.labels, row.flops, row.notes) == (6 / 9, 42, 3.0, ("short",))
+    assert row.mean_per_class == pytest.approx((3 / 5 + 3 / 4) / 2)
+    assert row.selected == {"optim.lr": 0.1}, "what all folds selected"
+    assert row.prediction.images.tolist() == list(range(9))
+    assert row.prediction.labels.tolist() == [*LABELS, *labels]
+    assert row.prediction.top_scores is None
+    scores = {"top_classes": np.tile([2, 0], (6, 1)), "top_scores": SCORES}
+    both = [result(predicted(0, 0, 0, 0, 2, 2, **scores), fold=fold) for fold in (0, 1)]
+    (row,) = Table(both).join_folds([6, 6]).results
+    assert row.prediction.top_scores is not None and row.prediction.top_scores.shape == (12, 2)

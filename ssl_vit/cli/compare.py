@@ -27,21 +27,21 @@ def demo(
 
     Example: `ssl-vit demo`
     """
+    from ssl_vit import recipe
     from ssl_vit.data.packing import pack
     from ssl_vit.data.packing.plan import Options
     from ssl_vit.data.packing.sources import open_source
 
     changed = overrides or []
-    for split in ("train", "test"):
-        folder = out / "data" / split
-        if not (folder / "info.json").exists():
-            digits = open_source("digits", split=split)
-            # In scikit-learn's order, so that others can check the few-shot rows on raw pixels.
-            packed = pack(digits, folder, Options(shards=8, order="source"), overwrite=True, progress=False)
-            print(f"packed {packed[folder].samples} {split} digits into {folder}")
+    folds = [out / "data" / Path(fold).name for fold in recipe.read(recipe.find("demo_digits"))["data"]["folds"]]
+    if not all((fold / "info.json").exists() for fold in folds):
+        # In scikit-learn's order, so that others can check the few-shot rows on raw pixels.
+        options = Options(shards=8, order="source", folds=len(folds))
+        for folder, info in pack(open_source("digits"), out / "data", options, overwrite=True, progress=False).items():
+            print(f"packed {info.samples} digits into {folder}")
     named = [] if out == Path("runs/demo") else ["--out", str(out)]
-    data = [*(f"data.{name}={out}/data/train" for name in ("train", "pretrain")), f"data.test={out}/data/test"]
-    _compare("demo_digits", [f"run={out}", *data, *changed], shlex.join(["ssl-vit", "demo", *named, *changed]))
+    data = f"data.folds=[{','.join(map(str, folds))}]"
+    _compare("demo_digits", [f"run={out}", data, *changed], shlex.join(["ssl-vit", "demo", *named, *changed]))
 
 
 @app.command()
@@ -62,7 +62,7 @@ def compare(
 ) -> None:
     """Run a comparison: every arm with every seed and label budget. Run the same command again to resume.
 
-    Example: `ssl-vit compare demo_digits data.train=shards/train data.test=shards/test`
+    Example: `ssl-vit compare own_images data.train=shards/train data.test=shards/test`
 
     On a cluster: `scheduler=tcp://HOST:8786` runs the tasks on the workers of a dask scheduler. As job arrays: run each
     id of stage 0 by `--only ID`, then those of stage 1, and so on, as recipes/launch/compare_slurm.sh does.

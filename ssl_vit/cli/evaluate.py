@@ -44,7 +44,7 @@ def evaluate(
 ) -> None:
     """Evaluate an encoder and its references, an untrained encoder and raw pixels. Stores the results in RUN/results.
 
-    Example: `ssl-vit eval runs/digits_ssl few_shot --data runs/demo/data shots=[1,5]`
+    Example: `ssl-vit eval runs/digits_ssl few_shot --data shards/digits shots=[1,5]`
     """
     from ssl_vit import api, runs
 

@@ -32,7 +32,7 @@ def inspect(
     """Visualize what a ViT has learned: filters, positions, attention, features, nearest neighbors,
     reconstructions. One page.
 
-    Example: `ssl-vit inspect runs/demo/ssl --data runs/demo/data/test`
+    Example: `ssl-vit inspect runs/demo/ssl-fold0 --data runs/demo/data/fold_0`
     """
     if image_size and not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)?", image_size):
         raise UserError(f"--image-size {image_size}: give pixels, such as 384 or 256x384 (height x width)")

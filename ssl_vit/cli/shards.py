@@ -48,13 +48,16 @@ def shards_make(
     holdout: Annotated[
         float, typer.Option(min=0, max=0.9, help="Fraction of each class for OUT/test; the rest goes to OUT/train.")
     ] = 0.0,
+    folds: Annotated[
+        int | None, typer.Option(min=2, help="Number of folds of a cross-validation: OUT/fold_0, OUT/fold_1 and so on.")
+    ] = None,
     subset: Annotated[
         int | None,
         typer.Option(min=1, help="Images per class. Larger subsets contain smaller ones; OUT/test stays whole."),
     ] = None,
     resize: Annotated[int | None, typer.Option(min=1, help="Resize the shorter side to this many pixels.")] = None,
     quality: Annotated[int, typer.Option(min=1, max=100, help="JPEG and WebP quality of resized images.")] = 95,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of order, holdout and subset.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of order, holdout, folds and subset.")] = 0,
     keep_names: Annotated[bool, typer.Option("--keep-names", help="Store file names, as KEY.json.")] = False,
     image_column: Annotated[str | None, typer.Option(help="Image column of a table.")] = None,
     label_column: Annotated[str | None, typer.Option(help="Label column of a table.")] = None,
@@ -84,6 +87,7 @@ def shards_make(
                 shards=shards,
                 order=order.value,
                 holdout=holdout,
+                folds=folds,
                 subset=subset,
                 resize=resize,
                 quality=quality,

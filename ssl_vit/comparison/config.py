@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from omegaconf import OmegaConf
-from pydantic import Field, SerializeAsAny, field_validator, model_validator
+from pydantic import Field, SerializeAsAny, ValidationInfo, field_validator, model_validator
 
 from ssl_vit import plugins, recipe
-from ssl_vit.data import RemoteConfig
+from ssl_vit.data import RemoteConfig, WeightedShards
 from ssl_vit.evaluators import Budgets, Metric, Seeds
 from ssl_vit.interfaces import Config, UserError
 from ssl_vit.recipe import Recipe
@@ -35,7 +35,7 @@ def _check_names(names: Any) -> Any:
 class DataSet(Config):
     """A labeled data set to evaluate on: shards, or a source that is packed into FOLDER/NAME on first use.
 
-    train, test: shards as in `data.train`.
+    train, test: shards as in `data.train`; several sets of train count as one.
     source: anything `ssl-vit shards make` takes, such as a hub name.
     splits: the source's names of train and test.
     image_column, label_column: of the source.
@@ -43,7 +43,7 @@ class DataSet(Config):
     evaluators: settings by evaluator, for this set alone.
     """
 
-    train: str | None = None
+    train: str | tuple[str, ...] | None = None
     test: str | None = None
     source: str | None = None
     splits: tuple[str, str] = ("train", "test")
@@ -111,6 +111,8 @@ class ComparisonData(Config):
     """What is evaluated on, and what the arms pretrain on.
 
     train, test: labeled shards; only the last measurement reads test.
+    folds: labeled shards to cross-validate on, in place of train and test: each is the test set once, and the arms
+        pretrain and fit on the other ones together.
     sets: several data sets instead. suite: a file or a shipped suite instead.
     folder: where sources are packed (default: the suite's own).
     pretrain: training shards of the arms' recipes (default: `train`; with several sets the recipes' own).
@@ -119,6 +121,7 @@ class ComparisonData(Config):
 
     train: str | None = None
     test: str | None = None
+    folds: tuple[str, ...] = ()
     sets: dict[str, DataSet] = Field({})
     suite: str | None = None
     folder: str | None = None
@@ -129,18 +132,32 @@ class ComparisonData(Config):
 
     @model_validator(mode="after")
     def _one_way(self) -> ComparisonData:
-        ways = [self.train is not None, bool(self.sets), self.suite is not None]
+        single = self.train is not None or bool(self.folds)
+        ways = [single, bool(self.sets), self.suite is not None]
         if (self.train is None) != (self.test is None) or ways.count(True) != 1:
-            raise ValueError("give train and test, or sets, or suite")
+            raise ValueError("give train and test, or folds, or sets, or suite")
+        if self.folds and len(set(self.folds)) < max(2, len(self.folds)):
+            raise ValueError("folds: give at least two different sets of shards")
+        if self.folds and self.pretrain:
+            raise ValueError("pretrain: with folds, the arms pretrain on the folds that are not tested; remove it")
         return self
+
+    @property
+    def splits(self) -> list[DataSet]:
+        """Train and test of each fold; without folds, of the one data set."""
+        if not self.folds:
+            return [DataSet(train=self.train, test=self.test)]
+        return [DataSet(train=tuple(other for other in self.folds if other != test), test=test) for test in self.folds]
 
 
 class ComparisonConfig(Config):
     """Arms x seeds x label budgets x data sets.
 
     run: directory (default: runs/NAME).
-    seeds: of the labeled subset, the head and the order.
-    pretrain_per_seed: pretrain again for every seed (default: one pretraining serves all).
+    seeds: of the labeled subset, the head and the order, under evaluators that train the encoder.
+    frozen_seeds: the same under evaluators of frozen features, which cost little.
+    pretrainings: of every pretrained arm (with folds: in every fold). Seed number n of a list uses pretraining number
+        n modulo `pretrainings`, which is trained with the seed of its recipe plus the seed of that number in `seeds`.
     labels_per_class: label budgets: images per class, shares such as '10%', or all.
     margin: differences within it count as equivalent (0.01: one percentage point).
     evaluators: settings by evaluator.
@@ -153,8 +170,9 @@ class ComparisonConfig(Config):
     name: str
     title: str = ""
     run: str = ""
-    seeds: Seeds = Field((0, 1, 2), min_length=1)
-    pretrain_per_seed: bool = False
+    seeds: Seeds = tuple(range(8))
+    frozen_seeds: Seeds = tuple(range(20))
+    pretrainings: int = Field(1, ge=1)
     labels_per_class: Budgets = Field((5, 10, 25), min_length=1)
     margin: float = Field(0.01, gt=0, lt=1)
     data: ComparisonData
@@ -165,6 +183,14 @@ class ComparisonConfig(Config):
     study: Literal["samples", "flops"] | None = None
     pictures: bool = True
     notes: tuple[str, ...] = ()
+
+    @field_validator("pretrainings")
+    @classmethod
+    def _enough_seeds(cls, pretrainings: int, info: ValidationInfo) -> int:
+        seeds, frozen = (len(info.data.get(name, ())) for name in ("seeds", "frozen_seeds"))
+        if pretrainings > min(seeds, frozen):
+            raise ValueError(f"{pretrainings} is more than the {min(seeds, frozen)} seeds that use them; add seeds")
+        return pretrainings
 
     @field_validator("arms")
     @classmethod
@@ -189,8 +215,9 @@ class ComparisonConfig(Config):
 class Study:
     """A comparison with everything it refers to.
 
-    recipes: of the pretrained arms.
-    sets: data sets by name; those given by `source` are packed into `folder`.
+    recipes: of the pretrained arms; of a cross-validation for the first fold.
+    sets: data sets by name; those given by `source` are packed into `folder`. Of a cross-validation the first fold.
+    folds: train and test of each fold; empty without cross-validation.
     evaluators: settings by (data set, evaluator, arm); arm "": of the references.
     """
 
@@ -199,6 +226,7 @@ class Study:
     sets: dict[str, DataSet]
     evaluators: dict[tuple[str, str, str], Config]
     folder: Path
+    folds: tuple[DataSet, ...] = ()
 
 
 def load_comparison(name: str | Path, overrides: Sequence[str] = ()) -> Study:
@@ -211,8 +239,8 @@ def load_comparison(name: str | Path, overrides: Sequence[str] = ()) -> Study:
     content["evaluators"] = {key: _settings(path, key, value) for key, value in given.items()}
     c = recipe.validate(ComparisonConfig, content, f"{path}: ")
     suite = load_suite(c.data.suite, near=path) if c.data.suite else None
-    sets = suite.sets if suite else c.data.sets or {ONLY: DataSet(train=c.data.train, test=c.data.test)}
-    pretrain = c.data.pretrain or c.data.train
+    sets = suite.sets if suite else c.data.sets or {ONLY: c.data.splits[0]}
+    pretrain = c.data.pretrain or [*c.data.folds[1:]] or c.data.train
     recipes = {
         key: recipe.load_recipe(arm.recipe, [*([f"data.train={pretrain}"] if pretrain else []), *arm.overrides], path)
         for key, arm in c.arms.items()
@@ -221,13 +249,21 @@ def load_comparison(name: str | Path, overrides: Sequence[str] = ()) -> Study:
     for key, found in recipes.items():
         if found.probe and found.probe.patience:
             raise UserError(f"{path}: arms.{key}: probe.patience would use labels to stop pretraining; remove it")
+        if c.data.folds and found.data.train != mixture(c.data.folds[1:]):
+            raise UserError(f"{path}: arms.{key}: with folds, the arms pretrain on the folds; remove data.train")
     evaluators = {
         (data, evaluator, arm): _settings(path, evaluator, values, chosen.evaluators, own)
         for data, chosen in sets.items()
         for evaluator, values in given.items()
         for arm, own in {"": {}, **{name: arm.evaluators for name, arm in c.arms.items()}}.items()
     }
-    return Study(c, recipes, sets, evaluators, Path(c.data.folder or (suite.folder if suite else "shards")))
+    folder = Path(c.data.folder or (suite.folder if suite else "shards"))
+    return Study(c, recipes, sets, evaluators, folder, tuple(c.data.splits) if c.data.folds else ())
+
+
+def mixture(folds: Sequence[str]) -> tuple[WeightedShards, ...]:
+    """These shards as `data.train` of a recipe."""
+    return tuple(WeightedShards(shards=shards) for shards in folds)
 
 
 def _settings(path: Path, evaluator: str, values: dict[str, Any], *more: dict[str, dict[str, Any]]) -> Config:

@@ -87,7 +87,7 @@ def dry_run_comparison(study: Study, say: Say = silent) -> ComparisonDryRun:
     )
     measured: dict[str, DryRun] = {}
     for arm, settings in study.recipes.items():
-        measured[arm] = found.arms[arm].pretraining = dry_run(settings, opened[f"{arm} pretrain"])
+        measured[arm] = found.arms[arm].pretraining = dry_run(settings, opened[plan.part(arm, "pretrain", 0)])
     for task in missing:
         if task.kind == "pretrain":
             found.arms[task.arm].pretraining_hours += measured[task.arm].hours
@@ -102,17 +102,18 @@ def dry_run_comparison(study: Study, say: Say = silent) -> ComparisonDryRun:
 
 def _add(cost: ArmCost, plan: Plan, task: TaskRecord, opened: dict[str, ShardSet], measured: dict[str, DryRun]) -> None:
     """Add the hours of a sweep or measurement to its arm's."""
-    shards, row = opened[f"{task.data} train"], plan.rows[task.arm]
+    train, test = (opened[plan.part(task.data, part, task.fold)] for part in ("train", "test"))
+    row = plan.rows[task.arm]
     evaluator, (budgets, seeds) = plan.evaluator(task.data, task.evaluator, task.arm), plan.budgets_and_seeds(task)
-    labels, own = labels_of(shards), plan.recipes[row.like]
-    data = {"train": str(plan.sets[task.data].train), "samples": None, "workers": 0, "lanes": 1}
+    labels, own = labels_of(train), plan.recipes[row.like]
+    data = {"train": train.spec, "samples": None, "workers": 0, "lanes": 1}
     like = own.model_copy(update={"data": own.data.model_copy(update=data), "init_from": None, "probe": None})
     chosen = np.unique(np.concatenate([choose_labeled(labels, budget, seed) for budget in budgets for seed in seeds]))
 
     def step(stage: Recipe) -> DryRun:
         key = stage.model_dump_json(exclude=_NO_MATTER)
         if key not in measured:
-            measured[key] = dry_run(stage, shards, chosen)
+            measured[key] = dry_run(stage, train, chosen)
         return measured[key]
 
     if evaluator.trains_encoder:
@@ -124,5 +125,5 @@ def _add(cost: ArmCost, plan: Plan, task: TaskRecord, opened: dict[str, ShardSet
     training = TrainingConfig(steps=1, batch_size=batch, precision=own.training.precision)
     head: Any = classification.Config(head="linear", pooling="mean", classes=int(labels.max()) + 1)
     stage = like.model_copy(update={"objective": head, "training": training})
-    images = len(chosen) + opened[f"{task.data} test"].samples
+    images = len(chosen) + test.samples
     cost.features_hours += step(stage).step_seconds(_FORWARD) * images / batch / 3600

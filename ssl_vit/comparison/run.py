@@ -36,7 +36,7 @@ RESULTS = "results.json"  # derived: for other programs; nothing here reads it
 
 @dataclass(frozen=True)
 class Checked:
-    """A comparison that can run. shards: by "SET train", "SET test" and "ARM pretrain". missing: tasks to run."""
+    """A comparison that can run. shards: as `Plan.part` calls them. missing: tasks to run."""
 
     plan: Plan
     shards: dict[str, ShardSet]
@@ -101,26 +101,29 @@ def check(study: Study, sets: dict[str, DataSet], say: Say = silent) -> Checked:
     study = _with_precision(study, say)
     remotes = [study.comparison.data.remote, *(settings.data.remote for settings in study.recipes.values())]
     remote = next(filter(None, remotes), RemoteConfig())
-    opened: dict[str, ShardSet] = {}
-    for name, chosen in sets.items():
-        train, test = (open_shards(str(path), remote) for path in (chosen.train, chosen.test))
-        check_same_classes(train.classes, test.classes, f"{chosen.train} and {chosen.test}")
-        opened |= {f"{name} train": train, f"{name} test": test}
-    for arm, settings in study.recipes.items():
-        try:
-            opened[f"{arm} pretrain"] = open_training(settings.data)
-            stage.check(settings, opened[f"{arm} pretrain"])
-        except UserError as error:
-            raise UserError(f"arms.{arm}: {error}") from None
-    fingerprints = {key: shards.fingerprint for key, shards in opened.items()}
-    plan = Plan(study, study.comparison.run_directory, sets, fingerprints)
+    plan, opened = Plan(study, study.comparison.run_directory, sets), dict[str, ShardSet]()
+    for fold in plan.folds:
+        for name in sets:
+            chosen = plan.split(name, fold)
+            assert chosen.train is not None and chosen.test is not None
+            train, test = open_shards(chosen.train, remote), open_shards(chosen.test, remote)
+            check_same_classes(train.classes, test.classes, f"{train.spec} and {test.spec}")
+            opened |= {plan.part(name, "train", fold): train, plan.part(name, "test", fold): test}
+        for arm, settings in study.recipes.items():
+            data = plan.pretraining_data(arm, fold)
+            try:
+                found = opened[plan.part(arm, "pretrain", fold)] = open_training(data)
+                stage.check(settings.model_copy(update={"data": data}), found)
+            except UserError as error:
+                raise UserError(f"arms.{arm}: {error}") from None
+    plan = replace(plan, shards={key: shards.fingerprint for key, shards in opened.items()})
     missing = [task for task in plan.tasks if not is_done(plan, task)]
     for task in missing:
         if task.kind == "pretrain":
             own = plan.pretraining(task)
-            runs.check(own.run_directory, own, fingerprints[f"{task.arm} pretrain"])
-    for name in dict.fromkeys(task.data for task in missing if task.evaluator):
-        _check_labels(plan, name, opened[f"{name} train"], opened[f"{name} test"], say)
+            runs.check(own.run_directory, own, plan.shards[plan.part(task.arm, "pretrain", task.fold)])
+    for name, fold in dict.fromkeys((task.data, task.fold) for task in missing if task.evaluator):
+        _check_labels(plan, name, *(opened[plan.part(name, part, fold)] for part in ("train", "test")), say=say)
     return Checked(plan, opened, missing)
 
 
@@ -149,7 +152,7 @@ def _check_directory(study: Study) -> None:
         raise UserError(f"{run} holds {held}; give this comparison another directory with run=PATH")
 
 
-def _check_labels(plan: Plan, name: str, train: ShardSet, test: ShardSet, say: Say) -> None:
+def _check_labels(plan: Plan, name: str, train: ShardSet, test: ShardSet, *, say: Say) -> None:
     """Raises UserError where a data set's labels cannot be evaluated on; prints which classes have few images."""
     labels, _ = labels_of(train), labels_of(test)
     classes, counts = np.unique(labels[labels >= 0], return_counts=True)
@@ -184,9 +187,10 @@ def _write_plan(checked: Checked, command: str) -> None:
 def _record(checked: Checked, command: str) -> ComparisonRecord:
     """What the report must know of a comparison besides the results of its tasks."""
     plan, c, shards = checked.plan, checked.plan.study.comparison, checked.shards
-    data = {key: found for key, found in shards.items() if not key.endswith(" pretrain")}
+    parts = [plan.part(name, part, fold) for name in plan.sets for fold in plan.folds for part in ("train", "test")]
+    data = {key: shards[key] for key in parts}
     for arm in plan.study.recipes:
-        found = shards[f"{arm} pretrain"]
+        found = shards[plan.part(arm, "pretrain", 0)]
         if found.fingerprint not in {other.fingerprint for other in data.values()}:
             data[f"pretraining of {arm}"] = found
     evaluators: dict[str, EvaluatorRecord] = {}
@@ -202,7 +206,9 @@ def _record(checked: Checked, command: str) -> ComparisonRecord:
         command=command,
         labels_per_class=c.labels_per_class,
         seeds=c.seeds,
-        pretrain_per_seed=c.pretrain_per_seed,
+        frozen_seeds=c.frozen_seeds,
+        pretrainings=c.pretrainings,
+        folds=len(plan.folds),
         margin=c.margin,
         notes=c.notes,
         jobs=c.jobs,
@@ -223,7 +229,7 @@ def _record(checked: Checked, command: str) -> ComparisonRecord:
 
 def _arm(plan: Plan, arm: str) -> ArmRecord:
     given, settings = plan.study.comparison.arms[arm], plan.recipes.get(arm)
-    weights = plan.weights(arm, plan.study.comparison.seeds[0])
+    weights = plan.weights(arm, plan.study.comparison.seeds[0], 0)
     path = Path(given.weights or "") / runs.SUMMARY
     summary = recipe.validate(RunSummary, read_json(path), f"{path}: ") if given.weights and path.is_file() else None
     return ArmRecord(

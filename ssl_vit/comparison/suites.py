@@ -17,7 +17,7 @@ from ssl_vit.files import read_json, write_json
 from ssl_vit.interfaces import UserError
 
 _REQUEST = "request.json"  # beside train/ and test/: what they were packed from
-_PART = re.compile(r", \d+ images( per class)?\b|part of holdout")  # in info.json's source: a part of it
+_PART = re.compile(r", \d+ images( per class)?\b|part of holdout|fold_\d+ of ")  # in info.json's source: a part of it
 
 
 def prepare(sets: Mapping[str, DataSet], folder: Path, say: Callable[[str], None] = print) -> dict[str, DataSet]:

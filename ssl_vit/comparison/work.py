@@ -82,7 +82,7 @@ def _run(plan: Plan, task: TaskRecord) -> tuple[list[Result], dict[str, Any]]:
         return [], {"run": recipe.validate(RunSummary, read_json(summary), f"{summary}: ")}
     if task.kind == "pictures":
         return [], _pictures(plan, task)
-    source, (budgets, seeds) = plan.rows[task.arm].source, plan.budgets_and_seeds(task)
+    source, (budgets, made) = plan.rows[task.arm].source, plan.budgets_and_seeds(task)
     best = None
     for need in (need for need in plan.tasks if need.id in task.after and need.kind == "sweep"):
         swept, about = results.load(path_of(plan, need))
@@ -94,25 +94,24 @@ def _run(plan: Plan, task: TaskRecord) -> tuple[list[Result], dict[str, Any]]:
         sweep, winner = runner.sweep(evaluator, context, source, task.labels_per_class, task.seed)
         rows, found = [winner] if winner else [], {"sweep": sweep}
     else:
-        rows, found = list(runner.measure(evaluator, context, source, budgets, seeds, best)), {}
-    rows = [
-        replace(row, data=task.data, arm=task.arm, pretraining_seed=plan.pretraining_seed(task.arm, row.seed))
-        for row in rows
-    ]
+        rows, found = list(runner.measure(evaluator, context, source, budgets, [*made], best)), {}
+    rows = [replace(row, data=task.data, arm=task.arm, fold=task.fold, pretraining_seed=made[row.seed]) for row in rows]
     return rows, found | {"skipped": context.skipped_names()}
 
 
 def make_context(plan: Plan, task: TaskRecord) -> EvalContext:
     """What a task evaluates: its arm's encoder, or an untrained one of the same architecture, on its data set."""
-    like, data = plan.rows[task.arm].like, plan.sets[task.data]
-    weights, own = plan.weights(task.arm, task.seed), plan.recipes.get(like)
+    like, data = plan.rows[task.arm].like, plan.split(task.data, task.fold)
+    made = next(iter(plan.budgets_and_seeds(task)[1].values()))
+    weights, own = plan.weights(task.arm, made, task.fold), plan.recipes.get(like)
     if weights is None and own is None:  # only a file says what the architecture is
-        weights = plan.weights(like, task.seed)
+        weights = plan.weights(like, made, task.fold)
+    assert data.train is not None and data.test is not None
     context = api.make_context(
         weights,
         own or plan.preparation(like),
-        str(data.train),
-        str(data.test),
+        data.train,
+        data.test,
         seed=task.seed,
         cache=plan.run / "features",
         metric=data.metric,
@@ -124,9 +123,9 @@ def make_context(plan: Plan, task: TaskRecord) -> EvalContext:
 
 def _pictures(plan: Plan, task: TaskRecord) -> dict[str, Any]:
     """The inspection of an arm's encoder on the first test images."""
-    weights, out = plan.weights(task.arm, task.seed), Path(PICTURES) / task.arm
+    weights, out = plan.weights(task.arm, task.seed, task.fold), Path(PICTURES) / task.arm
     device = distributed.make_accelerator().device  # every process takes part in it
     if weights is None or not is_main_process() or not isinstance(factory.load(weights), ViTEncoder):
         return {}  # a CNN has no attention to draw
-    page = inspection.inspect(weights, str(plan.sets[task.data].test), plan.run / out, device=device)
+    page = inspection.inspect(weights, str(plan.split(task.data, task.fold).test), plan.run / out, device=device)
     return {"pictures": str(out), "skipped": read_json(page.parent / "numbers.json").get("skipped", [])}

@@ -50,7 +50,7 @@ def as_json(comparison: Comparison) -> JsonValue:
 
 def rows(comparison: Comparison) -> pd.DataFrame:
     """Every measured row, with names, settings, and its file."""
-    frame = comparison.table.frame.copy()
+    frame = comparison.measured.frame.copy()
     record = comparison.record
     frame["arm_label"] = frame["arm"].map(comparison.label)
     frame["evaluator_title"] = frame["evaluator"].map(lambda name: record.evaluators[name].title)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
@@ -48,12 +49,12 @@ REFERENCES: dict[ReferenceKind, str] = {
 class Comparison:
     """A comparison, finished or not; or separate runs as its arms.
 
-    table: all rows. files: where each of them was read. tasks: the finished ones, by id. missing: ids of the others.
+    measured: all rows. files: where each of them was read. tasks: the finished ones, by id. missing: ids of the others.
     runs: by arm. separate: runs that no plan compares, so that there is no verdict.
     """
 
     record: ComparisonRecord
-    table: Table
+    measured: Table
     paths: tuple[Path, ...]
     files: tuple[Path, ...]
     tasks: Mapping[str, TaskResult] = field(default_factory=dict)
@@ -61,6 +62,15 @@ class Comparison:
     runs: Mapping[str, Run] = field(default_factory=dict)
     skipped: tuple[SkippedSample, ...] = ()
     separate: bool = False
+
+    @cached_property
+    def table(self) -> Table:
+        """What statistics read: the rows, those of a cross-validation with all its folds as one."""
+        if self.record.folds == 1:
+            return self.measured
+        (data,) = self.record.metrics
+        tests = [self.record.data[f"{data} test of fold {fold}"] for fold in range(self.record.folds)]
+        return self.measured.join_folds([test.samples for test in tests])
 
     def label(self, arm: str) -> str:
         """An arm's name in a table."""
@@ -133,8 +143,8 @@ class Comparison:
 
     def class_names(self, data: str) -> tuple[str, ...]:
         """The classes that a dataset's shards name, in label order; () where they name none."""
-        found = [self.record.data.get(f"{data} {part}") for part in ("test", "train")]
-        return next((one.classes for one in found if one and one.classes), ())
+        shards = [one for name, one in self.record.data.items() if name.startswith((f"{data} test", f"{data} train"))]
+        return next((one.classes for one in shards[::-1] if one.classes), ())
 
     def class_name(self, data: str, label: int) -> str:
         """The name of a class, else its number."""
@@ -160,7 +170,7 @@ def costs(comparison: Comparison) -> pd.DataFrame:
             spent.append(("Pretraining", task.arm, done.run.cost, done.run.processes))
         if done and done.sweep:
             spent.append(("Sweeps", task.arm, done.sweep.cost, done.processes))
-    for row, file in zip(comparison.table.results, comparison.files, strict=True):
+    for row, file in zip(comparison.measured.results, comparison.files, strict=True):
         if kinds.get(file.stem) != "sweep":  # the cost of a sweep's winner is in the sweep's
             cost = Cost(images_seen=row.images_seen, flops=row.flops, seconds=row.seconds)
             spent.append(("Evaluation", row.arm, cost, tasks[file.stem].processes if file.stem in tasks else 1))
@@ -252,6 +262,7 @@ def read_runs(paths: Sequence[Path]) -> Comparison:
         command="",
         labels_per_class=tuple(dict.fromkeys(row.labels_per_class for row, _ in rows)),
         seeds=tuple(sorted({row.seed for row, _ in rows})),
+        frozen_seeds=tuple(sorted({row.seed for row, _ in rows})),
         metrics=metrics,
         data=data,
         arms=tuple(

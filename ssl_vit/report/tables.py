@@ -39,7 +39,9 @@ def place_title(comparison: Comparison, place: Place) -> str:
 
 def place_tables(comparison: Comparison, summary: Summary, place: Place) -> list[Shown]:
     """Accuracies, differences and label efficiency of one dataset under one evaluator; those that have rows."""
-    weighted, seeds = comparison.record.metrics[place.data] == "mean_per_class", len(comparison.record.seeds)
+    record = comparison.record
+    weighted, trains = record.metrics[place.data] == "mean_per_class", record.evaluators[place.evaluator].trains_encoder
+    seeds = len(record.seeds if trains else record.frozen_seeds)
     accuracies: dict[str, dict[str, str]] = {}
     for row in (row for row in summary.accuracies if row.place == place):
         few = f" ({row.seeds} of {seeds} seeds)" if row.seeds < seeds else ""
@@ -139,6 +141,7 @@ def sweep_table(comparison: Comparison) -> Shown:
                 {
                     "Arm": comparison.label(task.arm),
                     "Data and evaluator": place_title(comparison, Place(task.data, task.evaluator)),
+                    **({"Fold": str(task.fold)} if comparison.record.folds > 1 else {}),
                     "Labels per class": str(task.labels_per_class),
                     "Setting": ", ".join(f"{key} {value}" for key, value in settings.items()),
                     "Held-out accuracy, %": f"{100 * float(tried['held_out_accuracy']):.1f}" + " (best)" * best,

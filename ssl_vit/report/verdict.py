@@ -49,8 +49,10 @@ def verdict(comparison: Comparison, summary: Summary) -> list[str]:
 
 def notes(comparison: Comparison) -> list[str]:
     """What a reader of the numbers must know besides the verdict."""
-    per_seed = ", and the pretraining" if comparison.record.pretrain_per_seed else ""
-    seed = f"A seed draws the labeled images, the classifier and the order of training{per_seed}."
+    made = comparison.record.pretrainings
+    seed = "A seed draws the labeled images, the classifier and the order of training."
+    if made > 1:
+        seed += f" Each pretrained arm has {made} pretrainings, which the seeds use in turn."
     own = dict.fromkeys(note for row in comparison.table.results for note in row.notes)
     skipped = [f"{len(comparison.skipped)} unreadable sample(s) were skipped: {listed(comparison.skipped)}."]
     given = [*_saw_held_out(comparison), *_own_settings(comparison), *comparison.record.notes]
@@ -108,6 +110,8 @@ def _headline(comparison: Comparison, head: Difference, budgets: Sequence[Differ
     metric = "mean per-class test accuracy" if weighted else "test accuracy"
     units = f"{head.estimate.units} pretrainings, " if head.unit == "pretraining" else ""
     design = f"{units}{head.seeds} seed{'s' * (head.seeds != 1)}, {head.estimate.images:,} test images"
+    if comparison.record.folds > 1:
+        design += f", cross-validated over {comparison.record.folds} folds"
     sentence = (
         f"{_capital(claim)}: {points(head.estimate)} points of {metric} ({100 * head.means[0]:.1f}% against "
         f"{100 * head.means[1]:.1f}%){over} ({title}, {design})."
@@ -121,8 +125,9 @@ def _headline(comparison: Comparison, head: Difference, budgets: Sequence[Differ
         )
     if head.outcome == "undecided":
         sentence += f" {_plan(comparison, head)}"
+    each = " per fold" if comparison.record.folds > 1 else ""
     for arm in head.fixed:
-        once = f"{_capital(comparison.spoken(arm))} was pretrained only once"
+        once = f"{_capital(comparison.spoken(arm))} was pretrained only once{each}"
         sentence += f" {once}: the interval does not cover other pretrainings."
     return sentence
 

@@ -82,7 +82,7 @@ def test_train(digits: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("jobs", [1, 2])
 def test_compare(digits: Path, tmp_path: Path, jobs: int) -> None:
-    keys = [f"data.train={digits}/train", f"data.test={digits}/test", "run=run", f"jobs={jobs}", *FEW]
+    keys = [f"data={{folds: [], train: {digits}/train, test: {digits}/test}}", "run=run", f"jobs={jobs}", *FEW]
     keys += [f"arms.{arm}.overrides=[{LONG}]" for arm in ("ssl", "supervised")]
     interrupt(tmp_path, ["compare", "demo_digits", *keys], lambda _: any(tmp_path.glob("run/ssl/checkpoints/step_*")))
     assert not list(tmp_path.glob("run/tasks/*.json"))
@@ -91,7 +91,7 @@ def test_compare(digits: Path, tmp_path: Path, jobs: int) -> None:
 @pytest.mark.slow
 def test_demo(tmp_path: Path) -> None:
     keys = [*FEW, *(f"arms.{arm}.overrides=[{LONG}]" for arm in ("ssl", "supervised"))]
-    interrupt(tmp_path, ["demo", *keys], lambda _: any(tmp_path.glob("runs/demo/ssl/checkpoints/step_*")))
+    interrupt(tmp_path, ["demo", *keys], lambda _: any(tmp_path.glob("runs/demo/ssl-fold0/checkpoints/step_*")))
 
 
 @pytest.mark.slow

@@ -33,6 +33,7 @@ def mini(few_digits: Path, tmp_path: Path) -> Mini:
             "name": "mini",
             "run": str(tmp_path / "run"),
             "seeds": [0, 1],
+            "frozen_seeds": [0, 1],
             "labels_per_class": [2],
             "pictures": False,
             "data": {name: f"{few_digits}/{name}" for name in ("train", "test")},
@@ -54,9 +55,11 @@ def finished(few_digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Comp
     short = "training.steps=3,training.batch_size=16"
     overrides = [
         f"run={tmp_path_factory.mktemp('finished')}/run",
-        f"data={{train: {few_digits}/train, test: {few_digits}/test}}",
+        f"data={{train: {few_digits}/train, test: {few_digits}/test, folds: []}}",
         "jobs=1",
         "seeds=[0,1]",
+        "frozen_seeds=[0,1]",
+        "pretrainings=1",
         "labels_per_class=[2,3]",
         f"arms.ssl.overrides=[{short}]",
         f"arms.supervised.overrides=[{short}]",

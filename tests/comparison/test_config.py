@@ -30,7 +30,12 @@ from ssl_vit.interfaces import UserError
         (["seeds=[1,0,1]"], "seeds: 1"),
         (["labels_per_class=[10,zero]"], "labels_per_class.1"),
         (["labels_per_class=[all,'100%']"], "labels_per_class: all"),
-        (["data.suite=transfer"], "give train and test, or sets, or suite"),
+        (["data.suite=transfer"], "give train and test, or folds, or sets, or suite"),
+        (["data.folds=[a]"], "at least two different"),
+        (["data.folds=[a,b,a]"], "at least two different"),
+        (["data.folds=[a,b]", "data.pretrain=c"], "data: pretrain"),
+        (["data.folds=[a,b]", "arms.ssl.overrides=[data.train=c]"], "arms.ssl: .*remove data.train"),
+        (["pretrainings=9"], r"pretrainings: 9 is more than the \d seeds"),
         (["data.sets={a: {train: x}}"], "data.sets.a: give either train and test"),
     ],
 )
@@ -44,7 +49,7 @@ def test_wrong_comparisons_are_named(keys: list[str], words: str) -> None:
     [
         ({"evaluators": {}}, "evaluators"),
         ({"arms": {"only": {"label": "x"}}}, "no arm has a recipe or weights"),
-        ({"data": {}}, "give train and test, or sets, or suite"),
+        ({"data": {}}, "give train and test, or folds, or sets, or suite"),
         ({"data": {"suite": "transfers"}}, "transfers: no such suite; shipped suites: .*transfer"),
     ],
 )

@@ -19,8 +19,11 @@ SHARDS = {"ssl pretrain": "a", "supervised pretrain": "b"}
 ARMS = ["ssl", "scratch", "supervised"]
 
 
+BASE = ("data={train: a, test: b, folds: []}", "pretrainings=1", "seeds=[0,1,2]")
+
+
 def plan_of(*overrides: str, **shards: str) -> Plan:
-    study = load_comparison("demo_digits", overrides)
+    study = load_comparison("demo_digits", [*BASE, *overrides])
     return Plan(study, Path("nowhere"), study.sets, SHARDS | {key.replace("_", " "): v for key, v in shards.items()})
 
 
@@ -37,14 +40,14 @@ def rows_of(plan: Plan, names: set[str]) -> set[str]:
 
 
 def test_tasks_come_after_what_they_need_and_long_ones_first() -> None:
-    plan = plan_of("pretrain_per_seed=true")
+    plan = plan_of("pretrainings=3")
     done: set[str] = set()
     for task in plan.tasks:
         assert set(task.after) <= done, task
         assert task.id not in done
         done.add(task.id)
-    for seed in plan.study.comparison.seeds:
-        assert {f"pretrain-ssl-{seed}", f"few_shot-untrained-{seed}"} <= done, "each seed has its own initialization"
+    for seed in (0, 1, 2):
+        assert {f"pretrain-ssl-{seed}", f"few_shot-untrained-{seed}"} <= done, "each has its own initialization"
     assert "few_shot-pixels-0" in done
     assert "few_shot-pixels-1" not in done
     kinds = [task.kind for task in plan.tasks]
@@ -52,6 +55,38 @@ def test_tasks_come_after_what_they_need_and_long_ones_first() -> None:
     evaluators = [task.evaluator for task in plan.tasks if task.kind == "measure"]
     assert evaluators == sorted(evaluators, key=["fine_tune", "few_shot"].index)
     assert set(plan.stages) == {0, 1, 2}
+
+
+def test_seeds_use_the_pretrainings_in_turn() -> None:
+    plan = plan_of("pretrainings=2", "seeds=[5,6,7]", "frozen_seeds=[1,2,3,4]", "arms.ssl.overrides=[seed=100]")
+    tasks = {task.id: task for task in plan.tasks}
+    assert [task.seed for task in plan.tasks if task.kind == "pretrain" and task.arm == "ssl"] == [5, 6]
+    runs = [plan.pretraining(tasks[f"pretrain-ssl-{seed}"]) for seed in (5, 6)]
+    assert [(recipe.seed, recipe.run) for recipe in runs] == [(105, "nowhere/ssl"), (106, "nowhere/ssl-6")]
+    budget = plan.study.comparison.labels_per_class[0]
+    needs = [set(tasks[f"fine_tune-ssl-{budget}-{seed}"].after) for seed in (5, 6, 7)]
+    pretrained = [sorted(name for name in need if name.startswith("pretrain")) for need in needs]
+    assert pretrained == [["pretrain-ssl-5"], ["pretrain-ssl-6"], ["pretrain-ssl-5"]]
+    assert plan.budgets_and_seeds(tasks["few_shot-ssl-5"])[1] == {1: 5, 3: 5}
+    assert plan.budgets_and_seeds(tasks["few_shot-ssl-6"])[1] == {2: 6, 4: 6}
+    assert plan.budgets_and_seeds(tasks["few_shot-pixels-5"])[1] == dict.fromkeys((1, 2, 3, 4), 5)
+
+
+def test_every_fold_has_its_own_pretrainings_sweeps_and_evaluations() -> None:
+    plan = plan_of("data.folds=[x,y,z]")
+    splits = [plan.split("data", fold) for fold in plan.folds]
+    assert [(split.train, split.test) for split in splits] == [(("y", "z"), "x"), (("x", "z"), "y"), (("x", "y"), "z")]
+    tasks = {task.id: task for task in plan.tasks}
+    counts = {fold: sum(task.fold == fold for task in plan.tasks if task.kind != "pictures") for fold in plan.folds}
+    assert len(set(counts.values())) == 1 and sum(counts.values()) == len(tasks) - 2
+    for task in plan.tasks:
+        assert {tasks[need].fold for need in task.after} <= {task.fold}, "no fold sees what another one trained"
+    recipes = [plan.pretraining(tasks[f"pretrain-ssl-0-fold{fold}"]) for fold in plan.folds]
+    trains = [[part.shards for part in recipe.data.train if not isinstance(part, str)] for recipe in recipes]
+    assert trains == [["y", "z"], ["x", "z"], ["x", "y"]]
+    assert len({recipe.run for recipe in recipes}) == 3
+    other = plan_of("data.folds=[x,y,z]", **{"data test of fold 1": "new"})
+    assert {tasks[name].fold for name in changed(prints(plan), prints(other))} == {1}
 
 
 def test_every_shipped_comparison_has_tasks() -> None:
@@ -84,7 +119,8 @@ def test_what_has_no_pretraining_does_not_depend_on_how_others_pretrain() -> Non
     assert differ("arms.ssl.overrides=[training.log_every=7,data.workers=2,training.keep_last=9]") == set()
     every = {"ssl", "scratch", "untrained", "pixels", "untrained_supervised"}
     assert differ("arms.ssl.overrides=[data.evaluation_resize=1.2]") == every
-    assert differ("seeds=[0,1]") == {"ssl", "supervised", "untrained", "pixels"}, "frozen features cover all seeds"
+    assert differ("frozen_seeds=[0,1]") == {"ssl", "supervised", "untrained", "pixels"}, "a task covers all of them"
+    assert differ("seeds=[0,1]") == set()
     assert differ("jobs=4", "scheduler=tcp://host:1") == set()
     assert differ("arms.ssl.evaluators={few_shot: {pooling: mean}}") == {"ssl"}, "an arm's settings are its own"
 

@@ -19,12 +19,18 @@ from ssl_vit.comparison import work
 from ssl_vit.comparison.config import load_comparison
 from ssl_vit.comparison.plan import Plan
 from ssl_vit.comparison.run import check, compare
+from ssl_vit.data.packing import pack
+from ssl_vit.data.packing.plan import Options
+from ssl_vit.data.packing.sources import digits, open_source
 from ssl_vit.data.shards import open_shards
 from ssl_vit.evaluators.labels import labels_of
 from ssl_vit.interfaces import RunError, UserError
 from ssl_vit.records import TaskRecord
 from ssl_vit.report.page import write_report
-from ssl_vit.report.read import Comparison
+from ssl_vit.report.read import Comparison, read_comparison
+from ssl_vit.report.summary import summarize
+from ssl_vit.report.verdict import verdict
+from ssl_vit.results import KEY
 
 from .conftest import STEPS, TUNING, Mini, quietly, rows, stamps
 
@@ -114,7 +120,7 @@ def test_missing_damaged_and_outdated_tasks_alone_are_run(mini: Mini, tmp_path: 
 def test_two_processes_give_the_same_rows(mini: Mini, tmp_path: Path) -> None:
     changes: dict[str, Any] = {
         "evaluators": {"few_shot": {"shots": [1]}, "fine_tune": TUNING},
-        "pretrain_per_seed": True,
+        "pretrainings": 2,
     }
     one = quietly(mini(**changes, run=str(tmp_path / "one")))
     two = quietly(mini(**changes, run=str(tmp_path / "two"), jobs=2))
@@ -257,13 +263,50 @@ def test_tasks_one_by_one_are_the_comparison(
 def test_the_demo_packs_the_digits_in_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[list[str]] = []
     monkeypatch.setattr(commands, "_compare", lambda name, overrides, command: asked.append([name, *overrides]))
-    assert call(monkeypatch, "demo", "--out", tmp_path, "seeds=[7]") == 0
+    assert call(monkeypatch, "demo", "--out", tmp_path, "seeds=[7]", "pretrainings=1") == 0
     ((name, *overrides),) = asked
     study = load_comparison(name, overrides)
     assert (name, study.comparison.seeds) == ("demo_digits", (7,))
-    labels, (chosen,) = load_digits().target, study.sets.values()
-    np.testing.assert_array_equal(labels_of(open_shards(str(chosen.train))), labels[:1437])
-    np.testing.assert_array_equal(labels_of(open_shards(str(chosen.test))), labels[1437:])
+    assert len(study.folds) == len(load_comparison(name).folds) > 1, "as many as the recipe says"
+    folds = [labels_of(open_shards(str(fold.test))) for fold in study.folds]
+    np.testing.assert_array_equal(np.concatenate(folds), load_digits().target)
+    starts = np.cumsum([0, *map(len, folds)])
+    assert {*starts.tolist()} <= {*digits.FORMS, 1797}, "every form is in one fold"
+    train, first = open_shards(study.folds[0].train or ""), study.sets["data"]
+    assert first == study.folds[0] and train.samples + len(folds[0]) == 1797
+
+
+def test_a_cross_validation_tests_every_image_once(mini: Mini, tmp_path: Path, fewer_digits: None) -> None:
+    """Its table is that of the folds' own comparisons put together."""
+    pack(open_source("digits", split="train"), tmp_path / "folds", Options(folds=2, shards=4), progress=False)
+    folds = [f"{tmp_path}/folds/fold_{number}" for number in (0, 1)]
+    tuning = TUNING | {"sweep": {"training.steps": [2]}}
+    changes: dict[str, Any] = {"evaluators": {"few_shot": {"shots": [1]}, "fine_tune": tuning}, "frozen_seeds": [0]}
+    crossed = changes | {"data": {"folds": folds}, "run": str(tmp_path / "both")}
+    whole = quietly(mini(**crossed))
+    assert whole.missing == () and whole.record.folds == 2
+    assert {run.name for run in (tmp_path / "both").iterdir() if run.name.startswith("ssl")} == {
+        "ssl-fold0",
+        "ssl-fold1",
+    }
+    offset = 0
+    for train, test in (folds[::-1], folds):
+        alone = quietly(mini(data={"train": train, "test": test}, run=f"{tmp_path}/{Path(test).name}", **changes))
+        samples = open_shards(test).samples
+        keys = [tuple(key) for key in whole.table.frame[[*KEY]].to_numpy().tolist()]
+        for row in alone.table.results:
+            joined = whole.table.prediction(keys.index(tuple(getattr(row, name) for name in KEY)))
+            mine = slice(*np.searchsorted(joined.images, [offset, offset + samples]))
+            np.testing.assert_array_equal(joined.images[mine] - offset, row.prediction.images)
+            np.testing.assert_array_equal(joined.predicted[mine], row.prediction.predicted)
+        offset += samples
+    assert {len(one.prediction.images) for one in whole.table.results} == {offset}
+    said = "\n".join(verdict(whole, summarize(whole)))
+    assert f"{offset} test images, cross-validated over 2 folds" in said and "only once per fold" in said
+    (tmp_path / "both" / "tasks" / "fine_tune-ssl-2-1-fold1.json").unlink()
+    partly = read_comparison(tmp_path / "both")
+    assert len(partly.table.results) == len(whole.table.results) - 1, "a row needs all its folds"
+    assert rows(quietly(mini(**crossed))) == rows(whole)
 
 
 # What would make a task impossible is an error before the first one.

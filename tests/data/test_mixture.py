@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """1,437 digits in 6 shards (train) and 360 in 5 (test)."""
+    """1,415 digits in 6 shards (train) and 382 in 5 (test)."""
     folder = tmp_path_factory.mktemp("sets")
     for split, shards in (("train", 6), ("test", 5)):
         pack(open_source("digits", split=split), folder / split, Options(shards=shards), progress=False)

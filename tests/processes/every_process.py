@@ -44,7 +44,7 @@ STAGES: dict[str, tuple[str, tuple[str, ...]]] = {
 
 
 def train(digits: str, run: Path, stage: str, *more: str) -> None:
-    """20 steps of 48 of the 1,437 digits (two thirds of an epoch) in 12 lanes, every step logged."""
+    """20 steps of 48 of the 1,415 digits (two thirds of an epoch) in 12 lanes, every step logged."""
     name, keys = STAGES[stage]
     fixed = [f"data.train={digits}/train", f"run={run}", "data.lanes=12", "training.batch_size=48", "training.steps=20"]
     fixed += ["training.log_every=1", "training.checkpoint_every=0", "optim.lr=1e-3", "optim.warmup_steps=5"]

@@ -37,7 +37,7 @@ def test_no_process_is_left_behind(
     world: Callable[..., Any], digits: Path, tmp_path: Path, number: signal.Signals
 ) -> None:
     out = tmp_path / "run"
-    data = [f"run={out}", f"data.train={digits}/train", f"data.pretrain={digits}/train", f"data.test={digits}/test"]
+    data = [f"run={out}", f"data={{folds: [], train: {digits}/train, test: {digits}/test}}", "pretrainings=1"]
     process = world(1, "command_line", "compare", "demo_digits", *data, *KEYS)[0]
     log = out / "ssl" / "metrics.jsonl"
     assert wait_until(lambda: log.exists() and log.read_text(), 120), process.text

@@ -128,6 +128,7 @@ def write_comparison(
         "command": "ssl-vit compare c",
         "labels_per_class": tuple(dict.fromkeys(one.labels_per_class for one in rows)),
         "seeds": tuple(sorted({one.seed for one in rows})),
+        "frozen_seeds": tuple(sorted({one.seed for one in rows})),
         "metrics": dict.fromkeys(dict.fromkeys(one.data for one in rows), "accuracy"),
         "data": {"digits test": DataRecord(path="data/test", samples=100, classes=tuple("abcd"))},
         "arms": tuple(arms),

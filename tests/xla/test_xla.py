@@ -120,7 +120,7 @@ def test_a_resumed_run_is_bit_identical(digits: Path, tmp_path: Path) -> None:
 def test_evaluators_compile_for_the_first_batches_alone(
     digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of 1,437 images in batches of 256 the last is padded; knn extracts features, own_head predicts."""
+    """Of 1,415 images in batches of 256 the last is padded; knn extracts features, own_head predicts."""
     run = train(digits, tmp_path / "run", "supervised")
     counts: list[int] = []
 

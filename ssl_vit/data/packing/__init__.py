@@ -37,7 +37,8 @@ def pack(
     overwrite: bool = False,
     progress: bool = True,
 ) -> dict[Path, Info]:
-    """Write the source as a shard set into `out`, with a holdout as two sets into `out/train` and `out/test`.
+    """Write the source as a shard set into `out`, with a holdout as two sets into `out/train` and `out/test`, with
+    folds as `out/fold_0`, `out/fold_1` and so on.
 
     options: what goes into which shard, and how images are stored.
     jobs: processes. Default: one per core, fewer for a small source.
@@ -123,6 +124,8 @@ def _info(source: Source, options: Options, part: str, finished: record.Finished
         name += f", {options.subset} {'images' if source.labels is None else 'images per class'}"
     if options.holdout:
         name += f", {part} part of holdout {options.holdout:g}"
+    if options.folds:
+        name += f", {part} of {options.folds}"
     return Info(
         classes=source.classes,
         samples=samples,

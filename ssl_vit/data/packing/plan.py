@@ -23,7 +23,7 @@ class Options:
         `shards` there are at least 16 (one per image where there are fewer images), in train and in test: a shard is
         read by one loader worker of one process, so one shard would feed one worker.
     resize, quality: see `ssl_vit.data.packing.images.to_stored`.
-    seed: of the shuffle, the holdout and the subset.
+    seed: of the shuffle, the holdout, the folds and the subset.
     order: `shuffle`: over all images; `stratified`: shuffled, with each class spread evenly over the shards;
         `source`: as in the source, also within train and test.
     holdout: fraction of each class that goes to out/test while the rest goes to out/train; both are shard sets. A
@@ -31,6 +31,8 @@ class Options:
     subset: images per class (of an unlabeled source: in total), or all that a class has. A larger subset holds the
         smaller ones. The test images of a holdout do not depend on it.
     keep_names: store the source's file names, as KEY.json.
+    folds: of a cross-validation: shard sets out/fold_0, out/fold_1 and so on, each class spread evenly over them, or
+        whole groups in the order of the source where it has groups.
     """
 
     shard_size: int = 1000
@@ -42,6 +44,7 @@ class Options:
     holdout: float = 0.0
     subset: int | None = None
     keep_names: bool = False
+    folds: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("shard_size", "shards", "resize", "subset", "seed"):
@@ -50,6 +53,8 @@ class Options:
                 raise UserError(f"{name} must be at least {least}, not {value}")
         if not 1 <= self.quality <= 100:
             raise UserError(f"quality must be 1 to 100, not {self.quality}")
+        if self.folds is not None and (self.folds < 2 or self.holdout):
+            raise UserError("folds must be at least 2, and excludes holdout")
         if not 0 <= self.holdout < 1:
             raise UserError(f"holdout must be at least 0 and below 1, not {self.holdout}")
         if self.order not in get_args(Order):
@@ -58,7 +63,8 @@ class Options:
 
 def plan_shards(source: Source, options: Options) -> dict[str, list[np.ndarray]]:
     """The indices of the images in each shard, in order (int64), by folder: {"": shards}, or with a holdout
-    {"train": shards, "test": shards}. Every random choice comes from the seed alone.
+    {"train": shards, "test": shards}, or with folds {"fold_0": shards, ...}. Every random choice comes from the seed
+    alone.
 
     Warns where classes are smaller than the subset. Raises UserError for options that do not fit the source.
     """
@@ -87,6 +93,9 @@ def plan_shards(source: Source, options: Options) -> dict[str, list[np.ndarray]]
             warnings.warn(f"{source.name}: {what} {few}", stacklevel=3)
         rng = np.random.default_rng([options.seed, 2])
         parts[first] = np.sort(_sample(rng, groups, [options.subset] * len(groups)))
+    if options.folds:
+        parts = {f"fold_{n}": fold for n, fold in enumerate(_folds(source, parts[first], options.folds, options.seed))}
+        first = next(iter(parts))
     largest = len(parts[first])
     if options.shards is not None and options.shards > largest:
         raise UserError(f"{source.name}: shards={options.shards} is more than its {largest} images; ask for fewer")
@@ -113,6 +122,19 @@ def _by_class(indices: np.ndarray, labels: np.ndarray | None) -> list[np.ndarray
         return [indices]
     by_class = indices[np.argsort(labels[indices], kind="stable")]
     return np.split(by_class, np.flatnonzero(np.diff(labels[by_class])) + 1)
+
+
+def _folds(source: Source, indices: np.ndarray, folds: int, seed: int) -> list[np.ndarray]:
+    """The indices of each fold, ascending. Raises UserError where there are too few."""
+    if source.groups is None:
+        in_turn = np.concatenate(_by_class(np.random.default_rng([seed, 3]).permutation(indices), source.labels))
+        found = [np.sort(in_turn[fold::folds]) for fold in range(folds)]
+    else:
+        kept = source.groups[indices]
+        found = [indices[np.isin(kept, part)] for part in np.array_split(np.unique(kept), folds)]
+    if not all(map(len, found)):
+        raise UserError(f"{source.name}: folds={folds} leaves a fold empty; ask for fewer")
+    return found
 
 
 def _sample(rng: np.random.Generator, groups: list[np.ndarray], sizes: list[int]) -> np.ndarray:

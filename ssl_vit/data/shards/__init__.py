@@ -102,12 +102,15 @@ def open_url(url: str, remote: RemoteConfig = _DEFAULT, size: int | None = None,
         raise RunError(f"{url}: cannot be read: {error.strerror}") from None
 
 
-def open_shards(spec: str, remote: RemoteConfig = _DEFAULT) -> ShardSet:
-    """Find the shards that `spec` names (a folder, a tar, a glob, a brace range; local or URL) and count them.
+def open_shards(spec: str | Sequence[str], remote: RemoteConfig = _DEFAULT) -> ShardSet:
+    """Find the shards that `spec` names (a folder, a tar, a glob, a brace range; local or URL) and count them; several
+    sets count as one, as `open_training` has them.
 
     Counts and class names come from the `info.json` beside the shards; tars without it are counted by their headers,
     remote ones by downloading them. Raises UserError when nothing is found, RunError when a server does not answer.
     """
+    if not isinstance(spec, str):
+        return _together([(open_shards(one, remote), None) for one in spec], remote)
     if spec.startswith("pipe:"):
         raise UserError(f"{spec}: shell commands are not run; name a file or a URL")
     urls, info = list_shards(spec, remote)
@@ -142,20 +145,24 @@ def open_training(data: DataConfig) -> ShardSet:
     """
     if isinstance(data.train, str):
         return open_shards(data.train, data.remote)
-    parts = [(part, open_shards(part.shards, data.remote)) for part in data.train]
-    sets = [opened for _, opened in parts]
+    return _together([(open_shards(part.shards, data.remote), part.weight) for part in data.train], data.remote)
+
+
+def _together(parts: Sequence[tuple[ShardSet, float | None]], remote: RemoteConfig) -> ShardSet:
+    """Sets with their weights as one."""
+    sets = [opened for opened, _ in parts]
     return ShardSet(
-        spec=" + ".join(part.shards for part, _ in parts),
+        spec=" + ".join(opened.spec for opened in sets),
         urls=tuple(chain.from_iterable(opened.urls for opened in sets)),
         counts=tuple(chain.from_iterable(opened.counts for opened in sets)),
         classes=sets[0].classes if len({opened.classes for opened in sets}) == 1 else None,
-        source=" + ".join(opened.source or part.shards for part, opened in parts),
+        source=" + ".join(opened.source or opened.spec for opened in sets),
         checksums=tuple(chain.from_iterable(opened.checksums for opened in sets)),
         sizes=tuple(chain.from_iterable(opened.sizes for opened in sets)),
         headers=tuple(chain.from_iterable(opened.headers for opened in sets)),
-        remote=data.remote,
+        remote=remote,
         license=" + ".join(sorted({opened.license for opened in sets if opened.license})) or None,
-        mixture=tuple((len(opened.urls), part.weight) for part, opened in parts),
+        mixture=tuple((len(opened.urls), weight) for opened, weight in parts),
     )
 
 

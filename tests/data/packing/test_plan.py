@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -124,3 +125,30 @@ def test_the_test_part_is_the_same_for_every_subset_and_order() -> None:
 def test_what_cannot_be_laid_out_is_refused(labels: list[int] | None, options: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         planned(labels, **({"count": 5} | options))
+
+
+@given(labels=st.lists(st.integers(0, 4), min_size=5, max_size=60), folds=st.integers(2, 5))
+def test_folds_hold_every_image_once_and_the_same_number_of_each_class(labels: list[int], folds: int) -> None:
+    found = planned(labels, folds=folds, shards=1)
+    assert list(found) == [f"fold_{fold}" for fold in range(folds)]
+    assert sorted(image for part in found.values() for image in flat(part)) == list(range(len(labels)))
+    for label in set(labels):
+        counts = [sum(labels[image] == label for image in flat(part)) for part in found.values()]
+        assert max(counts) - min(counts) <= 1
+    assert found == planned(labels, folds=folds, shards=1)
+    assert planned(labels * 9, folds=2) != planned(labels * 9, folds=2, seed=1)
+
+
+def test_folds_of_a_subset_and_of_groups() -> None:
+    parts = planned([0] * 20 + [1] * 10, folds=2, subset=8)
+    assert sorted(len(flat(part)) for part in parts.values()) == [8, 8]
+    groups = np.repeat(np.arange(5), [4, 1, 3, 6, 2])
+    grouped = replace(source([0, 1] * 8), groups=groups)
+    found = plan_shards(grouped, Options(folds=2, shards=2)).values()
+    kept = [set(groups[np.concatenate(shards)]) for shards in found]
+    assert kept == [{0, 1, 2}, {3, 4}], "whole groups, in order"
+    with pytest.raises(UserError, match="folds=6 leaves a fold empty"):
+        plan_shards(grouped, Options(folds=6))
+    for wrong in ({"folds": 1}, {"folds": 2, "holdout": 0.2}):
+        with pytest.raises(UserError, match="folds"):
+            Options(**wrong)

@@ -38,6 +38,7 @@ class Source:
     read: item -> (the image's name, such as a relative path or "row 17"; its encoded bytes). It is pickled once per
         packing process and raises BrokenImageError where an image cannot be read.
     listing: a hash of the images' names and sizes, which tells sources apart without reading them.
+    groups: int64 (count,), ascending: images of one group, such as those of one person, stay in one fold.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Source:
     items: Sequence[Any]
     read: Callable[[Any], tuple[str, bytes]]
     listing: str
+    groups: np.ndarray | None = None
 
     @property
     def count(self) -> int:

@@ -1,0 +1,188 @@
+"""What a comparison measures: rows and their encoders, data sets and folds, seeds and pretrainings."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from ssl_vit import plugins
+from ssl_vit.comparison.config import DataSet, Study, mixture
+from ssl_vit.data import DataConfig
+from ssl_vit.evaluators import runner
+from ssl_vit.evaluators.base import Evaluator
+from ssl_vit.files import sha256
+from ssl_vit.models import factory
+from ssl_vit.recipe import Recipe, run_recipe
+from ssl_vit.records import ArmKind, ReferenceKind, ReferenceRecord, TaskRecord
+from ssl_vit.results import Budget
+
+# What training from scratch and an untrained encoder depend on; dropout does not change an untrained encoder.
+_PREPARATION: Any = {"data": {"evaluation_resize", "max_pixels"}, "training": {"precision"}}
+_DROPOUT = {"dropout", "drop_path"}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of the tables: an arm, or a reference beside the arms on frozen features.
+
+    like: the arm with an encoder whose architecture and image preparation it has.
+    """
+
+    name: str
+    kind: ArmKind | ReferenceKind
+    like: str
+
+    @property
+    def source(self) -> str:
+        """What of an `EvalContext` is evaluated."""
+        return {"pretrained": "trained", "weights": "trained", "pixels": "pixels"}.get(self.kind, "untrained")
+
+
+@dataclass(frozen=True)
+class Design:
+    """What the tasks of a study measure.
+
+    run: directory of the comparison.
+    sets: data sets by name, with their shards' paths.
+    shards: fingerprints by "SET train", "SET test" and "ARM pretrain"; see `part`.
+    checksums: of files of weights, once read.
+    """
+
+    study: Study
+    run: Path
+    sets: dict[str, DataSet]
+    shards: dict[str, str] = field(default_factory=dict)
+    checksums: dict[Path, str] = field(default_factory=dict)
+
+    @cached_property
+    def evaluators(self) -> dict[tuple[str, str, str], Evaluator]:
+        """By (data set, evaluator, arm); arm "": of the references. Those that train the encoder come first: the
+        verdict is about them."""
+        built = {key: plugins.load("evaluators", key[1]).Evaluator(c) for key, c in self.study.evaluators.items()}
+        return dict(sorted(built.items(), key=lambda item: not item[1].trains_encoder))
+
+    @property
+    def folds(self) -> range:
+        """Of a cross-validation; without one there is fold 0 alone."""
+        return range(len(self.study.folds) or 1)
+
+    def part(self, name: str, part: str, fold: int) -> str:
+        """What shards are called. name: a data set or arm. part: `train` and `test`, or `pretrain`."""
+        return f"{name} {part}" + (f" of fold {fold}" if self.study.folds else "")
+
+    def split(self, data: str, fold: int) -> DataSet:
+        """The train and test shards of a data set."""
+        return self.study.folds[fold] if self.study.folds else self.sets[data]
+
+    def pretraining_data(self, arm: str, fold: int) -> DataConfig:
+        """What an arm pretrains on: in a cross-validation all folds but the tested one."""
+        data = self.study.recipes[arm].data
+        train = self.study.folds[fold].train if self.study.folds else None
+        return data.model_copy(update={"train": mixture(train)}) if train else data
+
+    def evaluator(self, data: str, name: str, row: str) -> Evaluator:
+        return self.evaluators[data, name, row if row in self.study.comparison.arms else ""]
+
+    @cached_property
+    def recipes(self) -> dict[str, Recipe]:
+        """By arm with an encoder, where there is one: weights may come without."""
+        arms = self.study.comparison.arms
+        found = {name: run_recipe(Path(arm.weights)) for name, arm in arms.items() if arm.weights}
+        return self.study.recipes | {name: recipe for name, recipe in found.items() if recipe}
+
+    def preparation(self, arm: str) -> Recipe | None:
+        """The recipe with an arm's image preparation and precision: its own; for weights without one the first that
+        there is, so that all arms see the same images."""
+        return self.recipes.get(arm) or next(iter(self.recipes.values()), None)
+
+    @cached_property
+    def rows(self) -> dict[str, Row]:
+        """Every arm, then the references."""
+        first, arms = self._with_encoder[0], self.study.comparison.arms
+        found = [Row(n, arm.kind, n if n in self._with_encoder else arm.like or first) for n, arm in arms.items()]
+        return {row.name: row for row in [*found, *(Row(one.name, one.kind, one.like) for one in self.references)]}
+
+    @cached_property
+    def references(self) -> tuple[ReferenceRecord, ...]:
+        """The rows beside the arms on frozen features: an untrained encoder of each architecture, and pixels."""
+        found: dict[str, ReferenceRecord] = {}  # by architecture
+        for arm in self._with_encoder:
+            name = f"untrained_{arm}" if found else "untrained"
+            same = self.sizes(arm)
+            found.setdefault(same, ReferenceRecord(name=name, kind="untrained", like=arm, architecture=same))
+        first = self._with_encoder[0]
+        pixels = ReferenceRecord(name="pixels", kind="pixels", like=first, architecture=self.sizes(first))
+        return (*found.values(), pixels)
+
+    @property
+    def _with_encoder(self) -> list[str]:
+        return [name for name, arm in self.study.comparison.arms.items() if arm.kind != "scratch"]
+
+    def architecture(self, row: str) -> str:
+        """Hash of the encoder's sizes and the image preparation of a row."""
+        return self.sizes(self.rows[row].like)
+
+    def sizes(self, arm: str, *, dropout: bool = False) -> str:
+        recipe, prepared = self.recipes.get(arm), self.preparation(arm)
+        preparation = prepared.model_dump(mode="json", include=_PREPARATION) if prepared else {}
+        if recipe:
+            sizes = recipe.encoder.model_dump(mode="json", exclude=None if dropout else _DROPOUT)
+            return digest([sizes, preparation])
+        config = factory.find_weights(self.study.comparison.arms[arm].weights or "") / factory.CONFIG
+        return digest([sha256(config), preparation])
+
+    def weights(self, row: str, pretraining_seed: int, fold: int) -> Path | None:
+        """Where a row's trained encoder is, or will be; None for training from scratch and references."""
+        match self.rows[row].kind:
+            case "weights":
+                return Path(self.study.comparison.arms[row].weights or "")
+            case "pretrained":
+                number = f"-{pretraining_seed}" if pretraining_seed != self.study.comparison.seeds[0] else ""
+                return self.run / f"{row}{number}{self.suffix(fold)}"
+        return None
+
+    def suffix(self, fold: int) -> str:
+        """Of names in a cross-validation; arms have no hyphen in theirs."""
+        return f"-fold{fold}" if self.study.folds else ""
+
+    def seeds(self, evaluator: Evaluator) -> tuple[int, ...]:
+        c = self.study.comparison
+        return c.seeds if evaluator.trains_encoder else c.frozen_seeds
+
+    def pretraining_seed(self, row: str, number: int) -> int:
+        """Of the pretraining (of an untrained encoder: initialization) that serves the seed of this number in its
+        list."""
+        c = self.study.comparison
+        drawn = self.rows[row].kind in ("pretrained", "untrained")
+        return c.seeds[number % c.pretrainings if drawn else 0]
+
+    def pretraining(self, task: TaskRecord) -> Recipe:
+        """The recipe of a `pretrain` task, with its own directory, seed and data; jobs share the loader processes."""
+        recipe, data = self.study.recipes[task.arm], self.pretraining_data(task.arm, task.fold)
+        run = str(self.weights(task.arm, task.seed, task.fold))
+        data = data.model_copy(update={"workers": -(-data.workers // self.study.comparison.jobs)})
+        return recipe.model_copy(update={"run": run, "seed": recipe.seed + task.seed, "data": data})
+
+    def uses_labels(self, arm: str) -> bool:
+        """Whether an arm's pretraining used labels."""
+        recipe = self.recipes.get(arm)
+        module = plugins.load("objectives", recipe.objective.name) if recipe else None  # type: ignore[attr-defined]
+        return bool(module and getattr(module.Objective, "needs_labels", False))
+
+    def budgets_and_seeds(self, task: TaskRecord) -> tuple[list[Budget], dict[int, int]]:
+        """What a `sweep` or `measure` task covers; of each seed the pretraining seed."""
+        evaluator = self.evaluator(task.data, task.evaluator, task.arm)
+        made = {seed: self.pretraining_seed(task.arm, number) for number, seed in enumerate(self.seeds(evaluator))}
+        if evaluator.trains_encoder:
+            return [task.labels_per_class], {task.seed: made[task.seed]}
+        budgets = runner.budgets(evaluator, self.study.comparison.labels_per_class)
+        return list(budgets), {seed: own for seed, own in made.items() if own == task.seed}
+
+
+def digest(content: Any) -> str:
+    """Hash of plain JSON values."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

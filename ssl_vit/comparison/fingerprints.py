@@ -1,0 +1,59 @@
+"""What the results of tasks depend on: what is finished and unchanged is not run again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ssl_vit import runs
+from ssl_vit.comparison.design import Design, digest
+from ssl_vit.evaluators import runner
+from ssl_vit.files import sha256
+from ssl_vit.models import factory
+from ssl_vit.recipe import flatten
+from ssl_vit.records import TaskRecord
+from ssl_vit.training import checkpoint
+
+_FORMAT = 5  # of the results of tasks
+
+
+def fingerprint(design: Design, task: TaskRecord) -> str:
+    """Hash of everything a task's result depends on, and of nothing else."""
+    content: list[Any] = [_FORMAT, task.kind, task.seed, _origin(design, task)]
+    if task.data:
+        content += [design.shards.get(design.part(task.data, part, task.fold)) for part in ("train", "test")]
+    if task.evaluator:
+        evaluator = design.evaluator(task.data, task.evaluator, task.arm)
+        budgets, seeds = design.budgets_and_seeds(task)
+        content += [task.evaluator, evaluator.config.model_dump(mode="json"), budgets, [*seeds.items()]]
+        content += [design.sets[task.data].metric]  # settings are selected by it
+        if runner.has_sweep(evaluator):
+            content += [design.study.comparison.seeds[0]]
+    return digest(content)[:16]
+
+
+def _origin(design: Design, task: TaskRecord) -> list[Any]:
+    """What the encoder that a task trains or evaluates is made from."""
+    row = design.rows[task.arm]
+    if row.kind == "pretrained":
+        recipe, ignored = design.study.recipes[row.name], [f"{key}." for key in ("name", *runs.MAY_CHANGE)]
+        learned = flatten(recipe.model_dump(mode="json"))
+        learned = {k: v for k, v in learned.items() if not any(f"{k}.".startswith(key) for key in ignored)}
+        if recipe.init_from:
+            learned["init_from"] = _sum(design, factory.find_weights(recipe.init_from) / factory.WEIGHTS)
+        seed = next(iter(design.budgets_and_seeds(task)[1].values())) if task.evaluator else task.seed
+        return [learned, design.shards.get(design.part(row.name, "pretrain", task.fold)), seed]
+    origin: list[Any] = [row.kind == "pixels", design.sizes(row.like, dropout=True)]
+    if row.kind == "weights":
+        given = str(design.study.comparison.arms[row.name].weights)
+        files = [factory.find_weights(given) / name for name in (factory.WEIGHTS, factory.CONFIG)]
+        head = checkpoint.newest_of(Path(given))
+        origin += (_sum(design, path) for path in [*files, *([head / checkpoint.OBJECTIVE] if head else [])])
+    return origin
+
+
+def _sum(design: Design, path: Path) -> str:
+    """A file's checksum; weights matter to many tasks and are read once."""
+    if path not in design.checksums:
+        design.checksums[path] = sha256(path)
+    return design.checksums[path]
