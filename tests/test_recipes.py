@@ -19,6 +19,7 @@ from ssl_vit.data.packing.plan import Options
 from ssl_vit.data.packing.sources import open_source
 from ssl_vit.interfaces import UserError
 from ssl_vit.training.flops import training_flops
+from ssl_vit.training.optim import peak_lr
 
 NAMES = sorted(recipes.shipped())
 COMPARISONS = [name for name in NAMES if "arms" in recipes.read(recipes.shipped()[name])]
@@ -87,6 +88,26 @@ def test_the_papers_recipes_have_the_papers_settings(kind: str, size: str) -> No
     assert sum(p.numel() for p in encoder.parameters()) / 1e6 == pytest.approx(parameters, rel=0.015)
 
 
+def test_maes_and_simmims_recipes_have_their_settings() -> None:
+    mae, simmim = recipes.load_recipe("mae_vit_base"), recipes.load_recipe("simmim_vit_base")
+    expected = {
+        "mask_ratio": 0.6,
+        "mask_size": 32,
+        "mask_prob": 1.0,
+        "random_prob": 0.0,
+        "target": "pixels",
+        "loss": "l1",
+    }
+    assert simmim.objective.model_dump().items() >= expected.items()
+    assert mae.objective.model_dump()["mask_ratio"] == 0.75
+    for recipe, lr, batch_size, warmup in ((mae, 2.4e-3, 4096, 40), (simmim, 4e-4, 2048, 10)):
+        assert peak_lr(recipe.optim, recipe.training.batch_size) == pytest.approx(lr)
+        assert (recipe.encoder.name, recipe.training.epochs, recipe.optim.weight_decay) == (SIZES["base"][0], 800, 0.05)
+        assert recipe.training.batch_size == batch_size
+        assert recipe.optim.warmup_steps == pytest.approx(warmup * IMAGENET / batch_size, rel=1e-3)
+    assert (mae.optim.betas, mae.data.augment.scale) == ((0.9, 0.95), (0.2, 1.0))
+
+
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two shards of 18 RGB images of 64x64 pixels and three classes."""
@@ -130,6 +151,19 @@ def test_each_stage_of_a_family_trains(family: str, keys: list[str], one_step: C
     one_step(f"{family}_supervised", *keys)
     one_step(f"{family}_fine_tune", f"init_from={pretrained}", *keys)
     one_step(f"{family}_scratch", *keys)
+
+
+@pytest.mark.parametrize(
+    "name", ["cifar10_vit_tiny_mae", "cifar10_cpu_simmim", "pretrain_mae_cpu", "pretrain_vit_tiny_mae"]
+)
+def test_masked_autoencoders_and_simmim_train(name: str, one_step: Callable[..., Path]) -> None:
+    one_step(name, "training.picture_every=1")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mae_vit_base", "simmim_vit_base"])
+def test_they_train_at_the_size_of_imagenet(name: str, one_step: Callable[..., Path]) -> None:
+    one_step(name)
 
 
 @pytest.mark.slow

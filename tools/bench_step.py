@@ -1,8 +1,8 @@
-"""Training steps of our two stages, of other libraries, and the machine's matrix-product rate.
+"""Training steps of our objectives, of other libraries, and the machine's matrix-product rate.
 
     python tools/bench_step.py [--models vit_small_patch16_224] [--batch 16] [--device cpu|cuda]
-                               [--precision fp32|bf16] [--compile] [--rounds 9] [--peers-keep-memory]
-                               [--json FILE]
+                               [--precision fp32|bf16] [--compile] [--rounds 9] [--rows NAME ...]
+                               [--peers-keep-memory] [--json FILE]
 
 A step is forward, backward and a fused AdamW update on images that are on the device already: uint8 for ours, which
 normalizes and computes its targets in the step; normalized float32 for the others. Every row uses the same optimizer
@@ -37,7 +37,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from ssl_vit.interfaces import Batch
 from ssl_vit.models import EncoderConfig
 from ssl_vit.models.factory import build
-from ssl_vit.objectives import classification, masked_patch
+from ssl_vit.objectives import classification, masked_autoencoder, masked_patch
 from ssl_vit.training.distributed import keep_freed_memory
 
 CLASSES = 1000
@@ -119,6 +119,10 @@ def masked_patches(model: str, images: torch.Tensor) -> tuple[nn.Module, Step]:
     return ours(masked_patch.Objective(build(EncoderConfig(name=model)), masked_patch.Config()), images)
 
 
+def masked_autoencoders(model: str, images: torch.Tensor, config: masked_autoencoder.Config) -> tuple[nn.Module, Step]:
+    return ours(masked_autoencoder.Objective(build(EncoderConfig(name=model)), config), images)
+
+
 def supervised(model: str, images: torch.Tensor) -> tuple[nn.Module, Step]:
     config = classification.Config(head="linear", classes=CLASSES)
     return ours(classification.Objective(build(EncoderConfig(name=model)), config), images)
@@ -131,13 +135,18 @@ def on_pixels(make: Callable[..., tuple[nn.Module, Step]], **more: Any) -> Row:
 GEMM = "matrix product"
 ROWS: dict[str, Row] = {
     "ours: masked patches": masked_patches,
+    "ours: MAE": partial(masked_autoencoders, config=masked_autoencoder.Config()),
+    "ours: MAE, decoder 512x8": partial(
+        masked_autoencoders, config=masked_autoencoder.Config(decoder_width=512, decoder_depth=8)
+    ),
     "ours: supervised": supervised,
     "timm: encoder alone": on_pixels(timm_encoder),
     "timm: supervised": on_pixels(timm_supervised),
     "Hugging Face: masked images": on_pixels(hugging_face, mae=False),
-    "Hugging Face: MAE (75 % left out)": on_pixels(hugging_face, mae=True),
+    "Hugging Face: MAE, decoder 512x8": on_pixels(hugging_face, mae=True),
     "lucidrains: masked patches": on_pixels(lucidrains),
 }
+OBJECTIVES = ("masked_patch", "masked_autoencoder", "classification")
 PEERS = ("timm: encoder alone", "timm: supervised", "Hugging Face: masked images")
 
 
@@ -221,8 +230,9 @@ def serve(pipe: Connection, name: str, model: str, arguments: argparse.Namespace
 
 def measure(model: str, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     pipes, failures, threads, context = {}, {}, 0, get_context("forkserver")
-    context.set_forkserver_preload(["timm", "ssl_vit.objectives.masked_patch", "ssl_vit.objectives.classification"])
-    for name in (GEMM, *ROWS):
+    context.set_forkserver_preload(["timm", *(f"ssl_vit.objectives.{name}" for name in OBJECTIVES)])
+    wanted = [name for name in ROWS if any(part in name for part in arguments.rows)]
+    for name in (GEMM, *wanted):
         pipes[name], theirs = context.Pipe()
         context.Process(target=serve, args=(theirs, name, model, arguments), daemon=True).start()
         theirs.close()
@@ -275,6 +285,7 @@ def main() -> None:
     parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32")
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--rows", nargs="+", default=[""], help="only rows whose names contain one of these")
     parser.add_argument("--threads", type=int, help="CPU threads (default: torch's)")
     parser.add_argument("--peers-keep-memory", action="store_true", help="see above")
     parser.add_argument("--json", type=Path, help="write the numbers to this file")
