@@ -27,7 +27,7 @@ def evaluate(
     run: Annotated[Path, typer.Argument(help="A run directory, a checkpoint or a weights folder.")],
     evaluator: Annotated[
         str,
-        typer.Argument(help="few_shot, linear_probe, knn, fine_tune or own_head."),
+        typer.Argument(help="few_shot, linear_probe, attentive_probe, knn, fine_tune or own_head."),
     ],
     data: Annotated[
         list[str] | None,

@@ -1,0 +1,105 @@
+"""The attentive probe: its head against a direct computation, and what it reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pydantic import ValidationError
+
+from ssl_vit import api, plugins
+from ssl_vit.evaluators import runner
+from ssl_vit.evaluators.attentive_probe import HEAD_SIZE, AttentiveHead, Config, Evaluator
+from ssl_vit.evaluators.features import EvalContext, FeatureConfig, Features, ImageSet
+from ssl_vit.interfaces import UserError
+
+Make = Callable[..., Any]
+
+
+@pytest.mark.parametrize(("width", "heads"), [(128, 2), (192, 3), (16, 1)])
+def test_the_head_is_cross_attention_and_a_linear_layer(shaken_head: Make, width: int, heads: int) -> None:
+    head = shaken_head(AttentiveHead(width, 5))
+    tokens = torch.randn(3, 7, width, generator=torch.Generator().manual_seed(1))
+    weight = head.key_value.weight.detach().numpy().astype(np.float64)
+    expected = np.empty((3, 5))
+    for image in range(3):
+        x, read = tokens[image].numpy().astype(np.float64), []
+        for h in range(heads):
+            rows = slice(h * HEAD_SIZE, (h + 1) * HEAD_SIZE)
+            key, value = x @ weight[: heads * HEAD_SIZE][rows].T, x @ weight[heads * HEAD_SIZE :][rows].T
+            scores = key @ head.query_HE[h].detach().numpy() / np.sqrt(HEAD_SIZE)
+            attention = np.exp(scores) / np.exp(scores).sum()
+            read.append(attention @ value)
+        expected[image] = head.classifier.weight.detach().numpy() @ np.concatenate(read) + head.classifier.bias.tolist()
+    with torch.no_grad():
+        np.testing.assert_allclose(head(tokens).numpy(), expected, atol=1e-4)
+
+
+@pytest.fixture
+def shaken_head() -> Make:
+    def shake(head: AttentiveHead) -> AttentiveHead:
+        for n, parameter in enumerate(head.parameters()):
+            parameter.data.normal_(std=0.3, generator=torch.Generator().manual_seed(n))
+        return head
+
+    return shake
+
+
+def patch_features(context: EvalContext, generator: np.random.Generator, split: str) -> Features:
+    """The class is in one patch, at another place in every image, so that the mean of the patches hides it."""
+    patches, width = context.trained.patches, context.trained.width
+    labels = np.arange(200) % 4
+    tokens = generator.normal(size=(200, patches, width)).astype(np.float32)
+    place = generator.integers(patches, size=200)
+    tokens[np.arange(200), place, labels] += 8
+    tokens[np.arange(200), place, 4] += 8
+    return Features(tokens.reshape(200, -1), labels, np.arange(200))
+
+
+def test_it_finds_what_one_patch_holds(context: EvalContext) -> None:
+    generator, config = np.random.default_rng(0), Config(steps=200, sweep={"lr": [1e-2]}, batch_size=64)
+    for split in ("train", "test"):
+        key = ("trained", split, config.representation, None)
+        context.features[key] = patch_features(context, generator, split)
+    train, test = (ImageSet(context, "trained", split) for split in ("train", "test"))
+    (found,) = Evaluator(config.with_settings({"lr": 1e-2})).fit(train, 0)(test)
+    assert (found.prediction.predicted == found.prediction.labels).mean() > 0.9
+    mean = FeatureConfig(pooling="mean").representation
+    for split in ("train", "test"):
+        whole = context.features["trained", split, config.representation, None]
+        assert isinstance(whole, Features)
+        tokens = whole.vectors.reshape(200, context.trained.patches, -1)
+        context.features["trained", split, mean, None] = replace(whole, vectors=tokens.mean(1))
+    linear = plugins.load("evaluators", "linear_probe")
+    (hidden,) = linear.Evaluator(linear.Config(sweep={})).fit(train, 0)(test)
+    assert (hidden.prediction.predicted == hidden.prediction.labels).mean() < 0.8
+    assert found.cost.images_seen == 200 * 64 and found.cost.flops > 0
+
+
+def test_seeds_sweep_and_references(trained: Path, context: EvalContext) -> None:
+    given = ["steps=5", "labels_per_class=[2,5]", "seeds=[0,1]", "sweep={lr: [0.001, 0.01]}"]
+    found = api.evaluate(trained / "run", "attentive_probe", f"{trained}/train", f"{trained}/test", given)
+    assert {(row.arm, row.labels_per_class, row.seed) for row in found.results} == {
+        (arm, budget, seed) for arm in ("trained", "untrained") for budget in (2, 5) for seed in (0, 1)
+    }
+    assert all(row.selected["lr"] in (0.001, 0.01) for row in found.results)
+    config = Config(steps=5, labels_per_class=5, seeds=1, sweep={"lr": [0.001, 0.01]})
+    again, _ = runner.evaluate(Evaluator(config), context)
+    (first,) = [row for row in found.results if (row.arm, row.labels_per_class, row.seed) == ("trained", 5, 1)]
+    (second,) = [row for row in again if row.arm == "trained"]
+    assert (first.accuracy, first.selected) == (second.accuracy, second.selected)
+    np.testing.assert_array_equal(first.prediction.predicted, second.prediction.predicted)
+
+
+def test_too_many_tokens_are_refused_before_they_are_extracted(context: EvalContext) -> None:
+    evaluator = Evaluator(Config(memory_gib=1e-4, labels_per_class=2, sweep={}))
+    with pytest.raises(UserError, match=r"attentive_probe: the tokens of 120 images take 0\.1 GiB.*memory_gib=0\.0001"):
+        runner.evaluate(evaluator, context)
+    assert not context.features
+    with pytest.raises(ValidationError, match="reads all patches"):
+        Config(pooling="mean")
