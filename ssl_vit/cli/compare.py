@@ -79,6 +79,7 @@ def compare(
     from ssl_vit.comparison import run
     from ssl_vit.comparison.config import load_comparison
     from ssl_vit.comparison.suites import prepare
+    from ssl_vit.comparison.weights import import_arms
 
     study = load_comparison(recipe, changed)
     if dry_run:
@@ -89,6 +90,7 @@ def compare(
     elif only is not None:
         run.compare(study, only=only, command=command)
     else:
+        study = import_arms(study, _to_stderr)
         checked = run.check(study, prepare(study.sets, study.folder, _to_stderr))
         print(f"# run: {checked.plan.run}")
         for task, stage in zip(checked.plan.tasks, checked.plan.stages, strict=True):

@@ -21,8 +21,12 @@ from ssl_vit.records import ArmKind
 ONLY = "data"  # name of the data set of a comparison that has one
 SET_BY_COMPARISON = {"labels_per_class", "seeds"}
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.]*")
-_FOLDERS = ("tasks", "features", "pictures")
-_KEYS = {"scratch": ("like",), "pretrained": ("recipe", "overrides"), "weights": ("weights",)}
+_FOLDERS = ("tasks", "features", "pictures", "weights")
+_KEYS = {
+    "scratch": ("like",),
+    "pretrained": ("recipe", "overrides"),
+    "weights": ("weights", "architecture", "optional"),
+}
 
 
 def _check_names(names: Any) -> Any:
@@ -74,7 +78,10 @@ class Arm(Config):
 
     kind: `pretrained` by a recipe, given `weights`, or trained from `scratch`; default: what the other keys say.
     recipe, overrides: of a pretrained arm: its training recipe, and `key=value` strings for it.
-    weights: of a weights arm: a run, checkpoint or weights folder.
+    weights: of a weights arm: a run, checkpoint or weights folder; or anything `ssl-vit import` takes, such as
+        `timm:vit_small_patch16_224.augreg_in21k` or a file, which is imported into the run directory.
+    architecture: timm's name of the weights in a file that does not state it.
+    optional: leave the arm out where its weights cannot be downloaded.
     like: of a scratch arm: the arm whose architecture and image preparation it has (default: the first with weights).
     series: arms of one series are joined by a line in a study's figure (default: arms of one architecture).
     evaluators: settings by evaluator, for this arm alone.
@@ -85,6 +92,8 @@ class Arm(Config):
     recipe: str | None = None
     overrides: tuple[str, ...] = ()
     weights: str | None = None
+    architecture: str | None = None
+    optional: bool = False
     like: str | None = None
     series: str | None = None
     evaluators: dict[str, dict[str, Any]] = Field({})

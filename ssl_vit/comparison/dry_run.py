@@ -12,6 +12,7 @@ from ssl_vit.comparison.config import Study
 from ssl_vit.comparison.plan import Plan
 from ssl_vit.comparison.run import Say, check
 from ssl_vit.comparison.suites import packed
+from ssl_vit.comparison.weights import import_arms
 from ssl_vit.data.shards import ShardSet
 from ssl_vit.evaluators import runner
 from ssl_vit.evaluators.features import silent
@@ -69,10 +70,11 @@ class ComparisonDryRun:
 
 
 def dry_run_comparison(study: Study, say: Say = silent) -> ComparisonDryRun:
-    """Measure one micro-batch of every kind of training that is missing; nothing is written.
+    """Measure one micro-batch of every kind of training that is missing; only imported weights are written.
 
     Raises UserError for whatever would stop the comparison before its first step.
     """
+    study = import_arms(study, say)
     checked = check(study, packed(study.sets, study.folder), say)
     plan, opened, missing = checked.plan, checked.shards, checked.missing
     rows = [name for name, row in plan.rows.items() if row.kind != "pixels"]

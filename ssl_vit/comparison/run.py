@@ -13,9 +13,10 @@ import yaml
 
 from ssl_vit import precision, recipe, runs, stage
 from ssl_vit.comparison import executor
-from ssl_vit.comparison.config import SET_BY_COMPARISON, DataSet, Study, load_comparison
+from ssl_vit.comparison.config import SET_BY_COMPARISON, ComparisonConfig, DataSet, Study, load_comparison
 from ssl_vit.comparison.plan import Plan
 from ssl_vit.comparison.suites import prepare
+from ssl_vit.comparison.weights import import_arms
 from ssl_vit.comparison.work import do, is_done
 from ssl_vit.data import RemoteConfig
 from ssl_vit.data.shards import ShardSet, check_same_classes, open_shards, open_training
@@ -25,6 +26,7 @@ from ssl_vit.evaluators.features import silent
 from ssl_vit.evaluators.labels import held_out_split, labels_of
 from ssl_vit.files import read_json, write_json, write_text
 from ssl_vit.interfaces import UserError
+from ssl_vit.models import factory
 from ssl_vit.records import ArmRecord, ComparisonRecord, DataRecord, EvaluatorRecord, RunSummary, TaskRecord
 from ssl_vit.report.export import as_json
 from ssl_vit.report.read import PLAN, Comparison, read_comparison
@@ -69,13 +71,14 @@ def compare(
         )
     say = say if main else silent
     _check_directory(study)
+    study = import_arms(study, say)
     checked = check(study, prepare(study.sets, study.folder, say), say)
     plan = checked.plan
     wanted = {task.id for task in plan.tasks if only in (None, task.id)}
     if not wanted:
         raise UserError(f"{only}: no such task; `ssl-vit compare RECIPE --list` prints the ids")
     if main:
-        _write_plan(checked, command)
+        _write_plan(checked, c, command)
     distributed.make_accelerator()  # the launched processes must agree from here on
     missing = distributed.gather(checked.missing)[0]
     say(f"{c.name}: {len(plan.tasks)} tasks, {len(plan.tasks) - len(missing)} of them done before")
@@ -172,9 +175,9 @@ def _check_labels(plan: Plan, name: str, train: ShardSet, test: ShardSet, *, say
         )
 
 
-def _write_plan(checked: Checked, command: str) -> None:
+def _write_plan(checked: Checked, c: ComparisonConfig, command: str) -> None:
     """Write `comparison.yaml`, the recipe, and `plan.json`, for the report."""
-    plan, c = checked.plan, checked.plan.study.comparison
+    plan = checked.plan
     recipe_content = c.model_dump(mode="json", exclude={"evaluators": {"__all__": SET_BY_COMPARISON}})
     try:
         plan.run.mkdir(parents=True, exist_ok=True)
@@ -243,6 +246,10 @@ def _arm(plan: Plan, arm: str) -> ArmRecord:
         evaluators=given.evaluators,
         series=given.series,
         # Weights of unknown making: given without a run, or what a training started from.
-        starts_from=given.weights if given.weights and not summary else settings.init_from if settings else None,
+        starts_from=factory.origin(weights) or given.weights
+        if weights and given.weights and not summary
+        else settings.init_from
+        if settings
+        else None,
         summary=summary,
     )

@@ -19,6 +19,7 @@ from ssl_vit.evaluators.base import Evaluator as BaseEvaluator
 from ssl_vit.evaluators.classifier import TrainedConfig, fit
 from ssl_vit.evaluators.features import ImageSet
 from ssl_vit.models import EncoderConfig, ImageSize, Resampling, factory
+from ssl_vit.models.vit import ViTEncoder
 from ssl_vit.recipe import Recipe
 
 
@@ -86,12 +87,14 @@ class Evaluator(BaseEvaluator):
             encoder = factory.fresh(trained, seed, c.image_size)
         else:
             encoder = factory.at_size(trained, c.image_size or trained.image_size, c.position_resampling)
+        if c.drop_path is not None and isinstance(encoder, ViTEncoder):
+            blocks = encoder.network.blocks
+            for block, rate in zip(blocks, calculate_drop_path_rates(c.drop_path, len(blocks)), strict=True):
+                block.drop_path1, block.drop_path2 = DropPath(rate), DropPath(rate)
+        elif c.drop_path is not None:
+            encoder = encoder.with_arguments(drop_path_rate=c.drop_path)
         if c.dropout is not None:
             for name, module in encoder.named_modules():
                 if isinstance(module, nn.Dropout) and not name.endswith("attn_drop"):
                     module.p = c.dropout
-        if c.drop_path is not None:
-            blocks = factory.require_vit(encoder, "fine_tune.drop_path").network.blocks
-            for block, rate in zip(blocks, calculate_drop_path_rates(c.drop_path, len(blocks)), strict=True):
-                block.drop_path1, block.drop_path2 = DropPath(rate), DropPath(rate)
         return encoder

@@ -23,12 +23,12 @@ Resampling = Literal["timm", "google"]
 
 
 class EncoderConfig(Config):
-    """A timm Vision Transformer, by name, with any size overridden; or, for classification, a timm ResNet as it is.
+    """A timm Vision Transformer, by name, with any size overridden; or, for classification, another network of timm.
 
     name: a timm model whose class is VisionTransformer: plain (`vit_base_patch16_224`, `vit_tiny_patch16_224`, ...),
         with registers (`vit_small_patch14_reg4_dinov2`), or hybrid (`vit_base_r50_s16_224`: patches of a ResNet's
-        feature map); or a ResNet (`resnet50`, `resnetv2_50x1_bit`), which takes name, image_size, channels, drop_path,
-        mean and std alone.
+        feature map); or any other network (`resnet50`, `convnext_tiny`), which takes name, image_size, channels,
+        drop_path, mean and std alone.
     image_size: pixels, a square's side or [height, width]. channels: 1 gray, 3 RGB, 4 RGBA, or any other number.
     patch_size: pixels; in a hybrid, cells of the feature map (1: the paper's 1x1 patches). None: the name's own.
     width, depth, heads, mlp_ratio: None: the name's own.

@@ -66,6 +66,10 @@ class Encoder(nn.Module, ABC):
     def patches(self) -> int:
         return self.grid[0] * self.grid[1]
 
+    def features(self, pooling: Pooling) -> int:
+        """How many numbers `pool` gives for an image."""
+        return self.width * {"both": 2, "patches": self.patches}.get(pooling, 1)
+
     @property
     def own_settings(self) -> dict[str, Any]:
         """What `config.json` keeps beside timm's own entries, by the constructor's argument names."""

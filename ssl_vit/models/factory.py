@@ -9,15 +9,17 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
+import timm
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
+from timm.models.vision_transformer import VisionTransformer
 
 from ssl_vit.interfaces import Size, UserError, pair
 from ssl_vit.models import EncoderConfig, Resampling
-from ssl_vit.models.encoder import Encoder
+from ssl_vit.models.encoder import Encoder, Numbers, create
 from ssl_vit.models.position import resample
-from ssl_vit.models.resnet import ResNetEncoder, is_cnn
+from ssl_vit.models.timm_encoder import TimmEncoder
 from ssl_vit.models.vit import ViTEncoder, check_size
 
 AnyEncoder = TypeVar("AnyEncoder", bound=Encoder)
@@ -28,10 +30,17 @@ WEIGHTS, CONFIG = "encoder.safetensors", "config.json"
 def build(config: EncoderConfig) -> Encoder:
     """A freshly initialized encoder (timm's initialization, torch's default generator).
 
-    Raises UserError for a name that timm does not know or that is neither a VisionTransformer nor a ResNet, and for
-    sizes that do not fit together.
+    Raises UserError for a name that timm does not know, for sizes that do not fit together, and for keys that an
+    architecture other than a VisionTransformer does not have.
     """
-    return _build_cnn(config) if is_cnn(config.name) else _build_vit(config)
+    return _build_vit(config) if is_vit(config.name) else _build_other(config)
+
+
+@cache
+def is_vit(name: str) -> bool:
+    """Whether timm's `name` is a VisionTransformer. Raises UserError for a name that timm does not know."""
+    with torch.device("meta"):
+        return type(create(name, {})) is VisionTransformer
 
 
 @cache
@@ -71,32 +80,40 @@ def _build_vit(config: EncoderConfig) -> ViTEncoder:
     )
 
 
-def _build_cnn(config: EncoderConfig) -> ResNetEncoder:
+def _build_other(config: EncoderConfig) -> TimmEncoder:
     fits = {"name", "image_size", "channels", "drop_path", "mean", "std", "position_resampling"}
     for key, value in config:
         if key not in fits and value != EncoderConfig.model_fields[key].default:
-            raise UserError(f"encoder.{key}: {config.name} is a ResNet, which has no such setting; remove the key")
+            raise UserError(f"encoder.{key}: {config.name} is no VisionTransformer; remove the key")
     arguments: dict[str, Any] = {"in_chans": config.channels}
     if config.drop_path:
         arguments["drop_path_rate"] = config.drop_path
-    return ResNetEncoder(config.name, arguments, config.mean, config.std, config.image_size)
+    return build_timm(config.name, arguments, config.mean, config.std, config.image_size)
+
+
+def build_timm(name: str, arguments: dict[str, Any], mean: Numbers, std: Numbers, image_size: Size) -> TimmEncoder:
+    """A network that is no VisionTransformer, with timm's `img_size` where it is built for one size."""
+    cfg = timm.get_pretrained_cfg(name)
+    if cfg and cfg.fixed_input_size and pair(image_size) != tuple(cfg.input_size[1:]):
+        arguments = {"img_size": pair(image_size), **arguments}
+    return TimmEncoder(name, arguments, mean, std, image_size)
 
 
 def require_vit(encoder: Encoder, what: str) -> ViTEncoder:
-    """The encoder if it is a ViT. Raises UserError, saying that `what` needs one, for a CNN."""
+    """The encoder if it is a ViT. Raises UserError, saying that `what` needs one, for another network."""
     if not isinstance(encoder, ViTEncoder):
-        raise UserError(f"{what} needs a Vision Transformer, and encoder.name='{encoder.name}' is a ResNet")
+        kind = type(encoder.network).__name__
+        raise UserError(f"{what} needs a VisionTransformer, and encoder.name='{encoder.name}' is a {kind}")
     return encoder
 
 
 def write_config(encoder: Encoder, path: Path) -> None:
     """Write timm's `config.json`, from which `timm.create_model("local-dir:FOLDER")` builds the same model."""
-    network, is_vit = encoder.network, isinstance(encoder, ViTEncoder)
     content = {
         "architecture": encoder.name,
         "num_classes": 0,
         "num_features": encoder.width,
-        "global_pool": network.global_pool if is_vit else "avg",
+        **({"global_pool": encoder.network.global_pool} if isinstance(encoder, ViTEncoder) else {}),
         "model_args": encoder.arguments,
         "pretrained_cfg": pretrained_cfg(encoder),
         **encoder.own_settings,
@@ -108,7 +125,7 @@ def pretrained_cfg(encoder: Encoder) -> dict[str, Any]:
     """How timm describes the weights: image size and normalization, which `timm.data.resolve_data_config` reads."""
     return {
         "input_size": (encoder.channels, *encoder.image_size),
-        "fixed_input_size": isinstance(encoder, ViTEncoder),
+        "fixed_input_size": isinstance(encoder, ViTEncoder) or "img_size" in encoder.arguments,
         "interpolation": "bilinear",
         "crop_pct": 1.0,
         "mean": encoder.mean,
@@ -161,11 +178,13 @@ def _activation(encoder: ViTEncoder) -> str:
 def at_size(model: AnyEncoder, image_size: Size, method: Resampling = "timm") -> AnyEncoder:
     """A copy of `model` for images of another size or aspect ratio.
 
-    Same weights; positions (fixed ones too) are resampled by `method`, those of the prefix tokens kept.
-    Raises UserError for a size that the patches do not divide.
+    Same weights; positions (fixed ones too) are resampled by `method` (except in a ViT, by timm), those of the prefix
+    tokens kept. Raises UserError for a size that the patches do not divide, or that the network cannot have.
     """
     if pair(image_size) == model.image_size:
         return copy.deepcopy(model)
+    if isinstance(model, TimmEncoder):
+        return model.at_size(image_size)
     with torch.random.fork_rng(devices=[]):
         other = model.untrained(image_size)
     initialize(other, model, "this encoder", method)
@@ -177,6 +196,17 @@ def fresh(like: AnyEncoder, seed: int, image_size: Size | None = None) -> AnyEnc
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         return like.untrained(image_size)
+
+
+def has_weights(path: Path | str) -> bool:
+    """Whether `find_weights` finds some."""
+    return any((folder / WEIGHTS).is_file() for folder in [Path(path), *Path(path).glob("checkpoints/step_*")])
+
+
+def origin(path: Path | str) -> str | None:
+    """What imported weights were imported from; None for weights that were trained here."""
+    imported = json.loads((find_weights(path) / CONFIG).read_text()).get("imported")
+    return str(imported["from"]) if imported else None
 
 
 def find_weights(path: Path | str) -> Path:
@@ -208,7 +238,7 @@ def load(path: Path | str) -> Encoder:
 def _from_config(config: dict[str, Any]) -> Encoder:
     name, cfg, arguments = config["architecture"], config["pretrained_cfg"], config.get("model_args", {})
     mean, std, image_size = cfg["mean"], cfg["std"], tuple(cfg["input_size"][1:])
-    if is_cnn(name):
-        return ResNetEncoder(name, arguments, mean, std, image_size)
+    if not is_vit(name):
+        return TimmEncoder(name, arguments, mean, std, image_size)
     own = {key: config[key] for key in ("position_std", "norm_eps", "positions") if key in config}
     return ViTEncoder(name, {"img_size": image_size, **arguments}, mean, std, **own)

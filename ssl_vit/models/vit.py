@@ -48,7 +48,7 @@ class ViTEncoder(Encoder):
             if type(vit) is VisionTransformer:
                 raise UserError(f"encoder.name='{name}' cannot have these sizes: {arguments} ({error})") from None
         if type(vit) is not VisionTransformer:
-            raise UserError(f"encoder.name='{name}' is a {type(vit).__name__}: use a VisionTransformer or a ResNet")
+            raise UserError(f"encoder.name='{name}' is a {type(vit).__name__}: use a VisionTransformer")
         if vit.attn_pool is not None:  # a head, as in SigLIP: the encoder is what comes before it
             self.arguments |= {"global_pool": "avg", "fc_norm": False}
             vit = create(name, self.arguments)

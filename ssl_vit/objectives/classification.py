@@ -48,7 +48,7 @@ class Objective(nn.Module):
             raise UserError("objective.classes: the shards' info.json names no classes; give their number")
         encoder.check_pooling(config.pooling)
         self.encoder, self.config = encoder, config
-        width = encoder.width * (encoder.patches if config.pooling == "patches" else 1)
+        width = encoder.features(config.pooling)
         self.frozen = config.head == "probe"
         self.head: nn.Module
         if config.head == "mlp":

@@ -60,7 +60,7 @@ def write(model: Encoder, given: Path, weights: Path, to: str, *, title: str, li
             "Architecture": f"timm's {model.name}, width {model.width}",
             "Parameters": sum(parameter.numel() for parameter in model.parameters()),
             "Images": f"{model.image_size[0]} x {model.image_size[1]} pixels, {model.channels} channel(s)",
-            "Patches": f"{model.grid[0]} x {model.grid[1]}",
+            "Patches": f"{model.grid[0]} x {model.grid[1]}" if model.patches else None,
             "Normalization": f"pixels in [0, 1], minus {text(model.mean)}, over {text(model.std)}",
         },
         training=_training(run, weights) if run else {},
@@ -85,14 +85,14 @@ def _shards(run: Run) -> ShardSet | None:
 
 
 def _tokens(model: Encoder) -> str:
-    from ssl_vit.models.resnet import ResNetEncoder
+    from ssl_vit.models.vit import ViTEncoder
 
+    if not isinstance(model, ViTEncoder):
+        return f"`tokens` is what `forward_features` of timm's {type(model.network).__name__} returns."
     rows, columns = model.grid
     registers = model.prefix_tokens - model.has_class_token
     tokens = ["the class token"] * model.has_class_token + [f"{registers} registers"] * bool(registers)
     shape = f"(2, {model.prefix_tokens + rows * columns}, {model.width})"
-    if isinstance(model, ResNetEncoder):
-        shape = f"(2, {model.width}, {rows}, {columns})"  # timm's CNNs keep the map
     return f"`tokens` is float32 {shape}: {', then '.join([*tokens, f'{rows} x {columns} patches, row by row'])}."
 
 

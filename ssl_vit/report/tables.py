@@ -114,12 +114,16 @@ def cost_table(comparison: Comparison) -> Shown:
     spent, cells = costs(comparison).astype(object), {}
     for arm in comparison.record.arms:
         made, tried = comparison.pretraining(arm.name), comparison.tried(arm.name)
-        labels = made.samples if made and arm.uses_labels else "unknown" if arm.starts_from and not made else 0
+        unknown = "unknown: downloaded" if arm.starts_from else None
+        labels = made.samples if made and arm.uses_labels else unknown or 0
         column: dict[str, object] = {"Pretraining labels": labels, "Parameters": made.parameters if made else None}
         column["Settings tried"] = tried or None
         for stage in STAGES:
             for unit, name in UNITS.items():
-                column[f"{stage}, {name}"] = spent[unit].get((stage, arm.name))
+                known = spent[unit].get((stage, arm.name))
+                if unknown and stage in ("Pretraining", "In all"):
+                    known = unknown if known is None else f"{text(known)} + unknown"
+                column[f"{stage}, {name}"] = known
         cells[arm.label] = {name: text(value) for name, value in column.items()}
     title = "Cost: all pretrainings; all sweeps; all other trainings of evaluators"
     if comparison.record.jobs > 1:

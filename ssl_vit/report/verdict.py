@@ -165,10 +165,13 @@ def needed(row: Efficiency) -> str:
 
 def _compute(comparison: Comparison, head: Difference) -> list[str]:
     spent = costs(comparison)["flops"]
-    ours, theirs = (spent.get(("In all", arm), 0.0) for arm in (head.arm, head.against))
+    arms = (head.arm, head.against)
+    ours, theirs = (spent.get(("In all", arm), 0.0) for arm in arms)
     if not ours:
         return []
     baseline = comparison.spoken(head.against)
+    if begun := [comparison.spoken(one.name) for one in comparison.record.arms if one.starts_from and one.name in arms]:
+        return [f"Compute: unknown; {_listed(begun)} started from downloaded weights."]
     ratio = f"{ours / theirs:.3g} times that of {baseline}" if theirs else f"{baseline} used none"
     return [f"Compute: {comparison.spoken(head.arm)} took {ours:.3g} FLOPs in all, {ratio}."]
 

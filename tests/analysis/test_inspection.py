@@ -198,7 +198,7 @@ def test_reconstructions_need_a_checkpoint_of_a_masked_patch_run(run: Path, shar
         (["RUN", "--data", "SHARDS", "--image-size", "18"], ["18", "patch size 4", "16 or 20"]),
         (["RUN", "--data", "SHARDS", "--image-size", "16x"], ["--image-size 16x", "256x384"]),
         (["RUN", "--data", "SHARDS", "--out", "FILE"], ["cannot write the pictures", "--out"]),
-        (["CNN", "--data", "SHARDS"], ["Vision Transformer", "resnet18"]),
+        (["CNN", "--data", "SHARDS"], ["VisionTransformer", "resnet18"]),
     ],
 )
 def test_what_cannot_be_pictured_is_named_with_what_to_do(

@@ -154,7 +154,8 @@ def test_the_code_in_the_card_runs(
     assert f"`tokens` is float32 {tuple(expected.shape)}: the class token, then 4 x 4 patches, row by row." in text
 
 
-def test_a_resnets_map_is_a_map(tmp_path: Path) -> None:
+def test_a_resnet_returns_what_timm_says(tmp_path: Path) -> None:
     model = factory.build(EncoderConfig(name="test_resnet", image_size=(64, 96)))
     folder = weights(tmp_path, model)
-    assert f"(2, {model.width}, 2, 3): 2 x 3 patches" in write(model, folder)
+    text = write(model, folder)
+    assert "`forward_features` of timm's ResNet" in text and "2 x 3" in text

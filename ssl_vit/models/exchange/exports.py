@@ -44,8 +44,11 @@ def _timm(encoder: Encoder, folder: Path) -> None:
     factory.write_config(encoder, folder / "config.json")
     save_file(factory.state(encoder), folder / "model.safetensors", {"format": "pt"})
     images = _random_images(encoder)
-    theirs = timm.create_model(f"local-dir:{folder}", pretrained=True).eval().forward_features(images)
-    _compare("timm", theirs, encoder.network.forward_features(images), 0)
+    theirs = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
+    if isinstance(encoder, ViTEncoder):  # every token, not only what timm would pool
+        _compare("timm", theirs.forward_features(images), encoder.network.forward_features(images), 0)
+    else:
+        _compare("timm", theirs(images), encoder.network(images), 0)
 
 
 @torch.no_grad()
@@ -55,7 +58,7 @@ def _transformers(encoder: Encoder, folder: Path) -> None:
     except ImportError:
         raise UserError("transformers is not installed: pip install 'ssl-vit[export]'") from None
     if not isinstance(encoder, ViTEncoder):
-        raise UserError(f"transformers' ViT cannot be {encoder.name}, a ResNet: use --to timm")
+        raise UserError(f"transformers' ViT cannot be {encoder.name}, which is no VisionTransformer: use --to timm")
     tensors, network = factory.state(encoder), encoder.network
     if network.no_embed_class and network.has_class_token:
         positions = tensors["pos_embed"]  # a class token without a position is one with a position of zero

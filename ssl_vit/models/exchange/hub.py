@@ -6,17 +6,25 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from huggingface_hub import errors, snapshot_download
+from huggingface_hub import constants, errors, get_session, snapshot_download
 
 from ssl_vit.interfaces import RunError, UserError
 
 WEIGHTS_FILES = ("model.safetensors", "pytorch_model.bin")  # best first
 
 
+_TIMEOUT = 10  # seconds; the client itself would retry for more than a minute
+
+
 @contextmanager
 def hub_errors(model: str) -> Iterator[None]:
-    """Raise UserError for what the hub refuses and RunError for a hub out of reach."""
+    """Raise UserError for what the hub refuses and RunError for a hub out of reach.
+
+    Where the hub does not answer, only its local cache is read.
+    """
+    before = constants.HF_HUB_OFFLINE
     try:
+        constants.HF_HUB_OFFLINE = before or not _answers()
         yield
     except errors.LocalEntryNotFoundError as error:
         raise RunError(f"{model}: the hub does not answer: {error}") from error
@@ -26,6 +34,16 @@ def hub_errors(model: str) -> Iterator[None]:
         raise UserError(f"{model}: {error}") from None
     except (OSError, errors.HTTPError) as error:
         raise RunError(f"{model}: loading failed: {error}") from error
+    finally:
+        constants.HF_HUB_OFFLINE = before
+
+
+def _answers() -> bool:
+    try:
+        get_session().head(constants.ENDPOINT, timeout=_TIMEOUT)
+    except (OSError, errors.HTTPError):
+        return False
+    return True
 
 
 def download(model: str) -> Path:

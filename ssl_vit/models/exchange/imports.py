@@ -6,29 +6,29 @@ Nothing in them is executed: they are read as safetensors, by `torch.load(weight
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import timm
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.models import load_state_dict
 
-from ssl_vit.interfaces import UserError
+from ssl_vit.interfaces import UserError, pair
 from ssl_vit.models import PerChannel, factory
 from ssl_vit.models.encoder import Encoder, close_names
 from ssl_vit.models.exchange import google, hub
 from ssl_vit.models.exchange.folders import new_folder
 from ssl_vit.models.exchange.names import Tensors, from_transformers
 from ssl_vit.models.exchange.sizes import PLAIN, Imported, read_sizes, square
-from ssl_vit.models.resnet import ResNetEncoder, is_cnn
 from ssl_vit.models.vit import ViTEncoder
 
-_CHECKPOINTS = (".safetensors", ".pth", ".pt", ".bin")
+_CHECKPOINTS = (".safetensors", ".pth", ".pt", ".bin", ".tar")
 _ON_THE_HUB = re.compile(r"(?:hf[-_]hub:)?([\w.-]+/[\w.-]+(?:@[\w./-]+)?)")
 # An unknown tensor under one of these names is part of the encoder, which would compute something else without it.
 _ENCODER = ("blocks.", "patch_embed.", "norm.", "norm_pre.", "cls_token", "pos_embed", "reg_token", "dist_token")
@@ -69,17 +69,18 @@ def import_weights(
 
 
 def _build(found: Imported, mean: PerChannel, std: PerChannel) -> Encoder:
-    if not is_cnn(found.name):
+    if factory.is_vit(found.name):
         return ViTEncoder(found.name, found.arguments, mean, std, **found.own)
     arguments = dict(found.arguments)
-    return ResNetEncoder(found.name, arguments, mean, std, arguments.pop("img_size"))
+    return factory.build_timm(found.name, arguments, mean, std, arguments.pop("img_size"))
 
 
 def read(weights: str, name: str | None = None, heads: int | None = None) -> Imported:
     """Read weights from any source.
 
-    weights: a checkpoint file; a folder with timm's or transformers' `config.json`; a timm name (its tag selects the
-        pretrained weights); a model of the hub (`OWNER/NAME[@REVISION]`, also after `hf-hub:`).
+    weights: a checkpoint file; a folder with timm's or transformers' `config.json`; a timm name, also after `timm:`
+        (its tag selects the pretrained weights); a model of the hub (`OWNER/NAME[@REVISION]`, also after `hf-hub:`).
+    name: timm's name of the architecture of a file that does not state it. heads: of a ViT, if not those of the name.
     """
     path = Path(weights).expanduser()
     described = path.name in (*hub.WEIGHTS_FILES, factory.WEIGHTS) and (path.parent / "config.json").is_file()
@@ -89,9 +90,10 @@ def read(weights: str, name: str | None = None, heads: int | None = None) -> Imp
         raise UserError(f"{weights} has its own sizes: remove --name and --heads")
     if path.exists():
         return _folder(path if path.is_dir() else path.parent, weights)
-    architecture = weights.partition(".")[0]
+    model = weights.removeprefix("timm:")
+    architecture = model.partition(".")[0]
     if timm.is_model(architecture):
-        return _timm(weights, weights, architecture, {})
+        return _timm(model, weights, architecture, {})
     remote = _ON_THE_HUB.fullmatch(weights)
     if remote is None or (path.parent != Path() and path.parent.is_dir()):
         raise UserError(f"{weights}: no such file, folder or timm model{close_names(architecture)}")
@@ -120,18 +122,17 @@ def _json(path: Path, origin: str) -> dict[str, Any]:
 
 
 def _timm(spec: str, origin: str, architecture: str, config: dict[str, Any]) -> Imported:
-    if not is_cnn(architecture):
-        factory.named_encoder(architecture)  # refuses what is not a ViT before anything is downloaded
+    if not timm.is_model(architecture):
+        raise UserError(f"{origin}: timm has no architecture '{architecture}'{close_names(architecture)}")
     try:
-        with hub.hub_errors(origin):
+        with nullcontext() if spec.startswith("local-dir:") else hub.hub_errors(origin):
             network = timm.create_model(spec, pretrained=True)
     except (*_DAMAGED, AssertionError) as error:
         raise UserError(f"{origin}: timm cannot load it: {_first_words(error)}") from None
     cfg = network.pretrained_cfg
     channels, *size = cfg["input_size"]
-    if not is_cnn(architecture):
-        size = network.patch_embed.img_size
     arguments = {key: value for key, value in (config.get("model_args") or {}).items() if key != "num_classes"}
+    size = network.patch_embed.img_size if factory.is_vit(architecture) else pair(arguments.get("img_size", size))
     return Imported(
         architecture,
         {**arguments, "in_chans": channels, "img_size": square(size)},
@@ -173,15 +174,50 @@ def _file(path: Path, name: str | None, heads: int | None) -> Imported:
         return google.read(path)
     if path.suffix not in _CHECKPOINTS:
         raise UserError(f"{path}: weights are read from {', '.join(_CHECKPOINTS)} and .npz files")
-    if name is None:
-        raise UserError(f"{path} does not say its architecture: give --name, such as vit_base_patch16_224")
     tensors = _tensors(path)
-    arguments = read_sizes(tensors, str(path), name, heads=heads)
-    mean, std = (IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD) if arguments["in_chans"] == 3 else (0.5, 0.5)
-    note = (
-        f"the file has no mean and std of its pixels: assumed to be {mean} and {std}, unless --mean and --std are given"
-    )
+    name = name or _stated_name(path)
+    if name is None:
+        raise UserError(f"{path} does not state its architecture: give timm's name of it, such as vit_base_patch16_224")
+    if not timm.is_model(name):
+        raise UserError(f"{path}: timm has no architecture '{name}'{close_names(name)}")
+    if factory.is_vit(name) and "register_tokens" not in tensors:  # DINOv2's own files: timm renames and merges
+        arguments = read_sizes(tensors, str(path), name, heads=heads)
+    else:
+        arguments, tensors = _through_timm(path, tensors, name)
+    cfg, channels = timm.get_pretrained_cfg(name), arguments["in_chans"]
+    mean, std = (cfg.mean, cfg.std) if cfg and len(cfg.mean) == channels else (0.5, 0.5)
+    note = f"the file has no mean and std of its pixels: assumed to be {mean} and {std}, as in timm's {name}"
     return Imported(name, arguments, tensors, mean, std, notes=[note])
+
+
+def _stated_name(path: Path) -> str | None:
+    """The architecture in the metadata of a safetensors file or in a checkpoint of timm's training script."""
+    if path.suffix == ".safetensors":
+        with safe_open(path, "pt") as file:
+            stated = file.metadata() or {}
+    else:
+        with torch.serialization.safe_globals([argparse.Namespace]):
+            stated = torch.load(path, map_location="cpu", weights_only=True)
+    found = next((stated[key] for key in ("architecture", "arch") if key in stated), None)
+    return found.partition(".")[0] if isinstance(found, str) else None
+
+
+def _through_timm(path: Path, tensors: Tensors, name: str) -> tuple[dict[str, Any], Tensors]:
+    """Arguments of timm's `name`, at its own sizes, and the tensors under its names, as timm renames them."""
+    cfg = timm.get_pretrained_cfg(name)
+    heads = (cfg.classifier,) if isinstance(cfg.classifier, str) else cfg.classifier or ()
+    found = [tensors[key] for head in (*heads, "head", "fc", "classifier") if (key := f"{head}.weight") in tensors]
+    stem = tensors.get(f"{cfg.first_conv}.weight")
+    channels = int(stem.shape[1]) if stem is not None and stem.ndim == 4 else cfg.input_size[0]
+    classes, size = (len(found[0]) if found else 0), cfg.input_size[1:]
+    overlay = {"state_dict": tensors, "num_classes": classes, "label_offset": 0, "input_size": (channels, *size)}
+    try:
+        network = timm.create_model(
+            name, pretrained=True, num_classes=classes, in_chans=channels, pretrained_cfg_overlay=overlay
+        )
+    except (*_DAMAGED, AssertionError) as error:
+        raise UserError(f"{path} does not fit timm's {name}: {_first_words(error)}") from None
+    return {"in_chans": channels, "img_size": square(size)}, network.state_dict()
 
 
 def _tensors(path: Path) -> Tensors:

@@ -106,7 +106,7 @@ def test_a_bare_checkpoint_and_a_name(
     _, found = import_weights(str(tmp_path / "weights.pth"), tmp_path / "out", name=name, heads=heads)
     ours = load(tmp_path / "out")
     assert found.skipped == ["head.weight", "head.bias"]
-    assert ours.mean == ((0.5, 0.5) if "in_chans" in parts else (0.485, 0.456, 0.406))
+    assert ours.mean == ((0.5, 0.5) if "in_chans" in parts else network.pretrained_cfg["mean"])
     images = pixels(ours)
     with torch.no_grad():
         assert torch.equal(ours(images), network.forward_features(ours.normalized(images)))
@@ -124,6 +124,62 @@ def test_wrappers_of_training_scripts_are_removed(tmp_path: Path, shaken: Make, 
     _, found = import_weights(str(tmp_path / "checkpoint.pt"), tmp_path / "out", name=TINY, mean=0.5, std=0.25)
     assert same(tensors, tmp_path / "out") and found.skipped == [*decoder]
     assert (load(tmp_path / "out").mean, load(tmp_path / "out").std) == ((0.5,) * 3, (0.25,) * 3)
+
+
+# --- architectures other than VisionTransformers ---
+
+
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [
+        ("test_resnet", {"in_chans": 1}),
+        ("test_convnext", {}),
+        ("vit_small_patch16_dinov3", {}),  # rotary positions
+    ],
+)
+def test_a_checkpoint_of_any_architecture_states_its_name(
+    tmp_path: Path, shaken: Make, name: str, parts: dict[str, Any]
+) -> None:
+    network = shaken(timm.create_model(name, num_classes=4, **parts))
+    torch.save({"arch": f"{name}.tag", "state_dict": network.state_dict()}, tmp_path / "last.pth.tar")
+    ours, found = import_weights(str(tmp_path / "last.pth.tar"), tmp_path / "out")
+    heads = {key for key in network.state_dict() if key not in timm.create_model(name, num_classes=0).state_dict()}
+    cfg = timm.get_pretrained_cfg(name)
+    assert set(found.skipped) == heads and len(heads) == 2
+    assert ours.mean == (cfg.mean if not parts else (0.5,))
+    assert ours.image_size == cfg.input_size[1:]
+    assert same({key: value for key, value in network.state_dict().items() if key not in heads}, tmp_path / "out")
+
+
+def test_a_safetensors_file_states_its_name(tmp_path: Path, shaken: Make) -> None:
+    network = timm_vit(shaken)
+    save_file(network.state_dict(), tmp_path / "bare.safetensors")
+    with pytest.raises(UserError, match="does not state its architecture"):
+        import_weights(str(tmp_path / "bare.safetensors"), tmp_path / "out")
+    with pytest.raises(UserError, match="timm has no architecture 'vit_tiny'"):
+        import_weights(str(tmp_path / "bare.safetensors"), tmp_path / "out", name="vit_tiny")
+    save_file(network.state_dict(), tmp_path / "named.safetensors", {"architecture": TINY})
+    import_weights(str(tmp_path / "named.safetensors"), tmp_path / "out", heads=3)
+    assert same(network.state_dict(), tmp_path / "out")
+
+
+def test_files_of_dinov2_are_renamed_by_timm(tmp_path: Path, shaken: Make) -> None:
+    name = "vit_small_patch14_reg4_dinov2"
+    network = shaken(timm.create_model(name, num_classes=0))
+    tensors = network.state_dict()
+    tensors["register_tokens"], tensors["mask_token"] = tensors.pop("reg_token"), torch.zeros(1, 384)
+    tensors["pos_embed"] = torch.cat([torch.ones(1, 1, 384), tensors["pos_embed"]], dim=1)
+    tensors["cls_token"] = tensors["cls_token"] - 1  # it has a position of its own there
+    torch.save(tensors, tmp_path / "dinov2.pth")
+    import_weights(str(tmp_path / "dinov2.pth"), tmp_path / "out", name=name)
+    ours, expected = state(load(tmp_path / "out")), network.state_dict()
+    assert all(torch.allclose(ours[key], tensor, atol=1e-6) for key, tensor in expected.items())
+
+
+def test_a_checkpoint_of_another_architecture_is_refused(tmp_path: Path) -> None:
+    torch.save(timm.create_model("test_resnet").state_dict(), tmp_path / "w.pth")
+    with pytest.raises(UserError, match=r"does not fit timm's test_convnext"):
+        import_weights(str(tmp_path / "w.pth"), tmp_path / "out", name="test_convnext")
 
 
 # --- transformers ---
@@ -233,7 +289,7 @@ def test_the_command_prints_what_was_assumed_and_a_recipe_that_fits_starts_from_
     assert "note: the file has no mean and std" in text
     assert "mean (0.1, 0.2, 0.3)" in text and f"init_from=out encoder.name={TINY}" in text
     sizes: dict[str, Any] = {"name": TINY, "image_size": 32, "patch_size": 8, "width": 48, "depth": 2}
-    colors = {"mean": (0.1, 0.2, 0.3), "std": (0.229, 0.224, 0.225)}
+    colors = {"mean": (0.1, 0.2, 0.3), "std": 0.5}
     assert same(state(build_encoder(EncoderConfig(**sizes, **colors), "out")), tmp_path / "out")
     with pytest.raises(UserError, match=r"out does not fit this encoder: encoder\.mean is \(0\.1, 0\.2, 0\.3\)"):
         build_encoder(EncoderConfig(**sizes), "out")
@@ -291,7 +347,7 @@ def test_tensors_that_do_not_fit_are_named(tmp_path: Path, shaken: Make, how: st
         ("cat.jpg", b"\xff\xd8", r"weights are read from \.safetensors"),
         ("folder/notes", b"", r"has no config\.json"),
         ("folder/config.json", b'{"model_type": "vit"}', r"holds no model\.safetensors and no pytorch_model\.bin"),
-        ("folder/config.json", b'{"architecture": "swin_tiny_patch4_window7_224"}', "SwinTransformer"),
+        ("folder/config.json", b'{"architecture": "swim_tiny"}', "timm has no architecture 'swim_tiny'"),
     ],
 )
 def test_files_that_are_no_weights(tmp_path: Path, shaken: Make, file: str, content: Any, message: str) -> None:
@@ -316,7 +372,7 @@ def test_files_that_are_no_weights(tmp_path: Path, shaken: Make, file: str, cont
     [
         ("vit_tiny_patch16_224.augreg", "timm cannot load it.*augreg"),
         ("vit_tny_patch16_224", "no such file, folder or timm model; did you mean vit_tiny_patch16_224"),
-        ("bare.pth", "give --name"),
+        ("bare.pth", "not a readable checkpoint"),
         ("ours", "does not need to be imported"),
     ],
 )

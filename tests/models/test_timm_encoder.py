@@ -1,4 +1,4 @@
-"""The CNN baselines: timm's ResNets as encoders whose output tokens are the cells of the last feature map."""
+"""Networks of timm other than VisionTransformers as encoders: features are those that timm itself computes."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import timm
 import torch
+from torch import nn
 
 from ssl_vit.interfaces import UserError
 from ssl_vit.models import EncoderConfig
 from ssl_vit.models.factory import at_size, build, fresh, load, require_vit, state
-from ssl_vit.models.resnet import ResNetEncoder
+from ssl_vit.models.timm_encoder import TimmEncoder
 
 Make = Callable[..., Any]
 
@@ -30,6 +31,8 @@ def cnn(name: str = "resnet10t", seed: int = 0, **overrides: Any) -> Any:
         ("resnet18", (96, 40), 1),
         ("resnet18", 33, 4),
         ("resnetv2_50x1_bit", (64, 32), 3),
+        ("convnext_atto", (64, 32), 3),  # a norm after pooling
+        ("mobilenetv3_small_050", 64, 3),  # a layer after pooling, of another width
     ],
 )
 def test_outputs_are_timms_feature_map_and_their_mean_is_timms_pooling(
@@ -42,21 +45,59 @@ def test_outputs_are_timms_feature_map_and_their_mean_is_timms_pooling(
     normalized = images.float() * (1 / (255 * 0.3)) - 0.4 / 0.3
     with torch.no_grad():
         outputs, features = encoder(images), reference.forward_features(normalized)
-        torch.testing.assert_close(encoder.pool(outputs, "mean"), reference(normalized), atol=1e-5, rtol=1e-5)
+        mean = encoder.represent(images, "mean")
+        torch.testing.assert_close(mean, reference(normalized), atol=1e-5, rtol=1e-5)
+        assert mean.shape[1] == encoder.features("mean")
     assert torch.equal(outputs.mT.reshape(features.shape), features)
-    assert outputs.shape == (2, encoder.patches, encoder.width)
     assert encoder.grid == features.shape[2:]
-    assert torch.equal(encoder.pool(outputs, "patches"), outputs.flatten(1))
+    patches = encoder.pool(outputs, "patches")
+    assert torch.equal(patches, outputs.flatten(1)) and patches.shape[1] == encoder.features("patches")
+
+
+@pytest.mark.parametrize(
+    ("name", "prefix"),
+    [("vit_small_patch16_dinov3", 5), ("beit_base_patch16_224", 1), ("deit_tiny_distilled_patch16_224", 2)],
+)
+def test_tokens_of_other_transformers(pixels: Make, name: str, prefix: int) -> None:
+    encoder = cnn(name, image_size=32)
+    images = pixels(encoder)
+    with torch.no_grad():
+        tokens = encoder.network.forward_features(encoder.normalized(images))
+        finish = getattr(encoder.network, "fc_norm", nn.Identity())
+        assert torch.equal(encoder(images), tokens)
+        assert torch.equal(encoder.represent(images, "mean"), finish(tokens[:, prefix:].mean(1)))
+        assert torch.equal(encoder.represent(images, "token"), finish(tokens[:, 0]))
+        assert encoder.represent(images, "patches").shape == (2, encoder.features("patches"))
+        larger = at_size(encoder, 64)
+        assert (larger.grid, encoder.grid, larger(pixels(larger)).shape[1]) == ((4, 4), (2, 2), prefix + 16)
+        assert fresh(encoder, 0, 64).grid == (4, 4)
+
+
+def test_a_network_without_patch_tokens_says_so(pixels: Make) -> None:
+    encoder = cnn("levit_128s", image_size=224)
+    images = pixels(encoder)
+    with torch.no_grad():
+        expected = encoder.network(encoder.normalized(images))
+        assert torch.equal(encoder.represent(images, "mean"), expected)
+        assert torch.equal(encoder(images), expected[:, None])
+    with pytest.raises(
+        UserError, match=r"pooling=patches: levit_128s \(LevitDistilled\) has no patch tokens: use mean"
+    ):
+        encoder.represent(images, "patches")
+    with pytest.raises(UserError, match=r"reads only images of \(224, 224\)"):
+        at_size(encoder, 64)
+    with pytest.raises(UserError, match="efficientformer_l1 cannot read images of"):
+        cnn("efficientformer_l1", image_size=64)
 
 
 def test_what_only_a_vit_has_is_refused() -> None:
-    with pytest.raises(UserError, match=r"encoder\.class_token: resnet10t is a ResNet, which has no such setting"):
+    with pytest.raises(UserError, match=r"encoder\.class_token: resnet10t is no VisionTransformer"):
         cnn(class_token=False)
     with pytest.raises(UserError, match="needs a class token, which resnet10t does not have: use mean"):
         cnn().pool(torch.zeros(2, 4, 512), "token")
-    with pytest.raises(UserError, match="block=1: resnet10t is not a transformer"):
+    with pytest.raises(UserError, match="block=1: the blocks of resnet10t"):
         cnn().represent(torch.zeros(1, 3, 32, 32, dtype=torch.uint8), "mean", 1)
-    with pytest.raises(UserError, match=r"needs a Vision Transformer.*'resnet10t'"):
+    with pytest.raises(UserError, match=r"needs a VisionTransformer.*'resnet10t' is a ResNet"):
         require_vit(cnn(), "objective.name=masked_patch")
 
 
@@ -69,7 +110,7 @@ def test_saved_weights_open_here_and_in_timm(
         encoder.train()(pixels(encoder))  # the running statistics travel too
     again, images = load(saved(tmp_path, encoder.eval())), pixels(encoder)
     reference = timm.create_model(f"local-dir:{tmp_path}", pretrained=True).eval()
-    assert isinstance(again, ResNetEncoder)
+    assert isinstance(again, TimmEncoder)
     assert (again.image_size, again.channels, again.mean) == (encoder.image_size, encoder.channels, encoder.mean)
     with torch.no_grad():
         assert torch.equal(again(images), encoder(images))

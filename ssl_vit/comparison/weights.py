@@ -1,0 +1,74 @@
+"""Imports the weights of arms that are no run or weights folder, once, before anything is evaluated with them."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock
+
+from ssl_vit.comparison.config import Arm, Study
+from ssl_vit.comparison.executor import Say
+from ssl_vit.evaluators.features import silent
+from ssl_vit.files import read_json, sha256, write_json
+from ssl_vit.interfaces import RunError, UserError
+from ssl_vit.models import factory
+from ssl_vit.models.exchange.imports import import_weights
+
+FOLDER = "weights"  # in the run directory of the comparison
+_REQUEST = "request.json"  # beside an arm's weights: what they were imported from
+
+
+def import_arms(study: Study, say: Say = silent) -> Study:
+    """The same study with the weights of every arm in a folder that `factory.load` reads.
+
+    Weights from elsewhere are imported into `RUN/weights/ARM` unless they are there; other processes wait. Arms with
+    `optional` whose weights cannot be downloaded are left out, which `say` and a note of the comparison tell.
+
+    Raises UserError for weights that cannot be read, RunError where the hub is out of reach.
+    """
+    c, arms, notes = study.comparison, dict(study.comparison.arms), list(study.comparison.notes)
+    for name, arm in c.arms.items():
+        if arm.weights is None or factory.has_weights(arm.weights):
+            continue
+        folder = c.run_directory / FOLDER / name
+        try:
+            _import(arm, folder, say)
+        except UserError as error:
+            raise UserError(f"arms.{name}: {error}") from None
+        except RunError as error:
+            needed = len(arms) < 2 or any(other.like == name for other in c.arms.values())
+            if not arm.optional or needed:
+                raise RunError(f"arms.{name}: {error}") from error
+            del arms[name]
+            notes.append(f"The arm {arm.label} was left out: its weights ({arm.weights}) could not be downloaded.")
+            say(f"note: arms.{name} is left out: {error}")
+        else:
+            arms[name] = arm.model_copy(update={"weights": str(folder), "architecture": None})
+    if not any(arm.kind != "scratch" for arm in arms.values()):
+        raise RunError(f"{c.name}: no arm with an encoder is left; run it again where the hub can be reached")
+    return replace(study, comparison=c.model_copy(update={"arms": arms, "notes": tuple(notes)}))
+
+
+def _import(arm: Arm, folder: Path, say: Say) -> None:
+    request = {"weights": arm.weights, "architecture": arm.architecture, "files": _digests(Path(str(arm.weights)))}
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder.with_name(f".{folder.name}.lock")):
+        if (folder / _REQUEST).is_file() and read_json(folder / _REQUEST) == request:
+            return
+        shutil.rmtree(folder, ignore_errors=True)
+        say(f"importing {arm.weights} into {folder}")
+        _, found = import_weights(str(arm.weights), folder, name=arm.architecture)
+        for note in found.notes:
+            say(f"note: {arm.weights}: {note}")
+        write_json(folder / _REQUEST, request)
+
+
+def _digests(path: Path) -> dict[str, Any]:
+    """Checksums of the local files that weights are read from; nothing for weights of the hub."""
+    if path.is_file():
+        return {path.name: sha256(path)}
+    kinds = (".json", ".safetensors", ".bin")
+    return {file.name: sha256(file) for file in sorted(path.glob("*.*")) if file.suffix in kinds}

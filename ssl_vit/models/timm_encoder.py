@@ -1,0 +1,135 @@
+"""Any timm network as an encoder: CNNs and other transformers, as a baseline or with downloaded weights."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, Self
+
+import torch
+
+from ssl_vit.interfaces import Size, UserError, pair
+from ssl_vit.models.encoder import Encoder, Numbers, Pooling, create
+
+
+class TimmEncoder(Encoder):
+    """A network by timm's `forward_features` and `forward_head(pre_logits=True)`.
+
+    `mean` is timm's own pooling with all that follows it before the classifier; where timm keeps a class token, the
+    mean of the patches as in a ViT. The cells of a last feature map are patches. Networks with other outputs (several
+    resolutions, tokens of unknown place) have none.
+
+    Batch norms see only their own process's part of each batch.
+
+    kind: timm's class.
+    """
+
+    def __init__(self, name: str, arguments: dict[str, Any], mean: Numbers, std: Numbers, image_size: Size) -> None:
+        """timm's `name` built with `arguments`; image_size: pixels.
+
+        Raises UserError for sizes that the network cannot have and a mean or std of other channels.
+        """
+        super().__init__(name, arguments, mean, std)
+        self.network = self._create(arguments)
+        self.image_size, self.kind = pair(image_size), type(self.network).__name__
+        self._measure()
+
+    def _create(self, arguments: dict[str, Any]) -> Any:
+        try:
+            return create(self.name, arguments)
+        except (TypeError, AssertionError, ValueError, RuntimeError) as error:
+            raise UserError(f"encoder.name='{self.name}' cannot have these settings: {arguments} ({error})") from None
+
+    def _measure(self) -> None:
+        """Read the shapes of outputs from a network without numbers. Raises UserError for an image size that fails."""
+        shape = (1, self.channels, *self.image_size)
+        with torch.random.fork_rng(devices=[]), torch.no_grad(), torch.device("meta"):
+            network = self._create(self.arguments).eval()
+            try:
+                found = network.forward_features(torch.empty(shape))
+                pooled = network.forward_head(found, pre_logits=True)
+            except (AssertionError, RuntimeError, ValueError, NotImplementedError, TypeError) as error:
+                first = str(error).splitlines()[0] if str(error) else type(error).__name__
+                raise UserError(f"{self.name} cannot read images of {self.image_size} pixels: {first}") from None
+        self.width = int(pooled.shape[-1])
+        self._is_map = isinstance(found, torch.Tensor) and found.ndim == 4
+        self._channels_last = getattr(network, "output_fmt", "NCHW") == "NHWC"
+        prefix = getattr(network, "num_prefix_tokens", None)
+        self._is_sequence = isinstance(found, torch.Tensor) and found.ndim == 3 and prefix is not None
+        self._grid, self._token_width = (0, 0), self.width
+        if self._is_map:
+            self._grid = (found.shape[1], found.shape[2]) if self._channels_last else (found.shape[2], found.shape[3])
+            self._token_width = int(found.shape[1 if not self._channels_last else 3])
+        elif self._is_sequence:
+            self.prefix_tokens = int(prefix)
+            self.has_class_token = getattr(network, "cls_token", None) is not None
+            patches, own = found.shape[1] - self.prefix_tokens, getattr(network, "patch_embed", None)
+            rows, columns = getattr(own, "grid_size", None) or (1, patches)
+            self._grid = (rows, columns) if rows * columns == patches else (1, patches)
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        return self._grid
+
+    def features(self, pooling: Pooling) -> int:
+        return self.patches * self._token_width if pooling == "patches" else super().features(pooling)
+
+    def check_pooling(self, pooling: Pooling) -> None:
+        super().check_pooling(pooling)
+        if pooling == "patches" and not self.patches:
+            raise UserError(f"pooling=patches: {self.name} ({self.kind}) has no patch tokens: use mean")
+
+    def untrained(self, image_size: Size | None = None) -> Self:
+        size = self.image_size if image_size is None else pair(image_size)
+        arguments = self.arguments if size == self.image_size else self.arguments | self._sized(size)
+        return type(self)(self.name, arguments, self.mean, self.std, size)
+
+    def _sized(self, size: tuple[int, int]) -> dict[str, Any]:
+        """The argument of a network that is built for one image size."""
+        fixed = "img_size" in self.arguments or self.network.pretrained_cfg.get("fixed_input_size")
+        return {"img_size": size} if fixed else {}
+
+    def at_size(self, image_size: Size) -> Self:
+        """A copy for another image size, with positions resampled by timm.
+
+        Raises UserError for a network whose weights belong to one size.
+        """
+        model = copy.deepcopy(self)
+        size = pair(image_size)
+        if argument := self._sized(size):
+            if not hasattr(model.network, "set_input_size"):
+                raise UserError(f"{self.name} ({self.kind}) reads only images of {self.image_size} pixels")
+            model.network.set_input_size(img_size=size)
+        model.arguments, model.image_size = self.arguments | argument, size
+        model._measure()
+        return model
+
+    def with_arguments(self, **arguments: Any) -> Self:
+        """A copy of the same weights that timm builds with other arguments, such as `drop_path_rate`."""
+        with torch.random.fork_rng(devices=[]):
+            model = type(self)(self.name, self.arguments | arguments, self.mean, self.std, self.image_size)
+        model.network.load_state_dict(self.network.state_dict())
+        return model.to(next(self.parameters()).device).train(self.training)
+
+    def forward(self, images_BCHW: torch.Tensor) -> torch.Tensor:
+        """uint8 images -> output tokens (B, P + N, D); without patch tokens, the pooled features (B, 1, D)."""
+        found = self.network.forward_features(self.normalized(images_BCHW))
+        return self._tokens(found) if self.patches else self.network.forward_head(found, pre_logits=True)[:, None]
+
+    def _tokens(self, found: torch.Tensor) -> torch.Tensor:
+        if not self._is_map:
+            return found
+        return found.flatten(1, 2) if self._channels_last else found.flatten(2).mT
+
+    def represent(self, images_BCHW: torch.Tensor, pooling: Pooling, block: int | None = None) -> torch.Tensor:
+        if block is not None:
+            raise UserError(f"block={block}: the blocks of {self.name} ({self.kind}) cannot be read; remove block")
+        self.check_pooling(pooling)
+        found = self.network.forward_features(self.normalized(images_BCHW))
+        if pooling == "mean" and not self.has_class_token:
+            pooled: torch.Tensor = self.network.forward_head(found, pre_logits=True)
+            return pooled
+        return self.pool(self._tokens(found), pooling)
+
+    def finish(self, vectors: torch.Tensor) -> torch.Tensor:
+        finished: torch.Tensor = self.network.fc_norm(vectors) if hasattr(self.network, "fc_norm") else vectors
+        return finished
