@@ -107,6 +107,17 @@ def require_vit(encoder: Encoder, what: str) -> ViTEncoder:
     return encoder
 
 
+def require_patches(encoder: Encoder, what: str) -> ViTEncoder:
+    """The encoder if each patch embedding depends on its own pixels alone.
+
+    Raises UserError as `require_vit` does, and for a hybrid, whose CNN shows unmasked patches what is masked.
+    """
+    vit = require_vit(encoder, what)
+    if hasattr(vit.network.patch_embed, "backbone"):
+        raise UserError(f"{what}: the CNN of the hybrid '{encoder.name}' sees the masked patches; use a plain ViT")
+    return vit
+
+
 def write_config(encoder: Encoder, path: Path) -> None:
     """Write timm's `config.json`, from which `timm.create_model("local-dir:FOLDER")` builds the same model."""
     content = {

@@ -16,7 +16,7 @@ from ssl_vit.data.augment import device_images
 from ssl_vit.interfaces import Batch, StepOutput, UserError
 from ssl_vit.interfaces import Config as BaseConfig
 from ssl_vit.models.encoder import Encoder
-from ssl_vit.models.factory import require_vit
+from ssl_vit.models.factory import require_patches
 from ssl_vit.models.last_block import make_last, take
 from ssl_vit.objectives.patches import MASK_GRAY, constant_l2, moments, patch_pixels, replaced
 
@@ -53,9 +53,7 @@ class Objective(nn.Module):
         do not fit together."""
         super().__init__()
         key = "objective.name=masked_autoencoder"
-        encoder = require_vit(encoder, key)
-        if hasattr(encoder.network.patch_embed, "backbone"):
-            raise UserError(f"{key}: the CNN of the hybrid '{encoder.name}' sees the masked patches; use a plain ViT")
+        encoder = require_patches(encoder, key)
         if encoder.patches < 2 or encoder.channels * encoder.patch_size**2 < 2:
             raise UserError(f"{key} needs at least 2 patches per image and 2 values per patch: set encoder.patch_size")
         self.encoder, self.config = encoder, config

@@ -14,13 +14,15 @@ from ssl_vit.data.augment import device_images
 from ssl_vit.interfaces import Batch, StepOutput, UserError
 from ssl_vit.interfaces import Config as BaseConfig
 from ssl_vit.models.encoder import Encoder
-from ssl_vit.models.factory import require_vit
+from ssl_vit.models.factory import require_patches
 from ssl_vit.models.last_block import flat_rows, take
 from ssl_vit.objectives.patches import (
+    DOWNSIZED,
     MASK_GRAY,
     class_shares,
     constant_l1,
     constant_l2,
+    downsized_classes,
     level_shares,
     moments,
     patch_pixels,
@@ -28,7 +30,6 @@ from ssl_vit.objectives.patches import (
 )
 
 _FREQUENCY_RATE = 0.01  # the class frequencies are a moving average over about 100 batches
-_DOWNSIZED = 4  # target 2 of the paper: the patch downsized to 4x4
 _MOST_CLASSES = 2**16  # a head of more would outweigh the encoder
 
 
@@ -154,14 +155,14 @@ class Objective(nn.Module):
 
     def __init__(self, encoder: Encoder, config: Config, classes: int | None = None) -> None:
         super().__init__()
-        encoder = require_vit(encoder, "objective.name=masked_patch")
+        encoder = require_patches(encoder, "objective.name=masked_patch")
         self.encoder, self.config = encoder, config
         self.groups_GS: torch.Tensor
         self.register_buffer("groups_GS", self._groups(), persistent=False)
         number, size = self.groups_GS.shape
         self.count = size * max(1, round(config.mask_ratio * number))
-        if config.target == "downsized" and encoder.patch_size % _DOWNSIZED:
-            raise UserError(f"objective.target=downsized needs a patch size that {_DOWNSIZED} divides")
+        if config.target == "downsized" and encoder.patch_size < DOWNSIZED:
+            raise UserError(f"objective.target=downsized needs patches of at least {DOWNSIZED} pixels")
         self.colors = 0 if config.target == "pixels" else 2 ** (config.bits * encoder.channels)
         if self.colors > _MOST_CLASSES:
             fitting = int(math.log2(_MOST_CLASSES)) // encoder.channels
@@ -169,7 +170,7 @@ class Objective(nn.Module):
                 f"objective.bits={config.bits} with {encoder.channels} channels makes {self.colors:,} classes: "
                 f"use {f'at most {fitting} bits, or ' if fitting else ''}objective.target=pixels"
             )
-        slots = _DOWNSIZED**2 if config.target == "downsized" else 1
+        slots = DOWNSIZED**2 if config.target == "downsized" else 1
         pixels = encoder.channels * encoder.patch_size**2
         self.mask_token = nn.Parameter(torch.empty(encoder.width))
         self.head = nn.Linear(encoder.width, pixels if config.target == "pixels" else slots * self.colors)
@@ -218,10 +219,12 @@ class Objective(nn.Module):
             return patch_pixels(images_BCHW, patch).flatten(2).float() / 255
         if self.config.target == "mean_color":
             return mean_color_classes(images_BCHW, patch, self.config.bits)[..., None]
-        small = mean_color_classes(images_BCHW, patch // _DOWNSIZED, self.config.bits)
-        side_h, side_w = images_BCHW.shape[2] * _DOWNSIZED // patch, images_BCHW.shape[3] * _DOWNSIZED // patch
+        if patch % DOWNSIZED:
+            return downsized_classes(images_BCHW, patch, self.config.bits)
+        small = mean_color_classes(images_BCHW, patch // DOWNSIZED, self.config.bits)
+        side_h, side_w = images_BCHW.shape[2] * DOWNSIZED // patch, images_BCHW.shape[3] * DOWNSIZED // patch
         grid = small.reshape(-1, 1, side_h, side_w)
-        return patch_pixels(grid, _DOWNSIZED).flatten(2)
+        return patch_pixels(grid, DOWNSIZED).flatten(2)
 
     def predict(self, batch: Batch, images_BCHW: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Corrupt, encode, predict: (head outputs float32 (B, K, ...), corrupted patches (B, K), tokens (B, N, D))."""
@@ -247,11 +250,11 @@ class Objective(nn.Module):
 
     def _colored(self, classes_BKS: torch.Tensor) -> torch.Tensor:
         """Classes of 1 or 4x4 cells per patch -> patches of these flat colors, uint8 (B, K, C, P, P)."""
-        side = _DOWNSIZED if self.config.target == "downsized" else 1
+        side = DOWNSIZED if self.config.target == "downsized" else 1
         colors = class_colors(classes_BKS, self.encoder.channels, self.config.bits)
         cells = colors.transpose(-1, -2).unflatten(-1, (side, side))
-        times = self.encoder.patch_size // side
-        return cells.repeat_interleave(times, -1).repeat_interleave(times, -2)
+        of_pixel_P = torch.arange(self.encoder.patch_size, device=cells.device) * side // self.encoder.patch_size
+        return cells.index_select(-1, of_pixel_P).index_select(-2, of_pixel_P)
 
     def forward(self, batch: Batch) -> StepOutput:
         """Loss and metrics over the corrupted patches alone; `summarize` adds those of the constant baseline."""

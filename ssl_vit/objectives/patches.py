@@ -7,6 +7,7 @@ import torch
 from ssl_vit.interfaces import Batch
 
 MASK_GRAY = 128  # how pictures show a masked patch
+DOWNSIZED = 4  # target 2 of the paper's masked patch prediction: the patch downsized to 4x4
 
 
 def patch_pixels(images_BCHW: torch.Tensor, patch_size: int) -> torch.Tensor:
@@ -15,6 +16,20 @@ def patch_pixels(images_BCHW: torch.Tensor, patch_size: int) -> torch.Tensor:
     p = patch_size
     grid = images_BCHW.reshape(b, c, h // p, p, w // p, p)
     return grid.permute(0, 2, 4, 1, 3, 5).reshape(b, (h // p) * (w // p), c, p, p)
+
+
+def downsized_classes(images_BCHW: torch.Tensor, patch_size: int, bits: int = 3) -> torch.Tensor:
+    """uint8 images -> the classes of each patch downsized to 4x4, int64 (B, N, 16), for a patch of any size P >= 4.
+
+    Cell i covers the pixels floor(i * P / 4) to ceil((i + 1) * P / 4), as in adaptive average pooling, so that cells
+    overlap where 4 does not divide P. Exact, as in `masked_patch.mean_color_classes`.
+    """
+    pixels = patch_pixels(images_BCHW, patch_size).long()
+    cells = [slice(i * patch_size // DOWNSIZED, -(-(i + 1) * patch_size // DOWNSIZED)) for i in range(DOWNSIZED)]
+    places = [pixels[..., rows, columns].flatten(-2) for rows in cells for columns in cells]
+    bins_BNCS = torch.stack([place.sum(-1) * 2**bits // (256 * place.shape[-1]) for place in places], dim=-1)
+    weights_C = 2 ** (bits * torch.arange(bins_BNCS.shape[2] - 1, -1, -1, device=bins_BNCS.device))
+    return (bins_BNCS * weights_C[:, None]).sum(2)
 
 
 def whole_images(patches_BNCPP: torch.Tensor, height: int) -> torch.Tensor:

@@ -9,12 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.nn.functional import adaptive_avg_pool2d
 
 from ssl_vit.interfaces import UserError
 from ssl_vit.objectives.masked_patch import (
     class_colors,
     mean_color_classes,
 )
+from ssl_vit.objectives.patches import downsized_classes
 
 Make = Callable[..., Any]
 
@@ -103,19 +105,34 @@ def test_downsized_targets_agree_with_a_loop(make_objective: Make, size: tuple[i
     assert objective.head.out_features == 16 * 2 ** (2 * 3)
 
 
-def test_downsized_needs_a_patch_that_four_divides(make_objective: Make) -> None:
-    with pytest.raises(UserError, match="downsized"):
-        make_objective(encoder={"image_size": 14, "patch_size": 7}, target="downsized")
+@pytest.mark.parametrize("patch", [5, 7, 8, 14])
+def test_downsized_cells_of_any_patch_are_those_of_adaptive_pooling(patch: int) -> None:
+    pixels = torch.randint(
+        0, 256, (2, 3, 2 * patch, patch), dtype=torch.uint8, generator=torch.Generator().manual_seed(2)
+    )
+    found = downsized_classes(pixels, patch, 2)
+    assert found.shape == (2, 2, 16)
+    for number in range(2):
+        part = pixels[:, :, number * patch : (number + 1) * patch].double()
+        bins = (adaptive_avg_pool2d(part, 4) / 64 + 1e-9).floor().long().flatten(2)
+        assert torch.equal(found[:, number], bins[:, 0] * 16 + bins[:, 1] * 4 + bins[:, 2])
+
+
+def test_downsized_objectives_of_patches_that_four_does_not_divide(make_objective: Make) -> None:
+    objective = make_objective(encoder={"image_size": 14, "patch_size": 7}, target="downsized", bits=2)
+    pixels = torch.randint(0, 256, (2, 3, 14, 14), dtype=torch.uint8)
+    assert torch.equal(objective.targets(pixels), downsized_classes(pixels, 7, 2))
+    with pytest.raises(UserError, match="downsized needs patches of at least 4"):
+        make_objective(encoder={"image_size": 6, "patch_size": 3}, target="downsized")
 
 
 @pytest.mark.parametrize(
     ("encoder", "patch"),
     [
         ({"image_size": (8, 20), "channels": 7}, 4),
-        ({"name": "vit_tiny_r_s16_p8_224", "image_size": (32, 48), "patch_size": 4}, 16),  # cells of 4 pixels
     ],
 )
-def test_targets_of_rectangles_channels_and_hybrids_are_the_pixels_under_each_patch(
+def test_targets_of_rectangles_and_channels_are_the_pixels_under_each_patch(
     make_objective: Make, encoder: dict[str, Any], patch: int
 ) -> None:
     objective = make_objective(encoder=encoder, bits=2)

@@ -207,3 +207,21 @@ def test_every_variant_learns_real_digits(
         shares = np.bincount(picked.ravel()) / picked.size
         best = -(shares[shares > 0] * np.log(shares[shares > 0])).sum()
     assert loss < 0.98 * best
+
+
+def test_a_hybrid_shows_what_is_masked_and_is_refused(make_encoder: Make, make_objective: Make) -> None:
+    """Inverting one patch changes other patch embeddings of a hybrid, but none of a plain ViT's."""
+    hybrid = {"name": "vit_tiny_r_s16_p8_224", "image_size": 64, "patch_size": 2, "width": 24, "heads": 3}
+    changed = {}
+    for kind, sizes in {"hybrid": hybrid, "plain": {"image_size": 64, "patch_size": 8}}.items():
+        encoder = make_encoder(**sizes).eval()
+        patch = encoder.patch_size
+        image = torch.randint(0, 256, (1, 3, 64, 64), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+        other = image.clone()
+        other[..., :patch, :patch] = 255 - other[..., :patch, :patch]
+        with torch.no_grad():
+            before, after = encoder.embed(image)[0, 1:], encoder.embed(other)[0, 1:]
+        changed[kind] = int(((after - before).norm(dim=-1) > 0.01 * before.norm(dim=-1)).sum())
+    assert changed["plain"] == 0 < changed["hybrid"]
+    with pytest.raises(UserError, match="CNN of the hybrid 'vit_tiny_r_s16_p8_224' sees the masked patches"):
+        make_objective(encoder=hybrid)
