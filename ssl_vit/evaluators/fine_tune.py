@@ -19,6 +19,7 @@ from ssl_vit.evaluators.base import Evaluator as BaseEvaluator
 from ssl_vit.evaluators.classifier import TrainedConfig, fit
 from ssl_vit.evaluators.features import ImageSet
 from ssl_vit.models import EncoderConfig, ImageSize, Resampling, factory
+from ssl_vit.models.timm_encoder import TimmEncoder
 from ssl_vit.models.vit import ViTEncoder
 from ssl_vit.recipe import Recipe
 
@@ -91,7 +92,7 @@ class Evaluator(BaseEvaluator):
             blocks = encoder.network.blocks
             for block, rate in zip(blocks, calculate_drop_path_rates(c.drop_path, len(blocks)), strict=True):
                 block.drop_path1, block.drop_path2 = DropPath(rate), DropPath(rate)
-        elif c.drop_path is not None:
+        elif c.drop_path is not None and isinstance(encoder, TimmEncoder):
             encoder = encoder.with_arguments(drop_path_rate=c.drop_path)
         if c.dropout is not None:
             for name, module in encoder.named_modules():

@@ -60,7 +60,7 @@ class TimmEncoder(Encoder):
             self._grid = (found.shape[1], found.shape[2]) if self._channels_last else (found.shape[2], found.shape[3])
             self._token_width = int(found.shape[1 if not self._channels_last else 3])
         elif self._is_sequence:
-            self.prefix_tokens = int(prefix)
+            self.prefix_tokens = int(prefix or 0)
             self.has_class_token = getattr(network, "cls_token", None) is not None
             patches, own = found.shape[1] - self.prefix_tokens, getattr(network, "patch_embed", None)
             rows, columns = getattr(own, "grid_size", None) or (1, patches)

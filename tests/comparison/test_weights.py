@@ -44,7 +44,7 @@ def test_a_file_is_an_arm_in_one_line(mini: Mini, tmp_path: Path, monkeypatch: p
     monkeypatch.chdir(tmp_path)
     resnet(tmp_path / "my.safetensors", architecture="test_resnet")
     evaluators = {"few_shot": {"shots": [1]}, "fine_tune": TUNING | {"sweep": {"training.steps": [2]}}}
-    recipe = mini(seeds=[0], evaluators=evaluators, pictures=True)
+    recipe = mini(seeds=[0], evaluators=evaluators)
     override = f"arms.mine={{label: mine, weights: my.safetensors, evaluators: {json.dumps(SMALL)}}}"
     found = quietly(recipe, override)
     assert found.missing == ()
@@ -66,7 +66,7 @@ def test_a_file_is_an_arm_in_one_line(mini: Mini, tmp_path: Path, monkeypatch: p
     resnet(tmp_path / "my.safetensors", architecture="test_resnet")
     quietly(recipe, override)
     changed = {task for task, stamp in stamps(tmp_path / "run").items() if stamp != before[task]}
-    assert changed == {"few_shot-mine-0", "fine_tune-mine-2-0", "pictures-mine"}, "other weights in the same file"
+    assert changed == {"few_shot-mine-0", "fine_tune-mine-2-0"}, "other weights in the same file"
 
 
 def test_the_architecture_may_be_a_key(mini: Mini, tmp_path: Path) -> None:

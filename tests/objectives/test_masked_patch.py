@@ -211,10 +211,12 @@ def test_every_variant_learns_real_digits(
 
 def test_a_hybrid_shows_what_is_masked_and_is_refused(make_encoder: Make, make_objective: Make) -> None:
     """Inverting one patch changes other patch embeddings of a hybrid, but none of a plain ViT's."""
-    hybrid = {"name": "vit_tiny_r_s16_p8_224", "image_size": 64, "patch_size": 2, "width": 24, "heads": 3}
+    sizes: dict[str, Any] = {"image_size": 64, "width": 24, "heads": 3}
+    hybrid = sizes | {"name": "vit_tiny_r_s16_p8_224", "patch_size": 2}
     changed = {}
-    for kind, sizes in {"hybrid": hybrid, "plain": {"image_size": 64, "patch_size": 8}}.items():
-        encoder = make_encoder(**sizes).eval()
+    plain = sizes | {"patch_size": 8}
+    for kind, config in {"hybrid": hybrid, "plain": plain}.items():
+        encoder = make_encoder(**config).eval()
         patch = encoder.patch_size
         image = torch.randint(0, 256, (1, 3, 64, 64), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
         other = image.clone()

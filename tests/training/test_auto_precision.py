@@ -99,7 +99,7 @@ def test_the_arms_of_a_comparison_share_one(few_digits: Path, tmp_path: Path, mo
     checked = comparison.check(study, packed(study.sets, study.folder))
     assert asked == ["digits_ssl"]
     assert {settings.training.precision for settings in checked.plan.study.recipes.values()} == {"bf16"}
-    comparison._write_plan(checked, "")
+    comparison._write_plan(checked, study.comparison, "")
     monkeypatch.setattr(precision, "measure", faster("fp32"))
     again = comparison.check(study, packed(study.sets, study.folder)).plan
     assert [task.fingerprint for task in again.tasks] == [task.fingerprint for task in checked.plan.tasks]
