@@ -22,11 +22,8 @@ ONLY = "data"  # name of the data set of a comparison that has one
 SET_BY_COMPARISON = {"labels_per_class", "seeds"}
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.]*")
 _FOLDERS = ("tasks", "features", "pictures", "weights")
-_KEYS = {
-    "scratch": ("like",),
-    "pretrained": ("recipe", "overrides"),
-    "weights": ("weights", "architecture", "optional"),
-}
+_WEIGHTS = ("weights", "architecture", "optional")
+_KEYS = {"scratch": ("like",), "pretrained": ("recipe", "overrides"), "weights": _WEIGHTS}
 
 
 def _check_names(names: Any) -> Any:
