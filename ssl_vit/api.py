@@ -22,6 +22,7 @@ from ssl_vit.data.shards import ShardSet, check_same_classes, open_shards, open_
 from ssl_vit.environment import environment
 from ssl_vit.evaluators import Metric, runner
 from ssl_vit.evaluators.features import EvalContext, silent
+from ssl_vit.evaluators.labels import set_notes
 from ssl_vit.evaluators.online import OnlineProbe
 from ssl_vit.files import sha256, write_json
 from ssl_vit.interfaces import UserError
@@ -185,6 +186,8 @@ def evaluate(
         ) from None
     context = make_context(found, settings, train, test, cache=weights / "features", metric=metric)
     context.say = say if context.accelerator.is_main_process else silent
+    for note in set_notes(context.train, context.test):
+        context.say(f"note: {note}")
     start = time.perf_counter()
     evaluator = module.Evaluator(config)
     with distributed.others_watched(lambda: f"{folder} holds what was measured before"):

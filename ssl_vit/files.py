@@ -6,12 +6,19 @@ import hashlib
 import json
 import os
 import secrets
+import zipfile
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from ssl_vit.interfaces import UserError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+_EXPANDED_FREELY, _EXPANSION = 1 << 28, 20  # bytes; larger archives may expand by this factor
 
 
 @contextmanager
@@ -59,13 +66,34 @@ def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file. Raises UserError where the file holds anything else."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(
             f"{path}: not valid JSON ({error}); delete it and run the command that wrote it again"
         ) from None
     if not isinstance(value, dict):
         raise UserError(f"{path}: expected a JSON object, found {type(value).__name__}.")
     return value
+
+
+def check_archive(path: Path) -> None:
+    """Raises ValueError for a zip file that would fill the memory: arrays and weights hardly shrink."""
+    with zipfile.ZipFile(path) as archive:
+        size, stored = sum(member.file_size for member in archive.infolist()), path.stat().st_size
+    if size > _EXPANDED_FREELY and size > _EXPANSION * stored:
+        raise ValueError(f"{stored} bytes that would expand to {size}")
+
+
+def read_arrays(path: Path) -> dict[str, np.ndarray]:
+    """The arrays of a `.npz` file. Raises ValueError or OSError for any other file, and for objects in it, which are
+    not loaded."""
+    import numpy as np
+
+    try:
+        check_archive(path)
+        with np.load(path, allow_pickle=False) as archive:
+            return {name: archive[name] for name in archive.files}
+    except (MemoryError, EOFError, TypeError, AttributeError, zlib.error, zipfile.BadZipFile) as error:
+        raise ValueError(str(error)) from None
 
 
 def sha256(path: Path) -> str:

@@ -43,6 +43,11 @@ def printable(text: str) -> str:
     return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
 
 
+def printable_lines(text: str) -> str:
+    """`printable` text of several lines."""
+    return "\n".join(map(printable, text.split("\n")))
+
+
 PREEMPTED = 75  # EX_TEMPFAIL: progress is saved, run the same command to resume
 
 

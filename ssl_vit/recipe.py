@@ -7,6 +7,7 @@ Torch-free, but for the configuration of the objective that a recipe names.
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Sequence
 from difflib import get_close_matches
@@ -26,6 +27,7 @@ from ssl_vit.models import EncoderConfig
 from ssl_vit.training import OptimConfig, ProbeConfig, TrainingConfig
 
 T = TypeVar("T", bound=BaseModel)
+_MAX_BYTES, _MAX_DEPTH = 1 << 20, 50  # of a recipe file; deeper nesting crashes YAML's loader
 
 
 class Recipe(Config):
@@ -98,8 +100,11 @@ def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
 def _open(path: Path, above: tuple[Path, ...] = ()) -> DictConfig:
     """A recipe file merged onto its base. above: the recipes that led here, to detect a cycle."""
     try:
-        loaded = OmegaConf.load(path)
-    except (yaml.YAMLError, OmegaConfBaseException, OSError, UnicodeDecodeError, RecursionError) as error:
+        with path.open(encoding="utf-8") as file:
+            text = file.read(_MAX_BYTES + 1)
+        _check_nesting(text)
+        loaded = OmegaConf.load(io.StringIO(text))
+    except (yaml.YAMLError, OmegaConfBaseException, OSError, ValueError) as error:
         raise UserError(f"{path}: not readable YAML: {error}") from None
     if not isinstance(loaded, DictConfig):
         raise UserError(f"{path}: a recipe must be a mapping of keys to values")
@@ -112,6 +117,17 @@ def _open(path: Path, above: tuple[Path, ...] = ()) -> DictConfig:
     return _onto(_open(under, (path, *above)), loaded, str(path))
 
 
+def _check_nesting(text: str) -> None:
+    """Raises ValueError for a recipe that is too large, or nested too deeply, for YAML's recursive loader."""
+    if len(text) > _MAX_BYTES:
+        raise ValueError(f"larger than {_MAX_BYTES >> 20} MiB")
+    depth = 0
+    for event in yaml.parse(text, Loader=yaml.SafeLoader):
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > _MAX_DEPTH:
+            raise ValueError(f"nested more than {_MAX_DEPTH} levels deep")
+
+
 def _dotlist(overrides: Sequence[str]) -> DictConfig:
     for override in overrides:
         key, equals, _ = override.partition("=")
@@ -119,7 +135,7 @@ def _dotlist(overrides: Sequence[str]) -> DictConfig:
             raise UserError(f"'{override}' is not key=value, such as training.steps=100")
     try:
         return _without_references(OmegaConf.from_dotlist(list(map(_quoted, overrides))), "the command line")
-    except (yaml.YAMLError, OmegaConfBaseException) as error:
+    except (yaml.YAMLError, OmegaConfBaseException, ValueError) as error:
         raise UserError(f"the command line: {str(error).splitlines()[0]}") from None
 
 
@@ -135,6 +151,7 @@ def _quoted(override: str) -> str:
     """`key=value` with the value quoted where it is not YAML, or where ` #` would start a comment: paths may be so."""
     key, _, value = override.partition("=")
     try:
+        _check_nesting(value)
         is_text = isinstance(yaml.load(value, Loader=yaml.BaseLoader), str) and " #" in value and value[:1] not in "'\""
     except yaml.YAMLError:
         is_text = True

@@ -1,13 +1,16 @@
 """Results: one typed row per measured accuracy, the prediction for every test image beside it, and one table of both.
 
-A file of results is `NAME.json` (rows and what they depend on) with `NAME.npz` (predictions). `Table.read` puts all
-files of a folder together as a pandas DataFrame; `compare`, `eval`, the report and every statistic read that table.
+A file of results is `NAME.json` (rows and what they depend on) and `NAME.CHECKSUM.npz` (predictions). `Table.read` puts
+all files of a folder together as a pandas DataFrame; `compare`, `eval`, the report and every statistic read that table.
 
 Torch-free.
 """
 
 from __future__ import annotations
 
+import hashlib
+import io
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from datetime import UTC, datetime
@@ -18,7 +21,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from ssl_vit.files import atomic_file, read_json, sha256, write_json
+from ssl_vit.files import atomic_file, read_arrays, read_json, sha256, write_json
 from ssl_vit.interfaces import UserError
 
 Budget = int | str
@@ -110,7 +113,7 @@ def scored(prediction: Prediction) -> dict[str, float]:
 
 
 def save(path: Path, results: Sequence[Result], **about: Any) -> None:
-    """Write `path` (.json) and its .npz, each atomically; an earlier pair of the same name is replaced.
+    """Write `path` (.json) and its .npz; an earlier pair of the same name is replaced. A kill leaves either pair whole.
 
     results: rows.
     about: what else the JSON holds, such as `settings`; plain JSON values. `saved`, the time, is added (UTC, ISO 8601).
@@ -127,11 +130,22 @@ def save(path: Path, results: Sequence[Result], **about: Any) -> None:
         rows.append({name: getattr(result, name) for name in COLUMNS})
     digest = ""
     if rows:
-        with atomic_file(path.with_suffix(".npz")) as file:
-            np.savez_compressed(file, allow_pickle=False, **arrays)
-        digest = sha256(path.with_suffix(".npz"))
+        content = io.BytesIO()
+        np.savez_compressed(content, allow_pickle=False, **arrays)
+        digest = hashlib.sha256(content.getvalue()).hexdigest()
+        with atomic_file(_arrays(path, digest)) as file:
+            file.write(content.getvalue())
     saved = datetime.now(UTC).isoformat(timespec="seconds")
     write_json(path, {"format": FORMAT, **about, "saved": saved, "predictions": digest, "rows": rows})
+    own = re.compile(re.escape(path.stem) + r"\.[0-9a-f]{12}\.npz")
+    for other in path.parent.glob("*.npz"):
+        if own.fullmatch(other.name) and other != _arrays(path, digest):
+            other.unlink(missing_ok=True)
+
+
+def _arrays(path: Path, digest: str) -> Path:
+    """The predictions that belong to a JSON file. digest: their sha256, which the JSON holds."""
+    return path.with_name(f"{path.stem}.{digest[:12]}.npz")
 
 
 def load(path: Path) -> tuple[list[Result], dict[str, Any]]:
@@ -143,10 +157,10 @@ def load(path: Path) -> tuple[list[Result], dict[str, Any]]:
             raise ValueError("written by another version")
         if not rows:
             return [], about
-        if sha256(path.with_suffix(".npz")) != digest:
-            raise ValueError("the .npz beside it does not belong to it (an interrupted write?)")
-        with np.load(path.with_suffix(".npz"), allow_pickle=False) as arrays:
-            found = dict(arrays)
+        file = _arrays(path, digest)
+        if sha256(file) != digest:
+            raise ValueError("the .npz beside it does not belong to it")
+        found = read_arrays(file)
 
         def array(number: int, name: str) -> np.ndarray | None:
             own = found.get(f"{number}/{name}")
@@ -161,7 +175,7 @@ def load(path: Path) -> tuple[list[Result], dict[str, Any]]:
             for number, row in enumerate(rows)
         ]
         return results, about
-    except (OSError, ValueError, LookupError, TypeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise UserError(
             f"{path}: results cannot be read ({error}); delete the file and run the command again"
         ) from None

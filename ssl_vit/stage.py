@@ -141,11 +141,12 @@ def build_objective(settings: Recipe, encoder: factory.Encoder, classes: int | N
     return objective
 
 
-def check(settings: Recipe, shards: ShardSet) -> None:
-    """Raises UserError for a model, objective or number of samples that `build` would refuse, at next to no cost."""
-    with torch.device("meta"):
-        build_objective(settings, factory.build(settings.encoder), len(shards.classes) if shards.classes else None)
-    training_samples(shards, settings.data)
+def check(settings: Recipe, shards: ShardSet, *, classes: int | None = None, subset: np.ndarray | None = None) -> None:
+    """Raises UserError for whatever `build` would refuse, at next to no cost: no weights are read or made."""
+    accelerator = make_accelerator(settings.training.precision, settings.training.timeout)
+    with torch.random.fork_rng(devices=[]), torch.device("meta"):
+        encoder = factory.build(settings.encoder)
+        build(settings, shards, accelerator, encoder=encoder, classes=classes, subset=subset, quiet=True)
 
 
 def training_samples(shards: ShardSet, data: DataConfig) -> np.ndarray | None:

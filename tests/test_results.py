@@ -53,11 +53,28 @@ def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
     assert load(path) == ([], {"note": "nothing measured"})
 
 
+def test_a_kill_between_both_files_leaves_the_earlier_pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "rows.json"
+    save(path, ROWS)
+    save(tmp_path / "rows.other.json", ROWS[:1])
+
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("ssl_vit.results.write_json", killed)
+        save(path, ROWS[:1])
+    assert load(path)[0] == ROWS
+    save(path, ROWS[:1])
+    assert load(path)[0] == ROWS[:1] == load(tmp_path / "rows.other.json")[0]
+    assert len([*tmp_path.glob("rows.*.npz")]) == 2, "those of the earlier pair are removed, others' are kept"
+
+
 @pytest.mark.parametrize("damage", ["missing", "cut", "other version"])
 def test_a_damaged_pair_is_named(tmp_path: Path, damage: str) -> None:
     path = tmp_path / "rows.json"
     save(path, ROWS)
-    arrays = path.with_suffix(".npz")
+    (arrays,) = tmp_path.glob("rows.*.npz")
     if damage == "missing":
         arrays.unlink()
     elif damage == "cut":

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import errno
+import json
 import multiprocessing
 import os
 import signal
 import sys
+import time
 import traceback
+from pathlib import Path
 from types import FrameType
 from typing import Annotated, NoReturn
 
@@ -15,7 +18,7 @@ import typer
 
 from ssl_vit import __version__
 from ssl_vit.cli import compare, doctor, embed, evaluate, pictures, report, shards, train, weights
-from ssl_vit.interfaces import PREEMPTED, RunError, Stopped, UserError, printable
+from ssl_vit.interfaces import PREEMPTED, RunError, Stopped, UserError, printable, printable_lines
 
 app = typer.Typer(
     name="ssl-vit",
@@ -62,8 +65,8 @@ def main() -> None:
         if debug:
             raise
         if _is_main() or not error.everywhere:
-            lines = [printable(line) for line in str(error).split("\n")]  # names from data may be in it
-            print("error:", "\n".join(lines), file=sys.stderr)
+            print("error:", printable_lines(str(error)), file=sys.stderr)  # names from data may be in it
+        _tell_launcher(str(error))
         _leave(2 if isinstance(error, UserError) else 1)
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -71,6 +74,11 @@ def main() -> None:
             raise
         hint = "; free disk space and run the same command to resume" if full else ""
         print(f"error: {error}{hint}", file=sys.stderr)
+        _leave(1)
+    except MemoryError as error:
+        if debug:
+            raise
+        print(f"error: not enough memory ({error}); use smaller sizes or check the files it reads", file=sys.stderr)
         _leave(1)
     except SystemExit as stop:
         if stop.code != _INTERRUPTED and not isinstance(stop, Stopped):
@@ -114,6 +122,12 @@ def _close_process_group() -> None:
 
         if distributed.is_initialized():
             distributed.destroy_process_group()
+
+
+def _tell_launcher(text: str) -> None:
+    """For the last lines of torchrun and `accelerate launch`, where the reason else would not be."""
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        Path(path).write_text(json.dumps({"message": printable(text), "timestamp": int(time.time())}))
 
 
 def _leave(code: int) -> NoReturn:

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from ssl_vit.interfaces import UserError
+from ssl_vit.interfaces import UserError, printable_lines
 
 app = typer.Typer()
 
@@ -98,7 +98,7 @@ def compare(
 
 
 def _to_stderr(text: str) -> None:
-    print(text, file=sys.stderr)
+    print(printable_lines(text), file=sys.stderr)
 
 
 def _compare(name: str, overrides: list[str], command: str) -> None:
@@ -108,7 +108,7 @@ def _compare(name: str, overrides: list[str], command: str) -> None:
     from ssl_vit.report import page, tables
     from ssl_vit.runs import is_main_process
 
-    found = compare(name, overrides, command=command)
+    found = compare(name, overrides, command=command, say=lambda text: print(printable_lines(text)))
     if is_main_process():
         (run,) = found.paths
         Console().print(tables.terminal(found))

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from ssl_vit.interfaces import UserError
+from ssl_vit.interfaces import UserError, printable
 
 app = typer.Typer()
 
@@ -44,4 +44,5 @@ def embed(
         frame.to_parquet(file, index=False)
     print(f"{out}: {len(frame):,} embeddings of {len(frame['embedding'].iloc[0])} numbers")
     if skipped := frame.attrs["skipped"]:
-        print(f"skipped {len(skipped)} unreadable sample(s), first {skipped[0]['key']}: {skipped[0]['reason']}")
+        first = printable(f"{skipped[0]['key']}: {skipped[0]['reason']}")
+        print(f"skipped {len(skipped)} unreadable sample(s), first {first}")

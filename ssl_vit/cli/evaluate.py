@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ssl_vit.interfaces import UserError
+from ssl_vit.interfaces import UserError, printable
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -58,7 +58,7 @@ def evaluate(
             data=name,
             defaults=chosen.evaluators.get(evaluator),
             metric=chosen.metric,
-            say=lambda text: print(text, file=sys.stderr),
+            say=lambda text: print(printable(text), file=sys.stderr),
         )
         for name, chosen in _data_sets(data or [], test, suite).items()
     ]
@@ -115,7 +115,7 @@ def _show(found: Sequence[Evaluation], per_class: bool) -> None:
             lines += row.notes
         lines += [f"{len(one.about['skipped'])} unreadable sample(s) skipped"] if one.about["skipped"] else []
         for line in dict.fromkeys(lines):
-            print(f"{name}: {line}")
+            print(printable(f"{name}: {line}"))
     seconds = sum(one.about["seconds"] for one in found)
     print(f"\n{seconds:.2f} s; saved in {', '.join(str(one.path) for one in found)}")
 

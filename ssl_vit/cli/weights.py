@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from ssl_vit.interfaces import UserError
+from ssl_vit.interfaces import UserError, printable
 
 app = typer.Typer()
 
@@ -44,10 +44,10 @@ def import_weights(
     print(f"{model.name}, {parameters:,} parameters, {height}x{width} pixels, {model.channels} channel(s)")
     print(f"mean {model.mean}, std {model.std}")
     for note in found.notes:
-        print(f"note: {note}")
+        print(printable(f"note: {note}"))
     if found.skipped:
         more = f" and {len(found.skipped) - _SHOWN} more, see {out}/config.json" * (len(found.skipped) > _SHOWN)
-        print(f"skipped: {', '.join(found.skipped[:_SHOWN])}{more}")
+        print(printable(f"skipped: {', '.join(found.skipped[:_SHOWN])}{more}"))
     print(f"\nweights    {out}\nevaluate   ssl-vit eval {out} few_shot --data SHARDS")
     print(f"train on   ssl-vit train RECIPE init_from={out} encoder.name={model.name} (sizes, mean and std as above)")
 

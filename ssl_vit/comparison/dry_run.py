@@ -10,7 +10,7 @@ import numpy as np
 
 from ssl_vit.comparison.config import Study
 from ssl_vit.comparison.plan import Plan
-from ssl_vit.comparison.run import Say, check
+from ssl_vit.comparison.run import Say, check, labeled
 from ssl_vit.comparison.suites import packed
 from ssl_vit.comparison.weights import import_arms
 from ssl_vit.data.shards import ShardSet
@@ -108,8 +108,7 @@ def _add(cost: ArmCost, plan: Plan, task: TaskRecord, opened: dict[str, ShardSet
     row = plan.rows[task.arm]
     evaluator, (budgets, seeds) = plan.evaluator(task.data, task.evaluator, task.arm), plan.budgets_and_seeds(task)
     labels, own = labels_of(train), plan.recipes[row.like]
-    data = {"train": train.spec, "samples": None, "workers": 0, "lanes": 1}
-    like = own.model_copy(update={"data": own.data.model_copy(update=data), "init_from": None, "probe": None})
+    like = labeled(own, train)
     chosen = np.unique(np.concatenate([choose_labeled(labels, budget, seed) for budget in budgets for seed in seeds]))
 
     def step(stage: Recipe) -> DryRun:

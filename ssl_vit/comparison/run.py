@@ -22,11 +22,12 @@ from ssl_vit.data import RemoteConfig
 from ssl_vit.data.shards import ShardSet, check_same_classes, open_shards, open_training
 from ssl_vit.environment import environment
 from ssl_vit.evaluators import runner
-from ssl_vit.evaluators.features import silent
-from ssl_vit.evaluators.labels import held_out_split, labels_of
+from ssl_vit.evaluators.features import FeatureConfig, check_features, silent
+from ssl_vit.evaluators.labels import choose_labeled, held_out_split, labels_of, set_notes
 from ssl_vit.files import read_json, write_json, write_text
 from ssl_vit.interfaces import UserError
 from ssl_vit.models import factory
+from ssl_vit.recipe import Recipe
 from ssl_vit.records import ArmRecord, ComparisonRecord, DataRecord, EvaluatorRecord, RunSummary, TaskRecord
 from ssl_vit.report.export import as_json
 from ssl_vit.report.read import PLAN, Comparison, read_comparison
@@ -111,12 +112,16 @@ def check(study: Study, sets: dict[str, DataSet], say: Say = silent) -> Checked:
             assert chosen.train is not None and chosen.test is not None
             train, test = open_shards(chosen.train, remote), open_shards(chosen.test, remote)
             check_same_classes(train.classes, test.classes, f"{train.spec} and {test.spec}")
+            for note in set_notes(train, test):
+                say(f"note: {note}")
             opened |= {plan.part(name, "train", fold): train, plan.part(name, "test", fold): test}
         for arm, settings in study.recipes.items():
-            data = plan.pretraining_data(arm, fold)
+            data, probe = plan.pretraining_data(arm, fold), settings.probe
             try:
                 found = opened[plan.part(arm, "pretrain", fold)] = open_training(data)
                 stage.check(settings.model_copy(update={"data": data}), found)
+                if probe:
+                    labels_of(open_shards(probe.data, remote) if probe.data else found)
             except UserError as error:
                 raise UserError(f"arms.{arm}: {error}") from None
     plan = replace(plan, shards={key: shards.fingerprint for key, shards in opened.items()})
@@ -127,6 +132,12 @@ def check(study: Study, sets: dict[str, DataSet], say: Say = silent) -> Checked:
             runs.check(own.run_directory, own, plan.shards[plan.part(task.arm, "pretrain", task.fold)])
     for name, fold in dict.fromkeys((task.data, task.fold) for task in missing if task.evaluator):
         _check_labels(plan, name, *(opened[plan.part(name, part, fold)] for part in ("train", "test")), say=say)
+    # By data set, evaluator and arm: seeds and budgets do not matter.
+    for task in {(task.data, task.evaluator, task.arm): task for task in missing if task.evaluator}.values():
+        try:
+            _check_evaluator(plan, opened, task)
+        except UserError as error:
+            raise UserError(f"evaluators.{task.evaluator}, {task.arm}: {error}") from None
     return Checked(plan, opened, missing)
 
 
@@ -141,6 +152,30 @@ def _with_precision(study: Study, say: Say) -> Study:
     chosen: Precision = begun or precision.choose(auto[first], say)
     fixed = {arm: precision.with_precision(settings, chosen) for arm, settings in auto.items()}
     return replace(study, recipes=study.recipes | fixed)
+
+
+def _check_evaluator(plan: Plan, opened: dict[str, ShardSet], task: TaskRecord) -> None:
+    """Raises UserError where an evaluator cannot work with the encoder of a task, at next to no cost."""
+    row = plan.rows[task.arm]
+    evaluator, own = plan.evaluator(task.data, task.evaluator, row.name), plan.recipes.get(row.like)
+    if own is None or row.kind == "pixels":
+        return
+    train, test = (opened[plan.part(task.data, part, task.fold)] for part in ("train", "test"))
+    if evaluator.needs_head and row.name in plan.study.recipes:
+        ours = opened[plan.part(row.name, "pretrain", task.fold)]
+        check_same_classes(ours.classes, test.classes, f"{ours.spec} and {test.spec}")
+    if isinstance(evaluator.config, FeatureConfig):
+        check_features(own.encoder, evaluator.config)
+    labels, (budgets, seeds) = labels_of(train), plan.budgets_and_seeds(task)
+    images = choose_labeled(labels, budgets[0], seeds[0])
+    for training in runner.training_recipes(evaluator, labeled(own, train), len(images), sweep=False):
+        stage.check(training, train, classes=int(labels.max()) + 1, subset=images)
+
+
+def labeled(recipe: Recipe, train: ShardSet) -> Recipe:
+    """The recipe of an encoder as what an evaluator's own trainings on labeled shards take their settings from."""
+    changes = {"train": train.spec, "samples": None, "workers": 0, "lanes": 1}
+    return recipe.model_copy(update={"data": recipe.data.model_copy(update=changes), "init_from": None, "probe": None})
 
 
 def _check_directory(study: Study) -> None:

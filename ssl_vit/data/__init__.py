@@ -63,6 +63,7 @@ class RemoteConfig(Config):
 
     cache_dir: a folder on a local disk where whole shards are kept (None: downloaded anew each time they are opened).
         Processes share it.
+    largest_gb: the most that a shard may have whose size no `info.json` tells (GiB).
     cache_gb: the most it holds (GiB); the least recently used shards are removed.
     retries: how often a failed request or download is repeated before the run stops; the waits double from half a
         second up to a minute.
@@ -72,6 +73,7 @@ class RemoteConfig(Config):
 
     cache_dir: str | None = None
     cache_gb: float = Field(50.0, gt=0)
+    largest_gb: float = Field(64.0, gt=0)
     retries: int = Field(5, ge=0)
     timeout: float = Field(60.0, gt=0)
 
@@ -106,7 +108,8 @@ class DataConfig(Config):
     worker_timeout: seconds that a worker may take for its part of a step before it counts as stuck (0: any time).
     cache_mb: decoded images kept in memory by each loader process (MiB), so that small sets are decoded once.
     max_pixels: an image with more, by its header, is a bad sample and not decoded.
-    on_bad_sample: `skip` counts, reports and continues; `fail` stops at the first, naming shard and key.
+    on_bad_sample: `skip` counts, reports and continues; `fail` stops at the first, naming shard and key; in
+        training and in evaluation.
     evaluation_resize: evaluation resizes the shorter side to round(this * image size), then crops the center
         (256/224, the paper authors' few-shot protocol; 1.0 for images that already have the right size).
     """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Literal
 
 import numpy as np
 import torch
@@ -33,9 +34,11 @@ class EvaluationStream:
         indices: np.ndarray | None = None,
         epoch: int = 0,
         worker_timeout: int = 600,
+        on_bad_sample: Literal["skip", "fail"] = "skip",
     ) -> None:
         self.shards, self.preprocess, self.batch_size = shards, preprocess, batch_size
         self.workers, self.epoch, self.worker_timeout = workers, epoch, worker_timeout
+        self.on_bad_sample = on_bad_sample
         every = np.arange(shards.samples) if indices is None else np.unique(np.asarray(indices, dtype=np.int64))
         if len(every) == 0:
             raise UserError(f"{shards.spec}: there is no sample to evaluate on")
@@ -57,6 +60,8 @@ class EvaluationStream:
             good = [item for item in items if isinstance(item, Sample)]
             chunk = stacked(good, self.batch_size, self.preprocess)
             chunk.skipped = [item for item in items if isinstance(item, Skip)]
+            if chunk.skipped and self.on_bad_sample == "fail":
+                raise chunk.skipped[0].error()
             yield chunk
 
     def samples(self, indices: np.ndarray) -> Iterator[Sample | Skip]:
@@ -113,6 +118,7 @@ def evaluation_stream(
         workers=preparation.workers,
         indices=indices,
         worker_timeout=preparation.worker_timeout,
+        on_bad_sample=preparation.on_bad_sample,
     )
 
 

@@ -20,6 +20,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from torchvision.transforms import InterpolationMode, v2
 
 from ssl_vit.data import MAX_PIXELS, AugmentConfig, DataConfig
+from ssl_vit.data.headers import TooManyPixels, check_pixels, check_webp
 from ssl_vit.data.jpeg import Jpeg
 from ssl_vit.data.shards.info import IMAGE_EXTENSIONS, STORED_FORMATS
 from ssl_vit.data.shards.reading import BadSample
@@ -100,6 +101,8 @@ class _Checked:
     def _bad(self, error: Exception) -> BadSample:
         if isinstance(error, BadSample):
             return error
+        if isinstance(error, TooManyPixels):
+            return BadSample(str(error))
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         if isinstance(error, UnidentifiedImageError):  # its message holds an address in memory
             reason = "not an image"
@@ -119,10 +122,11 @@ def _open(data: bytes, channels: int, max_pixels: int) -> Picture:
     if data.startswith(b"\xff\xd8") and channels in (1, 3):
         with suppress(ValueError):  # stray bytes between its markers: Pillow decides
             jpeg = Jpeg(data, channels)
-            _check_pixels(jpeg.height, jpeg.width, max_pixels)
+            check_pixels(jpeg.height, jpeg.width, max_pixels)
             return jpeg
+    check_webp(data, max_pixels)
     with Image.open(io.BytesIO(data), formats=STORED_FORMATS) as opened:
-        _check_pixels(opened.height, opened.width, max_pixels)
+        check_pixels(opened.height, opened.width, max_pixels)
         ImageOps.exif_transpose(opened, in_place=True)
         image: Image.Image = opened
         if image.mode.startswith("I"):  # 16-bit gray: Pillow's own conversion would clip instead of scaling
@@ -131,11 +135,6 @@ def _open(data: bytes, channels: int, max_pixels: int) -> Picture:
             image = image.convert(_PIL_MODES[channels])
         pixels = np.array(image)
     return Pixels(torch.from_numpy(pixels.reshape(*pixels.shape[:2], channels)).permute(2, 0, 1))
-
-
-def _check_pixels(height: int, width: int, max_pixels: int) -> None:
-    if height * width > max_pixels:
-        raise BadSample(f"{height}x{width} pixels are more than data.max_pixels={max_pixels}")
 
 
 def class_index(content: bytes) -> int | None:

@@ -16,7 +16,7 @@ from ssl_vit.data.images import Picture, Pixels, Transform, decode_label, open_p
 from ssl_vit.data.order import LanePosition
 from ssl_vit.data.shards import ShardSet
 from ssl_vit.data.shards.reading import BadSample, OpenShards
-from ssl_vit.interfaces import Batch
+from ssl_vit.interfaces import Batch, UserError
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,10 @@ class Skip:
     shard: str
     key: str
     reason: str
+
+    def error(self) -> UserError:
+        """What to raise where no sample may be skipped."""
+        return UserError(f"{self.shard}: sample {self.key}: {self.reason} (data.on_bad_sample=fail)")
 
 
 @dataclass

@@ -117,7 +117,7 @@ class TrainStream:
                     skipped = []
                     continue
                 if self.data.on_bad_sample == "fail":
-                    raise UserError(f"{item.shard}: sample {item.key}: {item.reason} (data.on_bad_sample=fail)")
+                    raise item.error()
                 skipped.append(item)
                 if len(skipped) > longest:
                     raise UserError(

@@ -28,9 +28,9 @@ from ssl_vit.evaluators import Metric
 from ssl_vit.evaluators.labels import labels_of
 from ssl_vit.files import atomic_path
 from ssl_vit.interfaces import Config, Diverged, Size, UserError
-from ssl_vit.models import ImageSize, Resampling
+from ssl_vit.models import EncoderConfig, ImageSize, Resampling
 from ssl_vit.models.encoder import Encoder, Pooling
-from ssl_vit.models.factory import at_size
+from ssl_vit.models.factory import at_size, build
 from ssl_vit.training import distributed
 from ssl_vit.training.distributed import Engine
 
@@ -108,6 +108,14 @@ class FeatureConfig(Config):
     def representation(self) -> tuple[object, ...]:
         """The values of these keys alone."""
         return tuple(getattr(self, name) for name in FeatureConfig.model_fields)
+
+
+def check_features(encoder: EncoderConfig, wanted: FeatureConfig) -> None:
+    """Raises UserError where an encoder of this configuration has no such features; no weights are made."""
+    with torch.random.fork_rng(devices=[]), torch.device("meta"):
+        model = build(encoder).untrained(wanted.image_size)
+        image = torch.zeros(1, model.channels, *model.image_size, dtype=torch.uint8)
+        model.represent(image, wanted.pooling, wanted.block)
 
 
 @dataclass(frozen=True)
@@ -244,6 +252,8 @@ def _cached(images: ImageSet, wanted: FeatureConfig) -> Features:
             except (OSError, SafetensorError) as error:  # the cache is optional
                 context.say(f"{path.parent}: features cannot be cached ({error})")
     context.skipped[before:] = found[1]
+    if found[1] and context.data.on_bad_sample == "fail":  # extracted when they were skipped
+        raise found[1][0].error()
     return found[0]
 
 

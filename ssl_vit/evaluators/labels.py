@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import lru_cache
 
 import numpy as np
 
 from ssl_vit.data.images import class_index
+from ssl_vit.data.packing.images import channels, open_header
+from ssl_vit.data.packing.sources.base import BrokenImageError
 from ssl_vit.data.shards import ShardSet
+from ssl_vit.data.shards.info import IMAGE_EXTENSIONS
+from ssl_vit.data.shards.reading import BadSample
 from ssl_vit.evaluators import ALL
 from ssl_vit.interfaces import UserError
 from ssl_vit.results import Budget
+
+_LOOKED_AT, _SHARE_OF_GRAY = 200, 0.5  # images; difference of the shares of gray images that is worth a note
 
 
 def choose_labeled(labels: np.ndarray, budget: Budget, seed: int, *, share_of: np.ndarray | None = None) -> np.ndarray:
@@ -67,6 +74,34 @@ def short_note(labels: np.ndarray, budget: Budget, everything: np.ndarray) -> tu
     if not isinstance(budget, int) or not (short := short_classes(labels, budget, everything)):
         return ()
     return (f"{len(short)} class(es) gave fewer than {budget} images, all that could be used: {short[:10]}",)
+
+
+def set_notes(train: ShardSet, test: ShardSet) -> list[str]:
+    """What a user must know where the two sets of an evaluation differ: numbers of classes, and gray images.
+
+    The headers of up to 200 images of each set's first shard are read.
+    """
+    notes, named = list[str](), [len(one.classes or ()) for one in (train, test)]
+    if all(named) and named[0] != named[1]:
+        notes.append(f"{train.spec} names {named[0]} classes, {test.spec} names {named[1]}; check that labels agree")
+    (gray, seen), (test_gray, test_seen) = _count_gray(train), _count_gray(test)
+    if seen and test_seen and abs(gray / seen - test_gray / test_seen) > _SHARE_OF_GRAY:
+        notes.append(
+            f"{gray} of {seen} images of {train.spec} are gray, and {test_gray} of {test_seen} of {test.spec}; "
+            "check that both are prepared alike"
+        )
+    return notes
+
+
+def _count_gray(shards: ShardSet) -> tuple[int, int]:
+    """(gray images, readable images) among some of the first shard."""
+    file, found = shards.open(0), list[bool]()
+    for position in np.unique(np.linspace(0, max(len(file.samples) - 1, 0), _LOOKED_AT).astype(int)):
+        with suppress(BadSample, BrokenImageError):
+            content = file.read(int(position))
+            images = [content[extension] for extension in IMAGE_EXTENSIONS if extension in content]
+            found += [channels(open_header(data, "")) == 1 for data in images[:1]]
+    return sum(found), len(found)
 
 
 @lru_cache(maxsize=8)

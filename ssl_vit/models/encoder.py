@@ -15,6 +15,16 @@ from ssl_vit.interfaces import Size, UserError
 
 Pooling = Literal["token", "mean", "both", "patches"]
 Numbers = float | Sequence[float]
+# Arguments of `timm.create_model` that say where weights lie and go: a `config.json` from elsewhere has no say in that.
+_NOT_SIZES = {
+    "pretrained",
+    "pretrained_cfg",
+    "pretrained_cfg_overlay",
+    "checkpoint_path",
+    "cache_dir",
+    "device",
+    "dtype",
+}
 
 
 class Encoder(nn.Module, ABC):
@@ -135,6 +145,8 @@ def create(name: str, arguments: dict[str, Any]) -> Any:
     """
     if not timm.is_model(name):
         raise UserError(f"encoder.name='{name}' is not a timm model{close_names(name)}")
+    if refused := sorted(_NOT_SIZES & arguments.keys()):
+        raise UserError(f"encoder.name='{name}': model_args cannot hold {', '.join(refused)}; remove it")
     return timm.create_model(name, pretrained=False, num_classes=0, **arguments)
 
 

@@ -25,6 +25,7 @@ from ssl_vit.models.vit import ViTEncoder, check_size
 AnyEncoder = TypeVar("AnyEncoder", bound=Encoder)
 
 WEIGHTS, CONFIG = "encoder.safetensors", "config.json"
+_DAMAGED = (OSError, LookupError, ValueError, TypeError, AttributeError, RuntimeError, SafetensorError)
 
 
 def build(config: EncoderConfig) -> Encoder:
@@ -238,12 +239,24 @@ def load(path: Path | str) -> Encoder:
     """
     folder = find_weights(path)
     try:
-        encoder = _from_config(json.loads((folder / CONFIG).read_text()))
-        tensors = load_file(folder / WEIGHTS)
-    except (OSError, LookupError, ValueError, TypeError, AttributeError, SafetensorError) as error:
+        config, tensors = json.loads((folder / CONFIG).read_text()), load_file(folder / WEIGHTS)
+        _check_sizes(config, tensors)
+        encoder = _from_config(config)
+    except _DAMAGED as error:
         raise UserError(f"{folder}: not a readable encoder ({type(error).__name__}: {error})") from None
     load_state(encoder, tensors, str(folder))
     return encoder.eval()
+
+
+def _check_sizes(config: dict[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raises ValueError for a configuration of more parameters than there are, before memory is taken for them."""
+    there, depth = sum(tensor.numel() for tensor in tensors.values()), config.get("model_args", {}).get("depth", 0)
+    if depth <= len(tensors):  # else even their names would take long
+        with torch.device("meta"):
+            described = sum(parameter.numel() for parameter in _from_config(config).network.parameters())
+        if described <= there:
+            return
+    raise ValueError(f"{CONFIG} describes a larger model than {WEIGHTS} holds ({there:,} numbers)")
 
 
 def _from_config(config: dict[str, Any]) -> Encoder:

@@ -146,7 +146,7 @@ def _read_metrics(path: Path) -> tuple[pd.DataFrame, list[str]]:
                 skipped += [SkippedSample.model_validate(sample) for sample in record["samples"]]
             elif "loss" in record:
                 losses[int(record["step"])] = record
-        except (ValueError, LookupError, AttributeError, TypeError):
+        except (ValueError, LookupError, AttributeError, TypeError, RecursionError):
             broken += 1  # a kill cuts a line short; a resumed run appends after it
     frame = pd.DataFrame([*losses.values()]).reindex(columns=LOSSES).apply(pd.to_numeric, errors="coerce")
     frame = frame[np.isfinite(frame["loss"])].sort_values("step")

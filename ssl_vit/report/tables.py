@@ -12,6 +12,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from ssl_vit.evaluators import budget_words
+from ssl_vit.interfaces import printable
 from ssl_vit.report.classes import BINS, Classes
 from ssl_vit.report.read import STAGES, UNITS, Comparison, costs
 from ssl_vit.report.runs import text
@@ -183,5 +184,5 @@ def rich_table(shown: Shown) -> RichTable:
     for number, header in enumerate(shown.frame.columns):
         table.add_column(Text(str(header)), justify="right" if number else "left")
     for row in shown.frame.itertuples(index=False):
-        table.add_row(*(Text(str(cell)) for cell in row))
+        table.add_row(*(Text(printable(str(cell))) for cell in row))
     return table

@@ -39,6 +39,7 @@ _GONE = re.compile(
     r"(?i)connection (closed|reset|refused)|timed out|wait timeout|broken pipe|socket timeout|gloo|nccl|"
     r"failed to (recv|send)|no route to host"
 )
+_SILENT = re.compile(r"(?i)time(d )?out")
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -251,7 +252,8 @@ def others_watched(last_saved: Callable[[], str]) -> Iterator[None]:
         if not several() or not _GONE.search(str(error)):
             raise
         reason = str(error).splitlines()[0].split("] ", 1)[-1].split(". This is typically")[0]
+        silent = f"has not answered for {_timeout} s (training.timeout)"
         raise RunError(
-            f"another process of this run is gone, or has not answered for {_timeout} s (training.timeout): "
-            f"see the output of that process ({reason})\n{last_saved()}; run the same command on all machines to resume"
+            f"another process of this run {silent if _SILENT.search(reason) else 'has ended'}: see its output "
+            f"({reason})\n{last_saved()}; run the same command on all machines to resume"
         ) from error

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ssl_vit.data.samples import Skip
-from ssl_vit.interfaces import Batch, RunError, StepOutput, UserError
+from ssl_vit.interfaces import Batch, RunError, StepOutput, UserError, printable
 from ssl_vit.training import distributed
 from ssl_vit.training.distributed import Engine, shared_errors
 
@@ -176,7 +176,8 @@ class RunLogger:
             return
         self.skipped += skips
         total, first = len(self.skipped), skips[0]
-        self.say(f"skipped {len(skips)} sample(s), {total} in all; {first.shard}: sample {first.key}: {first.reason}")
+        what = printable(f"{first.shard}: sample {first.key}: {first.reason}")
+        self.say(f"skipped {len(skips)} sample(s), {total} in all; {what}")
         samples = [{"shard": skip.shard, "key": skip.key, "reason": skip.reason} for skip in skips]
         self.event(step, {"event": "skipped_samples", "total": total, "samples": samples})
 

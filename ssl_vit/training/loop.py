@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from ssl_vit.data.order import LanePosition
 from ssl_vit.data.samples import Chunk, Skip
-from ssl_vit.interfaces import Batch, StepOutput, UserError
+from ssl_vit.interfaces import Batch, StepOutput, Stopped, UserError
 from ssl_vit.training import OptimConfig, TrainingConfig, checkpoint, distributed
 from ssl_vit.training.distributed import Engine
 from ssl_vit.training.logging import RunLogger, StepResult, Window
@@ -174,7 +174,7 @@ class Trainer:
             self.new_window()
             while not stop and progress.step < job.total_steps:
                 asked = time.perf_counter()
-                self.batch, chunk = next(batches)
+                self.batch, chunk = self._next(batches, request)
                 self.window.waited += time.perf_counter() - asked
                 if self.search:
                     self._find_accumulation()
@@ -189,6 +189,20 @@ class Trainer:
                 callback.end(self)
         self.share_buffers()
         return Outcome(progress.step, progress.seconds, tuple(self.log.skipped), request.agreed())
+
+    def _next(self, batches: Iterator[tuple[Batch, Chunk]], request: StopRequest) -> tuple[Batch, Chunk]:
+        """The next batch. Raises Stopped, once all is saved, where none comes after a signal."""
+        try:
+            request.waiting = True
+            return next(batches)
+        except Stopped:
+            request.waiting = False
+            if self.progress.step and not distributed.several():  # several save together, at the end of a step
+                for callback in self.job.callbacks:
+                    callback.end(self)
+            raise
+        finally:
+            request.waiting = False
 
     def train_step(self, batch: Batch) -> StepResult:
         """One optimizer step over this process's part of a batch. Nothing here waits for the device."""

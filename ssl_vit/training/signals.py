@@ -13,6 +13,7 @@ from ssl_vit.interfaces import PREEMPTED, Stopped
 from ssl_vit.training import distributed
 
 _ONE_REQUEST = 3.0  # seconds; a launcher repeats the signal that the terminal or the scheduler has sent already
+_PATIENCE = 5.0  # seconds to wait for a batch once asked to stop
 
 
 def stopped(number: int) -> Stopped:
@@ -21,17 +22,28 @@ def stopped(number: int) -> Stopped:
 
 
 class StopRequest:
-    """Whether some process was asked to stop; all processes get the same answer at the same step."""
+    """Whether some process was asked to stop; all processes get the same answer at the same step.
+
+    waiting: for a batch, where no step is half done: Stopped is raised there when it takes longer than 5 seconds.
+    """
 
     def __init__(self) -> None:
         self.number = 0
         self.asked = 0.0
+        self.waiting = False
+        self.alarm: signal._HANDLER = signal.SIG_DFL  # the handler of SIGALRM before the request
 
     def handle(self, number: int, frame: FrameType | None) -> None:
         if self.number and time.monotonic() - self.asked > _ONE_REQUEST:
             raise stopped(number)  # asked again: stop at once
         if not self.number:
             self.number, self.asked = number, time.monotonic()
+            self.alarm = signal.signal(signal.SIGALRM, self.interrupt_waiting)
+            signal.setitimer(signal.ITIMER_REAL, _PATIENCE, 1.0)
+
+    def interrupt_waiting(self, number: int, frame: FrameType | None) -> None:
+        if self.waiting:
+            raise stopped(self.number)
 
     def agreed(self) -> int:
         """The signal that some process got (0: none). Call once per step on every process."""
@@ -49,5 +61,8 @@ def stop_requests() -> Iterator[StopRequest]:
     try:
         yield request
     finally:
+        if request.number:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            old[signal.SIGALRM] = request.alarm
         for number, handler in old.items():
             signal.signal(number, handler)

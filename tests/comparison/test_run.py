@@ -104,7 +104,7 @@ def test_missing_damaged_and_outdated_tasks_alone_are_run(mini: Mini, tmp_path: 
     (run / "tasks" / "fine_tune-scratch-2-1.json").unlink()
     (run / "tasks" / "few_shot-ssl-0.json").write_text('{"id": "few')
     (run / "tasks" / "few_shot-pixels-0.json").write_text("{}")
-    (run / "tasks" / "few_shot-untrained-0.npz").write_bytes(b"cut")
+    next(run.glob("tasks/few_shot-untrained-0.*.npz")).write_bytes(b"cut")
     (run / "results.json").write_text('{"kind": "comp')
     expected = {"fine_tune-scratch-2-1", "few_shot-ssl-0", "few_shot-pixels-0", "few_shot-untrained-0"}
     assert again(recipe) == expected

@@ -8,7 +8,7 @@ from typing import cast
 
 from PIL import Image, UnidentifiedImageError
 
-from ssl_vit.data import MAX_PIXELS
+from ssl_vit.data.headers import TooManyPixels, check_pixels, check_webp
 from ssl_vit.data.packing.sources.base import BrokenImageError
 from ssl_vit.data.shards.info import STORED_FORMATS
 
@@ -21,17 +21,19 @@ _FORMATS = {"jpg": "JPEG", "png": "PNG", "webp": "WEBP"}
 def open_header(data: bytes, name: str, formats: tuple[str, ...] = STORED_FORMATS) -> Image.Image:
     """The image with its size, mode and format, pixels not yet decoded.
 
-    Raises BrokenImageError where there is no such header, where the image has more than MAX_PIXELS, and for a JPEG
+    Raises BrokenImageError where there is no such header, where the image has too many pixels, and for a JPEG
     without an end mark: one that was cut and then filled up with zeros decodes without an error, to gray.
     """
     try:
+        check_webp(data)
         image = Image.open(stream := io.BytesIO(data), formats=formats)
+        check_pixels(image.height, image.width)
     except UnidentifiedImageError:
         raise BrokenImageError(name, "not an image" if data else "empty file") from None
+    except TooManyPixels as error:
+        raise BrokenImageError(name, str(error)) from None
     except Exception as error:  # as in decode; includes Pillow's DecompressionBombError
         raise BrokenImageError(name, f"cannot be decoded: {error}") from None
-    if image.width * image.height > MAX_PIXELS:
-        raise BrokenImageError(name, f"{image.width}x{image.height} pixels, more than the limit of {MAX_PIXELS:,}")
     # Pillow has read up to the pixels, so that the end mark of a thumbnail in the header does not count.
     if image.format in ("JPEG", "MPO") and data.find(b"\xff\xd9", stream.tell()) < 0:
         raise BrokenImageError(name, "cannot be decoded: the end of the JPEG is missing")
@@ -91,8 +93,7 @@ def to_stored(data: bytes, name: str, resize: int | None = None, quality: int = 
     exif = {"exif": image.info["exif"]} if "exif" in image.info and image.format in _EXTENSIONS else {}
     encoded = io.BytesIO()
     try:
-        if size[0] * size[1] > MAX_PIXELS:
-            raise ValueError(f"{size[0]}x{size[1]} pixels, more than the limit of {MAX_PIXELS:,}")
+        check_pixels(size[1], size[0])
         if image.mode == "I":  # 16-bit PGM, as Pillow reads it, or 32-bit TIFF
             low, high = cast(tuple[float, float], image.getextrema())
             if low < 0 or high > 65535:
@@ -107,6 +108,6 @@ def to_stored(data: bytes, name: str, resize: int | None = None, quality: int = 
         if extension == "png" and image.mode in ("CMYK", "YCbCr", "LAB", "HSV"):
             image = image.convert("RGB")
         image.save(encoded, _FORMATS[extension], quality=quality, **exif)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, TooManyPixels) as error:
         raise BrokenImageError(name, f"cannot be stored as {_FORMATS[extension]}: {error}") from None
     return Stored(encoded.getvalue(), extension, *size, channels(image))

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
 from pathlib import Path
+from tarfile import BLOCKSIZE
 from typing import BinaryIO
 
 import numpy as np
@@ -73,10 +74,15 @@ class ShardSet:
         return sets
 
     def open(self, shard: int) -> ShardFile:
-        """One shard, by its index. Raises UserError for one that is missing, refused or compressed, RunError where a
-        disk or server fails."""
-        url = self.urls[shard]
-        return ShardFile(open_url(url, self.remote, self.sizes[shard], self.checksums[shard]), url)
+        """One shard, by its index. Raises UserError for one that is missing, refused or compressed, or cannot have the
+        number of samples that it is listed with; RunError where a disk or server fails."""
+        url, listed = self.urls[shard], self.counts[shard]
+        found = ShardFile(open_url(url, self.remote, self.sizes[shard], self.checksums[shard]), url)
+        if len(found.samples) > listed or found.size < listed * BLOCKSIZE:  # a sample has at least a header
+            raise UserError(
+                f"{url}: it holds {len(found.samples)} samples, and info.json lists {listed}; make the shards again"
+            )
+        return found
 
     def members_of(self, indices: Sequence[int] | np.ndarray) -> list[np.ndarray]:
         """Global sample indices -> sorted positions inside each shard (`keep` of `train_source`)."""

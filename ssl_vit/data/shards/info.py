@@ -19,7 +19,9 @@ RECORD = "packing.jsonl"  # what packing keeps beside the shards; without info.j
 IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp")
 STORED_FORMATS = ("JPEG", "PNG", "WEBP")
 MAX_INFO_BYTES = 64 << 20
+MAX_MEMBER_BYTES = 1 << 29  # an image file
 _MOST = 1 << 48  # samples or bytes
+_MOST_IN_SHARD = 1 << 26  # samples: readers hold an index of them
 _HASH = r"^([0-9a-f]{64})?$"
 
 
@@ -31,7 +33,7 @@ class ShardEntry(_Model):
     """One shard. file: a plain name in the same folder. sha256: "" where it is not known."""
 
     file: str = Field(pattern=r"^[^/\\\x00]+$", max_length=255)
-    samples: int = Field(ge=0, le=_MOST)
+    samples: int = Field(ge=0, le=_MOST_IN_SHARD)
     bytes: int | None = Field(None, ge=0, le=_MOST)
     sha256: str = Field("", pattern=_HASH)
 

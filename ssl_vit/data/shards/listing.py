@@ -11,7 +11,7 @@ from typing import Any
 import braceexpand
 
 from ssl_vit.data import RemoteConfig
-from ssl_vit.data.shards.info import ABOUT, INFO, RECORD, Info, local_info, parse_info
+from ssl_vit.data.shards.info import ABOUT, INFO, MAX_INFO_BYTES, RECORD, Info, local_info, parse_info
 from ssl_vit.interfaces import UserError
 
 _TAR = re.compile(r"\.(tar(\.\w+)?|tgz)$")
@@ -108,9 +108,9 @@ class _Remote(_Store):
     local = False
 
     def __init__(self, spec: str, remote: RemoteConfig) -> None:
-        from ssl_vit.data.shards.remote import ask, find_filesystem
+        from ssl_vit.data.shards.remote import ask, fetch, find_filesystem
 
-        self.spec, self.remote, self.ask = spec, remote, ask
+        self.spec, self.remote, self.ask, self.fetch = spec, remote, ask, fetch
         self.filesystem, self.path = find_filesystem(spec, remote.timeout)
         self.filesystem.invalidate_cache()  # of listings
         self.http = "http" in self.filesystem.protocol
@@ -137,7 +137,7 @@ class _Remote(_Store):
         for name in (INFO, ABOUT):
             path = f"{folder}/{name}"
             try:
-                content = self.ask(self.filesystem, self.url(path), self.remote, "cat_file", path)
+                content = self.fetch(self.filesystem, self.url(path), self.remote, path, MAX_INFO_BYTES)
             except (FileNotFoundError, PermissionError):
                 continue
             if info := parse_info(content, self.url(path)):

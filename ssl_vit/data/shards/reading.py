@@ -15,11 +15,10 @@ from dataclasses import dataclass
 from threading import Thread
 from typing import IO, BinaryIO, cast
 
-from ssl_vit.data.shards.info import IMAGE_EXTENSIONS
+from ssl_vit.data.shards.info import IMAGE_EXTENSIONS, MAX_MEMBER_BYTES
 from ssl_vit.interfaces import RunError, UserError
 
 READ_EXTENSIONS = (*IMAGE_EXTENSIONS, "cls")
-MAX_MEMBER_BYTES = 1 << 29
 _MAX_HEADER_BYTES = 1 << 20  # of a long name or a pax header
 _BLOCK = tarfile.BLOCKSIZE
 _COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")  # gzip, bzip2, xz, zstd
@@ -50,8 +49,9 @@ class Entry:
 class ShardFile:
     """An open shard. It closes its file when it is dropped.
 
-    samples: in order. end: the byte where the list of members ends. damage: why it ends before the file does ("": no
-    damage was seen). duplicates: names of members that a sample has twice; the first counts.
+    size: of the file (bytes). samples: in order. end: the byte where the list of members ends. damage: why it ends
+    before the file does ("": no damage was seen). duplicates: names of members that a sample has twice; the first
+    counts.
     """
 
     def __init__(self, file: BinaryIO, name: str) -> None:
@@ -59,7 +59,7 @@ class ShardFile:
         self.file, self.name = file, name
         self.samples: list[Entry] = []
         self.duplicates: list[str] = []
-        self.damage, self.end = "", 0
+        self.damage, self.end, self.size = "", 0, os.fstat(file.fileno()).st_size
         if os.pread(file.fileno(), 6, 0).startswith(_COMPRESSED):
             raise UserError(f"{name}: a compressed tar cannot be read in random order; decompress it")
         from webdataset.tariterators import base_plus_ext  # imports torch, which packing does without
@@ -81,8 +81,7 @@ class ShardFile:
     def _members(self) -> Iterator[tuple[str, Span]]:
         """Regular members in order. Plain headers are parsed here, five times faster than by `tarfile`; from the first
         header of another kind (long names, directories, damage) on, `tarfile` does it. Raises tarfile.ReadError."""
-        descriptor = self.file.fileno()
-        length = os.fstat(descriptor).st_size
+        descriptor, length = self.file.fileno(), self.size
         while (plain := _plain(os.pread(descriptor, _BLOCK, self.end))) is not None:
             name, size, mtime = plain
             _check_size(name, self.end + _BLOCK + size, length)

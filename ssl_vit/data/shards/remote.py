@@ -9,6 +9,7 @@ a damaged sample.
 from __future__ import annotations
 
 import errno
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -68,6 +69,21 @@ def ask(filesystem: Any, url: str, remote: RemoteConfig, method: str, *arguments
     return _retried(url, remote, lambda: getattr(filesystem, method)(*arguments, **options))
 
 
+def fetch(filesystem: Any, url: str, remote: RemoteConfig, path: str, most: int) -> bytes:
+    """A small object's content. most: bytes, above which UserError is raised. Raises as `ask` does, and OSError."""
+    with tempfile.NamedTemporaryFile(prefix="ssl-vit-") as target:
+        options = {"callback": _Bound(url, None, most), **_headers(filesystem)}
+        ask(filesystem, url, remote, "get_file", path, target.name, **options)
+        return Path(target.name).read_bytes()
+
+
+def _headers(filesystem: Any) -> dict[str, Any]:
+    """Options of a transfer: by HTTP not compressed, whose size would be another one."""
+    if "http" not in filesystem.protocol:
+        return {}
+    return {"headers": {**filesystem.kwargs.get("headers", {}), "Accept-Encoding": "identity"}}
+
+
 def download(url: str, target: str, remote: RemoteConfig, size: int | None = None, sha256: str = "") -> None:
     """Write a whole object to a local path.
 
@@ -75,12 +91,10 @@ def download(url: str, target: str, remote: RemoteConfig, size: int | None = Non
     refused or another one, RunError when the server does not answer, OSError where the disk refuses.
     """
     filesystem, path = find_filesystem(url, remote.timeout)
-    options = {}
-    if "http" in filesystem.protocol:  # compressed, its size would be another one
-        options["headers"] = {**filesystem.kwargs.get("headers", {}), "Accept-Encoding": "identity"}
+    most = int(remote.largest_gb * 2**30) if size is None else size
 
     def transfer() -> None:
-        filesystem.get_file(path, target, callback=_Bound(url, size), **options)
+        filesystem.get_file(path, target, callback=_Bound(url, size, most), **_headers(filesystem))
         if size is not None and (found := Path(target).stat().st_size) != size:
             raise EOFError(f"the object ended after {found} of {size} bytes")
 
@@ -100,11 +114,12 @@ def download(url: str, target: str, remote: RemoteConfig, size: int | None = Non
 
 
 class _Bound(Callback):
-    """Ends a download of another size than expected; fsspec calls it for every part that was written."""
+    """Ends a download of another size than expected, or of more than `most` bytes; fsspec calls it for every part that
+    was written."""
 
-    def __init__(self, url: str, expected: int | None) -> None:
+    def __init__(self, url: str, expected: int | None, most: int) -> None:
         super().__init__()
-        self.url, self.expected = url, expected
+        self.url, self.expected, self.most = url, expected, most
 
     def relative_update(self, inc: int = 1) -> None:
         self.value += inc
@@ -113,6 +128,11 @@ class _Bound(Callback):
             raise UserError(
                 f"{self.url}: has {found} bytes, expected {self.expected}: changed or not uploaded whole; upload the "
                 "shards and their info.json again"
+            )
+        if found > self.most:
+            raise UserError(
+                f"{self.url}: larger than the {self.most} bytes that it may have; if it is what it should be, name its "
+                "size in info.json or raise data.remote.largest_gb"
             )
 
 

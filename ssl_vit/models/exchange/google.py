@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import numpy as np
 import timm
 import torch
 
+from ssl_vit.files import read_arrays
 from ssl_vit.interfaces import UserError
 from ssl_vit.models.exchange.sizes import PLAIN, Imported, position_sizes, ratio
 
@@ -26,9 +26,8 @@ def read(path: Path) -> Imported:
     computes the same. Raises UserError for a damaged file, objects in it, and a layout that is not Google's.
     """
     try:
-        with np.load(path, allow_pickle=False) as archive:
-            arrays = {key: archive[key] for key in archive.files}
-    except (OSError, ValueError, EOFError, AttributeError, TypeError, zipfile.BadZipFile) as error:
+        arrays = read_arrays(path)
+    except (OSError, ValueError) as error:
         raise UserError(f"{path}: not a readable .npz of plain arrays: {error}") from None
     prefix = next((p for p in _PREFIXES if f"{p}embedding/kernel" in arrays), None)
     if prefix is None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import zipfile
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from timm.models import load_state_dict
 
+from ssl_vit.files import check_archive
 from ssl_vit.interfaces import UserError, pair
 from ssl_vit.models import PerChannel, factory
 from ssl_vit.models.encoder import Encoder, close_names
@@ -32,7 +34,17 @@ _CHECKPOINTS = (".safetensors", ".pth", ".pt", ".bin", ".tar")
 _ON_THE_HUB = re.compile(r"(?:hf[-_]hub:)?([\w.-]+/[\w.-]+(?:@[\w./-]+)?)")
 # An unknown tensor under one of these names is part of the encoder, which would compute something else without it.
 _ENCODER = ("blocks.", "patch_embed.", "norm.", "norm_pre.", "cls_token", "pos_embed", "reg_token", "dist_token")
-_DAMAGED = (OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError, EOFError, SafetensorError)
+_DAMAGED = (
+    OSError,
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    RuntimeError,
+    EOFError,
+    MemoryError,
+    SafetensorError,
+)
 
 
 def import_weights(
@@ -226,6 +238,8 @@ def _tensors(path: Path) -> Tensors:
     Raises UserError for a damaged file, for one with code in it (which is not run), for one without tensors.
     """
     try:
+        if zipfile.is_zipfile(path):
+            check_archive(path)
         content = load_state_dict(str(path), weights_only=True)  # averaged weights (EMA) before the last
     except _DAMAGED as error:
         why = _first_words(error)

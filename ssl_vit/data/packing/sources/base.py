@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ssl_vit.data.shards.info import MAX_MEMBER_BYTES
 from ssl_vit.interfaces import RunError, UserError
 
 if TYPE_CHECKING:
@@ -72,6 +73,8 @@ def read_file(path: Path, name: str, root: Path) -> bytes:
     `root` itself is gone: then the image is not at fault.
     """
     try:
+        if path.stat().st_size > MAX_MEMBER_BYTES:
+            raise BrokenImageError(name, f"larger than {MAX_MEMBER_BYTES >> 20} MiB")
         return path.read_bytes()
     except OSError as error:
         if error.errno in (errno.ENOENT, errno.EACCES, errno.EPERM, errno.ELOOP, errno.EISDIR) and root.is_dir():

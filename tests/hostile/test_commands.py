@@ -1,0 +1,148 @@
+"""The corpus through every command that reads it: exit code, message, memory and time; nothing of it runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.hostile import corpus
+from tests.hostile.driver import Outcome, run
+
+SIZES = {"image_size": 16, "channels": 3, "patch_size": 4, "width": 16, "depth": 2, "heads": 2}
+KEYS = [
+    *(f"encoder.{key}={value}" for key, value in SIZES.items()),
+    *("training.batch_size=16", "training.steps=8", "training.picture_every=0", "training.trackers={}"),
+]
+MIB = 700  # an image of 89 million pixels takes more, but none of these may be decoded
+
+
+def train(data: object, *more: str) -> list[object]:
+    return ["train", "digits_supervised", f"data.train={data}", *KEYS, *more]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with sound shards, `good`, and an encoder, `model`."""
+    from safetensors.torch import save_file
+
+    from ssl_vit.models import EncoderConfig, factory
+
+    folder = tmp_path_factory.mktemp("hostile")
+    corpus.sound(folder / "good")
+    (folder / "model").mkdir()
+    encoder = factory.build(EncoderConfig(name="vit_tiny_patch16_224", **SIZES))
+    factory.write_config(encoder, folder / "model" / factory.CONFIG)
+    save_file(factory.state(encoder), folder / "model" / factory.WEIGHTS)
+    return folder
+
+
+def harmless(outcome: Outcome, *codes: int) -> None:
+    """These exit codes, messages without a traceback or raw control characters, and bounded memory and time."""
+    assert outcome.codes == list(codes), outcome.text[-3000:]
+    assert "Traceback" not in outcome.text, outcome.text[-3000:]
+    assert "\x1b]" not in outcome.text and "\x07" not in outcome.text
+    assert outcome.mib < MIB and outcome.seconds < 90, outcome
+
+
+@pytest.mark.parametrize("command", ["make", "verify", "center", "inception", "eval", "embed"])
+def test_images(place: Path, tmp_path: Path, command: str) -> None:
+    corpus.with_images(tmp_path / "images")
+    (tmp_path / "loose" / "a").mkdir(parents=True)
+    for name, data in {**corpus.images(), **corpus.harmless(), **corpus.other_formats()}.items():
+        (tmp_path / "loose" / "a" / name).write_bytes(data)
+    arguments, code = {
+        "make": (["shards", "make", "loose", "made", "--jobs", 1], 0),
+        "verify": (["shards", "verify", "images", "--jobs", 1], 1),
+        "center": (train("images", "run=run", "data.augment.crop=center"), 0),
+        "inception": (train("images", "run=run", "data.augment.crop=inception"), 0),
+        "eval": (["eval", place / "model", "few_shot", "--data", "images", "--test", place / "good", "seeds=[0]"], 0),
+        "embed": (["embed", place / "model", "images", "--out", "out.parquet", "--workers", 1], 0),
+    }[command]
+    outcome = run(tmp_path, arguments)
+    harmless(outcome, code)
+    bad = {name.partition(".")[0] for name in corpus.images()}
+    if command in ("make", "verify"):
+        assert all(name in outcome.text for name in bad), outcome.text
+        assert not (tmp_path / "loose" / "file").exists()
+    if command in ("center", "inception"):
+        rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+        skipped = {sample["key"].partition("_")[2] for row in rows for sample in row.get("samples", [])}
+        assert skipped == bad | {"png_text"}
+    if command == "eval":  # of the images that it chose
+        assert "labeled images could not be read" in outcome.text
+    if command == "embed":
+        assert f"{len(bad) + 1} unreadable sample(s)" in outcome.text
+
+
+@pytest.mark.parametrize("name", corpus.SETS)
+def test_sets(place: Path, tmp_path: Path, name: str) -> None:
+    build, words, refused = corpus.SETS[name]
+    build(tmp_path / name)
+    checking, training = ["shards", "verify", name, "--jobs", 1], train(name, "run=run", "data.workers=0")
+    outcome = run(tmp_path, checking, training)
+    unreadable = "error: " in outcome.text.split("defect(s)")[0].splitlines()[0]
+    harmless(outcome, 2 if unreadable else 1, 2 if refused else 0)
+    assert words in outcome.text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", corpus.SETS)
+def test_sets_in_other_commands(place: Path, tmp_path: Path, name: str) -> None:
+    build, _, refused = corpus.SETS[name]
+    build(tmp_path / name)
+    outcome = run(
+        tmp_path,
+        ["shards", "stats", name],
+        ["eval", place / "model", "few_shot", "--data", name, "--test", place / "good", "seeds=[0]"],
+        ["embed", place / "model", name, "--out", "out.parquet"],
+        ["inspect", place / "model", "--data", name, "--out", "inspected"],
+        train(name, "run=run", "data.workers=2"),
+    )
+    read = 2 if refused else 0
+    harmless(outcome, 2, read, read, outcome.codes[3], read)
+    assert outcome.codes[3] in (0, 2)
+
+
+def test_weights(tmp_path: Path) -> None:
+    mark, files = tmp_path / "mark", corpus.weights(tmp_path / "mark")
+    for name, data in files.items():
+        (tmp_path / name).write_bytes(data)
+    named = {name: [] if name.endswith(".npz") else ["--name", "vit_tiny_patch16_224"] for name in files}
+    outcome = run(tmp_path, *(["import", name, f"out_{name}", *options] for name, options in named.items()))
+    harmless(outcome, *[2] * len(files))
+    assert not mark.exists() and not [*tmp_path.glob("out_*")]
+
+
+def test_configurations_of_models(place: Path, tmp_path: Path) -> None:
+    config = json.loads((place / "model" / "config.json").read_text())
+    (tmp_path / "pickle.pth").write_bytes(corpus.weights(tmp_path / "mark")["pickle.pth"])
+    for name, arguments in corpus.models().items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "encoder.safetensors").symlink_to(place / "model" / "encoder.safetensors")
+        changed = config | {"model_args": config["model_args"] | arguments}
+        (tmp_path / name / "config.json").write_text(json.dumps(changed))
+    outcome = run(tmp_path, *(["embed", name, place / "good", "--out", "o.parquet"] for name in corpus.models()))
+    harmless(outcome, *[2] * len(corpus.models()))
+    assert not (tmp_path / "mark").exists()
+
+
+def test_results(tmp_path: Path) -> None:
+    found = corpus.runs(tmp_path)
+    shown = {"metrics", "environment"}
+    outcome = run(tmp_path, *(["report", folder] for folder in found.values()))
+    harmless(outcome, *(0 if name in shown else 2 for name in found))
+    assert "<script>" not in (tmp_path / "environment" / "report.html").read_text()
+
+
+def test_recipes(tmp_path: Path) -> None:
+    for name, text in corpus.RECIPES.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "recipe.yaml").write_text(text)
+    files = [f"{name}/recipe.yaml" for name in corpus.RECIPES]
+    commands = [[command, file, "--dry-run"] for command in ("train", "compare") for file in files]
+    overrides = [train("x", f"name={'[' * 20_000}"), train("x", f"seed={'9' * 10_000}"), train("x", "a=&a [*a]")]
+    outcome = run(tmp_path, *commands, *overrides)
+    harmless(outcome, *[2] * (len(commands) + len(overrides)))
+    assert not [*tmp_path.rglob("pwned")]
