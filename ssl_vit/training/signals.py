@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
 from ssl_vit.interfaces import PREEMPTED, Stopped
 from ssl_vit.training import distributed
@@ -31,7 +32,7 @@ class StopRequest:
         self.number = 0
         self.asked = 0.0
         self.waiting = False
-        self.alarm: signal._HANDLER = signal.SIG_DFL  # the handler of SIGALRM before the request
+        self.alarm: Any = signal.SIG_DFL  # the handler of SIGALRM before the request
 
     def handle(self, number: int, frame: FrameType | None) -> None:
         if self.number and time.monotonic() - self.asked > _ONE_REQUEST:
