@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -45,12 +46,13 @@ def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
     path = tmp_path / "knn.json"
     save(path, ROWS, evaluator="knn", settings={"ks": [5]})
     found, about = load(path)
+    assert datetime.fromisoformat(about.pop("saved")).tzinfo
     assert found == ROWS and about == {"evaluator": "knn", "settings": {"ks": [5]}}
     for one, other in zip(found, ROWS, strict=True):
         for name, array in vars(other.prediction).items():
             np.testing.assert_array_equal(getattr(one.prediction, name), array)
     save(path, [], note="nothing measured")
-    assert load(path) == ([], {"note": "nothing measured"})
+    assert load(path)[0] == [] and load(path)[1]["note"] == "nothing measured"
 
 
 def test_a_kill_between_both_files_leaves_the_earlier_pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

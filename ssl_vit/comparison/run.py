@@ -167,7 +167,7 @@ def _check_evaluator(plan: Plan, opened: dict[str, ShardSet], task: TaskRecord) 
     if isinstance(evaluator.config, FeatureConfig):
         check_features(own.encoder, evaluator.config)
     labels, (budgets, seeds) = labels_of(train), plan.budgets_and_seeds(task)
-    images = choose_labeled(labels, budgets[0], seeds[0])
+    images = choose_labeled(labels, next(iter(budgets)), next(iter(seeds)))
     for training in runner.training_recipes(evaluator, labeled(own, train), len(images), sweep=False):
         stage.check(training, train, classes=int(labels.max()) + 1, subset=images)
 
