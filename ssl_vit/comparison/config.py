@@ -162,8 +162,9 @@ class ComparisonConfig(Config):
     run: directory (default: runs/NAME).
     seeds: of the labeled subset, the head and the order, under evaluators that train the encoder.
     frozen_seeds: the same under evaluators of frozen features, which cost little.
-    pretrainings: of every pretrained arm (with folds: in every fold). Seed number n of a list uses pretraining number
-        n modulo `pretrainings`, which is trained with the seed of its recipe plus the seed of that number in `seeds`.
+    pretrainings: of every pretrained arm (with folds: in every fold), at most one per seed. Seed number n of a list
+        uses pretraining number n modulo `pretrainings`; that is trained with the seed of its recipe plus the seed of
+        this number in `seeds`.
     labels_per_class: label budgets: images per class, shares such as '10%', or all.
     margin: differences within it count as equivalent (0.01: one percentage point).
     evaluators: settings by evaluator.
@@ -192,11 +193,8 @@ class ComparisonConfig(Config):
 
     @field_validator("pretrainings")
     @classmethod
-    def _enough_seeds(cls, pretrainings: int, info: ValidationInfo) -> int:
-        seeds, frozen = (len(info.data.get(name, ())) for name in ("seeds", "frozen_seeds"))
-        if pretrainings > min(seeds, frozen):
-            raise ValueError(f"{pretrainings} is more than the {min(seeds, frozen)} seeds that use them; add seeds")
-        return pretrainings
+    def _each_is_used(cls, pretrainings: int, info: ValidationInfo) -> int:
+        return min(pretrainings, *(len(info.data.get(name) or (0,)) for name in ("seeds", "frozen_seeds")))
 
     @field_validator("arms")
     @classmethod

@@ -35,7 +35,6 @@ from ssl_vit.interfaces import UserError
         (["data.folds=[a,b,a]"], "at least two different"),
         (["data.folds=[a,b]", "data.pretrain=c"], "data: pretrain"),
         (["data.folds=[a,b]", "arms.ssl.overrides=[data.train=c]"], "arms.ssl: .*remove data.train"),
-        (["pretrainings=9"], r"pretrainings: 9 is more than the \d seeds"),
         (["data.sets={a: {train: x}}"], "data.sets.a: give either train and test"),
     ],
 )

@@ -72,6 +72,11 @@ def test_seeds_use_the_pretrainings_in_turn() -> None:
     assert plan.budgets_and_seeds(tasks["few_shot-pixels-5"])[1] == dict.fromkeys((1, 2, 3, 4), 5)
 
 
+def test_there_are_no_more_pretrainings_than_seeds() -> None:
+    for keys in (("seeds=[0,1]",), ("frozen_seeds=[0,1]",)):
+        assert plan_of("pretrainings=9", *keys).study.comparison.pretrainings == 2
+
+
 def test_every_fold_has_its_own_pretrainings_sweeps_and_evaluations() -> None:
     plan = plan_of("data.folds=[x,y,z]")
     splits = [plan.split("data", fold) for fold in plan.folds]

@@ -39,7 +39,8 @@ TINY = {  # settings added to a command that starts with these words
         "training.picture_every=0",
     ],
     "compare": [
-        "seeds=[0,1]", "labels_per_class=[2]", "pictures=false", "evaluators.few_shot.shots=[1,2]",
+        "seeds=[0,1]", "frozen_seeds=[0,1]", "pretrainings=1", "labels_per_class=[2]", "pictures=false",
+        "evaluators.few_shot.shots=[1,2]",
         "evaluators.fine_tune.sweep.training.steps=[2]", "evaluators.fine_tune.sweep.optim.lr=[0.01]",
         "evaluators.fine_tune.training.batch_size=32", "evaluators.fine_tune.sweep_labels_per_class=2",
         *(
