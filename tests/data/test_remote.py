@@ -14,7 +14,7 @@ import pytest
 from fsspec.registry import _registry
 
 from ssl_vit.data import RemoteConfig
-from ssl_vit.data.shards.remote import download, find_filesystem
+from ssl_vit.data.shards.remote import download, fetch, find_filesystem
 from ssl_vit.interfaces import RunError, UserError
 
 from .servers import FaultyServer
@@ -89,6 +89,16 @@ def test_an_object_without_a_declared_size_is_bounded_by_the_expected_one(server
     server.always["x.tar"] = ("unsized", 70_000)
     with pytest.raises(RunError, match=f"ended after 70000 of {SIZE} bytes; 3 tries"):
         read(server, size=SIZE)
+
+
+def test_an_endless_object_ends_at_a_limit(server: FaultyServer) -> None:
+    server.always["x.tar"] = ("unsized", SIZE)
+    with pytest.raises(UserError, match=r"larger than the 107374 bytes .*data\.remote\.largest_gb"):
+        read(server, REMOTE.model_copy(update={"largest_gb": 1e-4}))
+    filesystem, path = find_filesystem(f"{server.url}/x.tar", 5)
+    with pytest.raises(UserError, match="larger than the 1000 bytes"):
+        fetch(filesystem, path, REMOTE, path, 1000)
+    assert fetch(filesystem, path, REMOTE, path, SIZE) == expected(server)
 
 
 @pytest.mark.parametrize(("status", "reason"), [(404, "no such shard"), (403, "access is refused"), (410, "410")])

@@ -146,3 +146,32 @@ def test_recipes(tmp_path: Path) -> None:
     outcome = run(tmp_path, *commands, *overrides)
     harmless(outcome, *[2] * (len(commands) + len(overrides)))
     assert not [*tmp_path.rglob("pwned")]
+
+
+def test_bad_samples_end_an_evaluation_where_they_must_not_be_skipped(place: Path, tmp_path: Path) -> None:
+    """Also where the features were kept when they were skipped; and sets that differ are noted."""
+    corpus.with_images(tmp_path / "images")
+    keys = ["run=run", "data.augment.crop=center", "training.steps=2"]
+    evaluate = ["eval", "run", "few_shot", "--data", place / "good", "--test", "images", "seeds=[0]"]
+    outcome = run(tmp_path, train(place / "good", *keys), evaluate)
+    harmless(outcome, 0, 0)
+    assert "images are gray" not in outcome.text
+    recipe = tmp_path / "run" / "recipe.yaml"
+    recipe.write_text(recipe.read_text().replace("on_bad_sample: skip", "on_bad_sample: fail"))
+    outcome = run(tmp_path, evaluate)
+    harmless(outcome, 2)
+    assert "sample z00_jpeg_header" in outcome.text and "data.on_bad_sample=fail" in outcome.text
+
+
+def test_sets_that_differ_are_noted(place: Path, tmp_path: Path) -> None:
+    corpus.sound(tmp_path / "gray")
+    for n in range(2):
+        content = corpus.members(32 * n, 32)
+        gray = {name: corpus.encoded(1, mode="L") if name.endswith("png") else data for name, data in content.items()}
+        corpus.write_tar(tmp_path / "gray" / f"{n:06d}.tar", gray)
+    about = corpus.info(tmp_path / "gray", classes=[*corpus.CLASSES, "3"])
+    (tmp_path / "gray" / "info.json").write_text(json.dumps(about))
+    outcome = run(tmp_path, ["eval", place / "model", "knn", "--data", place / "good", "--test", "gray", "ks=[1]"])
+    harmless(outcome, 0)
+    assert "names 3 classes" in outcome.text and "names 4" in outcome.text
+    assert "0 of 32 images" in outcome.text and "32 of 32" in outcome.text
