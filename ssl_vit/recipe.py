@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, Field, SerializeAsAny, ValidationError
 
-from ssl_vit import plugins
+from ssl_vit import arms, plugins
 from ssl_vit.data import DataConfig
 from ssl_vit.files import write_text
 from ssl_vit.interfaces import Config, UserError
@@ -110,7 +110,7 @@ def _open(path: Path, above: tuple[Path, ...] = ()) -> DictConfig:
         raise UserError(f"{path}: a recipe must be a mapping of keys to values")
     base = _without_references(loaded, str(path)).pop("base", None)
     if base is None:
-        return loaded
+        return _onto(OmegaConf.create(), loaded, str(path))
     under = find(str(base), path)
     if under.resolve() in {seen.resolve() for seen in (path, *above)}:
         raise UserError(f"{path}: base={base} is circular")
@@ -167,6 +167,9 @@ def _onto(under: DictConfig, over: DictConfig, origin: str) -> DictConfig:
     name = _section(over, "objective").get("name")
     if name is not None and name != _section(under, "objective").get("name"):
         under.pop("objective", None)
+    if _section(over, "arms"):
+        before, given_arms = (dict(OmegaConf.to_container(one)).get("arms") or {} for one in (under, over))
+        over.arms, under.arms = arms.derived(before, given_arms, Recipe.model_fields), {}
     try:
         merged = OmegaConf.merge(under, over)
     except OmegaConfBaseException as error:

@@ -109,6 +109,7 @@ class ArmRecord(Config):
 
     run: run directory (or given weights), relative to the comparison; None for training from scratch.
     architecture: hash of sizes and image preparation: arms that share it may be compared directly.
+    encoder: these sizes and this preparation; empty where only the weights know them.
     uses_labels: whether its pretraining used labels.
     evaluators: settings by evaluator that this arm alone has.
     starts_from: weights whose making is unknown here, which it started from.
@@ -120,6 +121,7 @@ class ArmRecord(Config):
     run: str | None = None
     objective: str | None = None
     architecture: str = ""
+    encoder: dict[str, Any] = Field({})
     uses_labels: bool = False
     evaluators: dict[str, dict[str, Any]] = Field({})
     series: str | None = None
@@ -183,6 +185,7 @@ class ComparisonRecord(Config):
     max_seeds, looks: of a comparison that adds seeds until its headlines are decided.
     margin: differences within it count as equivalent (fraction, 0.01: one point).
     precisions: `training.precision` of each arm with a recipe.
+    quick: whether it is a trial with a tenth of the steps and seeds.
     """
 
     name: str
@@ -200,6 +203,7 @@ class ComparisonRecord(Config):
     jobs: int = 1
     precisions: dict[str, str] = Field({})
     study: Literal["samples", "flops"] | None = None
+    quick: bool = False
     metrics: dict[str, Literal["accuracy", "mean_per_class"]]
     data: dict[str, DataRecord] = Field({})
     arms: tuple[ArmRecord, ...]

@@ -54,6 +54,15 @@ def compare(
     show: Annotated[
         bool, typer.Option("--list", help="Print the tasks (id, stage, done or missing) instead of running them.")
     ] = False,
+    arm: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Add an arm with given weights: a run, checkpoint or weights folder.", metavar="NAME=WEIGHTS"
+        ),
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="A trial: a tenth of all steps, epochs and seeds; the report says so.")
+    ] = False,
     only: Annotated[str | None, typer.Option(help="Run the task with this id and the tasks it depends on.")] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the comparison's size, memory and time, and run nothing.")
@@ -71,7 +80,7 @@ def compare(
         raise UserError("--json requires --dry-run")
     if [show, dry_run, only is not None].count(True) > 1:
         raise UserError("--list, --only and --dry-run exclude each other")
-    changed = overrides or []
+    changed = [*(overrides or []), *map(_arm, arm or []), *(["quick=true"] if quick else [])]
     command = shlex.join(["ssl-vit", "compare", recipe, *changed])
     if only is None and not show and not dry_run:
         _compare(recipe, changed, command)
@@ -95,6 +104,14 @@ def compare(
         print(f"# run: {checked.plan.run}")
         for task, stage in zip(checked.plan.tasks, checked.plan.stages, strict=True):
             print(f"{task.id}\t{stage}\t{'missing' if task in checked.missing else 'done'}")
+
+
+def _arm(given: str) -> str:
+    """An override for `--arm NAME=WEIGHTS`."""
+    name, equals, weights = given.partition("=")
+    if not equals or not name or not weights or "." in name:
+        raise UserError(f"--arm {given}: give NAME=WEIGHTS, such as --arm mine=runs/mine")
+    return f"arms.{name}.weights={weights}"
 
 
 def _to_stderr(text: str) -> None:

@@ -46,6 +46,8 @@ def comparison(found: ComparisonDryRun, as_json: bool) -> None:
     print(f"time     {_hours(found.hours)} hours in total, with one process (jobs={found.jobs})")
     for arm in found.not_estimated:
         print(f"note: {arm}: its weights have no recipe, so its time is not estimated")
+    for arm in found.differing:
+        print(f"caution: another architecture or image preparation: {arm}")
     print(f"nothing was written; the comparison would go to {found.run}")
 
 

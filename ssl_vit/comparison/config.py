@@ -12,7 +12,8 @@ from omegaconf import OmegaConf
 from pydantic import Field, SerializeAsAny, ValidationInfo, field_validator, model_validator
 
 from ssl_vit import plugins, recipe
-from ssl_vit.data import RemoteConfig, WeightedShards
+from ssl_vit.comparison.quick import tenth
+from ssl_vit.data import RemoteConfig, mixture
 from ssl_vit.evaluators import Budgets, Metric, Seeds
 from ssl_vit.interfaces import Config, UserError
 from ssl_vit.recipe import Recipe
@@ -172,6 +173,7 @@ class ComparisonConfig(Config):
     scheduler: address of a dask scheduler whose workers run the tasks, such as tcp://host:8786.
     study: draw accuracy over `samples` (pretraining images) or `flops` (pretraining compute), a line per series.
     pictures: attention, filters and reconstructions of every encoder (`ssl-vit inspect`).
+    quick: a tenth of all steps, epochs and seeds (at least 2), for a trial; see `quick.py`.
     """
 
     name: str
@@ -189,6 +191,7 @@ class ComparisonConfig(Config):
     scheduler: str | None = None
     study: Literal["samples", "flops"] | None = None
     pictures: bool = True
+    quick: bool = False
     notes: tuple[str, ...] = ()
 
     @field_validator("pretrainings")
@@ -262,12 +265,11 @@ def load_comparison(name: str | Path, overrides: Sequence[str] = ()) -> Study:
         for arm, own in {"": {}, **{name: arm.evaluators for name, arm in c.arms.items()}}.items()
     }
     folder = Path(c.data.folder or (suite.folder if suite else "shards"))
+    if c.quick:  # with another name, so that it never shares a directory with the whole comparison
+        c = tenth(c).model_copy(update={"name": f"{c.name.removesuffix('_quick')}_quick"})
+        recipes = {key: tenth(found) for key, found in recipes.items()}
+        evaluators = {key: tenth(found) for key, found in evaluators.items()}
     return Study(c, recipes, sets, evaluators, folder, tuple(c.data.splits) if c.data.folds else ())
-
-
-def mixture(folds: Sequence[str]) -> tuple[WeightedShards, ...]:
-    """These shards as `data.train` of a recipe."""
-    return tuple(WeightedShards(shards=shards) for shards in folds)
 
 
 def _settings(path: Path, evaluator: str, values: dict[str, Any], *more: dict[str, dict[str, Any]]) -> Config:

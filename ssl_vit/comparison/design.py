@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from ssl_vit import plugins
-from ssl_vit.comparison.config import DataSet, Study, mixture
-from ssl_vit.data import DataConfig
+from ssl_vit.comparison.config import DataSet, Study
+from ssl_vit.data import DataConfig, mixture
 from ssl_vit.evaluators import runner
 from ssl_vit.evaluators.base import Evaluator
 from ssl_vit.files import sha256
@@ -126,11 +126,20 @@ class Design:
         """Hash of the encoder's sizes and the image preparation of a row."""
         return self.sizes(self.rows[row].like)
 
-    def sizes(self, arm: str, *, dropout: bool = False) -> str:
+    def encoder(self, row: str) -> dict[str, Any]:
+        """The encoder's sizes and the image preparation of a row; empty where only the weights know the sizes."""
+        like = self.rows[row].like
+        return dict(zip(("encoder", "prepared"), self._sizes(like), strict=True)) if like in self.recipes else {}
+
+    def _sizes(self, arm: str, *, dropout: bool = False) -> list[dict[str, Any]]:
+        """The encoder's sizes, where there is a recipe, and the image preparation."""
         recipe, prepared = self.recipes.get(arm), self.preparation(arm)
-        preparation = prepared.model_dump(mode="json", include=_PREPARATION) if prepared else {}
-        if recipe:
-            sizes = recipe.encoder.model_dump(mode="json", exclude=None if dropout else _DROPOUT)
+        sizes = recipe.encoder.model_dump(mode="json", exclude=None if dropout else _DROPOUT) if recipe else {}
+        return [sizes, prepared.model_dump(mode="json", include=_PREPARATION) if prepared else {}]
+
+    def sizes(self, arm: str, *, dropout: bool = False) -> str:
+        sizes, preparation = self._sizes(arm, dropout=dropout)
+        if sizes:
             return digest([sizes, preparation])
         config = factory.find_weights(self.study.comparison.arms[arm].weights or "") / factory.CONFIG
         return digest([sha256(config), preparation])

@@ -10,7 +10,7 @@ import numpy as np
 
 from ssl_vit.comparison.config import Study
 from ssl_vit.comparison.plan import Plan
-from ssl_vit.comparison.run import Say, check, labeled
+from ssl_vit.comparison.run import Say, arm_records, check, labeled
 from ssl_vit.comparison.suites import packed
 from ssl_vit.comparison.weights import import_arms
 from ssl_vit.data.shards import ShardSet
@@ -20,6 +20,7 @@ from ssl_vit.evaluators.labels import choose_labeled, labels_of
 from ssl_vit.objectives import classification
 from ssl_vit.recipe import Recipe
 from ssl_vit.records import TaskRecord
+from ssl_vit.report.architectures import architecture_differences
 from ssl_vit.stage import DryRun, dry_run
 from ssl_vit.training import TrainingConfig
 
@@ -51,6 +52,7 @@ class ComparisonDryRun:
     arms: by arm and untrained reference.
     memory_mib: of the largest training: weights, gradients, optimizer and activations.
     not_estimated: rows whose weights come without a recipe.
+    differing: arms with another architecture than the first one, and in what.
     """
 
     run: str
@@ -62,6 +64,7 @@ class ComparisonDryRun:
     arms: dict[str, ArmCost]
     memory_mib: float = 0.0
     not_estimated: list[str] = field(default_factory=list)
+    differing: list[str] = field(default_factory=list)
 
     @property
     def hours(self) -> float:
@@ -86,6 +89,7 @@ def dry_run_comparison(study: Study, say: Say = silent) -> ComparisonDryRun:
         done=len(plan.tasks) - len(missing),
         missing=dict(Counter(task.kind for task in missing)),
         arms={row: ArmCost() for row in rows},
+        differing=architecture_differences(arm_records(plan)),
     )
     measured: dict[str, DryRun] = {}
     for arm, settings in study.recipes.items():

@@ -240,7 +240,8 @@ def _record(checked: Checked, command: str) -> ComparisonRecord:
     kept = not checked.missing and (plan.run / PLAN).is_file()
     return ComparisonRecord(
         name=c.name,
-        title=c.title or c.name,
+        title=(c.title or c.name) + (" (quick run)" if c.quick else ""),
+        quick=c.quick,
         command=command,
         labels_per_class=c.labels_per_class,
         seeds=c.seeds,
@@ -257,12 +258,17 @@ def _record(checked: Checked, command: str) -> ComparisonRecord:
             key: DataRecord(path=one.spec, samples=one.samples, classes=one.classes, source=one.source)
             for key, one in data.items()
         },
-        arms=tuple(_arm(plan, arm) for arm in c.arms),
+        arms=arm_records(plan),
         references=plan.references,
         evaluators=evaluators,
         tasks=plan.tasks,
         environment=read_json(plan.run / PLAN)["environment"] if kept else environment(),
     )
+
+
+def arm_records(plan: Plan) -> tuple[ArmRecord, ...]:
+    """What the report must know of the arms."""
+    return tuple(_arm(plan, arm) for arm in plan.study.comparison.arms)
 
 
 def _arm(plan: Plan, arm: str) -> ArmRecord:
@@ -277,6 +283,7 @@ def _arm(plan: Plan, arm: str) -> ArmRecord:
         run=os.path.relpath(weights, plan.run) if weights else None,
         objective=settings.objective.name if settings else None,  # type: ignore[attr-defined]
         architecture=plan.architecture(arm),
+        encoder=plan.encoder(arm),
         uses_labels=plan.uses_labels(arm),
         evaluators=given.evaluators,
         series=given.series,

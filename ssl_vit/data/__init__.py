@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, field_validator, model_validator
@@ -84,6 +85,11 @@ class WeightedShards(Config):
 
     shards: str
     weight: float | None = Field(None, gt=0)
+
+
+def mixture(places: Sequence[str]) -> tuple[WeightedShards, ...]:
+    """These data arguments together, as `data.train`."""
+    return tuple(WeightedShards(shards=place) for place in places)
 
 
 def _kind(train: Any) -> str:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from ssl_vit.evaluators import budget_words
+from ssl_vit.report.architectures import architecture_differences
 from ssl_vit.report.read import OBJECTIVES, Comparison, costs
 from ssl_vit.report.runs import flat, listed, text
 from ssl_vit.report.self_test import self_tests
@@ -18,6 +19,8 @@ INTERVAL = (
     "variance; two arms are paired by seed and image). Differences at several label budgets, or headlines of several "
     "datasets, have intervals adjusted for their number (Holm)."
 )
+
+QUICK = "Quick run, a tenth of the steps and seeds:"
 
 
 def points(estimate: Estimate, sign: str = "+") -> str:
@@ -42,6 +45,8 @@ def verdict(comparison: Comparison, summary: Summary) -> list[str]:
             sentences.append(f"By labels per class: {', '.join(sizes)}.")
         sentences += _compute(comparison, head)
         several = len(comparison.record.metrics) > 1
+        if comparison.record.quick:
+            sentences[0] = f"{QUICK} {sentences[0]}"
         found += [f"{head.place.data}: {sentence}" if several else sentence for sentence in sentences]
     found = found or ["No verdict yet: no seed has been measured at every label budget with pretraining and without."]
     return found + list(_cautions(comparison, summary))
@@ -182,11 +187,9 @@ def _cautions(comparison: Comparison, summary: Summary) -> Iterator[str]:
             f"Caution: the comparison has not finished ({len(comparison.missing)} of {len(comparison.record.tasks)} "
             "tasks are missing), so the numbers may change."
         )
-    architectures = {one.name: one.architecture for one in comparison.record.rows}
+    if not comparison.record.study and (differing := architecture_differences(comparison.record.arms)):
+        yield f"Caution: the arms differ in architecture or image preparation. {'. '.join(differing)}."
     for row in summary.means:
-        if row.role == "baseline" and architectures.get(row.arm) != architectures.get(row.against):
-            arm, against = comparison.spoken(row.arm), comparison.spoken(row.against)
-            yield f"Caution: {arm} and {against} differ in architecture or image preparation."
         if row.arm == comparison.tested[0] and row.role == "reference" and row.outcome == "worse":
             title = comparison.record.evaluators[row.place.evaluator].title
             against, arm = comparison.spoken(row.against), comparison.spoken(row.arm)

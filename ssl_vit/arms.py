@@ -1,0 +1,80 @@
+"""The arms of a comparison that is derived from another one, by a recipe's `base` or by overrides."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from difflib import get_close_matches
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from ssl_vit.interfaces import UserError
+
+EVERY = "*"
+_LENGTHS = {"training.steps", "training.epochs"}  # they replace each other
+
+
+def derived(before: Mapping[str, Any], given: Mapping[str, Any], keys: Collection[str]) -> dict[str, Any]:
+    """The arms `before` with the arms `given` merged onto them.
+
+    `null` removes an arm. The arm `*` is merged onto every arm, below what is given for that arm alone. Keys of a
+    training recipe become the last `overrides` of the arm; those of `*` reach only the arms with a recipe. `overrides`
+    are added to those before. An arm without a label is called by its name.
+
+    keys: of a training recipe.
+    Raises UserError for an arm to remove that does not exist, and for a misspelled key of a training recipe.
+    """
+    every = given.get(EVERY, {})
+    if not isinstance(every, Mapping):
+        raise UserError(f"arms.{EVERY}: give keys for all arms, such as arms.{EVERY}.training.steps=100")
+    found: dict[str, Any] = dict(before)
+    for name in dict.fromkeys([*before, *given]):
+        own = given.get(name, {})
+        if name == EVERY:
+            continue
+        if own is None:
+            if name not in before:
+                raise UserError(f"arms.{name}=null: there is no such arm; arms: {', '.join(before)}")
+            del found[name]
+        elif isinstance(own, Mapping) and isinstance(found.get(name, {}), Mapping):
+            found[name] = _merged(name, found.get(name, {}), every, own, keys)
+        else:
+            found[name] = own  # no mapping: an error that names the arm follows
+    return found
+
+
+def _merged(
+    name: str, before: Mapping[str, Any], every: Mapping[str, Any], own: Mapping[str, Any], keys: Collection[str]
+) -> dict[str, Any]:
+    layers = [before, *({k: v for k, v in one.items() if k not in (*keys, "overrides")} for one in (every, own))]
+    arm = {"label": name.replace("_", " "), **dict(OmegaConf.to_container(OmegaConf.merge(*layers)))}
+    for key in arm:
+        if key not in keys and (close := get_close_matches(key, keys, n=1, cutoff=0.8)):
+            raise UserError(f"arms.{name}.{key}: unknown key; did you mean '{close[0]}'?")
+    for one in (every, own) if arm.get("recipe") else (own,):
+        added = one.get("overrides", [])
+        if isinstance(added, str) or not isinstance(added, Sequence):
+            raise UserError(f"arms.{name}.overrides: give a list, such as [training.steps=100]")
+        added = [*map(str, added), *_overrides({key: one[key] for key in keys if key in one})]
+        if added:
+            arm["overrides"] = _onto(arm.get("overrides", []), added)
+    return arm
+
+
+def _overrides(content: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """A nested mapping as `key=value` strings."""
+    found = []
+    for key, value in content.items():
+        if isinstance(value, Mapping) and value:
+            found += _overrides(value, f"{prefix}{key}.")
+        else:
+            found.append(f"{prefix}{key}={json.dumps(value, ensure_ascii=False)}")
+    return found
+
+
+def _onto(before: Sequence[str], added: Sequence[str]) -> list[str]:
+    """`added` after those of `before` that set other keys."""
+    replaced = {override.partition("=")[0] for override in added}
+    replaced |= _LENGTHS if replaced & _LENGTHS else set()
+    return [*(override for override in before if override.partition("=")[0] not in replaced), *added]

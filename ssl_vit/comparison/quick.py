@@ -1,0 +1,36 @@
+"""`quick=true`: the same comparison at a tenth of its length, to see whether everything works."""
+
+from __future__ import annotations
+
+from math import ceil
+from typing import Any, TypeVar
+
+from ssl_vit.interfaces import Config
+
+T = TypeVar("T", bound=Config)
+
+
+def tenth(config: T) -> T:
+    """A comparison, a recipe or an evaluator's settings with a tenth of all steps, epochs, warm-up and pretrainings,
+    also among the values of a sweep, and with a tenth of the seeds, at least 2."""
+    found: dict[str, Any] = {}
+    for name in type(config).model_fields:
+        value = getattr(config, name)
+        if isinstance(value, Config):
+            found[name] = tenth(value)
+        elif name == "sweep":
+            shorter = {key: [_less(key.split(".")[-1], one) for one in values] for key, values in value.items()}
+            found[name] = {key: tuple(dict.fromkeys(values)) for key, values in shorter.items()}
+        else:
+            found[name] = _less(name, value)
+    return config.model_copy(update=found)
+
+
+def _less(name: str, value: Any) -> Any:
+    if name in ("steps", "warmup_steps", "pretrainings") and value:
+        return ceil(value / 10)
+    if name in ("epochs", "warmup_epochs") and value:
+        return value / 10
+    if name in ("seeds", "frozen_seeds"):
+        return value[: max(2, ceil(len(value) / 10))]
+    return value

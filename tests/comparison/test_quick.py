@@ -1,0 +1,62 @@
+"""Quick runs: a tenth of every length, with a name of their own, marked wherever their numbers are shown."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from ssl_vit import cli
+from ssl_vit.comparison.config import load_comparison
+from ssl_vit.comparison.run import check
+from ssl_vit.evaluators.features import silent
+from ssl_vit.interfaces import UserError
+from tests.comparison.conftest import Mini
+
+
+def test_a_quick_run_is_a_tenth() -> None:
+    whole, quick = load_comparison("own_images_cpu"), load_comparison("own_images_cpu", ["quick=true"])
+    for arm, recipe in whole.recipes.items():
+        own = quick.recipes[arm]
+        assert recipe.training.steps and own.training.steps == -(-recipe.training.steps // 10)
+        assert own.optim.warmup_steps == -(-recipe.optim.warmup_steps // 10)
+        assert own.encoder == recipe.encoder and own.data == recipe.data
+    key = next(key for key in whole.evaluators if key[1] == "fine_tune")
+    before: Any = whole.evaluators[key]
+    after: Any = quick.evaluators[key]
+    assert after.sweep["training.steps"] == tuple(value // 10 for value in before.sweep["training.steps"])
+    assert after.sweep["optim.lr"] == before.sweep["optim.lr"]
+    assert (len(quick.comparison.seeds), len(quick.comparison.frozen_seeds)) == (2, 2)
+    assert quick.comparison.run_directory != whole.comparison.run_directory
+
+
+def test_a_quick_run_refuses_the_directory_of_the_whole_comparison(mini: Mini, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "plan.json").write_text('{"name": "mini"}')
+    study = load_comparison(mini(), ["quick=true"])
+    with pytest.raises(UserError, match="holds the comparison mini; give this comparison another directory"):
+        check(study, study.sets, silent)
+
+
+def test_quick_with_an_arm_from_weights_and_another_architecture_on_the_command_line(
+    mini: Mini, tmp_path: Path
+) -> None:
+    own = ["arms.*.training.steps=10", "arms.deep={recipe: digits_ssl}", "arms.deep.overrides=[training.batch_size=16]"]
+    run = [str(mini()), *own, "arms.deep.encoder.depth=3", "arms.scratch=null", "--quick"]
+    found = CliRunner().invoke(cli.app, ["compare", *run])
+    assert found.exit_code == 0, found.output
+    page = (tmp_path / "run" / "report.html").read_text()
+    for text in (found.output, page):
+        flat = " ".join(text.split())
+        assert "Quick run, a tenth of the steps and seeds" in flat
+        assert "deep: encoder.depth 3 (SSL: 4)" in flat
+    assert "(quick run)</h1>" in page
+    added = CliRunner().invoke(cli.app, ["compare", *run, "--arm", f"given={tmp_path / 'run' / 'ssl'}", "--dry-run"])
+    assert added.exit_code == 0, added.output
+    assert "deep: encoder.depth 3 (SSL: 4)" in " ".join(added.output.split())
+    assert "given" in added.output
+    wrong = CliRunner().invoke(cli.app, ["compare", str(mini()), "--arm", "given"])
+    assert isinstance(wrong.exception, UserError)
+    assert "--arm given: give NAME=WEIGHTS" in str(wrong.exception)
