@@ -106,6 +106,9 @@ def make_context(plan: Plan, task: TaskRecord) -> EvalContext:
     weights, own = plan.weights(task.arm, made, task.fold), plan.recipes.get(like)
     if weights is None and own is None:  # only a file says what the architecture is
         weights = plan.weights(like, made, task.fold)
+    if weights is not None and not weights.exists():
+        done = " and ".join(str(plan.run / TASKS / f"{need}.json") for need in task.after)
+        raise UserError(f"{weights}: this encoder was removed; restore it, or delete {done} to train it again")
     assert data.train is not None and data.test is not None
     context = api.make_context(
         weights,

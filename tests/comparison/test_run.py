@@ -404,3 +404,12 @@ def test_jobs_share_the_loader_processes(mini: Mini) -> None:
     plan = Plan(study, Path("nowhere"), study.sets)
     assert study.recipes["ssl"].data.workers == 2
     assert plan.pretraining(plan.tasks[0]).data.workers == 1
+
+
+def test_a_pretrained_encoder_that_was_removed_is_named(mini: Mini, tmp_path: Path) -> None:
+    recipe, run = mini(), tmp_path / "run"
+    quietly(recipe)
+    shutil.rmtree(run / "ssl")
+    (run / "tasks" / "few_shot-ssl-0.json").unlink()
+    with pytest.raises(UserError, match=r"run/ssl: .*was removed; .*delete .*pretrain-ssl-0\.json to train it again"):
+        quietly(recipe)
