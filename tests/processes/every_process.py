@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import itertools
 import json
 import math
 import os
 import resource
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +25,7 @@ from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch.distributed.tensor import DTensor
 
 from ssl_vit import api, cli, recipe, runs
+from ssl_vit import stage as builder
 from ssl_vit.data import AugmentConfig, DataConfig
 from ssl_vit.data.images import train_transform
 from ssl_vit.data.order import LanePosition
@@ -249,6 +253,24 @@ def signaled(number: str, rank: str, step: str, *arguments: str) -> None:
         return folder
 
     checkpoint.save = told  # type: ignore[assignment]
+    command_line(*arguments)
+
+
+def stalled(step: str, *arguments: str) -> None:
+    """`ssl-vit ARGUMENTS`; after STEP steps no sample comes any more, and the process gets SIGTERM."""
+    source = builder.train_source
+
+    def stalling(*given: Any, **options: Any) -> Any:
+        batches = source(*given, **options)
+
+        def found(positions: Any) -> Any:
+            yield from itertools.islice(batches(positions), int(step))
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(100)
+
+        return found
+
+    builder.train_source = stalling
     command_line(*arguments)
 
 

@@ -54,7 +54,7 @@ def test_random_sigkills_leave_no_trace(
 ) -> None:
     """A checkpoint a step: most of the time of such a run goes into saving, so most kills hit that."""
     dice, run = random.Random(kills), tmp_path / "run"
-    same_run = [f"training.steps={5 * kills}", f"objective.name={objective}"]
+    same_run = [f"training.steps={10 * kills}", f"objective.name={objective}"]
     keys = [*same_run, "training.checkpoint_every=1", f"data.workers={workers}"]
     for _ in range(kills):
         before = saved(run)
@@ -67,11 +67,11 @@ def test_random_sigkills_leave_no_trace(
         time.sleep(dice.random() * 0.2)
         process.signal(signal.SIGKILL)
         assert process.wait(30) == -signal.SIGKILL, process.text
-    assert 0 < saved(run) < 5 * kills
+    assert 0 < saved(run) < 10 * kills
     train(digits, run, *keys)
     whole = train(digits, tmp_path / "whole", *same_run)
     assert same(weights(run, *ALL), weights(whole, *ALL))
-    assert losses(run) == losses(whole) and [step for step, _ in losses(run)] == list(range(1, 5 * kills + 1))
+    assert losses(run) == losses(whole) and [step for step, _ in losses(run)] == list(range(1, 10 * kills + 1))
 
 
 @pytest.mark.parametrize("name", ["digits_ssl", "digits_lejepa"])
@@ -87,6 +87,17 @@ def test_a_preempted_run_saves_within_a_step_and_the_next_start_resumes(
     assert saved(run) == losses(run)[-1][0] == 11
     assert "stopped by SIGTERM; saved, run the same command to resume at step 11" in process.text
     train(digits, run, *keys, name=name)
+    assert same(weights(run, *ALL), weights(whole, *ALL)) and losses(run) == losses(whole)
+
+
+def test_a_signal_ends_a_training_that_waits_for_data(world: World, digits: Path, tmp_path: Path) -> None:
+    """It saves the steps that are done; the next start goes on from there."""
+    run, keys = tmp_path / "run", ["training.steps=12", "training.checkpoint_every=0", "data.workers=0"]
+    process = world(1, "stalled", 7, "train", "digits_ssl", *settings(digits, run, *keys))[0]
+    assert process.wait(60) == 75, process.text
+    assert saved(run) == 7
+    train(digits, run, *keys)
+    whole = train(digits, tmp_path / "whole", *keys)
     assert same(weights(run, *ALL), weights(whole, *ALL)) and losses(run) == losses(whole)
 
 
