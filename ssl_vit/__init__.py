@@ -2,8 +2,11 @@
 
 import ssl_vit
 
-network = ssl_vit.load("runs/digits_ssl")                       # a timm VisionTransformer
-frame = ssl_vit.embed("runs/digits_ssl", "data/digits/test")    # key, label, embedding
+run = ssl_vit.train("pretrain_vit_tiny", data="my_images")      # a folder of images
+network = ssl_vit.load(run)                                     # a timm VisionTransformer
+frame = ssl_vit.embed(run, "my_images")                         # key, file, label, embedding
+table = ssl_vit.evaluate(run, "few_shot").table                 # a pandas DataFrame
+print(ssl_vit.compare("own_images", data="my_images").headline)
 """
 
 from importlib import import_module
@@ -12,23 +15,24 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _MODULES = {
-    "train": "ssl_vit.api",
-    "evaluate": "ssl_vit.api",
-    "embed": "ssl_vit.analysis.embeddings",
-    "load": "ssl_vit.api",
-    "read_results": "ssl_vit.api",
-    "compare": "ssl_vit.comparison.run",
+    **dict.fromkeys(
+        ("train", "evaluate", "compare", "embed", "load", "export", "read_results"),
+        "ssl_vit.functions",
+    ),
+    "check_data": "ssl_vit.data.check",
     "few_shot_accuracy": "ssl_vit.evaluators.few_shot",
 }
 
 if TYPE_CHECKING:
-    from ssl_vit.analysis.embeddings import embed as embed
-    from ssl_vit.api import evaluate as evaluate
-    from ssl_vit.api import load as load
-    from ssl_vit.api import read_results as read_results
-    from ssl_vit.api import train as train
-    from ssl_vit.comparison.run import compare as compare
+    from ssl_vit.data.check import check_data as check_data
     from ssl_vit.evaluators.few_shot import few_shot_accuracy as few_shot_accuracy
+    from ssl_vit.functions import compare as compare
+    from ssl_vit.functions import embed as embed
+    from ssl_vit.functions import evaluate as evaluate
+    from ssl_vit.functions import export as export
+    from ssl_vit.functions import load as load
+    from ssl_vit.functions import read_results as read_results
+    from ssl_vit.functions import train as train
 
 
 def __getattr__(name: str) -> Any:

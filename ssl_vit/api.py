@@ -1,4 +1,4 @@
-"""The Python API: what the commands do, as functions."""
+"""Runs one training or one evaluation, from typed settings."""
 
 from __future__ import annotations
 
@@ -6,15 +6,12 @@ import hashlib
 import json
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import pandas as pd
 import torch
-from omegaconf import OmegaConf
-from torch import nn
 
 from ssl_vit import plugins, precision, recipe, stage
 from ssl_vit.data import DataConfig
@@ -29,8 +26,7 @@ from ssl_vit.interfaces import UserError
 from ssl_vit.models import factory
 from ssl_vit.recipe import Recipe, run_recipe
 from ssl_vit.records import RunSummary
-from ssl_vit.report.read import PLAN, read_comparison
-from ssl_vit.results import Evaluation, Table, evaluations, save
+from ssl_vit.results import Evaluation, save
 from ssl_vit.runs import SUMMARY, is_main_process, open_run, release
 from ssl_vit.training import checkpoint, distributed, loop
 from ssl_vit.training.callbacks import EarlyStopping
@@ -40,9 +36,7 @@ from ssl_vit.training.logging import check_trackers
 from ssl_vit.training.signals import stopped
 
 if TYPE_CHECKING:
-    import pandas as pd
-
-    from ssl_vit.models.exchange import exports
+    pass
 
 
 def train(settings: Recipe, *, quiet: bool = False) -> Path:
@@ -152,10 +146,9 @@ def evaluate(
     name: str,
     train: str,
     test: str,
-    overrides: Sequence[str] = (),
+    overrides: recipe.Overrides = (),
     *,
     data: str = "",
-    defaults: Mapping[str, Any] | None = None,
     metric: Metric = "accuracy",
     say: Callable[[str], None] = silent,
 ) -> Evaluation:
@@ -164,9 +157,8 @@ def evaluate(
     The file is named by the evaluator and a hash of its settings, the shards and the metric: the same again replaces
     it.
 
-    name: of the evaluator. train, test: labeled shards. overrides: `key=value` settings of the evaluator.
+    name: of the evaluator. train, test: labeled shards. overrides: settings of the evaluator.
     data: what the rows call the data set (default: `test`).
-    defaults: settings under the overrides.
     metric: what settings are selected by, and what tables show.
     say: prints progress, on the main process.
 
@@ -174,8 +166,7 @@ def evaluate(
     """
     found = factory.find_weights(weights)  # once: a run that is still training saves others meanwhile
     module = plugins.load("evaluators", name)
-    given = OmegaConf.merge(dict(defaults or {}), recipe.parse_overrides(overrides))
-    config = recipe.validate(module.Config, OmegaConf.to_container(given), f"{name}: ")
+    config = recipe.validate(module.Config, recipe.parse_overrides(overrides), f"{name}: ")
     folder, digest, settings = weights / checkpoint.RESULTS, sha256(found / factory.WEIGHTS), run_recipe(weights)
     try:
         folder.mkdir(exist_ok=True)
@@ -214,44 +205,3 @@ def evaluate(
     if context.accelerator.is_main_process:
         save(path, rows, **about)
     return Evaluation(path, rows, about)
-
-
-def load(run: Path | str) -> nn.Module:
-    """timm's network of a run, a checkpoint or a weights folder, with its weights, in evaluation mode.
-
-    Its `pretrained_cfg` holds image size, mean and std: `timm.data.resolve_data_config(model=network)` reads them.
-    Raises UserError where there are no readable weights.
-    """
-    encoder = factory.load(run)
-    encoder.network.pretrained_cfg = encoder.network.default_cfg = factory.pretrained_cfg(encoder)
-    network: nn.Module = encoder.network
-    return network
-
-
-def export(run: Path | str, out: Path | str, to: exports.Target, *, license: str | None = None) -> None:
-    """Write the encoder for timm or transformers, with a model card, into the new folder `out`. See `exports.export`.
-
-    run: a run directory, a checkpoint or a weights folder.
-    license: of the weights, for the card (the hub's identifier, such as apache-2.0).
-    """
-    from ssl_vit.models.exchange import exports
-    from ssl_vit.report import card
-
-    run, out = Path(run), Path(out)
-    model = factory.load(run)
-    text = card.write(model, run, factory.find_weights(run), to, title=out.resolve().name, license=license)
-    exports.export(model, out, to, text)
-
-
-def read_results(run: Path | str) -> pd.DataFrame:
-    """All measured accuracies of a run's weights or of a comparison: one row per `results.Result`, a column per field.
-
-    For a run, `settings` holds the evaluator's settings as JSON; evaluations with other settings are other rows.
-    Raises UserError for a directory that is neither, and for a damaged file.
-    """
-    run = Path(run)
-    if (run / PLAN).is_file():
-        return read_comparison(run).measured.frame
-    found, _ = evaluations(run)
-    frames = [Table(one.results).frame.assign(settings=json.dumps(one.about["settings"])) for one in found]
-    return pd.concat(frames, ignore_index=True) if frames else Table([]).frame

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeVar, get_args
@@ -20,7 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, Field, SerializeAsAny, ValidationError
 
 from ssl_vit import arms, plugins
-from ssl_vit.data import DataConfig
+from ssl_vit.data import DataConfig, train_and_test
 from ssl_vit.files import write_text
 from ssl_vit.interfaces import Config, UserError
 from ssl_vit.models import EncoderConfig
@@ -83,18 +83,22 @@ def find(name: str, near: Path | None = None) -> Path:
     raise UserError(f"{name}: no such recipe; {hint}")
 
 
-def read(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """A recipe file merged onto its `base`, then with `key=value` overrides, as plain containers.
+Overrides = Sequence[str] | Mapping[str, Any]
+"""`key=value` strings, or values by key; keys are nested by mappings, by dots or both."""
+
+
+def read(path: Path, overrides: Overrides = ()) -> dict[str, Any]:
+    """A recipe file merged onto its `base`, then with overrides, as plain containers.
 
     Recipes are data: references such as `${oc.env:HOME}` are refused.
     Raises UserError naming the file or the override.
     """
-    return dict(OmegaConf.to_container(_onto(_open(path), _dotlist(overrides), str(path))))
+    return dict(OmegaConf.to_container(_onto(_open(path), _given(overrides), str(path))))
 
 
-def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
-    """`key=value` strings as a nested mapping."""
-    return dict(OmegaConf.to_container(_dotlist(overrides)))
+def parse_overrides(overrides: Overrides) -> dict[str, Any]:
+    """Overrides as a nested mapping."""
+    return dict(OmegaConf.to_container(_given(overrides)))
 
 
 def _open(path: Path, above: tuple[Path, ...] = ()) -> DictConfig:
@@ -128,7 +132,15 @@ def _check_nesting(text: str) -> None:
             raise ValueError(f"nested more than {_MAX_DEPTH} levels deep")
 
 
-def _dotlist(overrides: Sequence[str]) -> DictConfig:
+def _given(overrides: Overrides) -> DictConfig:
+    if isinstance(overrides, Mapping):
+        given = OmegaConf.create()
+        for key, value in overrides.items():
+            try:
+                OmegaConf.update(given, key, value)
+            except OmegaConfBaseException as error:
+                raise UserError(f"{key}: {str(error).splitlines()[0]}") from None
+        return _without_references(given, "the arguments")
     for override in overrides:
         key, equals, _ = override.partition("=")
         if not equals or not key.strip():
@@ -164,6 +176,7 @@ def _onto(under: DictConfig, over: DictConfig, origin: str) -> DictConfig:
     if given := lengths.intersection(_section(over, "training")):
         for other in lengths - given:
             _section(under, "training").pop(other, None)
+    _expand_data(under, over)
     name = _section(over, "objective").get("name")
     if name is not None and name != _section(under, "objective").get("name"):
         under.pop("objective", None)
@@ -178,13 +191,23 @@ def _onto(under: DictConfig, over: DictConfig, origin: str) -> DictConfig:
     return merged
 
 
+def _expand_data(under: DictConfig, over: DictConfig) -> None:
+    """Write `data: PLACE` of a training recipe as `data.train`; of a comparison as both parts where other keys of
+    `data` are merged onto it."""
+    if "arms" not in under and "arms" not in over and isinstance(over.get("data"), str):
+        over.data = {"train": train_and_test(over.data)[0]}
+    elif isinstance(under.get("data"), str) and not {"train", "sets", "suite"} & {*_section(over, "data")}:
+        under.data = dict(zip(("train", "test"), train_and_test(under.data), strict=True))
+
+
 def _section(content: DictConfig, key: str) -> Any:
     found = content.get(key)
     return found if isinstance(found, DictConfig) else {}
 
 
-def load_recipe(name: str | Path, overrides: Sequence[str] = (), near: Path | None = None) -> Recipe:
-    """Read and validate a training recipe, or the recipe of a run directory.
+def load_recipe(name: str | Path, overrides: Overrides = (), near: Path | None = None) -> Recipe:
+    """Read and validate a training recipe, or the recipe of a run directory. Wrong keys outside of `objective` are
+    found without importing torch.
 
     Raises UserError naming each wrong key and, where there is a close one, the right key.
     """
@@ -195,10 +218,11 @@ def load_recipe(name: str | Path, overrides: Sequence[str] = (), near: Path | No
     objective = content.get("objective")
     if not isinstance(objective, dict) or "name" not in objective:
         raise UserError(f"{path}: objective.name is missing, such as masked_patch")
+    if path == Path(name) / "recipe.yaml" and "run" not in parse_overrides(overrides):
+        content["run"] = str(name)  # the directory may have been moved or renamed since
+    validate(Recipe, content | {"objective": Config()}, f"{path}: ")
     config = plugins.load("objectives", str(objective["name"])).Config
     content["objective"] = validate(config, objective, f"{path}: objective.")
-    if path == Path(name) / "recipe.yaml" and not any(override.startswith("run=") for override in overrides):
-        content["run"] = str(name)  # the directory may have been moved or renamed since
     return validate(Recipe, content, f"{path}: ")
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -189,6 +190,14 @@ class Evaluation:
     path: Path
     results: list[Result]
     about: dict[str, Any]
+
+    @property
+    def table(self) -> pd.DataFrame:
+        """A row per result with a column per field of `Result`, and the evaluator's settings as JSON."""
+        return Table(self.results).frame.assign(settings=json.dumps(self.about["settings"]))
+
+    def _repr_html_(self) -> str:  # in a notebook
+        return str(self.table[["evaluator", "arm", "labels_per_class", "seed", self.about["metric"]]].to_html())
 
 
 def evaluations(folder: Path) -> tuple[list[Evaluation], list[Path]]:

@@ -26,6 +26,14 @@ def few_of(whole: Callable[..., Any]) -> Callable[..., Any]:
     return open_images
 
 
+@pytest.fixture(scope="session", autouse=True)
+def image_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where images that tests name as data are packed, in this process and in those that tests start."""
+    folder = tmp_path_factory.mktemp("image_cache")
+    os.environ["SSL_VIT_CACHE"] = str(folder)
+    return folder
+
+
 @pytest.fixture(scope="session")
 def few_digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with shards of 400 digits, `train`, and of 100 by others, `test`; not to be written to."""

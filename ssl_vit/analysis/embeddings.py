@@ -1,23 +1,33 @@
-"""The embedding of every image of a shard set."""
+"""The embedding of every image of a shard set, and how one image is prepared for it."""
 
 from __future__ import annotations
 
+import io
+from collections.abc import Callable
 from dataclasses import asdict
+from os import PathLike
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import torch
+from PIL import Image
 
 from ssl_vit.data import DataConfig
 from ssl_vit.data.evaluation import evaluation_batches, evaluation_stream
+from ssl_vit.data.images import evaluation_transform, open_picture
+from ssl_vit.data.packing.images import to_stored
+from ssl_vit.data.packing.sources.base import BrokenImageError
 from ssl_vit.data.samples import Skip
-from ssl_vit.data.shards import open_shards
+from ssl_vit.data.shards import ShardSet, open_shards
+from ssl_vit.data.shards.reading import BadSample
 from ssl_vit.interfaces import UserError
 from ssl_vit.models import factory
-from ssl_vit.models.encoder import Pooling
-from ssl_vit.recipe import run_recipe
+from ssl_vit.models.encoder import Encoder, Pooling
+from ssl_vit.recipe import Recipe, run_recipe
 from ssl_vit.training.distributed import gather, make_accelerator
+
+AnyImage = str | PathLike[str] | bytes | Image.Image
 
 
 @torch.no_grad()
@@ -29,17 +39,7 @@ def embed(
     batch_size: int = 256,
     workers: int | None = None,
 ) -> pd.DataFrame:
-    """The embedding of every readable image of the shards: columns `key`, `label` (-1: none) and `embedding`.
-
-    run: a run directory, a checkpoint or a weights folder; images are prepared as its recipe evaluates.
-    shards: labels are not needed.
-    pooling: the class `token`, the `mean` of the patches, `both` side by side, or all `patches` side by side.
-    batch_size: images in a forward pass of one process.
-    workers: processes that read images; None: as the recipe says.
-
-    Rows are in the order of the shards, on every process; embeddings are float32 (d,). `frame.attrs["skipped"]` lists
-    unreadable samples. Raises UserError for wrong input.
-    """
+    """See `ssl_vit.embed`."""
     encoder, settings = factory.load(run), run_recipe(Path(run))
     encoder.check_pooling(pooling)
     preparation = settings.data if settings else DataConfig(train=shards)
@@ -47,8 +47,9 @@ def embed(
         preparation = preparation.model_copy(update={"workers": workers})
     accelerator = make_accelerator(settings.training.precision if settings else "fp32")
     encoder.to(accelerator.device).eval()
+    opened = open_shards(shards, preparation.remote)
     stream = evaluation_stream(
-        open_shards(shards, preparation.remote),
+        opened,
         preparation,
         encoder.image_size,
         encoder.channels,
@@ -67,9 +68,50 @@ def embed(
     everyone = gather((rows, skipped))
     rows = [row for rank in everyone for row in rank[0]]
     if not rows:
-        raise UserError(f"{shards}: none of its {stream.shards.samples} image(s) can be read")
-    frame = pd.DataFrame(
-        [row[1:] for row in sorted(rows, key=lambda row: row[0])], columns=["key", "label", "embedding"]
-    )
+        raise UserError(f"{shards}: none of its {opened.samples} image(s) can be read")
+    rows.sort(key=lambda row: row[0])
+    frame = pd.DataFrame([row[1:] for row in rows], columns=["key", "label", "embedding"])
+    if (names := file_names(opened)).any():
+        frame.insert(1, "file", names[[row[0] for row in rows]])
+    frame.attrs["grid"] = list(encoder.grid)
     frame.attrs["skipped"] = [asdict(skip) for rank in everyone for skip in rank[1]]
     return frame
+
+
+def file_names(shards: ShardSet) -> np.ndarray:
+    """The file that each sample was packed from, object (samples,); "" where the shards do not say."""
+    names = np.full(shards.samples, "", dtype=object)
+    if not any("json" in sample.members for sample in shards.open(0).samples[:1]):
+        return names
+    for shard, first in enumerate(shards.first_index[:-1]):
+        file = shards.open(shard)
+        for position in range(min(len(file.samples), shards.counts[shard])):
+            names[first + position] = file.file_name(position) or ""
+    return names
+
+
+def preprocessing(encoder: Encoder, settings: Recipe | None) -> Callable[[AnyImage], torch.Tensor]:
+    """A function from an image to what timm's network expects, float32 (C, H, W): the pixels that an evaluation sees.
+
+    settings: the recipe that says how images are resized; None: its defaults. The function raises UserError for a file
+    that is not an image.
+    """
+    preparation = settings.data if settings else DataConfig(train="")
+    transform = evaluation_transform(encoder.image_size, preparation)
+
+    def preprocess(image: AnyImage) -> torch.Tensor:
+        if isinstance(image, Image.Image):
+            buffer = io.BytesIO()
+            image.save(buffer, "PNG")
+            name, data = "image", buffer.getvalue()
+        else:
+            name, data = ("image", image) if isinstance(image, bytes) else (str(image), Path(image).read_bytes())
+        try:
+            stored = to_stored(data, name, None, 95)
+            picture = open_picture({stored.extension: stored.data}, encoder.channels, preparation.max_pixels)
+            pixels = transform(picture)
+        except (BrokenImageError, BadSample) as error:
+            raise UserError(f"{name}: not a readable image: {error}") from None
+        return encoder.normalized(pixels.to(encoder.scale.device)[None])[0]
+
+    return preprocess

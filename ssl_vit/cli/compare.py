@@ -71,7 +71,7 @@ def compare(
 ) -> None:
     """Run a comparison: every arm with every seed and label budget. Run the same command again to resume.
 
-    Example: `ssl-vit compare own_images data.train=shards/train data.test=shards/test`
+    Example: `ssl-vit compare own_images_cpu data=my_images`
 
     On a cluster: `scheduler=tcp://HOST:8786` runs the tasks on the workers of a dask scheduler. As job arrays: run each
     id of stage 0 by `--only ID`, then those of stage 1, and so on, as recipes/launch/compare_slurm.sh does.
@@ -121,12 +121,15 @@ def _to_stderr(text: str) -> None:
 def _compare(name: str, overrides: list[str], command: str) -> None:
     from rich.console import Console
 
-    from ssl_vit.comparison.run import RESULTS, compare
-    from ssl_vit.report import page, tables
+    from ssl_vit.comparison.config import load_comparison
+
+    study = load_comparison(name, overrides)
+    from ssl_vit import functions  # torch, after the keys were checked
+    from ssl_vit.comparison.run import RESULTS
+    from ssl_vit.report import tables
     from ssl_vit.runs import is_main_process
 
-    found = compare(name, overrides, command=command, say=lambda text: print(printable_lines(text)))
+    found = functions.compare(study, command=command, say=lambda text: print(printable_lines(text)))
     if is_main_process():
-        (run,) = found.paths
-        Console().print(tables.terminal(found))
-        print(f"\nreport   {page.write_report([run], run / 'report.html')}\nresults  {run / RESULTS}")
+        Console().print(tables.terminal(found.comparison))
+        print(f"\nreport   {found.report()}\nresults  {found.dir / RESULTS}")

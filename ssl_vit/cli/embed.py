@@ -15,7 +15,11 @@ app = typer.Typer()
 @app.command()
 def embed(
     weights: Annotated[Path, typer.Argument(help="A run directory, a checkpoint or a weights folder.")],
-    data: Annotated[str, typer.Argument(help="Shards; labels are not needed.")],
+    data: Annotated[
+        str | None,
+        typer.Argument(help="Images or shards; labels are not needed. Default: the run's training data."),
+    ] = None,
+    *,
     out: Annotated[Path, typer.Option(help="The .parquet file to write.")],
     pooling: Annotated[
         Literal["token", "mean", "both", "patches"],
@@ -26,17 +30,17 @@ def embed(
         int | None, typer.Option(min=0, help="Processes that read images (default: the recipe's).")
     ] = None,
 ) -> None:
-    """Write one embedding per image: columns `key`, `label` (-1: none) and `embedding`.
+    """Write one embedding per image: columns `key`, `file` (if known), `label` (-1: none) and `embedding`.
 
-    Example: `ssl-vit embed runs/digits_ssl data/digits/test --out embeddings.parquet`
+    Example: `ssl-vit embed runs/ssl my_images --out embeddings.parquet`
     """
     if out.suffix != ".parquet":
         raise UserError(f"--out {out}: give a name that ends in .parquet")
-    from ssl_vit.analysis import embeddings
+    from ssl_vit import functions
     from ssl_vit.files import atomic_file
     from ssl_vit.training.distributed import is_main
 
-    frame = embeddings.embed(weights, data, pooling=pooling, batch_size=batch_size, workers=workers)
+    frame = functions.embed(weights, data, pooling=pooling, batch_size=batch_size, workers=workers)
     if not is_main():
         return
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -16,7 +16,7 @@ from ssl_vit.interfaces import UserError, printable
 if TYPE_CHECKING:
     import pandas as pd
 
-    from ssl_vit.comparison.config import DataSet
+    from ssl_vit.comparison.sets import DataSet
     from ssl_vit.results import Evaluation
 
 app = typer.Typer()
@@ -31,9 +31,12 @@ def evaluate(
     ],
     data: Annotated[
         list[str] | None,
-        typer.Option(help="Labeled training shards, or a folder that holds train/ and test/. Repeat for several."),
+        typer.Option(
+            help="Labeled images or shards with a part to train and one to test on (default: the run's own); with "
+            "--test only those to train on. Repeat for several."
+        ),
     ] = None,
-    test: Annotated[str | None, typer.Option(help="Labeled test shards (default: DATA/test).")] = None,
+    test: Annotated[str | None, typer.Option(help="Labeled images or shards to test on.")] = None,
     suite: Annotated[
         str | None,
         typer.Option(help="A suite of data sets: a file or a shipped name."),
@@ -44,23 +47,25 @@ def evaluate(
 ) -> None:
     """Evaluate an encoder and its references, an untrained encoder and raw pixels. Stores the results in RUN/results.
 
-    Example: `ssl-vit eval runs/digits_ssl few_shot --data shards/digits shots=[1,5]`
+    Example: `ssl-vit eval runs/digits_ssl few_shot labels_per_class=[1,5]`
     """
-    from ssl_vit import api, runs
+    from omegaconf import OmegaConf
 
+    from ssl_vit import functions, recipe, runs
+
+    given = recipe.parse_overrides(overrides or [])
     found = [
-        api.evaluate(
+        functions.evaluate(
             run,
             evaluator,
-            str(chosen.train),
-            str(chosen.test),
-            overrides or [],
-            data=name,
-            defaults=chosen.evaluators.get(evaluator),
+            train=str(chosen.train),
+            test=chosen.test,
+            name=name,
             metric=chosen.metric,
             say=lambda text: print(printable(text), file=sys.stderr),
+            **dict(OmegaConf.to_container(OmegaConf.merge(chosen.evaluators.get(evaluator, {}), given))),
         )
-        for name, chosen in _data_sets(data or [], test, suite).items()
+        for name, chosen in _data_sets(run, data or [], test, suite).items()
     ]
     if not runs.is_main_process():
         return
@@ -71,25 +76,24 @@ def evaluate(
         _show(found, per_class)
 
 
-def _data_sets(data: list[str], test: str | None, suite: str | None) -> dict[str, DataSet]:
-    from ssl_vit.comparison.config import DataSet, load_suite
+def _data_sets(run: Path, data: list[str], test: str | None, suite: str | None) -> dict[str, DataSet]:
+    from ssl_vit.comparison.sets import DataSet, load_suite
     from ssl_vit.comparison.suites import prepare
+    from ssl_vit.data import train_and_test
+    from ssl_vit.functions import labeled_parts
 
-    if bool(data) == bool(suite):
-        raise UserError("pass either --data FOLDER (repeatable) or --suite NAME")
-    if suite and test:
-        raise UserError("--test cannot be combined with --suite")
     if suite:
+        if test or data:
+            raise UserError("--suite cannot be combined with --data or --test")
         found = load_suite(suite)
         return prepare(found.sets, Path(found.folder), lambda text: print(text, file=sys.stderr))
-    if test:
-        if len(data) > 1:
-            raise UserError("--test goes with one --data; give several as folders that hold train/ and test/")
-        return {test: DataSet(train=data[0], test=test)}  # the numbers are about these images
-    for folder in data:
-        if not ((Path(folder) / "train").is_dir() and (Path(folder) / "test").is_dir()):
-            raise UserError(f"{folder} does not hold train/ and test/: name the test shards with --test")
-    return {folder: DataSet(train=f"{folder}/train", test=f"{folder}/test") for folder in data}
+    if test and len(data) > 1:
+        raise UserError("--test goes with one --data; give several as folders that hold both parts")
+    if not data or test:
+        parts = labeled_parts(run, None, data[0] if data else None, test)
+        return {parts[1]: DataSet(train=parts[0], test=parts[1])}  # the numbers are about these images
+    parts_of = {place: train_and_test(place) for place in data}
+    return {place: DataSet(train=train, test=test) for place, (train, test) in parts_of.items()}
 
 
 def _show(found: Sequence[Evaluation], per_class: bool) -> None:

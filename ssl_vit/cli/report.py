@@ -56,7 +56,7 @@ def recipes() -> None:
     Example: `ssl-vit recipes`
     """
     from ssl_vit import recipe as recipe_files
-    from ssl_vit.comparison.config import suites
+    from ssl_vit.comparison.sets import suites
 
     width = max(shutil.get_terminal_size().columns, 60) if sys.stdout.isatty() else 10_000
     for title, found in (("", recipe_files.shipped()), ("suites, for --suite:\n", suites())):

@@ -109,18 +109,41 @@ def shards_make(
 
 
 @app.command("verify")
-def shards_verify(folder: Folder, jobs: Jobs = None) -> None:
-    """Read all shards, decode every image, and list each defect. Exit code 1 if there is one.
+def shards_verify(
+    data: Annotated[Path, typer.Argument(help="Shards, a folder that holds train/ and test/, or images.")],
+    jobs: Jobs = None,
+) -> None:
+    """Decode every image of shards and list each defect. Exit code 1 if there is one.
 
-    Example: `ssl-vit shards verify shards/train`
+    Of a data set with several parts, or of images (packed first, see `shards make`), also list classes without images
+    and images that two parts share, equal or nearly equal.
+
+    Example: `ssl-vit shards verify my_images`
     """
+    from ssl_vit.data.packing.cache import is_shards, parts_of
     from ssl_vit.data.verify import verify
 
-    defects = verify(folder, jobs=jobs)
-    for defect in defects:
-        print(printable(f"{defect.shard}: {defect.key or '-'}: {defect.kind}: {defect.detail}"))
-    print(f"{folder}: {len(defects)} defect(s)" if defects else f"{folder}: no defect found")
-    if defects:
+    if is_shards(str(data)) and parts_of(str(data)) == [str(data)]:
+        listed = verify(data, jobs=jobs)
+        for defect in listed:
+            print(printable(f"{defect.shard}: {defect.key or '-'}: {defect.kind}: {defect.detail}"))
+        print(f"{data}: {len(listed)} defect(s)" if listed else f"{data}: no defect found")
+        raise typer.Exit(1 if listed else 0)
+    from ssl_vit.data.check import check_data
+
+    found = check_data(data, jobs=jobs)
+    for part, names in found.missing_classes.items():
+        for name in names:
+            print(printable(f"{part}: class {name} has no image"))
+    for row in found.bad_files.itertuples():
+        print(printable(f"{row.part}: {row.file}: {row.reason}"))
+    for row in found.leaks.itertuples():
+        print(printable(f"{row.part}: {row.file}: {row.kind} copy of {row.other_file} in {row.other_part}"))
+    images = ", ".join(f"{count:,} in {part}" for part, count in found.class_counts.sum().items())
+    print(f"{data}: {images} labeled" if found.class_counts.size else f"{data}: no labels")
+    defects = f"{len(found.bad_files)} bad file(s), {len(found.leaks)} image(s) in two parts"
+    print(f"{data}: {'no defect found' if found.ok else defects}")
+    if not found.ok:
         raise typer.Exit(1)
 
 

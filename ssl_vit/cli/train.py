@@ -33,14 +33,15 @@ def train(
 ) -> None:
     """Train one stage: pretraining, supervised training or fine-tuning, as the recipe says. Resumes by itself.
 
-    Example: `ssl-vit train digits_ssl data.train=shards/train training.steps=500`
+    Example: `ssl-vit train pretrain_vit_tiny data=my_images training.steps=500`
 
     Several processes: `accelerate launch --multi_gpu --num_processes 2 -m ssl_vit train digits_ssl`
     """
-    from ssl_vit import api, precision, runs
     from ssl_vit import recipe as recipes
 
     settings = recipes.load_recipe(recipe, overrides or [])
+    from ssl_vit import functions, precision, runs  # torch, after the keys were checked
+
     if dry_run:
         from ssl_vit.cli import previewed
         from ssl_vit.stage import dry_run as measure
@@ -55,16 +56,13 @@ def train(
         return
     if as_json:
         raise UserError("--json requires --dry-run")
-    run = api.train(settings)
+    run = functions.train(settings).dir
     if runs.is_main_process():
-        named = settings.data.train
-        shards = named if isinstance(named, str) else named[0].shards
-        test = Path(shards).parent / "test"
-        shown = str(test) if test.is_dir() else "TEST_SHARDS"
-        name = shlex.quote(str(run))
+        name, train = shlex.quote(str(run)), settings.data.train
+        known = isinstance(train, str) and (train.endswith("#train") or Path(train).name == "train")
         print(
             f"\nrun        {run}  (recipe, metrics.jsonl, TensorBoard events, checkpoints, encoder.safetensors)\n"
-            f"evaluate   ssl-vit eval {name} few_shot --data {shlex.quote(shards)} --test {shlex.quote(shown)}\n"
+            f"evaluate   ssl-vit eval {name} few_shot{'' if known else ' --data TRAIN --test TEST'}\n"
             f"look       ssl-vit report {name}   and   tensorboard --logdir {name}"
         )
         if settings.encoder.norm_eps is None:  # timm's config names no other

@@ -67,9 +67,9 @@ def export(
 
     Example: `ssl-vit export runs/digits_ssl exported --to timm`
     """
-    from ssl_vit import api
+    from ssl_vit import functions
 
-    api.export(run, out, to, license=license)
+    functions.export(run, out, to, license=license)
     print(f"{out}: {', '.join(sorted(file.name for file in out.iterdir()))}; README.md says how to load it")
 
 

@@ -1,9 +1,7 @@
-"""What a comparison and a suite of data sets are, read from YAML."""
+"""What a comparison is, read from YAML."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -13,62 +11,17 @@ from pydantic import Field, SerializeAsAny, ValidationInfo, field_validator, mod
 
 from ssl_vit import plugins, recipe
 from ssl_vit.comparison.quick import tenth
-from ssl_vit.data import RemoteConfig, mixture
-from ssl_vit.evaluators import Budgets, Metric, Seeds
+from ssl_vit.comparison.sets import DataSet, check_names, load_suite
+from ssl_vit.data import RemoteConfig, mixture, train_and_test
+from ssl_vit.evaluators import Budgets, Seeds
 from ssl_vit.interfaces import Config, UserError
 from ssl_vit.recipe import Recipe
 from ssl_vit.records import ArmKind
 
 ONLY = "data"  # name of the data set of a comparison that has one
-SET_BY_COMPARISON = {"labels_per_class", "seeds"}
-_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.]*")
 _FOLDERS = ("tasks", "features", "pictures", "weights")
 _WEIGHTS = ("weights", "architecture", "optional")
 _KEYS = {"scratch": ("like",), "pretrained": ("recipe", "overrides"), "weights": _WEIGHTS}
-
-
-def _check_names(names: Any) -> Any:
-    for name in names:
-        if not _NAME.fullmatch(str(name)):
-            raise ValueError(f"'{name}': names may contain letters, digits, _ and . (they become file names)")
-    return names
-
-
-class DataSet(Config):
-    """A labeled data set to evaluate on: shards, or a source that is packed into FOLDER/NAME on first use.
-
-    train, test: shards as in `data.train`; several sets of train count as one.
-    source: anything `ssl-vit shards make` takes, such as a hub name.
-    splits: the source's names of train and test.
-    image_column, label_column: of the source.
-    metric: the number that tables show: overall accuracy or the mean of the per-class accuracies.
-    evaluators: settings by evaluator, for this set alone.
-    """
-
-    train: str | tuple[str, ...] | None = None
-    test: str | None = None
-    source: str | None = None
-    splits: tuple[str, str] = ("train", "test")
-    image_column: str | None = None
-    label_column: str | None = None
-    metric: Metric = "accuracy"
-    evaluators: dict[str, dict[str, Any]] = Field({})
-
-    @model_validator(mode="after")
-    def _one_origin(self) -> DataSet:
-        if (self.source is None) == (self.train is None or self.test is None):
-            raise ValueError("give either train and test (existing shards) or source (packed on first use)")
-        return self
-
-
-class Suite(Config):
-    """Data sets to evaluate on together. folder: where those given by `source` are packed."""
-
-    name: str
-    folder: str = "shards"
-    sets: dict[str, DataSet] = Field(min_length=1)
-
-    _names = field_validator("sets")(_check_names)
 
 
 class Arm(Config):
@@ -117,12 +70,14 @@ class Arm(Config):
 class ComparisonData(Config):
     """What is evaluated on, and what the arms pretrain on.
 
-    train, test: labeled shards; only the last measurement reads test.
-    folds: labeled shards to cross-validate on, in place of train and test: each is the test set once, and the arms
+    train, test: labeled data; only the last measurement reads test. Without `test`, and for `data: PLACE`, they are
+        `PLACE#train` and `PLACE#test`.
+    folds: labeled data to cross-validate on, in place of train and test: each is the test set once, and the arms
         pretrain and fit on the other ones together.
     sets: several data sets instead. suite: a file or a shipped suite instead.
     folder: where sources are packed (default: the suite's own).
-    pretrain: training shards of the arms' recipes (default: `train`; with several sets the recipes' own).
+    pretrain: what the arms' recipes train on (default: `train`; with several sets the recipes' own). Where it has no
+        labels, arms that need labels train on `train`, and the others on both.
     remote: how train and test are read behind URLs (default: as the first recipe says).
     """
 
@@ -135,7 +90,15 @@ class ComparisonData(Config):
     pretrain: str | None = None
     remote: RemoteConfig | None = None
 
-    _names = field_validator("sets")(_check_names)
+    _names = field_validator("sets")(check_names)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _derive_test(cls, given: Any) -> Any:
+        given = {"train": given} if isinstance(given, str) else given
+        if isinstance(given, dict) and isinstance(given.get("train"), str) and given.get("test") is None:
+            given = given | dict(zip(("train", "test"), train_and_test(given["train"]), strict=True))
+        return given
 
     @model_validator(mode="after")
     def _one_way(self) -> ComparisonData:
@@ -166,7 +129,7 @@ class ComparisonConfig(Config):
     pretrainings: of every pretrained arm (with folds: in every fold), at most one per seed. Seed number n of a list
         uses pretraining number n modulo `pretrainings`; that is trained with the seed of its recipe plus the seed of
         this number in `seeds`.
-    labels_per_class: label budgets: images per class, shares such as '10%', or all.
+    labels_per_class: label budgets: images per class, shares such as '10%', or all; of the evaluators that name none.
     margin: differences within it count as equivalent (0.01: one percentage point).
     evaluators: settings by evaluator.
     jobs: local processes that run tasks (1: this process).
@@ -203,7 +166,7 @@ class ComparisonConfig(Config):
     @classmethod
     def _check_arms(cls, arms: dict[str, Arm]) -> dict[str, Arm]:
         reserved = {*_FOLDERS, "pixels", "untrained", *(f"untrained_{name}" for name in arms)}
-        if taken := sorted(reserved.intersection(_check_names(arms))):
+        if taken := sorted(reserved.intersection(check_names(arms))):
             raise ValueError(f"'{taken[0]}': this name is reserved for a reference or a folder; rename the arm")
         with_encoder = [name for name, arm in arms.items() if arm.kind != "scratch"]
         if not with_encoder:
@@ -236,13 +199,14 @@ class Study:
     folds: tuple[DataSet, ...] = ()
 
 
-def load_comparison(name: str | Path, overrides: Sequence[str] = ()) -> Study:
+def load_comparison(name: str | Path, overrides: recipe.Overrides = ()) -> Study:
     """Read and validate a comparison and its arms' recipes. Raises UserError naming each wrong key."""
     path = recipe.find(str(name))
     content = recipe.read(path, overrides)
     if "arms" not in content:
         raise UserError(f"{path} is a training recipe; run it with `ssl-vit train {name}`")
     given = {key: value or {} for key, value in dict(content.get("evaluators") or {}).items()}
+    recipe.validate(ComparisonConfig, content | {"evaluators": {key: Config() for key in given}}, f"{path}: ")
     content["evaluators"] = {key: _settings(path, key, value) for key, value in given.items()}
     c = recipe.validate(ComparisonConfig, content, f"{path}: ")
     suite = load_suite(c.data.suite, near=path) if c.data.suite else None
@@ -275,26 +239,7 @@ def load_comparison(name: str | Path, overrides: Sequence[str] = ()) -> Study:
 def _settings(path: Path, evaluator: str, values: dict[str, Any], *more: dict[str, dict[str, Any]]) -> Config:
     """An evaluator's settings. more: settings by evaluator that are merged on top, such as a data set's."""
     merged = dict(OmegaConf.to_container(OmegaConf.merge(values, *(over.get(evaluator) or {} for over in more))))
-    for key in sorted(SET_BY_COMPARISON.intersection(merged)):
-        raise UserError(f"{path}: evaluators.{evaluator}.{key}: set {key} of the comparison instead")
+    if "seeds" in merged:
+        raise UserError(f"{path}: evaluators.{evaluator}.seeds: set seeds of the comparison instead")
     config: type[Config] = plugins.load("evaluators", evaluator).Config
     return recipe.validate(config, merged, f"{path}: evaluators.{evaluator}.")
-
-
-def suites() -> dict[str, Path]:
-    """Shipped suites by name."""
-    return {path.stem: path for path in sorted((recipe.recipes_folder() / "suites").glob("*.yaml"))}
-
-
-def load_suite(name: str, near: Path | None = None, overrides: Sequence[str] = ()) -> Suite:
-    """Read and validate a suite: a path, one beside the recipe `near`, or a shipped suite's name. Raises UserError."""
-    places = [Path(name), *([near.parent / name] if near else []), *([suites()[name]] if name in suites() else [])]
-    path = next((place for place in places if place.is_file()), None)
-    if path is None:
-        raise UserError(f"{name}: no such suite; shipped suites: {', '.join(suites())}")
-    content = recipe.read(path, overrides)
-    for key, chosen in (content.get("sets") or {}).items():
-        for evaluator, values in ((chosen or {}).get("evaluators") or {}).items():
-            config = plugins.load("evaluators", evaluator).Config
-            recipe.validate(config, values or {}, f"{path}: sets.{key}.evaluators.{evaluator}.")
-    return recipe.validate(Suite, content, f"{path}: ")

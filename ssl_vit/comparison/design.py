@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from ssl_vit import plugins
-from ssl_vit.comparison.config import DataSet, Study
+from ssl_vit.comparison.config import Study
+from ssl_vit.comparison.sets import DataSet
 from ssl_vit.data import DataConfig, mixture
 from ssl_vit.evaluators import runner
 from ssl_vit.evaluators.base import Evaluator
@@ -179,8 +180,7 @@ class Design:
     def uses_labels(self, arm: str) -> bool:
         """Whether an arm's pretraining used labels."""
         recipe = self.recipes.get(arm)
-        module = plugins.load("objectives", recipe.objective.name) if recipe else None  # type: ignore[attr-defined]
-        return bool(module and getattr(module.Objective, "needs_labels", False))
+        return bool(recipe and needs_labels(recipe))
 
     def budgets_and_seeds(self, task: TaskRecord) -> tuple[list[Budget], dict[int, int]]:
         """What a `sweep` or `measure` task covers; of each seed the pretraining seed."""
@@ -195,3 +195,9 @@ class Design:
 def digest(content: Any) -> str:
     """Hash of plain JSON values."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def needs_labels(recipe: Recipe) -> bool:
+    """Whether a recipe's objective is trained with labels."""
+    module = plugins.load("objectives", recipe.objective.name)  # type: ignore[attr-defined]
+    return bool(getattr(module.Objective, "needs_labels", False))

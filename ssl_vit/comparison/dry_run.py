@@ -92,7 +92,7 @@ def dry_run_comparison(study: Study, say: Say = silent) -> ComparisonDryRun:
         differing=architecture_differences(arm_records(plan)),
     )
     measured: dict[str, DryRun] = {}
-    for arm, settings in study.recipes.items():
+    for arm, settings in plan.study.recipes.items():
         measured[arm] = found.arms[arm].pretraining = dry_run(settings, opened[plan.part(arm, "pretrain", 0)])
     for task in missing:
         if task.kind == "pretrain":

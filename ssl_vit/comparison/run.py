@@ -13,9 +13,11 @@ import yaml
 
 from ssl_vit import precision, recipe, runs, stage
 from ssl_vit.comparison import executor
-from ssl_vit.comparison.config import SET_BY_COMPARISON, ComparisonConfig, DataSet, Study, load_comparison
+from ssl_vit.comparison.config import ComparisonConfig, Study, load_comparison
 from ssl_vit.comparison.plan import Plan
+from ssl_vit.comparison.sets import DataSet
 from ssl_vit.comparison.suites import prepare
+from ssl_vit.comparison.unlabeled import with_labels
 from ssl_vit.comparison.weights import import_arms
 from ssl_vit.comparison.work import do, is_done
 from ssl_vit.data import RemoteConfig
@@ -102,9 +104,9 @@ def check(study: Study, sets: dict[str, DataSet], say: Say = silent) -> Checked:
     Raises UserError for whatever would make a task impossible.
     """
     _check_directory(study)
-    study = _with_precision(study, say)
     remotes = [study.comparison.data.remote, *(settings.data.remote for settings in study.recipes.values())]
     remote = next(filter(None, remotes), RemoteConfig())
+    study = _with_precision(with_labels(study, remote), say)
     plan, opened = Plan(study, study.comparison.run_directory, sets), dict[str, ShardSet]()
     for fold in plan.folds:
         for name in sets:
@@ -213,7 +215,8 @@ def _check_labels(plan: Plan, name: str, train: ShardSet, test: ShardSet, *, say
 def _write_plan(checked: Checked, c: ComparisonConfig, command: str) -> None:
     """Write `comparison.yaml`, the recipe, and `plan.json`, for the report."""
     plan = checked.plan
-    recipe_content = c.model_dump(mode="json", exclude={"evaluators": {"__all__": SET_BY_COMPARISON}})
+    unset = {key: {"seeds", "labels_per_class"} - one.model_fields_set for key, one in c.evaluators.items()}
+    recipe_content = c.model_dump(mode="json", exclude={"evaluators": unset})
     try:
         plan.run.mkdir(parents=True, exist_ok=True)
         write_text(plan.run / "comparison.yaml", yaml.safe_dump(recipe_content, sort_keys=False, allow_unicode=True))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from ssl_vit.comparison.config import DataSet
+from ssl_vit.comparison.sets import DataSet
 from ssl_vit.data.packing import pack
 from ssl_vit.data.packing.sources import open_source
 from ssl_vit.data.shards.info import INFO

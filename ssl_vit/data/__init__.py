@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import PurePosixPath
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, field_validator, model_validator
@@ -10,6 +11,16 @@ from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 from ssl_vit.interfaces import Config
 
 MAX_PIXELS = 89_478_485  # where Pillow warns: 256 MiB of RGB
+
+
+def train_and_test(place: str) -> tuple[str, str]:
+    """The data arguments of the two parts of a data set: `PLACE#train` and `PLACE#test`.
+
+    place: PLACE, `PLACE#train` or PLACE/train.
+    """
+    path = PurePosixPath(place)
+    place = str(path.parent) if path.name == "train" and "://" not in place else place.removesuffix("#train")
+    return f"{place}#train", f"{place}#test"
 
 
 class AugmentConfig(Config):
@@ -101,8 +112,10 @@ class DataConfig(Config):
     """Which shards feed training, and how.
 
     train: a folder of shards, one tar, a glob, a brace range (`shards/{000000..000099}.tar`) or such a URL: http(s)://,
-        s3://, gs://, hf://datasets/USER/NAME/... or any other that fsspec knows. Or a mixture: a list of such names, or
-        of {shards: NAME, weight: NUMBER}; its epoch has as many samples as its sets together.
+        s3://, gs://, hf://datasets/USER/NAME/... or any other that fsspec knows. Or images, packed on first use: a
+        folder, a parquet file, hf:NAME; `PLACE#train` is one part. Or a mixture: a list of such names, or of
+        {shards: NAME, weight: NUMBER}; its epoch has as many samples as its sets together. `data=PLACE` sets it to
+        `PLACE#train`.
     views: augmented views of each image in a step, each drawn by itself. LeJEPA compares them; other objectives take
         them as so many images (repeated augmentation). Batch sizes count images.
     samples: train on so many of the samples, the same ones for every seed; a larger number includes a smaller one's

@@ -12,8 +12,8 @@ import torch
 from pydantic import Field
 from threadpoolctl import threadpool_limits
 
-from ssl_vit.evaluators import Counts, Seeds
-from ssl_vit.evaluators.base import Classifier, Scored, SweepConfig
+from ssl_vit.evaluators import Budgets, Seeds
+from ssl_vit.evaluators.base import Classifier, LabeledConfig, Scored, SweepConfig
 from ssl_vit.evaluators.base import Evaluator as BaseEvaluator
 from ssl_vit.evaluators.features import FeatureConfig, ImageSet
 from ssl_vit.evaluators.labels import choose_labeled, short_classes
@@ -23,13 +23,10 @@ _BIAS = 100.0  # the constant feature; regularized like the rest, so its size se
 _SCORES = 1 << 22  # scores computed at once by a thread: 32 MiB
 
 
-class Config(FeatureConfig, SweepConfig):
-    """shots: labeled images per class. seeds: of the choice of shots.
+class Config(FeatureConfig, LabeledConfig, SweepConfig):
+    """l2: the published protocol uses 2**10. `sweep={l2: [...]}` selects one on held-out labeled images."""
 
-    l2: the published protocol uses 2**10. `sweep={l2: [...]}` selects one on a held-out part of the shots.
-    """
-
-    shots: Counts = (1, 5, 10, 25)
+    labels_per_class: Budgets = (1, 5, 10, 25)
     seeds: Seeds = (0, 1, 2)
     l2: float = Field(2.0**10, gt=0)
 
@@ -38,10 +35,6 @@ class Evaluator(BaseEvaluator):
     """Ridge regression, which has no probabilities."""
 
     title = "Few-shot linear classifier on frozen features"
-
-    @property
-    def budgets(self) -> tuple[int, ...]:
-        return tuple(self.config.shots)
 
     def fit(self, train: ImageSet, seed: int) -> Classifier:
         c: Config = self.config

@@ -18,7 +18,7 @@ from ssl_vit.training.distributed import Engine
 
 
 class OnlineProbe:
-    """Few-shot accuracy on held-out images of the same shards: `shots` images per class to fit to, others to score."""
+    """Few-shot accuracy on held-out images of the same shards: `labels_per_class` images to fit to, others to score."""
 
     def __init__(
         self, config: ProbeConfig, shards: ShardSet, data: DataConfig, encoder: Encoder, accelerator: Engine
@@ -30,18 +30,18 @@ class OnlineProbe:
         labels = labels_of(shards)
         classes = len(np.unique(labels[labels >= 0]))
         held_out = max(1, config.images // classes)
-        self.shots = choose_labeled(labels, config.shots, 0)
-        self.scored = np.setdiff1d(choose_labeled(labels, config.shots + held_out, 0), self.shots)
+        self.labeled = choose_labeled(labels, config.labels_per_class, 0)
+        self.scored = np.setdiff1d(choose_labeled(labels, config.labels_per_class + held_out, 0), self.labeled)
         if not len(self.scored) or classes < 2:
             raise UserError(
-                f"probe: {shards.spec} has {classes} class(es) and no labeled image beyond shots={config.shots} of "
-                "each: lower probe.shots, or name other shards by probe.data"
+                f"probe: {shards.spec} has {classes} class(es) and no labeled image beyond "
+                f"labels_per_class={config.labels_per_class} of each: lower it, or name other shards by probe.data"
             )
 
     def __call__(self, objective: nn.Module) -> float:
         """Accuracy, 0..1; the objective is left in evaluation mode. Every process must call it."""
         objective.eval()
-        few = self._features(objective, self.shots).of(self.shots)
+        few = self._features(objective, self.labeled).of(self.labeled)
         scored = self._features(objective, self.scored)
         predicted = Ridge(few.vectors, few.labels).predict(scored.vectors, (self.config.l2,))[self.config.l2]
         return float((predicted == scored.labels).mean())

@@ -25,8 +25,10 @@ _ALL_DIVERGED = "{}: every candidate of the sweep diverged; lower optim.lr"
 
 
 def budgets(evaluator: Evaluator, asked: Sequence[Budget]) -> tuple[Budget, ...]:
-    """The label budgets to measure where these are asked for."""
-    return evaluator.budgets or tuple(asked)
+    """The label budgets to measure where a comparison asks for these: the protocol's own, those that the evaluator's
+    settings name, or these."""
+    named = "labels_per_class" in evaluator.config.model_fields_set
+    return evaluator.budgets or (evaluator.config.labels_per_class if named else tuple(asked))
 
 
 def has_sweep(evaluator: Evaluator) -> bool:
@@ -112,7 +114,7 @@ def evaluate(evaluator: Evaluator, context: EvalContext) -> tuple[list[Result], 
     results: list[Result] = []
     sweeps: dict[str, SweepRecord] = {}
     seeds = evaluator.config.seeds
-    asked = budgets(evaluator, getattr(evaluator.config, "labels_per_class", (ALL,)))
+    asked: tuple[Budget, ...] = evaluator.budgets or evaluator.config.labels_per_class
     for source in ("trained", *evaluator.references):
         if not has_sweep(evaluator):
             results += measure(evaluator, context, source, asked, seeds)

@@ -95,7 +95,7 @@ class ProbeConfig(Config):
     the display.
 
     every: steps between probes (and one at the end). data: labeled shards (None: the run's own training shards).
-    shots: labeled images per class to fit to; images: how many others of these shards are scored, at most.
+    labels_per_class: labeled images to fit to; images: how many others of these shards are scored, at most.
     pooling, l2: see few_shot.
     patience: probes in a row without a new best after which training ends (None: never). It looks at held-out training
         images, never at test; but a run that ends so has used their labels, and its learning rate has not come down.
@@ -103,7 +103,7 @@ class ProbeConfig(Config):
 
     every: int = Field(ge=1)
     data: str | None = None
-    shots: int = Field(5, ge=1)
+    labels_per_class: int = Field(5, ge=1)
     images: int = Field(1000, ge=1)
     pooling: Literal["token", "mean", "both", "patches"] = "mean"
     l2: float = Field(2.0**10, gt=0)

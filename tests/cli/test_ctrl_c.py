@@ -25,7 +25,7 @@ from ssl_vit.data.packing.plan import Options
 from ssl_vit.data.packing.sources import open_source
 
 LONG = "training.steps=100000,training.batch_size=16,training.checkpoint_every=20"
-FEW = ["seeds=[0]", "labels_per_class=[2]", "evaluators.few_shot.shots=[1]", "pictures=false"]
+FEW = ["seeds=[0]", "labels_per_class=[2]", "evaluators.few_shot.labels_per_class=[1]", "pictures=false"]
 
 
 @pytest.fixture(scope="module")

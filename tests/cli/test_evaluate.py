@@ -48,14 +48,16 @@ def test_several_data_sets_are_columns_of_one_table(trained: Path, tmp_path: Pat
     other.mkdir()
     (other / "train").symlink_to(trained / "test")
     (other / "test").symlink_to(trained / "train")
-    code, shown, _ = evaluate("few_shot", "--data", trained, "--data", other, "shots=[2]")
+    code, shown, _ = evaluate("few_shot", "--data", trained, "--data", other, "labels_per_class=[2]")
     assert code == 0 and str(trained) in shown and str(other) in shown
     (row,) = [line for line in shown.splitlines() if "2 labels per class" in line and " trained" in line]
     assert row.count("±") == 2
     stored = read([trained / "run"])
     there = [points(one.estimate, "") for one in summarize(stored).accuracies if one.arm == stored.arms[0]]
     assert len(there) == 2 and all(one in row for one in there), "the same intervals as in the report"
-    code, shown, _ = evaluate("few_shot", "--data", f"{trained}/train", "--test", f"{trained}/test", "shots=[2]")
+    code, shown, _ = evaluate(
+        "few_shot", "--data", f"{trained}/train", "--test", f"{trained}/test", "labels_per_class=[2]"
+    )
     table = shown.split("saved in")[0]
     assert f"{trained}/test" in table and f"{trained}/train" not in table, "the numbers are about the test images"
 
@@ -97,11 +99,10 @@ def test_per_class_accuracies_are_those_of_the_predictions(trained: Path, evalua
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        ([], "pass either --data FOLDER"),
-        (["--data", "x", "--suite", "local"], "pass either --data FOLDER"),
+        (["--data", "x", "--suite", "local"], "--suite cannot be combined"),
         (["--suite", "transfr"], "transfr: no such suite"),
         (["--data", "a", "--data", "b", "--test", "c"], "--test goes with one --data"),
-        (["--data", "/"], "/ does not hold train/ and test/"),
+        (["--data", "nowhere"], "nowhere: no such file or folder"),
     ],
 )
 def test_wrong_data_is_named(evaluate: Call, arguments: list[str], expected: str) -> None:

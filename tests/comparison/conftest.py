@@ -41,7 +41,7 @@ def mini(few_digits: Path, tmp_path: Path) -> Mini:
                 "ssl": {"label": "SSL", "recipe": "digits_ssl", "overrides": STEPS},
                 "scratch": {"label": "scratch"},
             },
-            "evaluators": {"few_shot": {"shots": [1, 2]}},
+            "evaluators": {"few_shot": {"labels_per_class": [1, 2]}},
         }
         (tmp_path / "mini.yaml").write_text(yaml.safe_dump(content | changes, sort_keys=False))
         return tmp_path / "mini.yaml"
@@ -63,7 +63,7 @@ def finished(few_digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Comp
         "labels_per_class=[2,3]",
         f"arms.ssl.overrides=[{short}]",
         f"arms.supervised.overrides=[{short}]",
-        "evaluators.few_shot.shots=[1,2]",
+        "evaluators.few_shot.labels_per_class=[1,2]",
         f"evaluators.fine_tune={json.dumps(TUNING)}",
         "evaluators.knn={ks: [1]}",
         "evaluators.linear_probe={}",

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from ssl_vit.comparison.config import load_comparison, load_suite, suites
+from ssl_vit.comparison.config import load_comparison
+from ssl_vit.comparison.sets import load_suite, suites
 from ssl_vit.interfaces import UserError
 
 

@@ -44,7 +44,7 @@ def test_it_counts_tasks_and_hours_and_writes_nothing(
         return replace(dry_run(recipe, *shards), compute_seconds=float(len(times)), data_seconds=0.0)
 
     monkeypatch.setattr(module, "dry_run", measured)
-    recipe = mini(arms=ARMS, labels_per_class=[2, 5], evaluators={"few_shot": {"shots": [1]}, **SWEEP})
+    recipe = mini(arms=ARMS, labels_per_class=[2, 5], evaluators={"few_shot": {"labels_per_class": [1]}, **SWEEP})
     found = dry_run_comparison(load_comparison(recipe))
     assert found.missing == {"pretrain": 1, "sweep": 2 * 2, "measure": 2 * 2 * 2 + 3}
     assert (found.tasks, found.done) == (sum(found.missing.values()), 0)

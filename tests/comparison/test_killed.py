@@ -48,7 +48,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "ssl": {"label": "SSL", "recipe": "digits_ssl", "overrides": steps},
             "scratch": {"label": "scratch"},
         },
-        "evaluators": {"few_shot": {"shots": [1, 5]}, "fine_tune": tuning},
+        "evaluators": {"few_shot": {"labels_per_class": [1, 5]}, "fine_tune": tuning},
     }
     (folder / "small.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
     return folder / "small.yaml"

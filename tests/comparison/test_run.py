@@ -89,7 +89,7 @@ def test_the_record_says_what_the_arms_are(finished: Comparison) -> None:
 
 def test_missing_damaged_and_outdated_tasks_alone_are_run(mini: Mini, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    settings: dict[str, Any] = {"few_shot": {"shots": [1, 2]}, "fine_tune": TUNING, "knn": {"ks": [1]}}
+    settings: dict[str, Any] = {"few_shot": {"labels_per_class": [1, 2]}, "fine_tune": TUNING, "knn": {"ks": [1]}}
     recipe = mini(evaluators=settings)
     whole, before = quietly(recipe), stamps(run)
     assert rows(quietly(recipe)) == rows(whole)
@@ -119,7 +119,7 @@ def test_missing_damaged_and_outdated_tasks_alone_are_run(mini: Mini, tmp_path: 
 
 def test_two_processes_give_the_same_rows(mini: Mini, tmp_path: Path) -> None:
     changes: dict[str, Any] = {
-        "evaluators": {"few_shot": {"shots": [1]}, "fine_tune": TUNING},
+        "evaluators": {"few_shot": {"labels_per_class": [1]}, "fine_tune": TUNING},
         "pretrainings": 2,
     }
     one = quietly(mini(**changes, run=str(tmp_path / "one")))
@@ -178,7 +178,7 @@ name: two
 folder: {tmp_path}/packed
 sets:
   first: {{train: {few_digits}/train, test: {few_digits}/test, metric: mean_per_class}}
-  second: {{source: digits, evaluators: {{few_shot: {{shots: [3]}}}}}}
+  second: {{source: digits, evaluators: {{few_shot: {{labels_per_class: [3]}}}}}}
 """)
     own = {"few_shot": {"pooling": "patches"}}
     arms = {
@@ -186,7 +186,7 @@ sets:
         "bare": {"label": "weights alone", "weights": str(bare)},
         "patches": {"label": "all patches", "weights": str(run), "evaluators": own},
     }
-    settings = {"few_shot": {"shots": [1]}, "knn": {"ks": [1]}}
+    settings = {"few_shot": {"labels_per_class": [1]}, "knn": {"ks": [1]}}
     found = quietly(mini(arms=arms, evaluators=settings, data={"suite": "two.yaml"}, labels_per_class=[2, "5%", "all"]))
     frame = found.table.frame
     budgets = {tuple(key) for key in frame[["data", "evaluator", "labels_per_class"]].to_numpy().tolist()}
@@ -222,7 +222,9 @@ def test_a_resnet_takes_part_beside_a_vit(mini: Mini, tmp_path: Path) -> None:
     }
     tuning = TUNING | {"sweep": {"training.steps": [2]}}
     found = quietly(
-        mini(arms=arms, seeds=[0], pictures=True, evaluators={"few_shot": {"shots": [1]}, "fine_tune": tuning})
+        mini(
+            arms=arms, seeds=[0], pictures=True, evaluators={"few_shot": {"labels_per_class": [1]}, "fine_tune": tuning}
+        )
     )
     assert found.missing == ()
     frame = found.table.frame
@@ -281,7 +283,10 @@ def test_a_cross_validation_tests_every_image_once(mini: Mini, tmp_path: Path, f
     pack(open_source("digits", split="train"), tmp_path / "folds", Options(folds=2, shards=4), progress=False)
     folds = [f"{tmp_path}/folds/fold_{number}" for number in (0, 1)]
     tuning = TUNING | {"sweep": {"training.steps": [2]}}
-    changes: dict[str, Any] = {"evaluators": {"few_shot": {"shots": [1]}, "fine_tune": tuning}, "frozen_seeds": [0]}
+    changes: dict[str, Any] = {
+        "evaluators": {"few_shot": {"labels_per_class": [1]}, "fine_tune": tuning},
+        "frozen_seeds": [0],
+    }
     crossed = changes | {"data": {"folds": folds}, "run": str(tmp_path / "both")}
     whole = quietly(mini(**crossed))
     assert whole.missing == () and whole.record.folds == 2
@@ -360,7 +365,7 @@ def test_sets_that_number_other_classes_are_refused(few_digits: Path, mini: Mini
 
 
 def test_the_directory_of_something_else_is_refused(finished: Comparison, mini: Mini, tmp_path: Path) -> None:
-    recipe = mini(evaluators={"few_shot": {"shots": [1]}})
+    recipe = mini(evaluators={"few_shot": {"labels_per_class": [1]}})
     quietly(recipe)
     refused(recipe, "training.steps: 2 -> 3", "arms.ssl.overrides=[training.steps=3,training.batch_size=16]")
     refused(mini(name="other"), "holds the comparison mini.*run=PATH")
@@ -377,7 +382,7 @@ def test_several_launched_processes_share_every_task(mini: Mini, monkeypatch: py
 
 def test_another_job_s_task_is_waited_for(mini: Mini, monkeypatch: pytest.MonkeyPatch) -> None:
     """Jobs that share a directory do each task once: who comes second finds it done."""
-    recipe = mini(evaluators={"few_shot": {"shots": [1]}})
+    recipe = mini(evaluators={"few_shot": {"labels_per_class": [1]}})
     study = load_comparison(recipe)
     checked = check(study, study.sets)
     quietly(recipe)
@@ -396,7 +401,7 @@ def test_a_gpu_without_enough_memory_fails_one_task(mini: Mini, monkeypatch: pyt
 
     monkeypatch.setattr(work, "_run", full)
     with pytest.raises(RunError, match=r"few_shot-pixels-0: .*Tried to allocate 2 GiB\); lower jobs.*\n1 of "):
-        quietly(mini(evaluators={"few_shot": {"shots": [1]}}))
+        quietly(mini(evaluators={"few_shot": {"labels_per_class": [1]}}))
 
 
 def test_jobs_share_the_loader_processes(mini: Mini) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ssl_vit.comparison.config import DataSet
+from ssl_vit.comparison.sets import DataSet
 from ssl_vit.comparison.suites import packed, prepare
 from ssl_vit.data.packing import pack
 from ssl_vit.data.packing.plan import Options

@@ -43,7 +43,7 @@ def resnet(path: Path, **metadata: str) -> str:
 def test_a_file_is_an_arm_in_one_line(mini: Mini, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     resnet(tmp_path / "my.safetensors", architecture="test_resnet")
-    evaluators = {"few_shot": {"shots": [1]}, "fine_tune": TUNING | {"sweep": {"training.steps": [2]}}}
+    evaluators = {"few_shot": {"labels_per_class": [1]}, "fine_tune": TUNING | {"sweep": {"training.steps": [2]}}}
     recipe = mini(seeds=[0], evaluators=evaluators)
     override = f"arms.mine={{label: mine, weights: my.safetensors, evaluators: {json.dumps(SMALL)}}}"
     found = quietly(recipe, override)
@@ -88,7 +88,7 @@ def test_an_optional_arm_is_left_out_where_the_hub_is_out_of_reach(
 ) -> None:
     hub_arm = {"label": "ImageNet", "weights": f"timm:{HUB_NAME}", "optional": True, "evaluators": SMALL}
     arms = {"ssl": {"label": "SSL", "recipe": "digits_ssl", "overrides": ["training.steps=2"]}, "timm": hub_arm}
-    recipe = mini(arms=arms, seeds=[0], evaluators={"few_shot": {"shots": [1]}})
+    recipe = mini(arms=arms, seeds=[0], evaluators={"few_shot": {"labels_per_class": [1]}})
     code, said = call("compare", recipe, "--list")
     assert code == 0 and "arms.timm is left out" in said
     found = quietly(recipe)
@@ -102,7 +102,7 @@ def test_an_optional_arm_is_left_out_where_the_hub_is_out_of_reach(
     with pytest.raises(RunError, match=r"arms\.timm: .*the hub does not answer"):
         quietly(mini(arms={"timm": hub_arm}))
     fill(no_hub)
-    recipe = mini(arms=arms, seeds=[0], evaluators={"few_shot": {"shots": [1]}})
+    recipe = mini(arms=arms, seeds=[0], evaluators={"few_shot": {"labels_per_class": [1]}})
     found = quietly(recipe)
     assert [arm.name for arm in found.record.arms] == ["ssl", "timm"] and found.record.notes == ()
     encoder = factory.load(tmp_path / "run" / "weights" / "timm")

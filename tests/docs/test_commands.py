@@ -21,7 +21,8 @@ from PIL import Image
 from typer.main import get_command
 
 from ssl_vit import cli, plugins, recipe
-from ssl_vit.comparison.config import load_comparison, load_suite
+from ssl_vit.comparison.config import load_comparison
+from ssl_vit.comparison.sets import load_suite
 
 ROOT = Path(__file__).parent.parent.parent
 GUIDES, RESULTS = "recipes/README.md", "recipes/RESULTS.md"
@@ -40,7 +41,7 @@ TINY = {  # settings added to a command that starts with these words
     ],
     "compare": [
         "seeds=[0,1]", "frozen_seeds=[0,1]", "pretrainings=1", "labels_per_class=[2]", "pictures=false",
-        "evaluators.few_shot.shots=[1,2]",
+        "evaluators.few_shot.labels_per_class=[1,2]",
         "evaluators.fine_tune.sweep.training.steps=[2]", "evaluators.fine_tune.sweep.optim.lr=[0.01]",
         "evaluators.fine_tune.training.batch_size=32", "evaluators.fine_tune.sweep_labels_per_class=2",
         *(

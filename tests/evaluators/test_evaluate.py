@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from safetensors.torch import save_file
 
+import ssl_vit
 from ssl_vit import api
 from ssl_vit.data.packing import pack, sources
 from ssl_vit.data.packing.plan import Options
@@ -22,7 +23,7 @@ from ssl_vit.results import Table, evaluations, load
 
 TUNE = ["sweep={}", "training.steps=4", "training.batch_size=16", "labels_per_class=5", "seeds=[0,1]"]
 FAST = {
-    "few_shot": ["shots=[1,5]"],
+    "few_shot": ["labels_per_class=[1,5]"],
     "knn": ["ks=[5,3]"],
     "linear_probe": ["sweep={}", "c=0.1", "labels_per_class=5"],
     "fine_tune": TUNE,
@@ -65,14 +66,14 @@ def test_a_rerun_replaces_its_own_file_alone(trained: Path) -> None:
 def test_results_of_weights_that_are_gone_are_ignored(trained: Path, tmp_path: Path) -> None:
     run = shutil.copytree(trained / "run", tmp_path / "run", ignore=shutil.ignore_patterns("results"))
     data = (f"{trained}/train", f"{trained}/test")
-    old = api.evaluate(run, "few_shot", *data, ["shots=[2]"])
+    old = api.evaluate(run, "few_shot", *data, ["labels_per_class=[2]"])
     tensors = factory.state(factory.load(run))
     tensors["norm.bias"] = tensors["norm.bias"] + 1
     save_file(tensors, run / "encoder.safetensors")
     new = api.evaluate(run, "knn", *data, ["ks=[3]"])
     found, outdated = evaluations(run)
     assert [one.path for one in found] == [new.path] and outdated == [old.path]
-    assert set(api.read_results(run)["evaluator"]) == {"knn"}
+    assert set(ssl_vit.read_results(run)["evaluator"]) == {"knn"}
 
 
 def test_labels_of_one_class_cannot_be_evaluated(trained: Path, tmp_path: Path) -> None:
@@ -90,7 +91,7 @@ def test_labels_of_one_class_cannot_be_evaluated(trained: Path, tmp_path: Path) 
     ("run", "name", "keys", "expected"),
     [
         ("run", "few_shots", [], "did you mean 'few_shot'"),
-        ("run", "few_shot", ["shot=[1]"], "did you mean 'shots'"),
+        ("run", "few_shot", ["labels_per_clas=[1]"], "did you mean 'labels_per_class'"),
         ("run", "few_shot", ["block=9"], "has blocks 1 to 4"),
         ("run", "few_shot", ["l2=0"], "few_shot: l2: Input should be greater than 0"),
         ("run", "knn", ["ks=[5,5]"], "ks: 5 is named twice"),

@@ -39,7 +39,7 @@ def test_only_the_images_that_are_asked_for_are_read(context: EvalContext, monke
 
 def test_features_are_extracted_once_for_all_evaluators(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = (f"{trained}/train", f"{trained}/test")
-    first = api.evaluate(trained / "run", "few_shot", *data, ["shots=[2]"])
+    first = api.evaluate(trained / "run", "few_shot", *data, ["labels_per_class=[2]"])
     extract = features.extract
 
     def only_pixels(images: ImageSet, *rest: Any) -> Features:
@@ -47,11 +47,11 @@ def test_features_are_extracted_once_for_all_evaluators(trained: Path, monkeypat
         return extract(images, *rest)
 
     monkeypatch.setattr(features, "extract", only_pixels)
-    again = api.evaluate(trained / "run", "few_shot", *data, ["shots=[2]"])
+    again = api.evaluate(trained / "run", "few_shot", *data, ["labels_per_class=[2]"])
     assert again.results == first.results, "a result repeats bit for bit"
     api.evaluate(trained / "run", "knn", *data, ["ks=[3]", "labels_per_class=2", "seeds=[0,1,2]"])  # the same images
     with pytest.raises(AssertionError, match="extracted again"):
-        api.evaluate(trained / "run", "few_shot", *data, ["shots=[2]", "pooling=token"])
+        api.evaluate(trained / "run", "few_shot", *data, ["labels_per_class=[2]", "pooling=token"])
 
 
 def test_the_cache_knows_other_weights_shards_and_preparation(trained: Path, tmp_path: Path) -> None:

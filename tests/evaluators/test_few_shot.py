@@ -141,7 +141,7 @@ def digits() -> tuple[Split, Split]:
 def test_the_evaluator_is_the_function_on_every_source(array_context: Build, seeds: tuple[int, ...]) -> None:
     (train_x, train_y), (test_x, test_y) = digits()
     context = array_context(*digits())
-    config = Config(shots=(1, 5), seeds=seeds, l2=3.0, pooling="both", block=2)
+    config = Config(labels_per_class=(1, 5), seeds=seeds, l2=3.0, pooling="both", block=2)
     rows, sweeps = runner.evaluate(Evaluator(config), context)
     assert not sweeps and len(rows) == 3 * 2 * len(seeds)
     representations = {key[2] for key in context.features.asked}  # type: ignore[attr-defined]
@@ -155,7 +155,9 @@ def test_the_evaluator_is_the_function_on_every_source(array_context: Build, see
 
 
 def test_l2_can_be_selected_on_a_part_of_the_shots(array_context: Build) -> None:
-    evaluator = Evaluator(Config.model_validate({"shots": [1, 10], "seeds": 0, "sweep": {"l2": [1e6, 1e-2, 10]}}))
+    evaluator = Evaluator(
+        Config.model_validate({"labels_per_class": [1, 10], "seeds": 0, "sweep": {"l2": [1e6, 1e-2, 10]}})
+    )
     one, ten = runner.measure(evaluator, array_context(*digits()), "trained", (1, 10), (0,))
     assert one.selected == {"l2": 10} and "could be held out" in one.notes[0], "the middle one"
     assert ten.selected["l2"] != 1e6 and not ten.notes

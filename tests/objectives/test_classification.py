@@ -149,7 +149,7 @@ def test_a_resnet_learns_real_digits_and_serves_the_evaluators(few_digits: Path,
     assert lines[-1]["loss"] < 0.6 * lines[0]["loss"]
     encoder = load(tmp_path / "run")
     assert (encoder.name, encoder.image_size, encoder.channels) == ("resnet10t", (8, 16), 1)
-    settings = ["shots=[5]", "pooling=mean"]
+    settings = ["labels_per_class=[5]", "pooling=mean"]
     result = api.evaluate(tmp_path / "run", "few_shot", f"{few_digits}/train", f"{few_digits}/test", settings)
     trained, untrained = (
         float(np.mean([row.accuracy for row in result.results if row.arm == arm])) for arm in ("trained", "untrained")

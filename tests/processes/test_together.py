@@ -59,7 +59,7 @@ def test_three_processes_evaluate_as_one_does(world: World, digits: Path, traine
     measured, images = {}, {}
     for count in (1, 3):
         run = shutil.copytree(trained, tmp_path / str(count))
-        for name, keys in (("few_shot", ("shots=[5]", "seeds=[0]")), ("own_head", ())):
+        for name, keys in (("few_shot", ("labels_per_class=[5]", "seeds=[0]")), ("own_head", ())):
             everyone = world(count, "command_line", "eval", run, name, "--data", digits, *keys)
             assert [process.wait() for process in everyone] == [0] * count, "".join(one.text for one in everyone)
             assert all(" s; saved in" in one.text for one in everyone[:1]) and not any(one.text for one in everyone[1:])

@@ -27,7 +27,7 @@ Lines = Callable[[Path], list[dict[str, Any]]]
 
 def test_probing_leaves_the_training_as_it_is(train: Train, lines: Lines, tmp_path: Path) -> None:
     train(tmp_path / "without", "encoder.dropout=0.1")
-    keys = ["encoder.dropout=0.1", "probe.every=5", "probe.images=50", "probe.shots=2"]
+    keys = ["encoder.dropout=0.1", "probe.every=5", "probe.images=50", "probe.labels_per_class=2"]
     rows = lines(train(tmp_path / "with", *keys))
     probed = {row["step"]: row["probe_accuracy"] for row in rows if "probe_accuracy" in row}
     assert list(probed) == [5, 10, 12], "every five steps and at the end"
@@ -43,15 +43,15 @@ def test_the_probe_is_few_shot_on_other_images_of_the_same_shards(train: Train, 
     settings = api.run_recipe(tmp_path / "run")
     assert settings
     model = factory.load(tmp_path / "run")
-    config = ProbeConfig(every=1, shots=3, images=200, pooling="patches", l2=7.0)
+    config = ProbeConfig(every=1, labels_per_class=3, images=200, pooling="patches", l2=7.0)
     probe = OnlineProbe(config, open_shards(str(digits)), settings.data, model, make_accelerator())
-    assert not set(probe.shots) & set(probe.scored)
-    assert (len(probe.shots), len(probe.scored)) == (30, 200)
+    assert not set(probe.labeled) & set(probe.scored)
+    assert (len(probe.labeled), len(probe.scored)) == (30, 200)
     holder = torch.nn.Module()
     holder.encoder = model.train()
     context = api.make_context(tmp_path / "run", settings, str(digits), str(digits))
     whole = ImageSet(context, "trained", "train").features(FeatureConfig(pooling="patches"))
-    few, scored = (np.sort(part) for part in (probe.shots, probe.scored))
+    few, scored = (np.sort(part) for part in (probe.labeled, probe.scored))
     fit, asked = (whole.vectors[few], whole.labels[few]), (whole.vectors[scored], whole.labels[scored])
     found = few_shot_accuracy(*fit, *asked, shots=(3,), seeds=(0,), l2=7.0)
     assert probe(holder) == pytest.approx(found[3, 0])
@@ -68,7 +68,7 @@ def test_a_probe_sees_the_averaged_weights_that_are_published(
 
     monkeypatch.setattr(OnlineProbe, "__call__", measure)
     keys = ["training.ema=0.5", "optim.lr=0.01"]
-    train(tmp_path / "run", *keys, "probe.every=12", "probe.images=20", "probe.shots=1")
+    train(tmp_path / "run", *keys, "probe.every=12", "probe.images=20", "probe.labels_per_class=1")
     published = load_file(tmp_path / "run" / "encoder.safetensors")
     assert all(torch.equal(seen[0][name], tensor) for name, tensor in published.items())
     train(tmp_path / "without", *keys)
@@ -78,7 +78,7 @@ def test_a_probe_sees_the_averaged_weights_that_are_published(
 
 
 def test_a_probe_that_does_not_rise_ends_the_run_and_it_stays_ended(train: Train, lines: Lines, tmp_path: Path) -> None:
-    keys = ["probe.every=2", "probe.images=20", "probe.shots=1", "probe.patience=2", "training.steps=400"]
+    keys = ["probe.every=2", "probe.images=20", "probe.labels_per_class=1", "probe.patience=2", "training.steps=400"]
     rows = lines(train(tmp_path / "run", *keys))
     values = [row["probe_accuracy"] for row in rows if "probe_accuracy" in row]
     end = next(row for row in rows if row.get("event") == "early_stop")

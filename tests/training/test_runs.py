@@ -19,7 +19,7 @@ from ssl_vit.training.loop import Trainer
 from ssl_vit.training.signals import StopRequest
 
 Train = Callable[..., Path]
-PROBE = ("probe.images=20", "probe.shots=1")
+PROBE = ("probe.images=20", "probe.labels_per_class=1")
 
 
 def environment(run: Path) -> dict[str, Any]:

@@ -57,15 +57,7 @@ def pack(
     planned = {out / part: images for part, images in plan_shards(source, options).items()}
     every = [images for shards in planned.values() for images in shards]
     processes = process_count(jobs, len(every), sum(map(len, every)))
-    plan = {
-        "software": f"ssl-vit {__version__}, Pillow {PIL.__version__}",  # the latter encodes what is resized
-        "source": source.name,
-        "license": source.license,
-        "images": {"count": source.count, "listing": source.listing},
-        "classes": source.classes,
-        "labels": None if source.labels is None else hashlib.sha256(source.labels.tobytes()).hexdigest(),
-        **asdict(options),
-    }
+    plan = packing_plan(source, options)
     with record.locked(out):
         finished = record.prepare(out, plan, list(planned), overwrite)
         todo = list(_unfinished(source, planned, finished))
@@ -96,6 +88,19 @@ def pack(
             content = info.model_dump(exclude={"splits"})
             write_json(folder / INFO, {name: content[name] for name in Info.__annotations__ if name in content})
         return infos
+
+
+def packing_plan(source: Source, options: Options) -> record.PackingPlan:
+    """All that decides the bytes of a shard set."""
+    return {
+        "software": f"ssl-vit {__version__}, Pillow {PIL.__version__}",  # the latter encodes what is resized
+        "source": source.name,
+        "license": source.license,
+        "images": {"count": source.count, "listing": source.listing},
+        "classes": source.classes,
+        "labels": None if source.labels is None else hashlib.sha256(source.labels.tobytes()).hexdigest(),
+        **asdict(options),
+    }
 
 
 def content_hash(checksums: Iterable[str]) -> str:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -85,9 +85,12 @@ def end_with_parent() -> None:
 
 @contextmanager
 def progress_bar(what: str, total: int | None, show: bool) -> Iterator[Callable[[int], None]]:
-    """A function to call with the number of images that were finished; draws a bar on a terminal."""
+    """A function to call with the number of images that were finished; draws a bar on a terminal, and in a notebook
+    with ipywidgets."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    hidden = not (show and sys.stderr.isatty())
-    with Progress(*columns, console=Console(stderr=True), transient=True, disable=hidden) as bar:
+    console = Console(stderr=True)
+    notebook = console.is_jupyter and find_spec("ipywidgets")  # rich draws with it
+    hidden = not (show and (console.is_terminal or notebook))
+    with Progress(*columns, console=console, transient=True, disable=hidden) as bar:
         task = bar.add_task(what, total=total)
         yield lambda count: bar.advance(task, count)

@@ -52,6 +52,11 @@ class ShardSet:
         return sum(self.counts)
 
     @property
+    def labeled(self) -> bool:
+        """Whether the first sample has a label."""
+        return any("cls" in sample.members for sample in self.open(0).samples[:1])
+
+    @property
     def first_index(self) -> np.ndarray:
         """int64 (shards + 1,): the global index of each shard's first sample; the last entry is the total."""
         return np.concatenate([[0], np.cumsum(self.counts)]).astype(np.int64)
@@ -110,7 +115,8 @@ def open_url(url: str, remote: RemoteConfig = _DEFAULT, size: int | None = None,
 
 def open_shards(spec: str | Sequence[str], remote: RemoteConfig = _DEFAULT) -> ShardSet:
     """Find the shards that `spec` names (a folder, a tar, a glob, a brace range; local or URL) and count them; several
-    sets count as one, as `open_training` has them.
+    sets count as one, as `open_training` has them. Images that are not shards are packed into a cache first; see
+    `packing.cache.folder_of` for what may be named.
 
     Counts and class names come from the `info.json` beside the shards; tars without it are counted by their headers,
     remote ones by downloading them. Raises UserError when nothing is found, RunError when a server does not answer.
@@ -119,7 +125,9 @@ def open_shards(spec: str | Sequence[str], remote: RemoteConfig = _DEFAULT) -> S
         return _together([(open_shards(one, remote), None) for one in spec], remote)
     if spec.startswith("pipe:"):
         raise UserError(f"{spec}: shell commands are not run; name a file or a URL")
-    urls, info = list_shards(spec, remote)
+    from ssl_vit.data.packing.cache import folder_of
+
+    urls, info = list_shards(folder_of(spec), remote)
     entries = {entry.file: entry for entry in info.shards} if info else {}
     known = [entries.get(file_name(url)) for url in urls]
     if (unknown := known.count(None)) and any("://" in url for url in urls):

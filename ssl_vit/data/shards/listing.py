@@ -15,7 +15,7 @@ from ssl_vit.data.shards.info import ABOUT, INFO, MAX_INFO_BYTES, RECORD, Info, 
 from ssl_vit.interfaces import UserError
 
 _TAR = re.compile(r"\.(tar(\.\w+)?|tgz)$")
-_MAKE_THEM = "make shards with `ssl-vit shards make SOURCE OUT`"
+_MAKE_THEM = "name images (a folder, a parquet file, hf:NAME), or make shards with `ssl-vit shards make SOURCE OUT`"
 _NAME_THEM = "where a server lists no files, name the shards, such as URL/{000000..000009}.tar"
 
 

@@ -6,17 +6,19 @@ sample is then one `pread` per member. What a stream holds does not grow with th
 
 from __future__ import annotations
 
+import json
 import os
 import tarfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from threading import Thread
 from typing import IO, BinaryIO, cast
 
 from ssl_vit.data.shards.info import IMAGE_EXTENSIONS, MAX_MEMBER_BYTES
-from ssl_vit.interfaces import RunError, UserError
+from ssl_vit.interfaces import RunError, UserError, printable
 
 READ_EXTENSIONS = (*IMAGE_EXTENSIONS, "cls")
 _MAX_HEADER_BYTES = 1 << 20  # of a long name or a pax header
@@ -108,6 +110,14 @@ class ShardFile:
             raise BadSample(f"missing: {f'the shard is damaged ({self.damage})' if self.damage else 'the shard ends'}")
         members = self.samples[position].members
         return {name: self._bytes(members[name]) for name in extensions if name in members}
+
+    def file_name(self, position: int) -> str | None:
+        """The file that a sample was packed from, where its `.json` names one. Raises as `read` does."""
+        with suppress(ValueError, RecursionError):
+            content = json.loads(self.read(position, ("json",)).get("json", b"null"))
+            if isinstance(content, dict) and isinstance(content.get("file"), str):
+                return printable(content["file"])
+        return None
 
     def _bytes(self, span: Span) -> bytes:
         if span.size > MAX_MEMBER_BYTES:

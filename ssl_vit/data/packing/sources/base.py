@@ -40,6 +40,8 @@ class Source:
         packing process and raises BrokenImageError where an image cannot be read.
     listing: a hash of the images' names and sizes, which tells sources apart without reading them.
     groups: int64 (count,), ascending: images of one group, such as those of one person, stay in one fold.
+    bytes: of all images together, as far as it is known without reading them.
+    modified: when the newest file was changed (ns since the epoch), where the images are files.
     """
 
     name: str
@@ -50,6 +52,8 @@ class Source:
     read: Callable[[Any], tuple[str, bytes]]
     listing: str
     groups: np.ndarray | None = None
+    bytes: int = 0
+    modified: int = 0
 
     @property
     def count(self) -> int:

@@ -34,6 +34,10 @@ class _DigitReader:
         return f"digit {row}", encoded.getvalue()
 
 
+def list_splits(place: str) -> list[str]:
+    return ["train", "test"]
+
+
 def open_images(place: str, split: str | None) -> Source:
     if place:
         raise UserError(f"digits:{place}: the digits come with scikit-learn; write digits")

@@ -18,15 +18,21 @@ _SUFFIXES = {".jpg", ".jpeg", ".jfif", ".png", ".webp", ".bmp", ".gif", ".tif", 
 _SPLITS = {"train", "test", *VALIDATION}
 
 
+def list_splits(root: Path) -> list[str]:
+    """The folder's train, val and test where it holds nothing else, sorted; [] for class folders and flat folders."""
+    inside = {*_sub_folders(root)}
+    return sorted(inside) if "train" in inside and inside <= _SPLITS else []
+
+
 def open_folder(root: Path, split: str | None) -> Source:
     """One sub-folder per class, or flat and unlabeled. split: picks a folder where train, test, val are above these."""
     name, class_roots, inside = root.resolve().name, [root], {*_sub_folders(root)}
     if split is None and "train" in inside and len(inside & _SPLITS) > 1 and (others := sorted(inside - _SPLITS)):
         raise UserError(
-            f"{root} holds splits and other folders ({', '.join(others[:3])}): choose a split with --split, "
-            "or move the others away"
+            f"{root} holds splits and other folders ({', '.join(others[:3])}): move the others away, "
+            "or pack one split with `ssl-vit shards make --split NAME`"
         )
-    if split is not None or ("train" in inside and inside <= _SPLITS):
+    if split is not None or list_splits(root):
         splits = sorted(folder for folder in inside if folder in _SPLITS or folder == split)
         part = find_split(str(root), split, splits)
         class_roots = [root / other for other in _same_classes(root, part, splits)]
@@ -44,15 +50,16 @@ def open_folder(root: Path, split: str | None) -> Source:
                 f"{root} holds both images ({stray}) and sub-folders ({folders[0]}/): "
                 "put every image in a sub-folder named after its class, or none"
             )
-    items, counts, listing = list[str](), list[int](), hashlib.sha256()
+    items, counts, listing, total, newest = list[str](), list[int](), hashlib.sha256(), 0, 0
     for folder in folders or [""]:
         images, other_files = _images_in(root / folder)
         ignored += other_files
         if not images:
             what = "this class folder holds no images" if folder else "holds no images, parquet or arrow files"
             raise UserError(f"{root / folder}: {what}; add some or remove the folder")
-        for file, size in sorted(images):
+        for file, size, modified in sorted(images):
             items.append(f"{folder}/{file}" if folder else file)
+            total, newest = total + size, max(newest, modified)
             listing.update(os.fsencode(f"{items[-1]}\0{size}\n"))
         counts.append(len(images))
     if ignored:
@@ -61,7 +68,9 @@ def open_folder(root: Path, split: str | None) -> Source:
     if classes is not None:
         index = {folder: number for number, folder in enumerate(classes)}
         labels = np.repeat(np.array([index[folder] for folder in folders], dtype=np.int64), counts)
-    return Source(f"{name} (folder)", None, classes, labels, items, FileReader(root), listing.hexdigest())
+    reader = FileReader(root)
+    about = f"{name} (folder)", None, classes, labels, items, reader, listing.hexdigest()
+    return Source(*about, bytes=total, modified=newest)
 
 
 def is_dataset(folder: Path) -> bool:
@@ -110,9 +119,10 @@ def _sub_folders(folder: Path) -> list[str]:
     return sorted(entry.name for entry in _entries(folder) if entry.is_dir())
 
 
-def _images_in(folder: Path) -> tuple[list[tuple[str, int]], int]:
-    """(path below the folder, bytes) of every image file, and how many other files there are."""
-    images, others = list[tuple[str, int]](), 0
+def _images_in(folder: Path) -> tuple[list[tuple[str, int, int]], int]:
+    """(path below the folder, bytes, time of the last change in ns) of every image file, and how many other files there
+    are."""
+    images, others = list[tuple[str, int, int]](), 0
     for base, folders, files in os.walk(folder, onerror=_refuse):
         folders[:] = [name for name in folders if not name.startswith(".")]
         others += sum(Path(base, name).is_symlink() for name in folders)  # not followed
@@ -122,11 +132,11 @@ def _images_in(folder: Path) -> tuple[list[tuple[str, int]], int]:
             path = Path(base, name)
             try:
                 status = path.stat()
-                regular, size = stat.S_ISREG(status.st_mode), status.st_size
+                regular, size, modified = stat.S_ISREG(status.st_mode), status.st_size, status.st_mtime_ns
             except OSError:  # a broken link: packing lists it as unreadable
-                regular, size = True, 0
+                regular, size, modified = True, 0, 0
             if regular and _is_image(name):
-                images.append((path.relative_to(folder).as_posix(), size))
+                images.append((path.relative_to(folder).as_posix(), size, modified))
             else:
                 others += 1
     return images, others

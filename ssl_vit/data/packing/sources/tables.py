@@ -17,11 +17,20 @@ from ssl_vit.data.packing.sources.base import BrokenImageError, Source, find_spl
 from ssl_vit.interfaces import UserError
 
 
+def list_splits(spec: str, path: Path | None) -> list[str]:
+    """The splits of a data set; [] for a single table. path: None for a name on the hub."""
+    return [name for name in _load(spec, path) if name]
+
+
 def open_table(
     spec: str, path: Path | None, split: str | None, label_column: str | None, image_column: str | None
 ) -> Source:
     """See `open_source`. path: None for a name on the hub."""
-    part, tables = _load(spec, path, split)
+    tables = _load(spec, path)
+    if split is not None and str(getattr(tables.get(""), "split", split)) != split:
+        raise UserError(f"{spec} is one table without splits; omit split={split}")
+    alone = len(tables) == 1 and (split is None or "" in tables)
+    part = next(iter(tables)) if alone else find_split(spec, split, list(tables))
     table = tables[part]
     for column in (image_column, label_column):
         if column is not None and column not in table.features:
@@ -37,7 +46,8 @@ def open_table(
     classes, labels = _labels(spec, table, list(tables.values()), label_column) if label_column else (None, None)
     name = f"{spec if path is None else path.resolve().name} (datasets{part and f', split {part}'})"
     reader = _RowReader(images, column)
-    return Source(name, table.info.license or None, classes, labels, range(len(table)), reader, _listing(images))
+    license, listing = table.info.license or None, _listing(images)
+    return Source(name, license, classes, labels, range(len(table)), reader, listing, bytes=images.data.nbytes)
 
 
 @dataclass(frozen=True)
@@ -67,8 +77,8 @@ def _listing(images: datasets.Dataset) -> str:
     return listing.hexdigest()
 
 
-def _load(spec: str, path: Path | None, split: str | None) -> tuple[str, dict[str, datasets.Dataset]]:
-    """The chosen split and all splits of the data set; a single table without a name is the split ""."""
+def _load(spec: str, path: Path | None) -> dict[str, datasets.Dataset]:
+    """The splits of the data set by name; a single table is the split ""."""
     try:
         if path is None:
             loaded = datasets.load_dataset(spec)
@@ -86,12 +96,7 @@ def _load(spec: str, path: Path | None, split: str | None) -> tuple[str, dict[st
         raise UserError(f"{spec}: no such file or folder, and no such data set on the Hugging Face hub") from None
     except (ValueError, OSError, datasets.exceptions.DatasetsError) as error:
         raise UserError(f"{spec}: cannot be read as a data set: {_first_line(error)}") from None
-    if isinstance(loaded, datasets.Dataset):
-        if split is not None and str(loaded.split) != split:
-            raise UserError(f"{spec} is one table without splits; omit split={split}")
-        return "", {"": loaded}
-    name = next(iter(loaded)) if split is None and len(loaded) == 1 else find_split(spec, split, list(loaded))
-    return name, dict(loaded)
+    return {"": loaded} if isinstance(loaded, datasets.Dataset) else dict(loaded)
 
 
 def _image_column(spec: str, table: datasets.Dataset) -> str:

@@ -1,0 +1,163 @@
+"""What is wrong with a data set before anything is trained on it: `check_data`."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from pathlib import Path
+
+import imagehash
+import numpy as np
+import pandas as pd
+from PIL import Image, UnidentifiedImageError
+
+from ssl_vit.data.packing.cache import is_shards, parts_of
+from ssl_vit.data.packing.parallel import process_count, progress_bar, run
+from ssl_vit.data.shards import ShardSet, open_shards
+from ssl_vit.data.shards.info import IMAGE_EXTENSIONS, local_info
+from ssl_vit.data.shards.reading import BadSample
+from ssl_vit.data.verify import verify
+from ssl_vit.interfaces import UserError
+
+# Unrelated photographs of Imagenette (750,000 pairs) differ in at least 11 bits. Of 517,320 pairs of different digits,
+# 27 differ in at most 4 bits, none of them in less than 9 gray levels. Copies that were resized or compressed again
+# differ less than both limits.
+_BITS, _LEVELS = 4, 5.0
+_THUMBNAIL = (16, 16)
+_ROWS = 1 << 24  # pairs compared at once
+
+
+@dataclass(frozen=True)
+class DataReport:
+    """What `check_data` found in a data set.
+
+    bad_files: columns part, file, reason: unreadable images, and every other defect of the shards.
+    class_counts: images by class (rows) and part (columns); empty without labels.
+    missing_classes: classes without images, by part.
+    leaks: columns file, part, other_file, other_part, kind: images that two parts share, `exact` (the same bytes) or
+        `near` (the same picture, resized or compressed again).
+    """
+
+    bad_files: pd.DataFrame
+    class_counts: pd.DataFrame
+    missing_classes: dict[str, list[str]]
+    leaks: pd.DataFrame
+
+    @property
+    def ok(self) -> bool:
+        """Whether there is nothing to complain about."""
+        return self.bad_files.empty and self.leaks.empty and not any(self.missing_classes.values())
+
+
+def check_data(place: str | Path, *, jobs: int | None = None, progress: bool = True) -> DataReport:
+    """Read all images of a local data set and list what is wrong with it.
+
+    place: a folder of shards or one that holds shards in train/ and test/; or images, which are packed first. Of images
+        without splits the two parts of the automatic holdout are checked.
+    jobs: processes. Default: one per core, fewer for little data.
+    progress: show it on stderr.
+
+    Raises UserError for what cannot be found.
+    """
+    place = str(place)
+    if "://" in place:
+        raise UserError(f"{place}: only local data can be checked; copy the shards to a disk")
+    parts = parts_of(place)
+    if parts == [place] and not is_shards(place):
+        parts = [f"{place}#train", f"{place}#test"]
+    bad, counts, pictures = list[tuple[str, str, str]](), dict[str, pd.Series](), dict[str, list[_Picture]]()
+    for spec in parts:
+        part = spec.removeprefix(f"{place}#")
+        shards = open_shards(spec)
+        folder = Path(shards.urls[0]).parent
+        info = local_info(folder)
+        bad += [(part, one.file, one.reason) for one in (info[0].dropped if info else ())]
+        bad += [
+            (part, f"{one.shard} {one.key}".strip(), f"{one.kind}: {one.detail}")
+            for one in verify(folder, jobs=jobs, progress=progress)
+        ]
+        pictures[part] = _read(shards, jobs, progress)
+        labels = [picture.label for picture in pictures[part]]
+        names = shards.classes or sorted({str(label) for label in labels if label >= 0})
+        found = pd.Series(labels, dtype=int).value_counts()
+        counts[part] = pd.Series({name: int(found.get(number, 0)) for number, name in enumerate(names)}, dtype=int)
+    table = pd.DataFrame(counts).fillna(0).astype(int)
+    pairs = combinations(pictures, 2)
+    leaks = [leak for one, other in pairs for leak in _shared(pictures[one], one, pictures[other], other)]
+    return DataReport(
+        pd.DataFrame(bad, columns=["part", "file", "reason"]),
+        table,
+        {part: list(table.index[table[part] == 0]) for part in table},
+        pd.DataFrame(leaks, columns=["file", "part", "other_file", "other_part", "kind"]),
+    )
+
+
+@dataclass(frozen=True)
+class _Picture:
+    """sha256: of the image's bytes. bits: perceptual hash. thumbnail: 16x16 gray levels."""
+
+    file: str
+    label: int
+    sha256: bytes
+    bits: int
+    thumbnail: bytes
+
+
+@dataclass(frozen=True)
+class _Reader:
+    shards: ShardSet
+
+    def __call__(self, shard: int) -> list[_Picture]:
+        file, found = self.shards.open(shard), []
+        for position, sample in enumerate(file.samples):
+            try:
+                members = file.read(position)
+                data = next(members[name] for name in IMAGE_EXTENSIONS if name in members)
+                with Image.open(io.BytesIO(data)) as opened:
+                    image = opened.convert("L")
+            except (StopIteration, BadSample, OSError, UnidentifiedImageError, Image.DecompressionBombError):
+                continue  # `verify` names it
+            label = members.get("cls", b"").strip()
+            bits = int.from_bytes(np.packbits(imagehash.phash(image).hash).tobytes())
+            name = file.file_name(position) or sample.key
+            number = int(label) if label.isdigit() else -1
+            digest = hashlib.sha256(data).digest()
+            found.append(_Picture(name, number, digest, bits, image.resize(_THUMBNAIL).tobytes()))
+        return found
+
+
+def _read(shards: ShardSet, jobs: int | None, progress: bool) -> list[_Picture]:
+    found: dict[int, list[_Picture]] = {}
+    with progress_bar("comparing", shards.samples, progress) as advance:
+
+        def receive(shard: int, pictures: list[_Picture]) -> None:
+            found[shard] = pictures
+            advance(len(pictures))
+
+        numbers = range(len(shards.urls))
+        run(_Reader(shards), numbers, process_count(jobs, len(numbers), shards.samples), receive)
+    return [picture for shard in sorted(found) for picture in found[shard]]
+
+
+def _shared(
+    ours: Sequence[_Picture], part: str, theirs: Sequence[_Picture], other: str
+) -> list[tuple[str, str, str, str, str]]:
+    """The pairs of equal or nearly equal images of two parts."""
+    bits = [np.array([picture.bits for picture in side], dtype=np.uint64) for side in (ours, theirs)]
+    thumbnails = [
+        np.frombuffer(b"".join(picture.thumbnail for picture in side), dtype=np.uint8).reshape(len(side), -1)
+        for side in (ours, theirs)
+    ]
+    step, found = max(1, _ROWS // max(len(theirs), 1)), []
+    for start in range(0, len(ours), step):
+        close = np.bitwise_count(bits[0][start : start + step, None] ^ bits[1][None]) <= _BITS
+        for row, column in zip(*np.nonzero(close), strict=True):
+            one, two = ours[start + row], theirs[column]
+            levels = np.abs(thumbnails[0][start + row].astype(int) - thumbnails[1][column]).mean()
+            if one.sha256 == two.sha256 or levels < _LEVELS:
+                kind = "exact" if one.sha256 == two.sha256 else "near"
+                found.append((one.file, part, two.file, other, kind))
+    return found

@@ -1,0 +1,182 @@
+"""Images that are not packed yet, by a name like that of shards: packed once into a cache, then read from there.
+
+The cache is `$SSL_VIT_CACHE`, else `ssl-vit` in `$XDG_CACHE_HOME` or `~/.cache`. A folder in it is named by a hash of
+what it was packed from: the names, sizes and classes of the images, the time of the last change, and the options. Each
+process holds a shared lock on the sets that it uses. Others are removed, the least recently used first, before the
+cache exceeds `$SSL_VIT_CACHE_GB` (GiB, default 50).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import re
+import shutil
+import sys
+import warnings
+from pathlib import Path
+from typing import TextIO
+
+from ssl_vit.data.packing import pack, packing_plan
+from ssl_vit.data.packing.plan import Options
+from ssl_vit.data.packing.sources import FOLDER, HUB, list_splits, open_source
+from ssl_vit.data.packing.sources.base import VALIDATION, Source
+from ssl_vit.data.shards.info import ABOUT, INFO, RECORD, Info
+from ssl_vit.interfaces import UserError, printable
+
+HOLDOUT = 0.2  # of each class, for `#test` of data without splits
+_PART = re.compile(r"(?P<place>.+)#(?P<part>[\w.-]+)")
+_held: dict[Path, TextIO] = {}  # locks of the sets that this process uses, until it exits
+
+
+def folder_of(spec: str) -> str:
+    """The folder or URL of the shards that a data argument names; images are packed into the cache first.
+
+    spec: shards; or images as `open_source` takes them, but a name on the hub only as `hf:NAME`. `PLACE#PART` is one
+        part of either: a folder of shards in PLACE; a split of the images; or, of images without splits, `#train` and
+        `#test` of a stratified holdout (a fifth of each class). `#test` is the validation split where there is no test.
+
+    Raises UserError for what cannot be found or read, RunError where the disk fails.
+    """
+    place, part = split_name(spec)
+    if "://" in place:
+        return f"{place.rstrip('/')}/{part}" if part else place
+    if is_shards(place):
+        return str(_part_of_shards(Path(place).expanduser(), part)) if part else place
+    return str(_packed(place, part))
+
+
+def split_name(spec: str) -> tuple[str, str]:
+    """`PLACE#PART` as (PLACE, PART); PART is "" where the whole place is meant."""
+    found = None if Path(spec).expanduser().exists() else _PART.fullmatch(spec)
+    return (found["place"], found["part"]) if found else (spec, "")
+
+
+def is_shards(place: str) -> bool:
+    """Whether a name is that of shards, or of nothing that exists: then the error is about shards."""
+    path = Path(place).expanduser()
+    if path.is_dir():
+        files = (INFO, ABOUT, RECORD)
+        return any((path / name).exists() or any(path.glob(f"*/{name}")) for name in files) or any(path.glob("*.tar"))
+    if path.exists():
+        return path.suffix not in (".parquet", ".arrow")
+    return place != "digits" and not re.match(r"[a-z]\w+:(?!//)", place)
+
+
+def parts_of(place: str) -> list[str]:
+    """The parts that `place` has, as data arguments: its splits, else itself."""
+    if is_shards(place):
+        names = sorted(info.parent.name for info in Path(place).expanduser().glob(f"*/{INFO}"))
+    else:
+        names = list_splits(place)
+    return [f"{place}#{name}" for name in names] or [place]
+
+
+def _part_of_shards(folder: Path, part: str) -> Path:
+    for name in (part, *(sorted(VALIDATION) if part == "test" else ())):
+        if any((folder / name / file).exists() for file in (INFO, RECORD)):
+            return folder / name
+    if folder.exists():
+        raise UserError(f"{folder} holds no shards {part}/; name the shards to train and to test on one by one")
+    raise UserError(f"{folder}: no such file or folder; name images (a folder, a parquet file, hf:NAME) or shards")
+
+
+def _packed(place: str, part: str) -> Path:
+    """The folder of one part of a source of images, packed if need be."""
+    parent = Path(place.removeprefix(FOLDER)).expanduser().resolve()
+    if not part and parent.is_dir() and parent.name in _layout(parent.parent):
+        place, part = str(parent.parent), parent.name  # the classes of a split are those of all splits
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # about ignored files: said when they are packed
+        splits = list_splits(place)
+        if len(splits) > 1:
+            wanted = [name for name in (part, *(VALIDATION if part == "test" else ())) if name in splits]
+            if not wanted:
+                wrong = f"has no part {part}" if part else "has several parts"
+                raise UserError(f"{place} {wrong}; name one: {', '.join(f'{place}#{name}' for name in splits)}")
+            sources = {name: open_source(place, split=name) for name in splits}
+            return _set(place, sources, Options(keep_names=True)) / wanted[0]
+        source = open_source(place, split=splits[0] if splits else None)
+    if part and part not in ("train", "test"):
+        raise UserError(f"{place} has no part {part}: it has no splits; name {place}, {place}#train or {place}#test")
+    if part:
+        return _set(place, {"": source}, Options(keep_names=True, holdout=HOLDOUT)) / part
+    return _set(place, {"": source}, Options(keep_names=True))
+
+
+def _layout(folder: Path) -> list[str]:
+    try:
+        return list_splits(f"{FOLDER}{folder}")
+    except UserError:  # not a folder of images
+        return []
+
+
+def _set(place: str, sources: dict[str, Source], options: Options) -> Path:
+    """The packed copy of these sources, by part, in one folder of the cache."""
+    about = [[part, packing_plan(source, options), source.modified] for part, source in sources.items()]
+    key = hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]
+    path = Path(place.removeprefix(FOLDER)).expanduser()
+    stem = re.sub(r"[^\w.-]+", "_", path.resolve().name if path.exists() else place.removeprefix(HUB))[-40:]
+    folder = cache() / f"{stem}-{key}"
+    parts = ["train", "test"] if options.holdout else list(sources)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        lock = _held.get(folder) or (folder.parent / f".{folder.name}.lock").open("a")
+    except OSError as error:
+        raise UserError(
+            f"{folder.parent}: cannot write there ({error.strerror}); set SSL_VIT_CACHE to a folder"
+        ) from None
+    fcntl.flock(lock, fcntl.LOCK_SH)
+    while not all((folder / part / INFO).is_file() for part in parts):
+        fcntl.flock(lock, fcntl.LOCK_EX)  # others wait until it is packed
+        _make_room(folder, place, sum(source.bytes for source in sources.values()))
+        _pack(place, sources, options, folder)
+        fcntl.flock(lock, fcntl.LOCK_SH)
+    _held[folder] = lock
+    os.utime(folder)
+    return folder
+
+
+def _pack(place: str, sources: dict[str, Source], options: Options, folder: Path) -> None:
+    count = sum(source.count for source in sources.values())
+    print(f"{place}: packing {count:,} images into {folder}", file=sys.stderr)
+    infos: dict[Path, Info] = {}
+    for part, source in sources.items():
+        infos |= pack(source, folder / part, options)
+    if options.holdout:
+        print(f"{place}: no test split: a fifth of each class is held out as {place}#test", file=sys.stderr)
+    dropped = [one for info in infos.values() for one in info.dropped]
+    for one in dropped[:3]:
+        print(f"{place}: skipped {printable(one.file)}: {printable(one.reason)}", file=sys.stderr)
+    if more := len(dropped[3:]):
+        print(f"{place}: skipped {more} more; `ssl-vit shards verify {place}` lists them", file=sys.stderr)
+
+
+def cache() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(os.environ.get("SSL_VIT_CACHE") or Path(base) / "ssl-vit").expanduser().absolute()
+
+
+def _make_room(folder: Path, place: str, needed: int) -> None:
+    """Remove the sets that were not used for longest until `needed` bytes fit beside the others; none that a process
+    uses. Raises UserError where they do not fit."""
+    limit = float(os.environ.get("SSL_VIT_CACHE_GB") or 50)
+    others = [path for path in folder.parent.iterdir() if path.is_dir() and path != folder]
+    sizes = {path: sum(file.stat().st_size for file in path.rglob("*.tar")) for path in others}
+    for path in sorted(others, key=lambda path: path.stat().st_mtime_ns):
+        if needed + sum(sizes.values()) <= limit * 2**30:
+            return
+        with (folder.parent / f".{path.name}.lock").open("a") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                continue
+            shutil.rmtree(path)
+            del sizes[path]
+    if needed + sum(sizes.values()) > limit * 2**30:
+        raise UserError(
+            f"{place}: {needed / 2**30:.1f} GiB do not fit into {folder.parent}, which may hold {limit:g} GiB; "
+            "set SSL_VIT_CACHE_GB, or pack it elsewhere with `ssl-vit shards make`"
+        )

@@ -1,0 +1,294 @@
+"""The Python API: what the commands do, as functions. Light: torch is imported after the arguments were checked."""
+
+from __future__ import annotations
+
+import webbrowser
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+
+from ssl_vit import recipe as recipes
+from ssl_vit.comparison.config import Study, load_comparison
+from ssl_vit.data import train_and_test
+from ssl_vit.evaluators import Metric
+from ssl_vit.files import read_json
+from ssl_vit.interfaces import UserError
+from ssl_vit.recipe import Recipe, run_recipe
+from ssl_vit.records import RunSummary
+from ssl_vit.results import Evaluation, Table, evaluations
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from ssl_vit.models.encoder import Pooling
+    from ssl_vit.models.exchange import exports
+    from ssl_vit.report.read import Comparison
+
+Place = str | PathLike[str]
+
+
+@dataclass(frozen=True)
+class TrainingRun(PathLike[str]):
+    """A run directory. Every function that takes a path takes it.
+
+    dir: the directory.
+    """
+
+    dir: Path
+
+    def __fspath__(self) -> str:
+        return str(self.dir)
+
+    @property
+    def metrics(self) -> pd.DataFrame:
+        """`metrics.jsonl`: a row per logged step or event, a column per metric."""
+        return pd.read_json(self.dir / "metrics.jsonl", lines=True)
+
+    @property
+    def encoder_path(self) -> Path:
+        """The weights, by timm's names."""
+        return self.dir / "encoder.safetensors"
+
+    @property
+    def summary(self) -> RunSummary:
+        """Steps, images, FLOPs and seconds of the finished run."""
+        path = self.dir / "summary.json"
+        return recipes.validate(RunSummary, read_json(path), f"{path}: ")
+
+
+@dataclass(frozen=True)
+class ComparisonRun(PathLike[str]):
+    """A comparison's directory with what was measured.
+
+    dir: the directory.
+    comparison: its record and results.
+    """
+
+    dir: Path
+    comparison: Comparison
+
+    def __fspath__(self) -> str:
+        return str(self.dir)
+
+    @property
+    def table(self) -> pd.DataFrame:
+        """A row per result: evaluator, arm, labels_per_class, seed, accuracy, cost."""
+        return self.comparison.table.frame
+
+    @property
+    def headline(self) -> str:
+        """The verdict in one sentence."""
+        from ssl_vit.report.summary import summarize
+        from ssl_vit.report.verdict import verdict
+
+        return verdict(self.comparison, summarize(self.comparison))[0]
+
+    def report(self, out: Place | None = None) -> Path:
+        """Write the HTML page (default: report.html in the directory); returns its path."""
+        from ssl_vit.report.page import write_report
+
+        return write_report([self.dir], Path(out or self.dir / "report.html"))
+
+    def to_html(self) -> str:
+        """The HTML page."""
+        from ssl_vit.report.page import page
+
+        return page(self.comparison)
+
+    def open(self) -> None:
+        """Write the HTML page and open it in a browser."""
+        webbrowser.open(self.report().resolve().as_uri())
+
+
+def train(
+    recipe: Place | Recipe,
+    *,
+    data: Place | Mapping[str, Any] | None = None,
+    run: Place | None = None,
+    quiet: bool = False,
+    **keys: Any,
+) -> TrainingRun:
+    """Run, or resume, the training of a recipe. A finished run stays as it is.
+
+    recipe: a file, a shipped recipe's name, a run directory to resume, or a typed recipe.
+    data: the images: `data=PLACE` of the command line, or the keys of `data`.
+    run: the run directory (default: runs/NAME).
+    quiet: show no progress.
+    keys: of the recipe, nested as mappings: `training={"steps": 100}`.
+
+    Raises UserError for input that cannot work, before the first step wherever that can be seen, RunError for a failure
+    on the way (non-finite loss, full disk), and Stopped, with everything saved, after a signal.
+    """
+    settings = recipe if isinstance(recipe, Recipe) else recipes.load_recipe(str(recipe), _keys(data, run, keys))
+    from ssl_vit import api
+
+    return TrainingRun(api.train(settings, quiet=quiet))
+
+
+def compare(
+    recipe: Place | Study,
+    *,
+    data: Place | Mapping[str, Any] | None = None,
+    run: Place | None = None,
+    command: str = "",
+    say: Callable[[str], None] = print,
+    **keys: Any,
+) -> ComparisonRun:
+    """Run what is missing of a comparison, and write `results.json` into its directory.
+
+    recipe: a file, a shipped comparison's name, or what `load_comparison` returned.
+    data: the labeled images: `data=PLACE` of the command line, or the keys of `data`.
+    run: directory of the comparison (default: runs/NAME).
+    command: shown in the report.
+    say: prints progress.
+    keys: of the comparison, nested as mappings: `seeds=[0, 1]`.
+
+    Raises UserError for input that cannot work, before the first task wherever that can be seen.
+    """
+    study = recipe if isinstance(recipe, Study) else load_comparison(str(recipe), _keys(data, run, keys))
+    from ssl_vit.comparison.run import compare
+
+    found = compare(study, command=command, say=say)
+    return ComparisonRun(study.comparison.run_directory, found)
+
+
+def _keys(data: Place | Mapping[str, Any] | None, run: Place | None, keys: dict[str, Any]) -> dict[str, Any]:
+    place = data if data is None or isinstance(data, Mapping) else str(data)
+    given = {"data": place, "run": None if run is None else str(run)}
+    return {key: value for key, value in given.items() if value is not None} | keys
+
+
+def evaluate(
+    weights: Place,
+    evaluator: str,
+    *,
+    data: Place | None = None,
+    train: Place | None = None,
+    test: Place | None = None,
+    name: str = "",
+    metric: Metric = "accuracy",
+    say: Callable[[str], None] = print,
+    **settings: Any,
+) -> Evaluation:
+    """Run one evaluator on a run, checkpoint or weights folder, and store the results in its `results/`.
+
+    evaluator: few_shot, linear_probe, knn, fine_tune, own_head or one of your own.
+    data: labeled data with both parts, as `data=PLACE` of a recipe (default: the run's own).
+    train, test: the parts, one by one.
+    name: what the rows call the data set (default: `test`).
+    metric: what settings are selected by.
+    say: prints progress.
+    settings: of the evaluator, nested as mappings.
+
+    Raises UserError for wrong input.
+    """
+    train, test = labeled_parts(Path(weights), data, train, test)
+    from ssl_vit import api
+
+    return api.evaluate(Path(weights), evaluator, train, test, settings, data=name, metric=metric, say=say)
+
+
+def labeled_parts(weights: Path, data: Place | None, train: Place | None, test: Place | None) -> tuple[str, str]:
+    """The (train, test) data arguments of an evaluation; see `evaluate`. Raises UserError where they are not known."""
+    if data is not None and train is not None:
+        raise UserError("data names both parts; give either data, or train and test")
+    if train is not None and test is not None:
+        return str(train), str(test)
+    if data is None and train is None:
+        settings = run_recipe(weights)
+        own = settings.data.train if settings else None
+        if settings is None or not isinstance(own, str):
+            raise UserError(f"{weights}: no recipe there names one data set; name the data, with --data or data=")
+        if test is not None:
+            return own, str(test)
+        if not own.endswith("#train") and Path(own).name != "train":
+            raise UserError(
+                f"{weights} was trained on all of {own}, so no test images are left; name others, with --test or test="
+            )
+        data = own
+    parts = train_and_test(str(data if train is None else train))
+    return (parts[0], str(test)) if test is not None else parts
+
+
+def embed(
+    weights: Place,
+    data: Place | None = None,
+    *,
+    pooling: Pooling = "mean",
+    batch_size: int = 256,
+    workers: int | None = None,
+) -> pd.DataFrame:
+    """The embedding of every readable image: columns `key`, `file` (if known), `label` (-1: none) and `embedding`.
+
+    weights: a run directory, a checkpoint or a weights folder; images are prepared as its recipe evaluates.
+    data: shards or images; labels are not needed (default: the run's training data).
+    pooling: the class `token`, the `mean` of the patches, `both` side by side, or all `patches` side by side:
+        `embedding.reshape(*frame.attrs["grid"], -1)`.
+    batch_size: images in a forward pass of one process.
+    workers: processes that read images; None: as the recipe says.
+
+    Rows are in the order of the shards, on every process; embeddings are float32 (d,). `frame.attrs["skipped"]` lists
+    unreadable samples. Raises UserError for wrong input.
+    """
+    if data is None:
+        settings = run_recipe(Path(weights))
+        if settings is None or not isinstance(settings.data.train, str):
+            raise UserError(f"{weights}: no recipe there names one data set; name the images to embed")
+        data = settings.data.train
+    from ssl_vit.analysis import embeddings
+
+    return embeddings.embed(Path(weights), str(data), pooling=pooling, batch_size=batch_size, workers=workers)
+
+
+def load(run: Place) -> nn.Module:
+    """timm's network of a run, a checkpoint or a weights folder, with its weights, in evaluation mode.
+
+    Its `preprocess` takes an image (a path, bytes or PIL) and returns what the network expects, float32 (C, H, W),
+    resized, cropped and normalized as in an evaluation: `network.forward_features(network.preprocess(path)[None])`.
+    Its `pretrained_cfg` holds image size, mean and std: `timm.data.resolve_data_config(model=network)` reads them.
+    Raises UserError where there are no readable weights.
+    """
+    from ssl_vit.analysis import embeddings
+    from ssl_vit.models import factory
+
+    encoder = factory.load(Path(run))
+    network: Any = encoder.network
+    network.pretrained_cfg = network.default_cfg = factory.pretrained_cfg(encoder)
+    network.preprocess = embeddings.preprocessing(encoder, run_recipe(Path(run)))
+    return network
+
+
+def export(run: Place, out: Place, to: exports.Target, *, license: str | None = None) -> None:
+    """Write the encoder for timm or transformers, with a model card, into the new folder `out`. See `exports.export`.
+
+    run: a run directory, a checkpoint or a weights folder.
+    license: of the weights, for the card (the hub's identifier, such as apache-2.0).
+    """
+    from ssl_vit.models import factory
+    from ssl_vit.models.exchange import exports
+    from ssl_vit.report import card
+
+    run, out = Path(run), Path(out)
+    model = factory.load(run)
+    text = card.write(model, run, factory.find_weights(run), to, title=out.resolve().name, license=license)
+    exports.export(model, out, to, text)
+
+
+def read_results(run: Place) -> pd.DataFrame:
+    """All measured accuracies of a run's weights or of a comparison: one row per `results.Result`, a column per field.
+
+    For a run, `settings` holds the evaluator's settings as JSON; evaluations with other settings are other rows.
+    Raises UserError for a directory that is neither, and for a damaged file.
+    """
+    from ssl_vit.report.read import PLAN, read_comparison
+
+    run = Path(run)
+    if (run / PLAN).is_file():
+        return read_comparison(run).measured.frame
+    found, _ = evaluations(run)
+    frames = [one.table for one in found]
+    return pd.concat(frames, ignore_index=True) if frames else Table([]).frame

@@ -1,0 +1,169 @@
+"""Data arguments that are not shards: packed once, in parts, resumed after a kill, removed when space is needed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from ssl_vit.data.packing import cache
+from ssl_vit.data.shards import open_shards
+from ssl_vit.interfaces import UserError
+
+from .pictures import encoded, write
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("SSL_VIT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(cache, "_held", {})
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "cache"
+
+
+def class_folders(root: Path, classes: str = "ab", each: int = 10, first: int = 0) -> Path:
+    for number, name in enumerate(classes):
+        for n in range(each):
+            write(root / name / f"{n}.png", encoded("PNG", first + 100 * number + n))
+    return root
+
+
+def keys(spec: str) -> list[tuple[str | None, bytes]]:
+    """(file, label) of every sample."""
+    shards, found = open_shards(spec), []
+    for number in range(len(shards.urls)):
+        file = shards.open(number)
+        found += [
+            (file.file_name(position), file.read(position).get("cls", b"")) for position in range(len(file.samples))
+        ]
+    return sorted(found, key=str)
+
+
+def test_class_folders_are_packed_once_and_held_out_by_class(
+    tmp_path: Path, own_cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class_folders(tmp_path / "pets")
+    train, test = keys("pets#train"), keys("pets#test")
+    assert len(train) == 16 and [label for _, label in test] == [b"0", b"0", b"1", b"1"]
+    assert not {file for file, _ in train} & {file for file, _ in test}
+    assert len({file for file, _ in train + test}) == 20 and ("a/0.png", b"0") in train + test
+    assert capsys.readouterr().err.count("packing 20 images") == 1
+    assert open_shards("pets").samples == 20 and open_shards("imagefolder:pets").samples == 20
+    assert len([path for path in own_cache.iterdir() if path.is_dir()]) == 2, "whole, and in two parts"
+
+
+def test_a_changed_image_is_packed_again(tmp_path: Path) -> None:
+    before = open_shards(str(class_folders(tmp_path / "pets"))).fingerprint
+    file = tmp_path / "pets/a/0.png"
+    data = file.read_bytes()
+    file.write_bytes(data)
+    os.utime(file, ns=(1, time.time_ns() + 10**9))
+    assert open_shards("pets").fingerprint == before, "the same bytes: the same shards"
+    changed = bytearray(data)
+    changed[-20] ^= 1  # of the same size
+    file.write_bytes(bytes(changed))
+    os.utime(file, ns=(1, time.time_ns() + 2 * 10**9))
+    assert open_shards("pets").fingerprint != before
+
+
+def test_a_layout_with_splits_is_packed_at_once_with_one_list_of_classes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class_folders(tmp_path / "pets/train", "abc", 4)
+    class_folders(tmp_path / "pets/val", "bc", 2, first=50)
+    assert open_shards("pets#train").classes == open_shards("pets#test").classes == ("a", "b", "c")
+    assert {label for _, label in keys("pets/val")} == {b"1", b"2"}, "a path into the layout means the split"
+    assert open_shards("pets#val").urls == open_shards("pets#test").urls == open_shards("pets/val").urls
+    assert capsys.readouterr().err.count("packing") == 1
+    with pytest.raises(UserError, match=r"several parts; name one: pets#train, pets#val"):
+        open_shards("pets")
+
+
+def test_flat_folders_and_tables_are_data_too(tmp_path: Path) -> None:
+    for n in range(5):
+        write(tmp_path / f"flat/{n}.png", encoded("PNG", n))
+    assert open_shards("flat").samples == 5 and not open_shards("flat").labeled
+    rows = [{"image": {"bytes": encoded("PNG", n), "path": None}, "label": f"c{n % 2}"} for n in range(10)]
+    pd.DataFrame(rows).to_parquet("table.parquet")
+    assert open_shards("table.parquet").classes == ("c0", "c1")
+    assert (open_shards("table.parquet#train").samples, open_shards("table.parquet#test").samples) == (8, 2)
+    assert open_shards("digits#test").samples == 382
+
+
+@pytest.mark.parametrize(
+    ("spec", "parts"),
+    [
+        ("pest", ["pest", "no such"]),
+        ("pest#train", ["pest", "no such"]),
+        ("pets#dev", ["pets has no part dev", "pets#train"]),
+        ("shards#test", ["shards", "test/"]),
+    ],
+)
+def test_what_is_not_there_is_named(tmp_path: Path, spec: str, parts: list[str]) -> None:
+    class_folders(tmp_path / "pets", each=2)
+    write(tmp_path / "shards/train/info.json", b"{}")
+    with pytest.raises(UserError) as error:
+        open_shards(spec)
+    assert all(part in str(error.value) for part in parts)
+
+
+def test_shards_are_read_where_they_are(few_digits: Path, own_cache: Path) -> None:
+    assert open_shards(f"{few_digits}#train").urls == open_shards(f"{few_digits}/train").urls
+    assert open_shards(f"{few_digits}/test").labeled
+    assert not own_cache.exists()
+
+
+PROGRAM = """
+import sys, time
+from ssl_vit.data.packing import writer
+from ssl_vit.data.shards import open_shards
+written = writer.ShardWriter.__call__
+def slowly(self, job):
+    time.sleep(0.2)
+    return written(self, job)
+if sys.argv[2:]:
+    writer.ShardWriter.__call__ = slowly
+print(open_shards(sys.argv[1]).fingerprint)
+"""
+
+
+def test_packing_resumes_after_a_kill(tmp_path: Path, own_cache: Path) -> None:
+    class_folders(tmp_path / "pets", each=16)
+    command = [sys.executable, "-c", PROGRAM, "pets#train"]
+    with subprocess.Popen([*command, "slow"], stderr=subprocess.DEVNULL) as process:
+        while not list(own_cache.glob("*/train/000003.tar")):
+            time.sleep(0.02)
+            assert process.poll() is None
+        process.send_signal(signal.SIGKILL)
+    (finished,) = own_cache.glob("*/train/000001.tar")
+    assert not (finished.parent / "info.json").exists()
+    at = finished.stat().st_mtime_ns
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert finished.stat().st_mtime_ns == at, "a finished shard is not written again"
+    assert "finished already" in done.stderr
+    assert open_shards("pets#train").samples == 26 and open_shards("pets#train").fingerprint in done.stdout
+
+
+def test_the_least_recently_used_set_goes_but_none_that_a_process_uses(
+    tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("one", "two", "three"):
+        class_folders(tmp_path / name, each=8, first=1000 * len(name))
+    size = sum(file.stat().st_size for file in (tmp_path / "one").rglob("*.png"))
+    open_shards("one"), open_shards("two")
+    tars = sum(file.stat().st_size for file in own_cache.rglob("*.tar"))
+    cache._held.clear()  # as in another process
+    open_shards("two")
+    monkeypatch.setenv("SSL_VIT_CACHE_GB", str((tars + size / 2) / 2**30))
+    open_shards("three")
+    names = {path.name.split("-")[0] for path in own_cache.iterdir() if path.is_dir()}
+    assert names == {"two", "three"}
+    monkeypatch.setenv("SSL_VIT_CACHE_GB", str(size / 2**30))
+    with pytest.raises(UserError, match=r"one: .* do not fit .*SSL_VIT_CACHE_GB"):
+        open_shards("one")

@@ -1,0 +1,64 @@
+"""`check_data` and `shards verify` of images: bad files, missing classes, images that two parts share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from ssl_vit import check_data
+from ssl_vit.data.packing import pack
+from ssl_vit.data.packing.sources import open_source
+
+
+def scene(seed: int) -> Image.Image:
+    """A smooth random picture of 64x64 pixels."""
+    coarse = np.random.default_rng(seed).integers(0, 256, (6, 6, 3), dtype=np.uint8)
+    return Image.fromarray(coarse).resize((64, 64), Image.Resampling.BICUBIC)
+
+
+def save(path: Path, image: Image.Image) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    image.save(path)
+
+
+@pytest.fixture
+def layout(tmp_path: Path) -> Path:
+    root = tmp_path / "pets"
+    for number, place in enumerate(("train/bee", "train/wasp", "val/bee")):
+        for n in range(6):
+            save(root / place / f"{n}.png", scene(10 * number + n))
+    return root
+
+
+def test_a_sound_layout_has_only_its_missing_class(layout: Path) -> None:
+    found = check_data(layout, progress=False)
+    assert found.class_counts.to_dict() == {"train": {"bee": 6, "wasp": 6}, "val": {"bee": 6, "wasp": 0}}
+    assert found.missing_classes == {"train": [], "val": ["wasp"]}
+    assert found.bad_files.empty and found.leaks.empty and not found.ok
+
+
+def test_bad_files_and_shared_images_are_named(layout: Path, call: Callable[..., tuple[int, str]]) -> None:
+    (layout / "train/bee/broken.jpg").write_text("no image")
+    save(layout / "val/wasp/same.png", scene(10))  # train/wasp/0.png
+    save(layout / "val/wasp/again.jpg", scene(11).resize((50, 50)))  # train/wasp/1.png
+    found = check_data(layout, progress=False)
+    assert found.bad_files[["part", "file"]].to_dict("records") == [{"part": "train", "file": "bee/broken.jpg"}]
+    leaks = {(row.file, row.other_file): row.kind for row in found.leaks.itertuples()}
+    assert leaks == {("wasp/0.png", "wasp/same.png"): "exact", ("wasp/1.png", "wasp/again.jpg"): "near"}
+    assert call("shards", "verify", layout)[0] == 1
+
+
+def test_shards_are_checked_without_packing(layout: Path, tmp_path: Path) -> None:
+    save(layout / "val/wasp/same.png", scene(10))
+    for split in ("train", "val"):
+        pack(open_source(str(layout), split=split), tmp_path / "shards" / split, progress=False)
+    (leak,) = check_data(tmp_path / "shards", progress=False).leaks.itertuples()
+    assert (leak.part, leak.other_part, leak.kind) == ("train", "val", "exact")
+
+
+def test_different_digits_are_no_copies() -> None:
+    assert check_data("digits", progress=False).ok

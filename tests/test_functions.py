@@ -1,0 +1,155 @@
+"""The Python API as a user calls it: a plain script from another directory, and one call at a time."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from PIL import Image
+
+import ssl_vit
+from ssl_vit.interfaces import UserError
+
+SMALL: dict[str, Any] = {"encoder": {"image_size": 16, "patch_size": 8, "width": 16, "depth": 1, "heads": 2}}
+SHORT: dict[str, Any] = {"training": {"steps": 4, "batch_size": 32, "picture_every": 0, "log_every": 2}}
+SCRIPT = """
+import multiprocessing
+import sys
+
+multiprocessing.set_start_method(sys.argv[1])
+import ssl_vit
+
+print("started")
+small = {"image_size": 16, "patch_size": 8, "width": 16, "depth": 1, "heads": 2}
+short = {"steps": 4, "batch_size": 32, "picture_every": 0}
+run = ssl_vit.train("pretrain_vit_tiny", data="my_images", encoder=small, training=short, run=f"runs/{sys.argv[1]}")
+print(len(ssl_vit.embed(run, "my_images")))
+print(len(ssl_vit.evaluate(run, "few_shot", labels_per_class=[1], seeds=[0], pooling="mean").table))
+arms = [f"encoder.{key}={value}" for key, value in small.items()]
+arms += ["training.steps=2", "training.batch_size=16", "data.workers=1", "data.lanes=8"]
+found = ssl_vit.compare(
+    "own_images_cpu", data="my_images", run=f"runs/compared_{sys.argv[1]}", jobs=2, seeds=[0], labels_per_class=[1],
+    pretrainings=1, frozen_seeds=[0],
+    arms={"ssl": {"overrides": arms}, "supervised": {"overrides": arms}}, pictures=False,
+    evaluators={"fine_tune": {"sweep": {"training.steps": [1], "optim.lr": [0.001]}, "training": {"batch_size": 8}}},
+)
+print(found.headline)
+"""
+
+
+@pytest.fixture
+def my_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    generator = np.random.default_rng(0)
+    for name in ("bee", "wasp"):
+        (tmp_path / "my_images" / name).mkdir(parents=True)
+        for n in range(20):
+            pixels = generator.integers(0, 256, (20, 20, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(tmp_path / "my_images" / name / f"{n}.png")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "my_images"
+
+
+@pytest.fixture
+def run(my_images: Path) -> Any:
+    return ssl_vit.train("pretrain_vit_tiny", data=my_images, run="runs/r", quiet=True, **SMALL, **SHORT)
+
+
+@pytest.mark.parametrize("method", ["spawn", "fork"])
+def test_a_script_without_a_main_guard_runs(my_images: Path, method: str) -> None:
+    (my_images.parent / "script.py").write_text(SCRIPT)
+    done = subprocess.run([sys.executable, "script.py", method], capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines.count("started") == 1 and {"40", "3"} <= set(lines)
+
+
+def test_a_run_is_an_object_that_other_functions_take(run: Any, my_images: Path) -> None:
+    assert run.dir == Path("runs/r") and run.encoder_path.is_file() and run.summary.samples == 32
+    assert run.metrics["step"].tolist() == [2, 4] and "loss" in run.metrics
+    found = ssl_vit.evaluate(run, "knn", ks=[1], say=lambda text: None)
+    assert found.about["data"] == {"train": f"{my_images}#train", "test": f"{my_images}#test"}, "the run's own data"
+    assert set(found.table["arm"]) == {"trained", "untrained", "pixels"} and "accuracy" in found._repr_html_()
+    assert set(ssl_vit.read_results(run)["evaluator"]) == {"knn"}
+    with pytest.raises(UserError, match="either data, or train and test"):
+        ssl_vit.evaluate(run, "knn", data=my_images, train=my_images)
+
+
+def test_all_training_images_leave_none_to_test_on(my_images: Path) -> None:
+    run = ssl_vit.train(
+        "pretrain_vit_tiny", data={"train": str(my_images)}, run="runs/all", quiet=True, **SMALL, **SHORT
+    )
+    assert run.summary.samples == 40
+    with pytest.raises(UserError, match=r"trained on all of .*my_images.*test"):
+        ssl_vit.evaluate(run, "knn")
+
+
+def test_embeddings_name_their_files_and_preprocess_gives_the_same_pixels(run: Any, my_images: Path) -> None:
+    frame = ssl_vit.embed(run, my_images, pooling="patches", workers=0)
+    assert set(frame["file"]) == {f"{name}/{n}.png" for name in ("bee", "wasp") for n in range(20)}
+    assert (frame["file"].str.startswith("wasp") == (frame["label"] == 1)).all()
+    network: Any = ssl_vit.load(run)
+    with torch.no_grad():
+        for image in (my_images / frame["file"][7], Image.open(my_images / frame["file"][7])):
+            tokens_1ND = network.forward_features(network.preprocess(image)[None])[:, network.num_prefix_tokens :]
+            ours = frame["embedding"][7].reshape(*frame.attrs["grid"], -1)
+            np.testing.assert_allclose(ours.reshape(tokens_1ND[0].shape), tokens_1ND[0], atol=1e-5)
+    with pytest.raises(UserError, match="not a readable image"):
+        network.preprocess(b"no image")
+    assert len(ssl_vit.embed(run, workers=0)) == 32, "by default the run's training images"
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        ("train('pretrain_vit_tiny', training={'stepz': 1})", "training.stepz: unknown key; did you mean 'steps'"),
+        ("train('pretrain_vit_tiny', trainings={})", "trainings: unknown key; did you mean 'training'"),
+        ("compare('own_images', data='x', seedz=[0])", "seedz: unknown key; did you mean 'seeds'"),
+        ("train('pretrain_vit_tinny')", "did you mean 'pretrain_vit_tiny'"),
+    ],
+)
+def test_a_wrong_key_is_refused_before_torch_is_imported(call: str, message: str) -> None:
+    code = f"import sys, ssl_vit\ntry: ssl_vit.{call}\nfinally: print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert message in done.stderr and done.stdout.strip() == "False"
+
+
+def test_a_missing_checkpoint_is_refused(my_images: Path) -> None:
+    with pytest.raises(UserError, match="nowhere: no such run"):
+        ssl_vit.train("pretrain_vit_tiny", data=my_images, init_from="nowhere", run="runs/x", **SMALL, **SHORT)
+    with pytest.raises(UserError, match="nowhere"):
+        ssl_vit.embed("nowhere", my_images)
+
+
+def test_few_labels_and_many_unlabeled_images(my_images: Path, tmp_path: Path) -> None:
+    generator = np.random.default_rng(1)
+    (tmp_path / "unlabeled").mkdir()
+    for n in range(24):
+        Image.fromarray(generator.integers(0, 256, (20, 20, 3), dtype=np.uint8)).save(tmp_path / f"unlabeled/{n}.png")
+    arm = [f"encoder.{key}={value}" for key, value in SMALL["encoder"].items()]
+    arm += ["training.steps=2", "training.batch_size=16", "data.workers=0", "data.lanes=8"]
+    found = ssl_vit.compare(
+        "own_images_cpu",
+        data={"train": "my_images", "pretrain": "unlabeled"},
+        run="runs/few",
+        seeds=[0],
+        frozen_seeds=[0],
+        pretrainings=1,
+        labels_per_class=[1],
+        pictures=False,
+        arms={name: {"overrides": arm} for name in ("ssl", "supervised")},
+        evaluators={
+            "few_shot": {"labels_per_class": [1]},
+            "fine_tune": {"sweep": {"training.steps": [1], "optim.lr": [0.001]}, "training": {"batch_size": 8}},
+        },
+        say=lambda text: None,
+    )
+    samples = {arm: made.samples for arm in ("ssl", "supervised") if (made := found.comparison.pretraining(arm))}
+    assert samples == {"ssl": 24 + 32, "supervised": 32}
+    assert isinstance(found.table, pd.DataFrame) and found.report() == Path("runs/few/report.html")
+    assert found.headline in found.to_html()
