@@ -65,7 +65,7 @@ def train(settings: Recipe, *, quiet: bool = False) -> Path:
         images_seen = outcome.steps * training.batch_size
         summary = RunSummary(
             name=settings.name,
-            objective=settings.objective.name,  # type: ignore[attr-defined]
+            objective=settings.objective.name,
             steps=outcome.steps,
             images_seen=images_seen,
             flops=images_seen * flops,
@@ -201,7 +201,7 @@ def evaluate(
     seed = settings.seed if settings else 0
     rows = [replace(row, data=data or test, pretraining_seed=seed) for row in rows]
     key = json.dumps([about[name] for name in ("settings", "shards", "metric")], sort_keys=True)
-    path = folder / f"{name}-{hashlib.sha256(key.encode()).hexdigest()[:8]}.json"
+    path = folder / f"{name.replace(':', '.')}-{hashlib.sha256(key.encode()).hexdigest()[:8]}.json"
     if context.accelerator.is_main_process:
         save(path, rows, **about)
     return Evaluation(path, rows, about)

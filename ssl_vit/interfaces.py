@@ -61,6 +61,21 @@ class Config(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
+class ObjectiveConfig(Config):
+    """Base of the settings of objectives.
+
+    name: of the objective, as `plugins.load` takes it.
+    """
+
+    name: str
+
+
+class UnknownObjective(ObjectiveConfig):
+    """The settings of an objective that cannot be imported: its run can be evaluated, inspected and exported."""
+
+    model_config = ConfigDict(extra="allow")
+
+
 Size = int | tuple[int, int]  # pixels: the side of a square, or (height, width)
 
 

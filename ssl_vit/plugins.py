@@ -1,10 +1,13 @@
-"""Objectives, evaluators and sources by name: a module of the package, or an entry point of another one.
+"""Objectives, evaluators and sources by name: a module of the package, an entry point of another one, or any module.
 
 A module is `objectives/<name>.py`, `evaluators/<name>.py` or `data/packing/sources/<name>.py`. Another package offers
 one as an entry point of the group `ssl_vit.objectives`, `ssl_vit.evaluators` or `ssl_vit.sources`:
 
     [project.entry-points."ssl_vit.objectives"]
     rotation = "my_package.rotation"
+
+Any other module goes by its dotted name, such as `objective.name: my_package.rotation`, and one class of a module by
+`module:Class`, where the module or the class has the `Config`.
 """
 
 from __future__ import annotations
@@ -12,8 +15,10 @@ from __future__ import annotations
 import importlib
 import inspect
 import pkgutil
+import re
 from difflib import get_close_matches
 from importlib.metadata import entry_points
+from types import SimpleNamespace
 from typing import Any, Literal
 
 from ssl_vit.interfaces import UserError
@@ -25,6 +30,7 @@ _KINDS = {
     "evaluators": ("ssl_vit.evaluators", "Evaluator", "evaluator"),
     "sources": ("ssl_vit.data.packing.sources", "open_images", "source"),
 }
+_MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*(:[A-Za-z_]\w*)?")
 
 
 def names(kind: Kind) -> list[str]:
@@ -39,11 +45,14 @@ def load(kind: Kind, name: str) -> Any:
     """The module of an objective (`Config`, `Objective`), an evaluator (`Config`, `Evaluator`) or a source
     (`open_images`).
 
-    Raises UserError naming what exists.
+    name: of a module here, an entry point, `package.module` or `module:Class`.
+    Raises UserError naming what exists, or what cannot be imported.
     """
     package, member, word = _KINDS[kind]
     for entry in entry_points(group=f"ssl_vit.{kind}", name=name):
-        return entry.load()
+        return _import(entry.value, member, f"{word} '{name}'")
+    if not name.isidentifier() and _MODULE.fullmatch(name):
+        return _import(name, member, f"{word} '{name}'")
     try:
         if name.isidentifier() and _defines(module := importlib.import_module(f"{package}.{name}"), member):
             return module
@@ -54,6 +63,24 @@ def load(kind: Kind, name: str) -> Any:
     near = get_close_matches(name, known, n=1)
     hint = f"did you mean '{near[0]}'? " if near else ""
     raise UserError(f"unknown {word} '{name}'; {hint}available: {', '.join(known)}")
+
+
+def _import(place: str, member: str, what: str) -> Any:
+    """The module, or the class of one, that `place` names."""
+    name, _, attribute = place.partition(":")
+    try:
+        module = importlib.import_module(name)
+    except ImportError as error:
+        raise UserError(
+            f"{what} cannot be imported ({error}); install its package, or add its folder to PYTHONPATH"
+        ) from None
+    if not attribute and _defines(module, member):
+        return module
+    found = getattr(module, attribute, None) if attribute else None
+    if found is None:
+        raise UserError(f"{what}: {name} defines no {attribute or member}")
+    config = getattr(found, "Config", None) or getattr(module, "Config", None)
+    return SimpleNamespace(**{member: found, "Config": config})
 
 
 def _defines(module: Any, member: str) -> bool:

@@ -22,7 +22,7 @@ from pydantic import BaseModel, Field, SerializeAsAny, ValidationError
 from ssl_vit import arms, plugins
 from ssl_vit.data import DataConfig, train_and_test
 from ssl_vit.files import write_text
-from ssl_vit.interfaces import Config, UserError
+from ssl_vit.interfaces import Config, ObjectiveConfig, UnknownObjective, UserError
 from ssl_vit.models import EncoderConfig
 from ssl_vit.training import OptimConfig, ProbeConfig, TrainingConfig
 
@@ -45,7 +45,7 @@ class Recipe(Config):
     init_from: str | None = None
     data: DataConfig
     encoder: EncoderConfig = EncoderConfig()
-    objective: SerializeAsAny[Config]
+    objective: SerializeAsAny[ObjectiveConfig]
     optim: OptimConfig = OptimConfig()
     training: TrainingConfig
     probe: ProbeConfig | None = None
@@ -205,9 +205,11 @@ def _section(content: DictConfig, key: str) -> Any:
     return found if isinstance(found, DictConfig) else {}
 
 
-def load_recipe(name: str | Path, overrides: Overrides = (), near: Path | None = None) -> Recipe:
+def load_recipe(name: str | Path, overrides: Overrides = (), near: Path | None = None, trains: bool = True) -> Recipe:
     """Read and validate a training recipe, or the recipe of a run directory. Wrong keys outside of `objective` are
     found without importing torch.
+
+    trains: whether its objective must be importable; False makes it an `UnknownObjective` where it is not.
 
     Raises UserError naming each wrong key and, where there is a close one, the right key.
     """
@@ -220,18 +222,24 @@ def load_recipe(name: str | Path, overrides: Overrides = (), near: Path | None =
         raise UserError(f"{path}: objective.name is missing, such as masked_patch")
     if path == Path(name) / "recipe.yaml" and "run" not in parse_overrides(overrides):
         content["run"] = str(name)  # the directory may have been moved or renamed since
-    validate(Recipe, content | {"objective": Config()}, f"{path}: ")
-    config = plugins.load("objectives", str(objective["name"])).Config
+    named = str(objective["name"])
+    validate(Recipe, content | {"objective": ObjectiveConfig(name=named)}, f"{path}: ")
+    try:
+        config = plugins.load("objectives", named).Config
+    except UserError:
+        if trains:
+            raise
+        config = UnknownObjective
     content["objective"] = validate(config, objective, f"{path}: objective.")
     return validate(Recipe, content, f"{path}: ")
 
 
 def run_recipe(weights: Path) -> Recipe | None:
-    """The recipe of the run that a run directory or one of its checkpoints belongs to, if there is one."""
+    """The recipe of a run directory, or of the run of a checkpoint, if any. Its objective need not be importable."""
     checkpoints = weights.resolve().parent
     run = checkpoints.parent if checkpoints.name == "checkpoints" else weights
     path = run / "recipe.yaml"
-    return load_recipe(path) if path.is_file() else None
+    return load_recipe(path, trains=False) if path.is_file() else None
 
 
 def save(config: Config, path: Path) -> None:

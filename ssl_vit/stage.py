@@ -127,7 +127,7 @@ def build_objective(settings: Recipe, encoder: factory.Encoder, classes: int | N
 
     Raises UserError where it does not fit the recipe's views or micro-batches.
     """
-    name, training = str(settings.objective.name), settings.training  # type: ignore[attr-defined]
+    name, training = settings.objective.name, settings.training
     objective: nn.Module = plugins.load("objectives", name).Objective(encoder, settings.objective, classes)
     least = getattr(objective, "least_views", 1)
     if settings.data.views < least:

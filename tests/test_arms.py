@@ -55,9 +55,10 @@ def test_wrong_arms_are_named(given: dict[str, Any], words: str) -> None:
 
 
 def test_the_command_line_reaches_the_arms_of_a_shipped_comparison() -> None:
-    study = load_comparison("own_images_cpu", ["arms.*.training.steps=10", "arms.supervised.overrides=[data.train=X]"])
+    own = ["data.train=a", "data.test=b", "arms.*.training.steps=10", "arms.supervised.overrides=[data.train=X]"]
+    study = load_comparison("own_images_cpu", own)
     steps = {name: (one.training.steps, one.encoder.depth, one.data.train) for name, one in study.recipes.items()}
-    assert steps == {"ssl": (10, 4, "shards/train"), "supervised": (10, 4, "X")}
+    assert steps == {"ssl": (10, 4, "a"), "supervised": (10, 4, "X")}
 
 
 def test_a_recipe_derives_from_a_comparison(tmp_path: Path) -> None:

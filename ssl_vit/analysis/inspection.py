@@ -21,7 +21,7 @@ from ssl_vit.data.evaluation import evaluation_stream
 from ssl_vit.data.samples import Skip, join, stacked
 from ssl_vit.data.shards import ShardSet, open_shards
 from ssl_vit.files import write_json, write_text
-from ssl_vit.interfaces import Batch, Size, UserError
+from ssl_vit.interfaces import Batch, Size, UnknownObjective, UserError
 from ssl_vit.models import factory
 from ssl_vit.recipe import run_recipe
 from ssl_vit.training import checkpoint
@@ -61,9 +61,10 @@ def inspect(
     model = factory.require_vit(factory.load(saved or weights), "ssl-vit inspect")
     if image_size:
         model = factory.at_size(model, image_size, resampling)
+    unknown = settings is not None and isinstance(settings.objective, UnknownObjective)
     head = None
-    if saved and settings:
-        made = plugins.load("objectives", str(settings.objective.name)).Objective  # type: ignore[attr-defined]
+    if saved and settings and not unknown:
+        made = plugins.load("objectives", settings.objective.name).Objective
         if hasattr(made, "reconstruct"):
             head = made(model, settings.objective)
             checkpoint.load_head(saved, head)
@@ -73,7 +74,8 @@ def inspect(
         "weights": str(saved or weights),
         "step": int(saved.name.removeprefix("step_")) if saved else None,
         "model": model.name,
-        "objective": getattr(settings.objective, "name", None) if settings else None,
+        "objective": settings.objective.name if settings else None,
+        "objective_is_unknown": unknown,
         "parameters": sum(p.numel() for p in model.parameters()),
         "image_size": list(model.image_size),
         "grid": list(model.grid),

@@ -15,11 +15,13 @@ from ssl_vit.comparison.sets import DataSet
 from ssl_vit.data import DataConfig, mixture
 from ssl_vit.evaluators import runner
 from ssl_vit.evaluators.base import Evaluator
-from ssl_vit.files import sha256
+from ssl_vit.files import read_json, sha256
+from ssl_vit.interfaces import UnknownObjective
 from ssl_vit.models import factory
 from ssl_vit.recipe import Recipe, run_recipe
 from ssl_vit.records import ArmKind, ReferenceKind, ReferenceRecord, TaskRecord
 from ssl_vit.results import Budget
+from ssl_vit.runs import SUMMARY
 
 # What training from scratch and an untrained encoder depend on; dropout does not change an untrained encoder.
 _PREPARATION: Any = {"data": {"evaluation_resize", "max_pixels"}, "training": {"precision"}}
@@ -180,6 +182,9 @@ class Design:
     def uses_labels(self, arm: str) -> bool:
         """Whether an arm's pretraining used labels."""
         recipe = self.recipes.get(arm)
+        if recipe and isinstance(recipe.objective, UnknownObjective):  # only runs with labels know the names of classes
+            summary = Path(self.study.comparison.arms[arm].weights or "") / SUMMARY
+            return bool(summary.is_file() and read_json(summary).get("classes"))
         return bool(recipe and needs_labels(recipe))
 
     def budgets_and_seeds(self, task: TaskRecord) -> tuple[list[Budget], dict[int, int]]:
@@ -199,5 +204,5 @@ def digest(content: Any) -> str:
 
 def needs_labels(recipe: Recipe) -> bool:
     """Whether a recipe's objective is trained with labels."""
-    module = plugins.load("objectives", recipe.objective.name)  # type: ignore[attr-defined]
+    module = plugins.load("objectives", recipe.objective.name)
     return bool(getattr(module.Objective, "needs_labels", False))

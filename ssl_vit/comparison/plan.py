@@ -67,7 +67,7 @@ class Plan(Design):
         """The sweeps and measurements of a row: a task per budget and seed where the encoder is trained, else one per
         pretraining for all budgets and seeds."""
         c, evaluator = self.study.comparison, self.evaluator(data, name, row)
-        label = name if data == ONLY else f"{name}-{data}"
+        label = name.replace(":", ".") + ("" if data == ONLY else f"-{data}")
 
         def task(kind: TaskKind, identifier: str, budget: Budget, seed: int, made: int, *needs: str) -> TaskRecord:
             after = (*needs, *self._pretrained(row, made, fold))

@@ -284,7 +284,7 @@ def _arm(plan: Plan, arm: str) -> ArmRecord:
         label=given.label,
         kind=given.kind,
         run=os.path.relpath(weights, plan.run) if weights else None,
-        objective=settings.objective.name if settings else None,  # type: ignore[attr-defined]
+        objective=settings.objective.name if settings else None,
         architecture=plan.architecture(arm),
         encoder=plan.encoder(arm),
         uses_labels=plan.uses_labels(arm),

@@ -27,7 +27,7 @@ from ssl_vit.data.shards import ShardSet
 from ssl_vit.evaluators import Metric
 from ssl_vit.evaluators.labels import labels_of
 from ssl_vit.files import atomic_path
-from ssl_vit.interfaces import Config, Diverged, Size, UserError
+from ssl_vit.interfaces import Config, Diverged, ObjectiveConfig, Size, UserError
 from ssl_vit.models import EncoderConfig, ImageSize, Resampling
 from ssl_vit.models.encoder import Encoder, Pooling
 from ssl_vit.models.factory import at_size, build
@@ -64,7 +64,7 @@ class EvalContext:
     weights: str | None = None
     batch_size: int = 256
     cache: Path | None = None
-    objective: Config | None = None
+    objective: ObjectiveConfig | None = None
     say: Callable[[str], None] = silent
     metric: Metric = "accuracy"
     skipped: list[Skip] = field(default_factory=list)

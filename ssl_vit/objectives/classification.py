@@ -11,12 +11,11 @@ from torch import nn
 from torchvision.transforms import v2
 
 from ssl_vit.data.augment import device_images
-from ssl_vit.interfaces import Batch, StepOutput, UserError
-from ssl_vit.interfaces import Config as BaseConfig
+from ssl_vit.interfaces import Batch, ObjectiveConfig, StepOutput, UserError
 from ssl_vit.models.encoder import Encoder
 
 
-class Config(BaseConfig):
+class Config(ObjectiveConfig):
     """head: `mlp` (one tanh hidden layer: pretraining), `linear` (zero-initialized: fine-tuning; paper, section 3.1) or
         `probe` (MAE's linear probe: batch norm without parameters, then a linear layer, on a frozen encoder).
     pooling: what the head reads: the class `token` (the paper's), the `mean` of the patches, or all `patches` side by

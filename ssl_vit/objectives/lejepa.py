@@ -12,12 +12,11 @@ from torch import nn
 
 from ssl_vit.data.augment import device_images
 from ssl_vit.data.samples import sample_seed
-from ssl_vit.interfaces import Batch, StepOutput
-from ssl_vit.interfaces import Config as BaseConfig
+from ssl_vit.interfaces import Batch, ObjectiveConfig, StepOutput
 from ssl_vit.models.encoder import Encoder
 
 
-class Config(BaseConfig):
+class Config(ObjectiveConfig):
     """Defaults are those of the paper's minimal example. The number of views is `data.views` (at least 2; there: 4).
 
     sigreg_weight: lambda: the loss is (1 - lambda) * invariance + lambda * SIGReg (paper: 0.02 to 0.05).

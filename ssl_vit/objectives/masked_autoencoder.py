@@ -13,8 +13,7 @@ from timm.models.vision_transformer import Block
 from torch import nn
 
 from ssl_vit.data.augment import device_images
-from ssl_vit.interfaces import Batch, StepOutput, UserError
-from ssl_vit.interfaces import Config as BaseConfig
+from ssl_vit.interfaces import Batch, ObjectiveConfig, StepOutput, UserError
 from ssl_vit.models.encoder import Encoder
 from ssl_vit.models.factory import require_patches
 from ssl_vit.models.last_block import make_last, take
@@ -25,7 +24,7 @@ _BASE = 768  # the width of ViT-B, from which on MAE's own decoder is the defaul
 _HEAD = 32  # width of a decoder head: 512 / 16
 
 
-class Config(BaseConfig):
+class Config(ObjectiveConfig):
     """Defaults are MAE's for ViT-B/16 and larger; its decoder would cost more than a small encoder.
 
     mask_ratio: share of the patches that the encoder does not see (round(ratio * N), at least 1, at most N - 1).

@@ -11,8 +11,7 @@ from pydantic import Field, model_validator
 from torch import nn
 
 from ssl_vit.data.augment import device_images
-from ssl_vit.interfaces import Batch, StepOutput, UserError
-from ssl_vit.interfaces import Config as BaseConfig
+from ssl_vit.interfaces import Batch, ObjectiveConfig, StepOutput, UserError
 from ssl_vit.models.encoder import Encoder
 from ssl_vit.models.factory import require_patches
 from ssl_vit.models.last_block import flat_rows, take
@@ -33,7 +32,7 @@ _FREQUENCY_RATE = 0.01  # the class frequencies are a moving average over about 
 _MOST_CLASSES = 2**16  # a head of more would outweigh the encoder
 
 
-class Config(BaseConfig):
+class Config(ObjectiveConfig):
     """Defaults are the paper's.
 
     mask_ratio: share of patches corrupted in every image (exactly round(ratio * N)); BERT's is 0.15.

@@ -1,8 +1,8 @@
 """What can be packed into shards: folders of images, tables that `datasets` reads, and sources of your own.
 
-A file `NAME.py` here with `open_images(place, split) -> Source` is a source of its own, called `NAME:PLACE`; where it
-has splits, its `list_splits(place) -> list[str]` names them. A source lists its images and reads one only when asked,
-so packing needs memory for file names and labels, not for images.
+A file `NAME.py` here with `open_images(place, split) -> Source` is a source of its own, called `NAME:PLACE`; so is any
+module, as `my_package.module:PLACE`. Where it has splits, its `list_splits(place) -> list[str]` names them. A source
+lists its images and reads one only when asked, so packing needs memory for file names and labels, not for images.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ssl_vit.interfaces import UserError
 
 FOLDER, HUB = "imagefolder:", "hf:"  # prefixes
 _HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
-_PLUGIN = re.compile(r"(?P<name>[a-z]\w+):(?!//)(?P<place>.*)")
+_PLUGIN = re.compile(r"(?P<name>[a-z][\w.]*\w):(?!//)(?P<place>.*)")
 
 
 def open_source(

@@ -1,0 +1,1 @@
+"""An objective, an evaluator and a data source for ssl_vit from another package."""
