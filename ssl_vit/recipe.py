@@ -83,6 +83,7 @@ def find(name: str, near: Path | None = None) -> Path:
     raise UserError(f"{name}: no such recipe; {hint}")
 
 
+_PLACE = "<place>"  # of `data=PLACE`, beside other keys of `data`
 Overrides = Sequence[str] | Mapping[str, Any]
 """`key=value` strings, or values by key; keys are nested by mappings, by dots or both."""
 
@@ -136,6 +137,7 @@ def _given(overrides: Overrides) -> DictConfig:
     if isinstance(overrides, Mapping):
         given = OmegaConf.create()
         for key, value in overrides.items():
+            key = f"data.{_PLACE}" if key == "data" and isinstance(value, str) else key
             try:
                 OmegaConf.update(given, key, value)
             except OmegaConfBaseException as error:
@@ -146,7 +148,9 @@ def _given(overrides: Overrides) -> DictConfig:
         if not equals or not key.strip():
             raise UserError(f"'{override}' is not key=value, such as training.steps=100")
     try:
-        return _without_references(OmegaConf.from_dotlist(list(map(_quoted, overrides))), "the command line")
+        # `data=PLACE` would replace what other overrides say of `data`, or be replaced by them.
+        named = [f"data.{_PLACE}={o[5:]}" if o.startswith("data=") and o[5:6] not in "{[" else o for o in overrides]
+        return _without_references(OmegaConf.from_dotlist(list(map(_quoted, named))), "the command line")
     except (yaml.YAMLError, OmegaConfBaseException, ValueError) as error:
         raise UserError(f"the command line: {str(error).splitlines()[0]}") from None
 
@@ -192,11 +196,16 @@ def _onto(under: DictConfig, over: DictConfig, origin: str) -> DictConfig:
 
 
 def _expand_data(under: DictConfig, over: DictConfig) -> None:
-    """Write `data: PLACE` of a training recipe as `data.train`; of a comparison as both parts where other keys of
-    `data` are merged onto it."""
-    if "arms" not in under and "arms" not in over and isinstance(over.get("data"), str):
-        over.data = {"train": train_and_test(over.data)[0]}
-    elif isinstance(under.get("data"), str) and not {"train", "sets", "suite"} & {*_section(over, "data")}:
+    """`data=PLACE` of a training recipe is `data.train`; of a comparison both parts, in place of all other data."""
+    rest = _section(over, "data")
+    place = over.data if isinstance(over.get("data"), str) else rest.pop(_PLACE, None) if rest else None
+    comparison = "arms" in under or "arms" in over
+    if place is not None:
+        parts = dict(zip(("train", "test"), train_and_test(place), strict=True))
+        if comparison:
+            under.pop("data", None)
+        over.data = ({**parts, **rest} if rest else place) if comparison else {"train": parts["train"], **rest}
+    elif isinstance(under.get("data"), str) and not {"train", "sets", "suite", "folds"} & {*rest}:
         under.data = dict(zip(("train", "test"), train_and_test(under.data), strict=True))
 
 

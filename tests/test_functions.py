@@ -14,7 +14,9 @@ import torch
 from PIL import Image
 
 import ssl_vit
+from ssl_vit.comparison.config import load_comparison
 from ssl_vit.interfaces import UserError
+from ssl_vit.recipe import load_recipe
 
 SMALL: dict[str, Any] = {"encoder": {"image_size": 16, "patch_size": 8, "width": 16, "depth": 1, "heads": 2}}
 SHORT: dict[str, Any] = {"training": {"steps": 4, "batch_size": 32, "picture_every": 0, "log_every": 2}}
@@ -153,3 +155,20 @@ def test_few_labels_and_many_unlabeled_images(my_images: Path, tmp_path: Path) -
     assert samples == {"ssl": 24 + 32, "supervised": 32}
     assert isinstance(found.table, pd.DataFrame) and found.report() == Path("runs/few/report.html")
     assert found.headline in found.to_html()
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_place_and_other_keys_of_data_do_not_replace_each_other(order: int) -> None:
+    keys = ["data=x", "data.workers=0", "data.lanes=8"][::order]
+    data = load_recipe("pretrain_vit_tiny", keys).data
+    assert (data.train, data.workers, data.lanes, data.augment.crop) == ("x#train", 0, 8, "inception")
+    assert load_recipe("pretrain_vit_tiny", {"data": "x", "data.workers": 0}).data == data.model_copy(
+        update={"lanes": 32}
+    )
+    compared = load_comparison("photos_cpu", ["data=x", "data.remote.retries=1"][::order]).comparison.data
+    assert (compared.train, compared.test, compared.pretrain) == ("x#train", "x#test", None)
+    assert compared.remote and compared.remote.retries == 1
+    few = load_comparison("own_images", ["data.pretrain=u", "data.train=x"][::order]).comparison.data
+    assert (few.train, few.test, few.pretrain) == ("x#train", "x#test", "u")
+    own = load_comparison("own_images", ["data.pretrain=u"]).comparison.data
+    assert (own.train, own.test, own.pretrain) == ("shards#train", "shards#test", "u")
