@@ -134,6 +134,8 @@ def compare(
     *,
     data: Place | Mapping[str, Any] | None = None,
     run: Place | None = None,
+    until_decided: bool = False,
+    max_seeds: int | None = None,
     command: str = "",
     say: Callable[[str], None] = print,
     **keys: Any,
@@ -143,6 +145,8 @@ def compare(
     recipe: a file, a shipped comparison's name, or what `load_comparison` returned.
     data: the labeled images: `data=PLACE` of the command line, or the keys of `data`.
     run: directory of the comparison (default: runs/NAME).
+    until_decided: add seeds, or pretrainings, until all headlines are decided or there are `max_seeds` seeds (default:
+        2.5 times the recipe's); the report's intervals count the looks.
     command: shown in the report.
     say: prints progress.
     keys: of the comparison, nested as mappings: `seeds=[0, 1]`.
@@ -152,7 +156,7 @@ def compare(
     study = recipe if isinstance(recipe, Study) else load_comparison(str(recipe), _keys(data, run, keys))
     from ssl_vit.comparison.run import compare
 
-    found = compare(study, command=command, say=say)
+    found = compare(study, until_decided=until_decided, max_seeds=max_seeds, command=command, say=say)
     return ComparisonRun(study.comparison.run_directory, found)
 
 

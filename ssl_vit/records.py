@@ -182,6 +182,7 @@ class ComparisonRecord(Config):
     seeds, frozen_seeds: under evaluators that train the encoder, and under the others.
     pretrainings: of every pretrained arm (in every fold). folds: of a cross-validation; 1 without.
     references: rows beside the arms, in the order of the tables.
+    assigned: number of the pretraining of each seed, where it is not the seed's number modulo `pretrainings`.
     max_seeds, looks: of a comparison that adds seeds until its headlines are decided.
     margin: differences within it count as equivalent (fraction, 0.01: one point).
     precisions: `training.precision` of each arm with a recipe.
@@ -195,6 +196,7 @@ class ComparisonRecord(Config):
     seeds: tuple[int, ...]
     frozen_seeds: tuple[int, ...]
     pretrainings: int = 1
+    assigned: tuple[int, ...] = ()
     folds: int = 1
     margin: float = 0.01
     max_seeds: int | None = None

@@ -64,6 +64,12 @@ def compare(
         bool, typer.Option("--quick", help="A trial: a tenth of all steps, epochs and seeds; the report says so.")
     ] = False,
     only: Annotated[str | None, typer.Option(help="Run the task with this id and the tasks it depends on.")] = None,
+    until_decided: Annotated[
+        bool, typer.Option("--until-decided", help="Add seeds, or pretrainings, until the headline is decided.")
+    ] = False,
+    max_seeds: Annotated[
+        int | None, typer.Option(help="Seeds at which --until-decided stops (default: 2.5 times the recipe's).")
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the comparison's size, memory and time, and run nothing.")
     ] = False,
@@ -80,17 +86,22 @@ def compare(
         raise UserError("--json requires --dry-run")
     if [show, dry_run, only is not None].count(True) > 1:
         raise UserError("--list, --only and --dry-run exclude each other")
+    if until_decided and (show or dry_run or only is not None):
+        raise UserError("--until-decided runs the whole comparison; remove --list, --only or --dry-run")
+    if max_seeds is not None and not until_decided:
+        raise UserError("--max-seeds requires --until-decided")
     changed = [*(overrides or []), *map(_arm, arm or []), *(["quick=true"] if quick else [])]
-    command = shlex.join(["ssl-vit", "compare", recipe, *changed])
+    options = ["--until-decided"] * until_decided + ([f"--max-seeds={max_seeds}"] if max_seeds else [])
+    command = shlex.join(["ssl-vit", "compare", recipe, *changed, *options])
     if only is None and not show and not dry_run:
-        _compare(recipe, changed, command)
+        _compare(recipe, changed, command, until_decided, max_seeds)
         return
-    from ssl_vit.comparison import run
+    from ssl_vit.comparison import looks, run
     from ssl_vit.comparison.config import load_comparison
     from ssl_vit.comparison.suites import prepare
     from ssl_vit.comparison.weights import import_arms
 
-    study = load_comparison(recipe, changed)
+    study = looks.resume(load_comparison(recipe, changed))
     if dry_run:
         from ssl_vit.cli import previewed
         from ssl_vit.comparison.dry_run import dry_run_comparison
@@ -118,7 +129,9 @@ def _to_stderr(text: str) -> None:
     print(printable_lines(text), file=sys.stderr)
 
 
-def _compare(name: str, overrides: list[str], command: str) -> None:
+def _compare(
+    name: str, overrides: list[str], command: str, until_decided: bool = False, max_seeds: int | None = None
+) -> None:
     from rich.console import Console
 
     from ssl_vit.comparison.config import load_comparison
@@ -129,7 +142,13 @@ def _compare(name: str, overrides: list[str], command: str) -> None:
     from ssl_vit.report import tables
     from ssl_vit.runs import is_main_process
 
-    found = functions.compare(study, command=command, say=lambda text: print(printable_lines(text)))
+    found = functions.compare(
+        study,
+        until_decided=until_decided,
+        max_seeds=max_seeds,
+        command=command,
+        say=lambda text: print(printable_lines(text)),
+    )
     if is_main_process():
         Console().print(tables.terminal(found.comparison))
         print(f"\nreport   {found.report()}\nresults  {found.dir / RESULTS}")

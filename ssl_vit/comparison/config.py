@@ -16,12 +16,13 @@ from ssl_vit.data import RemoteConfig, mixture, train_and_test
 from ssl_vit.evaluators import Budgets, Seeds
 from ssl_vit.interfaces import Config, UserError
 from ssl_vit.recipe import Recipe
-from ssl_vit.records import ArmKind
+from ssl_vit.records import ArmKind, Look
 
 ONLY = "data"  # name of the data set of a comparison that has one
+REFERENCES = ("untrained", "pixels", "control", "control_repeated", "scratch_repeated")
 _FOLDERS = ("tasks", "features", "pictures", "weights")
 _WEIGHTS = ("weights", "architecture", "optional")
-_KEYS = {"scratch": ("like",), "pretrained": ("recipe", "overrides"), "weights": _WEIGHTS}
+_KEYS = {"scratch": ("like", "compute_of"), "pretrained": ("recipe", "overrides"), "weights": _WEIGHTS}
 
 
 class Arm(Config):
@@ -34,6 +35,7 @@ class Arm(Config):
     architecture: timm's name of the weights in a file that does not state it.
     optional: leave the arm out where its weights cannot be downloaded.
     like: of a scratch arm: the arm whose architecture and image preparation it has (default: the first with weights).
+    compute_of: of a scratch arm: an arm with a recipe, the FLOPs of whose pretraining lengthen this one's fine-tuning.
     series: arms of one series are joined by a line in a study's figure (default: arms of one architecture).
     evaluators: settings by evaluator, for this arm alone.
     """
@@ -46,6 +48,7 @@ class Arm(Config):
     architecture: str | None = None
     optional: bool = False
     like: str | None = None
+    compute_of: str | None = None
     series: str | None = None
     evaluators: dict[str, dict[str, Any]] = Field({})
 
@@ -129,12 +132,15 @@ class ComparisonConfig(Config):
     pretrainings: of every pretrained arm (with folds: in every fold), at most one per seed. Seed number n of a list
         uses pretraining number n modulo `pretrainings`; that is trained with the seed of its recipe plus the seed of
         this number in `seeds`.
+    assigned: number of the pretraining of each seed, where it is another; `--until-decided` sets it.
     labels_per_class: label budgets: images per class, shares such as '10%', or all; of the evaluators that name none.
     margin: differences within it count as equivalent (0.01: one percentage point).
     evaluators: settings by evaluator.
     jobs: local processes that run tasks (1: this process).
     scheduler: address of a dask scheduler whose workers run the tasks, such as tcp://host:8786.
     study: draw accuracy over `samples` (pretraining images) or `flops` (pretraining compute), a line per series.
+    controls: repetitions with other random numbers, which must come out equal: `frozen`, two untrained encoders under
+        the first evaluator of frozen features, which costs little; true: also the first arm from scratch; false: none.
     pictures: attention, filters and reconstructions of every encoder (`ssl-vit inspect`).
     quick: a tenth of all steps, epochs and seeds (at least 2), for a trial; see `quick.py`.
     """
@@ -145,6 +151,7 @@ class ComparisonConfig(Config):
     seeds: Seeds = tuple(range(8))
     frozen_seeds: Seeds = tuple(range(20))
     pretrainings: int = Field(1, ge=1)
+    assigned: tuple[int, ...] = ()
     labels_per_class: Budgets = Field((5, 10, 25), min_length=1)
     margin: float = Field(0.01, gt=0, lt=1)
     data: ComparisonData
@@ -153,6 +160,7 @@ class ComparisonConfig(Config):
     jobs: int = Field(1, ge=1)
     scheduler: str | None = None
     study: Literal["samples", "flops"] | None = None
+    controls: bool | Literal["frozen"] = "frozen"
     pictures: bool = True
     quick: bool = False
     notes: tuple[str, ...] = ()
@@ -165,7 +173,7 @@ class ComparisonConfig(Config):
     @field_validator("arms")
     @classmethod
     def _check_arms(cls, arms: dict[str, Arm]) -> dict[str, Arm]:
-        reserved = {*_FOLDERS, "pixels", "untrained", *(f"untrained_{name}" for name in arms)}
+        reserved = {*_FOLDERS, *REFERENCES, *(f"untrained_{name}" for name in arms)}
         if taken := sorted(reserved.intersection(check_names(arms))):
             raise ValueError(f"'{taken[0]}': this name is reserved for a reference or a folder; rename the arm")
         with_encoder = [name for name, arm in arms.items() if arm.kind != "scratch"]
@@ -174,7 +182,13 @@ class ComparisonConfig(Config):
         for name, arm in arms.items():
             if arm.like and arm.like not in with_encoder:
                 raise ValueError(f"{name}.like={arm.like}: no arm with a recipe or weights has this name")
+            if arm.compute_of and (arm.compute_of not in arms or arms[arm.compute_of].recipe is None):
+                raise ValueError(f"{name}.compute_of={arm.compute_of}: no arm with a recipe has this name")
         return arms
+
+    def pretraining_number(self, number: int) -> int:
+        """Of the pretraining that the seed of this number in its list uses."""
+        return self.assigned[number] if number < len(self.assigned) else number % self.pretrainings
 
     @property
     def run_directory(self) -> Path:
@@ -189,6 +203,7 @@ class Study:
     sets: data sets by name; those given by `source` are packed into `folder`. Of a cross-validation the first fold.
     folds: train and test of each fold; empty without cross-validation.
     evaluators: settings by (data set, evaluator, arm); arm "": of the references.
+    max_seeds, looks: where seeds are added until the headlines are decided; see `looks.py`.
     """
 
     comparison: ComparisonConfig
@@ -197,6 +212,13 @@ class Study:
     evaluators: dict[tuple[str, str, str], Config]
     folder: Path
     folds: tuple[DataSet, ...] = ()
+    max_seeds: int | None = None
+    looks: tuple[Look, ...] = ()
+
+    @property
+    def trains_encoder(self) -> bool:
+        """Whether an evaluator trains the encoder: headlines are about it then."""
+        return any(plugins.load("evaluators", name).Evaluator.trains_encoder for name in self.comparison.evaluators)
 
 
 def load_comparison(name: str | Path, overrides: recipe.Overrides = ()) -> Study:

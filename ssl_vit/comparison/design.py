@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -26,6 +27,8 @@ from ssl_vit.runs import SUMMARY
 # What training from scratch and an untrained encoder depend on; dropout does not change an untrained encoder.
 _PREPARATION: Any = {"data": {"evaluation_resize", "max_pixels"}, "training": {"precision"}}
 _DROPOUT = {"dropout", "drop_path"}
+_SHIFT = 1_000_000  # between the seeds of a row and those of its repetition
+_CONTROL_SEEDS = 8  # of frozen features, where each needs an encoder of its own
 
 
 @dataclass(frozen=True)
@@ -33,11 +36,18 @@ class Row:
     """A row of the tables: an arm, or a reference beside the arms on frozen features.
 
     like: the arm with an encoder whose architecture and image preparation it has.
+    repeats: of a control, the row that it repeats with other random numbers.
     """
 
     name: str
     kind: ArmKind | ReferenceKind
     like: str
+    repeats: str = ""
+
+    @property
+    def shift(self) -> int:
+        """Added to every seed but that of the labeled images."""
+        return _SHIFT if self.repeats else 0
 
     @property
     def source(self) -> str:
@@ -88,7 +98,8 @@ class Design:
         return data.model_copy(update={"train": mixture(train)}) if train else data
 
     def evaluator(self, data: str, name: str, row: str) -> Evaluator:
-        return self.evaluators[data, name, row if row in self.study.comparison.arms else ""]
+        arm = self.rows[row].repeats or row
+        return self.evaluators[data, name, arm if arm in self.study.comparison.arms else ""]
 
     @cached_property
     def recipes(self) -> dict[str, Recipe]:
@@ -107,11 +118,15 @@ class Design:
         """Every arm, then the references."""
         first, arms = self._with_encoder[0], self.study.comparison.arms
         found = [Row(n, arm.kind, n if n in self._with_encoder else arm.like or first) for n, arm in arms.items()]
-        return {row.name: row for row in [*found, *(Row(one.name, one.kind, one.like) for one in self.references)]}
+        return {
+            row.name: row
+            for row in [*found, *(Row(one.name, one.kind, one.like, one.repeats) for one in self.references)]
+        }
 
     @cached_property
     def references(self) -> tuple[ReferenceRecord, ...]:
-        """The rows beside the arms on frozen features: an untrained encoder of each architecture, and pixels."""
+        """The rows beside the arms on frozen features: an untrained encoder of each architecture, and pixels; then the
+        controls."""
         found: dict[str, ReferenceRecord] = {}  # by architecture
         for arm in self._with_encoder:
             name = f"untrained_{arm}" if found else "untrained"
@@ -119,7 +134,28 @@ class Design:
             found.setdefault(same, ReferenceRecord(name=name, kind="untrained", like=arm, architecture=same))
         first = self._with_encoder[0]
         pixels = ReferenceRecord(name="pixels", kind="pixels", like=first, architecture=self.sizes(first))
-        return (*found.values(), pixels)
+        return (*found.values(), pixels, *self._controls())
+
+    def _controls(self) -> Iterator[ReferenceRecord]:
+        """Rows whose difference is known to be nothing but chance."""
+        c, first = self.study.comparison, self._with_encoder[0]
+        if c.controls and self.control_evaluator:
+            for name, repeats in (("control", ""), ("control_repeated", "control")):
+                place = {"like": first, "architecture": self.sizes(first)}
+                yield ReferenceRecord(name=name, kind="control", repeats=repeats, **place)
+        scratch = [name for name, arm in c.arms.items() if arm.kind == "scratch" and arm.compute_of is None]
+        if c.controls is True and scratch and self.study.trains_encoder:
+            like = c.arms[scratch[0]].like or first
+            place = {"like": like, "architecture": self.sizes(like)}
+            yield ReferenceRecord(name="scratch_repeated", kind="control", repeats=scratch[0], **place)
+
+    @property
+    def control_evaluator(self) -> str | None:
+        """The one that untrained encoders are compared under."""
+        frozen = (
+            key[1] for key, one in self.evaluators.items() if not one.trains_encoder and "untrained" in one.references
+        )
+        return next(frozen, None)
 
     @property
     def _with_encoder(self) -> list[str]:
@@ -170,7 +206,7 @@ class Design:
         list."""
         c = self.study.comparison
         drawn = self.rows[row].kind in ("pretrained", "untrained")
-        return c.seeds[number % c.pretrainings if drawn else 0]
+        return c.seeds[c.pretraining_number(number) if drawn else 0]
 
     def pretraining(self, task: TaskRecord) -> Recipe:
         """The recipe of a `pretrain` task, with its own directory, seed and data; jobs share the loader processes."""
@@ -194,6 +230,8 @@ class Design:
         if evaluator.trains_encoder:
             return [task.labels_per_class], {task.seed: made[task.seed]}
         budgets = runner.budgets(evaluator, self.study.comparison.labels_per_class)
+        if self.rows[task.arm].kind == "control":
+            return list(budgets), dict([*made.items()][:_CONTROL_SEEDS])
         return list(budgets), {seed: own for seed, own in made.items() if own == task.seed}
 
 

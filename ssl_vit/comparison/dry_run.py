@@ -10,7 +10,8 @@ import numpy as np
 
 from ssl_vit.comparison.config import Study
 from ssl_vit.comparison.plan import Plan
-from ssl_vit.comparison.run import Say, arm_records, check, labeled
+from ssl_vit.comparison.record import arm_records
+from ssl_vit.comparison.run import Say, check, labeled
 from ssl_vit.comparison.suites import packed
 from ssl_vit.comparison.weights import import_arms
 from ssl_vit.data.shards import ShardSet
@@ -130,5 +131,5 @@ def _add(cost: ArmCost, plan: Plan, task: TaskRecord, opened: dict[str, ShardSet
     training = TrainingConfig(steps=1, batch_size=batch, precision=own.training.precision)
     head: Any = classification.Config(head="linear", pooling="mean", classes=int(labels.max()) + 1)
     stage = like.model_copy(update={"objective": head, "training": training})
-    images = len(chosen) + test.samples
+    images = (len(chosen) + test.samples) * (len(seeds) if row.kind == "control" else 1)
     cost.features_hours += step(stage).step_seconds(_FORWARD) * images / batch / 3600

@@ -14,7 +14,6 @@ from ssl_vit.comparison.config import ONLY
 from ssl_vit.comparison.design import Design, Row
 from ssl_vit.comparison.fingerprints import fingerprint
 from ssl_vit.evaluators import ALL, runner
-from ssl_vit.evaluators.base import Evaluator
 from ssl_vit.interfaces import UserError
 from ssl_vit.records import TaskKind, TaskRecord
 from ssl_vit.results import Budget
@@ -34,7 +33,7 @@ class Plan(Design):
                     name = self._pretrained(arm, seed, fold)[0]
                     found.append(TaskRecord(id=name, kind="pretrain", arm=arm, seed=seed, fold=fold))
         for data, name in dict.fromkeys(key[:2] for key in self.evaluators):
-            rows = [row for row in self.rows.values() if self._is_measured(self.evaluator(data, name, row.name), row)]
+            rows = [row for row in self.rows.values() if self._is_measured(data, name, row)]
             if not rows:
                 raise UserError(f"evaluators.{name}: no arm was trained with labels; remove this evaluator")
             found += [t for row in rows for fold in self.folds for t in self._evaluations(data, name, row.name, fold)]
@@ -56,7 +55,14 @@ class Plan(Design):
             found[task.id] = 1 + max((found[need] for need in task.after), default=-1)
         return list(found.values())
 
-    def _is_measured(self, evaluator: Evaluator, row: Row) -> bool:
+    def _is_measured(self, data: str, name: str, row: Row) -> bool:
+        evaluator = self.evaluator(data, name, row.name)
+        if row.kind == "control":
+            return (
+                evaluator.trains_encoder
+                if row.repeats in self.study.comparison.arms
+                else name == self.control_evaluator
+            )
         if row.kind in ("untrained", "pixels"):
             return row.kind in evaluator.references and not evaluator.trains_encoder
         if evaluator.needs_head:
@@ -79,11 +85,13 @@ class Plan(Design):
                 yield task("measure", f"{label}-{row}-{made}", ALL, made, made)
             return
         sweeps: dict[Budget, str] = {}
+        swept = self.rows[row].repeats or row  # a repetition uses the settings of what it repeats
         for budget in runner.budgets(evaluator, c.labels_per_class):
             if runner.has_sweep(evaluator) and (at := runner.sweep_budget(evaluator, budget)) not in sweeps:
-                sweep = task("sweep", f"sweep_{label}-{row}-{_word(at)}", at, c.seeds[0], c.seeds[0])
+                sweep = task("sweep", f"sweep_{label}-{swept}-{_word(at)}", at, c.seeds[0], c.seeds[0])
                 sweeps[at] = sweep.id
-                yield sweep
+                if swept == row:
+                    yield sweep
             needs = [sweeps[at]] if sweeps else []
             for number, seed in enumerate(c.seeds):
                 made = self.pretraining_seed(row, number)

@@ -10,11 +10,14 @@ from pathlib import Path
 
 import numpy as np
 import yaml
+from pydantic import ValidationError
 
-from ssl_vit import precision, recipe, runs, stage
-from ssl_vit.comparison import executor
+from ssl_vit import precision, runs, stage
+from ssl_vit.comparison import executor, looks
+from ssl_vit.comparison.compute import equalize
 from ssl_vit.comparison.config import ComparisonConfig, Study, load_comparison
 from ssl_vit.comparison.plan import Plan
+from ssl_vit.comparison.record import record_of
 from ssl_vit.comparison.sets import DataSet
 from ssl_vit.comparison.suites import prepare
 from ssl_vit.comparison.unlabeled import with_labels
@@ -22,15 +25,13 @@ from ssl_vit.comparison.weights import import_arms
 from ssl_vit.comparison.work import do, is_done
 from ssl_vit.data import RemoteConfig
 from ssl_vit.data.shards import ShardSet, check_same_classes, open_shards, open_training
-from ssl_vit.environment import environment
 from ssl_vit.evaluators import runner
 from ssl_vit.evaluators.features import FeatureConfig, check_features, silent
 from ssl_vit.evaluators.labels import choose_labeled, held_out_split, labels_of, set_notes
 from ssl_vit.files import read_json, write_json, write_text
 from ssl_vit.interfaces import UserError
-from ssl_vit.models import factory
 from ssl_vit.recipe import Recipe
-from ssl_vit.records import ArmRecord, ComparisonRecord, DataRecord, EvaluatorRecord, RunSummary, TaskRecord
+from ssl_vit.records import ComparisonRecord, TaskRecord
 from ssl_vit.report.export import as_json
 from ssl_vit.report.read import PLAN, Comparison, read_comparison
 from ssl_vit.training import Precision, distributed
@@ -53,6 +54,8 @@ def compare(
     overrides: Sequence[str] = (),
     *,
     only: str | None = None,
+    until_decided: bool = False,
+    max_seeds: int | None = None,
     command: str = "",
     say: Say = print,
 ) -> Comparison:
@@ -61,6 +64,9 @@ def compare(
     comparison: a recipe's file or name, or what `load_comparison` returned.
     overrides: `key=value` strings for the recipe.
     only: id of one task: run it and those it needs, and write no `results.json`.
+    until_decided: add seeds, or pretrainings, until all headlines are decided or there are `max_seeds` seeds; the
+        report's intervals count the looks.
+    max_seeds: None is 2.5 times the recipe's seeds.
     command: shown in the report.
     say: prints progress.
 
@@ -75,13 +81,37 @@ def compare(
     say = say if main else silent
     _check_directory(study)
     study = import_arms(study, say)
+    following: Study | None = looks.resume(study, until_decided=until_decided, max_seeds=max_seeds)
+    while following:
+        study = following
+        checked = _run_tasks(study, c, only, command, say)
+        found = read_comparison(checked.plan.run)
+        if only is not None:
+            return found
+        if study.max_seeds:
+            study = looks.look(study, found)
+            if main:
+                looked = replace(checked.plan, study=replace(checked.plan.study, looks=study.looks))
+                _write_plan(replace(checked, plan=looked, missing=[]), c, command)
+            runs.wait_for_everyone()
+            found = read_comparison(checked.plan.run)
+            say(f"look {len(study.looks)}: {', '.join(study.looks[-1].outcomes.values()) or 'no headline'}")
+        following = looks.extend(study, found) if until_decided else None
+    if main:
+        write_json(checked.plan.run / RESULTS, as_json(found))
+    return found
+
+
+def _run_tasks(study: Study, given: ComparisonConfig, only: str | None, command: str, say: Say) -> Checked:
+    """Run what is missing; of `only`, that task and those it needs. given: the configuration before `import_arms`."""
+    c = study.comparison
     checked = check(study, prepare(study.sets, study.folder, say), say)
     plan = checked.plan
     wanted = {task.id for task in plan.tasks if only in (None, task.id)}
     if not wanted:
         raise UserError(f"{only}: no such task; `ssl-vit compare RECIPE --list` prints the ids")
-    if main:
-        _write_plan(checked, c, command)
+    if runs.is_main_process():
+        _write_plan(checked, given, command)
     distributed.make_accelerator()  # the launched processes must agree from here on
     missing = distributed.gather(checked.missing)[0]
     say(f"{c.name}: {len(plan.tasks)} tasks, {len(plan.tasks) - len(missing)} of them done before")
@@ -90,10 +120,7 @@ def compare(
     tasks = [task for task in missing if task.id in wanted]
     jobs, scheduler = (c.jobs, c.scheduler) if only is None else (1, None)
     executor.run(tasks, partial(do, plan), jobs=jobs, scheduler=scheduler, say=say)
-    found = read_comparison(plan.run)
-    if main and only is None:
-        write_json(plan.run / RESULTS, as_json(found))
-    return found
+    return checked
 
 
 def check(study: Study, sets: dict[str, DataSet], say: Say = silent) -> Checked:
@@ -126,7 +153,7 @@ def check(study: Study, sets: dict[str, DataSet], say: Say = silent) -> Checked:
                     labels_of(open_shards(probe.data, remote) if probe.data else found)
             except UserError as error:
                 raise UserError(f"arms.{arm}: {error}") from None
-    plan = replace(plan, shards={key: shards.fingerprint for key, shards in opened.items()})
+    plan = equalize(replace(plan, shards={key: shards.fingerprint for key, shards in opened.items()}), opened)
     missing = [task for task in plan.tasks if not is_done(plan, task)]
     for task in missing:
         if task.kind == "pretrain":
@@ -186,8 +213,12 @@ def _check_directory(study: Study) -> None:
     held = "a training run" if (run / "recipe.yaml").is_file() else ""
     if (run / "pieces").is_dir():
         held = "a comparison of an earlier version of ssl-vit, which this version cannot continue"
-    elif (run / PLAN).is_file() and (other := read_json(run / PLAN).get("name")) != name:
-        held = f"the comparison {other}"
+    elif (run / PLAN).is_file():
+        try:
+            other = ComparisonRecord.model_validate(read_json(run / PLAN)).name
+            held = f"the comparison {other}" if other != name else ""
+        except ValidationError:
+            held = "a comparison of another version of ssl-vit, which this version cannot continue"
     if held:
         raise UserError(f"{run} holds {held}; give this comparison another directory with run=PATH")
 
@@ -212,89 +243,16 @@ def _check_labels(plan: Plan, name: str, train: ShardSet, test: ShardSet, *, say
         )
 
 
-def _write_plan(checked: Checked, c: ComparisonConfig, command: str) -> None:
-    """Write `comparison.yaml`, the recipe, and `plan.json`, for the report."""
+def _write_plan(checked: Checked, given: ComparisonConfig, command: str) -> None:
+    """Write `comparison.yaml`, the recipe, and `plan.json`, for the report. given: see `_run_tasks`."""
     plan = checked.plan
+    c = plan.study.comparison.model_copy(update={"arms": given.arms, "notes": given.notes})
     unset = {key: {"seeds", "labels_per_class"} - one.model_fields_set for key, one in c.evaluators.items()}
     recipe_content = c.model_dump(mode="json", exclude={"evaluators": unset})
     try:
         plan.run.mkdir(parents=True, exist_ok=True)
         write_text(plan.run / "comparison.yaml", yaml.safe_dump(recipe_content, sort_keys=False, allow_unicode=True))
-        write_json(plan.run / PLAN, _record(checked, command).model_dump(mode="json"))
+        record = record_of(plan, checked.shards, command, finished=not checked.missing)
+        write_json(plan.run / PLAN, record.model_dump(mode="json"))
     except OSError as error:
         raise UserError(f"run={plan.run}: cannot write there: {error}") from None
-
-
-def _record(checked: Checked, command: str) -> ComparisonRecord:
-    """What the report must know of a comparison besides the results of its tasks."""
-    plan, c, shards = checked.plan, checked.plan.study.comparison, checked.shards
-    parts = [plan.part(name, part, fold) for name in plan.sets for fold in plan.folds for part in ("train", "test")]
-    data = {key: shards[key] for key in parts}
-    for arm in plan.study.recipes:
-        found = shards[plan.part(arm, "pretrain", 0)]
-        if found.fingerprint not in {other.fingerprint for other in data.values()}:
-            data[f"pretraining of {arm}"] = found
-    evaluators: dict[str, EvaluatorRecord] = {}
-    for (name, key, arm), built in plan.evaluators.items():
-        if not arm:
-            record = evaluators.setdefault(key, EvaluatorRecord(title=built.title, trains_encoder=built.trains_encoder))
-            record.settings[name] = built.config.model_dump(mode="json")
-    # The environment is that of whoever measured: the checkout may change before the same command is given again.
-    kept = not checked.missing and (plan.run / PLAN).is_file()
-    return ComparisonRecord(
-        name=c.name,
-        title=(c.title or c.name) + (" (quick run)" if c.quick else ""),
-        quick=c.quick,
-        command=command,
-        labels_per_class=c.labels_per_class,
-        seeds=c.seeds,
-        frozen_seeds=c.frozen_seeds,
-        pretrainings=c.pretrainings,
-        folds=len(plan.folds),
-        margin=c.margin,
-        notes=c.notes,
-        jobs=c.jobs,
-        precisions={arm: settings.training.precision for arm, settings in plan.study.recipes.items()},
-        study=c.study,
-        metrics={name: chosen.metric for name, chosen in plan.sets.items()},
-        data={
-            key: DataRecord(path=one.spec, samples=one.samples, classes=one.classes, source=one.source)
-            for key, one in data.items()
-        },
-        arms=arm_records(plan),
-        references=plan.references,
-        evaluators=evaluators,
-        tasks=plan.tasks,
-        environment=read_json(plan.run / PLAN)["environment"] if kept else environment(),
-    )
-
-
-def arm_records(plan: Plan) -> tuple[ArmRecord, ...]:
-    """What the report must know of the arms."""
-    return tuple(_arm(plan, arm) for arm in plan.study.comparison.arms)
-
-
-def _arm(plan: Plan, arm: str) -> ArmRecord:
-    given, settings = plan.study.comparison.arms[arm], plan.recipes.get(arm)
-    weights = plan.weights(arm, plan.study.comparison.seeds[0], 0)
-    path = Path(given.weights or "") / runs.SUMMARY
-    summary = recipe.validate(RunSummary, read_json(path), f"{path}: ") if given.weights and path.is_file() else None
-    return ArmRecord(
-        name=arm,
-        label=given.label,
-        kind=given.kind,
-        run=os.path.relpath(weights, plan.run) if weights else None,
-        objective=settings.objective.name if settings else None,
-        architecture=plan.architecture(arm),
-        encoder=plan.encoder(arm),
-        uses_labels=plan.uses_labels(arm),
-        evaluators=given.evaluators,
-        series=given.series,
-        # Weights of unknown making: given without a run, or what a training started from.
-        starts_from=factory.origin(weights) or given.weights
-        if weights and given.weights and not summary
-        else settings.init_from
-        if settings
-        else None,
-        summary=summary,
-    )

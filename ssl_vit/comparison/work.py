@@ -82,25 +82,35 @@ def _run(plan: Plan, task: TaskRecord) -> tuple[list[Result], dict[str, Any]]:
         return [], {"run": recipe.validate(RunSummary, read_json(summary), f"{summary}: ")}
     if task.kind == "pictures":
         return [], _pictures(plan, task)
-    source, (budgets, made) = plan.rows[task.arm].source, plan.budgets_and_seeds(task)
+    row, (budgets, made) = plan.rows[task.arm], plan.budgets_and_seeds(task)
     best = None
     for need in (need for need in plan.tasks if need.id in task.after and need.kind == "sweep"):
         swept, about = results.load(path_of(plan, need))
         best = about["sweep"]["best"]
-        if any((row.labels_per_class, row.seed) == (task.labels_per_class, task.seed) for row in swept):
+        winners = {(one.arm, one.labels_per_class, one.seed) for one in swept}
+        if (task.arm, task.labels_per_class, task.seed) in winners:
             return [], {}  # the sweep has trained this very model
-    evaluator, context = plan.evaluator(task.data, task.evaluator, task.arm), make_context(plan, task)
+    evaluator, found, rows = plan.evaluator(task.data, task.evaluator, task.arm), dict[str, Any](), list[Result]()
     if task.kind == "sweep":
-        sweep, winner = runner.sweep(evaluator, context, source, task.labels_per_class, task.seed)
+        context = make_context(plan, task, task.seed)
+        sweep, winner = runner.sweep(evaluator, context, row.source, task.labels_per_class, task.seed)
         rows, found = [winner] if winner else [], {"sweep": sweep}
+    elif row.kind == "control":
+        for seed in made:  # an untrained encoder each
+            context = make_context(plan, task, seed + row.shift)
+            rows += runner.measure(evaluator, context, row.source, budgets, [seed], best, shift=row.shift)
     else:
-        rows, found = list(runner.measure(evaluator, context, source, budgets, [*made], best)), {}
-    rows = [replace(row, data=task.data, arm=task.arm, fold=task.fold, pretraining_seed=made[row.seed]) for row in rows]
+        context = make_context(plan, task, task.seed)
+        rows += runner.measure(evaluator, context, row.source, budgets, [*made], best)
+    rows = [replace(one, data=task.data, arm=task.arm, fold=task.fold, pretraining_seed=made[one.seed]) for one in rows]
     return rows, found | {"skipped": context.skipped_names()}
 
 
-def make_context(plan: Plan, task: TaskRecord) -> EvalContext:
-    """What a task evaluates: its arm's encoder, or an untrained one of the same architecture, on its data set."""
+def make_context(plan: Plan, task: TaskRecord, initialization: int) -> EvalContext:
+    """What a task evaluates: its arm's encoder, or an untrained one of the same architecture, on its data set.
+
+    initialization: seed of the untrained encoder.
+    """
     like, data = plan.rows[task.arm].like, plan.split(task.data, task.fold)
     made = next(iter(plan.budgets_and_seeds(task)[1].values()))
     weights, own = plan.weights(task.arm, made, task.fold), plan.recipes.get(like)
@@ -115,8 +125,8 @@ def make_context(plan: Plan, task: TaskRecord) -> EvalContext:
         own or plan.preparation(like),
         data.train,
         data.test,
-        seed=task.seed,
-        cache=plan.run / "features",
+        seed=initialization,
+        cache=None if plan.rows[task.arm].kind == "control" else plan.run / "features",
         metric=data.metric,
     )
     if own is None:

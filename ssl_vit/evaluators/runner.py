@@ -75,10 +75,13 @@ def measure(
     budgets: Sequence[Budget],
     seeds: Sequence[int],
     best: Settings | None = None,
+    *,
+    shift: int = 0,
 ) -> Iterator[Result]:
     """Fit to the labeled images of every budget and seed, and predict the test images.
 
     best: what a sweep selected (None: the only candidate; or selected here, on a part of the labeled images).
+    shift: added to the seed of everything but the choice of the labeled images.
     The rows have `data` "", the source as `arm` and `pretraining_seed` 0.
     """
     places = [(budget, seed) for budget in budgets for seed in seeds]
@@ -92,7 +95,9 @@ def measure(
         settings, notes = (best, ()) if best is not None else _settings(evaluator, train, seed)
         try:
             rows = list(
-                _results(evaluator, _fit(evaluator, settings, train, seed), train, budget, seed, settings, notes)
+                _results(
+                    evaluator, _fit(evaluator, settings, train, seed + shift), train, budget, seed, settings, notes
+                )
             )
         except Diverged as error:
             if settings:

@@ -104,9 +104,9 @@ class Comparison:
 
     @property
     def arms(self) -> tuple[str, ...]:
-        """Arms in the recipe's order, then the reference rows that were measured."""
+        """Arms in the recipe's order, then the reference rows that were measured, without controls."""
         measured = set(self.table.frame["arm"])
-        others = [one.name for one in self.record.references if one.name in measured]
+        others = [one.name for one in self.record.references if one.name in measured and one.kind != "control"]
         return (*(arm.name for arm in self.record.arms), *others)
 
     @property

@@ -122,6 +122,13 @@ def unit_means(values_SX: np.ndarray, pretrainings: Sequence[Hashable]) -> np.nd
     return np.stack([values_SX[of == name].mean(axis=0) for name in range(len(names))])
 
 
+def within_variance(values_S: np.ndarray, pretrainings: Sequence[Hashable]) -> float:
+    """Pooled variance of the values of the seeds of each pretraining; nan with one seed each."""
+    groups = [np.array([one == name for one in pretrainings]) for name in dict.fromkeys(pretrainings)]
+    squares = sum(float(((values_S[of] - values_S[of].mean()) ** 2).sum()) for of in groups)
+    return squares / (len(values_S) - len(groups)) if len(values_S) > len(groups) else math.nan
+
+
 def _variance(ms_seed: float, ms_image: float, ms_residual: float, S: int, M: int) -> tuple[float, float]:
     """(variance of the mean, its degrees of freedom by Satterthwaite) from mean squares."""
     image = max(ms_image - ms_residual, 0.0)

@@ -43,13 +43,15 @@ class Difference(Accuracy):
 
     labels_per_class, labels: "mean" and 0 for the mean over all label budgets.
     role: what `against` is. means: accuracies of both arms over the same seeds and images.
-    unit: what varies. fixed: arms with a single pretraining, so that the statement is about that one.
+    unit: what varies. within_variance: of a seed's difference within a pretraining, where that is the unit.
+    fixed: arms with a single pretraining, so that the statement is about that one.
     """
 
     against: str
     role: Role
     means: tuple[float, float]
     unit: Literal["seed", "pretraining"]
+    within_variance: float
     fixed: tuple[str, ...]
     outcome: Outcome
 
@@ -200,10 +202,7 @@ class Measured:
     def __init__(self, comparison: Comparison, place: Place, budgets: dict[Budget, dict[str, Rows]]) -> None:
         self.comparison, self.place, self.budgets = comparison, place, budgets
         self.weighted = comparison.record.metrics[place.data] == "mean_per_class"
-        controls = {one.name for one in comparison.record.references if one.kind == "control"}
-        self.arms = [
-            arm for arm in comparison.arms if arm not in controls and any(arm in arms for arms in budgets.values())
-        ]
+        self.arms = [arm for arm in comparison.arms if any(arm in arms for arms in budgets.values())]
         self.pretrained = {arm.name for arm in comparison.record.arms if arm.kind == "pretrained"}
         classes, counts = comparison.classes(place.data), comparison.table.frame["labels"]
         self.labels: dict[Budget, float] = {}
@@ -237,6 +236,7 @@ class Measured:
             role=role,
             means=(float(ours.mean()), float(theirs.mean())),
             unit="pretraining" if units else "seed",
+            within_variance=statistics.within_variance((ours - theirs).mean(axis=1), units) if units else 0.0,
             fixed=fixed,
             outcome=statistics.outcome(estimate, self.comparison.record.margin),
         )

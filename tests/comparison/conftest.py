@@ -36,6 +36,7 @@ def mini(few_digits: Path, tmp_path: Path) -> Mini:
             "frozen_seeds": [0, 1],
             "labels_per_class": [2],
             "pictures": False,
+            "controls": False,
             "data": {name: f"{few_digits}/{name}" for name in ("train", "test")},
             "arms": {
                 "ssl": {"label": "SSL", "recipe": "digits_ssl", "overrides": STEPS},
@@ -57,6 +58,7 @@ def finished(few_digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Comp
         f"run={tmp_path_factory.mktemp('finished')}/run",
         f"data={{train: {few_digits}/train, test: {few_digits}/test, folds: []}}",
         "jobs=1",
+        "controls=false",
         "seeds=[0,1]",
         "frozen_seeds=[0,1]",
         "pretrainings=1",

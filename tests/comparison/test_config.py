@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from ssl_vit import recipe
 from ssl_vit.comparison.config import load_comparison
 from ssl_vit.comparison.sets import load_suite, suites
 from ssl_vit.interfaces import UserError
@@ -92,3 +93,20 @@ def test_a_suite_is_found_beside_the_recipe(mini: Any, tmp_path: Path) -> None:
     study = load_comparison(mini(data={"suite": "own.yaml"}))
     assert list(study.sets) == ["one"]
     assert study.folder == Path("packed")
+
+
+def test_shipped_sweeps_have_three_rates_and_one_dropout_for_all_arms() -> None:
+    """The demo declares its settings itself."""
+    names = [name for name, path in recipe.shipped().items() if "arms" in recipe.read(path) and name != "demo_digits"]
+    swept = 0
+    for name in names:
+        study = load_comparison(name)
+        found = {key: config for key, config in study.evaluators.items() if key[1] == "fine_tune"}
+        assert len({config.model_dump()["dropout"] for config in found.values()}) <= 1, name
+        for (_, _, arm), config in found.items():
+            rates = config.model_dump()["sweep"].get("optim.lr", (0, 0, 0))
+            assert len(rates) >= 3, f"{name}: {arm}"
+            swept += len(rates)
+    assert swept
+    dropouts = {name: r.encoder.dropout for name, r in load_comparison("cifar10_cpu").recipes.items()}
+    assert dropouts["supervised"] != dropouts["ssl"], "so the key matters"

@@ -19,11 +19,11 @@ SHARDS = {"ssl pretrain": "a", "supervised pretrain": "b"}
 ARMS = ["ssl", "scratch", "supervised"]
 
 
-BASE = ("data={train: a, test: b, folds: []}", "pretrainings=1", "seeds=[0,1,2]")
+BASE = ("controls=false", "data={train: a, test: b, folds: []}", "pretrainings=1", "seeds=[0,1,2]")
 
 
 def plan_of(*overrides: str, **shards: str) -> Plan:
-    study = load_comparison("demo_digits", [*BASE, *overrides])
+    study = load_comparison("demo_digits", ["controls=false", *BASE, *overrides])
     return Plan(study, Path("nowhere"), study.sets, SHARDS | {key.replace("_", " "): v for key, v in shards.items()})
 
 

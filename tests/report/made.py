@@ -145,6 +145,7 @@ def write_comparison(
         result = TaskResult(
             id=task.id,
             fingerprint=task.fingerprint,
+            seconds=20.0 if task.kind == "pretrain" else 2.0,
             run=SUMMARY if task.kind == "pretrain" else None,
             sweep=(sweeps or {})[task.arm] if task.kind == "sweep" else None,
             skipped=tuple(skipped) if task.kind == "measure" else (),

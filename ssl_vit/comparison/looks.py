@@ -1,0 +1,128 @@
+"""Adds seeds, or pretrainings, to a comparison until its headlines are decided: `compare --until-decided`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from statistics import fmean
+from typing import Any
+
+from ssl_vit.comparison.config import Study
+from ssl_vit.files import read_json
+from ssl_vit.interfaces import UserError
+from ssl_vit.records import ComparisonRecord, Look
+from ssl_vit.report import statistics
+from ssl_vit.report.read import PLAN, Comparison
+from ssl_vit.report.runs import validated
+from ssl_vit.report.summary import Difference, summarize
+
+MOST_LOOKS = 4  # each costs confidence, so seeds are added in steps of at least a third of those that may be added
+_GROWTH = 2.5  # the default maximum, as a multiple of the recipe's seeds
+
+
+def resume(study: Study, *, until_decided: bool = False, max_seeds: int | None = None) -> Study:
+    """The study with the seeds that earlier looks have added, as its run directory records them.
+
+    max_seeds: None is 2.5 times the recipe's seeds, or as recorded.
+
+    Raises UserError for a maximum that is too small, or seeds or a maximum that differ from the recorded ones.
+    """
+    path = study.comparison.run_directory / PLAN
+    record = validated(path, read_json(path), ComparisonRecord) if path.is_file() else None
+    if record and record.looks:
+        first, made = record.looks[0].seeds, _counted(study)
+        if getattr(study.comparison, made) != getattr(record, made)[:first]:
+            raise UserError(
+                f"{path}: its looks began with other {made} than the recipe has now; undo that change, or give another "
+                "directory with run=PATH"
+            )
+        if max_seeds not in (None, record.max_seeds):
+            raise UserError(
+                f"--max-seeds: {path} has looks that count on {record.max_seeds}; keep it, or give another directory "
+                "with run=PATH"
+            )
+        added = {key: getattr(record, key) for key in ("seeds", "frozen_seeds", "pretrainings", "assigned")}
+        return replace(_changed(study, **added), max_seeds=record.max_seeds, looks=record.looks)
+    if not until_decided:
+        return study
+    count = len(getattr(study.comparison, _counted(study)))
+    most = max_seeds or math.ceil(_GROWTH * count)
+    if most <= count:
+        raise UserError(f"--max-seeds={most}: the recipe already has {count} seeds; give a larger number")
+    return replace(study, max_seeds=most)
+
+
+def look(study: Study, found: Comparison) -> Study:
+    """The study with a look at what was measured; the same study where these seeds have been looked at before."""
+    c, record = study.comparison, found.record
+    seeds = len(getattr(c, _counted(study)))
+    if study.looks and study.looks[-1].seeds == seeds:
+        return study
+    new = Look(seeds=seeds, pretrainings=c.pretrainings, outcomes={})
+    with_new = replace(found, record=record.model_copy(update={"looks": (*study.looks, new)}))
+    outcomes = {head.place.data: head.outcome for head in summarize(with_new).headlines}
+    return replace(study, looks=(*study.looks, new.model_copy(update={"outcomes": outcomes})))
+
+
+def extend(study: Study, found: Comparison) -> Study | None:
+    """The study with more seeds or pretrainings; None where all headlines are decided, the maximum is reached, or no
+    number of seeds would decide.
+
+    found: with the last look in its record.
+    """
+    c, most = study.comparison, study.max_seeds or 0
+    heads = [head for head in summarize(found).headlines if head.outcome == "undecided"]
+    have = len(getattr(c, _counted(study)))
+    if not heads or have >= most:
+        return None
+    units, _ = statistics.plan(heads[0].estimate, c.margin)
+    if units is None and heads[0].estimate.half_width is not None:
+        return None
+    least = math.ceil((most - study.looks[0].seeds) / (MOST_LOOKS - 1))
+    per = have // c.pretrainings
+    if heads[0].unit == "pretraining" and per <= most - have and _new_pretrainings_pay(found, heads[0], per):
+        made = min(max(units or 1, math.ceil(least / per)), (most - have) // per)
+        assigned = [*map(c.pretraining_number, range(have)), *(c.pretrainings + n // per for n in range(made * per))]
+        return _more(study, made * per, pretrainings=c.pretrainings + made, assigned=tuple(assigned))
+    added = min(max(units or 1, least), most - have)
+    every = 1 < c.pretrainings == have  # each seed has its own
+    return _more(study, added, pretrainings=c.pretrainings + added * every)
+
+
+def _new_pretrainings_pay(found: Comparison, head: Difference, per: int) -> bool:
+    """Whether one more pretraining lowers the variance of the mean by more per second than one more seed for each.
+
+    per: seeds per pretraining.
+    """
+    seconds: dict[str, list[float]] = {"pretrain": [], "measure": []}
+    for task in found.record.tasks:
+        here = task.kind == "pretrain" or (task.data, task.evaluator) == (head.place.data, head.place.evaluator)
+        if here and task.arm in (head.arm, head.against) and task.id in found.tasks and task.kind in seconds:
+            seconds[task.kind].append(found.tasks[task.id].seconds)
+    count = head.estimate.units
+    per_pretraining, per_seed = fmean(seconds["pretrain"]), sum(seconds["measure"]) / (count * per)
+    within = head.within_variance / per
+    between = max(head.estimate.seed_variance - within, 0.0)
+    by_pretraining = (between + within) * (1 / count - 1 / (count + 1)) / (per_pretraining + per * per_seed)
+    by_seeds = within / count * (1 - per / (per + 1)) / (count * per_seed)
+    return by_pretraining > by_seeds
+
+
+def _counted(study: Study) -> str:
+    """The list of seeds that the headlines are about: those of evaluators that train the encoder, if there are any."""
+    return "seeds" if study.trains_encoder else "frozen_seeds"
+
+
+def _more(study: Study, added: int, **changes: Any) -> Study:
+    lists = ("seeds",) if study.trains_encoder else ("seeds", "frozen_seeds")  # seeds also number the pretrainings
+    grown = {key: _grown(getattr(study.comparison, key), added) for key in lists}
+    return _changed(study, **grown, **changes)
+
+
+def _grown(seeds: Sequence[int], added: int) -> tuple[int, ...]:
+    return (*seeds, *range(max(seeds) + 1, max(seeds) + 1 + added))
+
+
+def _changed(study: Study, **changes: Any) -> Study:
+    return replace(study, comparison=study.comparison.model_copy(update=changes))

@@ -1,0 +1,109 @@
+"""What the report must know of a comparison: its arms, data, settings and tasks, written to `plan.json`."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from ssl_vit import recipe, runs
+from ssl_vit.comparison.plan import Plan
+from ssl_vit.data.shards import ShardSet
+from ssl_vit.environment import environment
+from ssl_vit.files import read_json
+from ssl_vit.models import factory
+from ssl_vit.records import ArmRecord, ComparisonRecord, DataRecord, EvaluatorRecord, RunSummary
+from ssl_vit.report.read import PLAN
+
+
+def record_of(plan: Plan, shards: dict[str, ShardSet], command: str, *, finished: bool) -> ComparisonRecord:
+    """What the report must know of a comparison besides the results of its tasks.
+
+    shards: as `Plan.part` calls them. finished: whether every task is done, so that the recorded environment stays.
+    """
+    c = plan.study.comparison
+    parts = [plan.part(name, part, fold) for name in plan.sets for fold in plan.folds for part in ("train", "test")]
+    data = {key: shards[key] for key in parts}
+    for arm in plan.study.recipes:
+        found = shards[plan.part(arm, "pretrain", 0)]
+        if found.fingerprint not in {other.fingerprint for other in data.values()}:
+            data[f"pretraining of {arm}"] = found
+    evaluators: dict[str, EvaluatorRecord] = {}
+    for (name, key, arm), built in plan.evaluators.items():
+        if not arm:
+            record = evaluators.setdefault(key, EvaluatorRecord(title=built.title, trains_encoder=built.trains_encoder))
+            record.settings[name] = built.config.model_dump(mode="json")
+    # The environment is that of whoever measured: the checkout may change before the same command is given again.
+    kept = finished and (plan.run / PLAN).is_file()
+    return ComparisonRecord(
+        name=c.name,
+        title=(c.title or c.name) + (" (quick run)" if c.quick else ""),
+        quick=c.quick,
+        command=command,
+        labels_per_class=c.labels_per_class,
+        seeds=c.seeds,
+        frozen_seeds=c.frozen_seeds,
+        pretrainings=c.pretrainings,
+        assigned=c.assigned,
+        max_seeds=plan.study.max_seeds,
+        looks=plan.study.looks,
+        folds=len(plan.folds),
+        margin=c.margin,
+        notes=c.notes,
+        jobs=c.jobs,
+        precisions={arm: settings.training.precision for arm, settings in plan.study.recipes.items()},
+        study=c.study,
+        metrics={name: chosen.metric for name, chosen in plan.sets.items()},
+        data={
+            key: DataRecord(path=one.spec, samples=one.samples, classes=one.classes, source=one.source)
+            for key, one in data.items()
+        },
+        arms=arm_records(plan),
+        references=plan.references,
+        evaluators=evaluators,
+        tasks=plan.tasks,
+        environment=read_json(plan.run / PLAN)["environment"] if kept else environment(),
+    )
+
+
+def arm_records(plan: Plan) -> tuple[ArmRecord, ...]:
+    """What the report must know of the arms."""
+    return tuple(_arm(plan, arm) for arm in plan.study.comparison.arms)
+
+
+def _arm(plan: Plan, arm: str) -> ArmRecord:
+    given, settings = plan.study.comparison.arms[arm], plan.recipes.get(arm)
+    weights = plan.weights(arm, plan.study.comparison.seeds[0], 0)
+    path = Path(given.weights or "") / runs.SUMMARY
+    summary = recipe.validate(RunSummary, read_json(path), f"{path}: ") if given.weights and path.is_file() else None
+    return ArmRecord(
+        name=arm,
+        label=given.label,
+        kind=given.kind,
+        run=os.path.relpath(weights, plan.run) if weights else None,
+        objective=settings.objective.name if settings else None,
+        architecture=plan.architecture(arm),
+        encoder=plan.encoder(arm),
+        uses_labels=plan.uses_labels(arm),
+        evaluators=_own_settings(plan, arm),
+        series=given.series,
+        # Weights of unknown making: given without a run, or what a training started from.
+        starts_from=factory.origin(weights) or given.weights
+        if weights and given.weights and not summary
+        else settings.init_from
+        if settings
+        else None,
+        summary=summary,
+    )
+
+
+def _own_settings(plan: Plan, arm: str) -> dict[str, dict[str, Any]]:
+    """Evaluator settings by dotted key where they differ from those of the other arms; by evaluator, or "SET EVALUATOR"
+    where there are several data sets."""
+    found = {}
+    for (data, evaluator, of), built in plan.evaluators.items():
+        common = recipe.flatten(plan.evaluators[data, evaluator, ""].config.model_dump(mode="json"))
+        own = recipe.flatten(built.config.model_dump(mode="json")) if of == arm else common
+        if differing := {key: value for key, value in own.items() if common.get(key) != value}:
+            found[evaluator if len(plan.sets) == 1 else f"{data} {evaluator}"] = differing
+    return found

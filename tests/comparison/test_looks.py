@@ -1,0 +1,123 @@
+"""Adding seeds and pretrainings until the headline is decided."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ssl_vit.comparison import looks, run
+from ssl_vit.comparison.config import Study, load_comparison
+from ssl_vit.comparison.run import compare
+from ssl_vit.interfaces import UserError
+from ssl_vit.records import Look
+from ssl_vit.report import sequential
+from ssl_vit.report.read import Comparison, read
+from ssl_vit.report.summary import summarize
+from tests.report.made import row, write_comparison
+
+from .conftest import Mini, rows
+
+FROZEN: dict[str, Any] = {"frozen_seeds": [0, 1], "seeds": [0, 1], "margin": 0.001}
+
+
+@pytest.fixture
+def undecided(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two steps of pretraining decide nothing; the planner asks for one more seed each time."""
+    monkeypatch.setattr(looks.statistics, "plan", lambda estimate, margin: (1, None))
+
+
+def quiet(recipe: Path, **options: Any) -> Comparison:
+    return compare(recipe, say=lambda text: None, **options)
+
+
+def test_seeds_are_added_until_the_maximum_and_the_report_counts_the_looks(mini: Mini, undecided: None) -> None:
+    recipe = mini(**FROZEN)
+    found = quiet(recipe, until_decided=True, max_seeds=6)
+    record = found.record
+    assert record.max_seeds == 6
+    assert [look.seeds for look in record.looks] == [2, 4, 6], "in steps of a third of what may be added"
+    last = record.looks[-1]
+    assert record.frozen_seeds == tuple(range(last.seeds))
+    (head,) = summarize(found).headlines
+    assert last.outcomes == {"data": head.outcome}
+    shares = [look.seeds / 6 for look in record.looks]
+    assert head.estimate.confidence == pytest.approx(1 - sequential.levels(shares)[-1])
+    again = quiet(recipe)
+    assert again.record.looks == record.looks, "a repeated command keeps the looks and their seeds"
+    assert rows(again) == rows(found)
+    with pytest.raises(UserError, match="--max-seeds"):
+        quiet(recipe, until_decided=True, max_seeds=9)
+    with pytest.raises(UserError, match="other frozen_seeds"):
+        quiet(mini(**FROZEN | {"frozen_seeds": [0, 5]}))
+
+
+def test_a_kill_between_looks_changes_nothing(
+    mini: Mini, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undecided: None
+) -> None:
+    whole = quiet(mini(**FROZEN), until_decided=True, max_seeds=6)
+    recipe, tasks = mini(**FROZEN, run=str(tmp_path / "killed")), run.executor.run
+    calls = iter(range(100))
+
+    def killed(*arguments: Any, **options: Any) -> None:
+        if next(calls) == 1:
+            raise KeyboardInterrupt
+        tasks(*arguments, **options)
+
+    monkeypatch.setattr(run.executor, "run", killed)
+    with pytest.raises(KeyboardInterrupt):
+        quiet(recipe, until_decided=True, max_seeds=6)
+    planned = json.loads((tmp_path / "killed" / "plan.json").read_text())
+    assert len(planned["looks"]) == 1
+    assert len(planned["frozen_seeds"]) > 2
+    found = quiet(recipe, until_decided=True)
+    assert found.record.looks == whole.record.looks
+    assert rows(found) == rows(whole)
+
+
+def test_a_maximum_must_leave_room(mini: Mini) -> None:
+    with pytest.raises(UserError, match=r"--max-seeds=2: the recipe already has 2"):
+        looks.resume(load_comparison(mini(**FROZEN)), until_decided=True, max_seeds=2)
+    assert looks.resume(load_comparison(mini(**FROZEN)), until_decided=True).max_seeds == 5
+
+
+def measured(folder: Path, study: Study, between: float, within: float) -> Comparison:
+    """Headline of `ssl` and `scratch` with two pretrainings of two seeds each, and these spreads."""
+    made = []
+    for number in range(4):
+        gain = 0.02 + between * (number % 2 - 0.5) + within * (number // 2 - 0.5)
+        made.append(row("ssl", 5, number, 0.5 + gain, pretraining_seed=number % 2, images=400))
+        made.append(row("scratch", 5, number, 0.5, images=400))
+    done = (Look(seeds=4, pretrainings=2, outcomes={"digits": "undecided"}),)
+    changes: dict[str, Any] = {"max_seeds": study.max_seeds, "looks": done, "seeds": study.comparison.seeds}
+    return read([write_comparison(folder, made, **changes)])
+
+
+def test_what_pays_is_added(mini: Mini, tmp_path: Path) -> None:
+    study = load_comparison(mini(seeds=[0, 1, 2, 3], pretrainings=2, evaluators={"fine_tune": {}}))
+    done = (Look(seeds=4, pretrainings=2, outcomes={}),)
+    study = replace(study, max_seeds=16, looks=done)
+    more = looks.extend(study, measured(tmp_path / "between", study, between=0.04, within=0.0))
+    assert more
+    c = more.comparison
+    assert c.pretrainings > 2
+    assert len(c.seeds) == 2 * c.pretrainings
+    numbers = [c.pretraining_number(number) for number in range(len(c.seeds))]
+    assert numbers[:6] == [0, 1, 0, 1, 2, 2], "what was measured keeps its pretraining"
+    more = looks.extend(study, measured(tmp_path / "within", study, between=0.0, within=0.08))
+    assert more
+    assert more.comparison.pretrainings == 2
+    assert len(more.comparison.seeds) > 4
+
+
+def test_nothing_is_added_to_what_is_decided_or_where_no_seeds_would_decide(mini: Mini, tmp_path: Path) -> None:
+    study = replace(load_comparison(mini(evaluators={"fine_tune": {}}, seeds=[0, 1, 2, 3])), max_seeds=16)
+    study = replace(study, looks=(Look(seeds=4, pretrainings=1, outcomes={}),))
+    decided = [row(arm, 5, seed, accuracy) for arm, accuracy in (("ssl", 0.8), ("scratch", 0.4)) for seed in range(4)]
+    assert looks.extend(study, read([write_comparison(tmp_path / "a", decided)])) is None
+    at_most = replace(study, max_seeds=4)
+    close = [row(arm, 5, n, 0.5 + 0.02 * (n % 2) * (arm == "ssl")) for arm in ("ssl", "scratch") for n in range(4)]
+    assert looks.extend(at_most, read([write_comparison(tmp_path / "b", close)])) is None
