@@ -113,7 +113,7 @@ class FeatureConfig(Config):
 def check_features(encoder: EncoderConfig, wanted: FeatureConfig) -> None:
     """Raises UserError where an encoder of this configuration has no such features; no weights are made."""
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
-        model = build(encoder).untrained(wanted.image_size)
+        model = build(encoder).untrained(wanted.image_size).eval()
         image = torch.zeros(1, model.channels, *model.image_size, dtype=torch.uint8)
         model.represent(image, wanted.pooling, wanted.block)
 
