@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from typing import Literal
 
 import numpy as np
@@ -14,13 +14,19 @@ from ssl_vit.data.images import check_channels, evaluation_transform
 from ssl_vit.data.loader import loaded
 from ssl_vit.data.samples import Chunk, Preprocess, Sample, SampleReader, Skip, join, stacked
 from ssl_vit.data.shards import ShardSet
-from ssl_vit.interfaces import Batch, Size, UserError
+from ssl_vit.interfaces import Batch, Size, UserError, pair
 
 PREFETCH = 2  # chunks that each loader worker makes ahead
 
 
 class EvaluationStream:
-    """Every sample exactly once over all ranks, in index order; all ranks get the same number of equal batches."""
+    """Every sample exactly once over all ranks, in index order; all ranks get the same number of equal batches.
+
+    key: names what the chunks hold, so that they may be kept (None: never). cache_bytes: how much all kept ones take.
+    """
+
+    key: Hashable = None
+    cache_bytes = 0
 
     def __init__(
         self,
@@ -109,7 +115,7 @@ def evaluation_stream(
         max_pixels=preparation.max_pixels,
     )
     samples = shards.samples if indices is None else len(indices)
-    return EvaluationStream(
+    stream = EvaluationStream(
         shards,
         preprocess,
         batch_size=max(1, min(batch_size, -(-samples // ranks))),
@@ -120,9 +126,39 @@ def evaluation_stream(
         worker_timeout=preparation.worker_timeout,
         on_bad_sample=preparation.on_bad_sample,
     )
+    content = (shards.fingerprint, len(shards.classes or ()), stream.batch_size, stream.own.tobytes())
+    how = (pair(image_size), channels, preparation.evaluation_resize, preparation.max_pixels)
+    stream.key = (*content, *how, needs_labels, reads_labels, noise)
+    stream.cache_bytes = 0 if preparation.workers else preparation.cache_mb << 20
+    return stream
 
 
 def evaluation_batches(stream: EvaluationStream, device: torch.device) -> Iterator[tuple[Batch, Chunk]]:
     """The stream's batches on the device, `len(stream)` of them on every rank; padding is marked by `valid`."""
-    for chunk in loaded(stream, PREFETCH):
+    for chunk in _chunks(stream):
         yield join([chunk], device, 0, shared=stream.workers > 0)
+
+
+_kept: dict[Hashable, list[Chunk]] = {}  # oldest first
+
+
+def _chunks(stream: EvaluationStream) -> Iterator[Chunk]:
+    """The stream's chunks. Small sets without loader processes stay in memory: evaluating many models on one set reads
+    and decodes it once."""
+    if stream.key in _kept:
+        yield from _kept[stream.key]
+        return
+    chunks, size = list[Chunk](), 0
+    for chunk in loaded(stream, PREFETCH):
+        size += _bytes(chunk)
+        if size <= stream.cache_bytes:
+            chunks.append(chunk)
+        yield chunk
+    if stream.key is not None and size <= stream.cache_bytes:
+        while _kept and size + sum(map(_bytes, sum(_kept.values(), []))) > stream.cache_bytes:
+            del _kept[next(iter(_kept))]
+        _kept[stream.key] = chunks
+
+
+def _bytes(chunk: Chunk) -> int:
+    return sum(tensor.nbytes for tensor in chunk.tensors.values())

@@ -19,8 +19,23 @@ def training_flops(objective: nn.Module, views: int = 1) -> float:
     views: of the image (`data.views`).
 
     Counted over matrix products, convolutions and attention, by torch's counter, on the objective's own batch; nothing
-    is computed, and torch's generator stays where it was.
+    is computed, and torch's generator stays where it was. Objectives of the same modules, parameters and settings are
+    counted once, because an evaluator trains many.
     """
+    config = getattr(objective, "config", None)
+    if config is None:  # nothing says what the objective does with its modules
+        return _count(objective, views)
+    parameters = [(name, p.shape, p.requires_grad) for name, p in objective.named_parameters()]
+    key = f"{objective} {config} {objective.encoder.image_size} {views} {parameters}"  # type: ignore[union-attr]
+    if key not in _counted:
+        _counted[key] = _count(objective, views)
+    return _counted[key]
+
+
+_counted: dict[str, float] = {}
+
+
+def _count(objective: nn.Module, views: int) -> float:
     replica = copy.deepcopy(objective).to("meta").train()
     replica.encoder.network.set_grad_checkpointing(False)  # type: ignore[union-attr, operator]  # what is computed twice counts once
     height, width = replica.encoder.image_size  # type: ignore[union-attr, misc]

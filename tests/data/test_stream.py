@@ -14,13 +14,13 @@ import torch
 
 from ssl_vit.data import AugmentConfig, DataConfig
 from ssl_vit.data.augment import color_augment
-from ssl_vit.data.evaluation import EvaluationStream, evaluation_batches
+from ssl_vit.data.evaluation import EvaluationStream, evaluation_batches, evaluation_stream
 from ssl_vit.data.images import Picture, evaluation_transform, train_transform
 from ssl_vit.data.order import LanePosition
 from ssl_vit.data.packing import pack
 from ssl_vit.data.packing.plan import Options
 from ssl_vit.data.packing.sources import open_source
-from ssl_vit.data.samples import Preprocess
+from ssl_vit.data.samples import Preprocess, SampleReader
 from ssl_vit.data.shards import ShardSet, open_shards
 from ssl_vit.data.shards.reading import BadSample, ShardFile
 from ssl_vit.data.stream import train_source
@@ -207,6 +207,26 @@ def test_evaluation_sees_every_sample_exactly_once(
     if workers == 0:
         assert sorted(found) == expected
     assert len(set(found)) == len(found) and set(found) <= set(expected)
+
+
+def test_small_evaluation_sets_are_read_once(shards: ShardSet, monkeypatch: pytest.MonkeyPatch) -> None:
+    def images(size: int = 8, **data: int) -> torch.Tensor:
+        preparation = DataConfig(train=shards.spec, evaluation_resize=1.0, workers=0, **data)  # type: ignore[arg-type]
+        stream = evaluation_stream(shards, preparation, size, 1, batch_size=100)
+        return torch.cat([batch.images for batch, _ in evaluation_batches(stream, CPU)])
+
+    reads = []
+    read = SampleReader.sample
+    monkeypatch.setattr(SampleReader, "sample", lambda self, *where: reads.append(where) or read(self, *where))
+    first = images()
+    assert len(reads) == 360
+    assert torch.equal(images(), first)
+    assert len(reads) == 360
+    assert images(12).shape[-1] == 12
+    assert len(reads) == 720
+    for _ in range(2):
+        assert torch.equal(images(10, cache_mb=0), images(10, cache_mb=0))
+    assert len(reads) == 720 + 4 * 360
 
 
 @pytest.mark.parametrize("share", [0.0, 0.37, 0.9])

@@ -32,3 +32,16 @@ def test_counting_changes_nothing(make_encoder: Callable[..., Any]) -> None:
     assert not objective.training
     assert all(torch.equal(value, weights[name]) for name, value in objective.state_dict().items())
     assert all(parameter.grad is None for parameter in objective.parameters())
+
+
+def test_what_changes_the_count_is_counted_anew(make_encoder: Callable[..., Any]) -> None:
+    def count(head: str = "linear", frozen: bool = False, **encoder: Any) -> float:
+        objective = classification.Objective(
+            make_encoder(**encoder), classification.Config(head=head, pooling="mean"), 5
+        )  # type: ignore[arg-type]
+        objective.encoder.requires_grad_(not frozen)
+        return training_flops(objective)
+
+    assert count() == count()
+    counts = [count(), count("mlp"), count(frozen=True), count(image_size=32), count(class_token=False)]
+    assert len(set(counts)) == len(counts)
