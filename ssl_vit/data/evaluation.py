@@ -155,7 +155,7 @@ def _chunks(stream: EvaluationStream) -> Iterator[Chunk]:
             chunks.append(chunk)
         yield chunk
     if stream.key is not None and size <= stream.cache_bytes:
-        while _kept and size + sum(map(_bytes, sum(_kept.values(), []))) > stream.cache_bytes:
+        while _kept and size + sum(_bytes(chunk) for kept in _kept.values() for chunk in kept) > stream.cache_bytes:
             del _kept[next(iter(_kept))]
         _kept[stream.key] = chunks
 

@@ -19,7 +19,13 @@ SHARDS = {"ssl pretrain": "a", "supervised pretrain": "b"}
 ARMS = ["ssl", "scratch", "supervised"]
 
 
-BASE = ("controls=false", "labels_per_class=[1,10,50]", "data={train: a, test: b, folds: []}", "pretrainings=1", "seeds=[0,1,2]")
+BASE = (
+    "controls=false",
+    "labels_per_class=[1,10,50]",
+    "data={train: a, test: b, folds: []}",
+    "pretrainings=1",
+    "seeds=[0,1,2]",
+)
 
 
 def plan_of(*overrides: str, **shards: str) -> Plan:
