@@ -13,7 +13,7 @@ import pandas as pd
 
 from ssl_vit import recipe as recipes
 from ssl_vit.comparison.config import Study, load_comparison
-from ssl_vit.data import train_and_test
+from ssl_vit.data import DataConfig, train_and_test
 from ssl_vit.evaluators import Metric
 from ssl_vit.files import read_json
 from ssl_vit.interfaces import UserError
@@ -253,21 +253,23 @@ def load(run: Place) -> nn.Module:
 
     Its `preprocess` takes an image (a path, bytes or PIL) and returns what the network expects, float32 (C, H, W),
     resized, cropped and normalized as in an evaluation: `network.forward_features(network.preprocess(path)[None])`.
-    Its `pretrained_cfg` holds image size, mean and std: `timm.data.resolve_data_config(model=network)` reads them.
+    Its `pretrained_cfg` holds image size, crop, mean and std, for `timm.data.resolve_data_config(model=network)`.
     Raises UserError where there are no readable weights.
     """
     from ssl_vit.analysis import embeddings
     from ssl_vit.models import factory
 
-    encoder = factory.load(Path(run))
+    encoder, settings = factory.load(Path(run)), run_recipe(Path(run))
     network: Any = encoder.network
-    network.pretrained_cfg = network.default_cfg = factory.pretrained_cfg(encoder)
-    network.preprocess = embeddings.preprocessing(encoder, run_recipe(Path(run)))
+    resize = (settings.data if settings else DataConfig(train="")).evaluation_resize
+    network.pretrained_cfg = network.default_cfg = factory.pretrained_cfg(encoder, resize)
+    network.preprocess = embeddings.preprocessing(encoder, settings)
     return network
 
 
 def export(run: Place, out: Place, to: exports.Target, *, license: str | None = None) -> None:
-    """Write the encoder for timm or transformers, with a model card, into the new folder `out`. See `exports.export`.
+    """Write the encoder for timm or transformers, with a model card, into the new folder `out`. Resize, crop and (timm)
+    pooling are those of the run's last evaluation. See `exports.export`.
 
     run: a run directory, a checkpoint or a weights folder.
     license: of the weights, for the card (the hub's identifier, such as apache-2.0).
@@ -275,11 +277,12 @@ def export(run: Place, out: Place, to: exports.Target, *, license: str | None = 
     from ssl_vit.models import factory
     from ssl_vit.models.exchange import exports
     from ssl_vit.report import card
+    from ssl_vit.report.evaluated import evaluated
 
     run, out = Path(run), Path(out)
-    model = factory.load(run)
-    text = card.write(model, run, factory.find_weights(run), to, title=out.resolve().name, license=license)
-    exports.export(model, out, to, text)
+    model, use = factory.load(run), evaluated(run)
+    text = card.write(model, run, factory.find_weights(run), to, use, title=out.resolve().name, license=license)
+    exports.export(model, out, to, text, use)
 
 
 def read_results(run: Place) -> pd.DataFrame:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -14,10 +15,11 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from timm.models.vision_transformer import VisionTransformer
+from torch import nn
 
 from ssl_vit.interfaces import Size, UserError, pair
 from ssl_vit.models import EncoderConfig, Resampling
-from ssl_vit.models.encoder import Encoder, Numbers, create
+from ssl_vit.models.encoder import Encoder, Numbers, Pooling, create
 from ssl_vit.models.position import resample
 from ssl_vit.models.timm_encoder import TimmEncoder
 from ssl_vit.models.vit import ViTEncoder, check_size
@@ -25,6 +27,7 @@ from ssl_vit.models.vit import ViTEncoder, check_size
 AnyEncoder = TypeVar("AnyEncoder", bound=Encoder)
 
 WEIGHTS, CONFIG = "encoder.safetensors", "config.json"
+_POOLS: dict[Pooling | None, str] = {"token": "token", "mean": "avg"}  # timm's names
 _DAMAGED = (OSError, LookupError, ValueError, TypeError, AttributeError, RuntimeError, SafetensorError)
 
 
@@ -119,27 +122,42 @@ def require_patches(encoder: Encoder, what: str) -> ViTEncoder:
     return vit
 
 
-def write_config(encoder: Encoder, path: Path) -> None:
-    """Write timm's `config.json`, from which `timm.create_model("local-dir:FOLDER")` builds the same model."""
+def write_config(encoder: Encoder, path: Path, *, resize: float = 1.0, pooling: Pooling | None = None) -> None:
+    """Write timm's `config.json`, from which `timm.create_model("local-dir:FOLDER")` builds the same model.
+
+    resize: as `data.evaluation_resize`.
+    pooling: of what the model returns, where timm can express it (`token`, `mean`); None: the encoder's own.
+    """
+    arguments, pools = dict(encoder.arguments), {}
+    if isinstance(encoder, ViTEncoder):
+        pools = {"global_pool": encoder.network.global_pool}
+        if pooling in _POOLS and _POOLS[pooling] != encoder.network.global_pool:
+            pools = {"global_pool": _POOLS[pooling]}
+            arguments |= pools | {"fc_norm": not isinstance(encoder.network.fc_norm, nn.Identity)}
     content = {
         "architecture": encoder.name,
         "num_classes": 0,
         "num_features": encoder.width,
-        **({"global_pool": encoder.network.global_pool} if isinstance(encoder, ViTEncoder) else {}),
-        "model_args": encoder.arguments,
-        "pretrained_cfg": pretrained_cfg(encoder),
+        **pools,
+        "model_args": arguments,
+        "pretrained_cfg": pretrained_cfg(encoder, resize),
         **encoder.own_settings,
     }
     path.write_text(json.dumps(content, indent=2) + "\n")
 
 
-def pretrained_cfg(encoder: Encoder) -> dict[str, Any]:
-    """How timm describes the weights: image size and normalization, which `timm.data.resolve_data_config` reads."""
+def pretrained_cfg(encoder: Encoder, resize: float = 1.0) -> dict[str, Any]:
+    """How timm describes the weights: image size, resize and crop, and normalization, which
+    `timm.data.resolve_data_config` reads. resize: as `data.evaluation_resize`."""
+    size, larger = encoder.image_size[0], round(resize * encoder.image_size[0])
+    crop = size / larger
+    while math.floor(size / crop) < larger:  # how timm gets back to whole pixels
+        crop = math.nextafter(crop, 0)
     return {
         "input_size": (encoder.channels, *encoder.image_size),
         "fixed_input_size": isinstance(encoder, ViTEncoder) or "img_size" in encoder.arguments,
         "interpolation": "bilinear",
-        "crop_pct": 1.0,
+        "crop_pct": crop,
         "mean": encoder.mean,
         "std": encoder.std,
         "num_classes": 0,

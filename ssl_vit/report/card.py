@@ -22,15 +22,18 @@ from ssl_vit.report.verdict import INTERVAL, notes
 if TYPE_CHECKING:
     from ssl_vit.data.shards import ShardSet
     from ssl_vit.models.encoder import Encoder
+    from ssl_vit.models.exchange.exports import Use
 
+_MODES = {1: "L", 3: "RGB", 4: "RGBA"}
 Facts = dict[str, object]  # None: unknown
 
 
-def write(model: Encoder, given: Path, weights: Path, to: str, *, title: str, license: str | None) -> str:
+def write(model: Encoder, given: Path, weights: Path, to: str, use: Use, *, title: str, license: str | None) -> str:
     """The text of README.md for `model` in the format `to`, with the hub's YAML in front.
 
     given: the run, checkpoint or weights folder that is exported, whose `results/` are shown.
     weights: the folder in it that holds the weights.
+    use: how it was evaluated.
     license: of the weights (the hub's identifier, such as apache-2.0); None: not stated.
     """
     folder = next((path for path in (given, given.parent.parent) if (path / "recipe.yaml").is_file()), None)
@@ -53,6 +56,9 @@ def write(model: Encoder, given: Path, weights: Path, to: str, *, title: str, li
         to=to,
         version=__version__,
         shape=f"2, {model.channels}, {model.image_size[0]}, {model.image_size[1]}",
+        mode=_MODES.get(model.channels) if to == "timm" or model.channels == 3 else None,
+        pooled=_pooled(model, use, to),
+        pooling=use.pooling,
         mean=list(model.mean),
         std=list(model.std),
         reading=_tokens(model),
@@ -61,6 +67,10 @@ def write(model: Encoder, given: Path, weights: Path, to: str, *, title: str, li
             "Parameters": sum(parameter.numel() for parameter in model.parameters()),
             "Images": f"{model.image_size[0]} x {model.image_size[1]} pixels, {model.channels} channel(s)",
             "Patches": f"{model.grid[0]} x {model.grid[1]}" if model.patches else None,
+            "Resize": f"the shorter side to {round(use.resize * min(model.image_size))} pixels, then the center"
+            if model.image_size[0] == model.image_size[1]
+            else None,
+            "Pooling": use.pooling,
             "Normalization": f"pixels in [0, 1], minus {text(model.mean)}, over {text(model.std)}",
         },
         training=_training(run, weights) if run else {},
@@ -84,6 +94,25 @@ def _shards(run: Run) -> ShardSet | None:
         return None  # moved, out of reach, or of another version's recipe: the card says so
 
 
+def _pooled(model: Encoder, use: Use, to: str) -> str | None:
+    """Code for the vector that was evaluated, from `tokens`; None where there is no short one."""
+    from ssl_vit.models.vit import ViTEncoder
+
+    if not isinstance(model, ViTEncoder):
+        return None
+    if to == "timm" and use.pooling in ("token", "mean"):
+        return "model.forward_head(tokens)"
+    first = model.prefix_tokens
+    found = {
+        "token": "tokens[:, 0]",
+        "mean": f"tokens[:, {first}:].mean(1)",
+        "patches": f"tokens[:, {first}:].flatten(1)",
+    }
+    found["both"] = f"torch.cat([{found['token']}, {found['mean']}], 1)"
+    norm_after_pooling = bool([*model.network.fc_norm.parameters()])
+    return None if norm_after_pooling or use.pooling is None else found[use.pooling]
+
+
 def _tokens(model: Encoder) -> str:
     from ssl_vit.models.vit import ViTEncoder
 
@@ -92,7 +121,7 @@ def _tokens(model: Encoder) -> str:
     rows, columns = model.grid
     registers = model.prefix_tokens - model.has_class_token
     tokens = ["the class token"] * model.has_class_token + [f"{registers} registers"] * bool(registers)
-    shape = f"(2, {model.prefix_tokens + rows * columns}, {model.width})"
+    shape = f"(n, {model.prefix_tokens + rows * columns}, {model.width})"
     return f"`tokens` is float32 {shape}: {', then '.join([*tokens, f'{rows} x {columns} patches, row by row'])}."
 
 

@@ -11,13 +11,16 @@ import numpy as np
 import pytest
 import torch
 from huggingface_hub import ModelCard
+from PIL import Image
 from safetensors.torch import save_file
 
-from ssl_vit import cli, results
+from ssl_vit import cli, functions, results
 from ssl_vit import recipe as recipes
 from ssl_vit.files import write_json
 from ssl_vit.models import EncoderConfig, factory
+from ssl_vit.models.exchange.exports import Use
 from ssl_vit.report import card
+from ssl_vit.report.evaluated import evaluated
 from tests.report.made import SUMMARY, row
 
 Make = Callable[..., Any]
@@ -32,7 +35,7 @@ def weights(folder: Path, model: Any) -> Path:
 
 def write(model: Any, given: Path, to: str = "timm", **options: Any) -> str:
     options = {"title": "digits", "license": None} | options
-    return card.write(model, given, factory.find_weights(given), to, **options)
+    return card.write(model, given, factory.find_weights(given), to, evaluated(given), **options)
 
 
 @pytest.fixture
@@ -130,28 +133,44 @@ def test_imported_weights_tell_where_they_come_from(tmp_path: Path, make_encoder
 
 
 @pytest.mark.parametrize("to", ["timm", "transformers"])
-def test_the_code_in_the_card_runs(
-    tmp_path: Path, make_encoder: Make, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], to: str
+@pytest.mark.parametrize("pooling", ["mean", "token", "both", "patches"])
+def test_the_code_in_the_card_gives_what_was_evaluated(
+    run: Path,
+    make_encoder: Make,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    to: str,
+    pooling: Any,
 ) -> None:
-    """In the exported folder, as the card says, and with the outputs that the encoder has."""
+    """In the exported folder, as the card says: pixels, tokens and pooled features of an evaluation."""
     model = make_encoder(mean=(0.1, 0.2, 0.3), std=(0.4, 0.5, 0.6)).eval()
-    weights(tmp_path / "weights", model)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["ssl-vit", "export", "weights", "out", "--to", to])
+    weights(run, model)
+    rows = [row("trained", 1, 0, 0.5, evaluator="few_shot")]
+    about = {"evaluator": "few_shot", "title": "Few-shot", "settings": {"pooling": pooling}, "metric": "accuracy"}
+    results.save(run / "results" / "few_shot-1.json", rows, **about, data={"train": "x", "test": "y"})
+    recipe = recipes.load_recipe(run, ["data.evaluation_resize=1.143"])
+    recipes.save(recipe, run / "recipe.yaml")
+    assert evaluated(run) == Use(1.143, pooling)
+    monkeypatch.setattr(sys, "argv", ["ssl-vit", "export", str(run), str(tmp_path / "out"), "--to", to])
     with pytest.raises(SystemExit, match="0"):
         cli.main()
-    assert "README.md says how to load it" in capsys.readouterr().out
     text = (tmp_path / "out" / "README.md").read_text()
     code = re.search(r"```python\n(.*?)\n```", text, re.DOTALL)
     assert code is not None
     monkeypatch.chdir(tmp_path / "out")
+    wave = np.sin(np.arange(40 * 50 * 3).reshape(40, 50, 3) / 700) * 100 + 128
+    Image.fromarray(wave.astype(np.uint8)).save("image.jpg", quality=95)
     names: dict[str, Any] = {}
     exec(code[1], names)
+    ours: Any = functions.load(run)
+    np.testing.assert_allclose(np.asarray(names["images"][0]), ours.preprocess("image.jpg"), atol=3 / 255 / 0.4)
     with torch.no_grad():
-        pixels = torch.as_tensor(names["images"]) * 255
-        expected = model(pixels)
-    np.testing.assert_allclose(np.asarray(names["tokens"]), expected.numpy(), atol=1e-4)
-    assert f"`tokens` is float32 {tuple(expected.shape)}: the class token, then 4 x 4 patches, row by row." in text
+        tokens = ours.forward_features(names["images"])
+        np.testing.assert_allclose(np.asarray(names["tokens"]), tokens, atol=1e-4)
+        np.testing.assert_allclose(np.asarray(names["features"]), model.pool(tokens, pooling), atol=1e-4)
+    assert f"`tokens` is float32 (n, {', '.join(map(str, tokens.shape[1:]))}): the class token, then 4 x 4" in text
+    assert "pooler" not in caplog.text
 
 
 def test_a_resnet_returns_what_timm_says(tmp_path: Path) -> None:

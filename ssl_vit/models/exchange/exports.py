@@ -2,57 +2,76 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import timm
 import torch
+from PIL.Image import Resampling
 from safetensors.torch import save_file
 
 from ssl_vit.interfaces import RunError, UserError
 from ssl_vit.models import factory
-from ssl_vit.models.encoder import Encoder
+from ssl_vit.models.encoder import Encoder, Pooling
 from ssl_vit.models.exchange.folders import new_folder
 from ssl_vit.models.exchange.names import to_transformers
 from ssl_vit.models.vit import ViTEncoder
 
 Target = Literal["timm", "transformers"]
 
+
+@dataclass(frozen=True)
+class Use:
+    """How an encoder was evaluated, which its export repeats.
+
+    resize: as `data.evaluation_resize`.
+    pooling: of the tokens; None: not evaluated.
+    """
+
+    resize: float = 1.0
+    pooling: Pooling | None = None
+
+
 # What transformers' ViT always has and some of timm's do not.
 _NEEDED = ("cls_token", "pos_embed", "patch_embed.proj.bias", "blocks.0.attn.proj.bias", "norm.weight", "norm.bias")
 
 
-def export(encoder: Encoder, out: Path, to: Target, card: str) -> None:
-    """Write `encoder` and its model card (the text of README.md) into the new folder `out`, in the format `to`.
+def export(encoder: Encoder, out: Path, to: Target, card: str, use: Use = Use()) -> None:
+    """Write `encoder` and its model card (the text of README.md) into the new folder `out`, in the format `to`, with
+    the image preparation and, in timm's format, the pooling of `use`.
 
     The result is loaded again by its own library, and its tokens for random images are compared: with timm bit for bit,
     with transformers to 1e-5. Raises UserError for a model that the format cannot express and for a library that is not
     installed, RunError when the outputs differ; nothing is left behind then.
     """
     with new_folder(out) as folder:
-        (_timm if to == "timm" else _transformers)(encoder.eval(), folder)
+        (_timm if to == "timm" else _transformers)(encoder.eval(), folder, use)
         (folder / "README.md").write_text(card)
 
 
 @torch.no_grad()
-def _timm(encoder: Encoder, folder: Path) -> None:
+def _timm(encoder: Encoder, folder: Path, use: Use) -> None:
     if isinstance(encoder, ViTEncoder) and encoder.norm_eps != (usual := factory.named_encoder(encoder.name).norm_eps):
         raise UserError(
             f"timm's {encoder.name} has layer norms of epsilon {usual:g}, these weights {encoder.norm_eps:g}, which "
             "a timm folder cannot express: use --to transformers"
         )
-    factory.write_config(encoder, folder / "config.json")
+    factory.write_config(encoder, folder / "config.json", resize=use.resize, pooling=use.pooling)
     save_file(factory.state(encoder), folder / "model.safetensors", {"format": "pt"})
     images = _random_images(encoder)
     theirs = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
     if isinstance(encoder, ViTEncoder):  # every token, not only what timm would pool
+        ours, pooled = encoder.encode(encoder.network.patch_embed(images)), theirs(images)
         _compare("timm", theirs.forward_features(images), encoder.network.forward_features(images), 0)
+        if use.pooling in ("token", "mean"):
+            _compare("timm", pooled, encoder.pool(ours, use.pooling), 1e-5)
     else:
         _compare("timm", theirs(images), encoder.network(images), 0)
 
 
 @torch.no_grad()
-def _transformers(encoder: Encoder, folder: Path) -> None:
+def _transformers(encoder: Encoder, folder: Path, use: Use) -> None:
     try:
         import transformers
     except ImportError:
@@ -82,8 +101,19 @@ def _transformers(encoder: Encoder, folder: Path) -> None:
         qkv_bias=network.blocks[0].attn.qkv.bias is not None,
         architectures=["ViTModel"],
     ).save_pretrained(folder)
+    numbers: dict[str, Any] = {
+        "image_mean": [*encoder.mean],
+        "image_std": [*encoder.std],
+        "resample": Resampling.BILINEAR,
+    }
     size = {"height": height, "width": width}
-    processor = transformers.ViTImageProcessor(size=size, image_mean=[*encoder.mean], image_std=[*encoder.std])
+    if height == width:
+        resized = {"shortest_edge": round(use.resize * height)}
+        processor = transformers.BitImageProcessor(
+            size=resized, crop_size=size, do_convert_rgb=encoder.channels == 3, **numbers
+        )
+    else:  # transformers cannot resize until a rectangle is covered
+        processor = transformers.ViTImageProcessor(size=size, **numbers)
     processor.save_pretrained(folder)
     save_file(named, folder / "model.safetensors", {"format": "pt"})
     transformers.utils.logging.disable_progress_bar()

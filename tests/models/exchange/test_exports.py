@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 from ssl_vit.interfaces import RunError, UserError
 from ssl_vit.models import EncoderConfig
 from ssl_vit.models.exchange import exports
-from ssl_vit.models.exchange.exports import export
+from ssl_vit.models.exchange.exports import Use, export
 from ssl_vit.models.exchange.imports import import_weights
 from ssl_vit.models.factory import build, load, state
 from ssl_vit.models.vit import ViTEncoder
@@ -55,12 +56,15 @@ def comes_back(ours: Any, folder: Path) -> None:
 @pytest.mark.parametrize("settings", [*PLAIN, *OTHERS], ids=str)
 def test_to_timm_and_back(make_encoder: Make, shaken: Make, tmp_path: Path, settings: dict[str, Any]) -> None:
     ours = shaken(make_encoder(**settings))
-    export(ours, tmp_path / "timm", "timm", "the card")
+    pooling: Any = "token" if ours.has_class_token and ours.channels == 1 else "mean"
+    export(ours, tmp_path / "timm", "timm", "the card", Use(256 / 224, pooling))
     network = timm.create_model(f"local-dir:{tmp_path / 'timm'}", pretrained=True).eval()
     images = images_for(ours)
     with torch.no_grad():
         assert torch.equal(network.forward_features(images), tokens(ours, images))
+        assert torch.allclose(network(images), ours.pool(tokens(ours, images), pooling), atol=1e-6), pooling
     data = timm.data.resolve_data_config(model=network)
+    assert math.floor(data["input_size"][1] / data["crop_pct"]) == round(256 / 224 * ours.image_size[0])
     assert (data["input_size"], tuple(data["mean"])) == ((ours.channels, *ours.image_size), ours.mean)
     assert (tmp_path / "timm" / "README.md").read_text() == "the card"
     comes_back(ours, tmp_path / "timm")
@@ -88,8 +92,10 @@ def test_to_transformers_and_back(make_encoder: Make, shaken: Make, tmp_path: Pa
     images = images_for(ours)
     with torch.no_grad():
         torch.testing.assert_close(model.eval()(images)[0], tokens(ours, images), atol=1e-5, rtol=0)
-    processor = transformers.ViTImageProcessor.from_pretrained(tmp_path / "hf")
-    assert (tuple(processor.image_mean), processor.size["width"]) == (ours.mean, ours.image_size[1])
+    processor = transformers.AutoImageProcessor.from_pretrained(tmp_path / "hf")
+    height, width = ours.image_size
+    cropped = processor.crop_size if height == width else processor.size  # a square is resized, then cropped
+    assert (tuple(processor.image_mean), cropped["width"]) == (ours.mean, width)
     comes_back(ours, tmp_path / "hf")
 
 
