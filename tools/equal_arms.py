@@ -26,7 +26,9 @@ from ssl_vit.results import Result, Table
 
 SEEDS, MARGIN = 8, 0.01
 EVALUATORS = {
-    "few_shot": few_shot.Evaluator(few_shot.Config.model_validate({"shots": [1, 5, 10], "pooling": "patches"})),
+    "few_shot": few_shot.Evaluator(
+        few_shot.Config.model_validate({"labels_per_class": [1, 5, 10], "pooling": "patches"})
+    ),
     "knn": knn.Evaluator(knn.Config.model_validate({"labels_per_class": [10], "pooling": "patches"})),
 }
 
@@ -37,7 +39,7 @@ def measured(folder: Path, initialization: int, seed: int) -> dict[str, list[Res
     context = api.make_context(None, settings, f"{folder}/train", f"{folder}/test", seed=initialization)
     found = {}
     for name, evaluator in EVALUATORS.items():
-        budgets = runner.budgets(evaluator, getattr(evaluator.config, "labels_per_class", ()))
+        budgets = runner.budgets(evaluator, evaluator.config.labels_per_class)
         rows = list(runner.measure(evaluator, context, "untrained", budgets, [seed]))
         found[name] = [row for row in rows if row.primary]
     return found

@@ -63,8 +63,9 @@ class Objective(nn.Module):
             else:
                 nn.init.zeros_(linear.weight)
                 self.head = linear
-        mixes = [v2.MixUp(alpha=config.mixup, num_classes=number)] if config.mixup else []
-        mixes += [v2.CutMix(alpha=config.cutmix, num_classes=number)] if config.cutmix else []
+        with torch.device("cpu"):  # their constructors read numbers, which meta tensors do not have
+            mixes = [v2.MixUp(alpha=config.mixup, num_classes=number)] if config.mixup else []
+            mixes += [v2.CutMix(alpha=config.cutmix, num_classes=number)] if config.cutmix else []
         self.mix = v2.RandomChoice(mixes) if mixes else None
 
     def train(self, mode: bool = True) -> Objective:

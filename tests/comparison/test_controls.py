@@ -16,7 +16,7 @@ from ssl_vit.report.summary import summarize
 
 from .conftest import TUNING, Mini, quietly, stamps
 
-EVALUATORS: dict[str, Any] = {"few_shot": {"shots": [1, 2]}, "knn": {"ks": [1]}, "fine_tune": TUNING}
+EVALUATORS: dict[str, Any] = {"few_shot": {"labels_per_class": [1, 2]}, "knn": {"ks": [1]}, "fine_tune": TUNING}
 
 
 def pairs(found: Comparison) -> list[tuple[str, str, str]]:
