@@ -8,8 +8,7 @@ Torch-free, but for the configuration of the objective that a recipe names.
 from __future__ import annotations
 
 import io
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeVar, get_args
@@ -24,10 +23,10 @@ from ssl_vit.data import DataConfig, train_and_test
 from ssl_vit.files import write_text
 from ssl_vit.interfaces import Config, ObjectiveConfig, UnknownObjective, UserError
 from ssl_vit.models import EncoderConfig
+from ssl_vit.overrides import MAX_BYTES, PLACE, Overrides, check_nesting, flatten, parsed, without_references
 from ssl_vit.training import OptimConfig, ProbeConfig, TrainingConfig
 
 T = TypeVar("T", bound=BaseModel)
-_MAX_BYTES, _MAX_DEPTH = 1 << 20, 50  # of a recipe file; deeper nesting crashes YAML's loader
 
 
 class Recipe(Config):
@@ -83,95 +82,38 @@ def find(name: str, near: Path | None = None) -> Path:
     raise UserError(f"{name}: no such recipe; {hint}")
 
 
-_PLACE = "<place>"  # of `data=PLACE`, beside other keys of `data`
-Overrides = Sequence[str] | Mapping[str, Any]
-"""`key=value` strings, or values by key; keys are nested by mappings, by dots or both."""
-
-
 def read(path: Path, overrides: Overrides = ()) -> dict[str, Any]:
     """A recipe file merged onto its `base`, then with overrides, as plain containers.
 
     Recipes are data: references such as `${oc.env:HOME}` are refused.
     Raises UserError naming the file or the override.
     """
-    return dict(OmegaConf.to_container(_onto(_open(path), _given(overrides), str(path))))
+    return dict(OmegaConf.to_container(_onto(_open(path), parsed(overrides), str(path))))
 
 
 def parse_overrides(overrides: Overrides) -> dict[str, Any]:
     """Overrides as a nested mapping."""
-    return dict(OmegaConf.to_container(_given(overrides)))
+    return dict(OmegaConf.to_container(parsed(overrides)))
 
 
 def _open(path: Path, above: tuple[Path, ...] = ()) -> DictConfig:
     """A recipe file merged onto its base. above: the recipes that led here, to detect a cycle."""
     try:
         with path.open(encoding="utf-8") as file:
-            text = file.read(_MAX_BYTES + 1)
-        _check_nesting(text)
+            text = file.read(MAX_BYTES + 1)
+        check_nesting(text)
         loaded = OmegaConf.load(io.StringIO(text))
     except (yaml.YAMLError, OmegaConfBaseException, OSError, ValueError) as error:
         raise UserError(f"{path}: not readable YAML: {error}") from None
     if not isinstance(loaded, DictConfig):
         raise UserError(f"{path}: a recipe must be a mapping of keys to values")
-    base = _without_references(loaded, str(path)).pop("base", None)
+    base = without_references(loaded, str(path)).pop("base", None)
     if base is None:
         return _onto(OmegaConf.create(), loaded, str(path))
     under = find(str(base), path)
     if under.resolve() in {seen.resolve() for seen in (path, *above)}:
         raise UserError(f"{path}: base={base} is circular")
     return _onto(_open(under, (path, *above)), loaded, str(path))
-
-
-def _check_nesting(text: str) -> None:
-    """Raises ValueError for a recipe that is too large, or nested too deeply, for YAML's recursive loader."""
-    if len(text) > _MAX_BYTES:
-        raise ValueError(f"larger than {_MAX_BYTES >> 20} MiB")
-    depth = 0
-    for event in yaml.parse(text, Loader=yaml.SafeLoader):
-        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        if depth > _MAX_DEPTH:
-            raise ValueError(f"nested more than {_MAX_DEPTH} levels deep")
-
-
-def _given(overrides: Overrides) -> DictConfig:
-    if isinstance(overrides, Mapping):
-        given = OmegaConf.create()
-        for key, value in overrides.items():
-            key = f"data.{_PLACE}" if key == "data" and isinstance(value, str) else key
-            try:
-                OmegaConf.update(given, key, value)
-            except OmegaConfBaseException as error:
-                raise UserError(f"{key}: {str(error).splitlines()[0]}") from None
-        return _without_references(given, "the arguments")
-    for override in overrides:
-        key, equals, _ = override.partition("=")
-        if not equals or not key.strip():
-            raise UserError(f"'{override}' is not key=value, such as training.steps=100")
-    try:
-        # `data=PLACE` would replace what other overrides say of `data`, or be replaced by them.
-        named = [f"data.{_PLACE}={o[5:]}" if o.startswith("data=") and o[5:6] not in "{[" else o for o in overrides]
-        return _without_references(OmegaConf.from_dotlist(list(map(_quoted, named))), "the command line")
-    except (yaml.YAMLError, OmegaConfBaseException, ValueError) as error:
-        raise UserError(f"the command line: {str(error).splitlines()[0]}") from None
-
-
-def _without_references(content: DictConfig, origin: str) -> DictConfig:
-    """The same content. Raises UserError for `${...}`: OmegaConf would read the environment and other keys by it."""
-    for key, value in flatten(dict(OmegaConf.to_container(content, resolve=False))).items():
-        if "${" in str(value):
-            raise UserError(f"{origin}: {key}={value}: references (${{...}}) are not allowed; write the value itself")
-    return content
-
-
-def _quoted(override: str) -> str:
-    """`key=value` with the value quoted where it is not YAML, or where ` #` would start a comment: paths may be so."""
-    key, _, value = override.partition("=")
-    try:
-        _check_nesting(value)
-        is_text = isinstance(yaml.load(value, Loader=yaml.BaseLoader), str) and " #" in value and value[:1] not in "'\""
-    except yaml.YAMLError:
-        is_text = True
-    return f"{key}={json.dumps(value, ensure_ascii=False)}" if is_text else override
 
 
 def _onto(under: DictConfig, over: DictConfig, origin: str) -> DictConfig:
@@ -198,7 +140,7 @@ def _onto(under: DictConfig, over: DictConfig, origin: str) -> DictConfig:
 def _expand_data(under: DictConfig, over: DictConfig) -> None:
     """`data=PLACE` of a training recipe is `data.train`; of a comparison both parts, in place of all other data."""
     rest = _section(over, "data")
-    place = over.data if isinstance(over.get("data"), str) else rest.pop(_PLACE, None) if rest else None
+    place = over.data if isinstance(over.get("data"), str) else rest.pop(PLACE, None) if rest else None
     comparison = "arms" in under or "arms" in over
     if place is not None:
         parts = dict(zip(("train", "test"), train_and_test(place), strict=True))
@@ -264,12 +206,6 @@ def differences(old: Config, new: Config, ignore: Sequence[str] = ()) -> list[st
         for key in sorted({*flat_old, *flat_new})
         if flat_old.get(key) != flat_new.get(key) and not any(f"{key}.".startswith(f"{name}.") for name in ignore)
     ]
-
-
-def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
-    if not isinstance(value, dict):
-        return {prefix[:-1]: value}
-    return {k: v for key, part in value.items() for k, v in flatten(part, f"{prefix}{key}.").items()}
 
 
 def validate(model: type[T], content: Any, prefix: str = "") -> T:

@@ -19,7 +19,11 @@ from ssl_vit.interfaces import UserError
 from ssl_vit.recipe import load_recipe
 
 SMALL: dict[str, Any] = {"encoder": {"image_size": 16, "patch_size": 8, "width": 16, "depth": 1, "heads": 2}}
-SHORT: dict[str, Any] = {"training": {"steps": 4, "batch_size": 32, "picture_every": 0, "log_every": 2}}
+SHORT: dict[str, Any] = {
+    "training": {"steps": 4, "batch_size": 32, "picture_every": 0, "log_every": 2, "precision": "fp32"},
+}
+    "training": {"steps": 4, "batch_size": 32, "picture_every": 0, "log_every": 2, "precision": "fp32"}
+}
 SCRIPT = """
 import multiprocessing
 import sys

@@ -41,7 +41,7 @@ def test_every_evaluator_stores_its_rows_with_a_prediction_per_test_image(
     ]
     assert found.path.parent == run / "results" and found.path.name.startswith(f"{name}-")
     rows, about = load(found.path)
-    assert rows == found.results and about == found.about
+    assert rows == found.results and about == found.about | {"saved": about["saved"]}
     assert {row.arm for row in rows} == {"trained", "untrained"} | ({"pixels"} if name != "fine_tune" else set())
     assert {(row.data, row.pretraining_seed, row.evaluator) for row in rows} == {(test, 0, name)}
     assert about["evaluator"] == name and about["sha256"] == sha256(run / "encoder.safetensors")

@@ -1,0 +1,79 @@
+"""Overrides of a recipe, as strings or as values by key, and what any YAML of a user must not contain. Torch-free."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from ssl_vit.interfaces import UserError
+
+MAX_BYTES, _MAX_DEPTH = 1 << 20, 50  # of a recipe file; deeper nesting crashes YAML's loader
+PLACE = "<place>"  # of `data=PLACE`, beside other keys of `data`
+Overrides = Sequence[str] | Mapping[str, Any]
+"""`key=value` strings, or values by key; keys are nested by mappings, by dots or both."""
+
+
+def parsed(overrides: Overrides) -> DictConfig:
+    """The overrides, nested. `data=PLACE` is kept as `data` with the key PLACE, beside what others say of `data`.
+
+    Raises UserError naming the override.
+    """
+    if isinstance(overrides, Mapping):
+        given = OmegaConf.create()
+        for key, value in overrides.items():
+            key = f"data.{PLACE}" if key == "data" and isinstance(value, str) else key
+            try:
+                OmegaConf.update(given, key, value)
+            except OmegaConfBaseException as error:
+                raise UserError(f"{key}: {str(error).splitlines()[0]}") from None
+        return without_references(given, "the arguments")
+    for override in overrides:
+        key, equals, _ = override.partition("=")
+        if not equals or not key.strip():
+            raise UserError(f"'{override}' is not key=value, such as training.steps=100")
+    try:
+        named = [f"data.{PLACE}={o[5:]}" if o.startswith("data=") and o[5:6] not in "{[" else o for o in overrides]
+        return without_references(OmegaConf.from_dotlist(list(map(_quoted, named))), "the command line")
+    except (yaml.YAMLError, OmegaConfBaseException, ValueError) as error:
+        raise UserError(f"the command line: {str(error).splitlines()[0]}") from None
+
+
+def without_references(content: DictConfig, origin: str) -> DictConfig:
+    """The same content. Raises UserError for `${...}`: OmegaConf would read the environment and other keys by it."""
+    for key, value in flatten(dict(OmegaConf.to_container(content, resolve=False))).items():
+        if "${" in str(value):
+            raise UserError(f"{origin}: {key}={value}: references (${{...}}) are not allowed; write the value itself")
+    return content
+
+
+def check_nesting(text: str) -> None:
+    """Raises ValueError for a recipe that is too large, or nested too deeply, for YAML's recursive loader."""
+    if len(text) > MAX_BYTES:
+        raise ValueError(f"larger than {MAX_BYTES >> 20} MiB")
+    depth = 0
+    for event in yaml.parse(text, Loader=yaml.SafeLoader):
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > _MAX_DEPTH:
+            raise ValueError(f"nested more than {_MAX_DEPTH} levels deep")
+
+
+def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(value, dict):
+        return {prefix[:-1]: value}
+    return {k: v for key, part in value.items() for k, v in flatten(part, f"{prefix}{key}.").items()}
+
+
+def _quoted(override: str) -> str:
+    """`key=value` with the value quoted where it is not YAML, or where ` #` would start a comment: paths may be so."""
+    key, _, value = override.partition("=")
+    try:
+        check_nesting(value)
+        is_text = isinstance(yaml.load(value, Loader=yaml.BaseLoader), str) and " #" in value and value[:1] not in "'\""
+    except yaml.YAMLError:
+        is_text = True
+    return f"{key}={json.dumps(value, ensure_ascii=False)}" if is_text else override
