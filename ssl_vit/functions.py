@@ -296,6 +296,5 @@ def read_results(run: Place) -> pd.DataFrame:
     run = Path(run)
     if (run / PLAN).is_file():
         return read_comparison(run).measured.frame
-    found, _ = evaluations(run)
-    frames = [one.table for one in found]
+    frames = [one.table for one in evaluations(run)[0]]
     return pd.concat(frames, ignore_index=True) if frames else Table([]).frame
