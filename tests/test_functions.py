@@ -22,8 +22,6 @@ SMALL: dict[str, Any] = {"encoder": {"image_size": 16, "patch_size": 8, "width":
 SHORT: dict[str, Any] = {
     "training": {"steps": 4, "batch_size": 32, "picture_every": 0, "log_every": 2, "precision": "fp32"},
 }
-    "training": {"steps": 4, "batch_size": 32, "picture_every": 0, "log_every": 2, "precision": "fp32"}
-}
 SCRIPT = """
 import multiprocessing
 import sys
