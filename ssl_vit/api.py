@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils.tensorboard import SummaryWriter
 
 from ssl_vit import plugins, precision, recipe, stage
 from ssl_vit.data import DataConfig
@@ -26,7 +27,7 @@ from ssl_vit.interfaces import UserError
 from ssl_vit.models import factory
 from ssl_vit.recipe import Recipe, run_recipe
 from ssl_vit.records import RunSummary
-from ssl_vit.results import Evaluation, save
+from ssl_vit.results import Evaluation, Result, Table, save
 from ssl_vit.runs import SUMMARY, is_main_process, open_run, release
 from ssl_vit.training import checkpoint, distributed, loop
 from ssl_vit.training.callbacks import EarlyStopping
@@ -204,4 +205,15 @@ def evaluate(
     path = folder / f"{name.replace(':', '.')}-{hashlib.sha256(key.encode()).hexdigest()[:8]}.json"
     if context.accelerator.is_main_process:
         save(path, rows, **about)
+        if settings and "tensorboard" in settings.training.trackers:
+            _log(folder, name, rows, checkpoint.newest_of(weights))
     return Evaluation(path, rows, about)
+
+
+def _log(folder: Path, name: str, rows: Sequence[Result], saved: Path | None) -> None:
+    """Mean accuracies over seeds as TensorBoard scalars `EVALUATOR/ARM/BUDGET`, at the step of the weights."""
+    step = int(saved.name.removeprefix("step_")) if saved else 0
+    frame = Table(list(rows)).frame
+    with SummaryWriter(str(folder)) as writer:
+        for (arm, budget), group in frame.groupby(["arm", frame["labels_per_class"].astype(str)], sort=False):
+            writer.add_scalar(f"{name}/{arm}/{budget.replace('%', ' percent')}", group["accuracy"].mean(), step)

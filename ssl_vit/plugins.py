@@ -35,10 +35,14 @@ _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*(:[A-Za-z_]\w*)?")
 
 def names(kind: Kind) -> list[str]:
     """All names of a kind; imports the package's modules."""
+    return shipped(kind) + sorted(entry_points(group=f"ssl_vit.{kind}").names)
+
+
+def shipped(kind: Kind) -> list[str]:
+    """The names of this package's own."""
     package, member, _ = _KINDS[kind]
     found = [module.name for module in pkgutil.iter_modules(importlib.import_module(package).__path__)]
-    own = [name for name in found if _defines(importlib.import_module(f"{package}.{name}"), member)]
-    return own + sorted(entry_points(group=f"ssl_vit.{kind}").names)
+    return [name for name in found if _defines(importlib.import_module(f"{package}.{name}"), member)]
 
 
 def load(kind: Kind, name: str) -> Any:

@@ -11,7 +11,7 @@ import io
 from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
@@ -22,6 +22,7 @@ from ssl_vit import arms, plugins
 from ssl_vit.data import DataConfig, train_and_test
 from ssl_vit.files import write_text
 from ssl_vit.interfaces import Config, ObjectiveConfig, UnknownObjective, UserError
+from ssl_vit.keys import config_in
 from ssl_vit.models import EncoderConfig
 from ssl_vit.overrides import MAX_BYTES, PLACE, Overrides, check_nesting, flatten, parsed, without_references
 from ssl_vit.training import OptimConfig, ProbeConfig, TrainingConfig
@@ -32,7 +33,7 @@ T = TypeVar("T", bound=BaseModel)
 class Recipe(Config):
     """One training stage. Pretraining, supervised training and fine-tuning differ only in their recipes.
 
-    run: the run directory (default: runs/NAME).
+    name: of the run. run: the run directory (default: runs/NAME).
     seed: of initialization, data order, augmentation and masking.
     init_from: a run, checkpoint or weights folder whose encoder this stage starts from.
     probe: a few-shot probe during training (None: none).
@@ -233,12 +234,5 @@ def _fields(model: type[BaseModel], keys: Sequence[str]) -> list[str]:
     current: type[BaseModel] | None = model
     for key in keys:
         if current and key in current.model_fields:
-            current = _model(current.model_fields[key].annotation)
+            current = config_in(current.model_fields[key].annotation)
     return list(current.model_fields) if current else []
-
-
-def _model(annotation: Any) -> type[BaseModel] | None:
-    """The configuration in a type such as `X`, `X | None` or `dict[str, X]`."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    return next(filter(None, map(_model, get_args(annotation))), None)

@@ -17,7 +17,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from ssl_vit import __version__
-from ssl_vit.cli import compare, doctor, embed, evaluate, pictures, report, shards, train, weights
+from ssl_vit.cli import compare, doctor, embed, evaluate, keys, pictures, report, shards, train, weights
 from ssl_vit.interfaces import PREEMPTED, RunError, Stopped, UserError, printable, printable_lines
 
 app = typer.Typer(
@@ -36,6 +36,7 @@ app.add_typer(report.app)
 app.add_typer(embed.app)
 app.add_typer(pictures.app)
 app.add_typer(doctor.app)
+app.add_typer(keys.app)
 app.add_typer(weights.app)
 app.add_typer(shards.app, name="shards")
 

@@ -76,6 +76,7 @@ def compare(
     as_json: Annotated[bool, typer.Option("--json", help="Print the dry run as JSON.")] = False,
 ) -> None:
     """Run a comparison: every arm with every seed and label budget. Run the same command again to resume.
+    `ssl-vit keys compare` lists all keys.
 
     Example: `ssl-vit compare own_images_cpu data=my_images`
 

@@ -46,13 +46,17 @@ def evaluate(
     overrides: Annotated[list[str] | None, typer.Argument(help="Evaluator keys.", metavar="key=value")] = None,
 ) -> None:
     """Evaluate an encoder and its references, an untrained encoder and raw pixels. Stores the results in RUN/results.
+    `ssl-vit keys EVALUATOR` lists the keys of an evaluator.
 
-    Example: `ssl-vit eval runs/digits_ssl few_shot labels_per_class=[1,5]`
+    Example: `ssl-vit eval runs/digits_ssl few_shot "labels_per_class=[1,5]"`
     """
     from omegaconf import OmegaConf
 
-    from ssl_vit import functions, recipe, runs
+    from ssl_vit import functions, plugins, recipe, runs
+    from ssl_vit.models import factory
 
+    plugins.load("evaluators", evaluator)  # what is wrong on the command line comes before missing data
+    factory.find_weights(run)
     given = recipe.parse_overrides(overrides or [])
     found = [
         functions.evaluate(

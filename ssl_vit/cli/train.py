@@ -32,6 +32,7 @@ def train(
     overrides: Overrides = None,
 ) -> None:
     """Train one stage: pretraining, supervised training or fine-tuning, as the recipe says. Resumes by itself.
+    `ssl-vit keys` lists all keys.
 
     Example: `ssl-vit train pretrain_vit_tiny data=my_images training.steps=500`
 

@@ -28,6 +28,7 @@ _KEYS = {"scratch": ("like", "compute_of"), "pretrained": ("recipe", "overrides"
 class Arm(Config):
     """One way to get an encoder.
 
+    label: for people (default: the name).
     kind: `pretrained` by a recipe, given `weights`, or trained from `scratch`; default: what the other keys say.
     recipe, overrides: of a pretrained arm: its training recipe, and `key=value` strings for it.
     weights: of a weights arm: a run, checkpoint or weights folder; or anything `ssl-vit import` takes, such as
@@ -126,7 +127,8 @@ class ComparisonData(Config):
 class ComparisonConfig(Config):
     """Arms x seeds x label budgets x data sets.
 
-    run: directory (default: runs/NAME).
+    name, title: of the comparison, in paths and in the report. notes: sentences for the report.
+    run: directory (default: runs/NAME). arms: by name.
     seeds: of the labeled subset, the head and the order, under evaluators that train the encoder.
     frozen_seeds: the same under evaluators of frozen features, which cost little.
     pretrainings: of every pretrained arm (with folds: in every fold), at most one per seed. Seed number n of a list

@@ -29,7 +29,7 @@ from ssl_vit.evaluators import runner
 from ssl_vit.evaluators.features import FeatureConfig, check_features, silent
 from ssl_vit.evaluators.labels import choose_labeled, held_out_split, labels_of, set_notes
 from ssl_vit.files import read_json, write_json, write_text
-from ssl_vit.interfaces import UserError
+from ssl_vit.interfaces import UserError, printable
 from ssl_vit.recipe import Recipe
 from ssl_vit.records import ComparisonRecord, TaskRecord
 from ssl_vit.report.export import as_json
@@ -229,17 +229,21 @@ def _check_labels(plan: Plan, name: str, train: ShardSet, test: ShardSet, *, say
     classes, counts = np.unique(labels[labels >= 0], return_counts=True)
     if len(classes) < 2:
         raise UserError(f"{train.spec}: all labeled images belong to one class; evaluation needs at least two")
-    few: dict[int, int] = {}
+    few: dict[int, np.ndarray] = {}
     for (data, evaluator, _), built in plan.evaluators.items():
         if data == name:
             asked = runner.budgets(built, plan.study.comparison.labels_per_class)
-            few |= {budget: int((counts < budget).sum()) for budget in asked if isinstance(budget, int)}
+            few |= {budget: classes[counts < budget] for budget in asked if isinstance(budget, int)}
             if runner.has_sweep(built) and not len(held_out_split(labels, built.config.held_out, seed=0)[1]):
                 share = f"held_out={built.config.held_out:g} of {counts.max()} images per class is none"
                 raise UserError(f"evaluators.{evaluator}: {share}; raise it, or set sweep={{}}")
-    for budget in sorted(budget for budget, number in few.items() if number):
+    for budget in sorted(budget for budget, short in few.items() if len(short)):
+        short, names = few[budget], train.classes or ()
+        named = [names[label] if label < len(names) else str(label) for label in short[:5]]
+        more = f" and {len(short) - 5} more" if len(short) > 5 else ""
         say(
-            f"note: {train.spec}: {few[budget]} of {len(classes)} classes have fewer than {budget} images; all are used"
+            f"note: {train.spec}: {len(short)} of {len(classes)} classes have fewer than {budget} images, all of which "
+            f"are used: {', '.join(map(printable, named))}{more}"
         )
 
 

@@ -95,8 +95,9 @@ class FeatureConfig(Config):
 
     pooling: the class `token`, the `mean` of the patches, `both` side by side, or all `patches` side by side.
     block: after which block (1 is the first), with the model's last norm applied; None: the model's output.
-    image_size: pixels, a side or [height, width]; another than the encoder's own (None) resamples the positions by
-        `position_resampling` (`timm` or `google`). Raw pixels stay at the encoder's own size.
+    image_size: pixels, a side or [height, width]; another than the encoder's own (None) resamples the positions. Raw
+        pixels stay at the encoder's own size.
+    position_resampling: by the method of `timm` or `google`.
     """
 
     pooling: Pooling = "mean"

@@ -32,8 +32,8 @@ class Config(TrainedConfig, LabeledConfig):
     sweep: by default the learning rate of `paper`. held_out: share of each class's training images that the sweep is
         scored on; only the last training with all labels trains on them, as in the paper.
     sweep_labels_per_class: the label budget of the sweep (None: that of the run), so that one sweep can serve several.
-    image_size: pixels, a side or [height, width]; another than the pretraining's (None) resamples the positions by
-        `position_resampling` (`timm` or `google`).
+    image_size: pixels, a side or [height, width]; another than the pretraining's (None) resamples the positions.
+    position_resampling: by the method of `timm` or `google`.
     drop_path: stochastic depth of the last block; dropout: that of `encoder.dropout` (None: as pretrained, which may
         differ between the arms of a comparison).
     """

@@ -247,6 +247,9 @@ def find_weights(path: Path | str) -> Path:
     for folder in [path, *sorted(path.glob("checkpoints/step_*"), reverse=True)]:
         if (folder / WEIGHTS).is_file():
             return folder
+    if (path / "plan.json").is_file():
+        runs = sorted(str(file.parent) for file in path.glob(f"*/{WEIGHTS}"))
+        raise UserError(f"{path} is a comparison; name the run of one of its arms: {', '.join(runs) or 'none yet'}")
     raise UserError(f"{path}: no {WEIGHTS} there, nor in its checkpoints; the run may not have saved one yet")
 
 

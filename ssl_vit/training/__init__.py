@@ -17,11 +17,13 @@ class OptimConfig(Config):
 
     lr: the peak.
     lr_batch: when set, lr is given for that batch size and scaled linearly to the real one (256: MAE's).
+    betas: of adamw. momentum: of sgd and lars.
     weight_decay: decoupled for adamw; never on biases, norms, class token, positions and mask token.
     layer_decay: factor of the learning rate from one layer of the encoder to the one below it (MAE: 0.65 for ViT-B,
         0.75 for L; None: one rate for all).
     clip_norm: global gradient norm (paper: 1); 0 disables clipping.
-    schedule: after `warmup_steps` of linear warm-up, `cosine` or `linear` to zero, or `constant`; in optimizer steps.
+    warmup_steps: of linear warm-up.
+    schedule: after it, `cosine` or `linear` to zero, or `constant`; in optimizer steps.
     """
 
     name: Literal["adamw", "sgd", "lars"] = "adamw"
@@ -37,8 +39,9 @@ class OptimConfig(Config):
 
 
 class TrainingConfig(Config):
-    """How long, and in what portions. Exactly one of `steps` and `epochs` is set.
+    """How long, and in what portions.
 
+    steps, epochs: the length; exactly one of them is set.
     batch_size: images in one optimizer step over all processes.
     accumulate: micro-batches that a process makes of its part.
     auto_batch: before the first step, raise `accumulate` until a micro-batch fits into the memory; the batch stays.

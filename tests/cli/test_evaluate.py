@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from ssl_vit import api, cli, recipe
 from ssl_vit.report.read import read
@@ -108,3 +109,25 @@ def test_per_class_accuracies_are_those_of_the_predictions(trained: Path, evalua
 def test_wrong_data_is_named(evaluate: Call, arguments: list[str], expected: str) -> None:
     code, _, told = evaluate("knn", *arguments)
     assert code == 2 and expected in told
+
+
+def test_a_wrong_evaluator_comes_before_missing_data_and_a_comparison_names_its_runs(
+    trained: Path, tmp_path: Path, evaluate: Call, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, _, error = evaluate("few_shott", "--data", "nowhere")
+    assert code == 2 and "did you mean 'few_shot'" in error
+    (tmp_path / "plan.json").write_text("{}")
+    (tmp_path / "ssl").symlink_to(trained / "run")
+    monkeypatch.setattr(sys, "argv", ["ssl-vit", "eval", str(tmp_path), "few_shot"])
+    with pytest.raises(SystemExit, match="2"):
+        cli.main()
+    assert f"is a comparison; name the run of one of its arms: {tmp_path}/ssl" in capsys.readouterr().err
+
+
+def test_results_are_logged_to_tensorboard_at_the_step_of_the_weights(trained: Path, evaluate: Call) -> None:
+    code, shown, _ = evaluate("knn", "--data", trained, "labels_per_class=[2]", "ks=[1]", "--json")
+    assert code == 0
+    (row,) = [row for row in json.loads(shown)["rows"] if row["arm"] == "trained"]
+    events = EventAccumulator(str(trained / "run" / "results")).Reload()
+    (event,) = events.Scalars("knn/trained/2")
+    assert event.step == 2 and event.value == pytest.approx(row["accuracy"])

@@ -109,7 +109,7 @@ def _transformers(encoder: Encoder, folder: Path, use: Use) -> None:
     size = {"height": height, "width": width}
     if height == width:
         resized = {"shortest_edge": round(use.resize * height)}
-        processor = transformers.BitImageProcessor(
+        processor: Any = transformers.BitImageProcessor(
             size=resized, crop_size=size, do_convert_rgb=encoder.channels == 3, **numbers
         )
     else:  # transformers cannot resize until a rectangle is covered

@@ -1,0 +1,88 @@
+"""The keys of a typed configuration, with the meanings that its docstring states."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic_core import PydanticUndefined
+
+
+@dataclass(frozen=True)
+class Key:
+    """name: dotted. kind: its type. default: as JSON; "" where the key must be given. meaning: from the docstring."""
+
+    name: str
+    kind: str
+    default: str
+    meaning: str
+
+
+def keys(config: type[BaseModel], prefix: str = "") -> Iterator[Key]:
+    """All keys of a configuration, those of nested ones after their own."""
+    known = meanings(config)
+    for name, field in config.model_fields.items():
+        default = field.get_default(call_default_factory=True) if not field.is_required() else PydanticUndefined
+        below = None if "tuple" in str(field.annotation) else config_in(field.annotation)
+        shown = "" if default is PydanticUndefined or below else _as_json(default)
+        yield Key(f"{prefix}{name}", _kind(field.annotation), shown, known.get(name, ""))
+        if below:
+            named = "NAME." if get_origin(field.annotation) is dict else ""
+            yield from keys(below, f"{prefix}{name}.{named}")
+
+
+def meanings(config: type[BaseModel]) -> dict[str, str]:
+    """What the docstrings of a configuration and of its bases say about its fields: `name: text` or `one, two: text`,
+    to the next such entry."""
+    fields, found = set(config.model_fields), dict[str, str]()
+    for base in reversed([one for one in config.__mro__ if issubclass(one, BaseModel) and one is not BaseModel]):
+        text = " ".join((vars(base).get("__doc__") or "").split())
+        entries = [
+            match
+            for match in re.finditer(r"(?:^|(?<=[.;)] ))((?:\w+, )*\w+): ", text)
+            if fields.issuperset(match[1].split(", "))
+        ]
+        for entry, following in zip(entries, [*entries, None][1:], strict=True):
+            said = text[entry.end() : following.start() if following else None].strip(" ;")
+            found |= dict.fromkeys(entry[1].split(", "), said)
+    return found
+
+
+def markdown(title: str, found: Sequence[Key]) -> str:
+    """A section with a table."""
+    cells = [(f"`{key.name}`", key.kind, f"`{key.default}`" if key.default else "", key.meaning) for key in found]
+    lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in cells]
+    return "\n".join([f"## {title}", "", "| key | type | default | meaning |", "|---|---|---|---|", *lines, ""])
+
+
+def config_in(annotation: Any) -> type[BaseModel] | None:
+    """The configuration in a type such as `X`, `X | None` or `dict[str, X]`."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next(filter(None, map(config_in, get_args(annotation))), None)
+
+
+def _kind(annotation: Any) -> str:
+    """A type in words, without its bounds."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _kind(arguments[0])
+    if origin is Literal:
+        return " | ".join(map(json.dumps, arguments))
+    if origin in (Union, UnionType):
+        return " | ".join(dict.fromkeys(map(_kind, arguments)))
+    if arguments:
+        return f"{origin.__name__}[{', '.join('...' if one is Ellipsis else _kind(one) for one in arguments)}]"
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return "section"
+    return "None" if annotation is NoneType else str(getattr(annotation, "__name__", annotation))
+
+
+def _as_json(value: Any) -> str:
+    plain = value.model_dump(mode="json") if isinstance(value, BaseModel) else value
+    return json.dumps(plain, default=str)
