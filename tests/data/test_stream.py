@@ -20,7 +20,7 @@ from ssl_vit.data.order import LanePosition
 from ssl_vit.data.packing import pack
 from ssl_vit.data.packing.plan import Options
 from ssl_vit.data.packing.sources import open_source
-from ssl_vit.data.samples import Preprocess, SampleReader
+from ssl_vit.data.samples import Preprocess, Sample, SampleReader, Skip
 from ssl_vit.data.shards import ShardSet, open_shards
 from ssl_vit.data.shards.reading import BadSample, ShardFile
 from ssl_vit.data.stream import train_source
@@ -211,13 +211,18 @@ def test_evaluation_sees_every_sample_exactly_once(
 
 def test_small_evaluation_sets_are_read_once(shards: ShardSet, monkeypatch: pytest.MonkeyPatch) -> None:
     def images(size: int = 8, **data: int) -> torch.Tensor:
-        preparation = DataConfig(train=shards.spec, evaluation_resize=1.0, workers=0, **data)  # type: ignore[arg-type]
+        preparation = DataConfig(train=shards.spec, evaluation_resize=1.0, workers=0, **data)
         stream = evaluation_stream(shards, preparation, size, 1, batch_size=100)
         return torch.cat([batch.images for batch, _ in evaluation_batches(stream, CPU)])
 
-    reads = []
+    reads: list[int] = []
     read = SampleReader.sample
-    monkeypatch.setattr(SampleReader, "sample", lambda self, *where: reads.append(where) or read(self, *where))
+
+    def counted(self: SampleReader, shard: int, member: int, epoch: int) -> list[Sample] | Skip:
+        reads.append(member)
+        return read(self, shard, member, epoch)
+
+    monkeypatch.setattr(SampleReader, "sample", counted)
     first = images()
     assert len(reads) == 360
     assert torch.equal(images(), first)

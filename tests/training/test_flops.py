@@ -38,7 +38,7 @@ def test_what_changes_the_count_is_counted_anew(make_encoder: Callable[..., Any]
     def count(head: str = "linear", frozen: bool = False, **encoder: Any) -> float:
         objective = classification.Objective(
             make_encoder(**encoder), classification.Config(head=head, pooling="mean"), 5
-        )  # type: ignore[arg-type]
+        )
         objective.encoder.requires_grad_(not frozen)
         return training_flops(objective)
 
