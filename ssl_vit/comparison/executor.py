@@ -59,13 +59,13 @@ def run(tasks: Sequence[TaskRecord], do: Do, *, jobs: int = 1, scheduler: str | 
             unfinished = {task.id for task in [*waiting, *(task for task, *_ in running.values())]}
             for task in [task for task in waiting if not unfinished.intersection(task.after)][: len(workers.free)]:
                 waiting.remove(task)
-                worker = workers.free.pop()
+                worker, begun = workers.free.pop(), time.monotonic()  # in this process `submit` does the task
                 try:
                     future = worker.submit(do, task)
                 except workers.killed:  # while it had nothing to do
                     worker = workers.new()
                     future = worker.submit(do, task)
-                running[future] = task, worker, time.monotonic()
+                running[future] = task, worker, begun
             for future in wait(running, return_when=FIRST_COMPLETED).done:
                 task, worker, begun = running.pop(future)
                 error = future.exception()

@@ -91,6 +91,13 @@ def test_the_time_left_is_estimated_from_the_first_task_on(monkeypatch: pytest.M
     assert executor._left([], took, 2) == ""
 
 
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_the_time_left_counts_what_tasks_took(tmp_path: Path, jobs: int) -> None:
+    said: list[str] = []
+    executor.run([task("a", arm="1"), task("b", "a", arm="1")], partial(do, tmp_path), jobs=jobs, say=said.append)
+    assert "about 0:00:00" not in said[0] and "left)" in said[0]
+
+
 STARTED = """
 import sys
 from functools import partial
