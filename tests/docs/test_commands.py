@@ -207,10 +207,13 @@ def test_the_commands_of_a_document_run_in_order(
     assert (workplace / "runs/mine/report.html").is_file()
 
 
-def test_the_shown_recipe_is_valid(tmp_path: Path) -> None:
-    (shown,) = blocks(GUIDES, "yaml")
+def test_the_shown_recipes_are_valid(tmp_path: Path) -> None:
+    shown, arms = blocks(GUIDES, "yaml")
     (tmp_path / "bees.yaml").write_text(shown)
     assert recipe.load_recipe(tmp_path / "bees.yaml").encoder.patch_size == 8
+    (tmp_path / "own.yaml").write_text(f"base: own_images_cpu\nname: own\n{arms}")
+    own = load_comparison(tmp_path / "own.yaml", ["data.train=a", "data.test=b"])
+    assert {"timm", "mine", "ssl"} <= own.comparison.arms.keys()
 
 
 def test_every_launch_file_is_in_the_table() -> None:
