@@ -16,6 +16,7 @@ from ssl_vit.interfaces import UserError
 COMMANDS = [
     ["demo"], ["train"], ["eval"], ["compare"], ["inspect"], ["report"], ["recipes"], ["shards", "make"],
     ["shards", "verify"], ["shards", "stats"], ["import"], ["export"], ["embed"], ["doctor"],
+    ["keys"],
 ]  # fmt: skip
 
 
@@ -71,5 +72,5 @@ def test_a_length_on_the_command_line_replaces_the_recipes() -> None:
 def test_a_path_on_the_command_line_is_taken_as_it_stands() -> None:
     for path in ("runs/a #2", "{000000..000001}.tar", "[draft"):
         assert recipes.load_recipe("digits_ssl", [f"run={path}"]).run == path
-    with pytest.raises(UserError, match="unknown objective"):
+    with pytest.raises(UserError, match=r"objective 'a\.b' cannot be imported"):
         recipes.load_recipe("digits_ssl", ["objective.name=a.b"])

@@ -94,7 +94,8 @@ def _run(plan: Plan, task: TaskRecord) -> tuple[list[Result], dict[str, Any]]:
     if task.kind == "sweep":
         context = make_context(plan, task, task.seed)
         sweep, winner = runner.sweep(evaluator, context, row.source, task.labels_per_class, task.seed)
-        rows, found = [winner] if winner else [], {"sweep": sweep}
+        measured = runner.budgets(evaluator, plan.study.comparison.labels_per_class)
+        rows, found = [winner] if winner and task.labels_per_class in measured else [], {"sweep": sweep}
     elif row.kind == "control":
         for seed in made:  # an untrained encoder each
             context = make_context(plan, task, seed + row.shift)

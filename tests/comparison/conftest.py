@@ -19,6 +19,7 @@ TUNING = {
     "training": {"batch_size": 8},
     "head": {"pooling": "mean"},
     "lanes": 4,
+    "sweep_labels_per_class": None,
 }
 
 Mini = Callable[..., Path]

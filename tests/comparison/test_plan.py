@@ -25,6 +25,7 @@ BASE = (
     "data={train: a, test: b, folds: []}",
     "pretrainings=1",
     "seeds=[0,1,2]",
+    "evaluators.fine_tune.sweep_labels_per_class=null",
 )
 
 

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from ssl_vit import cli
 from ssl_vit.comparison.config import load_comparison
-from ssl_vit.comparison.run import check
+from ssl_vit.comparison.run import _write_plan, check
 from ssl_vit.evaluators.features import silent
 from ssl_vit.interfaces import UserError
 from tests.comparison.conftest import Mini
@@ -33,8 +33,8 @@ def test_a_quick_run_is_a_tenth() -> None:
 
 
 def test_a_quick_run_refuses_the_directory_of_the_whole_comparison(mini: Mini, tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "plan.json").write_text('{"name": "mini"}')
+    whole = load_comparison(mini())
+    _write_plan(check(whole, whole.sets, silent), whole.comparison, "")
     study = load_comparison(mini(), ["quick=true"])
     with pytest.raises(UserError, match="holds the comparison mini; give this comparison another directory"):
         check(study, study.sets, silent)

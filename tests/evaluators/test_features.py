@@ -27,6 +27,7 @@ def test_only_the_images_that_are_asked_for_are_read(context: EvalContext, monke
         return sample(self, shard, *where)
 
     monkeypatch.setattr(SampleReader, "sample", counted)
+    context.data = context.data.model_copy(update={"cache_mb": 0})
     whole = ImageSet(context, "trained", "train").features(FeatureConfig())
     assert len(read) == context.train.samples == len(whole.labels)
     np.testing.assert_array_equal(whole.labels, context.train_labels)

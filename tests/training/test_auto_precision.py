@@ -86,7 +86,7 @@ def test_a_run_keeps_its_precision(train: Train, tmp_path: Path, monkeypatch: py
 
 
 def test_the_arms_of_a_comparison_share_one(few_digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    keys = [f"run={tmp_path}", f"data.train={few_digits}/train", f"data.test={few_digits}/test"]
+    keys = [f"run={tmp_path}", f"data={{train: {few_digits}/train, test: {few_digits}/test, folds: []}}"]
     keys += [f"arms.{arm}.overrides=[{AUTO}]" for arm in ("ssl", "supervised")]
     study = load_comparison("demo_digits", keys)
     asked = []
