@@ -134,7 +134,7 @@ def test_wrappers_of_training_scripts_are_removed(tmp_path: Path, shaken: Make, 
     [
         ("test_resnet", {"in_chans": 1}),
         ("test_convnext", {}),
-        ("vit_small_patch16_dinov3", {}),  # rotary positions
+        pytest.param("vit_small_patch16_dinov3", {}, marks=pytest.mark.slow),  # rotary positions
     ],
 )
 def test_a_checkpoint_of_any_architecture_states_its_name(
