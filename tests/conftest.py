@@ -36,7 +36,7 @@ def image_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def few_digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with shards of 400 digits, `train`, and of 100 by others, `test`; not to be written to."""
+    """A folder with shards of 400 digits, `train`, and of 100 of other forms, `test`; not to be written to."""
     from ssl_vit.data.packing import pack
     from ssl_vit.data.packing.plan import Options
     from ssl_vit.data.packing.sources import digits
