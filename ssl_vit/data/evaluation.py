@@ -145,7 +145,7 @@ _kept: dict[Hashable, list[Chunk]] = {}  # oldest first
 def _chunks(stream: EvaluationStream) -> Iterator[Chunk]:
     """The stream's chunks. Small sets without loader processes stay in memory: evaluating many models on one set reads
     and decodes it once."""
-    if stream.key in _kept:
+    if stream.cache_bytes and stream.key in _kept:
         yield from _kept[stream.key]
         return
     chunks, size = list[Chunk](), 0
