@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -35,25 +35,6 @@ class Config(ObjectiveConfig):
     points: int = Field(17, ge=2)
 
 
-class _Sum(torch.autograd.Function):
-    """The sum over all processes. The gradient is summed too: every process's loss depends on every process's input."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
-        total = tensor.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return _sum(gradient)
-
-
-@torch.compiler.disable
-def _sum(tensor: torch.Tensor) -> torch.Tensor:
-    return _Sum.apply(tensor)
-
-
 def processes() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
@@ -67,6 +48,15 @@ def mean_over_processes(tensor: torch.Tensor) -> torch.Tensor:
     if processes() == 1 or tensor.device.type == "meta":  # where operations are only counted
         return tensor
     return _sum(tensor) / processes()
+
+
+@torch.compiler.disable
+def _sum(tensor: torch.Tensor) -> torch.Tensor:
+    """The sum over all processes. Its gradient is summed too: every process's loss depends on every process's input."""
+    from torch.distributed.nn.functional import all_reduce  # not in every build of torch
+
+    summed: torch.Tensor = all_reduce(tensor)
+    return summed
 
 
 class BatchNorm(nn.Module):
@@ -97,7 +87,7 @@ def sigreg(projections_BVD: torch.Tensor, directions_DK: torch.Tensor, points: i
     directions_DK: float32 unit vectors.
 
     Returns the mean over views and directions, a float32 scalar >= 0. About 1.05 is expected of Gaussian projections,
-    whatever B; of others it grows with B.
+    for any B; of others it grows with B.
     """
     images = projections_BVD.shape[0] * processes()
     t_T = torch.linspace(0, 3, points, device=projections_BVD.device)
