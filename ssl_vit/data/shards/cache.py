@@ -79,7 +79,8 @@ def _cached(folder: Path, url: str, remote: RemoteConfig, size: int | None, sha2
             try:
                 download(url, str(part), remote, size, sha256)
                 flush(part)
-                part.replace(folder / name)
+                with FileLock(folder / ".locks" / "space"):  # or a count of the folder could miss it between its names
+                    part.replace(folder / name)
             finally:
                 part.unlink(missing_ok=True)
             return (folder / name).open("rb")
@@ -146,4 +147,4 @@ def _size_and_version(url: str, remote: RemoteConfig) -> tuple[int | None, str]:
 def _say(folder: Path, why: str) -> None:
     if folder not in _said:
         _said.add(folder)
-        print(f"data.remote.cache_dir={folder}: shards are downloaded anew each time: {why}", file=sys.stderr)
+        print(f"data.remote.cache_dir={folder}: shards are downloaded again each time: {why}", file=sys.stderr)
