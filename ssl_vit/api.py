@@ -159,7 +159,7 @@ def evaluate(
     it.
 
     name: of the evaluator. train, test: labeled shards. overrides: settings of the evaluator.
-    data: what the rows call the data set (default: `test`).
+    data: what the rows call the dataset (default: `test`).
     metric: what settings are selected by, and what tables show.
     say: prints progress, on the main process.
 

@@ -183,7 +183,7 @@ def evaluate(
     evaluator: few_shot, linear_probe, knn, fine_tune, own_head or one of your own.
     data: labeled data with both parts, as `data=PLACE` of a recipe (default: the run's own).
     train, test: the parts, one by one.
-    name: what the rows call the data set (default: `test`).
+    name: what the rows call the dataset (default: `test`).
     metric: what settings are selected by.
     say: prints progress.
     settings: of the evaluator, nested as mappings.
@@ -206,7 +206,7 @@ def labeled_parts(weights: Path, data: Place | None, train: Place | None, test: 
         settings = run_recipe(weights)
         own = settings.data.train if settings else None
         if settings is None or not isinstance(own, str):
-            raise UserError(f"{weights}: no recipe there names one data set; name the data, with --data or data=")
+            raise UserError(f"{weights}: no recipe there names one dataset; name the data, with --data or data=")
         if test is not None:
             return own, str(test)
         if not own.endswith("#train") and Path(own).name != "train":
@@ -241,7 +241,7 @@ def embed(
     if data is None:
         settings = run_recipe(Path(weights))
         if settings is None or not isinstance(settings.data.train, str):
-            raise UserError(f"{weights}: no recipe there names one data set; name the images to embed")
+            raise UserError(f"{weights}: no recipe there names one dataset; name the images to embed")
         data = settings.data.train
     from ssl_vit.analysis import embeddings
 

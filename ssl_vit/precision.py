@@ -27,7 +27,7 @@ def resolve(settings: Recipe, say: Callable[[str], None]) -> Recipe:
 
     say: prints what was measured.
 
-    All processes return the same. Raises UserError for whatever would stop the training before its first step.
+    All processes return the same. Raises UserError for anything that would stop the training before its first step.
     """
     if settings.training.precision != "auto":
         return settings

@@ -155,7 +155,7 @@ class DataRecord(Config):
 
 
 class EvaluatorRecord(Config):
-    """title: for people. settings: by data set."""
+    """title: for people. settings: by dataset."""
 
     title: str
     trains_encoder: bool = False
@@ -166,7 +166,7 @@ class Look(Config):
     """A look at the headlines of a comparison that adds seeds until they are decided.
 
     seeds: how many each headline had. pretrainings: of every pretrained arm.
-    outcomes: of the headline of each data set.
+    outcomes: of the headline of each dataset.
     """
 
     seeds: int
@@ -177,7 +177,7 @@ class Look(Config):
 class ComparisonRecord(Config):
     """A comparison and its tasks (`plan.json`).
 
-    metrics: by data set, `accuracy` or `mean_per_class`.
+    metrics: by dataset, `accuracy` or `mean_per_class`.
     data: by "SET train", "SET test" and "pretraining of ARM"; of a cross-validation "SET train of fold N" and so on.
     seeds, frozen_seeds: under evaluators that train the encoder, and under the others.
     pretrainings: of every pretrained arm (in every fold). folds: of a cross-validation; 1 without.

@@ -64,7 +64,7 @@ class Prediction:
 class Result:
     """One measured accuracy.
 
-    data: name of the data set.
+    data: name of the dataset.
     evaluator: its name, such as `few_shot`.
     arm: the arm of a comparison; for a single run `trained`, `untrained` or `pixels`.
     labels_per_class: the label budget.
@@ -226,7 +226,7 @@ class Table:
 
     def join_folds(self, samples: Sequence[int]) -> Table:
         """One row for the folds of a cross-validation, with the predictions of all of them; its image indices count
-        through the folds' test images in order. Rows of which a fold is missing are left out.
+        through the folds' test images in order. Rows with a missing fold are excluded.
 
         samples: test images of each fold.
         """

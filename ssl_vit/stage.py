@@ -142,7 +142,7 @@ def build_objective(settings: Recipe, encoder: factory.Encoder, classes: int | N
 
 
 def check(settings: Recipe, shards: ShardSet, *, classes: int | None = None, subset: np.ndarray | None = None) -> None:
-    """Raises UserError for whatever `build` would refuse, at next to no cost: no weights are read or made."""
+    """Raises UserError for anything that `build` would refuse, at next to no cost: no weights are read or made."""
     accelerator = make_accelerator(settings.training.precision, settings.training.timeout)
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
         encoder = factory.build(settings.encoder)
@@ -225,7 +225,7 @@ def dry_run(settings: Recipe, shards: ShardSet | None = None, subset: np.ndarray
     subset: see `build`.
 
     Times are this process's: the best of three forward and backward passes after a first one, and the second batch's
-    data. Memory is counted from the tensors that autograd keeps. Raises UserError for whatever would stop the run
+    data. Memory is counted from the tensors that autograd keeps. Raises UserError for anything that would stop the run
     before its first step.
     """
     training, copies = settings.training, {"adamw": 4}.get(settings.optim.name, 3)  # weights, gradients, optimizer

@@ -1,4 +1,4 @@
-"""The house rules of DESIGN: arrows point down, there is no cycle, and light things stay light."""
+"""Layering: imports point down without a cycle, and light modules do not import torch."""
 
 from __future__ import annotations
 

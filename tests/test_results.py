@@ -107,7 +107,7 @@ def test_cells_are_of_the_test_images_that_all_rows_have() -> None:
 
 
 def test_the_folds_of_a_cross_validation_become_one_row() -> None:
-    """As if all test images had been one set; a row without all of its folds is left out."""
+    """As if all test images had been one set; a row without all of its folds is excluded."""
     first = result(predicted(0, 0, 0, 1, 2, 0), labels=40, flops=1.0, selected={"optim.lr": 0.1, "steps": 5})
     images, labels = np.arange(3), np.array([2, 0, 2])
     second = predicted(2, 2, 2, images=images, labels=labels)

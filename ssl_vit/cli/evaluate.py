@@ -39,7 +39,7 @@ def evaluate(
     test: Annotated[str | None, typer.Option(help="Labeled images or shards to test on.")] = None,
     suite: Annotated[
         str | None,
-        typer.Option(help="A suite of data sets: a file or a shipped name."),
+        typer.Option(help="A suite of datasets: a file or a shipped name."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print rows and settings as JSON.")] = False,
     per_class: Annotated[bool, typer.Option("--per-class", help="Print the accuracy of every class too.")] = False,
@@ -101,7 +101,7 @@ def _data_sets(run: Path, data: list[str], test: str | None, suite: str | None) 
 
 
 def _show(found: Sequence[Evaluation], per_class: bool) -> None:
-    """One table of all data sets, what was selected and skipped, and where the results are."""
+    """One table of all datasets, what was selected and skipped, and where the results are."""
     import pandas as pd
     from rich.console import Console
 

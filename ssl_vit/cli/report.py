@@ -51,7 +51,7 @@ def report(
 
 @app.command()
 def recipes() -> None:
-    """List the shipped recipes and suites of data sets, each with its first sentence.
+    """List the shipped recipes and suites of datasets, each with its first sentence.
 
     Example: `ssl-vit recipes`
     """

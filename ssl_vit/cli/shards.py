@@ -31,7 +31,7 @@ def shards_make(
     source: Annotated[
         str,
         typer.Argument(
-            help="A folder of class folders or of images; a parquet or arrow file; the name of a data set on the "
+            help="A folder of class folders or of images; a parquet or arrow file; the name of a dataset on the "
             "Hugging Face hub; `digits`; or NAME:PLACE for a source of your own."
         ),
     ],
@@ -115,7 +115,7 @@ def shards_verify(
 ) -> None:
     """Decode every image of shards and list each defect. Exit code 1 if there is one.
 
-    Of a data set with several parts, or of images (packed first, see `shards make`), also list classes without images
+    Of a dataset with several parts, or of images (packed first, see `shards make`), also list classes without images
     and images that two parts share, equal or nearly equal.
 
     Example: `ssl-vit shards verify my_images`

@@ -18,7 +18,7 @@ from ssl_vit.interfaces import Config, UserError
 from ssl_vit.recipe import Recipe
 from ssl_vit.records import ArmKind, Look
 
-ONLY = "data"  # name of the data set of a comparison that has one
+ONLY = "data"  # name of the dataset of a comparison that has one
 REFERENCES = ("untrained", "pixels", "control", "control_repeated", "scratch_repeated")
 _FOLDERS = ("tasks", "features", "pictures", "weights")
 _WEIGHTS = ("weights", "architecture", "optional")
@@ -78,7 +78,7 @@ class ComparisonData(Config):
         `PLACE#train` and `PLACE#test`.
     folds: labeled data to cross-validate on, in place of train and test: each is the test set once, and the arms
         pretrain and fit on the other ones together.
-    sets: several data sets instead. suite: a file or a shipped suite instead.
+    sets: several datasets instead. suite: a file or a shipped suite instead.
     folder: where sources are packed (default: the suite's own).
     pretrain: what the arms' recipes train on (default: `train`; with several sets the recipes' own). Where it has no
         labels, arms that need labels train on `train`, and the others on both.
@@ -118,14 +118,14 @@ class ComparisonData(Config):
 
     @property
     def splits(self) -> list[DataSet]:
-        """Train and test of each fold; without folds, of the one data set."""
+        """Train and test of each fold; without folds, of the one dataset."""
         if not self.folds:
             return [DataSet(train=self.train, test=self.test)]
         return [DataSet(train=tuple(other for other in self.folds if other != test), test=test) for test in self.folds]
 
 
 class ComparisonConfig(Config):
-    """Arms x seeds x label budgets x data sets.
+    """Arms x seeds x label budgets x datasets.
 
     name, title: of the comparison, in paths and in the report. notes: sentences for the report.
     run: directory (default: runs/NAME). arms: by name.
@@ -202,9 +202,9 @@ class Study:
     """A comparison with everything it refers to.
 
     recipes: of the pretrained arms; of a cross-validation for the first fold.
-    sets: data sets by name; those given by `source` are packed into `folder`. Of a cross-validation the first fold.
+    sets: datasets by name; those given by `source` are packed into `folder`. Of a cross-validation the first fold.
     folds: train and test of each fold; empty without cross-validation.
-    evaluators: settings by (data set, evaluator, arm); arm "": of the references.
+    evaluators: settings by (dataset, evaluator, arm); arm "": of the references.
     max_seeds, looks: where seeds are added until the headlines are decided; see `looks.py`.
     """
 
@@ -261,7 +261,7 @@ def load_comparison(name: str | Path, overrides: recipe.Overrides = ()) -> Study
 
 
 def _settings(path: Path, evaluator: str, values: dict[str, Any], *more: dict[str, dict[str, Any]]) -> Config:
-    """An evaluator's settings. more: settings by evaluator that are merged on top, such as a data set's."""
+    """An evaluator's settings. more: settings by evaluator that are merged on top, such as a dataset's."""
     merged = dict(OmegaConf.to_container(OmegaConf.merge(values, *(over.get(evaluator) or {} for over in more))))
     if "seeds" in merged:
         raise UserError(f"{path}: evaluators.{evaluator}.seeds: set seeds of the comparison instead")

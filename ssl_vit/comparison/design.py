@@ -1,4 +1,4 @@
-"""What a comparison measures: rows and their encoders, data sets and folds, seeds and pretrainings."""
+"""What a comparison measures: rows and their encoders, datasets and folds, seeds and pretrainings."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Design:
     """What the tasks of a study measure.
 
     run: directory of the comparison.
-    sets: data sets by name, with their shards' paths.
+    sets: datasets by name, with their shards' paths.
     shards: fingerprints by "SET train", "SET test" and "ARM pretrain"; see `part`.
     checksums: of files of weights, once read.
     """
@@ -73,7 +73,7 @@ class Design:
 
     @cached_property
     def evaluators(self) -> dict[tuple[str, str, str], Evaluator]:
-        """By (data set, evaluator, arm); arm "": of the references. Those that train the encoder come first: the
+        """By (dataset, evaluator, arm); arm "": of the references. Those that train the encoder come first: the
         verdict is about them."""
         built = {key: plugins.load("evaluators", key[1]).Evaluator(c) for key, c in self.study.evaluators.items()}
         return dict(sorted(built.items(), key=lambda item: not item[1].trains_encoder))
@@ -84,11 +84,11 @@ class Design:
         return range(len(self.study.folds) or 1)
 
     def part(self, name: str, part: str, fold: int) -> str:
-        """What shards are called. name: a data set or arm. part: `train` and `test`, or `pretrain`."""
+        """What shards are called. name: a dataset or arm. part: `train` and `test`, or `pretrain`."""
         return f"{name} {part}" + (f" of fold {fold}" if self.study.folds else "")
 
     def split(self, data: str, fold: int) -> DataSet:
-        """The train and test shards of a data set."""
+        """The train and test shards of a dataset."""
         return self.study.folds[fold] if self.study.folds else self.sets[data]
 
     def pretraining_data(self, arm: str, fold: int) -> DataConfig:

@@ -76,7 +76,7 @@ class ComparisonDryRun:
 def dry_run_comparison(study: Study, say: Say = silent) -> ComparisonDryRun:
     """Measure one micro-batch of every kind of training that is missing; only imported weights are written.
 
-    Raises UserError for whatever would stop the comparison before its first step.
+    Raises UserError for anything that would stop the comparison before its first step.
     """
     study = import_arms(study, say)
     checked = check(study, packed(study.sets, study.folder), say)

@@ -99,7 +99,7 @@ def _arm(plan: Plan, arm: str) -> ArmRecord:
 
 def _own_settings(plan: Plan, arm: str) -> dict[str, dict[str, Any]]:
     """Evaluator settings by dotted key where they differ from those of the other arms; by evaluator, or "SET EVALUATOR"
-    where there are several data sets."""
+    where there are several datasets."""
     found = {}
     for (data, evaluator, of), built in plan.evaluators.items():
         common = recipe.flatten(plan.evaluators[data, evaluator, ""].config.model_dump(mode="json"))

@@ -124,11 +124,11 @@ def _run_tasks(study: Study, given: ComparisonConfig, only: str | None, command:
 
 
 def check(study: Study, sets: dict[str, DataSet], say: Say = silent) -> Checked:
-    """Plan a study on these data sets; writes nothing.
+    """Plan a study on these datasets; writes nothing.
 
     say: prints what is no error, but worth knowing.
 
-    Raises UserError for whatever would make a task impossible.
+    Raises UserError for anything that would make a task impossible.
     """
     _check_directory(study)
     remotes = [study.comparison.data.remote, *(settings.data.remote for settings in study.recipes.values())]
@@ -161,7 +161,7 @@ def check(study: Study, sets: dict[str, DataSet], say: Say = silent) -> Checked:
             runs.check(own.run_directory, own, plan.shards[plan.part(task.arm, "pretrain", task.fold)])
     for name, fold in dict.fromkeys((task.data, task.fold) for task in missing if task.evaluator):
         _check_labels(plan, name, *(opened[plan.part(name, part, fold)] for part in ("train", "test")), say=say)
-    # By data set, evaluator and arm: seeds and budgets do not matter.
+    # By dataset, evaluator and arm: seeds and budgets do not matter.
     for task in {(task.data, task.evaluator, task.arm): task for task in missing if task.evaluator}.values():
         try:
             _check_evaluator(plan, opened, task)
@@ -224,7 +224,7 @@ def _check_directory(study: Study) -> None:
 
 
 def _check_labels(plan: Plan, name: str, train: ShardSet, test: ShardSet, *, say: Say) -> None:
-    """Raises UserError where a data set's labels cannot be evaluated on; prints which classes have few images."""
+    """Raises UserError where a dataset's labels cannot be evaluated on; prints which classes have few images."""
     labels, _ = labels_of(train), labels_of(test)
     classes, counts = np.unique(labels[labels >= 0], return_counts=True)
     if len(classes) < 2:

@@ -1,4 +1,4 @@
-"""Data sets to evaluate on, and suites of them, read from YAML."""
+"""Datasets to evaluate on, and suites of them, read from YAML."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def check_names(names: Any) -> Any:
 
 
 class DataSet(Config):
-    """A labeled data set to evaluate on: shards, or a source that is packed into FOLDER/NAME on first use.
+    """A labeled dataset to evaluate on: shards, or a source that is packed into FOLDER/NAME on first use.
 
     train, test: shards as in `data.train`; several sets of train count as one.
     source: anything `ssl-vit shards make` takes, such as a hub name.
@@ -50,7 +50,7 @@ class DataSet(Config):
 
 
 class Suite(Config):
-    """Data sets to evaluate on together. folder: where those given by `source` are packed."""
+    """Datasets to evaluate on together. folder: where those given by `source` are packed."""
 
     name: str
     folder: str = "shards"

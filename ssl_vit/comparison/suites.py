@@ -1,4 +1,4 @@
-"""Packs data sets that are given by a source, once, before anything is evaluated on them."""
+"""Packs datasets that are given by a source, once, before anything is evaluated on them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def packed(sets: Mapping[str, DataSet], folder: Path) -> dict[str, DataSet]:
             if not all((Path(place) / INFO).is_file() for place in places.values()):
                 command = f"ssl-vit shards make {chosen.source} {places['train']} --split {chosen.splits[0]}"
                 raise UserError(
-                    f"data set {name} is not packed yet, and a dry run packs nothing; run `{command}`, and for test"
+                    f"dataset {name} is not packed yet, and a dry run packs nothing; run `{command}`, and for test"
                 )
             _check_packed(name, chosen, folder)
             chosen = chosen.model_copy(update={"source": None, **places})
@@ -54,11 +54,11 @@ def _check_packed(name: str, chosen: DataSet, folder: Path) -> None:
     note = folder / name / _REQUEST
     held = read_json(note) if note.is_file() else _request(chosen)
     if held != _request(chosen):
-        raise UserError(f"data set {name}: {folder / name} was packed from {held['source']} {held['splits']}; {_FIX}")
+        raise UserError(f"dataset {name}: {folder / name} was packed from {held['source']} {held['splits']}; {_FIX}")
     for part in ("train", "test"):
         info = folder / name / part / INFO
         if info.is_file() and _PART.search(source := str(read_json(info).get("source"))):
-            raise UserError(f"data set {name}: {info.parent} is a part of the source ({source}); {_FIX}")
+            raise UserError(f"dataset {name}: {info.parent} is a part of the source ({source}); {_FIX}")
 
 
 _FIX = "name another data.folder, or delete this one"
@@ -81,4 +81,4 @@ def _pack(name: str, chosen: DataSet, folder: Path, say: Callable[[str], None]) 
                     source = open_source(str(chosen.source), split=split, **columns)
                     pack(source, out, overwrite=True, progress=False)
             except UserError as error:
-                raise UserError(f"data set {name}: {error}") from None
+                raise UserError(f"dataset {name}: {error}") from None

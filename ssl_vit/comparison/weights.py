@@ -25,7 +25,7 @@ def import_arms(study: Study, say: Say = silent) -> Study:
     """The same study with the weights of every arm in a folder that `factory.load` reads.
 
     Weights from elsewhere are imported into `RUN/weights/ARM` unless they are there; other processes wait. Arms with
-    `optional` whose weights cannot be downloaded are left out, which `say` and a note of the comparison tell.
+    `optional` whose weights cannot be downloaded are skipped; `say` and a note of the comparison name them.
 
     Raises UserError for weights that cannot be read, RunError where the hub is out of reach.
     """
@@ -43,8 +43,8 @@ def import_arms(study: Study, say: Say = silent) -> Study:
             if not arm.optional or needed:
                 raise RunError(f"arms.{name}: {error}") from error
             del arms[name]
-            notes.append(f"The arm {arm.label} was left out: its weights ({arm.weights}) could not be downloaded.")
-            say(f"note: arms.{name} is left out: {error}")
+            notes.append(f"The arm {arm.label} was skipped: its weights ({arm.weights}) could not be downloaded.")
+            say(f"note: arms.{name} is skipped: {error}")
         else:
             arms[name] = arm.model_copy(update={"weights": str(folder), "architecture": None})
     if not any(arm.kind != "scratch" for arm in arms.values()):

@@ -108,7 +108,7 @@ def _run(plan: Plan, task: TaskRecord) -> tuple[list[Result], dict[str, Any]]:
 
 
 def make_context(plan: Plan, task: TaskRecord, initialization: int) -> EvalContext:
-    """What a task evaluates: its arm's encoder, or an untrained one of the same architecture, on its data set.
+    """What a task evaluates: its arm's encoder, or an untrained one of the same architecture, on its dataset.
 
     initialization: seed of the untrained encoder.
     """

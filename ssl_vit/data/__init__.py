@@ -14,7 +14,7 @@ MAX_PIXELS = 89_478_485  # where Pillow warns: 256 MiB of RGB
 
 
 def train_and_test(place: str) -> tuple[str, str]:
-    """The data arguments of the two parts of a data set: `PLACE#train` and `PLACE#test`.
+    """The data arguments of the two parts of a dataset: `PLACE#train` and `PLACE#test`.
 
     place: PLACE, `PLACE#train` or PLACE/train.
     """
@@ -73,7 +73,7 @@ class AugmentConfig(Config):
 class RemoteConfig(Config):
     """How shards behind a URL are read; no effect on what is read, so each may change between sessions of a run.
 
-    cache_dir: a folder on a local disk where whole shards are kept (None: downloaded anew each time they are opened).
+    cache_dir: a folder on a local disk where whole shards are kept (None: downloaded again each time they are opened).
         Processes share it.
     largest_gb: the most that a shard may have whose size no `info.json` tells (GiB).
     cache_gb: the most it holds (GiB); the least recently used shards are removed.

@@ -1,4 +1,4 @@
-"""What is wrong with a data set before anything is trained on it: `check_data`."""
+"""What is wrong with a dataset before anything is trained on it: `check_data`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _ROWS = 1 << 24  # pairs compared at once
 
 @dataclass(frozen=True)
 class DataReport:
-    """What `check_data` found in a data set.
+    """What `check_data` found in a dataset.
 
     bad_files: columns part, file, reason: unreadable images, and every other defect of the shards.
     class_counts: images by class (rows) and part (columns); empty without labels.
@@ -48,12 +48,12 @@ class DataReport:
 
     @property
     def ok(self) -> bool:
-        """Whether there is nothing to complain about."""
+        """Whether nothing was found."""
         return self.bad_files.empty and self.leaks.empty and not any(self.missing_classes.values())
 
 
 def check_data(place: str | Path, *, jobs: int | None = None, progress: bool = True) -> DataReport:
-    """Read all images of a local data set and list what is wrong with it.
+    """Read all images of a local dataset and list what is wrong with it.
 
     place: a folder of shards or one that holds shards in train/ and test/; or images, which are packed first. Of images
         without splits the two parts of the automatic holdout are checked.

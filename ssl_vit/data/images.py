@@ -76,7 +76,7 @@ def check_channels(channels: int) -> None:
 
 
 class _Checked:
-    """A picture of a sample: whatever its decoder raises is a BadSample."""
+    """A picture of a sample: errors of its decoder are raised as BadSample."""
 
     def __init__(self, extension: str, data: bytes, channels: int, max_pixels: int) -> None:
         self.extension = extension

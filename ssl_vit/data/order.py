@@ -150,11 +150,11 @@ def lane_stream(
         sizes = [last - first for first, last in lane_bounds(epoch, sets, lanes, lane)]
         taken = min(taken, sum(sizes))
         done = [taken] if len(sets) == 1 else np.bincount(interleave(sizes)[:taken], minlength=len(sets))
-        pieces = [_pieces_of_set(seed, epoch, sets, lanes, lane, n, int(done[n])) for n in range(len(sets))]
+        segments = [_segments_of_set(seed, epoch, sets, lanes, lane, n, int(done[n])) for n in range(len(sets))]
         begun: list[tuple[int, int, Members, int]] = [(0, 0, np.empty(0, np.int64), 0)] * len(sets)
         for owner, length in runs(sizes, taken):
             while length:
-                own, shard, members, upcoming = begun[owner] if len(begun[owner][2]) else next(pieces[owner])
+                own, shard, members, upcoming = begun[owner] if len(begun[owner][2]) else next(segments[owner])
                 run = members[:length]
                 begun[owner] = (own, shard, members[length:], upcoming)
                 yield Segment(LanePosition(epoch, taken), own, shard, run, upcoming)
@@ -162,16 +162,16 @@ def lane_stream(
         epoch, taken = epoch + 1, 0
 
 
-def _pieces_of_set(
+def _segments_of_set(
     seed: int, epoch: int, sets: Sequence[SampleSet], lanes: int, lane: int, number: int, done: int
 ) -> Iterator[tuple[int, int, Members, int]]:
     """What one set gives a lane's epoch from its sample `done` on: (its epoch, shard, positions, the next shard)."""
     first, last = lane_bounds(epoch, sets, lanes, lane)[number]
     current: tuple[int, int, Members] | None = None
-    for piece in set_slice(seed, sets[number], first + done, last):
+    for segment in set_slice(seed, sets[number], first + done, last):
         if current is not None:
-            yield *current, piece[1]
-        current = piece
+            yield *current, segment[1]
+        current = segment
     if current is not None:
         first, last = lane_bounds(epoch + 1, sets, lanes, lane)[number]
         upcoming = next(set_slice(seed, sets[number], first, last), current)

@@ -9,7 +9,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 ALL = "all"
 Metric = Literal["accuracy", "mean_per_class"]
-"""The number that counts on a data set: the share of correct predictions, or the mean of the per-class shares."""
+"""The number that counts on a dataset: the share of correct predictions, or the mean of the per-class shares."""
 
 
 def _budget(value: Any) -> int | str:

@@ -136,7 +136,7 @@ class Evaluator(ABC):
 
     @property
     def budgets(self) -> tuple[Budget, ...] | None:
-        """Label budgets that the protocol sets itself, whatever a comparison asks for (None: it sets none)."""
+        """Label budgets that the protocol sets itself, independent of the comparison (None: it sets none)."""
         return None
 
     def stage(self, data: DataConfig, encoder: EncoderConfig, images: int, seed: int) -> Recipe | None:

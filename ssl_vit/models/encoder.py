@@ -141,7 +141,7 @@ class Encoder(nn.Module, ABC):
 def create(name: str, arguments: dict[str, Any]) -> Any:
     """timm's model without a classifier. Raises UserError for a name that timm does not know, naming the closest.
 
-    Arguments that do not fit raise whatever timm raises.
+    Arguments that do not fit raise the errors of timm.
     """
     if not timm.is_model(name):
         raise UserError(f"encoder.name='{name}' is not a timm model{close_names(name)}")

@@ -222,7 +222,7 @@ def _svg(figure: Figure) -> Markup:
         warnings.filterwarnings("ignore", message="Glyph .* missing")
         figure.savefig(buffer, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
     svg = buffer.getvalue().replace(INK, "currentColor")
-    # Matplotlib numbers its ids anew in each figure: without a prefix they would clash within one page.
+    # Matplotlib restarts its ids in each figure: without a prefix they would clash within one page.
     prefix = f"f{hashlib.sha256(svg.encode(errors='replace')).hexdigest()[:8]}-"
     opening, body = svg[svg.index("<svg") :].split(">", 1)
     body = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{prefix}", body)

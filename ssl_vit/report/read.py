@@ -200,7 +200,7 @@ def read(paths: Sequence[Path]) -> Comparison:
 
 
 def read_comparison(path: Path) -> Comparison:
-    """A comparison from its directory: whatever is finished by now."""
+    """A comparison from its directory: everything finished by now."""
     record = validated(path / PLAN, read_json(path / PLAN), ComparisonRecord)
     tasks: dict[str, TaskResult] = {}
     rows: list[tuple[Result, Path]] = []

@@ -85,7 +85,7 @@ class Summary:
 
 
 def summarize(comparison: Comparison) -> Summary:
-    """All statistics of whatever is finished of a comparison.
+    """All statistics of the finished part of a comparison.
 
     The headline of a dataset is the mean over label budgets of the paired difference between the first arm under test
     and its baseline (training from scratch; the untrained encoder under frozen evaluators), under the first evaluator

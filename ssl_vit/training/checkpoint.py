@@ -179,7 +179,7 @@ def publish_encoder(run: Path) -> None:
 
 
 def load(folder: Path, state: State) -> None:
-    """Restore the state in place, whatever number of processes saved it. Every process must call it.
+    """Restore the state in place, from any number of processes. Every process must call it.
 
     Raises UserError when a file is damaged or belongs to another recipe.
     """

@@ -173,7 +173,7 @@ def connect(timeout: int) -> None:
 
     timeout: seconds that a process waits for the others. Every process must call it; one alone needs no group. It
     returns once all are there: if the main process, through which the others find each other, ended before (with an
-    error in the recipe), they would wait for it forever.
+    error in the recipe), they would never stop waiting for it.
     """
     global _group, _timeout
     if not several() and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:

@@ -1,4 +1,4 @@
-"""`ssl-vit eval`: data sets, and what it prints."""
+"""`ssl-vit eval`: datasets, and what it prints."""
 
 from __future__ import annotations
 

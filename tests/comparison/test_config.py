@@ -1,4 +1,4 @@
-"""Comparisons as recipes: kinds of arms, settings per data set and per arm, and wrong keys."""
+"""Comparisons as recipes: kinds of arms, settings per dataset and per arm, and wrong keys."""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ def test_no_process_outlives_the_main_one(tmp_path: Path, number: signal.Signals
     main = subprocess.Popen([sys.executable, str(tmp_path / "main.py")], start_new_session=True, stderr=subprocess.PIPE)
     try:
         assert _wait_until(lambda: done(out) == {"a"})
-        time.sleep(0.5)  # the second task was taken up in its place
+        time.sleep(0.5)  # the second task was started in its place
         children = psutil.Process(main.pid).children(recursive=True)
         assert len(children) >= 2
         os.kill(main.pid, number)

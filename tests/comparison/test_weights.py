@@ -1,4 +1,4 @@
-"""Arms with weights from elsewhere: imported once, named like other arms, left out where the hub is out of reach."""
+"""Arms with weights from elsewhere: imported once, named like other arms, skipped where the hub cannot be reached."""
 
 from __future__ import annotations
 
@@ -90,12 +90,12 @@ def test_an_optional_arm_is_left_out_where_the_hub_is_out_of_reach(
     arms = {"ssl": {"label": "SSL", "recipe": "digits_ssl", "overrides": ["training.steps=2"]}, "timm": hub_arm}
     recipe = mini(arms=arms, seeds=[0], evaluators={"few_shot": {"labels_per_class": [1]}})
     code, said = call("compare", recipe, "--list")
-    assert code == 0 and "arms.timm is left out" in said
+    assert code == 0 and "arms.timm is skipped" in said
     found = quietly(recipe)
     assert [arm.name for arm in found.record.arms] == ["ssl"] and found.missing == ()
     (note,) = found.record.notes
-    assert "ImageNet was left out" in note and HUB_NAME in note
-    assert "ImageNet was left out" in write_report([tmp_path / "run"], tmp_path / "report.html").read_text()
+    assert "ImageNet was skipped" in note and HUB_NAME in note
+    assert "ImageNet was skipped" in write_report([tmp_path / "run"], tmp_path / "report.html").read_text()
     required = {**arms, "timm": hub_arm | {"optional": False}}
     with pytest.raises(RunError, match=r"arms\.timm: .*the hub does not answer"):
         quietly(mini(arms=required))

@@ -69,7 +69,7 @@ def test_a_shard_is_downloaded_once(server: FaultyServer, remote: RemoteConfig, 
         assert fetch(server.url, 0, remote) == content(0)
 
 
-def test_without_a_checksum_a_changed_object_is_downloaded_anew(server: FaultyServer, remote: RemoteConfig) -> None:
+def test_without_a_checksum_a_changed_object_is_downloaded_again(server: FaultyServer, remote: RemoteConfig) -> None:
     assert fetch(server.url, 0, remote, known=False) == content(0)
     (server.folder / "0.tar").write_bytes(content(5))
     assert fetch(server.url, 0, remote, known=False) == content(5)
@@ -111,7 +111,7 @@ def test_a_shard_larger_than_the_bound_is_not_kept_and_reported_once(
     for number in (0, 1, 0):
         assert fetch(server.url, number, small) == content(number)
     assert kept(small) == [] and server.gets("0.tar") == [0, 0]
-    assert capsys.readouterr().err.count("shards are downloaded anew each time: data.remote.cache_gb=") == 1
+    assert capsys.readouterr().err.count("shards are downloaded again each time: data.remote.cache_gb=") == 1
 
 
 def test_a_server_that_does_not_say_the_size_is_read_all_the_same(
@@ -137,7 +137,7 @@ def test_a_failed_download_leaves_nothing(server: FaultyServer, remote: RemoteCo
     assert kept(remote) == []
 
 
-def test_a_kept_file_that_was_cut_is_downloaded_anew(server: FaultyServer, remote: RemoteConfig) -> None:
+def test_a_kept_file_that_was_cut_is_downloaded_again(server: FaultyServer, remote: RemoteConfig) -> None:
     fetch(server.url, 0, remote)
     (path,) = Path(remote.cache_dir or "").glob("*0.tar")
     os.truncate(path, 1000)

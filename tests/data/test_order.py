@@ -236,7 +236,7 @@ def test_a_lane_of_a_mixture_continues_from_any_position(
         assert read == sorted(flat(slices(seed, epoch, sets, lanes, lane)))
 
 
-def test_over_the_epochs_a_small_set_is_repeated_whole_and_a_large_one_goes_on() -> None:
+def test_over_the_epochs_a_small_set_is_repeated_whole_and_a_large_one_continues() -> None:
     sets = mixed([([3, 2], 1.0), ([10, 10], 1.0)])
     small: list[Any] = []
     large: list[Any] = []

@@ -37,7 +37,7 @@ def test_what_cannot_be_opened_is_refused(spec: str) -> None:
         open_shards(spec)
 
 
-def test_tars_without_info_json_are_told_apart_by_their_headers_and_labels(tmp_path: Path) -> None:
+def test_tars_without_info_json_are_distinguished_by_their_headers_and_labels(tmp_path: Path) -> None:
     def packed(name: str, label: bytes, image: bytes = b"pixels") -> str:
         folder = tmp_path / name
         folder.mkdir()

@@ -55,7 +55,7 @@ def train(digits: str, run: Path, stage: str, *more: str) -> None:
     api.train(recipe.load_recipe(name, [*fixed, *TINY, *keys, *more]), quiet=True)
 
 
-def same_maths(digits: str, out: Path, first: Path, accumulate: int) -> None:
+def same_training(digits: str, out: Path, first: Path, accumulate: int) -> None:
     """The stages, in so many micro-batches, into OUT/STAGE-ACCUMULATE; fine-tuning starts from FIRST."""
     for stage in STAGES:
         start = [f"init_from={first}"] if stage == "fine_tuning" else []
@@ -95,7 +95,7 @@ def sharded(digits: str, out: Path) -> None:
 
 
 def sharded_on_three(digits: str, out: Path) -> None:
-    """OUT/sharded, which two processes trained, goes on from its step 12 in OUT/three."""
+    """OUT/sharded, which two processes trained, resumes from its step 12 in OUT/three."""
     api.make_accelerator = sharding_accelerator  # type: ignore[assignment]
     back_to_step_12(out / "sharded", out / "three")
     train(digits, out / "three", "pretraining", *SHARDED)
@@ -109,12 +109,12 @@ def back_to_step_12(run: Path, copy: Path) -> None:
 
 
 def two(digits: str, out: str, first: str) -> None:
-    same_maths(digits, Path(out) / "2", Path(first), 2)
+    same_training(digits, Path(out) / "2", Path(first), 2)
     sharded(digits, Path(out))
 
 
 def three(digits: str, out: str, first: str) -> None:
-    same_maths(digits, Path(out) / "3", Path(first), 1)
+    same_training(digits, Path(out) / "3", Path(first), 1)
     sharded_on_three(digits, Path(out))
 
 
@@ -152,7 +152,7 @@ def errors_of_one(digits: str, out: str, bad: str) -> None:
 
 
 def uneven(shards: str, workers: str, lanes: str, batch_size: str, steps: str) -> None:
-    """How often the samples come: the least and the most often seen one, and all together, told by the main process."""
+    """The main process reports how often samples come: the least and the most often seen one, and all together."""
     accelerator = make_accelerator()
     found = open_shards(shards)
     data = DataConfig(train=shards, lanes=int(lanes), workers=int(workers))

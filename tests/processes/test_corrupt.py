@@ -77,7 +77,7 @@ RECIPE = [
 ]
 
 
-def test_an_epoch_goes_through_and_every_broken_sample_is_told(world: World, shards: Path, tmp_path: Path) -> None:
+def test_an_epoch_goes_through_and_every_broken_sample_is_reported(world: World, shards: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     keys = ["training.batch_size=400", "training.steps=50", "data.workers=2", "data.lanes=8", *RECIPE]
     process = world(1, "command_line", "train", "digits_supervised", f"data.train={shards}", f"run={run}", *keys)[0]

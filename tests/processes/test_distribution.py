@@ -25,7 +25,7 @@ def runs(world: Callable[..., Any], digits: Path, tmp_path_factory: pytest.TempP
     """All runs: OUT/PROCESSES/STAGE-ACCUMULATE, and the sharded ones (see every_process.py)."""
     out = tmp_path_factory.mktemp("distribution")
     first = out / "1" / "pretraining-1"
-    one.same_maths(str(digits), out / "1", first, 1)
+    one.same_training(str(digits), out / "1", first, 1)
     done(world(2, "two", digits, out, first))
     done(world(3, "three", digits, out, first))
     one.train(str(digits), out / "whole", "pretraining", *one.SHARDED)
@@ -48,7 +48,7 @@ def differ_by(found: Weights, expected: Weights) -> float:
 
 
 @pytest.mark.parametrize("stage", one.STAGES)
-def test_the_maths_is_the_same_on_any_number_of_processes(runs: Path, stage: str) -> None:
+def test_the_training_is_the_same_on_any_number_of_processes(runs: Path, stage: str) -> None:
     expected = rows(runs / "1" / f"{stage}-1")
     names = [n for n in ("loss", "accuracy", "constant_loss", "constant_accuracy") if n in expected[0]]
     assert [row["step"] for row in expected] == list(range(1, 21)) and len(names) > 1
@@ -74,19 +74,19 @@ def test_a_sharded_run_exports_what_a_whole_one_does(runs: Path) -> None:
     assert differ_by(trained, weights(runs / "whole", "training")) < 1e-6
     published = load_file(runs / "sharded" / "encoder.safetensors")
     assert differ_by(published, load_file(runs / "whole" / "encoder.safetensors")) < 1e-6
-    # The average is published; it lags behind the weights that training goes on from.
+    # The average is published; it lags behind the weights that training continues from.
     assert differ_by(published, {name: trained[f"encoder.network.{name}"] for name in published}) > 1e-5
 
 
-def test_a_sharded_run_goes_on_bit_for_bit(runs: Path) -> None:
+def test_a_sharded_run_resumes_bit_for_bit(runs: Path) -> None:
     for name in ("encoder", "objective", "training", "optimizer"):
         assert same(weights(runs / "again", name), weights(runs / "sharded", name))
     assert [row["loss"] for row in rows(runs / "again")] == [row["loss"] for row in rows(runs / "sharded")]
 
 
 @pytest.mark.parametrize(("run", "processes"), [("one", 1), ("three", 3)])
-def test_a_sharded_run_goes_on_with_another_number_of_processes(runs: Path, run: str, processes: int) -> None:
-    """On one process whole, on three in other shards; no sample is lost or repeated, so the losses go on."""
+def test_a_sharded_run_resumes_with_another_number_of_processes(runs: Path, run: str, processes: int) -> None:
+    """On one process whole, on three in other shards; no sample is lost or repeated, so the losses continue."""
     assert world_size(runs / run) == processes
     losses = [row["loss"] for row in rows(runs / run)]
     assert losses == pytest.approx([row["loss"] for row in rows(runs / "sharded")], abs=1e-5)

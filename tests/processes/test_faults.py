@@ -42,7 +42,7 @@ def wait_for_step(run: Path, step: int, seconds: float = 120) -> None:
 
 
 def test_a_preempted_process_makes_all_save_and_leave_with_75(world: World, digits: Path, tmp_path: Path) -> None:
-    """SIGUSR1 reaches one of two processes; another number of processes goes on as if nothing had been."""
+    """SIGUSR1 reaches one of two processes; another number of processes continues unaffected."""
     run, keys = tmp_path / "run", ["training.steps=20", "training.checkpoint_every=4"]
     command = ["train", "digits_ssl", *settings(digits, run, *keys)]
     both = world(2, "signaled", signal.SIGUSR1.value, 1, 4, *command)

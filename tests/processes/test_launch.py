@@ -88,7 +88,7 @@ sys.exit(max(task.wait() for task in tasks))
     return {**ENVIRONMENT, **job, "PATH": f"{tools}:{ENVIRONMENT['PATH']}"}
 
 
-def test_slurm_requeues_a_preempted_job_which_goes_on(digits: Path, tmp_path: Path, slurm: dict[str, str]) -> None:
+def test_slurm_requeues_a_preempted_job_which_resumes(digits: Path, tmp_path: Path, slurm: dict[str, str]) -> None:
     """USR1 to the tasks, as --signal=USR1@120 has it; a value that a shell would run stays a value."""
     run = tmp_path / "a $(touch pwned) `touch pwned`; touch pwned"
     command: list[str | Path] = ["bash", LAUNCH / "slurm.sh", *settings(digits, run, "training.steps=4000")]

@@ -1,4 +1,4 @@
-"""Real processes that wait for one another: uneven shards never hang, what is wrong is told once and ends them all."""
+"""Real processes that wait for each other: uneven shards never hang; an error is reported once and ends all."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ def test_a_preempted_run_saves_within_a_step_and_the_next_start_resumes(
 
 
 def test_a_signal_ends_a_training_that_waits_for_data(world: World, digits: Path, tmp_path: Path) -> None:
-    """It saves the steps that are done; the next start goes on from there."""
+    """It saves the steps that are done; the next start resumes from there."""
     run, keys = tmp_path / "run", ["training.steps=12", "training.checkpoint_every=0", "data.workers=0"]
     process = world(1, "stalled", 7, "train", "digits_ssl", *settings(digits, run, *keys))[0]
     assert process.wait(60) == 75, process.text

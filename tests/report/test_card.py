@@ -40,7 +40,7 @@ def write(model: Any, given: Path, to: str = "timm", **options: Any) -> str:
 
 @pytest.fixture
 def run(tmp_path: Path, make_encoder: Make) -> Path:
-    """A finished run of the shipped recipe on shards with a license, judged once, with one checkpoint."""
+    """A finished run of the shipped recipe on shards with a license, evaluated once, with one checkpoint."""
     shards = tmp_path / "shards"
     shards.mkdir()
     (shards / "000000.tar").touch()

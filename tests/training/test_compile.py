@@ -56,7 +56,7 @@ def test_one_graph_without_breaks_or_recompilation(
     assert saved[0].keys() == saved[1].keys()
 
 
-def test_lejepa_compiles_nothing_anew_in_later_steps(
+def test_lejepa_compiles_nothing_again_in_later_steps(
     train: Train, lines: Lines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its random directions break the graph; the step's number, of which they depend, is in none of the parts."""

@@ -34,7 +34,7 @@ def test_counting_changes_nothing(make_encoder: Callable[..., Any]) -> None:
     assert all(parameter.grad is None for parameter in objective.parameters())
 
 
-def test_what_changes_the_count_is_counted_anew(make_encoder: Callable[..., Any]) -> None:
+def test_what_changes_the_count_is_counted_again(make_encoder: Callable[..., Any]) -> None:
     def count(head: str = "linear", frozen: bool = False, **encoder: Any) -> float:
         objective = classification.Objective(
             make_encoder(**encoder), classification.Config(head=head, pooling="mean"), 5

@@ -74,7 +74,7 @@ def test_a_probe_sees_the_averaged_weights_that_are_published(
     train(tmp_path / "without", *keys)
     again = load_file(tmp_path / "without" / "checkpoints" / "step_00000012" / "training.safetensors")
     kept = load_file(tmp_path / "run" / "checkpoints" / "step_00000012" / "training.safetensors")
-    assert all(torch.equal(kept[name], tensor) for name, tensor in again.items()), "training goes on from its own"
+    assert all(torch.equal(kept[name], tensor) for name, tensor in again.items()), "training continues from its own"
 
 
 def test_a_probe_that_does_not_rise_ends_the_run_and_it_stays_ended(train: Train, lines: Lines, tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ def list_shards(spec: str, remote: RemoteConfig) -> tuple[list[str], Info | None
     spec = spec.removeprefix("file://")
     store = _Remote(spec, remote) if "://" in spec else _Store(spec)
     try:
-        # A path that exists is taken literally, with whatever braces it has.
+        # A path that exists is taken literally, with its braces.
         patterns = [store.path] if store.exists(store.path) else list(braceexpand.braceexpand(store.path))
     except ValueError as error:
         raise UserError(f"{spec}: {error}") from None

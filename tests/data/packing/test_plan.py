@@ -76,7 +76,7 @@ def test_a_larger_subset_holds_the_smaller_one(labels: list[int], small: int, mo
         assert Counter(labels[image] for image in subset) == expected
 
 
-def test_subsets_are_random_and_small_classes_are_told() -> None:
+def test_subsets_are_random_and_small_classes_are_reported() -> None:
     labels = [0] * 100 + [1] * 8
     with pytest.warns(UserWarning, match=r"1 of 2 classes have fewer than subset=10 images \(as few as 8\)"):
         plan_shards(source(labels), Options(subset=10))

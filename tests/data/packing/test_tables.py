@@ -154,7 +154,7 @@ def test_hub_names_offline_say_so(
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     with pytest.raises(UserError, match=rf"{spec}: no such file or folder, and .* cannot be reached"):
         open_source(spec)
-    assert f"{spec}: looking for this data set" in capsys.readouterr().err
+    assert f"{spec}: looking for this dataset" in capsys.readouterr().err
 
 
 def test_other_files_are_refused(tmp_path: Path) -> None:
@@ -162,5 +162,5 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"\.parquet or \.arrow"):
         open_source(str(tmp_path / "archive.zip"))
     (tmp_path / "bad.parquet").write_bytes(b"not parquet at all")
-    with pytest.raises(UserError, match="cannot be read as a data set"):
+    with pytest.raises(UserError, match="cannot be read as a dataset"):
         open_source(str(tmp_path / "bad.parquet"))

@@ -28,7 +28,7 @@ def open_source(
 
     spec: a folder of images (one sub-folder per class, or flat and unlabeled), a parquet or arrow file, a folder that
         `datasets` saved, `digits` (scikit-learn's; a folder of that name is `./digits`), NAME:PLACE for a source of
-        your own, or the name of a data set on the Hugging Face hub. `imagefolder:PATH` and `hf:NAME` say which it is.
+        your own, or the name of a dataset on the Hugging Face hub. `imagefolder:PATH` and `hf:NAME` say which it is.
     split: one of the source's splits.
     label_column, image_column: columns of a table.
 
@@ -79,4 +79,4 @@ def _check_hub_name(spec: str) -> None:
     name = spec.removeprefix(HUB)
     if not _HUB_NAME.fullmatch(name) or (name == spec and "/" in spec and Path(spec).expanduser().parent.is_dir()):
         raise UserError(f"{spec}: no such file or folder")
-    print(f"{name}: looking for this data set on the Hugging Face hub", file=sys.stderr)
+    print(f"{name}: looking for this dataset on the Hugging Face hub", file=sys.stderr)

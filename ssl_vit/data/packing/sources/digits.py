@@ -1,7 +1,7 @@
 """`digits`: scikit-learn's 1,797 handwritten digits, 8x8 pixels.
 
 They come from 14 filled-in forms. A form asks for the same digits in the same order, of which a few are missing in some
-forms, so the labels tell where each begins (a test checks this). Parts of the data set are made of whole forms: no
+forms, so the labels tell where each begins (a test checks this). Parts of the dataset are made of whole forms: no
 writer's form is on both sides. Train is the first 11 forms (1,415 digits), test the last 3 (382 digits).
 
 The forms were filled in by 13 people, who are not recorded: two forms may be of one person.

@@ -1,4 +1,4 @@
-"""Tables of images, read by `datasets`: parquet and arrow files, saved data sets, names on the Hugging Face hub."""
+"""Tables of images, read by `datasets`: parquet and arrow files, saved datasets, names on the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ssl_vit.interfaces import UserError
 
 
 def list_splits(spec: str, path: Path | None) -> list[str]:
-    """The splits of a data set; [] for a single table. path: None for a name on the hub."""
+    """The splits of a dataset; [] for a single table. path: None for a name on the hub."""
     return [name for name in _load(spec, path) if name]
 
 
@@ -78,7 +78,7 @@ def _listing(images: datasets.Dataset) -> str:
 
 
 def _load(spec: str, path: Path | None) -> dict[str, datasets.Dataset]:
-    """The splits of the data set by name; a single table is the split ""."""
+    """The splits of the dataset by name; a single table is the split ""."""
     try:
         if path is None:
             loaded = datasets.load_dataset(spec)
@@ -93,9 +93,9 @@ def _load(spec: str, path: Path | None) -> dict[str, datasets.Dataset]:
     except ConnectionError:
         raise UserError(f"{spec}: no such file or folder, and the Hugging Face hub cannot be reached") from None
     except datasets.exceptions.DatasetNotFoundError:
-        raise UserError(f"{spec}: no such file or folder, and no such data set on the Hugging Face hub") from None
+        raise UserError(f"{spec}: no such file or folder, and no such dataset on the Hugging Face hub") from None
     except (ValueError, OSError, datasets.exceptions.DatasetsError) as error:
-        raise UserError(f"{spec}: cannot be read as a data set: {_first_line(error)}") from None
+        raise UserError(f"{spec}: cannot be read as a dataset: {_first_line(error)}") from None
     return {"": loaded} if isinstance(loaded, datasets.Dataset) else dict(loaded)
 
 
