@@ -126,6 +126,11 @@ def cost_table(comparison: Comparison) -> Shown:
                     known = unknown if known is None else f"{text(known)} + unknown"
                 column[f"{stage}, {name}"] = known
         cells[arm.label] = {name: text(value) for name, value in column.items()}
+    others = spent.drop(index=[arm.name for arm in comparison.record.arms], level="arm", errors="ignore")
+    if len(others):  # references and the repetitions of the self-test
+        total = others.groupby("stage").sum()
+        column = {f"{stage}, {name}": total[unit].get(stage) for stage in STAGES for unit, name in UNITS.items()}
+        cells["Not an arm"] = {name: text(column.get(name)) for name in cells[arm.label]}
     title = "Cost: all pretrainings; all sweeps; all other trainings of evaluators"
     if comparison.record.jobs > 1:
         title += f". Seconds were measured with {comparison.record.jobs} tasks side by side"

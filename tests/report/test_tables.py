@@ -51,6 +51,13 @@ def test_costs_fit_80_columns(tmp_path: Path) -> None:
     assert cells["In all, device-hours"] == ["2.004", "0.003333", "2.002"]
 
 
+def test_the_cost_of_references_has_a_column(tmp_path: Path) -> None:
+    rows = [*two_arms(), *(row("untrained", 5, seed, 0.6) for seed in range(3))]
+    frame = cost_table(read([write_comparison(tmp_path, rows)])).frame.set_index("Cost")
+    assert frame.loc["Evaluation, images", "Not an arm"] == frame.loc["In all, images", "Not an arm"] == "192"
+    assert frame.loc["Pretraining, images", "Not an arm"] == "–"
+
+
 def test_sweeps_show_every_setting_and_the_best(tmp_path: Path) -> None:
     table = sweep_table(read([write_comparison(tmp_path, two_arms(), sweeps={"ssl": SWEEP})]))
     assert table.frame.to_numpy().tolist() == [
