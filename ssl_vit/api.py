@@ -9,12 +9,15 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from safetensors.torch import save as safetensors
+from torch import nn
 from torch.utils.tensorboard import SummaryWriter
 
 from ssl_vit import plugins, precision, recipe, stage
+from ssl_vit.analysis import loaded
 from ssl_vit.data import DataConfig
 from ssl_vit.data.shards import ShardSet, check_same_classes, open_shards, open_training
 from ssl_vit.environment import environment
@@ -25,7 +28,7 @@ from ssl_vit.evaluators.online import OnlineProbe
 from ssl_vit.files import sha256, write_json
 from ssl_vit.interfaces import UserError
 from ssl_vit.models import factory
-from ssl_vit.recipe import Recipe, run_recipe
+from ssl_vit.recipe import Recipe
 from ssl_vit.records import RunSummary
 from ssl_vit.results import Evaluation, Result, Table, save
 from ssl_vit.runs import SUMMARY, is_main_process, open_run, release
@@ -35,9 +38,6 @@ from ssl_vit.training.distributed import make_accelerator, shared_errors
 from ssl_vit.training.flops import training_flops
 from ssl_vit.training.logging import check_trackers
 from ssl_vit.training.signals import stopped
-
-if TYPE_CHECKING:
-    pass
 
 
 def train(settings: Recipe, *, quiet: bool = False) -> Path:
@@ -99,7 +99,7 @@ def _probe(settings: Recipe, shards: ShardSet, job: loop.Job) -> list[EarlyStopp
 
 
 def make_context(
-    weights: Path | str | None,
+    weights: Path | str | loaded.Loaded | None,
     settings: Recipe | None,
     train: str | Sequence[str],
     test: str,
@@ -110,8 +110,8 @@ def make_context(
 ) -> EvalContext:
     """What evaluators work on: the encoder at `weights` and labeled shards, as `open_shards` names them.
 
-    weights: None: an untrained encoder of the recipe's architecture.
-    settings: the recipe that says how images are prepared, and the precision.
+    weights: a folder, or what is loaded already; None: an untrained encoder of the recipe's architecture.
+    settings: the recipe that says the precision and, of a folder, how images are prepared.
     seed: of the untrained encoder.
     cache: where extracted features are kept.
     metric: see `EvalContext`.
@@ -124,8 +124,10 @@ def make_context(
             torch.default_generator.manual_seed(seed)
             trained = stage.build_encoder(settings.encoder, None)
     else:
-        trained = factory.load(weights)
-    preparation = settings.data if settings else DataConfig.model_validate({"train": train})
+        trained = weights.encoder if isinstance(weights, loaded.Loaded) else factory.load(weights)
+    preparation = settings.data if settings else DataConfig(train="")
+    if isinstance(weights, loaded.Loaded):
+        preparation, weights = weights.data, weights.folder
     shards = open_shards(train, preparation.remote), open_shards(test, preparation.remote)
     check_same_classes(shards[0].classes, shards[1].classes, f"{train} and {test}")
     return EvalContext(
@@ -143,7 +145,7 @@ def make_context(
 
 
 def evaluate(
-    weights: Path,
+    model: Path | nn.Module,
     name: str,
     train: str,
     test: str,
@@ -153,7 +155,8 @@ def evaluate(
     metric: Metric = "accuracy",
     say: Callable[[str], None] = silent,
 ) -> Evaluation:
-    """Run one evaluator on a run, checkpoint or weights folder, and store the results in its `results/`.
+    """Run one evaluator on a run, checkpoint or weights folder, and store the results in its `results/`; those of a
+    network in memory are only returned.
 
     The file is named by the evaluator and a hash of its settings, the shards and the metric: the same again replaces
     it.
@@ -165,24 +168,23 @@ def evaluate(
 
     Raises UserError for wrong input.
     """
-    found = factory.find_weights(weights)  # once: a run that is still training saves others meanwhile
-    module = plugins.load("evaluators", name)
+    found, run = loaded.load(model), model if isinstance(model, Path) else None
+    module, settings = plugins.load("evaluators", name), found.settings
     config = recipe.validate(module.Config, recipe.parse_overrides(overrides), f"{name}: ")
-    folder, digest, settings = weights / checkpoint.RESULTS, sha256(found / factory.WEIGHTS), run_recipe(weights)
-    try:
-        folder.mkdir(exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()  # what cannot be stored is known before anything is measured
-    except OSError as error:
-        raise UserError(
-            f"{folder}: results cannot be written there ({error.strerror}); copy the weights to a writable folder"
-        ) from None
-    context = make_context(found, settings, train, test, cache=weights / "features", metric=metric)
+    folder = _writable(run / checkpoint.RESULTS) if run else None
+    context = make_context(found, settings, train, test, cache=run / "features" if run else None, metric=metric)
     context.say = say if context.accelerator.is_main_process else silent
     for note in set_notes(context.train, context.test):
         context.say(f"note: {note}")
+    if found.folder:  # before anything is measured: a run that is still training saves others meanwhile
+        digest = sha256(found.folder / factory.WEIGHTS)
+    else:
+        digest = hashlib.sha256(safetensors(factory.state(found.encoder))).hexdigest()
     start = time.perf_counter()
     evaluator = module.Evaluator(config)
-    with distributed.others_watched(lambda: f"{folder} holds what was measured before"):
+    with distributed.others_watched(
+        lambda: f"{folder} holds what was measured before" if folder else "nothing is stored"
+    ):
         rows, sweeps = runner.evaluate(evaluator, context)
     about: dict[str, Any] = {
         "evaluator": name,
@@ -192,7 +194,7 @@ def evaluate(
         "shards": {"train": context.train.fingerprint, "test": context.test.fingerprint},
         "classes": list(context.train.classes or context.test.classes or ()),
         "metric": metric,
-        "weights": str(weights),
+        "weights": str(run or f"{type(model).__name__} in memory"),
         "sha256": digest,
         "sweeps": {source: sweep.model_dump(mode="json") for source, sweep in sweeps.items()},
         "skipped": context.skipped_names(),
@@ -201,13 +203,27 @@ def evaluate(
     }
     seed = settings.seed if settings else 0
     rows = [replace(row, data=data or test, pretraining_seed=seed) for row in rows]
+    if run is None or folder is None:
+        return Evaluation(None, rows, about)
     key = json.dumps([about[name] for name in ("settings", "shards", "metric")], sort_keys=True)
     path = folder / f"{name.replace(':', '.')}-{hashlib.sha256(key.encode()).hexdigest()[:8]}.json"
     if context.accelerator.is_main_process:
         save(path, rows, **about)
         if settings and "tensorboard" in settings.training.trackers:
-            _log(folder, name, rows, checkpoint.newest_of(weights))
+            _log(folder, name, rows, checkpoint.newest_of(run))
     return Evaluation(path, rows, about)
+
+
+def _writable(folder: Path) -> Path:
+    """Create the folder. Raises UserError where nothing can be stored, before anything is measured."""
+    try:
+        folder.mkdir(exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise UserError(
+            f"{folder}: results cannot be written there ({error.strerror}); copy the weights to a writable folder"
+        ) from None
+    return folder
 
 
 def _log(folder: Path, name: str, rows: Sequence[Result], saved: Path | None) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import webbrowser
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,12 +11,11 @@ import pandas as pd
 
 from ssl_vit import recipe as recipes
 from ssl_vit.comparison.config import Study, load_comparison
-from ssl_vit.data import DataConfig, train_and_test
+from ssl_vit.data import train_and_test
 from ssl_vit.evaluators import Metric
-from ssl_vit.files import read_json
 from ssl_vit.interfaces import UserError
+from ssl_vit.outcomes import ComparisonRun, Place, TrainingRun
 from ssl_vit.recipe import Recipe, run_recipe
-from ssl_vit.records import RunSummary
 from ssl_vit.results import Evaluation, Table, evaluations
 
 if TYPE_CHECKING:
@@ -26,82 +23,6 @@ if TYPE_CHECKING:
 
     from ssl_vit.models.encoder import Pooling
     from ssl_vit.models.exchange import exports
-    from ssl_vit.report.read import Comparison
-
-Place = str | PathLike[str]
-
-
-@dataclass(frozen=True)
-class TrainingRun(PathLike[str]):
-    """A run directory. Every function that takes a path takes it.
-
-    dir: the directory.
-    """
-
-    dir: Path
-
-    def __fspath__(self) -> str:
-        return str(self.dir)
-
-    @property
-    def metrics(self) -> pd.DataFrame:
-        """`metrics.jsonl`: a row per logged step or event, a column per metric."""
-        return pd.read_json(self.dir / "metrics.jsonl", lines=True)
-
-    @property
-    def encoder_path(self) -> Path:
-        """The weights, by timm's names."""
-        return self.dir / "encoder.safetensors"
-
-    @property
-    def summary(self) -> RunSummary:
-        """Steps, images, FLOPs and seconds of the finished run."""
-        path = self.dir / "summary.json"
-        return recipes.validate(RunSummary, read_json(path), f"{path}: ")
-
-
-@dataclass(frozen=True)
-class ComparisonRun(PathLike[str]):
-    """A comparison's directory with what was measured.
-
-    dir: the directory.
-    comparison: its record and results.
-    """
-
-    dir: Path
-    comparison: Comparison
-
-    def __fspath__(self) -> str:
-        return str(self.dir)
-
-    @property
-    def table(self) -> pd.DataFrame:
-        """A row per result: evaluator, arm, labels_per_class, seed, accuracy, cost."""
-        return self.comparison.table.frame
-
-    @property
-    def headline(self) -> str:
-        """The verdict in one sentence."""
-        from ssl_vit.report.summary import summarize
-        from ssl_vit.report.verdict import verdict
-
-        return verdict(self.comparison, summarize(self.comparison))[0]
-
-    def report(self, out: Place | None = None) -> Path:
-        """Write the HTML page (default: report.html in the directory); returns its path."""
-        from ssl_vit.report.page import write_report
-
-        return write_report([self.dir], Path(out or self.dir / "report.html"))
-
-    def to_html(self) -> str:
-        """The HTML page."""
-        from ssl_vit.report.page import page
-
-        return page(self.comparison)
-
-    def open(self) -> None:
-        """Write the HTML page and open it in a browser."""
-        webbrowser.open(self.report().resolve().as_uri())
 
 
 def train(
@@ -167,7 +88,7 @@ def _keys(data: Place | Mapping[str, Any] | None, run: Place | None, keys: dict[
 
 
 def evaluate(
-    weights: Place,
+    model: Place | nn.Module,
     evaluator: str,
     *,
     data: Place | None = None,
@@ -178,8 +99,11 @@ def evaluate(
     say: Callable[[str], None] = print,
     **settings: Any,
 ) -> Evaluation:
-    """Run one evaluator on a run, checkpoint or weights folder, and store the results in its `results/`.
+    """Run one evaluator on an encoder. The results of a path are stored in its `results/`.
 
+    model: a run, a checkpoint or a weights folder; or a network in memory that `load` or `timm.create_model` returned,
+        copied as it is now. Images of the latter are resized and cropped to the size and share of its
+        `pretrained_cfg`, bilinearly, and normalized with its mean and std.
     evaluator: few_shot, linear_probe, knn, fine_tune, own_head or one of your own.
     data: labeled data with both parts, as `data=PLACE` of a recipe (default: the run's own).
     train, test: the parts, one by one.
@@ -190,28 +114,43 @@ def evaluate(
 
     Raises UserError for wrong input.
     """
-    train, test = labeled_parts(Path(weights), data, train, test)
+    train, test = labeled_parts(model, data, train, test)
     from ssl_vit import api
 
-    return api.evaluate(Path(weights), evaluator, train, test, settings, data=name, metric=metric, say=say)
+    return api.evaluate(_opened(model), evaluator, train, test, settings, data=name, metric=metric, say=say)
 
 
-def labeled_parts(weights: Path, data: Place | None, train: Place | None, test: Place | None) -> tuple[str, str]:
+def _opened(model: Place | nn.Module) -> Path | nn.Module:
+    return Path(model) if isinstance(model, str | PathLike) else model
+
+
+def _recipe(model: Place | nn.Module) -> tuple[str, Recipe | None]:
+    """The name of a path or network in messages, and the recipe of its run, if any."""
+    if isinstance(model, str | PathLike):
+        return str(Path(model)), run_recipe(Path(model))
+    from ssl_vit.analysis import loaded
+
+    return type(model).__name__, loaded.recipe_of(model)
+
+
+def labeled_parts(
+    model: Place | nn.Module, data: Place | None, train: Place | None, test: Place | None
+) -> tuple[str, str]:
     """The (train, test) data arguments of an evaluation; see `evaluate`. Raises UserError where they are not known."""
     if data is not None and train is not None:
         raise UserError("data names both parts; give either data, or train and test")
     if train is not None and test is not None:
         return str(train), str(test)
     if data is None and train is None:
-        settings = run_recipe(weights)
+        name, settings = _recipe(model)
         own = settings.data.train if settings else None
         if settings is None or not isinstance(own, str):
-            raise UserError(f"{weights}: no recipe there names one dataset; name the data, with --data or data=")
+            raise UserError(f"{name}: no recipe there names one dataset; name the data, with --data or data=")
         if test is not None:
             return own, str(test)
         if not own.endswith("#train") and Path(own).name != "train":
             raise UserError(
-                f"{weights} was trained on all of {own}, so no test images are left; name others, with --test or test="
+                f"{name} was trained on all of {own}, so no test images are left; name others, with --test or test="
             )
         data = own
     parts = train_and_test(str(data if train is None else train))
@@ -219,33 +158,42 @@ def labeled_parts(weights: Path, data: Place | None, train: Place | None, test: 
 
 
 def embed(
-    weights: Place,
+    model: Place | nn.Module,
     data: Place | None = None,
     *,
     pooling: Pooling = "mean",
     batch_size: int = 256,
     workers: int | None = None,
+    out: Place | None = None,
 ) -> pd.DataFrame:
     """The embedding of every readable image: columns `key`, `file` (if known), `label` (-1: none) and `embedding`.
 
-    weights: a run directory, a checkpoint or a weights folder; images are prepared as its recipe evaluates.
+    model: as in `evaluate`; images are prepared as its recipe evaluates.
     data: shards or images; labels are not needed (default: the run's training data).
     pooling: the class `token`, the `mean` of the patches, `both` side by side, or all `patches` side by side:
         `embedding.reshape(*frame.attrs["grid"], -1)`.
     batch_size: images in a forward pass of one process.
     workers: processes that read images; None: as the recipe says.
+    out: a file to write too: `.parquet`, or `.npz` with the arrays `keys`, `files` (if known), `labels`, `embeddings`,
+        float32 (n, d), and `grid`, the (rows, columns) of the patches.
 
     Rows are in the order of the shards, on every process; embeddings are float32 (d,). `frame.attrs["skipped"]` lists
     unreadable samples. Raises UserError for wrong input.
     """
+    if out is not None and Path(out).suffix not in (".parquet", ".npz"):
+        raise UserError(f"out={out}: give a name that ends in .parquet or .npz")
     if data is None:
-        settings = run_recipe(Path(weights))
+        name, settings = _recipe(model)
         if settings is None or not isinstance(settings.data.train, str):
-            raise UserError(f"{weights}: no recipe there names one dataset; name the images to embed")
+            raise UserError(f"{name}: no recipe there names one dataset; name the images to embed")
         data = settings.data.train
     from ssl_vit.analysis import embeddings
+    from ssl_vit.training.distributed import is_main
 
-    return embeddings.embed(Path(weights), str(data), pooling=pooling, batch_size=batch_size, workers=workers)
+    frame = embeddings.embed(_opened(model), str(data), pooling=pooling, batch_size=batch_size, workers=workers)
+    if out is not None and is_main():
+        embeddings.write(frame, Path(out))
+    return frame
 
 
 def load(run: Place) -> nn.Module:
@@ -256,14 +204,13 @@ def load(run: Place) -> nn.Module:
     Its `pretrained_cfg` holds image size, crop, mean and std, for `timm.data.resolve_data_config(model=network)`.
     Raises UserError where there are no readable weights.
     """
-    from ssl_vit.analysis import embeddings
+    from ssl_vit.analysis import loaded
     from ssl_vit.models import factory
 
-    encoder, settings = factory.load(Path(run)), run_recipe(Path(run))
-    network: Any = encoder.network
-    resize = (settings.data if settings else DataConfig(train="")).evaluation_resize
-    network.pretrained_cfg = network.default_cfg = factory.pretrained_cfg(encoder, resize)
-    network.preprocess = embeddings.preprocessing(encoder, settings)
+    found = loaded.load(Path(run))
+    network: Any = found.encoder.network
+    network.pretrained_cfg = network.default_cfg = factory.pretrained_cfg(found.encoder, found.data.evaluation_resize)
+    network.preprocess = loaded.Preprocess(found)
     return network
 
 
@@ -296,5 +243,5 @@ def read_results(run: Place) -> pd.DataFrame:
     run = Path(run)
     if (run / PLAN).is_file():
         return read_comparison(run).measured.frame
-    frames = [one.table for one in evaluations(run)[0]]
+    frames = [one.table for one in evaluations(run)[0].values()]
     return pd.concat(frames, ignore_index=True) if frames else Table([]).frame

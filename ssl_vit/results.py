@@ -184,10 +184,14 @@ def load(path: Path) -> tuple[list[Result], dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What one run of an evaluator stored: its rows, and about them: evaluator, title, settings, data, shards, classes,
-    metric, weights, sha256 (of the weights), sweeps, skipped, seconds, environment."""
+    """What one run of an evaluator measured.
 
-    path: Path
+    path: the file (None: nothing is stored about a network in memory).
+    about: evaluator, title, settings, data, shards, classes, metric, weights, sha256 (of the weights), sweeps, skipped,
+        seconds, environment.
+    """
+
+    path: Path | None
     results: list[Result]
     about: dict[str, Any]
 
@@ -200,14 +204,14 @@ class Evaluation:
         return str(self.table[["evaluator", "arm", "labels_per_class", "seed", self.about["metric"]]].to_html())
 
 
-def evaluations(folder: Path) -> tuple[list[Evaluation], list[Path]]:
-    """What `ssl-vit eval` stored in a run, checkpoint or weights folder: (evaluations of the weights that are there
-    now, files with results of other weights). Raises UserError for a damaged file."""
+def evaluations(folder: Path) -> tuple[dict[Path, Evaluation], list[Path]]:
+    """What `ssl-vit eval` stored in a run, checkpoint or weights folder: (by file, evaluations of the weights that are
+    there now; files with results of other weights). Raises UserError for a damaged file."""
     weights = folder / "encoder.safetensors"
     digest = sha256(weights) if weights.is_file() else None
-    found = [Evaluation(path, *load(path)) for path in sorted((folder / RESULTS).glob("*.json"))]
-    outdated = [one.path for one in found if digest and one.about.get("sha256", digest) != digest]
-    return [one for one in found if one.path not in outdated], outdated
+    found = {path: Evaluation(path, *load(path)) for path in sorted((folder / RESULTS).glob("*.json"))}
+    outdated = [path for path, one in found.items() if digest and one.about.get("sha256", digest) != digest]
+    return {path: one for path, one in found.items() if path not in outdated}, outdated
 
 
 class Table:

@@ -1,38 +1,28 @@
-"""The embedding of every image of a shard set, and how one image is prepared for it."""
+"""The embedding of every image of a shard set."""
 
 from __future__ import annotations
 
-import io
-from collections.abc import Callable
 from dataclasses import asdict
-from os import PathLike
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import torch
-from PIL import Image
+from torch import nn
 
-from ssl_vit.data import DataConfig
+from ssl_vit.analysis import loaded
 from ssl_vit.data.evaluation import evaluation_batches, evaluation_stream
-from ssl_vit.data.images import evaluation_transform, open_picture
-from ssl_vit.data.packing.images import to_stored
-from ssl_vit.data.packing.sources.base import BrokenImageError
 from ssl_vit.data.samples import Skip
 from ssl_vit.data.shards import ShardSet, open_shards
-from ssl_vit.data.shards.reading import BadSample
+from ssl_vit.files import atomic_file
 from ssl_vit.interfaces import UserError
-from ssl_vit.models import factory
-from ssl_vit.models.encoder import Encoder, Pooling
-from ssl_vit.recipe import Recipe, run_recipe
+from ssl_vit.models.encoder import Pooling
 from ssl_vit.training.distributed import gather, make_accelerator
-
-AnyImage = str | PathLike[str] | bytes | Image.Image
 
 
 @torch.no_grad()
 def embed(
-    run: Path | str,
+    model: Path | nn.Module,
     shards: str,
     *,
     pooling: Pooling = "mean",
@@ -40,9 +30,9 @@ def embed(
     workers: int | None = None,
 ) -> pd.DataFrame:
     """See `ssl_vit.embed`."""
-    encoder, settings = factory.load(run), run_recipe(Path(run))
+    found = loaded.load(model)
+    encoder, preparation, settings = found.encoder, found.data, found.settings
     encoder.check_pooling(pooling)
-    preparation = settings.data if settings else DataConfig(train=shards)
     if workers is not None:
         preparation = preparation.model_copy(update={"workers": workers})
     accelerator = make_accelerator(settings.training.precision if settings else "fp32")
@@ -78,6 +68,28 @@ def embed(
     return frame
 
 
+def write(frame: pd.DataFrame, path: Path) -> None:
+    """Write what `embed` returned as a table (`.parquet`) or as NumPy arrays (`.npz`).
+
+    The arrays: `keys` and, if known, `files`, unicode (n,); `labels`, int64 (n,); `embeddings`, float32 (n, d); `grid`,
+    int64 (2,), the (rows, columns) of the patches. None of them needs pickle.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_file(path) as file:
+        if path.suffix == ".parquet":
+            frame.to_parquet(file, index=False)
+            return
+        names = {"files": frame["file"].to_numpy(str)} if "file" in frame else {}
+        np.savez(
+            file,
+            keys=frame["key"].to_numpy(str),
+            labels=frame["label"].to_numpy(np.int64),
+            embeddings=np.stack([*frame["embedding"]]),
+            grid=np.array(frame.attrs["grid"]),
+            **names,
+        )
+
+
 def file_names(shards: ShardSet) -> np.ndarray:
     """The file that each sample was packed from, object (samples,); "" where the shards do not say."""
     names = np.full(shards.samples, "", dtype=object)
@@ -88,30 +100,3 @@ def file_names(shards: ShardSet) -> np.ndarray:
         for position in range(min(len(file.samples), shards.counts[shard])):
             names[first + position] = file.file_name(position) or ""
     return names
-
-
-def preprocessing(encoder: Encoder, settings: Recipe | None) -> Callable[[AnyImage], torch.Tensor]:
-    """A function from an image to what timm's network expects, float32 (C, H, W): the pixels that an evaluation sees.
-
-    settings: the recipe that says how images are resized; None: its defaults. The function raises UserError for a file
-    that is not an image.
-    """
-    preparation = settings.data if settings else DataConfig(train="")
-    transform = evaluation_transform(encoder.image_size, preparation)
-
-    def preprocess(image: AnyImage) -> torch.Tensor:
-        if isinstance(image, Image.Image):
-            buffer = io.BytesIO()
-            image.save(buffer, "PNG")
-            name, data = "image", buffer.getvalue()
-        else:
-            name, data = ("image", image) if isinstance(image, bytes) else (str(image), Path(image).read_bytes())
-        try:
-            stored = to_stored(data, name, None, 95)
-            picture = open_picture({stored.extension: stored.data}, encoder.channels, preparation.max_pixels)
-            pixels = transform(picture)
-        except (BrokenImageError, BadSample) as error:
-            raise UserError(f"{name}: not a readable image: {error}") from None
-        return encoder.normalized(pixels.to(encoder.scale.device)[None])[0]
-
-    return preprocess

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from ssl_vit.interfaces import UserError, printable
+from ssl_vit.interfaces import printable
 
 app = typer.Typer()
 
@@ -20,7 +20,7 @@ def embed(
         typer.Argument(help="Images or shards; labels are not needed. Default: the run's training data."),
     ] = None,
     *,
-    out: Annotated[Path, typer.Option(help="The .parquet file to write.")],
+    out: Annotated[Path, typer.Option(help="The file to write: .parquet, or .npz (NumPy).")],
     pooling: Annotated[
         Literal["token", "mean", "both", "patches"],
         typer.Option(help="Class token, mean of the patches, both side by side, or all patches side by side."),
@@ -30,22 +30,18 @@ def embed(
         int | None, typer.Option(min=0, help="Processes that read images (default: the recipe's).")
     ] = None,
 ) -> None:
-    """Write one embedding per image: columns `key`, `file` (if known), `label` (-1: none) and `embedding`.
+    """Write one embedding per image: columns `key`, `file` (if known), `label` (-1: none) and `embedding`; in a `.npz`
+    file the arrays `keys`, `files`, `labels` and `embeddings` (n, d), and `grid`, the (rows, columns) of the patches.
 
     Example: `ssl-vit embed runs/ssl my_images --out embeddings.parquet`
     """
-    if out.suffix != ".parquet":
-        raise UserError(f"--out {out}: give a name that ends in .parquet")
     from ssl_vit import functions
-    from ssl_vit.files import atomic_file
-    from ssl_vit.training.distributed import is_main
 
-    frame = functions.embed(weights, data, pooling=pooling, batch_size=batch_size, workers=workers)
-    if not is_main():
+    frame = functions.embed(weights, data, pooling=pooling, batch_size=batch_size, workers=workers, out=out)
+    from ssl_vit.runs import is_main_process
+
+    if not is_main_process():
         return
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_file(out) as file:
-        frame.to_parquet(file, index=False)
     print(f"{out}: {len(frame):,} embeddings of {len(frame['embedding'].iloc[0])} numbers")
     if skipped := frame.attrs["skipped"]:
         first = printable(f"{skipped[0]['key']}: {skipped[0]['reason']}")

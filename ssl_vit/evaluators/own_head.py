@@ -36,7 +36,8 @@ class Evaluator(BaseEvaluator):
         context = images.context
         if not isinstance(context.objective, classification.Config) or context.weights is None:
             raise UserError(
-                f"{context.weights}: own_head needs a run whose objective is classification; use another evaluator"
+                f"{context.weights or 'a network in memory'}: own_head needs a run whose objective is classification; "
+                "use another evaluator"
             )
         saved = checkpoint.newest_of(Path(context.weights))
         if saved is None:

@@ -16,7 +16,7 @@ def evaluated(run: Path) -> Use:
     run: a run directory, a checkpoint or a weights folder.
     """
     recipe, poolings = run_recipe(run), []
-    for one in sorted(evaluations(run)[0], key=lambda one: str(one.about.get("saved"))):
+    for one in sorted(evaluations(run)[0].values(), key=lambda one: str(one.about.get("saved"))):
         settings = one.about["settings"]
         poolings.append(settings.get("pooling") or settings.get("head", {}).get("pooling"))
     last = next(filter(None, reversed(poolings)), getattr(recipe.objective, "pooling", None) if recipe else None)

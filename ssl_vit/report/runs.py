@@ -79,7 +79,9 @@ def read_run(path: Path) -> Run:
     summary = validated(file, read_json(file), RunSummary) if file.is_file() else None
     losses, remarks = _read_metrics(path / "metrics.jsonl")
     found, outdated = results.evaluations(path)
-    evaluations = [(one.path, validated(one.path, one.about, EvaluationRecord), tuple(one.results)) for one in found]
+    evaluations = [
+        (file, validated(file, one.about, EvaluationRecord), tuple(one.results)) for file, one in found.items()
+    ]
     remarks += [
         f"results/{one.name} is of other weights and was skipped: run `ssl-vit eval` again." for one in outdated
     ]

@@ -94,12 +94,27 @@ def test_the_command_writes_a_file(weights: Path, shards: Path, tmp_path: Path, 
     assert found["embedding"][0].dtype == np.float32
 
 
+@pytest.mark.parametrize("pooling", ["token", "patches"])
+def test_arrays_are_read_without_pickle(weights: Path, shards: Path, tmp_path: Path, call: Call, pooling: Any) -> None:
+    arguments = ("--out", tmp_path / "embeddings.npz", "--workers", 0, "--pooling", pooling)
+    assert call("embed", weights, shards, *arguments) == (0, "")
+    frame = ssl_vit.embed(weights, str(shards), pooling=pooling, workers=0, out=tmp_path / "again.npz")
+    for name in ("embeddings.npz", "again.npz"):
+        with np.load(tmp_path / name, allow_pickle=False) as found:
+            assert {*found} == {"keys", "labels", "embeddings", "grid"}, "these shards name no files"
+            assert found["keys"].tolist() == frame["key"].tolist()
+            assert found["labels"].tolist() == frame["label"].tolist()
+            assert (found["embeddings"].dtype, found["embeddings"].shape[0]) == (np.float32, len(frame))
+            np.testing.assert_allclose(found["embeddings"], np.stack([*frame["embedding"]]), atol=1e-6)
+            assert found["grid"].tolist() == frame.attrs["grid"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "parts"),
     [
         (["nowhere", "SHARDS", "--out", "e.parquet"], ["nowhere", "no such run"]),
         (["WEIGHTS", "nowhere", "--out", "e.parquet"], ["nowhere"]),
-        (["WEIGHTS", "SHARDS", "--out", "e.csv"], ["--out e.csv", ".parquet"]),
+        (["WEIGHTS", "SHARDS", "--out", "e.csv"], ["out=e.csv", ".parquet or .npz"]),
     ],
 )
 def test_wrong_input_is_named(weights: Path, shards: Path, call: Call, arguments: list[str], parts: list[str]) -> None:

@@ -63,4 +63,4 @@ def trained(few_digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def context(trained: Path) -> EvalContext:
-    return api.make_context(trained / "run", api.run_recipe(trained / "run"), f"{trained}/train", f"{trained}/test")
+    return api.make_context(trained / "run", recipe.run_recipe(trained / "run"), f"{trained}/train", f"{trained}/test")

@@ -36,9 +36,7 @@ def test_every_evaluator_stores_its_rows_with_a_prediction_per_test_image(
 ) -> None:
     run, test = trained / "run", f"{trained}/test"
     found = api.evaluate(run, name, f"{trained}/train", test, FAST[name])
-    assert [evaluation.results for evaluation in evaluations(run)[0] if evaluation.path == found.path] == [
-        found.results
-    ]
+    assert found.path and evaluations(run)[0][found.path].results == found.results
     assert found.path.parent == run / "results" and found.path.name.startswith(f"{name}-")
     rows, about = load(found.path)
     assert rows == found.results and about == found.about | {"saved": about["saved"]}
@@ -60,7 +58,7 @@ def test_a_rerun_replaces_its_own_file_alone(trained: Path) -> None:
     other = api.evaluate(trained / "run", "knn", *data, ["ks=[9]"])
     mean = api.evaluate(trained / "run", "knn", *data, ["ks=[7]"], metric="mean_per_class")
     assert len({first.path, other.path, mean.path}) == 3
-    assert all(path.path.is_file() for path in (first, other, mean))
+    assert all(one.path and one.path.is_file() for one in (first, other, mean))
 
 
 def test_results_of_weights_that_are_gone_are_ignored(trained: Path, tmp_path: Path) -> None:
@@ -72,7 +70,7 @@ def test_results_of_weights_that_are_gone_are_ignored(trained: Path, tmp_path: P
     save_file(tensors, run / "encoder.safetensors")
     new = api.evaluate(run, "knn", *data, ["ks=[3]"])
     found, outdated = evaluations(run)
-    assert [one.path for one in found] == [new.path] and outdated == [old.path]
+    assert [*found] == [new.path] and outdated == [old.path]
     assert set(ssl_vit.read_results(run)["evaluator"]) == {"knn"}
 
 

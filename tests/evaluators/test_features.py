@@ -11,7 +11,7 @@ import torch
 from sklearn.datasets import load_digits
 from torchvision.transforms import v2
 
-from ssl_vit import api
+from ssl_vit import api, recipe
 from ssl_vit.data.samples import SampleReader
 from ssl_vit.evaluators import features, knn, runner
 from ssl_vit.evaluators.features import EvalContext, FeatureConfig, Features, ImageSet
@@ -56,7 +56,7 @@ def test_features_are_extracted_once_for_all_evaluators(trained: Path, monkeypat
 
 
 def test_the_cache_knows_other_weights_shards_and_preparation(trained: Path, tmp_path: Path) -> None:
-    settings = api.run_recipe(trained / "run")
+    settings = recipe.run_recipe(trained / "run")
     assert settings
     train, test = f"{trained}/train", f"{trained}/test"
 

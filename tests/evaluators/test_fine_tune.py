@@ -114,7 +114,7 @@ def test_what_diverges_is_counted(context: EvalContext, monkeypatch: pytest.Monk
 
 
 def test_a_dry_run_gets_every_training_as_a_recipe(trained: Path) -> None:
-    like = api.run_recipe(trained / "run")
+    like = recipe.run_recipe(trained / "run")
     assert like
     content = {"sweep": {"optim.lr": [0.1, 0.2], "training.epochs": [1, 5]}, "lanes": 2, "image_size": 12}
     evaluator = fine_tune.Evaluator(recipe.validate(fine_tune.Config, content))

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from ssl_vit import api
+from ssl_vit import api, recipe
 from ssl_vit.data.shards import open_shards
 from ssl_vit.evaluators.features import FeatureConfig, ImageSet
 from ssl_vit.evaluators.few_shot import few_shot_accuracy
@@ -40,7 +40,7 @@ def test_probing_leaves_the_training_as_it_is(train: Train, lines: Lines, tmp_pa
 
 def test_the_probe_is_few_shot_on_other_images_of_the_same_shards(train: Train, digits: Path, tmp_path: Path) -> None:
     train(tmp_path / "run")
-    settings = api.run_recipe(tmp_path / "run")
+    settings = recipe.run_recipe(tmp_path / "run")
     assert settings
     model = factory.load(tmp_path / "run")
     config = ProbeConfig(every=1, labels_per_class=3, images=200, pooling="patches", l2=7.0)

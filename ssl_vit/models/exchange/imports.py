@@ -68,9 +68,8 @@ def import_weights(
             found = read(weights, name, heads)
         except (LookupError, ValueError) as error:  # missing or misshapen where the sizes are read from
             raise UserError(f"{weights}: not the tensors of a ViT ({type(error).__name__}: {error})") from None
-        model = _build(found, found.mean if mean is None else mean, found.std if std is None else std)
-        own = model.network.state_dict()
-        found.skipped += [key for key in found.tensors if key not in own and not key.startswith(_ENCODER)]
+        model = build(found, found.mean if mean is None else mean, found.std if std is None else std)
+        found.skipped += outside(model, found.tensors)
         factory.load_state(model, {k: v for k, v in found.tensors.items() if k not in found.skipped}, weights)
         factory.write_config(model, folder / factory.CONFIG)
         config = json.loads((folder / factory.CONFIG).read_text())
@@ -80,7 +79,14 @@ def import_weights(
     return model.eval(), found
 
 
-def _build(found: Imported, mean: PerChannel, std: PerChannel) -> Encoder:
+def outside(encoder: Encoder, tensors: Tensors) -> list[str]:
+    """The tensors, such as those of heads, that are not part of an encoder."""
+    own = encoder.network.state_dict()
+    return [key for key in tensors if key not in own and not key.startswith(_ENCODER)]
+
+
+def build(found: Imported, mean: PerChannel, std: PerChannel) -> Encoder:
+    """A freshly initialized encoder of the architecture that was found."""
     if factory.is_vit(found.name):
         return ViTEncoder(found.name, found.arguments, mean, std, **found.own)
     arguments = dict(found.arguments)

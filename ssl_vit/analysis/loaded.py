@@ -1,0 +1,90 @@
+"""A trained encoder with the preparation of its images: from a path, or from a timm network in memory."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+
+import torch
+from PIL import Image
+from torch import nn
+
+from ssl_vit.data import DataConfig
+from ssl_vit.data.images import evaluation_transform, open_picture
+from ssl_vit.data.packing.images import to_stored
+from ssl_vit.data.packing.sources.base import BrokenImageError
+from ssl_vit.data.shards.reading import BadSample
+from ssl_vit.interfaces import UserError
+from ssl_vit.models import factory
+from ssl_vit.models.encoder import Encoder
+from ssl_vit.models.exchange import memory
+from ssl_vit.recipe import Recipe, run_recipe
+
+AnyImage = str | PathLike[str] | bytes | Image.Image
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """encoder: in evaluation mode.
+
+    data: how images are prepared. settings: the recipe of the run (None: there is none).
+    folder: the weights folder (None: the weights are in memory only).
+    """
+
+    encoder: Encoder
+    data: DataConfig
+    settings: Recipe | None = None
+    folder: Path | None = None
+
+
+@dataclass(frozen=True)
+class Preprocess:
+    """A function from an image to what timm's network expects, float32 (C, H, W): the pixels that an evaluation sees.
+
+    Raises UserError for a file that is not an image.
+    """
+
+    model: Loaded
+
+    def __call__(self, image: AnyImage) -> torch.Tensor:
+        encoder, data = self.model.encoder, self.model.data
+        if isinstance(image, Image.Image):
+            buffer = io.BytesIO()
+            image.save(buffer, "PNG")
+            name, content = "image", buffer.getvalue()
+        else:
+            name, content = ("image", image) if isinstance(image, bytes) else (str(image), Path(image).read_bytes())
+        try:
+            stored = to_stored(content, name, None, 95)
+            picture = open_picture({stored.extension: stored.data}, encoder.channels, data.max_pixels)
+            pixels = evaluation_transform(encoder.image_size, data)(picture)
+        except (BrokenImageError, BadSample) as error:
+            raise UserError(f"{name}: not a readable image: {error}") from None
+        return encoder.normalized(pixels.to(encoder.scale.device)[None])[0]
+
+
+def load(model: Path | nn.Module) -> Loaded:
+    """The encoder of a run, checkpoint or weights folder, or a copy of a network that `ssl_vit.load` or
+    `timm.create_model` returned.
+
+    Images are prepared as the recipe of the run evaluates; for another network of timm, with the image size, share of
+    the crop, mean and std of its `pretrained_cfg`; for a weights folder, by the defaults of `data`.
+
+    Raises UserError where there are no readable weights, and for a network that is not timm's.
+    """
+    if isinstance(model, Path):
+        folder, settings = factory.find_weights(model), run_recipe(model)
+        return Loaded(factory.load(folder), settings.data if settings else DataConfig(train=""), settings, folder)
+    if isinstance(made := getattr(model, "preprocess", None), Preprocess):
+        encoder = memory.with_weights(factory.fresh(made.model.encoder, 0), model)
+        return Loaded(encoder, made.model.data, made.model.settings)
+    encoder, resize = memory.from_network(model)
+    return Loaded(encoder, DataConfig(train="", evaluation_resize=resize))
+
+
+def recipe_of(model: nn.Module) -> Recipe | None:
+    """The recipe of the run that a network was loaded from, if any."""
+    made = getattr(model, "preprocess", None)
+    return made.model.settings if isinstance(made, Preprocess) else None

@@ -1,0 +1,75 @@
+"""A timm network in memory as an encoder."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import timm
+import torch
+from timm.data import resolve_data_config
+from torch import nn
+
+from ssl_vit.interfaces import UserError, pair
+from ssl_vit.models import factory
+from ssl_vit.models.encoder import Encoder
+from ssl_vit.models.exchange.imports import build, outside
+from ssl_vit.models.exchange.sizes import Imported, read_sizes, square
+
+
+def from_network(network: nn.Module) -> tuple[Encoder, float]:
+    """A copy of a network that `timm.create_model` returned, in evaluation mode, and its `data.evaluation_resize`.
+
+    Image size, mean, std and share of the crop are those of its `pretrained_cfg`.
+    Raises UserError for a network that is not timm's, or that was changed after timm built it.
+    """
+    kind, cfg = type(network).__name__, getattr(network, "pretrained_cfg", None) or {}
+    name = str(cfg.get("architecture"))
+    if not timm.is_model(name):
+        raise UserError(
+            f"{kind}: neither ssl_vit.load nor timm.create_model made it; `ssl-vit import` reads its weights"
+        )
+    vit: Any = network
+    tensors, about = network.state_dict(), resolve_data_config(pretrained_cfg=dict(cfg))
+    size = pair(getattr(getattr(network, "patch_embed", None), "img_size", None) or about["input_size"][1:])
+    if factory.is_vit(name):
+        arguments = read_sizes(tensors, kind, name, heads=int(vit.blocks[0].attn.num_heads), image_size=size)
+        if vit.global_pool in ("token", "avg"):
+            arguments |= {"global_pool": vit.global_pool, "fc_norm": not isinstance(vit.fc_norm, nn.Identity)}
+    else:
+        stem = tensors.get(f"{cfg.get('first_conv')}.weight")
+        arguments = {
+            "in_chans": about["input_size"][0] if stem is None else int(stem.shape[1]),
+            "img_size": square(size),
+        }
+    found = Imported(name, arguments, {}, about["mean"], about["std"])
+    with torch.random.fork_rng(devices=[]):
+        encoder = build(found, found.mean, found.std)
+    larger = math.floor(size[0] / about["crop_pct"])  # timm's whole pixels
+    return with_weights(encoder, network), max(1.0, larger / size[0])
+
+
+def with_weights(encoder: Encoder, network: nn.Module) -> Encoder:
+    """`encoder` in evaluation mode, with the weights of a timm network of the same architecture; heads are skipped.
+
+    Raises UserError where the weights do not fit, or compute something else in the encoder.
+    """
+    kind, tensors = type(network).__name__, network.state_dict()
+    skipped = outside(encoder, tensors)
+    factory.load_state(encoder, {key: value for key, value in tensors.items() if key not in skipped}, kind)
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        image = torch.rand(1, encoder.channels, *encoder.image_size)
+        theirs: Any = copy.deepcopy(network).cpu().float().eval()
+        if not torch.allclose(_outputs(theirs, image), _outputs(encoder.eval().network, image), rtol=1e-4, atol=1e-4):
+            raise UserError(
+                f"{kind}: {encoder.name} with its weights computes something else: more than its sizes was changed; "
+                "save it with timm.models.save_for_hf(..., model_args=...) and use `ssl-vit import`"
+            )
+    return encoder
+
+
+def _outputs(network: Any, image: torch.Tensor) -> torch.Tensor:
+    found = network.forward_features(image)
+    outputs: torch.Tensor = found if isinstance(found, torch.Tensor) else network.forward_head(found, pre_logits=True)
+    return outputs

@@ -1,0 +1,93 @@
+"""What the functions of the Python API return: a run, a comparison."""
+
+from __future__ import annotations
+
+import webbrowser
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pandas as pd
+
+from ssl_vit.files import read_json
+from ssl_vit.recipe import validate
+from ssl_vit.records import RunSummary
+
+if TYPE_CHECKING:
+    from ssl_vit.report.read import Comparison
+
+Place = str | PathLike[str]
+
+
+@dataclass(frozen=True)
+class TrainingRun(PathLike[str]):
+    """A run directory. Every function that takes a path takes it.
+
+    dir: the directory.
+    """
+
+    dir: Path
+
+    def __fspath__(self) -> str:
+        return str(self.dir)
+
+    @property
+    def metrics(self) -> pd.DataFrame:
+        """`metrics.jsonl`: a row per logged step or event, a column per metric."""
+        return pd.read_json(self.dir / "metrics.jsonl", lines=True)
+
+    @property
+    def encoder_path(self) -> Path:
+        """The weights, by timm's names."""
+        return self.dir / "encoder.safetensors"
+
+    @property
+    def summary(self) -> RunSummary:
+        """Steps, images, FLOPs and seconds of the finished run."""
+        path = self.dir / "summary.json"
+        return validate(RunSummary, read_json(path), f"{path}: ")
+
+
+@dataclass(frozen=True)
+class ComparisonRun(PathLike[str]):
+    """A comparison's directory with what was measured.
+
+    dir: the directory.
+    comparison: its record and results.
+    """
+
+    dir: Path
+    comparison: Comparison
+
+    def __fspath__(self) -> str:
+        return str(self.dir)
+
+    @property
+    def table(self) -> pd.DataFrame:
+        """A row per result: evaluator, arm, labels_per_class, seed, accuracy, cost."""
+        return self.comparison.table.frame
+
+    @property
+    def headline(self) -> str:
+        """The verdict in one sentence."""
+        from ssl_vit.report.summary import summarize
+        from ssl_vit.report.verdict import verdict
+
+        return verdict(self.comparison, summarize(self.comparison))[0]
+
+    def report(self, out: Place | None = None) -> Path:
+        """Write the HTML page (default: report.html in the directory); returns its path."""
+        from ssl_vit.report.page import write_report
+
+        return write_report([self.dir], Path(out or self.dir / "report.html"))
+
+    def to_html(self) -> str:
+        """The HTML page."""
+        from ssl_vit.report.page import page
+
+        return page(self.comparison)
+
+    def open(self) -> None:
+        """Write the HTML page and open it in a browser."""
+        webbrowser.open(self.report().resolve().as_uri())
