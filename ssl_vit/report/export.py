@@ -9,6 +9,7 @@ from pydantic import JsonValue
 from pydantic_core import to_jsonable_python
 
 from ssl_vit.report.read import Comparison, costs
+from ssl_vit.report.runs import flat
 from ssl_vit.report.summary import summarize
 from ssl_vit.report.tables import Shown, all_tables
 from ssl_vit.report.verdict import INTERVAL, notes, verdict
@@ -68,10 +69,12 @@ def rows(comparison: Comparison) -> pd.DataFrame:
 
 
 def provenance(comparison: Comparison) -> list[str]:
-    """What was compared by which command, when, and by which settings."""
+    """What was compared by which command, when, where, and by which settings."""
     record, times = comparison.record, sorted(filter(None, comparison.saved.values()))
     lines = [f"{record.title} ({record.name}). {record.command}".strip()]
     lines += [f"Measured from {times[0]} to {times[-1]}."] if times else []
+    if record.environment:
+        lines.append("Environment: " + ", ".join(f"{key} {value}" for key, value in flat(record.environment).items()))
     for one in record.evaluators.values():
         lines += [f"Settings of {one.title} on {data}: {json.dumps(found)}" for data, found in one.settings.items()]
     for arm in record.arms:

@@ -1,0 +1,67 @@
+"""Numbers in the documents are those that `ssl-vit report --format markdown` wrote, kept in recipes/results."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+RECIPES = ROOT / "recipes"
+EARLIER = "# Results of the first version"  # in RESULTS.md: nothing after it was repeated, which the document says
+DECIMAL = re.compile(r"(?<![\w.])\d+\.\d+(?![\w.]*\d)")
+
+
+def sections() -> list[str]:
+    """Of RESULTS.md, those of the current version, without the introduction."""
+    current, earlier = (RECIPES / "RESULTS.md").read_text().split(f"\n{EARLIER}\n")
+    assert earlier
+    return re.split(r"^(?=## )", current, flags=re.MULTILINE)[1:]
+
+
+def split_tables(text: str) -> tuple[list[str], str]:
+    """The pipe tables of a text, and the rest of it."""
+    tables = re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE)
+    return tables, re.sub(r"^\|.*\n", "", text, flags=re.MULTILINE)
+
+
+def kept_file(text: str) -> str:
+    """The kept output that a text names."""
+    (name,) = set(re.findall(r"results/\w+\.md", text))
+    return (RECIPES / name).read_text()
+
+
+@pytest.mark.parametrize("section", sections(), ids=lambda text: text.splitlines()[0])
+def test_a_section_of_results_repeats_its_kept_output(section: str) -> None:
+    kept = kept_file(section)
+    tables, prose = split_tables(section)
+    assert tables
+    for table in tables:
+        assert table in kept, f"not in the kept output: {table}"
+    missing = [number for number in DECIMAL.findall(prose) if number not in kept]
+    assert not missing, f"not in the kept output: {missing}"
+
+
+def test_the_readme_repeats_the_kept_output_of_the_demo() -> None:
+    text = (ROOT / "README.md").read_text()
+    (paragraph,) = [part for part in text.split("\n\n") if "results/demo_digits.md" in part]
+    numbers = DECIMAL.findall(paragraph)
+    assert len(numbers) >= 3
+    assert all(number in kept_file(paragraph) for number in numbers)
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in (RECIPES / "results").glob("*.md")))
+def test_the_header_of_a_recipe_repeats_its_kept_output(name: str) -> None:
+    (recipe,) = RECIPES.glob(f"*/{name}.yaml")
+    header = "".join(line for line in recipe.read_text().splitlines(keepends=True) if line.startswith("#"))
+    (scores,) = re.findall(r"Score \(measured.*?\n#\n", header, re.DOTALL)
+    assert DECIMAL.findall(scores)
+    assert all(number in kept_file(scores) for number in DECIMAL.findall(scores))
+
+
+def test_every_kept_output_is_of_a_finished_comparison_at_a_known_commit() -> None:
+    for path in (RECIPES / "results").glob("*.md"):
+        text = path.read_text()
+        assert re.search(r"^Environment: .*git [0-9a-f]{40}", text, re.MULTILINE), path
+        assert "are not done" not in text and "quick run" not in text
