@@ -78,6 +78,9 @@ class UnknownObjective(ObjectiveConfig):
 
 Size = int | tuple[int, int]  # pixels: the side of a square, or (height, width)
 
+Budget = int | str
+"""Labeled training images: per class (10), a share of every class ("10%"), or "all"."""
+
 
 def pair(size: Size) -> tuple[int, int]:
     """(height, width) of an image size."""

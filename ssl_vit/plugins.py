@@ -13,6 +13,7 @@ Any other module goes by its dotted name, such as `objective.name: my_package.ro
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import inspect
 import pkgutil
 import re
@@ -43,6 +44,13 @@ def shipped(kind: Kind) -> list[str]:
     package, member, _ = _KINDS[kind]
     found = [module.name for module in pkgutil.iter_modules(importlib.import_module(package).__path__)]
     return [name for name in found if _defines(importlib.import_module(f"{package}.{name}"), member)]
+
+
+def exists(kind: Kind, name: str) -> bool:
+    """Whether `load` would look for it as a module; finds out without importing the modules of this package."""
+    if any(entry_points(group=f"ssl_vit.{kind}", name=name)) or (not name.isidentifier() and _MODULE.fullmatch(name)):
+        return True
+    return name.isidentifier() and importlib.util.find_spec(f"{_KINDS[kind][0]}.{name}") is not None
 
 
 def load(kind: Kind, name: str) -> Any:

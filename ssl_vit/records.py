@@ -6,8 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from ssl_vit.interfaces import Config
-from ssl_vit.results import Budget
+from ssl_vit.interfaces import Budget, Config
 
 ArmKind = Literal["scratch", "pretrained", "weights"]
 ReferenceKind = Literal["untrained", "pixels", "control"]

@@ -23,10 +23,8 @@ import numpy as np
 import pandas as pd
 
 from ssl_vit.files import atomic_file, read_arrays, read_json, sha256, write_json
+from ssl_vit.interfaces import Budget as Budget
 from ssl_vit.interfaces import UserError
-
-Budget = int | str
-"""Labeled training images: per class (10), a share of every class ("10%"), or "all"."""
 
 Settings = dict[str, float | int | str]
 """Values by dotted key, such as {"optim.lr": 0.003}."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import pytest
 from pydantic import Field
 from typer.testing import CliRunner
@@ -14,6 +15,13 @@ from ssl_vit.cli.keys import reference
 from ssl_vit.interfaces import Config, UserError
 from ssl_vit.keys import Key, keys
 
+PLUGIN = '''
+from ssl_vit.evaluators.base import LabeledConfig
+class Config(LabeledConfig):
+    """voters: how many vote."""
+    voters: int = 3
+class Evaluator: ...
+'''
 PAGE = Path(__file__).parent.parent / "recipes" / "KEYS.md"
 
 
@@ -64,3 +72,41 @@ def test_a_topic_is_listed_and_a_wrong_one_named() -> None:
     assert found.exit_code == 0 and "labels_per_class" in found.output and "1024.0" in found.output
     with pytest.raises(UserError, match=r"knnn: no such topic; known: train, compare, .*knn"):
         CliRunner().invoke(cli.app, ["keys", "knnn"], catch_exceptions=False)
+
+
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [
+        (["eval", "few_shot"], "labels_per_class=[1, 5, 10, 25]"),
+        (["eval", "runs/x", "fine_tune", "training.steps=1"], "optim.weight_decay=0.0"),
+        (["eval", "runs/x", "a_majority.votes"], "voters=3"),
+        (["train"], "training.batch_size=256"),
+        (["compare", "own_images"], "labels_per_class"),
+    ],
+)
+def test_help_ends_with_the_keys_in_two_lines_each(
+    words: list[str], key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a_majority").mkdir()
+    (tmp_path / "a_majority" / "votes.py").write_text(PLUGIN)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    found = CliRunner().invoke(cli.app, [*words, "--help"], catch_exceptions=False)
+    assert found.exit_code == 0
+    options, _, listed = found.output.partition(" Keys of ")
+    assert "--help" in options
+    lines = [line for line in listed.splitlines()[1:] if line]
+    assert [line for line in lines if line.startswith(f"  {key}")]
+    assert max(map(len, lines)) <= 80
+    starts = [number for number, line in enumerate(lines) if line[2] != " "] + [len(lines)]
+    assert max(np.diff(starts)) <= 2 and len(starts) > 1
+
+
+def test_the_keys_of_a_directory_named_like_a_module_are_not_looked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs.today").mkdir()
+    found = CliRunner().invoke(cli.app, ["eval", "runs.today", "--help"], catch_exceptions=False)
+    assert found.exit_code == 0 and " Keys of " not in found.output

@@ -87,7 +87,10 @@ def test_there_is_no_cycle() -> None:
         "import ssl_vit.recipe",
         "import ssl_vit.functions",
         "import ssl_vit\nassert 'embed' in dir(ssl_vit)",
-        "import sys\nsys.argv = ['ssl-vit', '-h']\nfrom ssl_vit import cli\ntry: cli.main()\nexcept SystemExit: pass",
+        *(
+            f"from typer.testing import CliRunner\nfrom ssl_vit import cli\nCliRunner().invoke(cli.app, {words})"
+            for words in (["-h"], ["train", "-h"], ["compare", "-h"], ["eval", "runs/x", "-h"])
+        ),
     ],
 )
 def test_light_modules_do_not_import_torch(code: str) -> None:

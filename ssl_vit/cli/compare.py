@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from ssl_vit.cli.keys import CommandWithKeys
 from ssl_vit.interfaces import UserError, printable_lines
 
 app = typer.Typer()
@@ -44,7 +45,7 @@ def demo(
     _compare("demo_digits", [f"run={out}", data, *changed], shlex.join(["ssl-vit", "demo", *named, *changed]))
 
 
-@app.command()
+@app.command(cls=CommandWithKeys)
 def compare(
     recipe: Annotated[
         str,
@@ -76,7 +77,6 @@ def compare(
     as_json: Annotated[bool, typer.Option("--json", help="Print the dry run as JSON.")] = False,
 ) -> None:
     """Run a comparison: every arm with every seed and label budget. Run the same command again to resume.
-    `ssl-vit keys compare` lists all keys.
 
     Example: `ssl-vit compare own_images_cpu data=my_images`
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ssl_vit.cli.keys import CommandWithKeys
 from ssl_vit.interfaces import UserError, printable
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 app = typer.Typer()
 
 
-@app.command("eval")
+@app.command("eval", cls=CommandWithKeys)
 def evaluate(
     run: Annotated[Path, typer.Argument(help="A run directory, a checkpoint or a weights folder.")],
     evaluator: Annotated[
@@ -46,7 +47,7 @@ def evaluate(
     overrides: Annotated[list[str] | None, typer.Argument(help="Evaluator keys.", metavar="key=value")] = None,
 ) -> None:
     """Evaluate an encoder and its references, an untrained encoder and raw pixels. Stores the results in RUN/results.
-    `ssl-vit keys EVALUATOR` lists the keys of an evaluator.
+    `ssl-vit eval EVALUATOR --help` lists the keys of an evaluator.
 
     Example: `ssl-vit eval runs/digits_ssl few_shot "labels_per_class=[1,5]"`
     """

@@ -1,10 +1,15 @@
-"""`ssl-vit keys`."""
+"""`ssl-vit keys`, and the keys at the end of the help of commands that take them."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+import shutil
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from ssl_vit.interfaces import UserError
 
@@ -12,6 +17,8 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
 
 app = typer.Typer()
+
+_WORDS, _NAMES = "ssl_vit.words", 34  # columns of names in a help
 
 
 @app.command()
@@ -45,6 +52,41 @@ def keys(
     Console().print(table)
 
 
+class CommandWithKeys(TyperCommand):
+    """A command whose `--help` ends with the keys that it takes: those of the topic of its name, or of an evaluator
+    that is named on the command line."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        ctx.meta[_WORDS] = [word for word in args if not word.startswith("-") and "=" not in word]
+        return super().parse_args(ctx, args)
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        super().format_help(ctx, formatter)
+        from ssl_vit import plugins
+
+        topics = [word for word in ctx.meta[_WORDS] if not Path(word).exists() and plugins.exists("evaluators", word)]
+        for topic in [ctx.info_name] if ctx.info_name in ("train", "compare") else topics:
+            print(f" Keys of {topic}, as key=value; `ssl-vit keys {topic}` prints their types and whole meanings:\n")
+            print("\n".join(brief(topic)), end="\n\n")
+
+
+def brief(topic: str) -> Iterator[str]:
+    """The keys of a topic with their defaults and the first words of their meanings, at most two lines each."""
+    from ssl_vit import keys as found
+
+    width = max(shutil.get_terminal_size().columns, 60)
+    for key in found.keys(_config(topic)):
+        if key.kind == "section" and not key.default:
+            continue
+        name = f"  {key.name}{f'={key.default}' if key.default else ''}"
+        name = name if len(name) <= width else name[: width - 4] + " ..."
+        start = [name] if len(name) >= _NAMES else []
+        lines = textwrap.wrap(key.meaning, width - _NAMES, max_lines=2 - len(start), placeholder=" ...")
+        padded = [" " * _NAMES + line for line in lines] or [""]
+        yield from start or [name.ljust(_NAMES) + padded.pop(0).strip()]
+        yield from padded
+
+
 def reference() -> str:
     """The page with the keys of everything that is shipped."""
     from ssl_vit import keys as found
@@ -57,11 +99,14 @@ def reference() -> str:
 
 def _config(topic: str) -> type[BaseModel]:
     from ssl_vit import plugins
-    from ssl_vit.comparison.config import ComparisonConfig
     from ssl_vit.recipe import Recipe
 
-    if topic in ("train", "compare"):
-        return Recipe if topic == "train" else ComparisonConfig
+    if topic == "train":
+        return Recipe
+    if topic == "compare":
+        from ssl_vit.comparison.config import ComparisonConfig
+
+        return ComparisonConfig
     if "." not in topic and topic not in plugins.names("evaluators") + plugins.names("objectives"):
         known = ", ".join(["train", "compare", *plugins.names("evaluators"), *plugins.names("objectives")])
         raise UserError(f"{topic}: no such topic; known: {known}")

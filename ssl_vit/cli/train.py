@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from ssl_vit.cli.keys import CommandWithKeys
 from ssl_vit.interfaces import UserError
 
 app = typer.Typer()
@@ -19,7 +20,7 @@ Overrides = Annotated[
 ]
 
 
-@app.command()
+@app.command(cls=CommandWithKeys)
 def train(
     recipe: Annotated[
         str,
@@ -32,7 +33,7 @@ def train(
     overrides: Overrides = None,
 ) -> None:
     """Train one stage: pretraining, supervised training or fine-tuning, as the recipe says. Resumes by itself.
-    `ssl-vit keys` lists all keys.
+    `ssl-vit keys OBJECTIVE` lists the keys of an objective.
 
     Example: `ssl-vit train pretrain_vit_tiny data=my_images training.steps=500`
 
