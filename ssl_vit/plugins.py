@@ -12,6 +12,7 @@ Any other module goes by its dotted name, such as `objective.name: my_package.ro
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.util
 import inspect
@@ -19,10 +20,11 @@ import pkgutil
 import re
 from difflib import get_close_matches
 from importlib.metadata import entry_points
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
 
-from ssl_vit.interfaces import UserError
+from ssl_vit.interfaces import ObjectiveConfig, UserError
 
 Kind = Literal["objectives", "evaluators", "sources"]
 # The package of each kind, what a module there must define, and its name in messages.
@@ -31,6 +33,7 @@ _KINDS = {
     "evaluators": ("ssl_vit.evaluators", "Evaluator", "evaluator"),
     "sources": ("ssl_vit.data.packing.sources", "open_images", "source"),
 }
+_BASE = ObjectiveConfig.__name__
 _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*(:[A-Za-z_]\w*)?")
 
 
@@ -51,6 +54,24 @@ def exists(kind: Kind, name: str) -> bool:
     if any(entry_points(group=f"ssl_vit.{kind}", name=name)) or (not name.isidentifier() and _MODULE.fullmatch(name)):
         return True
     return name.isidentifier() and importlib.util.find_spec(f"{_KINDS[kind][0]}.{name}") is not None
+
+
+def objective_keys(name: str) -> list[str] | None:
+    """The keys of an objective as its source declares them, without importing it and torch; None where that does not
+    say all of them."""
+    entries = entry_points(group="ssl_vit.objectives", name=name)
+    place = next((entry.value for entry in entries), name if "." in name else f"{_KINDS['objectives'][0]}.{name}")
+    try:
+        found = importlib.util.find_spec(place)
+    except (ImportError, ValueError):  # no such module, or one class of it: see `load`
+        return None
+    if found is None or not str(found.origin).endswith(".py"):
+        return None
+    for node in ast.parse(Path(str(found.origin)).read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.ClassDef) and node.name == "Config" and list(map(ast.unparse, node.bases)) == [_BASE]:
+            names = [n.target.id for n in node.body if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)]
+            return names if not any(isinstance(n, ast.Assign) for n in node.body) else None  # it may allow any key
+    return None
 
 
 def load(kind: Kind, name: str) -> Any:

@@ -2,7 +2,7 @@
 
 A recipe with `base: NAME` (a shipped recipe or a file beside it) holds only what differs from that one.
 
-Torch-free, but for the configuration of the objective that a recipe names.
+Torch-free, but for the values of the configuration of the objective that a recipe names.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from pydantic import BaseModel, Field, SerializeAsAny, ValidationError
+from pydantic import BaseModel, Field, SerializeAsAny, ValidationError, create_model
 
 from ssl_vit import arms, plugins
 from ssl_vit.data import DataConfig, train_and_test
@@ -158,8 +158,8 @@ def _section(content: DictConfig, key: str) -> Any:
 
 
 def load_recipe(name: str | Path, overrides: Overrides = (), near: Path | None = None, trains: bool = True) -> Recipe:
-    """Read and validate a training recipe, or the recipe of a run directory. Wrong keys outside of `objective` are
-    found without importing torch.
+    """Read and validate a training recipe, or the recipe of a run directory. Wrong keys are found
+    without importing torch, wrong values of an objective with it.
 
     trains: whether its objective must be importable; False makes it an `UnknownObjective` where it is not.
 
@@ -176,6 +176,9 @@ def load_recipe(name: str | Path, overrides: Overrides = (), near: Path | None =
         content["run"] = str(name)  # the directory may have been moved or renamed since
     named = str(objective["name"])
     validate(Recipe, content | {"objective": ObjectiveConfig(name=named)}, f"{path}: ")
+    if (known := plugins.objective_keys(named)) is not None:
+        fields: dict[str, Any] = dict.fromkeys(known, (Any, None))
+        validate(create_model("Keys", __base__=ObjectiveConfig, **fields), objective, f"{path}: objective.")
     try:
         config = plugins.load("objectives", named).Config
     except UserError:

@@ -112,6 +112,10 @@ def test_embeddings_name_their_files_and_preprocess_gives_the_same_pixels(run: A
     ("call", "message"),
     [
         ("train('pretrain_vit_tiny', training={'stepz': 1})", "training.stepz: unknown key; did you mean 'steps'"),
+        (
+            "train('digits_ssl', objective={'mask_rato': 1})",
+            "objective.mask_rato: unknown key; did you mean 'mask_ratio'",
+        ),
         ("train('pretrain_vit_tiny', trainings={})", "trainings: unknown key; did you mean 'training'"),
         ("compare('own_images', data='x', seedz=[0])", "seedz: unknown key; did you mean 'seeds'"),
         ("train('pretrain_vit_tinny')", "did you mean 'pretrain_vit_tiny'"),
