@@ -21,7 +21,8 @@ _MAP_NUMBERS = 2**24  # of one layer's attention held at once (64 MiB in float32
 
 
 class Probabilities(TorchFunctionMode):
-    """Within it, each fused attention call adds softmax(scale * q k^T), (B, H, T, T), to `maps` and runs as before."""
+    """Within it, each fused attention call adds softmax(scale * q k^T + bias), (B, H, T, T), to `maps` and runs as
+    before."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,9 +34,11 @@ class Probabilities(TorchFunctionMode):
         if func is F.scaled_dot_product_attention:
             queries, keys = args[:2]
             given = kwargs or {}
-            if given.get("attn_mask") is not None or given.get("is_causal") or given.get("scale"):
+            bias = given.get("attn_mask")  # of relative positions
+            if (bias is not None and bias.dtype == torch.bool) or given.get("is_causal") or given.get("scale"):
                 raise UserError("attention with a mask or a scale of its own cannot be pictured")
-            self.maps.append((queries * queries.shape[-1] ** -0.5 @ keys.mT).softmax(-1))
+            logits = queries * queries.shape[-1] ** -0.5 @ keys.mT
+            self.maps.append((logits if bias is None else logits + bias).softmax(-1))
         return func(*args, **(kwargs or {}))
 
 

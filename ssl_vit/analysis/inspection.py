@@ -142,11 +142,12 @@ def _draw(
     numbers["feature_map"] = {"explained_variance": features.explained.tolist()}
     drawn = {
         "filters": figures.filters(basis.values),
-        "position_similarity": figures.position_similarity(components.position_similarity(model)),
         "attention_distance": figures.attention_distance(distances, uniform),
         "attention_rollout": figures.attention(inputs, attention.rollout(model, few)),
         "feature_map": figures.sheet({"input": inputs, "features": features.values}, 4),
     }
+    if model.network.pos_embed is not None:
+        drawn["position_similarity"] = figures.position_similarity(components.position_similarity(model))
     if numbers["map_images"] > 2:
         drawn |= _neighbors(model, batch, numbers, classes)
     if head is not None:
@@ -173,9 +174,10 @@ def _neighbors(
 
 
 def _write(out: Path, drawn: dict[str, Figure], numbers: dict[str, Any]) -> Path:
-    """PNG, numbers and the page; reconstructions of an earlier inspection are deleted."""
+    """PNG, numbers and the page; what an earlier inspection drew and this one does not is deleted."""
     out.mkdir(parents=True, exist_ok=True)
-    (out / "reconstructions.png").unlink(missing_ok=True)
+    for name in ("reconstructions", "position_similarity"):
+        (out / f"{name}.png").unlink(missing_ok=True)
     embedded = {}
     for name, figure in drawn.items():
         figures.save_png(figure, out / f"{name}.png")

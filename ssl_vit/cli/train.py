@@ -67,5 +67,6 @@ def train(
             f"evaluate   ssl-vit eval {name} few_shot{'' if known else ' --data TRAIN --test TEST'}\n"
             f"look       ssl-vit report {name}   and   tensorboard --logdir {name}"
         )
-        if settings.encoder.norm_eps is None:  # timm's config names no other
+        encoder = settings.encoder
+        if encoder.norm_eps is None and encoder.positions != "relative":  # timm's config has a place for neither
             print(f'in timm    timm.create_model("local-dir:{run}", pretrained=True)')

@@ -18,7 +18,7 @@ def _image_size(value: Any) -> Any:
 
 ImageSize = Annotated[Size, BeforeValidator(_image_size)]
 PerChannel = float | tuple[float, ...]
-Positions = Literal["learned", "sincos2d"]
+Positions = Literal["learned", "learned_2d", "sincos2d", "relative", "none"]
 Resampling = Literal["timm", "google"]
 
 
@@ -33,13 +33,17 @@ class EncoderConfig(Config):
     patch_size: pixels; in a hybrid, cells of the feature map (1: the paper's 1x1 patches). None: the name's own.
     width, depth, heads, mlp_ratio: None: the name's own.
     class_token: None: the name's own; false: there is none, and pooling is the mean of the patches.
-    positions: `learned` (1D, the paper's) or `sincos2d` (constant).
+    positions: the kinds of the paper's appendix D.4, and one more. `learned`: 1D, the paper's default. `learned_2d`: a
+        vector of half the width for each column and each row, saved as the 1D positions that they amount to.
+        `sincos2d`: constant. `none`. `relative`: in every block and head, a learned number for each offset between two
+        patches is added to their attention logit (timm's RelPosBias, as in Swin and BEiT); the paper adds the query's
+        product with a learned embedding of the offset instead. timm's and transformers' ViT do not have them.
     position_resampling: how `init_from` fits positions to another patch grid: `timm` (bicubic, antialiased) or `google`
         (scipy's zoom of order 1, the paper authors').
     dropout: directly after adding the positions and after every dense layer but the qkv projections, as the paper puts
         it (table 3: 0.1).
     init: `jax` (the authors' initialization: Xavier-uniform projections, as timm carries it) or `timm` (normal 0.02).
-    position_std: standard deviation of the initial position embeddings (authors: 0.02).
+    position_std: standard deviation of the initial learned positions (authors: 0.02).
     drop_path: stochastic depth rate of the last block.
     norm_eps: of the layer norms; None: the name's own (1e-6 in most).
     mean, std: normalization of pixels scaled to [0, 1], one number or one per channel; 0.5/0.5 gives the paper authors'

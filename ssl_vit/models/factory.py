@@ -20,7 +20,7 @@ from torch import nn
 from ssl_vit.interfaces import Size, UserError, pair
 from ssl_vit.models import EncoderConfig, Resampling
 from ssl_vit.models.encoder import Encoder, Numbers, Pooling, create
-from ssl_vit.models.position import resample
+from ssl_vit.models.position import own_format, resample, resample_relative, timm_format
 from ssl_vit.models.timm_encoder import TimmEncoder
 from ssl_vit.models.vit import ViTEncoder, check_size
 
@@ -167,14 +167,15 @@ def pretrained_cfg(encoder: Encoder, resize: float = 1.0) -> dict[str, Any]:
 
 
 def state(encoder: Encoder) -> dict[str, torch.Tensor]:
-    """The weights by timm's own names, contiguous on the CPU."""
-    return {name: tensor.detach().cpu().contiguous() for name, tensor in encoder.network.state_dict().items()}
+    """The weights in timm's format, contiguous on the CPU."""
+    tensors = timm_format(encoder.network, encoder.network.state_dict())
+    return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
 
 
 def load_state(encoder: Encoder, tensors: Mapping[str, torch.Tensor], origin: str) -> None:
-    """Load weights by timm's names. Raises UserError listing the keys and shapes that do not fit."""
+    """Load weights in timm's format. Raises UserError listing the keys and shapes that do not fit."""
     try:
-        encoder.network.load_state_dict(dict(tensors))
+        encoder.network.load_state_dict(own_format(encoder.network, tensors))
     except RuntimeError as error:  # torch lists missing and unknown names and other shapes
         words = " ".join(str(error).split()).partition(": ")[2]
         raise UserError(f"{origin} does not fit this encoder: {words[:400]}") from None
@@ -193,8 +194,10 @@ def initialize(model: Encoder, source: Encoder, origin: str, method: Resampling 
     if isinstance(source, ViTEncoder) and isinstance(model, ViTEncoder):
         if (own := _activation(model)) != (other := _activation(source)):
             raise UserError(f"{origin} does not fit this encoder: its blocks compute {other}, those here {own}")
-        positions = weights["pos_embed"]
-        weights["pos_embed"] = resample(positions, source.grid, model.grid, source.position_prefix, method)
+        if (positions := weights.get("pos_embed")) is not None:
+            weights["pos_embed"] = resample(positions, source.grid, model.grid, source.position_prefix, method)
+        for name in [key for key in weights if key.endswith("relative_position_bias_table")]:
+            weights[name] = resample_relative(weights[name], source.grid, model.grid, source.prefix_tokens, method)
     load_state(model, weights, origin)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -14,6 +15,7 @@ from ssl_vit.interfaces import Size, UserError, pair
 from ssl_vit.models import Positions
 from ssl_vit.models.encoder import Encoder, Numbers, Pooling, create
 from ssl_vit.models.last_block import Pick, make_last, take
+from ssl_vit.models.position import VisionTransformer2D, relate
 
 
 class ViTEncoder(Encoder):
@@ -39,6 +41,8 @@ class ViTEncoder(Encoder):
         another number of channels.
         """
         arguments = {**arguments, "dynamic_img_size": False}  # sizes change through `untrained` only
+        if positions in ("none", "relative"):
+            arguments["pos_embed"] = "none"
         super().__init__(name, arguments, mean, std)
         try:
             vit = create(name, arguments)
@@ -52,21 +56,41 @@ class ViTEncoder(Encoder):
         if vit.attn_pool is not None:  # a head, as in SigLIP: the encoder is what comes before it
             self.arguments |= {"global_pool": "avg", "fc_norm": False}
             vit = create(name, self.arguments)
-        if vit.pos_embed is None:
+        if vit.pos_embed is None and "pos_embed" not in arguments:
             raise UserError(f"encoder.name='{name}' has no position embeddings: use another VisionTransformer")
         self.network = vit
         self.width, self.image_size = int(vit.embed_dim), pair(vit.patch_embed.img_size)
         self.heads = next(int(module.num_heads) for module in vit.blocks[0].modules() if hasattr(module, "num_heads"))
         self.prefix_tokens, self.has_class_token = vit.num_prefix_tokens, vit.has_class_token
         self.position_std, self.positions = position_std, positions
-        self.prunes = make_last(vit.blocks[-1])
+        self.prunes = positions != "relative" and make_last(vit.blocks[-1])
         norms = [module for module in vit.modules() if isinstance(module, nn.LayerNorm)]
         for norm in norms:
             norm.eps = norm.eps if norm_eps is None else norm_eps
         self.norm_eps = norms[0].eps if norms else None
-        nn.init.trunc_normal_(vit.pos_embed, std=position_std)
+        if vit.pos_embed is not None:
+            nn.init.trunc_normal_(vit.pos_embed, std=position_std)
         if positions == "sincos2d":
             self._fix_positions()
+        elif positions == "learned_2d":
+            self._factorize_positions()
+        elif positions == "relative":
+            self._relate_positions()
+
+    def _factorize_positions(self) -> None:
+        if self.width % 2:
+            raise UserError(f"encoder.positions=learned_2d needs an even width, not {self.width}")
+        vit, rows = self.network, 2 * self.position_prefix + sum(self.grid)
+        table = torch.empty(rows, self.width // 2, device=vit.pos_embed.device)
+        del vit.pos_embed
+        vit.__class__ = VisionTransformer2D
+        vit.pos_embed_2d = nn.Parameter(nn.init.trunc_normal_(table, std=self.position_std))
+
+    def _relate_positions(self) -> None:
+        if self.prefix_tokens > self.has_class_token:
+            raise UserError(f"encoder.positions=relative: {self.name} has registers; use a model without them")
+        for block in self.network.blocks:
+            relate(block, self.grid, self.heads, self.prefix_tokens, self.position_std)
 
     def _fix_positions(self) -> None:
         """Constant sin-cos positions of the patch grid by timm (MoCo v3's frequencies); zeros for the prefix tokens."""
@@ -114,17 +138,23 @@ class ViTEncoder(Encoder):
         visible_BK: int64 patch indices; only those patches enter (B, P + K, D), each with its own position.
         """
         vit = self.network
-        own = (vit.cls_token, vit.reg_token)
+        own, positions = (vit.cls_token, vit.reg_token), vit.pos_embed
         prefix = [token.expand(tokens_BND.shape[0], -1, -1) for token in own if token is not None]
-        if vit.no_embed_class:  # positions are the patches' alone
-            tokens = torch.cat([*prefix, tokens_BND + vit.pos_embed], dim=1)
+        if positions is None:  # or the blocks have relative ones
+            tokens = torch.cat([*prefix, tokens_BND], dim=1)
+        elif vit.no_embed_class:  # positions are the patches' alone
+            tokens = torch.cat([*prefix, tokens_BND + positions], dim=1)
         else:
-            tokens = torch.cat([*prefix, tokens_BND], dim=1) + vit.pos_embed
+            tokens = torch.cat([*prefix, tokens_BND], dim=1) + positions
         if visible_BK is not None:
-            kept = torch.arange(self.prefix_tokens, device=tokens.device).expand(len(tokens), -1)
-            tokens = take(tokens, torch.cat([kept, visible_BK + self.prefix_tokens], dim=1))
+            tokens = take(tokens, self._with_prefix(visible_BK))
         entered: torch.Tensor = vit.norm_pre(vit.patch_drop(vit.pos_drop(tokens)))
         return entered
+
+    def _with_prefix(self, patches_BK: torch.Tensor) -> torch.Tensor:
+        """Indices of patches -> indices of all prefix tokens and these patches among the tokens, (B, P + K)."""
+        prefix = torch.arange(self.prefix_tokens, device=patches_BK.device).expand(len(patches_BK), -1)
+        return torch.cat([prefix, patches_BK + self.prefix_tokens], dim=1)
 
     def encode(self, tokens_BND: torch.Tensor, keep_BK: torch.Tensor | None = None) -> torch.Tensor:
         """Patch embeddings -> output tokens (B, P + N, D), normalized unless the model's last norm comes after pooling.
@@ -141,11 +171,18 @@ class ViTEncoder(Encoder):
 
         visible_BK: int64 patch indices. The other patches do not enter the first block.
         """
-        return self.finish(self._read(self.enter(tokens_BND, visible_BK), None))
+        among_BT = self._with_prefix(visible_BK) if self.positions == "relative" else None
+        return self.finish(self._read(self.enter(tokens_BND, visible_BK), None, among_BT=among_BT))
 
-    def _read(self, tokens: torch.Tensor, pick: Pick | None, depth: int | None = None) -> torch.Tensor:
-        """All blocks (or the first `depth`) and the last norm; of the last one, only the tokens that `pick` takes."""
-        *before, last = list(self.network.blocks)[:depth]
+    def _read(
+        self, tokens: torch.Tensor, pick: Pick | None, depth: int | None = None, among_BT: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """All blocks (or the first `depth`) and the last norm; of the last one, only the tokens that `pick` takes.
+
+        among_BT: for relative positions, which tokens of the whole sequence these are; None: all of them.
+        """
+        blocks = list(self.network.blocks)[:depth]
+        *before, last = blocks if among_BT is None else [partial(block, among_BT=among_BT) for block in blocks]
         if self.network.grad_checkpointing and torch.is_grad_enabled():
             tokens = checkpoint_seq(before, tokens)
         else:

@@ -26,6 +26,7 @@ from torch import nn
 from ssl_vit.files import atomic_file, flush, read_json, sha256
 from ssl_vit.interfaces import RunError, UserError
 from ssl_vit.models import factory
+from ssl_vit.models.position import own_format
 from ssl_vit.results import RESULTS
 from ssl_vit.training import distributed
 from ssl_vit.training.distributed import shared_errors
@@ -189,7 +190,8 @@ def load(folder: Path, state: State) -> None:
         for name, component in state.parts.items():
             if content[name]:
                 component.load_state_dict(content[name])
-        saved = {f"{network}{name}": tensor for name, tensor in load_file(folder / factory.WEIGHTS).items()}
+        weights = own_format(encoder.network, load_file(folder / factory.WEIGHTS))
+        saved = {f"{network}{name}": tensor for name, tensor in weights.items()}
         saved |= load_file(folder / OBJECTIVE)
         trained = load_file(folder / TRAINING) if state.average else saved
         optimizer, random = load_file(folder / OPTIMIZER), load_file(folder / RANDOM)

@@ -15,7 +15,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from ssl_vit.training import OptimConfig
 
-_NO_DECAY = ("pos_embed", "cls_token", "reg_token", "mask_token")
+_NO_DECAY = ("pos_embed", "pos_embed_2d", "relative_position_bias_table", "cls_token", "reg_token", "mask_token")
 
 
 def parameter_groups(model: nn.Module, weight_decay: float, layer_decay: float | None = None) -> list[dict[str, Any]]:

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ssl_vit.data.order import LanePosition
 from ssl_vit.models import factory
+from ssl_vit.models.position import timm_format
 from ssl_vit.training import distributed
 from ssl_vit.training.optim import WeightAverage
 
@@ -83,7 +84,7 @@ class State:
         }
         random = enumerate(distributed.gather(random_state(self.device)))
         return {
-            factory.WEIGHTS: part(published, network),
+            factory.WEIGHTS: timm_format(encoder_of(self.objective).network, part(published, network)),
             OBJECTIVE: {name: tensor for name, tensor in published.items() if not name.startswith(ENCODER)},
             **({TRAINING: whole(trained)} if self.average else {}),
             OPTIMIZER: whole(optimizer),

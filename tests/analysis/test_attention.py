@@ -23,6 +23,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "register, no class token": {"name": "vit_wee_patch16_reg1_gap_256"},
     "class token and registers": {"name": "vit_small_patch14_reg4_dinov2"},
     "parallel blocks, query and key norms": {"name": "vit_base_patch16_xp_224"},
+    "relative positions": {"positions": "relative", "position_std": 1.0},
+    "relative positions, parallel blocks": {"positions": "relative", "name": "vit_base_patch16_xp_224"},
     "differential attention": {"name": "vit_dwee_patch16_reg1_gap_256"},
 }
 PLAIN = ("class token", "rectangle", "register, no class token", "class token and registers")

@@ -153,18 +153,24 @@ def test_positions_are_resampled_as_the_recipe_says(run: Path, shards: Path, tmp
     [
         {"name": "vit_tiny_r_s16_p8_224", "image_size": (32, 64), "depth": 2},
         {"name": "vit_wee_patch16_reg1_gap_256", "image_size": 16, "patch_size": 4, "depth": 2, "channels": 1},
-        {"name": "vit_tiny_patch16_224", "image_size": 16, "patch_size": 4, "depth": 2, "positions": "sincos2d"},
+        *(
+            {"name": "vit_tiny_patch16_224", "image_size": 16, "patch_size": 4, "depth": 2, "positions": kind}
+            for kind in ("sincos2d", "learned_2d", "relative")
+        ),
     ],
-    ids=["hybrid", "register, no class token, gray", "fixed positions"],
+    ids=["hybrid", "register, no class token, gray", "fixed positions", "2D positions", "relative positions"],
 )
 def test_weights_alone_have_all_but_the_reconstructions(shards: Path, tmp_path: Path, sizes: dict[str, Any]) -> None:
     weights = weights_folder(tmp_path / "weights", **sizes)
     assert call("inspect", weights, "--data", shards, "--images", 2, "--distance-images", 2) == 0
     out = weights / "inspect"
-    assert {path.stem for path in out.glob("*.png")} == PICTURES - {"reconstructions"}
+    kind = sizes.get("positions", "learned")
+    missing = {"reconstructions", *(["position_similarity"] if kind == "relative" else [])}
+    assert {path.stem for path in out.glob("*.png")} == PICTURES - missing
     page = (out / "index.html").read_text()
     assert "Not available: only a checkpoint" in page
-    assert ("hybrid" in page) == ("_r_" in sizes["name"]) and ("are fixed (sincos2d)" in page) == ("positions" in sizes)
+    assert ("hybrid" in page) == ("_r_" in sizes["name"]) and ("are fixed (sincos2d)" in page) == (kind == "sincos2d")
+    assert ("(encoder.positions=relative)" in page) == (kind == "relative")
     assert ("no class token" in page) == ("gap" in sizes["name"]) == ("1 register(s)" in page)
 
 

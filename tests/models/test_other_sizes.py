@@ -96,7 +96,10 @@ def test_fresh_weights_depend_on_the_seed_alone(make_encoder: Make, shaken: Make
 
 @pytest.mark.parametrize(
     "difference",
-    [{"width": 32}, {"depth": 3}, {"patch_size": 8}, {"channels": 1}, {"positions": "sincos2d"}, {"heads": 4}],
+    [
+        *({"width": 32}, {"depth": 3}, {"patch_size": 8}, {"channels": 1}, {"heads": 4}),
+        *({"positions": kind} for kind in ("sincos2d", "learned_2d", "relative", "none")),
+    ],
 )
 def test_initialize_copies_weights_and_refuses_other_architectures(
     make_encoder: Make, shaken: Make, difference: dict[str, Any]

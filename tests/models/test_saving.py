@@ -29,6 +29,8 @@ OTHERS = [
     [
         {"image_size": (8, 20), "positions": "sincos2d", "mean": 0.3, "std": 0.2, "mlp_ratio": 1.5, "init": "timm"},
         {"class_token": False, "channels": 1},
+        {"image_size": (8, 20), "positions": "learned_2d"},
+        {"positions": "none"},
         *({"name": name} for name in OTHERS),
         {"name": "vit_tiny_r_s16_p8_224", "image_size": 32},
     ],

@@ -50,7 +50,15 @@ def test_the_learning_rate_scales_with_the_batch_where_asked(lr_batch: int | Non
 # --- weight decay ---
 
 
-@pytest.mark.parametrize("encoder", [{}, {"name": "vit_small_patch14_reg4_dinov2"}])
+@pytest.mark.parametrize(
+    "encoder",
+    [
+        {},
+        {"name": "vit_small_patch14_reg4_dinov2"},
+        {"positions": "learned_2d"},
+        {"positions": "relative"},
+    ],
+)
 def test_weight_decay_leaves_biases_norms_tokens_and_positions_alone(
     make_encoder: Callable[..., Any], encoder: dict[str, Any]
 ) -> None:
@@ -68,13 +76,15 @@ def test_weight_decay_leaves_biases_norms_tokens_and_positions_alone(
     matrices = {f"{layer}.weight" for layer in ("qkv", "attn.proj", "mlp.fc1", "mlp.fc2", "patch_embed.proj", "head")}
     assert all(any(name.endswith(matrix) for matrix in matrices) for name in groups[0.3])
     assert not any(any(name.endswith(matrix) for matrix in matrices) for name in groups[0.0])
-    assert {"mask_token", "encoder.network.pos_embed", "encoder.network.cls_token"} < set(groups[0.0])
-    assert ("encoder.network.reg_token" in groups[0.0]) == bool(encoder)
+    assert {"mask_token", "encoder.network.cls_token"} < set(groups[0.0])
+    assert ("encoder.network.reg_token" in groups[0.0]) == ("name" in encoder)
 
 
-def test_layer_decay_is_maes(make_encoder: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("positions", ["learned", "learned_2d", "relative"])
+def test_layer_decay_is_maes(make_encoder: Callable[..., Any], positions: str) -> None:
     """MAE's `util/lr_decay.py`: 0 for patches, tokens and positions, i + 1 for block i, depth + 1 for all else."""
-    objective = classification.Objective(make_encoder(depth=3), classification.Config(head="linear"), 5)
+    encoder = make_encoder(depth=3, positions=positions)
+    objective = classification.Objective(encoder, classification.Config(head="linear"), 5)
     names = {id(parameter): name for name, parameter in objective.named_parameters()}
     config = OptimConfig(name="adamw", lr=0.1, weight_decay=0.3, layer_decay=0.5)
     optimizer = build_optimizer(objective, config, 8, CPU)
@@ -89,7 +99,7 @@ def test_layer_decay_is_maes(make_encoder: Callable[..., Any]) -> None:
             elif name.startswith("blocks."):
                 layer = int(name.split(".")[1]) + 1
             assert group["lr"] == pytest.approx(0.1 * 0.5 ** (4 - layer)), name
-            exempt = parameter.ndim == 1 or name in ("cls_token", "pos_embed")
+            exempt = parameter.ndim == 1 or name.startswith(("cls_token", "pos_embed")) or "rel_pos" in name
             assert group["weight_decay"] == (0.0 if exempt else 0.3), name
             seen.add(name)
     assert seen == {name.removeprefix("encoder.network.") for name in names.values()}

@@ -119,6 +119,24 @@ def test_a_stop_saves_before_a_probe_which_the_next_session_does(
     assert numbers(found) == numbers(expected)
 
 
+@pytest.mark.parametrize("positions", ["learned_2d", "relative", "none"])
+def test_a_run_with_any_positions_resumes(
+    train: Train, tmp_path: Path, stop_at: Callable[[int], None], positions: str
+) -> None:
+    """Bit for bit, with averaged weights and dropped patches."""
+    keys = ("objective.name=masked_autoencoder", f"encoder.positions={positions}", "training.ema=0.9")
+    train(tmp_path / "whole", *keys)
+    stop_at(6)
+    with pytest.raises(Stopped):
+        train(tmp_path / "run", *keys)
+    stop_at(99)
+    train(tmp_path / "run", *keys)
+    assert saved(tmp_path / "run")[-1] == "step_00000012"
+    for file in ("encoder", "training", "optimizer"):
+        name = f"checkpoints/step_00000012/{file}.safetensors"
+        assert (tmp_path / "run" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
 def test_a_kill_between_the_two_saves_of_the_last_step_loses_nothing(
     train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

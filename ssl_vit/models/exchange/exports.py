@@ -45,6 +45,11 @@ def export(encoder: Encoder, out: Path, to: Target, card: str, use: Use = Use())
     with transformers to 1e-5. Raises UserError for a model that the format cannot express and for a library that is not
     installed, RunError when the outputs differ; nothing is left behind then.
     """
+    if isinstance(encoder, ViTEncoder) and encoder.positions == "relative":
+        raise UserError(
+            "neither timm's VisionTransformer nor transformers' ViT has relative positions: these weights cannot be "
+            "exported; load them with ssl_vit.load"
+        )
     with new_folder(out) as folder:
         (_timm if to == "timm" else _transformers)(encoder.eval(), folder, use)
         (folder / "README.md").write_text(card)

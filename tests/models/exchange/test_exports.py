@@ -28,6 +28,8 @@ PLAIN: list[dict[str, Any]] = [
 ]
 OTHERS: list[dict[str, Any]] = [
     {"positions": "sincos2d", "class_token": False},
+    {"positions": "learned_2d"},
+    {"positions": "none"},
     {"name": "deit3_small_patch16_224"},  # no position for the class token
     {"name": "vit_tiny_r_s16_p8_224", "image_size": 64, "patch_size": 1},
 ]
@@ -117,6 +119,13 @@ def test_a_class_token_without_a_position_gets_one_of_zero(shaken: Make, tmp_pat
 def test_what_transformers_cannot_say_is_refused(tmp_path: Path, arguments: dict[str, Any], why: str) -> None:
     with pytest.raises(UserError, match=f"transformers' ViT cannot be vit_tiny_patch16_224.*{why}"):
         export(ViTEncoder("vit_tiny_patch16_224", SMALL | arguments, 0.5, 0.5), tmp_path / "hf", "transformers", "")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("to", ["timm", "transformers"])
+def test_relative_positions_stay_here(make_encoder: Make, tmp_path: Path, to: Any) -> None:
+    with pytest.raises(UserError, match=r"relative positions.*ssl_vit\.load"):
+        export(make_encoder(positions="relative"), tmp_path / to, to, "")
     assert not list(tmp_path.iterdir())
 
 
