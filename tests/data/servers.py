@@ -10,6 +10,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,8 @@ class FaultyServer(http.server.ThreadingHTTPServer):
 
     A fault: ("status", 503); ("stall", n), ("cut", n): n bytes of the body, then nothing, or the end of the connection,
     where the headers promised all; ("silent",): not even headers; ("short", n): the object has only n bytes;
-    ("unsized", n): n bytes without a word on how many there are;
+    ("unsized", n): n bytes without a word on how many there are; ("page", b): what a folder's list is instead;
+    ("endless", seconds): the list is repeated for ever, with such a pause;
     ("garbage",): other bytes; ("delay", seconds).
     `always[name]` is a fault of every request. `log` holds (method, name, first byte asked for).
     """
@@ -90,7 +92,11 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self._reply(amount, b"out of order")
         elif path.is_dir():
             page = "".join(f'<a href="{entry.name}">{entry.name}</a>' for entry in sorted(path.iterdir())).encode()
+            page = rest[0] if kind == "page" else page
             listing = self.server.listing
+            if kind == "endless" and self.command == "GET":
+                self._endless(page, amount)
+                return
             self._reply(200 if listing else 403, page if listing else b"", {"Content-Type": "text/html"})
         elif not path.is_file():
             self._reply(404, b"nothing here")
@@ -143,6 +149,12 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if self.command == "GET":
             self.wfile.write(body)
             self.wfile.flush()
+
+    def _endless(self, page: bytes, pause: float) -> None:
+        self._reply(200, page, {"Content-Type": "text/html"}, sized=False)
+        with suppress(OSError):  # the client hangs up
+            while not self.server.closing.wait(pause):
+                self.wfile.write(page)
 
     def _stall(self) -> None:
         self.server.closing.wait(100)

@@ -12,7 +12,7 @@ import fsspec
 import pytest
 
 from ssl_vit.data import RemoteConfig
-from ssl_vit.data.shards import ShardSet, open_shards
+from ssl_vit.data.shards import ShardSet, open_shards, remote
 from ssl_vit.data.shards.info import Info
 from ssl_vit.data.shards.listing import list_shards
 from ssl_vit.interfaces import RunError, UserError
@@ -52,6 +52,27 @@ def test_a_folder_needs_no_listing_where_there_is_an_info_json(server: Any) -> N
     assert len(open_shards(f"{server.url}/shards", REMOTE).urls) == 8
     with pytest.raises(UserError, match=r"access is refused.*name the shards, such as URL/\{000000\.\.000009\}\.tar"):
         open_shards(f"{server.url}/shards/*.tar", REMOTE)
+
+
+@pytest.mark.parametrize(("limit", "value", "pause"), [("LISTING_BYTES", 5000, 0), ("LISTING_SECONDS", 0.3, 0.01)])
+@pytest.mark.parametrize("spec", ["shards", "shards/*.tar"])
+def test_an_endless_list_of_files_ends_at_a_limit(
+    server: Any, folder: Path, monkeypatch: pytest.MonkeyPatch, limit: str, value: float, pause: float, spec: str
+) -> None:
+    for name in ("info.json", "packing.jsonl"):
+        (folder / "shards" / name).unlink()
+    monkeypatch.setattr(remote, limit, value)
+    assert len(list_shards(f"{server.url}/{spec}", REMOTE)[0]) == 8
+    server.always["shards"] = ("endless", pause)
+    with pytest.raises(UserError, match=rf"/shards/?: its list of files .* {value:g} .*name the shards, such as URL/"):
+        list_shards(f"{server.url}/{spec}", REMOTE)
+
+
+def test_a_list_of_tags_that_never_end_is_read_at_once(server: Any, folder: Path) -> None:
+    """Patterns that look for the end of each of these would take hours."""
+    (folder / "shards" / "info.json").unlink()
+    server.always["shards"] = ("page", b"<a " * 300_000 + b"<a" + b" " * 300_000 + b'<a href="000000.tar">')
+    assert list_shards(f"{server.url}/shards", REMOTE)[0] == [f"{server.url}/shards/000000.tar"]
 
 
 @pytest.mark.parametrize("spec", ["shards", "shards/*.tar", "shards/{000000..000007}.tar"])

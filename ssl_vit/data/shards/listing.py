@@ -16,7 +16,6 @@ from ssl_vit.interfaces import UserError
 
 _TAR = re.compile(r"\.(tar(\.\w+)?|tgz)$")
 _MAKE_THEM = "name images (a folder, a parquet file, hf:NAME), or make shards with `ssl-vit shards make SOURCE OUT`"
-_NAME_THEM = "where a server lists no files, name the shards, such as URL/{000000..000009}.tar"
 
 
 def file_name(url: str) -> str:
@@ -108,13 +107,14 @@ class _Remote(_Store):
     local = False
 
     def __init__(self, spec: str, remote: RemoteConfig) -> None:
-        from ssl_vit.data.shards.remote import ask, fetch, find_filesystem
+        from ssl_vit.data.shards.remote import NAME_THEM, ask, fetch, find_filesystem
 
         self.spec, self.remote, self.ask, self.fetch = spec, remote, ask, fetch
         self.filesystem, self.path = find_filesystem(spec, remote.timeout)
         self.filesystem.invalidate_cache()  # of listings
         self.http = "http" in self.filesystem.protocol
-        self.hint = f"{_MAKE_THEM}; {_NAME_THEM}" if self.http else _MAKE_THEM
+        self.hint = f"{_MAKE_THEM}; where a server lists no files, {NAME_THEM}" if self.http else _MAKE_THEM
+        self.refused = NAME_THEM if self.http else "check the credentials"
         if remote.cache_dir:
             from ssl_vit.data.shards.cache import cache_folder
 
@@ -153,8 +153,7 @@ class _Remote(_Store):
         except FileNotFoundError:
             return []
         except PermissionError as error:
-            hint = _NAME_THEM if self.http else "check the credentials"
-            raise UserError(f"{self.url(path)}: access is refused ({error}); {hint}") from None
+            raise UserError(f"{self.url(path)}: access is refused ({error}); {self.refused}") from None
         return sorted(map(str, found))
 
     def _is_glob(self, pattern: str) -> bool:
