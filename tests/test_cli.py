@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import resource
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from typer.main import get_command
@@ -58,6 +60,34 @@ def test_a_wrong_option_is_the_users_mistake() -> None:
 def test_debug_shows_the_traceback() -> None:
     assert "Traceback" not in run("train", "nothing").stderr
     assert "Traceback" in run("train", "nothing", "--debug").stderr
+
+
+REPEATED = """
+import atexit, os, signal, sys
+from ssl_vit import cli
+stop = lambda *_: os.kill(os.getpid(), signal.SIGTERM)
+atexit.register(stop)  # called last
+cli.app = stop
+cli.main()
+"""
+
+
+def test_a_signal_that_is_repeated_while_python_shuts_down_changes_nothing() -> None:
+    done = subprocess.run([sys.executable, "-c", REPEATED], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 75 and done.stderr == "stopped; run the same command to resume\n"
+
+
+def test_a_launcher_shows_the_error_last(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """torchrun and `accelerate launch --multi_gpu` print what torch makes of the error file."""
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ErrorHandler, ProcessFailure
+
+    file = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+    error = run("train", "digits_ssl", f"data.train={tmp_path}/no\x1bwhere").stderr.strip().removeprefix("error: ")
+    failed = ChildFailedError("ssl_vit", {0: ProcessFailure(0, 99, 2, str(file))})
+    assert str(failed).splitlines()[-2] == f"  traceback : {error}" and "no such shard or folder" in error
+    ErrorHandler().dump_error_file(str(file), 2)
+    assert json.loads(file.read_text())["message"]["errorCode"] == 2, "torch knows the file's format"
 
 
 def test_a_saved_recipe_is_the_recipe(tmp_path) -> None:  # type: ignore[no-untyped-def]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import errno
 import json
 import multiprocessing
@@ -126,9 +127,10 @@ def _close_process_group() -> None:
 
 
 def _tell_launcher(text: str) -> None:
-    """For the last lines of torchrun and `accelerate launch`, where the reason else would not be."""
+    """For the last lines of torchrun and `accelerate launch`, where the reason else would not be; in torch's format."""
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        Path(path).write_text(json.dumps({"message": printable(text), "timestamp": int(time.time())}))
+        told = {"py_callstack": printable(text), "timestamp": str(int(time.time()))}
+        Path(path).write_text(json.dumps({"message": {"message": printable(text), "extraInfo": told}}))
 
 
 def _leave(code: int) -> NoReturn:
@@ -139,4 +141,6 @@ def _leave(code: int) -> NoReturn:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+    for number in (signal.SIGTERM, signal.SIGUSR1):  # repeated while Python shuts down, they would change the exit code
+        atexit.register(signal.signal, number, signal.SIG_IGN)
     sys.exit(code)
