@@ -41,22 +41,28 @@ def train(digits: Path, run: Path, *more: str, name: str = "digits_ssl") -> Path
     return api.train(recipe.load_recipe(name, settings(digits, run, *more)), quiet=True)
 
 
+def unfinished(run: Path) -> bool:
+    """Whether a checkpoint is being written, or was when the run was killed."""
+    return any((run / "checkpoints").glob(".*step_*"))
+
+
 @pytest.mark.parametrize(
-    ("kills", "workers", "objective"),
+    ("kills", "inside", "workers", "objective"),
     [
-        (5, 2, "masked_patch"),
-        (2, 0, "masked_autoencoder"),
-        pytest.param(50, 0, "masked_patch", marks=pytest.mark.slow),
+        (5, 0, 2, "masked_patch"),
+        (2, 0, 0, "masked_autoencoder"),
+        pytest.param(20, 5, 0, "masked_patch", marks=pytest.mark.slow),
+        pytest.param(15, 5, 2, "masked_patch", marks=pytest.mark.slow),
     ],
 )
 def test_random_sigkills_leave_no_trace(
-    world: World, digits: Path, tmp_path: Path, kills: int, workers: int, objective: str
+    world: World, digits: Path, tmp_path: Path, kills: int, inside: int, workers: int, objective: str
 ) -> None:
-    """A checkpoint a step: most of the time of such a run goes into saving, so most kills hit that."""
-    dice, run = random.Random(kills), tmp_path / "run"
+    """Every second kill waits for an unfinished checkpoint. inside: how many kills must leave one behind."""
+    dice, run, left = random.Random(kills), tmp_path / "run", 0
     same_run = [f"training.steps={10 * kills}", f"objective.name={objective}"]
     keys = [*same_run, "training.checkpoint_every=1", f"data.workers={workers}"]
-    for _ in range(kills):
+    for number in range(kills):
         before = saved(run)
         process = world(1, "command_line", "train", "digits_ssl", *settings(digits, run, *keys))[0]
         early = dice.random() < 0.1  # in this session, no step is waited for
@@ -65,9 +71,14 @@ def test_random_sigkills_leave_no_trace(
             assert time.monotonic() < deadline
             time.sleep(0.005)
         time.sleep(dice.random() * 0.2)
+        while number % 2 and not early and not unfinished(run):
+            assert time.monotonic() < deadline
         process.signal(signal.SIGKILL)
         assert process.wait(30) == -signal.SIGKILL, process.text
+        left += unfinished(run)
     assert 0 < saved(run) < 10 * kills
+    assert left >= inside, f"{left} of {kills} kills left an unfinished checkpoint"
+    print(f"{left} of {kills} kills left an unfinished checkpoint")
     train(digits, run, *keys)
     whole = train(digits, tmp_path / "whole", *same_run)
     assert same(weights(run, *ALL), weights(whole, *ALL))
