@@ -25,6 +25,7 @@ from ssl_vit.evaluators import Metric, runner
 from ssl_vit.evaluators.features import EvalContext, silent
 from ssl_vit.evaluators.labels import set_notes
 from ssl_vit.evaluators.online import OnlineProbe
+from ssl_vit.evaluators.real_labels import read_real_labels, rescored
 from ssl_vit.files import sha256, write_json
 from ssl_vit.interfaces import UserError
 from ssl_vit.models import factory
@@ -153,6 +154,7 @@ def evaluate(
     *,
     data: str = "",
     metric: Metric = "accuracy",
+    real_labels: Path | None = None,
     say: Callable[[str], None] = silent,
 ) -> Evaluation:
     """Run one evaluator on a run, checkpoint or weights folder, and store the results in its `results/`; those of a
@@ -164,6 +166,7 @@ def evaluate(
     name: of the evaluator. train, test: labeled shards. overrides: settings of the evaluator.
     data: what the rows call the dataset (default: `test`).
     metric: what settings are selected by, and what tables show.
+    real_labels: `real.json` of ImageNet-ReaL: rows of the variant `ReaL` score the same predictions by these labels.
     say: prints progress, on the main process.
 
     Raises UserError for wrong input.
@@ -180,12 +183,15 @@ def evaluate(
         digest = sha256(found.folder / factory.WEIGHTS)
     else:
         digest = hashlib.sha256(safetensors(factory.state(found.encoder))).hexdigest()
+    real = read_real_labels(real_labels, context.test) if real_labels else None
     start = time.perf_counter()
     evaluator = module.Evaluator(config)
     with distributed.others_watched(
         lambda: f"{folder} holds what was measured before" if folder else "nothing is stored"
     ):
         rows, sweeps = runner.evaluate(evaluator, context)
+    if real:
+        rows += [rescored(row, real) for row in rows]
     about: dict[str, Any] = {
         "evaluator": name,
         "title": evaluator.title,
@@ -210,7 +216,7 @@ def evaluate(
     if context.accelerator.is_main_process:
         save(path, rows, **about)
         if settings and "tensorboard" in settings.training.trackers:
-            _log(folder, name, rows, checkpoint.newest_of(run))
+            _log(folder, name, [row for row in rows if row.primary], checkpoint.newest_of(run))
     return Evaluation(path, rows, about)
 
 

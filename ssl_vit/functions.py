@@ -96,6 +96,7 @@ def evaluate(
     test: Place | None = None,
     name: str = "",
     metric: Metric = "accuracy",
+    real_labels: Place | None = None,
     say: Callable[[str], None] = print,
     **settings: Any,
 ) -> Evaluation:
@@ -109,6 +110,7 @@ def evaluate(
     train, test: the parts, one by one.
     name: what the rows call the dataset (default: `test`).
     metric: what settings are selected by.
+    real_labels: `real.json` of ImageNet-ReaL: rows of the variant `ReaL` score the same predictions by these labels.
     say: prints progress.
     settings: of the evaluator, nested as mappings.
 
@@ -117,7 +119,10 @@ def evaluate(
     train, test = labeled_parts(model, data, train, test)
     from ssl_vit import api
 
-    return api.evaluate(_opened(model), evaluator, train, test, settings, data=name, metric=metric, say=say)
+    real = None if real_labels is None else Path(real_labels)
+    return api.evaluate(
+        _opened(model), evaluator, train, test, settings, data=name, metric=metric, real_labels=real, say=say
+    )
 
 
 def _opened(model: Place | nn.Module) -> Path | nn.Module:

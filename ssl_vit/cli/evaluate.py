@@ -42,6 +42,12 @@ def evaluate(
         str | None,
         typer.Option(help="A suite of datasets: a file or a shipped name."),
     ] = None,
+    real_labels: Annotated[
+        Path | None,
+        typer.Option(
+            help="real.json of ImageNet-ReaL: also score the predictions for ImageNet's validation images by it."
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print rows and settings as JSON.")] = False,
     per_class: Annotated[bool, typer.Option("--per-class", help="Print the accuracy of every class too.")] = False,
     overrides: Annotated[list[str] | None, typer.Argument(help="Evaluator keys.", metavar="key=value")] = None,
@@ -67,6 +73,7 @@ def evaluate(
             test=chosen.test,
             name=name,
             metric=chosen.metric,
+            real_labels=real_labels,
             say=lambda text: print(printable(text), file=sys.stderr),
             **dict(OmegaConf.to_container(OmegaConf.merge(chosen.evaluators.get(evaluator, {}), given))),
         )
@@ -156,12 +163,16 @@ def _accuracies(one: Evaluation, frame: pd.DataFrame) -> pd.Series:
 
 
 def _classes(one: Evaluation, frame: pd.DataFrame) -> pd.DataFrame:
-    """Accuracy per class with the trained encoder, mean over seeds: a column per label budget and variant."""
+    """Accuracy per class with the trained encoder, mean over seeds: a column per label budget and variant but ReaL,
+    whose images may have several classes."""
     import pandas as pd
 
+    from ssl_vit.evaluators.real_labels import VARIANT
+
     labels, names = one.results[0].prediction.labels, one.about["classes"]
-    correct = pd.DataFrame([row.prediction.correct for row in one.results])[frame["arm"] == "trained"]
-    shares = correct.groupby(frame["labels"], sort=False).mean().T.groupby(labels)
+    shown = [n for n, row in enumerate(one.results) if row.arm == "trained" and VARIANT not in row.variant]
+    correct = pd.DataFrame([one.results[n].prediction.correct for n in shown], index=shown)
+    shares = correct.groupby(frame["labels"][shown], sort=False).mean().T.groupby(labels)
     cells = shares.mean().mul(100).map("{:.1f}".format)
     cells.insert(0, "images", shares.size())
     cells.insert(0, "class", [names[label] if label < len(names) else str(label) for label in cells.index])
