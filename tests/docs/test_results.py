@@ -43,12 +43,14 @@ def test_a_section_of_results_repeats_its_kept_output(section: str) -> None:
     assert not missing, f"not in the kept output: {missing}"
 
 
-def test_the_readme_repeats_the_kept_output_of_the_demo() -> None:
+def test_the_readme_repeats_its_kept_outputs() -> None:
     text = (ROOT / "README.md").read_text()
-    (paragraph,) = [part for part in text.split("\n\n") if "results/demo_digits.md" in part]
-    numbers = DECIMAL.findall(paragraph)
-    assert len(numbers) >= 3
-    assert all(number in kept_file(paragraph) for number in numbers)
+    paragraphs = [part for part in text.split("\n\n") if "recipes/results/" in part]
+    assert len(paragraphs) >= 2
+    for paragraph in paragraphs:
+        numbers = DECIMAL.findall(paragraph)
+        assert len(numbers) >= 3
+        assert all(number in kept_file(paragraph) for number in numbers)
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in (RECIPES / "results").glob("*.md")))
