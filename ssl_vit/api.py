@@ -176,7 +176,7 @@ def evaluate(
     config = recipe.validate(module.Config, recipe.parse_overrides(overrides), f"{name}: ")
     folder = _writable(run / checkpoint.RESULTS) if run else None
     context = make_context(found, settings, train, test, cache=run / "features" if run else None, metric=metric)
-    context.say = say if context.accelerator.is_main_process else silent
+    context.say, context.title = say if context.accelerator.is_main_process else silent, name
     for note in set_notes(context.train, context.test):
         context.say(f"note: {note}")
     if found.folder:  # before anything is measured: a run that is still training saves others meanwhile

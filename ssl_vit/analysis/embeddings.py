@@ -17,6 +17,7 @@ from ssl_vit.data.shards import ShardSet, open_shards
 from ssl_vit.files import atomic_file
 from ssl_vit.interfaces import UserError
 from ssl_vit.models.encoder import Pooling
+from ssl_vit.progress import progress_bar
 from ssl_vit.training.distributed import gather, make_accelerator
 
 
@@ -48,13 +49,15 @@ def embed(
         ranks=accelerator.num_processes,
     )
     rows, skipped = list[tuple[int, str, int, np.ndarray]](), list[Skip]()
-    for batch, chunk in evaluation_batches(stream, accelerator.device):
-        with accelerator.autocast():
-            vectors = encoder.represent(batch.images, pooling)
-        valid = batch.valid.cpu()
-        numbers = [tensor.cpu()[valid].tolist() for tensor in (batch.indices, batch.labels)]
-        rows += zip(numbers[0], batch.keys, numbers[1], vectors.float().cpu()[valid].numpy(), strict=True)
-        skipped += chunk.skipped
+    with progress_bar("embedding", opened.samples) as advance:
+        for batch, chunk in evaluation_batches(stream, accelerator.device):
+            with accelerator.autocast():
+                vectors = encoder.represent(batch.images, pooling)
+            valid = batch.valid.cpu()
+            numbers = [tensor.cpu()[valid].tolist() for tensor in (batch.indices, batch.labels)]
+            rows += zip(numbers[0], batch.keys, numbers[1], vectors.float().cpu()[valid].numpy(), strict=True)
+            skipped += chunk.skipped
+            advance(len(numbers[0]) * accelerator.num_processes)
     everyone = gather((rows, skipped))
     rows = [row for rank in everyone for row in rank[0]]
     if not rows:

@@ -22,6 +22,7 @@ from ssl_vit.files import read_json
 from ssl_vit.interfaces import RunError, UserError
 from ssl_vit.models import factory
 from ssl_vit.models.vit import ViTEncoder
+from ssl_vit.progress import progress_bar
 from ssl_vit.records import RunSummary, TaskRecord, TaskResult
 from ssl_vit.results import Result
 from ssl_vit.runs import SUMMARY, is_main_process, wait_for_everyone
@@ -81,7 +82,8 @@ def _run(plan: Plan, task: TaskRecord) -> tuple[list[Result], dict[str, Any]]:
         summary = api.train(plan.pretraining(task)) / SUMMARY
         return [], {"run": recipe.validate(RunSummary, read_json(summary), f"{summary}: ")}
     if task.kind == "pictures":
-        return [], _pictures(plan, task)
+        with progress_bar(task.id, None):
+            return [], _pictures(plan, task)
     row, (budgets, made) = plan.rows[task.arm], plan.budgets_and_seeds(task)
     best = None
     for need in (need for need in plan.tasks if need.id in task.after and need.kind == "sweep"):
@@ -130,6 +132,7 @@ def make_context(plan: Plan, task: TaskRecord, initialization: int) -> EvalConte
         cache=None if plan.rows[task.arm].kind == "control" else plan.run / "features",
         metric=data.metric,
     )
+    context.title = task.id
     if own is None:
         context.objective = None  # nothing says what these weights were trained for
     return context

@@ -15,12 +15,13 @@ import pandas as pd
 from PIL import Image, UnidentifiedImageError
 
 from ssl_vit.data.packing.cache import is_shards, parts_of
-from ssl_vit.data.packing.parallel import process_count, progress_bar, run
+from ssl_vit.data.packing.parallel import process_count, run
 from ssl_vit.data.shards import ShardSet, open_shards
 from ssl_vit.data.shards.info import IMAGE_EXTENSIONS, local_info
 from ssl_vit.data.shards.reading import BadSample
 from ssl_vit.data.verify import verify
 from ssl_vit.interfaces import UserError
+from ssl_vit.progress import progress_bar
 
 # Unrelated photographs of Imagenette (750,000 pairs) differ in at least 11 bits. Of 517,320 pairs of different digits,
 # 27 differ in at most 4 bits, none of them in less than 9 gray levels. Copies that were resized or compressed again

@@ -18,12 +18,13 @@ import numpy as np
 
 from ssl_vit.data.packing import content_hash
 from ssl_vit.data.packing.images import channels, decode, open_header
-from ssl_vit.data.packing.parallel import end_with_parent, process_count, progress_bar, run
+from ssl_vit.data.packing.parallel import end_with_parent, process_count, run
 from ssl_vit.data.packing.sources.base import BrokenImageError
 from ssl_vit.data.shards.info import IMAGE_EXTENSIONS, Info, ShardEntry, open_set
 from ssl_vit.data.shards.reading import BadSample, ShardFile
 from ssl_vit.files import sha256
 from ssl_vit.interfaces import UserError
+from ssl_vit.progress import progress_bar
 
 Report = Callable[[str, str, str], None]  # key, kind, detail
 _LABEL = re.compile(rb"\s*-?\d{1,18}\s*")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -96,6 +97,16 @@ class TrainedConfig(SweepConfig):
         )
 
 
+class _Steps(loop.Callback):
+    """Shows how many steps are done."""
+
+    def __init__(self, advance: Callable[[int], None]) -> None:
+        self.advance = advance
+
+    def after_step(self, trainer: loop.Trainer) -> None:
+        self.advance(1)
+
+
 def fit(evaluator: Evaluator, images: ImageSet, encoder: Encoder, seed: int) -> Classifier:
     """Train `encoder` and a new head on labeled images as the evaluator's `stage` says. Raises Diverged, with its
     `cost`."""
@@ -125,7 +136,9 @@ def fit(evaluator: Evaluator, images: ImageSet, encoder: Encoder, seed: int) -> 
     objective = job.objective
     assert isinstance(objective, classification.Objective)
     try:
-        outcome = loop.train(job)
+        with context.progress("training", job.total_steps) as advance:
+            job.callbacks = [*job.callbacks, _Steps(advance)]
+            outcome = loop.train(job)
     except Diverged as error:
         error.cost = cost_of(error.steps)
         raise

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -31,6 +32,7 @@ from ssl_vit.interfaces import Config, Diverged, ObjectiveConfig, Size, UserErro
 from ssl_vit.models import EncoderConfig, ImageSize, Resampling
 from ssl_vit.models.encoder import Encoder, Pooling
 from ssl_vit.models.factory import at_size, build
+from ssl_vit.progress import progress_bar
 from ssl_vit.training import distributed
 from ssl_vit.training.distributed import Engine
 
@@ -47,6 +49,7 @@ class EvalContext:
     """An encoder to evaluate, with labeled train and test shards.
 
     trained: the encoder. untrained: the same architecture, freshly initialized: the reference row.
+    title: of this work, in front of its progress (None: none is shown).
     data: image preparation (`evaluation_resize`) and loader workers. batch_size: images in a forward pass of a process.
     weights: where the trained encoder came from (None: it is freshly initialized itself).
     cache: folder that keeps extracted features (None: none is kept); it may be deleted at any time.
@@ -66,6 +69,7 @@ class EvalContext:
     cache: Path | None = None
     objective: ObjectiveConfig | None = None
     say: Callable[[str], None] = silent
+    title: str | None = None
     metric: Metric = "accuracy"
     skipped: list[Skip] = field(default_factory=list)
     features: dict[object, object] = field(default_factory=dict)
@@ -83,6 +87,10 @@ class EvalContext:
         """How many classes the shards name; where neither set names any, as many as the training labels say."""
         named = max(len(self.train.classes or ()), len(self.test.classes or ()))
         return named or int(self.train_labels.max()) + 1
+
+    def progress(self, what: str, total: int) -> AbstractContextManager[Callable[[int], None]]:
+        """See `progress_bar`."""
+        return progress_bar(what, total, self.title is not None)
 
     def skipped_names(self) -> list[dict[str, str]]:
         """The samples skipped so far, each once, as plain JSON."""
@@ -202,13 +210,16 @@ def extract(
         needs_labels=True,
     )
     found: list[tuple[np.ndarray, ...]] = []
-    for batch, chunk in evaluation_batches(stream, context.accelerator.device):
-        context.skipped += chunk.skipped
-        with context.accelerator.autocast():
-            outputs = reader(batch.images)
-        valid = batch.valid.cpu()  # selected on the host: on XLA, each number of them would be a program of its own
-        parts = (outputs.float().cpu()[valid], batch.labels.cpu()[valid], batch.indices.cpu()[valid])
-        found.append(tuple(part.numpy() for part in parts))
+    count = shards.samples if images.images is None else len(images.images)
+    with context.progress(f"{what} of {images.split} images", count) as advance:
+        for batch, chunk in evaluation_batches(stream, context.accelerator.device):
+            context.skipped += chunk.skipped
+            with context.accelerator.autocast():
+                outputs = reader(batch.images)
+            valid = batch.valid.cpu()  # selected on the host: on XLA, each number of them would be a program of its own
+            parts = (outputs.float().cpu()[valid], batch.labels.cpu()[valid], batch.indices.cpu()[valid])
+            found.append(tuple(part.numpy() for part in parts))
+            advance(len(parts[0]) * context.accelerator.num_processes)
     own = tuple(np.concatenate(parts) for parts in zip(*found, strict=True))
     rows, labels, order = (np.concatenate(parts) for parts in zip(*distributed.gather(own), strict=True))
     if len(labels) == 0:

@@ -90,25 +90,27 @@ def measure(
         return
     wanted = np.unique(np.concatenate([train.images for train in chosen if train.images is not None]))
     together = None if len(wanted) == (context.train_labels >= 0).sum() else wanted
-    for (budget, seed), images in zip(places, chosen, strict=True):
-        train = ImageSet(context, source, "train", images.images, together)
-        settings, notes = (best, ()) if best is not None else _settings(evaluator, train, seed)
-        try:
-            rows = list(
-                _results(
-                    evaluator, _fit(evaluator, settings, train, seed + shift), train, budget, seed, settings, notes
+    with context.progress(f"{context.title}: {source}", len(places)) as advance:
+        for (budget, seed), images in zip(places, chosen, strict=True):
+            train = ImageSet(context, source, "train", images.images, together)
+            settings, notes = (best, ()) if best is not None else _settings(evaluator, train, seed)
+            try:
+                rows = list(
+                    _results(
+                        evaluator, _fit(evaluator, settings, train, seed + shift), train, budget, seed, settings, notes
+                    )
                 )
-            )
-        except Diverged as error:
-            if settings:
-                error.args = (
-                    f"{evaluator.title}: {_words(settings)} diverged with seed {seed} ({source}, "
-                    f"{budget_words(budget)}): {str(error).splitlines()[0]}; remove that value from the sweep",
-                )
-            raise
-        if rows[0].seconds:
-            context.say(f"{source}, {budget_words(budget)}, seed {seed}: {rows[0].seconds:.0f} s")
-        yield from rows
+            except Diverged as error:
+                if settings:
+                    error.args = (
+                        f"{evaluator.title}: {_words(settings)} diverged with seed {seed} ({source}, "
+                        f"{budget_words(budget)}): {str(error).splitlines()[0]}; remove that value from the sweep",
+                    )
+                raise
+            if rows[0].seconds:
+                context.say(f"{source}, {budget_words(budget)}, seed {seed}: {rows[0].seconds:.0f} s")
+            advance(1)
+            yield from rows
 
 
 def evaluate(evaluator: Evaluator, context: EvalContext) -> tuple[list[Result], dict[str, SweepRecord]]:
@@ -220,27 +222,30 @@ def _select(
     tried: list[Settings] = []
     best: Settings = {}
     top, winner, total, train = -1.0, None, Cost(), splits[0][0]
-    for settings in _candidates(evaluator):
-        scores: list[float] = []
-        classifier, cost = None, Cost()
-        try:
-            for kept, held in splits:
-                fitted = _fit(evaluator, settings, kept, seed)
-                found = fitted(held)[0]
-                scores.append(scored(found.prediction)[train.context.metric])
-                cost += found.cost
-                classifier = classifier or fitted
-            score = fmean(scores)
-        except Diverged as error:
-            classifier, score = None, 0.0
-            cost += error.cost if isinstance(error.cost, Cost) else Cost()
-        total += cost
-        tried.append({**settings, "held_out_accuracy": score})
-        if evaluator.trains_encoder:
-            outcome = f"{score:.1%} of the held-out images, {cost.seconds:.0f} s" if classifier else "diverged"
-            train.context.say(f"{_words(settings)}: {outcome}")
-        if classifier and score > top:
-            best, top, winner = settings, score, classifier
+    candidates = _candidates(evaluator)
+    with train.context.progress(f"{train.context.title}: {train.source}, sweep", len(candidates)) as advance:
+        for settings in candidates:
+            scores: list[float] = []
+            classifier, cost = None, Cost()
+            try:
+                for kept, held in splits:
+                    fitted = _fit(evaluator, settings, kept, seed)
+                    found = fitted(held)[0]
+                    scores.append(scored(found.prediction)[train.context.metric])
+                    cost += found.cost
+                    classifier = classifier or fitted
+                score = fmean(scores)
+            except Diverged as error:
+                classifier, score = None, 0.0
+                cost += error.cost if isinstance(error.cost, Cost) else Cost()
+            total += cost
+            tried.append({**settings, "held_out_accuracy": score})
+            if evaluator.trains_encoder:
+                outcome = f"{score:.1%} of the held-out images, {cost.seconds:.0f} s" if classifier else "diverged"
+                train.context.say(f"{_words(settings)}: {outcome}")
+            if classifier and score > top:
+                best, top, winner = settings, score, classifier
+            advance(1)
     images = np.unique(np.concatenate([held.images for _, held in splits if held.images is not None]))
     count = 0 if train.images is None else len(train.images)
     record = SweepRecord(candidates=tuple(tried), best=best, cost=total, labels=count, held_out=len(images))

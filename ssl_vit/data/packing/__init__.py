@@ -19,13 +19,14 @@ import PIL
 
 from ssl_vit import __version__
 from ssl_vit.data.packing import record
-from ssl_vit.data.packing.parallel import process_count, progress_bar, run
+from ssl_vit.data.packing.parallel import process_count, run
 from ssl_vit.data.packing.plan import Options, plan_shards
 from ssl_vit.data.packing.sources.base import Source
 from ssl_vit.data.packing.writer import ShardJob, ShardWriter, WrittenShard
 from ssl_vit.data.shards.info import INFO, Dropped, Info, ShardEntry, local_info
 from ssl_vit.files import write_json
 from ssl_vit.interfaces import UserError
+from ssl_vit.progress import progress_bar
 
 
 def pack(

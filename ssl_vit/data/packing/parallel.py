@@ -1,18 +1,14 @@
-"""The same work for many shards, on all cores, with progress."""
+"""The same work for many shards, on all cores."""
 
 from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from importlib.util import find_spec
+from collections.abc import Callable, Iterable
 from itertools import islice
 from typing import Any, TypeVar
 
 from loky import FIRST_COMPLETED, BrokenProcessPool, ProcessPoolExecutor, wait
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ssl_vit.interfaces import RunError, UserError
 
@@ -81,16 +77,3 @@ def end_with_parent() -> None:
     """End this process if it is one of `run` whose parent was killed; work calls it now and then."""
     if _parent is not None and os.getppid() != _parent:
         signal.raise_signal(signal.SIGTERM)
-
-
-@contextmanager
-def progress_bar(what: str, total: int | None, show: bool) -> Iterator[Callable[[int], None]]:
-    """A function to call with the number of images that were finished; draws a bar on a terminal, and in a notebook
-    with ipywidgets."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    console = Console(stderr=True)
-    notebook = console.is_jupyter and find_spec("ipywidgets")  # rich draws with it
-    hidden = not (show and (console.is_terminal or notebook))
-    with Progress(*columns, console=console, transient=True, disable=hidden) as bar:
-        task = bar.add_task(what, total=total)
-        yield lambda count: bar.advance(task, count)
