@@ -16,6 +16,13 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Slow tests take minutes on two idle cores; on a busy machine they may take four times as long."""
+    for item in items:
+        if item.get_closest_marker("slow"):
+            item.add_marker(pytest.mark.timeout(1200))
+
+
 def few_of(whole: Callable[..., Any]) -> Callable[..., Any]:
     """A source's `open_images` cut to the first 400 digits to train on and the first 100 to test on."""
 

@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import resource
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,8 @@ Command = Sequence[object]
 @dataclass(frozen=True)
 class Outcome:
     """How commands ended. codes: exit codes; shorter than the commands where the process was killed or died.
-    text: what all of them wrote. mib: how much the process, or one of its workers, grew. seconds: in all."""
+    text: what all of them wrote. mib: how much the process, or one of its workers, grew. seconds: of processor time,
+    with its workers'; other programs on a busy machine do not count."""
 
     codes: list[int]
     text: str
@@ -26,20 +26,18 @@ class Outcome:
     seconds: float
 
 
-def run(folder: Path, *commands: Command, limit: float = 100) -> Outcome:
+def run(folder: Path, *commands: Command, limit: float = 250) -> Outcome:
     """`ssl-vit COMMAND` in `folder`, one after the other. limit: seconds until the process is killed."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["ssl_vit.api", "ssl_vit.cli", "ssl_vit.comparison.run", "ssl_vit.report.page"])
     process = context.Process(target=_commands, args=(str(folder), [list(map(str, command)) for command in commands]))
-    start = time.monotonic()
     process.start()
     process.join(limit)
-    seconds = time.monotonic() - start
     if process.is_alive():
         process.kill()
         process.join()
     told = json.loads((folder / "codes.json").read_text())
-    return Outcome(told["codes"], (folder / "output.txt").read_text(errors="replace"), told["mib"], seconds)
+    return Outcome(text=(folder / "output.txt").read_text(errors="replace"), **told)
 
 
 def _commands(folder: str, commands: list[list[str]]) -> None:
@@ -54,7 +52,7 @@ def _commands(folder: str, commands: list[list[str]]) -> None:
         os.dup2(file, stream)
     torch.set_num_threads(1)
     before, codes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, list[int]()
-    Path("codes.json").write_text(json.dumps({"codes": codes, "mib": 0}))
+    Path("codes.json").write_text(json.dumps({"codes": codes, "mib": 0, "seconds": 0}))
     for command in commands:
         sys.argv = ["ssl-vit", *command]
         try:
@@ -63,5 +61,7 @@ def _commands(folder: str, commands: list[list[str]]) -> None:
         except SystemExit as stop:
             codes.append(int(stop.code or 0))
         sys.stdout.flush()
-        grown = max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-        Path("codes.json").write_text(json.dumps({"codes": codes, "mib": (grown - before) / 1024}))
+        used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+        seconds = sum(one.ru_utime + one.ru_stime for one in used)
+        grown = max(one.ru_maxrss for one in used) - before
+        Path("codes.json").write_text(json.dumps({"codes": codes, "mib": grown / 1024, "seconds": seconds}))

@@ -43,7 +43,7 @@ def harmless(outcome: Outcome, *codes: int) -> None:
     assert outcome.codes == list(codes), outcome.text[-3000:]
     assert "Traceback" not in outcome.text, outcome.text[-3000:]
     assert "\x1b]" not in outcome.text and "\x07" not in outcome.text
-    assert outcome.mib < MIB and outcome.seconds < 90, outcome
+    assert outcome.mib < MIB and outcome.seconds < 30, outcome
 
 
 @pytest.mark.parametrize("command", ["make", "verify", "center", "inception", "eval", "embed"])

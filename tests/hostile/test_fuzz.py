@@ -38,9 +38,7 @@ def fuzzed(test: Fuzz, **values: Any) -> list[Any]:
     name = test.__name__
     return [
         pytest.param(fast(given(**values)(test)), id=name),
-        pytest.param(
-            slow(given(**values)(test)), id=f"{name}-long", marks=[pytest.mark.slow, pytest.mark.timeout(1200)]
-        ),
+        pytest.param(slow(given(**values)(test)), id=f"{name}-long", marks=pytest.mark.slow),
     ]
 
 
