@@ -30,6 +30,7 @@ from ssl_vit.evaluators.features import FeatureConfig, check_features, silent
 from ssl_vit.evaluators.labels import choose_labeled, held_out_split, labels_of, set_notes
 from ssl_vit.files import read_json, write_json, write_text
 from ssl_vit.interfaces import UserError, printable
+from ssl_vit.models import factory
 from ssl_vit.recipe import Recipe
 from ssl_vit.records import ComparisonRecord, TaskRecord
 from ssl_vit.report.export import as_json
@@ -187,7 +188,12 @@ def _check_evaluator(plan: Plan, opened: dict[str, ShardSet], task: TaskRecord) 
     """Raises UserError where an evaluator cannot work with the encoder of a task, at next to no cost."""
     row = plan.rows[task.arm]
     evaluator, own = plan.evaluator(task.data, task.evaluator, row.name), plan.recipes.get(row.like)
-    if own is None or row.kind == "pixels":
+    if row.kind == "pixels":
+        return
+    if own is None:  # weights without a recipe
+        if isinstance(evaluator.config, FeatureConfig):
+            given = plan.study.comparison.arms[row.like].weights or ""
+            check_features(factory.load(given), evaluator.config)
         return
     train, test = (opened[plan.part(task.data, part, task.fold)] for part in ("train", "test"))
     if evaluator.needs_head and row.name in plan.study.recipes:

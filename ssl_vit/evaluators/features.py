@@ -119,10 +119,11 @@ class FeatureConfig(Config):
         return tuple(getattr(self, name) for name in FeatureConfig.model_fields)
 
 
-def check_features(encoder: EncoderConfig, wanted: FeatureConfig) -> None:
-    """Raises UserError where an encoder of this configuration has no such features; no weights are made."""
+def check_features(encoder: EncoderConfig | Encoder, wanted: FeatureConfig) -> None:
+    """Raises UserError where this encoder, or one of this configuration, has no such features; no weights are made."""
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
-        model = build(encoder).untrained(wanted.image_size).eval()
+        like = encoder if isinstance(encoder, Encoder) else build(encoder)
+        model = like.untrained(wanted.image_size).eval()
         image = torch.zeros(1, model.channels, *model.image_size, dtype=torch.uint8)
         model.represent(image, wanted.pooling, wanted.block)
 

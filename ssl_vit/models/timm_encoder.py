@@ -76,7 +76,9 @@ class TimmEncoder(Encoder):
     def check_pooling(self, pooling: Pooling) -> None:
         super().check_pooling(pooling)
         if pooling == "patches" and not self.patches:
-            raise UserError(f"pooling=patches: {self.name} ({self.kind}) has no patch tokens: use mean")
+            raise UserError(
+                f"pooling=patches: {self.name} ({self.kind}) has no patch tokens: use mean, or another evaluator"
+            )
 
     def untrained(self, image_size: Size | None = None) -> Self:
         size = self.image_size if image_size is None else pair(image_size)

@@ -83,6 +83,15 @@ def test_the_architecture_may_be_a_key(mini: Mini, tmp_path: Path) -> None:
         load_comparison(mini(arms={"ssl": {"label": "x", "recipe": "digits_ssl", "architecture": "resnet18"}}))
 
 
+def test_features_that_the_weights_do_not_have_are_refused_before_the_first_task(mini: Mini, tmp_path: Path) -> None:
+    path = resnet(tmp_path / "my.safetensors", architecture="test_resnet")
+    arms = {"mine": {"label": "mine", "weights": path, "evaluators": {"few_shot": {"image_size": 32, "block": 1}}}}
+    recipe = mini(arms=arms, seeds=[0], evaluators={"few_shot": {"labels_per_class": [1]}})
+    with pytest.raises(UserError, match=r"evaluators\.few_shot, mine: block=1"):
+        dry_run_comparison(load_comparison(recipe))
+    assert not (tmp_path / "run" / "tasks").exists()
+
+
 def test_an_optional_arm_is_left_out_where_the_hub_is_out_of_reach(
     mini: Mini, tmp_path: Path, no_hub: Path, call: Callable[..., tuple[int, str]]
 ) -> None:
