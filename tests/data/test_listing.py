@@ -68,6 +68,11 @@ def test_an_endless_list_of_files_ends_at_a_limit(
         list_shards(f"{server.url}/{spec}", REMOTE)
 
 
+def test_a_pattern_that_walks_a_whole_server_is_refused(server: Any) -> None:
+    with pytest.raises(UserError, match=r"\*\* is not allowed"):
+        open_shards(f"{server.url}/**/0.tar", REMOTE)
+
+
 def test_a_list_of_tags_that_never_end_is_read_at_once(server: Any, folder: Path) -> None:
     """Patterns that look for the end of each of these would take hours."""
     (folder / "shards" / "info.json").unlink()

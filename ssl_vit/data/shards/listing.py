@@ -130,6 +130,8 @@ class _Remote(_Store):
         return self._ask("ls", folder, detail=False)
 
     def matching(self, pattern: str) -> list[str]:
+        if self.http and "**" in pattern:  # the folders of a server may never end
+            raise UserError(f"{self.url(pattern)}: ** is not allowed in http URLs; {self.refused}")
         return self._ask("glob", pattern) if self._is_glob(pattern) else [pattern]
 
     def info(self, folder: str) -> Info | None:
