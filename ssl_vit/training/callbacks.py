@@ -204,7 +204,7 @@ class EarlyStopping(Callback):
     def _measure(self, trainer: Trainer) -> None:
         step, start = trainer.progress.step, time.perf_counter()
         trainer.share_buffers()
-        with trainer.published():
+        with trainer.interruptible(), trainer.published():  # in this order: the weights that train are saved
             value = self.measure(trainer.objective)
         trainer.model.train()
         trainer.progress.seconds += time.perf_counter() - start

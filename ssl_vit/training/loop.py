@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -159,12 +159,12 @@ class Trainer:
         self.state.parts = {"progress": self.progress, "scaler": self.scaler, "log": self.log, **named}
         self.signal, self.last, self.window_ends = 0, False, False
         self.skips: list[Skip] = []
-        self.search = training.auto_batch
+        self.search, self.request = training.auto_batch, StopRequest()
         self.new_window()
 
     def run(self, request: StopRequest) -> Outcome:
         """The whole training; see `train`."""
-        job, progress = self.job, self.progress
+        job, progress, self.request = self.job, self.progress, request
         notes = self._resume()
         with self.log:
             self.log.begin(progress.step, notes, job.recipe)
@@ -174,7 +174,8 @@ class Trainer:
             self.new_window()
             while not stop and progress.step < job.total_steps:
                 asked = time.perf_counter()
-                self.batch, chunk = self._next(batches, request)
+                with self.interruptible():
+                    self.batch, chunk = next(batches)
                 self.window.waited += time.perf_counter() - asked
                 if self.search:
                     self._find_accumulation()
@@ -190,19 +191,20 @@ class Trainer:
         self.share_buffers()
         return Outcome(progress.step, progress.seconds, tuple(self.log.skipped), request.agreed())
 
-    def _next(self, batches: Iterator[tuple[Batch, Chunk]], request: StopRequest) -> tuple[Batch, Chunk]:
-        """The next batch. Raises Stopped, once all is saved, where none comes after a signal."""
+    @contextmanager
+    def interruptible(self) -> Iterator[None]:
+        """Around what may take long while no step is half done: a signal raises Stopped there, once all is saved."""
         try:
-            request.waiting = True
-            return next(batches)
+            self.request.waiting = True
+            yield
         except Stopped:
-            request.waiting = False
+            self.request.waiting = False
             if self.progress.step and not distributed.several():  # several save together, at the end of a step
                 for callback in self.job.callbacks:
                     callback.end(self)
             raise
         finally:
-            request.waiting = False
+            self.request.waiting = False
 
     def train_step(self, batch: Batch) -> StepResult:
         """One optimizer step over this process's part of a batch. Nothing here waits for the device."""

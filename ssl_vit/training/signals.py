@@ -14,7 +14,7 @@ from ssl_vit.interfaces import PREEMPTED, Stopped
 from ssl_vit.training import distributed
 
 _ONE_REQUEST = 3.0  # seconds; a launcher repeats the signal that the terminal or the scheduler has sent already
-_PATIENCE = 5.0  # seconds to wait for a batch once asked to stop
+_PATIENCE = 5.0  # seconds to wait for a batch or a probe once asked to stop
 
 
 def stopped(number: int) -> Stopped:
@@ -25,7 +25,8 @@ def stopped(number: int) -> Stopped:
 class StopRequest:
     """Whether some process was asked to stop; all processes get the same answer at the same step.
 
-    waiting: for a batch, where no step is half done: Stopped is raised there when it takes longer than 5 seconds.
+    waiting: for a batch or a probe, where no step is half done: Stopped is raised there when it takes longer than 5
+        seconds.
     """
 
     def __init__(self) -> None:

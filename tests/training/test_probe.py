@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,8 +20,9 @@ from ssl_vit.data.shards import open_shards
 from ssl_vit.evaluators.features import FeatureConfig, ImageSet
 from ssl_vit.evaluators.few_shot import few_shot_accuracy
 from ssl_vit.evaluators.online import OnlineProbe
+from ssl_vit.interfaces import Stopped
 from ssl_vit.models import factory
-from ssl_vit.training import ProbeConfig
+from ssl_vit.training import ProbeConfig, checkpoint, signals
 from ssl_vit.training.distributed import make_accelerator
 
 Train = Callable[..., Path]
@@ -75,6 +79,34 @@ def test_a_probe_sees_the_averaged_weights_that_are_published(
     again = load_file(tmp_path / "without" / "checkpoints" / "step_00000012" / "training.safetensors")
     kept = load_file(tmp_path / "run" / "checkpoints" / "step_00000012" / "training.safetensors")
     assert all(torch.equal(kept[name], tensor) for name, tensor in again.items()), "training continues from its own"
+
+
+def test_a_signal_ends_a_long_probe_and_the_next_start_repeats_it(
+    train: Train, lines: Lines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def endless(self: OnlineProbe, objective: torch.nn.Module) -> float:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(100)
+        return 0.5
+
+    keys = ["training.ema=0.5", "encoder.dropout=0.1", "probe.every=5", "probe.images=20", "probe.labels_per_class=1"]
+    monkeypatch.setattr(OnlineProbe, "__call__", lambda self, objective: 0.5)
+    train(tmp_path / "whole", *keys)
+    monkeypatch.setattr(signals, "_PATIENCE", 0.1)
+    monkeypatch.setattr(OnlineProbe, "__call__", endless)
+    with pytest.raises(Stopped) as stop:
+        train(tmp_path / "run", *keys)
+    assert stop.value.code == 75
+    assert [path.name for path in checkpoint.folders(tmp_path / "run")] == ["step_00000005"]
+    monkeypatch.setattr(OnlineProbe, "__call__", lambda self, objective: 0.5)
+    train(tmp_path / "run", *keys)
+    assert [row["step"] for row in lines(tmp_path / "run") if "probe_accuracy" in row] == [5, 10, 12]
+    for name in ("encoder", "training"):
+        one, two = (
+            load_file(tmp_path / run / "checkpoints" / "step_00000012" / f"{name}.safetensors")
+            for run in ("whole", "run")
+        )
+        assert one.keys() == two.keys() and all(torch.equal(tensor, two[key]) for key, tensor in one.items())
 
 
 def test_a_probe_that_does_not_rise_ends_the_run_and_it_stays_ended(train: Train, lines: Lines, tmp_path: Path) -> None:
