@@ -127,10 +127,10 @@ def _close_process_group() -> None:
 
 
 def _tell_launcher(text: str) -> None:
-    """For the last lines of torchrun and `accelerate launch`, where the reason else would not be; in torch's format."""
+    """Write the error, in torch's format, where torchrun and `accelerate launch` read the reason that they print last."""
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        told = {"py_callstack": printable(text), "timestamp": str(int(time.time()))}
-        Path(path).write_text(json.dumps({"message": {"message": printable(text), "extraInfo": told}}))
+        details = {"py_callstack": printable(text), "timestamp": str(int(time.time()))}
+        Path(path).write_text(json.dumps({"message": {"message": printable(text), "extraInfo": details}}))
 
 
 def _leave(code: int) -> NoReturn:

@@ -39,7 +39,7 @@ def report(
     ] = Form.html,
 ) -> None:
     """Write one self-contained HTML page: verdict, curves, tables, costs, pictures, commands. Of an unfinished
-    comparison, whatever is finished.
+    comparison, everything finished so far.
 
     Example: `ssl-vit report runs/demo`
     """

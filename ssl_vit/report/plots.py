@@ -148,7 +148,7 @@ def confusion_matrix(shares_KK: np.ndarray, names: Sequence[str]) -> Markup:
         if len(names) <= 12:
             for (row, column), share in np.ndenumerate(shares_KK):
                 if share >= 0.005:
-                    color = "white" if share > 0.6 else "black"  # on the cell, whatever the page's background is
+                    color = "white" if share > 0.6 else "black"  # on the cell, on a light and a dark page
                     axes.text(column, row, f"{100 * share:.0f}", color=color, ha="center", va="center", fontsize=8)
         short = [textwrap.shorten(name, 14, placeholder="…") if len(name) > 14 else name for name in names]
         shown = range(len(names)) if len(names) <= 30 else ()

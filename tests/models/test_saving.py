@@ -14,7 +14,7 @@ from ssl_vit.models.factory import CONFIG, WEIGHTS, fresh, load, state
 
 Make = Callable[..., Any]
 
-# No position for the class token, registers, no class token at all, a pool by attention left out, a norm after pooling.
+# No position for the class token, registers, no class token at all, a pool by attention excluded, a norm after pooling.
 OTHERS = [
     "deit3_small_patch16_224",
     "vit_small_patch14_reg4_dinov2",

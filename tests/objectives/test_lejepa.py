@@ -54,7 +54,7 @@ def test_sigreg_is_the_integral_over_each_direction_and_view() -> None:
 
 @pytest.mark.parametrize("images", [64, 1024])
 def test_sigreg_of_gaussian_projections_is_its_expected_value(images: int) -> None:
-    """Whatever the number of images: the mean over 400 independent views."""
+    """For any number of images: the mean over 400 independent views."""
     found = float(sigreg(drawn(images, 400, 4), unit(4, 16)))
     assert found == pytest.approx(GAUSSIAN, rel=0.1)
 

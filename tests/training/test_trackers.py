@@ -1,4 +1,4 @@
-"""Trackers by name through Accelerate; whatever happens to them, the training continues."""
+"""Trackers by name through Accelerate; the training continues when they fail."""
 
 from __future__ import annotations
 
