@@ -18,7 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from ssl_vit.interfaces import printable
 
-_SILENCE, _SHARE = 10.0, 0.1  # seconds between lines, at least; more for long work: a tenth of the time that it took
+_SILENCE, _SHARE = 10.0, 0.1  # least seconds between lines, and as a share of the elapsed time
 
 
 @dataclass

@@ -127,7 +127,7 @@ def _close_process_group() -> None:
 
 
 def _tell_launcher(text: str) -> None:
-    """Write the error, in torch's format, where torchrun and `accelerate launch` read the reason that they print last."""
+    """Write the error, in torch's format, to the file whose message torchrun and `accelerate launch` print last."""
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         details = {"py_callstack": printable(text), "timestamp": str(int(time.time()))}
         Path(path).write_text(json.dumps({"message": {"message": printable(text), "extraInfo": details}}))
