@@ -31,7 +31,7 @@ STEPS = 24
 STAGES = {
     "pretraining": ("digits_ssl", ()),
     "supervised": ("digits_supervised", ()),
-    "fine_tuning": ("digits_supervised", ("objective.head=linear", "optim.name=sgd")),
+    "fine_tuning": ("digits_supervised", ("objective.head=linear", "optim.lr=0.01")),
 }
 
 
