@@ -192,7 +192,7 @@ def embed(
         if settings is None or not isinstance(settings.data.train, str):
             raise UserError(f"{name}: no recipe there names one dataset; name the images to embed")
         data = settings.data.train
-    from ssl_vit.analysis import embeddings
+    from ssl_vit.evaluators import embeddings
     from ssl_vit.training.distributed import is_main
 
     frame = embeddings.embed(_opened(model), str(data), pooling=pooling, batch_size=batch_size, workers=workers)

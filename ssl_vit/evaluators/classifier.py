@@ -152,7 +152,7 @@ def fit(evaluator: Evaluator, images: ImageSet, encoder: Encoder, seed: int) -> 
 def predict(objective: classification.Objective, images: ImageSet) -> Prediction:
     """Predictions for labeled images, each once, the same on every process. Raises as `extract` does."""
     objective.eval()
-    found = extract(images, objective.logits, objective.encoder.image_size, "logits")
+    found = extract(images, lambda batch: objective.logits(batch.images), objective.encoder.image_size, "logits")
     probabilities = softmax(found.vectors, axis=1)
     top = top_classes(probabilities, np.arange(probabilities.shape[1]))
     return Prediction(found.images, found.labels, found.vectors.argmax(1), *top)

@@ -28,7 +28,7 @@ from ssl_vit.data.shards import ShardSet
 from ssl_vit.evaluators import Metric
 from ssl_vit.evaluators.labels import labels_of
 from ssl_vit.files import atomic_path
-from ssl_vit.interfaces import Config, Diverged, ObjectiveConfig, Size, UserError
+from ssl_vit.interfaces import Batch, Config, Diverged, ObjectiveConfig, Size, UserError
 from ssl_vit.models import EncoderConfig, ImageSize, Resampling
 from ssl_vit.models.encoder import Encoder, Pooling
 from ssl_vit.models.factory import at_size, build
@@ -186,17 +186,20 @@ class ImageSet:
 @torch.no_grad()  # inference mode does not go with XLA
 def extract(
     images: ImageSet,
-    reader: Callable[[torch.Tensor], torch.Tensor],
+    reader: Callable[[Batch], torch.Tensor],
     image_size: Size | None = None,
     what: str = "features",
+    *,
+    needs_labels: bool = True,
 ) -> Features:
-    """`reader` (uint8 images on the device -> (B, d)) over all of the images that have a label, in index order.
+    """`reader` (a batch on the device -> (B, d)) over all of the images, in index order.
 
     The processes share the images; every process gets all rows.
 
     image_size: pixels (None: the trained encoder's). what: name of the outputs in errors.
+    needs_labels: skip images without a label.
 
-    Raises UserError where there is no labeled image, Diverged for outputs that are not finite.
+    Raises UserError where no image can be read, Diverged for outputs that are not finite.
     """
     context, shards = images.context, images.shards
     stream = evaluation_stream(
@@ -208,7 +211,7 @@ def extract(
         rank=context.accelerator.process_index,
         ranks=context.accelerator.num_processes,
         indices=images.images,
-        needs_labels=True,
+        needs_labels=needs_labels,
     )
     found: list[tuple[np.ndarray, ...]] = []
     count = shards.samples if images.images is None else len(images.images)
@@ -216,7 +219,7 @@ def extract(
         for batch, chunk in evaluation_batches(stream, context.accelerator.device):
             context.skipped += chunk.skipped
             with context.accelerator.autocast():
-                outputs = reader(batch.images)
+                outputs = reader(batch)
             valid = batch.valid.cpu()  # selected on the host: on XLA, each number of them would be a program of its own
             parts = (outputs.float().cpu()[valid], batch.labels.cpu()[valid], batch.indices.cpu()[valid])
             found.append(tuple(part.numpy() for part in parts))
@@ -224,7 +227,8 @@ def extract(
     own = tuple(np.concatenate(parts) for parts in zip(*found, strict=True))
     rows, labels, order = (np.concatenate(parts) for parts in zip(*distributed.gather(own), strict=True))
     if len(labels) == 0:
-        raise UserError(f"{shards.spec}: no sample there has a readable image and a label (.cls)")
+        labeled = " and a label (.cls)" if needs_labels else ""
+        raise UserError(f"{shards.spec}: no sample there has a readable image{labeled}")
     if not (finite := np.isfinite(rows).all(axis=1)).all():
         error = Diverged(
             f"the {what} of image {order[~finite].min()} of {shards.spec} are not finite: the weights hold such "
@@ -236,11 +240,11 @@ def extract(
     return Features(rows[ascending], labels[ascending], order[ascending])
 
 
-def _pixels(images: torch.Tensor) -> torch.Tensor:
+def _pixels(batch: Batch) -> torch.Tensor:
     """Raw pixels, scaled to [-1, 1]; a side longer than 32 is shrunk to 32 by area."""
-    height, width = images.shape[-2:]
+    height, width = batch.images.shape[-2:]
     size = (min(height, _PIXELS), min(width, _PIXELS))
-    pixels = images.float()
+    pixels = batch.images.float()
     return (pixels if size == (height, width) else F.adaptive_avg_pool2d(pixels, size)).flatten(1) / 127.5 - 1
 
 
@@ -255,7 +259,8 @@ def _cached(images: ImageSet, wanted: FeatureConfig) -> Features:
         if wanted.image_size:
             encoder = at_size(encoder, wanted.image_size, wanted.position_resampling)
         encoder.to(context.accelerator.device).eval()
-        features = extract(images, lambda x: encoder.represent(x, wanted.pooling, wanted.block), wanted.image_size)
+        pooling, block = wanted.pooling, wanted.block
+        features = extract(images, lambda batch: encoder.represent(batch.images, pooling, block), wanted.image_size)
         found = features, [skip for rank in distributed.gather(context.skipped[before:]) for skip in rank]
         if path and main:
             try:

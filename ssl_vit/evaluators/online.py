@@ -57,4 +57,4 @@ class OnlineProbe:
         encoder, pooling = objective.encoder, self.config.pooling
         assert isinstance(encoder, Encoder)
         wanted = ImageSet(self.context, "trained", "train", images)
-        return extract(wanted, lambda x: encoder.represent(x, pooling))
+        return extract(wanted, lambda batch: encoder.represent(batch.images, pooling))

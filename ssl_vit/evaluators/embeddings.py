@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -11,17 +10,14 @@ import torch
 from torch import nn
 
 from ssl_vit.analysis import loaded
-from ssl_vit.data.evaluation import evaluation_batches, evaluation_stream
-from ssl_vit.data.samples import Skip
 from ssl_vit.data.shards import ShardSet, open_shards
+from ssl_vit.evaluators.features import EvalContext, ImageSet, extract
 from ssl_vit.files import atomic_file
-from ssl_vit.interfaces import UserError
+from ssl_vit.interfaces import Batch
 from ssl_vit.models.encoder import Pooling
-from ssl_vit.progress import progress_bar
 from ssl_vit.training.distributed import gather, make_accelerator
 
 
-@torch.no_grad()
 def embed(
     model: Path | nn.Module,
     shards: str,
@@ -39,35 +35,24 @@ def embed(
     accelerator = make_accelerator(settings.training.precision if settings else "fp32")
     encoder.to(accelerator.device).eval()
     opened = open_shards(shards, preparation.remote)
-    stream = evaluation_stream(
-        opened,
-        preparation,
-        encoder.image_size,
-        encoder.channels,
-        batch_size=batch_size,
-        rank=accelerator.process_index,
-        ranks=accelerator.num_processes,
+    context = EvalContext(
+        encoder, encoder, opened, opened, preparation, accelerator, batch_size=batch_size, title="embed"
     )
-    rows, skipped = list[tuple[int, str, int, np.ndarray]](), list[Skip]()
-    with progress_bar("embedding", opened.samples) as advance:
-        for batch, chunk in evaluation_batches(stream, accelerator.device):
-            with accelerator.autocast():
-                vectors = encoder.represent(batch.images, pooling)
-            valid = batch.valid.cpu()
-            numbers = [tensor.cpu()[valid].tolist() for tensor in (batch.indices, batch.labels)]
-            rows += zip(numbers[0], batch.keys, numbers[1], vectors.float().cpu()[valid].numpy(), strict=True)
-            skipped += chunk.skipped
-            advance(len(numbers[0]) * accelerator.num_processes)
-    everyone = gather((rows, skipped))
-    rows = [row for rank in everyone for row in rank[0]]
-    if not rows:
-        raise UserError(f"{shards}: none of its {opened.samples} image(s) can be read")
-    rows.sort(key=lambda row: row[0])
-    frame = pd.DataFrame([row[1:] for row in rows], columns=["key", "label", "embedding"])
+    own_keys: dict[int, str] = {}
+
+    def read(batch: Batch) -> torch.Tensor:
+        own_keys.update(zip(batch.indices[batch.valid].tolist(), batch.keys, strict=True))
+        return encoder.represent(batch.images, pooling)
+
+    features = extract(ImageSet(context, "trained", "test"), read, what="embeddings", needs_labels=False)
+    everyone = gather((own_keys, context.skipped_names()))
+    keys = {image: key for own, _ in everyone for image, key in own.items()}
+    columns = {"key": [keys[image] for image in features.images.tolist()], "label": features.labels}
+    frame = pd.DataFrame(columns | {"embedding": list(features.vectors)})
     if (names := file_names(opened)).any():
-        frame.insert(1, "file", names[[row[0] for row in rows]])
+        frame.insert(1, "file", names[features.images])
     frame.attrs["grid"] = list(encoder.grid)
-    frame.attrs["skipped"] = [asdict(skip) for rank in everyone for skip in rank[1]]
+    frame.attrs["skipped"] = [skip for _, skipped in everyone for skip in skipped]
     return frame
 
 
