@@ -1,45 +1,20 @@
 """Attention of a trained ViT: probabilities by layer, mean attention distance, attention rollout.
 
-timm's blocks use fused attention, which returns no probabilities. Here they are computed again from the queries and
-keys that a block gives to the fused kernel, for any kind of block; the model itself runs unchanged.
+timm's blocks use fused attention, which returns no probabilities. They are those of a copy of each block without it;
+the model itself runs unchanged.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+import copy
+from collections.abc import Iterator
 
 import numpy as np
 import torch
-import torch.nn.functional as F  # noqa: N812
-from torch.overrides import TorchFunctionMode
 
-from ssl_vit.interfaces import UserError
 from ssl_vit.models.vit import ViTEncoder
 
 _MAP_NUMBERS = 2**24  # of one layer's attention held at once (64 MiB in float32), unless one image alone has more
-
-
-class Probabilities(TorchFunctionMode):
-    """Within it, each fused attention call adds softmax(scale * q k^T + bias), (B, H, T, T), to `maps` and runs as
-    before."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.maps: list[torch.Tensor] = []
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func is F.scaled_dot_product_attention:
-            queries, keys = args[:2]
-            given = kwargs or {}
-            bias = given.get("attn_mask")  # of relative positions
-            if (bias is not None and bias.dtype == torch.bool) or given.get("is_causal") or given.get("scale"):
-                raise UserError("attention with a mask or a scale of its own cannot be pictured")
-            logits = queries * queries.shape[-1] ** -0.5 @ keys.mT
-            self.maps.append((logits if bias is None else logits + bias).softmax(-1))
-        return func(*args, **(kwargs or {}))
 
 
 @torch.no_grad()
@@ -48,17 +23,17 @@ def attention_maps(encoder: ViTEncoder, images_BCHW: torch.Tensor) -> Iterator[t
 
     T counts prefix tokens and patches; row q holds how query token q spreads its attention over all tokens and sums to
     1. Where a block makes several attention calls (parallel or differential attention), H counts the heads of all.
-    Raises UserError for attention with a mask or a scale of its own, and where timm's fused attention is switched off.
     """
     tokens = encoder.enter(encoder.embed(images_BCHW))
-    for layer, block in enumerate(encoder.network.blocks):
-        with Probabilities() as seen:
-            tokens = block(tokens)
-        if not seen.maps:
-            raise UserError(f"{encoder.name}: layer {layer} did not use fused attention; unset TIMM_FUSED_ATTN")
-        maps = seen.maps.pop() if len(seen.maps) == 1 else torch.cat(seen.maps, dim=1)
-        del seen
-        yield maps
+    for block in encoder.network.blocks:
+        unfused, maps = copy.deepcopy(block), list[torch.Tensor]()
+        for module in unfused.modules():
+            if hasattr(module, "fused_attn"):
+                module.fused_attn = False
+                module.attn_drop.register_forward_pre_hook(lambda _, inputs, own=maps: own.append(inputs[0]))
+        unfused(tokens)
+        tokens = block(tokens)
+        yield torch.cat(maps, dim=1)
 
 
 def _groups(encoder: ViTEncoder, images_NCHW: torch.Tensor) -> tuple[torch.Tensor, ...]:
