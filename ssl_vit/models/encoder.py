@@ -96,6 +96,7 @@ class Encoder(nn.Module, ABC):
     def forward(self, images_BCHW: torch.Tensor) -> torch.Tensor:
         """uint8 images -> output tokens (B, P + N, D), patches in row-major order."""
 
+    @abstractmethod
     def represent(self, images_BCHW: torch.Tensor, pooling: Pooling, block: int | None = None) -> torch.Tensor:
         """uint8 images -> one vector per image.
 
@@ -103,9 +104,6 @@ class Encoder(nn.Module, ABC):
         block: read the tokens after this block (from 1), under the model's last norm; None: the output tokens.
         Raises UserError for a block that the network does not have.
         """
-        if block is not None:
-            raise UserError(f"block={block}: {self.name} is not a transformer and has no blocks")
-        return self.pool(self(images_BCHW), pooling)
 
     def normalized(self, images_BCHW: torch.Tensor) -> torch.Tensor:
         """uint8 images -> float32 of the same shape, (pixel / 255 - mean) / std, on the images' device."""
@@ -139,15 +137,16 @@ class Encoder(nn.Module, ABC):
 
 
 def create(name: str, arguments: dict[str, Any]) -> Any:
-    """timm's model without a classifier. Raises UserError for a name that timm does not know, naming the closest.
-
-    Arguments that do not fit raise the errors of timm.
-    """
+    """timm's model without a classifier. Raises UserError for a name that timm does not know, naming the closest, and
+    for arguments that do not fit."""
     if not timm.is_model(name):
         raise UserError(f"encoder.name='{name}' is not a timm model{close_names(name)}")
     if refused := sorted(_NOT_SIZES & arguments.keys()):
         raise UserError(f"encoder.name='{name}': model_args cannot hold {', '.join(refused)}; remove it")
-    return timm.create_model(name, pretrained=False, num_classes=0, **arguments)
+    try:
+        return timm.create_model(name, pretrained=False, num_classes=0, **arguments)
+    except (TypeError, AssertionError, ValueError, RuntimeError) as error:
+        raise UserError(f"encoder.name='{name}' cannot have these settings: {arguments} ({error})") from None
 
 
 def close_names(name: str) -> str:

@@ -29,21 +29,15 @@ class TimmEncoder(Encoder):
         Raises UserError for sizes that the network cannot have and a mean or std of other channels.
         """
         super().__init__(name, arguments, mean, std)
-        self.network = self._create(arguments)
+        self.network = create(name, arguments)
         self.image_size, self.kind = pair(image_size), type(self.network).__name__
         self._measure()
-
-    def _create(self, arguments: dict[str, Any]) -> Any:
-        try:
-            return create(self.name, arguments)
-        except (TypeError, AssertionError, ValueError, RuntimeError) as error:
-            raise UserError(f"encoder.name='{self.name}' cannot have these settings: {arguments} ({error})") from None
 
     def _measure(self) -> None:
         """Read the shapes of outputs from a network without numbers. Raises UserError for an image size that fails."""
         shape = (1, self.channels, *self.image_size)
         with torch.random.fork_rng(devices=[]), torch.no_grad(), torch.device("meta"):
-            network = self._create(self.arguments).eval()
+            network = create(self.name, self.arguments).eval()
             try:
                 found = network.forward_features(torch.empty(shape))
                 pooled = network.forward_head(found, pre_logits=True)
@@ -54,13 +48,12 @@ class TimmEncoder(Encoder):
         self._is_map = isinstance(found, torch.Tensor) and found.ndim == 4
         self._channels_last = getattr(network, "output_fmt", "NCHW") == "NHWC"
         prefix = getattr(network, "num_prefix_tokens", None)
-        self._is_sequence = isinstance(found, torch.Tensor) and found.ndim == 3 and prefix is not None
         self._grid, self._token_width = (0, 0), self.width
         if self._is_map:
             self._grid = (found.shape[1], found.shape[2]) if self._channels_last else (found.shape[2], found.shape[3])
-            self._token_width = int(found.shape[1 if not self._channels_last else 3])
-        elif self._is_sequence:
-            self.prefix_tokens = int(prefix or 0)
+            self._token_width = int(found.shape[3 if self._channels_last else 1])
+        elif isinstance(found, torch.Tensor) and found.ndim == 3 and prefix is not None:
+            self.prefix_tokens = int(prefix)
             self.has_class_token = getattr(network, "cls_token", None) is not None
             patches, own = found.shape[1] - self.prefix_tokens, getattr(network, "patch_embed", None)
             rows, columns = getattr(own, "grid_size", None) or (1, patches)

@@ -8,7 +8,6 @@ from typing import Any, Self
 import torch
 from timm.layers import build_sincos2d_pos_embed
 from timm.models import checkpoint_seq
-from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
 from ssl_vit.interfaces import Size, UserError, pair
@@ -37,22 +36,13 @@ class ViTEncoder(Encoder):
     ) -> None:
         """timm's `name` built with `arguments`; the other arguments as in `EncoderConfig`.
 
-        Raises UserError for a name that is not a plain ViT, for sizes that it cannot have, and for a mean or std of
-        another number of channels.
+        Raises UserError for sizes that the network cannot have, and for a mean or std of another number of channels.
         """
         arguments = {**arguments, "dynamic_img_size": False}  # sizes change through `untrained` only
         if positions in ("none", "relative"):
             arguments["pos_embed"] = "none"
         super().__init__(name, arguments, mean, std)
-        try:
-            vit = create(name, arguments)
-        except (TypeError, AssertionError, ValueError) as error:
-            with torch.device("meta"):
-                vit = create(name, {})
-            if type(vit) is VisionTransformer:
-                raise UserError(f"encoder.name='{name}' cannot have these sizes: {arguments} ({error})") from None
-        if type(vit) is not VisionTransformer:
-            raise UserError(f"encoder.name='{name}' is a {type(vit).__name__}: use a VisionTransformer")
+        vit = create(name, arguments)
         if vit.attn_pool is not None:  # a head, as in SigLIP: the encoder is what comes before it
             self.arguments |= {"global_pool": "avg", "fc_norm": False}
             vit = create(name, self.arguments)
@@ -204,7 +194,7 @@ class ViTEncoder(Encoder):
         if block and block > (depth := len(self.network.blocks)):
             raise UserError(f"block={block}: {self.name} has blocks 1 to {depth}")
         if pooling != "token" and block is None:
-            return super().represent(images_BCHW, pooling)
+            return self.pool(self(images_BCHW), pooling)
         pick: Pick | None = (lambda tokens: tokens[:, :1]) if pooling == "token" else None
         return self.pool(self._read(self.enter(self.embed(images_BCHW)), pick, block), pooling)
 

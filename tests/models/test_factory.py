@@ -5,9 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import timm
 import torch
-from torch import nn
 
 from ssl_vit.interfaces import UserError
 from ssl_vit.models import EncoderConfig
@@ -15,41 +13,7 @@ from ssl_vit.models.factory import build, fresh, initialize, load, require_vit, 
 
 Make = Callable[..., Any]
 
-FREE = {"image_size": 28, "channels": 1, "patch_size": 7, "width": 16, "depth": 2, "heads": 2}
-
 # --- sizes ---
-
-
-def counted(image: int, channels: int, patch: int, width: int, layers: int, mlp: int) -> int:
-    """Weights and biases of equations 1 to 4, counted by hand."""
-    embedding = patch * patch * channels * width + width
-    attention = 3 * (width * width + width) + width * width + width
-    perceptron = width * mlp + mlp + mlp * width + width
-    positions = ((image // patch) ** 2 + 1) * width
-    return embedding + width + positions + layers * (attention + perceptron + 4 * width) + 2 * width
-
-
-def parameters(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
-
-
-@pytest.mark.parametrize(
-    ("config", "sizes", "millions"),
-    [
-        ({"name": "vit_tiny_patch16_224"}, (224, 3, 16, 192, 12, 768), 5.5),
-        ({"name": "vit_base_patch16_224"}, (224, 3, 16, 768, 12, 3072), 85.8),
-        ({"name": "vit_large_patch16_224"}, (224, 3, 16, 1024, 24, 4096), 303.3),
-        ({"name": "vit_huge_patch14_224"}, (224, 3, 14, 1280, 32, 5120), 630.8),
-        ({**FREE, "mlp_ratio": 2.0, "channels": 4}, (28, 4, 7, 16, 2, 32), 0.0),
-    ],
-)
-def test_parameter_counts(config: dict[str, Any], sizes: tuple[int, ...], millions: float) -> None:
-    with torch.device("meta"):
-        encoder = build(EncoderConfig(**config))
-        if len(config) == 1:
-            assert parameters(encoder) == parameters(timm.create_model(config["name"], num_classes=0))
-    assert parameters(encoder) == counted(*sizes)
-    assert round(parameters(encoder) / 1e6, 1) == millions
 
 
 @pytest.mark.parametrize(
@@ -126,7 +90,7 @@ def test_weights_of_another_activation_function_are_not_taken_over() -> None:
         ({"name": "vitamin_xlarge_256"}, "has no position embeddings"),
         ({"mean": (0.4, 0.5)}, r"encoder\.mean has 2 numbers for 3 channels"),
         ({"std": (0.2, 0.0, 0.2)}, r"encoder\.std=0\.0 must be greater than 0"),
-        ({"width": 16, "heads": 3}, "cannot have these sizes.*divisible"),
+        ({"width": 16, "heads": 3}, "cannot have these settings.*divisible"),
     ],
 )
 def test_what_cannot_be_built_is_the_users_mistake(config: dict[str, Any], message: str) -> None:
