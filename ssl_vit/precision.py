@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 import torch
 
 from ssl_vit import stage
 from ssl_vit.data.order import LanePosition
-from ssl_vit.data.shards import ShardSet, open_training
-from ssl_vit.interfaces import Batch, UserError
+from ssl_vit.data.shards import open_training
+from ssl_vit.interfaces import UserError
 from ssl_vit.recipe import Recipe, run_recipe
 from ssl_vit.training import Precision, distributed
-from ssl_vit.training.distributed import Engine, make_accelerator, shared_errors
+from ssl_vit.training.distributed import make_accelerator, shared_errors
 
 # In order of preference: a later one is chosen only if it takes at most this share of the time of those before it.
 _CANDIDATES: dict[str, tuple[Precision, ...]] = {"cuda": ("tf32", "bf16")}
@@ -38,9 +37,9 @@ def resolve(settings: Recipe, say: Callable[[str], None]) -> Recipe:
     return with_precision(settings, chosen)
 
 
-def choose(settings: Recipe, say: Callable[[str], None], shards: ShardSet | None = None) -> Precision:
+def choose(settings: Recipe, say: Callable[[str], None]) -> Precision:
     """The fastest precision by `measure`; the same on all processes."""
-    seconds = measure(settings, shards)
+    seconds = measure(settings)
     chosen = fastest(seconds)
     say(f"training.precision=auto: {chosen} ({', '.join(f'{name} {took:.3f} s' for name, took in seconds.items())})")
     return chosen
@@ -50,7 +49,7 @@ def with_precision(settings: Recipe, precision: Precision) -> Recipe:
     return settings.model_copy(update={"training": settings.training.model_copy(update={"precision": precision})})
 
 
-def measure(settings: Recipe, shards: ShardSet | None = None) -> dict[Precision, float]:
+def measure(settings: Recipe) -> dict[Precision, float]:
     """Seconds of a forward and backward pass over one micro-batch, by precision, over all processes; writes nothing.
 
     Best of three interleaved rounds after a first one. Arguments and errors as `resolve`.
@@ -63,15 +62,16 @@ def measure(settings: Recipe, shards: ShardSet | None = None) -> dict[Precision,
     with shared_errors():
         data = settings.data.model_copy(update={"workers": 0})
         trial = settings.model_copy(update={"data": data})
-        job = stage.build(trial, shards or open_training(data), accelerator, quiet=True)
+        job = stage.build(trial, open_training(data), accelerator, quiet=True)
         batch = next(job.batches([LanePosition()] * job.lanes))[0].split(settings.training.accumulate)[0]
     module, kept = job.objective.to(accelerator.device).train(), dict[Precision, float]()
     for number in range(_ROUNDS + 1):
         for precision in _CANDIDATES.get(accelerator.device.type, _OTHERWISE):
-            start = time.perf_counter()
-            _pass(module, batch, accelerator, precision)
+            torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
+            accelerator.precision = precision
+            took, _ = stage.forward_backward(module, batch, accelerator)
             if number:
-                kept[precision] = min(kept.get(precision, float("inf")), time.perf_counter() - start)
+                kept[precision] = min(kept.get(precision, float("inf")), took)
     every = distributed.gather(kept)
     return {precision: sum(one[precision] for one in every) for precision in kept}
 
@@ -83,14 +83,3 @@ def fastest(seconds: dict[Precision, float]) -> Precision:
         if took < _GAIN * seconds[chosen]:
             chosen = precision
     return chosen
-
-
-def _pass(module: torch.nn.Module, batch: Batch, accelerator: Engine, precision: Precision) -> None:
-    torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
-    accelerator.precision = precision
-    with accelerator.autocast():
-        loss = module(batch).loss
-    loss.backward()
-    module.zero_grad(set_to_none=True)
-    if accelerator.device.type == "cuda":
-        torch.cuda.synchronize()

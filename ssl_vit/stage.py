@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from ssl_vit.recipe import Recipe
 from ssl_vit.training.callbacks import Checkpointing, Logging, NanGuard, Pictures, StopOnSignal
 from ssl_vit.training.distributed import Engine, make_accelerator
 from ssl_vit.training.flops import training_flops
-from ssl_vit.training.loop import Callback, Job
+from ssl_vit.training.loop import Job
 
 
 def build(
@@ -40,7 +40,6 @@ def build(
     classes: int | None = None,
     subset: np.ndarray | None = None,
     run: Path | None = None,
-    callbacks: Sequence[Callback] = (),
     quiet: bool = False,
 ) -> Job:
     """A training job, the same on every process except for its part of the data and its dropout.
@@ -49,7 +48,6 @@ def build(
     classes: number of classes; None: as many as the shards name.
     subset: int64 global indices of the images to train on; None: `data.samples` of them.
     run: the run directory; None keeps nothing on disk.
-    callbacks: beside those that the recipe asks for.
 
     Raises UserError for a model, objective or topology that cannot work.
     """
@@ -108,7 +106,7 @@ def build(
         run=run,
         data=shards.fingerprint,
         classes=tuple(shards.classes or ()) if needs_labels else (),
-        callbacks=[NanGuard(), Logging(), Checkpointing(), StopOnSignal(), *pictures, *callbacks],
+        callbacks=[NanGuard(), Logging(), Checkpointing(), StopOnSignal(), *pictures],
         recipe=recipe.flatten(settings.model_dump(mode="json")),
         quiet=quiet,
     )
@@ -238,11 +236,8 @@ def dry_run(settings: Recipe, shards: ShardSet | None = None, subset: np.ndarray
     start = time.perf_counter()
     part = next(batches)[0].split(training.accumulate)[0]
     data_seconds = time.perf_counter() - start
-    module, passes = job.objective.to(accelerator.device).train(), []
-    for _ in range(4):
-        start = time.perf_counter()
-        kept = _kept_bytes(module, part, accelerator)
-        passes.append(time.perf_counter() - start)
+    module = job.objective.to(accelerator.device).train()
+    passes = [forward_backward(module, part, accelerator) for _ in range(4)]
     samples = (settings.data.samples or shards.samples) if subset is None else len(subset)
     return DryRun(
         run=str(settings.run_directory),
@@ -255,15 +250,16 @@ def dry_run(settings: Recipe, shards: ShardSet | None = None, subset: np.ndarray
         parameters=sum(p.numel() for p in parameters),
         gflop_per_image=round(flops / 1e9, 3),
         weights_mib=round(sum(4 * p.numel() * (copies if p.requires_grad else 1) for p in parameters) / 2**20, 1),
-        activations_mib=round(kept / 2**20, 1),
-        compute_seconds=round(min(passes[1:]) * training.accumulate, 4),
+        activations_mib=round(passes[-1][1] / 2**20, 1),
+        compute_seconds=round(min(passes[1:])[0] * training.accumulate, 4),
         data_seconds=round(data_seconds, 4),
         recipe=settings.model_dump(mode="json"),
     )
 
 
-def _kept_bytes(module: nn.Module, part: Batch, accelerator: Engine) -> int:
-    """One forward and backward pass; returns the bytes that autograd kept in between, parameters apart."""
+def forward_backward(module: nn.Module, part: Batch, accelerator: Engine) -> tuple[float, int]:
+    """One forward and backward pass: its seconds, and the bytes that autograd kept in between, parameters apart."""
+    start = time.perf_counter()
     own = {p.untyped_storage().data_ptr() for p in module.parameters()}
     kept: dict[int, int] = {}
 
@@ -279,4 +275,4 @@ def _kept_bytes(module: nn.Module, part: Batch, accelerator: Engine) -> int:
     module.zero_grad(set_to_none=True)
     if accelerator.device.type == "cuda":
         torch.cuda.synchronize()
-    return sum(kept.values())
+    return time.perf_counter() - start, sum(kept.values())
