@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from pydantic import BaseModel, ConfigDict
@@ -87,6 +87,9 @@ def pair(size: Size) -> tuple[int, int]:
     return (size, size) if isinstance(size, int) else (size[0], size[1])
 
 
+_PER_SAMPLE = ("images", "labels", "noise", "flip", "jitter", "indices", "valid", "keys")  # fields of `Batch`
+
+
 @dataclass
 class Batch:
     """The images of one process for one step, in lane order. With several views, the rows of an image are consecutive
@@ -125,25 +128,12 @@ class Batch:
         if parts == 1:
             return [self]
         size = len(self.images) // parts
-        tensors = (
-            "images",
-            "labels",
-            "noise",
-            "flip",
-            "indices",
-            "valid",
-            *(["jitter"] if self.jitter is not None else []),
-        )
-        return [
-            Batch(
-                **{name: getattr(self, name)[n * size : (n + 1) * size] for name in tensors},
-                keys=self.keys[n * size : (n + 1) * size],
-                lane_size=self.lane_size,
-                views=self.views,
-                step=self.step,
-            )
-            for n in range(parts)
-        ]
+        return [self.rows(slice(n * size, (n + 1) * size)) for n in range(parts)]
+
+    def rows(self, rows: slice) -> Batch:
+        """Some of the samples."""
+        given = {name: value for name, value in vars(self).items() if name in _PER_SAMPLE and value is not None}
+        return replace(self, **{name: value[rows] for name, value in given.items()})
 
     def mean(self, values_B: torch.Tensor) -> torch.Tensor:
         """The mean over the samples that are not padding, as a float32 scalar; 0 if all are padding."""

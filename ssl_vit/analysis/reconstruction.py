@@ -23,10 +23,7 @@ def reconstructions(objective: Any, batch: Batch, images: int = 6) -> np.ndarray
 
     objective: one with `reconstruct` (see `interfaces.Objective`); it is in evaluation mode afterwards.
     """
-    count = min(images, len(batch.images))
-    every = vars(batch).items()
-    tensors: dict[str, Any] = {name: value[:count] for name, value in every if isinstance(value, torch.Tensor)}
-    few = replace(batch, **tensors, keys=batch.keys[:count], lane_size=0, views=1)
+    few = replace(batch.rows(slice(images)), lane_size=0, views=1)
     objective.eval()
     pixels = device_images(few)
     columns = (patch_pixels(pixels, objective.encoder.patch_size), *objective.reconstruct(few, pixels))
