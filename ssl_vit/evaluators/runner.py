@@ -21,8 +21,6 @@ from ssl_vit.recipe import Recipe
 from ssl_vit.records import Cost, SweepRecord
 from ssl_vit.results import Budget, Result, Settings, scored
 
-_ALL_DIVERGED = "{}: every candidate of the sweep diverged; lower optim.lr"
-
 
 def budgets(evaluator: Evaluator, asked: Sequence[Budget]) -> tuple[Budget, ...]:
     """The label budgets to measure where a comparison asks for these: the protocol's own, those that the evaluator's
@@ -62,8 +60,6 @@ def sweep(
         )
     record, winner = _select(evaluator, splits, seed)
     context.say(f"{source}, {budget_words(budget)}: sweep scored on {record.held_out} held-out images")
-    if winner is None:
-        raise UserError(_ALL_DIVERGED.format(evaluator.title))
     rows = [] if budget == ALL else list(_results(evaluator, winner, train, budget, seed, record.best))
     return record, rows[0] if rows else None
 
@@ -95,11 +91,8 @@ def measure(
             train = ImageSet(context, source, "train", images.images, together)
             settings, notes = (best, ()) if best is not None else _settings(evaluator, train, seed)
             try:
-                rows = list(
-                    _results(
-                        evaluator, _fit(evaluator, settings, train, seed + shift), train, budget, seed, settings, notes
-                    )
-                )
+                classifier = _configured(evaluator, settings).fit(train, seed + shift)
+                rows = list(_results(evaluator, classifier, train, budget, seed, settings, notes))
             except Diverged as error:
                 if settings:
                     error.args = (
@@ -162,10 +155,6 @@ def _configured(evaluator: Evaluator, settings: Settings) -> Evaluator:
     return type(evaluator)(evaluator.config.with_settings(settings)) if settings else evaluator
 
 
-def _fit(evaluator: Evaluator, settings: Settings, train: ImageSet, seed: int) -> Classifier:
-    return _configured(evaluator, settings).fit(train, seed)
-
-
 def _train_images(
     evaluator: Evaluator,
     context: EvalContext,
@@ -206,18 +195,17 @@ def _settings(evaluator: Evaluator, train: ImageSet, seed: int) -> tuple[Setting
     if not len(splits[0][1]):
         middle = candidates[len(candidates) // 2]
         return middle, (f"no images could be held out for selection; the middle candidate, {_words(middle)}, was used",)
-    record, winner = _select(evaluator, [(train.of(kept), train.of(held)) for kept, held in splits], seed)
-    if winner is None:
-        raise UserError(_ALL_DIVERGED.format(evaluator.title))
+    record, _ = _select(evaluator, [(train.of(kept), train.of(held)) for kept, held in splits], seed)
     return record.best, ()
 
 
 def _select(
     evaluator: Evaluator, splits: Sequence[tuple[ImageSet, ImageSet]], seed: int
-) -> tuple[SweepRecord, Classifier | None]:
-    """The sweep, and the winner's classifier of the first split (None: all candidates diverged).
+) -> tuple[SweepRecord, Classifier]:
+    """The sweep, and the winner's classifier of the first split.
 
     splits: (images to train on, held-out images); the score of a candidate is the mean over them.
+    Raises UserError where all candidates diverge.
     """
     tried: list[Settings] = []
     best: Settings = {}
@@ -229,7 +217,7 @@ def _select(
             classifier, cost = None, Cost()
             try:
                 for kept, held in splits:
-                    fitted = _fit(evaluator, settings, kept, seed)
+                    fitted = _configured(evaluator, settings).fit(kept, seed)
                     found = fitted(held)[0]
                     scores.append(scored(found.prediction)[train.context.metric])
                     cost += found.cost
@@ -246,6 +234,8 @@ def _select(
             if classifier and score > top:
                 best, top, winner = settings, score, classifier
             advance(1)
+    if winner is None:
+        raise UserError(f"{evaluator.title}: every candidate of the sweep diverged; lower optim.lr")
     images = np.unique(np.concatenate([held.images for _, held in splits if held.images is not None]))
     count = 0 if train.images is None else len(train.images)
     record = SweepRecord(candidates=tuple(tried), best=best, cost=total, labels=count, held_out=len(images))
