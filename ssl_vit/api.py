@@ -29,6 +29,7 @@ from ssl_vit.evaluators.real_labels import read_real_labels, rescored
 from ssl_vit.files import sha256, write_json
 from ssl_vit.interfaces import UserError
 from ssl_vit.models import factory
+from ssl_vit.models.encoder import Encoder
 from ssl_vit.recipe import Recipe
 from ssl_vit.records import RunSummary
 from ssl_vit.results import Evaluation, Result, Table, save
@@ -100,40 +101,39 @@ def _probe(settings: Recipe, shards: ShardSet, job: loop.Job) -> list[EarlyStopp
 
 
 def make_context(
-    weights: Path | str | loaded.Loaded | None,
+    encoder: Encoder | None,
     settings: Recipe | None,
     train: str | Sequence[str],
     test: str,
     *,
+    data: DataConfig | None = None,
+    weights: Path | None = None,
     seed: int = 0,
     cache: Path | None = None,
     metric: Metric = "accuracy",
 ) -> EvalContext:
-    """What evaluators work on: the encoder at `weights` and labeled shards, as `open_shards` names them.
+    """What evaluators work on: an encoder and labeled shards, as `open_shards` names them.
 
-    weights: a folder, or what is loaded already; None: an untrained encoder of the recipe's architecture.
-    settings: the recipe that says the precision and, of a folder, how images are prepared.
+    encoder: None: an untrained one of the recipe's architecture.
+    settings: the recipe that says the precision and, without `data`, how images are prepared.
+    weights: the folder that the encoder was loaded from, if any.
     seed: of the untrained encoder.
     cache: where extracted features are kept.
     metric: see `EvalContext`.
 
-    Raises UserError for what cannot be loaded.
+    Raises UserError for shards that cannot be opened.
     """
-    if weights is None:
+    if encoder is None:
         assert settings is not None
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
-            trained = stage.build_encoder(settings.encoder, None)
-    else:
-        trained = weights.encoder if isinstance(weights, loaded.Loaded) else factory.load(weights)
-    preparation = settings.data if settings else DataConfig(train="")
-    if isinstance(weights, loaded.Loaded):
-        preparation, weights = weights.data, weights.folder
+            encoder = factory.build(settings.encoder)
+    preparation = data or (settings.data if settings else DataConfig(train=""))
     shards = open_shards(train, preparation.remote), open_shards(test, preparation.remote)
     check_same_classes(shards[0].classes, shards[1].classes, f"{train} and {test}")
     return EvalContext(
-        trained=trained,
-        untrained=factory.fresh(trained, seed),
+        trained=encoder,
+        untrained=factory.fresh(encoder, seed),
         train=shards[0],
         test=shards[1],
         data=preparation,
@@ -175,7 +175,16 @@ def evaluate(
     module, settings = plugins.load("evaluators", name), found.settings
     config = recipe.validate(module.Config, recipe.parse_overrides(overrides), f"{name}: ")
     folder = _writable(run / checkpoint.RESULTS) if run else None
-    context = make_context(found, settings, train, test, cache=run / "features" if run else None, metric=metric)
+    context = make_context(
+        found.encoder,
+        settings,
+        train,
+        test,
+        data=found.data,
+        weights=found.folder,
+        cache=run / "features" if run else None,
+        metric=metric,
+    )
     context.say, context.title = say if context.accelerator.is_main_process else silent, name
     for note in set_notes(context.train, context.test):
         context.say(f"note: {note}")

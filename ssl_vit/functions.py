@@ -129,13 +129,18 @@ def _opened(model: Place | nn.Module) -> Path | nn.Module:
     return Path(model) if isinstance(model, str | PathLike) else model
 
 
-def _recipe(model: Place | nn.Module) -> tuple[str, Recipe | None]:
-    """The name of a path or network in messages, and the recipe of its run, if any."""
+def _own_data(model: Place | nn.Module, fix: str) -> tuple[str, str]:
+    """The name of a path or network in messages, and the data that its run was trained on. Raises UserError where there
+    is none, and for several sets. fix: what to do then."""
     if isinstance(model, str | PathLike):
-        return str(Path(model)), run_recipe(Path(model))
-    from ssl_vit.analysis import loaded
+        name, settings = str(Path(model)), run_recipe(Path(model))
+    else:
+        from ssl_vit.analysis import loaded
 
-    return type(model).__name__, loaded.recipe_of(model)
+        name, settings = type(model).__name__, loaded.recipe_of(model)
+    if settings is None or not isinstance(settings.data.train, str):
+        raise UserError(f"{name}: no recipe there names one dataset; {fix}")
+    return name, settings.data.train
 
 
 def labeled_parts(
@@ -147,10 +152,7 @@ def labeled_parts(
     if train is not None and test is not None:
         return str(train), str(test)
     if data is None and train is None:
-        name, settings = _recipe(model)
-        own = settings.data.train if settings else None
-        if settings is None or not isinstance(own, str):
-            raise UserError(f"{name}: no recipe there names one dataset; name the data, with --data or data=")
+        name, own = _own_data(model, "name the data, with --data or data=")
         if test is not None:
             return own, str(test)
         if not own.endswith("#train") and Path(own).name != "train":
@@ -188,10 +190,7 @@ def embed(
     if out is not None and Path(out).suffix not in (".parquet", ".npz"):
         raise UserError(f"out={out}: give a name that ends in .parquet or .npz")
     if data is None:
-        name, settings = _recipe(model)
-        if settings is None or not isinstance(settings.data.train, str):
-            raise UserError(f"{name}: no recipe there names one dataset; name the images to embed")
-        data = settings.data.train
+        _, data = _own_data(model, "name the images to embed")
     from ssl_vit.evaluators import embeddings
     from ssl_vit.training.distributed import is_main
 

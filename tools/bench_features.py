@@ -99,7 +99,7 @@ def measure(context: EvalContext, batch: torch.Tensor, batches: int, pooling: Po
             encoder.represent(batch, pooling)
 
     def extracted() -> None:
-        extract(ImageSet(context, "trained", "train"), lambda images: encoder.represent(images, pooling))
+        extract(ImageSet(context, "trained", "train"), lambda batch: encoder.represent(batch.images, pooling))
 
     for do in (bare, extracted):  # one-time costs: threads, caches, memory of the first batch
         do()

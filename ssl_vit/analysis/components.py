@@ -11,7 +11,7 @@ from torch import nn
 from ssl_vit.interfaces import UserError
 from ssl_vit.models.vit import ViTEncoder
 
-FILTERS = 28  # paper, figure 7, left
+_FILTERS = 28  # paper, figure 7, left
 _BATCH = 16  # images in a forward pass
 _CLIPPED = 1.0  # percent of a component's values clipped at either end of its color range
 
@@ -24,8 +24,8 @@ class Components:
     explained: np.ndarray
 
 
-def filter_components(encoder: ViTEncoder, count: int = FILTERS) -> Components:
-    """The first principal components of the filters that read the pixels: values float64 (count, C, P, P).
+def filter_components(encoder: ViTEncoder) -> Components:
+    """The first principal components of the filters that read the pixels: values float64 (28, C, P, P).
 
     In a plain ViT these are the rows of the patch projection (paper, section 4.5); in a hybrid, the first convolution
     of its CNN. At most as many as the filters and their numbers allow. A component's largest number is positive.
@@ -35,7 +35,7 @@ def filter_components(encoder: ViTEncoder, count: int = FILTERS) -> Components:
     first = next(m for m in encoder.network.patch_embed.modules() if isinstance(m, nn.Conv2d))
     weights = first.weight.detach().cpu().double()
     flat = weights.flatten(1).numpy()
-    pca = PCA(min(count, *flat.shape), svd_solver="full").fit(flat)
+    pca = PCA(min(_FILTERS, *flat.shape), svd_solver="full").fit(flat)
     return Components(pca.components_.reshape(-1, *weights.shape[1:]), pca.explained_variance_ratio_)
 
 

@@ -124,10 +124,11 @@ def make_context(plan: Plan, task: TaskRecord, initialization: int) -> EvalConte
         raise UserError(f"{weights}: this encoder was removed; restore it, or delete {done} to train it again")
     assert data.train is not None and data.test is not None
     context = api.make_context(
-        weights,
+        None if weights is None else factory.load(weights),
         own or plan.preparation(like),
         data.train,
         data.test,
+        weights=weights,
         seed=initialization,
         cache=None if plan.rows[task.arm].kind == "control" else plan.run / "features",
         metric=data.metric,

@@ -44,11 +44,8 @@ class Evaluator(BaseEvaluator):
             raise UserError(f"{context.weights}: no checkpoint with a head is kept there; use another evaluator")
         path = saved.resolve().parent.parent / "summary.json"
         summary = read_json(path) if path.is_file() else {}  # a run that still trains has none
-        check_same_classes(
-            summary.get("classes") or checkpoint.classes_of(saved),
-            context.test.classes,
-            f"what {context.weights} was trained on and {context.test.spec}",
-        )
+        where = f"what {context.weights} was trained on and {context.test.spec}"
+        check_same_classes(checkpoint.classes_of(saved), context.test.classes, where)
         objective = classification.Objective(copy.deepcopy(context.trained), context.objective, context.classes)
         checkpoint.load_head(saved, objective)
         objective.to(context.accelerator.device)

@@ -28,7 +28,7 @@ AnyEncoder = TypeVar("AnyEncoder", bound=Encoder)
 
 WEIGHTS, CONFIG = "encoder.safetensors", "config.json"
 _POOLS: dict[Pooling | None, str] = {"token": "token", "mean": "avg"}  # timm's names
-_DAMAGED = (OSError, LookupError, ValueError, TypeError, AttributeError, RuntimeError, SafetensorError)
+DAMAGED = (OSError, LookupError, ValueError, TypeError, AttributeError, RuntimeError, SafetensorError)
 
 
 def build(config: EncoderConfig) -> Encoder:
@@ -122,11 +122,14 @@ def require_patches(encoder: Encoder, what: str) -> ViTEncoder:
     return vit
 
 
-def write_config(encoder: Encoder, path: Path, *, resize: float = 1.0, pooling: Pooling | None = None) -> None:
+def write_config(
+    encoder: Encoder, path: Path, *, resize: float = 1.0, pooling: Pooling | None = None, **more: Any
+) -> None:
     """Write timm's `config.json`, from which `timm.create_model("local-dir:FOLDER")` builds the same model.
 
     resize: as `data.evaluation_resize`.
     pooling: of what the model returns, where timm can express it (`token`, `mean`); None: the encoder's own.
+    more: other entries.
     """
     arguments, pools = dict(encoder.arguments), {}
     if isinstance(encoder, ViTEncoder):
@@ -142,6 +145,7 @@ def write_config(encoder: Encoder, path: Path, *, resize: float = 1.0, pooling: 
         "model_args": arguments,
         "pretrained_cfg": pretrained_cfg(encoder, resize),
         **encoder.own_settings,
+        **more,
     }
     path.write_text(json.dumps(content, indent=2) + "\n")
 
@@ -266,7 +270,7 @@ def load(path: Path | str) -> Encoder:
         config, tensors = json.loads((folder / CONFIG).read_text()), load_file(folder / WEIGHTS)
         _check_sizes(config, tensors)
         encoder = _from_config(config)
-    except _DAMAGED as error:
+    except DAMAGED as error:
         raise UserError(f"{folder}: not a readable encoder ({type(error).__name__}: {error})") from None
     load_state(encoder, tensors, str(folder))
     return encoder.eval()

@@ -218,12 +218,7 @@ class Objective(nn.Module):
             return patch_pixels(images_BCHW, patch).flatten(2).float() / 255
         if self.config.target == "mean_color":
             return mean_color_classes(images_BCHW, patch, self.config.bits)[..., None]
-        if patch % DOWNSIZED:
-            return downsized_classes(images_BCHW, patch, self.config.bits)
-        small = mean_color_classes(images_BCHW, patch // DOWNSIZED, self.config.bits)
-        side_h, side_w = images_BCHW.shape[2] * DOWNSIZED // patch, images_BCHW.shape[3] * DOWNSIZED // patch
-        grid = small.reshape(-1, 1, side_h, side_w)
-        return patch_pixels(grid, DOWNSIZED).flatten(2)
+        return downsized_classes(images_BCHW, patch, self.config.bits)
 
     def predict(self, batch: Batch, images_BCHW: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Corrupt, encode, predict: (head outputs float32 (B, K, ...), corrupted patches (B, K), tokens (B, N, D))."""

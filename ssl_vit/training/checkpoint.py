@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -32,6 +31,7 @@ from ssl_vit.training import distributed
 from ssl_vit.training.distributed import shared_errors
 from ssl_vit.training.state import (
     ENCODER,
+    NETWORK,
     OBJECTIVE,
     OPTIMIZER,
     RANDOM,
@@ -39,7 +39,6 @@ from ssl_vit.training.state import (
     State,
     Tensors,
     encoder_of,
-    network_of,
     part,
     placed,
     set_random_state,
@@ -122,9 +121,13 @@ def save(run: Path, step: int, state: State, keep_last: int) -> Path:
     with shared_errors():
         if distributed.is_main():
             unfinished = target.with_name(f".{target.name}.tmp")
-            with _disk_errors(run, target, unfinished):
+            try:
                 _write(unfinished, state, files)
                 _replace(unfinished, target)
+            except (OSError, SafetensorError) as error:
+                shutil.rmtree(unfinished, ignore_errors=True)
+                where = f"{last_saved(run)}; fix that and run the command again"
+                raise RunError(f"could not save checkpoint {target}: {error}\n{where}") from error
             for old in folders(run)[:-keep_last]:
                 if not (old / RESULTS).exists():
                     shutil.rmtree(old, ignore_errors=True)
@@ -161,17 +164,6 @@ def _replace(unfinished: Path, target: Path) -> None:
     shutil.rmtree(replaced, ignore_errors=True)
 
 
-@contextmanager
-def _disk_errors(run: Path, target: Path, unfinished: Path) -> Iterator[None]:
-    try:
-        yield
-    except (OSError, SafetensorError) as error:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        raise RunError(
-            f"could not save checkpoint {target}: {error}\n{last_saved(run)}; fix that and run the command again"
-        ) from error
-
-
 def publish_encoder(run: Path) -> None:
     """Put the newest checkpoint's encoder at the top of the run directory, by rename."""
     for name in (factory.WEIGHTS, factory.CONFIG):
@@ -184,21 +176,22 @@ def load(folder: Path, state: State) -> None:
 
     Raises UserError when a file is damaged or belongs to another recipe.
     """
-    objective, encoder, network = state.objective, encoder_of(state.objective), network_of(state.objective)
+    encoder = encoder_of(state.objective)
     try:
         content = json.loads((folder / _STATE).read_text())
         for name, component in state.parts.items():
             if content[name]:
                 component.load_state_dict(content[name])
         weights = own_format(encoder.network, load_file(folder / factory.WEIGHTS))
-        saved = {f"{network}{name}": tensor for name, tensor in weights.items()}
+        saved = {f"{NETWORK}{name}": tensor for name, tensor in weights.items()}
         saved |= load_file(folder / OBJECTIVE)
         trained = load_file(folder / TRAINING) if state.average else saved
         optimizer, random = load_file(folder / OPTIMIZER), load_file(folder / RANDOM)
     except (OSError, ValueError, LookupError, TypeError, SafetensorError) as error:
         raise _unreadable(folder, error) from None
-    factory.load_state(encoder, placed(part(trained, network), encoder.network.state_dict()), str(folder))
-    _load_rest(folder, objective, {name: t for name, t in trained.items() if not name.startswith(network)})
+    factory.load_state(encoder, placed(part(trained, NETWORK), encoder.network.state_dict()), str(folder))
+    rest = {name: tensor for name, tensor in trained.items() if not name.startswith(NETWORK)}
+    _load_rest(folder, state.objective, rest)
     if state.average:
         for name, tensor in placed(saved, state.average.values).items():
             if name in state.average.values:

@@ -18,7 +18,7 @@ from ssl_vit.training.optim import WeightAverage
 
 OBJECTIVE, TRAINING = "objective.safetensors", "training.safetensors"
 OPTIMIZER, RANDOM = "optimizer.safetensors", "random.safetensors"
-ENCODER = "encoder."  # the prefix of its tensors in the objective
+ENCODER, NETWORK = "encoder.", "encoder.network."  # prefixes of its tensors, and of timm's names, in the objective
 
 Tensors = dict[str, torch.Tensor]
 
@@ -74,7 +74,7 @@ class State:
 
     def tensors(self) -> dict[str, Tensors]:
         """What each file of a checkpoint holds, on the main process; every process must call it."""
-        trained, network = self.objective.state_dict(), network_of(self.objective)
+        trained = self.objective.state_dict()
         published = whole({**trained, **self.average.values} if self.average else trained)
         optimizer = {
             f"{name}/{key}": value
@@ -84,7 +84,7 @@ class State:
         }
         random = enumerate(distributed.gather(random_state(self.device)))
         return {
-            factory.WEIGHTS: timm_format(encoder_of(self.objective).network, part(published, network)),
+            factory.WEIGHTS: timm_format(encoder_of(self.objective).network, part(published, NETWORK)),
             OBJECTIVE: {name: tensor for name, tensor in published.items() if not name.startswith(ENCODER)},
             **({TRAINING: whole(trained)} if self.average else {}),
             OPTIMIZER: whole(optimizer),
@@ -95,12 +95,6 @@ class State:
 def encoder_of(objective: nn.Module) -> factory.Encoder:
     assert isinstance(objective.encoder, factory.Encoder)
     return objective.encoder
-
-
-def network_of(objective: nn.Module) -> str:
-    """The prefix of timm's own names among the objective's."""
-    encoder = encoder_of(objective)
-    return f"{ENCODER}{next(name for name, module in encoder.named_modules() if module is encoder.network)}."
 
 
 def part(tensors: Tensors, prefix: str) -> Tensors:

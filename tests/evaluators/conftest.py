@@ -11,6 +11,7 @@ import pytest
 
 from ssl_vit import api, recipe
 from ssl_vit.evaluators.features import EvalContext, Features
+from ssl_vit.models import factory
 
 Arrays = tuple[np.ndarray, np.ndarray]
 Build = Callable[..., EvalContext]
@@ -63,4 +64,5 @@ def trained(few_digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def context(trained: Path) -> EvalContext:
-    return api.make_context(trained / "run", recipe.run_recipe(trained / "run"), f"{trained}/train", f"{trained}/test")
+    run = trained / "run"
+    return api.make_context(factory.load(run), recipe.run_recipe(run), f"{trained}/train", f"{trained}/test")

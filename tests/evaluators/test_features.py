@@ -62,7 +62,7 @@ def test_the_cache_knows_other_weights_shards_and_preparation(trained: Path, tmp
 
     def names(**changed: Any) -> set[str]:
         arguments: dict[str, Any] = {
-            "weights": trained / "run",
+            "encoder": factory.load(trained / "run"),
             "settings": settings,
             "train": train,
             "test": test,
@@ -74,14 +74,14 @@ def test_the_cache_knows_other_weights_shards_and_preparation(trained: Path, tmp
 
     assert len(names()) == 1, "raw pixels are not kept"
     assert len(names()) == 1, "the same again"
-    assert len(names(weights=None)) == 2, "other weights"
+    assert len(names(encoder=None)) == 2, "other weights"
     assert len(names(test=train)) == 3, "other shards"
     larger = settings.model_copy(update={"data": settings.data.model_copy(update={"evaluation_resize": 1.5})})
     assert len(names(settings=larger)) == 4, "other preparation"
     damaged = sorted(tmp_path.glob("*.safetensors"))[0]
     whole = damaged.read_bytes()
     damaged.write_bytes(whole[: len(whole) // 2])
-    for changed in ({}, {"weights": None}, {"test": train}, {"settings": larger}):
+    for changed in ({}, {"encoder": None}, {"test": train}, {"settings": larger}):
         names(**changed)
     assert damaged.read_bytes() == whole, "what a full disk cut short is extracted again"
 

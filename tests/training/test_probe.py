@@ -53,7 +53,7 @@ def test_the_probe_is_few_shot_on_other_images_of_the_same_shards(train: Train, 
     assert (len(probe.labeled), len(probe.scored)) == (30, 200)
     holder = torch.nn.Module()
     holder.encoder = model.train()
-    context = api.make_context(tmp_path / "run", settings, str(digits), str(digits))
+    context = api.make_context(model, settings, str(digits), str(digits))
     whole = ImageSet(context, "trained", "train").features(FeatureConfig(pooling="patches"))
     few, scored = (np.sort(part) for part in (probe.labeled, probe.scored))
     fit, asked = (whole.vectors[few], whole.labels[few]), (whole.vectors[scored], whole.labels[scored])

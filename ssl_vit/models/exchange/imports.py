@@ -16,7 +16,7 @@ from typing import Any
 
 import timm
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 from timm.models import load_state_dict
 
@@ -34,17 +34,7 @@ _CHECKPOINTS = (".safetensors", ".pth", ".pt", ".bin", ".tar")
 _ON_THE_HUB = re.compile(r"(?:hf[-_]hub:)?([\w.-]+/[\w.-]+(?:@[\w./-]+)?)")
 # An unknown tensor under one of these names is part of the encoder, which would compute something else without it.
 _ENCODER = ("blocks.", "patch_embed.", "norm.", "norm_pre.", "cls_token", "pos_embed", "reg_token", "dist_token")
-_DAMAGED = (
-    OSError,
-    ValueError,
-    LookupError,
-    TypeError,
-    AttributeError,
-    RuntimeError,
-    EOFError,
-    MemoryError,
-    SafetensorError,
-)
+_DAMAGED = (*factory.DAMAGED, EOFError, MemoryError, AssertionError)
 
 
 def import_weights(
@@ -71,10 +61,8 @@ def import_weights(
         model = build(found, found.mean if mean is None else mean, found.std if std is None else std)
         found.skipped += outside(model, found.tensors)
         factory.load_state(model, {k: v for k, v in found.tensors.items() if k not in found.skipped}, weights)
-        factory.write_config(model, folder / factory.CONFIG)
-        config = json.loads((folder / factory.CONFIG).read_text())
-        config["imported"] = {key: getattr(found, key) for key in ("license", "notes", "skipped")} | {"from": weights}
-        (folder / factory.CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+        about = {key: getattr(found, key) for key in ("license", "notes", "skipped")} | {"from": weights}
+        factory.write_config(model, folder / factory.CONFIG, imported=about)
         save_file(factory.state(model), folder / factory.WEIGHTS)
     return model.eval(), found
 
@@ -145,7 +133,7 @@ def _timm(spec: str, origin: str, architecture: str, config: dict[str, Any]) -> 
     try:
         with nullcontext() if spec.startswith("local-dir:") else hub.hub_errors(origin):
             network = timm.create_model(spec, pretrained=True)
-    except (*_DAMAGED, AssertionError) as error:
+    except _DAMAGED as error:
         raise UserError(f"{origin}: timm cannot load it: {_first_words(error)}") from None
     cfg = network.pretrained_cfg
     channels, *size = cfg["input_size"]
@@ -233,7 +221,7 @@ def _through_timm(path: Path, tensors: Tensors, name: str) -> tuple[dict[str, An
         network = timm.create_model(
             name, pretrained=True, num_classes=classes, in_chans=channels, pretrained_cfg_overlay=overlay
         )
-    except (*_DAMAGED, AssertionError) as error:
+    except _DAMAGED as error:
         raise UserError(f"{path} does not fit timm's {name}: {_first_words(error)}") from None
     return {"in_chans": channels, "img_size": square(size)}, network.state_dict()
 
