@@ -133,3 +133,20 @@ def call(
         return code, capfd.readouterr().err
 
     return run
+
+
+@pytest.fixture(scope="session")
+def saved() -> Callable[..., Path]:
+    """Write an encoder's config.json and weights into a folder; returns the folder."""
+
+    def write(folder: Path, encoder: Any) -> Path:
+        from safetensors.torch import save_file
+
+        from ssl_vit.models.factory import CONFIG, WEIGHTS, state, write_config
+
+        folder.mkdir(parents=True, exist_ok=True)
+        write_config(encoder, folder / CONFIG)
+        save_file(state(encoder), folder / WEIGHTS)
+        return folder
+
+    return write

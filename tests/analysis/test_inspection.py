@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from safetensors.torch import save_file
 from torchvision.transforms import v2
 
 from ssl_vit import cli
@@ -79,14 +78,6 @@ def run(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> Path:
     training = ["steps=2", "batch_size=8", "picture_every=2"]
     keys = [f"data.train={shards}", f"run={folder}", "data.lanes=1", *(f"encoder.{size}" for size in sizes)]
     assert call("train", "digits_ssl", *keys, *(f"training.{key}" for key in training)) == 0
-    return folder
-
-
-def weights_folder(folder: Path, **sizes: Any) -> Path:
-    folder.mkdir()
-    model = factory.build(EncoderConfig(**sizes))
-    factory.write_config(model, folder / factory.CONFIG)
-    save_file(factory.state(model), folder / factory.WEIGHTS)
     return folder
 
 
@@ -160,8 +151,10 @@ def test_positions_are_resampled_as_the_recipe_says(run: Path, shards: Path, tmp
     ],
     ids=["hybrid", "register, no class token, gray", "fixed positions", "2D positions", "relative positions"],
 )
-def test_weights_alone_have_all_but_the_reconstructions(shards: Path, tmp_path: Path, sizes: dict[str, Any]) -> None:
-    weights = weights_folder(tmp_path / "weights", **sizes)
+def test_weights_alone_have_all_but_the_reconstructions(
+    shards: Path, tmp_path: Path, sizes: dict[str, Any], saved: Callable[..., Path]
+) -> None:
+    weights = saved(tmp_path / "weights", factory.build(EncoderConfig(**sizes)))
     assert call("inspect", weights, "--data", shards, "--images", 2, "--distance-images", 2) == 0
     out = weights / "inspect"
     kind = sizes.get("positions", "learned")
@@ -212,6 +205,7 @@ def test_what_cannot_be_pictured_is_named_with_what_to_do(
     shards: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
+    saved: Callable[..., Path],
     arguments: list[str],
     expected: list[str],
 ) -> None:
@@ -220,7 +214,7 @@ def test_what_cannot_be_pictured_is_named_with_what_to_do(
     if "BAD" in arguments:
         places["BAD"] = write_shards(tmp_path / "bad", 3, broken=(0, 1, 2))
     if "CNN" in arguments:
-        places["CNN"] = weights_folder(tmp_path / "cnn", name="resnet18", image_size=32)
+        places["CNN"] = saved(tmp_path / "cnn", factory.build(EncoderConfig(name="resnet18", image_size=32)))
     capsys.readouterr()
     code = call("inspect", *(places.get(word, word) for word in arguments))
     text = capsys.readouterr().err

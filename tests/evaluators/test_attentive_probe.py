@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,12 +16,12 @@ from ssl_vit.evaluators.attentive_probe import HEAD_SIZE, AttentiveHead, Config,
 from ssl_vit.evaluators.features import EvalContext, FeatureConfig, Features, ImageSet
 from ssl_vit.interfaces import UserError
 
-Make = Callable[..., Any]
-
 
 @pytest.mark.parametrize(("width", "heads"), [(128, 2), (192, 3), (16, 1)])
-def test_the_head_is_cross_attention_and_a_linear_layer(shaken_head: Make, width: int, heads: int) -> None:
-    head = shaken_head(AttentiveHead(width, 5))
+def test_the_head_is_cross_attention_and_a_linear_layer(width: int, heads: int) -> None:
+    head = AttentiveHead(width, 5)
+    for n, parameter in enumerate(head.parameters()):
+        parameter.data.normal_(std=0.3, generator=torch.Generator().manual_seed(n))
     tokens = torch.randn(3, 7, width, generator=torch.Generator().manual_seed(1))
     weight = head.key_value.weight.detach().numpy().astype(np.float64)
     expected = np.empty((3, 5))
@@ -38,16 +36,6 @@ def test_the_head_is_cross_attention_and_a_linear_layer(shaken_head: Make, width
         expected[image] = head.classifier.weight.detach().numpy() @ np.concatenate(read) + head.classifier.bias.tolist()
     with torch.no_grad():
         np.testing.assert_allclose(head(tokens).numpy(), expected, atol=1e-4)
-
-
-@pytest.fixture
-def shaken_head() -> Make:
-    def shake(head: AttentiveHead) -> AttentiveHead:
-        for n, parameter in enumerate(head.parameters()):
-            parameter.data.normal_(std=0.3, generator=torch.Generator().manual_seed(n))
-        return head
-
-    return shake
 
 
 def patch_features(context: EvalContext, generator: np.random.Generator, split: str) -> Features:

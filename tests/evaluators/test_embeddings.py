@@ -16,11 +16,8 @@ import pytest
 import timm
 import torch
 from PIL import Image
-from safetensors.torch import save_file
 
 import ssl_vit
-from ssl_vit import plugins
-from ssl_vit.interfaces import UserError
 from ssl_vit.models import factory
 
 Make = Callable[..., Any]
@@ -28,11 +25,8 @@ Call = Callable[..., tuple[int, str]]
 
 
 @pytest.fixture
-def weights(make_encoder: Make, tmp_path: Path) -> Path:
-    folder, encoder = tmp_path / "weights", make_encoder(mean=0.4, std=(0.1, 0.2, 0.3))
-    folder.mkdir()
-    factory.write_config(encoder, folder / factory.CONFIG)
-    save_file(factory.state(encoder), folder / factory.WEIGHTS)
+def weights(make_encoder: Make, saved: Make, tmp_path: Path) -> Path:
+    folder: Path = saved(tmp_path / "weights", make_encoder(mean=0.4, std=(0.1, 0.2, 0.3)))
     return folder
 
 
@@ -85,28 +79,25 @@ def test_the_loaded_network_is_timms_with_its_normalization(weights: Path) -> No
         torch.testing.assert_close(found, encoder(images), atol=1e-4, rtol=1e-4)
 
 
-def test_the_command_writes_a_file(weights: Path, shards: Path, tmp_path: Path, call: Call) -> None:
-    out = tmp_path / "new" / "embeddings.parquet"
-    assert call("embed", weights, shards, "--out", out, "--workers", 0) == (0, "")
-    frame, found = ssl_vit.embed(weights, str(shards), workers=0), pd.read_parquet(out)
-    assert found["key"].tolist() == frame["key"].tolist() and found["label"].tolist() == frame["label"].tolist()
-    np.testing.assert_allclose(np.stack([*found["embedding"]]), np.stack([*frame["embedding"]]), atol=1e-6)
-    assert found["embedding"][0].dtype == np.float32
-
-
 @pytest.mark.parametrize("pooling", ["token", "patches"])
-def test_arrays_are_read_without_pickle(weights: Path, shards: Path, tmp_path: Path, call: Call, pooling: Any) -> None:
-    arguments = ("--out", tmp_path / "embeddings.npz", "--workers", 0, "--pooling", pooling)
-    assert call("embed", weights, shards, *arguments) == (0, "")
-    frame = ssl_vit.embed(weights, str(shards), pooling=pooling, workers=0, out=tmp_path / "again.npz")
-    for name in ("embeddings.npz", "again.npz"):
-        with np.load(tmp_path / name, allow_pickle=False) as found:
-            assert {*found} == {"keys", "labels", "embeddings", "grid"}, "these shards name no files"
-            assert found["keys"].tolist() == frame["key"].tolist()
-            assert found["labels"].tolist() == frame["label"].tolist()
-            assert (found["embeddings"].dtype, found["embeddings"].shape[0]) == (np.float32, len(frame))
-            np.testing.assert_allclose(found["embeddings"], np.stack([*frame["embedding"]]), atol=1e-6)
-            assert found["grid"].tolist() == frame.attrs["grid"]
+def test_the_command_writes_a_table_or_arrays(
+    weights: Path, shards: Path, tmp_path: Path, call: Call, pooling: Any
+) -> None:
+    frame = ssl_vit.embed(weights, str(shards), pooling=pooling, workers=0)
+    expected = np.stack([*frame["embedding"]])
+    for name in ("new/embeddings.parquet", "embeddings.npz"):
+        assert call("embed", weights, shards, "--out", tmp_path / name, "--workers", 0, "--pooling", pooling) == (0, "")
+    table = pd.read_parquet(tmp_path / "new" / "embeddings.parquet")
+    assert table["embedding"][0].dtype == np.float32
+    with np.load(tmp_path / "embeddings.npz", allow_pickle=False) as arrays:
+        assert {*arrays} == {"keys", "labels", "embeddings", "grid"}, "these shards name no files"
+        assert arrays["grid"].tolist() == frame.attrs["grid"] and arrays["embeddings"].dtype == np.float32
+        for keys, labels, embeddings in (
+            (table["key"], table["label"], np.stack([*table["embedding"]])),
+            (arrays["keys"], arrays["labels"], arrays["embeddings"]),
+        ):
+            assert (keys.tolist(), labels.tolist()) == (frame["key"].tolist(), frame["label"].tolist())
+            np.testing.assert_allclose(embeddings, expected, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -129,16 +120,3 @@ def test_the_python_api_is_imported_on_first_use() -> None:
         _ = ssl_vit.fit
     code = "import sys, ssl_vit\nassert not {'torch', 'pandas', 'pydantic'} & sys.modules.keys()"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
-
-
-def test_an_objective_of_another_package_is_an_entry_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    package = tmp_path / "rotation-1.dist-info"
-    package.mkdir()
-    (package / "METADATA").write_text("Name: rotation\nVersion: 1\n")
-    (package / "entry_points.txt").write_text("[ssl_vit.objectives]\nrotation = a_rotation\n")
-    (tmp_path / "a_rotation.py").write_text("class Objective: ...\nclass Config: ...\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    assert "rotation" in plugins.names("objectives")
-    assert plugins.load("objectives", "rotation").Objective.__module__ == "a_rotation"
-    with pytest.raises(UserError, match=r"unknown objective 'rotatoin'; did you mean 'rotation'"):
-        plugins.load("objectives", "rotatoin")

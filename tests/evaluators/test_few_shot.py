@@ -12,7 +12,6 @@ from threadpoolctl import threadpool_limits
 from ssl_vit.evaluators import runner
 from ssl_vit.evaluators.features import EvalContext
 from ssl_vit.evaluators.few_shot import Config, Evaluator, Ridge, few_shot_accuracy
-from ssl_vit.evaluators.labels import choose_labeled
 
 Build = Callable[..., EvalContext]
 Split = tuple[np.ndarray, np.ndarray]
@@ -104,18 +103,6 @@ def test_the_same_arrays_give_the_same_bits_on_any_number_of_threads() -> None:
             ridge = Ridge(features, labels)
             found.append((ridge.basis.tobytes(), ridge.targets.tobytes()))
     assert found[0] == found[1] == found[2]
-
-
-@pytest.mark.parametrize("labels", [np.arange(300) % 7, np.arange(300) % 5 * 2, np.array([2, 0, 1] * 9)])
-@pytest.mark.parametrize("seed", [0, 1, 17])
-def test_shots_are_the_published_permutations_and_nested(labels: np.ndarray, seed: int) -> None:
-    before: set[int] = set()
-    for shots in (1, 2, 5, 9):
-        chosen = choose_labeled(labels, shots, seed)
-        np.testing.assert_array_equal(chosen, published_shots(labels, shots, seed, int(labels.max()) + 1))
-        assert np.bincount(labels[chosen])[np.unique(labels)].tolist() == [shots] * len(np.unique(labels))
-        assert before < set(chosen.tolist())
-        before = set(chosen.tolist())
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from safetensors.torch import save_file
 from sklearn.datasets import load_digits
 
 from ssl_vit.data.packing import pack
@@ -28,7 +27,7 @@ IMAGES, CLASSES = 60, 3
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory, saved: Callable[..., Path]) -> Path:
     """`train` and `test` shards of digits, the test images numbered across the classes; weights of a small encoder."""
     out = tmp_path_factory.mktemp("imagenet")
     digits = load_digits(n_class=CLASSES)
@@ -41,10 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pack(open_source(str(out / split)), out / "shards" / split, Options(shards=2, keep_names=True), progress=False)
     sizes: dict[str, Any] = {"name": "vit_tiny_patch16_224", "image_size": 8, "channels": 1, "patch_size": 2}
     torch.manual_seed(0)
-    model = factory.build(EncoderConfig(**sizes, width=16, depth=1, heads=1))
-    (out / "weights").mkdir()
-    factory.write_config(model, out / "weights" / factory.CONFIG)
-    save_file(factory.state(model), out / "weights" / factory.WEIGHTS)
+    saved(out / "weights", factory.build(EncoderConfig(**sizes, width=16, depth=1, heads=1)))
     return out
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,20 +35,3 @@ def pixels() -> Callable[..., Any]:
         return torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
 
     return draw
-
-
-@pytest.fixture
-def saved() -> Callable[..., Path]:
-    """Write an encoder's config.json and weights into a folder; returns the folder."""
-
-    def write(folder: Path, encoder: Any) -> Path:
-        from safetensors.torch import save_file
-
-        from ssl_vit.models.factory import CONFIG, WEIGHTS, state, write_config
-
-        folder.mkdir(parents=True, exist_ok=True)
-        write_config(encoder, folder / CONFIG)
-        save_file(state(encoder), folder / WEIGHTS)
-        return folder
-
-    return write

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from scipy.ndimage import zoom
-from timm.layers import resample_abs_pos_embed
 
 from ssl_vit.interfaces import UserError
 from ssl_vit.models import Resampling
@@ -27,14 +26,6 @@ GRIDS = [
 
 def positions(grid: Grid, prefix: int, width: int = 6) -> torch.Tensor:
     return torch.randn(1, prefix + grid[0] * grid[1], width, generator=torch.Generator().manual_seed(0))
-
-
-@pytest.mark.parametrize("prefix", [0, 1, 5])
-@pytest.mark.parametrize(("old", "new"), GRIDS)
-def test_timms_way_is_timms_own(old: Grid, new: Grid, prefix: int) -> None:
-    before = positions(old, prefix)
-    expected = resample_abs_pos_embed(before, new_size=list(new), old_size=list(old), num_prefix_tokens=prefix)
-    assert torch.equal(resample(before, old, new, prefix), expected)
 
 
 @pytest.mark.parametrize("prefix", [0, 1, 5])

@@ -204,7 +204,7 @@ def auto_batch(digits: str, run: str, *keys: str) -> None:
     def limited(*arguments: Any) -> int:
         mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-        last = distributed.rank() == torch.distributed.get_world_size() - 1
+        last = not distributed.several() or distributed.rank() == torch.distributed.get_world_size() - 1
         resource.setrlimit(resource.RLIMIT_AS, (mapped + (100 << 20) if last else soft, hard))
         try:
             return search(*arguments)

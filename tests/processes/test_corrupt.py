@@ -83,7 +83,7 @@ def test_an_epoch_goes_through_and_every_broken_sample_is_reported(world: World,
     process = world(1, "command_line", "train", "digits_supervised", f"data.train={shards}", f"run={run}", *keys)[0]
     assert process.wait() == 0, process.text[-3000:]
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert rows[-1]["step"] == 50 or any(row["step"] == 50 for row in rows)
+    assert any(row["step"] == 50 for row in rows)
     skipped = [sample for row in rows if row.get("event") == "skipped_samples" for sample in row["samples"]]
     # Broken samples are passed over, so 50 steps of 400 go a little way into the second epoch.
     first_epoch = {sample["key"]: sample for sample in skipped}

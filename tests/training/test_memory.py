@@ -1,9 +1,7 @@
-"""Micro-batches that fit, activations computed again, the average of the weights: none changes what is learned."""
+"""Activations computed again, the average of the weights: neither changes what is learned."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,6 @@ from torch import nn
 from ssl_vit import api, recipe
 from ssl_vit.interfaces import UserError
 
-Settings = Callable[..., recipe.Recipe]
 Train = Callable[..., Path]
 Lines = Callable[[Path], list[dict[str, Any]]]
 
@@ -28,50 +25,6 @@ def weights(run: Path, name: str = "encoder.safetensors") -> dict[str, torch.Ten
 
 def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
     return all(torch.equal(found[name], tensor) for name, tensor in expected.items())
-
-
-# While it searches, this process may map 100 MB more than it has mapped by then: a real refusal by the kernel.
-SHORT_OF_MEMORY = """
-import resource, sys
-from pathlib import Path
-import torch
-from ssl_vit import api, recipe
-from ssl_vit.training import loop
-
-search = loop.find_accumulation
-
-def limited(*arguments):
-    mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (mapped + (100 << 20), hard))
-    try:
-        return search(*arguments)
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-
-loop.find_accumulation = limited
-torch.backends.mkldnn.enabled = False
-torch.set_num_threads(1)
-api.train(recipe.load_recipe(sys.argv[1]), quiet=True)
-"""
-
-
-@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="the limit is Linux's")
-def test_auto_batch_finds_what_the_memory_holds_and_keeps_the_batch(
-    settings: Settings, train: Train, lines: Lines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)  # it has other words for a refusal
-    keys = ["training.batch_size=2048", "data.lanes=16", "training.steps=3", "encoder.dropout=0.1", "encoder.depth=4"]
-    recipe.save(settings(tmp_path / "auto", *keys, "training.auto_batch=true"), tmp_path / "auto.yaml")
-    # A process of its own, not a fork: that would have the memory which the tests before have freed.
-    subprocess.run([sys.executable, "-c", SHORT_OF_MEMORY, tmp_path / "auto.yaml"], check=True, timeout=100)
-    first, *rows = lines(tmp_path / "auto")
-    count = first["accumulate"]
-    assert first == {"step": 0, "event": "auto_batch", "accumulate": count, "micro_batch": 2048 // count} and count > 1
-    assert [row["step"] for row in rows] == [1, 2, 3] and rows[-1]["images_seen"] == 3 * 2048
-    # The search left nothing behind: with that number from the start, the same weights come out, bit for bit.
-    plain = train(tmp_path / "plain", *keys, f"training.accumulate={count}")
-    assert same(weights(tmp_path / "auto"), weights(plain))
 
 
 def test_activation_checkpointing_is_refused_where_it_would_change_running_statistics(

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 from ssl_vit.interfaces import UserError
 from ssl_vit.models.exchange.imports import import_weights
 from ssl_vit.models.factory import load, state
+from tests.hostile.corpus import Bomb
 
 Make = Callable[..., Any]
 Arrays = dict[str, np.ndarray]
@@ -106,14 +106,6 @@ def test_every_layout_comes_in_bit_for_bit(make_encoder: Make, shaken: Make, tmp
     assert (back.image_size, back.channels) == ((32, 32), channels) and back.heads == 3
     assert (back.mean, back.std) == ((0.5,) * channels, (0.5,) * channels) and back.norm_eps == 1e-6
     assert ("class token's position is zero" in " ".join(found.notes)) == (layout in ("big_vision", "stacked"))
-
-
-class Bomb:
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple[Any, tuple[str]]:
-        return os.mkdir, (str(self.path),)
 
 
 def test_objects_are_refused_and_nothing_in_them_runs(make_encoder: Make, tmp_path: Path) -> None:

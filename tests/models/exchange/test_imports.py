@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +23,7 @@ from ssl_vit.models.exchange.exports import export
 from ssl_vit.models.exchange.imports import import_weights
 from ssl_vit.models.factory import load, state
 from ssl_vit.stage import build_encoder
+from tests.hostile.corpus import Bomb
 
 Make = Callable[..., Any]
 
@@ -298,14 +298,6 @@ def test_the_command_prints_what_was_assumed_and_a_recipe_that_fits_starts_from_
 
 
 # --- what is refused ---
-
-
-class Bomb:
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple[Any, tuple[str]]:
-        return os.mkdir, (str(self.path),)
 
 
 def test_a_pickle_with_code_is_refused_and_does_not_run(tmp_path: Path, shaken: Make) -> None:
