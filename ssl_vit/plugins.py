@@ -24,7 +24,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
 
-from ssl_vit.interfaces import ObjectiveConfig, UserError
+from ssl_vit.interfaces import UserError
 
 Kind = Literal["objectives", "evaluators", "sources"]
 # The package of each kind, what a module there must define, and its name in messages.
@@ -33,7 +33,6 @@ _KINDS = {
     "evaluators": ("ssl_vit.evaluators", "Evaluator", "evaluator"),
     "sources": ("ssl_vit.data.packing.sources", "open_images", "source"),
 }
-_BASE = ObjectiveConfig.__name__
 _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*(:[A-Za-z_]\w*)?")
 
 
@@ -56,22 +55,15 @@ def exists(kind: Kind, name: str) -> bool:
     return name.isidentifier() and importlib.util.find_spec(f"{_KINDS[kind][0]}.{name}") is not None
 
 
-def objective_keys(name: str) -> list[str] | None:
-    """The keys of an objective as its source declares them, without importing it and torch; None where that does not
-    say all of them."""
-    entries = entry_points(group="ssl_vit.objectives", name=name)
-    place = next((entry.value for entry in entries), name if "." in name else f"{_KINDS['objectives'][0]}.{name}")
-    try:
-        found = importlib.util.find_spec(place)
-    except (ImportError, ValueError):  # no such module, or one class of it: see `load`
+def shipped_objective_keys(name: str) -> list[str] | None:
+    """The keys of an objective of this package as its source declares them, without importing torch; None for any
+    other name."""
+    path = Path(__file__).parent / "objectives" / f"{name}.py"
+    if not (name.isidentifier() and path.is_file()):
         return None
-    if found is None or not str(found.origin).endswith(".py"):
-        return None
-    for node in ast.parse(Path(str(found.origin)).read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.ClassDef) and node.name == "Config" and list(map(ast.unparse, node.bases)) == [_BASE]:
-            names = [n.target.id for n in node.body if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)]
-            return names if not any(isinstance(n, ast.Assign) for n in node.body) else None  # it may allow any key
-    return None
+    classes = [node for node in ast.parse(path.read_text(encoding="utf-8")).body if isinstance(node, ast.ClassDef)]
+    fields = [node for one in classes if one.name == "Config" for node in one.body if isinstance(node, ast.AnnAssign)]
+    return [ast.unparse(field.target) for field in fields] or None
 
 
 def load(kind: Kind, name: str) -> Any:

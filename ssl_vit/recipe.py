@@ -176,7 +176,7 @@ def load_recipe(name: str | Path, overrides: Overrides = (), near: Path | None =
         content["run"] = str(name)  # the directory may have been moved or renamed since
     named = str(objective["name"])
     validate(Recipe, content | {"objective": ObjectiveConfig(name=named)}, f"{path}: ")
-    if (known := plugins.objective_keys(named)) is not None:
+    if (known := plugins.shipped_objective_keys(named)) is not None:
         fields: dict[str, Any] = dict.fromkeys(known, (Any, None))
         validate(create_model("Keys", __base__=ObjectiveConfig, **fields), objective, f"{path}: objective.")
     try:
