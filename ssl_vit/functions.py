@@ -228,10 +228,9 @@ def export(run: Place, out: Place, to: exports.Target, *, license: str | None = 
     from ssl_vit.models import factory
     from ssl_vit.models.exchange import exports
     from ssl_vit.report import card
-    from ssl_vit.report.evaluated import evaluated
 
     run, out = Path(run), Path(out)
-    model, use = factory.load(run), evaluated(run)
+    model, use = factory.load(run), card.evaluated(run)
     text = card.write(model, run, factory.find_weights(run), to, use, title=out.resolve().name, license=license)
     exports.export(model, out, to, text, use)
 

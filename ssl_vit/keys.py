@@ -10,7 +10,7 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
-from pydantic_core import PydanticUndefined
+from pydantic_core import PydanticUndefined, to_jsonable_python
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ def keys(config: type[BaseModel], prefix: str = "") -> Iterator[Key]:
     for name, field in config.model_fields.items():
         default = field.get_default(call_default_factory=True) if not field.is_required() else PydanticUndefined
         below = None if "tuple" in str(field.annotation) else config_in(field.annotation)
-        shown = "" if default is PydanticUndefined or below else _as_json(default)
+        shown = "" if default is PydanticUndefined or below else json.dumps(to_jsonable_python(default))
         yield Key(f"{prefix}{name}", _kind(field.annotation), shown, known.get(name, ""))
         if below:
             named = "NAME." if get_origin(field.annotation) is dict else ""
@@ -81,8 +81,3 @@ def _kind(annotation: Any) -> str:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return "section"
     return "None" if annotation is NoneType else str(getattr(annotation, "__name__", annotation))
-
-
-def _as_json(value: Any) -> str:
-    plain = value.model_dump(mode="json") if isinstance(value, BaseModel) else value
-    return json.dumps(plain, default=str)

@@ -26,29 +26,24 @@ class _Work:
     what: str
     total: int | None
     begun: float
+    shown: float  # when a line was last printed
     done: int = 0
 
     def __str__(self) -> str:
         return f"{self.what}  {self.done:,}" + (f"/{self.total:,}" if self.total else "")
 
 
-class _Lines:
-    """What is open in this process, the outermost first; a line names all of it."""
-
-    def __init__(self) -> None:
-        self.open, self.last = list[_Work](), 0.0
-
-    def show(self) -> None:
-        now, whole = time.monotonic(), self.open[0]
-        if now - self.last < max(_SILENCE, _SHARE * (now - whole.begun)):
-            return
-        self.last = now
-        share = whole.done / whole.total if whole.total else 0
-        left = f", {timedelta(seconds=round((now - whole.begun) * (1 / share - 1)))} left" if share else ""
-        print(printable(f"{', '.join(map(str, self.open))}{left}"), file=sys.stderr, flush=True)
+_open: list[_Work] = []  # in this process, the outermost first; a line names all of it
 
 
-_lines = _Lines()
+def _print_line() -> None:
+    now, whole = time.monotonic(), _open[0]
+    if now - whole.shown < max(_SILENCE, _SHARE * (now - whole.begun)):
+        return
+    whole.shown = now
+    share = whole.done / whole.total if whole.total else 0
+    left = f", {timedelta(seconds=round((now - whole.begun) * (1 / share - 1)))} left" if share else ""
+    print(printable(f"{', '.join(map(str, _open))}{left}"), file=sys.stderr, flush=True)
 
 
 @cache
@@ -82,16 +77,15 @@ def progress_bar(what: str, total: int | None, show: bool = True) -> Iterator[Ca
             if not bars.task_ids:
                 bars.stop()
         return
-    work = _Work(what, total, time.monotonic())
-    if not _lines.open:
-        _lines.last = work.begun
-    _lines.open.append(work)
+    now = time.monotonic()
+    work = _Work(what, total, begun=now, shown=now)
+    _open.append(work)
 
     def advance(count: int) -> None:
         work.done += count
-        _lines.show()
+        _print_line()
 
     try:
         yield advance
     finally:
-        _lines.open.remove(work)
+        _open.remove(work)

@@ -1,7 +1,7 @@
 """Results: one typed row per measured accuracy, the prediction for every test image beside it, and one table of both.
 
-A file of results is `NAME.json` (rows and what they depend on) and `NAME.CHECKSUM.npz` (predictions). `Table.read` puts
-all files of a folder together as a pandas DataFrame; `compare`, `eval`, the report and every statistic read that table.
+A file of results is `NAME.json` (rows and what they depend on) and `NAME.CHECKSUM.npz` (predictions). `Table` puts
+rows together as a pandas DataFrame; `compare`, `eval`, the report and every statistic read that table.
 
 Torch-free.
 """
@@ -220,11 +220,6 @@ class Table:
         last = {tuple(getattr(result, name) for name in KEY): result for result in results}
         self.results = list(last.values())
         self.frame = pd.DataFrame([{n: getattr(r, n) for n in COLUMNS} for r in self.results], columns=list(COLUMNS))
-
-    @classmethod
-    def read(cls, paths: Sequence[Path]) -> Table:
-        """From files of results. Raises UserError as `load` does."""
-        return cls([result for path in paths for result in load(path)[0]])
 
     def join_folds(self, samples: Sequence[int]) -> Table:
         """One row for the folds of a cross-validation, with the predictions of all of them; its image indices count

@@ -90,7 +90,7 @@ def test_a_damaged_pair_is_named(tmp_path: Path, damage: str) -> None:
 def test_a_table_has_a_row_per_key_the_later_one(tmp_path: Path) -> None:
     save(tmp_path / "old.json", ROWS)
     save(tmp_path / "new.json", [replace(ROWS[1], accuracy=0.0)])
-    table = Table.read([tmp_path / "old.json", tmp_path / "new.json"])
+    table = Table([row for name in ("old", "new") for row in load(tmp_path / f"{name}.json")[0]])
     assert list(table.frame.columns) == list(COLUMNS) and set(KEY) <= set(COLUMNS)
     assert table.frame["accuracy"].tolist() == [4 / 6, 0.0]
     assert Table([]).frame.empty and list(Table([]).frame.columns) == list(COLUMNS)

@@ -30,15 +30,8 @@ app = typer.Typer(
     help="Pretrain Vision Transformers and measure whether self-supervised pretraining helps on your images."
     "\n\nExample: `ssl-vit demo`",
 )
-app.add_typer(compare.app)
-app.add_typer(train.app)
-app.add_typer(evaluate.app)
-app.add_typer(report.app)
-app.add_typer(embed.app)
-app.add_typer(pictures.app)
-app.add_typer(doctor.app)
-app.add_typer(keys.app)
-app.add_typer(weights.app)
+for command in (compare, train, evaluate, report, embed, pictures, doctor, keys, weights):
+    app.add_typer(command.app)
 app.add_typer(shards.app, name="shards")
 
 

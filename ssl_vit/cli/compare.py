@@ -9,14 +9,10 @@ from typing import Annotated
 
 import typer
 
-from ssl_vit.cli.keys import CommandWithKeys
+from ssl_vit.cli.keys import CommandWithKeys, Overrides
 from ssl_vit.interfaces import UserError, printable_lines
 
 app = typer.Typer()
-
-Overrides = Annotated[
-    list[str] | None, typer.Argument(help="Recipe keys to change, as key=value.", metavar="key=value")
-]
 
 
 @app.command()
@@ -85,10 +81,8 @@ def compare(
     """
     if as_json and not dry_run:
         raise UserError("--json requires --dry-run")
-    if [show, dry_run, only is not None].count(True) > 1:
-        raise UserError("--list, --only and --dry-run exclude each other")
-    if until_decided and (show or dry_run or only is not None):
-        raise UserError("--until-decided runs the whole comparison; remove --list, --only or --dry-run")
+    if [show, dry_run, only is not None, until_decided].count(True) > 1:
+        raise UserError("--list, --only, --dry-run and --until-decided exclude each other")
     if max_seeds is not None and not until_decided:
         raise UserError("--max-seeds requires --until-decided")
     changed = [*(overrides or []), *map(_arm, arm or []), *(["quick=true"] if quick else [])]

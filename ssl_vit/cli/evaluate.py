@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from ssl_vit.comparison.sets import DataSet
-    from ssl_vit.results import Evaluation
+    from ssl_vit.results import Evaluation, Result
 
 app = typer.Typer()
 
@@ -116,7 +116,8 @@ def _show(found: Sequence[Evaluation], per_class: bool) -> None:
     from ssl_vit.report.tables import Shown, rich_table
     from ssl_vit.report.verdict import HALF_WIDTH
 
-    names, frames = [one.results[0].data for one in found], [_frame(one) for one in found]
+    names = [one.results[0].data for one in found]
+    frames = [one.table.assign(labels=[*map(_words, one.results)]) for one in found]
     columns = [_accuracies(one, frame) for one, frame in zip(found, frames, strict=True)]
     cells = pd.concat(columns, axis=1, keys=names)
     title = f"{found[0].about['title']} (test accuracy, % ± {HALF_WIDTH})"
@@ -136,19 +137,11 @@ def _show(found: Sequence[Evaluation], per_class: bool) -> None:
     print(f"\n{seconds:.2f} s; saved in {', '.join(str(one.path) for one in found)}")
 
 
-def _frame(one: Evaluation) -> pd.DataFrame:
-    """A row per result: `arm`, and `labels`, the budget and the variant in words."""
-    import pandas as pd
-
+def _words(row: Result) -> str:
+    """Label budget and variant."""
     from ssl_vit.evaluators import budget_words
 
-    return pd.DataFrame(
-        {
-            "arm": row.arm,
-            "labels": ", ".join(filter(None, (budget_words(row.labels_per_class), row.variant))),
-        }
-        for row in one.results
-    )
+    return ", ".join(filter(None, (budget_words(row.labels_per_class), row.variant)))
 
 
 def _accuracies(one: Evaluation, frame: pd.DataFrame) -> pd.Series:

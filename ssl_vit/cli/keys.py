@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
 
 app = typer.Typer()
+Overrides = Annotated[
+    list[str] | None, typer.Argument(help="Recipe keys to change, as key=value.", metavar="key=value")
+]
 
 _WORDS, _NAMES = "ssl_vit.words", 34  # columns of names in a help
 
@@ -26,7 +29,6 @@ def keys(
     topic: Annotated[
         str, typer.Argument(help="`train`, `compare`, or the name of an evaluator or an objective.")
     ] = "train",
-    markdown: Annotated[bool, typer.Option("--markdown", help="Print a Markdown table.")] = False,
     every: Annotated[bool, typer.Option("--all", help="Print the reference of all topics in Markdown.")] = False,
 ) -> None:
     """List the keys of recipes, comparisons, evaluators and objectives: type, default and meaning.
@@ -38,16 +40,12 @@ def keys(
     if every:
         print(reference(), end="")
         return
-    listed = list(found.keys(_config(topic)))
-    if markdown:
-        print(found.markdown(topic, listed), end="")
-        return
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     table = Table("key", "type", "default", "meaning", show_lines=False)
-    for key in listed:
+    for key in found.keys(_config(topic)):
         table.add_row(*map(Text, (key.name, key.kind, key.default, key.meaning)))
     Console().print(table)
 

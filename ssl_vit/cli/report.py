@@ -6,22 +6,13 @@ import re
 import shutil
 import sys
 import textwrap
-from enum import StrEnum
 from itertools import takewhile
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 app = typer.Typer()
-
-
-class Form(StrEnum):
-    html = "html"
-    markdown = "markdown"
-    latex = "latex"
-    csv = "csv"
-    json = "json"
 
 
 @app.command()
@@ -35,8 +26,9 @@ def report(
         typer.Option(help="The file to write (default: report.html, .md, .tex, .csv or .json in the first)."),
     ] = None,
     form: Annotated[
-        Form, typer.Option("--format", help="A page, tables for a paper, every row as CSV, or everything as JSON.")
-    ] = Form.html,
+        Literal["html", "markdown", "latex", "csv", "json"],
+        typer.Option("--format", help="A page, tables for a paper, every row as CSV, or everything as JSON."),
+    ] = "html",
 ) -> None:
     """Write one self-contained HTML page: verdict, curves, tables, costs, pictures, commands. Of an unfinished
     comparison, everything finished so far.
@@ -45,8 +37,8 @@ def report(
     """
     from ssl_vit.report import export, page
 
-    out = out or runs[0] / f"report{export.SUFFIXES.get(form.value, '.html')}"
-    print(page.write_report(runs, out, form.value))
+    out = out or runs[0] / f"report{export.SUFFIXES.get(form, '.html')}"
+    print(page.write_report(runs, out, form))
 
 
 @app.command()

@@ -9,15 +9,10 @@ from typing import Annotated
 
 import typer
 
-from ssl_vit.cli.keys import CommandWithKeys
+from ssl_vit.cli.keys import CommandWithKeys, Overrides
 from ssl_vit.interfaces import UserError
 
 app = typer.Typer()
-
-
-Overrides = Annotated[
-    list[str] | None, typer.Argument(help="Recipe keys to change, as key=value.", metavar="key=value")
-]
 
 
 @app.command(cls=CommandWithKeys)

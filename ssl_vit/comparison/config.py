@@ -29,20 +29,20 @@ class Arm(Config):
     """One way to get an encoder.
 
     label: for people (default: the name).
-    kind: `pretrained` by a recipe, given `weights`, or trained from `scratch`; default: what the other keys say.
-    recipe, overrides: of a pretrained arm: its training recipe, and `key=value` strings for it.
-    weights: of a weights arm: a run, checkpoint or weights folder; or anything `ssl-vit import` takes, such as
-        `timm:vit_small_patch16_224.augreg_in21k` or a file, which is imported into the run directory.
+    recipe, overrides: of an arm that is pretrained: its training recipe, and `key=value` strings for it.
+    weights: of an arm with given weights: a run, checkpoint or weights folder; or anything `ssl-vit import` takes, such
+        as `timm:vit_small_patch16_224.augreg_in21k` or a file, which is imported into the run directory.
     architecture: timm's name of the weights in a file that does not state it.
     optional: leave the arm out where its weights cannot be downloaded.
-    like: of a scratch arm: the arm whose architecture and image preparation it has (default: the first with weights).
-    compute_of: of a scratch arm: an arm with a recipe, the FLOPs of whose pretraining lengthen this one's fine-tuning.
+    like: of an arm from scratch (neither recipe nor weights): the arm whose architecture and image preparation it has
+        (default: the first with an encoder).
+    compute_of: of an arm from scratch: an arm with a recipe, the FLOPs of whose pretraining lengthen this one's
+        fine-tuning.
     series: arms of one series are joined by a line in a study's figure (default: arms of one architecture).
     evaluators: settings by evaluator, for this arm alone.
     """
 
     label: str
-    kind: ArmKind = "scratch"
     recipe: str | None = None
     overrides: tuple[str, ...] = ()
     weights: str | None = None
@@ -53,17 +53,12 @@ class Arm(Config):
     series: str | None = None
     evaluators: dict[str, dict[str, Any]] = Field({})
 
-    @model_validator(mode="before")
-    @classmethod
-    def _infer_kind(cls, given: Any) -> Any:
-        if not isinstance(given, dict) or given.get("kind"):
-            return given
-        return given | {"kind": next((k for k, keys in _KEYS.items() if given.get(keys[0])), "scratch")}
+    @property
+    def kind(self) -> ArmKind:
+        return "pretrained" if self.recipe else "weights" if self.weights else "scratch"
 
     @model_validator(mode="after")
     def _has_keys_of_its_kind(self) -> Arm:
-        if self.kind != "scratch" and not getattr(self, _KEYS[self.kind][0]):
-            raise ValueError(f"an arm of kind {self.kind} needs the key {_KEYS[self.kind][0]}")
         for kind, keys in _KEYS.items():
             for key in keys:
                 if kind != self.kind and getattr(self, key):

@@ -12,7 +12,7 @@ from ssl_vit.comparison.config import Study
 from ssl_vit.comparison.plan import Plan
 from ssl_vit.comparison.record import arm_records
 from ssl_vit.comparison.run import Say, check, labeled
-from ssl_vit.comparison.suites import packed
+from ssl_vit.comparison.suites import prepare
 from ssl_vit.comparison.weights import import_arms
 from ssl_vit.data.shards import ShardSet
 from ssl_vit.evaluators import runner
@@ -21,7 +21,7 @@ from ssl_vit.evaluators.labels import choose_labeled, labels_of
 from ssl_vit.objectives import classification
 from ssl_vit.recipe import Recipe
 from ssl_vit.records import TaskRecord
-from ssl_vit.report.architectures import architecture_differences
+from ssl_vit.report.verdict import architecture_differences
 from ssl_vit.stage import DryRun, dry_run
 from ssl_vit.training import TrainingConfig
 
@@ -79,7 +79,7 @@ def dry_run_comparison(study: Study, say: Say = silent) -> ComparisonDryRun:
     Raises UserError for anything that would stop the comparison before its first step.
     """
     study = import_arms(study, say)
-    checked = check(study, packed(study.sets, study.folder), say)
+    checked = check(study, prepare(study.sets, study.folder, write=False), say)
     plan, opened, missing = checked.plan, checked.shards, checked.missing
     rows = [name for name, row in plan.rows.items() if row.kind != "pixels"]
     found = ComparisonDryRun(

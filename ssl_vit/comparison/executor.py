@@ -11,7 +11,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from statistics import fmean
@@ -52,8 +52,8 @@ def run(tasks: Sequence[TaskRecord], do: Do, *, jobs: int = 1, scheduler: str | 
     """
     waiting, running = list(tasks), dict[Future[None], tuple[TaskRecord, Executor, float]]()
     took, errors, blocked = list[tuple[TaskRecord, float]](), list[Exception](), set[str]()
-    start = time.monotonic()
-    with _dask(scheduler) if scheduler else _processes(jobs) if jobs > 1 else _here() as workers:
+    start, here = time.monotonic(), _Workers([_Here()], _Here)
+    with _dask(scheduler) if scheduler else _processes(jobs) if jobs > 1 else nullcontext(here) as workers:
         slots = len(workers.free)
         while waiting or running:
             unfinished = {task.id for task in [*waiting, *(task for task, *_ in running.values())]}
@@ -116,11 +116,6 @@ class _Here(Executor):
         except Exception as error:
             future.set_exception(error)
         return future
-
-
-@contextmanager
-def _here() -> Iterator[_Workers]:
-    yield _Workers([_Here()], _Here)
 
 
 class _Process(ProcessPoolExecutor):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from statistics import fmean
 from typing import Any
@@ -116,12 +115,10 @@ def _counted(study: Study) -> str:
 
 def _more(study: Study, added: int, **changes: Any) -> Study:
     lists = ("seeds",) if study.trains_encoder else ("seeds", "frozen_seeds")  # seeds also number the pretrainings
-    grown = {key: _grown(getattr(study.comparison, key), added) for key in lists}
-    return _changed(study, **grown, **changes)
-
-
-def _grown(seeds: Sequence[int], added: int) -> tuple[int, ...]:
-    return (*seeds, *range(max(seeds) + 1, max(seeds) + 1 + added))
+    for key in lists:
+        seeds = getattr(study.comparison, key)
+        changes[key] = (*seeds, *range(max(seeds) + 1, max(seeds) + 1 + added))
+    return _changed(study, **changes)
 
 
 def _changed(study: Study, **changes: Any) -> Study:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import yaml
@@ -15,15 +14,15 @@ from pydantic import ValidationError
 from ssl_vit import precision, runs, stage
 from ssl_vit.comparison import executor, looks
 from ssl_vit.comparison.compute import equalize
-from ssl_vit.comparison.config import ComparisonConfig, Study, load_comparison
+from ssl_vit.comparison.config import ComparisonConfig, Study
+from ssl_vit.comparison.design import needs_labels
 from ssl_vit.comparison.plan import Plan
 from ssl_vit.comparison.record import record_of
 from ssl_vit.comparison.sets import DataSet
 from ssl_vit.comparison.suites import prepare
-from ssl_vit.comparison.unlabeled import with_labels
 from ssl_vit.comparison.weights import import_arms
 from ssl_vit.comparison.work import do, is_done
-from ssl_vit.data import RemoteConfig
+from ssl_vit.data import RemoteConfig, mixture
 from ssl_vit.data.shards import ShardSet, check_same_classes, open_shards, open_training
 from ssl_vit.evaluators import runner
 from ssl_vit.evaluators.features import FeatureConfig, check_features, silent
@@ -51,8 +50,7 @@ class Checked:
 
 
 def compare(
-    comparison: Study | str | Path,
-    overrides: Sequence[str] = (),
+    study: Study,
     *,
     only: str | None = None,
     until_decided: bool = False,
@@ -62,18 +60,9 @@ def compare(
 ) -> Comparison:
     """Run what is missing of a comparison and write `results.json`; returns its record and table.
 
-    comparison: a recipe's file or name, or what `load_comparison` returned.
-    overrides: `key=value` strings for the recipe.
     only: id of one task: run it and those it needs, and write no `results.json`.
-    until_decided: add seeds, or pretrainings, until all headlines are decided or there are `max_seeds` seeds; the
-        report's intervals count the looks.
-    max_seeds: None is 2.5 times the recipe's seeds.
-    command: shown in the report.
-    say: prints progress.
-
-    Raises UserError for input that cannot work, before the first task wherever it can be seen.
+    The other arguments and errors are those of `functions.compare`.
     """
-    study = comparison if isinstance(comparison, Study) else load_comparison(comparison, overrides)
     c, main = study.comparison, runs.is_main_process()
     if (c.jobs > 1 or c.scheduler) and int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise UserError(
@@ -134,7 +123,7 @@ def check(study: Study, sets: dict[str, DataSet], say: Say = silent) -> Checked:
     _check_directory(study)
     remotes = [study.comparison.data.remote, *(settings.data.remote for settings in study.recipes.values())]
     remote = next(filter(None, remotes), RemoteConfig())
-    study = _with_precision(with_labels(study, remote), say)
+    study = _with_precision(_with_labels(study, remote), say)
     plan, opened = Plan(study, study.comparison.run_directory, sets), dict[str, ShardSet]()
     for fold in plan.folds:
         for name in sets:
@@ -169,6 +158,19 @@ def check(study: Study, sets: dict[str, DataSet], say: Say = silent) -> Checked:
         except UserError as error:
             raise UserError(f"evaluators.{task.evaluator}, {task.arm}: {error}") from None
     return Checked(plan, opened, missing)
+
+
+def _with_labels(study: Study, remote: RemoteConfig) -> Study:
+    """Where `data.pretrain` has no labels: the arms that need labels train on `data.train`, the others on both."""
+    data, found = study.comparison.data, dict(study.recipes)
+    if data.pretrain is None or data.train is None or open_shards(data.pretrain, remote).labeled:
+        return study
+    both = mixture([data.pretrain, data.train])
+    for arm, settings in study.recipes.items():
+        if settings.data.train == data.pretrain:  # no override of the arm says otherwise
+            train = data.train if needs_labels(settings) else both
+            found[arm] = settings.model_copy(update={"data": settings.data.model_copy(update={"train": train})})
+    return replace(study, recipes=found)
 
 
 def _with_precision(study: Study, say: Say) -> Study:

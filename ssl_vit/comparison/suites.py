@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 
 from filelock import FileLock
@@ -20,33 +21,32 @@ _REQUEST = "request.json"  # beside train/ and test/: what they were packed from
 _PART = re.compile(r", \d+ images( per class)?\b|part of holdout|fold_\d+ of ")  # in info.json's source: a part of it
 
 
-def prepare(sets: Mapping[str, DataSet], folder: Path, say: Callable[[str], None] = print) -> dict[str, DataSet]:
+def prepare(
+    sets: Mapping[str, DataSet], folder: Path, say: Callable[[str], None] = print, *, write: bool = True
+) -> dict[str, DataSet]:
     """The same sets with `train` and `test` shards. Sources are packed into `folder/NAME` unless they are there; other
-    processes wait. Raises UserError for a source that cannot be read."""
-    for name, chosen in sets.items():
-        if chosen.source is not None:
-            (folder / name).mkdir(parents=True, exist_ok=True)
-            with FileLock(folder / name / ".lock"):
-                _check_packed(name, chosen, folder)
-                _pack(name, chosen, folder, say)
-    return packed(sets, folder)
+    processes wait. write: False packs nothing.
 
-
-def packed(sets: Mapping[str, DataSet], folder: Path) -> dict[str, DataSet]:
-    """The same sets with `train` and `test` shards; nothing is written. Raises UserError for a set that is not packed
-    yet, or from another source."""
-    found = {}
+    Raises UserError for a source that cannot be read, a folder that was packed from another one, and (without `write`)
+    for a set that is not packed yet.
+    """
+    found = dict(sets)
     for name, chosen in sets.items():
+        if chosen.source is None:
+            continue
         places = {part: str(folder / name / part) for part in ("train", "test")}
-        if chosen.source is not None:
-            if not all((Path(place) / INFO).is_file() for place in places.values()):
-                command = f"ssl-vit shards make {chosen.source} {places['train']} --split {chosen.splits[0]}"
-                raise UserError(
-                    f"dataset {name} is not packed yet, and a dry run packs nothing; run `{command}`, and for test"
-                )
+        if write:
+            (folder / name).mkdir(parents=True, exist_ok=True)
+        with FileLock(folder / name / ".lock") if write else nullcontext():
             _check_packed(name, chosen, folder)
-            chosen = chosen.model_copy(update={"source": None, **places})
-        found[name] = chosen
+            if write:
+                _pack(name, chosen, folder, say)
+        if not all((Path(place) / INFO).is_file() for place in places.values()):
+            command = f"ssl-vit shards make {chosen.source} {places['train']} --split {chosen.splits[0]}"
+            raise UserError(
+                f"dataset {name} is not packed yet, and a dry run packs nothing; run `{command}`, and for test"
+            )
+        found[name] = chosen.model_copy(update={"source": None, **places})
     return found
 
 

@@ -10,19 +10,22 @@ from huggingface_hub import ModelCardData
 
 from ssl_vit import __version__
 from ssl_vit.analysis.pages import template
+from ssl_vit.data import DataConfig
 from ssl_vit.files import read_json
 from ssl_vit.interfaces import RunError, UserError
+from ssl_vit.models.exchange.exports import Use
+from ssl_vit.recipe import run_recipe
 from ssl_vit.report import tables
 from ssl_vit.report.export import markdown
 from ssl_vit.report.read import read_runs
 from ssl_vit.report.runs import Run, read_run, text
 from ssl_vit.report.summary import summarize
 from ssl_vit.report.verdict import INTERVAL, notes
+from ssl_vit.results import evaluations
 
 if TYPE_CHECKING:
     from ssl_vit.data.shards import ShardSet
     from ssl_vit.models.encoder import Encoder
-    from ssl_vit.models.exchange.exports import Use
 
 _MODES = {1: "L", 3: "RGB", 4: "RGBA"}
 Facts = dict[str, object]  # None: unknown
@@ -33,7 +36,7 @@ def write(model: Encoder, given: Path, weights: Path, to: str, use: Use, *, titl
 
     given: the run, checkpoint or weights folder that is exported, whose `results/` are shown.
     weights: the folder in it that holds the weights.
-    use: how it was evaluated.
+    use: how it was evaluated, as `evaluated` returns it.
     license: of the weights (the hub's identifier, such as apache-2.0); None: not stated.
     """
     folder = next((path for path in (given, given.parent.parent) if (path / "recipe.yaml").is_file()), None)
@@ -84,8 +87,20 @@ def write(model: Encoder, given: Path, weights: Path, to: str, use: Use, *, titl
     )
 
 
+def evaluated(run: Path) -> Use:
+    """The resize of the run's recipe, and the pooling of its last evaluation, else of its objective.
+
+    run: a run directory, a checkpoint or a weights folder.
+    """
+    recipe, poolings = run_recipe(run), []
+    for one in sorted(evaluations(run)[0].values(), key=lambda one: str(one.about.get("saved"))):
+        settings = one.about["settings"]
+        poolings.append(settings.get("pooling") or settings.get("head", {}).get("pooling"))
+    last = next(filter(None, reversed(poolings)), getattr(recipe.objective, "pooling", None) if recipe else None)
+    return Use((recipe.data if recipe else DataConfig(train="")).evaluation_resize, last)
+
+
 def _shards(run: Run) -> ShardSet | None:
-    from ssl_vit.data import DataConfig
     from ssl_vit.data.shards import open_training
 
     try:

@@ -57,7 +57,8 @@ def gallery(comparison: Comparison, head: Difference) -> Gallery:
     ours, theirs = np.split(correct, [len(rows[head.arm])])
     gain = ours.mean(axis=0) - theirs.mean(axis=0)
     order = np.argsort(-gain, kind="stable")
-    better, worse = ([place for place in some if sign * gain[place] > 0] for some, sign in _ends(order))
+    better = [place for place in order[:EACH].tolist() if gain[place] > 0]
+    worse = [place for place in order[::-1][:EACH].tolist() if gain[place] < 0]
     try:
         shards = _test_shards(comparison, head.place.data)
         pictures = {place: _picture(shards, int(images[place]), int(labels[place])) for place in [*better, *worse]}
@@ -79,11 +80,6 @@ def gallery(comparison: Comparison, head: Difference) -> Gallery:
     }
     first, second = (tuple(cards[place] for place in places if place in cards) for places in (better, worse))
     return Gallery(*pair, budget, first, second)
-
-
-def _ends(order: np.ndarray) -> tuple[tuple[list[int], int], tuple[list[int], int]]:
-    """The first and the last places of an order, each with the sign of what is asked there."""
-    return (order[:EACH].tolist(), 1), (order[::-1][:EACH].tolist(), -1)
 
 
 def _test_shards(comparison: Comparison, data: str) -> list[ShardSet]:

@@ -18,7 +18,7 @@ from ssl_vit.files import write_text
 from ssl_vit.interfaces import RunError
 from ssl_vit.records import DataRecord
 from ssl_vit.report import export, tables
-from ssl_vit.report.classes import classes
+from ssl_vit.report.classes import Classes, classes
 from ssl_vit.report.gallery import Gallery, gallery
 from ssl_vit.report.plots import (
     Curve,
@@ -44,25 +44,17 @@ Row = TypeVar("Row", bound=Accuracy)
 
 
 @dataclass(frozen=True)
-class ClassByClass:
-    """What `classes` found, drawn. labels: the label budget in words. confusions: by arm."""
-
-    labels: str
-    confusions: Mapping[str, Markup]
-    table: Shown
-    reliability: Markup | None
-    calibration: Shown
-
-
-@dataclass(frozen=True)
 class Section:
-    """One dataset under one evaluator. figures: each with its caption."""
+    """One dataset under one evaluator. figures: each with its caption. classes: None, and no pictures, of the later
+    sections. confusions: by arm."""
 
     title: str
     settings: Mapping[str, str]
     figures: Sequence[tuple[Markup, str]]
     tables: Sequence[Shown]
-    classes: ClassByClass | None
+    classes: Classes | None
+    confusions: Mapping[str, Markup]
+    reliability: Markup | None
     galleries: Sequence[Gallery]
 
 
@@ -103,6 +95,7 @@ def page(comparison: Comparison) -> str:
         interval=INTERVAL,
         notes=notes(comparison),
         words=budget_words,
+        tables=tables,
         times=sorted(filter(None, comparison.saved.values())),
         sections=[_section(comparison, summary, styles, place) for place in _in_order(summary)],
         studies=list(_studies(comparison, summary)),
@@ -125,28 +118,19 @@ def _in_order(summary: Summary) -> list[Place]:
 
 
 def _section(comparison: Comparison, summary: Summary, styles: Styles, place: Place) -> Section:
-    heads = [head for head in summary.headlines if head.place == place]
-    detailed = place in _in_order(summary)[:_DETAILED]
+    found = classes(comparison, place) if place in _in_order(summary)[:_DETAILED] else None
+    confusion, calibration = (found.confusion, found.calibration) if found else ({}, {})
+    arms = [arm.name for arm in comparison.record.arms if arm.name in confusion][:_CONFUSIONS]
+    curves = {comparison.label(arm): (styles[arm], one) for arm, one in calibration.items()}
     return Section(
         title=tables.place_title(comparison, place),
         settings=flat(comparison.record.evaluators[place.evaluator].settings.get(place.data, {})),
         figures=list(_figures(comparison, summary, styles, place)),
         tables=tables.place_tables(comparison, summary, place),
-        classes=_class_by_class(comparison, styles, place) if detailed else None,
-        galleries=[gallery(comparison, head) for head in heads if detailed],
-    )
-
-
-def _class_by_class(comparison: Comparison, styles: Styles, place: Place) -> ClassByClass:
-    found = classes(comparison, place)
-    arms = [arm.name for arm in comparison.record.arms if arm.name in found.confusion][:_CONFUSIONS]
-    curves = {comparison.label(arm): (styles[arm], one) for arm, one in found.calibration.items()}
-    return ClassByClass(
-        labels=budget_words(found.budget),
-        confusions={arm: confusion_matrix(found.confusion[arm], found.names) for arm in arms},
-        table=tables.class_table(comparison, found),
+        classes=found,
+        confusions={arm: confusion_matrix(confusion[arm], found.names) for arm in arms if found},
         reliability=reliability(curves) if curves else None,
-        calibration=tables.calibration_table(comparison, found),
+        galleries=[gallery(comparison, head) for head in summary.headlines if found and head.place == place],
     )
 
 

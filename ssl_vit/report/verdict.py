@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from ssl_vit.evaluators import budget_words
-from ssl_vit.report.architectures import architecture_differences
+from ssl_vit.records import ArmRecord
 from ssl_vit.report.read import OBJECTIVES, Comparison, costs
 from ssl_vit.report.runs import flat, listed, text
 from ssl_vit.report.self_test import self_tests
@@ -201,7 +201,7 @@ def _cautions(comparison: Comparison, summary: Summary) -> Iterator[str]:
             pair = f"{comparison.label(row.arm)} minus {comparison.label(row.against)}"
             yield (
                 f"Caution: a self-test failed: {title}: {pair} is {points(row.estimate)} points ({row.outcome}), "
-                f"expected: {test.expected}."
+                f"expected: {' or '.join(test.expected)}."
             )
     tried = {comparison.spoken(arm.name): comparison.tried(arm.name) for arm in comparison.record.arms}
     if len(set(tried.values())) > 1 and not comparison.missing:
@@ -211,6 +211,22 @@ def _cautions(comparison: Comparison, summary: Summary) -> Iterator[str]:
         yield from _richly_selected(comparison, head)
     if edges := _edges(comparison):
         yield f"Caution: best at the edge of the sweep: {'; '.join(edges)}. A wider sweep may change the order."
+
+
+def architecture_differences(arms: Sequence[ArmRecord]) -> list[str]:
+    """What arms differ in from the first of them with an encoder of its own: a phrase per arm that does, such as
+    `supervised: encoder.depth 12 (masked patch prediction: 4)`; empty where all are alike."""
+    first = next(arm for arm in arms if arm.kind != "scratch")
+    found = []
+    for arm in (arm for arm in arms if arm.architecture != first.architecture):
+        words = f"another encoder than {first.label}"
+        if arm.encoder and first.encoder:
+            own, other = flat(arm.encoder), flat(first.encoder)
+            words = ", ".join(
+                f"{key} {own[key]} ({first.label}: {other[key]})" for key in own if own[key] != other[key]
+            )
+        found.append(f"{arm.label}: {words}")
+    return found
 
 
 def _richly_selected(comparison: Comparison, head: Difference) -> Iterator[str]:

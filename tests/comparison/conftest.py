@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
+from ssl_vit.comparison.config import load_comparison
 from ssl_vit.comparison.run import compare
 from ssl_vit.report.read import Comparison
 
@@ -71,11 +72,11 @@ def finished(few_digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Comp
         "evaluators.knn={ks: [1]}",
         "evaluators.linear_probe={}",
     ]
-    return compare("demo_digits", overrides, command="ssl-vit demo", say=lambda text: None)
+    return compare(load_comparison("demo_digits", overrides), command="ssl-vit demo", say=lambda text: None)
 
 
 def quietly(recipe: Path, *overrides: str) -> Comparison:
-    return compare(recipe, overrides, say=lambda text: None)
+    return compare(load_comparison(recipe, overrides), say=lambda text: None)
 
 
 def rows(found: Comparison) -> list[dict[str, Any]]:

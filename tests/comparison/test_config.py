@@ -25,7 +25,6 @@ from ssl_vit.interfaces import UserError
         (["arms={a: {label: x, recipe: digits_ssl}, untrained_a: {label: x}}"], "'untrained_a'"),
         (["arms={tasks: {label: x, recipe: digits_ssl}}"], "'tasks'"),
         (["arms.ssl.weights=x"], "weights is for arms of kind weights"),
-        (["arms.scratch.kind=pretrained"], "needs the key recipe"),
         (["arms.scratch.overrides=[encoder.depth=7]"], "overrides is for arms of kind pretrained"),
         (["arms.ssl.overrides=[probe.every=5,probe.patience=2]"], "probe.patience"),
         (["seeds=[-1]"], "seeds.0"),

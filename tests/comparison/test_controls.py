@@ -5,13 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import pytest
 
 from ssl_vit.comparison.config import load_comparison
 from ssl_vit.comparison.dry_run import dry_run_comparison
-from ssl_vit.interfaces import UserError
 from ssl_vit.report.read import Comparison
-from ssl_vit.report.self_test import self_tests
+from ssl_vit.report.self_test import SAME, self_tests
 from ssl_vit.report.summary import summarize
 
 from .conftest import TUNING, Mini, quietly, stamps
@@ -21,7 +19,7 @@ EVALUATORS: dict[str, Any] = {"few_shot": {"labels_per_class": [1, 2]}, "knn": {
 
 def pairs(found: Comparison) -> list[tuple[str, str, str]]:
     tests = self_tests(found)
-    assert all(test.expected == "same" for test in tests)
+    assert all(test.expected == SAME for test in tests)
     return [(test.difference.place.evaluator, test.difference.arm, test.difference.against) for test in tests]
 
 
@@ -52,12 +50,3 @@ def test_training_from_scratch_is_repeated_with_its_own_sweep_s_settings(mini: M
         one, other = rows["scratch", seed], rows["scratch_repeated", seed]
         assert (one.selected, one.labels) == (other.selected, other.labels)
         assert not np.array_equal(np.asarray(one.prediction.top_scores), np.asarray(other.prediction.top_scores))
-
-
-def test_controls_can_be_left_out_and_their_names_are_reserved(mini: Mini) -> None:
-    found = load_comparison(mini(controls=False))
-    assert found.comparison.controls is False
-    with pytest.raises(UserError, match="reserved"):
-        load_comparison(mini(arms={"control": {"label": "SSL", "recipe": "digits_ssl"}}))
-    with pytest.raises(UserError, match="controls"):
-        load_comparison(mini(controls="all"))

@@ -31,7 +31,7 @@ def undecided(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def quiet(recipe: Path, **options: Any) -> Comparison:
-    return compare(recipe, say=lambda text: None, **options)
+    return compare(load_comparison(recipe), say=lambda text: None, **options)
 
 
 def test_seeds_are_added_until_the_maximum_and_the_report_counts_the_looks(mini: Mini, undecided: None) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ssl_vit.comparison.sets import DataSet
-from ssl_vit.comparison.suites import packed, prepare
+from ssl_vit.comparison.suites import prepare
 from ssl_vit.data.packing import pack
 from ssl_vit.data.packing.plan import Options
 from ssl_vit.data.packing.sources import open_source
@@ -21,11 +21,11 @@ DIGITS = {"digits": DataSet(source="digits")}
 def test_sources_are_packed_once_and_checked(tmp_path: Path) -> None:
     folder, said = tmp_path / "packed", list[str]()
     with pytest.raises(UserError, match=r"digits is not packed yet.*ssl-vit shards make digits .*/digits/train"):
-        packed(DIGITS, folder)
+        prepare(DIGITS, folder, write=False)
     assert not folder.exists()
     found = prepare(DIGITS, folder, said.append)["digits"]
     assert (found.source, found.test) == (None, str(folder / "digits" / "test"))
-    assert prepare(DIGITS, folder, said.append) == packed(DIGITS, folder) == {"digits": found}
+    assert prepare(DIGITS, folder, said.append) == prepare(DIGITS, folder, write=False) == {"digits": found}
     assert len(said) == 2, "train and test, once"
     for other in (DataSet(source="other"), DataSet(source="digits", splits=("test", "train"))):
         with pytest.raises(UserError, match="was packed from digits"):

@@ -20,7 +20,6 @@ from ssl_vit.files import write_json
 from ssl_vit.models import EncoderConfig, factory
 from ssl_vit.models.exchange.exports import Use
 from ssl_vit.report import card
-from ssl_vit.report.evaluated import evaluated
 from tests.report.made import SUMMARY, row
 
 Make = Callable[..., Any]
@@ -35,7 +34,7 @@ def weights(folder: Path, model: Any) -> Path:
 
 def write(model: Any, given: Path, to: str = "timm", **options: Any) -> str:
     options = {"title": "digits", "license": None} | options
-    return card.write(model, given, factory.find_weights(given), to, evaluated(given), **options)
+    return card.write(model, given, factory.find_weights(given), to, card.evaluated(given), **options)
 
 
 @pytest.fixture
@@ -151,7 +150,7 @@ def test_the_code_in_the_card_gives_what_was_evaluated(
     results.save(run / "results" / "few_shot-1.json", rows, **about, data={"train": "x", "test": "y"})
     recipe = recipes.load_recipe(run, ["data.evaluation_resize=1.143"])
     recipes.save(recipe, run / "recipe.yaml")
-    assert evaluated(run) == Use(1.143, pooling)
+    assert card.evaluated(run) == Use(1.143, pooling)
     monkeypatch.setattr(sys, "argv", ["ssl-vit", "export", str(run), str(tmp_path / "out"), "--to", to])
     with pytest.raises(SystemExit, match="0"):
         cli.main()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ssl_vit.records import ReferenceRecord
 from ssl_vit.report.read import Comparison, read
-from ssl_vit.report.self_test import self_tests
+from ssl_vit.report.self_test import BETTER, SAME, self_tests
 from ssl_vit.report.summary import summarize
 from ssl_vit.report.tables import self_test_table
 from ssl_vit.report.verdict import verdict
@@ -28,8 +28,8 @@ def made(folder: Path, repeated: float, supervised: float) -> Comparison:
 def test_a_repetition_is_no_better_and_all_labels_are(tmp_path: Path) -> None:
     found = made(tmp_path, repeated=0.0, supervised=0.3)
     same, better = self_tests(found)
-    assert (same.expected, same.difference.arm, same.difference.against) == ("same", "control", "scratch")
-    assert (better.expected, better.difference.arm, better.difference.against) == ("better", "supervised", "scratch")
+    assert (same.expected, same.difference.arm, same.difference.against) == (SAME, "control", "scratch")
+    assert (better.expected, better.difference.arm, better.difference.against) == (BETTER, "supervised", "scratch")
     assert same.passed
     assert better.passed
     assert list(self_test_table(found).frame["Result"]) == ["pass", "pass"]

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from ssl_vit import precision, recipe
 from ssl_vit.comparison import run as comparison
 from ssl_vit.comparison.config import load_comparison
-from ssl_vit.comparison.suites import packed
+from ssl_vit.comparison.suites import prepare
 
 AUTO = "training.precision=auto"
 Train = Callable[..., Path]
@@ -96,10 +96,10 @@ def test_the_arms_of_a_comparison_share_one(few_digits: Path, tmp_path: Path, mo
         return faster("bf16")()
 
     monkeypatch.setattr(precision, "measure", measure)
-    checked = comparison.check(study, packed(study.sets, study.folder))
+    checked = comparison.check(study, prepare(study.sets, study.folder, write=False))
     assert asked == ["digits_ssl"]
     assert {settings.training.precision for settings in checked.plan.study.recipes.values()} == {"bf16"}
     comparison._write_plan(checked, study.comparison, "")
     monkeypatch.setattr(precision, "measure", faster("fp32"))
-    again = comparison.check(study, packed(study.sets, study.folder)).plan
+    again = comparison.check(study, prepare(study.sets, study.folder, write=False)).plan
     assert [task.fingerprint for task in again.tasks] == [task.fingerprint for task in checked.plan.tasks]
