@@ -90,16 +90,6 @@ def test_a_launcher_shows_the_error_last(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert json.loads(file.read_text())["message"]["errorCode"] == 2, "torch knows the file's format"
 
 
-def test_a_saved_recipe_is_the_recipe(tmp_path) -> None:  # type: ignore[no-untyped-def]
-    recipe = recipes.load_recipe("digits_ssl", ["optim.lr=0.5", "objective.bits=2"])
-    recipes.save(recipe, tmp_path / "recipe.yaml")
-    assert recipes.load_recipe(tmp_path / "recipe.yaml") == recipe
-
-
-def test_a_length_on_the_command_line_replaces_the_recipes() -> None:
-    assert recipes.load_recipe("digits_ssl", ["training.epochs=2"]).training.steps is None
-
-
 def test_a_path_on_the_command_line_is_taken_as_it_stands() -> None:
     for path in ("runs/a #2", "{000000..000001}.tar", "[draft"):
         assert recipes.load_recipe("digits_ssl", [f"run={path}"]).run == path

@@ -61,11 +61,6 @@ def test_activations_grow_with_the_batch_and_shrink_when_they_are_recomputed(dig
     assert kept("training.batch_size=64", "training.checkpoint_activations=true") < 0.5 * whole
 
 
-def test_what_would_stop_the_run_stops_the_dry_run(digits: Path) -> None:
-    with pytest.raises(UserError, match="too few"):
-        dry_run(f"data.train={digits}", "data.workers=5")
-
-
 def test_doctor_names_what_would_stop_or_slow_a_run(
     digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -83,5 +78,7 @@ def test_a_dry_run_refuses_what_the_run_would(digits: Path, tmp_path: Path) -> N
     (tmp_path / "notes.txt").write_text("")
     with pytest.raises(UserError, match="is not empty and holds no run"):
         dry_run(f"data.train={digits}", f"run={tmp_path}")
+    with pytest.raises(UserError, match="too few"):
+        dry_run(f"data.train={digits}", "data.workers=5")
     with pytest.raises(UserError, match=r"training\.trackers|tracker"):
         dry_run(f"data.train={digits}", f"run={tmp_path}/run", "training.trackers={foo: {}}")

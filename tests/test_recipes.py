@@ -154,16 +154,14 @@ def test_each_stage_of_a_family_trains(family: str, keys: list[str], one_step: C
 
 
 @pytest.mark.parametrize(
-    "name", ["cifar10_vit_tiny_mae", "cifar10_cpu_simmim", "pretrain_mae_cpu", "pretrain_vit_tiny_mae"]
+    "name",
+    [
+        *("cifar10_vit_tiny_mae", "cifar10_cpu_simmim", "pretrain_mae_cpu", "pretrain_vit_tiny_mae"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("mae_vit_base", "simmim_vit_base")),
+    ],
 )
 def test_masked_autoencoders_and_simmim_train(name: str, one_step: Callable[..., Path]) -> None:
     one_step(name, "training.picture_every=1")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["mae_vit_base", "simmim_vit_base"])
-def test_they_train_at_the_size_of_imagenet(name: str, one_step: Callable[..., Path]) -> None:
-    one_step(name)
 
 
 @pytest.mark.slow

@@ -8,7 +8,6 @@ import pytest
 
 from ssl_vit.comparison.config import load_comparison
 from ssl_vit.comparison.dry_run import dry_run_comparison
-from ssl_vit.interfaces import UserError
 from ssl_vit.report.read import costs
 
 from .conftest import STEPS, TUNING, Mini, quietly
@@ -36,13 +35,3 @@ def test_an_arm_trains_with_another_ones_total_compute(mini: Mini) -> None:
     assert trained == {"ssl": 32, "scratch": 32, "longer": 8 * (4 + extra)}
     hours = {arm: dry.arms[arm].fine_tuning_hours for arm in ("scratch", "longer")}
     assert hours["longer"] > 5 * hours["scratch"] > 0
-
-
-@pytest.mark.parametrize(
-    ("arm", "words"), [({"compute_of": "none"}, "compute_of=none"), ({"compute_of": "scratch"}, "recipe")]
-)
-def test_only_the_compute_of_an_arm_that_pretrains_can_be_given(mini: Mini, arm: dict[str, Any], words: str) -> None:
-    with pytest.raises(UserError, match=words):
-        load_comparison(mini(arms=ARMS | {"longer": {"label": "l", **arm}}))
-    with pytest.raises(UserError, match="compute_of is for arms of kind scratch"):
-        load_comparison(mini(arms=ARMS | {"longer": {"label": "l", "recipe": "digits_ssl", "compute_of": "ssl"}}))

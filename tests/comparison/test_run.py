@@ -13,7 +13,7 @@ import pytest
 import torch
 from sklearn.datasets import load_digits
 
-from ssl_vit import cli, evaluators, results
+from ssl_vit import cli, results
 from ssl_vit.cli import compare as commands
 from ssl_vit.comparison import work
 from ssl_vit.comparison.config import load_comparison
@@ -129,40 +129,6 @@ def test_two_processes_give_the_same_rows(mini: Mini, tmp_path: Path) -> None:
     frame = one.table.frame
     assert set(frame[frame["arm"] == "ssl"]["pretraining_seed"]) == {0, 1}
     assert (frame[frame["arm"] == "ssl"]["pretraining_seed"] == frame[frame["arm"] == "ssl"]["seed"]).all()
-
-
-MAJORITY = """
-import numpy as np
-from ssl_vit.evaluators.base import Evaluator as Base, LabeledConfig, Scored
-from ssl_vit.evaluators.features import FeatureConfig
-from ssl_vit.results import Prediction
-
-
-class Config(FeatureConfig, LabeledConfig):
-    boost: float = 1.0
-
-
-class Evaluator(Base):
-    title = "The most frequent label"
-
-    def fit(self, train, seed):
-        guess = np.bincount(train.features(self.config).labels).argmax()
-
-        def classify(images):
-            test = images.features(self.config)
-            return [Scored(Prediction(test.images, test.labels, np.full_like(test.labels, guess)))]
-
-        return classify
-"""
-
-
-def test_a_new_evaluator_is_one_file(mini: Mini, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "majority.py").write_text(MAJORITY)
-    monkeypatch.setattr(evaluators, "__path__", [*evaluators.__path__, str(tmp_path)])
-    found = quietly(mini(evaluators={"majority": {"boost": 2}})).table.frame
-    assert set(found["arm"]) == {"ssl", "untrained", "pixels"}
-    assert found["accuracy"].mean() == pytest.approx(0.1, abs=0.05)
-    assert "The most frequent label" in write_report([tmp_path / "run"], tmp_path / "report.html").read_text()
 
 
 @pytest.mark.usefixtures("fewer_digits")

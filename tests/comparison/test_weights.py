@@ -79,8 +79,6 @@ def test_the_architecture_may_be_a_key(mini: Mini, tmp_path: Path) -> None:
     found = dry_run_comparison(load_comparison(mini(arms=arms)))
     assert found.not_estimated == ["mine", "untrained"]
     assert factory.load(tmp_path / "run" / "weights" / "mine").name == "test_resnet"
-    with pytest.raises(UserError, match="architecture is for arms of kind weights"):
-        load_comparison(mini(arms={"ssl": {"label": "x", "recipe": "digits_ssl", "architecture": "resnet18"}}))
 
 
 def test_features_that_the_weights_do_not_have_are_refused_before_the_first_task(mini: Mini, tmp_path: Path) -> None:

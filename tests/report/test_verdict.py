@@ -15,7 +15,7 @@ from ssl_vit.report import sequential
 from ssl_vit.report.read import read
 from ssl_vit.report.summary import Difference, Summary, summarize
 from ssl_vit.report.verdict import notes, verdict
-from ssl_vit.results import Budget, Result
+from ssl_vit.results import Result
 from tests.report.made import ARMS, SUPERVISED, SWEEP, row, two_arms, write_comparison, write_run
 
 FOLDERS = itertools.count()
@@ -86,22 +86,6 @@ def test_label_efficiency_and_compute(folder: Path) -> None:
     assert "is as accurate as training from scratch with 10." in text, "half way between 5 and 20 on a logarithmic axis"
     # One pretraining of 6e9 and 9 fine-tunings of 1e9, against 9 of these.
     assert "took 1.5e+10 FLOPs in all, 1.67 times that of training from scratch" in text
-
-
-def test_label_efficiency_does_not_depend_on_the_order_of_budgets(folder: Path) -> None:
-    labels: dict[Budget, int] = {"all": 400, 5: 20, "10%": 40}
-    rows = [
-        row(arm, budget, seed, (0.55 if arm == "ssl" else 0.5) + count / 2000, labels=count)
-        for budget, count in labels.items()
-        for arm in ("ssl", "scratch")
-        for seed in range(3)
-    ]
-    found = [
-        summary(folder / str(number), rows, labels_per_class=budgets).efficiencies
-        for number, (rows, budgets) in enumerate([(rows, ("all", 5, "10%")), (rows[::-1], (5, "10%", "all"))])
-    ]
-    assert found[0] == found[1]
-    assert [(one.labels_per_class, one.measured) for one in found[0]] == [(n, (5, 100)) for n in (5, "10%", "all")]
 
 
 def test_a_sweeps_winner_is_paid_once(folder: Path) -> None:
