@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 
 import pandas as pd
 
-from ssl_vit.files import read_json
-from ssl_vit.recipe import validate
+from ssl_vit import records
 from ssl_vit.records import RunSummary
 
 if TYPE_CHECKING:
@@ -45,8 +44,7 @@ class TrainingRun(PathLike[str]):
     @property
     def summary(self) -> RunSummary:
         """Steps, images, FLOPs and seconds of the finished run."""
-        path = self.dir / "summary.json"
-        return validate(RunSummary, read_json(path), f"{path}: ")
+        return records.read(self.dir / "summary.json", RunSummary)
 
 
 @dataclass(frozen=True)

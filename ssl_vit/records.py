@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, Literal, TypeVar
 
-from pydantic import Field
+from pydantic import BaseModel, Field, ValidationError
 
-from ssl_vit.interfaces import Budget, Config
+from ssl_vit.files import read_json
+from ssl_vit.interfaces import Budget, Config, UserError
+
+Model = TypeVar("Model", bound=BaseModel)
 
 ArmKind = Literal["scratch", "pretrained", "weights"]
 ReferenceKind = Literal["untrained", "pixels", "control"]
@@ -217,3 +221,15 @@ class ComparisonRecord(Config):
     def rows(self) -> tuple[ArmRecord | ReferenceRecord, ...]:
         """Arms, then references."""
         return (*self.arms, *self.references)
+
+
+def read(file: Path, model: type[Model], content: object = None) -> Model:
+    """The record in a JSON file. content: of the file, where it has been read. Raises UserError."""
+    try:
+        return model.model_validate(read_json(file) if content is None else content)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"]))
+        raise UserError(
+            f"{file}: written by another version of ssl-vit ({key}: {first['msg']}); run its command again"
+        ) from None

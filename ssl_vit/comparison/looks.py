@@ -7,13 +7,12 @@ from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
+from ssl_vit import records
 from ssl_vit.comparison.config import Study
-from ssl_vit.files import read_json
 from ssl_vit.interfaces import UserError
 from ssl_vit.records import ComparisonRecord, Look
 from ssl_vit.report import statistics
 from ssl_vit.report.read import PLAN, Comparison
-from ssl_vit.report.runs import validated
 from ssl_vit.report.summary import Difference, summarize
 
 MOST_LOOKS = 4  # each costs confidence, so seeds are added in steps of at least a third of those that may be added
@@ -28,7 +27,7 @@ def resume(study: Study, *, until_decided: bool = False, max_seeds: int | None =
     Raises UserError for a maximum that is too small, or seeds or a maximum that differ from the recorded ones.
     """
     path = study.comparison.run_directory / PLAN
-    record = validated(path, read_json(path), ComparisonRecord) if path.is_file() else None
+    record = records.read(path, ComparisonRecord) if path.is_file() else None
     if record and record.looks:
         first, made = record.looks[0].seeds, _counted(study)
         if getattr(study.comparison, made) != getattr(record, made)[:first]:

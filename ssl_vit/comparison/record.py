@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from ssl_vit import recipe, runs
+from ssl_vit import recipe, records, runs
 from ssl_vit.comparison.plan import Plan
 from ssl_vit.data.shards import ShardSet
 from ssl_vit.environment import environment
@@ -75,7 +75,7 @@ def _arm(plan: Plan, arm: str) -> ArmRecord:
     given, settings = plan.study.comparison.arms[arm], plan.recipes.get(arm)
     weights = plan.weights(arm, plan.study.comparison.seeds[0], 0)
     path = Path(given.weights or "") / runs.SUMMARY
-    summary = recipe.validate(RunSummary, read_json(path), f"{path}: ") if given.weights and path.is_file() else None
+    summary = records.read(path, RunSummary) if given.weights and path.is_file() else None
     return ArmRecord(
         name=arm,
         label=given.label,

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from filelock import FileLock
 
-from ssl_vit import api, recipe, results
+from ssl_vit import api, records, results
 from ssl_vit.analysis import inspection
 from ssl_vit.comparison.plan import Plan
 from ssl_vit.environment import environment
@@ -40,8 +40,7 @@ def is_done(plan: Plan, task: TaskRecord) -> bool:
     path = path_of(plan, task)
     with suppress(UserError):
         if path.is_file():
-            found = recipe.validate(TaskResult, results.load(path)[1], f"{path}: ")
-            return found.fingerprint == task.fingerprint
+            return records.read(path, TaskResult, results.load(path)[1]).fingerprint == task.fingerprint
     return False
 
 
@@ -79,8 +78,7 @@ def do(plan: Plan, task: TaskRecord) -> None:
 def _run(plan: Plan, task: TaskRecord) -> tuple[list[Result], dict[str, Any]]:
     """The rows of a task and the other fields of its `TaskResult`."""
     if task.kind == "pretrain":
-        summary = api.train(plan.pretraining(task)) / SUMMARY
-        return [], {"run": recipe.validate(RunSummary, read_json(summary), f"{summary}: ")}
+        return [], {"run": records.read(api.train(plan.pretraining(task)) / SUMMARY, RunSummary)}
     if task.kind == "pictures":
         with progress_bar(task.id, None):
             return [], _pictures(plan, task)

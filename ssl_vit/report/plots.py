@@ -112,7 +112,7 @@ def _bars(curves: Sequence[Curve], ylabel: str) -> Markup:
 
 
 def loss_curves(runs: Mapping[str, tuple[Style, pd.DataFrame]], *, points: int = 300) -> Markup | None:
-    """Training losses by run, over images seen, or over steps where a run did not log them. None without a loss.
+    """Training losses by run over images seen. None without a loss.
 
     The thin dashed line is the constant baseline, where the run logged it. Long runs are shown as
     means of at most `points` parts.
@@ -120,20 +120,20 @@ def loss_curves(runs: Mapping[str, tuple[Style, pd.DataFrame]], *, points: int =
     frames = {label: frame for label, (_, frame) in runs.items() if len(frame)}
     if not frames:
         return None
-    axis = "images_seen" if all(frame["images_seen"].notna().all() for frame in frames.values()) else "step"
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(5.6, 2.9))
         axes = figure.add_axes((0.12, 0.19, 0.55, 0.77))
         for label, frame in frames.items():
             parts = frame.groupby(np.arange(len(frame)) * min(points, len(frame)) // len(frame)).mean()
             color, marker = runs[label][0].color, "o" if len(parts) == 1 else None
-            axes.plot(parts[axis], parts["loss"], color=color, linewidth=2, marker=marker, label=label)
+            axes.plot(parts["images_seen"], parts["loss"], color=color, linewidth=2, marker=marker, label=label)
             if parts["constant_loss"].notna().any():
                 name, dashes = f"constant baseline, {label}", (0, (4, 3))
-                axes.plot(parts[axis], parts["constant_loss"], color=color, linewidth=1.2, linestyle=dashes, label=name)
+                x, y = parts["images_seen"], parts["constant_loss"]
+                axes.plot(x, y, color=color, linewidth=1.2, linestyle=dashes, label=name)
         axes.margins(x=0.01, y=0.08)
         axes.xaxis.set_major_locator(MaxNLocator(5))
-        return _embed(figure, axes, axis.replace("_", " "), "training loss")
+        return _embed(figure, axes, "images seen", "training loss")
 
 
 def confusion_matrix(shares_KK: np.ndarray, names: Sequence[str]) -> Markup:

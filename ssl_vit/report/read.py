@@ -12,8 +12,7 @@ from typing import Literal
 import numpy as np
 import pandas as pd
 
-from ssl_vit import results
-from ssl_vit.files import read_json
+from ssl_vit import records, results
 from ssl_vit.interfaces import UserError
 from ssl_vit.records import (
     ArmRecord,
@@ -28,7 +27,7 @@ from ssl_vit.records import (
     TaskResult,
 )
 from ssl_vit.report import sequential
-from ssl_vit.report.runs import Run, pictures, read_run, validated
+from ssl_vit.report.runs import Run, pictures, read_run
 from ssl_vit.results import KEY, Result, Table
 
 PLAN = "plan.json"
@@ -201,14 +200,14 @@ def read(paths: Sequence[Path]) -> Comparison:
 
 def read_comparison(path: Path) -> Comparison:
     """A comparison from its directory: everything finished by now."""
-    record = validated(path / PLAN, read_json(path / PLAN), ComparisonRecord)
+    record = records.read(path / PLAN, ComparisonRecord)
     tasks: dict[str, TaskResult] = {}
     rows: list[tuple[Result, Path]] = []
     for task in record.tasks:
         file = path / "tasks" / f"{task.id}.json"
         with suppress(UserError, FileNotFoundError):  # missing or damaged: `compare` makes it (again)
             found, about = results.load(file)
-            finished = validated(file, about, TaskResult)
+            finished = records.read(file, TaskResult, about)
             if finished.fingerprint == task.fingerprint:
                 tasks[task.id] = finished
                 rows += [(row, file) for row in found]

@@ -8,13 +8,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from numbers import Integral
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal
 
 import numpy as np
 import pandas as pd
-from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
+from pydantic import BaseModel, ConfigDict, JsonValue
 
-from ssl_vit import results
+from ssl_vit import records, results
 from ssl_vit.files import read_json
 from ssl_vit.interfaces import UserError
 from ssl_vit.records import RunSummary, SkippedSample
@@ -27,7 +27,6 @@ PICTURES = (
     *("feature_map", "filters", "position_similarity"),
 )
 LOSSES = ["step", "loss", "constant_loss", "images_seen"]
-Model = TypeVar("Model", bound=BaseModel)
 
 
 class EvaluationRecord(BaseModel):
@@ -76,11 +75,11 @@ def read_run(path: Path) -> Run:
         names = ", ".join(RUN_FILES)
         raise UserError(f"{path}: neither a run nor a comparison (no plan.json, {names}). Give the directory itself.")
     file, recipe, environment = (path / name for name in RUN_FILES[:3])
-    summary = validated(file, read_json(file), RunSummary) if file.is_file() else None
+    summary = records.read(file, RunSummary) if file.is_file() else None
     losses, remarks = _read_metrics(path / "metrics.jsonl")
     found, outdated = results.evaluations(path)
     evaluations = [
-        (file, validated(file, one.about, EvaluationRecord), tuple(one.results)) for file, one in found.items()
+        (file, records.read(file, EvaluationRecord, one.about), tuple(one.results)) for file, one in found.items()
     ]
     remarks += [
         f"results/{one.name} is of other weights and was skipped: run `ssl-vit eval` again." for one in outdated
@@ -96,18 +95,6 @@ def read_run(path: Path) -> Run:
         environment=flat(read_json(environment)) if environment.is_file() else {},
         remarks=tuple(remarks),
     )
-
-
-def validated(file: Path, content: object, model: type[Model]) -> Model:
-    """The content of a JSON file as a typed record. Raises UserError."""
-    try:
-        return model.model_validate(content)
-    except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(map(str, first["loc"]))
-        raise UserError(
-            f"{file}: written by another version of ssl-vit ({key}: {first['msg']}); run its command again"
-        ) from None
 
 
 def flat(settings: Mapping[str, object]) -> dict[str, str]:

@@ -276,15 +276,13 @@ class Measured:
 
 
 def _paired(ours: Rows, theirs: Rows) -> dict[tuple[int, int, int], tuple[int, int]]:
-    """Rows of both arms by (their pretraining seeds, seed): of the same seed and, where both have several pretrainings
-    for it, of the same pretraining seed."""
-    found = {}
-    for mine, seed in sorted(ours):
-        candidates = [other for other, same in sorted(theirs) if same == seed]
-        alone = len(candidates) == 1 or sum(same == seed for _, same in ours) == 1
-        for other in candidates if alone else [mine] if mine in candidates else []:
-            found[mine, other, seed] = ours[mine, seed], theirs[other, seed]
-    return found
+    """Rows of both arms by (their pretraining seeds, seed), where they share the seed."""
+    others = {seed: made for made, seed in theirs}
+    return {
+        (made, others[seed], seed): (ours[made, seed], theirs[others[seed], seed])
+        for made, seed in sorted(ours)
+        if seed in others
+    }
 
 
 def units_of(pretrainings: Sequence[tuple[int | None, ...]]) -> list[int | None] | None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
@@ -50,14 +50,15 @@ def place_tables(comparison: Comparison, summary: Summary, place: Place) -> list
     differences: dict[tuple[str, str], dict[str, str]] = {}
     for one in (one for one in (*summary.means, *summary.differences) if one.place == place):
         differences.setdefault((one.arm, one.against), {})[str(one.labels_per_class)] = points(one.estimate)
-    minus = {pair: f"{comparison.label(pair[0])} minus {comparison.label(pair[1])}" for pair in differences}
+    label = comparison.label
+    scores = {label(arm): cells for arm, cells in accuracies.items()}
+    gains = {f"{label(arm)} minus {label(against)}": cells for (arm, against), cells in differences.items()}
     name = "mean of the per-class accuracies" if weighted else "accuracy"
     tables = [
-        _table(f"Test {name}, %, by labels per class", {comparison.label(arm): accuracies[arm] for arm in accuracies}),
-        _table("Difference in points, by labels per class", {minus[pair]: differences[pair] for pair in differences}),
+        _table(f"Test {name}, %, by labels per class", scores, arms=accuracies),
+        _table("Difference in points, by labels per class", gains, arms=[against for _, against in differences]),
     ]
-    arms = [tuple(accuracies), tuple(against for _, against in differences)]
-    found = [Shown(one.title, one.frame, names) for one, names in zip(tables, arms, strict=True) if names]
+    found = [one for one in tables if one.arms]
     equal = {str(row.labels_per_class): row for row in summary.efficiencies if row.place == place}
     for first in [*equal.values()][:1]:
         with_arm, with_other = (f"Labels per class with {comparison.label(arm)}" for arm in (first.arm, first.against))
@@ -66,9 +67,9 @@ def place_tables(comparison: Comparison, summary: Summary, place: Place) -> list
     return found
 
 
-def _table(title: str, rows: Mapping[str, Mapping[str, str]], head: str = "Arm") -> Shown:
+def _table(title: str, rows: Mapping[str, Mapping[str, str]], head: str = "Arm", arms: Iterable[str] = ()) -> Shown:
     frame = pd.DataFrame.from_dict(dict(rows), orient="index").fillna("–").rename_axis(head).reset_index()
-    return Shown(title, frame)
+    return Shown(title, frame, tuple(arms))
 
 
 def self_test_table(comparison: Comparison) -> Shown:
@@ -106,7 +107,7 @@ def calibration_table(comparison: Comparison, found: Classes) -> Shown:
     """Expected calibration error of every arm whose classifier gives probabilities."""
     errors = {comparison.label(arm): {"ECE, %": f"{100 * one.error:.1f}"} for arm, one in found.calibration.items()}
     title = f"Expected calibration error ({BINS} bins), mean over seeds, with {budget_words(found.budget)}"
-    return replace(_table(title, errors), arms=tuple(found.calibration))
+    return _table(title, errors, arms=found.calibration)
 
 
 def cost_table(comparison: Comparison) -> Shown:

@@ -142,17 +142,6 @@ def test_pretrainings_are_the_unit_where_they_are_fewer_than_seeds(folder: Path)
     assert summary(folder.parent / "each", each).headlines[0].unit == "seed"
 
 
-def test_crossed_pretrainings_pair_with_their_own(folder: Path) -> None:
-    rows = [
-        row(arm, 5, seed, 0.5 + 0.1 * made + (0.2 if arm == "ssl" else 0), pretraining_seed=made)
-        for arm in ("ssl", "supervised")
-        for made in (0, 1)
-        for seed in (0, 1)
-    ]
-    found = pair(summary(folder, rows, arms=(ARMS[0], SUPERVISED)), "ssl", "supervised")
-    assert (found.seeds, found.estimate.units) == (4, 2) and found.estimate.mean == pytest.approx(0.2)
-
-
 def test_the_mean_of_the_per_class_accuracies_weights_images(folder: Path) -> None:
     rows = two_arms(0.2, budgets=(5,))
     uneven = np.arange(100) < 90
