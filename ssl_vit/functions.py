@@ -231,7 +231,7 @@ def export(run: Place, out: Place, to: exports.Target, *, license: str | None = 
 
     run, out = Path(run), Path(out)
     model, use = factory.load(run), card.evaluated(run)
-    text = card.write(model, run, factory.find_weights(run), to, use, title=out.resolve().name, license=license)
+    text = card.write(model, run, to, use, title=out.resolve().name, license=license)
     exports.export(model, out, to, text, use)
 
 

@@ -64,13 +64,13 @@ def suites() -> dict[str, Path]:
     return {path.stem: path for path in sorted((recipe.recipes_folder() / "suites").glob("*.yaml"))}
 
 
-def load_suite(name: str, near: Path | None = None, overrides: recipe.Overrides = ()) -> Suite:
+def load_suite(name: str, near: Path | None = None) -> Suite:
     """Read and validate a suite: a path, one beside the recipe `near`, or a shipped suite's name. Raises UserError."""
     places = [Path(name), *([near.parent / name] if near else []), *([suites()[name]] if name in suites() else [])]
     path = next((place for place in places if place.is_file()), None)
     if path is None:
         raise UserError(f"{name}: no such suite; shipped suites: {', '.join(suites())}")
-    content = recipe.read(path, overrides)
+    content = recipe.read(path)
     for key, chosen in (content.get("sets") or {}).items():
         for evaluator, values in ((chosen or {}).get("evaluators") or {}).items():
             config = plugins.load("evaluators", evaluator).Config

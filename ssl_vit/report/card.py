@@ -13,6 +13,7 @@ from ssl_vit.analysis.pages import template
 from ssl_vit.data import DataConfig
 from ssl_vit.files import read_json
 from ssl_vit.interfaces import RunError, UserError
+from ssl_vit.models import factory
 from ssl_vit.models.exchange.exports import Use
 from ssl_vit.recipe import run_recipe
 from ssl_vit.report import tables
@@ -31,14 +32,14 @@ _MODES = {1: "L", 3: "RGB", 4: "RGBA"}
 Facts = dict[str, object]  # None: unknown
 
 
-def write(model: Encoder, given: Path, weights: Path, to: str, use: Use, *, title: str, license: str | None) -> str:
+def write(model: Encoder, given: Path, to: str, use: Use, *, title: str, license: str | None) -> str:
     """The text of README.md for `model` in the format `to`, with the hub's YAML in front.
 
     given: the run, checkpoint or weights folder that is exported, whose `results/` are shown.
-    weights: the folder in it that holds the weights.
     use: how it was evaluated, as `evaluated` returns it.
     license: of the weights (the hub's identifier, such as apache-2.0); None: not stated.
     """
+    weights = factory.find_weights(given)
     folder = next((path for path in (given, given.parent.parent) if (path / "recipe.yaml").is_file()), None)
     run = read_run(folder) if folder else None
     shards = _shards(run) if run else None

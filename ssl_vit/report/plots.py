@@ -111,11 +111,11 @@ def _bars(curves: Sequence[Curve], ylabel: str) -> Markup:
         return _svg(figure)
 
 
-def loss_curves(runs: Mapping[str, tuple[Style, pd.DataFrame]], *, points: int = 300) -> Markup | None:
+def loss_curves(runs: Mapping[str, tuple[Style, pd.DataFrame]]) -> Markup | None:
     """Training losses by run over images seen. None without a loss.
 
     The thin dashed line is the constant baseline, where the run logged it. Long runs are shown as
-    means of at most `points` parts.
+    means of at most 300 parts.
     """
     frames = {label: frame for label, (_, frame) in runs.items() if len(frame)}
     if not frames:
@@ -124,7 +124,7 @@ def loss_curves(runs: Mapping[str, tuple[Style, pd.DataFrame]], *, points: int =
         figure = Figure(figsize=(5.6, 2.9))
         axes = figure.add_axes((0.12, 0.19, 0.55, 0.77))
         for label, frame in frames.items():
-            parts = frame.groupby(np.arange(len(frame)) * min(points, len(frame)) // len(frame)).mean()
+            parts = frame.groupby(np.arange(len(frame)) * min(300, len(frame)) // len(frame)).mean()
             color, marker = runs[label][0].color, "o" if len(parts) == 1 else None
             axes.plot(parts["images_seen"], parts["loss"], color=color, linewidth=2, marker=marker, label=label)
             if parts["constant_loss"].notna().any():

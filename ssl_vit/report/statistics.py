@@ -208,14 +208,12 @@ def plan(estimate: Estimate, margin: float) -> tuple[int | None, int | None]:
     return units, next((number for number in more if decides(S, M + number)), None)
 
 
-def label_efficiency(
-    accuracy_S: np.ndarray, curve_SB: np.ndarray, labels_B: np.ndarray, *, confidence: float = 0.95, samples: int = 2000
-) -> tuple[float, float, float]:
+def label_efficiency(accuracy_S: np.ndarray, curve_SB: np.ndarray, labels_B: np.ndarray) -> tuple[float, float, float]:
     """How many labels per class the arm of a curve needs for another arm's accuracy: (labels, low, high).
 
     0: fewer than its smallest label budget; inf: more than its largest; low, high: nan with one seed. The curve is
-    interpolated on a logarithmic axis of labels; the interval is the percentile interval of resampled seeds, the same
-    for both arms, so it leaves out the test images.
+    interpolated on a logarithmic axis of labels; the interval (95%) is the percentile interval of resampled seeds,
+    the same for both arms, so it leaves out the test images.
 
     accuracy_S: (S,), of the other arm at one label budget.
     curve_SB: (S, B), accuracies of the curve's arm at each label budget.
@@ -231,7 +229,7 @@ def label_efficiency(
     found, S = needed(accuracy_S.mean(), curve_SB.mean(axis=0)), len(accuracy_S)
     if S < 2:
         return found, math.nan, math.nan
-    drawn = np.random.default_rng(0).integers(S, size=(samples, S))
+    drawn = np.random.default_rng(0).integers(S, size=(2000, S))
     resampled = [needed(accuracy_S[seeds].mean(), curve_SB[seeds].mean(axis=0)) for seeds in drawn]
-    low, high = np.quantile(resampled, [0.5 - confidence / 2, 0.5 + confidence / 2], method="nearest")
+    low, high = np.quantile(resampled, [0.025, 0.975], method="nearest")
     return found, float(low), float(high)

@@ -81,14 +81,15 @@ def test_settings_of_a_set_and_of_an_arm_are_merged_into_those_of_all(mini: Any)
     assert found("other", "ssl") == (True, (0.5, 1.0), 64)
 
 
-def test_the_shipped_suites_are_whole() -> None:
+def test_the_shipped_suites_are_whole(tmp_path: Path) -> None:
     assert "local" in suites()
     for name in suites():
         for key, chosen in load_suite(name).sets.items():
             assert chosen.source or chosen.train, key
     assert set(load_suite("transfer").sets) == {"cifar10", "cifar100", "pets", "flowers102", "imagenet"}
+    (wrong := tmp_path / "wrong.yaml").write_text("name: w\nsets: {x: {source: digits, evaluators: {knn: {kk: 1}}}}")
     with pytest.raises(UserError, match=r"sets\.x\.evaluators\.knn\.kk: unknown key"):
-        load_suite("local", overrides=["sets.x={source: digits, evaluators: {knn: {kk: 1}}}"])
+        load_suite(str(wrong))
 
 
 def test_a_suite_is_found_beside_the_recipe(mini: Any, tmp_path: Path) -> None:

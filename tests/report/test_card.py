@@ -34,7 +34,7 @@ def weights(folder: Path, model: Any) -> Path:
 
 def write(model: Any, given: Path, to: str = "timm", **options: Any) -> str:
     options = {"title": "digits", "license": None} | options
-    return card.write(model, given, factory.find_weights(given), to, card.evaluated(given), **options)
+    return card.write(model, given, to, card.evaluated(given), **options)
 
 
 @pytest.fixture
