@@ -12,17 +12,7 @@ from typer.testing import CliRunner
 
 from ssl_vit import health
 from ssl_vit.cli import app
-from ssl_vit.data.packing import pack
-from ssl_vit.data.packing.plan import Options
-from ssl_vit.data.packing.sources import open_source
 from ssl_vit.interfaces import UserError
-
-
-@pytest.fixture(scope="module")
-def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("digits") / "train"
-    pack(open_source("digits", split="train"), folder, Options(shards=4, subset=36), progress=False)
-    return folder
 
 
 def dry_run(*arguments: str) -> Any:
@@ -30,18 +20,18 @@ def dry_run(*arguments: str) -> Any:
 
 
 def test_a_dry_run_counts_what_the_run_would_do_and_writes_nothing(
-    digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    few_digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    keys = [f"data.train={digits}", "training.steps=90", "training.batch_size=40", "encoder.depth=2"]
+    keys = [f"data.train={few_digits}/train", "training.steps=100", "training.batch_size=40", "encoder.depth=2"]
     found = json.loads(dry_run("--json", *keys).stdout)
-    assert (found["epochs"], found["samples"], found["classes"]) == (10.0, 360, 10)
+    assert (found["epochs"], found["samples"], found["classes"]) == (10.0, 400, 10)
     width, hidden, patches, classes = 64, 128, 16, 8
     block = 4 * width * width + 4 * width + 2 * width * hidden + hidden + width + 4 * width
     outside = (4 * width + width) + (patches + 1) * width + width + 2 * width + width + (classes * width + classes)
     assert found["parameters"] == 2 * block + outside
     assert found["weights_mib"] == round(16 * (2 * block + outside) / 2**20, 1)
-    assert found["steps"] == 90
+    assert found["steps"] == 100
     assert found["hours"] >= 0
     assert found["recipe"]["encoder"]["depth"] == 2
     assert not list(tmp_path.iterdir())
@@ -50,9 +40,9 @@ def test_a_dry_run_counts_what_the_run_would_do_and_writes_nothing(
     assert "nothing was written" in text
 
 
-def test_activations_grow_with_the_batch_and_shrink_when_they_are_recomputed(digits: Path) -> None:
+def test_activations_grow_with_the_batch_and_shrink_when_they_are_recomputed(few_digits: Path) -> None:
     def kept(*keys: str) -> float:
-        found = json.loads(dry_run("--json", f"data.train={digits}", *keys).stdout)
+        found = json.loads(dry_run("--json", f"data.train={few_digits}/train", *keys).stdout)
         return float(found["activations_mib"])
 
     whole = kept("training.batch_size=64")
@@ -62,23 +52,23 @@ def test_activations_grow_with_the_batch_and_shrink_when_they_are_recomputed(dig
 
 
 def test_doctor_names_what_would_stop_or_slow_a_run(
-    digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    few_digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done = CliRunner().invoke(app, ["doctor", "--data", str(tmp_path / "nowhere")])
     assert done.exit_code == 1 and "nowhere" in done.stdout
     monkeypatch.setattr(health.os, "cpu_count", lambda: 64)
     monkeypatch.setattr(health.shutil, "disk_usage", lambda path: SimpleNamespace(free=1 << 30, total=1 << 40))
-    done = CliRunner().invoke(app, ["doctor", "--data", str(digits), "--run", str(tmp_path), "--json"])
+    done = CliRunner().invoke(app, ["doctor", "--data", f"{few_digits}/train", "--run", str(tmp_path), "--json"])
     found = {(finding["about"], finding["level"]): finding["text"] for finding in json.loads(done.stdout)}
     assert "torch" in found["versions", "ok"] and "1 GiB free" in found["disk", "stop"]
-    assert found["shards", "ok"] == "360 samples in 4 shards, 10 classes" and "--shards 64" in found["shards", "slow"]
+    assert found["shards", "ok"] == "400 samples in 4 shards, 10 classes" and "--shards 64" in found["shards", "slow"]
 
 
-def test_a_dry_run_refuses_what_the_run_would(digits: Path, tmp_path: Path) -> None:
+def test_a_dry_run_refuses_what_the_run_would(few_digits: Path, tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("")
     with pytest.raises(UserError, match="is not empty and holds no run"):
-        dry_run(f"data.train={digits}", f"run={tmp_path}")
+        dry_run(f"data.train={few_digits}/train", f"run={tmp_path}")
     with pytest.raises(UserError, match="too few"):
-        dry_run(f"data.train={digits}", "data.workers=5")
+        dry_run(f"data.train={few_digits}/train", "data.workers=5")
     with pytest.raises(UserError, match=r"training\.trackers|tracker"):
-        dry_run(f"data.train={digits}", f"run={tmp_path}/run", "training.trackers={foo: {}}")
+        dry_run(f"data.train={few_digits}/train", f"run={tmp_path}/run", "training.trackers={foo: {}}")

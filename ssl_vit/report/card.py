@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import yaml
 from huggingface_hub import ModelCardData
@@ -11,10 +10,13 @@ from huggingface_hub import ModelCardData
 from ssl_vit import __version__
 from ssl_vit.analysis.pages import template
 from ssl_vit.data import DataConfig
+from ssl_vit.data.shards import ShardSet, open_training
 from ssl_vit.files import read_json
 from ssl_vit.interfaces import RunError, UserError
 from ssl_vit.models import factory
+from ssl_vit.models.encoder import Encoder
 from ssl_vit.models.exchange.exports import Use
+from ssl_vit.models.vit import ViTEncoder
 from ssl_vit.recipe import run_recipe
 from ssl_vit.report import tables
 from ssl_vit.report.export import markdown
@@ -23,10 +25,6 @@ from ssl_vit.report.runs import Run, read_run, text
 from ssl_vit.report.summary import summarize
 from ssl_vit.report.verdict import INTERVAL, notes
 from ssl_vit.results import evaluations
-
-if TYPE_CHECKING:
-    from ssl_vit.data.shards import ShardSet
-    from ssl_vit.models.encoder import Encoder
 
 _MODES = {1: "L", 3: "RGB", 4: "RGBA"}
 Facts = dict[str, object]  # None: unknown
@@ -102,8 +100,6 @@ def evaluated(run: Path) -> Use:
 
 
 def _shards(run: Run) -> ShardSet | None:
-    from ssl_vit.data.shards import open_training
-
     try:
         return open_training(DataConfig.model_validate(yaml.safe_load(run.recipe)["data"]))
     except (UserError, RunError, OSError, ValueError):
@@ -112,8 +108,6 @@ def _shards(run: Run) -> ShardSet | None:
 
 def _pooled(model: Encoder, use: Use, to: str) -> str | None:
     """Code for the vector that was evaluated, from `tokens`; None where there is no short one."""
-    from ssl_vit.models.vit import ViTEncoder
-
     if not isinstance(model, ViTEncoder):
         return None
     if to == "timm" and use.pooling in ("token", "mean"):
@@ -130,8 +124,6 @@ def _pooled(model: Encoder, use: Use, to: str) -> str | None:
 
 
 def _tokens(model: Encoder) -> str:
-    from ssl_vit.models.vit import ViTEncoder
-
     if not isinstance(model, ViTEncoder):
         return f"`tokens` is what `forward_features` of timm's {type(model.network).__name__} returns."
     rows, columns = model.grid

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import os
-import pty
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from ssl_vit.data.packing import pack
-from ssl_vit.data.packing.plan import Options
-from ssl_vit.data.packing.sources import open_source
+from tests.pseudo_terminal import on_a_terminal
 
 ESCAPE = "\x1b["
+HELP = [sys.executable, "-m", "ssl_vit", "--help"]
 STEPS = ["training.steps=2", "training.log_every=1"]
 # What would decide in place of the output being a terminal or not.
 CLEAN = {name: value for name, value in os.environ.items() if name not in ("FORCE_COLOR", "NO_COLOR", "CI", "TERM")}
@@ -27,32 +25,13 @@ def piped(*arguments: str, cwd: Path | None = None) -> str:
     return done.stdout + done.stderr
 
 
-def on_a_terminal(*arguments: str, **variables: str) -> str:
-    ours, theirs = pty.openpty()
-    command = [sys.executable, "-m", "ssl_vit", *arguments]
-    process = subprocess.Popen(command, env=CLEAN | variables, stdin=theirs, stdout=theirs, stderr=theirs)
-    os.close(theirs)
-    found = b""
-    while True:
-        try:
-            part = os.read(ours, 4096)
-        except OSError:  # Linux: the other end is closed
-            break
-        if not part:
-            break
-        found += part
-    process.wait(60)
-    os.close(ours)
-    return found.decode()
-
-
 def test_help_has_colors_on_a_terminal_alone() -> None:
-    assert ESCAPE in on_a_terminal("--help")
+    assert ESCAPE in on_a_terminal(HELP, CLEAN)[0]
     assert ESCAPE not in piped("--help")
 
 
 def test_no_color_is_obeyed() -> None:
-    text = on_a_terminal("--help", NO_COLOR="1")
+    text, _ = on_a_terminal(HELP, CLEAN | {"NO_COLOR": "1"})
     assert "Usage" in text
     assert ";3" not in text and "[3" not in text  # bold may stay; red, green ... may not
 
@@ -63,7 +42,6 @@ def test_what_is_piped_has_none(arguments: list[str]) -> None:
     assert text.strip() and ESCAPE not in text
 
 
-def test_training_has_none_in_a_pipe(tmp_path: Path) -> None:
-    pack(open_source("digits", split="test"), tmp_path / "train", Options(shards=4), progress=False)
-    text = piped("train", "digits_ssl", "data.train=train", "run=run", *STEPS, cwd=tmp_path)
+def test_training_has_none_in_a_pipe(few_digits: Path, tmp_path: Path) -> None:
+    text = piped("train", "digits_ssl", f"data.train={few_digits}/train", "run=run", *STEPS, cwd=tmp_path)
     assert "loss" in text and ESCAPE not in text

@@ -20,20 +20,8 @@ import psutil
 import pytest
 from PIL import Image
 
-from ssl_vit.data.packing import pack
-from ssl_vit.data.packing.plan import Options
-from ssl_vit.data.packing.sources import open_source
-
 LONG = "training.steps=100000,training.batch_size=16,training.checkpoint_every=20"
 FEW = ["seeds=[0]", "labels_per_class=[2]", "evaluators.few_shot.labels_per_class=[1]", "pictures=false"]
-
-
-@pytest.fixture(scope="module")
-def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("digits")
-    for split in ("train", "test"):
-        pack(open_source("digits", split=split), folder / split, Options(shards=4), progress=False)
-    return folder
 
 
 def wait_until(condition: Callable[[], object], process: subprocess.Popen[bytes], log: Path) -> None:
@@ -72,8 +60,8 @@ def interrupt(tmp_path: Path, arguments: list[str], at_work: Callable[[psutil.Pr
     return text
 
 
-def test_train(digits: Path, tmp_path: Path) -> None:
-    keys = [f"data.train={digits}/train", "run=run", "data.workers=1", *LONG.split(",")]
+def test_train(few_digits: Path, tmp_path: Path) -> None:
+    keys = [f"data.train={few_digits}/train", "run=run", "data.workers=1", *LONG.split(",")]
     interrupt(tmp_path, ["train", "digits_ssl", *keys], lambda _: any(tmp_path.glob("run/checkpoints/step_*")))
     steps = [int(path.name[5:]) for path in tmp_path.glob("run/checkpoints/step_*")]
     assert max(steps) % 20, "the training that was stopped did not save where it stood"
@@ -81,8 +69,8 @@ def test_train(digits: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("jobs", [1, 2])
-def test_compare(digits: Path, tmp_path: Path, jobs: int) -> None:
-    keys = [f"data={{folds: [], train: {digits}/train, test: {digits}/test}}", "run=run", f"jobs={jobs}", *FEW]
+def test_compare(few_digits: Path, tmp_path: Path, jobs: int) -> None:
+    keys = [f"data={{folds: [], train: {few_digits}/train, test: {few_digits}/test}}", "run=run", f"jobs={jobs}", *FEW]
     keys += [f"arms.{arm}.overrides=[{LONG}]" for arm in ("ssl", "supervised")]
     interrupt(tmp_path, ["compare", "demo_digits", *keys], lambda _: any(tmp_path.glob("run/ssl/checkpoints/step_*")))
     assert not list(tmp_path.glob("run/tasks/*.json"))
@@ -95,14 +83,13 @@ def test_demo(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_eval(digits: Path, tmp_path: Path) -> None:
+def test_eval(few_digits: Path, tmp_path: Path) -> None:
     """While loader workers read, and before any result is written."""
-    keys = [f"data.train={digits}/train", "run=run", "data.workers=1", "training.steps=2", "training.picture_every=0"]
-    subprocess.run(
-        [sys.executable, "-m", "ssl_vit", "train", "digits_ssl", *keys], cwd=tmp_path, check=True, timeout=240
-    )
-    arguments = ["eval", "run", "fine_tune", "--data", str(digits), "training.steps=100000", "sweep={}", "seeds=[0]"]
-    interrupt(tmp_path, arguments, lambda process: process.children())
+    keys = [f"data.train={few_digits}/train", "run=run", "data.workers=1"]
+    command = [sys.executable, "-m", "ssl_vit", "train", "digits_ssl", *keys, "training.steps=2"]
+    subprocess.run(command, cwd=tmp_path, check=True, timeout=240)
+    keys = ["training.steps=100000", "sweep={}", "seeds=[0]"]
+    interrupt(tmp_path, ["eval", "run", "fine_tune", "--data", str(few_digits), *keys], lambda one: one.children())
     assert not any(tmp_path.glob("run/results/*.json"))
 
 
