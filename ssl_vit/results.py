@@ -263,6 +263,7 @@ def _joined(folds: Sequence[Result], first: np.ndarray) -> Result:
     predictions = [replace(one.prediction, images=one.prediction.images + first[one.fold]) for one in folds]
     arrays = {name: [getattr(one, name) for one in predictions] for name in vars(predictions[0])}
     whole = Prediction(**{k: None if v[0] is None else np.concatenate(v) for k, v in arrays.items()})  # type: ignore[arg-type]
+    scores = scored(whole)
     shared = set.intersection(*({*one.selected.items()} for one in folds))
     return replace(
         folds[0],
@@ -273,5 +274,6 @@ def _joined(folds: Sequence[Result], first: np.ndarray) -> Result:
         seconds=sum(one.seconds for one in folds),
         selected=dict(shared),
         notes=tuple(dict.fromkeys(note for one in folds for note in one.notes)),
-        **scored(whole),
+        accuracy=scores["accuracy"],
+        mean_per_class=scores["mean_per_class"],
     )

@@ -130,24 +130,21 @@ class Design:
         found: dict[str, ReferenceRecord] = {}  # by architecture
         for arm in self._with_encoder:
             name = f"untrained_{arm}" if found else "untrained"
-            same = self.sizes(arm)
-            found.setdefault(same, ReferenceRecord(name=name, kind="untrained", like=arm, architecture=same))
-        first = self._with_encoder[0]
-        pixels = ReferenceRecord(name="pixels", kind="pixels", like=first, architecture=self.sizes(first))
-        return (*found.values(), pixels, *self._controls())
+            found.setdefault(self.sizes(arm), self._reference(name, "untrained", arm))
+        return (*found.values(), self._reference("pixels", "pixels", self._with_encoder[0]), *self._controls())
+
+    def _reference(self, name: str, kind: ReferenceKind, like: str, repeats: str = "") -> ReferenceRecord:
+        return ReferenceRecord(name=name, kind=kind, like=like, architecture=self.sizes(like), repeats=repeats)
 
     def _controls(self) -> Iterator[ReferenceRecord]:
         """Rows whose difference is known to be nothing but chance."""
         c, first = self.study.comparison, self._with_encoder[0]
         if c.controls and self.control_evaluator:
-            for name, repeats in (("control", ""), ("control_repeated", "control")):
-                place = {"like": first, "architecture": self.sizes(first)}
-                yield ReferenceRecord(name=name, kind="control", repeats=repeats, **place)
+            yield self._reference("control", "control", first)
+            yield self._reference("control_repeated", "control", first, "control")
         scratch = [name for name, arm in c.arms.items() if arm.kind == "scratch" and arm.compute_of is None]
         if c.controls is True and scratch and self.study.trains_encoder:
-            like = c.arms[scratch[0]].like or first
-            place = {"like": like, "architecture": self.sizes(like)}
-            yield ReferenceRecord(name="scratch_repeated", kind="control", repeats=scratch[0], **place)
+            yield self._reference("scratch_repeated", "control", c.arms[scratch[0]].like or first, scratch[0])
 
     @property
     def control_evaluator(self) -> str | None:

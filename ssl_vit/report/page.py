@@ -82,6 +82,7 @@ def page(comparison: Comparison) -> str:
     """The HTML page."""
     record, runs, styles = comparison.record, comparison.runs, styles_of(comparison.arms)
     summary = summarize(comparison)
+    first = [head.place for head in summary.headlines]
     environments = {"comparison": flat(record.environment)} if record.environment else {}
     machines = {json.dumps(task.hardware, sort_keys=True): task.hardware for task in comparison.tasks.values()}
     if len(machines) > 1:
@@ -97,7 +98,10 @@ def page(comparison: Comparison) -> str:
         words=budget_words,
         tables=tables,
         times=sorted(filter(None, comparison.saved.values())),
-        sections=[_section(comparison, summary, styles, place) for place in _in_order(summary)],
+        sections=[
+            _section(comparison, summary, styles, place, detailed=number < _DETAILED)
+            for number, place in enumerate(sorted(summary.places, key=lambda place: place not in first))
+        ],
         studies=list(_studies(comparison, summary)),
         self_test=tables.self_test_table(comparison),
         costs=tables.cost_table(comparison),
@@ -111,14 +115,8 @@ def page(comparison: Comparison) -> str:
     )
 
 
-def _in_order(summary: Summary) -> list[Place]:
-    """The places of headlines first."""
-    first = [head.place for head in summary.headlines]
-    return sorted(summary.places, key=lambda place: place not in first)
-
-
-def _section(comparison: Comparison, summary: Summary, styles: Styles, place: Place) -> Section:
-    found = classes(comparison, place) if place in _in_order(summary)[:_DETAILED] else None
+def _section(comparison: Comparison, summary: Summary, styles: Styles, place: Place, *, detailed: bool) -> Section:
+    found = classes(comparison, place) if detailed else None
     confusion, calibration = (found.confusion, found.calibration) if found else ({}, {})
     arms = [arm.name for arm in comparison.record.arms if arm.name in confusion][:_CONFUSIONS]
     curves = {comparison.label(arm): (styles[arm], one) for arm, one in calibration.items()}
