@@ -7,7 +7,6 @@ from pathlib import Path
 
 import matplotlib as mpl
 import numpy as np
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from PIL import Image
@@ -144,10 +143,6 @@ def embedding_map(maps: dict[str, np.ndarray], labels: np.ndarray, names: Sequen
 
 def save_png(figure: Figure, path: Path) -> np.ndarray:
     """Write the figure as PNG (its folder is made); returns the pixels, uint8 (H, W, 3)."""
-    figure.set_dpi(_DPI)
-    canvas = FigureCanvasAgg(figure)
-    canvas.draw()
-    pixels = np.asarray(canvas.buffer_rgba())[..., :3].copy()
     path.parent.mkdir(parents=True, exist_ok=True)
-    Image.fromarray(pixels).save(path, optimize=True)
-    return pixels
+    figure.savefig(path, dpi=_DPI, pil_kwargs={"optimize": True})
+    return np.asarray(Image.open(path).convert("RGB"))

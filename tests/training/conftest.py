@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -50,9 +49,3 @@ def train(settings: Callable[..., Any]) -> Callable[..., Path]:
 
     torch.set_num_threads(1)
     return lambda folder, *more, **name: api.train(settings(folder, *more, **name), quiet=True)
-
-
-@pytest.fixture
-def lines() -> Callable[[Path], list[dict[str, Any]]]:
-    """A run's `metrics.jsonl`."""
-    return lambda run: [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

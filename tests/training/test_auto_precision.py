@@ -15,6 +15,7 @@ from ssl_vit import precision, recipe
 from ssl_vit.comparison import run as comparison
 from ssl_vit.comparison.config import load_comparison
 from ssl_vit.comparison.suites import prepare
+from tests.processes.reading import rows as lines
 
 AUTO = "training.precision=auto"
 Train = Callable[..., Path]
@@ -61,9 +62,7 @@ def test_the_trial_runs_in_each_precision_and_changes_no_weight(
     assert recipe.load_recipe(runs[0] / "recipe.yaml").training.precision == "fp32"
 
 
-def test_bfloat16_learns_as_float32_does(
-    train: Train, lines: Callable[[Path], list[dict[str, Any]]], tmp_path: Path
-) -> None:
+def test_bfloat16_learns_as_float32_does(train: Train, tmp_path: Path) -> None:
     """Its losses differ by less than those of another seed do."""
 
     def losses(name: str, *keys: str) -> torch.Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,9 +11,9 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from ssl_vit.models import factory
+from tests.processes.reading import losses
 
 Train = Callable[..., Path]
-Lines = Callable[[Path], list[dict[str, Any]]]
 STAGES = {
     "masked patches": ("digits_ssl", "training.picture_every=2", "training.accumulate=2"),
     "masked autoencoder": ("digits_ssl", "objective.name=masked_autoencoder"),
@@ -41,14 +40,14 @@ def compile_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_one_graph_without_breaks_or_recompilation(
-    train: Train, lines: Lines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str
 ) -> None:
     """The same losses, and weights under the same names."""
     name, *keys = (*STAGES[stage], *SHORT)
-    plain = [row["loss"] for row in lines(train(tmp_path / "plain", *keys, name=name)) if "loss" in row]
+    plain = dict(losses(train(tmp_path / "plain", *keys, name=name)))
     compile_without_kernels(monkeypatch)
     run = train(tmp_path / "compiled", "training.compile=true", *keys, name=name)
-    found = [row["loss"] for row in lines(run) if "loss" in row]
+    found = dict(losses(run))
     assert counters["stats"]["unique_graphs"] == counters["frames"]["ok"] == counters["frames"]["total"] == 1
     assert not counters["graph_break"]
     assert len(found) == 4
@@ -58,26 +57,26 @@ def test_one_graph_without_breaks_or_recompilation(
 
 
 def test_lejepa_compiles_nothing_again_in_later_steps(
-    train: Train, lines: Lines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its random directions break the graph; the step's number, of which they depend, is in none of the parts."""
     keys = ("encoder.depth=1", "objective.projector_width=32")
-    plain = [row["loss"] for row in lines(train(tmp_path / "plain", *keys, name="digits_lejepa")) if "loss" in row]
+    plain = dict(losses(train(tmp_path / "plain", *keys, name="digits_lejepa")))
     compile_without_kernels(monkeypatch)
     run = train(tmp_path / "compiled", "training.compile=true", *keys, name="digits_lejepa")
-    found = [row["loss"] for row in lines(run) if "loss" in row]
+    found = dict(losses(run))
     assert counters["stats"]["unique_graphs"] <= 2, "12 steps"
     assert len(found) == 12 and found == pytest.approx(plain, rel=1e-4)
 
 
 @pytest.mark.slow
-def test_inductor_trains_and_resumes(train: Train, lines: Lines, tmp_path: Path) -> None:
+def test_inductor_trains_and_resumes(train: Train, tmp_path: Path) -> None:
     keys = ("training.checkpoint_every=6",)
-    plain = [row["loss"] for row in lines(train(tmp_path / "plain", *keys)) if "loss" in row]
+    plain = dict(losses(train(tmp_path / "plain", *keys)))
     run = train(tmp_path / "compiled", "training.compile=true", *keys)
-    found = [row["loss"] for row in lines(run) if "loss" in row]
+    found = dict(losses(run))
     assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
     assert found == pytest.approx(plain, rel=1e-4)
     (run / "checkpoints" / "step_00000012" / "encoder.safetensors").unlink()
-    again = [row["loss"] for row in lines(train(run, "training.compile=true", *keys)) if "loss" in row]
+    again = dict(losses(train(run, "training.compile=true", *keys)))
     assert again == pytest.approx(found, rel=1e-6)

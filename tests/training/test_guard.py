@@ -15,7 +15,6 @@ from ssl_vit.objectives import masked_patch
 from ssl_vit.training import loop
 
 Train = Callable[..., Path]
-Lines = Callable[[Path], list[dict[str, Any]]]
 Spoil = Callable[[dict[int, float]], list[Any]]
 
 

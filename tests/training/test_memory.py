@@ -14,9 +14,9 @@ from torch import nn
 
 from ssl_vit import api, recipe
 from ssl_vit.interfaces import UserError
+from tests.processes.reading import losses
 
 Train = Callable[..., Path]
-Lines = Callable[[Path], list[dict[str, Any]]]
 
 
 def weights(run: Path, name: str = "encoder.safetensors") -> dict[str, torch.Tensor]:
@@ -36,7 +36,7 @@ def test_activation_checkpointing_is_refused_where_it_would_change_running_stati
         api.train(recipe.load_recipe("supervised_resnet50", keys), quiet=True)
 
 
-def test_activation_checkpointing_changes_nothing(train: Train, lines: Lines, tmp_path: Path) -> None:
+def test_activation_checkpointing_changes_nothing(train: Train, tmp_path: Path) -> None:
     """Not even dropout; and it does happen: blocks run twice a step."""
     calls = 0
 
@@ -58,12 +58,12 @@ def test_activation_checkpointing_changes_nothing(train: Train, lines: Lines, tm
     (plain, once), (checkpointed, twice) = runs["false"], runs["true"]
     assert (once, twice) == (12 * 3, 12 * (3 + 2))  # the last block's are kept: the backward pass begins with them
     assert same(weights(checkpointed), weights(plain))
-    assert [row["loss"] for row in lines(checkpointed)] == [row["loss"] for row in lines(plain)]
+    assert losses(checkpointed) == losses(plain)
 
 
-def test_the_average_is_what_is_published_and_trains_nothing(train: Train, lines: Lines, tmp_path: Path) -> None:
+def test_the_average_is_what_is_published_and_trains_nothing(train: Train, tmp_path: Path) -> None:
     plain, averaged = train(tmp_path / "plain"), train(tmp_path / "averaged", "training.ema=0.5")
-    assert [row["loss"] for row in lines(averaged)] == [row["loss"] for row in lines(plain)]
+    assert losses(averaged) == losses(plain)
     trained = {n.removeprefix("encoder.network."): t for n, t in weights(averaged, "training.safetensors").items()}
     assert same(trained, weights(plain)) and not same(weights(averaged), weights(plain))
     assert same(load_file(averaged / "encoder.safetensors"), weights(averaged))

@@ -8,7 +8,6 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -24,12 +23,12 @@ from ssl_vit.interfaces import Stopped
 from ssl_vit.models import factory
 from ssl_vit.training import ProbeConfig, checkpoint, signals
 from ssl_vit.training.distributed import make_accelerator
+from tests.processes.reading import rows as lines
 
 Train = Callable[..., Path]
-Lines = Callable[[Path], list[dict[str, Any]]]
 
 
-def test_probing_leaves_the_training_as_it_is(train: Train, lines: Lines, tmp_path: Path) -> None:
+def test_probing_leaves_the_training_as_it_is(train: Train, tmp_path: Path) -> None:
     train(tmp_path / "without", "encoder.dropout=0.1")
     keys = ["encoder.dropout=0.1", "probe.every=5", "probe.images=50", "probe.labels_per_class=2"]
     rows = lines(train(tmp_path / "with", *keys))
@@ -82,7 +81,7 @@ def test_a_probe_sees_the_averaged_weights_that_are_published(
 
 
 def test_a_signal_ends_a_long_probe_and_the_next_start_repeats_it(
-    train: Train, lines: Lines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def endless(self: OnlineProbe, objective: torch.nn.Module) -> float:
         os.kill(os.getpid(), signal.SIGTERM)
@@ -109,7 +108,7 @@ def test_a_signal_ends_a_long_probe_and_the_next_start_repeats_it(
         assert one.keys() == two.keys() and all(torch.equal(tensor, two[key]) for key, tensor in one.items())
 
 
-def test_a_probe_that_does_not_rise_ends_the_run_and_it_stays_ended(train: Train, lines: Lines, tmp_path: Path) -> None:
+def test_a_probe_that_does_not_rise_ends_the_run_and_it_stays_ended(train: Train, tmp_path: Path) -> None:
     keys = ["probe.every=2", "probe.images=20", "probe.labels_per_class=1", "probe.patience=2", "training.steps=400"]
     rows = lines(train(tmp_path / "run", *keys))
     values = [row["probe_accuracy"] for row in rows if "probe_accuracy" in row]

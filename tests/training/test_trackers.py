@@ -15,9 +15,9 @@ from ssl_vit.interfaces import UserError
 from ssl_vit.training import logging
 from ssl_vit.training.distributed import make_accelerator
 from ssl_vit.training.logging import RunLogger, check_trackers
+from tests.processes.reading import rows as lines
 
 Train = Callable[..., Path]
-Lines = Callable[[Path], list[dict[str, Any]]]
 
 
 def scalars(run: Path, name: str) -> dict[int, float]:
@@ -25,7 +25,7 @@ def scalars(run: Path, name: str) -> dict[int, float]:
     return {event.step: event.value for event in events.Scalars(name)}
 
 
-def test_tensorboard_gets_what_the_log_holds(train: Train, lines: Lines, tmp_path: Path) -> None:
+def test_tensorboard_gets_what_the_log_holds(train: Train, tmp_path: Path) -> None:
     run = train(tmp_path / "run", "training.trackers={tensorboard: {}}")
     expected = {row["step"]: row["loss"] for row in lines(run)}
     assert scalars(run, "loss") == pytest.approx(expected)
@@ -45,7 +45,7 @@ def test_a_resumed_run_overwrites_what_came_after_its_checkpoint(tmp_path: Path)
 
 
 def test_a_tracker_that_cannot_start_or_breaks_stops_no_training(
-    train: Train, lines: Lines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[str] = []
     monkeypatch.setattr(RunLogger, "say", lambda self, text: said.append(text))
