@@ -44,7 +44,7 @@ def embed(
         own_keys.update(zip(batch.indices[batch.valid].tolist(), batch.keys, strict=True))
         return encoder.represent(batch.images, pooling)
 
-    features = extract(ImageSet(context, "trained", "test"), read, what="embeddings", needs_labels=False)
+    features = extract(ImageSet(context, "trained", "all"), read, what="embeddings", needs_labels=False)
     everyone = gather((own_keys, context.skipped_names()))
     keys = {image: key for own, _ in everyone for image, key in own.items()}
     columns = {"key": [keys[image] for image in features.images.tolist()], "label": features.labels}

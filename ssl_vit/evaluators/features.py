@@ -146,7 +146,7 @@ class Features:
 class ImageSet:
     """Labeled images, and where their features come from.
 
-    source: `trained`, `untrained` or `pixels`. split: `train` or `test`.
+    source: `trained`, `untrained` or `pixels`. split: `train`, `test`, or `all` where both are the same set.
     images: int64 (n,), their global indices (None: all of the split).
     extract: int64, ascending: the images whose features are extracted together (None: all of the split). Features
         from other batches could differ in the last bit.
