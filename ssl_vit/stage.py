@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -52,8 +53,8 @@ def build(
     Raises UserError for a model, objective or topology that cannot work.
     """
     training, named = settings.training, len(shards.classes) if shards.classes else None
-    if training.compile and accelerator.device.type == "xla":
-        raise UserError("training.compile: XLA compiles by itself; set it to false")
+    if training.compile:
+        _check_compile(accelerator)
     if training.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it with its first product
     torch.use_deterministic_algorithms(training.deterministic)
@@ -157,6 +158,19 @@ def training_samples(shards: ShardSet, data: DataConfig) -> np.ndarray | None:
     if data.samples > shards.samples:
         raise UserError(f"data.samples={data.samples}: {shards.spec} has {shards.samples} samples")
     return np.sort(np.random.default_rng(0).permutation(shards.samples)[: data.samples])
+
+
+def _check_compile(accelerator: Engine) -> None:
+    """Refuse what torch.compile cannot do, before it fails in the first step."""
+    kind = accelerator.device.type
+    if kind == "xla":
+        raise UserError("training.compile: XLA compiles by itself; set it to false")
+    if accelerator.is_fsdp2:
+        raise UserError("training.compile: not for sharded models, whose hooks break every graph; set it to false")
+    # Triton builds its launchers in C, torch's CPU kernels are C++.
+    variable, *names = ("CXX", "g++", "clang++", "cl") if kind == "cpu" else ("CC", "gcc", "clang", "cl")
+    if not any(map(shutil.which, filter(None, [os.environ.get(variable), *names]))):
+        raise UserError(f"training.compile: needs a compiler and found none; install {names[0]}, or set it to false")
 
 
 def _checkpoint_activations(encoder: factory.Encoder, accelerator: Engine) -> None:

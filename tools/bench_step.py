@@ -2,11 +2,12 @@
 
     python tools/bench_step.py [--models vit_small_patch16_224] [--batch 16] [--device cpu|cuda]
                                [--precision fp32|bf16] [--compile] [--rounds 9] [--rows NAME ...]
-                               [--peers-keep-memory] [--json FILE]
+                               [--peers-keep-memory] [--one-by-one] [--json FILE]
 
 A step is forward, backward and a fused AdamW update on images that are on the device already: uint8 for ours, which
 normalizes and computes its targets in the step; normalized float32 for the others. Every row uses the same optimizer
-and precision and runs in its own process; the rows alternate. On a CPU ours keeps freed memory, as `ssl-vit train`
+and precision and runs in its own process. On a CPU the rows alternate, so that other work on the machine affects all
+alike; on a GPU each row runs alone, with all of the memory. On a CPU ours keeps freed memory, as `ssl-vit train`
 does; with --peers-keep-memory the others do too.
 
 MFU is the share of the rate of a large matrix product, measured in the same rounds, that a row reaches when the
@@ -228,13 +229,17 @@ def serve(pipe: Connection, name: str, model: str, arguments: argparse.Namespace
         pipe.send(answer())
 
 
-def measure(model: str, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+def take(
+    names: list[str], model: str, arguments: argparse.Namespace
+) -> tuple[dict[str, list[float]], dict[str, str], int]:
+    """(durations of these rows by round, errors of those that do not run, threads); the rows alternate and end."""
     pipes, failures, threads, context = {}, {}, 0, get_context("forkserver")
     context.set_forkserver_preload(["timm", *(f"ssl_vit.objectives.{name}" for name in OBJECTIVES)])
-    wanted = [name for name in ROWS if any(part in name for part in arguments.rows)]
-    for name in (GEMM, *wanted):
+    processes = []
+    for name in names:
         pipes[name], theirs = context.Pipe()
-        context.Process(target=serve, args=(theirs, name, model, arguments), daemon=True).start()
+        processes.append(context.Process(target=serve, args=(theirs, name, model, arguments), daemon=True))
+        processes[-1].start()
         theirs.close()
         if isinstance(ready := pipes[name].recv(), str):
             failures[name] = ready
@@ -248,6 +253,19 @@ def measure(model: str, arguments: argparse.Namespace) -> list[dict[str, Any]]:
             taken[name].append(pipe.recv())
     for pipe in pipes.values():
         pipe.send(False)
+    for process in processes:
+        process.join()
+    return taken, failures, threads
+
+
+def measure(model: str, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    names = [GEMM, *(name for name in ROWS if any(part in name for part in arguments.rows))]
+    taken: dict[str, list[float]] = {}
+    failures: dict[str, str] = {}
+    threads = 0
+    for together in [[name] for name in names] if arguments.one_by_one else [names]:
+        found, failed, used = take(together, model, arguments)
+        taken, failures, threads = taken | found, failures | failed, max(threads, used)
     rate, full = statistics.median(taken.pop(GEMM)), full_flops(model) * arguments.batch
     rows = [
         {
@@ -288,8 +306,10 @@ def main() -> None:
     parser.add_argument("--rows", nargs="+", default=[""], help="only rows whose names contain one of these")
     parser.add_argument("--threads", type=int, help="CPU threads (default: torch's)")
     parser.add_argument("--peers-keep-memory", action="store_true", help="see above")
+    parser.add_argument("--one-by-one", action="store_true", help="one row after the other (always on a GPU)")
     parser.add_argument("--json", type=Path, help="write the numbers to this file")
     arguments = parser.parse_args()
+    arguments.one_by_one |= arguments.device != "cpu"
     rows = [row for model in arguments.models for row in measure(model, arguments)]
     if arguments.json:
         arguments.json.write_text(json.dumps(rows, indent=1) + "\n")

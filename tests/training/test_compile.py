@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -10,10 +11,15 @@ import torch
 from torch import nn
 from torch._dynamo.utils import counters
 
+from ssl_vit import recipe, stage
+from ssl_vit.data.shards import open_training
+from ssl_vit.interfaces import UserError
 from ssl_vit.models import factory
+from ssl_vit.training.distributed import Engine, make_accelerator
 from tests.processes.reading import losses
 
 Train = Callable[..., Path]
+Settings = Callable[..., recipe.Recipe]
 STAGES = {
     "masked patches": ("digits_ssl", "training.picture_every=2", "training.accumulate=2"),
     "masked autoencoder": ("digits_ssl", "objective.name=masked_autoencoder"),
@@ -54,6 +60,32 @@ def test_one_graph_without_breaks_or_recompilation(
     assert found == pytest.approx(plain, rel=2e-2 if "bf16" in stage else 1e-5)
     saved = [factory.load(tmp_path / run).state_dict() for run in ("plain", "compiled")]
     assert saved[0].keys() == saved[1].keys()
+
+
+@pytest.mark.parametrize(("device", "wanted"), [("cpu", r"g\+\+"), ("cuda", "gcc")])
+def test_compiling_without_a_compiler_is_refused(
+    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, wanted: str
+) -> None:
+    asked = settings(tmp_path / "run", "training.compile=true")
+    shards, engine = open_training(asked.data), make_accelerator()
+    monkeypatch.setattr(Engine, "device", torch.device(device))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for variable in ("CC", "CXX"):
+        monkeypatch.delenv(variable, raising=False)
+    with pytest.raises(UserError, match=f"training.compile: .* install {wanted}, or set it to false"):
+        stage.build(asked, shards, engine)
+    monkeypatch.setenv({"cpu": "CXX", "cuda": "CC"}[device], sys.executable)  # some program
+    stage.build(asked, shards, engine)
+
+
+def test_compiling_a_sharded_model_is_refused(
+    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = settings(tmp_path / "run", "training.compile=true")
+    shards, engine = open_training(asked.data), make_accelerator()
+    monkeypatch.setattr(Engine, "is_fsdp2", True)
+    with pytest.raises(UserError, match=r"training\.compile: not for sharded models"):
+        stage.build(asked, shards, engine)
 
 
 def test_lejepa_compiles_nothing_again_in_later_steps(

@@ -12,7 +12,7 @@ from torch import nn
 
 from ssl_vit.interfaces import UserError
 from ssl_vit.objectives import classification, masked_autoencoder, masked_patch
-from ssl_vit.training.distributed import make_accelerator
+from ssl_vit.training.distributed import Engine, make_accelerator
 
 Make = Callable[..., Any]
 
@@ -85,6 +85,20 @@ def test_each_engine_of_a_process_has_its_own_precision() -> None:
 def test_a_precision_that_a_cpu_does_not_have_is_refused(precision: Any, fix: str) -> None:
     with pytest.raises(UserError, match=rf"training.precision={precision} needs .*: {fix}"):
         make_accelerator(precision)
+
+
+def test_float32_products_stay_float32_whatever_accelerate_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CUDA its constructor allows TF32 where a compiler is configured (ACCELERATE_DYNAMO_BACKEND)."""
+    constructor = Engine.__init__
+
+    def allows_tf32(self: Engine, *arguments: Any, **keywords: Any) -> None:
+        constructor(self, *arguments, **keywords)
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+
+    monkeypatch.setattr(Engine, "__init__", allows_tf32)
+    make_accelerator("fp32")
+    assert torch.get_float32_matmul_precision() == "highest"
+    assert not torch.backends.cuda.matmul.allow_tf32 and not torch.backends.cudnn.allow_tf32
 
 
 @pytest.mark.parametrize("kind", ["DEEPSPEED", "MEGATRON_LM"])
