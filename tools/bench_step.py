@@ -39,7 +39,7 @@ from ssl_vit.interfaces import Batch
 from ssl_vit.models import EncoderConfig
 from ssl_vit.models.factory import build
 from ssl_vit.objectives import classification, masked_autoencoder, masked_patch
-from ssl_vit.training.distributed import keep_freed_memory
+from ssl_vit.training.distributed import keep_freed_memory, set_up_cpu
 
 CLASSES = 1000
 Step = Callable[[], torch.Tensor]  # forward pass to a loss
@@ -207,8 +207,10 @@ def serve(pipe: Connection, name: str, model: str, arguments: argparse.Namespace
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     device, bf16 = torch.device(arguments.device), arguments.precision == "bf16"
-    if device.type == "cpu" and (name.startswith("ours") or arguments.peers_keep_memory):
-        keep_freed_memory()  # as `ssl-vit train` does
+    if device.type == "cpu" and name.startswith("ours"):
+        set_up_cpu()  # as `ssl-vit train` does
+    elif device.type == "cpu" and arguments.peers_keep_memory:
+        keep_freed_memory()
     try:
         if name == GEMM:
             product = partial(gemm_rate, device, torch.bfloat16 if bf16 else torch.float32)

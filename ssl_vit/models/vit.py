@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Self
 
@@ -12,6 +13,7 @@ from torch import nn
 
 from ssl_vit.interfaces import Size, UserError, pair
 from ssl_vit.models import Positions
+from ssl_vit.models.attention import run
 from ssl_vit.models.encoder import Encoder, Numbers, Pooling, create
 from ssl_vit.models.last_block import Pick, make_last, take
 from ssl_vit.models.position import VisionTransformer2D, relate
@@ -171,14 +173,16 @@ class ViTEncoder(Encoder):
 
         among_BT: for relative positions, which tokens of the whole sequence these are; None: all of them.
         """
-        blocks = list(self.network.blocks)[:depth]
-        *before, last = blocks if among_BT is None else [partial(block, among_BT=among_BT) for block in blocks]
+        among = {} if among_BT is None else {"among_BT": among_BT}
+        blocks: list[Callable[..., torch.Tensor]]
+        blocks = [partial(run, block, **among) for block in list(self.network.blocks)[:depth]]
+        *before, last = blocks
         if self.network.grad_checkpointing and torch.is_grad_enabled():
             tokens = checkpoint_seq(before, tokens)
         else:
             for block in before:
                 tokens = block(tokens)
-        if pick is not None and last is self.network.blocks[-1] and self.prunes:
+        if pick is not None and len(blocks) == len(self.network.blocks) and self.prunes:
             tokens = last(tokens, pick=pick)
         else:
             tokens = last(tokens)

@@ -14,6 +14,7 @@ from torch import nn
 
 from ssl_vit.data.augment import device_images
 from ssl_vit.interfaces import Batch, ObjectiveConfig, StepOutput, UserError
+from ssl_vit.models.attention import run
 from ssl_vit.models.encoder import Encoder
 from ssl_vit.models.factory import require_patches
 from ssl_vit.models.last_block import make_last, take
@@ -100,12 +101,12 @@ class Objective(nn.Module):
         tokens = self.enter(self.encoder.encode_visible(self.encoder.embed(images_BCHW), visible_BK), order_BN)
         *before, last = self.blocks
         for block in before:
-            tokens = block(tokens)
+            tokens = run(block, tokens)
 
         def read(tokens: torch.Tensor) -> torch.Tensor:
             return tokens[:, -self.masked :]
 
-        tokens = last(tokens, pick=read) if self.prunes else read(last(tokens))
+        tokens = run(last, tokens, pick=read) if self.prunes else read(run(last, tokens))
         return self.head(self.norm(tokens)).float(), masked_BM
 
     def _pixels(self, images_BCHW: torch.Tensor, index_BM: torch.Tensor) -> torch.Tensor:

@@ -108,7 +108,7 @@ def make_accelerator(precision: Precision = "fp32", timeout: int = 600) -> Engin
     with shared_errors():
         _check_world(accelerator, launched)
     if accelerator.device.type == "cpu":
-        keep_freed_memory()
+        set_up_cpu()
     _keep_what_is_imported()
     return accelerator
 
@@ -131,6 +131,13 @@ def _check_world(accelerator: Engine, launched: int) -> None:
         raise UserError(
             f"{accelerator.num_processes} XLA processes are not supported: launch one (recipes/launch/tpu.sh)"
         )
+
+
+def set_up_cpu() -> None:
+    """What makes training on a CPU faster: freed memory is kept, and attention in bf16 (`models.attention`) stays in
+    16 bits between its products."""
+    keep_freed_memory()
+    torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)  # CPUs obey it too
 
 
 def keep_freed_memory() -> None:
