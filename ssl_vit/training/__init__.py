@@ -47,10 +47,11 @@ class TrainingConfig(Config):
     auto_batch: before the first step, raise `accumulate` until a micro-batch fits into the memory; the batch stays.
     precision: `fp32`, `tf32` (float32 with matrix products in TensorFloat-32), `bf16`, `fp16` (with loss scaling), or
         `auto`: the faster of fp32 (GPUs: tf32) and bf16 in a short trial of this recipe on this device; the run's
-        recipe keeps the choice. Weights, color targets, softmax, norms and losses are float32 in any case.
+        recipe keeps the choice. Weights, color targets, norms and losses are float32 in any case.
     deterministic: use deterministic algorithms only, so that a GPU repeats a run bit by bit on the same hardware and
         number of processes (a CPU does so in any case); slower.
     compile: use torch.compile: faster on GPUs, after a minute or more before the first step. Of little use on CPUs.
+        It needs a C compiler, and a model that is not sharded.
     checkpoint_activations: keep one block's activations at a time and compute them again in the backward pass: less
         memory, about a third more time, the same result.
     ema: decay per step of an average of the weights, which checkpoints publish then (0: none; 0.999 is common). It
