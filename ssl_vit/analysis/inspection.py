@@ -17,7 +17,7 @@ from ssl_vit import plugins
 from ssl_vit.analysis import attention, components, figures, neighbors, reconstruction
 from ssl_vit.analysis.pages import template
 from ssl_vit.data import DataConfig
-from ssl_vit.data.evaluation import evaluation_stream
+from ssl_vit.data.evaluation import EvaluationStream
 from ssl_vit.data.samples import Skip, join, stacked
 from ssl_vit.data.shards import ShardSet, open_shards
 from ssl_vit.files import write_json, write_text
@@ -108,7 +108,7 @@ def _first_images(
     """The first `count` readable images of the shards, prepared as for evaluation, and those that could not be read."""
     last = min(_TRIES * count, shards.samples)
     noise: int = head.noise_per_sample() if head else 0  # type: ignore[operator]
-    stream = evaluation_stream(shards, preparation, model.image_size, model.channels, reads_labels=True, noise=noise)
+    stream = EvaluationStream(shards, preparation, model.image_size, model.channels, reads_labels=True, noise=noise)
     good, skipped = [], list[Skip]()
     for sample in stream.samples(np.arange(last)):
         if isinstance(sample, Skip):

@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from ssl_vit.data import DataConfig
-from ssl_vit.data.evaluation import evaluation_batches, evaluation_stream
+from ssl_vit.data.evaluation import EvaluationStream, evaluation_batches
 from ssl_vit.data.samples import Skip
 from ssl_vit.data.shards import ShardSet
 from ssl_vit.evaluators import Metric
@@ -202,7 +202,7 @@ def extract(
     Raises UserError where no image can be read, Diverged for outputs that are not finite.
     """
     context, shards = images.context, images.shards
-    stream = evaluation_stream(
+    stream = EvaluationStream(
         shards,
         context.data,
         image_size or context.trained.image_size,

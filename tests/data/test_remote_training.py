@@ -87,7 +87,7 @@ def test_an_outage_is_an_error_and_never_skipped_samples(server: FaultyServer) -
         with pytest.raises(RunError, match=r"tar: HTTP status 503.*3 tries") as caught:
             images(shards, workers)
         assert "Traceback" not in str(caught.value) and "\n" not in str(caught.value)
-    evaluation = EvaluationStream(shards, VIEW, batch_size=64, rank=0, ranks=1, workers=2)
+    evaluation = EvaluationStream(shards, DataConfig(train="", workers=2), 8, 1, batch_size=64)
     with pytest.raises(RunError, match=r"tar: HTTP status 503.*3 tries") as caught:
         list(evaluation_batches(evaluation, CPU))
     assert "Traceback" not in str(caught.value) and "\n" not in str(caught.value)

@@ -14,8 +14,8 @@ import torch
 
 from ssl_vit.data import AugmentConfig, DataConfig
 from ssl_vit.data.augment import color_augment
-from ssl_vit.data.evaluation import EvaluationStream, evaluation_batches, evaluation_stream
-from ssl_vit.data.images import Picture, evaluation_transform, train_transform
+from ssl_vit.data.evaluation import EvaluationStream, evaluation_batches
+from ssl_vit.data.images import Picture, train_transform
 from ssl_vit.data.order import LanePosition
 from ssl_vit.data.packing import pack
 from ssl_vit.data.packing.plan import Options
@@ -187,17 +187,14 @@ def test_a_small_cache_changes_nothing(shards: ShardSet) -> None:
 def test_evaluation_sees_every_sample_exactly_once(
     shards: ShardSet, ranks: int, batch_size: int, workers: int, count: int | None
 ) -> None:
-    data = DataConfig(train=shards.spec, evaluation_resize=1.0)
-    looking = Preprocess(evaluation_transform(8, data), 1, 10)
+    data = DataConfig(train=shards.spec, evaluation_resize=1.0, workers=workers)
     indices = None if count is None else np.arange(0, 2 * count, 2)
     seen, lengths = [], set()
     for rank in range(ranks if workers == 0 else min(ranks, 2)):
-        stream = EvaluationStream(
-            shards, looking, batch_size=batch_size, rank=rank, ranks=ranks, workers=workers, indices=indices
-        )
+        stream = EvaluationStream(shards, data, 8, 1, batch_size=batch_size, rank=rank, ranks=ranks, indices=indices)
         batches = [batch for batch, _ in evaluation_batches(stream, CPU)]
         lengths.add(len(batches))
-        assert all(len(batch.images) == batch_size for batch in batches)
+        assert {len(batch.images) for batch in batches} == {stream.batch_size}
         own = torch.cat([batch.indices[batch.valid] for batch in batches])
         assert all((batch.labels[~batch.valid] == -1).all() for batch in batches)
         seen.append(own)
@@ -212,7 +209,7 @@ def test_evaluation_sees_every_sample_exactly_once(
 def test_small_evaluation_sets_are_read_once(shards: ShardSet, monkeypatch: pytest.MonkeyPatch) -> None:
     def images(size: int = 8, **data: int) -> torch.Tensor:
         preparation = DataConfig(train=shards.spec, evaluation_resize=1.0, workers=0, **data)
-        stream = evaluation_stream(shards, preparation, size, 1, batch_size=100)
+        stream = EvaluationStream(shards, preparation, size, 1, batch_size=100)
         return torch.cat([batch.images for batch, _ in evaluation_batches(stream, CPU)])
 
     reads: list[int] = []

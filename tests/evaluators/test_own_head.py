@@ -14,8 +14,6 @@ from safetensors.torch import load_file, save_file
 from ssl_vit import api, recipe
 from ssl_vit.data import DataConfig
 from ssl_vit.data.evaluation import EvaluationStream, evaluation_batches
-from ssl_vit.data.images import evaluation_transform
-from ssl_vit.data.samples import Preprocess
 from ssl_vit.data.shards import open_shards
 from ssl_vit.interfaces import RunError, UserError
 from ssl_vit.models import factory
@@ -44,8 +42,7 @@ def by_hand(folder: Path, saved: Path) -> float:
     objective = classification.Objective(factory.load(saved), settings.objective, 10).eval()
     checkpoint.load_head(saved, objective)
     data = DataConfig(train="x", evaluation_resize=1.0)
-    preprocess = Preprocess(evaluation_transform(8, data), 1, 10, needs_labels=True)
-    stream = EvaluationStream(open_shards(f"{folder}/test"), preprocess, batch_size=90, rank=0, ranks=1, workers=0)
+    stream = EvaluationStream(open_shards(f"{folder}/test"), data, 8, 1, batch_size=90, needs_labels=True)
     hits = []
     with torch.no_grad():
         for batch, _ in evaluation_batches(stream, torch.device("cpu")):
