@@ -31,11 +31,8 @@ class Stream(Protocol):
     workers: processes (0: the main process does it). worker_timeout: seconds that one may take for a chunk (0: any).
     """
 
-    @property
-    def workers(self) -> int: ...
-
-    @property
-    def worker_timeout(self) -> int: ...
+    workers: int
+    worker_timeout: int
 
     def chunks(self, worker: int) -> Iterator[Chunk]:
         """One worker's chunks."""
@@ -63,36 +60,29 @@ def loaded(stream: Stream, prefetch: int) -> Generator[Chunk, None, None]:
             yield chunk
     if "fork" not in multiprocessing.get_all_start_methods():
         raise UserError("data.workers: data.workers > 0 needs the fork start method; set data.workers=0")
-    pool = _Pool()
+    workers: list[_Worker] = []
+    # At the exit multiprocessing would wait for workers, which ignore signals; atexit is not run in its processes.
+    close = Finalize(None, _close, (workers,), exitpriority=100)
     try:
-        pool.start(stream, prefetch)
-        active = pool.workers
+        for number in range(stream.workers):
+            workers.append(_Worker(stream, number, prefetch + 1, [worker.ours for worker in workers]))
+        active = list(workers)
         while active:
-            for worker in active:
+            for worker in list(active):
                 if chunk := worker.take(stream.worker_timeout):
                     yield chunk
-            active = [worker for worker in active if not worker.ended]
+                else:
+                    active.remove(worker)
     finally:
-        pool.close()
+        close()
 
 
-class _Pool:
-    def __init__(self) -> None:
-        self.workers: list[_Worker] = []
-        # At the exit multiprocessing would wait for workers, which ignore signals; atexit is not run in its processes.
-        self.at_exit = Finalize(None, self.close, exitpriority=100)
-
-    def start(self, stream: Stream, prefetch: int) -> None:
-        for number in range(stream.workers):
-            self.workers.append(_Worker(stream, number, prefetch + 1, [worker.ours for worker in self.workers]))
-
-    def close(self) -> None:
-        self.at_exit.cancel()
-        for worker in self.workers:
-            worker.process.kill()
-        for worker in self.workers:
-            worker.process.join()
-            worker.ours.close()
+def _close(workers: list[_Worker]) -> None:
+    for worker in workers:
+        worker.process.kill()
+    for worker in workers:
+        worker.process.join()
+        worker.ours.close()
 
 
 class _Worker:
@@ -110,7 +100,6 @@ class _Worker:
         self.process.start()
         theirs.close()
         self.free: int | None = None  # the slot of the chunk that was taken last
-        self.ended = False
         for slot in range(slots):
             self._send(slot)
 
@@ -140,7 +129,6 @@ class _Worker:
         if isinstance(message, str):
             raise RuntimeError(f"{self.name}:\n{message}")
         if message is None:
-            self.ended = True
             return None
         self.free, chunk = message
         return replace(chunk, tensors=self.slots[self.free])

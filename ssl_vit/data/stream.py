@@ -49,12 +49,12 @@ def train_source(
     )
 
     def batches(positions: list[LanePosition]) -> Iterator[tuple[Batch, Chunk]]:
-        stream = TrainStream(shards, preprocess, data, batch_size // data.lanes, rank, ranks, sets, list(positions))
+        per_lane = batch_size // data.lanes
+        stream = TrainStream(shards, preprocess, data, per_lane, rank, ranks, sets, list(positions))
         chunks = loaded(stream, PREFETCH)
         while True:
-            parts = [next(chunks) for _ in range(max(stream.workers, 1))]
-            rows = stream.per_lane * preprocess.views
-            yield join(parts, device, rows, views=preprocess.views, shared=stream.workers > 0)
+            parts = [next(chunks) for _ in range(max(data.workers, 1))]
+            yield join(parts, device, per_lane * preprocess.views, views=preprocess.views, shared=data.workers > 0)
 
     return batches
 
@@ -72,13 +72,8 @@ class TrainStream:
     sets: Sequence[SampleSet]
     positions: list[LanePosition]
 
-    @property
-    def workers(self) -> int:
-        return self.data.workers
-
-    @property
-    def worker_timeout(self) -> int:
-        return self.data.worker_timeout
+    def __post_init__(self) -> None:
+        self.workers, self.worker_timeout = self.data.workers, self.data.worker_timeout
 
     def blank(self, worker: int) -> Chunk:
         return stacked([], len(self._lanes(worker)) * self.per_lane * self.preprocess.views, self.preprocess)
