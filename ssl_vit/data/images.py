@@ -9,7 +9,6 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
@@ -21,23 +20,20 @@ from torchvision.transforms import InterpolationMode, v2
 
 from ssl_vit.data import MAX_PIXELS, AugmentConfig, DataConfig
 from ssl_vit.data.headers import TooManyPixels, check_pixels, check_webp
-from ssl_vit.data.jpeg import Jpeg
+from ssl_vit.data.jpeg import Jpeg, unreadable
 from ssl_vit.data.shards.info import IMAGE_EXTENSIONS, STORED_FORMATS
 from ssl_vit.data.shards.reading import BadSample
 from ssl_vit.interfaces import Size, UserError, pair
 
-_MOST_CLASSES = 10_000_000
 _PIL_MODES = {1: "L", 3: "RGB", 4: "RGBA"}
 
 
 class Picture(Protocol):
-    """An image whose size is known and whose pixels may not be decoded yet. Pixels are uint8 (C, H, W), upright."""
+    """An image whose size is known and whose pixels may not be decoded yet. Pixels are uint8 (C, H, W), upright. The
+    methods raise BadSample where they cannot be decoded."""
 
-    @property
-    def height(self) -> int: ...
-
-    @property
-    def width(self) -> int: ...
+    height: int
+    width: int
 
     def whole(self) -> torch.Tensor:
         """All pixels."""
@@ -48,19 +44,12 @@ class Picture(Protocol):
         ...
 
 
-@dataclass
 class Pixels:
     """A decoded picture."""
 
-    pixels: torch.Tensor
-
-    @property
-    def height(self) -> int:
-        return self.pixels.shape[1]
-
-    @property
-    def width(self) -> int:
-        return self.pixels.shape[2]
+    def __init__(self, pixels: torch.Tensor) -> None:
+        self.pixels = pixels
+        self.height, self.width = pixels.shape[1:]
 
     def whole(self) -> torch.Tensor:
         return self.pixels
@@ -75,46 +64,19 @@ def check_channels(channels: int) -> None:
         raise UserError(f"encoder.channels={channels}: image shards decode to 1 (gray), 3 (RGB) or 4 (RGBA) channels")
 
 
-class _Checked:
-    """A picture of a sample: errors of its decoder are raised as BadSample."""
-
-    def __init__(self, extension: str, data: bytes, channels: int, max_pixels: int) -> None:
-        self.extension = extension
-        try:
-            self.picture = _open(data, channels, max_pixels)
-        except Exception as error:
-            raise self._bad(error) from None
-        self.height, self.width = self.picture.height, self.picture.width
-
-    def whole(self) -> torch.Tensor:
-        try:
-            return self.picture.whole()
-        except Exception as error:
-            raise self._bad(error) from None
-
-    def region(self, top: int, left: int, height: int, width: int, least: tuple[int, int] | None) -> torch.Tensor:
-        try:
-            return self.picture.region(top, left, height, width, least)
-        except Exception as error:
-            raise self._bad(error) from None
-
-    def _bad(self, error: Exception) -> BadSample:
-        if isinstance(error, BadSample):
-            return error
-        if isinstance(error, TooManyPixels):
-            return BadSample(str(error))
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        if isinstance(error, UnidentifiedImageError):  # its message holds an address in memory
-            reason = "not an image"
-        return BadSample(f"unreadable .{self.extension} image: {reason}")
-
-
 def open_picture(sample: Mapping[str, bytes], channels: int, max_pixels: int = MAX_PIXELS) -> Picture:
     """The sample's image, upright by its EXIF. It and its methods raise BadSample when it is missing, unreadable or
     larger than `max_pixels`, which is read from its header before anything is decoded."""
     for extension in IMAGE_EXTENSIONS:
         if extension in sample:
-            return _Checked(extension, sample[extension], channels, max_pixels)
+            try:
+                return _open(sample[extension], channels, max_pixels)
+            except TooManyPixels as error:
+                raise BadSample(str(error)) from None
+            except UnidentifiedImageError:  # its message holds an address in memory
+                raise BadSample("unreadable image: not an image") from None
+            except Exception as error:  # Pillow's parsers raise many types
+                raise unreadable(error) from None
     raise BadSample(f"no image member ({', '.join(IMAGE_EXTENSIONS)})")
 
 
@@ -135,26 +97,6 @@ def _open(data: bytes, channels: int, max_pixels: int) -> Picture:
             image = image.convert(_PIL_MODES[channels])
         pixels = np.array(image)
     return Pixels(torch.from_numpy(pixels.reshape(*pixels.shape[:2], channels)).permute(2, 0, 1))
-
-
-def class_index(content: bytes) -> int | None:
-    """The whole number that a `.cls` member holds; None for anything else, and for more than a set has classes."""
-    text = content.decode("ascii", "replace").strip()
-    # Python itself refuses thousands of digits.
-    is_number = text.removeprefix("-").isdecimal() and len(text) < 19
-    return int(text) if is_number and int(text) <= _MOST_CLASSES else None
-
-
-def decode_label(sample: Mapping[str, bytes], classes: int | None) -> int:
-    """The sample's class index, -1 where it has no `.cls`. Raises BadSample for text or a class out of range."""
-    if "cls" not in sample:
-        return -1
-    label = class_index(sample["cls"])
-    if label is None:
-        raise BadSample(f"label {sample['cls'].decode('ascii', 'replace').strip()[:20]!r} is not a class index")
-    if label < 0 or (classes is not None and label >= classes):
-        raise BadSample(f"label {label} is outside the classes 0..{classes - 1 if classes else '?'}")
-    return label
 
 
 Transform = Callable[[Picture], torch.Tensor]
@@ -191,17 +133,11 @@ def train_transform(image_size: Size, augment: AugmentConfig) -> Transform:
     if augment.crop == "inception":
         return InceptionCrop(size, augment.scale, augment.ratio, augment.reduced_decode)
     cover = partial(_cover, size=size)
+    if augment.crop != "center" and augment.padding > min(size):
+        raise UserError(f"data.augment.padding={augment.padding}: images of {size[0]}x{size[1]} cannot shift so far")
     if augment.crop == "shift":
-        if augment.padding > max(size):
-            raise UserError(
-                f"data.augment.padding={augment.padding}: more than the images of {size[0]}x{size[1]} pixels"
-            )
         return _compose(cover, v2.RandomCrop(size, padding=augment.padding or None))
     if augment.crop == "affine":
-        if augment.padding > min(size):
-            raise UserError(
-                f"data.augment.padding={augment.padding}: images of {size[0]}x{size[1]} cannot shift so far"
-            )
         affine = v2.RandomAffine(
             degrees=augment.degrees,
             translate=(augment.padding / size[1], augment.padding / size[0]),  # torchvision: horizontal first
@@ -224,13 +160,8 @@ def evaluation_transform(image_size: Size, data: DataConfig) -> Transform:
 
 
 def _compose(*steps: Callable[[torch.Tensor], torch.Tensor]) -> Transform:
-    def transform(picture: Picture) -> torch.Tensor:
-        pixels = picture.whole()
-        for step in steps:
-            pixels = step(pixels)
-        return pixels
-
-    return transform
+    chain = v2.Compose(steps)
+    return lambda picture: chain(picture.whole())
 
 
 def _cover(image_CHW: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:

@@ -16,6 +16,8 @@ import torch
 from PIL import Image
 from torchvision.io import ImageReadMode, decode_jpeg
 
+from ssl_vit.data.shards.reading import BadSample
+
 _COLORS = {1: "GRAY", 3: "RGB"}
 _MODES = {1: ImageReadMode.GRAY, 3: ImageReadMode.RGB}
 _ORIENTATION = 0x0112  # EXIF tag; the values below put a picture upright
@@ -36,8 +38,8 @@ _TAIL = 64  # bytes at the end among which the end mark must be, for a file to c
 
 
 class Jpeg:
-    """One JPEG file: upright size from its header, pixels on demand. The constructor and `whole` and `region` raise
-    ValueError or RuntimeError for what is no JPEG, is cut short, or cannot be decoded."""
+    """One JPEG file: upright size from its header, pixels on demand. The constructor raises ValueError where there is
+    no such header, `whole` and `region` raise BadSample for a file that is cut short or cannot be decoded."""
 
     def __init__(self, data: bytes, channels: int) -> None:
         self.data, self.channels = data, channels
@@ -56,7 +58,10 @@ class Jpeg:
             return self._upright(_tensor(simplejpeg.decode_jpeg(self.data, _COLORS[self.channels])))
         except ValueError:  # CMYK, stray bytes between markers: torchvision decides
             buffer = torch.from_numpy(np.frombuffer(self.data, dtype=np.uint8).copy())
+        try:
             return decode_jpeg(buffer, mode=_MODES[self.channels], apply_exif_orientation=True)
+        except RuntimeError as error:
+            raise unreadable(error) from None
 
     def region(self, top: int, left: int, height: int, width: int, least: tuple[int, int] | None) -> torch.Tensor:
         """The pixels of a box in the upright picture, uint8 (C, h, w): of its own size, exactly those of `whole`, or
@@ -86,6 +91,11 @@ class Jpeg:
 
     def _upright(self, pixels: torch.Tensor) -> torch.Tensor:
         return _UPRIGHT[self.orientation](pixels) if self.orientation in _UPRIGHT else pixels
+
+
+def unreadable(error: Exception) -> BadSample:
+    """What to raise for an image that a decoder refuses: with the first line of its message."""
+    return BadSample(f"unreadable image: {(str(error) or type(error).__name__).splitlines()[0]}")
 
 
 def _tensor(pixels: np.ndarray) -> torch.Tensor:

@@ -12,10 +12,10 @@ import torch
 
 from ssl_vit.data import MAX_PIXELS
 from ssl_vit.data.augment import ColorAugment
-from ssl_vit.data.images import Picture, Pixels, Transform, decode_label, open_picture
+from ssl_vit.data.images import Picture, Pixels, Transform, open_picture
 from ssl_vit.data.order import LanePosition
 from ssl_vit.data.shards import ShardSet
-from ssl_vit.data.shards.reading import BadSample, OpenShards
+from ssl_vit.data.shards.reading import BadSample, OpenShards, decode_label
 from ssl_vit.interfaces import Batch, UserError
 
 

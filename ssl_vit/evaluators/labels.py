@@ -7,12 +7,11 @@ from functools import lru_cache
 
 import numpy as np
 
-from ssl_vit.data.images import class_index
 from ssl_vit.data.packing.images import channels, open_header
 from ssl_vit.data.packing.sources.base import BrokenImageError
 from ssl_vit.data.shards import ShardSet
 from ssl_vit.data.shards.info import IMAGE_EXTENSIONS
-from ssl_vit.data.shards.reading import BadSample
+from ssl_vit.data.shards.reading import BadSample, class_index
 from ssl_vit.evaluators import ALL
 from ssl_vit.interfaces import UserError
 from ssl_vit.results import Budget

@@ -12,7 +12,7 @@ import numpy as np
 from PIL import Image
 
 from ssl_vit.data.shards import ShardSet, open_shards
-from ssl_vit.data.shards.reading import BadSample
+from ssl_vit.data.shards.reading import BadSample, decode_label
 from ssl_vit.interfaces import RunError, UserError
 from ssl_vit.report.read import Comparison
 from ssl_vit.report.summary import Difference, rows_by_place
@@ -100,7 +100,7 @@ def _picture(shards: Sequence[ShardSet], image: int, label: int) -> str:
 
     image: index that counts through all the shards.
     """
-    from ssl_vit.data.images import decode_label, open_picture  # imports torch
+    from ssl_vit.data.images import open_picture  # imports torch
 
     owners = np.cumsum([0, *(one.samples for one in shards)])
     owner = int(np.searchsorted(owners, image, side="right")) - 1

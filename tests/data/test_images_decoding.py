@@ -6,9 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image, ImageOps
+from PIL import Image
 
-from ssl_vit.data.images import BadSample, check_channels, decode_label, open_picture
+from ssl_vit.data.images import BadSample, check_channels, open_picture
+from ssl_vit.data.shards.reading import decode_label
 from ssl_vit.interfaces import UserError
 
 PIL_MODES = {1: "L", 3: "RGB", 4: "RGBA"}
@@ -88,23 +89,12 @@ def test_sixteen_bits_become_eight(channels: int) -> None:
     assert np.abs(found[0].numpy() - expected).max() <= 1
 
 
-@pytest.mark.parametrize("orientation", range(1, 9))
-def test_the_orientation_that_a_camera_noted_is_applied(orientation: int) -> None:
-    exif = Image.Exif()
-    exif[0x0112] = orientation
-    data = encoded(picture("RGB"), "jpg", exif=exif)
-    expected = np.asarray(ImageOps.exif_transpose(Image.open(io.BytesIO(data))))
-    found = decode_pixels({"jpg": data}, 3).numpy().transpose(1, 2, 0)
-    assert found.shape == expected.shape
-    assert np.abs(found.astype(int) - expected.astype(int)).max() <= 3
-
-
 @pytest.mark.parametrize("extension", ["jpg", "png", "webp"])
 @pytest.mark.parametrize("left", [0.0, 0.001, 0.02, 0.3, 0.5, 0.9])
 def test_a_file_cut_short_is_a_bad_sample(extension: str, left: float) -> None:
     data = noise(extension)
     assert decode_pixels({extension: data}, 3).shape == (3, 40, 52)
-    with pytest.raises(BadSample, match=rf"unreadable \.{extension}"):
+    with pytest.raises(BadSample, match="unreadable image: "):
         decode_pixels({extension: data[: int(len(data) * left)]}, 3)
 
 
@@ -113,7 +103,7 @@ def test_a_file_cut_short_is_a_bad_sample(extension: str, left: float) -> None:
     "data", [b"", b"hello, this is text\n" * 20, b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"RIFF", b"\0" * 100]
 )
 def test_what_is_no_image_is_a_bad_sample(extension: str, data: bytes) -> None:
-    with pytest.raises(BadSample, match=rf"unreadable \.{extension}"):
+    with pytest.raises(BadSample, match="unreadable image: "):
         decode_pixels({extension: data}, 3)
 
 

@@ -107,7 +107,7 @@ def header(name: str, size: int, kind: bytes = tarfile.REGTYPE) -> bytes:
     return info.tobuf(tarfile.GNU_FORMAT)
 
 
-@pytest.mark.parametrize("size", [600, 1 << 33, 1 << 62, (1 << 63) + 5])
+@pytest.mark.parametrize("size", [600, 1 << 33, 1 << 62, (1 << 63) + 5, -(1 << 40)])
 @pytest.mark.parametrize("kind", [tarfile.REGTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.XHDTYPE, tarfile.DIRTYPE, b"D"])
 def test_a_header_that_declares_more_than_the_file_has_is_damage(tmp_path: Path, size: int, kind: bytes) -> None:
     """A directory and unknown kinds are passed over: what counts is that nothing is sought or allocated."""

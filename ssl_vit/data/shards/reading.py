@@ -10,7 +10,7 @@ import json
 import os
 import tarfile
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
@@ -24,6 +24,7 @@ READ_EXTENSIONS = (*IMAGE_EXTENSIONS, "cls")
 _MAX_HEADER_BYTES = 1 << 20  # of a long name or a pax header
 _BLOCK = tarfile.BLOCKSIZE
 _COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")  # gzip, bzip2, xz, zstd
+_MOST_CLASSES = 10_000_000
 _PLAIN = (tarfile.REGTYPE, tarfile.AREGTYPE)
 
 
@@ -129,6 +130,26 @@ class ShardFile:
         if len(content) < span.size:
             raise BadSample("missing: the shard was cut short while it was read")
         return content
+
+
+def class_index(content: bytes) -> int | None:
+    """The whole number that a `.cls` member holds; None for anything else, and for more than a set has classes."""
+    text = content.decode("ascii", "replace").strip()
+    # Python itself refuses thousands of digits.
+    is_number = text.removeprefix("-").isdecimal() and len(text) < 19
+    return int(text) if is_number and int(text) <= _MOST_CLASSES else None
+
+
+def decode_label(sample: Mapping[str, bytes], classes: int | None) -> int:
+    """The sample's class index, -1 where it has no `.cls`. Raises BadSample for text or a class out of range."""
+    if "cls" not in sample:
+        return -1
+    label = class_index(sample["cls"])
+    if label is None:
+        raise BadSample(f"label {sample['cls'].decode('ascii', 'replace').strip()[:20]!r} is not a class index")
+    if label < 0 or (classes is not None and label >= classes):
+        raise BadSample(f"label {label} is outside the classes 0..{classes - 1 if classes else '?'}")
+    return label
 
 
 def _check_size(name: str, end: int, length: int) -> None:
