@@ -57,8 +57,7 @@ class Preprocess:
         else:
             name, content = ("image", image) if isinstance(image, bytes) else (str(image), Path(image).read_bytes())
         try:
-            stored = to_stored(content, name, None, 95)
-            picture = open_picture({stored.extension: stored.data}, encoder.channels, data.max_pixels)
+            picture = open_picture(dict([to_stored(content, name)]), encoder.channels, data.max_pixels)
             pixels = evaluation_transform(encoder.image_size, data)(picture)
         except (BrokenImageError, BadSample) as error:
             raise UserError(f"{name}: not a readable image: {error}") from None

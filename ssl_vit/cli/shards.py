@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import sys
 import warnings
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -15,15 +14,8 @@ from ssl_vit.interfaces import UserError, printable
 
 app = typer.Typer(no_args_is_help=True, help="Make, check and count WebDataset shards.")
 
-_MOST_LISTED = 20
 Folder = Annotated[Path, typer.Argument(help="A folder of shards.")]
 Jobs = Annotated[int | None, typer.Option(min=1, help="Processes. Default: one per core, fewer for little data.")]
-
-
-class Order(StrEnum):
-    shuffle = "shuffle"
-    stratified = "stratified"
-    source = "source"
 
 
 @app.command("make")
@@ -40,11 +32,11 @@ def shards_make(
     shard_size: Annotated[int, typer.Option(min=1, help="Maximum number of images per shard.")] = 1000,
     shards: Annotated[int | None, typer.Option(min=1, help="Number of shards, instead of --shard-size.")] = None,
     order: Annotated[
-        Order,
+        Literal["shuffle", "stratified", "source"],
         typer.Option(
             help="shuffle: all images; stratified: each class spread evenly over the shards, too; source: as is."
         ),
-    ] = Order.shuffle,
+    ] = "shuffle",
     holdout: Annotated[
         float, typer.Option(min=0, max=0.9, help="Fraction of each class for OUT/test; the rest goes to OUT/train.")
     ] = 0.0,
@@ -85,7 +77,7 @@ def shards_make(
             Options(
                 shard_size=shard_size,
                 shards=shards,
-                order=order.value,
+                order=order,
                 holdout=holdout,
                 folds=folds,
                 subset=subset,
@@ -101,11 +93,6 @@ def shards_make(
         classes = f"{len(info.classes)} classes" if info.classes else "no labels"
         print(f"{folder}: {info.samples} samples in {len(info.shards)} shards, {classes}")
         print(f"  content hash {info.content_hash}")
-    dropped = [item for info in infos.values() for item in info.dropped]
-    for item in dropped[:_MOST_LISTED]:
-        print(f"skipped {printable(item.file)}: {printable(item.reason)}", file=sys.stderr)
-    if more := len(dropped[_MOST_LISTED:]):
-        print(f"skipped {more} more; info.json lists them", file=sys.stderr)
 
 
 @app.command("verify")

@@ -62,7 +62,7 @@ def test_make_prints_what_it_wrote_and_what_it_skipped(shards: Call, images: Pat
     assert "note: images: ignored 1 files that are not images" in err
     assert "skipped cat/empty.jpg: empty file" in err and r"skipped dog/text\x1b[2J.jpg: not an image" in err
     again = shards(*options)
-    assert again[:2] == (0, out) and "already complete" in again[2]
+    assert again[:2] == (0, out) and "5 of 5 shards are finished already" in again[2]
     code, out, err = shards(*options, "--seed", "1")
     assert (code, out) == (2, "") and "different seed" in err and "--overwrite" in err
     assert shards(*options, "--seed", "1", "--overwrite")[0] == 0

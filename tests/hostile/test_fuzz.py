@@ -59,7 +59,7 @@ def images(form: str, changes: list[Change]) -> None:
         except BadSample:
             pass
     with contextlib.suppress(BrokenImageError):
-        assert to_stored(data, "name", resize=8).width >= 8
+        assert to_stored(data, "name", resize=8)[1]
 
 
 def tars(changes: list[Change], keep: float) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -22,11 +22,13 @@ from ssl_vit.data.packing import record
 from ssl_vit.data.packing.parallel import process_count, run
 from ssl_vit.data.packing.plan import Options, plan_shards
 from ssl_vit.data.packing.sources.base import Source
-from ssl_vit.data.packing.writer import ShardJob, ShardWriter, WrittenShard
-from ssl_vit.data.shards.info import INFO, Dropped, Info, ShardEntry, local_info
+from ssl_vit.data.packing.writer import ShardJob, WrittenShard, write_shard
+from ssl_vit.data.shards.info import INFO, Info
 from ssl_vit.files import write_json
-from ssl_vit.interfaces import UserError
+from ssl_vit.interfaces import UserError, printable
 from ssl_vit.progress import progress_bar
+
+_MOST_LISTED = 20  # images that cannot be read
 
 
 def pack(
@@ -48,9 +50,9 @@ def pack(
 
     Returns the info.json of each folder. Images that cannot be decoded are skipped and listed there as `dropped`.
 
-    An interrupted `pack` resumes when it is called again: finished shards are not written twice, and after success
-    nothing is. Whether the source is the same is decided by the names and sizes of its images, not by their content.
-    The bytes are the same with the same versions of this package and of Pillow; `content_hash` tells.
+    An interrupted `pack` resumes when it is called again: finished shards are not written twice. Whether the source is
+    the same is decided by the names and sizes of its images, not by their content. The bytes are the same with the same
+    versions of this package and of Pillow; `content_hash` tells.
 
     Raises UserError for options out of range, other files in `out`, no usable image; RunError where reading or writing
     fails.
@@ -62,20 +64,16 @@ def pack(
     with record.locked(out):
         finished = record.prepare(out, plan, list(planned), overwrite)
         todo = list(_unfinished(source, planned, finished))
-        if not todo and all((folder / INFO).exists() for folder in planned):
-            if progress:
-                print(f"{out}: already complete", file=sys.stderr)
-            return {folder: found[0] for folder in planned if (found := local_info(folder))}
         if progress and (count := sum(map(len, finished.values()))):
             print(f"{count} of {count + len(todo)} shards are finished already", file=sys.stderr)
         with progress_bar("packing", sum(len(job.items) for job in todo), progress) as advance:
 
             def receive(job: ShardJob, shard: WrittenShard) -> None:
-                finished[job.path.parent][shard.file] = shard
+                finished[job.path.parent][shard.entry.file] = shard
                 record.add(job.path.parent, shard)
                 advance(len(job.items))
 
-            run(ShardWriter(source.read, options), todo, min(processes, len(todo)), receive)
+            run(partial(write_shard, source.read, options), todo, max(1, min(processes, len(todo))), receive)
         infos = {folder: _info(source, options, folder.name, shards) for folder, shards in finished.items()}
         for folder, info in infos.items():
             if not info.samples:
@@ -86,8 +84,12 @@ def pack(
                     f"(first: {first.file}: {first.reason})"
                 )
         for folder, info in infos.items():
-            content = info.model_dump(exclude={"splits"})
-            write_json(folder / INFO, {name: content[name] for name in Info.__annotations__ if name in content})
+            write_json(folder / INFO, info.model_dump(exclude={"splits"}))
+        dropped = [item for info in infos.values() for item in info.dropped] if progress else []
+        for item in dropped[:_MOST_LISTED]:
+            print(f"skipped {printable(item.file)}: {printable(item.reason)}", file=sys.stderr)
+        if more := len(dropped[_MOST_LISTED:]):
+            print(f"skipped {more} more; info.json lists them", file=sys.stderr)
         return infos
 
 
@@ -100,7 +102,7 @@ def packing_plan(source: Source, options: Options) -> record.PackingPlan:
         "images": {"count": source.count, "listing": source.listing},
         "classes": source.classes,
         "labels": None if source.labels is None else hashlib.sha256(source.labels.tobytes()).hexdigest(),
-        **asdict(options),
+        **options.model_dump(),
     }
 
 
@@ -123,8 +125,7 @@ def _unfinished(
 
 
 def _info(source: Source, options: Options, part: str, finished: record.Finished) -> Info:
-    written = [shard for _, shard in sorted(finished.items()) if shard.samples]
-    samples = sum(shard.samples for shard in written)
+    written = [shard.entry for _, shard in sorted(finished.items()) if shard.entry.samples]
     name = source.name
     if options.subset and not (options.holdout and part == "test"):
         name += f", {options.subset} {'images' if source.labels is None else 'images per class'}"
@@ -134,22 +135,11 @@ def _info(source: Source, options: Options, part: str, finished: record.Finished
         name += f", {part} of {options.folds}"
     return Info(
         classes=source.classes,
-        samples=samples,
+        samples=sum(shard.samples for shard in written),
         labeled=source.labels is not None,
-        shards=[
-            ShardEntry(file=shard.file, samples=shard.samples, bytes=shard.bytes, sha256=shard.sha256)
-            for shard in written
-        ],
+        shards=written,
         content_hash=content_hash(shard.sha256 for shard in written),
         source=name if name == source.name else f"{name}, seed {options.seed}",
         license=source.license,
-        mean_image_size={
-            "height": round(sum(shard.height for shard in written) / max(samples, 1), 2),
-            "width": round(sum(shard.width for shard in written) / max(samples, 1), 2),
-        },
-        channels=max((shard.channels for shard in written), default=1),
-        dropped=[
-            Dropped(file=file, reason=reason)
-            for file, reason in sorted((*item,) for shard in finished.values() for item in shard.dropped)
-        ],
+        dropped=sorted((item for shard in finished.values() for item in shard.dropped), key=lambda item: item.file),
     )

@@ -23,8 +23,8 @@ from ssl_vit.data.packing import pack, packing_plan
 from ssl_vit.data.packing.plan import Options
 from ssl_vit.data.packing.sources import FOLDER, HUB, list_splits, open_source
 from ssl_vit.data.packing.sources.base import VALIDATION, Source
-from ssl_vit.data.shards.info import ABOUT, INFO, RECORD, Info
-from ssl_vit.interfaces import UserError, printable
+from ssl_vit.data.shards.info import ABOUT, INFO, RECORD
+from ssl_vit.interfaces import UserError
 
 HOLDOUT = 0.2  # of each class, for `#test` of data without splits
 _PART = re.compile(r"(?P<place>.+)#(?P<part>[\w.-]+)")
@@ -142,16 +142,10 @@ def _set(place: str, sources: dict[str, Source], options: Options) -> Path:
 def _pack(place: str, sources: dict[str, Source], options: Options, folder: Path) -> None:
     count = sum(source.count for source in sources.values())
     print(f"{place}: packing {count:,} images into {folder}", file=sys.stderr)
-    infos: dict[Path, Info] = {}
     for part, source in sources.items():
-        infos |= pack(source, folder / part, options)
+        pack(source, folder / part, options)
     if options.holdout:
         print(f"{place}: no test split: a fifth of each class is held out as {place}#test", file=sys.stderr)
-    dropped = [one for info in infos.values() for one in info.dropped]
-    for one in dropped[:3]:
-        print(f"{place}: skipped {printable(one.file)}: {printable(one.reason)}", file=sys.stderr)
-    if more := len(dropped[3:]):
-        print(f"{place}: skipped {more} more; `ssl-vit shards verify {place}` lists them", file=sys.stderr)
 
 
 def cache() -> Path:

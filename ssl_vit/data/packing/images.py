@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-from dataclasses import dataclass
 from typing import cast
 
 from PIL import Image, UnidentifiedImageError
@@ -59,19 +58,9 @@ def channels(image: Image.Image) -> int:
     return 1 if image.mode in ("1", "L", "LA", "I", "F") or image.mode.startswith("I;16") else 3
 
 
-@dataclass(frozen=True)
-class Stored:
-    """An image as a shard holds it. extension: jpg, png or webp, by content: a PNG called .jpg is a PNG."""
-
-    data: bytes
-    extension: str
-    width: int
-    height: int
-    channels: int
-
-
-def to_stored(data: bytes, name: str, resize: int | None = None, quality: int = 95) -> Stored:
-    """Check that the image can be decoded, and return what to store.
+def to_stored(data: bytes, name: str, resize: int | None = None, quality: int = 95) -> tuple[str, bytes]:
+    """Check that the image can be decoded, and return what a shard stores of it: jpg, png or webp (by content: a PNG
+    called .jpg is a PNG), and the bytes.
 
     JPEG, PNG and WebP bytes are stored unchanged, other formats (the first frame of an animation) as PNG.
 
@@ -88,7 +77,7 @@ def to_stored(data: bytes, name: str, resize: int | None = None, quality: int = 
         size = (round(size[0] * resize / min(size)), round(size[1] * resize / min(size)))
     if size == image.size and image.format in _EXTENSIONS:
         decode(image, name, at_least=(1, 1))
-        return Stored(data, extension, *size, channels(image))
+        return extension, data
     decode(image, name, at_least=(2 * size[0], 2 * size[1]))
     exif = {"exif": image.info["exif"]} if "exif" in image.info and image.format in _EXTENSIONS else {}
     encoded = io.BytesIO()
@@ -110,4 +99,4 @@ def to_stored(data: bytes, name: str, resize: int | None = None, quality: int = 
         image.save(encoded, _FORMATS[extension], quality=quality, **exif)
     except (OSError, ValueError, TooManyPixels) as error:
         raise BrokenImageError(name, f"cannot be stored as {_FORMATS[extension]}: {error}") from None
-    return Stored(encoded.getvalue(), extension, *size, channels(image))
+    return extension, encoded.getvalue()

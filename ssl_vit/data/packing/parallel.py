@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from loky import FIRST_COMPLETED, BrokenProcessPool, ProcessPoolExecutor, wait
 
-from ssl_vit.interfaces import RunError, UserError
+from ssl_vit.interfaces import RunError
 
 IMAGES_PER_PROCESS = 1000  # a process takes about a second to start
 _Job = TypeVar("_Job")
@@ -20,8 +20,6 @@ _Result = TypeVar("_Result")
 def process_count(asked: int | None, jobs: int, images: int | None) -> int:
     """How many processes to use: `asked`, or by default one per core, but not so many that one would get less than
     1,000 of the `images` (None: unknown); never more than there are jobs."""
-    if asked is not None and asked < 1:
-        raise UserError(f"jobs must be at least 1, not {asked}")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     useful = cores if images is None else min(cores, images // IMAGES_PER_PROCESS)
     return max(1, min(asked or useful, jobs))

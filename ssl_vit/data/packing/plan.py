@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 import numpy as np
+from pydantic import Field
 
 from ssl_vit.data.packing.sources.base import Source
-from ssl_vit.interfaces import UserError
+from ssl_vit.interfaces import Config, UserError
 
 LEAST_SHARDS = 16
-Order = Literal["shuffle", "stratified", "source"]
 
 
-@dataclass(frozen=True)
-class Options:
+class Options(Config):
     """All options that decide what is in the shards.
 
     shard_size: most images per shard. shards: number of shards instead. Sizes differ by at most one image. Without
@@ -35,30 +33,16 @@ class Options:
         whole groups in the order of the source where it has groups.
     """
 
-    shard_size: int = 1000
-    shards: int | None = None
-    resize: int | None = None
-    quality: int = 95
-    seed: int = 0
-    order: Order = "shuffle"
-    holdout: float = 0.0
-    subset: int | None = None
+    shard_size: int = Field(1000, ge=1)
+    shards: int | None = Field(None, ge=1)
+    resize: int | None = Field(None, ge=1)
+    quality: int = Field(95, ge=1, le=100)
+    seed: int = Field(0, ge=0)
+    order: Literal["shuffle", "stratified", "source"] = "shuffle"
+    holdout: float = Field(0.0, ge=0, lt=1)
+    subset: int | None = Field(None, ge=1)
     keep_names: bool = False
-    folds: int | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("shard_size", "shards", "resize", "subset", "seed"):
-            value, least = getattr(self, name), 0 if name == "seed" else 1
-            if value is not None and value < least:
-                raise UserError(f"{name} must be at least {least}, not {value}")
-        if not 1 <= self.quality <= 100:
-            raise UserError(f"quality must be 1 to 100, not {self.quality}")
-        if self.folds is not None and (self.folds < 2 or self.holdout):
-            raise UserError("folds must be at least 2, and excludes holdout")
-        if not 0 <= self.holdout < 1:
-            raise UserError(f"holdout must be at least 0 and below 1, not {self.holdout}")
-        if self.order not in get_args(Order):
-            raise UserError(f"order must be one of {', '.join(get_args(Order))}, not {self.order!r}")
+    folds: int | None = Field(None, ge=2)
 
 
 def plan_shards(source: Source, options: Options) -> dict[str, list[np.ndarray]]:
@@ -72,6 +56,8 @@ def plan_shards(source: Source, options: Options) -> dict[str, list[np.ndarray]]
         raise UserError(f"{source.name}: order=stratified needs labels, and it has none; use order=shuffle")
     if source.count == 0:
         raise UserError(f"{source.name} has no images")
+    if options.folds and options.holdout:
+        raise UserError("folds and holdout exclude each other")
     everything = np.arange(source.count)
     parts = {"": everything}
     if options.holdout:

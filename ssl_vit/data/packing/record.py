@@ -10,7 +10,6 @@ import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -83,15 +82,15 @@ def prepare(out: Path, plan: PackingPlan, folders: list[Path], overwrite: bool) 
         found = {folder: (plan, {}) for folder in folders}
     for folder, (_, finished) in found.items():
         folder.mkdir(exist_ok=True)
-        lines = [plan, *map(asdict, finished.values())]
-        write_text(folder / RECORD, "".join(f"{json.dumps(line)}\n" for line in lines))
+        lines = [json.dumps(plan), *(shard.model_dump_json() for shard in finished.values())]
+        write_text(folder / RECORD, "".join(f"{line}\n" for line in lines))
     return {folder: finished for folder, (_, finished) in found.items()}
 
 
 def add(folder: Path, shard: WrittenShard) -> None:
     """Record a finished shard."""
     with (folder / RECORD).open("a", encoding="utf-8") as file:
-        file.write(f"{json.dumps(asdict(shard))}\n")
+        file.write(f"{shard.model_dump_json()}\n")
 
 
 def clear(out: Path, folders: list[Path]) -> None:
@@ -124,8 +123,8 @@ def _read(folder: Path) -> tuple[PackingPlan | None, Finished]:
     with suppress(ValueError, TypeError, IndexError):
         plan = dict(json.loads(lines[0]))
         for line in lines[1:]:
-            shard = WrittenShard(**json.loads(line))
-            path = folder / shard.file
-            if not shard.samples or (path.is_file() and path.stat().st_size == shard.bytes):
-                finished[shard.file] = shard
+            shard = WrittenShard.model_validate_json(line)
+            path = folder / shard.entry.file
+            if not shard.entry.samples or (path.is_file() and path.stat().st_size == shard.entry.bytes):
+                finished[path.name] = shard
     return plan, finished

@@ -14,10 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel
+
 from ssl_vit.data.packing.images import to_stored
 from ssl_vit.data.packing.parallel import end_with_parent
 from ssl_vit.data.packing.plan import Options
 from ssl_vit.data.packing.sources.base import BrokenImageError
+from ssl_vit.data.shards.info import Dropped, ShardEntry
 from ssl_vit.files import atomic_file, sha256
 from ssl_vit.interfaces import printable
 
@@ -33,64 +36,44 @@ class ShardJob:
     labels: list[int] | None
 
 
-@dataclass(frozen=True)
-class WrittenShard:
-    """samples: number stored. height, width: sums over the samples, pixels.
-    dropped: (name, reason) of images that cannot be read."""
+class WrittenShard(BaseModel):
+    """What is recorded of a finished shard: its entry in info.json, and the images that cannot be read."""
 
-    file: str
-    samples: int
-    bytes: int
-    sha256: str
-    height: int
-    width: int
-    channels: int
-    dropped: list[tuple[str, str]]
+    entry: ShardEntry
+    dropped: list[Dropped]
 
 
-@dataclass(frozen=True)
-class ShardWriter:
-    """What is the same for every shard. read: `Source.read`."""
-
-    read: Callable[[Any], tuple[str, bytes]]
-    options: Options
-
-    def __call__(self, job: ShardJob) -> WrittenShard:
-        """Write the shard; without a readable image there is no tar. Raises OSError where writing fails."""
-        sizes: list[tuple[int, int, int]] = []
-        dropped: list[tuple[str, str]] = []
-        with (
-            atomic_file(job.path) as file,
-            tarfile.open(fileobj=file, mode="w", format=tarfile.USTAR_FORMAT) as tar,
-        ):
-            for number, item in enumerate(job.items):
-                end_with_parent()
-                try:
-                    name, data = self.read(item)
-                    stored = to_stored(data, name, self.options.resize, self.options.quality)
-                except BrokenImageError as error:
-                    dropped.append((printable(error.name), printable(error.reason)))
-                    continue
+def write_shard(read: Callable[[Any], tuple[str, bytes]], options: Options, job: ShardJob) -> WrittenShard:
+    """Write the shard; without a readable image there is no tar. read: `Source.read`. Raises OSError where writing
+    fails."""
+    count, dropped = 0, list[Dropped]()
+    with (
+        atomic_file(job.path) as file,
+        tarfile.open(fileobj=file, mode="w", format=tarfile.USTAR_FORMAT) as tar,
+    ):
+        for number, item in enumerate(job.items):
+            end_with_parent()
+            try:
+                name, data = read(item)
+                extension, stored = to_stored(data, name, options.resize, options.quality)
+            except BrokenImageError as error:
+                dropped.append(Dropped(file=printable(error.name), reason=printable(error.reason)))
+                continue
+            members = {extension: stored}
+            if job.labels is not None:
+                members["cls"] = b"%d" % job.labels[number]
+            if options.keep_names:
+                members["json"] = json.dumps({"file": name}).encode()
+            for kind, content in sorted(members.items()):
                 # The key is a number: file names may hold slashes and dots, which have a meaning to tar readers. It
-                # counts the planned images, so a dropped one leaves a gap.
-                members = {stored.extension: stored.data}
-                if job.labels is not None:
-                    members["cls"] = b"%d" % job.labels[number]
-                if self.options.keep_names:
-                    members["json"] = json.dumps({"file": name}).encode()
-                _add(tar, f"{job.first_key + number:08d}", members)
-                sizes.append((stored.height, stored.width, stored.channels))
-        if not sizes:
-            job.path.unlink()
-            return WrittenShard(job.path.name, 0, 0, "", 0, 0, 0, dropped)
-        heights, widths, channels = zip(*sizes, strict=True)
-        facts = (len(sizes), job.path.stat().st_size, sha256(job.path))
-        return WrittenShard(job.path.name, *facts, sum(heights), sum(widths), max(channels), dropped)
-
-
-def _add(tar: tarfile.TarFile, key: str, members: dict[str, bytes]) -> None:
-    """Add a sample's members, sorted by extension, with no time, user or group in their headers."""
-    for extension, data in sorted(members.items()):
-        member = tarfile.TarInfo(f"{key}.{extension}")
-        member.size, member.mode = len(data), 0o444
-        tar.addfile(member, io.BytesIO(data))
+                # counts the planned images, so a dropped one leaves a gap. No time, user or group is stored.
+                member = tarfile.TarInfo(f"{job.first_key + number:08d}.{kind}")
+                member.size, member.mode = len(content), 0o444
+                tar.addfile(member, io.BytesIO(content))
+            count += 1
+    if not count:
+        job.path.unlink()
+        return WrittenShard(entry=ShardEntry(file=job.path.name, samples=0), dropped=dropped)
+    size, checksum = job.path.stat().st_size, sha256(job.path)
+    entry = ShardEntry(file=job.path.name, samples=count, bytes=size, sha256=checksum)
+    return WrittenShard(entry=entry, dropped=dropped)

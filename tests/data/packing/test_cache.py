@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -117,37 +114,6 @@ def test_shards_are_read_where_they_are(few_digits: Path, own_cache: Path) -> No
     assert open_shards(f"{few_digits}#train").urls == open_shards(f"{few_digits}/train").urls
     assert open_shards(f"{few_digits}/test").labeled
     assert not own_cache.exists()
-
-
-PROGRAM = """
-import sys, time
-from ssl_vit.data.packing import writer
-from ssl_vit.data.shards import open_shards
-written = writer.ShardWriter.__call__
-def slowly(self, job):
-    time.sleep(0.2)
-    return written(self, job)
-if sys.argv[2:]:
-    writer.ShardWriter.__call__ = slowly
-print(open_shards(sys.argv[1]).fingerprint)
-"""
-
-
-def test_packing_resumes_after_a_kill(tmp_path: Path, own_cache: Path) -> None:
-    class_folders(tmp_path / "pets", each=16)
-    command = [sys.executable, "-c", PROGRAM, "pets#train"]
-    with subprocess.Popen([*command, "slow"], stderr=subprocess.DEVNULL) as process:
-        while not list(own_cache.glob("*/train/000003.tar")):
-            time.sleep(0.02)
-            assert process.poll() is None
-        process.send_signal(signal.SIGKILL)
-    (finished,) = own_cache.glob("*/train/000001.tar")
-    assert not (finished.parent / "info.json").exists()
-    at = finished.stat().st_mtime_ns
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert finished.stat().st_mtime_ns == at, "a finished shard is not written again"
-    assert "finished already" in done.stderr
-    assert open_shards("pets#train").samples == 26 and open_shards("pets#train").fingerprint in done.stdout
 
 
 def test_the_least_recently_used_set_goes_but_none_that_a_process_uses(

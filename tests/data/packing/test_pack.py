@@ -21,7 +21,7 @@ import pytest
 from ssl_vit.data.packing import pack
 from ssl_vit.data.packing.plan import Options
 from ssl_vit.data.packing.sources import open_source
-from ssl_vit.data.packing.sources.base import BrokenImageError, Source
+from ssl_vit.data.packing.sources.base import Source
 from ssl_vit.data.shards.info import Info
 from ssl_vit.data.verify import stats, verify
 from ssl_vit.interfaces import RunError, UserError
@@ -88,8 +88,6 @@ def test_folder_round_trip_is_bit_for_bit(tmp_path: Path) -> None:
         "content_hash": hashlib.sha256("".join(sums).encode()).hexdigest(),
         "source": "in (folder)",
         "license": None,
-        "mean_image_size": {"height": 10.0, "width": 14.0},
-        "channels": 3,
         "dropped": [],
     }
     assert verify(out) == []
@@ -116,16 +114,6 @@ def test_keys_are_numbers_and_names_are_stored_when_asked(tmp_path: Path) -> Non
     assert not any(name.endswith(".json") for name in members(tmp_path / "plain"))
     assert json.loads(members(tmp_path / "named")["00000001.json"]) == {"file": "a b/1.png"}
     assert verify(tmp_path / "named") == []
-
-
-def test_same_input_same_bytes_other_seed_other_order(tmp_path: Path) -> None:
-    for name, seed in (("one", 0), ("two", 0), ("three", 1)):
-        pack(few_digits(50), tmp_path / name, Options(shards=2, seed=seed))
-    one, two, three = (tmp_path / name for name in ("one", "two", "three"))
-    for file in ("000000.tar", "000001.tar", "info.json"):
-        assert (one / file).read_bytes() == (two / file).read_bytes()
-    assert (one / "000000.tar").read_bytes() != (three / "000000.tar").read_bytes()
-    assert labeled_images(one) == labeled_images(three)
 
 
 @pytest.mark.parametrize(
@@ -168,20 +156,6 @@ def test_no_usable_image_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"none of the 1 images .*first: text.jpg: not an image"):
         pack(open_source(str(tmp_path / "in")), tmp_path / "out")
     assert not (tmp_path / "out").exists()
-    digits = few_digits(20)
-
-    def read(item: int) -> tuple[str, bytes]:
-        if item in held_out:
-            raise BrokenImageError(f"digit {item}", "not an image")
-        return digits.read(item)
-
-    held_out: list[int] = []
-    options = Options(holdout=0.05, shards=2, keep_names=True)
-    pack(replace(digits, labels=None, classes=None), tmp_path / "whole", options, progress=False)
-    named = [json.loads(data) for name, data in members(tmp_path / "whole/test").items() if name.endswith(".json")]
-    held_out = [int(item["file"].split()[1]) for item in named]
-    with pytest.raises(UserError, match=f"none of the {len(held_out)} images for .*test can be used"):
-        pack(replace(digits, labels=None, classes=None, read=read), tmp_path / "out", options, progress=False)
 
 
 def test_unlabeled_flat_folder(tmp_path: Path) -> None:
@@ -189,9 +163,9 @@ def test_unlabeled_flat_folder(tmp_path: Path) -> None:
         write(tmp_path / "in" / f"{number}.png", encoded("PNG", number, mode="L"))
     out = tmp_path / "out"
     info = pack(open_source(str(tmp_path / "in")), out)[out]
-    assert (info.classes, info.labeled, info.channels) == (None, False, 1)
+    assert (info.classes, info.labeled) == (None, False)
     assert all(name.endswith(".png") for name in members(out))
-    assert verify(out) == [] and stats(out)["labeled"] is False
+    assert verify(out) == [] and (stats(out)["labeled"], stats(out)["channels"]) == (False, 1)
     split = pack(open_source(str(tmp_path / "in")), tmp_path / "split", Options(holdout=0.4))
     assert [info.samples for info in split.values()] == [3, 2]
 
@@ -240,26 +214,6 @@ def test_overwrite_does_not_touch_other_sets_in_the_folder(tmp_path: Path) -> No
     assert members(tmp_path / "test") == before
     pack(few_digits(20), tmp_path, Options(shards=2, holdout=0.5), overwrite=True)
     assert members(tmp_path / "test") != before, "a holdout's pair replaces the pair"
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"shards": 0}, "shards must be at least 1"),
-        ({"shard_size": 0}, "shard_size must be at least 1"),
-        ({"resize": 0}, "resize must be at least 1"),
-        ({"quality": 101}, "quality must be 1 to 100"),
-        ({"holdout": 1.0}, "holdout must be"),
-        ({"seed": -1}, "seed must be at least 0"),
-        ({"shards": 11}, "shards=11 is more than its 10 images"),
-        ({"subset": 0}, "subset must be at least 1"),
-        ({"order": "random"}, "order must be one of shuffle, stratified, source"),
-    ],
-)
-def test_options_out_of_range(tmp_path: Path, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        pack(few_digits(10), tmp_path / "out", Options(**options))
-    assert not (tmp_path / "out").exists()
 
 
 def test_a_folder_that_cannot_be_written_is_named(unprivileged: Path) -> None:

@@ -22,7 +22,7 @@ from ssl_vit.data.packing import pack
 from ssl_vit.data.packing.plan import Options
 from ssl_vit.data.packing.sources import open_source
 from ssl_vit.data.packing.sources.base import Source
-from ssl_vit.data.verify import verify
+from ssl_vit.data.verify import stats, verify
 from ssl_vit.interfaces import RunError, UserError
 
 from .pictures import encoded, write
@@ -94,7 +94,7 @@ def test_a_killed_packing_resumes_and_writes_no_shard_twice(
         assert running.stderr is not None
         assert sign == signal.SIGKILL or "run the same command to resume" in running.stderr.read()
     lines = {path.parent.name: path.read_text().splitlines()[1:] for path in out.rglob("packing.jsonl")}
-    finished = {out / part / json.loads(line)["file"] for part, found in lines.items() for line in found}
+    finished = {out / part / json.loads(line)["entry"]["file"] for part, found in lines.items() for line in found}
     before = {path: shards(out)[path] for path in finished}
     assert 2 <= len(before) < 15 and not list(out.rglob("info.json"))
     with pytest.raises(UserError, match="packing was not finished"):
@@ -114,13 +114,13 @@ def test_several_processes_write_the_same_bytes_and_a_repeated_command_nothing(
     assert content(out) == content(packed)
     before = shards(out)
     assert pack(source, out, OPTIONS) == infos
-    assert "already complete" in capsys.readouterr().err
+    assert "15 of 15 shards are finished already" in capsys.readouterr().err
     assert shards(out) == before
     with pytest.raises(UserError, match=r"holds other shards \(different resize, seed\): pass --overwrite"):
-        pack(source, out, replace(OPTIONS, resize=41, seed=1))
+        pack(source, out, OPTIONS.model_copy(update={"resize": 41, "seed": 1}))
     assert shards(out) == before
-    pack(source, out, replace(OPTIONS, resize=41), overwrite=True)
-    assert json.loads((out / "train/info.json").read_text())["mean_image_size"]["height"] == 41
+    pack(source, out, OPTIONS.model_copy(update={"resize": 41}), overwrite=True)
+    assert stats(out / "train")["image_size"]["height"]["mean"] == 41
 
 
 def test_damaged_shards_and_leftovers_are_written_again(images: Path, packed: Path, tmp_path: Path) -> None:

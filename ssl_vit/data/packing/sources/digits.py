@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import io
-from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from PIL import Image
@@ -24,14 +24,11 @@ FORMS = (0, 130, 256, 386, 516, 646, 776, 906, 1029, 1157, 1287, 1415, 1545, 166
 _COUNT, _TEST = 1797, FORMS[11]
 
 
-@dataclass(frozen=True)
-class _DigitReader:
-    pixels: np.ndarray  # uint8 (1797, 8, 8)
-
-    def __call__(self, row: int) -> tuple[str, bytes]:
-        encoded = io.BytesIO()
-        Image.fromarray(self.pixels[row]).save(encoded, "PNG")
-        return f"digit {row}", encoded.getvalue()
+def _read(pixels: np.ndarray, row: int) -> tuple[str, bytes]:
+    """pixels: uint8 (1797, 8, 8)."""
+    encoded = io.BytesIO()
+    Image.fromarray(pixels[row]).save(encoded, "PNG")
+    return f"digit {row}", encoded.getvalue()
 
 
 def list_splits(place: str) -> list[str]:
@@ -57,4 +54,4 @@ def open_images(place: str, split: str | None) -> Source:
     listing = hashlib.sha256(pixels[rows.start : rows.stop].tobytes()).hexdigest()
     names = [str(digit) for digit in range(10)]
     forms = np.searchsorted(FORMS, rows, side="right") - 1
-    return Source("digits (scikit-learn)", license, names, labels, rows, _DigitReader(pixels), listing, forms)
+    return Source("digits (scikit-learn)", license, names, labels, rows, partial(_read, pixels), listing, forms)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,23 +45,19 @@ def open_table(
     label_column = label_column or _label_column(spec, table)
     classes, labels = _labels(spec, table, list(tables.values()), label_column) if label_column else (None, None)
     name = f"{spec if path is None else path.resolve().name} (datasets{part and f', split {part}'})"
-    reader = _RowReader(images, column)
+    reader = partial(_read, images, column)
     license, listing = table.info.license or None, _listing(images)
     return Source(name, license, classes, labels, range(len(table)), reader, listing, bytes=images.data.nbytes)
 
 
-@dataclass(frozen=True)
-class _RowReader:
-    images: datasets.Dataset  # pickled as the path of its memory-mapped file
-    column: str
-
-    def __call__(self, row: int) -> tuple[str, bytes]:
-        name, cell = f"row {row}", self.images[row][self.column] or {}
-        if (data := cell.get("bytes")) is not None:
-            return name, data
-        if not (file := cell.get("path")):
-            raise BrokenImageError(name, "no image in this row")
-        return name, read_file(Path(file), name, Path(file).parent)
+def _read(images: datasets.Dataset, column: str, row: int) -> tuple[str, bytes]:
+    """images: pickled as the path of its memory-mapped file."""
+    name, cell = f"row {row}", images[row][column] or {}
+    if (data := cell.get("bytes")) is not None:
+        return name, data
+    if not (file := cell.get("path")):
+        raise BrokenImageError(name, "no image in this row")
+    return name, read_file(Path(file), name, Path(file).parent)
 
 
 def _listing(images: datasets.Dataset) -> str:
