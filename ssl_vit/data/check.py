@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import hashlib
-import io
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import combinations
 from pathlib import Path
 
 import imagehash
 import numpy as np
 import pandas as pd
-from PIL import Image, UnidentifiedImageError
 
 from ssl_vit.data.packing.cache import is_shards, parts_of
+from ssl_vit.data.packing.images import decode, open_header
 from ssl_vit.data.packing.parallel import process_count, run
+from ssl_vit.data.packing.sources.base import BrokenImageError
 from ssl_vit.data.shards import ShardSet, open_shards
 from ssl_vit.data.shards.info import IMAGE_EXTENSIONS, local_info
 from ssl_vit.data.shards.reading import BadSample
@@ -75,7 +76,7 @@ def check_data(place: str | Path, *, jobs: int | None = None, progress: bool = T
         shards = open_shards(spec)
         folder = Path(shards.urls[0]).parent
         info = local_info(folder)
-        bad += [(part, one.file, one.reason) for one in (info[0].dropped if info else ())]
+        bad += [(part, one.file, one.reason) for one in (info.dropped if info else ())]
         bad += [
             (part, f"{one.shard} {one.key}".strip(), f"{one.kind}: {one.detail}")
             for one in verify(folder, jobs=jobs, progress=progress)
@@ -107,27 +108,23 @@ class _Picture:
     thumbnail: bytes
 
 
-@dataclass(frozen=True)
-class _Reader:
-    shards: ShardSet
-
-    def __call__(self, shard: int) -> list[_Picture]:
-        file, found = self.shards.open(shard), []
-        for position, sample in enumerate(file.samples):
-            try:
-                members = file.read(position)
-                data = next(members[name] for name in IMAGE_EXTENSIONS if name in members)
-                with Image.open(io.BytesIO(data)) as opened:
-                    image = opened.convert("L")
-            except (StopIteration, BadSample, OSError, UnidentifiedImageError, Image.DecompressionBombError):
-                continue  # `verify` names it
-            label = members.get("cls", b"").strip()
-            bits = int.from_bytes(np.packbits(imagehash.phash(image).hash).tobytes())
-            name = file.file_name(position) or sample.key
-            number = int(label) if label.isdigit() else -1
-            digest = hashlib.sha256(data).digest()
-            found.append(_Picture(name, number, digest, bits, image.resize(_THUMBNAIL).tobytes()))
-        return found
+def _pictures(shards: ShardSet, shard: int) -> list[_Picture]:
+    file, found = shards.open(shard), []
+    for position, sample in enumerate(file.samples):
+        try:
+            members = file.read(position)
+            data = next(members[name] for name in IMAGE_EXTENSIONS if name in members)
+            decode(image := open_header(data, sample.key), sample.key)
+        except (StopIteration, BadSample, BrokenImageError):
+            continue  # `verify` names it
+        image = image.convert("L")
+        label = members.get("cls", b"").strip()
+        bits = int.from_bytes(np.packbits(imagehash.phash(image).hash).tobytes())
+        name = file.file_name(position) or sample.key
+        number = int(label) if label.isdigit() else -1
+        digest = hashlib.sha256(data).digest()
+        found.append(_Picture(name, number, digest, bits, image.resize(_THUMBNAIL).tobytes()))
+    return found
 
 
 def _read(shards: ShardSet, jobs: int | None, progress: bool) -> list[_Picture]:
@@ -139,7 +136,7 @@ def _read(shards: ShardSet, jobs: int | None, progress: bool) -> list[_Picture]:
             advance(len(pictures))
 
         numbers = range(len(shards.urls))
-        run(_Reader(shards), numbers, process_count(jobs, len(numbers), shards.samples), receive)
+        run(partial(_pictures, shards), numbers, process_count(jobs, len(numbers), shards.samples), receive)
     return [picture for shard in sorted(found) for picture in found[shard]]
 
 

@@ -11,6 +11,7 @@ import tarfile
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +21,13 @@ from ssl_vit.data.packing import content_hash
 from ssl_vit.data.packing.images import channels, decode, open_header
 from ssl_vit.data.packing.parallel import end_with_parent, process_count, run
 from ssl_vit.data.packing.sources.base import BrokenImageError
-from ssl_vit.data.shards.info import IMAGE_EXTENSIONS, Info, ShardEntry, open_set
-from ssl_vit.data.shards.reading import BadSample, ShardFile
+from ssl_vit.data.shards.info import ABOUT, IMAGE_EXTENSIONS, INFO, Info, Part, ShardEntry, open_set
+from ssl_vit.data.shards.reading import BadSample, ShardFile, decode_label
 from ssl_vit.files import sha256
 from ssl_vit.interfaces import UserError
 from ssl_vit.progress import progress_bar
 
 Report = Callable[[str, str, str], None]  # key, kind, detail
-_LABEL = re.compile(rb"\s*-?\d{1,18}\s*")
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,8 @@ class Defect:
 
     shard: file name; "info.json" for the set as a whole.
     key: of the sample; "" where the defect is not of one sample.
-    kind: checksum, size, truncated, missing_member, unreadable_image, duplicate_key, bad_label, label_out_of_range,
-        missing_shard, extra_shard or count.
+    kind: checksum, size, truncated, missing_member, unreadable_image, duplicate_key, bad_label, missing_shard,
+        extra_shard or count.
     detail: in plain words.
     """
 
@@ -57,7 +57,7 @@ def verify(folder: Path, *, jobs: int | None = None, progress: bool = True) -> l
 
     Raises UserError where there is no shard set, info.json cannot be read, or packing was not finished.
     """
-    return _check(folder, *open_set(folder), True, jobs, progress)[0]
+    return _check(folder, open_set(folder), True, jobs, progress)[0]
 
 
 def stats(folder: Path) -> dict[str, Any]:
@@ -68,8 +68,8 @@ def stats(folder: Path) -> dict[str, Any]:
 
     Raises UserError as `verify` does, and for a set with defects, naming the first one.
     """
-    info, file = open_set(folder)
-    defects, shards = _check(folder, info, file, False, 1, False)
+    info = open_set(folder)
+    defects, shards = _check(folder, info, False, 1, False)
     for defect in defects:
         where = f"{folder / defect.shard}: {defect.key}{defect.key and ': '}"
         raise UserError(f"{where}{defect.kind}: {defect.detail}; `ssl-vit shards verify` lists every defect")
@@ -100,42 +100,45 @@ def _spread(values: Sequence[int] | np.ndarray) -> dict[str, float]:
 
 
 def _check(
-    folder: Path, info: Info | None, file: str, pixels: bool, jobs: int | None, progress: bool
+    folder: Path, info: Info | None, pixels: bool, processes: int | None, progress: bool
 ) -> tuple[list[Defect], list[_Shard]]:
     """All defects, and what the shards that are there hold. pixels: check checksums and pixels, too."""
-    present = {path.name: path.stat().st_size for path in folder.glob("*.tar")}
-    listed: dict[str, ShardEntry | None] = dict.fromkeys(sorted(present))
-    defects: list[Defect] = []
+    present = {path.name for path in folder.glob("*.tar")}
+    jobs: list[tuple[str, ShardEntry | None]] = [(name, None) for name in sorted(present)]
+    defects, file = list[Defect](), _listing(info)
     if info:
         listed = {entry.file: entry for entry in info.shards}
-        defects += [Defect(n, "", "missing_shard", f"{file} lists it") for n in listed if n not in present]
-        extra = sorted(present.keys() - listed.keys())
-        defects += [Defect(name, "", "extra_shard", f"not in {file}") for name in extra]
-        for split, part in (info.splits or {"": info}).items():
+        jobs = [(name, listed[name]) for name in listed if name in present]
+        defects += [Defect(name, "", "missing_shard", f"{file} lists it") for name in listed if name not in present]
+        defects += [Defect(name, "", "extra_shard", f"not in {file}") for name in sorted(present - listed.keys())]
+        parts: dict[str, Info | Part] = {**info.splits} or {"": info}
+        for split, part in parts.items():
             if (total := sum(entry.samples for entry in part.shards)) != part.samples:
                 detail = f"says {part.samples} samples{split and f' in {split}'}, its shards have {total}"
                 defects.append(Defect(file, "", "count", detail))
         if info.content_hash not in (None, content_hash(entry.sha256 for entry in info.shards)):
             defects.append(Defect(file, "", "checksum", "content_hash differs from that of the shards' sha256"))
-    names = [name for name in listed if name in present]
-    samples = sum(entry.samples for name in names if (entry := listed[name])) if info else None
+    samples = sum(entry.samples for _, entry in jobs if entry) if info else None
     checked: dict[str, _Shard] = {}
     with progress_bar("verifying", samples, progress) as advance:
 
-        def receive(name: str, shard: _Shard) -> None:
-            checked[name] = shard
+        def receive(job: tuple[str, ShardEntry | None], shard: _Shard) -> None:
+            checked[job[0]] = shard
             advance(len(shard.sizes))
 
-        processes = process_count(jobs, len(names), samples)
-        run(_Checker(folder, info, file, listed, pixels), names, processes, receive)
+        run(partial(_check_shard, folder, info, pixels), jobs, process_count(processes, len(jobs), samples), receive)
     keys_of_family: dict[str, set[str]] = {}  # train-000.tar and val-000.tar may share keys
-    for name in names:
+    for name, _ in jobs:
         keys = keys_of_family.setdefault(re.sub(r"\d+\.tar$", "", name), set())
         defects += checked[name].defects
         twice = sorted(checked[name].keys & keys)
         defects += [Defect(name, key, "duplicate_key", "a sample of another shard has the same key") for key in twice]
         keys |= checked[name].keys
-    return defects, [checked[name] for name in names]
+    return defects, [checked[name] for name, _ in jobs]
+
+
+def _listing(info: Info | None) -> str:
+    return ABOUT if info and info.splits else INFO
 
 
 @dataclass(frozen=True)
@@ -148,68 +151,68 @@ class _Shard:
     labels: Counter[int] = field(default_factory=Counter)
 
 
-@dataclass(frozen=True)
-class _Checker:
-    """What every process needs to check shards by their names."""
+def _check_shard(folder: Path, info: Info | None, pixels: bool, job: tuple[str, ShardEntry | None]) -> _Shard:
+    (name, entry), found, listing = job, _Shard(), _listing(info)
+    path = folder / name
 
-    folder: Path
-    info: Info | None
-    file: str
-    listed: dict[str, ShardEntry | None]
-    pixels: bool
+    def report(key: str, kind: str, detail: str) -> None:
+        found.defects.append(Defect(name, key, kind, detail))
 
-    def __call__(self, name: str) -> _Shard:
-        path, entry, found = self.folder / name, self.listed[name], _Shard()
+    if entry is not None and pixels:
+        if entry.bytes is not None and (size := path.stat().st_size) != entry.bytes:
+            report("", "size", f"{size} bytes, {listing} says {entry.bytes}")
+        if entry.sha256 and sha256(path) != entry.sha256:
+            report("", "checksum", f"differs from the sha256 that {listing} lists")
+    with path.open("rb") as file:
+        try:
+            shard = ShardFile(file, name)
+        except UserError as error:  # compressed
+            report("", "truncated", str(error))
+        else:
+            _check_samples(shard, info, pixels, found, report)
+            if damage := shard.damage or _early_end(shard):
+                report("", "truncated", damage)
+    if entry is not None and len(found.sizes) != entry.samples:
+        report("", "count", f"{len(found.sizes)} samples, {listing} says {entry.samples}")
+    return found
 
-        def report(key: str, kind: str, detail: str) -> None:
-            found.defects.append(Defect(name, key, kind, detail))
 
-        if entry is not None and self.pixels:
-            if entry.bytes is not None and (size := path.stat().st_size) != entry.bytes:
-                report("", "size", f"{size} bytes, {self.file} says {entry.bytes}")
-            if entry.sha256 and sha256(path) != entry.sha256:
-                report("", "checksum", f"differs from the sha256 that {self.file} lists")
-        with path.open("rb") as file:
-            try:
-                shard = ShardFile(file, name)
-            except UserError as error:  # compressed
-                report("", "truncated", str(error))
-            else:
-                self._samples(shard, found, report)
-                if damage := shard.damage or _early_end(shard):
-                    report("", "truncated", damage)
-        if entry is not None and len(found.sizes) != entry.samples:
-            report("", "count", f"{len(found.sizes)} samples, {self.file} says {entry.samples}")
-        return found
-
-    def _samples(self, shard: ShardFile, found: _Shard, report: Report) -> None:
-        for member in shard.duplicates:
-            report(member.partition(".")[0], "duplicate_key", f"{member} is there twice")
-        for position, sample in enumerate(shard.samples):
-            end_with_parent()
-            key = sample.key
-            if key in found.keys:
-                report(key, "duplicate_key", "another sample has the same key")
-            found.keys.add(key)
-            height = width = depth = 0
-            try:
-                members = shard.read(position)
-                images = [members[extension] for extension in IMAGE_EXTENSIONS if extension in members]
-                if not images:
-                    report(key, "missing_member", f"no image ({', '.join(IMAGE_EXTENSIONS)})")
-                for data in images:
-                    image = open_header(data, key)
-                    height, width, depth = image.height, image.width, channels(image)
-                    if self.pixels:
-                        decode(image, key, at_least=(1, 1))
-            except BrokenImageError as error:
-                report(key, "unreadable_image", error.reason)
-            except BadSample as error:
-                report(key, "unreadable_image", str(error))
-                members = {}
-            found.sizes.append((height, width, depth))
-            if (label := _label(key, members.get("cls"), self.info, report)) is not None:
-                found.labels[label] += 1
+def _check_samples(shard: ShardFile, info: Info | None, pixels: bool, found: _Shard, report: Report) -> None:
+    for member in shard.duplicates:
+        report(member.partition(".")[0], "duplicate_key", f"{member} is there twice")
+    classes = info.classes if info else None
+    for position, sample in enumerate(shard.samples):
+        end_with_parent()
+        key = sample.key
+        if key in found.keys:
+            report(key, "duplicate_key", "another sample has the same key")
+        found.keys.add(key)
+        height = width = depth = 0
+        try:
+            members = shard.read(position)
+            images = [members[extension] for extension in IMAGE_EXTENSIONS if extension in members]
+            if not images:
+                report(key, "missing_member", f"no image ({', '.join(IMAGE_EXTENSIONS)})")
+            for data in images:
+                image = open_header(data, key)
+                height, width, depth = image.height, image.width, channels(image)
+                if pixels:
+                    decode(image, key, at_least=(1, 1))
+        except BrokenImageError as error:
+            report(key, "unreadable_image", error.reason)
+        except BadSample as error:
+            report(key, "unreadable_image", str(error))
+            members = {}
+        found.sizes.append((height, width, depth))
+        try:
+            label = decode_label(members, len(classes) if classes is not None else None)
+        except BadSample as error:
+            report(key, "bad_label", str(error))
+            continue
+        if label >= 0:
+            found.labels[label] += 1
+        elif info and info.labeled:
+            report(key, "bad_label", "no .cls member in a labeled set")
 
 
 def _early_end(shard: ShardFile) -> str:
@@ -219,18 +222,3 @@ def _early_end(shard: ShardFile) -> str:
     if len(rest) < tarfile.BLOCKSIZE:
         return "the end mark is missing: the file was cut"
     return f"nothing after byte {shard.end} can be read" if rest.strip(b"\0") else ""
-
-
-def _label(key: str, label: bytes | None, info: Info | None, report: Report) -> int | None:
-    classes = info.classes if info else None
-    if label is None:
-        if info and info.labeled:
-            report(key, "bad_label", "no .cls member in a labeled set")
-    elif not _LABEL.fullmatch(label):
-        report(key, "bad_label", f"not an integer: {label[:40]!r}")
-    elif int(label) < 0 or (classes is not None and int(label) >= len(classes)):
-        limit = f"0 to {len(classes) - 1}" if classes else "0 or more"
-        report(key, "label_out_of_range", f"{int(label)} is not {limit}")
-    else:
-        return int(label)
-    return None

@@ -16,6 +16,7 @@ import numpy as np
 
 from ssl_vit.data import DataConfig, RemoteConfig
 from ssl_vit.data.order import SampleSet
+from ssl_vit.data.shards.info import Info
 from ssl_vit.data.shards.listing import file_name, list_shards
 from ssl_vit.data.shards.reading import ShardFile
 from ssl_vit.interfaces import RunError, UserError
@@ -127,8 +128,9 @@ def open_shards(spec: str | Sequence[str], remote: RemoteConfig = _DEFAULT) -> S
         raise UserError(f"{spec}: shell commands are not run; name a file or a URL")
     from ssl_vit.data.packing.cache import folder_of
 
-    urls, info = list_shards(folder_of(spec), remote)
-    entries = {entry.file: entry for entry in info.shards} if info else {}
+    urls, found = list_shards(folder_of(spec), remote)
+    info = found or Info(samples=0, shards=[])
+    entries = {entry.file: entry for entry in info.shards}
     known = [entries.get(file_name(url)) for url in urls]
     if (unknown := known.count(None)) and any("://" in url for url in urls):
         print(f"{spec}: {unknown} shard(s) are in no info.json and are downloaded to be counted", file=sys.stderr)
@@ -142,12 +144,12 @@ def open_shards(spec: str | Sequence[str], remote: RemoteConfig = _DEFAULT) -> S
         tuple(urls),
         counts,
         headers=tuple(header for _, header in counted),
-        classes=tuple(info.classes) if info and info.classes else None,
-        source=info.source if info else None,
+        classes=tuple(info.classes) if info.classes else None,
+        source=info.source,
         checksums=tuple(entry.sha256 if entry else "" for entry in known),
         sizes=tuple(entry.bytes if entry else None for entry in known),
         remote=remote,
-        license=info.license if info else None,
+        license=info.license,
     )
 
 

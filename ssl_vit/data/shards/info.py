@@ -52,11 +52,11 @@ class Dropped(_Model):
     reason: str
 
 
-class Info(Part):
+class Info(_Model):
     """A shard set: the fields of `info.json`, in the order in which they are written.
 
     labeled: every sample has a class index. content_hash: one sha256 of the shards' sha256 in order.
-    mean_image_size: pixels, by `height` and `width`. splits: only of an `about.json`; its shards together are `shards`.
+    splits: only of an `about.json`; its shards together are `shards`.
     """
 
     format: int = 1
@@ -67,8 +67,6 @@ class Info(Part):
     content_hash: str | None = Field(None, pattern=_HASH)
     source: str | None = None
     license: str | None = None
-    mean_image_size: dict[str, float] | None = None
-    channels: int | None = Field(None, ge=1)
     dropped: list[Dropped] = []
     splits: dict[str, Part] = {}
 
@@ -102,34 +100,32 @@ def parse_info(content: bytes, path: str) -> Info | None:
         raise UserError(f"{path}: does not list the shards of a set ({error}); make the shards again") from None
 
 
-def local_info(folder: Path) -> tuple[Info, str] | None:
-    """What the folder's info.json or about.json says, and which of the two it was; None without either."""
+def local_info(folder: Path) -> Info | None:
+    """What the folder's info.json or about.json says; None without either."""
     for name in (INFO, ABOUT):
         try:
             with (folder / name).open("rb") as file:
                 content = file.read(MAX_INFO_BYTES + 1)
         except (FileNotFoundError, NotADirectoryError):
             continue
-        except PermissionError as error:
-            raise UserError(f"{folder / name}: cannot be read: {error.strerror}") from None
         except OSError as error:
             raise RunError(f"{folder / name}: cannot be read: {error.strerror}") from None
         if info := parse_info(content, str(folder / name)):
-            return info, name
+            return info
     return None
 
 
-def open_set(folder: Path) -> tuple[Info | None, str]:
-    """What `local_info` says of a folder with shards; (None, "") for tars from elsewhere, which have neither file.
+def open_set(folder: Path) -> Info | None:
+    """What `local_info` says of a folder with shards; None for tars from elsewhere, which have neither file.
 
     Raises UserError where there is no shard set, it cannot be read, or packing was not finished.
     """
-    if found := local_info(folder):
-        return found
+    if info := local_info(folder):
+        return info
     if (folder / RECORD).exists():
         raise UserError(f"{folder}: packing was not finished; run its `ssl-vit shards make` command again")
     if not any(folder.glob("*.tar")):
         inside = [path.parent.name for path in sorted(folder.glob(f"*/{INFO}"))]
         hint = f"name one of its parts: {', '.join(inside)}" if inside else "name a folder of .tar shards"
         raise UserError(f"{folder}: {'no shards here' if folder.is_dir() else 'no such folder'}; {hint}")
-    return None, ""
+    return None
