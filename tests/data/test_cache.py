@@ -127,7 +127,7 @@ def test_a_wrong_checksum_that_stays_wrong_is_named_and_not_kept(server: FaultyS
     server.always["1.tar"] = ("garbage",)
     with pytest.raises(UserError, match=r"/1.tar: its sha256 is .*upload the shards and their info.json again"):
         fetch(server.url, 1, remote)
-    assert kept(remote) == []
+    assert kept(remote) == [] and server.gets("1.tar") == [0, 0]
 
 
 def test_a_failed_download_leaves_nothing(server: FaultyServer, remote: RemoteConfig) -> None:

@@ -109,12 +109,6 @@ def test_client_errors_are_not_retried(server: FaultyServer, status: int, reason
     assert len(server.log) == 1
 
 
-def test_a_wrong_checksum_is_downloaded_twice_then_refused(server: FaultyServer) -> None:
-    with pytest.raises(UserError, match=r"x.tar: its sha256 is .*upload the shards and their info.json again"):
-        download(f"{server.url}/x.tar", str(server.folder / "copy"), REMOTE, SIZE, "0" * 64)
-    assert len(server.log) == 2
-
-
 def test_a_forked_process_does_not_finalize_its_parents_clients(server: FaultyServer) -> None:
     """It would take the parent's sockets out of the event loop that both share, and the parent would hang."""
     read(server)

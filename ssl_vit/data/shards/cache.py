@@ -18,7 +18,7 @@ from typing import BinaryIO, cast
 from filelock import FileLock, Timeout
 
 from ssl_vit.data import RemoteConfig
-from ssl_vit.data.shards.remote import ask, download, find_filesystem
+from ssl_vit.data.shards.remote import download, find_filesystem, retried
 from ssl_vit.files import flush
 from ssl_vit.interfaces import RunError, UserError
 
@@ -68,8 +68,6 @@ def _cached(folder: Path, url: str, remote: RemoteConfig, size: int | None, sha2
     label = re.sub(r"[^\w.-]", "_", os.path.basename(url.partition("?")[0]))[-80:]
     name = hashlib.sha256(f"{url}\n{version}\n{size}".encode()).hexdigest()[:32] + f"-{label}"
     try:
-        if file := _opened(folder / name, size):
-            return file
         with FileLock(folder / ".locks" / name):
             if file := _opened(folder / name, size):
                 return file
@@ -135,12 +133,7 @@ def _abandoned(part: Path) -> bool:
 
 def _size_and_version(url: str, remote: RemoteConfig) -> tuple[int | None, str]:
     filesystem, path = find_filesystem(url, remote.timeout)
-    try:
-        about = ask(filesystem, url, remote, "info", path)
-    except FileNotFoundError:
-        raise UserError(f"{url}: no such shard") from None
-    except PermissionError as error:
-        raise UserError(f"{url}: access is refused ({error}); check the credentials") from None
+    about = retried(url, remote, filesystem.info, path)
     return about.get("size"), "|".join(str(about[name]) for name in _VERSIONS if about.get(name))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -94,8 +95,7 @@ class _Store:
         return sorted(glob.glob(pattern))
 
     def info(self, folder: str) -> Info | None:
-        found = local_info(Path(folder))
-        return found[0] if found else None
+        return local_info(Path(folder))
 
     def url(self, path: str) -> str:
         return path
@@ -107,14 +107,13 @@ class _Remote(_Store):
     local = False
 
     def __init__(self, spec: str, remote: RemoteConfig) -> None:
-        from ssl_vit.data.shards.remote import NAME_THEM, ask, fetch, find_filesystem
+        from ssl_vit.data.shards import remote as client  # takes as long to import as all else here
 
-        self.spec, self.remote, self.ask, self.fetch = spec, remote, ask, fetch
-        self.filesystem, self.path = find_filesystem(spec, remote.timeout)
+        self.spec, self.remote, self.client = spec, remote, client
+        self.filesystem, self.path = client.find_filesystem(spec, remote.timeout)
         self.filesystem.invalidate_cache()  # of listings
         self.http = "http" in self.filesystem.protocol
-        self.hint = f"{_MAKE_THEM}; where a server lists no files, {NAME_THEM}" if self.http else _MAKE_THEM
-        self.refused = NAME_THEM if self.http else "check the credentials"
+        self.hint = f"{_MAKE_THEM}; where a server lists no files, {client.NAME_THEM}" if self.http else _MAKE_THEM
         if remote.cache_dir:
             from ssl_vit.data.shards.cache import cache_folder
 
@@ -127,20 +126,20 @@ class _Remote(_Store):
         return not self._is_glob(path) and not _TAR.search(file_name(self.spec))
 
     def names(self, folder: str) -> list[str]:
-        return self._ask("ls", folder, detail=False)
+        return self._ask(self.filesystem.ls, folder, detail=False)
 
     def matching(self, pattern: str) -> list[str]:
         if self.http and "**" in pattern:  # the folders of a server may never end
-            raise UserError(f"{self.url(pattern)}: ** is not allowed in http URLs; {self.refused}")
-        return self._ask("glob", pattern) if self._is_glob(pattern) else [pattern]
+            raise UserError(f"{self.url(pattern)}: ** is not allowed in http URLs; {self.client.NAME_THEM}")
+        return self._ask(self.filesystem.glob, pattern) if self._is_glob(pattern) else [pattern]
 
     def info(self, folder: str) -> Info | None:
         """Stores that may not be listed refuse what is not there."""
         for name in (INFO, ABOUT):
             path = f"{folder}/{name}"
             try:
-                content = self.fetch(self.filesystem, self.url(path), self.remote, path, MAX_INFO_BYTES)
-            except (FileNotFoundError, PermissionError):
+                content = self.client.fetch(self.filesystem, self.url(path), self.remote, path, MAX_INFO_BYTES)
+            except (self.client.NotThere, self.client.Refused):
                 continue
             if info := parse_info(content, self.url(path)):
                 return info
@@ -149,14 +148,13 @@ class _Remote(_Store):
     def url(self, path: str) -> str:
         return str(self.filesystem.unstrip_protocol(path))
 
-    def _ask(self, method: str, path: str, **options: Any) -> list[str]:
+    def _ask(self, method: Callable[..., list[str]], path: str, **options: Any) -> list[str]:
         try:
-            found = self.ask(self.filesystem, self.url(path), self.remote, method, path, **options)
-        except FileNotFoundError:
+            return sorted(self.client.retried(self.url(path), self.remote, method, path, **options))
+        except self.client.NotThere:
             return []
-        except PermissionError as error:
-            raise UserError(f"{self.url(path)}: access is refused ({error}); {self.refused}") from None
-        return sorted(map(str, found))
+        except self.client.Refused as error:
+            raise UserError(f"{error}; {self.hint}") from None
 
     def _is_glob(self, pattern: str) -> bool:
         """A `?` begins the query of an http URL."""

@@ -94,19 +94,11 @@ async def _http_client(**options: Any) -> aiohttp.ClientSession:
     return aiohttp.ClientSession(response_class=_Listing, **options)
 
 
-def ask(filesystem: Any, url: str, remote: RemoteConfig, method: str, *arguments: Any, **options: Any) -> Any:
-    """Call a file system's method (`glob`, `ls`, ...) with retries.
-
-    Raises FileNotFoundError and PermissionError, UserError for other refusals, RunError after the last retry.
-    """
-    return _retried(url, remote, lambda: getattr(filesystem, method)(*arguments, **options))
-
-
 def fetch(filesystem: Any, url: str, remote: RemoteConfig, path: str, most: int) -> bytes:
-    """A small object's content. most: bytes, above which UserError is raised. Raises as `ask` does, and OSError."""
+    """A small object's content. most: bytes, above which UserError is raised. Raises as `retried` does."""
     with tempfile.NamedTemporaryFile(prefix="ssl-vit-") as target:
         options = {"callback": _Bound(url, None, most), **_headers(filesystem)}
-        ask(filesystem, url, remote, "get_file", path, target.name, **options)
+        retried(url, remote, filesystem.get_file, path, target.name, **options)
         return Path(target.name).read_bytes()
 
 
@@ -132,12 +124,7 @@ def download(url: str, target: str, remote: RemoteConfig, size: int | None = Non
             raise EOFError(f"the object ended after {found} of {size} bytes")
 
     for _ in range(2):  # a transfer can go wrong; twice in the same way it does not
-        try:
-            _retried(url, remote, transfer)
-        except FileNotFoundError:
-            raise UserError(f"{url}: no such shard") from None
-        except PermissionError as error:
-            raise UserError(f"{url}: access is refused ({error}); check the credentials") from None
+        retried(url, remote, transfer)
         if not sha256 or (found := files.sha256(Path(target))) == sha256:
             return
     raise UserError(
@@ -169,7 +156,20 @@ class _Bound(Callback):
             )
 
 
-def _retried(url: str, remote: RemoteConfig, act: Callable[[], T]) -> T:
+class NotThere(UserError):
+    """A server has no such object."""
+
+
+class Refused(UserError):
+    """A server does not give an object to this user."""
+
+
+def retried(url: str, remote: RemoteConfig, act: Callable[..., T], *arguments: Any, **options: Any) -> T:
+    """Call a function, such as a file system's method, again until it succeeds.
+
+    Raises NotThere, Refused or another UserError, RunError after the last retry, OSError where this disk is full.
+    """
+
     def last(state: RetryCallState) -> T:
         error = state.outcome.exception() if state.outcome else None
         raise RunError(
@@ -184,15 +184,15 @@ def _retried(url: str, remote: RemoteConfig, act: Callable[[], T]) -> T:
         retry_error_callback=last,
     )
     try:
-        return policy(act)
+        return policy(act, *arguments, **options)
     except (UserError, RunError):
         raise
     except Exception as error:
         root, status, reason = _root(error), _status(_root(error)), _reason(error, remote)
         if status == 404 or isinstance(root, FileNotFoundError):
-            raise FileNotFoundError(url) from error
+            raise NotThere(f"{url}: no such shard") from error
         if status in (401, 403) or isinstance(root, PermissionError) or _without_credentials(root):
-            raise PermissionError(reason) from error
+            raise Refused(f"{url}: access is refused ({reason}); check the credentials") from error
         if status is not None or isinstance(root, (OSError, ValueError, NotImplementedError)):
             if getattr(root, "errno", None) in _FULL:
                 raise
