@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from itertools import pairwise
 
 import numpy as np
 
@@ -122,21 +121,11 @@ def lane_bounds(epoch: int, sets: Sequence[SampleSet], lanes: int, lane: int) ->
     return bounds
 
 
-def runs(sizes: Sequence[int], taken: int) -> Iterator[tuple[int, int]]:
-    """Which set a lane's samples come from after the first `taken`, as (set, how many in a row): spread as evenly as
-    the sizes of the sets' slices allow."""
-    if len(sizes) == 1:
-        yield 0, sizes[0] - taken
-        return
-    owners = interleave(sizes)[taken:]
-    ends = [*(np.flatnonzero(np.diff(owners)) + 1), len(owners)]
-    for first, last in pairwise([0, *ends]):
-        if last > first:
-            yield int(owners[first]), int(last - first)
-
-
 def interleave(sizes: Sequence[int]) -> np.ndarray:
-    """The set of each sample of a lane's epoch, in reading order: int64 (sum(sizes),)."""
+    """The set of each sample of a lane's epoch, in reading order: integers (sum(sizes),), spread as evenly as the sizes
+    of the sets' slices allow."""
+    if len(sizes) == 1:
+        return np.zeros(sizes[0], np.int8)
     places = np.concatenate([(np.arange(size) + 0.5) / size for size in sizes if size] or [np.empty(0)])
     return np.repeat(np.arange(len(sizes)), sizes)[np.argsort(places, kind="stable")]
 
@@ -147,18 +136,19 @@ def lane_stream(
     """The rest of a lane from `start` on, endlessly. At least one set must hold a sample."""
     epoch, taken = start.epoch, start.position
     while True:
-        sizes = [last - first for first, last in lane_bounds(epoch, sets, lanes, lane)]
-        taken = min(taken, sum(sizes))
-        done = [taken] if len(sets) == 1 else np.bincount(interleave(sizes)[:taken], minlength=len(sets))
+        owners = interleave([last - first for first, last in lane_bounds(epoch, sets, lanes, lane)])
+        done = np.bincount(owners[:taken], minlength=len(sets))
         segments = [_segments_of_set(seed, epoch, sets, lanes, lane, n, int(done[n])) for n in range(len(sets))]
         begun: list[tuple[int, int, Members, int]] = [(0, 0, np.empty(0, np.int64), 0)] * len(sets)
-        for owner, length in runs(sizes, taken):
-            while length:
+        ends = (taken + 1 + np.flatnonzero(np.diff(owners[taken:]))).tolist()  # of samples in a row of one set
+        for end in [*ends, len(owners)]:
+            while taken < end:
+                owner, length = int(owners[taken]), end - taken
                 own, shard, members, upcoming = begun[owner] if len(begun[owner][2]) else next(segments[owner])
                 run = members[:length]
                 begun[owner] = (own, shard, members[length:], upcoming)
                 yield Segment(LanePosition(epoch, taken), own, shard, run, upcoming)
-                taken, length = taken + len(run), length - len(run)
+                taken += len(run)
         epoch, taken = epoch + 1, 0
 
 
