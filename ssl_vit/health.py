@@ -17,7 +17,6 @@ from ssl_vit.environment import environment
 from ssl_vit.interfaces import RunError, UserError
 
 _LITTLE_SPACE = 5  # GiB: some checkpoints of a ViT-B with its optimizer state
-_LITTLE_SHARED = 1  # GiB: batches travel from loader processes through shared memory
 
 
 @dataclass(frozen=True)
@@ -50,10 +49,8 @@ def _machine() -> Iterator[Finding]:
     yield Finding("ok", "processor", f"{hardware['processor']}, {cores} cores, {hardware['memory_gib']} GiB")
     for name in gpus:
         yield Finding("ok", "device", name)
-    if cores < 4 * len(hardware["gpus"]):
-        yield Finding(
-            "slow", "processor", f"{cores} cores for {len(hardware['gpus'])} GPU(s): decoding may be too slow"
-        )
+    if cores < 4 * len(gpus):
+        yield Finding("slow", "processor", f"{cores} cores for {len(gpus)} GPU(s): decoding may be too slow")
     if not torch.accelerator.is_available():
         yield Finding("slow", "device", "no GPU: small models and small images only (the demo takes minutes)")
         threads = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]
@@ -67,10 +64,6 @@ def _disk(run: Path) -> Iterator[Finding]:
         yield Finding("stop", "disk", f"{folder} cannot be written; choose another folder with run=PATH")
     free = shutil.disk_usage(folder).free / 2**30
     yield Finding("ok" if free > _LITTLE_SPACE else "stop", "disk", f"{free:.0f} GiB free at {folder}")
-    shared = Path("/dev/shm")
-    if shared.is_dir() and (size := shutil.disk_usage(shared).total / 2**30) < _LITTLE_SHARED:
-        text = f"/dev/shm holds {size:.2f} GiB: NCCL on several GPUs may fail; start the container with --shm-size=8g"
-        yield Finding("stop", "memory", text)
 
 
 def _shards(data: str) -> Iterator[Finding]:

@@ -139,14 +139,6 @@ def test_an_unknown_recipe_names_the_closest(call: Call) -> None:
     assert call("compare", "digits_ssl")[0] == 2  # not one
 
 
-def test_an_empty_class_folder_is_named(call: Call, tmp_path: Path) -> None:
-    for name in ("cat", "dog"):
-        (tmp_path / "images" / name).mkdir(parents=True)
-    (tmp_path / "images" / "cat" / "a.jpg").write_bytes(picture(0))
-    code, text = call("shards", "make", "images", "out")
-    assert code == 2 and "dog" in text and "holds no images" in text
-
-
 def test_bad_samples_are_skipped_counted_and_named(call: Call, shards: Path, tmp_path: Path) -> None:
     members = good_members(100, 8)
     members["000100.jpg"] = picture(100)[: len(picture(100)) // 2]
