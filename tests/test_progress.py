@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pty
 import subprocess
 import sys
 
@@ -10,7 +11,6 @@ import pytest
 
 from ssl_vit import progress
 from ssl_vit.progress import progress_bar
-from tests.pseudo_terminal import on_a_terminal
 
 TWO = """
 import time
@@ -72,7 +72,18 @@ def test_long_work_prints_fewer_lines(clock: list[float], capsys: pytest.Capture
 
 
 def test_a_terminal_shows_both_bars() -> None:
+    reader, terminal = pty.openpty()
     command = [sys.executable, "-c", TWO]
-    drawn, printed = on_a_terminal(command, os.environ | {"TERM": "xterm"}, subprocess.PIPE)
-    assert printed == "a line\na line\n"
-    assert "outside" in drawn and "inside" in drawn and "1/2" in drawn
+    done = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=terminal, env=os.environ | {"TERM": "xterm"})
+    os.close(terminal)
+    drawn = b""
+    while True:
+        try:
+            part = os.read(reader, 4096)
+        except OSError:  # closed on the other side
+            break
+        if not part:
+            break
+        drawn += part
+    assert done.wait() == 0 and done.stdout and done.stdout.read() == b"a line\na line\n"
+    assert b"outside" in drawn and b"inside" in drawn and b"1/2" in drawn
