@@ -86,5 +86,3 @@ def test_what_would_stop_the_comparison_stops_it(mini: Mini) -> None:
     arms = ARMS | {"ssl": {"label": "SSL", "recipe": "digits_ssl", "overrides": [*STEPS, "data.workers=9"]}}
     with pytest.raises(UserError, match="too few"):
         dry_run_comparison(load_comparison(mini(arms=arms)))
-    with pytest.raises(UserError, match="mine is not packed yet"):
-        dry_run_comparison(load_comparison(mini(data={"sets": {"mine": {"source": "digits"}}})))
