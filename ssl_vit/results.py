@@ -215,10 +215,11 @@ def evaluations(folder: Path) -> tuple[dict[Path, Evaluation], list[Path]]:
 class Table:
     """Results as one DataFrame with a column per field of `Result`, and their predictions by row."""
 
-    def __init__(self, results: Sequence[Result]) -> None:
-        """results: of two with the same KEY the later one counts."""
-        last = {tuple(getattr(result, name) for name in KEY): result for result in results}
-        self.results = list(last.values())
+    def __init__(self, results: Sequence[Result], files: Sequence[Path] = ()) -> None:
+        """results: of two with the same KEY the later one counts. files: where each of them was read, if known."""
+        last = {tuple(getattr(result, name) for name in KEY): number for number, result in enumerate(results)}
+        self.results = [results[number] for number in last.values()]
+        self.files = [files[number] for number in last.values()] if files else []
         self.frame = pd.DataFrame([{n: getattr(r, n) for n in COLUMNS} for r in self.results], columns=list(COLUMNS))
 
     def join_folds(self, samples: Sequence[int]) -> Table:

@@ -98,7 +98,7 @@ def seconds(found: Comparison, head: Difference, design: Design, *, alone: bool 
     """
     pretrained = {arm.name for arm in found.record.arms if arm.kind == "pretrained"}
     repeated = design.pretrainings / found.record.pretrainings
-    rows = {file.stem for file in found.files}
+    rows = {file.stem for file in found.measured.files}
     total, trainings = dict.fromkeys(PARTS, 0.0), defaultdict[tuple[object, ...], list[float]](list)
     for task in found.record.tasks:
         part = part_of(found, task)

@@ -63,7 +63,7 @@ def rows(comparison: Comparison) -> pd.DataFrame:
     frame["settings_of_arm"] = [json.dumps(own.get(arm, {}).get(name, {})) for arm, name in pairs]
     frame["selected"] = frame["selected"].map(json.dumps)
     frame["notes"] = frame["notes"].map(" ".join)
-    frame["file"] = [str(file) for file in comparison.files]
+    frame["file"] = [str(file) for file in comparison.measured.files]
     frame["saved"] = frame["file"].map({str(file): saved for file, saved in comparison.saved.items()})
     return frame
 

@@ -28,7 +28,7 @@ from ssl_vit.records import (
 )
 from ssl_vit.report import sequential
 from ssl_vit.report.runs import Run, pictures, read_run
-from ssl_vit.results import KEY, Result, Table
+from ssl_vit.results import Result, Table
 
 PLAN = "plan.json"
 OBJECTIVES = {
@@ -48,14 +48,13 @@ REFERENCES: dict[ReferenceKind, str] = {
 class Comparison:
     """A comparison, finished or not; or separate runs as its arms.
 
-    measured: all rows. files: where each of them was read. tasks: the finished ones, by id. missing: ids of the others.
+    measured: all rows, with their files. tasks: the finished ones, by id. missing: ids of the others.
     runs: by arm. separate: runs that no plan compares, so that there is no verdict.
     """
 
     record: ComparisonRecord
     measured: Table
     paths: tuple[Path, ...]
-    files: tuple[Path, ...]
     tasks: Mapping[str, TaskResult] = field(default_factory=dict)
     missing: tuple[str, ...] = ()
     runs: Mapping[str, Run] = field(default_factory=dict)
@@ -99,7 +98,7 @@ class Comparison:
     def saved(self) -> dict[Path, str]:
         """When each of the files was written (UTC, ISO 8601)."""
         found = {file: about.saved for run in self.runs.values() for file, about, _ in run.evaluations}
-        return found | {file: self.tasks[file.stem].saved for file in self.files if file.stem in self.tasks}
+        return found | {file: self.tasks[file.stem].saved for file in self.measured.files if file.stem in self.tasks}
 
     @property
     def arms(self) -> tuple[str, ...]:
@@ -169,7 +168,7 @@ def costs(comparison: Comparison) -> pd.DataFrame:
             spent.append(("Pretraining", task.arm, done.run.cost, done.run.processes))
         if done and done.sweep:
             spent.append(("Sweeps", task.arm, done.sweep.cost, done.processes))
-    for row, file in zip(comparison.measured.results, comparison.files, strict=True):
+    for row, file in zip(comparison.measured.results, comparison.measured.files, strict=True):
         if kinds.get(file.stem) != "sweep":  # the cost of a sweep's winner is in the sweep's
             cost = Cost(images_seen=row.images_seen, flops=row.flops, seconds=row.seconds)
             spent.append(("Evaluation", row.arm, cost, tasks[file.stem].processes if file.stem in tasks else 1))
@@ -218,10 +217,10 @@ def read_comparison(path: Path) -> Comparison:
             if arm.run:
                 run, folder = read_run(path / arm.run), drawn.get(arm.name)
                 runs[arm.name] = replace(run, pictures=pictures(path / folder)) if folder else run
-    table, files = _table(rows)
+    table = Table([row for row, _ in rows], [file for _, file in rows])
     missing = tuple(task.id for task in record.tasks if task.id not in tasks)
     skipped = tuple(dict.fromkeys(sample for finished in tasks.values() for sample in finished.skipped))
-    return Comparison(record, table, (path,), files, tasks, missing, runs, skipped)
+    return Comparison(record, table, (path,), tasks, missing, runs, skipped)
 
 
 def read_runs(paths: Sequence[Path]) -> Comparison:
@@ -271,13 +270,6 @@ def read_runs(paths: Sequence[Path]) -> Comparison:
         references=tuple(references.values()),
         evaluators=dict(evaluators.values()),
     )
-    table, files = _table(rows)
+    table = Table([row for row, _ in rows], [file for _, file in rows])
     once = tuple(dict.fromkeys(skipped))
-    return Comparison(record, table, tuple(paths), files, runs=runs, skipped=once, separate=True)
-
-
-def _table(rows: Sequence[tuple[Result, Path]]) -> tuple[Table, tuple[Path, ...]]:
-    """The table, and the file of each of its rows (of two rows with the same key the later one counts)."""
-    table = Table([row for row, _ in rows])
-    files = {tuple(getattr(row, name) for name in KEY): file for row, file in rows}
-    return table, tuple(files[tuple(getattr(row, name) for name in KEY)] for row in table.results)
+    return Comparison(record, table, tuple(paths), runs=runs, skipped=once, separate=True)

@@ -58,8 +58,8 @@ def test_unfinished_damaged_and_outdated_tasks_are_missing(tmp_path: Path) -> No
     outdated.write_text(outdated.read_text().replace('"fingerprint": "f-', '"fingerprint": "g-'))
     found = read([folder])
     assert set(found.missing) == {cut.stem, outdated.stem}
-    assert len(found.table.results) == len(found.files) == 10
-    assert all(row.arm in file.stem for row, file in zip(found.table.results, found.files, strict=True))
+    assert len(found.table.results) == len(found.table.files) == 10
+    assert all(row.arm in file.stem for row, file in zip(found.table.results, found.table.files, strict=True))
 
 
 def test_runs_are_arms_of_what_was_measured_alike(tmp_path: Path) -> None:
