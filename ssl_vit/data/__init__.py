@@ -27,11 +27,9 @@ class AugmentConfig(Config):
     """Training augmentation; every choice is drawn from a generator seeded by (seed, epoch, sample index).
 
     crop: `inception` (random area and aspect, resized; the paper's), `shift` (zero padding, then a random crop: for
-        small images whose scale carries meaning, such as digits), `affine` (small rotation, zoom, shear and shift),
-        `center` (no randomness).
+        small images whose scale carries meaning, such as digits), `center` (no randomness).
     scale, ratio: area fraction and aspect range of the inception crop (paper fine-tuning: 0.05 to 1).
-    padding: pixels of zero padding on each side before a `shift` crop; the largest shift of `affine`.
-    degrees, zoom, shear: of `affine`: largest rotation (degrees), relative change of size, shear (degrees).
+    padding: pixels of zero padding on each side before a `shift` crop.
     flip: mirror half of the images, on the device.
     brightness, contrast, saturation: largest relative change of each (factor drawn from 1 - x to 1 + x), on the device;
         color targets see the changed pixels.
@@ -43,13 +41,10 @@ class AugmentConfig(Config):
         image; off, every pixel is exactly torchvision's.
     """
 
-    crop: Literal["inception", "shift", "affine", "center"] = "inception"
+    crop: Literal["inception", "shift", "center"] = "inception"
     scale: tuple[float, float] = (0.05, 1.0)
     ratio: tuple[float, float] = (3 / 4, 4 / 3)
     padding: int = Field(0, ge=0)
-    degrees: float = Field(10.0, ge=0, le=180)
-    zoom: float = Field(0.1, ge=0, lt=1)
-    shear: float = Field(5.0, ge=0, lt=90)
     flip: bool = True
     brightness: float = Field(0.0, ge=0, le=1)
     contrast: float = Field(0.0, ge=0, le=1)

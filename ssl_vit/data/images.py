@@ -133,19 +133,11 @@ def train_transform(image_size: Size, augment: AugmentConfig) -> Transform:
     if augment.crop == "inception":
         return InceptionCrop(size, augment.scale, augment.ratio, augment.reduced_decode)
     cover = partial(_cover, size=size)
-    if augment.crop != "center" and augment.padding > min(size):
-        raise UserError(f"data.augment.padding={augment.padding}: images of {size[0]}x{size[1]} cannot shift so far")
     if augment.crop == "shift":
+        if augment.padding > min(size):
+            limits = f"images of {size[0]}x{size[1]} cannot shift so far"
+            raise UserError(f"data.augment.padding={augment.padding}: {limits}")
         return _compose(cover, v2.RandomCrop(size, padding=augment.padding or None))
-    if augment.crop == "affine":
-        affine = v2.RandomAffine(
-            degrees=augment.degrees,
-            translate=(augment.padding / size[1], augment.padding / size[0]),  # torchvision: horizontal first
-            scale=(1 - augment.zoom, 1 + augment.zoom),
-            shear=augment.shear,
-            interpolation=InterpolationMode.BILINEAR,
-        )
-        return _compose(cover, v2.CenterCrop(size), affine)
     return _compose(cover, v2.CenterCrop(size))
 
 
