@@ -12,6 +12,7 @@ from sklearn.datasets import load_digits
 from torchvision.transforms import v2
 
 from ssl_vit import api, recipe
+from ssl_vit.data import evaluation
 from ssl_vit.data.samples import SampleReader
 from ssl_vit.evaluators import features, knn, runner
 from ssl_vit.evaluators.features import EvalContext, FeatureConfig, Features, ImageSet
@@ -36,6 +37,21 @@ def test_only_the_images_that_are_asked_for_are_read(context: EvalContext, monke
     few = ImageSet(context, "trained", "train", some, np.sort(some)).features(FeatureConfig())
     assert len(read) == 3 and few.images.tolist() == [300, 7, 8]
     np.testing.assert_allclose(few.vectors, whole.vectors[some], rtol=1e-5, atol=1e-6)
+
+
+def test_small_sets_are_decoded_once_for_all_encoders(context: EvalContext, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evaluation, "_kept", {})
+    read: list[int] = []
+    sample = SampleReader.sample
+
+    def counted(self: SampleReader, shard: int, *where: int) -> Any:
+        read.append(shard)
+        return sample(self, shard, *where)
+
+    monkeypatch.setattr(SampleReader, "sample", counted)
+    for source in ("trained", "untrained"):
+        ImageSet(context, source, "test").features(FeatureConfig())
+    assert len(read) == context.test.samples
 
 
 def test_features_are_extracted_once_for_all_evaluators(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
