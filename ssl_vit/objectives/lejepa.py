@@ -122,7 +122,8 @@ class Objective(nn.Module):
         super().__init__()
         encoder.check_pooling(config.pooling)
         self.encoder, self.config = encoder, config
-        self.seed = torch.initial_seed()  # the recipe's, the same on all processes
+        # The recipe's, the same on all processes. Torch's own, where none was set, may have 64 bits.
+        self.seed = torch.initial_seed() & (2**63 - 1)
         hidden = config.projector_width
         self.projector = nn.Sequential(
             nn.Linear(encoder.width, hidden),

@@ -124,6 +124,15 @@ def test_directions_are_unit_vectors_of_the_seed_and_the_step(
     assert not torch.equal(first, other.directions(make_batch(2, step=0)))
 
 
+def test_any_seed_of_torch_will_do(make_encoder: Callable[..., Any], make_batch: Any) -> None:
+    """`torch.seed()`, which others may have called, sets one of 64 bits."""
+    encoder = make_encoder()
+    with torch.random.fork_rng():
+        torch.manual_seed(2**63 + 5)
+        objective = Objective(encoder, Config(projector_width=32, projection=8, directions=64))
+    assert objective(make_batch(8, views=2)).loss.isfinite()
+
+
 def test_every_parameter_learns(objective: Objective, make_batch: Any) -> None:
     objective(make_batch(16, views=2)).loss.backward()
     # A batch norm takes away what the bias before it adds, and softmax the bias of attention's keys.

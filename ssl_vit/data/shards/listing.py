@@ -154,7 +154,7 @@ class _Remote(_Store):
         except self.client.NotThere:
             return []
         except self.client.Refused as error:
-            raise UserError(f"{error}; {self.hint}") from None
+            raise UserError(f"{error}; {self.client.NAME_THEM}" if self.http else str(error)) from None
 
     def _is_glob(self, pattern: str) -> bool:
         """A `?` begins the query of an http URL."""
