@@ -28,35 +28,35 @@ def derived(before: Mapping[str, Any], given: Mapping[str, Any], keys: Collectio
     every = given.get(EVERY, {})
     if not isinstance(every, Mapping):
         raise UserError(f"arms.{EVERY}: give keys for all arms, such as arms.{EVERY}.training.steps=100")
-    found: dict[str, Any] = dict(before)
+    arms: dict[str, Any] = dict(before)
     for name in dict.fromkeys([*before, *given]):
-        own = given.get(name, {})
+        changes = given.get(name, {})
         if name == EVERY:
             continue
-        if own is None:
+        if changes is None:
             if name not in before:
                 raise UserError(f"arms.{name}=null: there is no such arm; arms: {', '.join(before)}")
-            del found[name]
-        elif isinstance(own, Mapping) and isinstance(found.get(name, {}), Mapping):
-            found[name] = _merged(name, found.get(name, {}), every, own, keys)
+            del arms[name]
+        elif isinstance(changes, Mapping) and isinstance(arms.get(name, {}), Mapping):
+            arms[name] = _merged(name, arms.get(name, {}), every, changes, keys)
         else:
-            found[name] = own  # no mapping: an error that names the arm follows
-    return found
+            arms[name] = changes  # no mapping: an error that names the arm follows
+    return arms
 
 
 def _merged(
     name: str, before: Mapping[str, Any], every: Mapping[str, Any], own: Mapping[str, Any], keys: Collection[str]
 ) -> dict[str, Any]:
-    layers = [before, *({k: v for k, v in one.items() if k not in (*keys, "overrides")} for one in (every, own))]
+    layers = [before, *({k: v for k, v in layer.items() if k not in (*keys, "overrides")} for layer in (every, own))]
     arm = {"label": name.replace("_", " "), **dict(OmegaConf.to_container(OmegaConf.merge(*layers)))}
     for key in arm:
         if key not in keys and (close := get_close_matches(key, keys, n=1, cutoff=0.8)):
             raise UserError(f"arms.{name}.{key}: unknown key; did you mean '{close[0]}'?")
-    for one in (every, own) if arm.get("recipe") else (own,):
-        added = one.get("overrides", [])
+    for layer in (every, own) if arm.get("recipe") else (own,):
+        added = layer.get("overrides", [])
         if isinstance(added, str) or not isinstance(added, Sequence):
             raise UserError(f"arms.{name}.overrides: give a list, such as [training.steps=100]")
-        added = [*map(str, added), *_overrides({key: one[key] for key in keys if key in one})]
+        added = [*map(str, added), *_overrides({key: layer[key] for key in keys if key in layer})]
         if added:
             arm["overrides"] = _onto(arm.get("overrides", []), added)
     return arm
@@ -64,13 +64,13 @@ def _merged(
 
 def _overrides(content: Mapping[str, Any], prefix: str = "") -> list[str]:
     """A nested mapping as `key=value` strings."""
-    found = []
+    overrides = []
     for key, value in content.items():
         if isinstance(value, Mapping) and value:
-            found += _overrides(value, f"{prefix}{key}.")
+            overrides += _overrides(value, f"{prefix}{key}.")
         else:
-            found.append(f"{prefix}{key}={json.dumps(value, ensure_ascii=False)}")
-    return found
+            overrides.append(f"{prefix}{key}={json.dumps(value, ensure_ascii=False)}")
+    return overrides
 
 
 def _onto(before: Sequence[str], added: Sequence[str]) -> list[str]:

@@ -77,13 +77,13 @@ def compare(
     study = recipe if isinstance(recipe, Study) else load_comparison(str(recipe), _keys(data, run, keys))
     from ssl_vit.comparison.run import compare
 
-    found = compare(study, until_decided=until_decided, max_seeds=max_seeds, command=command, say=say)
-    return ComparisonRun(study.comparison.run_directory, found)
+    finished = compare(study, until_decided=until_decided, max_seeds=max_seeds, command=command, say=say)
+    return ComparisonRun(study.comparison.run_directory, finished)
 
 
 def _keys(data: Place | Mapping[str, Any] | None, run: Place | None, keys: dict[str, Any]) -> dict[str, Any]:
-    place = data if data is None or isinstance(data, Mapping) else str(data)
-    given = {"data": place, "run": None if run is None else str(run)}
+    spec = data if data is None or isinstance(data, Mapping) else str(data)
+    given = {"data": spec, "run": None if run is None else str(run)}
     return {key: value for key, value in given.items() if value is not None} | keys
 
 
@@ -152,14 +152,14 @@ def labeled_parts(
     if train is not None and test is not None:
         return str(train), str(test)
     if data is None and train is None:
-        name, own = _own_data(model, "name the data, with --data or data=")
+        name, place = _own_data(model, "name the data, with --data or data=")
         if test is not None:
-            return own, str(test)
-        if not own.endswith("#train") and Path(own).name != "train":
+            return place, str(test)
+        if not place.endswith("#train") and Path(place).name != "train":
             raise UserError(
-                f"{name} was trained on all of {own}, so no test images are left; name others, with --test or test="
+                f"{name} was trained on all of {place}, so no test images are left; name others, with --test or test="
             )
-        data = own
+        data = place
     parts = train_and_test(str(data if train is None else train))
     return (parts[0], str(test)) if test is not None else parts
 
@@ -211,10 +211,12 @@ def load(run: Place) -> nn.Module:
     from ssl_vit.analysis import loaded
     from ssl_vit.models import factory
 
-    found = loaded.load(Path(run))
-    network: Any = found.encoder.network
-    network.pretrained_cfg = network.default_cfg = factory.pretrained_cfg(found.encoder, found.data.evaluation_resize)
-    network.preprocess = loaded.Preprocess(found)
+    loaded_model = loaded.load(Path(run))
+    network: Any = loaded_model.encoder.network
+    network.pretrained_cfg = network.default_cfg = factory.pretrained_cfg(
+        loaded_model.encoder, loaded_model.data.evaluation_resize
+    )
+    network.preprocess = loaded.Preprocess(loaded_model)
     return network
 
 
@@ -246,5 +248,5 @@ def read_results(run: Place) -> pd.DataFrame:
     run = Path(run)
     if (run / PLAN).is_file():
         return read_comparison(run).measured.frame
-    frames = [one.table for one in evaluations(run)[0].values()]
+    frames = [evaluation.table for evaluation in evaluations(run)[0].values()]
     return pd.concat(frames, ignore_index=True) if frames else Table([]).frame

@@ -25,12 +25,12 @@ class Key:
 
 def keys(config: type[BaseModel], prefix: str = "") -> Iterator[Key]:
     """All keys of a configuration, those of nested ones after their own."""
-    known = meanings(config)
+    described = meanings(config)
     for name, field in config.model_fields.items():
         default = field.get_default(call_default_factory=True) if not field.is_required() else PydanticUndefined
         below = None if "tuple" in str(field.annotation) else config_in(field.annotation)
         shown = "" if default is PydanticUndefined or below else json.dumps(to_jsonable_python(default))
-        yield Key(f"{prefix}{name}", _kind(field.annotation), shown, known.get(name, ""))
+        yield Key(f"{prefix}{name}", _kind(field.annotation), shown, described.get(name, ""))
         if below:
             named = "NAME." if get_origin(field.annotation) is dict else ""
             yield from keys(below, f"{prefix}{name}.{named}")
@@ -39,8 +39,10 @@ def keys(config: type[BaseModel], prefix: str = "") -> Iterator[Key]:
 def meanings(config: type[BaseModel]) -> dict[str, str]:
     """What the docstrings of a configuration and of its bases say about its fields: `name: text` or `one, two: text`,
     to the next such entry."""
-    fields, found = set(config.model_fields), dict[str, str]()
-    for base in reversed([one for one in config.__mro__ if issubclass(one, BaseModel) and one is not BaseModel]):
+    fields, texts = set(config.model_fields), dict[str, str]()
+    for base in reversed(
+        [model for model in config.__mro__ if issubclass(model, BaseModel) and model is not BaseModel]
+    ):
         text = " ".join((vars(base).get("__doc__") or "").split())
         entries = [
             match
@@ -48,14 +50,14 @@ def meanings(config: type[BaseModel]) -> dict[str, str]:
             if fields.issuperset(match[1].split(", "))
         ]
         for entry, following in zip(entries, [*entries, None][1:], strict=True):
-            said = text[entry.end() : following.start() if following else None].strip(" ;")
-            found |= dict.fromkeys(entry[1].split(", "), said)
-    return found
+            meaning = text[entry.end() : following.start() if following else None].strip(" ;")
+            texts |= dict.fromkeys(entry[1].split(", "), meaning)
+    return texts
 
 
-def markdown(title: str, found: Sequence[Key]) -> str:
+def markdown(title: str, rows: Sequence[Key]) -> str:
     """A section with a table."""
-    cells = [(f"`{key.name}`", key.kind, f"`{key.default}`" if key.default else "", key.meaning) for key in found]
+    cells = [(f"`{key.name}`", key.kind, f"`{key.default}`" if key.default else "", key.meaning) for key in rows]
     lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in cells]
     return "\n".join([f"## {title}", "", "| key | type | default | meaning |", "|---|---|---|---|", *lines, ""])
 

@@ -44,8 +44,8 @@ def names(kind: Kind) -> list[str]:
 def shipped(kind: Kind) -> list[str]:
     """The names of this package's own."""
     package, member, _ = _KINDS[kind]
-    found = [module.name for module in pkgutil.iter_modules(importlib.import_module(package).__path__)]
-    return [name for name in found if _defines(importlib.import_module(f"{package}.{name}"), member)]
+    modules = [module.name for module in pkgutil.iter_modules(importlib.import_module(package).__path__)]
+    return [name for name in modules if _defines(importlib.import_module(f"{package}.{name}"), member)]
 
 
 def exists(kind: Kind, name: str) -> bool:
@@ -84,10 +84,10 @@ def load(kind: Kind, name: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name != f"{package}.{name}":
             raise
-    known = names(kind)
-    near = get_close_matches(name, known, n=1)
+    available = names(kind)
+    near = get_close_matches(name, available, n=1)
     hint = f"did you mean '{near[0]}'? " if near else ""
-    raise UserError(f"unknown {word} '{name}'; {hint}available: {', '.join(known)}")
+    raise UserError(f"unknown {word} '{name}'; {hint}available: {', '.join(available)}")
 
 
 def _import(place: str, member: str, what: str) -> Any:
@@ -101,11 +101,11 @@ def _import(place: str, member: str, what: str) -> Any:
         ) from None
     if not attribute and _defines(module, member):
         return module
-    found = getattr(module, attribute, None) if attribute else None
-    if found is None:
+    attribute_value = getattr(module, attribute, None) if attribute else None
+    if attribute_value is None:
         raise UserError(f"{what}: {name} defines no {attribute or member}")
-    config = getattr(found, "Config", None) or getattr(module, "Config", None)
-    return SimpleNamespace(**{member: found, "Config": config})
+    config = getattr(attribute_value, "Config", None) or getattr(module, "Config", None)
+    return SimpleNamespace(**{member: attribute_value, "Config": config})
 
 
 def _defines(module: Any, member: str) -> bool:

@@ -64,16 +64,16 @@ def measure(settings: Recipe) -> dict[Precision, float]:
         trial = settings.model_copy(update={"data": data})
         job = stage.build(trial, open_training(data), accelerator, quiet=True)
         batch = next(job.batches([LanePosition()] * job.lanes))[0].split(settings.training.accumulate)[0]
-    module, kept = job.objective.to(accelerator.device).train(), dict[Precision, float]()
+    module, seconds = job.objective.to(accelerator.device).train(), dict[Precision, float]()
     for number in range(_ROUNDS + 1):
         for precision in _CANDIDATES.get(accelerator.device.type, _OTHERWISE):
             torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
             accelerator.precision = precision
             took, _ = stage.forward_backward(module, batch, accelerator)
             if number:
-                kept[precision] = min(kept.get(precision, float("inf")), took)
-    every = distributed.gather(kept)
-    return {precision: sum(one[precision] for one in every) for precision in kept}
+                seconds[precision] = min(seconds.get(precision, float("inf")), took)
+    every = distributed.gather(seconds)
+    return {precision: sum(one[precision] for one in every) for precision in seconds}
 
 
 def fastest(seconds: dict[Precision, float]) -> Precision:

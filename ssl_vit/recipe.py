@@ -63,8 +63,8 @@ def recipes_folder() -> Path:
 
 def shipped() -> dict[str, Path]:
     """Shipped recipes by name: the YAML files in the folder of each family."""
-    found = sorted(recipes_folder().glob("*/*.yaml"))
-    return {path.stem: path for path in found if path.parent.name not in ("launch", "suites")}
+    paths = sorted(recipes_folder().glob("*/*.yaml"))
+    return {path.stem: path for path in paths if path.parent.name not in ("launch", "suites")}
 
 
 def find(name: str, near: Path | None = None) -> Path:
@@ -153,8 +153,8 @@ def _expand_data(under: DictConfig, over: DictConfig) -> None:
 
 
 def _section(content: DictConfig, key: str) -> Any:
-    found = content.get(key)
-    return found if isinstance(found, DictConfig) else {}
+    section = content.get(key)
+    return section if isinstance(section, DictConfig) else {}
 
 
 def load_recipe(name: str | Path, overrides: Overrides = (), near: Path | None = None, trains: bool = True) -> Recipe:

@@ -136,9 +136,9 @@ def save(path: Path, results: Sequence[Result], **about: Any) -> None:
             file.write(content.getvalue())
     saved = datetime.now(UTC).isoformat(timespec="seconds")
     write_json(path, {"format": FORMAT, **about, "saved": saved, "predictions": digest, "rows": rows})
-    own = re.compile(re.escape(path.stem) + r"\.[0-9a-f]{12}\.npz")
+    arrays_of_path = re.compile(re.escape(path.stem) + r"\.[0-9a-f]{12}\.npz")
     for other in path.parent.glob("*.npz"):
-        if own.fullmatch(other.name) and other != _arrays(path, digest):
+        if arrays_of_path.fullmatch(other.name) and other != _arrays(path, digest):
             other.unlink(missing_ok=True)
 
 
@@ -159,11 +159,11 @@ def load(path: Path) -> tuple[list[Result], dict[str, Any]]:
         file = _arrays(path, digest)
         if sha256(file) != digest:
             raise ValueError("the .npz beside it does not belong to it")
-        found = read_arrays(file)
+        arrays = read_arrays(file)
 
         def array(number: int, name: str) -> np.ndarray | None:
-            own = found.get(f"{number}/{name}")
-            return found.get(f"0/{name}") if own is None and name in ("images", "labels") else own
+            stored = arrays.get(f"{number}/{name}")
+            return arrays.get(f"0/{name}") if stored is None and name in ("images", "labels") else stored
 
         names = [f.name for f in fields(Prediction)]
         results = [
@@ -207,9 +207,11 @@ def evaluations(folder: Path) -> tuple[dict[Path, Evaluation], list[Path]]:
     there now; files with results of other weights). Raises UserError for a damaged file."""
     weights = folder / "encoder.safetensors"
     digest = sha256(weights) if weights.is_file() else None
-    found = {path: Evaluation(path, *load(path)) for path in sorted((folder / RESULTS).glob("*.json"))}
-    outdated = [path for path, one in found.items() if digest and one.about.get("sha256", digest) != digest]
-    return {path: one for path, one in found.items() if path not in outdated}, outdated
+    stored = {path: Evaluation(path, *load(path)) for path in sorted((folder / RESULTS).glob("*.json"))}
+    outdated = [
+        path for path, evaluation in stored.items() if digest and evaluation.about.get("sha256", digest) != digest
+    ]
+    return {path: evaluation for path, evaluation in stored.items() if path not in outdated}, outdated
 
 
 class Table:
@@ -229,7 +231,7 @@ class Table:
         samples: test images of each fold.
         """
         rows: dict[tuple[Any, ...], list[Result]] = {}
-        for result in sorted(self.results, key=lambda one: one.fold):
+        for result in sorted(self.results, key=lambda row: row.fold):
             rows.setdefault(tuple(getattr(result, name) for name in KEY if name != "fold"), []).append(result)
         first = np.cumsum([0, *samples])
         return Table([_joined(folds, first) for folds in rows.values() if len(folds) == len(samples)])
@@ -254,27 +256,27 @@ class Table:
         rows: S indices in `frame`.
         """
         predictions, images = [self.results[row].prediction for row in rows], self.images(rows)
-        places = [np.searchsorted(prediction.images, images) for prediction in predictions]
-        correct = [prediction.correct[place] for prediction, place in zip(predictions, places, strict=True)]
-        return predictions[0].labels[places[0]], np.stack(correct)
+        indices = [np.searchsorted(prediction.images, images) for prediction in predictions]
+        correct = [prediction.correct[index] for prediction, index in zip(predictions, indices, strict=True)]
+        return predictions[0].labels[indices[0]], np.stack(correct)
 
 
 def _joined(folds: Sequence[Result], first: np.ndarray) -> Result:
     """One row for all folds: costs are summed. first: number of test images before each fold."""
-    predictions = [replace(one.prediction, images=one.prediction.images + first[one.fold]) for one in folds]
-    arrays = {name: [getattr(one, name) for one in predictions] for name in vars(predictions[0])}
+    predictions = [replace(row.prediction, images=row.prediction.images + first[row.fold]) for row in folds]
+    arrays = {name: [getattr(prediction, name) for prediction in predictions] for name in vars(predictions[0])}
     whole = Prediction(**{k: None if v[0] is None else np.concatenate(v) for k, v in arrays.items()})  # type: ignore[arg-type]
     scores = scored(whole)
-    shared = set.intersection(*({*one.selected.items()} for one in folds))
+    shared = set.intersection(*({*row.selected.items()} for row in folds))
     return replace(
         folds[0],
         prediction=whole,
-        labels=round(fmean(one.labels for one in folds)),
-        images_seen=sum(one.images_seen for one in folds),
-        flops=sum(one.flops for one in folds),
-        seconds=sum(one.seconds for one in folds),
+        labels=round(fmean(row.labels for row in folds)),
+        images_seen=sum(row.images_seen for row in folds),
+        flops=sum(row.flops for row in folds),
+        seconds=sum(row.seconds for row in folds),
         selected=dict(shared),
-        notes=tuple(dict.fromkeys(note for one in folds for note in one.notes)),
+        notes=tuple(dict.fromkeys(note for row in folds for note in row.notes)),
         accuracy=scores["accuracy"],
         mean_per_class=scores["mean_per_class"],
     )

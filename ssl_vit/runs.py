@@ -63,14 +63,14 @@ def open_run(run: Path, settings: Recipe, accelerator: Engine, data: str) -> Non
         _lock(run)
         check(run, settings, data)  # again: another process may have ended just now
         recipe.save(settings, run / "recipe.yaml")
-        kept, summary, sessions = checkpoint.folders(run), run / SUMMARY, run / ENVIRONMENT
-        if kept and summary.exists() and kept[-1].name == f"step_{read_json(summary)['steps']:08d}":
+        checkpoints, summary, sessions = checkpoint.folders(run), run / SUMMARY, run / ENVIRONMENT
+        if checkpoints and summary.exists() and checkpoints[-1].name == f"step_{read_json(summary)['steps']:08d}":
             return  # finished
         summary.unlink(missing_ok=True)  # of a training whose last checkpoint is gone
         about = environment(accelerator)
         if settings.init_from:
             about["init_from"] = _origin(settings)
-        if kept and sessions.exists():
+        if checkpoints and sessions.exists():
             last = read_json(sessions)
             about["before"] = [*last.pop("before", []), last]
         write_json(sessions, about)

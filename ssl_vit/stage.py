@@ -274,13 +274,13 @@ def dry_run(settings: Recipe, shards: ShardSet | None = None, subset: np.ndarray
 def forward_backward(module: nn.Module, part: Batch, accelerator: Engine) -> tuple[float, int]:
     """One forward and backward pass: its seconds, and the bytes that autograd kept in between, parameters apart."""
     start = time.perf_counter()
-    own = {p.untyped_storage().data_ptr() for p in module.parameters()}
-    kept: dict[int, int] = {}
+    parameter_storages = {p.untyped_storage().data_ptr() for p in module.parameters()}
+    saved_bytes: dict[int, int] = {}
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            kept[storage.data_ptr()] = storage.nbytes()
+        if storage.data_ptr() not in parameter_storages:
+            saved_bytes[storage.data_ptr()] = storage.nbytes()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor), accelerator.autocast():
@@ -289,4 +289,4 @@ def forward_backward(module: nn.Module, part: Batch, accelerator: Engine) -> tup
     module.zero_grad(set_to_none=True)
     if accelerator.device.type == "cuda":
         torch.cuda.synchronize()
-    return time.perf_counter() - start, sum(kept.values())
+    return time.perf_counter() - start, sum(saved_bytes.values())

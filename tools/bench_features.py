@@ -108,8 +108,8 @@ def measure(context: EvalContext, batch: torch.Tensor, batches: int, pooling: Po
         for do in (bare, extracted)[:: 1 if n % 2 else -1]:
             spent[do] += timed(do, device)
     ours, alone = spent[extracted], spent[bare]
-    for name, own, passes in zip(("processor", "wall"), ours, alone, strict=True):
-        print(f"{pooling}: {name} {own:.1f} s, forward passes only {passes:.1f} s: {own / passes:.3f} x")
+    for name, total, passes in zip(("processor", "wall"), ours, alone, strict=True):
+        print(f"{pooling}: {name} {total:.1f} s, forward passes only {passes:.1f} s: {total / passes:.3f} x")
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ def features(count: int, classes: int, width: int, seed: int) -> Split:
 
 def ridge(train: Split, test: Split, shots: tuple[int, ...], l2: list[float]) -> dict[tuple[int, int, float], float]:
     """The same protocol with scikit-learn: one fit per (shots, seed, l2)."""
-    found = {}
+    accuracies = {}
     for seed in (0, 1, 2):
         for count in shots:
             chosen = choose_labeled(train[1], count, seed)
@@ -42,8 +42,8 @@ def ridge(train: Split, test: Split, shots: tuple[int, ...], l2: list[float]) ->
             y = np.where(train[1][chosen][:, None] == np.unique(train[1]), 1.0, -1.0)
             for value in l2:
                 predicted = Ridge(alpha=value, fit_intercept=False).fit(x, y).predict(queries).argmax(1)
-                found[count, seed, value] = float((predicted == test[1]).mean())
-    return found
+                accuracies[count, seed, value] = float((predicted == test[1]).mean())
+    return accuracies
 
 
 def seconds(do: Callable[[], object]) -> tuple[float, float]:

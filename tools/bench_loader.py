@@ -124,7 +124,7 @@ def full_decode(files: list[Path], decode: Callable[[Any], Any], prepare: Callab
     def batches(size: int, workers: int) -> Iterator[int]:
         while True:
             for first in range(0, len(data), BATCH):
-                yield len([decode(one) for one in data[first : first + BATCH]])
+                yield len([decode(image) for image in data[first : first + BATCH]])
 
     return batches
 
@@ -180,7 +180,7 @@ def main() -> None:
                 for name, pipeline in pipelines.items():
                     if workers == 0 or "limit" not in name:
                         rates[name].append(rate(pipeline, arguments.size, workers, arguments.images))
-            medians = {name: statistics.median(found) for name, found in rates.items() if found}
+            medians = {name: statistics.median(measured) for name, measured in rates.items() if measured}
             peer = medians["webdataset + PIL + torchvision"]
             rows += [{"workers": workers, "name": n, "images_per_s": m, "ratio": m / peer} for n, m in medians.items()]
     width, height = sizes

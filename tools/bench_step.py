@@ -266,8 +266,8 @@ def measure(model: str, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     failures: dict[str, str] = {}
     threads = 0
     for together in [[name] for name in names] if arguments.one_by_one else [names]:
-        found, failed, used = take(together, model, arguments)
-        taken, failures, threads = taken | found, failures | failed, max(threads, used)
+        seconds, failed, used = take(together, model, arguments)
+        taken, failures, threads = taken | seconds, failures | failed, max(threads, used)
     rate, full = statistics.median(taken.pop(GEMM)), full_flops(model) * arguments.batch
     rows = [
         {

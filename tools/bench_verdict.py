@@ -73,7 +73,7 @@ class Verdict:
     between_tasks: float
 
 
-def needed(found: Comparison, head: Difference, half_width: float) -> Design | None:
+def needed(comparison: Comparison, head: Difference, half_width: float) -> Design | None:
     """The smallest design of the same form whose interval is at most so wide (fraction); None: no number of seeds, or
     of pretrainings, would do."""
     # Around a mean of 0, an interval within a margin is one of at most that half-width; counted from two units on.
@@ -81,31 +81,32 @@ def needed(found: Comparison, head: Difference, half_width: float) -> Design | N
     if more is None:
         return None
     units, per = 2 + more, head.seeds // head.estimate.units
-    own = head.unit == "pretraining" or found.record.pretrainings > 1  # each unit has its own pretraining
-    return Design(units * per, units if own else found.record.pretrainings)
+    # Each unit has its own pretraining.
+    own_pretraining = head.unit == "pretraining" or comparison.record.pretrainings > 1
+    return Design(units * per, units if own_pretraining else comparison.record.pretrainings)
 
 
-def part_of(found: Comparison, task: TaskRecord) -> str:
+def part_of(comparison: Comparison, task: TaskRecord) -> str:
     if task.kind == "measure":
-        return "fine-tuning" if found.record.evaluators[task.evaluator].trains_encoder else "frozen features"
+        return "fine-tuning" if comparison.record.evaluators[task.evaluator].trains_encoder else "frozen features"
     return {"pretrain": "pretraining", "sweep": "sweeps", "pictures": "pictures"}[task.kind]
 
 
-def seconds(found: Comparison, head: Difference, design: Design, *, alone: bool = False) -> dict[str, float]:
+def seconds(comparison: Comparison, head: Difference, design: Design, *, alone: bool = False) -> dict[str, float]:
     """Task-seconds of this design by part.
 
     alone: only what the two arms of the headline need.
     """
-    pretrained = {arm.name for arm in found.record.arms if arm.kind == "pretrained"}
-    repeated = design.pretrainings / found.record.pretrainings
-    rows = {file.stem for file in found.measured.files}
+    pretrained = {arm.name for arm in comparison.record.arms if arm.kind == "pretrained"}
+    repeated = design.pretrainings / comparison.record.pretrainings
+    rows = {file.stem for file in comparison.measured.files}
     total, trainings = dict.fromkeys(PARTS, 0.0), defaultdict[tuple[object, ...], list[float]](list)
-    for task in found.record.tasks:
-        part = part_of(found, task)
+    for task in comparison.record.tasks:
+        part = part_of(comparison, task)
         elsewhere = task.evaluator and (task.data, task.evaluator) != (head.place.data, head.place.evaluator)
         if alone and (task.arm not in (head.arm, head.against) or elsewhere or part == "pictures"):
             continue
-        took = found.tasks[task.id].seconds
+        took = comparison.tasks[task.id].seconds
         scaled = part in ("pretraining", "frozen features") and task.arm in pretrained
         total[part] += took * (repeated if scaled else 1.0)
         if part == "fine-tuning" and task.id in rows:  # the others were trained by the sweep
@@ -115,9 +116,9 @@ def seconds(found: Comparison, head: Difference, design: Design, *, alone: bool 
     return total
 
 
-def wall_seconds(found: Comparison) -> float:
+def wall_seconds(comparison: Comparison) -> float:
     """From the start of the first task to the end of the last one, without pauses."""
-    ends = [(datetime.fromisoformat(done.saved).timestamp(), done.seconds) for done in found.tasks.values()]
+    ends = [(datetime.fromisoformat(done.saved).timestamp(), done.seconds) for done in comparison.tasks.values()]
     spans = sorted((end - took, end) for end, took in ends)
     wall, last = 0.0, spans[0][0]
     for start, end in spans:
@@ -141,53 +142,53 @@ def verdicts(path: Path, half_width: float) -> list[Verdict]:
 
     Raises UserError for a directory that holds no finished comparison of this version.
     """
-    found = read([path])
-    if found.separate:
+    comparison = read([path])
+    if comparison.separate:
         raise UserError(f"{path} is a run; give the directory of a comparison")
-    if found.missing:
-        raise UserError(f"{path}: {len(found.missing)} tasks are not done; run the comparison again to finish it")
+    if comparison.missing:
+        raise UserError(f"{path}: {len(comparison.missing)} tasks are not done; run the comparison again to finish it")
     verdicts = []
-    for head in summarize(found).headlines:
+    for head in summarize(comparison).headlines:
         if head.estimate.half_width is None:
             raise UserError(f"{path}: its headline has no interval; run at least 3 seeds")
-        now, wanted = Design(head.seeds, found.record.pretrainings), needed(found, head, half_width)
-        columns = {"measured": seconds(found, head, now)}
+        now, wanted = Design(head.seeds, comparison.record.pretrainings), needed(comparison, head, half_width)
+        columns = {"measured": seconds(comparison, head, now)}
         if wanted:
-            columns["needed"] = seconds(found, head, wanted)
-            columns["needed by two arms"] = seconds(found, head, wanted, alone=True)
-        spent, wall = sum(columns["measured"].values()), wall_seconds(found)
+            columns["needed"] = seconds(comparison, head, wanted)
+            columns["needed by two arms"] = seconds(comparison, head, wanted, alone=True)
+        spent, wall = sum(columns["measured"].values()), wall_seconds(comparison)
         verdicts.append(
             Verdict(
                 run=str(path),
-                comparison=found.record.name,
-                pair=f"{found.spoken(head.arm)} minus {found.spoken(head.against)}",
+                comparison=comparison.record.name,
+                pair=f"{comparison.spoken(head.arm)} minus {comparison.spoken(head.against)}",
                 difference=points(head.estimate),
                 images=head.estimate.images,
-                jobs=found.record.jobs,
+                jobs=comparison.record.jobs,
                 measured=now,
                 needed=wanted,
                 more_images=plan(replace(head.estimate, mean=0.0), half_width)[1],
                 seconds=columns,
                 wall={name: wall * sum(column.values()) / spent for name, column in columns.items()},
-                between_tasks=max(0.0, found.record.jobs * wall - spent),
+                between_tasks=max(0.0, comparison.record.jobs * wall - spent),
             )
         )
     return verdicts
 
 
-def show(one: Verdict, half_width: float, imports: float) -> None:
-    print(f"\n{one.comparison} ({one.run}), jobs={one.jobs}: {one.pair}: {one.difference} points")
-    print(f"measured: {one.measured}, {one.images:,} test images")
-    images = f"{one.more_images:,} more test images would do" if one.more_images else "nor with more test images alone"
-    wanted = one.needed or f"not to be had with more seeds; {images}"
+def show(row: Verdict, half_width: float, imports: float) -> None:
+    print(f"\n{row.comparison} ({row.run}), jobs={row.jobs}: {row.pair}: {row.difference} points")
+    print(f"measured: {row.measured}, {row.images:,} test images")
+    images = f"{row.more_images:,} more test images would do" if row.more_images else "nor with more test images alone"
+    wanted = row.needed or f"not to be had with more seeds; {images}"
     print(f"needed for ± {100 * half_width:g} points: {wanted}")
-    print(f"{'seconds':24}" + "".join(f"{name:>20}" for name in one.seconds))
+    print(f"{'seconds':24}" + "".join(f"{name:>20}" for name in row.seconds))
     for part in PARTS:
-        print(f"{part:24}" + "".join(f"{column[part]:20,.0f}" for column in one.seconds.values()))
-    print(f"{'all tasks':24}" + "".join(f"{sum(column.values()):20,.0f}" for column in one.seconds.values()))
-    print(f"{'wall':24}" + "".join(f"{wall:20,.0f}" for wall in one.wall.values()))
-    print(f"{'between tasks, all jobs':24}{one.between_tasks:20,.0f}")
-    processes = 1 + one.jobs * (one.jobs > 1)
+        print(f"{part:24}" + "".join(f"{column[part]:20,.0f}" for column in row.seconds.values()))
+    print(f"{'all tasks':24}" + "".join(f"{sum(column.values()):20,.0f}" for column in row.seconds.values()))
+    print(f"{'wall':24}" + "".join(f"{wall:20,.0f}" for wall in row.wall.values()))
+    print(f"{'between tasks, all jobs':24}{row.between_tasks:20,.0f}")
+    processes = 1 + row.jobs * (row.jobs > 1)
     print(f"{'imports (measured now)':24}{imports * processes:20,.0f}")
 
 
@@ -199,14 +200,14 @@ def main() -> None:
     arguments = parser.parse_args()
     half_width = arguments.half_width / 100
     try:
-        found = [one for path in arguments.runs for one in verdicts(path, half_width)]
+        verdict_rows = [row for path in arguments.runs for row in verdicts(path, half_width)]
     except UserError as error:
         sys.exit(f"error: {error}")
     imports = import_seconds()
-    for one in found:
-        show(one, half_width, imports)
+    for row in verdict_rows:
+        show(row, half_width, imports)
     if arguments.json:
-        rows = [asdict(one) | {"imports_per_process": imports} for one in found]
+        rows = [asdict(row) | {"imports_per_process": imports} for row in verdict_rows]
         arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
 
 

@@ -37,12 +37,12 @@ def measured(folder: Path, initialization: int, seed: int) -> dict[str, list[Res
     """Rows by evaluator of a new untrained encoder and the labeled digits of a seed."""
     settings = recipe.load_recipe("digits_ssl", [f"data.train={folder}/train"])
     context = api.make_context(None, settings, f"{folder}/train", f"{folder}/test", seed=initialization)
-    found = {}
+    accuracies = {}
     for name, evaluator in EVALUATORS.items():
         budgets = runner.budgets(evaluator, evaluator.config.labels_per_class)
         rows = list(runner.measure(evaluator, context, "untrained", budgets, [seed]))
-        found[name] = [row for row in rows if row.primary]
-    return found
+        accuracies[name] = [row for row in rows if row.primary]
+    return accuracies
 
 
 def correct(rows: list[Result]) -> np.ndarray:
@@ -53,8 +53,8 @@ def correct(rows: list[Result]) -> np.ndarray:
 def main() -> None:
     repetitions = int(sys.argv[1]) if len(sys.argv) > 1 else 40
     outcomes: dict[str, Counter[str]] = {name: Counter() for name in EVALUATORS}
-    with tempfile.TemporaryDirectory() as place:
-        folder = Path(place)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
         for split in ("train", "test"):
             pack(open_source("digits", split=split), folder / split, Options(shards=1), progress=False)
         for repetition in range(repetitions):
@@ -69,8 +69,8 @@ def main() -> None:
                 ours, theirs = (np.stack([correct(rows[name]) for rows in arm]) for arm in arms)
                 outcomes[name][statistics.outcome(statistics.crossed_mean(ours - theirs), MARGIN)] += 1
     print(f"{repetitions} repetitions\n\n| evaluator | better or worse | equivalent | undecided |\n|---|---|---|---|")
-    for name, found in outcomes.items():
-        print(f"| {name} | {found['better'] + found['worse']} | {found['equivalent']} | {found['undecided']} |")
+    for name, outcome in outcomes.items():
+        print(f"| {name} | {outcome['better'] + outcome['worse']} | {outcome['equivalent']} | {outcome['undecided']} |")
 
 
 if __name__ == "__main__":

@@ -83,7 +83,7 @@ def rollout(encoder: ViTEncoder, images_NCHW: torch.Tensor) -> np.ndarray:
     rows), at the patches; with the prefix tokens' entries it would sum to 1.
     """
     prefix = encoder.prefix_tokens
-    found = []
+    maps_by_layer = []
     for group in _groups(encoder, images_NCHW):
         rolled = None
         for maps in attention_maps(encoder, group):
@@ -93,5 +93,5 @@ def rollout(encoder: ViTEncoder, images_NCHW: torch.Tensor) -> np.ndarray:
             rolled = mixed if rolled is None else mixed @ rolled
         assert rolled is not None
         row = rolled[:, 0] if encoder.has_class_token else rolled[:, prefix:].mean(1)
-        found.append(row[:, prefix:].reshape(-1, *encoder.grid).cpu().double())
-    return torch.cat(found).numpy()
+        maps_by_layer.append(row[:, prefix:].reshape(-1, *encoder.grid).cpu().double())
+    return torch.cat(maps_by_layer).numpy()

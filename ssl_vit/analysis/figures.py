@@ -47,10 +47,10 @@ def sheet(columns: dict[str, np.ndarray], across: int) -> Figure:
         axes.set_axis_off()
         for column, (heading, shown) in enumerate(zip(columns, pictures, strict=True)):
             shown = shown.repeat(height // shown.shape[1], axis=1).repeat(width // shown.shape[2], axis=2)
-            for place, picture in enumerate(shown):
-                y, x = place // across * step_y, place % across * group + column * step_x
+            for n, picture in enumerate(shown):
+                y, x = n // across * step_y, n % across * group + column * step_x
                 canvas[y : y + height, x : x + width] = picture
-                if place < across:
+                if n < across:
                     axes.text(x + width / 2, -gap, heading, ha="center", va="bottom", fontsize=9.5)
         axes.imshow(canvas, aspect="auto", interpolation="nearest")
         return figure
@@ -134,8 +134,8 @@ def embedding_map(maps: dict[str, np.ndarray], labels: np.ndarray, names: Sequen
                 name = names[label] if label < len(names) else str(label)
                 axes.scatter(*points[labels == label].T, s=14, color=color, linewidths=0, label=name)
             axes.set(xticks=(), yticks=(), title=method)
-        handles, found = axes.get_legend_handles_labels()
-        legend = figure.legend(handles, found, loc="outside right upper", frameon=False, markerscale=1.6)
+        handles, names_shown = axes.get_legend_handles_labels()
+        legend = figure.legend(handles, names_shown, loc="outside right upper", frameon=False, markerscale=1.6)
         for text in legend.get_texts():
             text.set_parse_math(False)
         return figure

@@ -56,7 +56,7 @@ def inspect(
     weights, out, settings = Path(weights), Path(out), run_recipe(Path(weights))
     preparation = settings.data if settings else DataConfig(train=shards)
     resampling = settings.encoder.position_resampling if settings else "timm"
-    found, device = open_shards(shards, preparation.remote), device or make_accelerator().device
+    opened, device = open_shards(shards, preparation.remote), device or make_accelerator().device
     saved = checkpoint.newest_of(weights)
     model = factory.require_vit(factory.load(saved or weights), "ssl-vit inspect")
     if image_size:
@@ -64,12 +64,12 @@ def inspect(
     unknown = settings is not None and isinstance(settings.objective, UnknownObjective)
     head = None
     if saved and settings and not unknown:
-        made = plugins.load("objectives", settings.objective.name).Objective
-        if hasattr(made, "reconstruct"):
-            head = made(model, settings.objective)
+        objective_class = plugins.load("objectives", settings.objective.name).Objective
+        if hasattr(objective_class, "reconstruct"):
+            head = objective_class(model, settings.objective)
             checkpoint.load_head(saved, head)
     (head or model).to(device)  # the head holds the model
-    batch, skipped = _first_images(model, found, preparation, max(images, distance_images, map_images), head, device)
+    batch, skipped = _first_images(model, opened, preparation, max(images, distance_images, map_images), head, device)
     numbers: dict[str, Any] = {
         "weights": str(saved or weights),
         "step": int(saved.name.removeprefix("step_")) if saved else None,
@@ -90,7 +90,7 @@ def inspect(
         "map_images": min(map_images, len(batch.images)),
         "skipped": [asdict(skip) for skip in skipped],
     }
-    drawn = _draw(model, batch, head, numbers, found.classes or ())
+    drawn = _draw(model, batch, head, numbers, opened.classes or ())
     try:
         return _write(out, drawn, numbers)
     except OSError as error:
@@ -161,12 +161,12 @@ def _neighbors(
     """The embedding map and the nearest neighbors of the pictured images."""
     images, labels = batch.images[: numbers["map_images"]], batch.labels[: numbers["map_images"]].cpu().numpy()
     vectors = neighbors.embeddings(model, images)
-    found, maps = neighbors.nearest(vectors, _NEIGHBORS), neighbors.maps(vectors)
+    nearest, maps = neighbors.nearest(vectors, _NEIGHBORS), neighbors.maps(vectors)
     labeled = labels >= 0
-    same = float((labels[found[labeled, 0]] == labels[labeled]).mean()) if labeled.any() else None
+    same = float((labels[nearest[labeled, 0]] == labels[labeled]).mean()) if labeled.any() else None
     numbers["neighbors"] = {"same_class": same, "maps": list(maps)}
     pixels, rows = images.permute(0, 2, 3, 1).cpu().numpy(), np.arange(min(numbers["images"], len(images)))
-    columns = {"image": pixels[rows]} | {f"{n + 1}": pixels[found[rows, n]] for n in range(found.shape[1])}
+    columns = {"image": pixels[rows]} | {f"{n + 1}": pixels[nearest[rows, n]] for n in range(nearest.shape[1])}
     return {
         "embedding_map": figures.embedding_map(maps, labels, classes),
         "nearest_neighbors": figures.sheet(columns, 1),

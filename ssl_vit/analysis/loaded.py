@@ -76,14 +76,14 @@ def load(model: Path | nn.Module) -> Loaded:
     if isinstance(model, Path):
         folder, settings = factory.find_weights(model), run_recipe(model)
         return Loaded(factory.load(folder), settings.data if settings else DataConfig(train=""), settings, folder)
-    if isinstance(made := getattr(model, "preprocess", None), Preprocess):
-        encoder = memory.with_weights(factory.fresh(made.model.encoder, 0), model)
-        return Loaded(encoder, made.model.data, made.model.settings)
+    if isinstance(preprocess := getattr(model, "preprocess", None), Preprocess):
+        encoder = memory.with_weights(factory.fresh(preprocess.model.encoder, 0), model)
+        return Loaded(encoder, preprocess.model.data, preprocess.model.settings)
     encoder, resize = memory.from_network(model)
     return Loaded(encoder, DataConfig(train="", evaluation_resize=resize))
 
 
 def recipe_of(model: nn.Module) -> Recipe | None:
     """The recipe of the run that a network was loaded from, if any."""
-    made = getattr(model, "preprocess", None)
-    return made.model.settings if isinstance(made, Preprocess) else None
+    preprocess = getattr(model, "preprocess", None)
+    return preprocess.model.settings if isinstance(preprocess, Preprocess) else None

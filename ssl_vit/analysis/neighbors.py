@@ -33,10 +33,10 @@ def maps(embeddings_ND: np.ndarray) -> dict[str, np.ndarray]:
     umap-learn is installed and there are more than 15 images."""
     from sklearn.decomposition import PCA  # takes a second to import
 
-    found = {"PCA": PCA(2, svd_solver="full").fit_transform(embeddings_ND)}
+    coordinates = {"PCA": PCA(2, svd_solver="full").fit_transform(embeddings_ND)}
     if find_spec("umap") and len(embeddings_ND) > _UMAP_NEIGHBORS:
         from umap import UMAP
 
         reducer = UMAP(n_neighbors=_UMAP_NEIGHBORS, init="pca", random_state=0, n_jobs=1)
-        found["UMAP"] = np.asarray(reducer.fit_transform(embeddings_ND), dtype=np.float64)
-    return found
+        coordinates["UMAP"] = np.asarray(reducer.fit_transform(embeddings_ND), dtype=np.float64)
+    return coordinates

@@ -137,7 +137,7 @@ def _compare(
     from ssl_vit.report import tables
     from ssl_vit.runs import is_main_process
 
-    found = functions.compare(
+    finished = functions.compare(
         study,
         until_decided=until_decided,
         max_seeds=max_seeds,
@@ -145,5 +145,5 @@ def _compare(
         say=lambda text: print(printable_lines(text)),
     )
     if is_main_process():
-        Console().print(tables.terminal(found.comparison))
-        print(f"\nreport   {found.report()}\nresults  {found.dir / RESULTS}")
+        Console().print(tables.terminal(finished.comparison))
+        print(f"\nreport   {finished.report()}\nresults  {finished.dir / RESULTS}")

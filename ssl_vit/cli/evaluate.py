@@ -65,7 +65,7 @@ def evaluate(
     plugins.load("evaluators", evaluator)  # what is wrong on the command line comes before missing data
     factory.find_weights(run)
     given = recipe.parse_overrides(overrides or [])
-    found = [
+    evaluations = [
         functions.evaluate(
             run,
             evaluator,
@@ -82,10 +82,14 @@ def evaluate(
     if not runs.is_main_process():
         return
     if as_json:
-        rows = [{k: v for k, v in asdict(row).items() if k != "prediction"} for one in found for row in one.results]
-        print(json.dumps({"rows": rows, "about": [one.about for one in found]}, indent=1))
+        rows = [
+            {k: v for k, v in asdict(row).items() if k != "prediction"}
+            for evaluation in evaluations
+            for row in evaluation.results
+        ]
+        print(json.dumps({"rows": rows, "about": [evaluation.about for evaluation in evaluations]}, indent=1))
     else:
-        _show(found, per_class)
+        _show(evaluations, per_class)
 
 
 def _data_sets(run: Path, data: list[str], test: str | None, suite: str | None) -> dict[str, DataSet]:
@@ -97,18 +101,18 @@ def _data_sets(run: Path, data: list[str], test: str | None, suite: str | None) 
     if suite:
         if test or data:
             raise UserError("--suite cannot be combined with --data or --test")
-        found = load_suite(suite)
-        return prepare(found.sets, Path(found.folder), lambda text: print(text, file=sys.stderr))
+        chosen_suite = load_suite(suite)
+        return prepare(chosen_suite.sets, Path(chosen_suite.folder), lambda text: print(text, file=sys.stderr))
     if test and len(data) > 1:
         raise UserError("--test goes with one --data; give several as folders that hold both parts")
     if not data or test:
         parts = labeled_parts(run, None, data[0] if data else None, test)
         return {parts[1]: DataSet(train=parts[0], test=parts[1])}  # the numbers are about these images
-    parts_of = {place: train_and_test(place) for place in data}
-    return {place: DataSet(train=train, test=test) for place, (train, test) in parts_of.items()}
+    parts_of = {location: train_and_test(location) for location in data}
+    return {location: DataSet(train=train, test=test) for location, (train, test) in parts_of.items()}
 
 
-def _show(found: Sequence[Evaluation], per_class: bool) -> None:
+def _show(evaluations: Sequence[Evaluation], per_class: bool) -> None:
     """One table of all datasets, what was selected and skipped, and where the results are."""
     import pandas as pd
     from rich.console import Console
@@ -116,25 +120,27 @@ def _show(found: Sequence[Evaluation], per_class: bool) -> None:
     from ssl_vit.report.tables import Shown, rich_table
     from ssl_vit.report.verdict import HALF_WIDTH
 
-    names = [one.results[0].data for one in found]
-    frames = [one.table.assign(labels=[*map(_words, one.results)]) for one in found]
-    columns = [_accuracies(one, frame) for one, frame in zip(found, frames, strict=True)]
+    names = [evaluation.results[0].data for evaluation in evaluations]
+    frames = [evaluation.table.assign(labels=[*map(_words, evaluation.results)]) for evaluation in evaluations]
+    columns = [_accuracies(evaluation, frame) for evaluation, frame in zip(evaluations, frames, strict=True)]
     cells = pd.concat(columns, axis=1, keys=names)
-    title = f"{found[0].about['title']} (test accuracy, % ± {HALF_WIDTH})"
+    title = f"{evaluations[0].about['title']} (test accuracy, % ± {HALF_WIDTH})"
     Console().print(rich_table(Shown(title, cells.fillna("–").reset_index(names=["", "labels"]))))
-    for name, one, frame in zip(names, found, frames, strict=True):
+    for name, evaluation, frame in zip(names, evaluations, frames, strict=True):
         if per_class:
-            Console().print(rich_table(Shown(f"{name}: accuracy per class, %", _classes(one, frame))))
-        lines = ["mean of the per-class accuracies"] if one.about["metric"] == "mean_per_class" else []
-        for row, labels in zip(one.results, frame["labels"], strict=True):
+            Console().print(rich_table(Shown(f"{name}: accuracy per class, %", _classes(evaluation, frame))))
+        lines = ["mean of the per-class accuracies"] if evaluation.about["metric"] == "mean_per_class" else []
+        for row, labels in zip(evaluation.results, frame["labels"], strict=True):
             settings = ", ".join(f"{key}={value}" for key, value in row.selected.items())
             lines += [f"{row.arm}, {labels}, seed {row.seed}: selected {settings}"] if settings else []
             lines += row.notes
-        lines += [f"{len(one.about['skipped'])} unreadable sample(s) skipped"] if one.about["skipped"] else []
+        lines += (
+            [f"{len(evaluation.about['skipped'])} unreadable sample(s) skipped"] if evaluation.about["skipped"] else []
+        )
         for line in dict.fromkeys(lines):
             print(printable(f"{name}: {line}"))
-    seconds = sum(one.about["seconds"] for one in found)
-    print(f"\n{seconds:.2f} s; saved in {', '.join(str(one.path) for one in found)}")
+    seconds = sum(evaluation.about["seconds"] for evaluation in evaluations)
+    print(f"\n{seconds:.2f} s; saved in {', '.join(str(evaluation.path) for evaluation in evaluations)}")
 
 
 def _words(row: Result) -> str:
@@ -144,27 +150,27 @@ def _words(row: Result) -> str:
     return ", ".join(filter(None, (budget_words(row.labels_per_class), row.variant)))
 
 
-def _accuracies(one: Evaluation, frame: pd.DataFrame) -> pd.Series:
+def _accuracies(evaluation: Evaluation, frame: pd.DataFrame) -> pd.Series:
     """Test accuracy by arm and labels, as the report prints it."""
     from ssl_vit.report.summary import mean_accuracy
     from ssl_vit.report.verdict import points
     from ssl_vit.results import Table
 
-    table, weighted = Table(one.results), one.about["metric"] == "mean_per_class"
+    table, weighted = Table(evaluation.results), evaluation.about["metric"] == "mean_per_class"
     groups = frame.groupby(["arm", "labels"], sort=False)
     return groups.apply(lambda group: points(mean_accuracy(table, list(group.index), weighted=weighted), ""))
 
 
-def _classes(one: Evaluation, frame: pd.DataFrame) -> pd.DataFrame:
+def _classes(evaluation: Evaluation, frame: pd.DataFrame) -> pd.DataFrame:
     """Accuracy per class with the trained encoder, mean over seeds: a column per label budget and variant but ReaL,
     whose images may have several classes."""
     import pandas as pd
 
     from ssl_vit.evaluators.real_labels import VARIANT
 
-    labels, names = one.results[0].prediction.labels, one.about["classes"]
-    shown = [n for n, row in enumerate(one.results) if row.arm == "trained" and VARIANT not in row.variant]
-    correct = pd.DataFrame([one.results[n].prediction.correct for n in shown], index=shown)
+    labels, names = evaluation.results[0].prediction.labels, evaluation.about["classes"]
+    shown = [n for n, row in enumerate(evaluation.results) if row.arm == "trained" and VARIANT not in row.variant]
+    correct = pd.DataFrame([evaluation.results[n].prediction.correct for n in shown], index=shown)
     shares = correct.groupby(frame["labels"][shown], sort=False).mean().T.groupby(labels)
     cells = shares.mean().mul(100).map("{:.1f}".format)
     cells.insert(0, "images", shares.size())

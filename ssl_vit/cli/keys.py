@@ -106,8 +106,8 @@ def _config(topic: str) -> type[BaseModel]:
 
         return ComparisonConfig
     if "." not in topic and topic not in plugins.names("evaluators") + plugins.names("objectives"):
-        known = ", ".join(["train", "compare", *plugins.names("evaluators"), *plugins.names("objectives")])
-        raise UserError(f"{topic}: no such topic; known: {known}")
+        topics = ", ".join(["train", "compare", *plugins.names("evaluators"), *plugins.names("objectives")])
+        raise UserError(f"{topic}: no such topic; known: {topics}")
     kind: plugins.Kind = "objectives" if topic in plugins.names("objectives") else "evaluators"
     config: type[BaseModel] = plugins.load(kind, topic).Config
     return config

@@ -40,12 +40,12 @@ def inspect(
 
     sides = [int(side) for side in (image_size or "").split("x") if side]
     size = (sides[0], sides[-1]) if sides else None
-    place = out or weights / "inspect"
+    folder = out or weights / "inspect"
     print(
         inspection.inspect(
             weights,
             data,
-            place,
+            folder,
             image_size=size,
             images=images,
             distance_images=distance_images,

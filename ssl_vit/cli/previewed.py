@@ -14,41 +14,41 @@ if TYPE_CHECKING:
     from ssl_vit.stage import DryRun
 
 
-def stage(found: DryRun, as_json: bool) -> None:
+def stage(preview: DryRun, as_json: bool) -> None:
     """A training run: its data, model, memory and time."""
     if as_json:
-        print(json.dumps({**asdict(found), "hours": round(found.hours, 3)}, indent=1))
+        print(json.dumps({**asdict(preview), "hours": round(preview.hours, 3)}, indent=1))
         return
-    for name, value in asdict(found).items():
+    for name, value in asdict(preview).items():
         if name not in ("run", "recipe"):
             print(f"{name.replace('_', ' '):20} {_number(value)}")
-    print(f"{'hours':20} {_hours(found.hours)}")
-    print(f"nothing was written; the run would go to {found.run}")
+    print(f"{'hours':20} {_hours(preview.hours)}")
+    print(f"nothing was written; the run would go to {preview.run}")
 
 
-def comparison(found: ComparisonDryRun, as_json: bool) -> None:
+def comparison(preview: ComparisonDryRun, as_json: bool) -> None:
     """A comparison: for each arm its pretraining and hours; then the whole."""
     if as_json:
-        print(json.dumps({**asdict(found), "hours": round(found.hours, 3)}, indent=1))
+        print(json.dumps({**asdict(preview), "hours": round(preview.hours, 3)}, indent=1))
         return
     table = Table(title="Hours on this machine, one task after the other", title_justify="left")
     for header in ("", "parameters", "GFLOP", "steps", "pretrain", "fine-tune", "features"):
         table.add_column(header, justify="right" if header else "left", no_wrap=True)
-    for arm, cost in found.arms.items():
+    for arm, cost in preview.arms.items():
         run, hours = cost.pretraining, (cost.pretraining_hours, cost.fine_tuning_hours, cost.features_hours)
         sizes = (run.parameters, run.gflop_per_image, run.steps) if run else ("", "", "")
         table.add_row(arm, *map(_number, sizes), *map(_hours, hours))
     Console().print(table)
-    missing = ", ".join(f"{count} {kind}" for kind, count in found.missing.items()) or "none"
-    print(f"data     {', '.join(f'{name} {_number(count)}' for name, count in found.data.items())} images")
-    print(f"tasks    {found.tasks}, {found.done} of them done; missing: {missing}")
-    print(f"memory   up to {_number(round(found.memory_mib, 1))} MiB for weights and activations")
-    print(f"time     {_hours(found.hours)} hours in total, with one process (jobs={found.jobs})")
-    for arm in found.not_estimated:
+    missing = ", ".join(f"{count} {kind}" for kind, count in preview.missing.items()) or "none"
+    print(f"data     {', '.join(f'{name} {_number(count)}' for name, count in preview.data.items())} images")
+    print(f"tasks    {preview.tasks}, {preview.done} of them done; missing: {missing}")
+    print(f"memory   up to {_number(round(preview.memory_mib, 1))} MiB for weights and activations")
+    print(f"time     {_hours(preview.hours)} hours in total, with one process (jobs={preview.jobs})")
+    for arm in preview.not_estimated:
         print(f"note: {arm}: its weights have no recipe, so its time is not estimated")
-    for arm in found.differing:
+    for arm in preview.differing:
         print(f"caution: another architecture or image preparation: {arm}")
-    print(f"nothing was written; the comparison would go to {found.run}")
+    print(f"nothing was written; the comparison would go to {preview.run}")
 
 
 def _hours(hours: float) -> str:

@@ -51,9 +51,9 @@ def recipes() -> None:
     from ssl_vit.comparison.sets import suites
 
     width = max(shutil.get_terminal_size().columns, 60) if sys.stdout.isatty() else 10_000
-    for title, found in (("", recipe_files.shipped()), ("suites, for --suite:\n", suites())):
+    for title, paths in (("", recipe_files.shipped()), ("suites, for --suite:\n", suites())):
         print(f"\n{title}" if title else "", end="")
-        for name, path in found.items():
+        for name, path in paths.items():
             comment = takewhile(lambda line: line[:1] == "#", path.read_text().splitlines())
             head = " ".join(line[1:].strip() for line in comment)
             sentences = re.split(r"(?<=[.?])\s", head)

@@ -118,19 +118,19 @@ def shards_verify(
         raise typer.Exit(1 if listed else 0)
     from ssl_vit.data.check import check_data
 
-    found = check_data(data, jobs=jobs)
-    for part, names in found.missing_classes.items():
+    report = check_data(data, jobs=jobs)
+    for part, names in report.missing_classes.items():
         for name in names:
             print(printable(f"{part}: class {name} has no image"))
-    for row in found.bad_files.itertuples():
+    for row in report.bad_files.itertuples():
         print(printable(f"{row.part}: {row.file}: {row.reason}"))
-    for row in found.leaks.itertuples():
+    for row in report.leaks.itertuples():
         print(printable(f"{row.part}: {row.file}: {row.kind} copy of {row.other_file} in {row.other_part}"))
-    images = ", ".join(f"{count:,} in {part}" for part, count in found.class_counts.sum().items())
-    print(f"{data}: {images} labeled" if found.class_counts.size else f"{data}: no labels")
-    defects = f"{len(found.bad_files)} bad file(s), {len(found.leaks)} image(s) in two parts"
-    print(f"{data}: {'no defect found' if found.ok else defects}")
-    if not found.ok:
+    images = ", ".join(f"{count:,} in {part}" for part, count in report.class_counts.sum().items())
+    print(f"{data}: {images} labeled" if report.class_counts.size else f"{data}: no labels")
+    defects = f"{len(report.bad_files)} bad file(s), {len(report.leaks)} image(s) in two parts"
+    print(f"{data}: {'no defect found' if report.ok else defects}")
+    if not report.ok:
         raise typer.Exit(1)
 
 

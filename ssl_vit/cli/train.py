@@ -47,19 +47,19 @@ def train(
         check_trackers(settings.training.trackers)
         settings = precision.resolve(settings, lambda text: print(text, file=sys.stderr))
         runs.check(settings.run_directory, settings)
-        found = measure(settings)
+        measured = measure(settings)
         if runs.is_main_process():
-            previewed.stage(found, as_json)
+            previewed.stage(measured, as_json)
         return
     if as_json:
         raise UserError("--json requires --dry-run")
     run = functions.train(settings).dir
     if runs.is_main_process():
         name, train = shlex.quote(str(run)), settings.data.train
-        known = isinstance(train, str) and (train.endswith("#train") or Path(train).name == "train")
+        has_test_part = isinstance(train, str) and (train.endswith("#train") or Path(train).name == "train")
         print(
             f"\nrun        {run}  (recipe, metrics.jsonl, TensorBoard events, checkpoints, encoder.safetensors)\n"
-            f"evaluate   ssl-vit eval {name} few_shot{'' if known else ' --data TRAIN --test TEST'}\n"
+            f"evaluate   ssl-vit eval {name} few_shot{'' if has_test_part else ' --data TRAIN --test TEST'}\n"
             f"look       ssl-vit report {name}   and   tensorboard --logdir {name}"
         )
         encoder = settings.encoder

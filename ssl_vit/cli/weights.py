@@ -38,16 +38,16 @@ def import_weights(
     from ssl_vit.models.exchange import imports
 
     numbers = {"mean": _numbers("--mean", mean), "std": _numbers("--std", std)}
-    model, found = imports.import_weights(weights, out, name=name, heads=heads, **numbers)
+    model, imported = imports.import_weights(weights, out, name=name, heads=heads, **numbers)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     height, width = model.image_size
     print(f"{model.name}, {parameters:,} parameters, {height}x{width} pixels, {model.channels} channel(s)")
     print(f"mean {model.mean}, std {model.std}")
-    for note in found.notes:
+    for note in imported.notes:
         print(printable(f"note: {note}"))
-    if found.skipped:
-        more = f" and {len(found.skipped) - _SHOWN} more, see {out}/config.json" * (len(found.skipped) > _SHOWN)
-        print(printable(f"skipped: {', '.join(found.skipped[:_SHOWN])}{more}"))
+    if imported.skipped:
+        more = f" and {len(imported.skipped) - _SHOWN} more, see {out}/config.json" * (len(imported.skipped) > _SHOWN)
+        print(printable(f"skipped: {', '.join(imported.skipped[:_SHOWN])}{more}"))
     print(f"\nweights    {out}\nevaluate   ssl-vit eval {out} few_shot --data SHARDS")
     print(f"train on   ssl-vit train RECIPE init_from={out} encoder.name={model.name} (sizes, mean and std as above)")
 

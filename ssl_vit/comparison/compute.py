@@ -26,17 +26,17 @@ def equalize(plan: Plan, shards: dict[str, ShardSet]) -> Plan:
     for name, arm in plan.study.comparison.arms.items():
         if arm.compute_of is None:
             continue
-        own = plan.study.recipes[arm.compute_of]
+        pretraining_recipe = plan.study.recipes[arm.compute_of]
         pretraining = shards[plan.part(arm.compute_of, "pretrain", 0)]
-        steps = own.training.total_steps(own.data.samples or pretraining.samples)
-        total = steps * _step_flops(own, len(pretraining.classes or ()) or None)
+        steps = pretraining_recipe.training.total_steps(pretraining_recipe.data.samples or pretraining.samples)
+        total = steps * _step_flops(pretraining_recipe, len(pretraining.classes or ()) or None)
         for (data, evaluator, of), built in plan.evaluators.items():
             if of == name and built.trains_encoder:
                 train = shards[plan.part(data, "train", 0)]
                 like = plan.recipes[plan.rows[name].like]
-                (one,) = runner.training_recipes(built, like, train.samples, sweep=False)
+                (fine_tuning,) = runner.training_recipes(built, like, train.samples, sweep=False)
                 classes = len(train.classes or ()) or int(np.max(labels_of(train))) + 1
-                extra = round(total / _step_flops(one, classes))
+                extra = round(total / _step_flops(fine_tuning, classes))
                 settings[data, evaluator, of] = built.config.model_copy(update={"extra_steps": extra})
     return replace(plan, study=replace(plan.study, evaluators=settings))
 

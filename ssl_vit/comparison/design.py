@@ -223,13 +223,19 @@ class Design:
     def budgets_and_seeds(self, task: TaskRecord) -> tuple[list[Budget], dict[int, int]]:
         """What a `sweep` or `measure` task covers; of each seed the pretraining seed."""
         evaluator = self.evaluator(task.data, task.evaluator, task.arm)
-        made = {seed: self.pretraining_seed(task.arm, number) for number, seed in enumerate(self.seeds(evaluator))}
+        pretraining_seeds = {
+            seed: self.pretraining_seed(task.arm, number) for number, seed in enumerate(self.seeds(evaluator))
+        }
         if evaluator.trains_encoder:
-            return [task.labels_per_class], {task.seed: made[task.seed]}
+            return [task.labels_per_class], {task.seed: pretraining_seeds[task.seed]}
         budgets = runner.budgets(evaluator, self.study.comparison.labels_per_class)
         if self.rows[task.arm].kind == "control":
-            return list(budgets), dict([*made.items()][:_CONTROL_SEEDS])
-        return list(budgets), {seed: own for seed, own in made.items() if own == task.seed}
+            return list(budgets), dict([*pretraining_seeds.items()][:_CONTROL_SEEDS])
+        return list(budgets), {
+            seed: pretraining_seed
+            for seed, pretraining_seed in pretraining_seeds.items()
+            if pretraining_seed == task.seed
+        }
 
 
 def digest(content: Any) -> str:

@@ -82,7 +82,7 @@ def dry_run_comparison(study: Study, say: Say = silent) -> ComparisonDryRun:
     checked = check(study, prepare(study.sets, study.folder, write=False), say)
     plan, opened, missing = checked.plan, checked.shards, checked.missing
     rows = [name for name, row in plan.rows.items() if row.kind != "pixels"]
-    found = ComparisonDryRun(
+    preview = ComparisonDryRun(
         run=str(plan.run),
         jobs=study.comparison.jobs,
         data={key: shards.samples for key, shards in opened.items()},
@@ -94,17 +94,19 @@ def dry_run_comparison(study: Study, say: Say = silent) -> ComparisonDryRun:
     )
     measured: dict[str, DryRun] = {}
     for arm, settings in plan.study.recipes.items():
-        measured[arm] = found.arms[arm].pretraining = dry_run(settings, opened[plan.part(arm, "pretrain", 0)])
+        measured[arm] = preview.arms[arm].pretraining = dry_run(settings, opened[plan.part(arm, "pretrain", 0)])
     for task in missing:
         if task.kind == "pretrain":
-            found.arms[task.arm].pretraining_hours += measured[task.arm].hours
-        elif task.evaluator and task.arm in found.arms:
+            preview.arms[task.arm].pretraining_hours += measured[task.arm].hours
+        elif task.evaluator and task.arm in preview.arms:
             if plan.rows[task.arm].like in plan.recipes:
-                _add(found.arms[task.arm], plan, task, opened, measured)
-            elif task.arm not in found.not_estimated:
-                found.not_estimated.append(task.arm)
-    found.memory_mib = max((one.weights_mib + one.activations_mib for one in measured.values()), default=0.0)
-    return found
+                _add(preview.arms[task.arm], plan, task, opened, measured)
+            elif task.arm not in preview.not_estimated:
+                preview.not_estimated.append(task.arm)
+    preview.memory_mib = max(
+        (training.weights_mib + training.activations_mib for training in measured.values()), default=0.0
+    )
+    return preview
 
 
 def _add(cost: ArmCost, plan: Plan, task: TaskRecord, opened: dict[str, ShardSet], measured: dict[str, DryRun]) -> None:
@@ -112,8 +114,8 @@ def _add(cost: ArmCost, plan: Plan, task: TaskRecord, opened: dict[str, ShardSet
     train, test = (opened[plan.part(task.data, part, task.fold)] for part in ("train", "test"))
     row = plan.rows[task.arm]
     evaluator, (budgets, seeds) = plan.evaluator(task.data, task.evaluator, task.arm), plan.budgets_and_seeds(task)
-    labels, own = labels_of(train), plan.recipes[row.like]
-    like = labeled(own, train)
+    labels, encoder_recipe = labels_of(train), plan.recipes[row.like]
+    like = labeled(encoder_recipe, train)
     chosen = np.unique(np.concatenate([choose_labeled(labels, budget, seed) for budget in budgets for seed in seeds]))
 
     def step(stage: Recipe) -> DryRun:
@@ -127,8 +129,8 @@ def _add(cost: ArmCost, plan: Plan, task: TaskRecord, opened: dict[str, ShardSet
             steps = stage.training.total_steps(len(chosen))
             cost.fine_tuning_hours += steps * step(stage).step_seconds() / 3600
         return
-    batch = own.training.batch_size
-    training = TrainingConfig(steps=1, batch_size=batch, precision=own.training.precision)
+    batch = encoder_recipe.training.batch_size
+    training = TrainingConfig(steps=1, batch_size=batch, precision=encoder_recipe.training.precision)
     head: Any = classification.Config(head="linear", pooling="mean", classes=int(labels.max()) + 1)
     stage = like.model_copy(update={"objective": head, "training": training})
     images = (len(chosen) + test.samples) * (len(seeds) if row.kind == "control" else 1)

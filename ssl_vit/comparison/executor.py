@@ -125,8 +125,8 @@ class _Process(ProcessPoolExecutor):
         super().__init__(1, initializer=_start_process, env=environment)
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        found: Future[Any] = super().submit(_do_in_process, fn, *args, **kwargs)
-        return found
+        future: Future[Any] = super().submit(_do_in_process, fn, *args, **kwargs)
+        return future
 
 
 @contextmanager
@@ -145,10 +145,10 @@ def _processes(jobs: int) -> Iterator[_Workers]:
     try:
         yield _Workers([new() for _ in range(jobs)], new)
     finally:
-        own = set(multiprocessing.active_children()) - others
-        for process in own:
+        started = set(multiprocessing.active_children()) - others
+        for process in started:
             process.terminate()
-        for process in own:
+        for process in started:
             process.join(_SECONDS_TO_SAVE)
         for pool in pools:
             pool.shutdown(kill_workers=True)

@@ -29,11 +29,11 @@ def resume(study: Study, *, until_decided: bool = False, max_seeds: int | None =
     path = study.comparison.run_directory / PLAN
     record = records.read(path, ComparisonRecord) if path.is_file() else None
     if record and record.looks:
-        first, made = record.looks[0].seeds, _counted(study)
-        if getattr(study.comparison, made) != getattr(record, made)[:first]:
+        first, list_name = record.looks[0].seeds, _counted(study)
+        if getattr(study.comparison, list_name) != getattr(record, list_name)[:first]:
             raise UserError(
-                f"{path}: its looks began with other {made} than the recipe has now; undo that change, or give another "
-                "directory with run=PATH"
+                f"{path}: its looks began with other {list_name} than the recipe has now; undo that change, or give "
+                "another directory with run=PATH"
             )
         if max_seeds not in (None, record.max_seeds):
             raise UserError(
@@ -51,26 +51,26 @@ def resume(study: Study, *, until_decided: bool = False, max_seeds: int | None =
     return replace(study, max_seeds=most)
 
 
-def look(study: Study, found: Comparison) -> Study:
-    """The study with a look at what was measured; the same study where these seeds have been looked at before."""
-    c, record = study.comparison, found.record
+def look(study: Study, comparison: Comparison) -> Study:
+    """Add a look at the results to the study. If these seeds were looked at before, return the study unchanged."""
+    c, record = study.comparison, comparison.record
     seeds = len(getattr(c, _counted(study)))
     if study.looks and study.looks[-1].seeds == seeds:
         return study
     new = Look(seeds=seeds, pretrainings=c.pretrainings, outcomes={})
-    with_new = replace(found, record=record.model_copy(update={"looks": (*study.looks, new)}))
+    with_new = replace(comparison, record=record.model_copy(update={"looks": (*study.looks, new)}))
     outcomes = {head.place.data: head.outcome for head in summarize(with_new).headlines}
     return replace(study, looks=(*study.looks, new.model_copy(update={"outcomes": outcomes})))
 
 
-def extend(study: Study, found: Comparison) -> Study | None:
+def extend(study: Study, comparison: Comparison) -> Study | None:
     """The study with more seeds or pretrainings; None where all headlines are decided, the maximum is reached, or no
     number of seeds would decide.
 
-    found: with the last look in its record.
+    comparison: what was measured, with the last look in its record.
     """
     c, most = study.comparison, study.max_seeds or 0
-    heads = [head for head in summarize(found).headlines if head.outcome == "undecided"]
+    heads = [head for head in summarize(comparison).headlines if head.outcome == "undecided"]
     have = len(getattr(c, _counted(study)))
     if not heads or have >= most:
         return None
@@ -79,25 +79,30 @@ def extend(study: Study, found: Comparison) -> Study | None:
         return None
     least = math.ceil((most - study.looks[0].seeds) / (MOST_LOOKS - 1))
     per = have // c.pretrainings
-    if heads[0].unit == "pretraining" and per <= most - have and _new_pretrainings_pay(found, heads[0], per):
-        made = min(max(units or 1, math.ceil(least / per)), (most - have) // per)
-        assigned = [*map(c.pretraining_number, range(have)), *(c.pretrainings + n // per for n in range(made * per))]
-        return _more(study, made * per, pretrainings=c.pretrainings + made, assigned=tuple(assigned))
+    if heads[0].unit == "pretraining" and per <= most - have and _new_pretrainings_pay(comparison, heads[0], per):
+        added_pretrainings = min(max(units or 1, math.ceil(least / per)), (most - have) // per)
+        assigned = [
+            *map(c.pretraining_number, range(have)),
+            *(c.pretrainings + n // per for n in range(added_pretrainings * per)),
+        ]
+        return _more(
+            study, added_pretrainings * per, pretrainings=c.pretrainings + added_pretrainings, assigned=tuple(assigned)
+        )
     added = min(max(units or 1, least), most - have)
     every = 1 < c.pretrainings == have  # each seed has its own
     return _more(study, added, pretrainings=c.pretrainings + added * every)
 
 
-def _new_pretrainings_pay(found: Comparison, head: Difference, per: int) -> bool:
+def _new_pretrainings_pay(comparison: Comparison, head: Difference, per: int) -> bool:
     """Whether one more pretraining lowers the variance of the mean by more per second than one more seed for each.
 
     per: seeds per pretraining.
     """
     seconds: dict[str, list[float]] = {"pretrain": [], "measure": []}
-    for task in found.record.tasks:
+    for task in comparison.record.tasks:
         here = task.kind == "pretrain" or (task.data, task.evaluator) == (head.place.data, head.place.evaluator)
-        if here and task.arm in (head.arm, head.against) and task.id in found.tasks and task.kind in seconds:
-            seconds[task.kind].append(found.tasks[task.id].seconds)
+        if here and task.arm in (head.arm, head.against) and task.id in comparison.tasks and task.kind in seconds:
+            seconds[task.kind].append(comparison.tasks[task.id].seconds)
     count = head.estimate.units
     per_pretraining, per_seed = fmean(seconds["pretrain"]), sum(seconds["measure"]) / (count * per)
     within = head.within_variance / per

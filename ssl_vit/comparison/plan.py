@@ -26,34 +26,34 @@ class Plan(Design):
     def tasks(self) -> tuple[TaskRecord, ...]:
         """Every task, after the ones it needs. The long ones come first, so that all workers are busy to the end."""
         c = self.study.comparison
-        found = []
+        tasks = []
         for arm in self.study.recipes:
             for seed in c.seeds[: c.pretrainings]:
                 for fold in self.folds:
                     name = self._pretrained(arm, seed, fold)[0]
-                    found.append(TaskRecord(id=name, kind="pretrain", arm=arm, seed=seed, fold=fold))
+                    tasks.append(TaskRecord(id=name, kind="pretrain", arm=arm, seed=seed, fold=fold))
         for data, name in dict.fromkeys(key[:2] for key in self.evaluators):
             rows = [row for row in self.rows.values() if self._is_measured(data, name, row)]
             if not rows:
                 raise UserError(f"evaluators.{name}: no arm was trained with labels; remove this evaluator")
-            found += [t for row in rows for fold in self.folds for t in self._evaluations(data, name, row.name, fold)]
+            tasks += [t for row in rows for fold in self.folds for t in self._evaluations(data, name, row.name, fold)]
         if c.pictures:
             for row in [row for row in self.rows.values() if row.source == "trained"]:
-                place = {"arm": row.name, "data": next(iter(self.sets)), "seed": c.seeds[0]}
+                fields = {"arm": row.name, "data": next(iter(self.sets)), "seed": c.seeds[0]}
                 after = self._pretrained(row.name, c.seeds[0], 0)
-                found.append(TaskRecord(id=f"pictures-{row.name}", kind="pictures", after=after, **place))
+                tasks.append(TaskRecord(id=f"pictures-{row.name}", kind="pictures", after=after, **fields))
         order = ("pretrain", "sweep", "measure", "pictures")
-        found.sort(key=lambda task: order.index(task.kind))  # stable: evaluators that train stay before the others
-        return tuple(task.model_copy(update={"fingerprint": fingerprint(self, task)}) for task in found)
+        tasks.sort(key=lambda task: order.index(task.kind))  # stable: evaluators that train stay before the others
+        return tuple(task.model_copy(update={"fingerprint": fingerprint(self, task)}) for task in tasks)
 
     @property
     def stages(self) -> list[int]:
         """Of each task: 0 where it needs none, else one more than the latest it needs; tasks of one stage are
         independent."""
-        found: dict[str, int] = {}
+        stages: dict[str, int] = {}
         for task in self.tasks:
-            found[task.id] = 1 + max((found[need] for need in task.after), default=-1)
-        return list(found.values())
+            stages[task.id] = 1 + max((stages[need] for need in task.after), default=-1)
+        return list(stages.values())
 
     def _is_measured(self, data: str, name: str, row: Row) -> bool:
         evaluator = self.evaluator(data, name, row.name)
@@ -75,14 +75,16 @@ class Plan(Design):
         c, evaluator = self.study.comparison, self.evaluator(data, name, row)
         label = name.replace(":", ".") + ("" if data == ONLY else f"-{data}")
 
-        def task(kind: TaskKind, identifier: str, budget: Budget, seed: int, made: int, *needs: str) -> TaskRecord:
-            after = (*needs, *self._pretrained(row, made, fold))
+        def task(
+            kind: TaskKind, identifier: str, budget: Budget, seed: int, pretraining_seed: int, *needs: str
+        ) -> TaskRecord:
+            after = (*needs, *self._pretrained(row, pretraining_seed, fold))
             place: dict[str, Any] = {"arm": row, "data": data, "evaluator": name, "labels_per_class": budget}
             return TaskRecord(id=identifier + self.suffix(fold), kind=kind, seed=seed, fold=fold, after=after, **place)
 
         if not evaluator.trains_encoder:
-            for made in dict.fromkeys(self.pretraining_seed(row, number) for number in range(c.pretrainings)):
-                yield task("measure", f"{label}-{row}-{made}", ALL, made, made)
+            for pretraining in dict.fromkeys(self.pretraining_seed(row, number) for number in range(c.pretrainings)):
+                yield task("measure", f"{label}-{row}-{pretraining}", ALL, pretraining, pretraining)
             return
         sweeps: dict[Budget, str] = {}
         swept = self.rows[row].repeats or row  # a repetition uses the settings of what it repeats
@@ -94,8 +96,8 @@ class Plan(Design):
                     yield sweep
             needs = [sweeps[at]] if sweeps else []
             for number, seed in enumerate(c.seeds):
-                made = self.pretraining_seed(row, number)
-                yield task("measure", f"{label}-{row}-{_word(budget)}-{seed}", budget, seed, made, *needs)
+                pretraining = self.pretraining_seed(row, number)
+                yield task("measure", f"{label}-{row}-{_word(budget)}-{seed}", budget, seed, pretraining, *needs)
 
     def _pretrained(self, row: str, pretraining_seed: int, fold: int) -> tuple[str, ...]:
         pretrained = self.rows[row].kind == "pretrained"

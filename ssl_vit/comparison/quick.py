@@ -13,17 +13,17 @@ T = TypeVar("T", bound=Config)
 def tenth(config: T) -> T:
     """A comparison, a recipe or an evaluator's settings with a tenth of all steps, epochs, warm-up and pretrainings,
     also among the values of a sweep, and with a tenth of the seeds, at least 2."""
-    found: dict[str, Any] = {}
+    updates: dict[str, Any] = {}
     for name in type(config).model_fields:
         value = getattr(config, name)
         if isinstance(value, Config):
-            found[name] = tenth(value)
+            updates[name] = tenth(value)
         elif name == "sweep":
             shorter = {key: [_less(key.split(".")[-1], one) for one in values] for key, values in value.items()}
-            found[name] = {key: tuple(dict.fromkeys(values)) for key, values in shorter.items()}
+            updates[name] = {key: tuple(dict.fromkeys(values)) for key, values in shorter.items()}
         else:
-            found[name] = _less(name, value)
-    return config.model_copy(update=found)
+            updates[name] = _less(name, value)
+    return config.model_copy(update=updates)
 
 
 def _less(name: str, value: Any) -> Any:

@@ -67,7 +67,7 @@ def suites() -> dict[str, Path]:
 def load_suite(name: str, near: Path | None = None) -> Suite:
     """Read and validate a suite: a path, one beside the recipe `near`, or a shipped suite's name. Raises UserError."""
     places = [Path(name), *([near.parent / name] if near else []), *([suites()[name]] if name in suites() else [])]
-    path = next((place for place in places if place.is_file()), None)
+    path = next((candidate for candidate in places if candidate.is_file()), None)
     if path is None:
         raise UserError(f"{name}: no such suite; shipped suites: {', '.join(suites())}")
     content = recipe.read(path)

@@ -30,7 +30,7 @@ def prepare(
     Raises UserError for a source that cannot be read, a folder that was packed from another one, and (without `write`)
     for a set that is not packed yet.
     """
-    found = dict(sets)
+    packed = dict(sets)
     for name, chosen in sets.items():
         if chosen.source is None:
             continue
@@ -46,8 +46,8 @@ def prepare(
             raise UserError(
                 f"dataset {name} is not packed yet, and a dry run packs nothing; run `{command}`, and for test"
             )
-        found[name] = chosen.model_copy(update={"source": None, **places})
-    return found
+        packed[name] = chosen.model_copy(update={"source": None, **places})
+    return packed
 
 
 def _check_packed(name: str, chosen: DataSet, folder: Path) -> None:

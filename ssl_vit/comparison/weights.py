@@ -60,8 +60,8 @@ def _import(arm: Arm, folder: Path, say: Say) -> None:
             return
         shutil.rmtree(folder, ignore_errors=True)
         say(f"importing {arm.weights} into {folder}")
-        _, found = import_weights(str(arm.weights), folder, name=arm.architecture)
-        for note in found.notes:
+        _, imported = import_weights(str(arm.weights), folder, name=arm.architecture)
+        for note in imported.notes:
             say(f"note: {arm.weights}: {note}")
         write_json(folder / _REQUEST, request)
 

@@ -82,29 +82,32 @@ def _run(plan: Plan, task: TaskRecord) -> tuple[list[Result], dict[str, Any]]:
     if task.kind == "pictures":
         with progress_bar(task.id, None):
             return [], _pictures(plan, task)
-    row, (budgets, made) = plan.rows[task.arm], plan.budgets_and_seeds(task)
+    row, (budgets, pretraining_seeds) = plan.rows[task.arm], plan.budgets_and_seeds(task)
     best = None
     for need in (need for need in plan.tasks if need.id in task.after and need.kind == "sweep"):
         swept, about = results.load(path_of(plan, need))
         best = about["sweep"]["best"]
-        winners = {(one.arm, one.labels_per_class, one.seed) for one in swept}
+        winners = {(result.arm, result.labels_per_class, result.seed) for result in swept}
         if (task.arm, task.labels_per_class, task.seed) in winners:
             return [], {}  # the sweep has trained this very model
-    evaluator, found, rows = plan.evaluator(task.data, task.evaluator, task.arm), dict[str, Any](), list[Result]()
+    evaluator, fields, rows = plan.evaluator(task.data, task.evaluator, task.arm), dict[str, Any](), list[Result]()
     if task.kind == "sweep":
         context = make_context(plan, task, task.seed)
         sweep, winner = runner.sweep(evaluator, context, row.source, task.labels_per_class, task.seed)
         measured = runner.budgets(evaluator, plan.study.comparison.labels_per_class)
-        rows, found = [winner] if winner and task.labels_per_class in measured else [], {"sweep": sweep}
+        rows, fields = [winner] if winner and task.labels_per_class in measured else [], {"sweep": sweep}
     elif row.kind == "control":
-        for seed in made:  # an untrained encoder each
+        for seed in pretraining_seeds:  # an untrained encoder each
             context = make_context(plan, task, seed + row.shift)
             rows += runner.measure(evaluator, context, row.source, budgets, [seed], best, shift=row.shift)
     else:
         context = make_context(plan, task, task.seed)
-        rows += runner.measure(evaluator, context, row.source, budgets, [*made], best)
-    rows = [replace(one, data=task.data, arm=task.arm, fold=task.fold, pretraining_seed=made[one.seed]) for one in rows]
-    return rows, found | {"skipped": context.skipped_names()}
+        rows += runner.measure(evaluator, context, row.source, budgets, [*pretraining_seeds], best)
+    rows = [
+        replace(result, data=task.data, arm=task.arm, fold=task.fold, pretraining_seed=pretraining_seeds[result.seed])
+        for result in rows
+    ]
+    return rows, fields | {"skipped": context.skipped_names()}
 
 
 def make_context(plan: Plan, task: TaskRecord, initialization: int) -> EvalContext:
@@ -113,17 +116,17 @@ def make_context(plan: Plan, task: TaskRecord, initialization: int) -> EvalConte
     initialization: seed of the untrained encoder.
     """
     like, data = plan.rows[task.arm].like, plan.split(task.data, task.fold)
-    made = next(iter(plan.budgets_and_seeds(task)[1].values()))
-    weights, own = plan.weights(task.arm, made, task.fold), plan.recipes.get(like)
-    if weights is None and own is None:  # only a file says what the architecture is
-        weights = plan.weights(like, made, task.fold)
+    pretraining_seed = next(iter(plan.budgets_and_seeds(task)[1].values()))
+    weights, own_recipe = plan.weights(task.arm, pretraining_seed, task.fold), plan.recipes.get(like)
+    if weights is None and own_recipe is None:  # only a file says what the architecture is
+        weights = plan.weights(like, pretraining_seed, task.fold)
     if weights is not None and not weights.exists():
         done = " and ".join(str(plan.run / TASKS / f"{need}.json") for need in task.after)
         raise UserError(f"{weights}: this encoder was removed; restore it, or delete {done} to train it again")
     assert data.train is not None and data.test is not None
     context = api.make_context(
         None if weights is None else factory.load(weights),
-        own or plan.preparation(like),
+        own_recipe or plan.preparation(like),
         data.train,
         data.test,
         weights=weights,
@@ -132,7 +135,7 @@ def make_context(plan: Plan, task: TaskRecord, initialization: int) -> EvalConte
         metric=data.metric,
     )
     context.title = task.id
-    if own is None:
+    if own_recipe is None:
         context.objective = None  # nothing says what these weights were trained for
     return context
 

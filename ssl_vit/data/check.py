@@ -76,19 +76,19 @@ def check_data(place: str | Path, *, jobs: int | None = None, progress: bool = T
         shards = open_shards(spec)
         folder = Path(shards.urls[0]).parent
         info = local_info(folder)
-        bad += [(part, one.file, one.reason) for one in (info.dropped if info else ())]
+        bad += [(part, entry.file, entry.reason) for entry in (info.dropped if info else ())]
         bad += [
-            (part, f"{one.shard} {one.key}".strip(), f"{one.kind}: {one.detail}")
-            for one in verify(folder, jobs=jobs, progress=progress)
+            (part, f"{entry.shard} {entry.key}".strip(), f"{entry.kind}: {entry.detail}")
+            for entry in verify(folder, jobs=jobs, progress=progress)
         ]
         pictures[part] = _read(shards, jobs, progress)
         labels = [picture.label for picture in pictures[part]]
         names = shards.classes or sorted({str(label) for label in labels if label >= 0})
-        found = pd.Series(labels, dtype=int).value_counts()
-        counts[part] = pd.Series({name: int(found.get(number, 0)) for number, name in enumerate(names)}, dtype=int)
+        images_of = pd.Series(labels, dtype=int).value_counts()
+        counts[part] = pd.Series({name: int(images_of.get(number, 0)) for number, name in enumerate(names)}, dtype=int)
     table = pd.DataFrame(counts).fillna(0).astype(int)
     pairs = combinations(pictures, 2)
-    leaks = [leak for one, other in pairs for leak in _shared(pictures[one], one, pictures[other], other)]
+    leaks = [leak for first, second in pairs for leak in _shared(pictures[first], first, pictures[second], second)]
     return DataReport(
         pd.DataFrame(bad, columns=["part", "file", "reason"]),
         table,
@@ -109,7 +109,7 @@ class _Picture:
 
 
 def _pictures(shards: ShardSet, shard: int) -> list[_Picture]:
-    file, found = shards.open(shard), []
+    file, pictures = shards.open(shard), []
     for position, sample in enumerate(file.samples):
         try:
             members = file.read(position)
@@ -123,21 +123,21 @@ def _pictures(shards: ShardSet, shard: int) -> list[_Picture]:
         name = file.file_name(position) or sample.key
         number = int(label) if label.isdigit() else -1
         digest = hashlib.sha256(data).digest()
-        found.append(_Picture(name, number, digest, bits, image.resize(_THUMBNAIL).tobytes()))
-    return found
+        pictures.append(_Picture(name, number, digest, bits, image.resize(_THUMBNAIL).tobytes()))
+    return pictures
 
 
 def _read(shards: ShardSet, jobs: int | None, progress: bool) -> list[_Picture]:
-    found: dict[int, list[_Picture]] = {}
+    by_shard: dict[int, list[_Picture]] = {}
     with progress_bar("comparing", shards.samples, progress) as advance:
 
         def receive(shard: int, pictures: list[_Picture]) -> None:
-            found[shard] = pictures
+            by_shard[shard] = pictures
             advance(len(pictures))
 
         numbers = range(len(shards.urls))
         run(partial(_pictures, shards), numbers, process_count(jobs, len(numbers), shards.samples), receive)
-    return [picture for shard in sorted(found) for picture in found[shard]]
+    return [picture for shard in sorted(by_shard) for picture in by_shard[shard]]
 
 
 def _shared(
@@ -149,7 +149,7 @@ def _shared(
         np.frombuffer(b"".join(picture.thumbnail for picture in side), dtype=np.uint8).reshape(len(side), -1)
         for side in (ours, theirs)
     ]
-    step, found = max(1, _ROWS // max(len(theirs), 1)), []
+    step, leaks = max(1, _ROWS // max(len(theirs), 1)), []
     for start in range(0, len(ours), step):
         close = np.bitwise_count(bits[0][start : start + step, None] ^ bits[1][None]) <= _BITS
         for row, column in zip(*np.nonzero(close), strict=True):
@@ -157,5 +157,5 @@ def _shared(
             levels = np.abs(thumbnails[0][start + row].astype(int) - thumbnails[1][column]).mean()
             if one.sha256 == two.sha256 or levels < _LEVELS:
                 kind = "exact" if one.sha256 == two.sha256 else "near"
-                found.append((one.file, part, two.file, other, kind))
-    return found
+                leaks.append((one.file, part, two.file, other, kind))
+    return leaks

@@ -79,9 +79,9 @@ class TrainStream:
         return stacked([], len(self._lanes(worker)) * self.per_lane * self.preprocess.views, self.preprocess)
 
     def chunks(self, worker: int) -> Iterator[Chunk]:
-        own = self._lanes(worker)
-        reader = SampleReader(self.shards, self.preprocess, self.data.cache_mb << 20, len(own) * len(self.sets))
-        lanes = {lane: self._samples(reader, lane) for lane in own}
+        own_lanes = self._lanes(worker)
+        reader = SampleReader(self.shards, self.preprocess, self.data.cache_mb << 20, len(own_lanes) * len(self.sets))
+        lanes = {lane: self._samples(reader, lane) for lane in own_lanes}
         while True:
             chunk, samples = Chunk(), list[Sample]()
             for lane, stream in lanes.items():
@@ -101,14 +101,14 @@ class TrainStream:
         longest = 2 * max(sum(samples.samples for samples in self.sets) // self.data.lanes, 1)
         skipped: list[Skip] = []
         reads = -1
-        for run in lane_stream(self.preprocess.seed, self.sets, self.data.lanes, lane, self.positions[lane]):
+        for segment in lane_stream(self.preprocess.seed, self.sets, self.data.lanes, lane, self.positions[lane]):
             if reader.reads != reads:  # not where every image is kept in memory by now
-                reader.files.ahead(run.upcoming)
+                reader.files.ahead(segment.upcoming)
             reads = reader.reads
-            for offset, member in enumerate(run.members.tolist()):
-                item = reader.sample(run.shard, member, run.epoch)
+            for offset, member in enumerate(segment.members.tolist()):
+                item = reader.sample(segment.shard, member, segment.epoch)
                 if not isinstance(item, Skip):
-                    yield item, LanePosition(run.start.epoch, run.start.position + offset + 1), skipped
+                    yield item, LanePosition(segment.start.epoch, segment.start.position + offset + 1), skipped
                     skipped = []
                     continue
                 if self.data.on_bad_sample == "fail":

@@ -152,11 +152,11 @@ class _Shard:
 
 
 def _check_shard(folder: Path, info: Info | None, pixels: bool, job: tuple[str, ShardEntry | None]) -> _Shard:
-    (name, entry), found, listing = job, _Shard(), _listing(info)
+    (name, entry), facts, listing = job, _Shard(), _listing(info)
     path = folder / name
 
     def report(key: str, kind: str, detail: str) -> None:
-        found.defects.append(Defect(name, key, kind, detail))
+        facts.defects.append(Defect(name, key, kind, detail))
 
     if entry is not None and pixels:
         if entry.bytes is not None and (size := path.stat().st_size) != entry.bytes:
@@ -169,24 +169,24 @@ def _check_shard(folder: Path, info: Info | None, pixels: bool, job: tuple[str, 
         except UserError as error:  # compressed
             report("", "truncated", str(error))
         else:
-            _check_samples(shard, info, pixels, found, report)
+            _check_samples(shard, info, pixels, facts, report)
             if damage := shard.damage or _early_end(shard):
                 report("", "truncated", damage)
-    if entry is not None and len(found.sizes) != entry.samples:
-        report("", "count", f"{len(found.sizes)} samples, {listing} says {entry.samples}")
-    return found
+    if entry is not None and len(facts.sizes) != entry.samples:
+        report("", "count", f"{len(facts.sizes)} samples, {listing} says {entry.samples}")
+    return facts
 
 
-def _check_samples(shard: ShardFile, info: Info | None, pixels: bool, found: _Shard, report: Report) -> None:
+def _check_samples(shard: ShardFile, info: Info | None, pixels: bool, facts: _Shard, report: Report) -> None:
     for member in shard.duplicates:
         report(member.partition(".")[0], "duplicate_key", f"{member} is there twice")
     classes = info.classes if info else None
     for position, sample in enumerate(shard.samples):
         end_with_parent()
         key = sample.key
-        if key in found.keys:
+        if key in facts.keys:
             report(key, "duplicate_key", "another sample has the same key")
-        found.keys.add(key)
+        facts.keys.add(key)
         height = width = depth = 0
         try:
             members = shard.read(position)
@@ -203,14 +203,14 @@ def _check_samples(shard: ShardFile, info: Info | None, pixels: bool, found: _Sh
         except BadSample as error:
             report(key, "unreadable_image", str(error))
             members = {}
-        found.sizes.append((height, width, depth))
+        facts.sizes.append((height, width, depth))
         try:
             label = decode_label(members, len(classes) if classes is not None else None)
         except BadSample as error:
             report(key, "bad_label", str(error))
             continue
         if label >= 0:
-            found.labels[label] += 1
+            facts.labels[label] += 1
         elif info and info.labeled:
             report(key, "bad_label", "no .cls member in a labeled set")
 

@@ -89,9 +89,9 @@ class Evaluator(BaseEvaluator):
     def fit(self, train: ImageSet, seed: int) -> Classifier:
         self._check_memory(train)
         start, c, device = time.perf_counter(), self.config, train.context.accelerator.device
-        known = train.features(c)
-        classes, targets = np.unique(known.labels, return_inverse=True)
-        tokens_BND, targets_B = self._tokens(train, known), torch.from_numpy(targets)
+        features = train.features(c)
+        classes, targets = np.unique(features.labels, return_inverse=True)
+        tokens_BND, targets_B = self._tokens(train, features), torch.from_numpy(targets)
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
             head = AttentiveHead(tokens_BND.shape[-1], len(classes)).to(device)
@@ -119,21 +119,23 @@ class Evaluator(BaseEvaluator):
                 raise error
             top = top_classes(probabilities, classes)
             predicted = classes[probabilities.argmax(1)]
-            return [Scored(Prediction(test.images, test.labels, predicted, *top), cost=cost, labels=len(known.labels))]
+            return [
+                Scored(Prediction(test.images, test.labels, predicted, *top), cost=cost, labels=len(features.labels))
+            ]
 
         return classify
 
-    def _tokens(self, images: ImageSet, found: Features) -> torch.Tensor:
+    def _tokens(self, images: ImageSet, features: Features) -> torch.Tensor:
         """float32 (n, N, D) of the patches, side by side in the features."""
         encoder = images.context.trained
-        return torch.from_numpy(found.vectors).unflatten(1, (-1, encoder.features("patches") // encoder.patches))
+        return torch.from_numpy(features.vectors).unflatten(1, (-1, encoder.features("patches") // encoder.patches))
 
     def _check_memory(self, train: ImageSet) -> None:
         """Raises UserError, before anything is extracted, for too many tokens and for an encoder without any."""
         encoder = train.context.trained
         encoder.check_pooling("patches")
-        known = len(train.context.train_labels) if train.extract is None else len(train.extract)
-        images, size = known + train.context.test.samples, pair(self.config.image_size or encoder.image_size)
+        count = len(train.context.train_labels) if train.extract is None else len(train.extract)
+        images, size = count + train.context.test.samples, pair(self.config.image_size or encoder.image_size)
         pixels = math.prod(size) / math.prod(encoder.image_size)
         needed = 4 * images * encoder.features("patches") * pixels / 2**30
         if needed > self.config.memory_gib:

@@ -85,7 +85,7 @@ class TrainedConfig(SweepConfig):
         steps = training.total_steps(images) + self.extra_steps
         epochs = self.warmup_epochs
         warmup = self.optim.warmup_steps if epochs is None else round(epochs * images / batch_size)
-        kept = {"steps": steps, "epochs": None, "log_every": _LOG_EVERY, "checkpoint_every": 0}
+        schedule = {"steps": steps, "epochs": None, "log_every": _LOG_EVERY, "checkpoint_every": 0}
         return Recipe(
             name=name,
             seed=seed,
@@ -93,7 +93,7 @@ class TrainedConfig(SweepConfig):
             encoder=encoder,
             objective=self.head,
             optim=self.optim.model_copy(update={"warmup_steps": min(warmup, steps // 5)}),
-            training=training.model_copy(update=kept),
+            training=training.model_copy(update=schedule),
         )
 
 
@@ -152,7 +152,7 @@ def fit(evaluator: Evaluator, images: ImageSet, encoder: Encoder, seed: int) -> 
 def predict(objective: classification.Objective, images: ImageSet) -> Prediction:
     """Predictions for labeled images, each once, the same on every process. Raises as `extract` does."""
     objective.eval()
-    found = extract(images, lambda batch: objective.logits(batch.images), objective.encoder.image_size, "logits")
-    probabilities = softmax(found.vectors, axis=1)
+    logits = extract(images, lambda batch: objective.logits(batch.images), objective.encoder.image_size, "logits")
+    probabilities = softmax(logits.vectors, axis=1)
     top = top_classes(probabilities, np.arange(probabilities.shape[1]))
-    return Prediction(found.images, found.labels, found.vectors.argmax(1), *top)
+    return Prediction(logits.images, logits.labels, logits.vectors.argmax(1), *top)

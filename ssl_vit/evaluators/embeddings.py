@@ -27,8 +27,8 @@ def embed(
     workers: int | None = None,
 ) -> pd.DataFrame:
     """See `ssl_vit.embed`."""
-    found = loaded.load(model)
-    encoder, preparation, settings = found.encoder, found.data, found.settings
+    loaded_model = loaded.load(model)
+    encoder, preparation, settings = loaded_model.encoder, loaded_model.data, loaded_model.settings
     encoder.check_pooling(pooling)
     if workers is not None:
         preparation = preparation.model_copy(update={"workers": workers})
@@ -46,7 +46,7 @@ def embed(
 
     features = extract(ImageSet(context, "trained", "all"), read, what="embeddings", needs_labels=False)
     everyone = gather((own_keys, context.skipped_names()))
-    keys = {image: key for own, _ in everyone for image, key in own.items()}
+    keys = {image: key for keys_of_rank, _ in everyone for image, key in keys_of_rank.items()}
     columns = {"key": [keys[image] for image in features.images.tolist()], "label": features.labels}
     frame = pd.DataFrame(columns | {"embedding": list(features.vectors)})
     if (names := file_names(opened)).any():

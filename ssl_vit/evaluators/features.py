@@ -178,9 +178,9 @@ class ImageSet:
         if key not in context.features:
             whole = replace(self, images=self.extract)
             context.features[key] = extract(whole, _pixels) if pixels else _cached(whole, wanted)
-        found = context.features[key]
-        assert isinstance(found, Features)
-        return found if self.images is None else found.of(self.images)
+        features = context.features[key]
+        assert isinstance(features, Features)
+        return features if self.images is None else features.of(self.images)
 
 
 @torch.no_grad()  # inference mode does not go with XLA
@@ -213,7 +213,7 @@ def extract(
         indices=images.images,
         needs_labels=needs_labels,
     )
-    found: list[tuple[np.ndarray, ...]] = []
+    batches: list[tuple[np.ndarray, ...]] = []
     count = shards.samples if images.images is None else len(images.images)
     with context.progress(f"{what} of {images.split} images", count) as advance:
         for batch, chunk in evaluation_batches(stream, context.accelerator.device):
@@ -222,10 +222,10 @@ def extract(
                 outputs = reader(batch)
             valid = batch.valid.cpu()  # selected on the host: on XLA, each number of them would be a program of its own
             parts = (outputs.float().cpu()[valid], batch.labels.cpu()[valid], batch.indices.cpu()[valid])
-            found.append(tuple(part.numpy() for part in parts))
+            batches.append(tuple(part.numpy() for part in parts))
             advance(len(parts[0]) * context.accelerator.num_processes)
-    own = tuple(np.concatenate(parts) for parts in zip(*found, strict=True))
-    rows, labels, order = (np.concatenate(parts) for parts in zip(*distributed.gather(own), strict=True))
+    own_arrays = tuple(np.concatenate(parts) for parts in zip(*batches, strict=True))
+    rows, labels, order = (np.concatenate(parts) for parts in zip(*distributed.gather(own_arrays), strict=True))
     if len(labels) == 0:
         labeled = " and a label (.cls)" if needs_labels else ""
         raise UserError(f"{shards.spec}: no sample there has a readable image{labeled}")
@@ -254,25 +254,25 @@ def _cached(images: ImageSet, wanted: FeatureConfig) -> Features:
     encoder: Encoder = getattr(context, images.source)
     path = context.cache / f"{_content(images, encoder, wanted)}.safetensors" if context.cache else None
     main, before = context.accelerator.is_main_process, len(context.skipped)
-    found = distributed.gather(_load(path) if path and main else None)[0]
-    if found is None:
+    cached = distributed.gather(_load(path) if path and main else None)[0]
+    if cached is None:
         if wanted.image_size:
             encoder = at_size(encoder, wanted.image_size, wanted.position_resampling)
         encoder.to(context.accelerator.device).eval()
         pooling, block = wanted.pooling, wanted.block
         features = extract(images, lambda batch: encoder.represent(batch.images, pooling, block), wanted.image_size)
-        found = features, [skip for rank in distributed.gather(context.skipped[before:]) for skip in rank]
+        cached = features, [skip for rank in distributed.gather(context.skipped[before:]) for skip in rank]
         if path and main:
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 with atomic_path(path) as unfinished:
-                    save_file(vars(features), unfinished, {"skipped": json.dumps([asdict(skip) for skip in found[1]])})
+                    save_file(vars(features), unfinished, {"skipped": json.dumps([asdict(skip) for skip in cached[1]])})
             except (OSError, SafetensorError) as error:  # the cache is optional
                 context.say(f"{path.parent}: features cannot be cached ({error})")
-    context.skipped[before:] = found[1]
-    if found[1] and context.data.on_bad_sample == "fail":  # extracted when they were skipped
-        raise found[1][0].error()
-    return found[0]
+    context.skipped[before:] = cached[1]
+    if cached[1] and context.data.on_bad_sample == "fail":  # extracted when they were skipped
+        raise cached[1][0].error()
+    return cached[0]
 
 
 def _load(path: Path) -> tuple[Features, list[Skip]] | None:

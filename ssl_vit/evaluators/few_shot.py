@@ -38,13 +38,13 @@ class Evaluator(BaseEvaluator):
 
     def fit(self, train: ImageSet, seed: int) -> Classifier:
         c: Config = self.config
-        known = train.features(c)
-        ridge = Ridge(known.vectors, known.labels)
+        features = train.features(c)
+        ridge = Ridge(features.vectors, features.labels)
 
         def classify(images: ImageSet) -> list[Scored]:
             test = images.features(c)
             predicted = ridge.predict(test.vectors, (c.l2,))[c.l2]
-            return [Scored(Prediction(test.images, test.labels, predicted), labels=len(known.labels))]
+            return [Scored(Prediction(test.images, test.labels, predicted), labels=len(features.labels))]
 
         return classify
 
@@ -125,10 +125,10 @@ def few_shot_accuracy(
 
     # The limit around the pool stays while any thread works: BLAS has one setting for the whole process.
     with threadpool_limits(1, "blas"), ThreadPoolExecutor(torch.get_num_threads()) as pool:
-        found = dict(zip(chosen, pool.map(predictions, chosen.values()), strict=True))
+        by_cell = dict(zip(chosen, pool.map(predictions, chosen.values()), strict=True))
     accuracies = {
-        (*place, value): float((predicted == test_labels).mean())
-        for place, by_l2 in found.items()
+        (*cell, value): float((predicted == test_labels).mean())
+        for cell, by_l2 in by_cell.items()
         for value, predicted in by_l2.items()
     }
     return {key[:2]: value for key, value in accuracies.items()} if isinstance(l2, (int, float)) else accuracies

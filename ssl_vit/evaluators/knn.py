@@ -30,19 +30,19 @@ class Evaluator(BaseEvaluator):
 
     def fit(self, train: ImageSet, seed: int) -> Classifier:
         c: Config = self.config
-        known = train.features(c)
+        features = train.features(c)
 
         def classify(images: ImageSet) -> list[Scored]:
             test = images.features(c)
-            found = knn_votes(known.vectors, known.labels, test.vectors, ks=c.ks, temperature=c.temperature)
+            votes = knn_votes(features.vectors, features.labels, test.vectors, ks=c.ks, temperature=c.temperature)
             return [
                 Scored(
                     Prediction(test.images, test.labels, classes[:, 0], classes, shares),
                     variant=f"k={k}" if len(c.ks) > 1 else "",
                     primary=k == c.ks[0],
-                    labels=len(known.labels),
+                    labels=len(features.labels),
                 )
-                for k, (classes, shares) in found.items()
+                for k, (classes, shares) in votes.items()
             ]
 
         return classify
@@ -65,7 +65,7 @@ def knn_votes(
     train, test = _unit(train_features), _unit(test_features)
     classes, targets = np.unique(train_labels, return_inverse=True)
     most, top = min(max(ks), len(train)), min(TOP, len(classes))
-    found = {k: (np.empty((len(test), top), np.int64), np.empty((len(test), top), np.float32)) for k in ks}
+    tops = {k: (np.empty((len(test), top), np.int64), np.empty((len(test), top), np.float32)) for k in ks}
     rows = max(1, _SIMILARITIES // len(train))
     for start in range(0, len(test), rows):
         similarity = test[start : start + rows] @ train.T
@@ -76,9 +76,9 @@ def knn_votes(
             owners = np.repeat(np.arange(len(similarity)), min(k, most))
             np.add.at(votes, (owners, targets[nearest[:, :k]].ravel()), weights[:, :k].ravel())
             best, weight = top_classes(votes, classes)
-            found[k][0][start : start + rows] = best
-            found[k][1][start : start + rows] = weight / votes.sum(1, keepdims=True)
-    return found
+            tops[k][0][start : start + rows] = best
+            tops[k][1][start : start + rows] = weight / votes.sum(1, keepdims=True)
+    return tops
 
 
 def _nearest(similarity: np.ndarray, count: int) -> np.ndarray:

@@ -32,15 +32,15 @@ def choose_labeled(labels: np.ndarray, budget: Budget, seed: int, *, share_of: n
         return np.flatnonzero(labels >= 0)
     everything = labels if share_of is None else share_of
     generator = np.random.default_rng(seed)
-    found = []
+    chosen = []
     for label in np.unique(labels[labels >= 0]):
         order = generator.permutation(np.flatnonzero(labels == label))
         if isinstance(budget, int):
             count = budget
         else:
             count = max(1, round(float(budget[:-1]) / 100 * int((everything == label).sum())))
-        found.append(order[:count])
-    return np.concatenate(found)
+        chosen.append(order[:count])
+    return np.concatenate(chosen)
 
 
 def held_out_split(labels: np.ndarray, share: float, seed: int, repeat: int = 0) -> tuple[np.ndarray, np.ndarray]:
@@ -94,13 +94,13 @@ def set_notes(train: ShardSet, test: ShardSet) -> list[str]:
 
 def _count_gray(shards: ShardSet) -> tuple[int, int]:
     """(gray images, readable images) among some of the first shard."""
-    file, found = shards.open(0), list[bool]()
+    file, gray = shards.open(0), list[bool]()
     for position in np.unique(np.linspace(0, max(len(file.samples) - 1, 0), _LOOKED_AT).astype(int)):
         with suppress(BadSample, BrokenImageError):
             content = file.read(int(position))
             images = [content[extension] for extension in IMAGE_EXTENSIONS if extension in content]
-            found += [channels(open_header(data, "")) == 1 for data in images[:1]]
-    return sum(found), len(found)
+            gray += [channels(open_header(data, "")) == 1 for data in images[:1]]
+    return sum(gray), len(gray)
 
 
 @lru_cache(maxsize=8)

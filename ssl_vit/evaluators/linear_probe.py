@@ -72,8 +72,8 @@ class Evaluator(BaseEvaluator):
         c, context = self.config, images.context
         if c.method == "exact":
             return logistic_regression(images.features(c), c)
-        own = context.untrained if images.source == "untrained" else context.trained
-        return fit(self, images, at_size(own, c.image_size or own.image_size, c.position_resampling), seed)
+        encoder = context.untrained if images.source == "untrained" else context.trained
+        return fit(self, images, at_size(encoder, c.image_size or encoder.image_size, c.position_resampling), seed)
 
     def stage(self, data: DataConfig, encoder: EncoderConfig, images: int, seed: int) -> Recipe | None:
         c: Config = self.config
@@ -87,13 +87,13 @@ class Evaluator(BaseEvaluator):
         return c.model_copy(update={"head": head}).recipe("linear_probe", data, sizes, images, seed, batch_size)
 
 
-def logistic_regression(known: Features, c: Config) -> Classifier:
+def logistic_regression(features: Features, c: Config) -> Classifier:
     """Multinomial logistic regression on features standardized as MAE's batch norm does (variance + 1e-6)."""
-    mean, scale = known.vectors.mean(0), np.sqrt(known.vectors.var(0) + 1e-6)
+    mean, scale = features.vectors.mean(0), np.sqrt(features.vectors.var(0) + 1e-6)
     model = LogisticRegression(C=c.c, max_iter=c.max_iterations)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)  # it becomes a note
-        model.fit((known.vectors - mean) / scale, known.labels)
+        model.fit((features.vectors - mean) / scale, features.labels)
     converged = int(np.max(model.n_iter_)) < c.max_iterations
     notes = () if converged else ("the logistic regression stopped at max_iterations before it had converged",)
 
@@ -102,7 +102,9 @@ def logistic_regression(known: Features, c: Config) -> Classifier:
         x = (test.vectors - mean) / scale
         top = top_classes(model.predict_proba(x), model.classes_)
         return [
-            Scored(Prediction(test.images, test.labels, model.predict(x), *top), notes=notes, labels=len(known.labels))
+            Scored(
+                Prediction(test.images, test.labels, model.predict(x), *top), notes=notes, labels=len(features.labels)
+            )
         ]
 
     return classify

@@ -33,7 +33,7 @@ def read_real_labels(path: Path, test: ShardSet) -> RealLabels:
     Raises UserError for another file, for images without such a name, and where the classes are in another order.
     """
     try:
-        found = TypeAdapter(list[frozenset[NonNegativeInt]]).validate_json(path.read_bytes())
+        published = TypeAdapter(list[frozenset[NonNegativeInt]]).validate_json(path.read_bytes())
     except (OSError, ValidationError) as error:
         why = error.strerror if isinstance(error, OSError) else error.errors()[0]["msg"]
         raise UserError(f"{path}: not a list with a list of class indices per image ({why})") from None
@@ -43,12 +43,12 @@ def read_real_labels(path: Path, test: ShardSet) -> RealLabels:
         for position, sample in enumerate(file.samples):
             name = file.file_name(position) or sample.key
             number = _NAME.search(name)
-            if number is None or not 1 <= int(number[1]) <= len(found):
+            if number is None or not 1 <= int(number[1]) <= len(published):
                 raise UserError(
-                    f"{test.urls[shard]}: {path} has no labels for {name}; its {len(found):,} images are "
+                    f"{test.urls[shard]}: {path} has no labels for {name}; its {len(published):,} images are "
                     "ILSVRC2012_val_00000001 and so on: make the shards from these files, with --keep-names"
                 )
-            if classes := found[int(number[1]) - 1]:
+            if classes := published[int(number[1]) - 1]:
                 sets[first + position] = classes
     agreeing = [labels[image] in classes for image, classes in sets.items() if labels[image] >= 0]
     if not agreeing or np.mean(agreeing) < _AGREEMENT:
@@ -72,7 +72,12 @@ def rescored(result: Result, sets: RealLabels) -> Result:
     arrays = {name: None if array is None else array[keep] for name, array in vars(prediction).items()}
     right = [sets[image] for image in prediction.images[keep].tolist()]
     predicted = prediction.predicted[keep].tolist()
-    arrays["labels"] = np.array([one if one in own else min(own) for one, own in zip(predicted, right, strict=True)])
+    arrays["labels"] = np.array(
+        [
+            label if label in true_labels else min(true_labels)
+            for label, true_labels in zip(predicted, right, strict=True)
+        ]
+    )
     again = Prediction(**arrays)  # type: ignore[arg-type]
     return replace(
         result,

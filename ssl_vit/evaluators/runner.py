@@ -80,14 +80,14 @@ def measure(
     shift: added to the seed of everything but the choice of the labeled images.
     The rows have `data` "", the source as `arm` and `pretraining_seed` 0.
     """
-    places = [(budget, seed) for budget in budgets for seed in seeds]
-    chosen = [_train_images(evaluator, context, source, budget, seed)[0] for budget, seed in places]
+    cells = [(budget, seed) for budget in budgets for seed in seeds]
+    chosen = [_train_images(evaluator, context, source, budget, seed)[0] for budget, seed in cells]
     if not chosen:
         return
     wanted = np.unique(np.concatenate([train.images for train in chosen if train.images is not None]))
     together = None if len(wanted) == (context.train_labels >= 0).sum() else wanted
-    with context.progress(f"{context.title}: {source}", len(places)) as advance:
-        for (budget, seed), images in zip(places, chosen, strict=True):
+    with context.progress(f"{context.title}: {source}", len(cells)) as advance:
+        for (budget, seed), images in zip(cells, chosen, strict=True):
             train = ImageSet(context, source, "train", images.images, together)
             settings, notes = (best, ()) if best is not None else _settings(evaluator, train, seed)
             try:
@@ -119,13 +119,13 @@ def evaluate(evaluator: Evaluator, context: EvalContext) -> tuple[list[Result], 
         if not has_sweep(evaluator):
             results += measure(evaluator, context, source, asked, seeds)
             continue
-        found = {
+        swept = {
             at: sweep(evaluator, context, source, at, seeds[0])
             for at in dict.fromkeys(sweep_budget(evaluator, budget) for budget in asked)
         }
-        sweeps |= {f"{source}, {budget_words(at)}": record for at, (record, _) in found.items()}
+        sweeps |= {f"{source}, {budget_words(at)}": record for at, (record, _) in swept.items()}
         for budget in asked:
-            record, row = found[sweep_budget(evaluator, budget)]
+            record, row = swept[sweep_budget(evaluator, budget)]
             done = [row] if row and row.labels_per_class == budget else []
             results += done
             results += measure(evaluator, context, source, (budget,), seeds[len(done) :], record.best)
@@ -218,9 +218,9 @@ def _select(
             try:
                 for kept, held in splits:
                     fitted = _configured(evaluator, settings).fit(kept, seed)
-                    found = fitted(held)[0]
-                    scores.append(scored(found.prediction)[train.context.metric])
-                    cost += found.cost
+                    outputs = fitted(held)[0]
+                    scores.append(scored(outputs.prediction)[train.context.metric])
+                    cost += outputs.cost
                     classifier = classifier or fitted
                 score = fmean(scores)
             except Diverged as error:
@@ -253,9 +253,9 @@ def _results(
 ) -> Iterator[Result]:
     """A classifier's rows for the test images."""
     labels = train.context.train_labels[train.images]
-    for found in classifier(ImageSet(train.context, train.source, "test")):
-        used = len(labels) if found.labels is None else found.labels
-        accuracies = scored(found.prediction)
+    for outputs in classifier(ImageSet(train.context, train.source, "test")):
+        used = len(labels) if outputs.labels is None else outputs.labels
+        accuracies = scored(outputs.prediction)
         unreadable = (f"{len(labels) - used} of {len(labels)} labeled images could not be read",)
         yield Result(
             data="",
@@ -267,17 +267,17 @@ def _results(
             labels=used,
             accuracy=accuracies["accuracy"],
             mean_per_class=accuracies["mean_per_class"],
-            prediction=found.prediction,
-            variant=found.variant,
-            primary=found.primary,
+            prediction=outputs.prediction,
+            variant=outputs.variant,
+            primary=outputs.primary,
             selected=selected,
             notes=(
-                *found.notes,
+                *outputs.notes,
                 *notes,
                 *short_note(labels, budget, train.context.train_labels),
                 *unreadable * (used < len(labels) and not evaluator.needs_head),
             ),
-            **vars(found.cost),
+            **vars(outputs.cost),
         )
 
 

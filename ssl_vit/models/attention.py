@@ -27,5 +27,5 @@ def run(block: nn.Module, tokens_BTD: torch.Tensor, **more: Any) -> torch.Tensor
     )
     # Around each block, so that a block whose activations are computed again uses the same kernel.
     with sdpa_kernel(SDPBackend.MATH) if slow else nullcontext():
-        found: torch.Tensor = block(tokens_BTD, **more)
-    return found
+        outputs: torch.Tensor = block(tokens_BTD, **more)
+    return outputs

@@ -293,5 +293,5 @@ def _from_config(config: dict[str, Any]) -> Encoder:
     mean, std, image_size = cfg["mean"], cfg["std"], tuple(cfg["input_size"][1:])
     if not is_vit(name):
         return TimmEncoder(name, arguments, mean, std, image_size)
-    own = {key: config[key] for key in ("position_std", "norm_eps", "positions") if key in config}
-    return ViTEncoder(name, {"img_size": image_size, **arguments}, mean, std, **own)
+    settings = {key: config[key] for key in ("position_std", "norm_eps", "positions") if key in config}
+    return ViTEncoder(name, {"img_size": image_size, **arguments}, mean, std, **settings)

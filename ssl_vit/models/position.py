@@ -48,18 +48,18 @@ def to_table(positions_1LD: torch.Tensor, grid: Grid) -> torch.Tensor:
 
 def timm_format(network: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The network's tensors by name, learned 2D positions as timm's `pos_embed`."""
-    found = dict(tensors)
-    if (table := found.pop("pos_embed_2d", None)) is not None:
-        found["pos_embed"] = from_table(table, network.patch_embed.grid_size)  # type: ignore[union-attr, arg-type]
-    return found
+    formatted = dict(tensors)
+    if (table := formatted.pop("pos_embed_2d", None)) is not None:
+        formatted["pos_embed"] = from_table(table, network.patch_embed.grid_size)  # type: ignore[union-attr, arg-type]
+    return formatted
 
 
 def own_format(network: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The inverse of `timm_format`; tensors that are not in timm's format stay as they are."""
-    found = dict(tensors)
-    if isinstance(network, VisionTransformer2D) and "pos_embed" in found:
-        found["pos_embed_2d"] = to_table(found.pop("pos_embed"), network.patch_embed.grid_size)
-    return found
+    formatted = dict(tensors)
+    if isinstance(network, VisionTransformer2D) and "pos_embed" in formatted:
+        formatted["pos_embed_2d"] = to_table(formatted.pop("pos_embed"), network.patch_embed.grid_size)
+    return formatted
 
 
 def relate(block: nn.Module, grid: Grid, heads: int, prefix_tokens: int, std: float) -> None:
@@ -69,8 +69,8 @@ def relate(block: nn.Module, grid: Grid, heads: int, prefix_tokens: int, std: fl
     They are added to the attention logits. The block still takes tokens alone; where those are some of the sequence
     only, `among_BT` (int64) says which.
     """
-    block.rel_pos = found = RelPosBias(grid, heads, prefix_tokens, device=next(block.parameters()).device)
-    nn.init.trunc_normal_(found.relative_position_bias_table, std=std)
+    block.rel_pos = bias = RelPosBias(grid, heads, prefix_tokens, device=next(block.parameters()).device)
+    nn.init.trunc_normal_(bias.relative_position_bias_table, std=std)
     block.register_forward_pre_hook(_add_relative, with_kwargs=True)  # a subclass would be unknown to FSDP's wrapping
 
 

@@ -39,24 +39,28 @@ class TimmEncoder(Encoder):
         with torch.random.fork_rng(devices=[]), torch.no_grad(), torch.device("meta"):
             network = create(self.name, self.arguments).eval()
             try:
-                found = network.forward_features(torch.empty(shape))
-                pooled = network.forward_head(found, pre_logits=True)
+                features = network.forward_features(torch.empty(shape))
+                pooled = network.forward_head(features, pre_logits=True)
             except (AssertionError, RuntimeError, ValueError, NotImplementedError, TypeError) as error:
                 first = str(error).splitlines()[0] if str(error) else type(error).__name__
                 raise UserError(f"{self.name} cannot read images of {self.image_size} pixels: {first}") from None
         self.width = int(pooled.shape[-1])
-        self._is_map = isinstance(found, torch.Tensor) and found.ndim == 4
+        self._is_map = isinstance(features, torch.Tensor) and features.ndim == 4
         self._channels_last = getattr(network, "output_fmt", "NCHW") == "NHWC"
         prefix = getattr(network, "num_prefix_tokens", None)
         self._grid, self._token_width = (0, 0), self.width
         if self._is_map:
-            self._grid = (found.shape[1], found.shape[2]) if self._channels_last else (found.shape[2], found.shape[3])
-            self._token_width = int(found.shape[3 if self._channels_last else 1])
-        elif isinstance(found, torch.Tensor) and found.ndim == 3 and prefix is not None:
+            self._grid = (
+                (features.shape[1], features.shape[2])
+                if self._channels_last
+                else (features.shape[2], features.shape[3])
+            )
+            self._token_width = int(features.shape[3 if self._channels_last else 1])
+        elif isinstance(features, torch.Tensor) and features.ndim == 3 and prefix is not None:
             self.prefix_tokens = int(prefix)
             self.has_class_token = getattr(network, "cls_token", None) is not None
-            patches, own = found.shape[1] - self.prefix_tokens, getattr(network, "patch_embed", None)
-            rows, columns = getattr(own, "grid_size", None) or (1, patches)
+            patches, patch_embed = features.shape[1] - self.prefix_tokens, getattr(network, "patch_embed", None)
+            rows, columns = getattr(patch_embed, "grid_size", None) or (1, patches)
             self._grid = (rows, columns) if rows * columns == patches else (1, patches)
 
     @property
@@ -107,23 +111,23 @@ class TimmEncoder(Encoder):
 
     def forward(self, images_BCHW: torch.Tensor) -> torch.Tensor:
         """uint8 images -> output tokens (B, P + N, D); without patch tokens, the pooled features (B, 1, D)."""
-        found = self.network.forward_features(self.normalized(images_BCHW))
-        return self._tokens(found) if self.patches else self.network.forward_head(found, pre_logits=True)[:, None]
+        features = self.network.forward_features(self.normalized(images_BCHW))
+        return self._tokens(features) if self.patches else self.network.forward_head(features, pre_logits=True)[:, None]
 
-    def _tokens(self, found: torch.Tensor) -> torch.Tensor:
+    def _tokens(self, features: torch.Tensor) -> torch.Tensor:
         if not self._is_map:
-            return found
-        return found.flatten(1, 2) if self._channels_last else found.flatten(2).mT
+            return features
+        return features.flatten(1, 2) if self._channels_last else features.flatten(2).mT
 
     def represent(self, images_BCHW: torch.Tensor, pooling: Pooling, block: int | None = None) -> torch.Tensor:
         if block is not None:
             raise UserError(f"block={block}: the blocks of {self.name} ({self.kind}) cannot be read; remove block")
         self.check_pooling(pooling)
-        found = self.network.forward_features(self.normalized(images_BCHW))
+        features = self.network.forward_features(self.normalized(images_BCHW))
         if pooling == "mean" and not self.has_class_token:
-            pooled: torch.Tensor = self.network.forward_head(found, pre_logits=True)
+            pooled: torch.Tensor = self.network.forward_head(features, pre_logits=True)
             return pooled
-        return self.pool(self._tokens(found), pooling)
+        return self.pool(self._tokens(features), pooling)
 
     def finish(self, vectors: torch.Tensor) -> torch.Tensor:
         finished: torch.Tensor = self.network.fc_norm(vectors) if hasattr(self.network, "fc_norm") else vectors

@@ -92,8 +92,8 @@ def evaluated(run: Path) -> Use:
     run: a run directory, a checkpoint or a weights folder.
     """
     recipe, poolings = run_recipe(run), []
-    for one in sorted(evaluations(run)[0].values(), key=lambda one: str(one.about.get("saved"))):
-        settings = one.about["settings"]
+    for evaluation in sorted(evaluations(run)[0].values(), key=lambda evaluation: str(evaluation.about.get("saved"))):
+        settings = evaluation.about["settings"]
         poolings.append(settings.get("pooling") or settings.get("head", {}).get("pooling"))
     last = next(filter(None, reversed(poolings)), getattr(recipe.objective, "pooling", None) if recipe else None)
     return Use((recipe.data if recipe else DataConfig(train="")).evaluation_resize, last)
@@ -113,14 +113,14 @@ def _pooled(model: Encoder, use: Use, to: str) -> str | None:
     if to == "timm" and use.pooling in ("token", "mean"):
         return "model.forward_head(tokens)"
     first = model.prefix_tokens
-    found = {
+    pooled = {
         "token": "tokens[:, 0]",
         "mean": f"tokens[:, {first}:].mean(1)",
         "patches": f"tokens[:, {first}:].flatten(1)",
     }
-    found["both"] = f"torch.cat([{found['token']}, {found['mean']}], 1)"
+    pooled["both"] = f"torch.cat([{pooled['token']}, {pooled['mean']}], 1)"
     norm_after_pooling = bool([*model.network.fc_norm.parameters()])
-    return None if norm_after_pooling or use.pooling is None else found[use.pooling]
+    return None if norm_after_pooling or use.pooling is None else pooled[use.pooling]
 
 
 def _tokens(model: Encoder) -> str:

@@ -59,13 +59,17 @@ def classes(comparison: Comparison, place: Place) -> Classes:
     table = comparison.table
     budget, arms = list(rows_by_place(comparison)[place].items())[-1]
     rows = {arm: [*arms[arm].values()] for arm in comparison.arms if arm in arms}
-    found = {arm: [table.prediction(row) for row in own] for arm, own in rows.items()}
-    everything = [one for own in found.values() for one in own]
-    labels = np.unique(np.concatenate([part for one in everything for part in (one.labels, one.predicted)]))
-    of_images, _ = table.cells([row for own in rows.values() for row in own])
+    predictions = {arm: [table.prediction(row) for row in of_arm] for arm, of_arm in rows.items()}
+    everything = [prediction for of_arm in predictions.values() for prediction in of_arm]
+    labels = np.unique(
+        np.concatenate([part for prediction in everything for part in (prediction.labels, prediction.predicted)])
+    )
+    of_images, _ = table.cells([row for of_arm in rows.values() for row in of_arm])
     confusion = {}
-    for arm, own in found.items():
-        true, predicted = (np.concatenate([getattr(one, name) for one in own]) for name in ("labels", "predicted"))
+    for arm, of_arm in predictions.items():
+        true, predicted = (
+            np.concatenate([getattr(prediction, name) for prediction in of_arm]) for name in ("labels", "predicted")
+        )
         counts = confusion_matrix(true, predicted, labels=labels).astype(np.float64)
         totals = counts.sum(axis=1, keepdims=True)
         confusion[arm] = np.divide(counts, totals, out=np.full_like(counts, np.nan), where=totals > 0)
@@ -73,9 +77,11 @@ def classes(comparison: Comparison, place: Place) -> Classes:
     pretrained = {arm.name for arm in comparison.record.arms if arm.kind == "pretrained"}
     for arm, indices in rows.items():
         own_labels, correct_SM = table.cells(indices)
-        units = units_of([(made,) for made, _ in arms[arm]]) if arm in pretrained else None
+        units = units_of([(pretraining_seed,) for pretraining_seed, _ in arms[arm]]) if arm in pretrained else None
         of_class = [correct_SM[:, own_labels == label] for label in labels]
-        accuracies[arm] = tuple(crossed_mean(one, pretrainings=units) if one.shape[1] else None for one in of_class)
+        accuracies[arm] = tuple(
+            crossed_mean(correct, pretrainings=units) if correct.shape[1] else None for correct in of_class
+        )
     return Classes(
         budget=budget,
         labels=labels,
@@ -83,16 +89,18 @@ def classes(comparison: Comparison, place: Place) -> Classes:
         images=np.array([(of_images == label).sum() for label in labels]),
         confusion=confusion,
         accuracies=accuracies,
-        calibration={arm: made for arm, own in found.items() if (made := calibration(own))},
+        calibration={arm: curve for arm, of_arm in predictions.items() if (curve := calibration(of_arm))},
     )
 
 
 def calibration(predictions: Sequence[Prediction]) -> Calibration | None:
     """Of the predictions of several seeds, in 15 bins of equal width; None without probabilities."""
     parts = [
-        pd.DataFrame({"seed": seed, "confidence": one.top_scores[:, 0].astype(np.float64), "correct": one.correct})
-        for seed, one in enumerate(predictions)
-        if one.top_scores is not None
+        pd.DataFrame(
+            {"seed": seed, "confidence": prediction.top_scores[:, 0].astype(np.float64), "correct": prediction.correct}
+        )
+        for seed, prediction in enumerate(predictions)
+        if prediction.top_scores is not None
     ]
     if len(parts) < len(predictions):
         return None

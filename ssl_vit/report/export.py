@@ -27,9 +27,9 @@ def export(comparison: Comparison, form: str) -> str:
         return json.dumps(as_json(comparison), indent=1) + "\n"
     summary = summarize(comparison)
     shown, mark = {"markdown": (markdown, ""), "latex": (latex, "% ")}[form]
-    found = [shown(table) for table in all_tables(comparison, summary)]
-    said = [*verdict(comparison, summary), INTERVAL, *notes(comparison), *provenance(comparison)]
-    return "\n".join([*found, *(f"{mark}{' '.join(note.split())}\n" for note in said)])
+    texts = [shown(table) for table in all_tables(comparison, summary)]
+    sentences = [*verdict(comparison, summary), INTERVAL, *notes(comparison), *provenance(comparison)]
+    return "\n".join([*texts, *(f"{mark}{' '.join(note.split())}\n" for note in sentences)])
 
 
 def as_json(comparison: Comparison) -> JsonValue:
@@ -45,8 +45,8 @@ def as_json(comparison: Comparison) -> JsonValue:
         "skipped": comparison.skipped,
         "rows": rows(comparison).to_dict(orient="records"),
     }
-    found: JsonValue = to_jsonable_python(content, inf_nan_mode="null")
-    return found
+    plain: JsonValue = to_jsonable_python(content, inf_nan_mode="null")
+    return plain
 
 
 def rows(comparison: Comparison) -> pd.DataFrame:
@@ -56,11 +56,11 @@ def rows(comparison: Comparison) -> pd.DataFrame:
     frame["arm_label"] = frame["arm"].map(comparison.label)
     frame["evaluator_title"] = frame["evaluator"].map(lambda name: record.evaluators[name].title)
     where = zip(frame["data"], frame["evaluator"], strict=True)
-    own = {arm.name: arm.evaluators for arm in record.arms}
+    settings_of = {arm.name: arm.evaluators for arm in record.arms}
     frame.insert(0, "comparison", record.name)
     frame["settings"] = [json.dumps(record.evaluators[name].settings.get(data, {})) for data, name in where]
     pairs = zip(frame["arm"], frame["evaluator"], strict=True)
-    frame["settings_of_arm"] = [json.dumps(own.get(arm, {}).get(name, {})) for arm, name in pairs]
+    frame["settings_of_arm"] = [json.dumps(settings_of.get(arm, {}).get(name, {})) for arm, name in pairs]
     frame["selected"] = frame["selected"].map(json.dumps)
     frame["notes"] = frame["notes"].map(" ".join)
     frame["file"] = [str(file) for file in comparison.measured.files]
@@ -75,8 +75,11 @@ def provenance(comparison: Comparison) -> list[str]:
     lines += [f"Measured from {times[0]} to {times[-1]}."] if times else []
     if record.environment:
         lines.append("Environment: " + ", ".join(f"{key} {value}" for key, value in flat(record.environment).items()))
-    for one in record.evaluators.values():
-        lines += [f"Settings of {one.title} on {data}: {json.dumps(found)}" for data, found in one.settings.items()]
+    for evaluator in record.evaluators.values():
+        lines += [
+            f"Settings of {evaluator.title} on {data}: {json.dumps(settings)}"
+            for data, settings in evaluator.settings.items()
+        ]
     for arm in record.arms:
         lines += [f"Settings of {arm.label} alone: {json.dumps(arm.evaluators)}"] if arm.evaluators else []
     return lines

@@ -57,11 +57,11 @@ def gallery(comparison: Comparison, head: Difference) -> Gallery:
     ours, theirs = np.split(correct, [len(rows[head.arm])])
     gain = ours.mean(axis=0) - theirs.mean(axis=0)
     order = np.argsort(-gain, kind="stable")
-    better = [place for place in order[:EACH].tolist() if gain[place] > 0]
-    worse = [place for place in order[::-1][:EACH].tolist() if gain[place] < 0]
+    better = [index for index in order[:EACH].tolist() if gain[index] > 0]
+    worse = [index for index in order[::-1][:EACH].tolist() if gain[index] < 0]
     try:
         shards = _test_shards(comparison, head.place.data)
-        pictures = {place: _picture(shards, int(images[place]), int(labels[place])) for place in [*better, *worse]}
+        pictures = {index: _picture(shards, int(images[index]), int(labels[index])) for index in [*better, *worse]}
     except (UserError, RunError) as error:
         return Gallery(*pair, budget, (), (), str(error))
 
@@ -74,25 +74,25 @@ def gallery(comparison: Comparison, head: Difference) -> Gallery:
         return ", ".join(f"{name(label)} ({count})" for label, count in Counter(found).most_common(2))
 
     cards = {
-        place: Card(picture, name(int(labels[place])), {arm: answer(arm, int(images[place])) for arm in rows})
-        for place, picture in pictures.items()
+        index: Card(picture, name(int(labels[index])), {arm: answer(arm, int(images[index])) for arm in rows})
+        for index, picture in pictures.items()
         if picture
     }
-    first, second = (tuple(cards[place] for place in places if place in cards) for places in (better, worse))
+    first, second = (tuple(cards[index] for index in places if index in cards) for places in (better, worse))
     return Gallery(*pair, budget, first, second)
 
 
 def _test_shards(comparison: Comparison, data: str) -> list[ShardSet]:
     """The test shards of a dataset, of every fold. Raises UserError where they are not at hand as they were."""
-    found = []
-    for key, one in comparison.record.data.items():
+    opened = []
+    for key, part in comparison.record.data.items():
         if key == f"{data} test" or key.startswith(f"{data} test of fold "):
-            if "://" in one.path:
-                raise UserError(f"{one.path} is remote")
-            found.append(open_shards(one.path))
-            if found[-1].samples != one.samples:
-                raise UserError(f"{one.path} holds other images now")
-    return found
+            if "://" in part.path:
+                raise UserError(f"{part.path} is remote")
+            opened.append(open_shards(part.path))
+            if opened[-1].samples != part.samples:
+                raise UserError(f"{part.path} holds other images now")
+    return opened
 
 
 def _picture(shards: Sequence[ShardSet], image: int, label: int) -> str:
@@ -102,7 +102,7 @@ def _picture(shards: Sequence[ShardSet], image: int, label: int) -> str:
     """
     from ssl_vit.data.images import open_picture  # imports torch
 
-    owners = np.cumsum([0, *(one.samples for one in shards)])
+    owners = np.cumsum([0, *(part.samples for part in shards)])
     owner = int(np.searchsorted(owners, image, side="right")) - 1
     opened, local = shards[owner], image - owners[owner]
     shard = int(np.searchsorted(opened.first_index, local, side="right")) - 1

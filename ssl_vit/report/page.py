@@ -116,8 +116,8 @@ def page(comparison: Comparison) -> str:
 
 
 def _section(comparison: Comparison, summary: Summary, styles: Styles, place: Place, *, detailed: bool) -> Section:
-    found = classes(comparison, place) if detailed else None
-    confusion, calibration = (found.confusion, found.calibration) if found else ({}, {})
+    by_class = classes(comparison, place) if detailed else None
+    confusion, calibration = (by_class.confusion, by_class.calibration) if by_class else ({}, {})
     arms = [arm.name for arm in comparison.record.arms if arm.name in confusion][:_CONFUSIONS]
     curves = {comparison.label(arm): (styles[arm], one) for arm, one in calibration.items()}
     return Section(
@@ -125,10 +125,10 @@ def _section(comparison: Comparison, summary: Summary, styles: Styles, place: Pl
         settings=flat(comparison.record.evaluators[place.evaluator].settings.get(place.data, {})),
         figures=list(_figures(comparison, summary, styles, place)),
         tables=tables.place_tables(comparison, summary, place),
-        classes=found,
-        confusions={arm: confusion_matrix(confusion[arm], found.names) for arm in arms if found},
+        classes=by_class,
+        confusions={arm: confusion_matrix(confusion[arm], by_class.names) for arm in arms if by_class},
         reliability=reliability(curves) if curves else None,
-        galleries=[gallery(comparison, head) for head in summary.headlines if found and head.place == place],
+        galleries=[gallery(comparison, head) for head in summary.headlines if by_class and head.place == place],
     )
 
 
@@ -142,7 +142,8 @@ def _curves(rows: Sequence[Row], name: Callable[[Row], str], x: Callable[[Row], 
     for row in sorted(rows, key=x):
         groups.setdefault(name(row), []).append(row)
     return [
-        Curve(key, styles[key], [x(row) for row in own], [row.estimate for row in own]) for key, own in groups.items()
+        Curve(key, styles[key], [x(row) for row in group], [row.estimate for row in group])
+        for key, group in groups.items()
     ]
 
 
@@ -152,15 +153,17 @@ def _figures(comparison: Comparison, summary: Summary, styles: Styles, place: Pl
     chance = f"chance is {100 / comparison.classes(place.data):.3g}%"
     rows = [row for row in summary.accuracies if row.place == place]
     curves = _curves(rows, lambda row: row.arm, lambda row: row.labels, styles)
-    figure = accuracy_curve([one._replace(label=label(one.label)) for one in curves], axis, "test accuracy, %", {})
+    figure = accuracy_curve(
+        [curve._replace(label=label(curve.label)) for curve in curves], axis, "test accuracy, %", {}
+    )
     yield figure, f"Test accuracy by labels per class: mean over seeds; band or bar: 95% interval; {chance}."
     differences = [row for row in summary.differences if (row.place, row.arm) == (place, tested)]
     # In the color of what it is compared with: the arm under test is in all of them.
     if curves := _curves(differences, lambda row: row.against, lambda row: row.labels, styles):
-        curves = [one._replace(label=f"minus {label(one.label)}") for one in curves]
+        curves = [curve._replace(label=f"minus {label(curve.label)}") for curve in curves]
         figure = accuracy_curve(curves, axis, "difference, points", {"_zero": 0.0})
         yield figure, f"{label(tested)} minus each other arm; band or bar: adjusted 95% interval."
-    for head in (one for one in summary.headlines if one.place == place):
+    for head in (head for head in summary.headlines if head.place == place):
         if head.estimate.half_width is not None:
             name = f"{label(head.arm)} minus {label(head.against)}"
             caption = f"Where the uncertainty of the headline comes from: more {head.unit}s reduce the first part, more"

@@ -74,8 +74,8 @@ def accuracy_curve(curves: Sequence[Curve], xlabel: str, ylabel: str, levels: Ma
         margin = (places[-1] / places[0]) ** 0.05
         axes.set_xlim(places[0] / margin, places[-1] * margin)
         for label, (color, marker), x, estimates in curves:
-            y = np.array([100 * one.mean for one in estimates])
-            half = np.array([100 * (one.half_width or 0.0) for one in estimates])
+            y = np.array([100 * estimate.mean for estimate in estimates])
+            half = np.array([100 * (estimate.half_width or 0.0) for estimate in estimates])
             if len(x) > 1:
                 axes.fill_between(x, y - half, y + half, color=color, alpha=0.16, linewidth=0)
             else:  # measured at this one place only
@@ -85,9 +85,9 @@ def accuracy_curve(curves: Sequence[Curve], xlabel: str, ylabel: str, levels: Ma
             color = INK if label.startswith("_") else PALETTE[-1 - number % 7]
             axes.axhline(height, color=color, linewidth=1.6, linestyle=(0, (5, 3)), label=label)
         least = np.log(places[-1] / places[0]) / 14  # numbers closer than that would overlap
-        kept = places[:1]
-        kept += [x for before, x in itertools.pairwise(places) if np.log(x / before) > least]
-        axes.xaxis.set_major_locator(FixedLocator(kept))
+        ticks = places[:1]
+        ticks += [x for before, x in itertools.pairwise(places) if np.log(x / before) > least]
+        axes.xaxis.set_major_locator(FixedLocator(ticks))
         axes.xaxis.set_minor_locator(NullLocator())
         return _embed(figure, axes, f"{xlabel} (logarithmic)", ylabel)
 
@@ -97,12 +97,12 @@ def _bars(curves: Sequence[Curve], ylabel: str) -> Markup:
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(5.6, 0.8 + 0.42 * len(curves)))
         axes = figure.add_axes((0.33, 0.55 / figure.get_figheight(), 0.63, 1 - 0.65 / figure.get_figheight()))
-        means = [100 * one.estimates[0].mean for one in curves]
-        half = [100 * (one.estimates[0].half_width or 0.0) for one in curves]
+        means = [100 * curve.estimates[0].mean for curve in curves]
+        half = [100 * (curve.estimates[0].half_width or 0.0) for curve in curves]
         axes.barh(
-            range(len(curves)), means, xerr=half, color=[one.style.color for one in curves], ecolor=INK, capsize=4
+            range(len(curves)), means, xerr=half, color=[curve.style.color for curve in curves], ecolor=INK, capsize=4
         )
-        names = [_wrapped(one.label) for one in curves]
+        names = [_wrapped(curve.label) for curve in curves]
         axes.set_yticks(range(len(curves)), names, parse_math=False)
         axes.invert_yaxis()
         axes.axvline(0, color=INK, linewidth=0.8)
@@ -167,10 +167,10 @@ def reliability(curves: Mapping[str, tuple[Style, Calibration]]) -> Markup:
         figure = Figure(figsize=(5.6, 3.4))
         axes = figure.add_axes((0.12, 0.16, 0.55, 0.8))
         axes.plot([0, 100], [0, 100], color=INK, linewidth=1.2, linestyle=(0, (4, 3)), label="_calibrated")
-        for name, ((color, marker), found) in curves.items():
-            x, y = 100 * found.confidence, 100 * found.accuracy
+        for name, ((color, marker), calibration) in curves.items():
+            x, y = 100 * calibration.confidence, 100 * calibration.accuracy
             axes.plot(x, y, color=color, linewidth=1.2, alpha=0.6, label=name)
-            axes.scatter(x, y, s=12 + 150 * found.share, color=color, marker=marker, linewidths=0, zorder=3)
+            axes.scatter(x, y, s=12 + 150 * calibration.share, color=color, marker=marker, linewidths=0, zorder=3)
         axes.set(xlim=(0, 101), ylim=(0, 101))
         return _embed(figure, axes, "confidence, %", "test accuracy, %")
 

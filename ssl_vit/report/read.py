@@ -72,23 +72,23 @@ class Comparison:
 
     def label(self, arm: str) -> str:
         """An arm's name in a table."""
-        labels = {one.name: one.label for one in self.record.arms}
+        labels = {row.name: row.label for row in self.record.arms}
         seen = set[ReferenceKind]()
-        for one in self.record.references:
-            if one.repeats:
-                labels[one.name] = f"{labels[one.repeats]}, repeated with other random numbers"
+        for row in self.record.references:
+            if row.repeats:
+                labels[row.name] = f"{labels[row.repeats]}, repeated with other random numbers"
                 continue
-            labels[one.name] = REFERENCES[one.kind] + (f" of {labels[one.like]}" if one.kind in seen else "")
-            seen.add(one.kind)
+            labels[row.name] = REFERENCES[row.kind] + (f" of {labels[row.like]}" if row.kind in seen else "")
+            seen.add(row.kind)
         return labels[arm]
 
     def spoken(self, arm: str) -> str:
         """An arm's name in a sentence: what it does; with its label where other arms do the same."""
-        words = {one.name: "training from scratch" for one in self.record.arms if one.kind == "scratch"}
-        for one in self.record.arms:
-            if one.kind == "pretrained" and one.objective:
-                objective = OBJECTIVES.get(one.objective, one.objective.replace("_", " "))
-                words[one.name] = "supervised pretraining" if one.uses_labels else objective
+        words = {record.name: "training from scratch" for record in self.record.arms if record.kind == "scratch"}
+        for record in self.record.arms:
+            if record.kind == "pretrained" and record.objective:
+                objective = OBJECTIVES.get(record.objective, record.objective.replace("_", " "))
+                words[record.name] = "supervised pretraining" if record.uses_labels else objective
         if arm not in words:
             return self.label(arm)
         alone = list(words.values()).count(words[arm]) == 1
@@ -97,14 +97,18 @@ class Comparison:
     @property
     def saved(self) -> dict[Path, str]:
         """When each of the files was written (UTC, ISO 8601)."""
-        found = {file: about.saved for run in self.runs.values() for file, about, _ in run.evaluations}
-        return found | {file: self.tasks[file.stem].saved for file in self.measured.files if file.stem in self.tasks}
+        times = {file: about.saved for run in self.runs.values() for file, about, _ in run.evaluations}
+        return times | {file: self.tasks[file.stem].saved for file in self.measured.files if file.stem in self.tasks}
 
     @property
     def arms(self) -> tuple[str, ...]:
         """Arms in the recipe's order, then the reference rows that were measured, without controls."""
         measured = set(self.table.frame["arm"])
-        others = [one.name for one in self.record.references if one.name in measured and one.kind != "control"]
+        others = [
+            reference.name
+            for reference in self.record.references
+            if reference.name in measured and reference.kind != "control"
+        ]
         return (*(arm.name for arm in self.record.arms), *others)
 
     @property
@@ -120,14 +124,14 @@ class Comparison:
         arms = self.record.arms
         if self.separate:
             return (arms[0].name,)
-        found = [arm.name for arm in arms if arm.kind == "pretrained" and not arm.uses_labels]
-        return tuple(found or [arm.name for arm in arms if arm.kind == "weights"] or [arms[0].name])
+        unsupervised = [arm.name for arm in arms if arm.kind == "pretrained" and not arm.uses_labels]
+        return tuple(unsupervised or [arm.name for arm in arms if arm.kind == "weights"] or [arms[0].name])
 
     def pretraining(self, arm: str) -> RunSummary | None:
         """The first pretraining of an arm."""
         ids = [task.id for task in self.record.tasks if task.arm == arm and task.kind == "pretrain"]
-        made = [self.tasks[name].run for name in ids if name in self.tasks]
-        return next(iter(made), None) or next(one.summary for one in self.record.arms if one.name == arm)
+        summaries = [self.tasks[name].run for name in ids if name in self.tasks]
+        return next(iter(summaries), None) or next(record.summary for record in self.record.arms if record.name == arm)
 
     def tried(self, arm: str) -> int:
         """How many settings the arm's sweeps tried."""
@@ -136,13 +140,13 @@ class Comparison:
 
     def sizes(self) -> dict[str, float]:
         """What the study varies of each arm's pretraining; empty outside of a study."""
-        found = {arm.name: self.pretraining(arm.name) for arm in self.record.arms if self.record.study}
-        return {arm: float(getattr(made, str(self.record.study))) for arm, made in found.items() if made}
+        summaries = {arm.name: self.pretraining(arm.name) for arm in self.record.arms if self.record.study}
+        return {arm: float(getattr(summary, str(self.record.study))) for arm, summary in summaries.items() if summary}
 
     def class_names(self, data: str) -> tuple[str, ...]:
         """The classes that a dataset's shards name, in label order; () where they name none."""
-        shards = [one for name, one in self.record.data.items() if name.startswith((f"{data} test", f"{data} train"))]
-        return next((one.classes for one in shards[::-1] if one.classes), ())
+        shards = [part for name, part in self.record.data.items() if name.startswith((f"{data} test", f"{data} train"))]
+        return next((part.classes for part in shards[::-1] if part.classes), ())
 
     def class_name(self, data: str, label: int) -> str:
         """The name of a class, else its number."""
@@ -205,11 +209,11 @@ def read_comparison(path: Path) -> Comparison:
     for task in record.tasks:
         file = path / "tasks" / f"{task.id}.json"
         with suppress(UserError, FileNotFoundError):  # missing or damaged: `compare` makes it (again)
-            found, about = results.load(file)
+            task_rows, about = results.load(file)
             finished = records.read(file, TaskResult, about)
             if finished.fingerprint == task.fingerprint:
                 tasks[task.id] = finished
-                rows += [(row, file) for row in found]
+                rows += [(row, file) for row in task_rows]
     drawn = {task.arm: tasks[task.id].pictures for task in record.tasks if task.id in tasks and task.kind == "pictures"}
     runs: dict[str, Run] = {}
     for arm in record.arms:

@@ -77,12 +77,12 @@ def read_run(path: Path) -> Run:
     file, recipe, environment = (path / name for name in RUN_FILES[:3])
     summary = records.read(file, RunSummary) if file.is_file() else None
     losses, remarks = _read_metrics(path / "metrics.jsonl")
-    found, outdated = results.evaluations(path)
+    stored, outdated = results.evaluations(path)
     evaluations = [
-        (file, records.read(file, EvaluationRecord, one.about), tuple(one.results)) for file, one in found.items()
+        (file, records.read(file, EvaluationRecord, item.about), tuple(item.results)) for file, item in stored.items()
     ]
     remarks += [
-        f"results/{one.name} is of other weights and was skipped: run `ssl-vit eval` again." for one in outdated
+        f"results/{item.name} is of other weights and was skipped: run `ssl-vit eval` again." for item in outdated
     ]
     return Run(
         name=summary.name if summary else path.resolve().name,

@@ -27,11 +27,11 @@ class SelfTest:
 
 def self_tests(comparison: Comparison) -> list[SelfTest]:
     """Those that have been measured: repetitions everywhere, pretraining with all labels where a headline is."""
-    headlines = [found[0] for data in comparison.record.metrics if (found := declared_headline(comparison, data))]
+    headlines = [declared[0] for data in comparison.record.metrics if (declared := declared_headline(comparison, data))]
     record, tests = comparison.record, []
     for place, budgets in rows_by_place(comparison).items():
         measured = Measured(comparison, place, budgets)
-        pairs = [(SAME, one.name, one.repeats) for one in record.references if one.repeats]
+        pairs = [(SAME, reference.name, reference.repeats) for reference in record.references if reference.repeats]
         supervised = [arm.name for arm in record.arms if arm.uses_labels and arm.name in measured.arms]
         if place in headlines and supervised and (baseline := baseline_of(comparison, supervised[0], measured.arms)):
             pairs.append((BETTER, supervised[0], baseline))

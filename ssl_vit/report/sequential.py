@@ -26,17 +26,17 @@ def levels(shares: Sequence[float], alpha: float = 0.05) -> list[float]:
 
     shares: of the maximal number of seeds, ascending, in (0, 1]. A level depends only on the looks up to it.
     """
-    found: list[float] = []
+    levels_of_looks: list[float] = []
     grid, density, spent, before = np.zeros(1), np.ones(1), 0.0, 0.0  # of the score z * sqrt(share)
     for share in shares:
         total = alpha * math.log1p((math.e - 1) * share)
         scale, edge = math.sqrt(share - before), math.sqrt(share)
         z = brentq(_excess, 0.0, 9.0, args=(grid, density, edge, scale, total - spent))
-        found.append(float(2 * ndtr(-z)))
+        levels_of_looks.append(float(2 * ndtr(-z)))
         inside = np.linspace(-z * edge, z * edge, _POINTS)
         density = _integral(density * norm.pdf(inside[:, None], grid, scale), grid)
         grid, spent, before = inside, total, share
-    return found
+    return levels_of_looks
 
 
 def _excess(z: float, grid: np.ndarray, density: np.ndarray, edge: float, scale: float, wanted: float) -> float:

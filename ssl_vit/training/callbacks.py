@@ -63,9 +63,10 @@ def _diverged(trainer: Trainer, what: str, keys: list[str], hint: str = "") -> S
 
 def _keys(to_blame: bool, keys: list[str]) -> list[str]:
     """Keys of a bad step's samples, of the processes that are to blame, or of all where none is. A collective call."""
-    found = distributed.gather((to_blame, keys))
-    sure = any(blame for blame, _ in found)
-    return list(dict.fromkeys(key for blame, names in found for key in names if blame or not sure))  # views repeat them
+    gathered = distributed.gather((to_blame, keys))
+    sure = any(blame for blame, _ in gathered)
+    blamed = (key for blame, names in gathered for key in names if blame or not sure)
+    return list(dict.fromkeys(blamed))  # each once: views of an image share its key
 
 
 class Logging(Callback):
@@ -121,7 +122,7 @@ class Checkpointing(Callback):
             self._save(trainer)
 
     def _state(self, trainer: Trainer) -> tuple[int, Any]:
-        return trainer.progress.step, {one.name: one.state_dict() for one in trainer.job.callbacks}
+        return trainer.progress.step, {callback.name: callback.state_dict() for callback in trainer.job.callbacks}
 
     def _save(self, trainer: Trainer) -> None:
         job, progress = trainer.job, trainer.progress
@@ -129,8 +130,8 @@ class Checkpointing(Callback):
             return
         # Each process knows the positions of its own lanes.
         first = trainer.accelerator.process_index * trainer.own_lanes
-        own = progress.lanes[first : first + trainer.own_lanes]
-        progress.lanes[:] = [position for part in distributed.gather(own) for position in part]
+        own_lanes = progress.lanes[first : first + trainer.own_lanes]
+        progress.lanes[:] = [position for part in distributed.gather(own_lanes) for position in part]
         checkpoint.save(job.run, progress.step, trainer.state, job.training.keep_last)
         self.saved = self._state(trainer)
 

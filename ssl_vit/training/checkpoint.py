@@ -73,14 +73,14 @@ def newest_of(weights: Path) -> Path | None:
 
 def last_saved(run: Path | None) -> str:
     """Which checkpoint an error message should name."""
-    kept = folders(run) if run else []
-    return f"last good checkpoint: {kept[-1] if kept else 'none'}"
+    checkpoints = folders(run) if run else []
+    return f"last good checkpoint: {checkpoints[-1] if checkpoints else 'none'}"
 
 
 def newest(run: Path) -> tuple[Path | None, list[str]]:
     """The newest intact checkpoint, and notes for the user about broken ones, which are renamed to
     `broken_step_NNNNNNNN`. Every process must call it; the main one looks."""
-    found, notes = None, list[str]()
+    intact, notes = None, list[str]()
     if distributed.is_main():
         for unfinished in (run / "checkpoints").glob(".step_*.tmp"):  # a kill came while it was written
             shutil.rmtree(unfinished)
@@ -90,13 +90,13 @@ def newest(run: Path) -> tuple[Path | None, list[str]]:
         for folder in reversed(folders(run)):
             defect = _defect(folder)
             if defect is None:
-                found = folder
+                intact = folder
                 break
             broken = folder.with_name(f"broken_{folder.name}")
             shutil.rmtree(broken, ignore_errors=True)  # of an earlier break at this step
             folder.rename(broken)
             notes.append(f"{folder} is broken ({defect}) and was renamed to {broken.name}")
-    return distributed.gather((found, notes))[0]
+    return distributed.gather((intact, notes))[0]
 
 
 def _defect(folder: Path) -> str | None:
@@ -202,13 +202,13 @@ def load(folder: Path, state: State) -> None:
 
 
 def _load_optimizer(folder: Path, state: State, tensors: Tensors) -> None:
-    own, by_number = state.optimized(), dict[int, Tensors]()
-    numbers = {name: number for number, name in enumerate(own)}
+    parameters, by_number = state.optimized(), dict[int, Tensors]()
+    numbers = {name: number for number, name in enumerate(parameters)}
     for key, tensor in tensors.items():
         name, _, item = key.rpartition("/")
-        if name not in own:
+        if name not in parameters:
             raise UserError(f"{folder}: from another recipe: its optimizer knows {name}, this one does not")
-        by_number.setdefault(numbers[name], {})[item] = placed({name: tensor}, own)[name]
+        by_number.setdefault(numbers[name], {})[item] = placed({name: tensor}, parameters)[name]
     state.optimizer.load_state_dict({**state.optimizer.state_dict(), "state": by_number})
 
 

@@ -82,8 +82,8 @@ def make_accelerator(precision: Precision = "fp32", timeout: int = 600) -> Engin
     for kind in ("DEEPSPEED", "MEGATRON_LM"):
         if parse_flag_from_env(f"ACCELERATE_USE_{kind}"):
             raise UserError(f"{kind} is not supported: use FSDP2 (recipes/launch/fsdp2.yaml) instead")
-    for known in _KNOWN_WARNINGS:
-        warnings.filterwarnings("ignore", known)
+    for warning in _KNOWN_WARNINGS:
+        warnings.filterwarnings("ignore", warning)
     try:
         accelerator = Engine(
             precision,
@@ -232,19 +232,19 @@ def shared_errors() -> Iterator[None]:
 
     Other exceptions pass on their own process alone, whose end the others notice.
     """
-    own: UserError | RunError | None = None
+    own_error: UserError | RunError | None = None
     try:
         yield
     except (UserError, RunError) as error:
-        own = error
-    found = [item for item in gather((type(own), str(own)) if own else None) if item]
-    if own and not several():
-        raise own
-    if found:
-        kind, text = found[0]
+        own_error = error
+    errors = [item for item in gather((type(own_error), str(own_error)) if own_error else None) if item]
+    if own_error and not several():
+        raise own_error
+    if errors:
+        kind, text = errors[0]
         shared = kind(text)
         shared.everywhere = True
-        raise shared from own
+        raise shared from own_error
 
 
 @contextmanager

@@ -169,9 +169,9 @@ class RunLogger:
             left = timedelta(seconds=round((self.total - step) * values["seconds_per_step"]))
             self.say(f"{self.name}  {step}/{self.total}  {describe(values)}  {left} left")
 
-    def skips(self, step: int, own: list[Skip]) -> None:
+    def skips(self, step: int, own_skips: list[Skip]) -> None:
         """Samples that all processes skipped since the last call; `own` are this one's."""
-        skips = [skip for part in distributed.gather(own) for skip in part]
+        skips = [skip for part in distributed.gather(own_skips) for skip in part]
         if not skips:
             return
         self.skipped += skips

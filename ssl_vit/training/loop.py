@@ -288,8 +288,8 @@ class Trainer:
     def share_buffers(self) -> None:
         """The main process's running statistics for all: each saw other images, and a checkpoint keeps those alone."""
         if self.accelerator.num_processes > 1 and not self.accelerator.is_fsdp2:
-            own = list(self.objective.buffers())
-            for buffer, shared in zip(own, broadcast(own), strict=True):
+            buffers = list(self.objective.buffers())
+            for buffer, shared in zip(buffers, broadcast(buffers), strict=True):
                 buffer.copy_(shared)
 
     def log_skips(self) -> None:

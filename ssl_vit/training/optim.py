@@ -106,11 +106,11 @@ class WeightAverage:
     @torch.no_grad()
     def swapped_in(self) -> Iterator[None]:
         """The model holds the average meanwhile. Not for sharded models."""
-        kept = {name: parameter.clone() for name, parameter in self.parameters.items()}
+        originals = {name: parameter.clone() for name, parameter in self.parameters.items()}
         for name, parameter in self.parameters.items():
             parameter.copy_(self.values[name])
         try:
             yield
         finally:
             for name, parameter in self.parameters.items():
-                parameter.copy_(kept[name])
+                parameter.copy_(originals[name])

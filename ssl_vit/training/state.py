@@ -103,23 +103,23 @@ def part(tensors: Tensors, prefix: str) -> Tensors:
 
 def whole(tensors: Mapping[str, torch.Tensor]) -> Tensors:
     """Each tensor with all its shards, contiguous on the CPU of the main process; elsewhere nothing is kept."""
-    found = {}
+    full_tensors = {}
     for name, tensor in tensors.items():
         full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         if distributed.is_main():
-            found[name] = full.detach().cpu().contiguous()
-    return found
+            full_tensors[name] = full.detach().cpu().contiguous()
+    return full_tensors
 
 
-def placed(tensors: Tensors, own: Mapping[str, torch.Tensor]) -> Tensors:
+def placed(tensors: Tensors, like_tensors: Mapping[str, torch.Tensor]) -> Tensors:
     """Whole tensors, each cut into shards where the model's own of that name and shape is."""
-    found = dict(tensors)
+    sharded = dict(tensors)
     for name, tensor in tensors.items():
-        like = own.get(name)
+        like = like_tensors.get(name)
         if isinstance(like, DTensor) and like.shape == tensor.shape:
             local = tensor.to(like.device)
-            found[name] = distribute_tensor(local, like.device_mesh, like.placements, src_data_rank=None)
-    return found
+            sharded[name] = distribute_tensor(local, like.device_mesh, like.placements, src_data_rank=None)
+    return sharded
 
 
 def random_state(device: torch.device) -> Tensors:

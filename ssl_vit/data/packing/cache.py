@@ -50,8 +50,8 @@ def folder_of(spec: str) -> str:
 
 def split_name(spec: str) -> tuple[str, str]:
     """`PLACE#PART` as (PLACE, PART); PART is "" where the whole place is meant."""
-    found = None if Path(spec).expanduser().exists() else _PART.fullmatch(spec)
-    return (found["place"], found["part"]) if found else (spec, "")
+    match = None if Path(spec).expanduser().exists() else _PART.fullmatch(spec)
+    return (match["place"], match["part"]) if match else (spec, "")
 
 
 def is_shards(place: str) -> bool:

@@ -114,13 +114,13 @@ def _folds(source: Source, indices: np.ndarray, folds: int, seed: int) -> list[n
     """The indices of each fold, ascending. Raises UserError where there are too few."""
     if source.groups is None:
         in_turn = np.concatenate(_by_class(np.random.default_rng([seed, 3]).permutation(indices), source.labels))
-        found = [np.sort(in_turn[fold::folds]) for fold in range(folds)]
+        parts = [np.sort(in_turn[fold::folds]) for fold in range(folds)]
     else:
-        kept = source.groups[indices]
-        found = [indices[np.isin(kept, part)] for part in np.array_split(np.unique(kept), folds)]
-    if not all(map(len, found)):
+        groups = source.groups[indices]
+        parts = [indices[np.isin(groups, part)] for part in np.array_split(np.unique(groups), folds)]
+    if not all(map(len, parts)):
         raise UserError(f"{source.name}: folds={folds} leaves a fold empty; ask for fewer")
-    return found
+    return parts
 
 
 def _sample(rng: np.random.Generator, groups: list[np.ndarray], sizes: list[int]) -> np.ndarray:

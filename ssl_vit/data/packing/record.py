@@ -65,8 +65,8 @@ def prepare(out: Path, plan: PackingPlan, folders: list[Path], overwrite: bool) 
 
     Raises UserError where `out` holds anything else.
     """
-    found = {folder: _read(folder) for folder in folders}
-    old = [recorded for recorded, _ in found.values() if recorded is not None]
+    records = {folder: _read(folder) for folder in folders}
+    old = [recorded for recorded, _ in records.values() if recorded is not None]
     complete = all((folder / INFO).exists() for folder in folders)
     if not old or old.count(plan) < len(old) or (overwrite and complete):
         if overwrite:
@@ -79,12 +79,12 @@ def prepare(out: Path, plan: PackingPlan, folders: list[Path], overwrite: bool) 
             )
         elif any(path.name != _LOCK for path in out.iterdir()):
             raise UserError(f"{out} is not empty; choose another folder, or pass --overwrite to replace its shards")
-        found = {folder: (plan, {}) for folder in folders}
-    for folder, (_, finished) in found.items():
+        records = {folder: (plan, {}) for folder in folders}
+    for folder, (_, finished) in records.items():
         folder.mkdir(exist_ok=True)
         lines = [json.dumps(plan), *(shard.model_dump_json() for shard in finished.values())]
         write_text(folder / RECORD, "".join(f"{line}\n" for line in lines))
-    return {folder: finished for folder, (_, finished) in found.items()}
+    return {folder: finished for folder, (_, finished) in records.items()}
 
 
 def add(folder: Path, shard: WrittenShard) -> None:

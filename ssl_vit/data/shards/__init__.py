@@ -74,8 +74,8 @@ class ShardSet:
         first, sets = 0, []
         for number, weight in self.mixture or [(len(self.counts), None)]:
             last = first + number
-            kept = None if keep is None else keep[first:last]
-            sets.append(SampleSet(self.counts[first:last], kept, first, weight))
+            members = None if keep is None else keep[first:last]
+            sets.append(SampleSet(self.counts[first:last], members, first, weight))
             first = last
         return sets
 
@@ -83,12 +83,12 @@ class ShardSet:
         """One shard, by its index. Raises UserError for one that is missing, refused or compressed, or cannot have the
         number of samples that it is listed with; RunError where a disk or server fails."""
         url, listed = self.urls[shard], self.counts[shard]
-        found = ShardFile(open_url(url, self.remote, self.sizes[shard], self.checksums[shard]), url)
-        if len(found.samples) > listed or found.size < listed * BLOCKSIZE:  # a sample has at least a header
+        file = ShardFile(open_url(url, self.remote, self.sizes[shard], self.checksums[shard]), url)
+        if len(file.samples) > listed or file.size < listed * BLOCKSIZE:  # a sample has at least a header
             raise UserError(
-                f"{url}: it holds {len(found.samples)} samples, and info.json lists {listed}; make the shards again"
+                f"{url}: it holds {len(file.samples)} samples, and info.json lists {listed}; make the shards again"
             )
-        return found
+        return file
 
     def members_of(self, indices: Sequence[int] | np.ndarray) -> list[np.ndarray]:
         """Global sample indices -> sorted positions inside each shard (`keep` of `train_source`)."""
@@ -128,17 +128,17 @@ def open_shards(spec: str | Sequence[str], remote: RemoteConfig = _DEFAULT) -> S
         raise UserError(f"{spec}: shell commands are not run; name a file or a URL")
     from ssl_vit.data.packing.cache import folder_of
 
-    urls, found = list_shards(folder_of(spec), remote)
-    info = found or Info(samples=0, shards=[])
+    urls, content = list_shards(folder_of(spec), remote)
+    info = content or Info(samples=0, shards=[])
     entries = {entry.file: entry for entry in info.shards}
-    known = [entries.get(file_name(url)) for url in urls]
-    if (unknown := known.count(None)) and any("://" in url for url in urls):
+    listed = [entries.get(file_name(url)) for url in urls]
+    if (unknown := listed.count(None)) and any("://" in url for url in urls):
         print(f"{spec}: {unknown} shard(s) are in no info.json and are downloaded to be counted", file=sys.stderr)
     counted = [
         (entry.samples, "") if entry and (entry.sha256 or "://" in url) else _read_headers(url, remote)
-        for url, entry in zip(urls, known, strict=True)
+        for url, entry in zip(urls, listed, strict=True)
     ]
-    counts = tuple(entry.samples if entry else count for entry, (count, _) in zip(known, counted, strict=True))
+    counts = tuple(entry.samples if entry else count for entry, (count, _) in zip(listed, counted, strict=True))
     return ShardSet(
         spec,
         tuple(urls),
@@ -146,8 +146,8 @@ def open_shards(spec: str | Sequence[str], remote: RemoteConfig = _DEFAULT) -> S
         headers=tuple(header for _, header in counted),
         classes=tuple(info.classes) if info.classes else None,
         source=info.source,
-        checksums=tuple(entry.sha256 if entry else "" for entry in known),
-        sizes=tuple(entry.bytes if entry else None for entry in known),
+        checksums=tuple(entry.sha256 if entry else "" for entry in listed),
+        sizes=tuple(entry.bytes if entry else None for entry in listed),
         remote=remote,
         license=info.license,
     )

@@ -104,9 +104,9 @@ def _opened(path: Path, size: int) -> BinaryIO | None:
 def _reserve(folder: Path, part: Path, size: int, remote: RemoteConfig) -> bool:
     """Begin the part, whose name says how much it takes, after removing the least recently used shards if needed."""
     with FileLock(folder / ".locks" / "space"):
-        own = [path for path in folder.iterdir() if _NAME.match(path.name) and path != part]
-        parts = [path for path in own if path.suffix == ".part" and not _abandoned(path)]
-        shards = [(path.stat(), path) for path in own if path.suffix != ".part"]
+        cached = [path for path in folder.iterdir() if _NAME.match(path.name) and path != part]
+        parts = [path for path in cached if path.suffix == ".part" and not _abandoned(path)]
+        shards = [(path.stat(), path) for path in cached if path.suffix != ".part"]
         held = sum(int(path.name.split(".")[-2]) for path in parts) + sum(about.st_size for about, _ in shards)
         limit = int(remote.cache_gb * 2**30)
         for about, path in sorted(shards, key=lambda shard: shard[0].st_mtime_ns):

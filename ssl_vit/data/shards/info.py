@@ -89,8 +89,8 @@ def parse_info(content: bytes, path: str) -> Info | None:
     try:
         if len(content) > MAX_INFO_BYTES:
             raise ValueError(f"larger than {MAX_INFO_BYTES >> 20} MiB")
-        found = json.loads(content)
-        if path.endswith(ABOUT) and not (isinstance(found, dict) and isinstance(found.get("splits"), dict)):
+        parsed = json.loads(content)
+        if path.endswith(ABOUT) and not (isinstance(parsed, dict) and isinstance(parsed.get("splits"), dict)):
             return None
         return Info.model_validate_json(content)
     except ValidationError as error:

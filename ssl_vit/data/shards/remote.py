@@ -120,15 +120,15 @@ def download(url: str, target: str, remote: RemoteConfig, size: int | None = Non
 
     def transfer() -> None:
         filesystem.get_file(path, target, callback=_Bound(url, size, most), **_headers(filesystem))
-        if size is not None and (found := Path(target).stat().st_size) != size:
-            raise EOFError(f"the object ended after {found} of {size} bytes")
+        if size is not None and (actual := Path(target).stat().st_size) != size:
+            raise EOFError(f"the object ended after {actual} of {size} bytes")
 
     for _ in range(2):  # a transfer can go wrong; twice in the same way it does not
         retried(url, remote, transfer)
-        if not sha256 or (found := files.sha256(Path(target))) == sha256:
+        if not sha256 or (digest := files.sha256(Path(target))) == sha256:
             return
     raise UserError(
-        f"{url}: its sha256 is {found[:12]}..., expected {sha256[:12]}...: replaced or damaged; "
+        f"{url}: its sha256 is {digest[:12]}..., expected {sha256[:12]}...: replaced or damaged; "
         "upload the shards and their info.json again"
     )
 
@@ -143,13 +143,13 @@ class _Bound(Callback):
 
     def relative_update(self, inc: int = 1) -> None:
         self.value += inc
-        found = max(self.size or 0, self.value)
-        if self.expected is not None and (found > self.expected or self.size not in (None, self.expected)):
+        seen = max(self.size or 0, self.value)
+        if self.expected is not None and (seen > self.expected or self.size not in (None, self.expected)):
             raise UserError(
-                f"{self.url}: has {found} bytes, expected {self.expected}: changed or not uploaded whole; upload the "
+                f"{self.url}: has {seen} bytes, expected {self.expected}: changed or not uploaded whole; upload the "
                 "shards and their info.json again"
             )
-        if found > self.most:
+        if seen > self.most:
             raise UserError(
                 f"{self.url}: larger than the {self.most} bytes that it may have; if it is what it should be, name its "
                 "size in info.json or raise data.remote.largest_gb"
@@ -226,7 +226,7 @@ def _status(error: BaseException) -> int | None:
     """The HTTP status that an error carries: aiohttp's, gcsfs's, then Hugging Face's."""
     response = getattr(error, "response", None)
     places = (getattr(error, "status", None), getattr(error, "code", None), getattr(response, "status_code", None))
-    return next((place for place in places if isinstance(place, int)), None)
+    return next((candidate for candidate in places if isinstance(candidate, int)), None)
 
 
 def _reason(error: BaseException | None, remote: RemoteConfig) -> str:

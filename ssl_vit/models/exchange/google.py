@@ -33,8 +33,8 @@ def read(path: Path) -> Imported:
     if prefix is None:
         shown = ", ".join(sorted(arrays)[:3]) or "nothing"
         raise UserError(f"{path}: no ViT in Google's layout (no embedding/kernel); it holds {shown}")
-    own = {key.removeprefix(prefix): array for key, array in arrays.items() if key.startswith(prefix)}
-    encoder = {key: array for key, array in own.items() if _ENCODER.match(key)}
+    arrays_under_prefix = {key.removeprefix(prefix): array for key, array in arrays.items() if key.startswith(prefix)}
+    encoder = {key: array for key, array in arrays_under_prefix.items() if _ENCODER.match(key)}
     if "conv_root/kernel" in encoder:
         raise UserError(f"{path}: a hybrid; import timm's copy of it, such as vit_base_r50_s16_224.orig_in21k")
     try:
@@ -44,9 +44,9 @@ def read(path: Path) -> Imported:
     except (LookupError, TypeError, ValueError, RuntimeError, AssertionError) as error:
         raise UserError(f"{path}: its arrays do not fit together ({type(error).__name__}: {error})") from None
     # timm would broadcast an array, or ignore one.
-    found, needed = sum(array.size for array in encoder.values()), sum(p.numel() for p in network.parameters())
-    if found != needed:
-        raise UserError(f"{path}: its arrays do not fit together: they hold {found:,} numbers, the model {needed:,}")
+    size, needed = sum(array.size for array in encoder.values()), sum(p.numel() for p in network.parameters())
+    if size != needed:
+        raise UserError(f"{path}: its arrays do not fit together: they hold {size:,} numbers, the model {needed:,}")
     tensors, notes = network.state_dict(), list[str]()
     if arguments.pop("no_embed_class", False):
         positions = tensors["pos_embed"]

@@ -55,30 +55,30 @@ def import_weights(
     """
     with new_folder(out) as folder:
         try:
-            found = read(weights, name, heads)
+            imported = read(weights, name, heads)
         except (LookupError, ValueError) as error:  # missing or misshapen where the sizes are read from
             raise UserError(f"{weights}: not the tensors of a ViT ({type(error).__name__}: {error})") from None
-        model = build(found, found.mean if mean is None else mean, found.std if std is None else std)
-        found.skipped += outside(model, found.tensors)
-        factory.load_state(model, {k: v for k, v in found.tensors.items() if k not in found.skipped}, weights)
-        about = {key: getattr(found, key) for key in ("license", "notes", "skipped")} | {"from": weights}
+        model = build(imported, imported.mean if mean is None else mean, imported.std if std is None else std)
+        imported.skipped += outside(model, imported.tensors)
+        factory.load_state(model, {k: v for k, v in imported.tensors.items() if k not in imported.skipped}, weights)
+        about = {key: getattr(imported, key) for key in ("license", "notes", "skipped")} | {"from": weights}
         factory.write_config(model, folder / factory.CONFIG, imported=about)
         save_file(factory.state(model), folder / factory.WEIGHTS)
-    return model.eval(), found
+    return model.eval(), imported
 
 
 def outside(encoder: Encoder, tensors: Tensors) -> list[str]:
     """The tensors, such as those of heads, that are not part of an encoder."""
-    own = encoder.network.state_dict()
-    return [key for key in tensors if key not in own and not key.startswith(_ENCODER)]
+    known_tensors = encoder.network.state_dict()
+    return [key for key in tensors if key not in known_tensors and not key.startswith(_ENCODER)]
 
 
-def build(found: Imported, mean: PerChannel, std: PerChannel) -> Encoder:
+def build(imported: Imported, mean: PerChannel, std: PerChannel) -> Encoder:
     """A freshly initialized encoder of the architecture that was found."""
-    if factory.is_vit(found.name):
-        return ViTEncoder(found.name, found.arguments, mean, std, **found.own)
-    arguments = dict(found.arguments)
-    return factory.build_timm(found.name, arguments, mean, std, arguments.pop("img_size"))
+    if factory.is_vit(imported.name):
+        return ViTEncoder(imported.name, imported.arguments, mean, std, **imported.own)
+    arguments = dict(imported.arguments)
+    return factory.build_timm(imported.name, arguments, mean, std, arguments.pop("img_size"))
 
 
 def read(weights: str, name: str | None = None, heads: int | None = None) -> Imported:
@@ -169,8 +169,8 @@ def _transformers(folder: Path, config: dict[str, Any], origin: str) -> Imported
     mean, std = (processor.get(key, 0.5) for key in ("image_mean", "image_std"))
     if not processor.get("do_normalize", True):
         mean, std = 0.0, 1.0
-    own = {"norm_eps": config.get("layer_norm_eps", 1e-12)}
-    return Imported(PLAIN, arguments, tensors, mean, std, own, skipped=skipped, notes=notes)
+    settings = {"norm_eps": config.get("layer_norm_eps", 1e-12)}
+    return Imported(PLAIN, arguments, tensors, mean, std, settings, skipped=skipped, notes=notes)
 
 
 def _file(path: Path, name: str | None, heads: int | None) -> Imported:
@@ -204,18 +204,20 @@ def _stated_name(path: Path) -> str | None:
     else:
         with torch.serialization.safe_globals([argparse.Namespace]):
             stated = torch.load(path, map_location="cpu", weights_only=True)
-    found = next((stated[key] for key in ("architecture", "arch") if key in stated), None)
-    return found.partition(".")[0] if isinstance(found, str) else None
+    name = next((stated[key] for key in ("architecture", "arch") if key in stated), None)
+    return name.partition(".")[0] if isinstance(name, str) else None
 
 
 def _through_timm(path: Path, tensors: Tensors, name: str) -> tuple[dict[str, Any], Tensors]:
     """Arguments of timm's `name`, at its own sizes, and the tensors under its names, as timm renames them."""
     cfg = timm.get_pretrained_cfg(name)
     heads = (cfg.classifier,) if isinstance(cfg.classifier, str) else cfg.classifier or ()
-    found = [tensors[key] for head in (*heads, "head", "fc", "classifier") if (key := f"{head}.weight") in tensors]
+    head_weights = [
+        tensors[key] for head in (*heads, "head", "fc", "classifier") if (key := f"{head}.weight") in tensors
+    ]
     stem = tensors.get(f"{cfg.first_conv}.weight")
     channels = int(stem.shape[1]) if stem is not None and stem.ndim == 4 else cfg.input_size[0]
-    classes, size = (len(found[0]) if found else 0), cfg.input_size[1:]
+    classes, size = (len(head_weights[0]) if head_weights else 0), cfg.input_size[1:]
     overlay = {"state_dict": tensors, "num_classes": classes, "label_offset": 0, "input_size": (channels, *size)}
     try:
         network = timm.create_model(

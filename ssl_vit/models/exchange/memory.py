@@ -43,9 +43,9 @@ def from_network(network: nn.Module) -> tuple[Encoder, float]:
             "in_chans": about["input_size"][0] if stem is None else int(stem.shape[1]),
             "img_size": square(size),
         }
-    found = Imported(name, arguments, {}, about["mean"], about["std"])
+    imported = Imported(name, arguments, {}, about["mean"], about["std"])
     with torch.random.fork_rng(devices=[]):
-        encoder = build(found, found.mean, found.std)
+        encoder = build(imported, imported.mean, imported.std)
     larger = math.floor(size[0] / about["crop_pct"])  # timm's whole pixels
     return with_weights(encoder, network), max(1.0, larger / size[0])
 
@@ -70,6 +70,8 @@ def with_weights(encoder: Encoder, network: nn.Module) -> Encoder:
 
 
 def _outputs(network: Any, image: torch.Tensor) -> torch.Tensor:
-    found = network.forward_features(image)
-    outputs: torch.Tensor = found if isinstance(found, torch.Tensor) else network.forward_head(found, pre_logits=True)
+    tokens = network.forward_features(image)
+    outputs: torch.Tensor = (
+        tokens if isinstance(tokens, torch.Tensor) else network.forward_head(tokens, pre_logits=True)
+    )
     return outputs

@@ -44,15 +44,15 @@ def from_transformers(tensors: Mapping[str, torch.Tensor]) -> tuple[Tensors, lis
     """The reverse, from ViTModel or a model around one (`vit.`), and the names of what is not part of the encoder."""
     table = {theirs: ours for ours, theirs in _TRANSFORMERS.items()}
     names = {name: _rename(name.removeprefix("vit."), table, "blocks") for name in tensors}
-    found = {renamed: tensors[name] for name, renamed in names.items() if renamed}
-    return _join_qkv(found), [name for name, renamed in names.items() if not renamed]
+    renamed_tensors = {renamed: tensors[name] for name, renamed in names.items() if renamed}
+    return _join_qkv(renamed_tensors), [name for name, renamed in names.items() if not renamed]
 
 
 def _rename(name: str, table: Mapping[str, str], blocks: str) -> str | None:
-    found = _NAME.fullmatch(name)
-    if found is None or (stem := table.get(found[3])) is None:
+    match = _NAME.fullmatch(name)
+    if match is None or (stem := table.get(match[3])) is None:
         return None
-    return f"{f'{blocks}.{found[2]}.' if found[1] else ''}{stem}{found[4] or ''}"
+    return f"{f'{blocks}.{match[2]}.' if match[1] else ''}{stem}{match[4] or ''}"
 
 
 def _join_qkv(named: Tensors) -> Tensors:

@@ -51,7 +51,7 @@ def read_sizes(
     heads: None: the name's own. image_size: pixels; None: a square.
     Raises UserError for tensors that are not a ViT's, LookupError or ValueError for missing or misshapen ones.
     """
-    blocks = [int(found[1]) for key in tensors if (found := re.match(r"blocks\.(\d+)\.", key))]
+    blocks = [int(match[1]) for key in tensors if (match := re.match(r"blocks\.(\d+)\.", key))]
     if not blocks:
         shown = ", ".join(sorted(tensors)[:3])
         raise UserError(f"{origin}: no ViT under timm's, transformers' or Google's names; it holds {shown}, ...")

@@ -38,8 +38,8 @@ def open_source(
     if (plugin or images) and (label_column or image_column):
         raise UserError(f"{spec}: label_column and image_column are for tables (parquet, arrow, hub); omit them")
     if plugin:
-        found: Source = plugins.load("sources", plugin["name"]).open_images(plugin["place"], split)
-        return found
+        source: Source = plugins.load("sources", plugin["name"]).open_images(plugin["place"], split)
+        return source
     if images:
         return folder.open_folder(path, split)
     if not path.exists():

@@ -99,22 +99,24 @@ def _image_column(spec: str, table: datasets.Dataset) -> str:
     def holds_bytes(feature: Any) -> bool:  # parquet written without `datasets`: raw bytes, or {"bytes", "path"}
         return "bytes" in feature if isinstance(feature, dict) else getattr(feature, "dtype", "").endswith("binary")
 
-    found = [name for name, feature in table.features.items() if isinstance(feature, datasets.Image)]
-    found = found or [name for name, feature in table.features.items() if holds_bytes(feature)]
-    usual = [name for name in found if name in ("image", "img")]
-    if len(found) == 1 or len(usual) == 1:
-        return found[0] if len(found) == 1 else usual[0]
-    what = "several columns hold" if found else "no column holds"
-    raise UserError(f"{spec}: {what} images; set image_column to one of: {', '.join(found or table.features)}")
+    columns = [name for name, feature in table.features.items() if isinstance(feature, datasets.Image)]
+    columns = columns or [name for name, feature in table.features.items() if holds_bytes(feature)]
+    usual = [name for name in columns if name in ("image", "img")]
+    if len(columns) == 1 or len(usual) == 1:
+        return columns[0] if len(columns) == 1 else usual[0]
+    what = "several columns hold" if columns else "no column holds"
+    raise UserError(f"{spec}: {what} images; set image_column to one of: {', '.join(columns or table.features)}")
 
 
 def _label_column(spec: str, table: datasets.Dataset) -> str | None:
     """The only ClassLabel column; else an int or string column with the name of a label; else none."""
-    found = [name for name, feature in table.features.items() if isinstance(feature, datasets.ClassLabel)]
-    found = found or [name for name in table.features if name.lower() in ("label", "labels", "class", "target", "cls")]
-    if len(found) > 1 and "label" not in found:
-        raise UserError(f"{spec} has several label columns; set label_column to one of: {', '.join(found)}")
-    return "label" if "label" in found else next(iter(found), None)
+    columns = [name for name, feature in table.features.items() if isinstance(feature, datasets.ClassLabel)]
+    columns = columns or [
+        name for name in table.features if name.lower() in ("label", "labels", "class", "target", "cls")
+    ]
+    if len(columns) > 1 and "label" not in columns:
+        raise UserError(f"{spec} has several label columns; set label_column to one of: {', '.join(columns)}")
+    return "label" if "label" in columns else next(iter(columns), None)
 
 
 def _labels(
@@ -130,9 +132,11 @@ def _labels(
             raise UserError(f"{spec}: column {column!r} holds the label {labels.max()}, but has {len(classes)} classes")
     elif isinstance(feature, datasets.Value) and re.match(r"u?int|bool|(large_)?string", feature.dtype):
         # Over all splits, so that train and test agree on the indices.
-        known = sorted({value for part in tables if column in part.features for value in part.unique(column)} - {None})
-        classes = [str(value) for value in known]
-        index = {value: number for number, value in enumerate(known)}
+        numbers = sorted(
+            {value for part in tables if column in part.features for value in part.unique(column)} - {None}
+        )
+        classes = [str(value) for value in numbers]
+        index = {value: number for number, value in enumerate(numbers)}
         labels = np.array([index.get(value, -1) for value in values], dtype=np.int64)
     else:
         raise UserError(f"{spec}: column {column!r} cannot be a label: it holds {feature}, not integers or names")
