@@ -117,7 +117,7 @@ def make_context(
     encoder: None: an untrained one of the recipe's architecture.
     settings: the recipe that says the precision and, without `data`, how images are prepared.
     weights: the folder that the encoder was loaded from, if any.
-    seed: of the untrained encoder.
+    seed: seed of the untrained encoder.
     cache: where extracted features are kept.
     metric: see `EvalContext`.
 

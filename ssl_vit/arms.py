@@ -22,7 +22,7 @@ def derived(before: Mapping[str, Any], given: Mapping[str, Any], keys: Collectio
     training recipe become the last `overrides` of the arm; those of `*` reach only the arms with a recipe. `overrides`
     are added to those before. An arm without a label is called by its name.
 
-    keys: of a training recipe.
+    keys: keys of a training recipe.
     Raises UserError for an arm to remove that does not exist, and for a misspelled key of a training recipe.
     """
     every = given.get(EVERY, {})

@@ -14,7 +14,7 @@ from ssl_vit.comparison.config import Study, load_comparison
 from ssl_vit.data import train_and_test
 from ssl_vit.evaluators import Metric
 from ssl_vit.interfaces import UserError
-from ssl_vit.outcomes import ComparisonRun, Place, TrainingRun
+from ssl_vit.outcomes import ComparisonRun, PathInput, TrainingRun
 from ssl_vit.recipe import Recipe, run_recipe
 from ssl_vit.results import Evaluation, Table, evaluations
 
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
 
 def train(
-    recipe: Place | Recipe,
+    recipe: PathInput | Recipe,
     *,
-    data: Place | Mapping[str, Any] | None = None,
-    run: Place | None = None,
+    data: PathInput | Mapping[str, Any] | None = None,
+    run: PathInput | None = None,
     quiet: bool = False,
     **keys: Any,
 ) -> TrainingRun:
@@ -39,7 +39,7 @@ def train(
     data: the images: `data=PLACE` of the command line, or the keys of `data`.
     run: the run directory (default: runs/NAME).
     quiet: show no progress.
-    keys: of the recipe, nested as mappings: `training={"steps": 100}`.
+    keys: keys of the recipe, nested as mappings: `training={"steps": 100}`.
 
     Raises UserError for input that cannot work, before the first step wherever that can be seen, RunError for a failure
     on the way (non-finite loss, full disk), and Stopped, with everything saved, after a signal.
@@ -51,10 +51,10 @@ def train(
 
 
 def compare(
-    recipe: Place | Study,
+    recipe: PathInput | Study,
     *,
-    data: Place | Mapping[str, Any] | None = None,
-    run: Place | None = None,
+    data: PathInput | Mapping[str, Any] | None = None,
+    run: PathInput | None = None,
     until_decided: bool = False,
     max_seeds: int | None = None,
     command: str = "",
@@ -70,7 +70,7 @@ def compare(
         2.5 times the recipe's); the report's intervals count the looks.
     command: shown in the report.
     say: prints progress.
-    keys: of the comparison, nested as mappings: `seeds=[0, 1]`.
+    keys: keys of the comparison, nested as mappings: `seeds=[0, 1]`.
 
     Raises UserError for input that cannot work, before the first task wherever that can be seen.
     """
@@ -81,22 +81,22 @@ def compare(
     return ComparisonRun(study.comparison.run_directory, finished)
 
 
-def _keys(data: Place | Mapping[str, Any] | None, run: Place | None, keys: dict[str, Any]) -> dict[str, Any]:
+def _keys(data: PathInput | Mapping[str, Any] | None, run: PathInput | None, keys: dict[str, Any]) -> dict[str, Any]:
     spec = data if data is None or isinstance(data, Mapping) else str(data)
     given = {"data": spec, "run": None if run is None else str(run)}
     return {key: value for key, value in given.items() if value is not None} | keys
 
 
 def evaluate(
-    model: Place | nn.Module,
+    model: PathInput | nn.Module,
     evaluator: str,
     *,
-    data: Place | None = None,
-    train: Place | None = None,
-    test: Place | None = None,
+    data: PathInput | None = None,
+    train: PathInput | None = None,
+    test: PathInput | None = None,
     name: str = "",
     metric: Metric = "accuracy",
-    real_labels: Place | None = None,
+    real_labels: PathInput | None = None,
     say: Callable[[str], None] = print,
     **settings: Any,
 ) -> Evaluation:
@@ -112,7 +112,7 @@ def evaluate(
     metric: what settings are selected by.
     real_labels: `real.json` of ImageNet-ReaL: rows of the variant `ReaL` score the same predictions by these labels.
     say: prints progress.
-    settings: of the evaluator, nested as mappings.
+    settings: keys of the evaluator, nested as mappings.
 
     Raises UserError for wrong input.
     """
@@ -125,11 +125,11 @@ def evaluate(
     )
 
 
-def _opened(model: Place | nn.Module) -> Path | nn.Module:
+def _opened(model: PathInput | nn.Module) -> Path | nn.Module:
     return Path(model) if isinstance(model, str | PathLike) else model
 
 
-def _own_data(model: Place | nn.Module, fix: str) -> tuple[str, str]:
+def _own_data(model: PathInput | nn.Module, fix: str) -> tuple[str, str]:
     """The name of a path or network in messages, and the data that its run was trained on. Raises UserError where there
     is none, and for several sets. fix: what to do then."""
     if isinstance(model, str | PathLike):
@@ -144,7 +144,7 @@ def _own_data(model: Place | nn.Module, fix: str) -> tuple[str, str]:
 
 
 def labeled_parts(
-    model: Place | nn.Module, data: Place | None, train: Place | None, test: Place | None
+    model: PathInput | nn.Module, data: PathInput | None, train: PathInput | None, test: PathInput | None
 ) -> tuple[str, str]:
     """The (train, test) data arguments of an evaluation; see `evaluate`. Raises UserError where they are not known."""
     if data is not None and train is not None:
@@ -165,13 +165,13 @@ def labeled_parts(
 
 
 def embed(
-    model: Place | nn.Module,
-    data: Place | None = None,
+    model: PathInput | nn.Module,
+    data: PathInput | None = None,
     *,
     pooling: Pooling = "mean",
     batch_size: int = 256,
     workers: int | None = None,
-    out: Place | None = None,
+    out: PathInput | None = None,
 ) -> pd.DataFrame:
     """The embedding of every readable image: columns `key`, `file` (if known), `label` (-1: none) and `embedding`.
 
@@ -200,7 +200,7 @@ def embed(
     return frame
 
 
-def load(run: Place) -> nn.Module:
+def load(run: PathInput) -> nn.Module:
     """timm's network of a run, a checkpoint or a weights folder, with its weights, in evaluation mode.
 
     Its `preprocess` takes an image (a path, bytes or PIL) and returns what the network expects, float32 (C, H, W),
@@ -220,12 +220,12 @@ def load(run: Place) -> nn.Module:
     return network
 
 
-def export(run: Place, out: Place, to: exports.Target, *, license: str | None = None) -> None:
+def export(run: PathInput, out: PathInput, to: exports.Target, *, license: str | None = None) -> None:
     """Write the encoder for timm or transformers, with a model card, into the new folder `out`. Resize, crop and (timm)
     pooling are those of the run's last evaluation. See `exports.export`.
 
     run: a run directory, a checkpoint or a weights folder.
-    license: of the weights, for the card (the hub's identifier, such as apache-2.0).
+    license: license of the weights, for the model card (the hub's identifier, such as apache-2.0).
     """
     from ssl_vit.models import factory
     from ssl_vit.models.exchange import exports
@@ -237,7 +237,7 @@ def export(run: Place, out: Place, to: exports.Target, *, license: str | None = 
     exports.export(model, out, to, text, use)
 
 
-def read_results(run: Place) -> pd.DataFrame:
+def read_results(run: PathInput) -> pd.DataFrame:
     """All measured accuracies of a run's weights or of a comparison: one row per `results.Result`, a column per field.
 
     For a run, `settings` holds the evaluator's settings as JSON; evaluations with other settings are other rows.

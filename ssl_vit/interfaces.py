@@ -64,7 +64,7 @@ class Config(BaseModel):
 class ObjectiveConfig(Config):
     """Base of the settings of objectives.
 
-    name: of the objective, as `plugins.load` takes it.
+    name: name of the objective, as `plugins.load` takes it.
     """
 
     name: str
@@ -108,7 +108,7 @@ class Batch:
     keys: the samples' names in their shards, for error messages.
     lane_size: consecutive rows that came from one lane; B is a multiple of it (0: not from lanes).
     views: consecutive rows that show one image; B is a multiple of it.
-    step: of the optimizer, from 0, in training; the same on all processes.
+    step: index of the optimizer step in training, from 0; the same on all processes.
     """
 
     images: torch.Tensor

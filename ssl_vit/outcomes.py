@@ -16,7 +16,7 @@ from ssl_vit.records import RunSummary
 if TYPE_CHECKING:
     from ssl_vit.report.read import Comparison
 
-Place = str | PathLike[str]
+PathInput = str | PathLike[str]
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class ComparisonRun(PathLike[str]):
 
         return verdict(self.comparison, summarize(self.comparison))[0]
 
-    def report(self, out: Place | None = None) -> Path:
+    def report(self, out: PathInput | None = None) -> Path:
         """Write the HTML page (default: report.html in the directory); returns its path."""
         from ssl_vit.report.page import write_report
 

@@ -70,7 +70,7 @@ def load(kind: Kind, name: str) -> Any:
     """The module of an objective (`Config`, `Objective`), an evaluator (`Config`, `Evaluator`) or a source
     (`open_images`).
 
-    name: of a module here, an entry point, `package.module` or `module:Class`.
+    name: a module of this package, an entry point, `package.module` or `module:Class`.
     Raises UserError naming what exists, or what cannot be imported.
     """
     package, member, word = _KINDS[kind]

@@ -29,7 +29,7 @@ class Cost(Config):
 
 
 class RunSummary(Config):
-    """What a finished training run was (`summary.json`)."""
+    """Summary of a finished training run (`summary.json`)."""
 
     name: str
     objective: str
@@ -52,7 +52,7 @@ class SweepRecord(Config):
 
     candidates: settings, each with its `held_out_accuracy`.
     best: the settings of the winner.
-    cost: of all candidates.
+    cost: cost of all candidates together.
     labels, held_out: images that a candidate was trained on, and that all candidates were scored on.
     """
 
@@ -72,8 +72,11 @@ class SkippedSample(Config):
 
 
 class TaskRecord(Config):
-    """One independent unit of work of a comparison. fold: of a cross-validation. after: ids of the tasks whose results
-    it needs."""
+    """One independent unit of work of a comparison.
+
+    fold: fold of a cross-validation that is tested; 0 without.
+    after: ids of the tasks whose results it needs.
+    """
 
     id: str
     kind: TaskKind
@@ -88,11 +91,12 @@ class TaskRecord(Config):
 
 
 class TaskResult(Config):
-    """What a finished task leaves in `tasks/ID.json`, its rows apart (`load` returns them).
+    """What a finished task stores in `tasks/ID.json` beside its rows (`results.load` returns both).
 
-    saved: when (UTC, ISO 8601); `results.save` sets it.
-    sweep: of a `sweep` task. Its winner, trained at the sweep's seed, is a row of results too.
-    run: of a `pretrain` task. pictures: folder of a `pictures` task, relative to the comparison; None: there are none.
+    saved: time of saving (UTC, ISO 8601); `results.save` sets it.
+    sweep: sweep of a `sweep` task. Its winner, trained at the sweep's seed, is a row of results too.
+    run: summary of a `pretrain` task.
+    pictures: folder of a `pictures` task, relative to the comparison; None: there are none.
     """
 
     id: str
@@ -112,10 +116,10 @@ class ArmRecord(Config):
 
     run: run directory (or given weights), relative to the comparison; None for training from scratch.
     architecture: hash of sizes and image preparation: arms that share it may be compared directly.
-    encoder: these sizes and this preparation; empty where only the weights know them.
+    encoder: sizes and image preparation; empty for weights without a recipe.
     uses_labels: whether its pretraining used labels.
     evaluators: settings by evaluator that this arm alone has.
-    starts_from: weights whose making is unknown here, which it started from.
+    starts_from: downloaded or given weights that it started from; what they cost to train is unknown.
     """
 
     name: str
@@ -137,7 +141,7 @@ class ReferenceRecord(Config):
 
     kind: an encoder as initialized, raw pixels, or a repetition with other random numbers of a row that it must equal.
     like: the arm whose architecture and image preparation it has.
-    repeats: of a control, that row; "" for the control that is repeated.
+    repeats: for a control, the row that it repeats; "" for the control that is repeated.
     architecture: as in `ArmRecord`.
     """
 
@@ -168,8 +172,8 @@ class EvaluatorRecord(Config):
 class Look(Config):
     """A look at the headlines of a comparison that adds seeds until they are decided.
 
-    seeds: how many each headline had. pretrainings: of every pretrained arm.
-    outcomes: of the headline of each dataset.
+    seeds: number of seeds of each headline. pretrainings: number of pretrainings of each pretrained arm.
+    outcomes: outcome of the headline by dataset.
     """
 
     seeds: int
@@ -224,7 +228,10 @@ class ComparisonRecord(Config):
 
 
 def read(file: Path, model: type[Model], content: object = None) -> Model:
-    """The record in a JSON file. content: of the file, where it has been read. Raises UserError."""
+    """Read the record in a JSON file. Raises UserError for a damaged file.
+
+    content: content of the file, if it was read already.
+    """
     try:
         return model.model_validate(read_json(file) if content is None else content)
     except ValidationError as error:

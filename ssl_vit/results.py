@@ -66,11 +66,11 @@ class Result:
     evaluator: its name, such as `few_shot`.
     arm: the arm of a comparison; for a single run `trained`, `untrained` or `pixels`.
     labels_per_class: the label budget.
-    seed: of the labeled images, the head and the order.
-    pretraining_seed: of the pretraining (or initialization) that was evaluated.
+    seed: seed that draws the labeled images, the head and the data order.
+    pretraining_seed: seed of the pretraining (or initialization) that was evaluated.
     variant: tells rows of one evaluator apart that share all of the above, such as `k=20`; "" for the only one.
     primary: whether a comparison counts this row (one variant per evaluator).
-    fold: of a cross-validation, the one that was tested.
+    fold: in a cross-validation, the fold that was tested.
     labels: how many labeled images the budget came to.
     accuracy: share of correct predictions, 0..1.
     mean_per_class: mean of the per-class accuracies, 0..1.
@@ -237,7 +237,7 @@ class Table:
         return Table([_joined(folds, first) for folds in rows.values() if len(folds) == len(samples)])
 
     def prediction(self, row: int) -> Prediction:
-        """Of the row with this index in `frame`."""
+        """Prediction of the row with this index in `frame`."""
         return self.results[row].prediction
 
     def images(self, rows: Sequence[int]) -> np.ndarray:

@@ -43,10 +43,10 @@ def build(
     run: Path | None = None,
     quiet: bool = False,
 ) -> Job:
-    """A training job, the same on every process except for its part of the data and its dropout.
+    """Build a training job. Processes differ only in their part of the data and in their dropout.
 
-    encoder: given instead of building it from the recipe.
-    classes: number of classes; None: as many as the shards name.
+    encoder: encoder to use instead of building it from the recipe.
+    classes: number of classes; None: the number that the shards name.
     subset: int64 global indices of the images to train on; None: `data.samples` of them.
     run: the run directory; None keeps nothing on disk.
 
@@ -122,7 +122,7 @@ def build_encoder(config: EncoderConfig, init_from: str | None) -> factory.Encod
 
 
 def build_objective(settings: Recipe, encoder: factory.Encoder, classes: int | None) -> nn.Module:
-    """The recipe's objective around an encoder. classes: how many the shards name.
+    """Build the recipe's objective around an encoder. classes: number of classes that the shards name.
 
     Raises UserError where it does not fit the recipe's views or micro-batches.
     """
@@ -141,7 +141,7 @@ def build_objective(settings: Recipe, encoder: factory.Encoder, classes: int | N
 
 
 def check(settings: Recipe, shards: ShardSet, *, classes: int | None = None, subset: np.ndarray | None = None) -> None:
-    """Raises UserError for anything that `build` would refuse, at next to no cost: no weights are read or made."""
+    """Raises UserError for anything that `build` rejects. Cheap: no weights are read or allocated."""
     accelerator = make_accelerator(settings.training.precision, settings.training.timeout)
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
         encoder = factory.build(settings.encoder)
@@ -161,7 +161,7 @@ def training_samples(shards: ShardSet, data: DataConfig) -> np.ndarray | None:
 
 
 def _check_compile(accelerator: Engine) -> None:
-    """Refuse what torch.compile cannot do, before it fails in the first step."""
+    """Raises UserError for what torch.compile does not support, before the first step would fail."""
     kind = accelerator.device.type
     if kind == "xla":
         raise UserError("training.compile: XLA compiles by itself; set it to false")
@@ -195,13 +195,13 @@ def _draw_into(run: Path) -> Callable[[nn.Module, Batch, int], np.ndarray]:
 class DryRun:
     """What a training would do and cost.
 
-    samples: images to train on; classes: 0 where the shards name none.
+    samples: number of images to train on. classes: number of classes; 0 where the shards name none.
     workers: loader processes of each process.
     epochs: passes over the images in all steps.
-    gflop_per_image: forward and backward.
-    weights_mib: with gradients and optimizer.
-    activations_mib: of one micro-batch.
-    compute_seconds, data_seconds: of one step: computing, and reading its images.
+    gflop_per_image: forward and backward pass.
+    weights_mib: memory of weights, gradients and optimizer.
+    activations_mib: memory of the activations of one micro-batch.
+    compute_seconds, data_seconds: time of one step for computing, and for reading its images.
     """
 
     run: str
@@ -220,13 +220,13 @@ class DryRun:
     recipe: dict[str, Any]
 
     def step_seconds(self, share: float = 1.0) -> float:
-        """Wall time of a step of which only a share is computed: reading adds to it without loader processes."""
+        """Wall time of a step that computes only `share` of the work. Without loader processes, reading adds to it."""
         computing = share * self.compute_seconds
         return max(computing, self.data_seconds) if self.workers else computing + self.data_seconds
 
     @property
     def hours(self) -> float:
-        """Of the whole run."""
+        """Wall time of the whole run."""
         return self.steps * self.step_seconds() / 3600
 
 
@@ -272,7 +272,10 @@ def dry_run(settings: Recipe, shards: ShardSet | None = None, subset: np.ndarray
 
 
 def forward_backward(module: nn.Module, part: Batch, accelerator: Engine) -> tuple[float, int]:
-    """One forward and backward pass: its seconds, and the bytes that autograd kept in between, parameters apart."""
+    """Run one forward and backward pass.
+
+    Returns (seconds, bytes that autograd keeps for the backward pass, without parameters).
+    """
     start = time.perf_counter()
     parameter_storages = {p.untyped_storage().data_ptr() for p in module.parameters()}
     saved_bytes: dict[int, int] = {}

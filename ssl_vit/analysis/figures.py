@@ -119,7 +119,7 @@ def attention_distance(distances: np.ndarray, uniform: float) -> Figure:
 def embedding_map(maps: dict[str, np.ndarray], labels: np.ndarray, names: Sequence[str]) -> Figure:
     """Images as points, a panel per method; the ten most frequent classes in colors, others and unlabeled in gray.
 
-    maps: by method, (N, 2). labels: int64 (N,), -1: none. names: of the classes, in label order; may be empty.
+    maps: coordinates by method, (N, 2). labels: int64 (N,), -1: none. names: class names in label order; may be empty.
     """
     classes, counts = np.unique(labels[labels >= 0], return_counts=True)
     shown = np.sort(classes[np.argsort(-counts, kind="stable")[:10]])

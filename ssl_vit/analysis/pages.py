@@ -1,4 +1,4 @@
-"""What the page of pictures and the report share: templates that refuse unknown names, one style of figures."""
+"""Shared by the page of pictures and the report: templates that reject unknown names, and the style of figures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a comparison is, read from YAML."""
+"""Configuration of a comparison, read from YAML."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ class Arm(Config):
     """One way to get an encoder.
 
     label: for people (default: the name).
-    recipe, overrides: of an arm that is pretrained: its training recipe, and `key=value` strings for it.
-    weights: of an arm with given weights: a run, checkpoint or weights folder; or anything `ssl-vit import` takes, such
-        as `timm:vit_small_patch16_224.augreg_in21k` or a file, which is imported into the run directory.
+    recipe, overrides: for an arm that is pretrained: its training recipe, and `key=value` strings that change it.
+    weights: for an arm with given weights: a run, checkpoint or weights folder; or anything that `ssl-vit import`
+        takes, such as `timm:vit_small_patch16_224.augreg_in21k` or a file, which is imported into the run directory.
     architecture: timm's name of the weights in a file that does not state it.
     optional: leave the arm out where its weights cannot be downloaded.
-    like: of an arm from scratch (neither recipe nor weights): the arm whose architecture and image preparation it has
+    like: for an arm from scratch (neither recipe nor weights): the arm whose architecture and image preparation it uses
         (default: the first with an encoder).
-    compute_of: of an arm from scratch: an arm with a recipe, the FLOPs of whose pretraining lengthen this one's
-        fine-tuning.
+    compute_of: for an arm from scratch: name of a pretrained arm. Fine-tuning takes as many more steps as the FLOPs of
+        one pretraining of that arm pay for.
     series: arms of one series are joined by a line in a study's figure (default: arms of one architecture).
     evaluators: settings by evaluator, for this arm alone.
     """
@@ -67,10 +67,10 @@ class Arm(Config):
 
 
 class ComparisonData(Config):
-    """What is evaluated on, and what the arms pretrain on.
+    """The data that arms are evaluated on, and the data that they pretrain on.
 
-    train, test: labeled data; only the last measurement reads test. Without `test`, and for `data: PLACE`, they are
-        `PLACE#train` and `PLACE#test`.
+    train, test: labeled data; test is read only to measure, never to select settings. Without `test`, and for
+        `data: PLACE`, they are `PLACE#train` and `PLACE#test`.
     folds: labeled data to cross-validate on, in place of train and test: each is the test set once, and the arms
         pretrain and fit on the other ones together.
     sets: several datasets instead. suite: a file or a shipped suite instead.
@@ -122,15 +122,15 @@ class ComparisonData(Config):
 class ComparisonConfig(Config):
     """Arms x seeds x label budgets x datasets.
 
-    name, title: of the comparison, in paths and in the report. notes: sentences for the report.
-    run: directory (default: runs/NAME). arms: by name.
-    seeds: of the labeled subset, the head and the order, under evaluators that train the encoder.
-    frozen_seeds: the same under evaluators of frozen features, which cost little.
-    pretrainings: of every pretrained arm (with folds: in every fold), at most one per seed. Seed number n of a list
-        uses pretraining number n modulo `pretrainings`; that is trained with the seed of its recipe plus the seed of
-        this number in `seeds`.
-    assigned: number of the pretraining of each seed, where it is another; `--until-decided` sets it.
-    labels_per_class: label budgets: images per class, shares such as '10%', or all; of the evaluators that name none.
+    name, title: name for paths, and title of the report. notes: sentences for the report.
+    run: directory (default: runs/NAME). arms: the arms by name.
+    seeds: seeds for evaluators that train the encoder. A seed draws the labeled images, the head and the data order.
+    frozen_seeds: seeds for evaluators on frozen features, which cost little.
+    pretrainings: how often each pretrained arm is pretrained (with folds: in each fold), at most once per seed. The
+        seed at index n of its list uses the pretraining at index n modulo `pretrainings`. The pretraining at index i is
+        trained with the seed of its recipe plus `seeds[i]`.
+    assigned: index of the pretraining of seed n, where it is not n modulo `pretrainings`; `--until-decided` sets it.
+    labels_per_class: label budgets of the evaluators that set none: images per class, shares such as '10%', or all.
     margin: differences within it count as equivalent (0.01: one percentage point).
     evaluators: settings by evaluator.
     jobs: local processes that run tasks (1: this process).
@@ -183,9 +183,9 @@ class ComparisonConfig(Config):
                 raise ValueError(f"{name}.compute_of={arm.compute_of}: no arm with a recipe has this name")
         return arms
 
-    def pretraining_number(self, number: int) -> int:
-        """Of the pretraining that the seed of this number in its list uses."""
-        return self.assigned[number] if number < len(self.assigned) else number % self.pretrainings
+    def pretraining_index(self, seed_index: int) -> int:
+        """Index of the pretraining used by the seed at `seed_index` of its list."""
+        return self.assigned[seed_index] if seed_index < len(self.assigned) else seed_index % self.pretrainings
 
     @property
     def run_directory(self) -> Path:
@@ -196,11 +196,11 @@ class ComparisonConfig(Config):
 class Study:
     """A comparison with everything it refers to.
 
-    recipes: of the pretrained arms; of a cross-validation for the first fold.
-    sets: datasets by name; those given by `source` are packed into `folder`. Of a cross-validation the first fold.
+    recipes: recipes of the pretrained arms; in a cross-validation those of the first fold.
+    sets: datasets by name; those given by `source` are packed into `folder`. In a cross-validation the first fold.
     folds: train and test of each fold; empty without cross-validation.
-    evaluators: settings by (dataset, evaluator, arm); arm "": of the references.
-    max_seeds, looks: where seeds are added until the headlines are decided; see `looks.py`.
+    evaluators: settings by (dataset, evaluator, arm); the arm "" stands for the references.
+    max_seeds, looks: set where seeds are added until the headlines are decided; see `looks.py`.
     """
 
     comparison: ComparisonConfig
@@ -214,7 +214,7 @@ class Study:
 
     @property
     def trains_encoder(self) -> bool:
-        """Whether an evaluator trains the encoder: headlines are about it then."""
+        """Whether any evaluator trains the encoder; the headlines are then about that evaluator."""
         return any(plugins.load("evaluators", name).Evaluator.trains_encoder for name in self.comparison.evaluators)
 
 
@@ -236,22 +236,22 @@ def load_comparison(name: str | Path, overrides: recipe.Overrides = ()) -> Study
         for key, arm in c.arms.items()
         if arm.recipe
     }
-    for key, found in recipes.items():
-        if found.probe and found.probe.patience:
+    for key, settings in recipes.items():
+        if settings.probe and settings.probe.patience:
             raise UserError(f"{path}: arms.{key}: probe.patience would use labels to stop pretraining; remove it")
-        if c.data.folds and found.data.train != mixture(c.data.folds[1:]):
+        if c.data.folds and settings.data.train != mixture(c.data.folds[1:]):
             raise UserError(f"{path}: arms.{key}: with folds, the arms pretrain on the folds; remove data.train")
     evaluators = {
-        (data, evaluator, arm): _settings(path, evaluator, values, chosen.evaluators, own)
+        (data, evaluator, arm): _settings(path, evaluator, values, chosen.evaluators, of_arm)
         for data, chosen in sets.items()
         for evaluator, values in given.items()
-        for arm, own in {"": {}, **{name: arm.evaluators for name, arm in c.arms.items()}}.items()
+        for arm, of_arm in {"": {}, **{name: arm.evaluators for name, arm in c.arms.items()}}.items()
     }
     folder = Path(c.data.folder or (suite.folder if suite else "shards"))
     if c.quick:  # with another name, so that it never shares a directory with the whole comparison
         c = tenth(c).model_copy(update={"name": f"{c.name.removesuffix('_quick')}_quick"})
-        recipes = {key: tenth(found) for key, found in recipes.items()}
-        evaluators = {key: tenth(found) for key, found in evaluators.items()}
+        recipes = {key: tenth(settings) for key, settings in recipes.items()}
+        evaluators = {key: tenth(config) for key, config in evaluators.items()}
     return Study(c, recipes, sets, evaluators, folder, tuple(c.data.splits) if c.data.folds else ())
 
 

@@ -28,15 +28,15 @@ from ssl_vit.runs import SUMMARY
 _PREPARATION: Any = {"data": {"evaluation_resize", "max_pixels"}, "training": {"precision"}}
 _DROPOUT = {"dropout", "drop_path"}
 _SHIFT = 1_000_000  # between the seeds of a row and those of its repetition
-_CONTROL_SEEDS = 8  # of frozen features, where each needs an encoder of its own
+_CONTROL_SEEDS = 8  # most seeds of a control on frozen features: each needs another untrained encoder
 
 
 @dataclass(frozen=True)
 class Row:
-    """A row of the tables: an arm, or a reference beside the arms on frozen features.
+    """A row of the tables: an arm, or a reference that is measured beside the arms on frozen features.
 
-    like: the arm with an encoder whose architecture and image preparation it has.
-    repeats: of a control, the row that it repeats with other random numbers.
+    like: the arm with an encoder whose architecture and image preparation this row uses.
+    repeats: for a control, the row that it repeats with other random numbers.
     """
 
     name: str
@@ -46,12 +46,12 @@ class Row:
 
     @property
     def shift(self) -> int:
-        """Added to every seed but that of the labeled images."""
+        """Offset that is added to every seed except the one that draws the labeled images."""
         return _SHIFT if self.repeats else 0
 
     @property
     def source(self) -> str:
-        """What of an `EvalContext` is evaluated."""
+        """Which source of an `EvalContext` is evaluated: `trained`, `untrained` or `pixels`."""
         return {"pretrained": "trained", "weights": "trained", "pixels": "pixels"}.get(self.kind, "untrained")
 
 
@@ -62,7 +62,7 @@ class Design:
     run: directory of the comparison.
     sets: datasets by name, with their shards' paths.
     shards: fingerprints by "SET train", "SET test" and "ARM pretrain"; see `part`.
-    checksums: of files of weights, once read.
+    checksums: cache of the checksums of weight files.
     """
 
     study: Study
@@ -73,18 +73,22 @@ class Design:
 
     @cached_property
     def evaluators(self) -> dict[tuple[str, str, str], Evaluator]:
-        """By (dataset, evaluator, arm); arm "": of the references. Those that train the encoder come first: the
-        verdict is about them."""
+        """Evaluators by (dataset, evaluator, arm); the arm "" stands for the references. Evaluators that train the
+        encoder come first, because the verdict is about them."""
         built = {key: plugins.load("evaluators", key[1]).Evaluator(c) for key, c in self.study.evaluators.items()}
         return dict(sorted(built.items(), key=lambda item: not item[1].trains_encoder))
 
     @property
     def folds(self) -> range:
-        """Of a cross-validation; without one there is fold 0 alone."""
+        """Indices of the folds; without cross-validation fold 0 alone."""
         return range(len(self.study.folds) or 1)
 
     def part(self, name: str, part: str, fold: int) -> str:
-        """What shards are called. name: a dataset or arm. part: `train` and `test`, or `pretrain`."""
+        """Name of a shard set, such as "digits train of fold 0".
+
+        name: a dataset or arm.
+        part: `train` or `test` of a dataset, `pretrain` of an arm.
+        """
         return f"{name} {part}" + (f" of fold {fold}" if self.study.folds else "")
 
     def split(self, data: str, fold: int) -> DataSet:
@@ -92,7 +96,7 @@ class Design:
         return self.study.folds[fold] if self.study.folds else self.sets[data]
 
     def pretraining_data(self, arm: str, fold: int) -> DataConfig:
-        """What an arm pretrains on: in a cross-validation all folds but the tested one."""
+        """The data that an arm pretrains on: in a cross-validation all folds but the tested one."""
         data = self.study.recipes[arm].data
         train = self.study.folds[fold].train if self.study.folds else None
         return data.model_copy(update={"train": mixture(train)}) if train else data
@@ -103,41 +107,39 @@ class Design:
 
     @cached_property
     def recipes(self) -> dict[str, Recipe]:
-        """By arm with an encoder, where there is one: weights may come without."""
+        """Recipes by arm. Arms from scratch, and weights that come without a recipe, have none."""
         arms = self.study.comparison.arms
-        found = {name: run_recipe(Path(arm.weights)) for name, arm in arms.items() if arm.weights}
-        return self.study.recipes | {name: recipe for name, recipe in found.items() if recipe}
+        of_weights = {name: run_recipe(Path(arm.weights)) for name, arm in arms.items() if arm.weights}
+        return self.study.recipes | {name: recipe for name, recipe in of_weights.items() if recipe}
 
     def preparation(self, arm: str) -> Recipe | None:
-        """The recipe with an arm's image preparation and precision: its own; for weights without one the first that
-        there is, so that all arms see the same images."""
+        """The recipe that sets an arm's image preparation and precision. Weights without a recipe use the first recipe
+        of the comparison, so that all arms see the same images."""
         return self.recipes.get(arm) or next(iter(self.recipes.values()), None)
 
     @cached_property
     def rows(self) -> dict[str, Row]:
         """Every arm, then the references."""
         first, arms = self._with_encoder[0], self.study.comparison.arms
-        found = [Row(n, arm.kind, n if n in self._with_encoder else arm.like or first) for n, arm in arms.items()]
-        return {
-            row.name: row
-            for row in [*found, *(Row(one.name, one.kind, one.like, one.repeats) for one in self.references)]
-        }
+        rows = [Row(n, arm.kind, n if n in self._with_encoder else arm.like or first) for n, arm in arms.items()]
+        rows += [Row(record.name, record.kind, record.like, record.repeats) for record in self.references]
+        return {row.name: row for row in rows}
 
     @cached_property
     def references(self) -> tuple[ReferenceRecord, ...]:
-        """The rows beside the arms on frozen features: an untrained encoder of each architecture, and pixels; then the
+        """The rows that are measured beside the arms: an untrained encoder of each architecture, raw pixels, then the
         controls."""
-        found: dict[str, ReferenceRecord] = {}  # by architecture
+        untrained: dict[str, ReferenceRecord] = {}  # by architecture
         for arm in self._with_encoder:
-            name = f"untrained_{arm}" if found else "untrained"
-            found.setdefault(self.sizes(arm), self._reference(name, "untrained", arm))
-        return (*found.values(), self._reference("pixels", "pixels", self._with_encoder[0]), *self._controls())
+            name = f"untrained_{arm}" if untrained else "untrained"
+            untrained.setdefault(self.sizes(arm), self._reference(name, "untrained", arm))
+        return (*untrained.values(), self._reference("pixels", "pixels", self._with_encoder[0]), *self._controls())
 
     def _reference(self, name: str, kind: ReferenceKind, like: str, repeats: str = "") -> ReferenceRecord:
         return ReferenceRecord(name=name, kind=kind, like=like, architecture=self.sizes(like), repeats=repeats)
 
     def _controls(self) -> Iterator[ReferenceRecord]:
-        """Rows whose difference is known to be nothing but chance."""
+        """Rows that repeat another row with other random numbers, so that any difference is chance."""
         c, first = self.study.comparison, self._with_encoder[0]
         if c.controls and self.control_evaluator:
             yield self._reference("control", "control", first)
@@ -148,9 +150,11 @@ class Design:
 
     @property
     def control_evaluator(self) -> str | None:
-        """The one that untrained encoders are compared under."""
+        """The first evaluator on frozen features that measures untrained encoders; None where there is none."""
         frozen = (
-            key[1] for key, one in self.evaluators.items() if not one.trains_encoder and "untrained" in one.references
+            key[1]
+            for key, evaluator in self.evaluators.items()
+            if not evaluator.trains_encoder and "untrained" in evaluator.references
         )
         return next(frozen, None)
 
@@ -163,7 +167,7 @@ class Design:
         return self.sizes(self.rows[row].like)
 
     def encoder(self, row: str) -> dict[str, Any]:
-        """The encoder's sizes and the image preparation of a row; empty where only the weights know the sizes."""
+        """The encoder's sizes and the image preparation of a row; empty for weights without a recipe."""
         like = self.rows[row].like
         return dict(zip(("encoder", "prepared"), self._sizes(like), strict=True)) if like in self.recipes else {}
 
@@ -191,19 +195,18 @@ class Design:
         return None
 
     def suffix(self, fold: int) -> str:
-        """Of names in a cross-validation; arms have no hyphen in theirs."""
+        """Suffix of task ids and run directories in a cross-validation, such as `-fold0`. Arm names have no hyphen."""
         return f"-fold{fold}" if self.study.folds else ""
 
     def seeds(self, evaluator: Evaluator) -> tuple[int, ...]:
         c = self.study.comparison
         return c.seeds if evaluator.trains_encoder else c.frozen_seeds
 
-    def pretraining_seed(self, row: str, number: int) -> int:
-        """Of the pretraining (of an untrained encoder: initialization) that serves the seed of this number in its
-        list."""
+    def pretraining_seed(self, row: str, seed_index: int) -> int:
+        """Seed of the pretraining (untrained encoders: of the initialization) used by the seed at `seed_index`."""
         c = self.study.comparison
         drawn = self.rows[row].kind in ("pretrained", "untrained")
-        return c.seeds[c.pretraining_number(number) if drawn else 0]
+        return c.seeds[c.pretraining_index(seed_index) if drawn else 0]
 
     def pretraining(self, task: TaskRecord) -> Recipe:
         """The recipe of a `pretrain` task, with its own directory, seed and data; jobs share the loader processes."""
@@ -221,7 +224,7 @@ class Design:
         return bool(recipe and needs_labels(recipe))
 
     def budgets_and_seeds(self, task: TaskRecord) -> tuple[list[Budget], dict[int, int]]:
-        """What a `sweep` or `measure` task covers; of each seed the pretraining seed."""
+        """(label budgets, pretraining seed by seed) that a `sweep` or `measure` task covers."""
         evaluator = self.evaluator(task.data, task.evaluator, task.arm)
         pretraining_seeds = {
             seed: self.pretraining_seed(task.arm, number) for number, seed in enumerate(self.seeds(evaluator))

@@ -1,4 +1,4 @@
-"""What a comparison would do and cost, before it does it: `ssl-vit compare RECIPE --dry-run`."""
+"""Estimates what a comparison would do and cost: `ssl-vit compare RECIPE --dry-run`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ssl_vit.stage import DryRun, dry_run
 from ssl_vit.training import TrainingConfig
 
 _FORWARD = 1 / 3  # of a training step: the backward pass costs twice the forward pass
-# What changes nothing about the time of a step.
+# Keys that do not change the time of a step.
 _NO_MATTER: Any = {
     **dict.fromkeys(("run", "name", "seed"), True),
     "optim": {"lr", "warmup_steps"},
@@ -36,7 +36,7 @@ _NO_MATTER: Any = {
 
 @dataclass
 class ArmCost:
-    """pretraining: the training of this arm's encoder, where it has one. Hours: of the tasks that are not done yet."""
+    """Cost of an arm. pretraining: dry run of its pretraining, if it has one. Hours count only missing tasks."""
 
     pretraining: DryRun | None = None
     pretraining_hours: float = 0.0
@@ -49,11 +49,11 @@ class ComparisonDryRun:
     """What a comparison would do and cost.
 
     data: images per shard set.
-    tasks, done: how many there are, and are done. missing: others by kind.
-    arms: by arm and untrained reference.
-    memory_mib: of the largest training: weights, gradients, optimizer and activations.
+    tasks, done: number of all tasks and of finished ones. missing: number of missing tasks by kind.
+    arms: costs by arm and untrained reference.
+    memory_mib: memory of the largest training: weights, gradients, optimizer and activations.
     not_estimated: rows whose weights come without a recipe.
-    differing: arms with another architecture than the first one, and in what.
+    differing: arms whose architecture differs from the first arm's, and how it differs.
     """
 
     run: str
@@ -69,7 +69,7 @@ class ComparisonDryRun:
 
     @property
     def hours(self) -> float:
-        """One task after the other, without exact solvers and pictures."""
+        """Hours of all missing tasks run one after the other, without exact solvers and pictures."""
         return sum(a.pretraining_hours + a.fine_tuning_hours + a.features_hours for a in self.arms.values())
 
 

@@ -1,4 +1,4 @@
-"""Runs tasks that need each other: in this process, in local processes (loky), or on a dask cluster."""
+"""Runs tasks that depend on each other: in this process, in local processes (loky), or on a dask cluster."""
 
 from __future__ import annotations
 
@@ -31,8 +31,12 @@ _SECONDS_TO_SAVE = 60  # after which a process that was asked to stop is killed
 
 @dataclass
 class _Workers:
-    """free: an executor for each task that may run at once. new: makes one in place of one that broke. killed: the
-    error of a task whose process was killed."""
+    """Executors for tasks.
+
+    free: one executor for each task that may run at the same time.
+    new: creates an executor in place of one that broke.
+    killed: the exception of a task whose process was killed.
+    """
 
     free: list[Executor]
     new: Callable[[], Executor]
@@ -42,10 +46,11 @@ class _Workers:
 def run(tasks: Sequence[TaskRecord], do: Do, *, jobs: int = 1, scheduler: str | None = None, say: Say = print) -> None:
     """Run every task after those that it needs.
 
-    tasks: those to start first come first; each after the ones it needs. What it needs beyond them is done.
+    tasks: in the order in which to start them, each after the ones that it needs. Needed tasks that are not in the list
+        are done already.
     do: runs one task.
-    jobs: local processes (1: this process). scheduler: address of a dask scheduler, instead.
-    say: prints what is done, and about how long the others will take.
+    jobs: number of local processes (1: this process). scheduler: address of a dask scheduler to use instead.
+    say: prints finished tasks and an estimate of the remaining time.
 
     A task that fails, or whose process is killed, stops only those that need it; at the end RunError or UserError names
     it. Any other exception stops all tasks at once, as signals do: trainings that run save a checkpoint first.
@@ -93,7 +98,8 @@ def run(tasks: Sequence[TaskRecord], do: Do, *, jobs: int = 1, scheduler: str | 
 
 
 def _left(tasks: Sequence[TaskRecord], took: Sequence[tuple[TaskRecord, float]], slots: int) -> str:
-    """How long these will take: as finished tasks of their kind did on average or, before there is one, as all did."""
+    """Estimate of the remaining time, as text. A task is expected to take as long as finished tasks of its kind did on
+    average, or as all finished tasks did where there is none of its kind."""
     if not tasks:
         return ""
     seconds = 0.0

@@ -15,12 +15,12 @@ from ssl_vit.report import statistics
 from ssl_vit.report.read import PLAN, Comparison
 from ssl_vit.report.summary import Difference, summarize
 
-MOST_LOOKS = 4  # each costs confidence, so seeds are added in steps of at least a third of those that may be added
+MOST_LOOKS = 4  # each look widens the interval; each but the first adds at least a third of the seeds still allowed
 _GROWTH = 2.5  # the default maximum, as a multiple of the recipe's seeds
 
 
 def resume(study: Study, *, until_decided: bool = False, max_seeds: int | None = None) -> Study:
-    """The study with the seeds that earlier looks have added, as its run directory records them.
+    """Return the study with the seeds that earlier looks added, as recorded in its run directory.
 
     max_seeds: None is 2.5 times the recipe's seeds, or as recorded.
 
@@ -64,8 +64,8 @@ def look(study: Study, comparison: Comparison) -> Study:
 
 
 def extend(study: Study, comparison: Comparison) -> Study | None:
-    """The study with more seeds or pretrainings; None where all headlines are decided, the maximum is reached, or no
-    number of seeds would decide.
+    """Return the study with more seeds or pretrainings; None if all headlines are decided, the maximum is reached, or
+    no number of seeds would decide them.
 
     comparison: what was measured, with the last look in its record.
     """
@@ -82,7 +82,7 @@ def extend(study: Study, comparison: Comparison) -> Study | None:
     if heads[0].unit == "pretraining" and per <= most - have and _new_pretrainings_pay(comparison, heads[0], per):
         added_pretrainings = min(max(units or 1, math.ceil(least / per)), (most - have) // per)
         assigned = [
-            *map(c.pretraining_number, range(have)),
+            *map(c.pretraining_index, range(have)),
             *(c.pretrainings + n // per for n in range(added_pretrainings * per)),
         ]
         return _more(
@@ -94,7 +94,8 @@ def extend(study: Study, comparison: Comparison) -> Study | None:
 
 
 def _new_pretrainings_pay(comparison: Comparison, head: Difference, per: int) -> bool:
-    """Whether one more pretraining lowers the variance of the mean by more per second than one more seed for each.
+    """Whether one more pretraining reduces the variance of the mean by more per second than one more seed for each
+    existing pretraining does.
 
     per: seeds per pretraining.
     """
@@ -113,7 +114,8 @@ def _new_pretrainings_pay(comparison: Comparison, head: Difference, per: int) ->
 
 
 def _counted(study: Study) -> str:
-    """The list of seeds that the headlines are about: those of evaluators that train the encoder, if there are any."""
+    """Name of the list of seeds that the headlines use: `seeds` if an evaluator trains the encoder, else
+    `frozen_seeds`."""
     return "seeds" if study.trains_encoder else "frozen_seeds"
 
 

@@ -1,4 +1,4 @@
-"""The tasks of a comparison: which there are, and what each needs.
+"""The tasks of a comparison and their dependencies.
 
 A task (a pretraining, its pictures, a sweep, one fine-tuning, one evaluation of frozen features) leaves a file in
 `tasks/`. Its fingerprint hashes everything the result depends on: what is finished and unchanged is not run again.
@@ -48,8 +48,8 @@ class Plan(Design):
 
     @property
     def stages(self) -> list[int]:
-        """Of each task: 0 where it needs none, else one more than the latest it needs; tasks of one stage are
-        independent."""
+        """Stage of each task: 0 where it needs no other task, else one more than the latest stage that it needs. Tasks
+        of one stage are independent."""
         stages: dict[str, int] = {}
         for task in self.tasks:
             stages[task.id] = 1 + max((stages[need] for need in task.after), default=-1)

@@ -36,7 +36,7 @@ def path_of(plan: Plan, task: TaskRecord) -> Path:
 
 
 def is_done(plan: Plan, task: TaskRecord) -> bool:
-    """Whether the result is on disk, whole, and was made from what the plan says now."""
+    """Whether the result is on disk, undamaged, and has the fingerprint of the current plan."""
     path = path_of(plan, task)
     with suppress(UserError):
         if path.is_file():
@@ -72,7 +72,7 @@ def do(plan: Plan, task: TaskRecord) -> None:
                     **about,
                 )
                 results.save(path, rows, **result.model_dump(mode="json"))
-    wait_for_everyone()  # what comes next may read it
+    wait_for_everyone()  # the next task may read the result
 
 
 def _run(plan: Plan, task: TaskRecord) -> tuple[list[Result], dict[str, Any]]:
@@ -89,7 +89,7 @@ def _run(plan: Plan, task: TaskRecord) -> tuple[list[Result], dict[str, Any]]:
         best = about["sweep"]["best"]
         winners = {(result.arm, result.labels_per_class, result.seed) for result in swept}
         if (task.arm, task.labels_per_class, task.seed) in winners:
-            return [], {}  # the sweep has trained this very model
+            return [], {}  # the sweep trained this model already
     evaluator, fields, rows = plan.evaluator(task.data, task.evaluator, task.arm), dict[str, Any](), list[Result]()
     if task.kind == "sweep":
         context = make_context(plan, task, task.seed)

@@ -111,15 +111,15 @@ class DataConfig(Config):
         folder, a parquet file, hf:NAME; `PLACE#train` is one part. Or a mixture: a list of such names, or of
         {shards: NAME, weight: NUMBER}; its epoch has as many samples as its sets together. `data=PLACE` sets it to
         `PLACE#train`.
-    views: augmented views of each image in a step, each drawn by itself. LeJEPA compares them; other objectives take
-        them as so many images (repeated augmentation). Batch sizes count images.
-    samples: train on so many of the samples, the same ones for every seed; a larger number includes a smaller one's
-        (None: all).
+    views: augmented views of each image in a step, drawn independently. LeJEPA compares them; other objectives treat
+        each view as an image (repeated augmentation). Batch sizes count images, not views.
+    samples: number of samples to train on (None: all). They are the same for every seed, and a larger number includes
+        the samples of a smaller one.
     remote: retries and local cache for URLs.
     lanes: how many independent streams carry the order. It must divide the batch size and be a multiple of the number
         of processes; each loader worker owns at least one. Keep it fixed over a run: it fixes the order of the data.
     workers: loader processes of each training process; 0 decodes in the training process.
-    worker_timeout: seconds that a worker may take for its part of a step before it counts as stuck (0: any time).
+    worker_timeout: seconds after which a worker that has not delivered its part of a step counts as stuck (0: never).
     cache_mb: decoded images kept in memory by each loader process (MiB), so that small sets are decoded once.
     max_pixels: an image with more, by its header, is a bad sample and not decoded.
     on_bad_sample: `skip` counts, reports and continues; `fail` stops at the first, naming shard and key; in

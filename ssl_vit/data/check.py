@@ -99,7 +99,7 @@ def check_data(place: str | Path, *, jobs: int | None = None, progress: bool = T
 
 @dataclass(frozen=True)
 class _Picture:
-    """sha256: of the image's bytes. bits: perceptual hash. thumbnail: 16x16 gray levels."""
+    """sha256: hash of the image's bytes. bits: perceptual hash. thumbnail: 16x16 gray levels."""
 
     file: str
     label: int

@@ -6,7 +6,7 @@ import warnings
 
 from ssl_vit.data import MAX_PIXELS
 
-# Pillow's warnings about images that it then refuses, or reads all the same; what matters is raised.
+# Pillow's warnings about images that it then rejects, or reads anyway; errors are raised.
 warnings.filterwarnings("ignore", module=r"PIL\.")
 
 

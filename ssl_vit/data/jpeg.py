@@ -94,7 +94,7 @@ class Jpeg:
 
 
 def unreadable(error: Exception) -> BadSample:
-    """What to raise for an image that a decoder refuses: with the first line of its message."""
+    """The error to raise for an image that a decoder rejects, with the first line of the decoder's message."""
     return BadSample(f"unreadable image: {(str(error) or type(error).__name__).splitlines()[0]}")
 
 

@@ -144,18 +144,20 @@ def lane_stream(
         for end in [*ends, len(owners)]:
             while taken < end:
                 owner, length = int(owners[taken]), end - taken
-                own, shard, members, upcoming = begun[owner] if len(begun[owner][2]) else next(segments[owner])
-                run = members[:length]
-                begun[owner] = (own, shard, members[length:], upcoming)
-                yield Segment(LanePosition(epoch, taken), own, shard, run, upcoming)
-                taken += len(run)
+                unread = begun[owner] if len(begun[owner][2]) else next(segments[owner])
+                set_epoch, shard, members, upcoming = unread
+                segment = members[:length]
+                begun[owner] = (set_epoch, shard, members[length:], upcoming)
+                yield Segment(LanePosition(epoch, taken), set_epoch, shard, segment, upcoming)
+                taken += len(segment)
         epoch, taken = epoch + 1, 0
 
 
 def _segments_of_set(
     seed: int, epoch: int, sets: Sequence[SampleSet], lanes: int, lane: int, number: int, done: int
 ) -> Iterator[tuple[int, int, Members, int]]:
-    """What one set gives a lane's epoch from its sample `done` on: (its epoch, shard, positions, the next shard)."""
+    """The part of one set in a lane's epoch, from its sample `done` on: (epoch of the set, shard, positions, next
+    shard)."""
     first, last = lane_bounds(epoch, sets, lanes, lane)[number]
     current: tuple[int, int, Members] | None = None
     for segment in set_slice(seed, sets[number], first + done, last):

@@ -24,8 +24,8 @@ class Preprocess:
     """How samples become tensors: the same for a training and an evaluation stream.
 
     noise: uniform numbers drawn for each view. classes: upper bound of valid labels (None: unknown).
-    color: draws the color augmentation of each view (None: none). views: of each sample.
-    max_pixels: of an image before it is decoded.
+    color: draws the color augmentation of each view (None: none). views: number of views of each sample.
+    max_pixels: most pixels of an image, checked before it is decoded.
     needs_labels: samples without a label are skipped. reads_labels: they are kept, with label -1.
     """
 

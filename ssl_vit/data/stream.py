@@ -97,12 +97,12 @@ class TrainStream:
         return worker_lanes(self.data.lanes, self.ranks, self.rank, self.workers, worker)
 
     def _samples(self, reader: SampleReader, lane: int) -> Iterator[tuple[list[Sample], LanePosition, list[Skip]]]:
-        """One lane's samples: the views of each with the position after it and what was skipped before it."""
+        """Samples of one lane: (views of the sample, position after it, samples skipped before it)."""
         longest = 2 * max(sum(samples.samples for samples in self.sets) // self.data.lanes, 1)
         skipped: list[Skip] = []
         reads = -1
         for segment in lane_stream(self.preprocess.seed, self.sets, self.data.lanes, lane, self.positions[lane]):
-            if reader.reads != reads:  # not where every image is kept in memory by now
+            if reader.reads != reads:  # no reads mean that every image is in memory
                 reader.files.ahead(segment.upcoming)
             reads = reader.reads
             for offset, member in enumerate(segment.members.tolist()):

@@ -35,7 +35,7 @@ class Defect:
     """One thing that is wrong with a shard set.
 
     shard: file name; "info.json" for the set as a whole.
-    key: of the sample; "" where the defect is not of one sample.
+    key: key of the sample; "" where the defect does not belong to one sample.
     kind: checksum, size, truncated, missing_member, unreadable_image, duplicate_key, bad_label, missing_shard,
         extra_shard or count.
     detail: in plain words.

@@ -31,7 +31,7 @@ TOP = 5  # most probable classes kept per test image
 class LabeledConfig(Config):
     """labels_per_class: label budgets: images per class, shares such as '10%', or all.
 
-    seeds: of the choice of the labeled images and of everything else an evaluator draws.
+    seeds: seeds for the choice of the labeled images and for everything else that an evaluator draws.
     """
 
     labels_per_class: Budgets = (ALL,)

@@ -1,7 +1,7 @@
-"""What an evaluator works on: an encoder, labeled shards, and their frozen features, each extracted once.
+"""The input of evaluators: an encoder, labeled shards, and their frozen features, each extracted once.
 
-Features are of the trained encoder, of an untrained one, or raw pixels. A folder keeps those of encoders, by a hash of
-everything they depend on (weights, shards, images, preparation).
+Features come from the trained encoder, from an untrained one, or are raw pixels. Those of encoders are cached in a
+folder under a hash of everything they depend on (weights, shards, images, preparation).
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ class EvalContext:
     """An encoder to evaluate, with labeled train and test shards.
 
     trained: the encoder. untrained: the same architecture, freshly initialized: the reference row.
-    title: of this work, in front of its progress (None: none is shown).
-    data: image preparation (`evaluation_resize`) and loader workers. batch_size: images in a forward pass of a process.
-    weights: where the trained encoder came from (None: it is freshly initialized itself).
-    cache: folder that keeps extracted features (None: none is kept); it may be deleted at any time.
-    objective: what the weights' run trained them with (None: unknown). say: prints progress.
-    metric: the number that counts on these sets, and that settings are selected by.
-    skipped: samples that this process could not use. features: those extracted so far.
+    title: shown in front of the progress (None: no progress is shown).
+    data: image preparation (`evaluation_resize`) and loader workers. batch_size: images per forward pass and process.
+    weights: path of the trained encoder's weights (None: in memory or freshly initialized).
+    cache: folder for extracted features (None: no cache); it may be deleted at any time.
+    objective: the objective that trained the weights (None: unknown). say: prints progress.
+    metric: the metric that tables show, and that settings are selected by.
+    skipped: samples that this process could not use. features: features that were extracted.
     """
 
     trained: Encoder
@@ -93,7 +93,7 @@ class EvalContext:
         return progress_bar(what, total, self.title is not None)
 
     def skipped_names(self) -> list[dict[str, str]]:
-        """The samples skipped so far, each once, as plain JSON."""
+        """All skipped samples, each once, as plain JSON."""
         once = {(skip.shard, skip.key): skip.reason for skip in self.skipped}
         return [{"shard": shard, "key": key, "reason": reason} for (shard, key), reason in once.items()]
 
@@ -163,7 +163,7 @@ class ImageSet:
         return self.context.train if self.split == "train" else self.context.test
 
     def of(self, rows: np.ndarray) -> ImageSet:
-        """Some of these images. rows: int64, places in `images`."""
+        """Some of these images. rows: int64, indices into `images`."""
         assert self.images is not None
         return replace(self, images=self.images[rows])
 
@@ -220,7 +220,7 @@ def extract(
             context.skipped += chunk.skipped
             with context.accelerator.autocast():
                 outputs = reader(batch)
-            valid = batch.valid.cpu()  # selected on the host: on XLA, each number of them would be a program of its own
+            valid = batch.valid.cpu()  # selected on the host: on XLA, each count would compile another program
             parts = (outputs.float().cpu()[valid], batch.labels.cpu()[valid], batch.indices.cpu()[valid])
             batches.append(tuple(part.numpy() for part in parts))
             advance(len(parts[0]) * context.accelerator.num_processes)
@@ -249,7 +249,7 @@ def _pixels(batch: Batch) -> torch.Tensor:
 
 
 def _cached(images: ImageSet, wanted: FeatureConfig) -> Features:
-    """Features of an encoder: from the cache folder where the same are there, else extracted (and kept)."""
+    """Features of an encoder: read from the cache folder if they are there, else extracted and cached."""
     context = images.context
     encoder: Encoder = getattr(context, images.source)
     path = context.cache / f"{_content(images, encoder, wanted)}.safetensors" if context.cache else None

@@ -1,7 +1,7 @@
 """Fine-tuning (paper, table 4): zero-initialized linear head, SGD with momentum, learning rate swept on held-out train;
 or MAE's recipe (`main_finetune.py`): AdamW with layer decay, mixup, cutmix and label smoothing.
 
-The untrained encoder (training from scratch) gets a sweep of its own.
+The untrained encoder (training from scratch) has a separate sweep.
 """
 
 from __future__ import annotations

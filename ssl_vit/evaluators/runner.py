@@ -23,8 +23,8 @@ from ssl_vit.results import Budget, Result, Settings, scored
 
 
 def budgets(evaluator: Evaluator, asked: Sequence[Budget]) -> tuple[Budget, ...]:
-    """The label budgets to measure where a comparison asks for these: the protocol's own, those that the evaluator's
-    settings name, or these."""
+    """The label budgets to measure: those that the protocol fixes, else those in the evaluator's settings, else
+    `asked`, those of the comparison."""
     named = "labels_per_class" in evaluator.config.model_fields_set
     return evaluator.budgets or (evaluator.config.labels_per_class if named else tuple(asked))
 
@@ -35,7 +35,7 @@ def has_sweep(evaluator: Evaluator) -> bool:
 
 
 def sweep_budget(evaluator: Evaluator, budget: Budget) -> Budget:
-    """The label budget whose sweep serves `budget`."""
+    """The label budget whose sweep selects the settings for `budget`."""
     return getattr(evaluator.config, "sweep_labels_per_class", None) or budget
 
 
@@ -44,9 +44,9 @@ def sweep(
 ) -> tuple[SweepRecord, Result | None]:
     """Fit every candidate to the labeled images of a seed, and select by held-out training images.
 
-    Of equally good candidates the first wins; one that diverges loses. Only the winner predicts the test images: this
-    result is what `measure` gives for this budget and seed (None for all labels, where `measure` fits to the held-out
-    images too). Raises UserError where all diverge, or where no image is held out.
+    Among equally good candidates the first wins; a candidate that diverges loses. Only the winner predicts the test
+    images. Its result equals that of `measure` for this budget and seed; it is None for all labels, because `measure`
+    then also fits to the held-out images. Raises UserError if all diverge, or if no image is held out.
     """
     splits = [
         _train_images(evaluator, context, source, budget, seed, include_held_out=False, repeat=repeat)
@@ -76,7 +76,7 @@ def measure(
 ) -> Iterator[Result]:
     """Fit to the labeled images of every budget and seed, and predict the test images.
 
-    best: what a sweep selected (None: the only candidate; or selected here, on a part of the labeled images).
+    best: settings that a sweep selected (None: the only candidate, or select on a part of the labeled images).
     shift: added to the seed of everything but the choice of the labeled images.
     The rows have `data` "", the source as `arm` and `pretraining_seed` 0.
     """
@@ -107,7 +107,7 @@ def measure(
 
 
 def evaluate(evaluator: Evaluator, context: EvalContext) -> tuple[list[Result], dict[str, SweepRecord]]:
-    """Everything that the evaluator's settings ask for, for the trained encoder and the references.
+    """Measure all label budgets and seeds of the evaluator's settings, for the trained encoder and the references.
 
     Returns the rows, and the sweeps by "SOURCE, BUDGET".
     """
@@ -135,8 +135,8 @@ def evaluate(evaluator: Evaluator, context: EvalContext) -> tuple[list[Result], 
 def training_recipes(evaluator: Evaluator, like: Recipe, images: int, *, sweep: bool) -> list[Recipe]:
     """The trainings by gradient descent of a `sweep`, or of one `measure`, for a dry run.
 
-    like: the recipe of the encoder that is evaluated. images: how many are labeled. Of several candidates `measure` is
-    taken to train the longest.
+    like: the recipe of the encoder that is evaluated. images: number of labeled images. `measure` is assumed to train
+    the longest candidate.
     """
     stages = []
     for settings in _candidates(evaluator):

@@ -45,7 +45,7 @@ class EncoderConfig(Config):
     init: `jax` (the authors' initialization: Xavier-uniform projections, as timm carries it) or `timm` (normal 0.02).
     position_std: standard deviation of the initial learned positions (authors: 0.02).
     drop_path: stochastic depth rate of the last block.
-    norm_eps: of the layer norms; None: the name's own (1e-6 in most).
+    norm_eps: epsilon of the layer norms; None: timm's for this name (1e-6 in most).
     mean, std: normalization of pixels scaled to [0, 1], one number or one per channel; 0.5/0.5 gives the paper authors'
         [-1, 1].
     """

@@ -128,7 +128,7 @@ def write_config(
     """Write timm's `config.json`, from which `timm.create_model("local-dir:FOLDER")` builds the same model.
 
     resize: as `data.evaluation_resize`.
-    pooling: of what the model returns, where timm can express it (`token`, `mean`); None: the encoder's own.
+    pooling: pooling of the model's output, where timm can express it (`token`, `mean`); None: the encoder's own.
     more: other entries.
     """
     arguments, pools = dict(encoder.arguments), {}

@@ -23,7 +23,7 @@ class ViTEncoder(Encoder):
     """A pre-LN ViT encoder (paper, section 3.1, equations 1 to 4). In a hybrid the patches are cut from a CNN's feature
     map, and color targets from the pixels under them.
 
-    heads: attention heads per block. norm_eps: of the layer norms.
+    heads: attention heads per block. norm_eps: epsilon of the layer norms.
     """
 
     def __init__(

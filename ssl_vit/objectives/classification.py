@@ -21,7 +21,7 @@ class Config(ObjectiveConfig):
     pooling: what the head reads: the class `token` (the paper's), the `mean` of the patches, or all `patches` side by
         side, which keeps the layout (for small images of one centered object, such as digits).
     classes: their number; None: as many as the shards' info.json names.
-    label_smoothing: of the targets.
+    label_smoothing: label smoothing of the targets, 0..1.
     mixup, cutmix: alpha of the Beta distribution of the mixing ratio (0: off); with both, each batch gets one of them
         at random, as in timm. Drawn from torch's generator of each process, like dropout.
     """

@@ -23,7 +23,7 @@ class Config(ObjectiveConfig):
     pooling: what the projector reads: the class `token` or the `mean` of the patches.
     projector_width: of its two hidden layers. projection: dimensions of its output.
     directions: random unit vectors that SIGReg projects onto in each step (paper: 256 to 1,024).
-    points: of the numerical integration over [0, 3].
+    points: number of points of the numerical integration over [0, 3].
     """
 
     name: Literal["lejepa"] = "lejepa"

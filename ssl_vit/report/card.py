@@ -35,7 +35,7 @@ def write(model: Encoder, given: Path, to: str, use: Use, *, title: str, license
 
     given: the run, checkpoint or weights folder that is exported, whose `results/` are shown.
     use: how it was evaluated, as `evaluated` returns it.
-    license: of the weights (the hub's identifier, such as apache-2.0); None: not stated.
+    license: license of the weights (the hub's identifier, such as apache-2.0); None: not stated.
     """
     weights = factory.find_weights(given)
     folder = next((path for path in (given, given.parent.parent) if (path / "recipe.yaml").is_file()), None)

@@ -1,4 +1,4 @@
-"""What an accuracy hides: confusion matrices, accuracy per class and calibration, at the largest label budget."""
+"""Confusion matrices, accuracy per class and calibration at the largest label budget."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pandas as pd
 
 from ssl_vit.report.read import Comparison
 from ssl_vit.report.statistics import Estimate, crossed_mean
-from ssl_vit.report.summary import Place, rows_by_place, units_of
+from ssl_vit.report.summary import EvaluationKey, rows_by_place, units_of
 from ssl_vit.results import Budget, Prediction
 
 BINS = 15  # of Guo et al. 2017 (arXiv 1706.04599)
@@ -18,10 +18,10 @@ BINS = 15  # of Guo et al. 2017 (arXiv 1706.04599)
 
 @dataclass(frozen=True)
 class Calibration:
-    """Of the most probable class, over all seeds.
+    """Calibration of the probability of the predicted class, over all seeds.
 
-    confidence, accuracy: mean probability and share of correct predictions by bin that is not empty, float64 (B,).
-    share: of all predictions by bin, float64 (B,).
+    confidence, accuracy: mean probability and share of correct predictions in each bin that is not empty, float64 (B,).
+    share: share of all predictions in each of these bins, float64 (B,).
     error: expected calibration error, the mean over seeds, 0..1.
     """
 
@@ -33,9 +33,9 @@ class Calibration:
 
 @dataclass(frozen=True)
 class Classes:
-    """One dataset under one evaluator at its largest label budget, class by class.
+    """Statistics by class of one dataset under one evaluator, at its largest label budget.
 
-    labels: int64 (K,), the classes of test images and predictions, ascending. names: of these.
+    labels: int64 (K,), the classes of test images and predictions, ascending. names: their names.
     images: int64 (K,), test images of each class.
     confusion: by arm, float64 (K, K): share of the images of a class (row) that was predicted as each class, over all
         seeds; a row without test images is nan.
@@ -52,8 +52,8 @@ class Classes:
     calibration: Mapping[str, Calibration]
 
 
-def classes(comparison: Comparison, place: Place) -> Classes:
-    """Raises KeyError where nothing was measured there."""
+def classes(comparison: Comparison, place: EvaluationKey) -> Classes:
+    """Statistics by class of one dataset under one evaluator. Raises KeyError where nothing was measured."""
     from sklearn.metrics import confusion_matrix  # takes a second to import
 
     table = comparison.table
@@ -94,7 +94,7 @@ def classes(comparison: Comparison, place: Place) -> Classes:
 
 
 def calibration(predictions: Sequence[Prediction]) -> Calibration | None:
-    """Of the predictions of several seeds, in 15 bins of equal width; None without probabilities."""
+    """Calibration of the predictions of several seeds, in 15 bins of equal width; None without probabilities."""
     parts = [
         pd.DataFrame(
             {"seed": seed, "confidence": prediction.top_scores[:, 0].astype(np.float64), "correct": prediction.correct}

@@ -32,7 +32,7 @@ from ssl_vit.report.plots import (
 )
 from ssl_vit.report.read import Comparison, read
 from ssl_vit.report.runs import flat
-from ssl_vit.report.summary import Accuracy, Place, Summary, summarize
+from ssl_vit.report.summary import Accuracy, EvaluationKey, Summary, summarize
 from ssl_vit.report.tables import Shown
 from ssl_vit.report.verdict import INTERVAL, notes, verdict
 
@@ -115,7 +115,9 @@ def page(comparison: Comparison) -> str:
     )
 
 
-def _section(comparison: Comparison, summary: Summary, styles: Styles, place: Place, *, detailed: bool) -> Section:
+def _section(
+    comparison: Comparison, summary: Summary, styles: Styles, place: EvaluationKey, *, detailed: bool
+) -> Section:
     by_class = classes(comparison, place) if detailed else None
     confusion, calibration = (by_class.confusion, by_class.calibration) if by_class else ({}, {})
     arms = [arm.name for arm in comparison.record.arms if arm.name in confusion][:_CONFUSIONS]
@@ -147,7 +149,9 @@ def _curves(rows: Sequence[Row], name: Callable[[Row], str], x: Callable[[Row], 
     ]
 
 
-def _figures(comparison: Comparison, summary: Summary, styles: Styles, place: Place) -> Iterator[tuple[Markup, str]]:
+def _figures(
+    comparison: Comparison, summary: Summary, styles: Styles, place: EvaluationKey
+) -> Iterator[tuple[Markup, str]]:
     """(figure, caption) of the learning curves, and of the differences of the first arm under test."""
     label, axis, tested = comparison.label, "labels per class", comparison.tested[0]
     chance = f"chance is {100 / comparison.classes(place.data):.3g}%"

@@ -52,7 +52,7 @@ class Curve(NamedTuple):
 
 
 def styles_of(names: Iterable[str]) -> dict[str, Style]:
-    """Of arms, or of series: in turn."""
+    """Colors and markers of arms or series, by name, assigned in order."""
     numbered = enumerate(dict.fromkeys(names))
     return {name: Style(PALETTE[number % 7], "os^DvPX<>hpd"[number % 12]) for number, name in numbered}
 
@@ -139,7 +139,7 @@ def loss_curves(runs: Mapping[str, tuple[Style, pd.DataFrame]]) -> Markup | None
 def confusion_matrix(shares_KK: np.ndarray, names: Sequence[str]) -> Markup:
     """Shares of the images of each class (row) that were predicted as each class (column), in percent.
 
-    shares_KK: 0..1, or nan. names: of the classes; 30 or fewer are shown. Cells are numbered for up to 12 classes.
+    shares_KK: 0..1, or nan. names: class names; 30 or fewer are shown. Cells are numbered for up to 12 classes.
     """
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(4.2, 4.0))

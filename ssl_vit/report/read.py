@@ -63,7 +63,7 @@ class Comparison:
 
     @cached_property
     def table(self) -> Table:
-        """What statistics read: the rows, those of a cross-validation with all its folds as one."""
+        """The rows that statistics are computed from. In a cross-validation the folds are joined into one row."""
         if self.record.folds == 1:
             return self.measured
         (data,) = self.record.metrics
@@ -83,7 +83,7 @@ class Comparison:
         return labels[arm]
 
     def spoken(self, arm: str) -> str:
-        """An arm's name in a sentence: what it does; with its label where other arms do the same."""
+        """Name of an arm in a sentence: its method, with its label where other arms use the same method."""
         words = {record.name: "training from scratch" for record in self.record.arms if record.kind == "scratch"}
         for record in self.record.arms:
             if record.kind == "pretrained" and record.objective:
@@ -113,7 +113,7 @@ class Comparison:
 
     @property
     def confidence(self) -> float:
-        """Of the intervals of differences: above 95% where seeds are added until the headlines are decided."""
+        """Confidence of the intervals of differences; above 0.95 where seeds are added until headlines are decided."""
         record = self.record
         shares = [look.seeds / record.max_seeds for look in record.looks] if record.max_seeds else []
         return 1 - sequential.levels(shares)[-1] if shares else 0.95
@@ -139,12 +139,12 @@ class Comparison:
         return sum(len(sweep.candidates) for sweep in sweeps if sweep)
 
     def sizes(self) -> dict[str, float]:
-        """What the study varies of each arm's pretraining; empty outside of a study."""
+        """By arm, the number of pretraining samples or FLOPs that the study varies; empty outside of a study."""
         summaries = {arm.name: self.pretraining(arm.name) for arm in self.record.arms if self.record.study}
         return {arm: float(getattr(summary, str(self.record.study))) for arm, summary in summaries.items() if summary}
 
     def class_names(self, data: str) -> tuple[str, ...]:
-        """The classes that a dataset's shards name, in label order; () where they name none."""
+        """Class names of a dataset in label order; () where its shards name none."""
         shards = [part for name, part in self.record.data.items() if name.startswith((f"{data} test", f"{data} train"))]
         return next((part.classes for part in shards[::-1] if part.classes), ())
 
@@ -202,13 +202,13 @@ def read(paths: Sequence[Path]) -> Comparison:
 
 
 def read_comparison(path: Path) -> Comparison:
-    """A comparison from its directory: everything finished by now."""
+    """Read a comparison from its directory, with all tasks that have finished."""
     record = records.read(path / PLAN, ComparisonRecord)
     tasks: dict[str, TaskResult] = {}
     rows: list[tuple[Result, Path]] = []
     for task in record.tasks:
         file = path / "tasks" / f"{task.id}.json"
-        with suppress(UserError, FileNotFoundError):  # missing or damaged: `compare` makes it (again)
+        with suppress(UserError, FileNotFoundError):  # missing or damaged; `compare` runs the task again
             task_rows, about = results.load(file)
             finished = records.read(file, TaskResult, about)
             if finished.fingerprint == task.fingerprint:
@@ -217,7 +217,7 @@ def read_comparison(path: Path) -> Comparison:
     drawn = {task.arm: tasks[task.id].pictures for task in record.tasks if task.id in tasks and task.kind == "pictures"}
     runs: dict[str, Run] = {}
     for arm in record.arms:
-        with suppress(UserError):  # not begun, or deleted to save space: its numbers are still there
+        with suppress(UserError):  # not started, or deleted to save space; its results are still there
             if arm.run:
                 run, folder = read_run(path / arm.run), drawn.get(arm.name)
                 runs[arm.name] = replace(run, pictures=pictures(path / folder)) if folder else run
@@ -228,7 +228,8 @@ def read_comparison(path: Path) -> Comparison:
 
 
 def read_runs(paths: Sequence[Path]) -> Comparison:
-    """Runs that were made separately, as the arms of one table: only what was measured alike shares an evaluator."""
+    """Read separate runs as the arms of one table. Runs share an evaluator only if they were evaluated with the same
+    settings on the same data."""
     found = [read_run(path) for path in paths]
     names = [run.name for run in found]
     names = [str(run.path) if names.count(run.name) > 1 or run.name in REFERENCES else run.name for run in found]

@@ -24,7 +24,8 @@ def levels(shares: Sequence[float], alpha: float = 0.05) -> list[float]:
     """Two-sided significance level of each look; all looks together reject a true hypothesis with probability `alpha`
     at most.
 
-    shares: of the maximal number of seeds, ascending, in (0, 1]. A level depends only on the looks up to it.
+    shares: seeds at each look over the maximal number of seeds, ascending, in (0, 1]. A level depends only on the looks
+        up to it.
     """
     levels_of_looks: list[float] = []
     grid, density, spent, before = np.zeros(1), np.ones(1), 0.0, 0.0  # of the score z * sqrt(share)

@@ -23,8 +23,8 @@ _ROUNDING = 1e-12  # a mean square below it is zero
 class Estimate:
     """A mean over units (seeds or pretrainings) and test images, and its interval.
 
-    half_width: of the interval; None with one unit, and where no value differs from another.
-    standard_error, degrees_of_freedom: of the mean; None likewise.
+    half_width: half-width of the interval; None with one unit, and where all values are equal.
+    standard_error, degrees_of_freedom: those of the mean; None in the same cases.
     seed_variance, image_variance, residual_variance: of one value; estimates, never below 0.
     units, images: how many there are.
     """

@@ -18,7 +18,7 @@ Rows = dict[tuple[int, int], int]  # row of the table by pretraining seed and se
 
 
 @dataclass(frozen=True)
-class Place:
+class EvaluationKey:
     """One dataset under one evaluator."""
 
     data: str
@@ -27,9 +27,9 @@ class Place:
 
 @dataclass(frozen=True)
 class Accuracy:
-    """Test accuracy of an arm. labels: those of the label budget per class, as a number. seeds: how many."""
+    """Test accuracy of an arm. labels: labels per class of the budget, as a number. seeds: number of seeds."""
 
-    place: Place
+    place: EvaluationKey
     labels_per_class: Budget
     labels: float
     arm: str
@@ -42,9 +42,9 @@ class Difference(Accuracy):
     """Accuracy of an arm minus that of another, paired by seed and test image.
 
     labels_per_class, labels: "mean" and 0 for the mean over all label budgets.
-    role: what `against` is. means: accuracies of both arms over the same seeds and images.
-    unit: what varies. within_variance: of a seed's difference within a pretraining, where that is the unit.
-    fixed: arms with a single pretraining, so that the statement is about that one.
+    role: role of `against`. means: accuracies of both arms over the same seeds and images.
+    unit: unit of replication. within_variance: variance over the seeds of a pretraining, if that is the unit.
+    fixed: arms with a single pretraining; the interval does not cover other pretrainings of them.
     """
 
     against: str
@@ -61,7 +61,7 @@ class Efficiency:
     """`arm` with a label budget is as accurate as `against` with `labels` per class (interval low..high; see
     `statistics.label_efficiency`). measured: labels per class of the smallest and the largest label budget."""
 
-    place: Place
+    place: EvaluationKey
     labels_per_class: Budget
     arm: str
     against: str
@@ -76,7 +76,7 @@ class Summary:
     """differences: intervals adjusted for the label budgets of a pair of arms. means: over label budgets. headlines:
     the pre-declared one of each dataset."""
 
-    places: tuple[Place, ...]
+    places: tuple[EvaluationKey, ...]
     accuracies: tuple[Accuracy, ...]
     differences: tuple[Difference, ...]
     means: tuple[Difference, ...]
@@ -125,42 +125,43 @@ def mean_accuracy(
     return statistics.crossed_mean(values, pretrainings=pretrainings)
 
 
-def declared_headline(comparison: Comparison, data: str) -> tuple[Place, str, str] | None:
+def declared_headline(comparison: Comparison, data: str) -> tuple[EvaluationKey, str, str] | None:
     """(place, arm, baseline) of the headline of a dataset."""
     record, arm = comparison.record, comparison.tested[0]
     for evaluator in sorted(record.evaluators, key=lambda name: not record.evaluators[name].trains_encoder):  # stable
         planned = [task.arm for task in record.tasks if (task.data, task.evaluator) == (data, evaluator)]
         if arm in planned and (baseline := baseline_of(comparison, arm, planned)):
-            return Place(data, evaluator), arm, baseline
+            return EvaluationKey(data, evaluator), arm, baseline
     return None
 
 
 def _adjusted(comparison: Comparison, rows: Sequence[Difference]) -> list[Difference]:
-    """The same rows with intervals adjusted for their number."""
+    """The rows with intervals adjusted for the number of rows (Holm)."""
     margin, adjusted = comparison.record.margin, statistics.holm([row.estimate for row in rows], comparison.confidence)
     return [
-        replace(row, estimate=one, outcome=statistics.outcome(one, margin))
-        for row, one in zip(rows, adjusted, strict=True)
+        replace(row, estimate=estimate, outcome=statistics.outcome(estimate, margin))
+        for row, estimate in zip(rows, adjusted, strict=True)
     ]
 
 
-def rows_by_place(comparison: Comparison) -> dict[Place, dict[Budget, dict[str, Rows]]]:
+def rows_by_place(comparison: Comparison) -> dict[EvaluationKey, dict[Budget, dict[str, Rows]]]:
     """Rows of the table by dataset and evaluator, label budget (ascending) and arm."""
     frame = comparison.table.frame
     frame = frame[frame["primary"].astype(bool)]
     frame = frame.assign(budget=frame["labels_per_class"].astype(str)).sort_values(["labels", "budget"], kind="stable")
-    found: dict[Place, dict[Budget, dict[str, Rows]]] = {}
+    rows: dict[EvaluationKey, dict[Budget, dict[str, Rows]]] = {}
     for row in frame.itertuples():
-        arms = found.setdefault(Place(row.data, row.evaluator), {}).setdefault(row.labels_per_class, {})
+        arms = rows.setdefault(EvaluationKey(row.data, row.evaluator), {}).setdefault(row.labels_per_class, {})
         arms.setdefault(row.arm, {})[row.pretraining_seed, row.seed] = row.Index
     data, evaluators = list(comparison.record.metrics), list(comparison.record.evaluators)
-    places = sorted(found, key=lambda place: (data.index(place.data), evaluators.index(place.evaluator)))
-    return {place: found[place] for place in places}
+    places = sorted(rows, key=lambda place: (data.index(place.data), evaluators.index(place.evaluator)))
+    return {place: rows[place] for place in places}
 
 
 def _pairs(comparison: Comparison, measured: Sequence[str]) -> Iterator[tuple[str, str, Role]]:
-    """(arm, against, what `against` is): every pair of arms, and every arm against every reference; in a study only
-    the arms under test against baselines, supervised arms and references. Arms under test come first, scratch last."""
+    """Yield (arm, against, role of `against`) for every pair of arms, and for every arm with every reference. A study
+    compares only the arms under test, with baselines, supervised arms and references. Arms under test come first,
+    training from scratch last."""
     arms = {arm.name: arm for arm in comparison.record.arms}
 
     def rank(name: str) -> int:
@@ -168,12 +169,12 @@ def _pairs(comparison: Comparison, measured: Sequence[str]) -> Iterator[tuple[st
         return 0 if name in comparison.tested else 2 if last else 1
 
     ordered = sorted(measured, key=rank)  # stable
-    for place, arm in enumerate(ordered):
+    for index, arm in enumerate(ordered):
         if arm not in arms or (comparison.record.study and rank(arm)):
             continue
         alone = comparison.separate or arms[arm].kind == "scratch"
         baseline = None if alone else baseline_of(comparison, arm, measured)
-        others = ordered[place + 1 :]
+        others = ordered[index + 1 :]
         for other in sorted(others, key=lambda name: name != baseline):
             if other == baseline:
                 yield arm, other, "baseline"
@@ -186,20 +187,20 @@ def _pairs(comparison: Comparison, measured: Sequence[str]) -> Iterator[tuple[st
 
 
 def baseline_of(comparison: Comparison, arm: str, measured: Sequence[str]) -> str | None:
-    """What "no pretraining" means: training from scratch, else the untrained encoder; of the arm's architecture where
-    there are several."""
+    """Name of the row without pretraining that an arm is compared with: training from scratch, else the untrained
+    encoder. Where there are several, the one of the arm's architecture."""
     record = comparison.record
-    rows = [one for one in record.rows if one.name in measured]
-    (like,) = [one.architecture for one in record.arms if one.name == arm]
-    found = [one for kind in ("scratch", "untrained") for one in rows if one.kind == kind]
-    alike = [one.name for one in found if one.architecture == like]
-    return next(iter(alike or [one.name for one in found]), None)
+    rows = [row for row in record.rows if row.name in measured]
+    (architecture,) = [row.architecture for row in record.arms if row.name == arm]
+    baselines = [row for kind in ("scratch", "untrained") for row in rows if row.kind == kind]
+    alike = [row.name for row in baselines if row.architecture == architecture]
+    return next(iter(alike or [row.name for row in baselines]), None)
 
 
 class Measured:
-    """What was measured of one dataset under one evaluator; under the metric `mean_per_class` see `balanced`."""
+    """The results of one dataset under one evaluator; for the metric `mean_per_class` see `statistics.balanced`."""
 
-    def __init__(self, comparison: Comparison, place: Place, budgets: dict[Budget, dict[str, Rows]]) -> None:
+    def __init__(self, comparison: Comparison, place: EvaluationKey, budgets: dict[Budget, dict[str, Rows]]) -> None:
         self.comparison, self.place, self.budgets = comparison, place, budgets
         self.weighted = comparison.record.metrics[place.data] == "mean_per_class"
         self.arms = [arm for arm in comparison.arms if any(arm in arms for arms in budgets.values())]
@@ -207,22 +208,24 @@ class Measured:
         classes, counts = comparison.classes(place.data), comparison.table.frame["labels"]
         self.labels: dict[Budget, float] = {}
         for budget, arms in budgets.items():
-            rows = [row for one in arms.values() for row in one.values()]
+            rows = [row for rows_by_seed in arms.values() for row in rows_by_seed.values()]
             self.labels[budget] = float(budget) if isinstance(budget, int) else float(counts[rows].mean() / classes)
 
     def accuracies(self) -> Iterator[Accuracy]:
         for budget, arms in self.budgets.items():
             for arm in (arm for arm in self.arms if arm in arms):
                 rows = [*arms[arm].values()]
-                units = units_of([(made if arm in self.pretrained else None,) for made, _ in arms[arm]])
+                units = units_of(
+                    [(pretraining_seed if arm in self.pretrained else None,) for pretraining_seed, _ in arms[arm]]
+                )
                 estimate = mean_accuracy(self.comparison.table, rows, weighted=self.weighted, pretrainings=units)
                 yield Accuracy(self.place, budget, self.labels[budget], arm, len(rows), estimate)
 
     def difference(self, budgets: Sequence[Budget], arm: str, against: str, role: Role) -> Iterator[Difference]:
         """A minus B, averaged over these label budgets in each cell; nothing where the arms share no seed."""
-        if not (found := self._cells(budgets, arm, against)):
+        if not (cells := self._cells(budgets, arm, against)):
             return
-        values, units, fixed = found
+        values, units, fixed = cells
         ours, theirs = values.mean(axis=0)
         estimate = statistics.crossed_mean(ours - theirs, confidence=self.comparison.confidence, pretrainings=units)
         yield Difference(
@@ -243,52 +246,54 @@ class Measured:
 
     def efficiencies(self, arm: str, against: str) -> Iterator[Efficiency]:
         budgets = [budget for budget, arms in self.budgets.items() if arm in arms and against in arms]
-        if len(budgets) < 2 or not (found := self._cells(budgets, arm, against)):
+        if len(budgets) < 2 or not (cells := self._cells(budgets, arm, against)):
             return
-        values, units, _ = found
+        values, units, _ = cells
         scores = np.moveaxis(values.mean(axis=-1), -1, 0)  # (S, B, 2)
         scores = statistics.unit_means(scores, units) if units else scores
         labels = np.array([self.labels[budget] for budget in budgets])
         measured = float(labels.min()), float(labels.max())
-        for place, budget in enumerate(budgets):
-            equal = statistics.label_efficiency(scores[:, place, 0], scores[:, :, 1], labels)
+        for index, budget in enumerate(budgets):
+            equal = statistics.label_efficiency(scores[:, index, 0], scores[:, :, 1], labels)
             yield Efficiency(self.place, budget, arm, against, *equal, measured)
 
     def _cells(
         self, budgets: Sequence[Budget], arm: str, against: str
     ) -> tuple[np.ndarray, list[int | None] | None, tuple[str, ...]] | None:
-        """What both arms have at all of these budgets: (values (B, 2, S, M), correct or not by label budget, arm, seed
-        and test image; the pretraining of each seed, where it is the unit; the arms with one
-        pretraining). None where they share no seed."""
-        pairs = [_paired(self.budgets[one].get(arm, {}), self.budgets[one].get(against, {})) for one in budgets]
-        keys = [key for key in pairs[0] if all(key in one for one in pairs)]
+        """The results that both arms have at all of these budgets; None where they share no seed.
+
+        Returns (values (B, 2, S, M), 1 where correct, by label budget, arm, seed and test image; the pretraining of
+        each seed, where that is the unit; the arms with a single pretraining).
+        """
+        pairs = [_paired(self.budgets[n].get(arm, {}), self.budgets[n].get(against, {})) for n in budgets]
+        keys = [key for key in pairs[0] if all(key in of_budget for of_budget in pairs)]
         if not keys:
             return None
-        rows = [one[key][side] for one in pairs for side in (0, 1) for key in keys]
+        rows = [of_budget[key][side] for of_budget in pairs for side in (0, 1) for key in keys]
         classes, correct = self.comparison.table.cells(rows)
         values = correct.reshape(len(budgets), 2, len(keys), -1).astype(np.float64)
         if self.weighted:
             values = statistics.balanced(values, classes)
         arms = [(side, name) for side, name in enumerate((arm, against)) if name in self.pretrained]
-        made = [tuple(key[side] for side, _ in arms) for key in keys]
+        pretraining_seeds = [tuple(key[side] for side, _ in arms) for key in keys]
         fixed = [name for side, name in arms if len({key[side] for key in keys}) == 1]
-        return values, units_of(made), tuple(fixed)
+        return values, units_of(pretraining_seeds), tuple(fixed)
 
 
 def _paired(ours: Rows, theirs: Rows) -> dict[tuple[int, int, int], tuple[int, int]]:
     """Rows of both arms by (their pretraining seeds, seed), where they share the seed."""
-    others = {seed: made for made, seed in theirs}
+    others = {seed: pretraining_seed for pretraining_seed, seed in theirs}
     return {
-        (made, others[seed], seed): (ours[made, seed], theirs[others[seed], seed])
-        for made, seed in sorted(ours)
+        (pretraining_seed, others[seed], seed): (ours[pretraining_seed, seed], theirs[others[seed], seed])
+        for pretraining_seed, seed in sorted(ours)
         if seed in others
     }
 
 
 def units_of(pretrainings: Sequence[tuple[int | None, ...]]) -> list[int | None] | None:
-    """The pretraining that each cell belongs to, where an arm has several of them but fewer than cells; else None.
+    """The pretraining of each cell, if an arm has several pretrainings but fewer than cells; else None.
 
-    pretrainings: of each cell, the pretraining seeds of the pretrained arms.
+    pretrainings: for each cell, the pretraining seeds of the pretrained arms.
     """
     sides = [side for side in zip(*pretrainings, strict=True) if 1 < len(set(side)) < len(side)]
     return list(min(sides, key=lambda side: len(set(side)))) if sides else None

@@ -17,7 +17,7 @@ from ssl_vit.report.classes import BINS, Classes
 from ssl_vit.report.read import STAGES, UNITS, Comparison, costs
 from ssl_vit.report.runs import text
 from ssl_vit.report.self_test import self_tests
-from ssl_vit.report.summary import Place, Summary, summarize
+from ssl_vit.report.summary import EvaluationKey, Summary, summarize
 from ssl_vit.report.verdict import INTERVAL, needed, notes, points, verdict
 
 CLASSES = 40  # most rows of a table of classes
@@ -32,13 +32,13 @@ class Shown:
     arms: tuple[str, ...] = ()
 
 
-def place_title(comparison: Comparison, place: Place) -> str:
-    """Of the section of one dataset under one evaluator."""
+def place_title(comparison: Comparison, place: EvaluationKey) -> str:
+    """Title of the section of one dataset under one evaluator."""
     title = comparison.record.evaluators[place.evaluator].title
     return f"{place.data}: {title}" if len(comparison.record.metrics) > 1 or comparison.separate else title
 
 
-def place_tables(comparison: Comparison, summary: Summary, place: Place) -> list[Shown]:
+def place_tables(comparison: Comparison, summary: Summary, place: EvaluationKey) -> list[Shown]:
     """Accuracies, differences and label efficiency of one dataset under one evaluator; those that have rows."""
     record = comparison.record
     weighted, trains = record.metrics[place.data] == "mean_per_class", record.evaluators[place.evaluator].trains_encoder
@@ -150,7 +150,7 @@ def sweep_table(comparison: Comparison) -> Shown:
             rows.append(
                 {
                     "Arm": comparison.label(task.arm),
-                    "Data and evaluator": place_title(comparison, Place(task.data, task.evaluator)),
+                    "Data and evaluator": place_title(comparison, EvaluationKey(task.data, task.evaluator)),
                     **({"Fold": str(task.fold)} if comparison.record.folds > 1 else {}),
                     "Labels per class": str(task.labels_per_class),
                     "Setting": ", ".join(f"{key} {value}" for key, value in settings.items()),

@@ -72,14 +72,14 @@ def newest_of(weights: Path) -> Path | None:
 
 
 def last_saved(run: Path | None) -> str:
-    """Which checkpoint an error message should name."""
+    """The last good checkpoint, as text for an error message."""
     checkpoints = folders(run) if run else []
     return f"last good checkpoint: {checkpoints[-1] if checkpoints else 'none'}"
 
 
 def newest(run: Path) -> tuple[Path | None, list[str]]:
-    """The newest intact checkpoint, and notes for the user about broken ones, which are renamed to
-    `broken_step_NNNNNNNN`. Every process must call it; the main one looks."""
+    """Return the newest intact checkpoint, and notes for the user about broken ones, which are renamed to
+    `broken_step_NNNNNNNN`. Every process must call it; only the main process reads the disk."""
     intact, notes = None, list[str]()
     if distributed.is_main():
         for unfinished in (run / "checkpoints").glob(".step_*.tmp"):  # a kill came while it was written
@@ -115,7 +115,7 @@ def save(run: Path, step: int, state: State, keep_last: int) -> Path:
     """Write a checkpoint of all processes' state, then drop all but the newest `keep_last` and those that were
     evaluated. Every process must call it.
 
-    Raises RunError, on every process, when a disk refuses; older checkpoints are untouched then.
+    Raises RunError, on every process, when it cannot be written; older checkpoints are untouched.
     """
     target, files = run / "checkpoints" / f"step_{step:08d}", state.tensors()
     with shared_errors():

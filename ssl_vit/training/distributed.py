@@ -30,11 +30,11 @@ from ssl_vit.interfaces import RunError, UserError
 from ssl_vit.training import Precision
 
 _KNOWN_WARNINGS = (
-    "Please use the new API settings to control TF32",  # torch 2.9's alone, of what later versions take in silence
+    "Please use the new API settings to control TF32",  # only torch 2.9 warns about this
     "`broadcast_buffers` is deprecated",  # Accelerate has no new name for it
-    "Grad strides do not match bucket view strides",  # of one small gradient, which is copied
+    "Grad strides do not match bucket view strides",  # one small gradient is copied
 )
-# How gloo, NCCL and torch's store word it that another process does not answer any more.
+# Error messages of gloo, NCCL and torch's store when another process no longer responds.
 _GONE = re.compile(
     r"(?i)connection (closed|reset|refused)|timed out|wait timeout|broken pipe|socket timeout|gloo|nccl|"
     r"failed to (recv|send)|no route to host"
@@ -44,11 +44,11 @@ _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Engine(Accelerator):
-    """Accelerate's engine with a precision of its own.
+    """An Accelerator whose precision can differ between trainings of one process.
 
-    Accelerate fixes one precision for the whole process, and hands it to FSDP2, which would cast a batch's noise, what
-    is logged and the sums of gradients to 16 bits. Here each training has its own: the loop runs the forward pass under
-    `autocast` and scales the loss.
+    Accelerate fixes one precision for the whole process and passes it to FSDP2, which would cast a batch's noise,
+    logged values and sums of gradients to 16 bits. Here each training sets its own precision: the loop runs the forward
+    pass under `autocast` and scales the loss.
     """
 
     def __init__(self, precision: Precision, **arguments: Any) -> None:
@@ -228,9 +228,10 @@ def total(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def shared_errors() -> Iterator[None]:
-    """A block that every process runs: a UserError or RunError of one of them is raised on all. It is a barrier too.
+    """Context manager that every process enters: a UserError or RunError of one process is raised on all of them. It is
+    also a barrier.
 
-    Other exceptions pass on their own process alone, whose end the others notice.
+    Other exceptions are raised only on the process where they occur; the other processes notice that it ended.
     """
     own_error: UserError | RunError | None = None
     try:

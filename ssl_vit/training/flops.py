@@ -16,7 +16,7 @@ _IMAGES = 2  # one image alone would be refused by a batch norm
 def training_flops(objective: nn.Module, views: int = 1) -> float:
     """Floating-point operations (a multiply and an add are two) of the forward and backward pass, for one image.
 
-    views: of the image (`data.views`).
+    views: views of each image (`data.views`).
 
     Counted over matrix products, convolutions and attention, by torch's counter, on the objective's own batch; nothing
     is computed, and torch's generator stays where it was. Objectives of the same modules, parameters and settings are

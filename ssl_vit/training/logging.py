@@ -72,7 +72,7 @@ class Window:
         The one place where the host waits for the device. Every process must call it at the same step.
         """
         if not self._means:
-            # Row by row to the host: on XLA, a stack of so many rows would be a program of its own.
+            # Copied to the host row by row: on XLA, each stack of another length would compile another program.
             sums = distributed.total(torch.stack([row.cpu() for row in self.rows]).double())
             columns = (sums[:, :-1] / sums[:, -1:].clamp(min=1)).split(list(self.sizes.values()), dim=1)
             table = zip(self.sizes, columns, strict=True)
@@ -170,14 +170,14 @@ class RunLogger:
             self.say(f"{self.name}  {step}/{self.total}  {describe(values)}  {left} left")
 
     def skips(self, step: int, own_skips: list[Skip]) -> None:
-        """Samples that all processes skipped since the last call; `own` are this one's."""
+        """Log the samples that all processes skipped since the last call. own_skips: those of this process."""
         skips = [skip for part in distributed.gather(own_skips) for skip in part]
         if not skips:
             return
         self.skipped += skips
         total, first = len(self.skipped), skips[0]
         what = printable(f"{first.shard}: sample {first.key}: {first.reason}")
-        self.say(f"skipped {len(skips)} sample(s), {total} in all; {what}")
+        self.say(f"skipped {len(skips)} sample(s), {total} in total; {what}")
         samples = [{"shard": skip.shard, "key": skip.key, "reason": skip.reason} for skip in skips]
         self.event(step, {"event": "skipped_samples", "total": total, "samples": samples})
 
@@ -199,7 +199,7 @@ class RunLogger:
         accelerator.project_configuration.set_directories(str(run.parent))
         accelerator.init_trackers(run.name, init_kwargs=keywords)
         for tracker in accelerator.trackers:
-            if tracker.name != "tensorboard":  # it would make folders of its own beside recipe.yaml
+            if tracker.name != "tensorboard":  # TensorBoard would create extra folders beside recipe.yaml
                 tracker.store_init_configuration(recipe)
 
     def _try(self, act: Callable[[], Any]) -> None:

@@ -75,10 +75,9 @@ class Callback:
 
 @dataclass
 class Job:
-    """One training run; `stage.build` makes it.
+    """One training run, made by `stage.build`.
 
-    batches: from lane positions to this process's endless batches, every one of them full.
-    lanes: how many there are.
+    batches: from lane positions to this process's endless batches, all of them full. lanes: number of lanes.
     run: the run directory; None keeps nothing on disk (short trainings inside an evaluator).
     data: fingerprint of the shards; positions in a checkpoint mean nothing on others.
     classes: names of the labels.
@@ -106,7 +105,7 @@ class Job:
 class Outcome:
     """How a run ended: steps and seconds of all sessions, and the samples skipped in this one.
 
-    signal: one that came at or after the last step: the program should end (0: none).
+    signal: a signal that arrived at or after the last step and should end the program (0: none).
     """
 
     steps: int
@@ -119,7 +118,7 @@ def train(job: Job) -> Outcome:
     """Train to `total_steps`, resuming from the run's newest checkpoint; leaves the objective trained in place.
 
     Raises Stopped after a signal, once everything is saved; Diverged where the loss is not finite (naming step, sample
-    keys and the last good checkpoint); RunError for a disk that refuses a checkpoint and when another process is gone;
+    keys and the last good checkpoint); RunError when a checkpoint cannot be written or another process has ended;
     UserError for data that cannot be read and checkpoints that do not fit.
     """
     others_watched = distributed.others_watched(partial(checkpoint.last_saved, job.run))
@@ -131,10 +130,10 @@ def train(job: Job) -> Outcome:
 
 
 class Trainer:
-    """A prepared job: what its steps share, and its state.
+    """A prepared job and its state.
 
-    batch, result: of the last step. window: of the steps since the last log line. window_ends: whether it is to be
-    logged now. last: whether the session ends with this step. signal: which one asked for that, or 0.
+    batch, result: those of the last step. window: steps since the last log line. window_ends: whether to log it now.
+    last: whether the session ends with this step. signal: the signal that asked for that, or 0.
     """
 
     batch: Batch
@@ -169,7 +168,10 @@ class Trainer:
         with self.log:
             self.log.begin(progress.step, notes, job.recipe)
             self.model.train()
-            stop = next(filter(None, (callback.start(self) for callback in job.callbacks)), None)
+            stop = None
+            for callback in job.callbacks:
+                if stop := callback.start(self):
+                    break
             batches = job.batches(progress.lanes)
             self.new_window()
             while not stop and progress.step < job.total_steps:
@@ -181,7 +183,9 @@ class Trainer:
                     self._find_accumulation()
                 self.result = self.train_step(self.batch)
                 self._advance(chunk, request.agreed())
-                stop = next(filter(None, (callback.after_step(self) for callback in job.callbacks)), None)
+                for callback in job.callbacks:
+                    if stop := callback.after_step(self):
+                        break
             if stop:
                 self.log.say(stop.reason)
                 if stop.error:
@@ -193,7 +197,7 @@ class Trainer:
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
-        """Around what may take long while no step is half done: a signal raises Stopped there, once all is saved."""
+        """Context for long waits between two steps, in which a signal raises Stopped after everything is saved."""
         try:
             self.request.waiting = True
             yield
@@ -235,7 +239,7 @@ class Trainer:
         return StepResult(parts, outputs, norm)
 
     def _advance(self, chunk: Chunk, signal: int) -> None:
-        """Note the step that was just done."""
+        """Record the step that was just taken."""
         progress, training = self.progress, self.job.training
         progress.step += 1
         for lane, position in chunk.positions.items():
@@ -261,11 +265,9 @@ class Trainer:
         return notes
 
     def _find_accumulation(self) -> None:
-        """training.auto_batch, at the first step; begins with the number that the session before found."""
+        """Apply `training.auto_batch` at the first step, starting from the number that the previous session found."""
         if self.accelerator.is_fsdp2 or self.accelerator.device.type == "xla":
-            raise UserError(
-                "training.auto_batch: not for sharded models and XLA; set it to false, and training.accumulate"
-            )
+            raise UserError("training.auto_batch: not for FSDP or XLA; set it to false, and raise training.accumulate")
         self.search, progress = False, self.progress
         lanes, least = self.own_lanes, max(progress.accumulate, self.job.training.accumulate)
         progress.accumulate = find_accumulation(self.state, self.batch, self.accelerator.autocast, lanes, least)
@@ -282,11 +284,11 @@ class Trainer:
         self.window = Window(self.progress.step)
 
     def published(self) -> AbstractContextManager[None]:
-        """While it lasts, the objective is the one that a checkpoint publishes: with averaged weights."""
+        """Context in which the objective has the weights that a checkpoint publishes: averaged ones, if there are."""
         return self.average.swapped_in() if self.average else nullcontext()
 
     def share_buffers(self) -> None:
-        """The main process's running statistics for all: each saw other images, and a checkpoint keeps those alone."""
+        """Copy the main process's buffers, such as running statistics, to all; checkpoints store only these."""
         if self.accelerator.num_processes > 1 and not self.accelerator.is_fsdp2:
             buffers = list(self.objective.buffers())
             for buffer, shared in zip(buffers, broadcast(buffers), strict=True):

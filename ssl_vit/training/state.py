@@ -24,7 +24,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 class Stateful(Protocol):
-    """A component with state of its own in `state.json`: plain JSON values."""
+    """A component whose state is stored in `state.json` as plain JSON values."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -57,7 +57,7 @@ class State:
     """Everything that a resumed run needs: the objective (unwrapped), torch's optimizer over its parameters, the random
     states of its device.
 
-    average: of the weights, where the recipe asks for one.
+    average: average of the weights, if the recipe sets one.
     parts: the components whose state is a few numbers, by name.
     """
 
@@ -102,7 +102,7 @@ def part(tensors: Tensors, prefix: str) -> Tensors:
 
 
 def whole(tensors: Mapping[str, torch.Tensor]) -> Tensors:
-    """Each tensor with all its shards, contiguous on the CPU of the main process; elsewhere nothing is kept."""
+    """Gather the shards of each tensor, contiguous, on the CPU of the main process; other processes get nothing."""
     full_tensors = {}
     for name, tensor in tensors.items():
         full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
@@ -112,7 +112,7 @@ def whole(tensors: Mapping[str, torch.Tensor]) -> Tensors:
 
 
 def placed(tensors: Tensors, like_tensors: Mapping[str, torch.Tensor]) -> Tensors:
-    """Whole tensors, each cut into shards where the model's own of that name and shape is."""
+    """Shard whole tensors like the tensors of the same name and shape in `like_tensors`."""
     sharded = dict(tensors)
     for name, tensor in tensors.items():
         like = like_tensors.get(name)

@@ -105,7 +105,7 @@ def test_what_pays_is_added(mini: Mini, tmp_path: Path) -> None:
     c = more.comparison
     assert c.pretrainings > 2
     assert len(c.seeds) == 2 * c.pretrainings
-    numbers = [c.pretraining_number(number) for number in range(len(c.seeds))]
+    numbers = [c.pretraining_index(number) for number in range(len(c.seeds))]
     assert numbers[:6] == [0, 1, 0, 1, 2, 2], "what was measured keeps its pretraining"
     more = looks.extend(study, measured(tmp_path / "within", study, between=0.0, within=0.08))
     assert more

@@ -12,13 +12,13 @@ from ssl_vit.report.classes import BINS, calibration, classes
 from ssl_vit.report.page import write_report
 from ssl_vit.report.read import read
 from ssl_vit.report.statistics import crossed_mean
-from ssl_vit.report.summary import Place
+from ssl_vit.report.summary import EvaluationKey
 from ssl_vit.report.tables import class_table
 from ssl_vit.results import Prediction
 from tests.report.made import row, two_arms, write_comparison
 
 GENERATOR = np.random.default_rng(0)
-FINE_TUNE = Place("digits", "fine_tune")
+FINE_TUNE = EvaluationKey("digits", "fine_tune")
 
 
 def scored(images: int = 400, classes: int = 4) -> Prediction:

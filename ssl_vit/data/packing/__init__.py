@@ -2,7 +2,7 @@
 
 A shard set is a folder of WebDataset tars (KEY.jpg|png|webp, KEY.cls, optional KEY.json) with `info.json` beside them.
 The same source and options give the same bytes, on any number of processes, interrupted or not: `plan` decides what
-goes into which shard before anything is written, `writer` writes each shard as a job of its own, and `record` knows
+goes into which shard before anything is written, `writer` writes each shard as a separate job, and `record` knows
 which are finished. `ssl_vit.data.verify` reads shard sets back.
 """
 

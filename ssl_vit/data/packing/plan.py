@@ -21,7 +21,7 @@ class Options(Config):
         `shards` there are at least 16 (one per image where there are fewer images), in train and in test: a shard is
         read by one loader worker of one process, so one shard would feed one worker.
     resize, quality: see `ssl_vit.data.packing.images.to_stored`.
-    seed: of the shuffle, the holdout, the folds and the subset.
+    seed: seed of the shuffle, the holdout, the folds and the subset.
     order: `shuffle`: over all images; `stratified`: shuffled, with each class spread evenly over the shards;
         `source`: as in the source, also within train and test.
     holdout: fraction of each class that goes to out/test while the rest goes to out/train; both are shard sets. A

@@ -31,7 +31,7 @@ Finished = dict[str, WrittenShard]  # by file name
 def locked(out: Path) -> Iterator[None]:
     """Create the folder and keep other packing processes out of it; remove unfinished files at both ends.
 
-    Raises UserError where another process has it, RunError for what the disk refuses.
+    Raises UserError where another process has it, RunError when the disk is full or not writable.
     """
     if out.exists() and not out.is_dir():
         raise UserError(f"{out} is a file; name a folder to write the shards into")

@@ -1,6 +1,6 @@
 """Shards behind URLs as local files: in a bounded cache that any number of processes share, or without a name.
 
-A shard is downloaded under a lock of its own to NAME.part, checked and renamed, so NAME is always whole. The kernel
+A shard is downloaded to NAME.part under a lock for this shard, checked and renamed, so NAME is always whole. The kernel
 releases a killed process's locks. Eviction unlinks: an open shard keeps its bytes until its reader closes it.
 """
 

@@ -134,7 +134,7 @@ class _Remote(_Store):
         return self._ask(self.filesystem.glob, pattern) if self._is_glob(pattern) else [pattern]
 
     def info(self, folder: str) -> Info | None:
-        """Stores that may not be listed refuse what is not there."""
+        """Stores that cannot be listed deny access to objects that do not exist."""
         for name in (INFO, ABOUT):
             path = f"{folder}/{name}"
             try:

@@ -135,7 +135,7 @@ class ShardFile:
 def class_index(content: bytes) -> int | None:
     """The whole number that a `.cls` member holds; None for anything else, and for more than a set has classes."""
     text = content.decode("ascii", "replace").strip()
-    # Python itself refuses thousands of digits.
+    # Python rejects numbers with thousands of digits by itself.
     is_number = text.removeprefix("-").isdecimal() and len(text) < 19
     return int(text) if is_number and int(text) <= _MOST_CLASSES else None
 
@@ -158,7 +158,7 @@ def _check_size(name: str, end: int, length: int) -> None:
 
 
 class _Headers:
-    """A file for `tarfile` to read headers from, which refuses what a false size would make it seek or allocate."""
+    """A file that `tarfile` reads headers from. It rejects seeks and reads that only a false size can ask for."""
 
     def __init__(self, file: BinaryIO, length: int) -> None:
         self.file, self.length, self.tell = file, length, file.tell

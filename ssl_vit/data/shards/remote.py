@@ -34,8 +34,8 @@ _REFUSED = {errno.EPERM, errno.EACCES, errno.EINVAL, errno.ENAMETOOLONG, errno.E
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _NO_CREDENTIALS = {"NoCredentialsError", "PartialCredentialsError", "ProfileNotFound", "DefaultCredentialsError"}
 _MISTAKES = (TypeError, AttributeError, LookupError, AssertionError, ImportError, RuntimeError, MemoryError, ValueError)
-# Clients by identity, for ever: a forked loader worker must not finalize its parent's, as fsspec would by emptying its
-# own table. Their sockets and their event loop are shared, and the parent's next request would hang.
+# Clients by id, kept until the process exits. fsspec clears its own table in a forked loader worker, which would
+# finalize the parent's clients: sockets and event loop are shared, and the parent's next request would hang.
 _clients: dict[int, Any] = {}
 T = TypeVar("T")
 
@@ -103,7 +103,7 @@ def fetch(filesystem: Any, url: str, remote: RemoteConfig, path: str, most: int)
 
 
 def _headers(filesystem: Any) -> dict[str, Any]:
-    """Options of a transfer: by HTTP not compressed, whose size would be another one."""
+    """Options of a transfer. HTTP is not compressed, because compression would change the size."""
     if "http" not in filesystem.protocol:
         return {}
     return {"headers": {**filesystem.kwargs.get("headers", {}), "Accept-Encoding": "identity"}}
@@ -134,7 +134,7 @@ def download(url: str, target: str, remote: RemoteConfig, size: int | None = Non
 
 
 class _Bound(Callback):
-    """Ends a download of another size than expected, or of more than `most` bytes; fsspec calls it for every part that
+    """Ends a download whose size is not the expected one or exceeds `most` bytes; fsspec calls it for every part that
     was written."""
 
     def __init__(self, url: str, expected: int | None, most: int) -> None:

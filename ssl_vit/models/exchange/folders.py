@@ -16,7 +16,7 @@ from ssl_vit.interfaces import RunError, UserError
 def new_folder(out: Path) -> Iterator[Path]:
     """Yield an empty folder beside `out`; at the end it is renamed to `out`, after an error it is deleted.
 
-    Raises UserError where `out` is a file or holds files, RunError when the disk refuses.
+    Raises UserError where `out` is a file or holds files, RunError when it cannot be written.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} exists and is not empty: give another folder, or delete that one")

@@ -18,7 +18,7 @@ _TIMEOUT = 10  # seconds; the client itself would retry for more than a minute
 
 @contextmanager
 def hub_errors(model: str) -> Iterator[None]:
-    """Raise UserError for what the hub refuses and RunError for a hub out of reach.
+    """Raise UserError where the hub denies access and RunError where the hub cannot be reached.
 
     Where the hub does not answer, only its local cache is read.
     """

@@ -86,7 +86,8 @@ def read(weights: str, name: str | None = None, heads: int | None = None) -> Imp
 
     weights: a checkpoint file; a folder with timm's or transformers' `config.json`; a timm name, also after `timm:`
         (its tag selects the pretrained weights); a model of the hub (`OWNER/NAME[@REVISION]`, also after `hf-hub:`).
-    name: timm's name of the architecture of a file that does not state it. heads: of a ViT, if not those of the name.
+    name: timm's name of the architecture, for a file that does not state it.
+    heads: number of heads of a ViT, if it differs from that of `name`.
     """
     path = Path(weights).expanduser()
     described = path.name in (*hub.WEIGHTS_FILES, factory.WEIGHTS) and (path.parent / "config.json").is_file()

@@ -1,6 +1,6 @@
 """What can be packed into shards: folders of images, tables that `datasets` reads, and sources of your own.
 
-A file `NAME.py` here with `open_images(place, split) -> Source` is a source of its own, called `NAME:PLACE`; so is any
+A file `NAME.py` here with `open_images(place, split) -> Source` is a new source, called `NAME:PLACE`; so is any
 module, as `my_package.module:PLACE`. Where it has splits, its `list_splits(place) -> list[str]` names them. A source
 lists its images and reads one only when asked, so packing needs memory for file names and labels, not for images.
 """

@@ -40,7 +40,7 @@ class Source:
         packing process and raises BrokenImageError where an image cannot be read.
     listing: a hash of the images' names and sizes, which tells sources apart without reading them.
     groups: int64 (count,), ascending: images of one group, such as those of one person, stay in one fold.
-    bytes: of all images together, as far as it is known without reading them.
+    bytes: size of all images together, where it is known without reading them.
     modified: when the newest file was changed (ns since the epoch), where the images are files.
     """
 
