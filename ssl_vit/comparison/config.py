@@ -22,6 +22,7 @@ ONLY = "data"  # name of the dataset of a comparison that has one
 REFERENCES = ("untrained", "pixels", "control", "control_repeated", "scratch_repeated")
 _FOLDERS = ("tasks", "features", "pictures", "weights")
 _WEIGHTS = ("weights", "architecture", "optional")
+_SAME_IMAGES = ("labels_per_class", "seeds", "held_out", "held_out_repeats", "sweep_labels_per_class")
 _KEYS = {"scratch": ("like", "compute_of"), "pretrained": ("recipe", "overrides"), "weights": _WEIGHTS}
 
 
@@ -39,7 +40,7 @@ class Arm(Config):
     compute_of: for an arm from scratch: name of a pretrained arm. Fine-tuning takes as many more steps as the FLOPs of
         one pretraining of that arm pay for.
     series: arms of one series are joined by a line in a study's figure (default: arms of one architecture).
-    evaluators: settings by evaluator, for this arm alone.
+    evaluators: settings by evaluator, for this arm alone; none that choose images, so that all arms have the same.
     """
 
     label: str
@@ -241,6 +242,13 @@ def load_comparison(name: str | Path, overrides: recipe.Overrides = ()) -> Study
             raise UserError(f"{path}: arms.{key}: probe.patience would use labels to stop pretraining; remove it")
         if c.data.folds and settings.data.train != mixture(c.data.folds[1:]):
             raise UserError(f"{path}: arms.{key}: with folds, the arms pretrain on the folds; remove data.train")
+    for name, arm in c.arms.items():
+        for evaluator, own in arm.evaluators.items():
+            if chosen := [key for key in _SAME_IMAGES if key in own]:
+                raise UserError(
+                    f"{path}: arms.{name}.evaluators.{evaluator}.{chosen[0]}: all arms must have the same images; "
+                    f"remove it, or set evaluators.{evaluator}.{chosen[0]} for all arms"
+                )
     evaluators = {
         (data, evaluator, arm): _settings(path, evaluator, values, chosen.evaluators, of_arm)
         for data, chosen in sets.items()
