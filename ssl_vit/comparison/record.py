@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from ssl_vit import recipe, records, runs
+from ssl_vit.comparison.config import Arm
 from ssl_vit.comparison.plan import Plan
 from ssl_vit.data.shards import ShardSet
 from ssl_vit.environment import environment
 from ssl_vit.files import read_json
 from ssl_vit.models import factory
+from ssl_vit.recipe import Recipe
 from ssl_vit.records import ArmRecord, ComparisonRecord, DataRecord, EvaluatorRecord, RunSummary
 from ssl_vit.report.read import PLAN
 
@@ -87,14 +89,16 @@ def _arm(plan: Plan, arm: str) -> ArmRecord:
         uses_labels=plan.uses_labels(arm),
         evaluators=_own_settings(plan, arm),
         series=given.series,
-        # Weights of unknown making: given without a run, or what a training started from.
-        starts_from=factory.origin(weights) or given.weights
-        if weights and given.weights and not summary
-        else settings.init_from
-        if settings
-        else None,
+        starts_from=_starts_from(given, weights, settings, summary),
         summary=summary,
     )
+
+
+def _starts_from(given: Arm, weights: Path | None, settings: Recipe | None, summary: RunSummary | None) -> str | None:
+    """Weights of unknown making: those given without a run, or what a training started from."""
+    if weights and given.weights and not summary:
+        return factory.origin(weights) or given.weights
+    return settings.init_from if settings else None
 
 
 def _own_settings(plan: Plan, arm: str) -> dict[str, dict[str, Any]]:

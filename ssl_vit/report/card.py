@@ -23,7 +23,7 @@ from ssl_vit.report.export import markdown
 from ssl_vit.report.read import read_runs
 from ssl_vit.report.runs import Run, read_run, text
 from ssl_vit.report.summary import summarize
-from ssl_vit.report.verdict import INTERVAL, notes
+from ssl_vit.report.verdict import interval, notes
 from ssl_vit.results import evaluations
 
 _MODES = {1: "L", 3: "RGB", 4: "RGBA"}
@@ -80,7 +80,7 @@ def write(model: Encoder, given: Path, to: str, use: Use, *, title: str, license
         imported=imported,
         data={"Source": shards.source, "Images": shards.samples, "License": shards.license} if shards else {},
         results=[markdown(table) for table in shown[:-1]],  # without the costs
-        notes=[INTERVAL, *notes(measured)] if measured else [],
+        notes=[interval(measured, summarize(measured)), *notes(measured)] if measured else [],
         license=terms,
         cell=lambda value: " ".join(text(value).split()).replace("|", "\\|"),
     )

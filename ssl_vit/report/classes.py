@@ -10,7 +10,7 @@ import pandas as pd
 
 from ssl_vit.report.read import Comparison
 from ssl_vit.report.statistics import Estimate, crossed_mean
-from ssl_vit.report.summary import EvaluationKey, rows_by_place, units_of
+from ssl_vit.report.summary import EvaluationKey, rows_by_place
 from ssl_vit.results import Budget, Prediction
 
 BINS = 15  # of Guo et al. 2017 (arXiv 1706.04599)
@@ -77,7 +77,7 @@ def classes(comparison: Comparison, place: EvaluationKey) -> Classes:
     pretrained = {arm.name for arm in comparison.record.arms if arm.kind == "pretrained"}
     for arm, indices in rows.items():
         own_labels, correct_SM = table.cells(indices)
-        units = units_of([(pretraining_seed,) for pretraining_seed, _ in arms[arm]]) if arm in pretrained else None
+        units = [pretraining_seed for pretraining_seed, _ in arms[arm]] if arm in pretrained else None
         of_class = [correct_SM[:, own_labels == label] for label in labels]
         accuracies[arm] = tuple(
             crossed_mean(correct, pretrainings=units) if correct.shape[1] else None for correct in of_class

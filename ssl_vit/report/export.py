@@ -12,7 +12,7 @@ from ssl_vit.report.read import Comparison, costs
 from ssl_vit.report.runs import flat
 from ssl_vit.report.summary import summarize
 from ssl_vit.report.tables import Shown, all_tables
-from ssl_vit.report.verdict import INTERVAL, notes, verdict
+from ssl_vit.report.verdict import interval, notes, verdict
 
 SUFFIXES = {"markdown": ".md", "latex": ".tex", "csv": ".csv", "json": ".json"}
 _LATEX = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$", "–": "--"}
@@ -28,7 +28,12 @@ def export(comparison: Comparison, form: str) -> str:
     summary = summarize(comparison)
     shown, mark = {"markdown": (markdown, ""), "latex": (latex, "% ")}[form]
     texts = [shown(table) for table in all_tables(comparison, summary)]
-    sentences = [*verdict(comparison, summary), INTERVAL, *notes(comparison), *provenance(comparison)]
+    sentences = [
+        *verdict(comparison, summary),
+        interval(comparison, summary),
+        *notes(comparison),
+        *provenance(comparison),
+    ]
     return "\n".join([*texts, *(f"{mark}{' '.join(note.split())}\n" for note in sentences)])
 
 

@@ -34,7 +34,7 @@ from ssl_vit.report.read import Comparison, read
 from ssl_vit.report.runs import flat
 from ssl_vit.report.summary import Accuracy, EvaluationKey, Summary, summarize
 from ssl_vit.report.tables import Shown
-from ssl_vit.report.verdict import INTERVAL, notes, verdict
+from ssl_vit.report.verdict import interval, notes, verdict
 
 _DETAILED = 6  # sections with pictures and classes: the page stays small
 _CONFUSIONS = 6  # arms with a confusion matrix
@@ -93,7 +93,7 @@ def page(comparison: Comparison) -> str:
         title=record.title or record.name,
         colors={arm: style.color for arm, style in styles.items()},
         verdict=verdict(comparison, summary),
-        interval=INTERVAL,
+        interval=interval(comparison, summary),
         notes=notes(comparison),
         words=budget_words,
         tables=tables,
@@ -166,7 +166,8 @@ def _figures(
     if curves := _curves(differences, lambda row: row.against, lambda row: row.labels, styles):
         curves = [curve._replace(label=f"minus {label(curve.label)}") for curve in curves]
         figure = accuracy_curve(curves, axis, "difference, points", {"_zero": 0.0})
-        yield figure, f"{label(tested)} minus each other arm; band or bar: adjusted 95% interval."
+        confidence = f"{100 * comparison.confidence:.3g}%"
+        yield figure, f"{label(tested)} minus each other arm; band or bar: adjusted {confidence} interval."
     for head in (head for head in summary.headlines if head.place == place):
         if head.estimate.half_width is not None:
             name = f"{label(head.arm)} minus {label(head.against)}"

@@ -75,8 +75,7 @@ def paired_difference(
 
     correct_a_SM, correct_b_SM: bool (S, M), whether seed s classified test image i correctly; both arms share seeds and
         images.
-    pretrainings: (S,), which pretraining each seed used: the nested form. Where there are fewer pretrainings than seeds
-        the unit is the pretraining, its seeds averaged first. None: the unit is the seed.
+    pretrainings: (S,), which pretraining each seed used; see `units_of`. None: the unit is the seed.
 
     Example: `paired_difference(correct_a, correct_b).half_width`
     """
@@ -92,8 +91,8 @@ def crossed_mean(
 ) -> Estimate:
     """Mean of values over seeds and test images, with an interval over both; arguments as `paired_difference` has."""
     values = np.asarray(values_SM, dtype=np.float64)
-    if pretrainings is not None:
-        values = unit_means(values, pretrainings)
+    if pretrainings is not None and (units := units_of(pretrainings)):
+        values = unit_means(values, units)
     S, M = values.shape
     mean = float(values.mean())
     if S < 2 or M < 2:
@@ -113,6 +112,21 @@ def crossed_mean(
         return Estimate(mean, None, None, None, *components, S, M, confidence)
     found = Estimate(mean, None, math.sqrt(variance), freedom, *components, S, M, confidence)
     return found.at(confidence)
+
+
+def units_of(*pretrainings: Sequence[Hashable]) -> Sequence[Hashable] | None:
+    """The unit that an interval covers: (S,), the pretraining of each of S seeds, or None where the unit is the seed.
+
+    pretrainings: of each pretrained arm, (S,). It has P different ones:
+
+    - P = 1: the unit is the seed. The interval covers seeds of the evaluation, not other pretrainings.
+    - 1 < P < S: the unit is the pretraining, its seeds averaged first. The interval covers both.
+    - P = S: the unit is the seed. Each has its own pretraining, so the interval covers both.
+
+    Where both arms of a difference have 1 < P < S, the unit is the pretraining of the one with fewer.
+    """
+    several = [own for own in pretrainings if 1 < len(set(own)) < len(own)]
+    return min(several, key=lambda own: len(set(own)), default=None)
 
 
 def unit_means(values_SX: np.ndarray, pretrainings: Sequence[Hashable]) -> np.ndarray:

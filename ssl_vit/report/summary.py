@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -112,7 +112,7 @@ def summarize(comparison: Comparison) -> Summary:
 
 
 def mean_accuracy(
-    table: Table, rows: Sequence[int], *, weighted: bool, pretrainings: Sequence[int | None] | None = None
+    table: Table, rows: Sequence[int], *, weighted: bool, pretrainings: Sequence[int] | None = None
 ) -> Estimate:
     """Test accuracy over seeds and test images, with its interval.
 
@@ -215,9 +215,7 @@ class Measured:
         for budget, arms in self.budgets.items():
             for arm in (arm for arm in self.arms if arm in arms):
                 rows = [*arms[arm].values()]
-                units = units_of(
-                    [(pretraining_seed if arm in self.pretrained else None,) for pretraining_seed, _ in arms[arm]]
-                )
+                units = [pretraining_seed for pretraining_seed, _ in arms[arm]] if arm in self.pretrained else None
                 estimate = mean_accuracy(self.comparison.table, rows, weighted=self.weighted, pretrainings=units)
                 yield Accuracy(self.place, budget, self.labels[budget], arm, len(rows), estimate)
 
@@ -259,11 +257,11 @@ class Measured:
 
     def _cells(
         self, budgets: Sequence[Budget], arm: str, against: str
-    ) -> tuple[np.ndarray, list[int | None] | None, tuple[str, ...]] | None:
+    ) -> tuple[np.ndarray, Sequence[Hashable] | None, tuple[str, ...]] | None:
         """The results that both arms have at all of these budgets; None where they share no seed.
 
-        Returns (values (B, 2, S, M), 1 where correct, by label budget, arm, seed and test image; the pretraining of
-        each seed, where that is the unit; the arms with a single pretraining).
+        Returns (values (B, 2, S, M), 1 where correct, by label budget, arm, seed and test image;
+        `statistics.units_of` their pretrainings; the arms with a single pretraining).
         """
         pairs = [_paired(self.budgets[n].get(arm, {}), self.budgets[n].get(against, {})) for n in budgets]
         keys = [key for key in pairs[0] if all(key in of_budget for of_budget in pairs)]
@@ -275,9 +273,9 @@ class Measured:
         if self.weighted:
             values = statistics.balanced(values, classes)
         arms = [(side, name) for side, name in enumerate((arm, against)) if name in self.pretrained]
-        pretraining_seeds = [tuple(key[side] for side, _ in arms) for key in keys]
-        fixed = [name for side, name in arms if len({key[side] for key in keys}) == 1]
-        return values, units_of(pretraining_seeds), tuple(fixed)
+        pretraining_seeds = [[key[side] for key in keys] for side, _ in arms]
+        fixed = [name for (_, name), own in zip(arms, pretraining_seeds, strict=True) if len(set(own)) == 1]
+        return values, statistics.units_of(*pretraining_seeds), tuple(fixed)
 
 
 def _paired(ours: Rows, theirs: Rows) -> dict[tuple[int, int, int], tuple[int, int]]:
@@ -288,12 +286,3 @@ def _paired(ours: Rows, theirs: Rows) -> dict[tuple[int, int, int], tuple[int, i
         for pretraining_seed, seed in sorted(ours)
         if seed in others
     }
-
-
-def units_of(pretrainings: Sequence[tuple[int | None, ...]]) -> list[int | None] | None:
-    """The pretraining of each cell, if an arm has several pretrainings but fewer than cells; else None.
-
-    pretrainings: for each cell, the pretraining seeds of the pretrained arms.
-    """
-    sides = [side for side in zip(*pretrainings, strict=True) if 1 < len(set(side)) < len(side)]
-    return list(min(sides, key=lambda side: len(set(side)))) if sides else None

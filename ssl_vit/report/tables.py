@@ -18,7 +18,7 @@ from ssl_vit.report.read import STAGES, UNITS, Comparison, costs
 from ssl_vit.report.runs import text
 from ssl_vit.report.self_test import self_tests
 from ssl_vit.report.summary import EvaluationKey, Summary, summarize
-from ssl_vit.report.verdict import INTERVAL, needed, notes, points, verdict
+from ssl_vit.report.verdict import interval, needed, notes, points, verdict
 
 CLASSES = 40  # most rows of a table of classes
 
@@ -115,15 +115,16 @@ def cost_table(comparison: Comparison) -> Shown:
     spent, cells = costs(comparison).astype(object), {}
     for arm in comparison.record.arms:
         made, tried = comparison.pretraining(arm.name), comparison.tried(arm.name)
-        unknown = "unknown: downloaded" if arm.starts_from else None
-        labels = made.samples if made and arm.uses_labels else unknown or 0
+        labels: object = made.samples if made and arm.uses_labels else 0
+        if arm.starts_from:
+            labels = _with_unknown(labels)
         column: dict[str, object] = {"Pretraining labels": labels, "Parameters": made.parameters if made else None}
         column["Settings tried"] = tried or None
         for stage in STAGES:
             for unit, name in UNITS.items():
                 known = spent[unit].get((stage, arm.name))
-                if unknown and stage in ("Pretraining", "In all"):
-                    known = unknown if known is None else f"{text(known)} + unknown"
+                if arm.starts_from and stage in ("Pretraining", "In all"):
+                    known = _with_unknown(known)
                 column[f"{stage}, {name}"] = known
         cells[arm.label] = {name: text(value) for name, value in column.items()}
     others = spent.drop(index=[arm.name for arm in comparison.record.arms], level="arm", errors="ignore")
@@ -137,6 +138,11 @@ def cost_table(comparison: Comparison) -> Shown:
     if begun := [f"{arm.label} ({arm.starts_from})" for arm in comparison.record.arms if arm.starts_from]:
         title += f". Not counted: what made the weights that these started from: {', '.join(begun)}"
     return Shown(title, pd.DataFrame(cells).rename_axis("Cost").reset_index())
+
+
+def _with_unknown(known: object) -> str:
+    """What an arm with imported weights cost."""
+    return f"{text(known)} + unknown" if known else "unknown: imported weights"
 
 
 def sweep_table(comparison: Comparison) -> Shown:
@@ -179,7 +185,7 @@ def all_tables(comparison: Comparison, summary: Summary) -> list[Shown]:
 def terminal(comparison: Comparison) -> Group:
     """Verdict and tables for rich's console."""
     summary = summarize(comparison)
-    said = [*verdict(comparison, summary), INTERVAL, *notes(comparison)]
+    said = [*verdict(comparison, summary), interval(comparison, summary), *notes(comparison)]
     return Group(*map(Text, said), *map(rich_table, all_tables(comparison, summary)))
 
 

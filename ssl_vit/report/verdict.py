@@ -14,12 +14,6 @@ from ssl_vit.report.statistics import Estimate, plan
 from ssl_vit.report.summary import Difference, Efficiency, Summary
 
 HALF_WIDTH = "half-width of a 95% interval that covers seeds and test images"
-INTERVAL = (
-    f"± is the {HALF_WIDTH} (Student's t on a crossed analysis of "
-    "variance; two arms are paired by seed and image). Differences at several label budgets, or headlines of several "
-    "datasets, have intervals adjusted for their number (Holm)."
-)
-
 QUICK = "Quick run, a tenth of the steps and seeds:"
 
 
@@ -27,6 +21,21 @@ def points(estimate: Estimate, sign: str = "+") -> str:
     """Percentage points and the half-width of the interval, where there is one; sign: "" for accuracies."""
     mean = f"{round(100 * estimate.mean, 1) + 0.0:{sign}.1f}"  # adding 0.0 turns -0.0 into 0.0
     return mean if estimate.half_width is None else f"{mean} ± {100 * estimate.half_width:.1f}"
+
+
+def interval(comparison: Comparison, summary: Summary) -> str:
+    """What the intervals cover, and their confidence."""
+    rows = [*summary.accuracies, *summary.differences, *summary.means]
+    units = sorted({"pretrainings" if row.estimate.units < row.seeds else "seeds" for row in rows})
+    unit = "seeds (pretrainings, where an arm has several but fewer than seeds)" if len(units) > 1 else "".join(units)
+    found = (
+        f"± is the {HALF_WIDTH.replace('seeds', unit or 'seeds')} (Student's t on a crossed analysis of variance; two "
+        "arms are paired by seed and image). Differences at several label budgets, or headlines of several datasets, "
+        "have intervals adjusted for their number (Holm)."
+    )
+    if comparison.record.looks:
+        found += f" Intervals of differences have {100 * comparison.confidence:.1f}% confidence, for the looks."
+    return found
 
 
 def verdict(comparison: Comparison, summary: Summary) -> list[str]:
@@ -171,12 +180,12 @@ def needed(row: Efficiency) -> str:
 def _compute(comparison: Comparison, head: Difference) -> list[str]:
     spent = costs(comparison)["flops"]
     arms = (head.arm, head.against)
+    if begun := [comparison.spoken(one.name) for one in comparison.record.arms if one.starts_from and one.name in arms]:
+        return [f"Compute: unknown; {_listed(begun)} started from imported weights."]
     ours, theirs = (spent.get(("In all", arm), 0.0) for arm in arms)
     if not ours:
         return []
     baseline = comparison.spoken(head.against)
-    if begun := [comparison.spoken(one.name) for one in comparison.record.arms if one.starts_from and one.name in arms]:
-        return [f"Compute: unknown; {_listed(begun)} started from downloaded weights."]
     ratio = f"{ours / theirs:.3g} times that of {baseline}" if theirs else f"{baseline} used none"
     return [f"Compute: {comparison.spoken(head.arm)} took {ours:.3g} FLOPs in all, {ratio}."]
 

@@ -19,6 +19,7 @@ from ssl_vit.report.statistics import (
     outcome,
     paired_difference,
     plan,
+    units_of,
 )
 
 COVERAGE = runpy.run_path(str(Path(__file__).parents[2] / "tools" / "coverage.py"))
@@ -89,6 +90,18 @@ def test_fewer_pretrainings_than_seeds_are_the_unit() -> None:
     assert found == crossed_mean(d)
     assert found.units == 3
     assert paired_difference(a, b, pretrainings=range(6)) == paired_difference(a, b)
+
+
+def test_seeds_are_the_unit_of_a_single_pretraining() -> None:
+    a, b = simulated(6, 50)
+    assert paired_difference(a, b, pretrainings=[3] * 6) == paired_difference(a, b)
+
+
+def test_of_two_arms_the_unit_is_the_pretraining_of_the_one_with_fewer() -> None:
+    assert units_of([0, 0, 0], [0, 1, 2]) is None
+    assert units_of([0, 1, 2, 0, 1, 2], [4, 5, 4, 5, 4, 5]) == [4, 5, 4, 5, 4, 5]
+    assert units_of([0, 0, 0, 0], [0, 1, 0, 1]) == [0, 1, 0, 1]
+    assert units_of() is None
 
 
 def test_holm_excludes_zero_exactly_where_its_test_rejects() -> None:

@@ -11,6 +11,7 @@ import pandas as pd
 import pytest
 from rich.console import Console
 
+from ssl_vit.records import ArmRecord
 from ssl_vit.report.export import latex, markdown
 from ssl_vit.report.page import write_report
 from ssl_vit.report.read import Comparison, read
@@ -99,6 +100,16 @@ def test_everything_is_exported_for_other_programs(tmp_path: Path) -> None:
     assert len(found["rows"]) == 11 and found["record"]["name"] == "c"
     spent = {(cost["stage"], cost["arm"]): cost["images_seen"] for cost in found["costs"]}
     assert spent["In all", "ssl"] == 640 + 5 * 64 and ("Pretraining", "scratch") not in spent
+
+
+def test_what_imported_weights_cost_is_unknown(tmp_path: Path) -> None:
+    given = ArmRecord(name="given", label="given", kind="weights", run="w", starts_from="my.safetensors")
+    begun = SUPERVISED.model_copy(update={"starts_from": "weights"})
+    rows = [*two_arms(), *(row(arm, 5, seed, 0.9) for arm in ("given", "supervised") for seed in range(3))]
+    found = read([write_comparison(tmp_path / "c", rows, arms=(*ARMS, given, begun))])
+    cells = cost_table(found).frame.set_index("Cost")
+    assert cells.loc["Pretraining labels"].tolist() == ["0", "0", "unknown: imported weights", "900 + unknown"]
+    assert cells.loc["Pretraining, images"].tolist() == ["640", "–", "unknown: imported weights", "640 + unknown"]
 
 
 def test_every_export_carries_names_settings_and_times(tmp_path: Path) -> None:

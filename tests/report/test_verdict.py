@@ -14,7 +14,7 @@ from ssl_vit.records import ArmRecord, DataRecord, Look, SkippedSample, SweepRec
 from ssl_vit.report import sequential
 from ssl_vit.report.read import read
 from ssl_vit.report.summary import Difference, Summary, summarize
-from ssl_vit.report.verdict import notes, verdict
+from ssl_vit.report.verdict import interval, notes, verdict
 from ssl_vit.results import Result
 from tests.report.made import ARMS, SUPERVISED, SWEEP, row, two_arms, write_comparison, write_run
 
@@ -140,6 +140,30 @@ def test_pretrainings_are_the_unit_where_they_are_fewer_than_seeds(folder: Path)
     assert "about one pretraining" not in text
     each = [replace(one, pretraining_seed=one.seed) if one.arm == "ssl" else one for one in rows]
     assert summary(folder.parent / "each", each).headlines[0].unit == "seed"
+
+
+def test_the_interval_is_described_by_the_units_and_the_confidence_that_were_used(folder: Path) -> None:
+    def described(name: str, rows: list[Result], **changes: Any) -> str:
+        comparison = read([write_comparison(folder / name, rows, **changes)])
+        return interval(comparison, summarize(comparison))
+
+    rows = [replace(one, pretraining_seed=one.seed % 2) for one in two_arms(0.2, seeds=4)]
+    pretrained = (ARMS[0], ARMS[1].model_copy(update={"kind": "pretrained"}))
+    assert "95% interval that covers seeds and test images (Stu" in described("seeds", two_arms(0.2))
+    assert "covers pretrainings and test images (Stu" in described("pretrainings", rows, arms=pretrained)
+    mixed = "covers seeds (pretrainings, where an arm has several but fewer than seeds) and test images (Stu"
+    assert mixed in described("mixed", [one if one.arm == "ssl" else replace(one, pretraining_seed=0) for one in rows])
+    looks = tuple(Look(seeds=seeds, pretrainings=1, outcomes={}) for seeds in (2, 3))
+    levels = sequential.levels([2 / 5, 3 / 5])
+    text = described("looks", two_arms(0.2), looks=looks, max_seeds=5)
+    assert text.endswith(f"Intervals of differences have {100 * (1 - levels[-1]):.1f}% confidence, for the looks.")
+    assert "confidence" not in described("none", two_arms(0.2))
+
+
+def test_the_compute_of_imported_weights_is_unknown(folder: Path) -> None:
+    given = ArmRecord(name="ssl", label="given", kind="weights", run="w", starts_from="my.safetensors")
+    rows = [replace(one, flops=0.0) for one in two_arms(0.2)]
+    assert "Compute: unknown; given started from imported weights." in said(folder, rows, arms=(given, ARMS[1]))
 
 
 def test_the_mean_of_the_per_class_accuracies_weights_images(folder: Path) -> None:
