@@ -11,7 +11,7 @@ from filelock import FileLock, Timeout
 from ssl_vit import recipe
 from ssl_vit.environment import environment
 from ssl_vit.files import read_json, sha256, write_json
-from ssl_vit.interfaces import UserError
+from ssl_vit.interfaces import RunError, UserError
 from ssl_vit.models import factory
 from ssl_vit.recipe import Recipe
 from ssl_vit.training import checkpoint
@@ -54,8 +54,8 @@ def wait_for_everyone() -> None:
 def open_run(run: Path, settings: Recipe, accelerator: Engine, data: str) -> None:
     """Create the run directory, or check that the run in it is of the same recipe; hold it until this process ends.
 
-    data: fingerprint of the shards. Raises UserError when it is another recipe's or another process's, or cannot be
-    written.
+    data: fingerprint of the shards. Raises UserError when it is another recipe's or another process's, and RunError
+    when it cannot be written.
     """
     check(run, settings, data)
     try:
@@ -75,7 +75,7 @@ def open_run(run: Path, settings: Recipe, accelerator: Engine, data: str) -> Non
             about["before"] = [*last.pop("before", []), last]
         write_json(sessions, about)
     except OSError as error:
-        raise UserError(f"run={run}: cannot write there: {error}") from None
+        raise RunError(f"run={run}: cannot write there: {error}") from None
 
 
 def check(run: Path, settings: Recipe, data: str | None = None) -> None:

@@ -21,7 +21,7 @@ from ssl_vit.data.evaluation import EvaluationStream
 from ssl_vit.data.samples import Skip, join, stacked
 from ssl_vit.data.shards import ShardSet, open_shards
 from ssl_vit.files import write_json, write_text
-from ssl_vit.interfaces import Batch, Size, UnknownObjective, UserError
+from ssl_vit.interfaces import Batch, RunError, Size, UnknownObjective, UserError
 from ssl_vit.models import factory
 from ssl_vit.recipe import run_recipe
 from ssl_vit.training import checkpoint
@@ -51,7 +51,7 @@ def inspect(
     map_images: how many the embedding map shows; the nearest neighbors are among them.
     device: None: the one that Accelerate chooses.
 
-    Raises UserError for what cannot be read or written and for sizes that do not fit.
+    Raises UserError for what cannot be read and for sizes that do not fit, RunError for what cannot be written.
     """
     weights, out, settings = Path(weights), Path(out), run_recipe(Path(weights))
     preparation = settings.data if settings else DataConfig(train=shards)
@@ -94,7 +94,7 @@ def inspect(
     try:
         return _write(out, drawn, numbers)
     except OSError as error:
-        raise UserError(f"{out}: cannot write the pictures there ({error.strerror}); give another --out") from None
+        raise RunError(f"{out}: cannot write the pictures there ({error.strerror}); give another --out") from None
 
 
 def _first_images(

@@ -28,7 +28,7 @@ from ssl_vit.evaluators import runner
 from ssl_vit.evaluators.features import FeatureConfig, check_features, silent
 from ssl_vit.evaluators.labels import choose_labeled, held_out_split, labels_of, set_notes
 from ssl_vit.files import read_json, write_json, write_text
-from ssl_vit.interfaces import UserError, printable
+from ssl_vit.interfaces import RunError, UserError, printable
 from ssl_vit.models import factory
 from ssl_vit.recipe import Recipe
 from ssl_vit.records import ComparisonRecord, TaskRecord
@@ -267,4 +267,4 @@ def _write_plan(checked: Checked, given: ComparisonConfig, command: str) -> None
         record = record_of(plan, checked.shards, command, finished=not checked.missing)
         write_json(plan.run / PLAN, record.model_dump(mode="json"))
     except OSError as error:
-        raise UserError(f"run={plan.run}: cannot write there: {error}") from None
+        raise RunError(f"run={plan.run}: cannot write there: {error}") from None

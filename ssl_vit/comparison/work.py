@@ -71,7 +71,10 @@ def do(plan: Plan, task: TaskRecord) -> None:
                     seconds=round(time.perf_counter() - start, 2),
                     **about,
                 )
-                results.save(path, rows, **result.model_dump(mode="json"))
+                try:
+                    results.save(path, rows, **result.model_dump(mode="json"))
+                except OSError as error:
+                    raise RunError(f"{path}: cannot write: {error}; fix that and run the same command again") from None
     wait_for_everyone()  # the next task may read the result
 
 

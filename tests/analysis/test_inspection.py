@@ -196,7 +196,6 @@ def test_reconstructions_need_a_checkpoint_of_a_masked_patch_run(run: Path, shar
         (["RUN", "--data", "BAD"], ["none of its first 3 image(s) can be read", "000000"]),
         (["RUN", "--data", "SHARDS", "--image-size", "18"], ["18", "patch size 4", "16 or 20"]),
         (["RUN", "--data", "SHARDS", "--image-size", "16x"], ["--image-size 16x", "256x384"]),
-        (["RUN", "--data", "SHARDS", "--out", "FILE"], ["cannot write the pictures", "--out"]),
         (["CNN", "--data", "SHARDS"], ["VisionTransformer", "resnet18"]),
     ],
 )
@@ -209,8 +208,7 @@ def test_what_cannot_be_pictured_is_named_with_what_to_do(
     arguments: list[str],
     expected: list[str],
 ) -> None:
-    places = {"RUN": run, "SHARDS": shards, "FILE": tmp_path / "file"}
-    places["FILE"].write_text("")
+    places = {"RUN": run, "SHARDS": shards}
     if "BAD" in arguments:
         places["BAD"] = write_shards(tmp_path / "bad", 3, broken=(0, 1, 2))
     if "CNN" in arguments:
@@ -221,3 +219,12 @@ def test_what_cannot_be_pictured_is_named_with_what_to_do(
     assert code == 2 and text.startswith("error: ") and len(text.splitlines()) <= 2
     for part in expected:
         assert part in text
+
+
+def test_pictures_that_cannot_be_written_are_no_wrong_input(
+    run: Path, shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    capsys.readouterr()
+    assert call("inspect", run, "--data", shards, "--out", tmp_path / "file") == 1
+    assert "file: cannot write the pictures there" in capsys.readouterr().err

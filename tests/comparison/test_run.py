@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from filelock import FileLock
 from sklearn.datasets import load_digits
 
 from ssl_vit import cli, results
@@ -347,14 +351,54 @@ def test_several_launched_processes_share_every_task(mini: Mini, monkeypatch: py
 
 
 def test_another_job_s_task_is_waited_for(mini: Mini, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Jobs that share a directory do each task once: who comes second finds it done."""
+    """Jobs that share a directory do each task once: who comes second waits, and finds it done."""
     recipe = mini(evaluators={"few_shot": {"labels_per_class": [1]}})
     study = load_comparison(recipe)
     checked = check(study, study.sets)
     quietly(recipe)
-    monkeypatch.setattr(work, "_run", lambda plan, task: pytest.fail(f"{task.id} is run again"))
-    for task in checked.missing:
-        work.do(checked.plan, task)
+    again: list[str] = []
+
+    def run(plan: Plan, task: TaskRecord) -> Any:
+        again.append(task.id)
+        return [], {}
+
+    monkeypatch.setattr(work, "_run", run)
+    task = checked.missing[-1]
+    path = work.path_of(checked.plan, task)
+    done = path.rename(path.with_suffix(".other"))
+    second = threading.Thread(target=work.do, args=(checked.plan, task))
+    with FileLock(path.with_name(f".{task.id}.lock")):  # as the other job holds it
+        second.start()
+        second.join(0.5)
+        assert second.is_alive()
+        done.rename(path)
+    second.join(60)
+    assert not second.is_alive() and again == []
+
+
+def test_a_full_disk_is_named_and_the_same_command_completes(
+    mini: Mini, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe, run = mini(evaluators={"few_shot": {"labels_per_class": [1]}}), tmp_path / "run"
+    write = results.write_json
+
+    def full(path: Path, content: Any) -> None:
+        if path.stem in ("plan", "few_shot-pixels-0"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write(path, content)
+
+    with monkeypatch.context() as patched:
+        patched.setattr("ssl_vit.comparison.run.write_json", full)
+        with pytest.raises(RunError, match=r"run: cannot write there: .*No space left"):
+            quietly(recipe)
+    with monkeypatch.context() as patched:
+        patched.setattr(results, "write_json", full)
+        with pytest.raises(RunError, match=r"few_shot-pixels-0: .*few_shot-pixels-0\.json: .*No space left.*\n1 of "):
+            quietly(recipe)
+    before = stamps(run)
+    found = quietly(recipe)
+    assert found.missing == ()
+    assert stamps(run).items() > before.items(), "what was stored stays"
 
 
 def test_a_gpu_without_enough_memory_fails_one_task(mini: Mini, monkeypatch: pytest.MonkeyPatch) -> None:

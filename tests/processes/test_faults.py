@@ -114,7 +114,7 @@ def test_a_full_and_a_read_only_disk_lose_nothing(world: World, digits: Path, tm
     assert told["full"].startswith("RunError") and "could not save checkpoint" in told["full"]
     left = told["left"].split()
     assert left == [f"step_{step:08d}" for step in range(2, 2 * len(left) + 1, 2)] and 0 < len(left) < 10
-    assert told["read-only"].startswith("UserError") and "Read-only file system" in told["read-only"]
+    assert told["read-only"].startswith("RunError") and "Read-only file system" in told["read-only"]
     assert told["fixed"] == "done"
     assert told["steps"].split() == [str(step) for step in range(1, 21)]
 
