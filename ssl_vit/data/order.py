@@ -197,9 +197,12 @@ def check_topology(
     if lanes % ranks or batch_size % lanes:
         fits = [n for n in range(ranks, batch_size + 1, ranks) if batch_size % n == 0]
         hint = f"such as {fits[-6:]}" if fits else f"and training.batch_size to a multiple of {ranks}"
+        counts = [n for n in range(1, lanes + 1) if lanes % n == 0 and batch_size % lanes == 0]
+        # A run that has begun keeps its lanes (`runs.MAY_CHANGE`).
+        resumed = f" (to resume a run, start {' or '.join(map(str, counts))} process(es) instead)" if counts else ""
         raise UserError(
             f"data.lanes={lanes} must be a multiple of the {ranks} process(es) and divide training.batch_size="
-            f"{batch_size}; set data.lanes to another number, {hint}"
+            f"{batch_size}; set data.lanes to another number, {hint}{resumed}"
         )
     if readers > own:
         raise UserError(
@@ -209,5 +212,5 @@ def check_topology(
     if own % accumulate:
         raise UserError(
             f"training.accumulate={accumulate} must divide the {own} lanes of each process: micro-batches are made of "
-            f"whole lanes; set data.lanes to a multiple of {ranks * accumulate}"
+            f"whole lanes; lower it, or set data.lanes to a multiple of {ranks * accumulate}"
         )
