@@ -1,4 +1,7 @@
-"""Adds seeds, or pretrainings, to a comparison until its headlines are decided: `compare --until-decided`."""
+"""Adds seeds, or pretrainings, to a comparison until its headlines are decided: `compare --until-decided`.
+
+Each look spends a part of the 5% error: `report/sequential.py` has the levels, which `Comparison.confidence` applies.
+"""
 
 from __future__ import annotations
 

@@ -25,7 +25,9 @@ from ssl_vit.recipe import Recipe
 
 
 class Config(TrainedConfig, LabeledConfig):
-    """The paper's protocol by default; every number is a key, so that a recipe scales it.
+    """By default the paper's numbers for Pets and Flowers-102 (500 steps, 100 of them warm-up, four learning rates, a
+    tenth held out), but at the image size and dropout of the pretraining; the paper fine-tunes at 384 pixels. For CIFAR
+    and ImageNet it has other steps, warm-up, held-out shares and (ImageNet) rates, which the suite `transfer` sets.
 
     protocol: which recipe the other keys default to: `paper`, or `mae` (its ViT-B numbers; without RandAugment and
         random erasing, and with a decay to zero instead of 1e-6).

@@ -118,6 +118,14 @@ def test_nothing_is_added_to_what_is_decided_or_where_no_seeds_would_decide(mini
     study = replace(study, looks=(Look(seeds=4, pretrainings=1, outcomes={}),))
     decided = [row(arm, 5, seed, accuracy) for arm, accuracy in (("ssl", 0.8), ("scratch", 0.4)) for seed in range(4)]
     assert looks.extend(study, read([write_comparison(tmp_path / "a", decided)])) is None
-    at_most = replace(study, max_seeds=4)
+    gains = (0.1, -0.1, 0.1, -0.1)
+    spread = [row("ssl", 5, seed, 0.52 + gain, images=400) for seed, gain in enumerate(gains)]
+    spread += [row("scratch", 5, seed, 0.5, images=400) for seed in range(4)]
+    found = read([write_comparison(tmp_path / "b", spread)])
+    assert looks.extend(study, found) is not None
+    assert looks.extend(replace(study, max_seeds=4), found) is None, "the maximum is reached"
     close = [row(arm, 5, n, 0.5 + 0.02 * (n % 2) * (arm == "ssl")) for arm in ("ssl", "scratch") for n in range(4)]
-    assert looks.extend(at_most, read([write_comparison(tmp_path / "b", close)])) is None
+    found = read([write_comparison(tmp_path / "c", close)])
+    (head,) = summarize(found).headlines
+    assert head.outcome == "undecided" and head.estimate.half_width is not None
+    assert looks.extend(study, found) is None, "more test images would decide it, more seeds would not"

@@ -1,4 +1,4 @@
-"""Label budgets: shots per class, shares and all, nested and chosen alike by every evaluator."""
+"""Label budgets: shots per class, shares and all, all nested; and held-out parts."""
 
 from __future__ import annotations
 
