@@ -112,13 +112,14 @@ def make_context(
     cache: Path | None = None,
     metric: Metric = "accuracy",
 ) -> EvalContext:
-    """What evaluators work on: an encoder and labeled shards, as `open_shards` names them.
+    """Build the input of evaluators from an encoder and labeled shards.
 
-    encoder: None: an untrained one of the recipe's architecture.
-    settings: the recipe that says the precision and, without `data`, how images are prepared.
+    encoder: the encoder to evaluate; None builds an untrained one of the recipe's architecture.
+    settings: the recipe that sets the precision and, without `data`, the image preparation.
+    train, test: labeled shards, as `open_shards` names them.
     weights: the folder that the encoder was loaded from, if any.
     seed: seed of the untrained encoder.
-    cache: where extracted features are kept.
+    cache: folder for extracted features; None: no cache.
     metric: see `EvalContext`.
 
     Raises UserError for shards that cannot be opened.
@@ -157,41 +158,38 @@ def evaluate(
     real_labels: Path | None = None,
     say: Callable[[str], None] = silent,
 ) -> Evaluation:
-    """Run one evaluator on a run, checkpoint or weights folder, and store the results in its `results/`; those of a
-    network in memory are only returned.
+    """Run one evaluator on a run, checkpoint or weights folder, and store the results in its `results/`. The results of
+    a network in memory are only returned.
 
-    The file is named by the evaluator and a hash of its settings, the shards and the metric: the same again replaces
-    it.
+    The name of the file contains the evaluator and a hash of its settings, the shards and the metric, so that repeating
+    an evaluation replaces its file.
 
-    name: of the evaluator. train, test: labeled shards. overrides: settings of the evaluator.
-    data: what the rows call the dataset (default: `test`).
-    metric: what settings are selected by, and what tables show.
+    name: name of the evaluator. train, test: labeled shards. overrides: settings of the evaluator.
+    data: name of the dataset in the rows (default: `test`).
+    metric: the metric that settings are selected by, and that tables show.
     real_labels: `real.json` of ImageNet-ReaL: rows of the variant `ReaL` score the same predictions by these labels.
     say: prints progress, on the main process.
 
     Raises UserError for wrong input.
     """
-    found, run = loaded.load(model), model if isinstance(model, Path) else None
-    module, settings = plugins.load("evaluators", name), found.settings
+    given, run = loaded.load(model), model if isinstance(model, Path) else None
+    module, settings = plugins.load("evaluators", name), given.settings
     config = recipe.validate(module.Config, recipe.parse_overrides(overrides), f"{name}: ")
     folder = _writable(run / checkpoint.RESULTS) if run else None
     context = make_context(
-        found.encoder,
+        given.encoder,
         settings,
         train,
         test,
-        data=found.data,
-        weights=found.folder,
+        data=given.data,
+        weights=given.folder,
         cache=run / "features" if run else None,
         metric=metric,
     )
     context.say, context.title = say if context.accelerator.is_main_process else silent, name
     for note in set_notes(context.train, context.test):
         context.say(f"note: {note}")
-    if found.folder:  # before anything is measured: a run that is still training saves others meanwhile
-        digest = sha256(found.folder / factory.WEIGHTS)
-    else:
-        digest = hashlib.sha256(safetensors(factory.state(found.encoder))).hexdigest()
+    digest = _weights_digest(given)  # before measuring: a run that is still training replaces its weights meanwhile
     real = read_real_labels(real_labels, context.test) if real_labels else None
     start = time.perf_counter()
     evaluator = module.Evaluator(config)
@@ -220,13 +218,25 @@ def evaluate(
     rows = [replace(row, data=data or test, pretraining_seed=seed) for row in rows]
     if run is None or folder is None:
         return Evaluation(None, rows, about)
-    key = json.dumps([about[name] for name in ("settings", "shards", "metric")], sort_keys=True)
-    path = folder / f"{name.replace(':', '.')}-{hashlib.sha256(key.encode()).hexdigest()[:8]}.json"
+    path = folder / _results_name(about)
     if context.accelerator.is_main_process:
         save(path, rows, **about)
         if settings and "tensorboard" in settings.training.trackers:
             _log(folder, name, [row for row in rows if row.primary], checkpoint.newest_of(run))
     return Evaluation(path, rows, about)
+
+
+def _weights_digest(model: loaded.Loaded) -> str:
+    """sha256 of the weights file; of a network in memory, of the file that its weights would give."""
+    if model.folder:
+        return sha256(model.folder / factory.WEIGHTS)
+    return hashlib.sha256(safetensors(factory.state(model.encoder))).hexdigest()
+
+
+def _results_name(about: dict[str, Any]) -> str:
+    """File name of an evaluation: the evaluator and a hash of its settings, shards and metric."""
+    key = json.dumps([about[name] for name in ("settings", "shards", "metric")], sort_keys=True)
+    return f"{about['evaluator'].replace(':', '.')}-{hashlib.sha256(key.encode()).hexdigest()[:8]}.json"
 
 
 def _writable(folder: Path) -> Path:

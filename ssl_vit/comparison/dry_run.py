@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 
 from ssl_vit.comparison.config import Study
+from ssl_vit.comparison.executor import Say
 from ssl_vit.comparison.plan import Plan
 from ssl_vit.comparison.record import arm_records
-from ssl_vit.comparison.run import Say, check, labeled
+from ssl_vit.comparison.run import check, labeled
 from ssl_vit.comparison.suites import prepare
 from ssl_vit.comparison.weights import import_arms
 from ssl_vit.data.shards import ShardSet

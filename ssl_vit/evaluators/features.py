@@ -26,7 +26,7 @@ from ssl_vit.data.evaluation import EvaluationStream, evaluation_batches
 from ssl_vit.data.samples import Skip
 from ssl_vit.data.shards import ShardSet
 from ssl_vit.evaluators import Metric
-from ssl_vit.evaluators.labels import labels_of
+from ssl_vit.evaluators.labels import check_classes, labels_of
 from ssl_vit.files import atomic_path
 from ssl_vit.interfaces import Batch, Config, Diverged, ObjectiveConfig, Size, UserError
 from ssl_vit.models import EncoderConfig, ImageSize, Resampling
@@ -78,8 +78,7 @@ class EvalContext:
     def train_labels(self) -> np.ndarray:
         """Every training image's class, int64 (samples,); -1: no label. Raises UserError where there is one class."""
         labels = labels_of(self.train)
-        if len(np.unique(labels[labels >= 0])) < 2:
-            raise UserError(f"{self.train.spec}: all labeled images belong to one class; evaluation needs at least two")
+        check_classes(self.train, labels)
         return labels
 
     @property

@@ -75,6 +75,12 @@ def short_note(labels: np.ndarray, budget: Budget, everything: np.ndarray) -> tu
     return (f"{len(short)} class(es) gave fewer than {budget} images, all that could be used: {short[:10]}",)
 
 
+def check_classes(shards: ShardSet, labels: np.ndarray) -> None:
+    """Raises UserError where the labeled images belong to fewer than two classes. labels: int (n,); -1: no label."""
+    if len(np.unique(labels[labels >= 0])) < 2:
+        raise UserError(f"{shards.spec}: all labeled images belong to one class; evaluation needs at least two")
+
+
 def set_notes(train: ShardSet, test: ShardSet) -> list[str]:
     """What a user must know where the two sets of an evaluation differ: numbers of classes, and gray images.
 

@@ -34,6 +34,14 @@ def has_sweep(evaluator: Evaluator) -> bool:
     return evaluator.trains_encoder and len(_candidates(evaluator)) > 1
 
 
+def check_held_out(evaluator: Evaluator, labels: np.ndarray) -> None:
+    """Raises UserError where a sweep would have no held-out image to be scored on. labels: int (n,), of train."""
+    if has_sweep(evaluator) and not len(held_out_split(labels, evaluator.config.held_out, seed=0)[1]):
+        _, counts = np.unique(labels[labels >= 0], return_counts=True)
+        share = f"held_out={evaluator.config.held_out:g} of {counts.max()} images per class is none"
+        raise UserError(f"{share}; raise it, or set sweep={{}}")
+
+
 def sweep_budget(evaluator: Evaluator, budget: Budget) -> Budget:
     """The label budget whose sweep selects the settings for `budget`."""
     return getattr(evaluator.config, "sweep_labels_per_class", None) or budget
@@ -48,16 +56,12 @@ def sweep(
     images. Its result equals that of `measure` for this budget and seed; it is None for all labels, because `measure`
     then also fits to the held-out images. Raises UserError if all diverge, or if no image is held out.
     """
+    check_held_out(evaluator, context.train_labels)
     splits = [
         _train_images(evaluator, context, source, budget, seed, include_held_out=False, repeat=repeat)
         for repeat in range(evaluator.config.held_out_repeats)
     ]
-    train, held = splits[0]
-    if held.images is None or not len(held.images):
-        raise UserError(
-            f"{evaluator.title}: held_out={evaluator.config.held_out:g} holds out none of so few images per class: "
-            "raise it, or sweep nothing (sweep={})"
-        )
+    train, _ = splits[0]
     record, winner = _select(evaluator, splits, seed)
     context.say(f"{source}, {budget_words(budget)}: sweep scored on {record.held_out} held-out images")
     rows = [] if budget == ALL else list(_results(evaluator, winner, train, budget, seed, record.best))

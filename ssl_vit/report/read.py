@@ -160,8 +160,10 @@ class Comparison:
 
 
 def costs(comparison: Comparison) -> pd.DataFrame:
-    """Columns `UNITS`, index (stage, arm): all pretrainings; all sweeps; all trainings of evaluators outside of sweeps;
-    everything. Arms and stages that cost nothing have no row."""
+    """Costs of each arm: columns `UNITS`, index (stage, arm). Arms and stages that cost nothing have no row.
+
+    The stages are all pretrainings, all sweeps, all other trainings of evaluators, and their sum.
+    """
     tasks, kinds = comparison.tasks, {task.id: task.kind for task in comparison.record.tasks}
     spent: list[tuple[str, str, Cost, int]] = []
     for arm in comparison.record.arms:
@@ -227,22 +229,27 @@ def read_comparison(path: Path) -> Comparison:
     return Comparison(record, table, (path,), tasks, missing, runs, skipped)
 
 
+def _by_name(runs: Sequence[Run]) -> dict[str, Run]:
+    """Runs by name; by path where a name occurs twice or is that of a reference."""
+    names = [run.name for run in runs]
+    return {str(run.path) if names.count(run.name) > 1 or run.name in REFERENCES else run.name: run for run in runs}
+
+
 def read_runs(paths: Sequence[Path]) -> Comparison:
     """Read separate runs as the arms of one table. Runs share an evaluator only if they were evaluated with the same
     settings on the same data."""
-    found = [read_run(path) for path in paths]
-    names = [run.name for run in found]
-    names = [str(run.path) if names.count(run.name) > 1 or run.name in REFERENCES else run.name for run in found]
-    runs = dict(zip(names, found, strict=True))
-    evaluators: dict[str, tuple[str, EvaluatorRecord]] = {}  # by protocol
+    runs = _by_name([read_run(path) for path in paths])
+    first = next(iter(runs))
+    evaluators: dict[str, tuple[str, EvaluatorRecord]] = {}  # (name, record) by protocol
     data: dict[str, DataRecord] = {}
     metrics: dict[str, Literal["accuracy", "mean_per_class"]] = {}
     rows: list[tuple[Result, Path]] = []
     skipped: list[SkippedSample] = []
     references: dict[str, ReferenceRecord] = {}
     accuracies: dict[tuple[str, str], list[float]] = {}  # of references, by evaluator
-    for name, file, about, measured in ((name, *one) for name, run in runs.items() for one in run.evaluations):
-        test, count = about.data["test"], sum(one[0].startswith(about.evaluator) for one in evaluators.values())
+    evaluations = [(name, *evaluation) for name, run in runs.items() for evaluation in run.evaluations]
+    for name, file, about, measured in evaluations:
+        test, count = about.data["test"], sum(used.startswith(about.evaluator) for used, _ in evaluators.values())
         new = f"{about.evaluator} ({count + 1})" if count else about.evaluator
         settings = EvaluatorRecord(title=about.title, settings={test: about.settings})
         evaluator, _ = evaluators.setdefault(about.protocol, (new, settings))
@@ -251,17 +258,17 @@ def read_runs(paths: Sequence[Path]) -> Comparison:
             data[f"{test} {part}"] = DataRecord(path=path, samples=0, classes=about.classes or None)
         skipped += about.skipped
         for source in dict.fromkeys(row.arm for row in measured):
-            own = [row for row in measured if row.arm == source]
-            scores = [row.accuracy for row in own]
-            alike = accuracies.setdefault((evaluator, source), scores) == scores  # a reference that the runs share
-            arm = name if source == "trained" else source if alike else f"{source}_{name}"
-            rows += [(replace(row, data=test, evaluator=evaluator, arm=arm), file) for row in own]
+            source_rows = [row for row in measured if row.arm == source]
+            scores = [row.accuracy for row in source_rows]
+            shared = accuracies.setdefault((evaluator, source), scores) == scores  # equal in all runs: one reference
+            arm = name if source == "trained" else source if shared else f"{source}_{name}"
+            rows += [(replace(row, data=test, evaluator=evaluator, arm=arm), file) for row in source_rows]
             if source != "trained":
                 kind: ReferenceKind = "pixels" if source == "pixels" else "untrained"
                 references.setdefault(arm, ReferenceRecord(name=arm, kind=kind, like=name))
     record = ComparisonRecord(
-        name=names[0],
-        title=names[0] if len(names) == 1 else f"{len(names)} runs side by side",
+        name=first,
+        title=first if len(paths) == 1 else f"{len(paths)} runs side by side",
         command="",
         labels_per_class=tuple(dict.fromkeys(row.labels_per_class for row, _ in rows)),
         seeds=tuple(sorted({row.seed for row, _ in rows})),
