@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -16,6 +15,7 @@ from ssl_vit.comparison import executor, looks
 from ssl_vit.comparison.compute import equalize
 from ssl_vit.comparison.config import ComparisonConfig, Study
 from ssl_vit.comparison.design import needs_labels
+from ssl_vit.comparison.executor import Say
 from ssl_vit.comparison.plan import Plan
 from ssl_vit.comparison.record import record_of
 from ssl_vit.comparison.sets import DataSet
@@ -26,7 +26,7 @@ from ssl_vit.data import RemoteConfig, mixture
 from ssl_vit.data.shards import ShardSet, check_same_classes, open_shards, open_training
 from ssl_vit.evaluators import runner
 from ssl_vit.evaluators.features import FeatureConfig, check_features, silent
-from ssl_vit.evaluators.labels import choose_labeled, held_out_split, labels_of, set_notes
+from ssl_vit.evaluators.labels import check_classes, choose_labeled, labels_of, set_notes
 from ssl_vit.files import read_json, write_json, write_text
 from ssl_vit.interfaces import RunError, UserError, printable
 from ssl_vit.models import factory
@@ -36,13 +36,12 @@ from ssl_vit.report.export import as_json
 from ssl_vit.report.read import PLAN, Comparison, read_comparison
 from ssl_vit.training import Precision, distributed
 
-Say = Callable[[str], None]
 RESULTS = "results.json"  # derived: for other programs; nothing here reads it
 
 
 @dataclass(frozen=True)
 class Checked:
-    """A comparison that can run. shards: as `Plan.part` calls them. missing: tasks to run."""
+    """A comparison that can run. shards: by the names of `Plan.part`. missing: tasks to run."""
 
     plan: Plan
     shards: dict[str, ShardSet]
@@ -58,7 +57,7 @@ def compare(
     command: str = "",
     say: Say = print,
 ) -> Comparison:
-    """Run what is missing of a comparison and write `results.json`; returns its record and table.
+    """Run the missing tasks of a comparison and write `results.json`; returns its record and table.
 
     only: id of one task: run it and those it needs, and write no `results.json`.
     The other arguments and errors are those of `functions.compare`.
@@ -75,25 +74,28 @@ def compare(
     while following:
         study = following
         checked = _run_tasks(study, c, only, command, say)
-        found = read_comparison(checked.plan.run)
+        comparison = read_comparison(checked.plan.run)
         if only is not None:
-            return found
+            return comparison
         if study.max_seeds:
-            study = looks.look(study, found)
+            study = looks.look(study, comparison)
             if main:
                 looked = replace(checked.plan, study=replace(checked.plan.study, looks=study.looks))
                 _write_plan(replace(checked, plan=looked, missing=[]), c, command)
             runs.wait_for_everyone()
-            found = read_comparison(checked.plan.run)
+            comparison = read_comparison(checked.plan.run)
             say(f"look {len(study.looks)}: {', '.join(study.looks[-1].outcomes.values()) or 'no headline'}")
-        following = looks.extend(study, found) if until_decided else None
+        following = looks.extend(study, comparison) if until_decided else None
     if main:
-        write_json(checked.plan.run / RESULTS, as_json(found))
-    return found
+        write_json(checked.plan.run / RESULTS, as_json(comparison))
+    return comparison
 
 
 def _run_tasks(study: Study, given: ComparisonConfig, only: str | None, command: str, say: Say) -> Checked:
-    """Run what is missing; of `only`, that task and those it needs. given: the configuration before `import_arms`."""
+    """Run the missing tasks; with `only`, that task and those it needs.
+
+    given: the configuration before `import_arms`.
+    """
     c = study.comparison
     checked = check(study, prepare(study.sets, study.folder, say), say)
     plan = checked.plan
@@ -116,7 +118,7 @@ def _run_tasks(study: Study, given: ComparisonConfig, only: str | None, command:
 def check(study: Study, sets: dict[str, DataSet], say: Say = silent) -> Checked:
     """Plan a study on these datasets; writes nothing.
 
-    say: prints what is no error, but worth knowing.
+    say: prints warnings.
 
     Raises UserError for anything that would make a task impossible.
     """
@@ -137,18 +139,18 @@ def check(study: Study, sets: dict[str, DataSet], say: Say = silent) -> Checked:
         for arm, settings in study.recipes.items():
             data, probe = plan.pretraining_data(arm, fold), settings.probe
             try:
-                found = opened[plan.part(arm, "pretrain", fold)] = open_training(data)
-                stage.check(settings.model_copy(update={"data": data}), found)
+                shards = opened[plan.part(arm, "pretrain", fold)] = open_training(data)
+                stage.check(settings.model_copy(update={"data": data}), shards)
                 if probe:
-                    labels_of(open_shards(probe.data, remote) if probe.data else found)
+                    labels_of(open_shards(probe.data, remote) if probe.data else shards)
             except UserError as error:
                 raise UserError(f"arms.{arm}: {error}") from None
-    plan = equalize(replace(plan, shards={key: shards.fingerprint for key, shards in opened.items()}), opened)
+    plan = equalize(replace(plan, shards={key: part.fingerprint for key, part in opened.items()}), opened)
     missing = [task for task in plan.tasks if not is_done(plan, task)]
     for task in missing:
         if task.kind == "pretrain":
-            own = plan.pretraining(task)
-            runs.check(own.run_directory, own, plan.shards[plan.part(task.arm, "pretrain", task.fold)])
+            settings = plan.pretraining(task)
+            runs.check(settings.run_directory, settings, plan.shards[plan.part(task.arm, "pretrain", task.fold)])
     for name, fold in dict.fromkeys((task.data, task.fold) for task in missing if task.evaluator):
         _check_labels(plan, name, *(opened[plan.part(name, part, fold)] for part in ("train", "test")), say=say)
     # By dataset, evaluator and arm: seeds and budgets do not matter.
@@ -161,21 +163,21 @@ def check(study: Study, sets: dict[str, DataSet], say: Say = silent) -> Checked:
 
 
 def _with_labels(study: Study, remote: RemoteConfig) -> Study:
-    """Where `data.pretrain` has no labels: the arms that need labels train on `data.train`, the others on both."""
-    data, found = study.comparison.data, dict(study.recipes)
+    """If `data.pretrain` has no labels, arms that need labels train on `data.train`, and the others on both."""
+    data, recipes = study.comparison.data, dict(study.recipes)
     if data.pretrain is None or data.train is None or open_shards(data.pretrain, remote).labeled:
         return study
     both = mixture([data.pretrain, data.train])
     for arm, settings in study.recipes.items():
         if settings.data.train == data.pretrain:  # no override of the arm says otherwise
             train = data.train if needs_labels(settings) else both
-            found[arm] = settings.model_copy(update={"data": settings.data.model_copy(update={"train": train})})
-    return replace(study, recipes=found)
+            recipes[arm] = settings.model_copy(update={"data": settings.data.model_copy(update={"train": train})})
+    return replace(study, recipes=recipes)
 
 
 def _with_precision(study: Study, say: Say) -> Study:
-    """The study with one precision in place of `auto` for all arms: the one it began with, else the fastest of the
-    first of these arms."""
+    """Replace the precision `auto` of all arms by one precision: that of an earlier start of this comparison, else the
+    fastest for the first of these arms."""
     auto = {arm: settings for arm, settings in study.recipes.items() if settings.training.precision == "auto"}
     if not auto:
         return study
@@ -189,10 +191,10 @@ def _with_precision(study: Study, say: Say) -> Study:
 def _check_evaluator(plan: Plan, opened: dict[str, ShardSet], task: TaskRecord) -> None:
     """Raises UserError where an evaluator cannot work with the encoder of a task, at next to no cost."""
     row = plan.rows[task.arm]
-    evaluator, own = plan.evaluator(task.data, task.evaluator, row.name), plan.recipes.get(row.like)
+    evaluator, own_recipe = plan.evaluator(task.data, task.evaluator, row.name), plan.recipes.get(row.like)
     if row.kind == "pixels":
         return
-    if own is None:  # weights without a recipe
+    if own_recipe is None:  # weights without a recipe
         if isinstance(evaluator.config, FeatureConfig):
             given = plan.study.comparison.arms[row.like].weights or ""
             check_features(factory.load(given), evaluator.config)
@@ -202,15 +204,15 @@ def _check_evaluator(plan: Plan, opened: dict[str, ShardSet], task: TaskRecord) 
         ours = opened[plan.part(row.name, "pretrain", task.fold)]
         check_same_classes(ours.classes, test.classes, f"{ours.spec} and {test.spec}")
     if isinstance(evaluator.config, FeatureConfig):
-        check_features(own.encoder, evaluator.config)
+        check_features(own_recipe.encoder, evaluator.config)
     labels, (budgets, seeds) = labels_of(train), plan.budgets_and_seeds(task)
     images = choose_labeled(labels, next(iter(budgets)), next(iter(seeds)))
-    for training in runner.training_recipes(evaluator, labeled(own, train), len(images), sweep=False):
+    for training in runner.training_recipes(evaluator, labeled(own_recipe, train), len(images), sweep=False):
         stage.check(training, train, classes=int(labels.max()) + 1, subset=images)
 
 
 def labeled(recipe: Recipe, train: ShardSet) -> Recipe:
-    """The recipe of an encoder as what an evaluator's own trainings on labeled shards take their settings from."""
+    """An encoder's recipe with labeled shards as its data: the trainings of evaluators take their settings from it."""
     changes = {"train": train.spec, "samples": None, "workers": 0, "lanes": 1}
     return recipe.model_copy(update={"data": recipe.data.model_copy(update=changes), "init_from": None, "probe": None})
 
@@ -235,16 +237,16 @@ def _check_labels(plan: Plan, name: str, train: ShardSet, test: ShardSet, *, say
     """Raises UserError where a dataset's labels cannot be evaluated on; prints which classes have few images."""
     labels, _ = labels_of(train), labels_of(test)
     classes, counts = np.unique(labels[labels >= 0], return_counts=True)
-    if len(classes) < 2:
-        raise UserError(f"{train.spec}: all labeled images belong to one class; evaluation needs at least two")
+    check_classes(train, labels)
     few: dict[int, np.ndarray] = {}
     for (data, evaluator, _), built in plan.evaluators.items():
         if data == name:
             asked = runner.budgets(built, plan.study.comparison.labels_per_class)
             few |= {budget: classes[counts < budget] for budget in asked if isinstance(budget, int)}
-            if runner.has_sweep(built) and not len(held_out_split(labels, built.config.held_out, seed=0)[1]):
-                share = f"held_out={built.config.held_out:g} of {counts.max()} images per class is none"
-                raise UserError(f"evaluators.{evaluator}: {share}; raise it, or set sweep={{}}")
+            try:
+                runner.check_held_out(built, labels)
+            except UserError as error:
+                raise UserError(f"evaluators.{evaluator}: {error}") from None
     for budget in sorted(budget for budget, short in few.items() if len(short)):
         short, names = few[budget], train.classes or ()
         named = [names[label] if label < len(names) else str(label) for label in short[:5]]
@@ -259,7 +261,7 @@ def _write_plan(checked: Checked, given: ComparisonConfig, command: str) -> None
     """Write `comparison.yaml`, the recipe, and `plan.json`, for the report. given: see `_run_tasks`."""
     plan = checked.plan
     c = plan.study.comparison.model_copy(update={"arms": given.arms, "notes": given.notes})
-    unset = {key: {"seeds", "labels_per_class"} - one.model_fields_set for key, one in c.evaluators.items()}
+    unset = {key: {"seeds", "labels_per_class"} - config.model_fields_set for key, config in c.evaluators.items()}
     recipe_content = c.model_dump(mode="json", exclude={"evaluators": unset})
     try:
         plan.run.mkdir(parents=True, exist_ok=True)

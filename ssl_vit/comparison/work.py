@@ -95,16 +95,16 @@ def _run(plan: Plan, task: TaskRecord) -> tuple[list[Result], dict[str, Any]]:
             return [], {}  # the sweep trained this model already
     evaluator, fields, rows = plan.evaluator(task.data, task.evaluator, task.arm), dict[str, Any](), list[Result]()
     if task.kind == "sweep":
-        context = make_context(plan, task, task.seed)
+        context = task_context(plan, task, task.seed)
         sweep, winner = runner.sweep(evaluator, context, row.source, task.labels_per_class, task.seed)
         measured = runner.budgets(evaluator, plan.study.comparison.labels_per_class)
         rows, fields = [winner] if winner and task.labels_per_class in measured else [], {"sweep": sweep}
     elif row.kind == "control":
         for seed in pretraining_seeds:  # an untrained encoder each
-            context = make_context(plan, task, seed + row.shift)
+            context = task_context(plan, task, seed + row.shift)
             rows += runner.measure(evaluator, context, row.source, budgets, [seed], best, shift=row.shift)
     else:
-        context = make_context(plan, task, task.seed)
+        context = task_context(plan, task, task.seed)
         rows += runner.measure(evaluator, context, row.source, budgets, [*pretraining_seeds], best)
     rows = [
         replace(result, data=task.data, arm=task.arm, fold=task.fold, pretraining_seed=pretraining_seeds[result.seed])
@@ -113,7 +113,7 @@ def _run(plan: Plan, task: TaskRecord) -> tuple[list[Result], dict[str, Any]]:
     return rows, fields | {"skipped": context.skipped_names()}
 
 
-def make_context(plan: Plan, task: TaskRecord, initialization: int) -> EvalContext:
+def task_context(plan: Plan, task: TaskRecord, initialization: int) -> EvalContext:
     """What a task evaluates: its arm's encoder, or an untrained one of the same architecture, on its dataset.
 
     initialization: seed of the untrained encoder.

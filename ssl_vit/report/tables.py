@@ -25,7 +25,7 @@ CLASSES = 40  # most rows of a table of classes
 
 @dataclass(frozen=True)
 class Shown:
-    """frame: cells as text, the first column names the rows. arms: whose color marks each row, where there are any."""
+    """A table. frame: cells as text; the first column names the rows. arms: the arm of each row, for its color."""
 
     title: str
     frame: pd.DataFrame
@@ -48,8 +48,9 @@ def place_tables(comparison: Comparison, summary: Summary, place: EvaluationKey)
         few = f" ({row.seeds} of {seeds} seeds)" if row.seeds < seeds else ""
         accuracies.setdefault(row.arm, {})[str(row.labels_per_class)] = points(row.estimate, "") + few
     differences: dict[tuple[str, str], dict[str, str]] = {}
-    for one in (one for one in (*summary.means, *summary.differences) if one.place == place):
-        differences.setdefault((one.arm, one.against), {})[str(one.labels_per_class)] = points(one.estimate)
+    for difference in (row for row in (*summary.means, *summary.differences) if row.place == place):
+        cells = differences.setdefault((difference.arm, difference.against), {})
+        cells[str(difference.labels_per_class)] = points(difference.estimate)
     label = comparison.label
     scores = {label(arm): cells for arm, cells in accuracies.items()}
     gains = {f"{label(arm)} minus {label(against)}": cells for (arm, against), cells in differences.items()}
@@ -58,13 +59,13 @@ def place_tables(comparison: Comparison, summary: Summary, place: EvaluationKey)
         _table(f"Test {name}, %, by labels per class", scores, arms=accuracies),
         _table("Difference in points, by labels per class", gains, arms=[against for _, against in differences]),
     ]
-    found = [one for one in tables if one.arms]
+    tables = [table for table in tables if table.arms]
     equal = {str(row.labels_per_class): row for row in summary.efficiencies if row.place == place}
     for first in [*equal.values()][:1]:
         with_arm, with_other = (f"Labels per class with {comparison.label(arm)}" for arm in (first.arm, first.against))
-        cells = {budget: {with_other: needed(one)} for budget, one in equal.items()}
-        found.append(_table("Label efficiency: labels per class for the same accuracy", cells, with_arm))
-    return found
+        rows = {budget: {with_other: needed(efficiency)} for budget, efficiency in equal.items()}
+        tables.append(_table("Label efficiency: labels per class for the same accuracy", rows, with_arm))
+    return tables
 
 
 def _table(title: str, rows: Mapping[str, Mapping[str, str]], head: str = "Arm", arms: Iterable[str] = ()) -> Shown:
@@ -89,43 +90,48 @@ def self_test_table(comparison: Comparison) -> Shown:
     return Shown("Self-test", pd.DataFrame(rows))
 
 
-def class_table(comparison: Comparison, found: Classes) -> Shown:
-    """Test accuracy of every arm by class; of more than 40 classes, those that differ most between arms."""
-    means = np.array([[np.nan if one is None else one.mean for one in own] for own in found.accuracies.values()])
-    rows = np.flatnonzero(found.images)
-    kept = np.sort(rows[np.argsort(-np.ptp(means[:, rows], axis=0), kind="stable")[:CLASSES]])
-    cells = {"Class": [found.names[n] for n in kept], "Test images": [text(int(found.images[n])) for n in kept]}
-    for arm, own in found.accuracies.items():
-        cells[comparison.label(arm)] = [points(one, "") if (one := own[n]) else "–" for n in kept]
-    title = f"Test accuracy by class, %, with {budget_words(found.budget)}"
-    if len(kept) < len(rows):
-        title += f": the {len(kept)} of {len(rows):,} classes that differ most between arms"
+def class_table(comparison: Comparison, by_class: Classes) -> Shown:
+    """Test accuracy of every arm by class. Of more than 40 classes, only those that differ most between arms."""
+    accuracies = by_class.accuracies
+    means = np.array([[e.mean if e else np.nan for e in estimates] for estimates in accuracies.values()])
+    rows = np.flatnonzero(by_class.images)
+    shown = np.sort(rows[np.argsort(-np.ptp(means[:, rows], axis=0), kind="stable")[:CLASSES]])
+    cells = {"Class": [by_class.names[n] for n in shown], "Test images": [text(int(by_class.images[n])) for n in shown]}
+    for arm, estimates in accuracies.items():
+        cells[comparison.label(arm)] = [points(estimate, "") if (estimate := estimates[n]) else "–" for n in shown]
+    title = f"Test accuracy by class, %, with {budget_words(by_class.budget)}"
+    if len(shown) < len(rows):
+        title += f": the {len(shown)} of {len(rows):,} classes that differ most between arms"
     return Shown(title, pd.DataFrame(cells))
 
 
-def calibration_table(comparison: Comparison, found: Classes) -> Shown:
+def calibration_table(comparison: Comparison, by_class: Classes) -> Shown:
     """Expected calibration error of every arm whose classifier gives probabilities."""
-    errors = {comparison.label(arm): {"ECE, %": f"{100 * one.error:.1f}"} for arm, one in found.calibration.items()}
-    title = f"Expected calibration error ({BINS} bins), mean over seeds, with {budget_words(found.budget)}"
-    return _table(title, errors, arms=found.calibration)
+    calibration = by_class.calibration
+    errors = {comparison.label(arm): {"ECE, %": f"{100 * bins.error:.1f}"} for arm, bins in calibration.items()}
+    title = f"Expected calibration error ({BINS} bins), mean over seeds, with {budget_words(by_class.budget)}"
+    return _table(title, errors, arms=calibration)
 
 
 def cost_table(comparison: Comparison) -> Shown:
-    """What each arm cost, an arm per column."""
+    """Costs, with a column for each arm."""
     spent, cells = costs(comparison).astype(object), {}
     for arm in comparison.record.arms:
-        made, tried = comparison.pretraining(arm.name), comparison.tried(arm.name)
-        labels: object = made.samples if made and arm.uses_labels else 0
+        pretraining, tried = comparison.pretraining(arm.name), comparison.tried(arm.name)
+        labels: object = pretraining.samples if pretraining and arm.uses_labels else 0
         if arm.starts_from:
             labels = _with_unknown(labels)
-        column: dict[str, object] = {"Pretraining labels": labels, "Parameters": made.parameters if made else None}
+        column: dict[str, object] = {
+            "Pretraining labels": labels,
+            "Parameters": pretraining.parameters if pretraining else None,
+        }
         column["Settings tried"] = tried or None
         for stage in STAGES:
             for unit, name in UNITS.items():
-                known = spent[unit].get((stage, arm.name))
+                cost = spent[unit].get((stage, arm.name))
                 if arm.starts_from and stage in ("Pretraining", "In all"):
-                    known = _with_unknown(known)
-                column[f"{stage}, {name}"] = known
+                    cost = _with_unknown(cost)
+                column[f"{stage}, {name}"] = cost
         cells[arm.label] = {name: text(value) for name, value in column.items()}
     others = spent.drop(index=[arm.name for arm in comparison.record.arms], level="arm", errors="ignore")
     if len(others):  # references and the repetitions of the self-test
@@ -167,30 +173,30 @@ def sweep_table(comparison: Comparison) -> Shown:
 
 
 def columns(title: str, values: Mapping[str, Mapping[str, str]]) -> Shown:
-    """Flat settings, a column each."""
+    """A table with a column for each set of flat settings."""
     return Shown(
-        title, pd.DataFrame({name: dict(one) for name, one in values.items()}).fillna("–").reset_index(names="")
+        title, pd.DataFrame({name: dict(column) for name, column in values.items()}).fillna("–").reset_index(names="")
     )
 
 
 def all_tables(comparison: Comparison, summary: Summary) -> list[Shown]:
-    found = [shown for shown in (self_test_table(comparison), cost_table(comparison)) if len(shown.frame)]
+    tables = [table for table in (self_test_table(comparison), cost_table(comparison)) if len(table.frame)]
     for place in reversed(summary.places):
         title = place_title(comparison, place)
-        shown = place_tables(comparison, summary, place)
-        found = [Shown(f"{title}. {one.title}", one.frame, one.arms) for one in shown] + found
-    return found
+        of_place = place_tables(comparison, summary, place)
+        tables = [Shown(f"{title}. {table.title}", table.frame, table.arms) for table in of_place] + tables
+    return tables
 
 
 def terminal(comparison: Comparison) -> Group:
     """Verdict and tables for rich's console."""
     summary = summarize(comparison)
-    said = [*verdict(comparison, summary), interval(comparison, summary), *notes(comparison)]
-    return Group(*map(Text, said), *map(rich_table, all_tables(comparison, summary)))
+    sentences = [*verdict(comparison, summary), interval(comparison, summary), *notes(comparison)]
+    return Group(*map(Text, sentences), *map(rich_table, all_tables(comparison, summary)))
 
 
 def rich_table(shown: Shown) -> RichTable:
-    """The first column on the left. Text, not str: rich would read square brackets in a name as markup."""
+    """A table for rich, first column aligned left. Cells are Text: rich would read square brackets in str as markup."""
     table = RichTable(title=Text(shown.title), title_justify="left")
     for number, header in enumerate(shown.frame.columns):
         table.add_column(Text(str(header)), justify="right" if number else "left")

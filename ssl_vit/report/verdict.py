@@ -28,49 +28,53 @@ def interval(comparison: Comparison, summary: Summary) -> str:
     rows = [*summary.accuracies, *summary.differences, *summary.means]
     units = sorted({"pretrainings" if row.estimate.units < row.seeds else "seeds" for row in rows})
     unit = "seeds (pretrainings, where an arm has several but fewer than seeds)" if len(units) > 1 else "".join(units)
-    found = (
+    sentence = (
         f"± is the {HALF_WIDTH.replace('seeds', unit or 'seeds')} (Student's t on a crossed analysis of variance; two "
         "arms are paired by seed and image). Differences at several label budgets, or headlines of several datasets, "
         "have intervals adjusted for their number (Holm)."
     )
     if comparison.record.looks:
-        found += f" Intervals of differences have {100 * comparison.confidence:.1f}% confidence, for the looks."
-    return found
+        sentence += f" Intervals of differences have {100 * comparison.confidence:.1f}% confidence, for the looks."
+    return sentence
 
 
 def verdict(comparison: Comparison, summary: Summary) -> list[str]:
-    """The headline of each dataset, its label efficiency, label budgets and compute; then the cautions. What a single
-    run did and scored; nothing for several runs, which no plan compares."""
+    """Sentences of the verdict: headline, label efficiency, label budgets and compute of each dataset, then cautions.
+
+    For a single run, what it did and scored. Empty for several separate runs, which no plan compares.
+    """
     if comparison.separate:
         return _run(comparison, summary) if len(comparison.record.arms) == 1 else []
-    found = []
+    sentences: list[str] = []
     for head in summary.headlines:
         same = (head.place, head.arm, head.against)
         budgets = [row for row in summary.differences if (row.place, row.arm, row.against) == same]
-        sentences = [_headline(comparison, head, budgets)]
-        sentences += [_efficiency(comparison, row) for row in summary.efficiencies if row.place == head.place][:1]
+        about_head = [_headline(comparison, head, budgets)]
+        about_head += [_efficiency(comparison, row) for row in summary.efficiencies if row.place == head.place][:1]
         if len(budgets) > 1:
             sizes = [f"{row.labels_per_class}: {points(row.estimate)} ({row.outcome})" for row in budgets]
-            sentences.append(f"By labels per class: {', '.join(sizes)}.")
-        sentences += _compute(comparison, head)
+            about_head.append(f"By labels per class: {', '.join(sizes)}.")
+        about_head += _compute(comparison, head)
         several = len(comparison.record.metrics) > 1
         if comparison.record.quick:
-            sentences[0] = f"{QUICK} {sentences[0]}"
-        found += [f"{head.place.data}: {sentence}" if several else sentence for sentence in sentences]
-    found = found or ["No verdict yet: no seed has been measured at every label budget with pretraining and without."]
-    return found + list(_cautions(comparison, summary))
+            about_head[0] = f"{QUICK} {about_head[0]}"
+        sentences += [f"{head.place.data}: {sentence}" if several else sentence for sentence in about_head]
+    sentences = sentences or [
+        "No verdict yet: no seed has been measured at every label budget with pretraining and without."
+    ]
+    return sentences + list(_cautions(comparison, summary))
 
 
 def notes(comparison: Comparison) -> list[str]:
     """What a reader of the numbers must know besides the verdict."""
-    made = comparison.record.pretrainings
+    pretrainings = comparison.record.pretrainings
     seed = "A seed draws the labeled images, the classifier and the order of training."
-    if made > 1:
-        seed += f" Each pretrained arm has {made} pretrainings, which the seeds use in turn."
-    own = dict.fromkeys(note for row in comparison.table.results for note in row.notes)
+    if pretrainings > 1:
+        seed += f" Each pretrained arm has {pretrainings} pretrainings, which the seeds use in turn."
+    of_rows = dict.fromkeys(note for row in comparison.table.results for note in row.notes)
     skipped = [f"{len(comparison.skipped)} unreadable sample(s) were skipped: {listed(comparison.skipped)}."]
     given = [*_saw_held_out(comparison), *_own_settings(comparison), *comparison.record.notes]
-    return [seed, *given, *own, *(skipped if comparison.skipped else [])]
+    return [seed, *given, *of_rows, *(skipped if comparison.skipped else [])]
 
 
 def _saw_held_out(comparison: Comparison) -> Iterator[str]:
@@ -94,11 +98,11 @@ def _own_settings(comparison: Comparison) -> Iterator[str]:
 def _run(comparison: Comparison, summary: Summary) -> list[str]:
     """What a single run did, and its test accuracies."""
     (arm,) = comparison.record.arms
-    made, sentences = arm.summary, [f"{arm.label} has no summary.json: its training has not finished."]
-    if made:
-        objective = OBJECTIVES.get(made.objective, made.objective.replace("_", " "))
-        length = f"{made.steps:,} steps, {made.images_seen:,} images seen, {made.seconds:,.0f} s"
-        sentences = [f"{arm.label}: {objective}, {text(made.parameters)} parameters, {length}."]
+    run, sentences = arm.summary, [f"{arm.label} has no summary.json: its training has not finished."]
+    if run:
+        objective = OBJECTIVES.get(run.objective, run.objective.replace("_", " "))
+        length = f"{run.steps:,} steps, {run.images_seen:,} images seen, {run.seconds:,.0f} s"
+        sentences = [f"{arm.label}: {objective}, {text(run.parameters)} parameters, {length}."]
     for place in summary.places:
         rows = [row for row in summary.accuracies if (row.place, row.arm) == (place, arm.name)]
         scores = [f"{budget_words(row.labels_per_class)} {points(row.estimate, '')}%" for row in rows]
@@ -173,8 +177,8 @@ def needed(row: Efficiency) -> str:
             return f"more than {row.measured[1]:g}" if labels else f"fewer than {row.measured[0]:g}"
         return f"{labels:.2g}" if labels < 100 else f"{labels:.0f}"
 
-    found, low, high = (number(labels) for labels in (row.labels, row.low, row.high))
-    return found if math.isnan(row.low) or low == high else f"{found} [{low}, {high}]"
+    value, low, high = (number(labels) for labels in (row.labels, row.low, row.high))
+    return value if math.isnan(row.low) or low == high else f"{value} [{low}, {high}]"
 
 
 def _compute(comparison: Comparison, head: Difference) -> list[str]:
@@ -226,16 +230,18 @@ def architecture_differences(arms: Sequence[ArmRecord]) -> list[str]:
     """What arms differ in from the first of them with an encoder of its own: a phrase per arm that does, such as
     `supervised: encoder.depth 12 (masked patch prediction: 4)`; empty where all are alike."""
     first = next(arm for arm in arms if arm.kind != "scratch")
-    found = []
+    phrases = []
     for arm in (arm for arm in arms if arm.architecture != first.architecture):
         words = f"another encoder than {first.label}"
         if arm.encoder and first.encoder:
-            own, other = flat(arm.encoder), flat(first.encoder)
+            sizes, first_sizes = flat(arm.encoder), flat(first.encoder)
             words = ", ".join(
-                f"{key} {own[key]} ({first.label}: {other[key]})" for key in own if own[key] != other[key]
+                f"{key} {sizes[key]} ({first.label}: {first_sizes[key]})"
+                for key in sizes
+                if sizes[key] != first_sizes[key]
             )
-        found.append(f"{arm.label}: {words}")
-    return found
+        phrases.append(f"{arm.label}: {words}")
+    return phrases
 
 
 def _richly_selected(comparison: Comparison, head: Difference) -> Iterator[str]:
@@ -257,16 +263,16 @@ def _richly_selected(comparison: Comparison, head: Difference) -> Iterator[str]:
 
 def _edges(comparison: Comparison) -> list[str]:
     """Swept settings whose best value was the smallest (0 apart) or largest of those tried, with the arms."""
-    found: dict[str, list[str]] = {}
+    arms_by_setting: dict[str, list[str]] = {}
     for task in comparison.record.tasks:
         sweep = comparison.tasks[task.id].sweep if task.id in comparison.tasks else None
         if sweep is None:
             continue
         for key, best in sweep.best.items():
-            values = {value for one in sweep.candidates if isinstance(value := one.get(key), int | float)}
+            values = {value for candidate in sweep.candidates if isinstance(value := candidate.get(key), int | float)}
             if key != "held_out_accuracy" and len(values) > 1 and best in (min(values) or None, max(values)):
-                found.setdefault(f"{key} {text(best)}", []).append(comparison.spoken(task.arm))
-    return [f"{setting} ({_listed(list(dict.fromkeys(arms)))})" for setting, arms in found.items()]
+                arms_by_setting.setdefault(f"{key} {text(best)}", []).append(comparison.spoken(task.arm))
+    return [f"{setting} ({_listed(list(dict.fromkeys(arms)))})" for setting, arms in arms_by_setting.items()]
 
 
 def _listed(words: Sequence[str]) -> str:
