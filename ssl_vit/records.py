@@ -185,11 +185,11 @@ class ComparisonRecord(Config):
     """A comparison and its tasks (`plan.json`).
 
     metrics: by dataset, `accuracy` or `mean_per_class`.
-    data: by "SET train", "SET test" and "pretraining of ARM"; of a cross-validation "SET train of fold N" and so on.
-    seeds, frozen_seeds: under evaluators that train the encoder, and under the others.
-    pretrainings: of every pretrained arm (in every fold). folds: of a cross-validation; 1 without.
+    data: by "SET train", "SET test" and "pretraining of ARM"; in a cross-validation "SET train of fold N" and so on.
+    seeds, frozen_seeds: seeds for evaluators that train the encoder, and for those on frozen features.
+    pretrainings: pretrainings of each pretrained arm (in each fold). folds: folds of a cross-validation; 1 without.
     references: rows beside the arms, in the order of the tables.
-    assigned: number of the pretraining of each seed, where it is not the seed's number modulo `pretrainings`.
+    assigned: index of the pretraining of seed n, where it is not n modulo `pretrainings`.
     max_seeds, looks: of a comparison that adds seeds until its headlines are decided.
     margin: differences within it count as equivalent (fraction, 0.01: one point).
     precisions: `training.precision` of each arm with a recipe.

@@ -182,7 +182,7 @@ def load(path: Path) -> tuple[list[Result], dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What one run of an evaluator measured.
+    """The results of one run of an evaluator.
 
     path: the file (None: nothing is stored about a network in memory).
     about: evaluator, title, settings, data, shards, classes, metric, weights, sha256 (of the weights), sweeps, skipped,
@@ -203,8 +203,11 @@ class Evaluation:
 
 
 def evaluations(folder: Path) -> tuple[dict[Path, Evaluation], list[Path]]:
-    """What `ssl-vit eval` stored in a run, checkpoint or weights folder: (by file, evaluations of the weights that are
-    there now; files with results of other weights). Raises UserError for a damaged file."""
+    """Read the evaluations in a run, checkpoint or weights folder.
+
+    Returns (evaluations of the current weights by file, files with results of other weights). Raises UserError for a
+    damaged file.
+    """
     weights = folder / "encoder.safetensors"
     digest = sha256(weights) if weights.is_file() else None
     stored = {path: Evaluation(path, *load(path)) for path in sorted((folder / RESULTS).glob("*.json"))}

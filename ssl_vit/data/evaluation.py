@@ -23,7 +23,7 @@ class EvaluationStream:
     all ranks get the same number of equal batches.
 
     data: how images are prepared, and with how many workers.
-    batch_size: at most so many images per rank and batch.
+    batch_size: most images per rank and batch.
     indices: indices of the images (None: all).
     reads_labels: labels are read where there are any. needs_labels: images without one are skipped.
     noise: uniform numbers drawn for each image.

@@ -50,8 +50,8 @@ class Defect:
 def verify(folder: Path, *, jobs: int | None = None, progress: bool = True) -> list[Defect]:
     """Read the whole shard set, decode every image, and list all defects; a sound set has none.
 
-    folder: of shards. Without info.json (or about.json, which lists several splits) tars are only checked by
-        themselves.
+    folder: folder of shards. Without info.json (or about.json, which lists several splits), each tar is checked only on
+        its own.
     jobs: processes. Default: one per core, fewer for a small set.
     progress: show it on stderr.
 

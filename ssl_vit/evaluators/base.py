@@ -131,7 +131,7 @@ class Evaluator(ABC):
         """Fit a classifier to labeled images; it then predicts any images of the same source.
 
         train: with `train.source`, one of `trained`, `untrained` and `pixels`; `train.features(...)` are its features.
-        seed: of everything that is drawn.
+        seed: seed of everything that is drawn.
         """
 
     @property

@@ -44,7 +44,7 @@ class Config(ObjectiveConfig):
         is 32.
     target: `mean_color` (one class per patch), `downsized` (the patch at 4x4, 16 classes per patch), `pixels` (all
         values of the patch, scaled to [0, 1]).
-    loss: of `pixels`: `l2` (the mean squared error) or `l1` (the mean absolute error, SimMIM's).
+    loss: loss for the target `pixels`: `l2` (the mean squared error) or `l1` (the mean absolute error, SimMIM's).
     bits: bits of each quantized color channel; there are 2**(bits * channels) classes, at most 65,536.
 
     SimMIM (Xie et al. 2022): mask_ratio 0.6, mask_size 32, mask_prob 1, random_prob 0, target pixels, loss l1.

@@ -30,7 +30,7 @@ LOSSES = ["step", "loss", "constant_loss", "images_seen"]
 
 
 class EvaluationRecord(BaseModel):
-    """What a results file of `ssl-vit eval` says beside its rows."""
+    """The fields of a results file of `ssl-vit eval` beside its rows."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
     evaluator: str
@@ -114,7 +114,7 @@ def text(value: object) -> str:
 
 
 def pictures(folder: Path) -> tuple[Path, ...]:
-    """What `ssl-vit inspect` drew into a folder."""
+    """The pictures that `ssl-vit inspect` wrote into a folder."""
     return tuple(path for name in PICTURES if (path := folder / f"{name}.png").is_file())
 
 

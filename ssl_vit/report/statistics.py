@@ -117,7 +117,7 @@ def crossed_mean(
 def units_of(*pretrainings: Sequence[Hashable]) -> Sequence[Hashable] | None:
     """The unit that an interval covers: (S,), the pretraining of each of S seeds, or None where the unit is the seed.
 
-    pretrainings: of each pretrained arm, (S,). It has P different ones:
+    pretrainings: for each pretrained arm, the pretraining of each seed, (S,). With P different pretrainings:
 
     - P = 1: the unit is the seed. The interval covers seeds of the evaluation, not other pretrainings.
     - 1 < P < S: the unit is the pretraining, its seeds averaged first. The interval covers both.

@@ -15,15 +15,15 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 class OptimConfig(Config):
     """name: `adamw` (decoupled weight decay), `sgd` (momentum) or `lars`.
 
-    lr: the peak.
-    lr_batch: when set, lr is given for that batch size and scaled linearly to the real one (256: MAE's).
-    betas: of adamw. momentum: of sgd and lars.
+    lr: peak learning rate.
+    lr_batch: batch size that `lr` is given for; it is scaled linearly to the actual one (MAE: 256; None: not scaled).
+    betas: betas of adamw. momentum: momentum of sgd and lars.
     weight_decay: decoupled for adamw; never on biases, norms, class token, positions and mask token.
     layer_decay: factor of the learning rate from one layer of the encoder to the one below it (MAE: 0.65 for ViT-B,
         0.75 for L; None: one rate for all).
     clip_norm: global gradient norm (paper: 1); 0 disables clipping.
-    warmup_steps: of linear warm-up.
-    schedule: after it, `cosine` or `linear` to zero, or `constant`; in optimizer steps.
+    warmup_steps: optimizer steps of linear warm-up.
+    schedule: learning rate after the warm-up: `cosine` or `linear` to zero, or `constant`.
     """
 
     name: Literal["adamw", "sgd", "lars"] = "adamw"

@@ -51,8 +51,8 @@ def _layer_scales(network: nn.Module, decay: float) -> dict[int, float]:
 def build_optimizer(
     model: nn.Module, config: OptimConfig, batch_size: int, device: torch.device, *, sharded: bool = False
 ) -> torch.optim.Optimizer:
-    """The optimizer of `config` over the model's trainable parameters; torch's fused kernels where they exist: of SGD
-    there is none for parameters that will be sharded."""
+    """The optimizer of `config` for the model's trainable parameters. It uses torch's fused kernels where they exist;
+    SGD has none for parameters that will be sharded."""
     groups, lr = parameter_groups(model, config.weight_decay, config.layer_decay), peak_lr(config, batch_size)
     fused = device.type in ("cpu", "cuda")
     if config.name == "adamw":

@@ -29,8 +29,8 @@ class Options(Config):
     subset: images per class (of an unlabeled source: in total), or all that a class has. A larger subset holds the
         smaller ones. The test images of a holdout do not depend on it.
     keep_names: store the source's file names, as KEY.json.
-    folds: of a cross-validation: shard sets out/fold_0, out/fold_1 and so on, each class spread evenly over them, or
-        whole groups in the order of the source where it has groups.
+    folds: number of folds for cross-validation: shard sets out/fold_0, out/fold_1 and so on. Each class is spread
+        evenly over them; where the source has groups, whole groups are, in the order of the source.
     """
 
     shard_size: int = Field(1000, ge=1)

@@ -80,8 +80,8 @@ class ShardSet:
         return sets
 
     def open(self, shard: int) -> ShardFile:
-        """One shard, by its index. Raises UserError for one that is missing, refused or compressed, or cannot have the
-        number of samples that it is listed with; RunError where a disk or server fails."""
+        """Open a shard by its index. Raises UserError for a shard that is missing, compressed, cannot be accessed or
+        cannot hold the number of samples that is listed for it; RunError when a disk or server fails."""
         url, listed = self.urls[shard], self.counts[shard]
         file = ShardFile(open_url(url, self.remote, self.sizes[shard], self.checksums[shard]), url)
         if len(file.samples) > listed or file.size < listed * BLOCKSIZE:  # a sample has at least a header
@@ -99,8 +99,8 @@ class ShardSet:
 def open_url(url: str, remote: RemoteConfig = _DEFAULT, size: int | None = None, sha256: str = "") -> BinaryIO:
     """A shard as an open, seekable local file: itself, or a copy of the object behind a URL.
 
-    size (bytes), sha256: what a remote object must have, as far as it is known. Raises UserError for what is missing
-    or refused, RunError when the disk or a server fails.
+    size (bytes), sha256: expected values of a remote object, where they are known. Raises UserError for a shard that is
+    missing or cannot be accessed, RunError when the disk or a server fails.
     """
     if "://" in url:
         from ssl_vit.data.shards.cache import open_remote

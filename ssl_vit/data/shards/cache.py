@@ -31,8 +31,8 @@ _said: set[Path] = set()
 def open_remote(url: str, remote: RemoteConfig, size: int | None = None, sha256: str = "") -> BinaryIO:
     """An object as an open, seekable local file: its copy in the cache, or in the folder for temporary files.
 
-    size (bytes), sha256: what it must have, as far as it is known. Raises UserError for an object that is missing,
-    refused or another one, RunError when a server does not answer or the disk is full.
+    size (bytes), sha256: expected values, where they are known. Raises UserError for an object that is missing, cannot
+    be accessed or differs from them, RunError when a server does not answer or the disk is full.
     """
     if remote.cache_dir and (file := _cached(cache_folder(remote), url, remote, size, sha256)):
         return file

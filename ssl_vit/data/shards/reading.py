@@ -52,9 +52,9 @@ class Entry:
 class ShardFile:
     """An open shard. It closes its file when it is dropped.
 
-    size: of the file (bytes). samples: in order. end: the byte where the list of members ends. damage: why it ends
-    before the file does ("": no damage was seen). duplicates: names of members that a sample has twice; the first
-    counts.
+    size: size of the file (bytes). samples: in order. end: the byte where the list of members ends. damage: why it ends
+    before the file does ("": no damage was seen). duplicates: names of members that a sample has twice; the first one
+    is used.
     """
 
     def __init__(self, file: BinaryIO, name: str) -> None:

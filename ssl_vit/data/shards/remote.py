@@ -112,8 +112,8 @@ def _headers(filesystem: Any) -> dict[str, Any]:
 def download(url: str, target: str, remote: RemoteConfig, size: int | None = None, sha256: str = "") -> None:
     """Write a whole object to a local path.
 
-    size (bytes), sha256: what it must have, as far as it is known. Raises UserError for an object that is missing,
-    refused or another one, RunError when the server does not answer, OSError where the disk refuses.
+    size (bytes), sha256: expected values, where they are known. Raises UserError for an object that is missing, cannot
+    be accessed or differs from them, RunError when the server does not answer, OSError when the disk cannot be written.
     """
     filesystem, path = find_filesystem(url, remote.timeout)
     most = int(remote.largest_gb * 2**30) if size is None else size
