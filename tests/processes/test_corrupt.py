@@ -94,4 +94,4 @@ def test_an_epoch_goes_through_and_every_broken_sample_is_reported(world: World,
     assert len({sample["reason"] for sample in skipped}) >= 7
     total = [row["total"] for row in rows if row.get("event") == "skipped_samples"][-1]
     assert total == len(skipped)
-    assert f"{total} in all" in process.text and "sample 0" in process.text
+    assert f"{total} in total" in process.text and "sample 0" in process.text
