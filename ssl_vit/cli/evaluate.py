@@ -124,7 +124,7 @@ def _show(evaluations: Sequence[Evaluation], per_class: bool) -> None:
     frames = [evaluation.table.assign(labels=[*map(_words, evaluation.results)]) for evaluation in evaluations]
     columns = [_accuracies(evaluation, frame) for evaluation, frame in zip(evaluations, frames, strict=True)]
     cells = pd.concat(columns, axis=1, keys=names)
-    title = f"{evaluations[0].about['title']} (test accuracy, % ± {HALF_WIDTH})"
+    title = f"{evaluations[0].about['title']} (test accuracy, % ± {HALF_WIDTH.format('seeds')})"
     Console().print(rich_table(Shown(title, cells.fillna("–").reset_index(names=["", "labels"]))))
     for name, evaluation, frame in zip(names, evaluations, frames, strict=True):
         if per_class:

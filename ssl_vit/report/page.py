@@ -160,7 +160,7 @@ def _figures(
     figure = accuracy_curve(
         [curve._replace(label=label(curve.label)) for curve in curves], axis, "test accuracy, %", {}
     )
-    yield figure, f"Test accuracy by labels per class: mean over seeds; band or bar: 95% interval; {chance}."
+    yield figure, f"Mean test accuracy by labels per class; band or bar: 95% interval; {chance}."
     differences = [row for row in summary.differences if (row.place, row.arm) == (place, tested)]
     # In the color of what it is compared with: the arm under test is in all of them.
     if curves := _curves(differences, lambda row: row.against, lambda row: row.labels, styles):

@@ -13,7 +13,7 @@ from ssl_vit.report.self_test import self_tests
 from ssl_vit.report.statistics import Estimate, plan
 from ssl_vit.report.summary import Difference, Efficiency, Summary
 
-HALF_WIDTH = "half-width of a 95% interval that covers seeds and test images"
+HALF_WIDTH = "half-width of a 95% interval that covers {} and test images"  # with the unit
 QUICK = "Quick run, a tenth of the steps and seeds:"
 
 
@@ -29,7 +29,7 @@ def interval(comparison: Comparison, summary: Summary) -> str:
     units = sorted({"pretrainings" if row.estimate.units < row.seeds else "seeds" for row in rows})
     unit = "seeds (pretrainings, where an arm has several but fewer than seeds)" if len(units) > 1 else "".join(units)
     sentence = (
-        f"± is the {HALF_WIDTH.replace('seeds', unit or 'seeds')} (Student's t on a crossed analysis of variance; two "
+        f"± is the {HALF_WIDTH.format(unit or 'seeds')} (Student's t on a crossed analysis of variance; two "
         "arms are paired by seed and image). Differences at several label budgets, or headlines of several datasets, "
         "have intervals adjusted for their number (Holm)."
     )
