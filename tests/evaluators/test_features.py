@@ -19,15 +19,21 @@ from ssl_vit.evaluators.features import EvalContext, FeatureConfig, Features, Im
 from ssl_vit.models import factory
 
 
-def test_only_the_images_that_are_asked_for_are_read(context: EvalContext, monkeypatch: pytest.MonkeyPatch) -> None:
-    read: list[int] = []
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The shard of each sample that is read from now on."""
+    shards: list[int] = []
     sample = SampleReader.sample
 
     def counted(self: SampleReader, shard: int, *where: int) -> Any:
-        read.append(shard)
+        shards.append(shard)
         return sample(self, shard, *where)
 
     monkeypatch.setattr(SampleReader, "sample", counted)
+    return shards
+
+
+def test_only_the_images_that_are_asked_for_are_read(context: EvalContext, read: list[int]) -> None:
     context.data = context.data.model_copy(update={"cache_mb": 0})
     whole = ImageSet(context, "trained", "train").features(FeatureConfig())
     assert len(read) == context.train.samples == len(whole.labels)
@@ -39,16 +45,10 @@ def test_only_the_images_that_are_asked_for_are_read(context: EvalContext, monke
     np.testing.assert_allclose(few.vectors, whole.vectors[some], rtol=1e-5, atol=1e-6)
 
 
-def test_small_sets_are_decoded_once_for_all_encoders(context: EvalContext, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_sets_are_decoded_once_for_all_encoders(
+    context: EvalContext, read: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(evaluation, "_kept", {})
-    read: list[int] = []
-    sample = SampleReader.sample
-
-    def counted(self: SampleReader, shard: int, *where: int) -> Any:
-        read.append(shard)
-        return sample(self, shard, *where)
-
-    monkeypatch.setattr(SampleReader, "sample", counted)
     for source in ("trained", "untrained"):
         ImageSet(context, source, "test").features(FeatureConfig())
     assert len(read) == context.test.samples
