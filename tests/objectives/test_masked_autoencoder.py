@@ -44,16 +44,16 @@ def hugging_face(objective: Objective) -> Any:
         mask_ratio=objective.config.mask_ratio,
         norm_pix_loss=True,
     )
-    model = transformers.ViTMAEForPreTraining(config).eval()
 
     def layer(block: Any, prefix: str) -> dict[str, torch.Tensor]:
         found: dict[str, torch.Tensor] = {}
-        linears = [("attention.o_proj", block.attn.proj), ("mlp.fc1", block.mlp.fc1), ("mlp.fc2", block.mlp.fc2)]
+        linears = [("attention.output.dense", block.attn.proj), ("intermediate.dense", block.mlp.fc1)]
+        linears += [("output.dense", block.mlp.fc2)]
         linears += [("layernorm_before", block.norm1), ("layernorm_after", block.norm2)]
         for kind in ("weight", "bias"):
             found |= {f"{prefix}.{name}.{kind}": getattr(linear, kind) for name, linear in linears}
-            parts = zip("qkv", getattr(block.attn.qkv, kind).chunk(3), strict=True)
-            found |= {f"{prefix}.attention.{part}_proj.{kind}": value for part, value in parts}
+            parts = zip(("query", "key", "value"), getattr(block.attn.qkv, kind).chunk(3), strict=True)
+            found |= {f"{prefix}.attention.attention.{part}.{kind}": value for part, value in parts}
         return found
 
     def channels_last(rows: torch.Tensor) -> torch.Tensor:
@@ -76,11 +76,18 @@ def hugging_face(objective: Objective) -> Any:
         "decoder.decoder_pred.bias": channels_last(objective.head.bias),
     }
     for number, block in enumerate(vit.blocks):
-        state |= layer(block, f"vit.layers.{number}")
+        state |= layer(block, f"vit.encoder.layer.{number}")
     for number, block in enumerate(blocks):
         state |= layer(block, f"decoder.decoder_layers.{number}")
-    model.load_state_dict(state)
-    return model
+    # The names of published checkpoints, which every version of transformers can load.
+    model, report = transformers.ViTMAEForPreTraining.from_pretrained(
+        None,
+        config=config,
+        state_dict={name: value.detach() for name, value in state.items()},
+        output_loading_info=True,
+    )
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    return model.eval()
 
 
 @pytest.mark.parametrize(
@@ -135,10 +142,10 @@ def _rows(tokens: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 def test_decoder_positions_are_maes_up_to_their_order(make_mae: Make) -> None:
     """MAE's columns are sin and cos of the column, then of the row; timm's sin of row and column, then cos of both."""
     objective = make_mae(encoder={"image_size": 32})
-    module = pytest.importorskip("transformers.models.vit_mae.modeling_vit_mae")
-    expected = module.build_2d_sinusoidal_position_embedding(8, 8, 32)
-    sin_row, cos_row, sin_column, cos_column = expected.chunk(4, dim=1)
-    torch.testing.assert_close(objective.positions, torch.cat([sin_row, sin_column, cos_row, cos_column], 1))
+    frequencies = 10000.0 ** -(np.arange(8) / 8)  # width 32, a quarter for each of the four
+    angles = [np.outer(place.ravel(), frequencies) for place in np.mgrid[:8, :8]]  # of the row, of the column
+    expected = np.concatenate([np.sin(angles[0]), np.sin(angles[1]), np.cos(angles[0]), np.cos(angles[1])], axis=1)
+    np.testing.assert_allclose(objective.positions.numpy(), expected, rtol=0, atol=1e-6)
 
 
 def test_masked_pixels_do_not_reach_the_encoder(make_mae: Make, make_batch: Make) -> None:
