@@ -276,7 +276,14 @@ def read_runs(paths: Sequence[Path]) -> Comparison:
         metrics=metrics,
         data=data,
         arms=tuple(
-            ArmRecord(name=name, label=name, kind="pretrained", run=str(run.path), summary=run.summary)
+            ArmRecord(
+                name=name,
+                label=name,
+                kind="pretrained",
+                run=str(run.path),
+                uses_labels=bool(run.summary and run.summary.classes),  # only runs with labels know their names
+                summary=run.summary,
+            )
             for name, run in runs.items()
         ),
         references=tuple(references.values()),

@@ -9,10 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from ssl_vit.files import sha256
+from ssl_vit import records
+from ssl_vit.files import sha256, write_json
 from ssl_vit.interfaces import UserError
+from ssl_vit.records import RunSummary
 from ssl_vit.report.read import read
 from ssl_vit.report.runs import read_run
+from ssl_vit.report.tables import cost_table
 from tests.report.made import two_arms, write_comparison, write_run
 
 
@@ -71,6 +74,14 @@ def test_runs_are_arms_of_what_was_measured_alike(tmp_path: Path) -> None:
     by_evaluator = found.table.frame.groupby("evaluator")["arm"].unique()
     assert list(by_evaluator["few_shot"]) == ["a", "pixels", "b"], "raw pixels are the same for all: one row"
     assert list(by_evaluator["few_shot (2)"]) == ["c", "pixels"]
+
+
+def test_a_supervised_run_used_its_labels(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / name, name, 0.6) for name in ("masked", "supervised")]
+    summary = records.read(runs[1] / "summary.json", RunSummary).model_copy(update={"classes": ("a", "b")})
+    write_json(runs[1] / "summary.json", summary.model_dump(mode="json"))
+    costs = cost_table(read(runs)).frame.set_index("Cost")
+    assert costs.loc["Pretraining labels"].tolist() == ["0", str(summary.samples)]
 
 
 @pytest.mark.parametrize(
