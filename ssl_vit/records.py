@@ -50,7 +50,7 @@ class RunSummary(Config):
 class SweepRecord(Config):
     """A sweep on held-out training images: once per arm and label budget.
 
-    candidates: settings, each with its `held_out_accuracy`.
+    candidates: settings, each with its `held_out_accuracy`, the mean over the first `held_out_parts` held-out parts.
     best: the settings of the winner.
     cost: cost of all candidates together.
     labels, held_out: images that a candidate was trained on, and that all candidates were scored on.

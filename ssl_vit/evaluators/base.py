@@ -43,6 +43,7 @@ class SweepConfig(Config):
 
     held_out: share of each class's images that the selection is scored on.
     held_out_repeats: how many random held-out parts the selection averages over; more where few images are held out.
+        After each part, only the better half of the candidates (at least two) is tried on the next one.
     """
 
     sweep: dict[str, tuple[Any, ...]] = Field({})

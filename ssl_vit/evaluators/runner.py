@@ -8,7 +8,6 @@ all labels sees these images. Any other evaluator selects for every budget and s
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from statistics import fmean
 
 import numpy as np
 
@@ -16,9 +15,10 @@ from ssl_vit.evaluators import ALL, budget_words
 from ssl_vit.evaluators.base import Classifier, Evaluator
 from ssl_vit.evaluators.features import EvalContext, ImageSet
 from ssl_vit.evaluators.labels import choose_labeled, held_out_split, short_note
+from ssl_vit.evaluators.selection import candidates_of, configured, halved, in_words, select
 from ssl_vit.interfaces import Diverged, UserError
 from ssl_vit.recipe import Recipe
-from ssl_vit.records import Cost, SweepRecord
+from ssl_vit.records import SweepRecord
 from ssl_vit.results import Budget, Result, Settings, scored
 
 
@@ -31,7 +31,7 @@ def budgets(evaluator: Evaluator, asked: Sequence[Budget]) -> tuple[Budget, ...]
 
 def has_sweep(evaluator: Evaluator) -> bool:
     """Whether `sweep` comes before `measure`, once per source and sweep budget."""
-    return evaluator.trains_encoder and len(_candidates(evaluator)) > 1
+    return evaluator.trains_encoder and len(candidates_of(evaluator)) > 1
 
 
 def check_held_out(evaluator: Evaluator, labels: np.ndarray) -> None:
@@ -62,7 +62,7 @@ def sweep(
         for repeat in range(evaluator.config.held_out_repeats)
     ]
     train, _ = splits[0]
-    record, winner = _select(evaluator, splits, seed)
+    record, winner = select(evaluator, splits, seed)
     context.say(f"{source}, {budget_words(budget)}: sweep scored on {record.held_out} held-out images")
     rows = [] if budget == ALL else list(_results(evaluator, winner, train, budget, seed, record.best))
     return record, rows[0] if rows else None
@@ -95,12 +95,12 @@ def measure(
             train = ImageSet(context, source, "train", images.images, together)
             settings, notes = (best, ()) if best is not None else _settings(evaluator, train, seed)
             try:
-                classifier = _configured(evaluator, settings).fit(train, seed + shift)
+                classifier = configured(evaluator, settings).fit(train, seed + shift)
                 rows = list(_results(evaluator, classifier, train, budget, seed, settings, notes))
             except Diverged as error:
                 if settings:
                     error.args = (
-                        f"{evaluator.title}: {_words(settings)} diverged with seed {seed} ({source}, "
+                        f"{evaluator.title}: {in_words(settings)} diverged with seed {seed} ({source}, "
                         f"{budget_words(budget)}): {str(error).splitlines()[0]}; remove that value from the sweep",
                     )
                 raise
@@ -139,24 +139,19 @@ def evaluate(evaluator: Evaluator, context: EvalContext) -> tuple[list[Result], 
 def training_recipes(evaluator: Evaluator, like: Recipe, images: int, *, sweep: bool) -> list[Recipe]:
     """The trainings by gradient descent of a `sweep`, or of one `measure`, for a dry run.
 
-    like: the recipe of the encoder that is evaluated. images: number of labeled images. `measure` is assumed to train
-    the longest candidate.
+    like: the recipe of the encoder that is evaluated. images: number of labeled images. `measure`, and a sweep that
+    halves its candidates, are assumed to train the longest ones.
     """
     stages = []
-    for settings in _candidates(evaluator):
-        stage = _configured(evaluator, settings).stage(like.data, like.encoder, images, 0)
+    for settings in candidates_of(evaluator):
+        stage = configured(evaluator, settings).stage(like.data, like.encoder, images, 0)
         if stage is not None:
             training = stage.training.model_copy(update={"precision": like.training.precision})
             stages.append(stage.model_copy(update={"training": training}))
-    return stages * evaluator.config.held_out_repeats if sweep else stages[-1:]
-
-
-def _candidates(evaluator: Evaluator) -> list[Settings]:
-    return getattr(evaluator.config, "candidates", [{}])
-
-
-def _configured(evaluator: Evaluator, settings: Settings) -> Evaluator:
-    return type(evaluator)(evaluator.config.with_settings(settings)) if settings else evaluator
+    if not sweep:
+        return stages[-1:]
+    counts = halved(len(stages), evaluator.config.held_out_repeats) if stages else []
+    return [stage for count in counts for stage in stages[-count:]]
 
 
 def _train_images(
@@ -191,59 +186,18 @@ def _train_images(
 def _settings(evaluator: Evaluator, train: ImageSet, seed: int) -> tuple[Settings, tuple[str, ...]]:
     """(settings, notes): the only candidate, or the best on a held-out part of the labeled images; the middle one where
     nothing can be held out (one image per class)."""
-    candidates = _candidates(evaluator)
+    candidates = candidates_of(evaluator)
     if len(candidates) == 1:
         return candidates[0], ()
     labels, c = train.context.train_labels[train.images], evaluator.config
     splits = [held_out_split(labels, c.held_out, seed, repeat) for repeat in range(c.held_out_repeats)]
     if not len(splits[0][1]):
         middle = candidates[len(candidates) // 2]
-        return middle, (f"no images could be held out for selection; the middle candidate, {_words(middle)}, was used",)
-    record, _ = _select(evaluator, [(train.of(kept), train.of(held)) for kept, held in splits], seed)
+        return middle, (
+            f"no images could be held out for selection; the middle candidate, {in_words(middle)}, was used",
+        )
+    record, _ = select(evaluator, [(train.of(kept), train.of(held)) for kept, held in splits], seed)
     return record.best, ()
-
-
-def _select(
-    evaluator: Evaluator, splits: Sequence[tuple[ImageSet, ImageSet]], seed: int
-) -> tuple[SweepRecord, Classifier]:
-    """The sweep, and the winner's classifier of the first split.
-
-    splits: (images to train on, held-out images); the score of a candidate is the mean over them.
-    Raises UserError where all candidates diverge.
-    """
-    tried: list[Settings] = []
-    best: Settings = {}
-    top, winner, total, train = -1.0, None, Cost(), splits[0][0]
-    candidates = _candidates(evaluator)
-    with train.context.progress(f"{train.context.title}: {train.source}, sweep", len(candidates)) as advance:
-        for settings in candidates:
-            scores: list[float] = []
-            classifier, cost = None, Cost()
-            try:
-                for kept, held in splits:
-                    fitted = _configured(evaluator, settings).fit(kept, seed)
-                    outputs = fitted(held)[0]
-                    scores.append(scored(outputs.prediction)[train.context.metric])
-                    cost += outputs.cost
-                    classifier = classifier or fitted
-                score = fmean(scores)
-            except Diverged as error:
-                classifier, score = None, 0.0
-                cost += error.cost if isinstance(error.cost, Cost) else Cost()
-            total += cost
-            tried.append({**settings, "held_out_accuracy": score})
-            if evaluator.trains_encoder:
-                outcome = f"{score:.1%} of the held-out images, {cost.seconds:.0f} s" if classifier else "diverged"
-                train.context.say(f"{_words(settings)}: {outcome}")
-            if classifier and score > top:
-                best, top, winner = settings, score, classifier
-            advance(1)
-    if winner is None:
-        raise UserError(f"{evaluator.title}: every candidate of the sweep diverged; lower optim.lr")
-    images = np.unique(np.concatenate([held.images for _, held in splits if held.images is not None]))
-    count = 0 if train.images is None else len(train.images)
-    record = SweepRecord(candidates=tuple(tried), best=best, cost=total, labels=count, held_out=len(images))
-    return record, winner
 
 
 def _results(
@@ -283,7 +237,3 @@ def _results(
             ),
             **vars(outputs.cost),
         )
-
-
-def _words(settings: Settings) -> str:
-    return ", ".join(f"{key}={value}" for key, value in settings.items())

@@ -157,7 +157,7 @@ def sweep_table(comparison: Comparison) -> Shown:
     for task in comparison.record.tasks:
         sweep = comparison.tasks[task.id].sweep if task.id in comparison.tasks else None
         for tried in sweep.candidates if sweep else ():
-            settings = {key: value for key, value in tried.items() if key != "held_out_accuracy"}
+            settings = {key: value for key, value in tried.items() if not key.startswith("held_out_")}
             best = settings.items() <= sweep.best.items() if sweep else False
             rows.append(
                 {
@@ -167,6 +167,7 @@ def sweep_table(comparison: Comparison) -> Shown:
                     "Labels per class": str(task.labels_per_class),
                     "Setting": ", ".join(f"{key} {value}" for key, value in settings.items()),
                     "Held-out accuracy, %": f"{100 * float(tried['held_out_accuracy']):.1f}" + " (best)" * best,
+                    "Held-out parts": str(tried.get("held_out_parts", 1)),
                 }
             )
     return Shown("Settings tried on held-out training images", pd.DataFrame(rows))

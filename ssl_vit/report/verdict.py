@@ -270,7 +270,7 @@ def _edges(comparison: Comparison) -> list[str]:
             continue
         for key, best in sweep.best.items():
             values = {value for candidate in sweep.candidates if isinstance(value := candidate.get(key), int | float)}
-            if key != "held_out_accuracy" and len(values) > 1 and best in (min(values) or None, max(values)):
+            if len(values) > 1 and best in (min(values) or None, max(values)):
                 arms_by_setting.setdefault(f"{key} {text(best)}", []).append(comparison.spoken(task.arm))
     return [f"{setting} ({_listed(list(dict.fromkeys(arms)))})" for setting, arms in arms_by_setting.items()]
 

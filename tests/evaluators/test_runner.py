@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from pydantic import Field
 
-from ssl_vit.evaluators import runner
+from ssl_vit.evaluators import runner, selection
 from ssl_vit.evaluators.base import Classifier, LabeledConfig, Scored, SweepConfig
 from ssl_vit.evaluators.base import Evaluator as BaseEvaluator
 from ssl_vit.evaluators.features import EvalContext, FeatureConfig, ImageSet
@@ -125,7 +125,7 @@ def test_a_trainer_sweeps_on_held_out_training_images(context: EvalContext) -> N
     record, row = runner.sweep(trainer, context, "trained", 10, 3)
     held = held_out_split(LABELS, 0.25, 0)[1]
     share = float((LABELS[held] < 2).mean())
-    assert record.candidates[1] == {"right": 2, "held_out_accuracy": pytest.approx(share)}
+    assert record.candidates[1] == {"right": 2, "held_out_accuracy": pytest.approx(share), "held_out_parts": 1}
     assert record.best == {"right": 2} and record.cost.images_seen == 20
     assert row is not None and (row.labels, row.seed, row.accuracy, row.selected) == (30, 3, 0.8, {"right": 2})
     again = next(runner.measure(trainer, context, "trained", (10,), (3,), record.best))
@@ -141,13 +141,35 @@ def test_a_sweep_may_average_over_several_held_out_parts(context: EvalContext) -
     splits = [held_out_split(context.train_labels, 0.2, 0, repeat) for repeat in range(3)]
     assert record.held_out == len(np.unique(np.concatenate([held for _, held in splits]))) > len(splits[0][1])
     assert record.labels == 30
-    assert len(fitted) == 9
-    assert record.cost.images_seen == 90
-    shares = [np.isin(context.train_labels[held], [0]).mean() for _, held in splits]
-    assert record.candidates[0]["held_out_accuracy"] == pytest.approx(np.mean(shares))
+    assert [right for right, *_ in fitted] == [1, 2, 3, 2, 3, 2, 3], "the worst one is not tried on the second part"
+    assert record.cost.images_seen == 70
+    for tried, splits_tried in zip(record.candidates, (splits[:1], splits, splits), strict=True):
+        shares = [(context.train_labels[held] < tried["right"]).mean() for _, held in splits_tried]
+        assert tried["held_out_accuracy"] == pytest.approx(np.mean(shares))
+        assert tried["held_out_parts"] == len(splits_tried)
     once, _ = runner.sweep(Trainer(config(sweep={"right": [1, 2, 3]})), context, "trained", 10, 3)
     assert once.held_out == len(splits[0][1])
     assert row == runner.sweep(Trainer(config(sweep={"right": [1, 2, 3]})), context, "trained", 10, 3)[1]
+
+
+@pytest.mark.parametrize(
+    ("candidates", "parts", "counts"),
+    [(6, 1, [6]), (6, 3, [6, 3, 2]), (12, 3, [12, 6, 3]), (5, 4, [5, 3, 2, 2]), (2, 3, [2, 2, 2])],
+)
+def test_the_better_half_is_tried_on_the_next_held_out_part(candidates: int, parts: int, counts: list[int]) -> None:
+    assert selection.halved(candidates, parts) == counts
+
+
+def test_a_candidate_that_diverges_on_a_later_part_loses(context: EvalContext) -> None:
+    class Later(Trainer):
+        def fit(self, train: ImageSet, seed: int) -> Classifier:
+            self.config = self.config.model_copy(update={"fails": self.config.right if len(fitted) == 4 else -1})
+            return super().fit(train, seed)
+
+    record, row = runner.sweep(Later(config(sweep={"right": [1, 2, 3]}, held_out_repeats=2)), context, "trained", 10, 3)
+    assert [right for right, *_ in fitted] == [1, 2, 3, 2, 3]
+    assert record.best == {"right": 2} and row is not None and row.selected == {"right": 2}
+    assert record.candidates[2] == {"right": 3, "held_out_accuracy": 0.0, "held_out_parts": 1}
 
 
 def test_all_labels_are_trained_on_after_a_sweep_without_the_held_out_ones(context: EvalContext) -> None:
@@ -173,7 +195,7 @@ def test_selection_is_by_the_metric_of_the_data_set(
     array_context: Build, monkeypatch: pytest.MonkeyPatch, metric: str
 ) -> None:
     found = iter([{"accuracy": 0.9, "mean_per_class": 0.1}, {"accuracy": 0.2, "mean_per_class": 0.8}])
-    monkeypatch.setattr(runner, "scored", lambda prediction: next(found, {"accuracy": 0.0, "mean_per_class": 0.0}))
+    monkeypatch.setattr(selection, "scored", lambda prediction: next(found, {"accuracy": 0.0, "mean_per_class": 0.0}))
     context = array_context(TRAIN, TEST, metric=metric)
     record, _ = runner.sweep(Trainer(config(sweep={"right": [1, 2]})), context, "trained", 10, 0)
     assert record.best == {"right": 1 if metric == "accuracy" else 2}
@@ -182,7 +204,7 @@ def test_selection_is_by_the_metric_of_the_data_set(
 def test_of_equals_the_first_wins_and_a_candidate_that_diverges_loses(context: EvalContext) -> None:
     record, _ = runner.sweep(Trainer(config(sweep={"right": [5, 4, 3]}, fails=3)), context, "trained", 10, 0)
     assert record.best == {"right": 4}
-    assert record.candidates[0] == {"right": 3, "held_out_accuracy": 0.0}
+    assert record.candidates[0] == {"right": 3, "held_out_accuracy": 0.0, "held_out_parts": 1}
     assert record.cost.images_seen == 1 + 10 + 10, "what diverged has cost something too"
     with pytest.raises(UserError, match="every candidate of the sweep diverged"):
         runner.sweep(Trainer(config(sweep={"right": [3]}, fails=3)), context, "trained", 10, 0)

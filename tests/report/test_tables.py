@@ -62,8 +62,8 @@ def test_the_cost_of_references_has_a_column(tmp_path: Path) -> None:
 def test_sweeps_show_every_setting_and_the_best(tmp_path: Path) -> None:
     table = sweep_table(read([write_comparison(tmp_path, two_arms(), sweeps={"ssl": SWEEP})]))
     assert table.frame.to_numpy().tolist() == [
-        ["SSL [50%]", "Fine-tuning", "5", "optim.lr 0.1", "90.0 (best)"],
-        ["SSL [50%]", "Fine-tuning", "5", "optim.lr 0.2", "50.0"],
+        ["SSL [50%]", "Fine-tuning", "5", "optim.lr 0.1", "90.0 (best)", "1"],
+        ["SSL [50%]", "Fine-tuning", "5", "optim.lr 0.2", "50.0", "1"],
     ]
 
 

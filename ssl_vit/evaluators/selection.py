@@ -1,0 +1,89 @@
+"""Selects an evaluator's settings on held-out images: successive halving over several held-out parts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import fmean
+
+import numpy as np
+
+from ssl_vit.evaluators.base import Classifier, Evaluator
+from ssl_vit.evaluators.features import ImageSet
+from ssl_vit.interfaces import Diverged, UserError
+from ssl_vit.records import Cost, SweepRecord
+from ssl_vit.results import Settings, scored
+
+
+def candidates_of(evaluator: Evaluator) -> list[Settings]:
+    return getattr(evaluator.config, "candidates", [{}])
+
+
+def configured(evaluator: Evaluator, settings: Settings) -> Evaluator:
+    return type(evaluator)(evaluator.config.with_settings(settings)) if settings else evaluator
+
+
+def select(
+    evaluator: Evaluator, splits: Sequence[tuple[ImageSet, ImageSet]], seed: int
+) -> tuple[SweepRecord, Classifier]:
+    """The sweep, and the winner's classifier of the first split.
+
+    splits: (images to train on, held-out images). The candidates of a split are the better half of those of the split
+        before it, by the mean over the splits so far (successive halving).
+    Raises UserError where all candidates diverge.
+    """
+    candidates, context, train = candidates_of(evaluator), splits[0][0].context, splits[0][0]
+    scores: dict[int, list[float]] = {index: [] for index in range(len(candidates))}
+    fitted: dict[int, Classifier] = {}  # of the first split, for those that are still candidates
+    counts, total = halved(len(candidates), len(splits)), Cost()
+
+    def best(count: int) -> list[int]:
+        """Of equals the first."""
+        return sorted(sorted(fitted, key=lambda index: -fmean(scores[index]))[:count])
+
+    with context.progress(f"{context.title}: {train.source}, sweep", sum(counts)) as advance:
+        for split, (kept, held) in enumerate(splits):
+            following = counts[split + 1] if split + 1 < len(splits) else 1
+            for index in [*fitted] if split else range(len(candidates)):
+                try:
+                    classifier = configured(evaluator, candidates[index]).fit(kept, seed)
+                    outputs = classifier(held)[0]
+                    cost = outputs.cost
+                    scores[index].append(scored(outputs.prediction)[context.metric])
+                    fitted.setdefault(index, classifier)
+                except Diverged as error:
+                    cost = error.cost if isinstance(error.cost, Cost) else Cost()
+                    scores[index] = [0.0]
+                    fitted.pop(index, None)
+                total += cost
+                if evaluator.trains_encoder:
+                    score = f"{scores[index][-1]:.1%} of the held-out images, {cost.seconds:.0f} s"
+                    context.say(f"{in_words(candidates[index])}: {score if index in fitted else 'diverged'}")
+                if not split:  # classifiers of large networks take memory
+                    fitted = {index: fitted[index] for index in best(following)}
+                advance(1)
+            fitted = {index: fitted[index] for index in best(following)}
+    if not fitted:
+        raise UserError(f"{evaluator.title}: every candidate of the sweep diverged; lower optim.lr")
+    ((winner, classifier),) = fitted.items()
+    images = np.unique(np.concatenate([held.images for _, held in splits if held.images is not None]))
+    tried = (
+        {**settings, "held_out_accuracy": fmean(scores[index]), "held_out_parts": len(scores[index])}
+        for index, settings in enumerate(candidates)
+    )
+    count = 0 if train.images is None else len(train.images)
+    record = SweepRecord(
+        candidates=tuple(tried), best=candidates[winner], cost=total, labels=count, held_out=len(images)
+    )
+    return record, classifier
+
+
+def halved(candidates: int, splits: int) -> list[int]:
+    """Number of candidates of each split; from two on it stays, so that the last ones are compared on all splits."""
+    counts = [candidates]
+    while len(counts) < splits:
+        counts.append(min(counts[-1], max(2, -(-counts[-1] // 2))))
+    return counts
+
+
+def in_words(settings: Settings) -> str:
+    return ", ".join(f"{key}={value}" for key, value in settings.items())
