@@ -3,8 +3,9 @@
     python tools/coverage.py [REPETITIONS]
 
 Prints a row per number of seeds and of test images: share of intervals that include the true difference, for the
-interval over seeds and images and, beside it, for one over seeds alone. Then, for two equal arms, how often one is
-called better or worse where seeds are added until the difference is decided, with and without alpha spending.
+interval over seeds and images and, beside it, for one over seeds alone. Then the same where the first arm has several
+pretrainings that the seeds use in turn. Then, for two equal arms, how often one is called better or worse where seeds
+are added until the difference is decided, with and without alpha spending.
 """
 
 from __future__ import annotations
@@ -19,30 +20,42 @@ from ssl_vit.report.statistics import outcome, paired_difference
 
 # Standard deviations on the logit scale: of images (shared by both arms, and of each arm's own) and of seeds likewise.
 IMAGE, OWN_IMAGE, SEED, OWN_SEED = 1.5, 0.7, 0.15, 0.1
+PRETRAINING = 0.15  # of the first arm, where it has several pretrainings
 LOGITS = 0.85, 0.55  # of the two arms
 LOOKS = (8, 12, 16, 20)  # seeds, where they are added until decided
 MARGIN = 0.01
 
 
-def truth() -> float:
+def truth(pretraining: float = 0.0) -> float:
     """The true difference: both arms' accuracy over all seeds and images, by Gauss-Hermite quadrature."""
     nodes, weights = np.polynomial.hermite_e.hermegauss(80)
     scale = np.sqrt(IMAGE**2 + OWN_IMAGE**2 + SEED**2 + OWN_SEED**2)
-    a, b = (float((weights * expit(logit + scale * nodes)).sum() / weights.sum()) for logit in LOGITS)
+    scales = np.hypot(scale, pretraining), scale
+    a, b = (
+        float((weights * expit(logit + own * nodes)).sum() / weights.sum())
+        for logit, own in zip(LOGITS, scales, strict=True)
+    )
     return a - b
 
 
 def simulate(
-    seeds: int, images: int, generator: np.random.Generator, logits: tuple[float, float] = LOGITS
+    seeds: int,
+    images: int,
+    generator: np.random.Generator,
+    logits: tuple[float, float] = LOGITS,
+    pretraining: np.ndarray | float = 0.0,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """bool (S, M) twice: whether arms A and B classified each image correctly (crossed logistic model)."""
+    """bool (S, M) twice: whether arms A and B classified each image correctly (crossed logistic model).
+
+    pretraining: effect of the pretraining of A, (S, 1).
+    """
     shared = IMAGE * generator.normal(size=images) + SEED * generator.normal(size=(seeds, 1))
 
-    def correct(logit: float) -> np.ndarray:
+    def correct(logit: np.ndarray | float) -> np.ndarray:
         own = OWN_IMAGE * generator.normal(size=images) + OWN_SEED * generator.normal(size=(seeds, 1))
         return generator.random((seeds, images), dtype=np.float32) < expit((logit + shared + own).astype(np.float32))
 
-    return correct(logits[0]), correct(logits[1])
+    return correct(logits[0] + pretraining), correct(logits[1])
 
 
 def coverage(seeds: int, images: int, repetitions: int, generator: np.random.Generator) -> tuple[float, float]:
@@ -55,6 +68,18 @@ def coverage(seeds: int, images: int, repetitions: int, generator: np.random.Gen
         both += abs(found.mean - difference) <= (found.half_width or 0)
         alone += abs(of_seeds.mean - difference) <= (of_seeds.half_width or 0)
     return both / repetitions, alone / repetitions
+
+
+def nested_coverage(
+    pretrainings: int, seeds: int, images: int, repetitions: int, generator: np.random.Generator
+) -> float:
+    """Share of intervals that cover the truth where the seeds use the pretrainings of arm A in turn."""
+    difference, covered, used = truth(PRETRAINING), 0, np.arange(seeds) % pretrainings
+    for _ in range(repetitions):
+        effects = PRETRAINING * generator.normal(size=(pretrainings, 1))
+        found = paired_difference(*simulate(seeds, images, generator, pretraining=effects[used]), pretrainings=[*used])
+        covered += abs(found.mean - difference) <= (found.half_width or 0)
+    return covered / repetitions
 
 
 def false_claims(images: int, repetitions: int, generator: np.random.Generator, *, spending: bool = True) -> float:
@@ -80,6 +105,11 @@ def main() -> None:
         for images in (200, 400, 2000):
             both, alone = coverage(seeds, images, repetitions, generator)
             print(f"| {seeds} | {images} | {100 * both:.1f}% | {100 * alone:.1f}% |", flush=True)
+    print("\n| pretrainings | seeds | test images | over pretrainings and images |\n|---|---|---|---|")
+    for pretrainings in (3, 5):
+        for images in (400, 2000):
+            share = nested_coverage(pretrainings, 8, images, repetitions, generator)
+            print(f"| {pretrainings} | 8 | {images} | {100 * share:.1f}% |", flush=True)
     print(f"\nequal arms, looks at {LOOKS} seeds\n")
     print("| test images | false claims | without alpha spending |\n|---|---|---|")
     for images in (200, 400, 2000):

@@ -72,6 +72,11 @@ def test_intervals_cover_the_truth(seeds: int, images: int) -> None:
     assert 0.905 <= both <= 0.98
 
 
+def test_intervals_over_pretrainings_cover_the_truth() -> None:
+    covered = COVERAGE["nested_coverage"](3, 8, 400, 300, np.random.default_rng(0))
+    assert 0.905 <= covered <= 0.985
+
+
 def test_a_bootstrap_of_seeds_and_images_agrees() -> None:
     """Resampling both ways has, in expectation, two residual variances more (Owen 2007)."""
     a, b = simulated(12, 300)
