@@ -120,6 +120,7 @@ class ArmRecord(Config):
     uses_labels: whether its pretraining used labels.
     evaluators: settings by evaluator that this arm alone has.
     starts_from: downloaded or given weights that it started from; what they cost to train is unknown.
+    compute_of: for training from scratch: the arm whose pretraining compute is spent on longer fine-tuning.
     """
 
     name: str
@@ -133,6 +134,7 @@ class ArmRecord(Config):
     evaluators: dict[str, dict[str, Any]] = Field({})
     series: str | None = None
     starts_from: str | None = None
+    compute_of: str | None = None
     summary: RunSummary | None = None
 
 

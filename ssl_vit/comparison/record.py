@@ -90,6 +90,7 @@ def _arm(plan: Plan, arm: str) -> ArmRecord:
         evaluators=_own_settings(plan, arm),
         series=given.series,
         starts_from=_starts_from(given, weights, settings, summary),
+        compute_of=given.compute_of,
         summary=summary,
     )
 

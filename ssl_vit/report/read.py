@@ -84,8 +84,11 @@ class Comparison:
 
     def spoken(self, arm: str) -> str:
         """Name of an arm in a sentence: its method, with its label where other arms use the same method."""
-        words = {record.name: "training from scratch" for record in self.record.arms if record.kind == "scratch"}
+        words: dict[str, str] = {}
         for record in self.record.arms:
+            if record.kind == "scratch":
+                longer = " with the compute of pretraining" if record.compute_of else ""
+                words[record.name] = f"training from scratch{longer}"
             if record.kind == "pretrained" and record.objective:
                 objective = OBJECTIVES.get(record.objective, record.objective.replace("_", " "))
                 words[record.name] = "supervised pretraining" if record.uses_labels else objective

@@ -54,7 +54,7 @@ def verdict(comparison: Comparison, summary: Summary) -> list[str]:
         if len(budgets) > 1:
             sizes = [f"{row.labels_per_class}: {points(row.estimate)} ({row.outcome})" for row in budgets]
             about_head.append(f"By labels per class: {', '.join(sizes)}.")
-        about_head += _compute(comparison, head)
+        about_head += [*_compute(comparison, head), *_equal_compute(comparison, summary, head)]
         several = len(comparison.record.metrics) > 1
         if comparison.record.quick:
             about_head[0] = f"{QUICK} {about_head[0]}"
@@ -192,6 +192,15 @@ def _compute(comparison: Comparison, head: Difference) -> list[str]:
     baseline = comparison.spoken(head.against)
     ratio = f"{ours / theirs:.3g} times that of {baseline}" if theirs else f"{baseline} used none"
     return [f"Compute: {comparison.spoken(head.arm)} took {ours:.3g} FLOPs in all, {ratio}."]
+
+
+def _equal_compute(comparison: Comparison, summary: Summary, head: Difference) -> Iterator[str]:
+    """The arm of the headline against training from scratch with its compute, where the comparison has such an arm."""
+    others = {arm.name for arm in comparison.record.arms if arm.compute_of == head.arm} - {head.against}
+    for row in summary.means:
+        if (row.place, row.arm) == (head.place, head.arm) and row.against in others:
+            ours, theirs = (comparison.spoken(arm) for arm in (row.arm, row.against))
+            yield f"{_capital(ours)} minus {theirs}: {points(row.estimate)} points (exploratory, not adjusted)."
 
 
 def _cautions(comparison: Comparison, summary: Summary) -> Iterator[str]:

@@ -25,6 +25,7 @@ def test_an_arm_trains_with_another_ones_total_compute(mini: Mini) -> None:
     dry = dry_run_comparison(load_comparison(recipe))
     found = quietly(recipe)
     assert [arm.evaluators for arm in found.record.arms[:2]] == [{}, {}]
+    assert [arm.compute_of for arm in found.record.arms] == [None, None, "ssl"]
     (extra,) = found.record.arms[2].evaluators["fine_tune"].values()
     spent = costs(found)["flops"]
     total = {arm: spent["In all", arm] for arm in ("ssl", "longer")}

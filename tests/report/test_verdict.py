@@ -88,6 +88,16 @@ def test_label_efficiency_and_compute(folder: Path) -> None:
     assert "took 1.5e+10 FLOPs in all, 1.67 times that of training from scratch" in text
 
 
+def test_scratch_with_the_compute_of_pretraining_is_part_of_the_verdict(folder: Path) -> None:
+    longer = ArmRecord(name="longer", label="longer", kind="scratch", compute_of="ssl")
+    rows = two_arms(0.1)
+    rows += [replace(one, arm="longer") for one in two_arms(0.3) if one.arm == "ssl"]
+    text = said(folder, rows, arms=(*ARMS, longer))
+    assert "is better than training from scratch: +10.0" in text
+    assert "Masked patch prediction minus training from scratch with the compute of pretraining: -20.0" in text
+    assert "compute of pretraining" not in said(folder / "without", two_arms(0.1))
+
+
 def test_a_sweeps_winner_is_paid_once(folder: Path) -> None:
     text = said(folder, two_arms(0.2, budgets=(5,)), sweeps={"ssl": SWEEP, "scratch": SWEEP})
     assert "took 1.1e+10 FLOPs in all, 2.2 times" in text
