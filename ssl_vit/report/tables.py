@@ -167,7 +167,7 @@ def sweep_table(comparison: Comparison) -> Shown:
                     "Labels per class": str(task.labels_per_class),
                     "Setting": ", ".join(f"{key} {value}" for key, value in settings.items()),
                     "Held-out accuracy, %": f"{100 * float(tried['held_out_accuracy']):.1f}" + " (best)" * best,
-                    "Held-out parts": str(tried.get("held_out_parts", 1)),
+                    "Held-out parts": text(tried.get("held_out_parts")),
                 }
             )
     return Shown("Settings tried on held-out training images", pd.DataFrame(rows))

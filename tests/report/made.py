@@ -198,7 +198,10 @@ def two_arms(gain: float = 0.2, *, budgets: Sequence[Budget] = (5, 10), seeds: i
 
 
 SWEEP = SweepRecord(
-    candidates=({"optim.lr": 0.1, "held_out_accuracy": 0.9}, {"optim.lr": 0.2, "held_out_accuracy": 0.5}),
+    candidates=(
+        {"optim.lr": 0.1, "held_out_accuracy": 0.9, "held_out_parts": 1},
+        {"optim.lr": 0.2, "held_out_accuracy": 0.5, "held_out_parts": 1},
+    ),
     best={"optim.lr": 0.1},
     cost=Cost(images_seen=128, flops=2e9, seconds=3.0),
 )
