@@ -104,17 +104,17 @@ def main() -> None:
     for seeds in (3, 5, 8, 20):
         for images in (200, 400, 2000):
             both, alone = coverage(seeds, images, repetitions, generator)
-            print(f"| {seeds} | {images} | {100 * both:.1f}% | {100 * alone:.1f}% |", flush=True)
+            print(f"| {seeds} | {images:,} | {100 * both:.1f}% | {100 * alone:.1f}% |", flush=True)
     print("\n| pretrainings | seeds | test images | over pretrainings and images |\n|---|---|---|---|")
     for pretrainings in (3, 5):
         for images in (400, 2000):
             share = nested_coverage(pretrainings, 8, images, repetitions, generator)
-            print(f"| {pretrainings} | 8 | {images} | {100 * share:.1f}% |", flush=True)
+            print(f"| {pretrainings} | 8 | {images:,} | {100 * share:.1f}% |", flush=True)
     print(f"\nequal arms, looks at {LOOKS} seeds\n")
     print("| test images | false claims | without alpha spending |\n|---|---|---|")
     for images in (200, 400, 2000):
         spent, free = (false_claims(images, repetitions, generator, spending=one) for one in (True, False))
-        print(f"| {images} | {100 * spent:.1f}% | {100 * free:.1f}% |", flush=True)
+        print(f"| {images:,} | {100 * spent:.1f}% | {100 * free:.1f}% |", flush=True)
 
 
 if __name__ == "__main__":
