@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 from ssl_vit.data import RemoteConfig
 from ssl_vit.data.shards import cache as shard_cache
@@ -171,6 +172,25 @@ def test_many_processes_stay_within_the_bound(server: FaultyServer, remote: Remo
         assert running.get() == [content(number % 6) for number in range(30)]
     assert 0 < most <= 3.5 * SIZE
     assert len(kept(remote)) == 3
+
+
+def test_a_shard_may_be_removed_as_soon_as_it_is_kept(
+    server: FaultyServer, remote: RemoteConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = Path(remote.cache_dir or "")
+
+    class Crowded(FileLock):
+        """Whenever the space is free to change, another process needs it all."""
+
+        def release(self, force: bool = False) -> None:
+            super().release(force)
+            if Path(self.lock_file).name == "space":
+                for path in folder.glob("*-0.tar"):
+                    path.unlink()
+
+    monkeypatch.setattr("ssl_vit.data.shards.cache.FileLock", Crowded)
+    assert fetch(server.url, 0, remote) == content(0)
+    assert not kept(remote)
 
 
 def test_a_killed_download_blocks_nobody_and_is_cleaned_up(server: FaultyServer, remote: RemoteConfig) -> None:

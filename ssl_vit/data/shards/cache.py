@@ -79,9 +79,9 @@ def _cached(folder: Path, url: str, remote: RemoteConfig, size: int | None, sha2
                 flush(part)
                 with FileLock(folder / ".locks" / "space"):  # or a count of the folder could miss it between its names
                     part.replace(folder / name)
+                    return (folder / name).open("rb")  # afterwards, another process may remove it to make room
             finally:
                 part.unlink(missing_ok=True)
-            return (folder / name).open("rb")
     except OSError as error:
         raise RunError(
             f"data.remote.cache_dir={folder}: cannot be written: {error.strerror or error}; free space, or lower "
