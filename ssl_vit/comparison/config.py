@@ -136,7 +136,8 @@ class ComparisonConfig(Config):
     evaluators: settings by evaluator.
     jobs: local processes that run tasks (1: this process).
     scheduler: address of a dask scheduler whose workers run the tasks, such as tcp://host:8786.
-    study: draw accuracy over `samples` (pretraining images) or `flops` (pretraining compute), a line per series.
+    study: draw accuracy over `samples` (pretraining images) or `flops` (pretraining compute), a line per series, and
+        compare arms of the same size instead of every pair.
     controls: repetitions with other random numbers, which must come out equal: `frozen`, two untrained encoders under
         the first evaluator of frozen features, which costs little; true: also the first arm from scratch; false: none.
     pictures: attention, filters and reconstructions of every encoder (`ssl-vit inspect`).

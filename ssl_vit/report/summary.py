@@ -160,9 +160,9 @@ def rows_by_place(comparison: Comparison) -> dict[EvaluationKey, dict[Budget, di
 
 def _pairs(comparison: Comparison, measured: Sequence[str]) -> Iterator[tuple[str, str, Role]]:
     """Yield (arm, against, role of `against`) for every pair of arms, and for every arm with every reference. A study
-    compares only the arms under test, with baselines, supervised arms and references. Arms under test come first,
-    training from scratch last."""
-    arms = {arm.name: arm for arm in comparison.record.arms}
+    compares the arms under test with supervised arms and references, and all arms with baselines and with the arms of
+    the same size. Arms under test come first, training from scratch last."""
+    arms, study, sizes = {arm.name: arm for arm in comparison.record.arms}, comparison.record.study, comparison.sizes()
 
     def rank(name: str) -> int:
         last = name not in arms or arms[name].kind == "scratch"
@@ -170,19 +170,20 @@ def _pairs(comparison: Comparison, measured: Sequence[str]) -> Iterator[tuple[st
 
     ordered = sorted(measured, key=rank)  # stable
     for index, arm in enumerate(ordered):
-        if arm not in arms or (comparison.record.study and rank(arm)):
+        if arm not in arms:
             continue
+        compared = not study or arm in comparison.tested
         alone = comparison.separate or arms[arm].kind == "scratch"
         baseline = None if alone else baseline_of(comparison, arm, measured)
         others = ordered[index + 1 :]
         for other in sorted(others, key=lambda name: name != baseline):
             if other == baseline:
                 yield arm, other, "baseline"
-            elif other not in arms:
+            elif other not in arms and compared:
                 yield arm, other, "reference"
-            elif arms[other].uses_labels:
+            elif other in arms and arms[other].uses_labels and compared:
                 yield arm, other, "supervised"
-            elif not comparison.record.study:
+            elif other in arms and (not study or sizes.get(arm, -1.0) == sizes.get(other)):
                 yield arm, other, "other"
 
 

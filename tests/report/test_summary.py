@@ -1,0 +1,93 @@
+"""Which arms a comparison pairs, and the mean of the per-class accuracies."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ssl_vit.records import ArmRecord
+from ssl_vit.report.read import read
+from ssl_vit.report.summary import Summary, summarize
+from ssl_vit.results import Result
+from tests.report.made import ARMS, SUMMARY, SUPERVISED, row, two_arms, write_comparison
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "c"
+
+
+def summary(folder: Path, rows: list[Result], **changes: Any) -> Summary:
+    return summarize(read([write_comparison(folder, rows, **changes)]))
+
+
+def test_every_pair_of_arms_is_compared(folder: Path) -> None:
+    weights = ArmRecord(name="given", label="imported", kind="weights", run="w")
+    rows = two_arms(0.2, budgets=(5,))
+    rows += [row(arm, 5, seed, 0.9) for arm in ("supervised", "given") for seed in range(3)]
+    found = summary(folder, rows, arms=(*ARMS, SUPERVISED, weights))
+    assert [(one.arm, one.against, one.role) for one in found.means] == [
+        ("ssl", "scratch", "baseline"),
+        ("ssl", "supervised", "supervised"),
+        ("ssl", "given", "other"),
+        ("supervised", "scratch", "baseline"),
+        ("supervised", "given", "other"),
+        ("given", "scratch", "baseline"),
+    ]
+    assert found.means[2].means == pytest.approx((0.71, 0.9))
+
+
+def test_a_study_compares_arms_of_the_same_size(folder: Path) -> None:
+    samples = {"vit_small": 500, "vit_large": 900, "resnet_small": 500, "resnet_large": 900}
+    arms = [
+        SUPERVISED.model_copy(
+            update={"name": name, "label": name, "summary": SUMMARY.model_copy(update={"samples": size})}
+        )
+        for name, size in samples.items()
+    ]
+    rows = [
+        row(arm, 5, seed, 0.5, evaluator="few_shot") for arm in (*samples, "untrained", "pixels") for seed in (0, 1)
+    ]
+    found = summary(folder, rows, arms=arms, study="samples", missing=[f"pretrain-{arm}" for arm in samples])
+    others = [("vit_small", other, "supervised") for other in ("vit_large", "resnet_small", "resnet_large")]
+    assert [(one.arm, one.against, one.role) for one in found.means] == [
+        ("vit_small", "untrained", "baseline"),
+        *others,
+        ("vit_small", "pixels", "reference"),
+        ("vit_large", "untrained", "baseline"),
+        ("vit_large", "resnet_large", "other"),
+        ("resnet_small", "untrained", "baseline"),
+        ("resnet_large", "untrained", "baseline"),
+    ]
+
+
+def test_the_baseline_has_the_same_architecture(folder: Path) -> None:
+    arms = [ARMS[0], ARMS[1], ARMS[1].model_copy(update={"name": "wide", "label": "wide scratch"})]
+    arms = [arm.model_copy(update={"architecture": made}) for arm, made in zip(arms, "wnw", strict=True)]
+    rows = [*two_arms(0.2, budgets=(5,)), *(row("wide", 5, seed, 0.6) for seed in range(3))]
+    assert summary(folder, rows, arms=arms).headlines[0].against == "wide"
+
+
+def test_the_mean_of_the_per_class_accuracies_weights_images(folder: Path) -> None:
+    rows = two_arms(0.2, budgets=(5,))
+    uneven = np.arange(100) < 90
+    rows = [
+        replace(
+            one,
+            prediction=replace(
+                one.prediction, labels=uneven * 1, predicted=np.where(one.prediction.correct, uneven, 2)
+            ),
+        )
+        for one in rows
+    ]
+    head = summary(folder, rows, metrics={"digits": "mean_per_class"}).headlines[0]
+    expected = [
+        np.mean([one.prediction.correct[uneven == label].mean() for label in (True, False)])
+        for one in rows
+        if one.arm == "ssl"
+    ]
+    assert head.means[0] == pytest.approx(np.mean(expected))
