@@ -160,7 +160,7 @@ def _plan(comparison: Comparison, head: Difference) -> str:
     more = [f"{units:,} more {head.unit}s"] if units else []
     more += [f"{images:,} more test images"] if images else []
     if not more:
-        return "Neither more seeds nor more test images alone would decide a difference of this size."
+        return f"Neither more {head.unit}s nor more test images alone would decide a difference of this size."
     return f"If the estimate stays the same, {' or '.join(more)} would decide."
 
 

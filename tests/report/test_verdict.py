@@ -111,6 +111,17 @@ def test_pretrainings_are_the_unit_where_they_are_fewer_than_seeds(folder: Path)
     assert summary(folder.parent / "each", each).headlines[0].unit == "seed"
 
 
+def test_what_would_decide_is_counted_in_the_unit_that_was_used(folder: Path) -> None:
+    for made, unit in ((1, "seed"), (2, "pretraining")):
+        rows = [
+            row(arm, 5, seed, 0.5 + gain, images=40, pretraining_seed=seed % made if arm == "ssl" else 0)
+            for arm, gains in (("ssl", (0.1, -0.1, 0.1, -0.1)), ("scratch", (0, 0, 0, 0)))
+            for seed, gain in enumerate(gains)
+        ]
+        text = said(folder / unit, rows)
+        assert text.startswith("Undecided") and f"Neither more {unit}s nor more test images alone" in text
+
+
 def test_the_interval_is_described_by_the_units_and_the_confidence_that_were_used(folder: Path) -> None:
     def described(name: str, rows: list[Result], **changes: Any) -> str:
         comparison = read([write_comparison(folder / name, rows, **changes)])
