@@ -31,9 +31,8 @@ from statistics import fmean
 from ssl_vit.interfaces import UserError
 from ssl_vit.records import TaskRecord
 from ssl_vit.report.read import Comparison, read
-from ssl_vit.report.statistics import plan
+from ssl_vit.report.statistics import plan, points
 from ssl_vit.report.summary import Difference, summarize
-from ssl_vit.report.verdict import points
 
 PARTS = ("pretraining", "sweeps", "fine-tuning", "frozen features", "pictures")
 _PAUSE = 60.0  # seconds without any task after which a comparison counts as interrupted

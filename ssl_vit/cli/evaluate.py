@@ -152,8 +152,8 @@ def _words(row: Result) -> str:
 
 def _accuracies(evaluation: Evaluation, frame: pd.DataFrame) -> pd.Series:
     """Test accuracy by arm and labels, as the report prints it."""
+    from ssl_vit.report.statistics import points
     from ssl_vit.report.summary import mean_accuracy
-    from ssl_vit.report.verdict import points
     from ssl_vit.results import Table
 
     table, weighted = Table(evaluation.results), evaluation.about["metric"] == "mean_per_class"

@@ -22,7 +22,7 @@ from ssl_vit.evaluators.labels import choose_labeled, labels_of
 from ssl_vit.objectives import classification
 from ssl_vit.recipe import Recipe
 from ssl_vit.records import TaskRecord
-from ssl_vit.report.verdict import architecture_differences
+from ssl_vit.report.cautions import architecture_differences
 from ssl_vit.stage import DryRun, dry_run
 from ssl_vit.training import TrainingConfig
 

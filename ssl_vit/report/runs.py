@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from pathlib import Path
@@ -149,3 +149,8 @@ def listed(samples: list[SkippedSample] | tuple[SkippedSample, ...]) -> str:
     """Up to five of the samples, each once, with the reason."""
     names = list(dict.fromkeys(f"{sample.shard}: {sample.key} ({sample.reason})" for sample in samples))
     return "; ".join(names[:5] + ([f"and {len(names) - 5} more"] if len(names) > 5 else []))
+
+
+def joined(words: Sequence[str]) -> str:
+    """The words of a list in a sentence: `a, b and c`."""
+    return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)

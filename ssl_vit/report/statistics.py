@@ -64,6 +64,12 @@ class Estimate:
         return float(2 * stdtr(self.degrees_of_freedom, -abs(self.mean) / self.standard_error))
 
 
+def points(estimate: Estimate, sign: str = "+") -> str:
+    """Percentage points and the half-width of the interval, where there is one; sign: "" for accuracies."""
+    mean = f"{round(100 * estimate.mean, 1) + 0.0:{sign}.1f}"  # adding 0.0 turns -0.0 into 0.0
+    return mean if estimate.half_width is None else f"{mean} ± {100 * estimate.half_width:.1f}"
+
+
 def paired_difference(
     correct_a_SM: np.ndarray,
     correct_b_SM: np.ndarray,

@@ -17,8 +17,9 @@ from ssl_vit.report.classes import BINS, Classes
 from ssl_vit.report.read import STAGES, UNITS, Comparison, costs
 from ssl_vit.report.runs import text
 from ssl_vit.report.self_test import self_tests
+from ssl_vit.report.statistics import points
 from ssl_vit.report.summary import EvaluationKey, Summary, summarize
-from ssl_vit.report.verdict import interval, needed, notes, points, verdict
+from ssl_vit.report.verdict import interval, needed, notes, verdict
 
 CLASSES = 40  # most rows of a table of classes
 

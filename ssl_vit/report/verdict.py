@@ -1,4 +1,4 @@
-"""The sentences that the statistics of a comparison allow, and what may be wrong with the numbers."""
+"""The sentences that the statistics of a comparison allow."""
 
 from __future__ import annotations
 
@@ -6,21 +6,14 @@ import math
 from collections.abc import Iterator, Sequence
 
 from ssl_vit.evaluators import budget_words
-from ssl_vit.records import ArmRecord
+from ssl_vit.report.cautions import cautions
 from ssl_vit.report.read import OBJECTIVES, Comparison, costs
-from ssl_vit.report.runs import flat, listed, text
-from ssl_vit.report.self_test import self_tests
-from ssl_vit.report.statistics import Estimate, plan
+from ssl_vit.report.runs import flat, joined, listed, text
+from ssl_vit.report.statistics import plan, points
 from ssl_vit.report.summary import Difference, Efficiency, Summary
 
 HALF_WIDTH = "half-width of a 95% interval that covers {} and test images"  # with the unit
 QUICK = "Quick run, a tenth of the steps and seeds:"
-
-
-def points(estimate: Estimate, sign: str = "+") -> str:
-    """Percentage points and the half-width of the interval, where there is one; sign: "" for accuracies."""
-    mean = f"{round(100 * estimate.mean, 1) + 0.0:{sign}.1f}"  # adding 0.0 turns -0.0 into 0.0
-    return mean if estimate.half_width is None else f"{mean} ± {100 * estimate.half_width:.1f}"
 
 
 def interval(comparison: Comparison, summary: Summary) -> str:
@@ -62,7 +55,7 @@ def verdict(comparison: Comparison, summary: Summary) -> list[str]:
     sentences = sentences or [
         "No verdict yet: no seed has been measured at every label budget with pretraining and without."
     ]
-    return sentences + list(_cautions(comparison, summary))
+    return sentences + list(cautions(comparison, summary))
 
 
 def notes(comparison: Comparison) -> list[str]:
@@ -85,7 +78,7 @@ def _saw_held_out(comparison: Comparison) -> Iterator[str]:
     ]
     if arms and any(task.kind == "sweep" for task in comparison.record.tasks):
         named = [f"{arm.label} ({'with' if arm.uses_labels else 'without'} labels)" for arm in arms]
-        yield f"Pretrained on all training images, those that the sweeps hold out included: {_listed(named)}."
+        yield f"Pretrained on all training images, those that the sweeps hold out included: {joined(named)}."
 
 
 def _own_settings(comparison: Comparison) -> Iterator[str]:
@@ -120,7 +113,7 @@ def _headline(comparison: Comparison, head: Difference, budgets: Sequence[Differ
         "equivalent": f"{ours} and {theirs} are equivalent within {margin}",
         "undecided": f"undecided between {ours} and {theirs}",
     }[head.outcome]
-    over = f", the mean over {_listed([str(row.labels_per_class) for row in budgets])} labels per class"
+    over = f", the mean over {joined([str(row.labels_per_class) for row in budgets])} labels per class"
     if len(budgets) == 1:
         over = f" with {budget_words(budgets[0].labels_per_class or 0)}"
     title = comparison.record.evaluators[head.place.evaluator].title
@@ -135,7 +128,7 @@ def _headline(comparison: Comparison, head: Difference, budgets: Sequence[Differ
         f"{100 * head.means[1]:.1f}%){over} ({title}, {design})."
     )
     if looks := comparison.record.looks:
-        counts = _listed([str(look.seeds) for look in looks])
+        counts = joined([str(look.seeds) for look in looks])
         sentence += (
             f" After {len(looks)} look{'s' * (len(looks) > 1)} (at {counts} of at most {comparison.record.max_seeds} "
             f"seeds) the interval has {100 * comparison.confidence:.1f}% confidence, so that the chance of a false "
@@ -185,7 +178,7 @@ def _compute(comparison: Comparison, head: Difference) -> list[str]:
     spent = costs(comparison)["flops"]
     arms = (head.arm, head.against)
     if begun := [comparison.spoken(one.name) for one in comparison.record.arms if one.starts_from and one.name in arms]:
-        return [f"Compute: unknown; {_listed(begun)} started from imported weights."]
+        return [f"Compute: unknown; {joined(begun)} started from imported weights."]
     ours, theirs = (spent.get(("In all", arm), 0.0) for arm in arms)
     if not ours:
         return []
@@ -201,91 +194,6 @@ def _equal_compute(comparison: Comparison, summary: Summary, head: Difference) -
         if (row.place, row.arm) == (head.place, head.arm) and row.against in others:
             ours, theirs = (comparison.spoken(arm) for arm in (row.arm, row.against))
             yield f"{_capital(ours)} minus {theirs}: {points(row.estimate)} points (exploratory, not adjusted)."
-
-
-def _cautions(comparison: Comparison, summary: Summary) -> Iterator[str]:
-    if comparison.missing:
-        yield (
-            f"Caution: the comparison has not finished ({len(comparison.missing)} of {len(comparison.record.tasks)} "
-            "tasks are missing), so the numbers may change."
-        )
-    if not comparison.record.study and (differing := architecture_differences(comparison.record.arms)):
-        yield f"Caution: the arms differ in architecture or image preparation. {'. '.join(differing)}."
-    for row in summary.means:
-        if row.arm == comparison.tested[0] and row.role == "reference" and row.outcome == "worse":
-            title = comparison.record.evaluators[row.place.evaluator].title
-            against, arm = comparison.spoken(row.against), comparison.spoken(row.arm)
-            yield f"Caution: {title}: {against} does better than {arm} ({points(row.estimate)} points)."
-    for test in self_tests(comparison):
-        if not test.passed:
-            row = test.difference
-            title = comparison.record.evaluators[row.place.evaluator].title
-            pair = f"{comparison.label(row.arm)} minus {comparison.label(row.against)}"
-            yield (
-                f"Caution: a self-test failed: {title}: {pair} is {points(row.estimate)} points ({row.outcome}), "
-                f"expected: {' or '.join(test.expected)}."
-            )
-    tried = {comparison.spoken(arm.name): comparison.tried(arm.name) for arm in comparison.record.arms}
-    if len(set(tried.values())) > 1 and not comparison.missing:
-        counts = ", ".join(f"{name} {count}" for name, count in tried.items())
-        yield f"Caution: the arms had different numbers of settings in their sweeps ({counts})."
-    for head in summary.headlines:
-        yield from _richly_selected(comparison, head)
-    if edges := _edges(comparison):
-        yield f"Caution: best at the edge of the sweep: {'; '.join(edges)}. A wider sweep may change the order."
-
-
-def architecture_differences(arms: Sequence[ArmRecord]) -> list[str]:
-    """What arms differ in from the first of them with an encoder of its own: a phrase per arm that does, such as
-    `supervised: encoder.depth 12 (masked patch prediction: 4)`; empty where all are alike."""
-    first = next(arm for arm in arms if arm.kind != "scratch")
-    phrases = []
-    for arm in (arm for arm in arms if arm.architecture != first.architecture):
-        words = f"another encoder than {first.label}"
-        if arm.encoder and first.encoder:
-            sizes, first_sizes = flat(arm.encoder), flat(first.encoder)
-            words = ", ".join(
-                f"{key} {sizes[key]} ({first.label}: {first_sizes[key]})"
-                for key in sizes
-                if sizes[key] != first_sizes[key]
-            )
-        phrases.append(f"{arm.label}: {words}")
-    return phrases
-
-
-def _richly_selected(comparison: Comparison, head: Difference) -> Iterator[str]:
-    """A label budget whose settings were selected on more labels than it has."""
-    place = head.place.data, head.place.evaluator
-    tasks = (task for task in comparison.record.tasks if (task.data, task.evaluator) == place)
-    sweeps = [sweep for task in tasks if task.id in comparison.tasks and (sweep := comparison.tasks[task.id].sweep)]
-    smallest = min(
-        (row for row in comparison.table.results if (row.data, row.evaluator) == place), key=lambda row: row.labels
-    )
-    if any(sweep.held_out > smallest.labels for sweep in sweeps):
-        used = max(sweep.labels + sweep.held_out for sweep in sweeps)
-        yield (
-            f"Caution: the settings for {budget_words(smallest.labels_per_class)} ({smallest.labels} labeled images) "
-            f"were selected with {used} labeled images. With the labels of the budget alone, no arm "
-            "could select its settings as well."
-        )
-
-
-def _edges(comparison: Comparison) -> list[str]:
-    """Swept settings whose best value was the smallest (0 apart) or largest of those tried, with the arms."""
-    arms_by_setting: dict[str, list[str]] = {}
-    for task in comparison.record.tasks:
-        sweep = comparison.tasks[task.id].sweep if task.id in comparison.tasks else None
-        if sweep is None:
-            continue
-        for key, best in sweep.best.items():
-            values = {value for candidate in sweep.candidates if isinstance(value := candidate.get(key), int | float)}
-            if len(values) > 1 and best in (min(values) or None, max(values)):
-                arms_by_setting.setdefault(f"{key} {text(best)}", []).append(comparison.spoken(task.arm))
-    return [f"{setting} ({_listed(list(dict.fromkeys(arms)))})" for setting, arms in arms_by_setting.items()]
-
-
-def _listed(words: Sequence[str]) -> str:
-    return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 
 
 def _capital(sentence: str) -> str:

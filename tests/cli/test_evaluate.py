@@ -12,8 +12,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from ssl_vit import api, cli, recipe
 from ssl_vit.report.read import read
+from ssl_vit.report.statistics import points
 from ssl_vit.report.summary import summarize
-from ssl_vit.report.verdict import points
 
 Call = Callable[..., tuple[int, str, str]]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ssl_vit.records import ArmRecord, DataRecord, Look, SkippedSample, SweepRecord
+from ssl_vit.records import ArmRecord, DataRecord, Look
 from ssl_vit.report import sequential
 from ssl_vit.report.read import read
 from ssl_vit.report.summary import Summary, summarize
@@ -146,17 +146,6 @@ def test_the_compute_of_imported_weights_is_unknown(folder: Path) -> None:
     assert "Compute: unknown; given started from imported weights." in said(folder, rows, arms=(given, ARMS[1]))
 
 
-def test_cautions(folder: Path) -> None:
-    more = SWEEP.model_copy(update={"candidates": (*SWEEP.candidates, {"optim.lr": 0.05, "held_out_accuracy": 0.1})})
-    skipped = [SkippedSample(shard="a.tar", key=str(n), reason="cut") for n in range(7)]
-    text = said(folder, two_arms(0.2), sweeps={"ssl": more, "scratch": SWEEP})
-    assert "different numbers of settings in their sweeps (masked patch prediction 3, training from scratch 2)" in text
-    assert "edge of the sweep: optim.lr 0.1 (training from scratch)" in text, "0.1 of 0.05, 0.1, 0.2 is no edge"
-    comparison = read([write_comparison(folder.parent / "again", two_arms(0.2), skipped=skipped, notes=("a note",))])
-    assert {"a note"} < set(notes(comparison))
-    assert "7 unreadable sample(s) were skipped: a.tar: 0 (cut); " in notes(comparison)[-1]
-
-
 def test_an_unfinished_comparison_says_so(folder: Path) -> None:
     text = said(folder, two_arms(0.2), missing=["digits-fine_tune-ssl-5-0-0"])
     assert "2 seeds" in text, "only seeds with all label budgets count"
@@ -191,22 +180,6 @@ def test_repeated_looks_widen_the_interval_and_are_named(tmp_path: Path) -> None
     said = verdict(found, summarize(found))[0]
     assert "After 2 looks" in said
     assert "at most 8 seeds" in said
-
-
-def test_selection_with_more_labels_than_the_budget_has_is_a_caution(folder: Path) -> None:
-    rich = SWEEP.model_copy(update={"labels": 40, "held_out": 30})
-    text = said(folder, two_arms(0.2), sweeps={"ssl": rich, "scratch": rich})
-    assert "settings for 5 labels per class (20 labeled images) were selected with 70 labeled images" in text
-    few = SWEEP.model_copy(update={"labels": 20, "held_out": 20})
-    assert "were selected with" not in said(folder, two_arms(0.2), sweeps={"ssl": few, "scratch": few})
-
-
-def test_the_smallest_possible_value_is_no_edge(folder: Path) -> None:
-    candidates = tuple({"head.mixup": value, "held_out_accuracy": 0.5} for value in (0.0, 0.2, 0.8))
-    none = SweepRecord(candidates=candidates, best={"head.mixup": 0.0})
-    assert "edge of the sweep" not in said(folder, two_arms(0.2), sweeps={"ssl": none, "scratch": none})
-    most = SweepRecord(candidates=candidates, best={"head.mixup": 0.8})
-    assert "head.mixup 0.8" in said(folder, two_arms(0.2), sweeps={"ssl": none, "scratch": most})
 
 
 def test_what_pretraining_saw_and_an_arms_own_settings_are_notes(folder: Path) -> None:

@@ -1,0 +1,110 @@
+"""What may be wrong with the numbers of a comparison."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from ssl_vit.evaluators import budget_words
+from ssl_vit.records import ArmRecord
+from ssl_vit.report.read import Comparison
+from ssl_vit.report.runs import flat, joined, text
+from ssl_vit.report.self_test import self_tests
+from ssl_vit.report.statistics import points
+from ssl_vit.report.summary import Difference, Summary
+
+
+def cautions(comparison: Comparison, summary: Summary) -> Iterator[str]:
+    """Sentences on what may be wrong with the numbers of a comparison."""
+    if comparison.missing:
+        yield (
+            f"Caution: the comparison has not finished ({len(comparison.missing)} of {len(comparison.record.tasks)} "
+            "tasks are missing), so the numbers may change."
+        )
+    if not comparison.record.study and (differing := architecture_differences(comparison.record.arms)):
+        yield f"Caution: the arms differ in architecture or image preparation. {'. '.join(differing)}."
+    for row in summary.means:
+        if row.arm == comparison.tested[0] and row.role == "reference" and row.outcome == "worse":
+            title = comparison.record.evaluators[row.place.evaluator].title
+            against, arm = comparison.spoken(row.against), comparison.spoken(row.arm)
+            yield f"Caution: {title}: {against} does better than {arm} ({points(row.estimate)} points)."
+    for test in self_tests(comparison):
+        if not test.passed:
+            row = test.difference
+            title = comparison.record.evaluators[row.place.evaluator].title
+            pair = f"{comparison.label(row.arm)} minus {comparison.label(row.against)}"
+            yield (
+                f"Caution: a self-test failed: {title}: {pair} is {points(row.estimate)} points ({row.outcome}), "
+                f"expected: {' or '.join(test.expected)}."
+            )
+    tried = {comparison.spoken(arm.name): comparison.tried(arm.name) for arm in comparison.record.arms}
+    if len(set(tried.values())) > 1 and not comparison.missing:
+        counts = ", ".join(f"{name} {count}" for name, count in tried.items())
+        yield f"Caution: the arms had different numbers of settings in their sweeps ({counts})."
+    for head in summary.headlines:
+        yield from _one_length(comparison, head)
+        yield from _richly_selected(comparison, head)
+    if edges := _edges(comparison):
+        yield f"Caution: best at the edge of the sweep: {'; '.join(edges)}. A wider sweep may change the order."
+
+
+def architecture_differences(arms: Sequence[ArmRecord]) -> list[str]:
+    """What arms differ in from the first of them with an encoder of its own: a phrase per arm that does, such as
+    `supervised: encoder.depth 12 (masked patch prediction: 4)`; empty where all are alike."""
+    first = next(arm for arm in arms if arm.kind != "scratch")
+    phrases = []
+    for arm in (arm for arm in arms if arm.architecture != first.architecture):
+        words = f"another encoder than {first.label}"
+        if arm.encoder and first.encoder:
+            sizes, first_sizes = flat(arm.encoder), flat(first.encoder)
+            words = ", ".join(
+                f"{key} {sizes[key]} ({first.label}: {first_sizes[key]})"
+                for key in sizes
+                if sizes[key] != first_sizes[key]
+            )
+        phrases.append(f"{arm.label}: {words}")
+    return phrases
+
+
+def _one_length(comparison: Comparison, head: Difference) -> Iterator[str]:
+    """Fine-tuning of a single length, where the headline is against training from scratch."""
+    evaluator = comparison.record.evaluators[head.place.evaluator]
+    settings = evaluator.settings.get(head.place.data, {})
+    sweep, training = settings.get("sweep", {}), settings.get("training", {})
+    swept = any(len(sweep.get(f"training.{key}", ())) > 1 for key in ("steps", "epochs"))
+    if evaluator.trains_encoder and not swept:
+        length = next((f" ({training[key]:,} {key})" for key in ("steps", "epochs") if training.get(key)), "")
+        yield (
+            f"Caution: no sweep selected the length of fine-tuning{length}. Training from scratch often needs a longer "
+            "one than a pretrained encoder, so the difference may depend on it (sweep training.steps)."
+        )
+
+
+def _richly_selected(comparison: Comparison, head: Difference) -> Iterator[str]:
+    """A label budget whose settings were selected on more labels than it has."""
+    place = head.place.data, head.place.evaluator
+    tasks = (task for task in comparison.record.tasks if (task.data, task.evaluator) == place)
+    sweeps = [sweep for task in tasks if task.id in comparison.tasks and (sweep := comparison.tasks[task.id].sweep)]
+    smallest = min(
+        (row for row in comparison.table.results if (row.data, row.evaluator) == place), key=lambda row: row.labels
+    )
+    if any(sweep.held_out > smallest.labels for sweep in sweeps):
+        used = max(sweep.labels + sweep.held_out for sweep in sweeps)
+        yield (
+            f"Caution: the settings for {budget_words(smallest.labels_per_class)} ({smallest.labels} labeled images) "
+            f"were selected with {used} labeled images. With the labels of the budget alone, no arm "
+            "could select its settings as well."
+        )
+
+
+def _edges(comparison: Comparison) -> list[str]:
+    """Swept settings whose best value was the smallest (0 apart) or largest of those tried, with the arms."""
+    arms_by_setting: dict[str, list[str]] = {}
+    for task in comparison.record.tasks:
+        sweep = comparison.tasks[task.id].sweep if task.id in comparison.tasks else None
+        if sweep is None:
+            continue
+        for key, best in sweep.best.items():
+            values = {value for candidate in sweep.candidates if isinstance(value := candidate.get(key), int | float)}
+            if len(values) > 1 and best in (min(values) or None, max(values)):
+                arms_by_setting.setdefault(f"{key} {text(best)}", []).append(comparison.spoken(task.arm))
+    return [f"{setting} ({joined(list(dict.fromkeys(arms)))})" for setting, arms in arms_by_setting.items()]

@@ -1,0 +1,67 @@
+"""Cautions: what a verdict says may be wrong with its numbers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ssl_vit.records import SkippedSample, SweepRecord
+from ssl_vit.report.read import read
+from ssl_vit.report.summary import summarize
+from ssl_vit.report.verdict import notes, verdict
+from ssl_vit.results import Result
+from tests.report.made import EVALUATORS, SWEEP, two_arms, write_comparison
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "c"
+
+
+def said(folder: Path, rows: list[Result], **changes: Any) -> str:
+    comparison = read([write_comparison(folder, rows, **changes)])
+    return "\n".join(verdict(comparison, summarize(comparison)))
+
+
+def test_a_single_length_of_fine_tuning_is_a_caution(folder: Path) -> None:
+    def cautioned(name: str, **settings: object) -> str:
+        evaluators = {"fine_tune": EVALUATORS["fine_tune"].model_copy(update={"settings": {"digits": settings}})}
+        return said(folder / name, two_arms(0.2), evaluators=evaluators)
+
+    rates, caution = {"optim.lr": [0.1, 0.2]}, "no sweep selected the length of fine-tuning"
+    assert f"{caution} (1,200 steps)" in cautioned("steps", training={"steps": 1200, "epochs": None}, sweep=rates)
+    assert f"{caution} (7 epochs)" in cautioned("epochs", training={"steps": None, "epochs": 7}, sweep=rates)
+    assert caution in cautioned("one", sweep={"training.steps": [100]})
+    assert caution not in cautioned("swept", training={"steps": 100}, sweep=rates | {"training.steps": [100, 400]})
+    frozen = [replace(one, evaluator="few_shot") for one in two_arms(0.2)]
+    assert caution not in said(folder / "frozen", frozen)
+
+
+def test_cautions(folder: Path) -> None:
+    more = SWEEP.model_copy(update={"candidates": (*SWEEP.candidates, {"optim.lr": 0.05, "held_out_accuracy": 0.1})})
+    skipped = [SkippedSample(shard="a.tar", key=str(n), reason="cut") for n in range(7)]
+    text = said(folder, two_arms(0.2), sweeps={"ssl": more, "scratch": SWEEP})
+    assert "different numbers of settings in their sweeps (masked patch prediction 3, training from scratch 2)" in text
+    assert "edge of the sweep: optim.lr 0.1 (training from scratch)" in text, "0.1 of 0.05, 0.1, 0.2 is no edge"
+    comparison = read([write_comparison(folder.parent / "again", two_arms(0.2), skipped=skipped, notes=("a note",))])
+    assert {"a note"} < set(notes(comparison))
+    assert "7 unreadable sample(s) were skipped: a.tar: 0 (cut); " in notes(comparison)[-1]
+
+
+def test_selection_with_more_labels_than_the_budget_has_is_a_caution(folder: Path) -> None:
+    rich = SWEEP.model_copy(update={"labels": 40, "held_out": 30})
+    text = said(folder, two_arms(0.2), sweeps={"ssl": rich, "scratch": rich})
+    assert "settings for 5 labels per class (20 labeled images) were selected with 70 labeled images" in text
+    few = SWEEP.model_copy(update={"labels": 20, "held_out": 20})
+    assert "were selected with" not in said(folder, two_arms(0.2), sweeps={"ssl": few, "scratch": few})
+
+
+def test_the_smallest_possible_value_is_no_edge(folder: Path) -> None:
+    candidates = tuple({"head.mixup": value, "held_out_accuracy": 0.5} for value in (0.0, 0.2, 0.8))
+    none = SweepRecord(candidates=candidates, best={"head.mixup": 0.0})
+    assert "edge of the sweep" not in said(folder, two_arms(0.2), sweeps={"ssl": none, "scratch": none})
+    most = SweepRecord(candidates=candidates, best={"head.mixup": 0.8})
+    assert "head.mixup 0.8" in said(folder, two_arms(0.2), sweeps={"ssl": none, "scratch": most})
