@@ -26,9 +26,10 @@ def record_of(plan: Plan, shards: dict[str, ShardSet], command: str, *, finished
     c = plan.study.comparison
     parts = [plan.part(name, part, fold) for name in plan.sets for fold in plan.folds for part in ("train", "test")]
     data = {key: shards[key] for key in parts}
+    evaluated = {one.fingerprint for one in data.values()}
     for arm in plan.study.recipes:
         found = shards[plan.part(arm, "pretrain", 0)]
-        if found.fingerprint not in {other.fingerprint for other in data.values()}:
+        if found.fingerprint not in evaluated:
             data[f"pretraining of {arm}"] = found
     evaluators: dict[str, EvaluatorRecord] = {}
     for (name, key, arm), built in plan.evaluators.items():

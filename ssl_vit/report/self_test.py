@@ -15,7 +15,7 @@ BETTER: tuple[Outcome, ...] = ("better",)
 @dataclass(frozen=True)
 class SelfTest:
     """expected: SAME for a row and its repetition with other random numbers, which chance calls different in 5% of
-    comparisons; BETTER for an arm that was pretrained with all labels and its baseline."""
+    comparisons; BETTER for an arm that was pretrained with all labels of the training set and its baseline."""
 
     expected: tuple[Outcome, ...]
     difference: Difference
@@ -32,7 +32,10 @@ def self_tests(comparison: Comparison) -> list[SelfTest]:
     for place, budgets in rows_by_place(comparison).items():
         measured = Measured(comparison, place, budgets)
         pairs = [(SAME, reference.name, reference.repeats) for reference in record.references if reference.repeats]
-        supervised = [arm.name for arm in record.arms if arm.uses_labels and arm.name in measured.arms]
+        labeled = [
+            arm.name for arm in record.arms if arm.uses_labels and f"pretraining of {arm.name}" not in record.data
+        ]
+        supervised = [arm for arm in labeled if arm in measured.arms]
         if place in headlines and supervised and (baseline := baseline_of(comparison, supervised[0], measured.arms)):
             pairs.append((BETTER, supervised[0], baseline))
         for expected, arm, against in pairs:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
-from ssl_vit.records import ReferenceRecord
+from ssl_vit.records import DataRecord, ReferenceRecord
 from ssl_vit.report.read import Comparison, read
 from ssl_vit.report.self_test import BETTER, SAME, self_tests
 from ssl_vit.report.summary import summarize
@@ -16,13 +17,13 @@ from .made import ARMS, SUPERVISED, row, two_arms, write_comparison
 REPEATED = ReferenceRecord(name="control", kind="control", like="ssl", repeats="scratch")
 
 
-def made(folder: Path, repeated: float, supervised: float) -> Comparison:
+def made(folder: Path, repeated: float, supervised: float, **changes: Any) -> Comparison:
     """Scratch at 50%, and these accuracies above it."""
     rows = two_arms(budgets=(5,), seeds=4)
     for seed in range(4):
         rows.append(row("control", 5, seed, 0.5 + 0.01 * seed + repeated, images=100))
         rows.append(row("supervised", 5, seed, 0.5 + 0.01 * seed + supervised, images=100))
-    return read([write_comparison(folder, rows, arms=(*ARMS, SUPERVISED), references=(REPEATED,))])
+    return read([write_comparison(folder, rows, arms=(*ARMS, SUPERVISED), references=(REPEATED,), **changes)])
 
 
 def test_a_repetition_is_no_better_and_all_labels_are(tmp_path: Path) -> None:
@@ -41,6 +42,12 @@ def test_failed_tests_are_cautions(tmp_path: Path) -> None:
     assert [test.passed for test in self_tests(found)] == [False, False]
     assert list(self_test_table(found).frame["Result"]) == ["fail", "fail"]
     assert sum("self-test failed" in sentence for sentence in verdict(found, summarize(found))) == 2
+
+
+def test_labels_of_other_images_need_not_help(tmp_path: Path) -> None:
+    data = {"pretraining of supervised": DataRecord(path="other", samples=9)}
+    (same,) = self_tests(made(tmp_path, repeated=0.0, supervised=0.0, data=data))
+    assert same.expected == SAME
 
 
 def test_controls_are_in_no_other_table(tmp_path: Path) -> None:

@@ -1,0 +1,31 @@
+"""What `plan.json` tells the report about the data of a comparison."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ssl_vit.comparison import run as comparison
+from ssl_vit.comparison.config import load_comparison
+from ssl_vit.comparison.record import record_of
+from ssl_vit.comparison.suites import prepare
+
+
+def pretrained_elsewhere(*keys: str) -> set[str]:
+    """Arms whose pretraining data is recorded beside the data of the evaluation."""
+    study = load_comparison("demo_digits", keys)
+    checked = comparison.check(study, prepare(study.sets, study.folder, write=False))
+    data = record_of(checked.plan, checked.shards, "", finished=False).data
+    assert {"data train", "data test"} <= set(data)
+    return {name.removeprefix("pretraining of ") for name in data if name.startswith("pretraining of ")}
+
+
+def test_every_arm_that_pretrains_on_other_data_is_recorded(few_digits: Path, tmp_path: Path) -> None:
+    train, test = (f"{few_digits}/{part}" for part in ("train", "test"))
+    keys = [f"run={tmp_path}", f"data={{train: {train}, test: {test}, folds: []}}"]
+    assert pretrained_elsewhere(*keys) == set()
+    assert pretrained_elsewhere(*keys, f"arms.supervised.data.train={test}") == set(), "evaluation reads them too"
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "0.tar").symlink_to(next(Path(train).glob("*.tar")))
+    classes = "arms.supervised.objective.classes=10"
+    assert pretrained_elsewhere(*keys, f"data.pretrain={other}", classes) == {"ssl", "supervised"}
