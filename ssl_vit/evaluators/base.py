@@ -28,6 +28,10 @@ from ssl_vit.results import Budget, Prediction, Settings
 TOP = 5  # most probable classes kept per test image
 
 
+def _numbers_first(value: float | str) -> tuple[bool, Any]:
+    return isinstance(value, str), value
+
+
 class LabeledConfig(Config):
     """labels_per_class: label budgets: images per class, shares such as '10%', or all.
 
@@ -55,7 +59,11 @@ class SweepConfig(Config):
     def _dotted(cls, value: Any) -> Any:
         if not isinstance(value, dict):
             return value
-        return {key: tuple(sorted(several(values))) for key, values in recipe.flatten(value).items() if key}
+        swept = {key: several(values) for key, values in recipe.flatten(value).items() if key}
+        for key, values in swept.items():
+            if not all(isinstance(value, int | float | str) for value in values):
+                raise ValueError(f"sweep.{key}: give numbers or words to try, such as [0.1, 0.2]")
+        return {key: tuple(sorted(values, key=_numbers_first)) for key, values in swept.items()}
 
     @model_validator(mode="after")
     def _check_candidates(self) -> Self:

@@ -33,10 +33,13 @@ _LOG_EVERY = 500  # steps; until then each keeps its metrics on the device and i
 class TrainedConfig(SweepConfig):
     """A training inside an evaluation. Nothing of it is kept on disk; its precision is that of the encoder's recipe.
 
-    optim, training, head: as in a training recipe of `classification`. Warm-up is at most a fifth of the training.
+    optim: as in a training recipe. Warm-up is at most a fifth of the training.
+    training: as in a training recipe.
+    head: the objective `classification`.
     warmup_epochs: warm-up in passes over the labeled images, in place of `optim.warmup_steps`.
     extra_steps: steps beyond `training`; a comparison sets them for an arm with another arm's compute (`compute_of`).
-    augment, lanes: as `data.augment` and `data.lanes`.
+    augment: as `data.augment`.
+    lanes: as `data.lanes`.
     """
 
     CHOICE: ClassVar[str]
@@ -65,8 +68,9 @@ class TrainedConfig(SweepConfig):
                 merged[key] = chosen[key] | given[key]
         lengths = {key: value for key, value in dict(given.get("training") or {}).items() if key in _LENGTHS and value}
         for key, values in flatten(merged.get("sweep") or {}).items():
-            if key in ("training.steps", "training.epochs"):
-                lengths = {key.removeprefix("training."): max(several(values))}
+            numbers = [value for value in several(values) if isinstance(value, int | float)]
+            if key in ("training.steps", "training.epochs") and numbers:
+                lengths = {key.removeprefix("training."): max(numbers)}
         if lengths and isinstance(merged["training"], dict):  # they replace the other way of counting the length
             merged["training"] = {k: v for k, v in merged["training"].items() if k not in _LENGTHS} | lengths
         return merged
