@@ -159,7 +159,8 @@ def _plan(comparison: Comparison, head: Difference) -> str:
 
 def _efficiency(comparison: Comparison, row: Efficiency) -> str:
     ours, theirs = (comparison.spoken(arm) for arm in (row.arm, row.against))
-    return _capital(f"{ours} with {budget_words(row.labels_per_class)} is as accurate as {theirs} with {needed(row)}.")
+    labels = needed(row) + " (95% interval over seeds alone)" * needed(row).endswith("]")
+    return _capital(f"{ours} with {budget_words(row.labels_per_class)} is as accurate as {theirs} with {labels}.")
 
 
 def needed(row: Efficiency) -> str:

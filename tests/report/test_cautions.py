@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ssl_vit.records import SkippedSample, SweepRecord
+from ssl_vit.records import ArmRecord, SkippedSample, SweepRecord
 from ssl_vit.report.read import read
 from ssl_vit.report.summary import summarize
 from ssl_vit.report.verdict import notes, verdict
 from ssl_vit.results import Result
-from tests.report.made import EVALUATORS, SWEEP, two_arms, write_comparison
+from tests.report.made import ARMS, EVALUATORS, SWEEP, two_arms, write_comparison
 
 
 @pytest.fixture
@@ -27,15 +28,21 @@ def said(folder: Path, rows: list[Result], **changes: Any) -> str:
 
 
 def test_a_single_length_of_fine_tuning_is_a_caution(folder: Path) -> None:
-    def cautioned(name: str, **settings: object) -> str:
+    def cautioned(name: str, *, arms: Sequence[ArmRecord] = ARMS, **settings: object) -> str:
         evaluators = {"fine_tune": EVALUATORS["fine_tune"].model_copy(update={"settings": {"digits": settings}})}
-        return said(folder / name, two_arms(0.2), evaluators=evaluators)
+        return said(folder / name, two_arms(0.2), arms=arms, evaluators=evaluators)
 
     rates, caution = {"optim.lr": [0.1, 0.2]}, "no sweep selected the length of fine-tuning"
     assert f"{caution} (1,200 steps)" in cautioned("steps", training={"steps": 1200, "epochs": None}, sweep=rates)
     assert f"{caution} (7 epochs)" in cautioned("epochs", training={"steps": None, "epochs": 7}, sweep=rates)
     assert caution in cautioned("one", sweep={"training.steps": [100]})
     assert caution not in cautioned("swept", training={"steps": 100}, sweep=rates | {"training.steps": [100, 400]})
+    of_arm = {"fine_tune": {"sweep.training.steps": [100, 400]}}
+    longer = [arm.model_copy(update={"evaluators": of_arm}) for arm in ARMS]
+    assert caution not in cautioned("each", arms=longer, sweep=rates)
+    assert caution in cautioned("only the first", arms=[longer[0], *ARMS[1:]], sweep=rates)
+    shorter = [arm.model_copy(update={"evaluators": {"fine_tune": {"sweep.training.steps": [100]}}}) for arm in ARMS]
+    assert caution in cautioned("none", arms=shorter, sweep={"training.steps": [100, 400]})
     frozen = [replace(one, evaluator="few_shot") for one in two_arms(0.2)]
     assert caution not in said(folder / "frozen", frozen)
 
