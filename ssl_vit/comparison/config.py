@@ -30,7 +30,8 @@ class Arm(Config):
     """One way to get an encoder.
 
     label: for people (default: the name).
-    recipe, overrides: for an arm that is pretrained: its training recipe, and `key=value` strings that change it.
+    recipe: for an arm that is pretrained: its training recipe.
+    overrides: `key=value` strings that change the recipe.
     weights: for an arm with given weights: a run, checkpoint or weights folder; or anything that `ssl-vit import`
         takes, such as `timm:vit_small_patch16_224.augreg_in21k` or a file, which is imported into the run directory.
     architecture: timm's name of the weights in a file that does not state it.
@@ -70,11 +71,13 @@ class Arm(Config):
 class ComparisonData(Config):
     """The data that arms are evaluated on, and the data that they pretrain on.
 
-    train, test: labeled data; test is read only to measure, never to select settings. Without `test`, and for
-        `data: PLACE`, they are `PLACE#train` and `PLACE#test`.
+    train: labeled training data. Without `test`, and for `data: PLACE`, train and test are `PLACE#train` and
+        `PLACE#test`.
+    test: labeled test data, read only to measure, never to select settings.
     folds: labeled data to cross-validate on, in place of train and test: each is the test set once, and the arms
         pretrain and fit on the other ones together.
-    sets: several datasets instead. suite: a file or a shipped suite instead.
+    sets: several datasets instead.
+    suite: a file or a shipped suite instead.
     folder: where sources are packed (default: the suite's own).
     pretrain: what the arms' recipes train on (default: `train`; with several sets the recipes' own). Where it has no
         labels, arms that need labels train on `train`, and the others on both.
@@ -123,8 +126,11 @@ class ComparisonData(Config):
 class ComparisonConfig(Config):
     """Arms x seeds x label budgets x datasets.
 
-    name, title: name for paths, and title of the report. notes: sentences for the report.
-    run: directory (default: runs/NAME). arms: the arms by name.
+    name: name for paths.
+    title: title of the report.
+    notes: sentences for the report.
+    run: directory (default: runs/NAME).
+    arms: the arms by name.
     seeds: seeds for evaluators that train the encoder. A seed draws the labeled images, the head and the data order.
     frozen_seeds: seeds for evaluators on frozen features, which cost little.
     pretrainings: how often each pretrained arm is pretrained (with folds: in each fold), at most once per seed. The

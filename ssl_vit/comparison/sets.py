@@ -25,10 +25,12 @@ def check_names(names: Any) -> Any:
 class DataSet(Config):
     """A labeled dataset to evaluate on: shards, or a source that is packed into FOLDER/NAME on first use.
 
-    train, test: shards as in `data.train`; several sets of train count as one.
+    train: shards as in `data.train`; several sets count as one.
+    test: shards of test images.
     source: anything `ssl-vit shards make` takes, such as a hub name.
     splits: the source's names of train and test.
-    image_column, label_column: of the source.
+    image_column: the source's column of images.
+    label_column: the source's column of labels.
     metric: the number that tables show: overall accuracy or the mean of the per-class accuracies.
     evaluators: settings by evaluator, for this set alone.
     """

@@ -28,15 +28,19 @@ class AugmentConfig(Config):
 
     crop: `inception` (random area and aspect, resized; the paper's), `shift` (zero padding, then a random crop: for
         small images whose scale carries meaning, such as digits), `center` (no randomness).
-    scale, ratio: area fraction and aspect range of the inception crop (paper fine-tuning: 0.05 to 1).
+    scale: range of the inception crop's area, as a share of the image (paper, fine-tuning: 0.05 to 1).
+    ratio: range of the inception crop's aspect ratio.
     padding: pixels of zero padding on each side before a `shift` crop.
     flip: mirror half of the images, on the device.
-    brightness, contrast, saturation: largest relative change of each (factor drawn from 1 - x to 1 + x), on the device;
-        color targets see the changed pixels.
+    brightness: largest relative change of the brightness (factor drawn from 1 - x to 1 + x), on the device; color
+        targets see the changed pixels.
+    contrast: largest relative change of the contrast.
+    saturation: largest relative change of the saturation.
     hue: largest shift of the hue, as a share of the color circle.
     jitter_prob: probability that brightness, contrast, saturation and hue of an image change at all.
-    grayscale, blur, solarize: probability that an image loses its color, is blurred (Gaussian of 7x7 pixels, standard
-        deviation drawn from 0.1 to 2), or has its values from 128 on inverted, as in SimCLR, BYOL and LeJEPA.
+    grayscale: probability that an image loses its color, as in SimCLR and LeJEPA.
+    blur: probability of a Gaussian blur (7x7 pixels, standard deviation drawn from 0.1 to 2), as in LeJEPA.
+    solarize: probability that values from 128 on are inverted, as in BYOL and LeJEPA.
     reduced_decode: decode JPEGs at 1/2, 1/4 or 1/8 of their size where the inception crop is that much larger than the
         image; off, every pixel is exactly torchvision's.
     """

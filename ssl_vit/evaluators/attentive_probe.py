@@ -33,8 +33,11 @@ _BACKWARD = 3  # a training step costs three forward passes
 class Config(FeatureConfig, LabeledConfig, SweepConfig):
     """sweep: by default the learning rate and the weight decay of AdamW, selected on held-out labeled images.
 
-    steps, batch_size: of the training, under a cosine decay to 0; a batch has at most as many images as are labeled.
-    lr, weight_decay: where they are not swept. The grid of the sweep, steps and batch size are this package's choice.
+    steps: length of the training, under a cosine decay to 0. The grid of the sweep, steps and batch size are this
+        package's choice.
+    batch_size: a batch has at most as many images as are labeled.
+    lr: learning rate where it is not swept.
+    weight_decay: weight decay where it is not swept.
     memory_gib: the most that the tokens of the training and test images may take, as float32.
     """
 

@@ -29,9 +29,13 @@ class EncoderConfig(Config):
         with registers (`vit_small_patch14_reg4_dinov2`), or hybrid (`vit_base_r50_s16_224`: patches of a ResNet's
         feature map); or any other network (`resnet50`, `convnext_tiny`), which takes name, image_size, channels,
         drop_path, mean and std alone.
-    image_size: pixels, a square's side or [height, width]. channels: 1 gray, 3 RGB, 4 RGBA, or any other number.
+    image_size: pixels, a square's side or [height, width].
+    channels: 1 gray, 3 RGB, 4 RGBA, or any other number.
     patch_size: pixels; in a hybrid, cells of the feature map (1: the paper's 1x1 patches). None: the name's own.
-    width, depth, heads, mlp_ratio: None: the name's own.
+    width: size of the embeddings; None: the name's own.
+    depth: number of blocks; None: the name's own.
+    heads: attention heads; None: the name's own.
+    mlp_ratio: width of the MLPs over that of the embeddings; None: the name's own.
     class_token: None: the name's own; false: there is none, and pooling is the mean of the patches.
     positions: the kinds of the paper's appendix D.4, and one more. `learned`: 1D, the paper's default. `learned_2d`: a
         vector of half the width for each column and each row, saved as the 1D positions that they amount to.
@@ -46,8 +50,8 @@ class EncoderConfig(Config):
     position_std: standard deviation of the initial learned positions (authors: 0.02).
     drop_path: stochastic depth rate of the last block.
     norm_eps: epsilon of the layer norms; None: timm's for this name (1e-6 in most).
-    mean, std: normalization of pixels scaled to [0, 1], one number or one per channel; 0.5/0.5 gives the paper authors'
-        [-1, 1].
+    mean: subtracted from pixels scaled to [0, 1], one number or one per channel.
+    std: what they are divided by then; a mean and std of 0.5 give the paper authors' [-1, 1].
     """
 
     name: str = "vit_base_patch16_224"

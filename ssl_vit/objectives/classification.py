@@ -20,10 +20,11 @@ class Config(ObjectiveConfig):
         `probe` (MAE's linear probe: batch norm without parameters, then a linear layer, on a frozen encoder).
     pooling: what the head reads: the class `token` (the paper's), the `mean` of the patches, or all `patches` side by
         side, which keeps the layout (for small images of one centered object, such as digits).
-    classes: their number; None: as many as the shards' info.json names.
+    classes: number of classes; None: as many as the shards' info.json names.
     label_smoothing: label smoothing of the targets, 0..1.
-    mixup, cutmix: alpha of the Beta distribution of the mixing ratio (0: off); with both, each batch gets one of them
-        at random, as in timm. Drawn from torch's generator of each process, like dropout.
+    mixup: alpha of the Beta distribution of the mixing ratio of mixup (0: off). Drawn from torch's generator of each
+        process, like dropout.
+    cutmix: the same for CutMix. With both, each batch gets one of them at random, as in timm.
     """
 
     name: Literal["classification"] = "classification"

@@ -36,8 +36,9 @@ class Config(ObjectiveConfig):
     """Defaults are the paper's.
 
     mask_ratio: share of patches corrupted in every image (exactly round(ratio * N)); BERT's is 0.15.
-    mask_prob, random_prob: probability that a corrupted patch becomes the learnable [mask] embedding, or another
-        patch's embedding; the others stay as they are. The loss counts all corrupted patches.
+    mask_prob: probability that a corrupted patch becomes the learnable [mask] embedding. The loss counts all corrupted
+        patches.
+    random_prob: probability that it becomes the embedding of another patch; the rest stay as they are.
     random_from: where the other patch comes from: `batch` (the images of the same lane in the same step, so that the
         result does not depend on the number of processes) or the same `image`.
     mask_size: pixels, the side of the squares of patches that are corrupted together; None: each patch alone. SimMIM's
@@ -106,7 +107,8 @@ def corrupt(
 
     generator: draws the noise where `noise_BM` is None.
     noise_BM: uniform in [0, 1), M = `noise_needed`.
-    mask_prob, random_prob: see `Config`. A random patch is never the patch itself.
+    mask_prob: see `Config`.
+    random_prob: see `Config`. A random patch is never the patch itself.
     random_from: `batch` draws from groups of `pool` consecutive images (0: the whole batch).
     groups_GS: int64, G groups of S patches that are corrupted together; `count` must be a multiple of S. None: each
         patch alone.

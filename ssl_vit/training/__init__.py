@@ -41,7 +41,8 @@ class OptimConfig(Config):
 class TrainingConfig(Config):
     """How long, and in what portions.
 
-    steps, epochs: the length; exactly one of them is set.
+    steps: length in optimizer steps; set either this or `epochs`.
+    epochs: length in passes over the training images.
     batch_size: images in one optimizer step over all processes.
     accumulate: micro-batches that a process makes of its part.
     auto_batch: before the first step, raise `accumulate` until a micro-batch fits into the memory; the batch stays.
@@ -59,7 +60,9 @@ class TrainingConfig(Config):
     timeout: seconds that a process waits for the others.
     trackers: Accelerate's trackers by name (`tensorboard`, `wandb`, `mlflow`, `clearml`, `trackio`, ...), each with the
         keywords of its own initialization.
-    log_every, checkpoint_every, picture_every: steps; 0 disables checkpoints (except the last) or pictures.
+    log_every: steps between log lines.
+    checkpoint_every: steps between checkpoints (0: only the last one).
+    picture_every: steps between pictures in the trackers (0: none).
     keep_last: newest checkpoints kept (those that `ssl-vit eval` evaluated stay too).
     """
 
@@ -98,9 +101,12 @@ class ProbeConfig(Config):
     """A few-shot probe of the representation while a run trains; its accuracy goes to metrics.jsonl, the trackers and
     the display.
 
-    every: steps between probes (and one at the end). data: labeled shards (None: the run's own training shards).
-    labels_per_class: labeled images to fit to; images: how many others of these shards are scored, at most.
-    pooling, l2: see few_shot.
+    every: steps between probes (and one at the end).
+    data: labeled shards (None: the run's own training shards).
+    labels_per_class: labeled images to fit to.
+    images: how many others of these shards are scored, at most.
+    pooling: as in the evaluator `few_shot`.
+    l2: as in the evaluator `few_shot`.
     patience: probes in a row without a new best after which training ends (None: never). It looks at held-out training
         images, never at test; but a run that ends so has used their labels, and its learning rate has not come down.
     """
