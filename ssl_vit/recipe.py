@@ -33,7 +33,8 @@ T = TypeVar("T", bound=BaseModel)
 class Recipe(Config):
     """One training stage. Pretraining, supervised training and fine-tuning differ only in their recipes.
 
-    name: name of the run. run: the run directory (default: runs/NAME).
+    name: name of the run.
+    run: the run directory (default: runs/NAME).
     seed: seed of initialization, data order, augmentation and masking.
     init_from: a run, checkpoint or weights folder whose encoder this stage starts from.
     probe: a few-shot probe during training (None: none).

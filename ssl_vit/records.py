@@ -18,7 +18,12 @@ TaskKind = Literal["pretrain", "pictures", "sweep", "measure"]
 
 
 class Cost(Config):
-    """images_seen: samples drawn, repeats counted. flops: forward and backward. seconds: wall time of training."""
+    """The cost of a training.
+
+    images_seen: samples drawn, repeats counted.
+    flops: forward and backward.
+    seconds: wall time.
+    """
 
     images_seen: int = 0
     flops: float = 0.0
@@ -53,7 +58,8 @@ class SweepRecord(Config):
     candidates: settings, each with its `held_out_accuracy`, the mean over the first `held_out_parts` held-out parts.
     best: the settings of the winner.
     cost: cost of all candidates together.
-    labels, held_out: images that a candidate was trained on, and that all candidates were scored on.
+    labels: number of images that a candidate was trained on.
+    held_out: number of images that all candidates were scored on.
     """
 
     candidates: tuple[dict[str, float | int | str], ...]
@@ -164,7 +170,11 @@ class DataRecord(Config):
 
 
 class EvaluatorRecord(Config):
-    """title: for people. settings: by dataset."""
+    """An evaluator and its settings.
+
+    title: for people.
+    settings: by dataset.
+    """
 
     title: str
     trains_encoder: bool = False
@@ -174,7 +184,8 @@ class EvaluatorRecord(Config):
 class Look(Config):
     """A look at the headlines of a comparison that adds seeds until they are decided.
 
-    seeds: number of seeds of each headline. pretrainings: number of pretrainings of each pretrained arm.
+    seeds: number of seeds of each headline.
+    pretrainings: number of pretrainings of each pretrained arm.
     outcomes: outcome of the headline by dataset.
     """
 
@@ -188,11 +199,14 @@ class ComparisonRecord(Config):
 
     metrics: by dataset, `accuracy` or `mean_per_class`.
     data: by "SET train", "SET test" and "pretraining of ARM"; in a cross-validation "SET train of fold N" and so on.
-    seeds, frozen_seeds: seeds for evaluators that train the encoder, and for those on frozen features.
-    pretrainings: pretrainings of each pretrained arm (in each fold). folds: folds of a cross-validation; 1 without.
+    seeds: seeds for evaluators that train the encoder.
+    frozen_seeds: seeds for evaluators on frozen features.
+    pretrainings: number of pretrainings of each pretrained arm (in each fold).
+    folds: folds of a cross-validation; 1 without.
     references: rows beside the arms, in the order of the tables.
     assigned: index of the pretraining of seed n, where it is not n modulo `pretrainings`.
-    max_seeds, looks: of a comparison that adds seeds until its headlines are decided.
+    max_seeds: of a comparison that adds seeds until its headlines are decided.
+    looks: its looks at the headlines.
     margin: differences within it count as equivalent (fraction, 0.01: one point).
     precisions: `training.precision` of each arm with a recipe.
     quick: whether it is a trial with a tenth of the steps and seeds.

@@ -90,8 +90,12 @@ class RemoteConfig(Config):
 
 
 class WeightedShards(Config):
-    """One set of a mixture. shards: as `DataConfig.train` names one. weight: its share of the samples, relative to the
-    other sets' (None, and then for all: each sample comes once an epoch)."""
+    """One set of a mixture.
+
+    shards: as `DataConfig.train` names one.
+    weight: its share of the samples, relative to the other sets' (None, and then for all: each sample comes once per
+        epoch).
+    """
 
     shards: str
     weight: float | None = Field(None, gt=0)

@@ -4,7 +4,7 @@ An epoch of a shard set is one sequence of samples: the shards in an order drawn
 samples in an order drawn from (seed, epoch, shard). The sequence is cut into `lanes` equal slices (to within one
 sample). A lane is an endless stream: its slice of epoch 0, then of epoch 1, and so on. Every optimizer step takes the
 same number of samples from every lane, in lane order, so the global batch of a step is the same on any number of
-processes and workers; each sample comes exactly once an epoch; no process ever waits for another's data; and where a
+processes and workers; each sample comes exactly once per epoch; no process ever waits for another's data; and where a
 run stands is one (epoch, position) pair a lane.
 
 A mixture is several sets with weights. Its epoch has as many samples as the sets hold together, each set giving its
@@ -39,7 +39,7 @@ class SampleSet:
 
     counts: samples in each shard. keep: positions to use of each shard (None: all); others never appear.
     first_shard: the number of the set's first shard in the mixture. weight: its share, relative to the other sets'
-    (None: its number of samples, so that every sample comes once an epoch).
+    (None: its number of samples, so that every sample comes once per epoch).
     """
 
     counts: Sequence[int]

@@ -31,13 +31,15 @@ class Config(TrainedConfig, LabeledConfig):
 
     protocol: which recipe the other keys default to: `paper`, or `mae` (its ViT-B numbers; without RandAugment and
         random erasing, and with a decay to zero instead of 1e-6).
-    sweep: by default the learning rate of `paper`. held_out: share of each class's training images that the sweep is
-        scored on; only the last training with all labels trains on them, as in the paper.
+    sweep: by default the learning rate of `paper`.
+    held_out: share of each class's training images that the sweep is scored on; only the last training with all labels
+        trains on them, as in the paper.
     sweep_labels_per_class: the label budget of the sweep (None: that of the run), so that one sweep can serve several.
     image_size: pixels, a side or [height, width]; another than the pretraining's (None) resamples the positions.
     position_resampling: by the method of `timm` or `google`.
-    drop_path: stochastic depth of the last block; dropout: that of `encoder.dropout` (None: as pretrained, which may
-        differ between the arms of a comparison).
+    drop_path: stochastic depth of the last block (None: as pretrained, which may differ between the arms of a
+        comparison).
+    dropout: in place of `encoder.dropout` (None: as pretrained).
     """
 
     CHOICE: ClassVar[str] = "protocol"

@@ -17,7 +17,10 @@ _SIMILARITIES = 1 << 25  # computed at once: 128 MiB
 
 
 class Config(FeatureConfig, LabeledConfig):
-    """ks: numbers of neighbors (a comparison uses the first). temperature: votes weigh exp(similarity / it)."""
+    """ks: numbers of neighbors (a comparison uses the first).
+
+    temperature: a vote has the weight exp(similarity / temperature).
+    """
 
     ks: Counts = (10, 20)
     temperature: float = Field(0.07, gt=0)

@@ -29,8 +29,10 @@ from ssl_vit.results import Prediction
 class Config(FeatureConfig, LabeledConfig, TrainedConfig):
     """method: `exact`, or `lars` (MAE's; it reads `pooling` alone, and there is none for raw pixels).
 
-    sweep: by default C of the exact method. held_out: share of the labeled images that it is selected on.
-    c: inverse regularization strength; max_iterations: of L-BFGS; both of `exact`.
+    sweep: by default C of the exact method.
+    held_out: share of the labeled images that the sweep is scored on.
+    c: inverse regularization strength of `exact`.
+    max_iterations: most iterations of L-BFGS, of `exact`.
     The keys of a training are those of `lars`; a batch has at most as many images as there are labeled.
     """
 

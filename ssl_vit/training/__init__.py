@@ -17,7 +17,8 @@ class OptimConfig(Config):
 
     lr: peak learning rate.
     lr_batch: batch size that `lr` is given for; it is scaled linearly to the actual one (MAE: 256; None: not scaled).
-    betas: betas of adamw. momentum: momentum of sgd and lars.
+    betas: betas of adamw.
+    momentum: momentum of sgd and lars.
     weight_decay: decoupled for adamw; never on biases, norms, class token, positions and mask token.
     layer_decay: factor of the learning rate from one layer of the encoder to the one below it (MAE: 0.65 for ViT-B,
         0.75 for L; None: one rate for all).

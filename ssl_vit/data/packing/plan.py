@@ -17,10 +17,11 @@ LEAST_SHARDS = 16
 class Options(Config):
     """All options that decide what is in the shards.
 
-    shard_size: most images per shard. shards: number of shards instead. Sizes differ by at most one image. Without
-        `shards` there are at least 16 (one per image where there are fewer images), in train and in test: a shard is
-        read by one loader worker of one process, so one shard would feed one worker.
-    resize, quality: see `ssl_vit.data.packing.images.to_stored`.
+    shard_size: most images per shard. There are at least 16 shards (one per image where there are fewer images), in
+        train and in test: a shard is read by one loader worker of one process, so one shard would feed one worker.
+    shards: number of shards instead. Sizes differ by at most one image.
+    resize: see `ssl_vit.data.packing.images.to_stored`.
+    quality: see there.
     seed: seed of the shuffle, the holdout, the folds and the subset.
     order: `shuffle`: over all images; `stratified`: shuffled, with each class spread evenly over the shards;
         `source`: as in the source, also within train and test.

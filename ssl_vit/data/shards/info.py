@@ -30,7 +30,11 @@ class _Model(BaseModel):
 
 
 class ShardEntry(_Model):
-    """One shard. file: a plain name in the same folder. sha256: "" where it is not known."""
+    """One shard.
+
+    file: a plain name in the same folder.
+    sha256: "" where it is not known.
+    """
 
     file: str = Field(pattern=r"^[^/\\\x00]+$", max_length=255)
     samples: int = Field(ge=0, le=_MOST_IN_SHARD)
@@ -55,7 +59,8 @@ class Dropped(_Model):
 class Info(_Model):
     """A shard set: the fields of `info.json`, in the order in which they are written.
 
-    labeled: every sample has a class index. content_hash: one sha256 of the shards' sha256 in order.
+    labeled: every sample has a class index.
+    content_hash: one sha256 of the shards' sha256 in order.
     splits: only of an `about.json`; its shards together are `shards`.
     """
 
