@@ -19,6 +19,7 @@ from torch import nn
 from ssl_vit.data.samples import Skip
 from ssl_vit.interfaces import Batch, Diverged
 from ssl_vit.training import checkpoint, distributed
+from ssl_vit.training.logging import Window
 from ssl_vit.training.loop import Callback, Stop, Trainer
 from ssl_vit.training.signals import stopped
 
@@ -94,7 +95,7 @@ class Logging(Callback):
             "seconds": progress.seconds,
         }
         trainer.log.values(progress.step, values)
-        trainer.new_window()
+        trainer.window = Window(trainer.progress.step)
         return None
 
 
@@ -217,7 +218,7 @@ class EarlyStopping(Callback):
             trainer.log.event(step, {"event": "early_stop", "probe_best": self.best})
         trainer.skips += self.skipped()
         trainer.log_skips()
-        trainer.new_window()
+        trainer.window = Window(trainer.progress.step)
 
     def state_dict(self) -> dict[str, Any]:
         return {"step": self.step, "best": self.best, "since_best": self.since_best}

@@ -121,8 +121,7 @@ def train(job: Job) -> Outcome:
     keys and the last good checkpoint); RunError when a checkpoint cannot be written or another process has ended;
     UserError for data that cannot be read and checkpoints that do not fit.
     """
-    others_watched = distributed.others_watched(partial(checkpoint.last_saved, job.run))
-    with others_watched, stop_requests() as request:
+    with distributed.others_watched(partial(checkpoint.last_saved, job.run)), stop_requests() as request:
         try:
             return Trainer(job).run(request)
         finally:
@@ -159,7 +158,7 @@ class Trainer:
         self.signal, self.last, self.window_ends = 0, False, False
         self.skips: list[Skip] = []
         self.search, self.request = training.auto_batch, StopRequest()
-        self.new_window()
+        self.window = Window(self.progress.step)
 
     def run(self, request: StopRequest) -> Outcome:
         """The whole training; see `train`."""
@@ -168,12 +167,9 @@ class Trainer:
         with self.log:
             self.log.begin(progress.step, notes, job.recipe)
             self.model.train()
-            stop = None
-            for callback in job.callbacks:
-                if stop := callback.start(self):
-                    break
+            stop = next((stop for callback in job.callbacks if (stop := callback.start(self))), None)
             batches = job.batches(progress.lanes)
-            self.new_window()
+            self.window = Window(self.progress.step)
             while not stop and progress.step < job.total_steps:
                 asked = time.perf_counter()
                 with self.interruptible():
@@ -183,9 +179,7 @@ class Trainer:
                     self._find_accumulation()
                 self.result = self.train_step(self.batch)
                 self._advance(chunk, request.agreed())
-                for callback in job.callbacks:
-                    if stop := callback.after_step(self):
-                        break
+                stop = self._after_step()
             if stop:
                 self.log.say(stop.reason)
                 if stop.error:
@@ -193,6 +187,8 @@ class Trainer:
             for callback in job.callbacks:
                 callback.end(self)
         self.share_buffers()
+        if self.average and job.run is None:  # no checkpoint publishes the average: the objective is the result
+            self.average.apply()
         return Outcome(progress.step, progress.seconds, tuple(self.log.skipped), request.agreed())
 
     @contextmanager
@@ -204,6 +200,9 @@ class Trainer:
         except Stopped:
             self.request.waiting = False
             if self.progress.step and not distributed.several():  # several save together, at the end of a step
+                self.window_ends = bool(self.window.steps)  # they are checked before a checkpoint keeps their weights
+                if self.window_ends and (stop := self._after_step()) and stop.error:
+                    raise stop.error from None
                 for callback in self.job.callbacks:
                     callback.end(self)
             raise
@@ -246,11 +245,14 @@ class Trainer:
             progress.lanes[lane] = position
         self.skips += chunk.skipped
         self.window.add(progress.step, self.result)
-        self.signal = signal
-        self.last = bool(signal) or progress.step == self.job.total_steps
+        self.signal, self.last = signal, bool(signal) or progress.step == self.job.total_steps
         due = self.last or progress.step % training.log_every == 0
         self.window_ends = due or any(callback.ends_window(self) for callback in self.job.callbacks)
         self.log.advance(progress.step)
+
+    def _after_step(self) -> Stop | None:
+        """The first decision to end; the callbacks after it are not called."""
+        return next((stop for callback in self.job.callbacks if (stop := callback.after_step(self))), None)
 
     def _resume(self) -> list[str]:
         """Load the run's newest checkpoint. Returns notes for the user."""
@@ -279,9 +281,6 @@ class Trainer:
     def own_lanes(self) -> int:
         """How many lanes each process has."""
         return self.job.lanes // self.accelerator.num_processes
-
-    def new_window(self) -> None:
-        self.window = Window(self.progress.step)
 
     def published(self) -> AbstractContextManager[None]:
         """Context in which the objective has the weights that a checkpoint publishes: averaged ones, if there are."""

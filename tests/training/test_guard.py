@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from ssl_vit.interfaces import RunError, StepOutput
+from ssl_vit.interfaces import Diverged, RunError, StepOutput, Stopped
 from ssl_vit.objectives import masked_patch
 from ssl_vit.training import loop
 
@@ -86,3 +89,28 @@ def test_gradients_that_no_loss_scale_makes_finite_stop_the_run(
     keys = ("training.steps=130", "training.log_every=10")
     with pytest.raises(RunError, match=r"not finite in 110 steps in a row, up to step 110(.|\n)*precision=bf16"):
         train(tmp_path / "run", *keys)
+
+
+@pytest.mark.parametrize("factor", [1.0, math.nan])
+def test_steps_before_an_interrupted_wait_are_checked_and_logged_before_they_are_saved(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spoil: Spoil, factor: float
+) -> None:
+    wait, waits = loop.Trainer.interruptible, 0
+
+    @contextmanager
+    def interrupted(self: loop.Trainer) -> Iterator[None]:
+        nonlocal waits
+        with wait(self):
+            waits += 1
+            if waits == 6:
+                raise Stopped(signal.SIGTERM)
+            yield
+
+    spoil({5: factor})
+    with monkeypatch.context() as patch:
+        patch.setattr(loop.Trainer, "interruptible", interrupted)
+        with pytest.raises(Stopped if factor == 1.0 else Diverged, match=None if factor == 1.0 else "step 5"):
+            train(tmp_path / "run", "training.checkpoint_every=3", "training.log_every=4")
+    saved = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    logged = [json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert (saved[-1], logged) == (("step_00000005", [3, 4, 5]) if factor == 1.0 else ("step_00000003", [3, 4]))
