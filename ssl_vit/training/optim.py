@@ -102,13 +102,18 @@ class WeightAverage:
         decay = min(self.decay, (1 + step) / (10 + step))
         get_ema_multi_avg_fn(decay)(list(self.values.values()), list(self.parameters.values()), None)
 
+    @torch.no_grad()
+    def apply(self) -> None:
+        """Set the model's weights to the average."""
+        for name, parameter in self.parameters.items():
+            parameter.copy_(self.values[name])
+
     @contextmanager
     @torch.no_grad()
     def swapped_in(self) -> Iterator[None]:
         """The model holds the average meanwhile. Not for sharded models."""
         originals = {name: parameter.clone() for name, parameter in self.parameters.items()}
-        for name, parameter in self.parameters.items():
-            parameter.copy_(self.values[name])
+        self.apply()
         try:
             yield
         finally:

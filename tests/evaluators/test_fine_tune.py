@@ -127,3 +127,10 @@ def test_a_dry_run_gets_every_training_as_a_recipe(trained: Path) -> None:
     (one,) = runner.training_recipes(evaluator, like, 1024, sweep=False)
     assert (one.training.steps, one.training.precision, one.data.lanes) == (10, "bf16", 2)
     assert one.encoder == like.encoder.model_copy(update={"image_size": 12})
+
+
+def test_an_average_of_the_weights_predicts(tuned: Tuned) -> None:
+    found = [tuned(f"training.ema={ema}")[0].prediction.top_scores for ema in (0, 1e-9, 0.9)]
+    last, none, averaged = (scores for scores in found if scores is not None)
+    np.testing.assert_allclose(last, none, rtol=1e-5)
+    assert not np.allclose(last, averaged, rtol=1e-5)
