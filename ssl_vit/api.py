@@ -138,7 +138,7 @@ def make_context(
         train=shards[0],
         test=shards[1],
         data=preparation,
-        accelerator=make_accelerator(settings.training.precision if settings else "fp32"),
+        accelerator=make_accelerator(settings.training.precision if settings else "fp32", or_fp32=True),
         weights=str(weights) if weights else None,
         cache=cache,
         objective=settings.objective if settings else None,

@@ -32,7 +32,7 @@ def embed(
     encoder.check_pooling(pooling)
     if workers is not None:
         preparation = preparation.model_copy(update={"workers": workers})
-    accelerator = make_accelerator(settings.training.precision if settings else "fp32")
+    accelerator = make_accelerator(settings.training.precision if settings else "fp32", or_fp32=True)
     encoder.to(accelerator.device).eval()
     opened = open_shards(shards, preparation.remote)
     context = EvalContext(

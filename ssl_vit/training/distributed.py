@@ -65,10 +65,12 @@ class Engine(Accelerator):
             yield
 
 
-def make_accelerator(precision: Precision = "fp32", timeout: int = 600) -> Engine:
+def make_accelerator(precision: Precision = "fp32", timeout: int = 600, *, or_fp32: bool = False) -> Engine:
     """The engine that all processes share; the order of the data splits it across them.
 
     timeout: seconds that a process waits for the others.
+    or_fp32: use fp32, and print a note, where the device does not have the precision: a run that was trained elsewhere
+        can be evaluated.
 
     Raises UserError for a precision that the device does not have and for ways of distribution that checkpoints do not
     cover; RunError when the processes do not find each other.
@@ -77,8 +79,14 @@ def make_accelerator(precision: Precision = "fp32", timeout: int = 600) -> Engin
     # Without cpu=True, Accelerate 1.15 ignores the launcher's processes on a machine that has no accelerator.
     no_device = not torch.accelerator.is_available() and not has_xla
     launched = int(os.environ.get("WORLD_SIZE", 1))
-    if not has_xla:
-        _check_precision(precision)
+    note = ""
+    try:
+        if not has_xla:
+            _check_precision(precision)
+    except UserError as error:
+        if not or_fp32:
+            raise
+        precision, note = "fp32", f"note: {error}; evaluating in fp32"
     for kind in ("DEEPSPEED", "MEGATRON_LM"):
         if parse_flag_from_env(f"ACCELERATE_USE_{kind}"):
             raise UserError(f"{kind} is not supported: use FSDP2 (recipes/launch/fsdp2.yaml) instead")
@@ -110,6 +118,8 @@ def make_accelerator(precision: Precision = "fp32", timeout: int = 600) -> Engin
     if accelerator.device.type == "cpu":
         set_up_cpu()
     _keep_what_is_imported()
+    if note and accelerator.is_main_process:
+        print(note, file=sys.stderr)
     return accelerator
 
 
@@ -164,11 +174,11 @@ def _check_precision(precision: Precision) -> None:
     """Refuse what the device would not do, or would do in another precision without saying so."""
     gpu = torch.cuda.is_available()
     if precision == "fp16" and not torch.accelerator.is_available():
-        raise UserError("training.precision=fp16 needs a GPU: use bf16 or fp32 on a CPU")
+        raise UserError("training.precision=fp16 needs a GPU (use bf16 or fp32 on a CPU)")
     if precision == "tf32" and not (gpu and torch.cuda.get_device_capability() >= (8, 0)):
-        raise UserError("training.precision=tf32 needs an NVIDIA GPU of Ampere or newer: use fp32")
+        raise UserError("training.precision=tf32 needs an NVIDIA GPU of Ampere or newer (use fp32)")
     if precision == "bf16" and gpu and not torch.cuda.is_bf16_supported(including_emulation=False):
-        raise UserError("training.precision=bf16 needs an NVIDIA GPU of Ampere or newer: use fp16 on this one")
+        raise UserError("training.precision=bf16 needs an NVIDIA GPU of Ampere or newer (use fp16 on this one)")
 
 
 _group: Any = None

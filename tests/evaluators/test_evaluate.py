@@ -8,12 +8,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from safetensors.torch import save_file
 
 import ssl_vit
 from ssl_vit import api
 from ssl_vit.data.packing import pack, sources
 from ssl_vit.data.packing.plan import Options
+from ssl_vit.evaluators import embeddings
 from ssl_vit.evaluators.features import EvalContext
 from ssl_vit.evaluators.labels import labels_of
 from ssl_vit.files import sha256
@@ -113,3 +115,20 @@ def test_results_that_cannot_be_written_are_refused_before_anything_is_measured(
     monkeypatch.setattr(api, "make_context", None)
     with pytest.raises(UserError, match=r"results: results cannot be written there .*; copy the weights"):
         api.evaluate(run, "knn", f"{trained}/train", f"{trained}/test")
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="a precision that only GPUs have, on a CPU")
+@pytest.mark.parametrize("precision", ["tf32", "fp16"])
+def test_a_run_that_was_trained_on_a_gpu_is_evaluated_in_fp32_on_a_cpu(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], precision: str
+) -> None:
+    run = shutil.copytree(trained / "run", tmp_path / "run")
+    text = (run / "recipe.yaml").read_text()
+    (run / "recipe.yaml").write_text(text.replace("precision: fp32", f"precision: {precision}"))
+    assert precision in (run / "recipe.yaml").read_text()
+    data = (f"{trained}/train", f"{trained}/test")
+    here, there = (api.evaluate(one, "few_shot", *data, ["seeds=0"]) for one in (trained / "run", run))
+    assert [row.accuracy for row in here.results] == [row.accuracy for row in there.results]
+    assert f"training.precision={precision} needs" in capsys.readouterr().err
+    assert len(embeddings.embed(run, data[1])) == 100
+    assert "evaluating in fp32" in capsys.readouterr().err
