@@ -65,6 +65,8 @@ def build(
         _checkpoint_activations(encoder, accelerator)
     objective = build_objective(settings, encoder, classes or named)
     needs_labels = getattr(objective, "needs_labels", False)
+    if needs_labels and shards.conflict:
+        raise UserError(shards.conflict)
     preprocess = Preprocess(
         train_transform(encoder.image_size, settings.data.augment),
         encoder.channels,

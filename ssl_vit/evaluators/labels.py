@@ -113,8 +113,11 @@ def _count_gray(shards: ShardSet) -> tuple[int, int]:
 def labels_of(shards: ShardSet) -> np.ndarray:
     """Every sample's class index, int64 (samples,), read without decoding an image; -1 where there is none.
 
-    Read once a process. Raises UserError where no sample has a label.
+    Read once per process. Raises UserError where no sample has a label, and for a mixture of sets whose labels mean
+    different classes.
     """
+    if shards.conflict:
+        raise UserError(shards.conflict)
     labels = np.full(shards.samples, -1, dtype=np.int64)
     for shard in range(len(shards.urls)):
         file, first = shards.open(shard), shards.first_index[shard]

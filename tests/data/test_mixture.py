@@ -10,6 +10,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
+from ssl_vit import stage
 from ssl_vit.data import AugmentConfig, DataConfig
 from ssl_vit.data.images import train_transform
 from ssl_vit.data.order import LanePosition
@@ -19,7 +20,9 @@ from ssl_vit.data.packing.sources import open_source
 from ssl_vit.data.samples import Preprocess
 from ssl_vit.data.shards import open_training
 from ssl_vit.data.stream import train_source
+from ssl_vit.evaluators.labels import labels_of
 from ssl_vit.interfaces import UserError
+from ssl_vit.recipe import load_recipe
 
 CPU = torch.device("cpu")
 
@@ -72,7 +75,13 @@ def test_sets_of_other_classes_have_no_labels_together(folder: Path, tmp_path: P
     for tar in (folder / "test").glob("*.tar"):
         (other / tar.name).symlink_to(tar)
     (other / "info.json").write_text(info.replace('"7"', '"seven"'))
-    assert open_training(DataConfig(train=[f"{folder}/train", str(other)])).classes is None
+    mixed = open_training(DataConfig(train=[f"{folder}/train", str(other)]))
+    assert mixed.classes is None
+    with pytest.raises(UserError, match="class 7 is 7 in one, seven in the other"):
+        labels_of(mixed)
+    supervised = load_recipe("digits_supervised", [f"data.train=[{folder}/train,{other}]", "objective.classes=10"])
+    with pytest.raises(UserError, match="class 7 is 7 in one, seven in the other"):
+        stage.check(supervised, mixed)
 
 
 @pytest.mark.parametrize(

@@ -94,10 +94,11 @@ def add(folder: Path, shard: WrittenShard) -> None:
 
 
 def clear(out: Path, folders: list[Path]) -> None:
-    """Remove the shard set in `out`, and of its sub-folders those in `folders` and those of an earlier holdout; no file
-    that packing does not write."""
-    for folder in (out, out / "train", out / "test"):
-        if folder in (out, *folders) or (_read(folder)[0] or {}).get("holdout"):
+    """Remove the shard set in `out`, and of its sub-folders those in `folders` and those of an earlier holdout or
+    cross-validation; no file that packing does not write."""
+    for folder in (out, out / "train", out / "test", *sorted(out.glob("fold_*"))):
+        plan = _read(folder)[0] or {}
+        if folder in (out, *folders) or plan.get("holdout") or plan.get("folds"):
             (folder / INFO).unlink(missing_ok=True)  # first: without it the set counts as unfinished
             _remove(folder, "*")
             if folder != out:

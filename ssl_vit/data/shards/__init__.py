@@ -7,7 +7,7 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain, pairwise
+from itertools import chain, combinations, pairwise
 from pathlib import Path
 from tarfile import BLOCKSIZE
 from typing import BinaryIO
@@ -34,6 +34,7 @@ class ShardSet:
     such a shard from another, a hash of its members' names, sizes, times and labels.
     remote: how shards behind a URL are read.
     mixture: number of shards and weight of each set that was mixed into this one, in order.
+    conflict: why the labels of the sets of a mixture do not fit together; "" where they do.
     """
 
     spec: str
@@ -47,6 +48,7 @@ class ShardSet:
     remote: RemoteConfig = _DEFAULT
     license: str | None = None
     mixture: tuple[tuple[int, float | None], ...] = ()
+    conflict: str = ""
 
     @property
     def samples(self) -> int:
@@ -166,7 +168,12 @@ def open_training(data: DataConfig) -> ShardSet:
 
 def _together(parts: Sequence[tuple[ShardSet, float | None]], remote: RemoteConfig) -> ShardSet:
     """Sets with their weights as one."""
-    sets = [opened for opened, _ in parts]
+    sets, conflict = [opened for opened, _ in parts], ""
+    try:
+        for one, other in combinations(sets, 2):
+            check_same_classes(one.classes, other.classes, f"{one.spec} and {other.spec}")
+    except UserError as error:
+        conflict = str(error)
     return ShardSet(
         spec=" + ".join(opened.spec for opened in sets),
         urls=tuple(chain.from_iterable(opened.urls for opened in sets)),
@@ -179,6 +186,7 @@ def _together(parts: Sequence[tuple[ShardSet, float | None]], remote: RemoteConf
         remote=remote,
         license=" + ".join(sorted({opened.license for opened in sets if opened.license})) or None,
         mixture=tuple((len(opened.urls), weight) for opened, weight in parts),
+        conflict=conflict,
     )
 
 

@@ -202,6 +202,11 @@ def test_overwrite_replaces_only_the_shard_set(tmp_path: Path) -> None:
     assert {path.name for path in out.iterdir()} == {"notes.md", "test", "train"}
     pack(few_digits(20), out, Options(shards=2), overwrite=True)
     assert {path.name for path in out.iterdir()} == names, "the two sets of a holdout are replaced by one"
+    for folds in (3, 2):
+        pack(replace(few_digits(60), groups=None), out, Options(folds=folds), overwrite=True)
+    assert {path.name for path in out.iterdir()} == {"notes.md", "fold_0", "fold_1"}
+    pack(few_digits(20), out, Options(shards=2), overwrite=True)
+    assert {path.name for path in out.iterdir()} == names, "so are folds"
     with pytest.raises(UserError, match="is a file"):
         pack(few_digits(10), out / "notes.md")
 
