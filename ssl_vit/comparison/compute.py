@@ -45,4 +45,4 @@ def _step_flops(settings: Recipe, classes: int | None) -> float:
     """Forward and backward pass of a training step."""
     with torch.device("meta"):
         objective = stage.build_objective(settings, factory.build(settings.encoder), classes)
-    return settings.training.batch_size * training_flops(objective)
+    return settings.training.batch_size * training_flops(objective, settings.data.views)

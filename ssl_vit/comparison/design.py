@@ -121,7 +121,10 @@ class Design:
     def rows(self) -> dict[str, Row]:
         """Every arm, then the references."""
         first, arms = self._with_encoder[0], self.study.comparison.arms
-        rows = [Row(n, arm.kind, n if n in self._with_encoder else arm.like or first) for n, arm in arms.items()]
+        rows = [
+            Row(name, arm.kind, name if name in self._with_encoder else arm.like or arm.compute_of or first)
+            for name, arm in arms.items()
+        ]
         rows += [Row(record.name, record.kind, record.like, record.repeats) for record in self.references]
         return {row.name: row for row in rows}
 

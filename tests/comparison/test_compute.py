@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ssl_vit.comparison import run
 from ssl_vit.comparison.config import load_comparison
 from ssl_vit.comparison.dry_run import dry_run_comparison
+from ssl_vit.comparison.plan import Plan
+from ssl_vit.evaluators.classifier import TrainedConfig
 from ssl_vit.report.read import costs
 
 from .conftest import STEPS, TUNING, Mini, quietly
@@ -36,3 +40,22 @@ def test_an_arm_trains_with_another_ones_total_compute(mini: Mini) -> None:
     assert trained == {"ssl": 32, "scratch": 32, "longer": 8 * (4 + extra)}
     hours = {arm: dry.arms[arm].fine_tuning_hours for arm in ("scratch", "longer")}
     assert hours["longer"] > 5 * hours["scratch"] > 0
+
+
+def test_the_compute_of_all_views_is_given(mini: Mini) -> None:
+    def extra(views: int) -> int:
+        lejepa = {"recipe": "digits_lejepa", "overrides": [*STEPS, "training.steps=40", f"data.views={views}"]}
+        study = load_comparison(mini(arms=ARMS | {"ssl": lejepa}, evaluators=ONE))
+        plan = run.check(study, study.sets).plan
+        found = plan.study.evaluators["data", "fine_tune", "longer"]
+        assert isinstance(found, TrainedConfig)
+        return found.extra_steps
+
+    assert extra(4) == pytest.approx(2 * extra(2), rel=0.02)
+
+
+def test_scratch_has_the_architecture_of_the_arm_with_its_compute(mini: Mini, few_digits: Path) -> None:
+    wider = {"recipe": "digits_ssl", "overrides": [*STEPS, "encoder.width=32"]}
+    study = load_comparison(mini(arms={"wider": wider, **ARMS}, evaluators=ONE))
+    rows = Plan(study, Path("nowhere"), study.sets).rows
+    assert (rows["scratch"].like, rows["longer"].like) == ("wider", "ssl")
