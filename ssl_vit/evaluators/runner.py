@@ -8,6 +8,7 @@ all labels sees these images. Any other evaluator selects for every budget and s
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -18,7 +19,7 @@ from ssl_vit.evaluators.labels import choose_labeled, held_out_split, short_note
 from ssl_vit.evaluators.selection import candidates_of, configured, halved, in_words, select
 from ssl_vit.interfaces import Diverged, UserError
 from ssl_vit.recipe import Recipe
-from ssl_vit.records import SweepRecord
+from ssl_vit.records import Cost, SweepRecord
 from ssl_vit.results import Budget, Result, Settings, scored
 
 
@@ -93,10 +94,11 @@ def measure(
     with context.progress(f"{context.title}: {source}", len(cells)) as advance:
         for (budget, seed), images in zip(cells, chosen, strict=True):
             train = ImageSet(context, source, "train", images.images, together)
-            settings, notes = (best, ()) if best is not None else _settings(evaluator, train, seed)
+            settings, notes, spent = (best, (), Cost()) if best is not None else _settings(evaluator, train, seed)
             try:
                 classifier = configured(evaluator, settings).fit(train, seed + shift)
                 rows = list(_results(evaluator, classifier, train, budget, seed, settings, notes))
+                rows[0] = _with_cost(rows[0], spent)
             except Diverged as error:
                 if settings:
                     error.args = (
@@ -183,21 +185,26 @@ def _train_images(
     return train, others
 
 
-def _settings(evaluator: Evaluator, train: ImageSet, seed: int) -> tuple[Settings, tuple[str, ...]]:
-    """(settings, notes): the only candidate, or the best on a held-out part of the labeled images; the middle one where
-    nothing can be held out (one image per class)."""
+def _settings(evaluator: Evaluator, train: ImageSet, seed: int) -> tuple[Settings, tuple[str, ...], Cost]:
+    """(settings, notes, cost of the selection): the only candidate, or the best on a held-out part of the labeled
+    images; the middle one where nothing can be held out (one image per class)."""
     candidates = candidates_of(evaluator)
     if len(candidates) == 1:
-        return candidates[0], ()
+        return candidates[0], (), Cost()
     labels, c = train.context.train_labels[train.images], evaluator.config
     splits = [held_out_split(labels, c.held_out, seed, repeat) for repeat in range(c.held_out_repeats)]
     if not len(splits[0][1]):
         middle = candidates[len(candidates) // 2]
-        return middle, (
-            f"no images could be held out for selection; the middle candidate, {in_words(middle)}, was used",
-        )
+        note = f"no images could be held out for selection; the middle candidate, {in_words(middle)}, was used"
+        return middle, (note,), Cost()
     record, _ = select(evaluator, [(train.of(kept), train.of(held)) for kept, held in splits], seed)
-    return record.best, ()
+    return record.best, (), record.cost
+
+
+def _with_cost(row: Result, cost: Cost) -> Result:
+    """The row with the cost of selecting its settings added to that of its training."""
+    cost += Cost(images_seen=row.images_seen, flops=row.flops, seconds=row.seconds)
+    return replace(row, images_seen=cost.images_seen, flops=cost.flops, seconds=cost.seconds)
 
 
 def _results(

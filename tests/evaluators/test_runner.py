@@ -210,6 +210,15 @@ def test_of_equals_the_first_wins_and_a_candidate_that_diverges_loses(context: E
         runner.sweep(Trainer(config(sweep={"right": [3]}, fails=3)), context, "trained", 10, 0)
 
 
+def test_the_cost_of_a_selection_on_frozen_features_is_counted(context: EvalContext) -> None:
+    few, more = (
+        list(runner.measure(Evaluator(config(sweep=sweep)), context, "trained", (10,), (0,)))
+        for sweep in ({}, {"right": [3, 4]})
+    )
+    assert [row.images_seen for row in few] == [10]
+    assert [(row.images_seen, row.flops) for row in more] == [(30, 60.0)], "two candidates, and the classifier itself"
+
+
 def test_a_selected_value_that_diverges_later_is_named(context: EvalContext) -> None:
     with pytest.raises(Diverged, match=r"right=2 diverged with seed 1 .*not finite; remove that value") as caught:
         list(runner.measure(Trainer(config(fails=2)), context, "trained", (5,), (1,), {"right": 2}))
