@@ -173,7 +173,10 @@ class ComparisonConfig(Config):
     @field_validator("pretrainings")
     @classmethod
     def _each_is_used(cls, pretrainings: int, info: ValidationInfo) -> int:
-        return min(pretrainings, *(len(info.data.get(name) or (0,)) for name in ("seeds", "frozen_seeds")))
+        for name in ("seeds", "frozen_seeds"):
+            if pretrainings > (count := len(info.data.get(name) or range(pretrainings))):
+                raise ValueError(f"{pretrainings} pretrainings need as many {name}, of which there are {count}")
+        return pretrainings
 
     @field_validator("arms")
     @classmethod

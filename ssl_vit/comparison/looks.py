@@ -77,12 +77,14 @@ def extend(study: Study, comparison: Comparison) -> Study | None:
     have = len(getattr(c, _counted(study)))
     if not heads or have >= most:
         return None
-    units, _ = statistics.plan(heads[0].estimate, c.margin)
-    if units is None and heads[0].estimate.half_width is not None:
+    wanted = [(head, statistics.plan(head.estimate, c.margin)[0]) for head in heads]
+    wanted = [(head, units) for head, units in wanted if units or head.estimate.half_width is None]
+    if not wanted:
         return None
+    head, units = wanted[0]
     least = math.ceil((most - study.looks[0].seeds) / (MOST_LOOKS - 1))
     per = have // c.pretrainings
-    if heads[0].unit == "pretraining" and per <= most - have and _new_pretrainings_pay(comparison, heads[0], per):
+    if head.unit == "pretraining" and per <= most - have and _new_pretrainings_pay(comparison, head, per):
         added_pretrainings = min(max(units or 1, math.ceil(least / per)), (most - have) // per)
         assigned = [
             *map(c.pretraining_index, range(have)),

@@ -83,7 +83,8 @@ class Plan(Design):
             return TaskRecord(id=identifier + self.suffix(fold), kind=kind, seed=seed, fold=fold, after=after, **place)
 
         if not evaluator.trains_encoder:
-            for pretraining in dict.fromkeys(self.pretraining_seed(row, number) for number in range(c.pretrainings)):
+            numbers = range(len(self.seeds(evaluator)))
+            for pretraining in dict.fromkeys(self.pretraining_seed(row, number) for number in numbers):
                 yield task("measure", f"{label}-{row}-{pretraining}", ALL, pretraining, pretraining)
             return
         sweeps: dict[Budget, str] = {}

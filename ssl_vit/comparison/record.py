@@ -25,12 +25,13 @@ def record_of(plan: Plan, shards: dict[str, ShardSet], command: str, *, finished
     """
     c = plan.study.comparison
     parts = [plan.part(name, part, fold) for name in plan.sets for fold in plan.folds for part in ("train", "test")]
-    data = {key: shards[key] for key in parts}
+    data, used = {key: shards[key] for key in parts}, dict[str, int]()
     evaluated = {one.fingerprint for one in data.values()}
     for arm in plan.study.recipes:
-        found = shards[plan.part(arm, "pretrain", 0)]
-        if found.fingerprint not in evaluated:
+        found, samples = shards[plan.part(arm, "pretrain", 0)], plan.study.recipes[arm].data.samples
+        if found.fingerprint not in evaluated or (samples or found.samples) < found.samples:
             data[f"pretraining of {arm}"] = found
+            used[f"pretraining of {arm}"] = samples or found.samples
     evaluators: dict[str, EvaluatorRecord] = {}
     for (name, key, arm), built in plan.evaluators.items():
         if not arm:
@@ -58,7 +59,7 @@ def record_of(plan: Plan, shards: dict[str, ShardSet], command: str, *, finished
         study=c.study,
         metrics={name: chosen.metric for name, chosen in plan.sets.items()},
         data={
-            key: DataRecord(path=one.spec, samples=one.samples, classes=one.classes, source=one.source)
+            key: DataRecord(path=one.spec, samples=used.get(key, one.samples), classes=one.classes, source=one.source)
             for key, one in data.items()
         },
         arms=arm_records(plan),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -22,7 +23,7 @@ from ssl_vit.comparison.sets import DataSet
 from ssl_vit.comparison.suites import prepare
 from ssl_vit.comparison.weights import import_arms
 from ssl_vit.comparison.work import do, is_done
-from ssl_vit.data import RemoteConfig, mixture
+from ssl_vit.data import DataConfig, RemoteConfig, mixture
 from ssl_vit.data.shards import ShardSet, check_same_classes, open_shards, open_training
 from ssl_vit.evaluators import runner
 from ssl_vit.evaluators.features import FeatureConfig, check_features, silent
@@ -140,6 +141,7 @@ def check(study: Study, sets: dict[str, DataSet], say: Say = silent) -> Checked:
             data, probe = plan.pretraining_data(arm, fold), settings.probe
             try:
                 shards = opened[plan.part(arm, "pretrain", fold)] = open_training(data)
+                _check_no_test_images(data, [opened[plan.part(name, "test", fold)] for name in sets])
                 stage.check(settings.model_copy(update={"data": data}), shards)
                 if probe:
                     labels_of(open_shards(probe.data, remote) if probe.data else shards)
@@ -160,6 +162,17 @@ def check(study: Study, sets: dict[str, DataSet], say: Say = silent) -> Checked:
         except UserError as error:
             raise UserError(f"evaluators.{task.evaluator}, {task.arm}: {error}") from None
     return Checked(plan, opened, missing)
+
+
+def _check_no_test_images(data: DataConfig, tests: Sequence[ShardSet]) -> None:
+    """Refuse to pretrain on a test set, or on the whole of images of which it is a part."""
+    places = (data.train,) if isinstance(data.train, str) else tuple(part.shards for part in data.train)
+    for test in tests:
+        for place in places:
+            if place == test.spec:
+                raise UserError(f"data.train={place} is the test set")
+            if f"{place}#test" == test.spec:
+                raise UserError(f"data.train={place} includes the test images, {test.spec}; name {place}#train instead")
 
 
 def _with_labels(study: Study, remote: RemoteConfig) -> Study:

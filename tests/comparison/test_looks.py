@@ -129,3 +129,24 @@ def test_nothing_is_added_to_what_is_decided_or_where_no_seeds_would_decide(mini
     (head,) = summarize(found).headlines
     assert head.outcome == "undecided" and head.estimate.half_width is not None
     assert looks.extend(study, found) is None, "more test images would decide it, more seeds would not"
+
+
+def test_a_dataset_that_no_seeds_would_decide_does_not_stop_the_others(
+    mini: Mini, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    study = replace(load_comparison(mini(evaluators={"fine_tune": {}}, seeds=[0, 1, 2, 3])), max_seeds=16)
+    study = replace(study, looks=(Look(seeds=4, pretrainings=1, outcomes={}),))
+    gains = (0.1, -0.1, 0.1, -0.1)
+    rows_of_both = [
+        row(arm, 5, seed, 0.5 + (gain if arm == "ssl" else 0), data=data)
+        for data in ("a", "b")
+        for arm in ("ssl", "scratch")
+        for seed, gain in enumerate(gains)
+    ]
+    found = read([write_comparison(tmp_path / "both", rows_of_both)])
+    plans = iter([(None, 1000), (5, None)])
+    monkeypatch.setattr(looks.statistics, "plan", lambda estimate, margin: next(plans))
+    more = looks.extend(study, found)
+    assert more and len(more.comparison.seeds) == 9
+    monkeypatch.setattr(looks.statistics, "plan", lambda estimate, margin: (None, 1000))
+    assert looks.extend(study, found) is None

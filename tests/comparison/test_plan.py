@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -79,9 +80,23 @@ def test_seeds_use_the_pretrainings_in_turn() -> None:
     assert plan.budgets_and_seeds(tasks["few_shot-pixels-5"])[1] == dict.fromkeys((1, 2, 3, 4), 5)
 
 
-def test_there_are_no_more_pretrainings_than_seeds() -> None:
-    for keys in (("seeds=[0,1]",), ("frozen_seeds=[0,1]",)):
-        assert plan_of("pretrainings=9", *keys).study.comparison.pretrainings == 2
+def test_more_pretrainings_than_seeds_are_refused() -> None:
+    for key in ("seeds", "frozen_seeds"):
+        with pytest.raises(UserError, match=f"3 pretrainings need as many {key}, of which there are 2"):
+            plan_of("pretrainings=3", f"{key}=[0,1]")
+
+
+def test_added_pretrainings_are_evaluated() -> None:
+    """As `looks.extend` adds one: the new seeds use it, and those measured before keep theirs."""
+    plan = plan_of("pretrainings=2", "seeds=[0,1,2,3]", "frozen_seeds=[0,1,2,3]")
+    seeds = tuple(range(6))
+    changes = {"pretrainings": 3, "seeds": seeds, "frozen_seeds": seeds, "assigned": (0, 1, 0, 1, 2, 2)}
+    more = plan.study.comparison.model_copy(update=changes)
+    plan = replace(plan, study=replace(plan.study, comparison=more))
+    frozen = {task.seed: task for task in plan.tasks if (task.arm, task.evaluator) == ("ssl", "few_shot")}
+    covered = {seed: [*plan.budgets_and_seeds(task)[1]] for seed, task in frozen.items()}
+    assert covered == {0: [0, 2], 1: [1, 3], 2: [4, 5]}
+    assert {task.after for task in frozen.values()} == {(f"pretrain-ssl-{seed}",) for seed in (0, 1, 2)}
 
 
 def test_every_fold_has_its_own_pretrainings_sweeps_and_evaluations() -> None:

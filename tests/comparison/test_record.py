@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+from PIL import Image
+
 from ssl_vit.comparison import run as comparison
 from ssl_vit.comparison.config import load_comparison
 from ssl_vit.comparison.record import record_of
 from ssl_vit.comparison.suites import prepare
+from ssl_vit.interfaces import UserError
 
 
 def pretrained_elsewhere(*keys: str) -> set[str]:
@@ -23,9 +27,23 @@ def test_every_arm_that_pretrains_on_other_data_is_recorded(few_digits: Path, tm
     train, test = (f"{few_digits}/{part}" for part in ("train", "test"))
     keys = [f"run={tmp_path}", f"data={{train: {train}, test: {test}, folds: []}}"]
     assert pretrained_elsewhere(*keys) == set()
-    assert pretrained_elsewhere(*keys, f"arms.supervised.data.train={test}") == set(), "evaluation reads them too"
+    assert pretrained_elsewhere(*keys, "arms.supervised.data.samples=100") == {"supervised"}
     other = tmp_path / "other"
     other.mkdir()
     (other / "0.tar").symlink_to(next(Path(train).glob("*.tar")))
     classes = "arms.supervised.objective.classes=10"
     assert pretrained_elsewhere(*keys, f"data.pretrain={other}", classes) == {"ssl", "supervised"}
+
+
+def test_pretraining_on_test_images_is_refused(few_digits: Path, tmp_path: Path) -> None:
+    train, test = (f"{few_digits}/{part}" for part in ("train", "test"))
+    keys = [f"run={tmp_path}", f"data={{train: {train}, test: {test}, folds: []}}"]
+    with pytest.raises(UserError, match=r"arms\.supervised: data\.train=.*/test is the test set"):
+        pretrained_elsewhere(*keys, f"arms.supervised.data.train={test}")
+    for number in range(40):
+        path = tmp_path / "mine" / "ab"[number % 2] / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("L", (8, 8), number).save(path)
+    keys[1] = "data={{train: {0}#train, test: {0}#test, folds: [], pretrain: {0}}}".format(mine := tmp_path / "mine")
+    with pytest.raises(UserError, match=f"data.train={mine} includes the test images, {mine}#test; name {mine}#train"):
+        pretrained_elsewhere(*keys)
