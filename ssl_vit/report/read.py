@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from operator import attrgetter
 from pathlib import Path
 from typing import Literal
 
@@ -31,6 +32,7 @@ from ssl_vit.report.runs import Run, pictures, read_run
 from ssl_vit.results import Result, Table
 
 PLAN = "plan.json"
+_cell = attrgetter("data", "evaluator", "arm", "labels_per_class", "seed", "fold")
 OBJECTIVES = {
     "masked_patch": "masked patch prediction",
     "lejepa": "LeJEPA",
@@ -107,11 +109,7 @@ class Comparison:
     def arms(self) -> tuple[str, ...]:
         """Arms in the recipe's order, then the reference rows that were measured, without controls."""
         measured = set(self.table.frame["arm"])
-        others = [
-            reference.name
-            for reference in self.record.references
-            if reference.name in measured and reference.kind != "control"
-        ]
+        others = [row.name for row in self.record.references if row.name in measured and row.kind != "control"]
         return (*(arm.name for arm in self.record.arms), *others)
 
     @property
@@ -123,12 +121,13 @@ class Comparison:
 
     @property
     def tested(self) -> tuple[str, ...]:
-        """Arms under test: pretrained without labels, else given weights; of separate runs the first."""
+        """Arms under test: pretrained without labels, else given weights, else the first one with pretraining."""
         arms = self.record.arms
         if self.separate:
             return (arms[0].name,)
         unsupervised = [arm.name for arm in arms if arm.kind == "pretrained" and not arm.uses_labels]
-        return tuple(unsupervised or [arm.name for arm in arms if arm.kind == "weights"] or [arms[0].name])
+        given = [arm.name for arm in arms if arm.kind == "weights"]
+        return tuple(unsupervised or given or [arm.name for arm in arms if arm.kind != "scratch"][:1])
 
     def pretraining(self, arm: str) -> RunSummary | None:
         """The first pretraining of an arm."""
@@ -211,6 +210,7 @@ def read_comparison(path: Path) -> Comparison:
     record = records.read(path / PLAN, ComparisonRecord)
     tasks: dict[str, TaskResult] = {}
     rows: list[tuple[Result, Path]] = []
+    planned = {_cell(task) for task in record.tasks if task.kind == "measure"}
     for task in record.tasks:
         file = path / "tasks" / f"{task.id}.json"
         with suppress(UserError, FileNotFoundError):  # missing or damaged; `compare` runs the task again
@@ -218,7 +218,8 @@ def read_comparison(path: Path) -> Comparison:
             finished = records.read(file, TaskResult, about)
             if finished.fingerprint == task.fingerprint:
                 tasks[task.id] = finished
-                rows += [(row, file) for row in task_rows]
+                # Not the winner of an older sweep at a label budget that is no longer measured.
+                rows += [(row, file) for row in task_rows if task.kind != "sweep" or _cell(task) in planned]
     drawn = {task.arm: tasks[task.id].pictures for task in record.tasks if task.id in tasks and task.kind == "pictures"}
     runs: dict[str, Run] = {}
     for arm in record.arms:

@@ -32,9 +32,8 @@ def self_tests(comparison: Comparison) -> list[SelfTest]:
     for place, budgets in rows_by_place(comparison).items():
         measured = Measured(comparison, place, budgets)
         pairs = [(SAME, reference.name, reference.repeats) for reference in record.references if reference.repeats]
-        labeled = [
-            arm.name for arm in record.arms if arm.uses_labels and f"pretraining of {arm.name}" not in record.data
-        ]
+        ours = [arm.name for arm in record.arms if arm.kind == "pretrained" and arm.uses_labels]
+        labeled = [name for name in ours if f"pretraining of {name}" not in record.data]
         supervised = [arm for arm in labeled if arm in measured.arms]
         if place in headlines and supervised and (baseline := baseline_of(comparison, supervised[0], measured.arms)):
             pairs.append((BETTER, supervised[0], baseline))

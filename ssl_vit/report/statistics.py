@@ -166,17 +166,21 @@ def _quantile(freedom: float, confidence: float) -> float:
 def balanced(values_XSM: np.ndarray, labels_M: np.ndarray) -> np.ndarray:
     """Values whose mean over images is the mean of the per-class means, float64 (..., S, M).
 
-    The classes are fixed: only the spread within each class counts as variation between images.
+    The classes are fixed: only the spread within each class counts as variation between images. Deviations from the
+    mean of a class of n images are scaled by sqrt(n / (n - 1)), because that mean is estimated from them. Classes with
+    a single image have no spread of their own; the spread between these images stands for it.
 
     values_XSM: (..., S, M), by seed and test image.
     labels_M: int64 (M,), classes of the test images.
     """
     _, index, counts = np.unique(labels_M, return_inverse=True, return_counts=True)
     weights = len(labels_M) / (len(counts) * counts[index])
+    _, group, sizes = np.unique(np.where(counts[index] == 1, -1, index), return_inverse=True, return_counts=True)
     values = np.asarray(values_XSM, dtype=np.float64)
-    of_class = np.eye(len(counts))[index] / counts  # (M, classes)
-    centers = (values.mean(axis=-2) @ of_class)[..., None, index]
-    return np.asarray((values * weights).mean(axis=(-2, -1), keepdims=True) + weights * (values - centers))
+    means = values @ (np.eye(len(sizes))[group] / sizes)  # (..., S, groups)
+    between = (means - means.mean(axis=-2, keepdims=True))[..., group]
+    within = (values - means[..., group]) * np.sqrt(sizes / np.maximum(sizes - 1, 1))[group]
+    return np.asarray((values * weights).mean(axis=(-2, -1), keepdims=True) + weights * (between + within))
 
 
 def holm(estimates: Sequence[Estimate], confidence: float = 0.95) -> list[Estimate]:
@@ -243,8 +247,12 @@ def label_efficiency(accuracy_S: np.ndarray, curve_SB: np.ndarray, labels_B: np.
     curve_SB = np.stack([curve_SB[:, of_B == place].mean(axis=1) for place in range(len(labels_B))], axis=1)
 
     def needed(accuracy: float, curve_B: np.ndarray) -> float:
-        rising, first = np.unique(np.maximum.accumulate(curve_B), return_index=True)
-        return float(np.exp(np.interp(accuracy, rising, np.log(labels_B[first]), left=-np.inf, right=np.inf)))
+        rising = np.maximum.accumulate(curve_B)
+        above = int(np.searchsorted(rising, accuracy))  # the first label budget that is as accurate
+        if above == len(rising) or (above == 0 and accuracy < rising[0]):
+            return math.inf if above else 0.0
+        below = max(above - 1, 0)
+        return float(np.exp(np.interp(accuracy, rising[[below, above]], np.log(labels_B[[below, above]]))))
 
     found, S = needed(accuracy_S.mean(), curve_SB.mean(axis=0)), len(accuracy_S)
     if S < 2:

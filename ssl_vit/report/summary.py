@@ -205,7 +205,10 @@ class Measured:
         self.comparison, self.place, self.budgets = comparison, place, budgets
         self.weighted = comparison.record.metrics[place.data] == "mean_per_class"
         self.arms = [arm for arm in comparison.arms if any(arm in arms for arms in budgets.values())]
-        self.pretrained = {arm.name for arm in comparison.record.arms if arm.kind == "pretrained"}
+        record = comparison.record
+        self.pretrained = {arm.name for arm in record.arms if arm.kind != "scratch"}
+        # Rows whose seeds share encoders: an untrained encoder has as many initializations as arms have pretrainings.
+        self.encoders = self.pretrained | {row.name for row in record.references if row.kind == "untrained"}
         classes, counts = comparison.classes(place.data), comparison.table.frame["labels"]
         self.labels: dict[Budget, float] = {}
         for budget, arms in budgets.items():
@@ -216,7 +219,7 @@ class Measured:
         for budget, arms in self.budgets.items():
             for arm in (arm for arm in self.arms if arm in arms):
                 rows = [*arms[arm].values()]
-                units = [pretraining_seed for pretraining_seed, _ in arms[arm]] if arm in self.pretrained else None
+                units = [pretraining_seed for pretraining_seed, _ in arms[arm]] if arm in self.encoders else None
                 estimate = mean_accuracy(self.comparison.table, rows, weighted=self.weighted, pretrainings=units)
                 yield Accuracy(self.place, budget, self.labels[budget], arm, len(rows), estimate)
 
@@ -227,6 +230,7 @@ class Measured:
         values, units, fixed = cells
         ours, theirs = values.mean(axis=0)
         estimate = statistics.crossed_mean(ours - theirs, confidence=self.comparison.confidence, pretrainings=units)
+        weighted = [statistics.unit_means(side, units) if units else side for side in (ours, theirs)]
         yield Difference(
             place=self.place,
             labels_per_class=budgets[0] if len(budgets) == 1 else "mean",
@@ -236,7 +240,7 @@ class Measured:
             estimate=estimate,
             against=against,
             role=role,
-            means=(float(ours.mean()), float(theirs.mean())),
+            means=(float(weighted[0].mean()), float(weighted[1].mean())),
             unit="pretraining" if units else "seed",
             within_variance=statistics.within_variance((ours - theirs).mean(axis=1), units) if units else 0.0,
             fixed=fixed,
@@ -273,9 +277,10 @@ class Measured:
         values = correct.reshape(len(budgets), 2, len(keys), -1).astype(np.float64)
         if self.weighted:
             values = statistics.balanced(values, classes)
-        arms = [(side, name) for side, name in enumerate((arm, against)) if name in self.pretrained]
+        arms = [(side, name) for side, name in enumerate((arm, against)) if name in self.encoders]
         pretraining_seeds = [[key[side] for key in keys] for side, _ in arms]
-        fixed = [name for (_, name), own in zip(arms, pretraining_seeds, strict=True) if len(set(own)) == 1]
+        once = [name for (_, name), own in zip(arms, pretraining_seeds, strict=True) if len(set(own)) == 1]
+        fixed = [name for name in once if name in self.pretrained]
         return values, statistics.units_of(*pretraining_seeds), tuple(fixed)
 
 

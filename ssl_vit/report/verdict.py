@@ -148,7 +148,7 @@ def _plan(comparison: Comparison, head: Difference) -> str:
     if head.estimate.half_width is None:
         if head.estimate.units < 2:
             return "There is no interval: run at least 3 seeds."
-        return "All seeds and test images gave the same difference, so no interval can be estimated."
+        return "The estimated variance is zero, so there is no interval."
     units, images = plan(head.estimate, comparison.record.margin)
     more = [f"{units:,} more {head.unit}s"] if units else []
     more += [f"{images:,} more test images"] if images else []

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from ssl_vit import records
+from ssl_vit import records, results
 from ssl_vit.files import sha256, write_json
 from ssl_vit.interfaces import UserError
 from ssl_vit.records import RunSummary
 from ssl_vit.report.read import read
 from ssl_vit.report.runs import read_run
 from ssl_vit.report.tables import cost_table
-from tests.report.made import two_arms, write_comparison, write_run
+from tests.report.made import SWEEP, row, two_arms, write_comparison, write_run
 
 
 def test_a_run_that_was_killed_and_resumed(tmp_path: Path) -> None:
@@ -115,3 +115,13 @@ def test_files_of_another_version_are_refused_in_one_sentence(tmp_path: Path) ->
     (run / "summary.json").write_text('{"name": "a", "pieces": 3}')
     with pytest.raises(UserError, match=r"summary\.json: written by another version"):
         read([run])
+
+
+def test_the_winner_of_an_older_sweep_is_not_a_result_at_a_budget_that_is_no_longer_measured(tmp_path: Path) -> None:
+    for number, (budgets, kept) in enumerate((((5, 10), True), ((10, 20), False))):
+        folder = write_comparison(tmp_path / str(number), two_arms(budgets=budgets), sweeps={"ssl": SWEEP})
+        for task, rows in (("digits-fine_tune-ssl-5-0-0", []), ("sweep-ssl", [row("ssl", 5, 0, 0.9)])):
+            file = folder / "tasks" / f"{task}.json"
+            if file.exists():  # the sweep trained that model already
+                results.save(file, rows, **results.load(file)[1])
+        assert (0.9 in [one.accuracy for one in read([folder]).table.results]) == kept

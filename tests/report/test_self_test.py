@@ -23,7 +23,8 @@ def made(folder: Path, repeated: float, supervised: float, **changes: Any) -> Co
     for seed in range(4):
         rows.append(row("control", 5, seed, 0.5 + 0.01 * seed + repeated, images=100))
         rows.append(row("supervised", 5, seed, 0.5 + 0.01 * seed + supervised, images=100))
-    return read([write_comparison(folder, rows, arms=(*ARMS, SUPERVISED), references=(REPEATED,), **changes)])
+    given = {"arms": (*ARMS, SUPERVISED), "references": (REPEATED,)} | changes
+    return read([write_comparison(folder, rows, **given)])
 
 
 def test_a_repetition_is_no_better_and_all_labels_are(tmp_path: Path) -> None:
@@ -46,7 +47,10 @@ def test_failed_tests_are_cautions(tmp_path: Path) -> None:
 
 def test_labels_of_other_images_need_not_help(tmp_path: Path) -> None:
     data = {"pretraining of supervised": DataRecord(path="other", samples=9)}
-    (same,) = self_tests(made(tmp_path, repeated=0.0, supervised=0.0, data=data))
+    (same,) = self_tests(made(tmp_path / "other", repeated=0.0, supervised=0.0, data=data))
+    assert same.expected == SAME
+    given = SUPERVISED.model_copy(update={"kind": "weights"})
+    (same,) = self_tests(made(tmp_path / "given", repeated=0.0, supervised=0.0, arms=(*ARMS, given)))
     assert same.expected == SAME
 
 

@@ -205,3 +205,28 @@ def test_the_interval_of_label_efficiency_resamples_seeds() -> None:
     labels, low, high = label_efficiency(0.45 + 0.03 * generator.normal(size=8), curve, np.array([5.0, 10.0, 20.0]))
     assert 5 < low < labels < high < 20
     assert math.isnan(label_efficiency(np.array([0.45]), curve[:1], np.array([5.0, 10.0, 20.0]))[1])
+
+
+@pytest.mark.parametrize(("curve", "accuracy", "expected"), [
+    ([0.5, 0.48, 0.7], 0.6, 250**0.5),  # between 10 labels, where nothing was gained, and 25
+    ([0.5, 0.5, 0.7], 0.501, 10 * 2.5**0.005),
+    ([0.5, 0.5, 0.7], 0.5, 5),
+])  # fmt: skip
+def test_label_efficiency_on_a_curve_that_does_not_rise_everywhere(
+    curve: list[float], accuracy: float, expected: float
+) -> None:
+    found = label_efficiency(np.array([accuracy] * 3), np.array([curve] * 3), np.array([5.0, 10.0, 25.0]))
+    assert found[0] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("classes", "each"), [(100, 1), (50, 2), (20, 5)])
+def test_few_images_per_class_do_not_make_the_interval_of_the_per_class_mean_too_narrow(
+    classes: int, each: int
+) -> None:
+    generator, labels, found = np.random.default_rng(0), np.repeat(np.arange(classes), each), []
+    for _ in range(300):
+        image = 0.4 * generator.normal(size=len(labels))
+        values = image + 0.3 * generator.normal(size=(5, len(labels)))
+        found.append(crossed_mean(balanced(values, labels)))
+    errors = np.mean([one.standard_error or 0 for one in found])
+    assert errors == pytest.approx(np.std([one.mean for one in found]), rel=0.1)

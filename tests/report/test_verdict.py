@@ -214,3 +214,35 @@ def test_every_data_set_has_its_headline_adjusted_for_their_number(folder: Path)
     alone = summary(folder.parent / "alone", two_arms(0.2)).headlines[0].estimate
     found = summary(folder.parent / "both", rows).headlines[0].estimate
     assert found.half_width and alone.half_width and found.half_width >= alone.half_width
+
+
+def test_supervised_pretraining_alone_is_compared_with_scratch_in_any_order(folder: Path) -> None:
+    rows = [replace(one, arm="supervised") if one.arm == "ssl" else one for one in two_arms(0.2)]
+    for number, arms in enumerate(((ARMS[1], SUPERVISED), (SUPERVISED, ARMS[1]))):
+        assert said(folder / str(number), rows, arms=arms).startswith("Supervised pretraining is better than")
+
+
+def test_given_weights_are_one_pretraining(folder: Path) -> None:
+    given = ArmRecord(name="ssl", label="mine", kind="weights", run="mine", architecture=ARMS[0].architecture)
+    head = summary(folder, two_arms(0.2), arms=(given, ARMS[1])).headlines[0]
+    assert (head.unit, head.fixed) == ("seed", ("ssl",))
+
+
+def test_initializations_are_the_unit_of_an_untrained_encoder(folder: Path) -> None:
+    rows = [
+        row(arm, 5, seed, 0.5 + gain, evaluator="few_shot", pretraining_seed=seed % 2)
+        for arm, gain in (("ssl", 0.2), ("untrained", 0.0))
+        for seed in range(6)
+    ]
+    found = summary(folder, rows, arms=ARMS[:1])
+    assert {one.arm: one.estimate.units for one in found.accuracies} == {"ssl": 2, "untrained": 2}
+    assert found.headlines[0].fixed == ()
+
+
+def test_the_accuracies_of_a_headline_differ_by_its_estimate(folder: Path) -> None:
+    """Three pretrainings of eight seeds: one has fewer seeds than the others."""
+    rows = [row("ssl", 5, seed, (0.9, 0.7, 0.5)[seed % 3], pretraining_seed=seed % 3) for seed in range(8)]
+    rows += [row("scratch", 5, seed, 0.5) for seed in range(8)]
+    head = summary(folder, rows).headlines[0]
+    assert head.means == pytest.approx((0.7, 0.5))
+    assert head.means[0] - head.means[1] == pytest.approx(head.estimate.mean)
