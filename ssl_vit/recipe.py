@@ -42,7 +42,7 @@ class Recipe(Config):
 
     name: str
     run: str = ""
-    seed: int = Field(0, ge=0, lt=2**32)
+    seed: int = Field(0, ge=0, lt=2**31)  # each process adds its number
     init_from: str | None = None
     data: DataConfig
     encoder: EncoderConfig = EncoderConfig()

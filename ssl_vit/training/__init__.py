@@ -105,7 +105,7 @@ class ProbeConfig(Config):
     every: steps between probes (and one at the end).
     data: labeled shards (None: the run's own training shards).
     labels_per_class: labeled images to fit to.
-    images: how many others of these shards are scored, at most.
+    images: how many others of these shards are scored, at most (but at least one per class).
     pooling: as in the evaluator `few_shot`.
     l2: as in the evaluator `few_shot`.
     patience: probes in a row without a new best after which training ends (None: never). It looks at held-out training
