@@ -116,13 +116,13 @@ def events(run: Path) -> list[dict[str, object]]:
         (["justaword"], ["justaword", "key=value"]),
         (["optim.lr=.inf"], ["optim.lr", "finite number"]),
         (["optim.weight_decay=.nan"], ["optim.weight_decay", "finite number"]),
-        (["seed=100000000000000000000000000"], ["seed", "less than 4294967296"]),
+        (["seed=100000000000000000000000000"], ["seed", "less than 2147483648"]),
         (["training.batch_size=100000000000000"], ["training.batch_size", "less than or equal to"]),
         (["encoder.width=100000000"], ["encoder.width", "less than or equal to"]),
         (["data.cache_mb=99999999999"], ["data.cache_mb", "less than or equal to"]),
     ],
 )
-def test_wrong_settings_are_named_with_their_mend(
+def test_wrong_settings_are_named_with_a_fix(
     call: Call, shards: Path, more: list[str], expected: list[str]
 ) -> None:
     code, text = call(*keys(shards, *more))
