@@ -122,9 +122,7 @@ def events(run: Path) -> list[dict[str, object]]:
         (["data.cache_mb=99999999999"], ["data.cache_mb", "less than or equal to"]),
     ],
 )
-def test_wrong_settings_are_named_with_a_fix(
-    call: Call, shards: Path, more: list[str], expected: list[str]
-) -> None:
+def test_wrong_settings_are_named_with_a_fix(call: Call, shards: Path, more: list[str], expected: list[str]) -> None:
     code, text = call(*keys(shards, *more))
     assert code == 2
     assert text.startswith("error: ") and "Traceback" not in text and len(text.splitlines()) <= 3
