@@ -28,7 +28,7 @@ from ssl_vit.models import EncoderConfig, factory
 from ssl_vit.recipe import Recipe
 from ssl_vit.training.callbacks import Checkpointing, Logging, NanGuard, Pictures, StopOnSignal
 from ssl_vit.training.distributed import Engine, make_accelerator
-from ssl_vit.training.flops import training_flops
+from ssl_vit.training.flops import training_flops, unused_parameters
 from ssl_vit.training.loop import Job
 
 
@@ -64,6 +64,8 @@ def build(
     if training.checkpoint_activations:
         _checkpoint_activations(encoder, accelerator)
     objective = build_objective(settings, encoder, classes or named)
+    for name in unused_parameters(objective, settings.data.views):
+        objective.get_parameter(name).requires_grad_(False)  # DDP would wait for its gradient
     needs_labels = getattr(objective, "needs_labels", False)
     if needs_labels and shards.conflict:
         raise UserError(shards.conflict)

@@ -1,4 +1,4 @@
-"""How many floating-point operations a training step costs, counted by torch on tensors that hold no numbers."""
+"""What a training step costs and which parameters it trains, by a pass on tensors that hold no numbers."""
 
 from __future__ import annotations
 
@@ -22,20 +22,32 @@ def training_flops(objective: nn.Module, views: int = 1) -> float:
     is computed, and torch's generator stays where it was. Objectives of the same modules, parameters and settings are
     counted once, because an evaluator trains many.
     """
+    return _passed(objective, views)[0]
+
+
+def unused_parameters(objective: nn.Module, views: int = 1) -> list[str]:
+    """Names of the parameters that require a gradient and get none, such as the head of a CNN whose patches are read.
+
+    views: views of each image (`data.views`).
+    """
+    return _passed(objective, views)[1]
+
+
+_known: dict[str, tuple[float, list[str]]] = {}
+
+
+def _passed(objective: nn.Module, views: int) -> tuple[float, list[str]]:
     config = getattr(objective, "config", None)
     if config is None:  # nothing says what the objective does with its modules
-        return _count(objective, views)
+        return _pass(objective, views)
     parameters = [(name, p.shape, p.requires_grad) for name, p in objective.named_parameters()]
     key = f"{objective} {config} {objective.encoder.image_size} {views} {parameters}"  # type: ignore[union-attr]
-    if key not in _counted:
-        _counted[key] = _count(objective, views)
-    return _counted[key]
+    if key not in _known:
+        _known[key] = _pass(objective, views)
+    return _known[key]
 
 
-_counted: dict[str, float] = {}
-
-
-def _count(objective: nn.Module, views: int) -> float:
+def _pass(objective: nn.Module, views: int) -> tuple[float, list[str]]:
     replica = copy.deepcopy(objective).to("meta").train()
     replica.encoder.network.set_grad_checkpointing(False)  # type: ignore[union-attr, operator]  # what is computed twice counts once
     height, width = replica.encoder.image_size  # type: ignore[union-attr, misc]
@@ -54,6 +66,8 @@ def _count(objective: nn.Module, views: int) -> float:
         lane_size=_IMAGES * views,
         views=views,
     )
-    with torch.random.fork_rng(devices=[]), FlopCounterMode(display=False) as counter:
+    # The default device may be meta here (`stage.check`), but what an objective draws has to have a value.
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"), FlopCounterMode(display=False) as counter:
         replica(batch).loss.backward()
-    return counter.get_total_flops() / _IMAGES
+    unused = [name for name, p in replica.named_parameters() if p.requires_grad and p.grad is None]
+    return counter.get_total_flops() / _IMAGES, unused

@@ -60,6 +60,21 @@ def test_all_processes_end_with_the_running_statistics_that_are_saved(
     assert main["own"] != other["own"] and main["own"] == main["shared"] == other["shared"]
 
 
+def test_a_head_that_nothing_reads_does_not_stop_two_processes(world: World, digits: Path, tmp_path: Path) -> None:
+    """The norm in the head of a ConvNeXt gets no gradient where its patches are read."""
+    path = tmp_path / "convnext.yaml"
+    path.write_text(
+        f"name: convnext\nrun: {tmp_path}/run\n"
+        f"data: {{train: {digits}/train, workers: 0}}\n"
+        "encoder: {name: test_convnext, image_size: 32}\n"
+        "objective: {name: classification, pooling: patches}\n"
+        "training: {batch_size: 16, steps: 3}\n"
+    )
+    both = world(2, "command_line", "train", path)
+    assert [process.wait() for process in both] == [0, 0], both[0].text + both[1].text
+    assert [row["step"] for row in rows(tmp_path / "run")][-1] == 3
+
+
 @pytest.fixture(scope="module")
 def trained(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = tmp_path_factory.mktemp("trained") / "run"

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
+from ssl_vit.models.timm_encoder import TimmEncoder
 from ssl_vit.objectives import classification, masked_patch
-from ssl_vit.training.flops import training_flops
+from ssl_vit.training.flops import training_flops, unused_parameters
 
 
 def test_a_vit_costs_what_its_matrices_say(make_encoder: Callable[..., Any]) -> None:
@@ -45,3 +46,15 @@ def test_what_changes_the_count_is_counted_again(make_encoder: Callable[..., Any
     assert count() == count()
     counts = [count(), count("mlp"), count(frozen=True), count(image_size=32), count(class_token=False)]
     assert len(set(counts)) == len(counts)
+
+
+def test_parameters_without_a_gradient_are_found(make_encoder: Callable[..., Any]) -> None:
+    def unused(encoder: Any, pooling: str) -> list[str]:
+        config = classification.Config(head="linear", pooling=pooling)
+        return unused_parameters(classification.Objective(encoder, config, 5))
+
+    convnext = TimmEncoder("test_convnext", {}, 0.5, 0.5, 64)
+    assert unused(convnext, "mean") == []
+    assert unused(convnext, "patches") == [f"encoder.network.head.norm.{name}" for name in ("weight", "bias")]
+    assert all(unused(make_encoder(), pooling) == [] for pooling in ("token", "mean", "patches"))
+    assert unused(make_encoder().requires_grad_(False), "mean") == []
