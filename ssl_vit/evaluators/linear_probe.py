@@ -22,6 +22,7 @@ from ssl_vit.evaluators.features import FeatureConfig, Features, ImageSet
 from ssl_vit.interfaces import UserError
 from ssl_vit.models import EncoderConfig
 from ssl_vit.models.factory import at_size
+from ssl_vit.objectives import classification
 from ssl_vit.recipe import Recipe
 from ssl_vit.results import Prediction
 
@@ -57,6 +58,8 @@ class Config(FeatureConfig, LabeledConfig, TrainedConfig):
     def _check_pooling(self) -> Self:
         if self.method == "lars" and (self.pooling == "both" or self.block is not None):
             raise ValueError("method=lars reads the model's output pooled as token, mean or patches")
+        if self.head.pooling not in (classification.Config().pooling, self.pooling):
+            raise ValueError(f"head.pooling={self.head.pooling}: set pooling={self.head.pooling} instead")
         return self
 
 

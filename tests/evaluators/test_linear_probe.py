@@ -19,6 +19,7 @@ from ssl_vit.evaluators import runner
 from ssl_vit.evaluators.features import EvalContext
 from ssl_vit.evaluators.labels import held_out_split, labels_of
 from ssl_vit.evaluators.linear_probe import Config, Evaluator
+from ssl_vit.interfaces import UserError
 from ssl_vit.models import factory
 from ssl_vit.objectives import classification
 from ssl_vit.recipe import validate
@@ -83,6 +84,14 @@ def test_a_fit_that_stopped_early_says_so(array_context: Build) -> None:
     train = (features(LABELS, 1), LABELS)
     notes = {n: probe(array_context, train, train, sweep={}, max_iterations=n).notes for n in (3, 1000)}
     assert "before it had converged" in notes[3][0] and notes[1000] == ()
+
+
+def test_one_key_sets_the_pooling() -> None:
+    config = validate(Config, {"method": "lars", "pooling": "patches"})
+    assert config.head.pooling == "token", "the default of the head says nothing"
+    assert validate(Config, config.model_dump()) == config
+    with pytest.raises(UserError, match=r"head\.pooling=patches: set pooling=patches"):
+        validate(Config, {"method": "lars", "head": {"pooling": "patches"}})
 
 
 def test_the_probe_by_lars_learns_on_frozen_features(trained: Path) -> None:
