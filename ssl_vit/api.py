@@ -174,6 +174,9 @@ def evaluate(
     """
     given, run = loaded.load(model), model if isinstance(model, Path) else None
     module, settings = plugins.load("evaluators", name), given.settings
+    place = test.removesuffix("#test").rstrip("/")
+    if settings and test.endswith("#test") and place in {whole.rstrip("/") for whole in settings.data.places}:
+        raise UserError(f"{run or name} was trained on all of {place}, with the test images; name others (--test)")
     config = recipe.validate(module.Config, recipe.parse_overrides(overrides), f"{name}: ")
     folder = _writable(run / checkpoint.RESULTS) if run else None
     context = make_context(

@@ -152,13 +152,9 @@ def labeled_parts(
     if train is not None and test is not None:
         return str(train), str(test)
     if data is None and train is None:
-        name, place = _own_data(model, "name the data, with --data or data=")
+        _, place = _own_data(model, "name the data, with --data or data=")
         if test is not None:
             return place, str(test)
-        if not place.endswith("#train") and Path(place).name != "train":
-            raise UserError(
-                f"{name} was trained on all of {place}, so no test images are left; name others, with --test or test="
-            )
         data = place
     parts = train_and_test(str(data if train is None else train))
     return (parts[0], str(test)) if test is not None else parts

@@ -89,8 +89,9 @@ def test_all_training_images_leave_none_to_test_on(my_images: Path) -> None:
         "pretrain_vit_tiny", data={"train": str(my_images)}, run="runs/all", quiet=True, **SMALL, **SHORT
     )
     assert run.summary.samples == 40
-    with pytest.raises(UserError, match=r"trained on all of .*my_images.*test"):
-        ssl_vit.evaluate(run, "knn")
+    for given in (None, my_images, f"{my_images}/"):
+        with pytest.raises(UserError, match=r"trained on all of .*my_images.*test"):
+            ssl_vit.evaluate(run, "knn", data=given)
 
 
 def test_embeddings_name_their_files_and_preprocess_gives_the_same_pixels(run: Any, my_images: Path) -> None:

@@ -166,9 +166,8 @@ def check(study: Study, sets: dict[str, DataSet], say: Say = silent) -> Checked:
 
 def _check_no_test_images(data: DataConfig, tests: Sequence[ShardSet]) -> None:
     """Refuse to pretrain on a test set, or on the whole of images of which it is a part."""
-    places = (data.train,) if isinstance(data.train, str) else tuple(part.shards for part in data.train)
     for test in tests:
-        for place in places:
+        for place in data.places:
             if place == test.spec:
                 raise UserError(f"data.train={place} is the test set")
             if f"{place}#test" == test.spec:

@@ -167,3 +167,8 @@ class DataConfig(Config):
             if len({part.weight is None for part in train}) == 2:
                 raise ValueError("give every set of a mixture a weight, or none")
         return train
+
+    @property
+    def places(self) -> tuple[str, ...]:
+        """What `train` names: one place, or those of a mixture."""
+        return (self.train,) if isinstance(self.train, str) else tuple(part.shards for part in self.train)
