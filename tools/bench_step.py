@@ -13,7 +13,7 @@ does; with --peers-keep-memory the others do too.
 MFU is the share of the rate of a large matrix product, measured in the same rounds, that a row reaches when the
 operations of the full model are counted (three times the encoder's forward pass, even if a row computes less). Peers:
 timm's encoder only (loss: the mean of its output) and with a classifier; Hugging Face's masked image model and MAE
-(which encodes a quarter of the patches); lucidrains' masked patch prediction, if its package runs.
+(which encodes a quarter of the patches).
 """
 
 from __future__ import annotations
@@ -96,26 +96,6 @@ def hugging_face(model: str, pixels: torch.Tensor, mae: bool) -> tuple[nn.Module
     return masked, lambda: masked(pixel_values=pixels, bool_masked_pos=where).loss
 
 
-def lucidrains(model: str, pixels: torch.Tensor) -> tuple[nn.Module, Step]:
-    from vit_pytorch import ViT
-    from vit_pytorch.mpp import MPP
-
-    encoder = build(EncoderConfig(name=model))
-    patch, width = encoder.patch_size, encoder.width
-    vit = ViT(
-        image_size=encoder.image_size[0],
-        patch_size=patch,
-        num_classes=CLASSES,
-        dim=width,
-        depth=len(encoder.network.blocks),
-        heads=encoder.heads,
-        mlp_dim=4 * width,
-    )
-    trainer = MPP(transformer=vit, patch_size=patch, dim=width, mask_prob=0.5, random_patch_prob=0.1, replace_prob=0.8)
-    trainer.to(pixels.device)(pixels)  # the published version fails here; the row shows the error
-    return trainer, lambda: trainer(pixels)
-
-
 def masked_patches(model: str, images: torch.Tensor) -> tuple[nn.Module, Step]:
     return ours(masked_patch.Objective(build(EncoderConfig(name=model)), masked_patch.Config()), images)
 
@@ -145,7 +125,6 @@ ROWS: dict[str, Row] = {
     "timm: supervised": on_pixels(timm_supervised),
     "Hugging Face: masked images": on_pixels(hugging_face, mae=False),
     "Hugging Face: MAE, decoder 512x8": on_pixels(hugging_face, mae=True),
-    "lucidrains: masked patches": on_pixels(lucidrains),
 }
 OBJECTIVES = ("masked_patch", "masked_autoencoder", "classification")
 PEERS = ("timm: encoder alone", "timm: supervised", "Hugging Face: masked images")
