@@ -1,4 +1,4 @@
-"""Atomic files: written under a temporary name, flushed to disk, then renamed. Torch-free."""
+"""Files: atomic ones, written under a temporary name, flushed to disk, then renamed; and untrusted ones. Torch-free."""
 
 from __future__ import annotations
 
@@ -19,6 +19,22 @@ if TYPE_CHECKING:
     import numpy as np
 
 _EXPANDED_FREELY, _EXPANSION = 1 << 28, 20  # bytes; larger archives may expand by this factor
+
+
+def expanded(place: str) -> Path:
+    """The path, with `~` and `~USER` replaced where there is such a user."""
+    try:
+        return Path(place).expanduser()
+    except RuntimeError:
+        return Path(place)
+
+
+def exists(path: Path) -> bool:
+    """Whether there is such a file or folder; there is none of a name that the file system does not allow."""
+    try:
+        return path.exists()
+    except OSError:
+        return False
 
 
 @contextmanager
@@ -92,7 +108,7 @@ def read_arrays(path: Path) -> dict[str, np.ndarray]:
         check_archive(path)
         with np.load(path, allow_pickle=False) as archive:
             return {name: archive[name] for name in archive.files}
-    except (MemoryError, EOFError, TypeError, AttributeError, zlib.error, zipfile.BadZipFile) as error:
+    except (MemoryError, EOFError, TypeError, AttributeError, RuntimeError, zlib.error, zipfile.BadZipFile) as error:
         raise ValueError(str(error)) from None
 
 

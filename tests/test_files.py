@@ -6,9 +6,10 @@ import errno
 import os
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from ssl_vit.files import atomic_file, read_json, sha256, write_json, write_text
+from ssl_vit.files import atomic_file, read_arrays, read_json, sha256, write_json, write_text
 
 
 def test_a_disk_that_refuses_leaves_the_old_file_and_nothing_beside_it(
@@ -32,6 +33,17 @@ def test_json_comes_back(tmp_path: Path) -> None:
     content = {"a": [1, 2.5, None], "b": {"c": "ü"}}
     write_json(tmp_path / "x.json", content)
     assert read_json(tmp_path / "x.json") == content
+
+
+def test_an_encrypted_archive_of_arrays_is_a_value_error(tmp_path: Path) -> None:
+    np.savez(tmp_path / "a.npz", a=np.arange(3))
+    assert read_arrays(tmp_path / "a.npz")["a"].tolist() == [0, 1, 2]
+    data = bytearray((tmp_path / "a.npz").read_bytes())
+    for signature, flags in ((b"PK\x03\x04", 6), (b"PK\x01\x02", 8)):
+        data[data.index(signature) + flags] |= 1
+    (tmp_path / "a.npz").write_bytes(data)
+    with pytest.raises(ValueError, match="encrypted"):
+        read_arrays(tmp_path / "a.npz")
 
 
 def test_two_writers_of_one_file_do_not_share_an_unfinished_one(tmp_path: Path) -> None:

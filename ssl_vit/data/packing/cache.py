@@ -19,15 +19,19 @@ import warnings
 from pathlib import Path
 from typing import TextIO
 
+from filelock import FileLock
+
 from ssl_vit.data.packing import pack, packing_plan
 from ssl_vit.data.packing.plan import Options
 from ssl_vit.data.packing.sources import FOLDER, HUB, list_splits, open_source
 from ssl_vit.data.packing.sources.base import VALIDATION, Source
 from ssl_vit.data.shards.info import ABOUT, INFO, RECORD
+from ssl_vit.files import exists, expanded
 from ssl_vit.interfaces import UserError
 
 HOLDOUT = 0.2  # of each class, for `#test` of data without splits
 _PART = re.compile(r"(?P<place>.+)#(?P<part>[\w.-]+)")
+_SET = re.compile(r".+-[0-9a-f]{16}")  # the name of a folder in the cache; see `_set`
 _held: dict[Path, TextIO] = {}  # locks of the sets that this process uses, until it exits
 
 
@@ -50,19 +54,19 @@ def folder_of(spec: str) -> str:
 
 def split_name(spec: str) -> tuple[str, str]:
     """`PLACE#PART` as (PLACE, PART); PART is "" where the whole place is meant."""
-    match = None if Path(spec).expanduser().exists() else _PART.fullmatch(spec)
+    match = None if exists(expanded(spec)) else _PART.fullmatch(spec)
     return (match["place"], match["part"]) if match else (spec, "")
 
 
 def is_shards(place: str) -> bool:
     """Whether a name is that of shards, or of nothing that exists: then the error is about shards."""
-    path = Path(place).expanduser()
+    path = expanded(place)
+    if not exists(path):
+        return place != "digits" and not re.match(r"[a-z]\w+:(?!//)", place)
     if path.is_dir():
         files = (INFO, ABOUT, RECORD)
         return any((path / name).exists() or any(path.glob(f"*/{name}")) for name in files) or any(path.glob("*.tar"))
-    if path.exists():
-        return path.suffix not in (".parquet", ".arrow")
-    return place != "digits" and not re.match(r"[a-z]\w+:(?!//)", place)
+    return path.suffix not in (".parquet", ".arrow")
 
 
 def parts_of(place: str) -> list[str]:
@@ -76,9 +80,9 @@ def parts_of(place: str) -> list[str]:
 
 def _part_of_shards(folder: Path, part: str) -> Path:
     for name in (part, *(sorted(VALIDATION) if part == "test" else ())):
-        if any((folder / name / file).exists() for file in (INFO, RECORD)):
+        if any(exists(folder / name / file) for file in (INFO, RECORD)):
             return folder / name
-    if folder.exists():
+    if exists(folder):
         raise UserError(f"{folder} holds no shards {part}/; name the shards to train and to test on one by one")
     raise UserError(f"{folder}: no such file or folder; name images (a folder, a parquet file, hf:NAME) or shards")
 
@@ -123,16 +127,17 @@ def _set(place: str, sources: dict[str, Source], options: Options) -> Path:
     parts = ["train", "test"] if options.holdout else list(sources)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        lock = _held.get(folder) or (folder.parent / f".{folder.name}.lock").open("a")
+        lock = _held.get(folder) or (folder.parent / f".{folder.name}.lock").open("a+")  # NFS: shared needs reading
+        fcntl.flock(lock, fcntl.LOCK_SH)
     except OSError as error:
         raise UserError(
             f"{folder.parent}: cannot write there ({error.strerror}); set SSL_VIT_CACHE to a folder"
         ) from None
-    fcntl.flock(lock, fcntl.LOCK_SH)
     while not all((folder / part / INFO).is_file() for part in parts):
         fcntl.flock(lock, fcntl.LOCK_EX)  # others wait until it is packed
-        _make_room(folder, place, sum(source.bytes for source in sources.values()))
-        _pack(place, sources, options, folder)
+        if not all((folder / part / INFO).is_file() for part in parts):
+            _make_room(folder, place, sum(source.bytes for source in sources.values()))
+            _pack(place, sources, options, folder)
         fcntl.flock(lock, fcntl.LOCK_SH)
     _held[folder] = lock
     os.utime(folder)
@@ -156,21 +161,36 @@ def cache() -> Path:
 def _make_room(folder: Path, place: str, needed: int) -> None:
     """Remove the sets that were not used for longest until `needed` bytes fit beside the others; none that a process
     uses. Raises UserError where they do not fit."""
-    limit = float(os.environ.get("SSL_VIT_CACHE_GB") or 50)
-    others = [path for path in folder.parent.iterdir() if path.is_dir() and path != folder]
-    sizes = {path: sum(file.stat().st_size for file in path.rglob("*.tar")) for path in others}
-    for path in sorted(others, key=lambda path: path.stat().st_mtime_ns):
+    try:
+        limit = float(os.environ.get("SSL_VIT_CACHE_GB") or 50)
+    except ValueError:
+        raise UserError(f"SSL_VIT_CACHE_GB={os.environ['SSL_VIT_CACHE_GB']} is not a number (GiB)") from None
+    if needed <= limit * 2**30:
+        with FileLock(folder.parent / ".room.lock"):
+            locks = {path: path.with_name(f".{path.name}.lock") for path in folder.parent.iterdir() if path != folder}
+            others = [path for path, lock in locks.items() if _SET.fullmatch(path.name) and lock.exists()]
+            sizes = {path: sum(file.stat().st_size for file in path.rglob("*.tar")) for path in others}
+            for path in sorted(others, key=lambda path: path.stat().st_mtime_ns):
+                if needed + sum(sizes.values()) <= limit * 2**30:
+                    break
+                if _remove(path, locks[path]):
+                    del sizes[path]
         if needed + sum(sizes.values()) <= limit * 2**30:
             return
-        with (folder.parent / f".{path.name}.lock").open("a") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                continue
-            shutil.rmtree(path)
-            del sizes[path]
-    if needed + sum(sizes.values()) > limit * 2**30:
-        raise UserError(
-            f"{place}: {needed / 2**30:.1f} GiB do not fit into {folder.parent}, which may hold {limit:g} GiB; "
-            "set SSL_VIT_CACHE_GB, or pack it elsewhere with `ssl-vit shards make`"
-        )
+    raise UserError(
+        f"{place}: {needed / 2**30:.1f} GiB do not fit into {folder.parent}, which may hold {limit:g} GiB; "
+        "set SSL_VIT_CACHE_GB, or pack it elsewhere with `ssl-vit shards make`"
+    )
+
+
+def _remove(path: Path, lock: Path) -> bool:
+    """Remove a set, unless a process uses it. Without info.json first: what a killed process leaves is packed again."""
+    with lock.open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        for info in list(path.rglob(INFO)):
+            info.unlink()
+        shutil.rmtree(path)
+    return True

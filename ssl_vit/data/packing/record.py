@@ -40,12 +40,10 @@ def locked(out: Path) -> Iterator[None]:
         out.mkdir(parents=True, exist_ok=True)
         with FileLock(out / _LOCK, timeout=0):
             try:
-                for folder in (out, out / "train", out / "test"):
-                    _remove(folder, "*.tmp")
+                _remove_unfinished(out)
                 yield
             finally:
-                for folder in (out, out / "train", out / "test"):
-                    _remove(folder, "*.tmp")
+                _remove_unfinished(out)
                 (out / _LOCK).unlink(missing_ok=True)
                 if created:
                     with suppress(OSError):  # not empty
@@ -104,6 +102,11 @@ def clear(out: Path, folders: list[Path]) -> None:
             if folder != out:
                 with suppress(OSError):  # not there, or with other files in it
                     folder.rmdir()
+
+
+def _remove_unfinished(out: Path) -> None:
+    for folder in (out, out / "train", out / "test", *out.glob("fold_*")):
+        _remove(folder, "*.tmp")
 
 
 def _remove(folder: Path, pattern: str) -> None:

@@ -109,7 +109,7 @@ def _reserve(folder: Path, part: Path, size: int, remote: RemoteConfig) -> bool:
         shards = [(path.stat(), path) for path in cached if path.suffix != ".part"]
         held = sum(int(path.name.split(".")[-2]) for path in parts) + sum(about.st_size for about, _ in shards)
         limit = int(remote.cache_gb * 2**30)
-        for about, path in sorted(shards, key=lambda shard: shard[0].st_mtime_ns):
+        for about, path in sorted(shards, key=lambda shard: shard[0].st_mtime_ns) if size <= limit else ():
             if held + size <= limit and shutil.disk_usage(folder).free >= size:
                 break
             path.unlink()

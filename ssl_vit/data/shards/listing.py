@@ -13,6 +13,7 @@ import braceexpand
 
 from ssl_vit.data import RemoteConfig
 from ssl_vit.data.shards.info import ABOUT, INFO, MAX_INFO_BYTES, RECORD, Info, local_info, parse_info
+from ssl_vit.files import exists, expanded
 from ssl_vit.interfaces import UserError
 
 _TAR = re.compile(r"\.(tar(\.\w+)?|tgz)$")
@@ -75,13 +76,13 @@ class _Store:
     hint, local = _MAKE_THEM, True
 
     def __init__(self, spec: str) -> None:
-        self.spec, self.path = spec, str(Path(spec).expanduser().absolute())
+        self.spec, self.path = spec, str(expanded(spec).absolute())
 
     def exists(self, path: str) -> bool:
-        return Path(path).exists()
+        return exists(Path(path))
 
     def is_folder(self, path: str) -> bool:
-        return Path(path).is_dir()
+        return self.exists(path) and Path(path).is_dir()
 
     def names(self, folder: str) -> list[str]:
         return [path.name for path in Path(folder).iterdir()]

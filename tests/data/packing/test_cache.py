@@ -133,3 +133,62 @@ def test_the_least_recently_used_set_goes_but_none_that_a_process_uses(
     monkeypatch.setenv("SSL_VIT_CACHE_GB", str(size / 2**30))
     with pytest.raises(UserError, match=r"one: .* do not fit .*SSL_VIT_CACHE_GB"):
         open_shards("one")
+
+
+def test_other_folders_stay_and_nothing_goes_for_what_can_never_fit(
+    tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    thesis = own_cache / "thesis/0.tar"
+    write(thesis, bytes(4096))
+    for name in ("one", "two"):
+        class_folders(tmp_path / name, each=8, first=1000 * len(name))
+    open_shards("one")
+    (one,) = own_cache.glob("one-*")
+    cache._held.clear()  # as in another process
+    monkeypatch.setenv("SSL_VIT_CACHE_GB", "0")
+    with pytest.raises(UserError, match="do not fit"):
+        open_shards("two")
+    assert one.exists()
+    monkeypatch.setenv("SSL_VIT_CACHE_GB", str(sum(file.stat().st_size + 1 for file in one.rglob("*.tar")) / 2**30))
+    open_shards("two")
+    assert thesis.exists() and not one.exists()
+    monkeypatch.setenv("SSL_VIT_CACHE_GB", "much")
+    with pytest.raises(UserError, match="SSL_VIT_CACHE_GB=much is not a number"):
+        open_shards("one")
+
+
+def test_a_set_that_was_half_removed_is_packed_again(
+    tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("one", "two"):
+        class_folders(tmp_path / name, each=8, first=1000 * len(name))
+    before = keys("one")
+    (one,) = own_cache.glob("one-*")
+    tars = len(list(one.rglob("*.tar")))
+    cache._held.clear()  # as in another process
+    monkeypatch.setenv("SSL_VIT_CACHE_GB", str(sum(file.stat().st_size + 1 for file in one.rglob("*.tar")) / 2**30))
+
+    def killed(folder: Path) -> None:
+        next(folder.rglob("*.tar")).unlink()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(cache.shutil, "rmtree", killed)
+        open_shards("two")
+    assert one.exists() and len(list(one.rglob("*.tar"))) == tars - 1
+    assert keys("one") == before
+
+
+def test_a_changed_table_of_images_of_the_same_sizes_is_packed_again(tmp_path: Path) -> None:
+    found = set()
+    for number in range(2):
+        pd.DataFrame({"image": [encoded("BMP", number)]}).to_parquet(tmp_path / "t.parquet")
+        os.utime(tmp_path / "t.parquet", ns=(10**18, 10**18 + number * 10**9))
+        found.add(open_shards("t.parquet").open(0).read(0)["png"])
+    assert len(found) == 2
+
+
+def test_names_that_no_file_system_takes_are_named(tmp_path: Path) -> None:
+    for spec in ("~nosuchuser/x", "x" * 300, f"{'x' * 300}#train"):
+        with pytest.raises(UserError, match="no such"):
+            open_shards(spec)

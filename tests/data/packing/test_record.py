@@ -132,7 +132,8 @@ def test_damaged_shards_and_leftovers_are_written_again(images: Path, packed: Pa
     two.unlink()
     record = out / "train" / "packing.jsonl"
     record.write_text(record.read_text()[:-20])
-    write(out / "train" / "000099.tar.1_2.tmp", b"half")
+    for folder in ("train", "fold_0"):
+        write(out / folder / "000099.tar.1_2.tmp", b"half")
     pack(source, out, OPTIONS)
     assert content(out) == content(packed)
 

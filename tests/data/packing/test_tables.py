@@ -164,3 +164,14 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "bad.parquet").write_bytes(b"not parquet at all")
     with pytest.raises(UserError, match="cannot be read as a dataset"):
         open_source(str(tmp_path / "bad.parquet"))
+
+
+def test_paths_in_a_table_are_relative_to_it(tmp_path: Path) -> None:
+    (tmp_path / "set/img").mkdir(parents=True)
+    (tmp_path / "set/img/0.png").write_bytes(encoded("PNG"))
+    cells = [{"bytes": None, "path": path} for path in ("img/0.png", str(tmp_path / "set/img/0.png"), "img/1.png")]
+    pq.write_table(pa.table({"image": cells}), tmp_path / "set/t.parquet")
+    source = open_source(str(tmp_path / "set/t.parquet"))
+    assert [source.read(row) for row in range(2)] == [(f"row {row}", encoded("PNG")) for row in range(2)]
+    with pytest.raises(BrokenImageError, match="row 2: No such file"):
+        source.read(2)

@@ -45,30 +45,40 @@ def open_table(
     label_column = label_column or _label_column(spec, table)
     classes, labels = _labels(spec, table, list(tables.values()), label_column) if label_column else (None, None)
     name = f"{spec if path is None else path.resolve().name} (datasets{part and f', split {part}'})"
-    reader = partial(_read, images, column)
-    license, listing = table.info.license or None, _listing(images)
-    return Source(name, license, classes, labels, range(len(table)), reader, listing, bytes=images.data.nbytes)
+    root = (path if path.is_dir() else path.parent) if path else Path()
+    files = [path, *path.rglob("*")] if path else []
+    return Source(
+        name,
+        table.info.license or None,
+        classes,
+        labels,
+        range(len(table)),
+        partial(_read, images, column, root),
+        _listing(images, root),
+        bytes=images.data.nbytes,
+        modified=max((file.lstat().st_mtime_ns for file in files), default=0),
+    )
 
 
-def _read(images: datasets.Dataset, column: str, row: int) -> tuple[str, bytes]:
-    """images: pickled as the path of its memory-mapped file."""
+def _read(images: datasets.Dataset, column: str, root: Path, row: int) -> tuple[str, bytes]:
+    """images: pickled as the path of its memory-mapped file. root: of relative paths in the table."""
     name, cell = f"row {row}", images[row][column] or {}
     if (data := cell.get("bytes")) is not None:
         return name, data
     if not (file := cell.get("path")):
         raise BrokenImageError(name, "no image in this row")
-    return name, read_file(Path(file), name, Path(file).parent)
+    return name, read_file(root / file, name, root if not Path(file).is_absolute() else Path(file).parent)
 
 
-def _listing(images: datasets.Dataset) -> str:
+def _listing(images: datasets.Dataset, root: Path) -> str:
     """A hash of every row's size in bytes and file name. Only Arrow's offsets are read."""
     listing = hashlib.sha256()
     for cells in images.data.column(0).chunks:
         sizes = compute.fill_null(compute.binary_length(cells.field("bytes")), 0).to_numpy().astype(np.int64)
         files = [file or "" for file in cells.field("path").to_pylist()]
         for row in np.flatnonzero(sizes == 0):
-            if files[row] and Path(files[row]).is_file():  # the image is beside the table, not in it
-                sizes[row] = Path(files[row]).stat().st_size
+            if files[row] and (root / files[row]).is_file():  # the image is beside the table, not in it
+                sizes[row] = (root / files[row]).stat().st_size
         listing.update(sizes.tobytes() + "\0".join(map(os.path.basename, files)).encode())
     return listing.hexdigest()
 
