@@ -19,7 +19,7 @@ from ssl_vit.data.packing.parallel import process_count, run
 from ssl_vit.data.packing.sources.base import BrokenImageError
 from ssl_vit.data.shards import ShardSet, open_shards
 from ssl_vit.data.shards.info import IMAGE_EXTENSIONS, local_info
-from ssl_vit.data.shards.reading import BadSample
+from ssl_vit.data.shards.reading import BadSample, class_index
 from ssl_vit.data.verify import verify
 from ssl_vit.interfaces import UserError
 from ssl_vit.progress import progress_bar
@@ -109,7 +109,11 @@ class _Picture:
 
 
 def _pictures(shards: ShardSet, shard: int) -> list[_Picture]:
-    file, pictures = shards.open(shard), []
+    pictures = list[_Picture]()
+    try:
+        file = shards.open(shard)
+    except UserError:
+        return pictures  # `verify` names it
     for position, sample in enumerate(file.samples):
         try:
             members = file.read(position)
@@ -118,12 +122,13 @@ def _pictures(shards: ShardSet, shard: int) -> list[_Picture]:
         except (StopIteration, BadSample, BrokenImageError):
             continue  # `verify` names it
         image = image.convert("L")
-        label = members.get("cls", b"").strip()
         bits = int.from_bytes(np.packbits(imagehash.phash(image).hash).tobytes())
         name = file.file_name(position) or sample.key
-        number = int(label) if label.isdigit() else -1
+        number = class_index(members.get("cls", b""))
         digest = hashlib.sha256(data).digest()
-        pictures.append(_Picture(name, number, digest, bits, image.resize(_THUMBNAIL).tobytes()))
+        pictures.append(
+            _Picture(name, -1 if number is None else number, digest, bits, image.resize(_THUMBNAIL).tobytes())
+        )
     return pictures
 
 

@@ -65,7 +65,7 @@ class EvaluationStream:
         # What the chunks hold, so that they may be kept in so many bytes.
         content = (shards.fingerprint, len(shards.classes or ()), self.batch_size, self.own.tobytes())
         how = (pair(image_size), channels, data.evaluation_resize, data.max_pixels)
-        self.key = (*content, *how, needs_labels, reads_labels, noise)
+        self.key = (*content, *how, needs_labels, reads_labels, noise, data.on_bad_sample)
         self.cache_bytes = 0 if data.workers else data.cache_mb << 20
 
     def blank(self, worker: int) -> Chunk:

@@ -16,6 +16,7 @@ from ssl_vit.data.shards import ShardSet
 from ssl_vit.interfaces import Batch, UserError
 
 PREFETCH = 4  # chunks that each loader worker makes ahead
+_SMALL = 10_000  # samples: a smaller set may have lanes without a usable one
 
 
 def train_source(
@@ -98,7 +99,8 @@ class TrainStream:
 
     def _samples(self, reader: SampleReader, lane: int) -> Iterator[tuple[list[Sample], LanePosition, list[Skip]]]:
         """Samples of one lane: (views of the sample, position after it, samples skipped before it)."""
-        longest = 2 * max(sum(samples.samples for samples in self.sets) // self.data.lanes, 1)
+        total = sum(samples.samples for samples in self.sets)
+        longest = 2 * max(total // self.data.lanes, min(total, _SMALL))
         skipped: list[Skip] = []
         reads = -1
         for segment in lane_stream(self.preprocess.seed, self.sets, self.data.lanes, lane, self.positions[lane]):
@@ -116,5 +118,5 @@ class TrainStream:
                 skipped.append(item)
                 if len(skipped) > longest:
                     raise UserError(
-                        f"no readable sample in a whole lane of the data; the last one: {item.shard}: {item.reason}"
+                        f"{len(skipped):,} samples in a row cannot be used; the last one: {item.shard}: {item.reason}"
                     )

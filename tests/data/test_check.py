@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import tarfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -62,3 +64,21 @@ def test_shards_are_checked_without_packing(layout: Path, tmp_path: Path) -> Non
 
 def test_different_digits_are_no_copies() -> None:
     assert check_data("digits", progress=False).ok
+
+
+def test_defects_of_shards_are_listed_not_raised(layout: Path, tmp_path: Path) -> None:
+    pack(open_source(str(layout), split="train"), tmp_path / "shards", progress=False)
+    tar = tmp_path / "shards/000000.tar"
+    for content in (b"", tar.read_bytes()[:1000]):
+        tar.write_bytes(content)
+        assert "truncated" in " ".join(check_data(tmp_path / "shards", progress=False).bad_files["reason"])
+    (tmp_path / "plain").mkdir()
+    with tarfile.open(tmp_path / "plain/0.tar", "w") as plain:
+        for number, label in enumerate((b"0", b"9" * 30, b"9" * 5000)):
+            save(tmp_path / "image.png", scene(number))
+            for name, data in (("png", (tmp_path / "image.png").read_bytes()), ("cls", label)):
+                member = tarfile.TarInfo(f"{number}.{name}")
+                member.size = len(data)
+                plain.addfile(member, io.BytesIO(data))
+    found = check_data(tmp_path / "plain", progress=False)
+    assert [reason.split(":")[0] for reason in found.bad_files["reason"]] == ["bad_label"] * 2

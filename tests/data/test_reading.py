@@ -215,3 +215,32 @@ def test_a_shard_that_is_gone_is_named(tmp_path: Path) -> None:
     reader.ahead(1)
     with pytest.raises(UserError, match=r"000001\.tar: no such shard"):
         reader.get(1)
+
+
+@pytest.mark.parametrize("cut", [0, 100])
+def test_a_damaged_header_is_not_the_end_of_a_shard(tmp_path: Path, cut: int) -> None:
+    """Without info.json, only the members say how many samples there are."""
+    path = write(tmp_path / "000000.tar", samples(9))
+    data = bytearray(path.read_bytes())
+    start = data.find(b"000004.jpg")
+    data[start + 150] ^= 0xFF  # the checksum
+    path.write_bytes(data[: start + cut] if cut else data)
+    assert opened(path).damage == f"nothing after byte {start} can be read"
+    shards = open_shards(str(path))
+    assert shards.samples == 5, "one more than can be read"
+    with pytest.raises(BadSample, match="missing: the shard is damaged"):
+        shards.open(0).read(4)
+
+
+def test_a_disk_that_fails_in_the_headers_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, read = write(tmp_path / "s.tar", samples(9)), os.pread
+    for first in (0, 1536):
+
+        def refuse(descriptor: int, size: int, offset: int, first: int = first) -> bytes:
+            if offset >= first:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return read(descriptor, size, offset)
+
+        with monkeypatch.context() as patch, pytest.raises(RunError, match=r"s\.tar: cannot be read: Input/output"):
+            patch.setattr(os, "pread", refuse)
+            opened(path)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import itertools
+import tarfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -11,11 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from ssl_vit.data import AugmentConfig, DataConfig
 from ssl_vit.data.augment import color_augment
 from ssl_vit.data.evaluation import EvaluationStream, evaluation_batches
 from ssl_vit.data.images import Picture, train_transform
+from ssl_vit.data.jpeg import Jpeg
 from ssl_vit.data.order import LanePosition
 from ssl_vit.data.packing import pack
 from ssl_vit.data.packing.plan import Options
@@ -180,6 +184,50 @@ def test_a_small_cache_changes_nothing(shards: ShardSet) -> None:
     assert torch.equal(images(0), images(64))
 
 
+def test_a_cache_does_not_decide_whether_a_damaged_image_is_bad(tmp_path: Path) -> None:
+    """A crop above the damage can be decoded, the whole image cannot."""
+    buffer, generator = io.BytesIO(), np.random.default_rng(1)
+    pixels = Image.fromarray(generator.integers(0, 255, (12, 10, 3), dtype=np.uint8))
+    pixels.resize((130, 150), Image.Resampling.BICUBIC).save(buffer, "JPEG", quality=90)
+    whole, bad = buffer.getvalue(), None
+    while bad is None:  # a marker of another kind in the last quarter
+        broken, place = bytearray(whole), int(generator.integers(len(whole) * 3 // 4, len(whole) - 70))
+        broken[place : place + 2] = 0xFF, int(generator.integers(1, 0xD0))
+        try:
+            Jpeg(bytes(broken), 3).whole()
+        except BadSample:
+            bad = bytes(broken)
+    with tarfile.open(tmp_path / "0.tar", "w") as tar:
+        for name, content in (("0.jpg", bad), ("1.jpg", whole)):
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+    see = Preprocess(train_transform(96, AugmentConfig(scale=(0.05, 0.3))), 3, None)
+    found = []
+    for cache in (0, 1 << 20):
+        reader = SampleReader(open_shards(str(tmp_path)), see, cache)
+        found.append([isinstance(reader.sample(0, 0, epoch), Skip) for epoch in range(20)])
+    assert found[0] == found[1] and 0 < sum(found[0]) < 20
+
+
+def test_few_labeled_images_among_many_train(tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "0.tar", "w") as tar:
+        for number in range(200):
+            buffer = io.BytesIO()
+            Image.new("L", (8, 8), number).save(buffer, "PNG")
+            members = {"png": buffer.getvalue()} | ({"cls": b"1"} if number % 40 == 0 else {})
+            for name, content in members.items():
+                member = tarfile.TarInfo(f"{number:03d}.{name}")
+                member.size = len(content)
+                tar.addfile(member, io.BytesIO(content))
+    shards = open_shards(str(tmp_path))
+    data = DataConfig(train=shards.spec, lanes=8, workers=0)
+    see = replace(preprocess(), needs_labels=True)
+    source = train_source(shards, see, data, batch_size=8, rank=0, ranks=1, device=CPU)
+    for batch, _ in itertools.islice(source([LanePosition()] * 8), 5):
+        assert {index % 40 for index in batch.indices.tolist()} == {0} and (batch.labels == 1).all()
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 3, 7])
 @pytest.mark.parametrize(
     ("batch_size", "workers", "count"), [(50, 0, None), (7, 2, None), (64, 0, 101), (400, 1, None)]
@@ -207,7 +255,7 @@ def test_evaluation_sees_every_sample_exactly_once(
 
 
 def test_small_evaluation_sets_are_read_once(shards: ShardSet, monkeypatch: pytest.MonkeyPatch) -> None:
-    def images(size: int = 8, **data: int) -> torch.Tensor:
+    def images(size: int = 8, **data: Any) -> torch.Tensor:
         preparation = DataConfig(train=shards.spec, evaluation_resize=1.0, workers=0, **data)
         stream = EvaluationStream(shards, preparation, size, 1, batch_size=100)
         return torch.cat([batch.images for batch, _ in evaluation_batches(stream, CPU)])
@@ -229,6 +277,8 @@ def test_small_evaluation_sets_are_read_once(shards: ShardSet, monkeypatch: pyte
     for _ in range(2):
         assert torch.equal(images(10, cache_mb=0), images(10, cache_mb=0))
     assert len(reads) == 720 + 4 * 360
+    images(on_bad_sample="fail")
+    assert len(reads) == 720 + 5 * 360, "a kept set may hold skips"
 
 
 @pytest.mark.parametrize("share", [0.0, 0.37, 0.9])

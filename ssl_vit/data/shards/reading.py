@@ -23,6 +23,7 @@ from ssl_vit.interfaces import RunError, UserError, printable
 READ_EXTENSIONS = (*IMAGE_EXTENSIONS, "cls")
 _MAX_HEADER_BYTES = 1 << 20  # of a long name or a pax header
 _BLOCK = tarfile.BLOCKSIZE
+_PADDING = 1 << 20  # bytes after the end mark that must be zero; tar pads to 10 KiB
 _COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")  # gzip, bzip2, xz, zstd
 _MOST_CLASSES = 10_000_000
 _PLAIN = (tarfile.REGTYPE, tarfile.AREGTYPE)
@@ -58,13 +59,25 @@ class ShardFile:
     """
 
     def __init__(self, file: BinaryIO, name: str) -> None:
-        """Take over an open, seekable tar and find its samples. Raises UserError for a compressed tar."""
+        """Take over an open, seekable tar and find its samples.
+
+        Raises UserError for a compressed tar, RunError where the disk fails.
+        """
         self.file, self.name = file, name
         self.samples: list[Entry] = []
         self.duplicates: list[str] = []
-        self.damage, self.end, self.size = "", 0, os.fstat(file.fileno()).st_size
-        if os.pread(file.fileno(), 6, 0).startswith(_COMPRESSED):
+        self.damage, self.end = "", 0
+        try:
+            self.size = os.fstat(file.fileno()).st_size
+            compressed = os.pread(file.fileno(), 6, 0).startswith(_COMPRESSED)
+            if not compressed:
+                self._find_samples()
+        except OSError as error:
+            raise RunError(f"{name}: cannot be read: {error.strerror or error}") from None
+        if compressed:
             raise UserError(f"{name}: a compressed tar cannot be read in random order; decompress it")
+
+    def _find_samples(self) -> None:
         from webdataset.tariterators import base_plus_ext  # imports torch, which packing does without
 
         try:
@@ -78,29 +91,31 @@ class ShardFile:
                 if extension.lower() in members:
                     self.duplicates.append(member)
                 members.setdefault(extension.lower(), span)
-        except (tarfile.TarError, OSError, EOFError, ValueError, OverflowError) as error:
+        except (tarfile.TarError, EOFError, ValueError, OverflowError) as error:
             self.damage = str(error) or type(error).__name__
 
     def _members(self) -> Iterator[tuple[str, Span]]:
         """Regular members in order. Plain headers are parsed here, five times faster than by `tarfile`; from the first
-        header of another kind (long names, directories, damage) on, `tarfile` does it. Raises tarfile.ReadError."""
+        header of another kind (long names, directories, damage) on, `tarfile` does it. Raises tarfile.ReadError, also
+        where the members end before the file does: `tarfile` takes a damaged header for the end."""
         descriptor, length = self.file.fileno(), self.size
         while (plain := _plain(os.pread(descriptor, _BLOCK, self.end))) is not None:
             name, size, mtime = plain
             _check_size(name, self.end + _BLOCK + size, length)
             yield name, Span(self.end + _BLOCK, size, mtime)
             self.end += _BLOCK + (size + _BLOCK - 1) // _BLOCK * _BLOCK
-        if length == self.end or os.pread(descriptor, _BLOCK, self.end) == bytes(_BLOCK):
-            return
-        self.file.seek(self.end)
-        with tarfile.open(fileobj=cast(IO[bytes], _Headers(self.file, length)), mode="r:") as tar:
-            for member in tar:
-                if member.issparse() or member.size < 0:
-                    raise tarfile.ReadError(f"{member.name[:80]} is a sparse member or of negative size")
-                if member.isreg():
-                    _check_size(member.name, member.offset_data + member.size, length)
-                    yield member.name, Span(member.offset_data, member.size, int(member.mtime))
-            self.end = tar.offset
+        if self.end < length and os.pread(descriptor, _BLOCK, self.end) != bytes(_BLOCK):
+            self.file.seek(self.end)
+            with tarfile.open(fileobj=cast(IO[bytes], _Headers(self.file, length)), mode="r:") as tar:
+                for member in tar:
+                    if member.issparse() or member.size < 0:
+                        raise tarfile.ReadError(f"{member.name[:80]} is a sparse member or of negative size")
+                    if member.isreg():
+                        _check_size(member.name, member.offset_data + member.size, length)
+                        yield member.name, Span(member.offset_data, member.size, int(member.mtime))
+                self.end = tar.offset
+        if os.pread(descriptor, _PADDING, self.end).strip(b"\0"):
+            raise tarfile.ReadError(f"nothing after byte {self.end} can be read")
 
     def read(self, position: int, extensions: tuple[str, ...] = READ_EXTENSIONS) -> dict[str, bytes]:
         """One sample's members with these extensions.
