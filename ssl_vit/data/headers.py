@@ -15,7 +15,9 @@ class TooManyPixels(Exception):
 
 
 def check_pixels(height: int, width: int, most: int = MAX_PIXELS) -> None:
-    """Raises TooManyPixels for an image with more than `most` pixels."""
+    """Raises TooManyPixels for an image with more than `most` pixels, ValueError for one without any."""
+    if not height or not width:
+        raise ValueError(f"its header says {height}x{width} pixels")
     if height * width > most:
         raise TooManyPixels(f"{height}x{width} pixels are more than the limit of {most} (data.max_pixels)")
 

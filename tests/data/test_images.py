@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Callable
 from typing import Any
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
+from PIL import Image
 from torchvision import transforms
 from torchvision.transforms import v2
 
@@ -123,6 +125,15 @@ def test_random_crops_make_rectangles_too(crop: Any) -> None:
 def test_a_strip_too_thin_to_cover_is_a_bad_sample() -> None:
     with pytest.raises(BadSample, match="20000x1 pixels"):
         evaluation_transform(384, DataConfig(train=""))(torch.zeros(3, 20_000, 1, dtype=torch.uint8))
+
+
+def test_a_jpeg_whose_header_says_no_rows_is_a_bad_sample() -> None:
+    data = io.BytesIO()
+    Image.new("RGB", (16, 16)).save(data, "JPEG")
+    frame = data.getvalue().index(b"\xff\xc0")
+    flat = data.getvalue()[: frame + 5] + b"\0\0" + data.getvalue()[frame + 7 :]
+    with pytest.raises(BadSample, match="unreadable image"):
+        ours.open_picture({"jpg": flat}, 3)
 
 
 def test_padding_beyond_the_image_is_refused() -> None:
