@@ -26,7 +26,7 @@ from ssl_vit.evaluators.features import EvalContext, silent
 from ssl_vit.evaluators.labels import set_notes
 from ssl_vit.evaluators.online import OnlineProbe
 from ssl_vit.evaluators.real_labels import read_real_labels, rescored
-from ssl_vit.files import sha256, write_json
+from ssl_vit.files import expanded, sha256, write_json
 from ssl_vit.interfaces import UserError
 from ssl_vit.models import factory
 from ssl_vit.models.encoder import Encoder
@@ -146,10 +146,16 @@ def make_context(
     )
 
 
+def _absolute(place: str) -> str:
+    """One spelling of a place that data arguments name."""
+    path, mark, part = place.partition("#")
+    return place if "://" in place else f"{expanded(path).resolve()}{mark}{part}"
+
+
 def evaluate(
     model: Path | nn.Module,
     name: str,
-    train: str,
+    train: str | Sequence[str],
     test: str,
     overrides: recipe.Overrides = (),
     *,
@@ -174,9 +180,11 @@ def evaluate(
     """
     given, run = loaded.load(model), model if isinstance(model, Path) else None
     module, settings = plugins.load("evaluators", name), given.settings
-    place = test.removesuffix("#test").rstrip("/")
-    if settings and test.endswith("#test") and place in {whole.rstrip("/") for whole in settings.data.places}:
-        raise UserError(f"{run or name} was trained on all of {place}, with the test images; name others (--test)")
+    place = _absolute(test)
+    trained_on = {_absolute(whole) for whole in settings.data.places} if settings else set()
+    if trained_on & {place, place.removesuffix("#test")}:
+        whole = test.removesuffix("#test")
+        raise UserError(f"{run or name} was trained on all of {whole}, with the test images; name others (--test)")
     config = recipe.validate(module.Config, recipe.parse_overrides(overrides), f"{name}: ")
     folder = _writable(run / checkpoint.RESULTS) if run else None
     context = make_context(

@@ -8,7 +8,7 @@ Torch-free, but for the values of the configuration of the objective that a reci
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeVar
@@ -116,6 +116,12 @@ def _open(path: Path, above: tuple[Path, ...] = ()) -> DictConfig:
     if under.resolve() in {seen.resolve() for seen in (path, *above)}:
         raise UserError(f"{path}: base={base} is circular")
     return _onto(_open(under, (path, *above)), loaded, str(path))
+
+
+def onto(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of an evaluator with others on top; steps and epochs replace each other, and `sweep` is one value."""
+    kept = {key: value for key, value in under.items() if key != "sweep" or key not in over}
+    return dict(OmegaConf.to_container(_onto(OmegaConf.create(kept), OmegaConf.create(dict(over)), "suite")))
 
 
 def _onto(under: DictConfig, over: DictConfig, origin: str) -> DictConfig:

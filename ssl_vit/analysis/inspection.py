@@ -148,6 +148,7 @@ def _draw(
     }
     if model.network.pos_embed is not None:
         drawn["position_similarity"] = figures.position_similarity(components.position_similarity(model))
+    numbers["neighbors"] = None
     if numbers["map_images"] > 2:
         drawn |= _neighbors(model, batch, numbers, classes)
     if head is not None:
@@ -176,7 +177,7 @@ def _neighbors(
 def _write(out: Path, drawn: dict[str, Figure], numbers: dict[str, Any]) -> Path:
     """PNG, numbers and the page; what an earlier inspection drew and this one does not is deleted."""
     out.mkdir(parents=True, exist_ok=True)
-    for name in ("reconstructions", "position_similarity"):
+    for name in ("reconstructions", "position_similarity", "embedding_map", "nearest_neighbors"):
         (out / f"{name}.png").unlink(missing_ok=True)
     embedded = {}
     for name, figure in drawn.items():

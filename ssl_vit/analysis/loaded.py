@@ -8,7 +8,7 @@ from os import PathLike
 from pathlib import Path
 
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 from torch import nn
 
 from ssl_vit.data import DataConfig
@@ -23,6 +23,7 @@ from ssl_vit.models.exchange import memory
 from ssl_vit.recipe import Recipe, run_recipe
 
 AnyImage = str | PathLike[str] | bytes | Image.Image
+_PNG_MODES = {"1", "L", "LA", "I", "I;16", "P", "RGB", "RGBA"}
 
 
 @dataclass(frozen=True)
@@ -51,8 +52,8 @@ class Preprocess:
     def __call__(self, image: AnyImage) -> torch.Tensor:
         encoder, data = self.model.encoder, self.model.data
         if isinstance(image, Image.Image):
-            buffer = io.BytesIO()
-            image.save(buffer, "PNG")
+            buffer, upright = io.BytesIO(), ImageOps.exif_transpose(image)
+            (upright if upright.mode in _PNG_MODES else upright.convert("RGB")).save(buffer, "PNG")
             name, content = "image", buffer.getvalue()
         else:
             name, content = ("image", image) if isinstance(image, bytes) else (str(image), Path(image).read_bytes())

@@ -57,25 +57,23 @@ def evaluate(
 
     Example: `ssl-vit eval runs/digits_ssl few_shot "labels_per_class=[1,5]"`
     """
-    from omegaconf import OmegaConf
-
-    from ssl_vit import functions, plugins, recipe, runs
+    from ssl_vit import api, plugins, recipe, runs
     from ssl_vit.models import factory
 
     plugins.load("evaluators", evaluator)  # what is wrong on the command line comes before missing data
     factory.find_weights(run)
     given = recipe.parse_overrides(overrides or [])
     evaluations = [
-        functions.evaluate(
+        api.evaluate(
             run,
             evaluator,
-            train=str(chosen.train),
-            test=chosen.test,
-            name=name,
+            chosen.train or "",
+            chosen.test or "",
+            recipe.onto(chosen.evaluators.get(evaluator, {}), given),
+            data=name,
             metric=chosen.metric,
             real_labels=real_labels,
             say=lambda text: print(printable(text), file=sys.stderr),
-            **dict(OmegaConf.to_container(OmegaConf.merge(chosen.evaluators.get(evaluator, {}), given))),
         )
         for name, chosen in _data_sets(run, data or [], test, suite).items()
     ]

@@ -40,7 +40,7 @@ Budget = Annotated[int | str, BeforeValidator(_budget)]
 _Several = (BeforeValidator(several), AfterValidator(_distinct), Field(min_length=1))
 Budgets = Annotated[tuple[Budget, ...], *_Several]
 Counts = Annotated[tuple[Annotated[int, Field(ge=1)], ...], *_Several]
-Seeds = Annotated[tuple[Annotated[int, Field(ge=0)], ...], *_Several]
+Seeds = Annotated[tuple[Annotated[int, Field(ge=0, lt=2**31)], ...], *_Several]
 
 
 def budget_words(budget: int | str) -> str:

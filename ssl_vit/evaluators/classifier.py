@@ -15,7 +15,7 @@ from ssl_vit.data import AugmentConfig, DataConfig
 from ssl_vit.evaluators import several
 from ssl_vit.evaluators.base import Classifier, Evaluator, Scored, SweepConfig, top_classes
 from ssl_vit.evaluators.features import ImageSet, extract
-from ssl_vit.interfaces import Diverged
+from ssl_vit.interfaces import Diverged, UserError
 from ssl_vit.models import EncoderConfig
 from ssl_vit.models.encoder import Encoder
 from ssl_vit.objectives import classification
@@ -61,7 +61,10 @@ class TrainedConfig(SweepConfig):
         """The given values on top of the chosen defaults, section by section, except `sweep`, which is one value."""
         if not isinstance(given, dict):
             return given
-        chosen = cls.DEFAULTS.get(given.get(cls.CHOICE, next(iter(cls.DEFAULTS))), {})
+        choice = given.get(cls.CHOICE, next(iter(cls.DEFAULTS)))
+        if choice not in cls.DEFAULTS:
+            raise ValueError(f"{cls.CHOICE}={choice}: choose one of {', '.join(cls.DEFAULTS)}")
+        chosen = cls.DEFAULTS[choice]
         merged = dict(chosen) | given
         for key in set(chosen).intersection(given) - {"sweep"}:
             if isinstance(chosen[key], dict) and isinstance(given[key], dict):
@@ -85,6 +88,8 @@ class TrainedConfig(SweepConfig):
         self, name: str, data: DataConfig, encoder: EncoderConfig, images: int, seed: int, batch_size: int
     ) -> Recipe:
         """The training on so many labeled images, as a recipe."""
+        if batch_size % self.lanes:
+            raise UserError(f"training.batch_size={batch_size} is no multiple of lanes={self.lanes}; change either")
         training = self.training.model_copy(update={"batch_size": batch_size})
         steps = training.total_steps(images) + self.extra_steps
         epochs = self.warmup_epochs
@@ -119,6 +124,9 @@ def fit(evaluator: Evaluator, images: ImageSet, encoder: Encoder, seed: int) -> 
     sizes = EncoderConfig(image_size=encoder.image_size, channels=encoder.channels)
     recipe = evaluator.stage(context.data, sizes, len(images.images), seed)
     assert recipe is not None
+    number = getattr(recipe.objective, "classes", None)
+    if number and context.classes and number < context.classes:
+        raise UserError(f"head.classes={number}: the images have {context.classes} classes; remove it")
     own_lanes, own_shards = (n // accelerator.num_processes for n in (recipe.data.lanes, len(images.shards.urls)))
     workers = min(recipe.data.workers, own_lanes, own_shards)
     recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"workers": workers})})

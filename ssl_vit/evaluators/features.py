@@ -28,7 +28,7 @@ from ssl_vit.data.shards import ShardSet
 from ssl_vit.evaluators import Metric
 from ssl_vit.evaluators.labels import check_classes, labels_of
 from ssl_vit.files import atomic_path
-from ssl_vit.interfaces import Batch, Config, Diverged, ObjectiveConfig, Size, UserError
+from ssl_vit.interfaces import Batch, Config, Diverged, ObjectiveConfig, RunError, Size, UserError
 from ssl_vit.models import EncoderConfig, ImageSize, Resampling
 from ssl_vit.models.encoder import Encoder, Pooling
 from ssl_vit.models.factory import at_size, build
@@ -198,7 +198,8 @@ def extract(
     image_size: pixels (None: the trained encoder's). what: name of the outputs in errors.
     needs_labels: skip images without a label.
 
-    Raises UserError where no image can be read, Diverged for outputs that are not finite.
+    Raises UserError where no image can be read; for outputs that are not finite Diverged after a training, RunError for
+    features.
     """
     context, shards = images.context, images.shards
     stream = EvaluationStream(
@@ -229,7 +230,7 @@ def extract(
         labeled = " and a label (.cls)" if needs_labels else ""
         raise UserError(f"{shards.spec}: no sample there has a readable image{labeled}")
     if not (finite := np.isfinite(rows).all(axis=1)).all():
-        error = Diverged(
+        error = (RunError if what == "features" else Diverged)(
             f"the {what} of image {order[~finite].min()} of {shards.spec} are not finite: the weights hold such "
             "numbers, or overflow in this precision"
         )

@@ -105,19 +105,24 @@ def few_shot_accuracy(
     """{(shots, seed): test accuracy, 0..1}, or {(shots, seed, l2): ...} where a sequence of l2 is given; see `Ridge`.
 
     features: float (n, d). labels: int (n,); training images with a negative label are not used.
-    Warns about classes with fewer images than shots. Raises ValueError for arrays that do not fit together.
+    Warns about classes with fewer images than shots. Raises ValueError for arrays that do not fit together, features
+    that are not finite, and training images without a label.
     """
     if len(train_features) != len(train_labels) or len(test_features) != len(test_labels) or not len(test_labels):
         raise ValueError("features and labels must have equal, non-zero lengths")
     if train_features.shape[1:] != test_features.shape[1:]:
         raise ValueError(f"train features {train_features.shape} and test features {test_features.shape} do not fit")
+    if not np.isfinite(train_features).all() or not np.isfinite(test_features).all():
+        raise ValueError("features must be finite")
+    if not (np.asarray(train_labels) >= 0).any():
+        raise ValueError("no training image has a label")
     short = short_classes(train_labels, max(shots), train_labels)
     if short:
         warnings.warn(
             f"{len(short)} class(es) have fewer than {max(shots)} images and give all they have: {short[:10]}",
             stacklevel=2,
         )
-    values = (l2,) if isinstance(l2, (int, float)) else tuple(l2)
+    single, values = np.ndim(l2) == 0, np.atleast_1d(l2).tolist()
     chosen = {(shot, seed): choose_labeled(train_labels, shot, seed) for shot in shots for seed in seeds}
 
     def predictions(images: np.ndarray) -> dict[float, np.ndarray]:
@@ -131,4 +136,4 @@ def few_shot_accuracy(
         for cell, by_l2 in by_cell.items()
         for value, predicted in by_l2.items()
     }
-    return {key[:2]: value for key, value in accuracies.items()} if isinstance(l2, (int, float)) else accuracies
+    return {key[:2]: value for key, value in accuracies.items()} if single else accuracies

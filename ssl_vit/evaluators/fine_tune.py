@@ -6,9 +6,9 @@ The untrained encoder (training from scratch) has a separate sweep.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 from timm.layers import DropPath, calculate_drop_path_rates
 from torch import nn
 
@@ -68,6 +68,12 @@ class Config(TrainedConfig, LabeledConfig):
     position_resampling: Resampling = "timm"
     drop_path: float | None = Field(None, ge=0, lt=1)
     dropout: float | None = Field(None, ge=0, lt=1)
+
+    @model_validator(mode="after")
+    def _check_head(self) -> Self:
+        if self.head.head == "probe":
+            raise ValueError("head.head=probe: it would not train the encoder; use linear_probe with method=lars")
+        return self
 
 
 class Evaluator(BaseEvaluator):

@@ -19,11 +19,11 @@ _SIMILARITIES = 1 << 25  # computed at once: 128 MiB
 class Config(FeatureConfig, LabeledConfig):
     """ks: numbers of neighbors (a comparison uses the first).
 
-    temperature: a vote has the weight exp(similarity / temperature).
+    temperature: a vote has the weight exp(similarity / temperature), which overflows float32 below 0.012.
     """
 
     ks: Counts = (10, 20)
-    temperature: float = Field(0.07, gt=0)
+    temperature: float = Field(0.07, ge=0.012)
 
 
 class Evaluator(BaseEvaluator):

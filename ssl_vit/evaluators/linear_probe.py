@@ -60,6 +60,8 @@ class Config(FeatureConfig, LabeledConfig, TrainedConfig):
             raise ValueError("method=lars reads the model's output pooled as token, mean or patches")
         if self.head.pooling not in (classification.Config().pooling, self.pooling):
             raise ValueError(f"head.pooling={self.head.pooling}: set pooling={self.head.pooling} instead")
+        if self.head.head != "probe":
+            raise ValueError(f"head.head={self.head.head}: it would train the encoder too; use fine_tune")
         return self
 
 
@@ -94,6 +96,8 @@ class Evaluator(BaseEvaluator):
 
 def logistic_regression(features: Features, c: Config) -> Classifier:
     """Multinomial logistic regression on features standardized as MAE's batch norm does (variance + 1e-6)."""
+    if len(np.unique(features.labels)) < 2:
+        raise UserError("linear_probe: the readable labeled images are all of one class; it needs two")
     mean, scale = features.vectors.mean(0), np.sqrt(features.vectors.var(0) + 1e-6)
     model = LogisticRegression(C=c.c, max_iter=c.max_iterations)
     with warnings.catch_warnings():

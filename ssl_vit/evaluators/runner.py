@@ -187,15 +187,16 @@ def _train_images(
 
 def _settings(evaluator: Evaluator, train: ImageSet, seed: int) -> tuple[Settings, tuple[str, ...], Cost]:
     """(settings, notes, cost of the selection): the only candidate, or the best on a held-out part of the labeled
-    images; the middle one where nothing can be held out (one image per class)."""
+    images; the middle value of each key where nothing can be held out (one image per class)."""
     candidates = candidates_of(evaluator)
     if len(candidates) == 1:
         return candidates[0], (), Cost()
     labels, c = train.context.train_labels[train.images], evaluator.config
     splits = [held_out_split(labels, c.held_out, seed, repeat) for repeat in range(c.held_out_repeats)]
     if not len(splits[0][1]):
-        middle = candidates[len(candidates) // 2]
-        note = f"no images could be held out for selection; the middle candidate, {in_words(middle)}, was used"
+        values = {key: [*dict.fromkeys(settings[key] for settings in candidates)] for key in candidates[0]}
+        middle = {key: those[len(those) // 2] for key, those in values.items()}
+        note = f"no images could be held out for selection; the middle of the sweep, {in_words(middle)}, was used"
         return middle, (note,), Cost()
     record, _ = select(evaluator, [(train.of(kept), train.of(held)) for kept, held in splits], seed)
     return record.best, (), record.cost

@@ -34,7 +34,7 @@ def select(
     candidates, context, train = candidates_of(evaluator), splits[0][0].context, splits[0][0]
     scores: dict[int, list[float]] = {index: [] for index in range(len(candidates))}
     fitted: dict[int, Classifier] = {}  # of the first split, for those that are still candidates
-    counts, total = halved(len(candidates), len(splits)), Cost()
+    counts, total, reason = halved(len(candidates), len(splits)), Cost(), ""
 
     def best(count: int) -> list[int]:
         """Of equals the first."""
@@ -51,6 +51,7 @@ def select(
                     scores[index].append(scored(outputs.prediction)[context.metric])
                     fitted.setdefault(index, classifier)
                 except Diverged as error:
+                    reason = str(error).splitlines()[0]
                     cost = error.cost if isinstance(error.cost, Cost) else Cost()
                     scores[index] = [0.0]
                     fitted.pop(index, None)
@@ -63,7 +64,8 @@ def select(
                 advance(1)
             fitted = {index: fitted[index] for index in best(following)}
     if not fitted:
-        raise UserError(f"{evaluator.title}: every candidate of the sweep diverged; lower optim.lr")
+        keys = ", ".join(candidates[0]) or "its settings"
+        raise UserError(f"{evaluator.title}: every candidate of the sweep diverged ({keys}); the last one: {reason}")
     ((winner, classifier),) = fitted.items()
     images = np.unique(np.concatenate([held.images for _, held in splits if held.images is not None]))
     tried = (

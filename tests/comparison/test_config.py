@@ -110,7 +110,6 @@ def test_a_suite_is_found_beside_the_recipe(mini: Any, tmp_path: Path) -> None:
 def test_shipped_sweeps_have_three_rates_and_one_dropout_for_all_arms() -> None:
     """The demo declares its settings itself; the search for rates of pretraining has one rate of fine-tuning."""
     others = ("demo_digits", "own_images_rates_cpu")
-    selected_before = [("cifar10_mae_long_cpu", "scratch_compute")]  # by the sweep that the recipe's header names
     names = [name for name, path in recipe.shipped().items() if "arms" in recipe.read(path) and name not in others]
     swept = 0
     for name in names:
@@ -119,7 +118,7 @@ def test_shipped_sweeps_have_three_rates_and_one_dropout_for_all_arms() -> None:
         assert len({config.model_dump()["dropout"] for config in found.values()}) <= 1, name
         for (_, _, arm), config in found.items():
             rates = config.model_dump()["sweep"].get("optim.lr", (0, 0, 0))
-            assert len(rates) >= 3 or (name, arm) in selected_before, f"{name}: {arm}"
+            assert len(rates) >= 3, f"{name}: {arm}"
             swept += len(rates)
     assert swept
     dropouts = {name: r.encoder.dropout for name, r in load_comparison("cifar10_cpu").recipes.items()}

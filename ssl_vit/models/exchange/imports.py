@@ -194,7 +194,9 @@ def _file(path: Path, name: str | None, heads: int | None) -> Imported:
     cfg, channels = timm.get_pretrained_cfg(name), arguments["in_chans"]
     mean, std = (cfg.mean, cfg.std) if cfg and len(cfg.mean) == channels else (0.5, 0.5)
     note = f"the file has no mean and std of its pixels: assumed to be {mean} and {std}, as in timm's {name}"
-    return Imported(name, arguments, tensors, mean, std, notes=[note])
+    height, width = pair(arguments["img_size"])  # of so many positions, a square; of timm's own model, that of its name
+    assumed = f"the file has no image size: assumed to be {height}x{width} pixels"
+    return Imported(name, arguments, tensors, mean, std, notes=[note, assumed])
 
 
 def _stated_name(path: Path) -> str | None:

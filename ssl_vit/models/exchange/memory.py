@@ -34,7 +34,10 @@ def from_network(network: nn.Module) -> tuple[Encoder, float]:
     tensors, about = network.state_dict(), resolve_data_config(pretrained_cfg=dict(cfg))
     size = pair(getattr(getattr(network, "patch_embed", None), "img_size", None) or about["input_size"][1:])
     if factory.is_vit(name):
-        arguments = read_sizes(tensors, kind, name, heads=int(vit.blocks[0].attn.num_heads), image_size=size)
+        try:
+            arguments = read_sizes(tensors, kind, name, heads=int(vit.blocks[0].attn.num_heads), image_size=size)
+        except LookupError as error:
+            raise UserError(f"{kind}: it has no tensor {error}, which a ViT here needs") from None
         if vit.global_pool in ("token", "avg"):
             arguments |= {"global_pool": vit.global_pool, "fc_norm": not isinstance(vit.fc_norm, nn.Identity)}
     else:
@@ -43,7 +46,10 @@ def from_network(network: nn.Module) -> tuple[Encoder, float]:
             "in_chans": about["input_size"][0] if stem is None else int(stem.shape[1]),
             "img_size": square(size),
         }
-    imported = Imported(name, arguments, {}, about["mean"], about["std"])
+    # With another number of channels timm takes the mean over those of its pretrained_cfg, too.
+    channels = arguments["in_chans"]
+    mean, std = (v if len(v) == channels else (sum(v) / len(v),) * channels for v in (about["mean"], about["std"]))
+    imported = Imported(name, arguments, {}, mean, std)
     with torch.random.fork_rng(devices=[]):
         encoder = build(imported, imported.mean, imported.std)
     larger = math.floor(size[0] / about["crop_pct"])  # timm's whole pixels

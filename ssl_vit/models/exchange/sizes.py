@@ -62,6 +62,8 @@ def read_sizes(
         arguments: dict[str, Any] = {"in_chans": tensors[f"patch_embed.backbone.{stem}conv.weight"].shape[1]}
     else:
         width, channels, *patch = tensors["patch_embed.proj.weight"].shape
+        if not heads and width != named.width:  # the tensors do not say how many there are
+            raise UserError(f"{origin}: its width {width} is not that of {name} ({named.width}); give --heads")
         heads = heads or named.heads
         if width % heads:
             raise UserError(f"{origin}: {heads} heads do not divide its width {width}; give --heads")
@@ -73,9 +75,11 @@ def read_sizes(
             "num_heads": heads,
             "mlp_ratio": ratio(width, tensors["blocks.0.mlp.fc1.weight"].shape[0]),
         }
+    last = "fc_norm.weight" in tensors and "norm.weight" not in tensors  # the last norm comes after pooling
     if "cls_token" not in tensors:
-        last = "fc_norm.weight" in tensors  # the last norm comes after pooling
         arguments |= {"class_token": False, "global_pool": "avg", "fc_norm": last}
+    elif last:
+        arguments |= {"global_pool": "avg", "fc_norm": True}
     if "blocks.0.attn.qkv.bias" not in tensors:
         arguments["qkv_bias"] = False
     prefix = ("cls_token" in tensors) + (tensors["reg_token"].shape[1] if "reg_token" in tensors else 0)
