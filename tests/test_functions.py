@@ -89,9 +89,11 @@ def test_all_training_images_leave_none_to_test_on(my_images: Path) -> None:
         "pretrain_vit_tiny", data={"train": str(my_images)}, run="runs/all", quiet=True, **SMALL, **SHORT
     )
     assert run.summary.samples == 40
-    for given in (None, my_images, f"{my_images}/"):
+    for given in (None, my_images, f"{my_images}/", f"{my_images.parent}/./{my_images.name}"):
         with pytest.raises(UserError, match=r"trained on all of .*my_images.*test"):
             ssl_vit.evaluate(run, "knn", data=given)
+    with pytest.raises(UserError, match=r"trained on all of"):
+        ssl_vit.evaluate(run, "knn", train=f"{my_images}#train", test=f"{my_images.parent}/./{my_images.name}")
 
 
 def test_embeddings_name_their_files_and_preprocess_gives_the_same_pixels(run: Any, my_images: Path) -> None:
@@ -106,6 +108,12 @@ def test_embeddings_name_their_files_and_preprocess_gives_the_same_pixels(run: A
             np.testing.assert_allclose(ours.reshape(tokens_1ND[0].shape), tokens_1ND[0], atol=1e-5)
     with pytest.raises(UserError, match="not a readable image"):
         network.preprocess(b"no image")
+    lying, exif = Image.fromarray(np.arange(20 * 30 * 3, dtype=np.uint8).reshape(20, 30, 3)), Image.Exif()
+    exif[0x0112] = 6
+    lying.save(my_images.parent / "lying.jpg", exif=exif)
+    with Image.open(my_images.parent / "lying.jpg") as image:
+        torch.testing.assert_close(network.preprocess(image), network.preprocess(my_images.parent / "lying.jpg"))
+    assert network.preprocess(lying.convert("CMYK")).shape == network.preprocess(lying).shape
     assert len(ssl_vit.embed(run, workers=0)) == 32, "by default the run's training images"
 
 

@@ -129,6 +129,13 @@ def test_a_checkpoint_at_another_size_and_shape(run: Path, shards: Path, tmp_pat
     assert (tmp_path / "reconstructions.png").exists()
 
 
+def test_two_images_have_no_map(run: Path, shards: Path, tmp_path: Path) -> None:
+    for images, there in ((5, True), (2, False)):
+        assert call("inspect", run, "--data", shards, "--out", tmp_path, "--images", 2, "--map-images", images) == 0
+        assert (tmp_path / "embedding_map.png").exists() == (tmp_path / "nearest_neighbors.png").exists() == there
+        assert (numbers_of(tmp_path)["neighbors"] is not None) == there
+
+
 def test_positions_are_resampled_as_the_recipe_says(run: Path, shards: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(run, copy)

@@ -78,6 +78,7 @@ sets:
     named, packed = found["about"]
     assert code == 0 and (named["metric"], named["settings"]["ks"]) == ("mean_per_class", [3])
     assert (packed["metric"], packed["settings"]["ks"]) == ("accuracy", [10, 20])
+
     assert {row["data"] for row in found["rows"]} == {"named", "packed"}
     assert {row["labels_per_class"] for row in found["rows"]} == {4} and "prediction" not in found["rows"][0]
     mean = next(row["mean_per_class"] for row in found["rows"] if row["data"] == "named" and row["arm"] == "trained")
@@ -86,6 +87,28 @@ sets:
     assert "packing" not in told, "packed once"
     row = next(line for line in shown.splitlines() if " trained" in line and "labels per class" in line)
     assert f"{100 * mean:.1f}" in row and "named: mean of the per-class accuracies" in shown
+
+
+def test_settings_replace_those_of_a_suite(trained: Path, tmp_path: Path, evaluate: Call) -> None:
+    (tmp_path / "suite.yaml").write_text(f"""
+name: one
+sets:
+  two:
+    train: ["{trained}/train", "{trained}/train"]
+    test: {trained}/test
+    evaluators: {{few_shot: {{sweep: {{l2: [1, 2]}}}}}}
+""")
+    arguments = ["few_shot", "--suite", tmp_path / "suite.yaml", "labels_per_class=4", "seeds=0"]
+    code, shown, shown_errors = evaluate(*arguments, "sweep={}", "l2=4", "--json")
+    assert code == 0, shown_errors
+    (about,) = json.loads(shown)["about"]
+    assert (about["settings"]["sweep"], about["settings"]["l2"]) == ({}, 4) and len(about["data"]["train"]) == 2
+
+
+@pytest.mark.parametrize("key", ["metric=mean_per_class", "data=x", "test=x", "model=x", "say=x"])
+def test_a_key_that_is_no_evaluators_is_named(evaluate: Call, key: str) -> None:
+    code, _, shown = evaluate("knn", key)
+    assert code == 2 and key.partition("=")[0] in shown and "Traceback" not in shown
 
 
 def test_per_class_accuracies_are_those_of_the_predictions(trained: Path, evaluate: Call) -> None:

@@ -119,6 +119,15 @@ def test_arrays_that_do_not_fit_are_refused(lengths: dict[str, object]) -> None:
         few_shot_accuracy(**{name: np.zeros(shape, dtype=int) for name, shape in lengths.items()}, shots=(1,))
 
 
+def test_features_that_are_not_finite_and_no_labels_are_refused() -> None:
+    x, y = np.arange(12.0).reshape(6, 2), np.arange(6) % 2
+    bad = np.where(x == 3, np.nan, x)
+    for train, labels, test in ((bad, y, x), (x, y, bad), (x, -np.ones_like(y), x)):
+        with pytest.raises(ValueError, match=r"finite|label"):
+            few_shot_accuracy(train, labels, test, y, shots=(1,))
+    assert set(few_shot_accuracy(x, y, x, y, shots=(1,), seeds=(0,), l2=float(np.float32(2)))) == {(1, 0)}
+
+
 def digits() -> tuple[Split, Split]:
     data = load_digits()
     return (data.data[:1437], data.target[:1437]), (data.data[1437:], data.target[1437:])

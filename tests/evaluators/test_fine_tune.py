@@ -13,7 +13,7 @@ import torch
 from ssl_vit import api, recipe
 from ssl_vit.evaluators import classifier, fine_tune, runner
 from ssl_vit.evaluators.features import EvalContext
-from ssl_vit.interfaces import Diverged
+from ssl_vit.interfaces import Diverged, UserError
 from ssl_vit.objectives import classification
 from ssl_vit.results import Result
 
@@ -49,6 +49,20 @@ def objectives(monkeypatch: pytest.MonkeyPatch) -> list[classification.Objective
 
     monkeypatch.setattr(classifier.stage, "build", kept)
     return found
+
+
+def test_settings_that_train_something_else_are_refused(tuned: Tuned) -> None:
+    for given, message in (
+        ({"head": {"head": "probe"}}, r"head\.head=probe.*linear_probe"),
+        ({"protocol": "mea"}, "protocol=mea: choose one of paper, mae"),
+        ({"seeds": [2**31]}, "seeds"),
+    ):
+        with pytest.raises(UserError, match=message):
+            recipe.validate(fine_tune.Config, given)
+    with pytest.raises(UserError, match=r"batch_size=16 .*lanes=5"):
+        tuned("lanes=5")
+    with pytest.raises(UserError, match=r"head\.classes=3: the images have 10 classes"):
+        tuned("head.classes=3")
 
 
 def test_settings_on_top_of_a_protocols_defaults() -> None:

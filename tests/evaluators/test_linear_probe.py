@@ -94,6 +94,19 @@ def test_one_key_sets_the_pooling() -> None:
         validate(Config, {"method": "lars", "head": {"pooling": "patches"}})
 
 
+@pytest.mark.parametrize("head", ["linear", "mlp"])
+def test_a_head_that_would_train_the_encoder_is_refused(head: str) -> None:
+    with pytest.raises(UserError, match=rf"head\.head={head}.*fine_tune"):
+        validate(Config, {"method": "lars", "head": {"head": head}})
+
+
+def test_one_class_is_refused(array_context: Build) -> None:
+    labels = np.zeros(40, dtype=np.int64)
+    train = (features(labels, 1), labels)
+    with pytest.raises(UserError, match="one class"):
+        probe(array_context, train, train, sweep={})
+
+
 def test_the_probe_by_lars_learns_on_frozen_features(trained: Path) -> None:
     keys = [
         "method=lars",

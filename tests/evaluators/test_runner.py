@@ -210,6 +210,12 @@ def test_of_equals_the_first_wins_and_a_candidate_that_diverges_loses(context: E
         runner.sweep(Trainer(config(sweep={"right": [3]}, fails=3)), context, "trained", 10, 0)
 
 
+def test_the_middle_of_each_key_where_nothing_can_be_held_out(context: EvalContext) -> None:
+    swept = config(sweep={"right": [3, 4, 5], "fails": [7, 8, 9]})
+    (row,) = runner.measure(Evaluator(swept), context, "trained", (1,), (0,))
+    assert row.selected == {"right": 4, "fails": 8} and "held out" in " ".join(row.notes)
+
+
 def test_the_cost_of_a_selection_on_frozen_features_is_counted(context: EvalContext) -> None:
     few, more = (
         list(runner.measure(Evaluator(config(sweep=sweep)), context, "trained", (10,), (0,)))

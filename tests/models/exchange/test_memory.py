@@ -67,6 +67,15 @@ def test_a_timm_network_is_evaluated(photos: Path, tmp_path: Path) -> None:
     assert not network.pretrained_cfg.get("run") and network.training
 
 
+@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "resnet10t"])
+def test_a_gray_network_has_timms_mean_over_channels(name: str) -> None:
+    encoder = loaded.load(timm.create_model(name, in_chans=1)).encoder
+    mean = timm.data.resolve_data_config(pretrained_cfg=timm.get_pretrained_cfg(name).to_dict())["mean"]
+    assert encoder.channels == 1
+    gray = torch.full((1, 1, *encoder.image_size), round(255 * sum(mean) / 3), dtype=torch.uint8)
+    assert encoder.normalized(gray).abs().max() < 0.02
+
+
 def test_other_networks_are_refused() -> None:
     with pytest.raises(UserError, match=r"Linear: neither ssl_vit\.load nor timm\.create_model"):
         loaded.load(torch.nn.Linear(2, 2))
