@@ -121,7 +121,7 @@ def test_wrappers_of_training_scripts_are_removed(tmp_path: Path, shaken: Make, 
     if wrapper == "model_ema":  # the average is taken, not the last weights
         content |= {"model": {key: torch.zeros_like(tensor) for key, tensor in tensors.items()}}
     torch.save(content, tmp_path / "checkpoint.pt")
-    _, found = import_weights(str(tmp_path / "checkpoint.pt"), tmp_path / "out", name=TINY, mean=0.5, std=0.25)
+    _, found = import_weights(str(tmp_path / "checkpoint.pt"), tmp_path / "out", name=TINY, heads=3, mean=0.5, std=0.25)
     assert same(tensors, tmp_path / "out") and found.skipped == [*decoder]
     assert (load(tmp_path / "out").mean, load(tmp_path / "out").std) == ((0.5,) * 3, (0.25,) * 3)
 
@@ -282,7 +282,7 @@ def test_the_command_prints_what_was_assumed_and_a_recipe_that_fits_starts_from_
 
     monkeypatch.chdir(tmp_path)
     torch.save(timm_vit(shaken, num_classes=3).state_dict(), tmp_path / "weights.pth")
-    arguments = ["import", "weights.pth", "out", "--name", TINY, "--mean", "0.1,0.2,0.3"]
+    arguments = ["import", "weights.pth", "out", "--name", TINY, "--heads", "3", "--mean", "0.1,0.2,0.3"]
     assert call(*arguments) == 0
     text = capsys.readouterr().out
     assert "skipped: head.weight, head.bias" in text
@@ -327,8 +327,25 @@ def test_tensors_that_do_not_fit_are_named(tmp_path: Path, shaken: Make, how: st
     tensors = timm_vit(shaken).state_dict() | changes
     save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, tmp_path / "w.safetensors")
     with pytest.raises(UserError, match=message):
-        import_weights(str(tmp_path / "w.safetensors"), tmp_path / "out", name=TINY)
+        import_weights(str(tmp_path / "w.safetensors"), tmp_path / "out", name=TINY, heads=3)
     assert [path.name for path in tmp_path.iterdir()] == ["w.safetensors"]
+
+
+def test_another_width_than_the_names_needs_the_number_of_heads(tmp_path: Path, shaken: Make) -> None:
+    torch.save(timm_vit(shaken).state_dict(), tmp_path / "weights.pth")
+    with pytest.raises(UserError, match=r"width 48 .*\(192\); give --heads"):
+        import_weights(str(tmp_path / "weights.pth"), tmp_path / "out", name=TINY)
+    _, found = import_weights(str(tmp_path / "weights.pth"), tmp_path / "out", name=TINY, heads=3)
+    assert any("no image size" in note and "32x32" in note for note in found.notes)
+
+
+def test_a_class_token_and_a_norm_after_pooling(tmp_path: Path, shaken: Make) -> None:
+    """As in the published fine-tuned weights of MAE."""
+    tensors = timm_vit(shaken, global_pool="avg").state_dict()
+    assert "fc_norm.weight" in tensors and "norm.weight" not in tensors and "cls_token" in tensors
+    torch.save(tensors, tmp_path / "weights.pth")
+    import_weights(str(tmp_path / "weights.pth"), tmp_path / "out", name=TINY, heads=3)
+    assert same({key: value for key, value in tensors.items() if not key.startswith("head.")}, tmp_path / "out")
 
 
 @pytest.mark.parametrize(
@@ -383,7 +400,7 @@ def test_an_occupied_folder_is_kept(tmp_path: Path, shaken: Make) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.tex").write_text("mine")
     with pytest.raises(UserError, match="out exists and is not empty"):
-        import_weights(str(tmp_path / "weights.pth"), tmp_path / "out", name=TINY)
+        import_weights(str(tmp_path / "weights.pth"), tmp_path / "out", name=TINY, heads=3)
     assert (tmp_path / "out" / "thesis.tex").read_text() == "mine"
     (tmp_path / "out" / "thesis.tex").unlink()
-    import_weights(str(tmp_path / "weights.pth"), tmp_path / "out", name=TINY)
+    import_weights(str(tmp_path / "weights.pth"), tmp_path / "out", name=TINY, heads=3)
