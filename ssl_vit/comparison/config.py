@@ -131,7 +131,8 @@ class ComparisonConfig(Config):
     notes: sentences for the report.
     run: directory (default: runs/NAME).
     arms: the arms by name.
-    seeds: seeds for evaluators that train the encoder. A seed draws the labeled images, the head and the data order.
+    seeds: seeds for evaluators that train the encoder: [0, 1, 2] are three seeds, 3 is seed 3 alone. A seed draws the
+        labeled images, the head and the data order.
     frozen_seeds: seeds for evaluators on frozen features, which cost little.
     pretrainings: how often each pretrained arm is pretrained (with folds: in each fold), at most once per seed. The
         seed at index n of its list uses the pretraining at index n modulo `pretrainings`. The pretraining at index i is
@@ -174,8 +175,9 @@ class ComparisonConfig(Config):
     @classmethod
     def _each_is_used(cls, pretrainings: int, info: ValidationInfo) -> int:
         for name in ("seeds", "frozen_seeds"):
-            if pretrainings > (count := len(info.data.get(name) or range(pretrainings))):
-                raise ValueError(f"{pretrainings} pretrainings need as many {name}, of which there are {count}")
+            seeds = info.data.get(name)
+            if seeds and len(seeds) < pretrainings:
+                raise ValueError(f"{pretrainings} pretrainings need at least {pretrainings} {name}; got {list(seeds)}")
         return pretrainings
 
     @field_validator("arms")

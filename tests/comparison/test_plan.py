@@ -82,7 +82,7 @@ def test_seeds_use_the_pretrainings_in_turn() -> None:
 
 def test_more_pretrainings_than_seeds_are_refused() -> None:
     for key in ("seeds", "frozen_seeds"):
-        with pytest.raises(UserError, match=f"3 pretrainings need as many {key}, of which there are 2"):
+        with pytest.raises(UserError, match=rf"need at least 3 {key}; got \[0, 1\]"):
             plan_of("pretrainings=3", f"{key}=[0,1]")
 
 
