@@ -10,6 +10,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from ssl_vit.interfaces import UserError
+from ssl_vit.overrides import merge
 
 EVERY = "*"
 _LENGTHS = {"training.steps", "training.epochs"}  # they replace each other
@@ -48,7 +49,7 @@ def _merged(
     name: str, before: Mapping[str, Any], every: Mapping[str, Any], own: Mapping[str, Any], keys: Collection[str]
 ) -> dict[str, Any]:
     layers = [before, *({k: v for k, v in layer.items() if k not in (*keys, "overrides")} for layer in (every, own))]
-    arm = {"label": name.replace("_", " "), **dict(OmegaConf.to_container(OmegaConf.merge(*layers)))}
+    arm = {"label": name.replace("_", " "), **dict(OmegaConf.to_container(merge(f"arms.{name}", *layers)))}
     for key in arm:
         if key not in keys and (close := get_close_matches(key, keys, n=1, cutoff=0.8)):
             raise UserError(f"arms.{name}.{key}: unknown key; did you mean '{close[0]}'?")

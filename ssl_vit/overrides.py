@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import yaml
@@ -38,9 +38,38 @@ def parsed(overrides: Overrides) -> DictConfig:
             raise UserError(f"'{override}' is not key=value, such as training.steps=100")
     try:
         named = [f"data.{PLACE}={o[5:]}" if o.startswith("data=") and o[5:6] not in "{[" else o for o in overrides]
-        return without_references(OmegaConf.from_dotlist(list(map(_quoted, named))), "the command line")
+        given = merge("the command line", *(OmegaConf.from_dotlist([_quoted(override)]) for override in named))
+        return without_references(given, "the command line")
     except (yaml.YAMLError, OmegaConfBaseException, ValueError) as error:
         raise UserError(f"the command line: {str(error).splitlines()[0]}") from None
+
+
+def merge(origin: str, *layers: Any) -> DictConfig:
+    """Mappings, each merged onto those before it.
+
+    origin: where they are from, for the message.
+    Raises UserError naming a key that is a list in one and a mapping in another.
+    """
+    merged = OmegaConf.create()
+    for layer in layers:
+        try:
+            merged = OmegaConf.merge(merged, layer)
+        except OmegaConfBaseException as error:
+            raise UserError(f"{origin}: {str(error).splitlines()[0]}") from None
+        except TypeError:
+            key = next(_clashes(*map(OmegaConf.to_container, (merged, OmegaConf.create(layer)))))
+            raise UserError(f"{origin}: {key}: a list cannot replace settings, nor settings a list") from None
+    assert isinstance(merged, DictConfig)
+    return merged
+
+
+def _clashes(under: dict[str, Any], over: dict[str, Any], prefix: str = "") -> Iterator[str]:
+    for key, value in over.items():
+        before = under.get(key)
+        if isinstance(before, dict) and isinstance(value, dict):
+            yield from _clashes(before, value, f"{prefix}{key}.")
+        elif isinstance(before, (dict, list)) and isinstance(value, (dict, list)) and type(before) is not type(value):
+            yield f"{prefix}{key}"
 
 
 def without_references(content: DictConfig, origin: str) -> DictConfig:

@@ -24,7 +24,16 @@ from ssl_vit.files import write_text
 from ssl_vit.interfaces import Config, ObjectiveConfig, UnknownObjective, UserError
 from ssl_vit.keys import config_in
 from ssl_vit.models import EncoderConfig
-from ssl_vit.overrides import MAX_BYTES, PLACE, Overrides, check_nesting, flatten, parsed, without_references
+from ssl_vit.overrides import (
+    MAX_BYTES,
+    PLACE,
+    Overrides,
+    check_nesting,
+    flatten,
+    merge,
+    parsed,
+    without_references,
+)
 from ssl_vit.training import OptimConfig, ProbeConfig, TrainingConfig
 
 T = TypeVar("T", bound=BaseModel)
@@ -125,7 +134,10 @@ def onto(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _onto(under: DictConfig, over: DictConfig, origin: str) -> DictConfig:
-    """`over` merged onto `under`; steps and epochs replace each other, and so do objectives of different names."""
+    """`over` merged onto `under`; steps and epochs replace each other, and so do objectives of different names.
+
+    `null` removes an arm or an evaluator.
+    """
     lengths = {"steps", "epochs"}
     if given := lengths.intersection(_section(over, "training")):
         for other in lengths - given:
@@ -134,15 +146,15 @@ def _onto(under: DictConfig, over: DictConfig, origin: str) -> DictConfig:
     name = _section(over, "objective").get("name")
     if name is not None and name != _section(under, "objective").get("name"):
         under.pop("objective", None)
+    evaluators, given_evaluators = (_section(one, "evaluators") for one in (under, over))
+    for removed in [key for key, value in given_evaluators.items() if value is None]:
+        if removed not in evaluators:
+            raise UserError(f"{origin}: evaluators.{removed}=null removes an evaluator; {{}} adds its defaults")
+        del evaluators[removed], given_evaluators[removed]
     if _section(over, "arms"):
         before, given_arms = (dict(OmegaConf.to_container(one)).get("arms") or {} for one in (under, over))
         over.arms, under.arms = arms.derived(before, given_arms, Recipe.model_fields), {}
-    try:
-        merged = OmegaConf.merge(under, over)
-    except OmegaConfBaseException as error:
-        raise UserError(f"{origin}: {str(error).splitlines()[0]}") from None
-    assert isinstance(merged, DictConfig)
-    return merged
+    return merge(origin, under, over)
 
 
 def _expand_data(under: DictConfig, over: DictConfig) -> None:
@@ -235,7 +247,7 @@ def validate(model: type[T], content: Any, prefix: str = "") -> T:
             elif problem["type"] == "missing":
                 lines.append(f"{where}: this key is missing")
             else:
-                lines.append(f"{where.rstrip('. ')}: {problem['msg'].removeprefix('Value error, ')}")
+                lines.append(f"{where.rstrip('.: ')}: {problem['msg'].removeprefix('Value error, ')}")
         raise UserError("\n".join(lines)) from None
 
 

@@ -222,6 +222,8 @@ def test_another_objective_on_the_command_line_replaces_the_section() -> None:
         ("base: b", "b.yaml: base=a"),
         ("base: digits_ssl\noptim: {schedul: 1}", "a.yaml: optim.schedul.*did you mean 'schedule'"),
         ("base: digits_ssl\ntraining: 3", "a.yaml: training"),
+        ("base: digits_ssl\ntraining: [3]", "a.yaml: training: a list cannot replace settings"),
+        ("base: digits_ssl\noptim: {lr: 0.1, schedule: {a: 1}}", "a.yaml: optim.schedule"),
     ],
 )
 def test_a_wrong_base_is_named(text: str, facts: str, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from ssl_vit.comparison.sets import DataSet, check_names, load_suite
 from ssl_vit.data import RemoteConfig, mixture, train_and_test
 from ssl_vit.evaluators import Budgets, Seeds
 from ssl_vit.interfaces import Config, UserError
+from ssl_vit.overrides import merge
 from ssl_vit.recipe import Recipe
 from ssl_vit.records import ArmKind, Look
 
@@ -237,8 +238,9 @@ def load_comparison(name: str | Path, overrides: recipe.Overrides = ()) -> Study
     content = recipe.read(path, overrides)
     if "arms" not in content:
         raise UserError(f"{path} is a training recipe; run it with `ssl-vit train {name}`")
-    given = {key: value or {} for key, value in dict(content.get("evaluators") or {}).items()}
-    recipe.validate(ComparisonConfig, content | {"evaluators": {key: Config() for key in given}}, f"{path}: ")
+    given = content.get("evaluators", {})
+    unread = {key: Config() for key in given} if isinstance(given, dict) else given
+    recipe.validate(ComparisonConfig, content | {"evaluators": unread}, f"{path}: ")
     content["evaluators"] = {key: _settings(path, key, value) for key, value in given.items()}
     c = recipe.validate(ComparisonConfig, content, f"{path}: ")
     suite = load_suite(c.data.suite, near=path) if c.data.suite else None
@@ -277,7 +279,10 @@ def load_comparison(name: str | Path, overrides: recipe.Overrides = ()) -> Study
 
 def _settings(path: Path, evaluator: str, values: dict[str, Any], *more: dict[str, dict[str, Any]]) -> Config:
     """An evaluator's settings. more: settings by evaluator that are merged on top, such as a dataset's."""
-    merged = dict(OmegaConf.to_container(OmegaConf.merge(values, *(over.get(evaluator) or {} for over in more))))
+    if not isinstance(values, dict):
+        raise UserError(f"{path}: evaluators.{evaluator}={values}: give settings, or {{}} for the defaults")
+    layers = [values, *(over.get(evaluator) or {} for over in more)]
+    merged = dict(OmegaConf.to_container(merge(f"{path}: evaluators.{evaluator}", *layers)))
     if "seeds" in merged:
         raise UserError(f"{path}: evaluators.{evaluator}.seeds: set seeds of the comparison instead")
     config: type[Config] = plugins.load("evaluators", evaluator).Config

@@ -62,14 +62,15 @@ class TrainedConfig(SweepConfig):
         if not isinstance(given, dict):
             return given
         choice = given.get(cls.CHOICE, next(iter(cls.DEFAULTS)))
-        if choice not in cls.DEFAULTS:
+        if str(choice) not in cls.DEFAULTS:
             raise ValueError(f"{cls.CHOICE}={choice}: choose one of {', '.join(cls.DEFAULTS)}")
-        chosen = cls.DEFAULTS[choice]
+        chosen = cls.DEFAULTS[str(choice)]
         merged = dict(chosen) | given
         for key in set(chosen).intersection(given) - {"sweep"}:
             if isinstance(chosen[key], dict) and isinstance(given[key], dict):
                 merged[key] = chosen[key] | given[key]
-        lengths = {key: value for key, value in dict(given.get("training") or {}).items() if key in _LENGTHS and value}
+        training = given.get("training")
+        lengths = {k: v for k, v in training.items() if k in _LENGTHS and v} if isinstance(training, dict) else {}
         for key, values in flatten(merged.get("sweep") or {}).items():
             numbers = [value for value in several(values) if isinstance(value, int | float)]
             if key in ("training.steps", "training.epochs") and numbers:

@@ -86,6 +86,21 @@ def test_more_pretrainings_than_seeds_are_refused() -> None:
             plan_of("pretrainings=3", f"{key}=[0,1]")
 
 
+def test_null_removes_an_evaluator_and_other_values_are_refused() -> None:
+    assert set(load_comparison("demo_digits", ["evaluators.few_shot=null"]).comparison.evaluators) == {"fine_tune"}
+    for override, facts in (
+        ("evaluators.knn=null", "evaluators.knn=null removes an evaluator"),
+        ("evaluators.knn=5", "evaluators.knn=5: give settings"),
+        ("evaluators=[knn]", "evaluators: a list cannot replace settings"),
+        ("evaluators=5", "evaluators: "),
+        ("evaluators.fine_tune.sweep=[1]", "evaluators.fine_tune.sweep: a list cannot"),
+        ("arms.scratch.evaluators.fine_tune.optim=[1]", "evaluators.fine_tune: optim: a list cannot"),
+        ("arms.ssl.training=[1]", "training: a list cannot"),
+    ):
+        with pytest.raises(UserError, match=facts):
+            load_comparison("demo_digits", [override])
+
+
 def test_added_pretrainings_are_evaluated() -> None:
     """As `looks.extend` adds one: the new seeds use it, and those measured before keep theirs."""
     plan = plan_of("pretrainings=2", "seeds=[0,1,2,3]", "frozen_seeds=[0,1,2,3]")

@@ -55,6 +55,8 @@ def test_settings_that_train_something_else_are_refused(tuned: Tuned) -> None:
     for given, message in (
         ({"head": {"head": "probe"}}, r"head\.head=probe.*linear_probe"),
         ({"protocol": "mea"}, "protocol=mea: choose one of paper, mae"),
+        ({"protocol": ["mae"]}, "choose one of paper, mae"),
+        ({"training": [1]}, "training: Input should be"),
         ({"seeds": [2**31]}, "seeds"),
     ):
         with pytest.raises(UserError, match=message):
