@@ -124,7 +124,8 @@ class ArmRecord(Config):
     architecture: hash of sizes and image preparation: arms that share it may be compared directly.
     encoder: sizes and image preparation; empty for weights without a recipe.
     uses_labels: whether its pretraining used labels.
-    evaluators: settings by evaluator that this arm alone has.
+    evaluators: settings that this arm alone has, by evaluator, or by "SET EVALUATOR" with several datasets; None where
+        the others have a key that it lacks.
     starts_from: downloaded or given weights that it started from; what they cost to train is unknown.
     compute_of: for training from scratch: the arm whose pretraining compute is spent on longer fine-tuning.
     """
@@ -142,6 +143,10 @@ class ArmRecord(Config):
     starts_from: str | None = None
     compute_of: str | None = None
     summary: RunSummary | None = None
+
+    def own_settings(self, data: str, evaluator: str) -> dict[str, Any]:
+        """Settings of an evaluator on a dataset that this arm alone has, by dotted key."""
+        return self.evaluators.get(f"{data} {evaluator}") or self.evaluators.get(evaluator) or {}
 
 
 class ReferenceRecord(Config):

@@ -111,6 +111,6 @@ def _own_settings(plan: Plan, arm: str) -> dict[str, dict[str, Any]]:
     for (data, evaluator, of), built in plan.evaluators.items():
         common = recipe.flatten(plan.evaluators[data, evaluator, ""].config.model_dump(mode="json"))
         own = recipe.flatten(built.config.model_dump(mode="json")) if of == arm else common
-        if differing := {key: value for key, value in own.items() if common.get(key) != value}:
+        if differing := {key: own.get(key) for key in common | own if common.get(key) != own.get(key)}:
             found[evaluator if len(plan.sets) == 1 else f"{data} {evaluator}"] = differing
     return found

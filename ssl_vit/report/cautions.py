@@ -71,9 +71,9 @@ def _one_length(comparison: Comparison, head: Difference) -> Iterator[str]:
     settings = evaluator.settings.get(head.place.data, {})
     sweep, training = settings.get("sweep", {}), settings.get("training", {})
     lengths = {f"sweep.{key}": sweep.get(key, ()) for key in ("training.steps", "training.epochs")}
-    own = [arm.evaluators for arm in comparison.record.arms if arm.name in (head.arm, head.against)]
-    swept = [lengths | evaluators.get(head.place.evaluator, {}) for evaluators in own]
-    if evaluator.trains_encoder and not all(any(len(one[key]) > 1 for key in lengths) for one in swept):
+    arms = [arm for arm in comparison.record.arms if arm.name in (head.arm, head.against)]
+    swept = [lengths | arm.own_settings(head.place.data, head.place.evaluator) for arm in arms]
+    if evaluator.trains_encoder and not all(any(len(one[key] or ()) > 1 for key in lengths) for one in swept):
         length = next((f" ({training[key]:,} {key})" for key in ("steps", "epochs") if training.get(key)), "")
         yield (
             f"Caution: no sweep selected the length of fine-tuning{length}. Training from scratch often needs a longer "

@@ -60,12 +60,12 @@ def rows(comparison: Comparison) -> pd.DataFrame:
     record = comparison.record
     frame["arm_label"] = frame["arm"].map(comparison.label)
     frame["evaluator_title"] = frame["evaluator"].map(lambda name: record.evaluators[name].title)
-    where = zip(frame["data"], frame["evaluator"], strict=True)
-    settings_of = {arm.name: arm.evaluators for arm in record.arms}
+    where = list(zip(frame["data"], frame["evaluator"], strict=True))
+    arms = {arm.name: arm for arm in record.arms}
     frame.insert(0, "comparison", record.name)
     frame["settings"] = [json.dumps(record.evaluators[name].settings.get(data, {})) for data, name in where]
-    pairs = zip(frame["arm"], frame["evaluator"], strict=True)
-    frame["settings_of_arm"] = [json.dumps(settings_of.get(arm, {}).get(name, {})) for arm, name in pairs]
+    own = [arms[arm].own_settings(*at) if arm in arms else {} for arm, at in zip(frame["arm"], where, strict=True)]
+    frame["settings_of_arm"] = [json.dumps(settings) for settings in own]
     frame["selected"] = frame["selected"].map(json.dumps)
     frame["notes"] = frame["notes"].map(" ".join)
     frame["file"] = [str(file) for file in comparison.measured.files]

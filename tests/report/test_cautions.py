@@ -43,6 +43,11 @@ def test_a_single_length_of_fine_tuning_is_a_caution(folder: Path) -> None:
     assert caution in cautioned("only the first", arms=[longer[0], *ARMS[1:]], sweep=rates)
     shorter = [arm.model_copy(update={"evaluators": {"fine_tune": {"sweep.training.steps": [100]}}}) for arm in ARMS]
     assert caution in cautioned("none", arms=shorter, sweep={"training.steps": [100, 400]})
+    none = {"fine_tune": {"sweep.training.steps": None}}  # another protocol may sweep other keys
+    without = [arm.model_copy(update={"evaluators": none}) for arm in ARMS]
+    assert caution in cautioned("no key", arms=without, sweep={"training.steps": [100, 400]})
+    of_set = [arm.model_copy(update={"evaluators": {"digits fine_tune": of_arm["fine_tune"]}}) for arm in ARMS]
+    assert caution not in cautioned("of a dataset", arms=of_set, sweep=rates)
     frozen = [replace(one, evaluator="few_shot") for one in two_arms(0.2)]
     assert caution not in said(folder / "frozen", frozen)
 

@@ -59,6 +59,13 @@ def test_a_class_without_test_images_has_no_accuracy(tmp_path: Path) -> None:
     write_report([tmp_path], tmp_path / "report.html")
 
 
+def test_the_unit_of_an_untrained_encoder_is_its_initialization(tmp_path: Path) -> None:
+    rows = [row("untrained", 5, seed, 0.5, pretraining_seed=seed % 3, evaluator="few_shot") for seed in range(6)]
+    comparison = read([write_comparison(tmp_path, [*two_arms(budgets=(5,)), *rows])])
+    of_class = classes(comparison, EvaluationKey("digits", "few_shot")).accuracies["untrained"][1]
+    assert of_class is not None and of_class.units == 3
+
+
 def test_of_many_classes_those_that_differ_most_are_shown(tmp_path: Path) -> None:
     labels = np.arange(100)
     right = Prediction(labels, labels, labels)

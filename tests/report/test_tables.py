@@ -120,6 +120,11 @@ def test_every_export_carries_names_settings_and_times(tmp_path: Path) -> None:
     assert (first["comparison"], first["arm_label"], first["evaluator_title"]) == ("c", "SSL [50%]", "Fine-tuning")
     assert json.loads(first["settings"]) == {"steps": 5}
     assert [json.loads(one) for one in table["settings_of_arm"].unique()] == [{"mixup": 0.5}, {}]
+    arms = (ARMS[0].model_copy(update={"evaluators": {"digits fine_tune": {"mixup": 0.7}}}), ARMS[1])
+    several = pd.read_csv(
+        write_report([write_comparison(tmp_path / "s", two_arms(), arms=arms)], tmp_path / "s.csv", "csv")
+    )
+    assert [json.loads(one) for one in several["settings_of_arm"].unique()] == [{"mixup": 0.7}, {}]
     times = pd.to_datetime(table["saved"])
     assert times.notna().all() and (datetime.now(UTC) - times).max() < timedelta(hours=1)
     rows = json.loads(write_report([folder], tmp_path / "r.json", "json").read_text())["rows"]
