@@ -105,7 +105,7 @@ def evaluate(
     model: a run, a checkpoint or a weights folder; or a network in memory that `load` or `timm.create_model` returned,
         copied as it is now. Images of the latter are resized and cropped to the size and share of its
         `pretrained_cfg`, bilinearly, and normalized with its mean and std.
-    evaluator: few_shot, linear_probe, knn, fine_tune, own_head or one of your own.
+    evaluator: few_shot, linear_probe, attentive_probe, knn, fine_tune, own_head or one of your own.
     data: labeled data with both parts, as `data=PLACE` of a recipe (default: the run's own).
     train, test: the parts, one by one.
     name: what the rows call the dataset (default: `test`).
