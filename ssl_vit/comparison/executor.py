@@ -99,14 +99,15 @@ def run(tasks: Sequence[TaskRecord], do: Do, *, jobs: int = 1, scheduler: str | 
 
 def _left(tasks: Sequence[TaskRecord], took: Sequence[tuple[TaskRecord, float]], slots: int) -> str:
     """Estimate of the remaining time, as text. A task is expected to take as long as finished tasks of its kind did on
-    average, or as all finished tasks did where there is none of its kind."""
-    if not tasks:
-        return ""
-    seconds = 0.0
+    average. If some tasks have none of their kind, it is a lower bound; if all have none, there is no estimate."""
+    seconds, unknown = 0.0, 0
     for task in tasks:
         alike = [time for done, time in took if (done.kind, done.evaluator) == (task.kind, task.evaluator)]
-        seconds += fmean(alike or [time for _, time in took])
-    return f", about {timedelta(seconds=round(seconds / slots))} left"
+        seconds += fmean(alike or [0.0])
+        unknown += not alike
+    if unknown == len(tasks):
+        return ""
+    return f", {'more than' if unknown else 'about'} {timedelta(seconds=round(seconds / slots))} left"
 
 
 class _Here(Executor):

@@ -81,12 +81,13 @@ def test_an_unexpected_error_stops_everything_at_once(tmp_path: Path, jobs: int)
     assert not done(tmp_path)
 
 
-def test_the_time_left_is_estimated_from_the_first_task_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_time_left_is_a_lower_bound_until_a_task_of_each_kind_has_finished() -> None:
     def knn(identifier: str) -> TaskRecord:
         return TaskRecord(id=identifier, kind="measure", arm="x", evaluator="knn")
 
     took = [(knn("a"), 60.0)]
-    assert executor._left([knn("b"), task("p")], took, 2) == ", about 0:01:00 left"
+    assert executor._left([knn("b"), task("p")], took, 2) == ", more than 0:00:30 left"
+    assert executor._left([task("p")], took, 2) == ""
     assert executor._left([knn("b"), task("p")], [*took, (task("q"), 240.0)], 2) == ", about 0:02:30 left"
     assert executor._left([], took, 2) == ""
 
