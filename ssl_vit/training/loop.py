@@ -77,6 +77,7 @@ class Callback:
 class Job:
     """One training run, made by `stage.build`.
 
+    name: in the progress display.
     batches: from lane positions to this process's endless batches, all of them full. lanes: number of lanes.
     run: the run directory; None keeps nothing on disk (short trainings inside an evaluator).
     data: fingerprint of the shards; positions in a checkpoint mean nothing on others.

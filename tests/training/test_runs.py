@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from ssl_vit import runs
+from ssl_vit import api, runs
 from ssl_vit.interfaces import Stopped, UserError
 from ssl_vit.training import checkpoint
 from ssl_vit.training.loop import Trainer
@@ -217,3 +217,11 @@ def test_the_same_shards_under_another_name_resume(train: Train, digits: Path, t
     with pytest.raises(UserError, match="trained on other shards"):
         train(tmp_path / "run", f"data.train={tmp_path}/copied", "training.keep_last=7")
     assert (run / "recipe.yaml").read_bytes() == before
+
+
+def test_the_display_names_the_run_directory(
+    settings: Callable[..., Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    api.train(settings(tmp_path / "second"), quiet=False)
+    captured = capsys.readouterr()
+    assert "second  1/12  loss " in captured.out + captured.err, "two runs of one recipe may print side by side"
