@@ -99,10 +99,14 @@ def run(tasks: Sequence[TaskRecord], do: Do, *, jobs: int = 1, scheduler: str | 
 
 def _left(tasks: Sequence[TaskRecord], took: Sequence[tuple[TaskRecord, float]], slots: int) -> str:
     """Estimate of the remaining time, as text. A task is expected to take as long as finished tasks of its kind did on
-    average. If some tasks have none of their kind, it is a lower bound; if all have none, there is no estimate."""
+    average. If some tasks have none of their kind, it is a lower bound; if all have none, there is no estimate.
+
+    Tasks of less than a second do not count: a sweep leaves its winner, whose task then has nothing to do.
+    """
     seconds, unknown = 0.0, 0
+    long = [(done, time) for done, time in took if time >= 1]
     for task in tasks:
-        alike = [time for done, time in took if (done.kind, done.evaluator) == (task.kind, task.evaluator)]
+        alike = [time for done, time in long if (done.kind, done.evaluator) == (task.kind, task.evaluator)]
         seconds += fmean(alike or [0.0])
         unknown += not alike
     if unknown == len(tasks):

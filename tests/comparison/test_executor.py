@@ -89,13 +89,14 @@ def test_the_time_left_is_a_lower_bound_until_a_task_of_each_kind_has_finished()
     assert executor._left([knn("b"), task("p")], took, 2) == ", more than 0:00:30 left"
     assert executor._left([task("p")], took, 2) == ""
     assert executor._left([knn("b"), task("p")], [*took, (task("q"), 240.0)], 2) == ", about 0:02:30 left"
+    assert executor._left([knn("b")], [*took, (knn("the winner of a sweep"), 0.1)], 1) == ", about 0:01:00 left"
     assert executor._left([], took, 2) == ""
 
 
 @pytest.mark.parametrize("jobs", [1, 2])
 def test_the_time_left_counts_what_tasks_took(tmp_path: Path, jobs: int) -> None:
     said: list[str] = []
-    executor.run([task("a", arm="1"), task("b", "a", arm="1")], partial(do, tmp_path), jobs=jobs, say=said.append)
+    executor.run([task("a", arm="1.1"), task("b", "a", arm="1")], partial(do, tmp_path), jobs=jobs, say=said.append)
     assert "about 0:00:00" not in said[0] and "left)" in said[0]
 
 
@@ -155,8 +156,8 @@ def test_a_dask_cluster_runs_the_tasks(tmp_path: Path) -> None:
     ):
         address = cluster.scheduler_address
         tasks = [
-            task("a", arm="0.5"),
-            task("b", arm="0.5"),
+            task("a", arm="1.1"),
+            task("b", arm="1.1"),
             task("c", "a", "b"),
             task("x", arm="wrong"),
             task("y", "x"),
