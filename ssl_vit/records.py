@@ -247,6 +247,12 @@ class ComparisonRecord(Config):
         """Arms, then references."""
         return (*self.arms, *self.references)
 
+    @property
+    def encoders(self) -> set[str]:
+        """Names of the rows whose seeds may share encoders: an untrained encoder has as many initializations as arms
+        have pretrainings."""
+        return {row.name for row in self.rows if row.kind in ("pretrained", "weights", "untrained")}
+
 
 def read(file: Path, model: type[Model], content: object = None) -> Model:
     """Read the record in a JSON file. Raises UserError for a damaged file.

@@ -74,10 +74,9 @@ def classes(comparison: Comparison, place: EvaluationKey) -> Classes:
         totals = counts.sum(axis=1, keepdims=True)
         confusion[arm] = np.divide(counts, totals, out=np.full_like(counts, np.nan), where=totals > 0)
     accuracies = {}
-    encoders = {row.name for row in comparison.record.rows if row.kind in ("pretrained", "untrained")}
     for arm, indices in rows.items():
         own_labels, correct_SM = table.cells(indices)
-        units = [pretraining_seed for pretraining_seed, _ in arms[arm]] if arm in encoders else None
+        units = [pretraining_seed for pretraining_seed, _ in arms[arm]] if arm in comparison.record.encoders else None
         of_class = [correct_SM[:, own_labels == label] for label in labels]
         accuracies[arm] = tuple(
             crossed_mean(correct, pretrainings=units) if correct.shape[1] else None for correct in of_class

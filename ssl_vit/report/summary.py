@@ -207,8 +207,6 @@ class Measured:
         self.arms = [arm for arm in comparison.arms if any(arm in arms for arms in budgets.values())]
         record = comparison.record
         self.pretrained = {arm.name for arm in record.arms if arm.kind != "scratch"}
-        # Rows whose seeds share encoders: an untrained encoder has as many initializations as arms have pretrainings.
-        self.encoders = self.pretrained | {row.name for row in record.references if row.kind == "untrained"}
         classes, counts = comparison.classes(place.data), comparison.table.frame["labels"]
         self.labels: dict[Budget, float] = {}
         for budget, arms in budgets.items():
@@ -219,7 +217,7 @@ class Measured:
         for budget, arms in self.budgets.items():
             for arm in (arm for arm in self.arms if arm in arms):
                 rows = [*arms[arm].values()]
-                units = [pretraining_seed for pretraining_seed, _ in arms[arm]] if arm in self.encoders else None
+                units = [pretraining_seed for pretraining_seed, _ in arms[arm]] if arm in self.comparison.record.encoders else None
                 estimate = mean_accuracy(self.comparison.table, rows, weighted=self.weighted, pretrainings=units)
                 yield Accuracy(self.place, budget, self.labels[budget], arm, len(rows), estimate)
 
@@ -277,7 +275,7 @@ class Measured:
         values = correct.reshape(len(budgets), 2, len(keys), -1).astype(np.float64)
         if self.weighted:
             values = statistics.balanced(values, classes)
-        arms = [(side, name) for side, name in enumerate((arm, against)) if name in self.encoders]
+        arms = [(side, name) for side, name in enumerate((arm, against)) if name in self.comparison.record.encoders]
         pretraining_seeds = [[key[side] for key in keys] for side, _ in arms]
         once = [name for (_, name), own in zip(arms, pretraining_seeds, strict=True) if len(set(own)) == 1]
         fixed = [name for name in once if name in self.pretrained]
