@@ -100,7 +100,6 @@ def build(
     if pictures and accelerator.is_fsdp2:
         raise UserError("training.picture_every: not available for a sharded model; set it to 0")
     return Job(
-        name=run.resolve().name if run else settings.name,  # trainings side by side may be of one recipe
         objective=objective,
         batches=batches,
         lanes=settings.data.lanes,

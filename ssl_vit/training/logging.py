@@ -100,17 +100,16 @@ class RunLogger:
     skipped: the samples that all processes skipped so far.
     """
 
-    def __init__(
-        self, name: str, total: int, run: Path | None, accelerator: Engine, trackers: Trackers, quiet: bool
-    ) -> None:
+    def __init__(self, total: int, run: Path | None, accelerator: Engine, trackers: Trackers, quiet: bool) -> None:
         main = accelerator.is_main_process
-        self.name, self.total, self.quiet = name, total, quiet or not main
+        # Not the name of the recipe, which several trainings of a comparison share.
+        self.name, self.total, self.quiet = run.resolve().name if run else "", total, quiet or not main
         console = Console(stderr=True)
         # Processes that share a terminal must not each move a bar on it.
         moving = not self.quiet and console.is_terminal and multiprocessing.parent_process() is None
         columns = (TextColumn("[bold]{task.description}"), BarColumn(None), MofNCompleteColumn(), TimeRemainingColumn())
         self.bar = Progress(*columns, console=console, transient=True, disable=not moving)
-        self.task = self.bar.add_task(name, total=total)
+        self.task = self.bar.add_task(self.name, total=total)
         self.path = run / "metrics.jsonl" if run and main else None
         self.accelerator, self.settings, self.tracking = accelerator, trackers, bool(run and main and trackers)
         self.size = 0  # of metrics.jsonl when the checkpoint was saved

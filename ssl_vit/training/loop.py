@@ -77,7 +77,6 @@ class Callback:
 class Job:
     """One training run, made by `stage.build`.
 
-    name: in the progress display.
     batches: from lane positions to this process's endless batches, all of them full. lanes: number of lanes.
     run: the run directory; None keeps nothing on disk (short trainings inside an evaluator).
     data: fingerprint of the shards; positions in a checkpoint mean nothing on others.
@@ -86,7 +85,6 @@ class Job:
     recipe: flat, for the trackers that store one.
     """
 
-    name: str
     objective: nn.Module
     batches: Batches
     lanes: int
@@ -152,7 +150,7 @@ class Trainer:
         self.scaler = get_grad_scaler(job.accelerator.distributed_type, enabled=fp16)
         self.average = WeightAverage(self.objective, training.ema) if training.ema else None
         self.progress = Progress([LanePosition()] * job.lanes, data=job.data, classes=job.classes)
-        self.log = RunLogger(job.name, job.total_steps, job.run, job.accelerator, training.trackers, job.quiet)
+        self.log = RunLogger(job.total_steps, job.run, job.accelerator, training.trackers, job.quiet)
         self.state = State(self.objective, self.optimizer, device, self.average)
         named = {callback.name: callback for callback in job.callbacks if callback.name}
         self.state.parts = {"progress": self.progress, "scaler": self.scaler, "log": self.log, **named}

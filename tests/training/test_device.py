@@ -125,7 +125,7 @@ def step(
         batch = to_cuda(objective, 8, columns, views)
         training = TrainingConfig(steps=9, batch_size=8, ema=0.9)
         config = OptimConfig(name=optim, lr=0.1)
-        trainer = Trainer(Job("", objective, iter, 2, 9, training, config, engine(dtype), quiet=True))  # type: ignore[arg-type]
+        trainer = Trainer(Job(objective, iter, 2, 9, training, config, engine(dtype), quiet=True))  # type: ignore[arg-type]
         trainer.scaler, trainer.progress.accumulate = Scaler(objective), 2
         window, result = Window(0), trainer.train_step(batch)
         window.add(1, result)

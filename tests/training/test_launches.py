@@ -55,7 +55,7 @@ def test_a_vit_tiny_step_stays_within_its_launches(
     assert len(encoder.network.blocks) == 12
     batch = make_batch(4, size=32, noise=made.noise_per_sample(), lane_size=4)
     training = TrainingConfig(steps=9, batch_size=4)
-    trainer = Trainer(Job("", made, iter, 1, 9, training, OptimConfig(), make_accelerator("bf16"), quiet=True))  # type: ignore[arg-type]
+    trainer = Trainer(Job(made, iter, 1, 9, training, OptimConfig(), make_accelerator("bf16"), quiet=True))  # type: ignore[arg-type]
     trainer.train_step(batch)  # the first one makes the optimizer's state
     with Launches() as launches:
         trainer.train_step(batch)

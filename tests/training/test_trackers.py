@@ -35,7 +35,7 @@ def test_tensorboard_gets_what_the_log_holds(train: Train, tmp_path: Path) -> No
 def test_a_resumed_run_overwrites_what_came_after_its_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     for resumed, value in ((0, 1.0), (3, 2.0)):
-        with RunLogger("", 6, tmp_path / "run", make_accelerator(), {"tensorboard": {}}, quiet=True) as log:
+        with RunLogger(6, tmp_path / "run", make_accelerator(), {"tensorboard": {}}, quiet=True) as log:
             log.begin(resumed, [], {})
             for step in range(resumed + 1, 6):
                 log.values(step, {"accuracy": value})
