@@ -214,14 +214,11 @@ class Measured:
             self.labels[budget] = float(budget) if isinstance(budget, int) else float(counts[rows].mean() / classes)
 
     def accuracies(self) -> Iterator[Accuracy]:
+        encoders = self.comparison.record.encoders
         for budget, arms in self.budgets.items():
             for arm in (arm for arm in self.arms if arm in arms):
                 rows = [*arms[arm].values()]
-                units = (
-                    [pretraining_seed for pretraining_seed, _ in arms[arm]]
-                    if arm in self.comparison.record.encoders
-                    else None
-                )
+                units = [pretraining_seed for pretraining_seed, _ in arms[arm]] if arm in encoders else None
                 estimate = mean_accuracy(self.comparison.table, rows, weighted=self.weighted, pretrainings=units)
                 yield Accuracy(self.place, budget, self.labels[budget], arm, len(rows), estimate)
 
