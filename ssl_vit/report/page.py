@@ -27,7 +27,6 @@ from ssl_vit.report.plots import (
     confusion_matrix,
     loss_curves,
     reliability,
-    shares,
     styles_of,
 )
 from ssl_vit.report.read import Comparison, read
@@ -168,12 +167,6 @@ def _figures(
         figure = accuracy_curve(curves, axis, "difference, points", {"_zero": 0.0})
         confidence = f"{100 * comparison.confidence:.3g}%"
         yield figure, f"{label(tested)} minus each other arm; band or bar: adjusted {confidence} interval."
-    for head in (head for head in summary.headlines if head.place == place):
-        if head.estimate.half_width is not None:
-            name = f"{label(head.arm)} minus {label(head.against)}"
-            caption = f"Where the uncertainty of the headline comes from: more {head.unit}s reduce the first part, more"
-            parts = dict(zip((f"{head.unit}s", "test images", "the rest"), head.estimate.variance_shares, strict=True))
-            yield shares({name: parts}), f"{caption} test images the second, either of them the third."
 
 
 def _studies(comparison: Comparison, summary: Summary) -> Iterator[tuple[str, Markup, str]]:

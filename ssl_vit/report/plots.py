@@ -175,24 +175,6 @@ def reliability(curves: Mapping[str, tuple[Style, Calibration]]) -> Markup:
         return _embed(figure, axes, "confidence, %", "test accuracy, %")
 
 
-def shares(rows: Mapping[str, Mapping[str, float]]) -> Markup:
-    """A stacked bar per row of parts that sum to 1, as percent."""
-    frame = pd.DataFrame.from_dict(rows, orient="index") * 100
-    with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(5.6, 1.1 + 0.4 * len(frame)))
-        tall = figure.get_figheight()
-        axes = figure.add_axes((0.33, 0.5 / tall, 0.63, 0.4 * len(frame) / tall))
-        left = np.zeros(len(frame))
-        for color, (part, values) in zip(PALETTE, frame.items(), strict=False):
-            axes.barh(range(len(frame)), values, left=left, color=color, label=part)
-            left += values.to_numpy()
-        axes.set_yticks(range(len(frame)), map(_wrapped, frame.index), parse_math=False)
-        axes.invert_yaxis()
-        axes.set(xlabel="share of the variance, %", xlim=(0, 100))
-        axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=frame.shape[1], frameon=False, columnspacing=1)
-        return _svg(figure)
-
-
 def _embed(figure: Figure, axes: Axes, xlabel: str, ylabel: str) -> Markup:
     """Labels, legend (in the order of the curves' ends), and the SVG."""
     axes.set(xlabel=xlabel, ylabel=ylabel, axisbelow=True)

@@ -32,9 +32,9 @@ def interval(comparison: Comparison, summary: Summary) -> str:
 
 
 def verdict(comparison: Comparison, summary: Summary) -> list[str]:
-    """Sentences of the verdict: headline, label efficiency, label budgets and compute of each dataset, then cautions.
+    """Sentences of the verdict: headline, label efficiency, label budgets, variance and compute of each dataset.
 
-    For a single run, what it did and scored. Empty for several separate runs, which no plan compares.
+    Cautions follow. For a single run, what it did and scored. Empty for several separate runs, which no plan compares.
     """
     if comparison.separate:
         return _run(comparison, summary) if len(comparison.record.arms) == 1 else []
@@ -47,7 +47,7 @@ def verdict(comparison: Comparison, summary: Summary) -> list[str]:
         if len(budgets) > 1:
             sizes = [f"{row.labels_per_class}: {points(row.estimate)} ({row.outcome})" for row in budgets]
             about_head.append(f"By labels per class: {', '.join(sizes)}.")
-        about_head += [*_compute(comparison, head), *_equal_compute(comparison, summary, head)]
+        about_head += [*_variance(head), *_compute(comparison, head), *_equal_compute(comparison, summary, head)]
         several = len(comparison.record.metrics) > 1
         if comparison.record.quick:
             about_head[0] = f"{QUICK} {about_head[0]}"
@@ -173,6 +173,15 @@ def needed(row: Efficiency) -> str:
 
     value, low, high = (number(labels) for labels in (row.labels, row.low, row.high))
     return value if math.isnan(row.low) or low == high else f"{value} [{low}, {high}]"
+
+
+def _variance(head: Difference) -> list[str]:
+    """Where the uncertainty of the headline comes from: which of the repetitions would reduce it."""
+    if head.estimate.half_width is None:
+        return []
+    units, images, rest = (f"{share:.0%}" for share in head.estimate.variance_shares)
+    parts = f"{units} from {head.unit}s, {images} from test images, {rest} from their interaction"
+    return [f"Variance of this difference: {parts}."]
 
 
 def _compute(comparison: Comparison, head: Difference) -> list[str]:

@@ -93,7 +93,7 @@ def test_figures_and_tables_fit_and_can_be_read(page: Path, width: int) -> None:
     found = measured(page, width)
     assert found["width"] == width
     assert found["content"] <= width, "the page itself never scrolls sideways"
-    assert len(found["figures"]) == 7 + 1 + 5, "curves, losses, pictures; variance; confusion matrices"
+    assert len(found["figures"]) == 7 + 5, "curves, losses, pictures; confusion matrices"
     assert len(found["cards"]) == 8, "scratch is never the better one"
     assert all(left >= 0 and right <= width and high > 40 for left, right, _, high in found["cards"])
     for left, right, wide, high in [*found["figures"], *found["regions"]]:

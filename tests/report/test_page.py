@@ -73,7 +73,7 @@ def test_the_page_is_whole_and_fetches_nothing(comparison: Path, tmp_path: Path)
     links = page.values("src", "href", "xlink:href")
     assert all(link.startswith(("data:", "#")) for link in links)
     assert not re.search(r"url\((?!#)|@import", page.text)
-    assert page.tags.count("svg") == 6, "accuracy, difference, variance, loss, two confusion matrices"
+    assert page.tags.count("svg") == 5, "accuracy, difference, loss, two confusion matrices"
     assert "currentColor" in page.text and plots.INK not in page.text, "figures take the color of the page"
     assert page.tags.count("img") == 3
     ids = page.values("id")
@@ -108,7 +108,7 @@ def test_hostile_names_stay_text(comparison: Path, tmp_path: Path) -> None:
 def test_a_single_budget_is_drawn_as_bars(tmp_path: Path) -> None:
     one = write_comparison(tmp_path / "one", two_arms(budgets=(5,)))
     text = Page(write_report([one], tmp_path / "report.html")).text
-    assert "(logarithmic)" not in text and text.count("<svg") == 5
+    assert "(logarithmic)" not in text and text.count("<svg") == 4
     two = write_comparison(tmp_path / "two", two_arms(budgets=(5, 10)))
     assert "(logarithmic)" in Page(write_report([two], tmp_path / "report.html")).text
 

@@ -111,6 +111,14 @@ def test_pretrainings_are_the_unit_where_they_are_fewer_than_seeds(folder: Path)
     assert summary(folder.parent / "each", each).headlines[0].unit == "seed"
 
 
+def test_the_verdict_says_where_its_uncertainty_comes_from(folder: Path) -> None:
+    (head,) = summary(folder, two_arms(0.02)).headlines
+    seeds, images, rest = (f"{100 * share:.0f}%" for share in head.estimate.variance_shares)
+    text = said(folder.with_name("d"), two_arms(0.02))
+    assert f"Variance of this difference: {seeds} from seeds, {images} from test images, {rest} from their" in text
+    assert "Variance" not in said(folder.with_name("e"), two_arms(0.02, seeds=1)), "no interval"
+
+
 def test_what_would_decide_is_counted_in_the_unit_that_was_used(folder: Path) -> None:
     for made, unit in ((1, "seed"), (2, "pretraining")):
         rows = [
