@@ -32,9 +32,9 @@ def interval(comparison: Comparison, summary: Summary) -> str:
 
 
 def verdict(comparison: Comparison, summary: Summary) -> list[str]:
-    """Sentences of the verdict: headline, label efficiency, label budgets, variance and compute of each dataset.
+    """Sentences of the verdict: of each dataset headline, label efficiency, label budgets, variance and compute.
 
-    Cautions follow. For a single run, what it did and scored. Empty for several separate runs, which no plan compares.
+    Then cautions. For a single run, what it did and scored. Empty for several separate runs, which no plan compares.
     """
     if comparison.separate:
         return _run(comparison, summary) if len(comparison.record.arms) == 1 else []
@@ -176,7 +176,8 @@ def needed(row: Efficiency) -> str:
 
 
 def _variance(head: Difference) -> list[str]:
-    """Where the uncertainty of the headline comes from: which of the repetitions would reduce it."""
+    """Variance components of the headline, as shares: more seeds or pretrainings reduce the first, more test images
+    the second, both the third."""
     if head.estimate.half_width is None:
         return []
     units, images, rest = (f"{share:.0%}" for share in head.estimate.variance_shares)

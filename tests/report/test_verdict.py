@@ -107,6 +107,7 @@ def test_pretrainings_are_the_unit_where_they_are_fewer_than_seeds(folder: Path)
     text = said(folder.parent / "again", rows)
     assert "(Fine-tuning, 2 pretrainings, 4 seeds, 100 test images)" in text
     assert "about one pretraining" not in text
+    assert "% from pretrainings, " in text
     each = [replace(one, pretraining_seed=one.seed) if one.arm == "ssl" else one for one in rows]
     assert summary(folder.parent / "each", each).headlines[0].unit == "seed"
 
