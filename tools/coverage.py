@@ -3,9 +3,9 @@
     python tools/coverage.py [REPETITIONS]
 
 Prints a row per number of seeds and of test images: share of intervals that include the true difference, for the
-interval over seeds and images and, beside it, for one over seeds alone. Then the same where the first arm has several
-pretrainings that the seeds use in turn. Then, for two equal arms, how often one is called better or worse where seeds
-are added until the difference is decided, with and without alpha spending.
+interval over seeds and images and, beside it, for one over seeds alone. Then the same where the first arm, or both,
+have several pretrainings that the seeds use in turn. Then, for two equal arms, how often one is called better or worse
+where seeds are added until the difference is decided, with and without alpha spending.
 """
 
 from __future__ import annotations
@@ -20,17 +20,19 @@ from ssl_vit.report.statistics import outcome, paired_difference
 
 # Standard deviations on the logit scale: of images (shared by both arms, and of each arm's own) and of seeds likewise.
 IMAGE, OWN_IMAGE, SEED, OWN_SEED = 1.5, 0.7, 0.15, 0.1
-PRETRAINING = 0.15  # of the first arm, where it has several pretrainings
+PRETRAINING = (0.05, 0.15, 0.4)  # of pretrainings, where an arm has several: 0.8, 2.4 and 6.4 points of accuracy
 LOGITS = 0.85, 0.55  # of the two arms
 LOOKS = (8, 12, 16, 20)  # seeds, where they are added until decided
 MARGIN = 0.01
 
 
-def truth(pretraining: float = 0.0) -> float:
-    """The true difference: both arms' accuracy over all seeds and images, by Gauss-Hermite quadrature."""
+def truth(pretraining: tuple[float, float] = (0.0, 0.0)) -> float:
+    """The true difference: both arms' accuracy over all pretrainings, seeds and images, by Gauss-Hermite quadrature.
+
+    pretraining: standard deviation of the pretrainings of A and of B.
+    """
     nodes, weights = np.polynomial.hermite_e.hermegauss(80)
-    scale = np.sqrt(IMAGE**2 + OWN_IMAGE**2 + SEED**2 + OWN_SEED**2)
-    scales = np.hypot(scale, pretraining), scale
+    scales = np.hypot(np.sqrt(IMAGE**2 + OWN_IMAGE**2 + SEED**2 + OWN_SEED**2), pretraining)
     a, b = (
         float((weights * expit(logit + own * nodes)).sum() / weights.sum())
         for logit, own in zip(LOGITS, scales, strict=True)
@@ -43,19 +45,20 @@ def simulate(
     images: int,
     generator: np.random.Generator,
     logits: tuple[float, float] = LOGITS,
-    pretraining: np.ndarray | float = 0.0,
+    pretraining: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """bool (S, M) twice: whether arms A and B classified each image correctly (crossed logistic model).
 
-    pretraining: effect of the pretraining of A, (S, 1).
+    pretraining: effect of each seed's pretraining of A and of B, (2, S, 1).
     """
+    effects = np.zeros((2, 1, 1)) if pretraining is None else pretraining
     shared = IMAGE * generator.normal(size=images) + SEED * generator.normal(size=(seeds, 1))
 
     def correct(logit: np.ndarray | float) -> np.ndarray:
         own = OWN_IMAGE * generator.normal(size=images) + OWN_SEED * generator.normal(size=(seeds, 1))
         return generator.random((seeds, images), dtype=np.float32) < expit((logit + shared + own).astype(np.float32))
 
-    return correct(logits[0] + pretraining), correct(logits[1])
+    return correct(logits[0] + effects[0]), correct(logits[1] + effects[1])
 
 
 def coverage(seeds: int, images: int, repetitions: int, generator: np.random.Generator) -> tuple[float, float]:
@@ -71,13 +74,23 @@ def coverage(seeds: int, images: int, repetitions: int, generator: np.random.Gen
 
 
 def nested_coverage(
-    pretrainings: int, seeds: int, images: int, repetitions: int, generator: np.random.Generator
+    pretrainings: int,
+    deviations: tuple[float, float],
+    seeds: int,
+    images: int,
+    repetitions: int,
+    generator: np.random.Generator,
 ) -> float:
-    """Share of intervals that cover the truth where the seeds use the pretrainings of arm A in turn."""
-    difference, covered, used = truth(PRETRAINING), 0, np.arange(seeds) % pretrainings
+    """Share of intervals that cover the truth where the seeds use the pretrainings in turn.
+
+    deviations: standard deviation of the pretrainings of A and of B; 0 for an arm without pretraining.
+    """
+    difference, covered, used = truth(deviations), 0, np.arange(seeds) % pretrainings
     for _ in range(repetitions):
-        effects = PRETRAINING * generator.normal(size=(pretrainings, 1))
-        found = paired_difference(*simulate(seeds, images, generator, pretraining=effects[used]), pretrainings=[*used])
+        effects = np.reshape(deviations, (2, 1, 1)) * generator.normal(size=(2, pretrainings, 1))
+        found = paired_difference(
+            *simulate(seeds, images, generator, pretraining=effects[:, used]), pretrainings=[*used]
+        )
         covered += abs(found.mean - difference) <= (found.half_width or 0)
     return covered / repetitions
 
@@ -97,7 +110,7 @@ def false_claims(images: int, repetitions: int, generator: np.random.Generator, 
 
 
 def main() -> None:
-    repetitions = int(sys.argv[1]) if len(sys.argv) > 1 else 1000
+    repetitions = int(sys.argv[1]) if len(sys.argv) > 1 else 4000
     print(f"true difference {100 * truth():.2f} points, {repetitions} repetitions\n")
     print("| seeds | test images | over seeds and images | over seeds alone |\n|---|---|---|---|")
     generator = np.random.default_rng(0)
@@ -105,11 +118,17 @@ def main() -> None:
         for images in (200, 400, 2000):
             both, alone = coverage(seeds, images, repetitions, generator)
             print(f"| {seeds} | {images:,} | {100 * both:.1f}% | {100 * alone:.1f}% |", flush=True)
-    print("\n| pretrainings | seeds | test images | over pretrainings and images |\n|---|---|---|---|")
+    print("\n| pretrainings | test images | deviation of pretrainings (logit) | one arm | both arms |")
+    print("|---|---|---|---|---|")
     for pretrainings in (3, 5):
         for images in (400, 2000):
-            share = nested_coverage(pretrainings, 8, images, repetitions, generator)
-            print(f"| {pretrainings} | 8 | {images:,} | {100 * share:.1f}% |", flush=True)
+            for deviation in PRETRAINING:
+                one, both = (
+                    nested_coverage(pretrainings, (deviation, other), 8, images, repetitions, generator)
+                    for other in (0.0, deviation)
+                )
+                row = f"| {pretrainings} | {images:,} | {deviation} | {100 * one:.1f}% | {100 * both:.1f}% |"
+                print(row, flush=True)
     print(f"\nequal arms, looks at {LOOKS} seeds\n")
     print("| test images | false claims | without alpha spending |\n|---|---|---|")
     for images in (200, 400, 2000):

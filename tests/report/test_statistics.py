@@ -72,8 +72,9 @@ def test_intervals_cover_the_truth(seeds: int, images: int) -> None:
     assert 0.905 <= both <= 0.98
 
 
-def test_intervals_over_pretrainings_cover_the_truth() -> None:
-    covered = COVERAGE["nested_coverage"](3, 8, 400, 300, np.random.default_rng(0))
+@pytest.mark.parametrize("deviations", [(0.15, 0.0), (0.15, 0.15)], ids=["one arm", "both arms"])
+def test_intervals_over_pretrainings_cover_the_truth(deviations: tuple[float, float]) -> None:
+    covered = COVERAGE["nested_coverage"](3, deviations, 8, 400, 300, np.random.default_rng(0))
     assert 0.905 <= covered <= 0.985
 
 
