@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future, wait
 from contextlib import contextmanager, nullcontext
@@ -145,6 +146,8 @@ def _processes(jobs: int) -> Iterator[_Workers]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     threads, others, gpus = max(1, cores // jobs), set(multiprocessing.active_children()), visible_gpus()
     pools: list[_Process] = []
+    # loky replaces a process that grew by 300 MB since its first task. Imports of other tasks do that, and are no leak.
+    warnings.filterwarnings("ignore", "A worker was restarted", UserWarning)
 
     def new() -> _Process:
         environment = {"OMP_NUM_THREADS": str(threads)}

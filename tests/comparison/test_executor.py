@@ -19,6 +19,8 @@ from ssl_vit.comparison import executor
 from ssl_vit.interfaces import RunError, UserError
 from ssl_vit.records import TaskRecord
 
+HELD: list[bytearray] = []  # by a task that grows its process
+
 
 def task(identifier: str, *after: str, arm: str = "0") -> TaskRecord:
     return TaskRecord(id=identifier, kind="measure", arm=arm, after=after)
@@ -32,7 +34,9 @@ def do(folder: Path, one: TaskRecord) -> None:
         raise UserError("wrong input")
     if one.arm == "bug":
         raise ZeroDivisionError("a bug")
-    time.sleep(float(one.arm))
+    if one.arm == "large":
+        HELD.append(bytearray(os.urandom(2**20)) * 400)
+    time.sleep(1.1 if one.arm == "large" else float(one.arm))  # loky looks at the memory once per second
     for need in one.after:
         assert (folder / need).exists()
     (folder / one.id).write_text(
@@ -54,6 +58,15 @@ def test_jobs_share_the_tasks_the_cores_and_the_gpus(tmp_path: Path, monkeypatch
     assert len({(process, gpu) for process, _, gpu in found}) == 2
     assert {threads for _, threads, _ in found} == {"3"}
     assert not multiprocessing.active_children()
+
+
+def test_a_process_that_grew_is_replaced_without_a_warning(
+    tmp_path: Path, recwarn: pytest.WarningsRecorder, capfd: pytest.CaptureFixture[str]
+) -> None:
+    tasks = [task(f"{number}{slot}", arm="large") for number in range(3) for slot in "ab"]
+    executor.run(tasks, partial(do, tmp_path), jobs=2, say=lambda text: None)
+    assert len({(tmp_path / one.id).read_text() for one in tasks}) > 2
+    assert not [str(warning.message) for warning in recwarn] and not capfd.readouterr().err
 
 
 @pytest.mark.parametrize("jobs", [1, 2])
