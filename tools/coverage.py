@@ -45,20 +45,19 @@ def simulate(
     images: int,
     generator: np.random.Generator,
     logits: tuple[float, float] = LOGITS,
-    pretraining: np.ndarray | None = None,
+    pretraining: np.ndarray | tuple[float, float] = (0.0, 0.0),
 ) -> tuple[np.ndarray, np.ndarray]:
     """bool (S, M) twice: whether arms A and B classified each image correctly (crossed logistic model).
 
-    pretraining: effect of each seed's pretraining of A and of B, (2, S, 1).
+    pretraining: effect of each seed's pretraining of A and of B, (2, S, 1); none: 0 for both.
     """
-    effects = np.zeros((2, 1, 1)) if pretraining is None else pretraining
     shared = IMAGE * generator.normal(size=images) + SEED * generator.normal(size=(seeds, 1))
 
     def correct(logit: np.ndarray | float) -> np.ndarray:
         own = OWN_IMAGE * generator.normal(size=images) + OWN_SEED * generator.normal(size=(seeds, 1))
         return generator.random((seeds, images), dtype=np.float32) < expit((logit + shared + own).astype(np.float32))
 
-    return correct(logits[0] + effects[0]), correct(logits[1] + effects[1])
+    return correct(logits[0] + pretraining[0]), correct(logits[1] + pretraining[1])
 
 
 def coverage(seeds: int, images: int, repetitions: int, generator: np.random.Generator) -> tuple[float, float]:

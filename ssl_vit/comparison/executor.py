@@ -146,7 +146,7 @@ def _processes(jobs: int) -> Iterator[_Workers]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     threads, others, gpus = max(1, cores // jobs), set(multiprocessing.active_children()), visible_gpus()
     pools: list[_Process] = []
-    # loky replaces a process that grew by 300 MB since its first task. Imports of other tasks do that, and are no leak.
+    # loky replaces a process that grew by 300 MB since its first task. Tasks of another kind import more modules.
     warnings.filterwarnings("ignore", "A worker was restarted", UserWarning)
 
     def new() -> _Process:
