@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 from pydantic_core import PydanticUndefined, to_jsonable_python
 
 
@@ -23,17 +23,30 @@ class Key:
     meaning: str
 
 
-def keys(config: type[BaseModel], prefix: str = "") -> Iterator[Key]:
-    """All keys of a configuration, those of nested ones after their own."""
-    described = meanings(config)
+def keys(config: type[BaseModel], prefix: str = "", section: object = None) -> Iterator[Key]:
+    """All keys of a configuration, those of nested ones after their own.
+
+    section: the default of the configuration, where it is a section of another one.
+    """
+    described, defaults = meanings(config), section if isinstance(section, config) else _defaults(config)
     for name, field in config.model_fields.items():
-        default = field.get_default(call_default_factory=True) if not field.is_required() else PydanticUndefined
+        default = defaults.get(name, PydanticUndefined) if isinstance(defaults, dict) else getattr(defaults, name)
         below = None if "tuple" in str(field.annotation) else config_in(field.annotation)
         shown = "" if default is PydanticUndefined or below else json.dumps(to_jsonable_python(default))
         yield Key(f"{prefix}{name}", _kind(field.annotation), shown, described.get(name, ""))
         if below:
             named = "NAME." if get_origin(field.annotation) is dict else ""
-            yield from keys(below, f"{prefix}{name}.{named}")
+            yield from keys(below, f"{prefix}{name}.{named}", default)
+
+
+def _defaults(config: type[BaseModel]) -> BaseModel | dict[str, Any]:
+    """A configuration with no key given, which has the defaults that its validators set; the defaults of its fields
+    where keys must be given."""
+    try:
+        return config.model_validate({})
+    except ValidationError:
+        fields = {name: field for name, field in config.model_fields.items() if not field.is_required()}
+        return {name: field.get_default(call_default_factory=True) for name, field in fields.items()}
 
 
 def meanings(config: type[BaseModel]) -> dict[str, str]:

@@ -28,9 +28,9 @@ from ssl_vit.results import Prediction
 
 
 class Config(FeatureConfig, LabeledConfig, TrainedConfig):
-    """method: `exact`, or `lars` (MAE's; it reads `pooling` alone, and there is none for raw pixels).
+    """method: `exact`, which selects `c`; or `lars` (MAE's; it has no sweep by default, reads `pooling` alone, and there is
+        none for raw pixels).
 
-    sweep: by default C of the exact method.
     held_out: share of the labeled images that the sweep is scored on.
     c: inverse regularization strength of `exact`.
     max_iterations: most iterations of L-BFGS, of `exact`.
