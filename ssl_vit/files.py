@@ -22,19 +22,8 @@ _EXPANDED_FREELY, _EXPANSION = 1 << 28, 20  # bytes; larger archives may expand 
 
 
 def expanded(place: str) -> Path:
-    """The path, with `~` and `~USER` replaced where there is such a user."""
-    try:
-        return Path(place).expanduser()
-    except RuntimeError:
-        return Path(place)
-
-
-def exists(path: Path) -> bool:
-    """Whether there is such a file or folder; there is none of a name that the file system does not allow."""
-    try:
-        return path.exists()
-    except OSError:
-        return False
+    """The path, with `~` and `~USER` replaced where there is such a user (`Path.expanduser` raises where not)."""
+    return Path(os.path.expanduser(place))
 
 
 @contextmanager

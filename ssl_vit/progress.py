@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from ssl_vit.interfaces import printable
+from ssl_vit.interfaces import printable, printable_lines
 
 _SILENCE, _SHARE = 10.0, 0.1  # least seconds between lines, and as a share of the elapsed time
 
@@ -31,6 +31,11 @@ class _Work:
 
     def __str__(self) -> str:
         return f"{self.what}  {self.done:,}" + (f"/{self.total:,}" if self.total else "")
+
+
+def say(text: str) -> None:
+    """Print a message, which may hold names from data, to stderr."""
+    print(printable_lines(text), file=sys.stderr)
 
 
 _open: list[_Work] = []  # in this process, the outermost first; a line names all of it

@@ -20,7 +20,7 @@ from pydantic import BaseModel, Field, SerializeAsAny, ValidationError, create_m
 
 from ssl_vit import arms, plugins
 from ssl_vit.data import DataConfig, train_and_test
-from ssl_vit.files import write_text
+from ssl_vit.files import expanded, write_text
 from ssl_vit.interfaces import Config, ObjectiveConfig, UnknownObjective, UserError
 from ssl_vit.keys import config_in
 from ssl_vit.models import EncoderConfig
@@ -62,7 +62,7 @@ class Recipe(Config):
 
     @property
     def run_directory(self) -> Path:
-        return Path(self.run or f"runs/{self.name}").expanduser()
+        return expanded(self.run or f"runs/{self.name}")
 
 
 def recipes_folder() -> Path:

@@ -76,6 +76,10 @@ class SkippedSample(Config):
     key: str
     reason: str
 
+    def error(self) -> UserError:
+        """What to raise where no sample may be skipped."""
+        return UserError(f"{self.shard}: sample {self.key}: {self.reason} (data.on_bad_sample=fail)")
+
 
 class TaskRecord(Config):
     """One independent unit of work of a comparison.

@@ -269,7 +269,6 @@ def _joined(folds: Sequence[Result], first: np.ndarray) -> Result:
     predictions = [replace(row.prediction, images=row.prediction.images + first[row.fold]) for row in folds]
     arrays = {name: [getattr(prediction, name) for prediction in predictions] for name in vars(predictions[0])}
     whole = Prediction(**{k: None if v[0] is None else np.concatenate(v) for k, v in arrays.items()})  # type: ignore[arg-type]
-    scores = scored(whole)
     shared = set.intersection(*({*row.selected.items()} for row in folds))
     return replace(
         folds[0],
@@ -280,6 +279,5 @@ def _joined(folds: Sequence[Result], first: np.ndarray) -> Result:
         seconds=sum(row.seconds for row in folds),
         selected=dict(shared),
         notes=tuple(dict.fromkeys(note for row in folds for note in row.notes)),
-        accuracy=scores["accuracy"],
-        mean_per_class=scores["mean_per_class"],
+        **scored(whole),  # type: ignore[arg-type]
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +17,13 @@ from ssl_vit.analysis import attention, components, figures, neighbors, reconstr
 from ssl_vit.analysis.pages import template
 from ssl_vit.data import DataConfig
 from ssl_vit.data.evaluation import EvaluationStream
-from ssl_vit.data.samples import Skip, join, stacked
+from ssl_vit.data.samples import join, stacked
 from ssl_vit.data.shards import ShardSet, open_shards
 from ssl_vit.files import write_json, write_text
 from ssl_vit.interfaces import Batch, RunError, Size, UnknownObjective, UserError
 from ssl_vit.models import factory
 from ssl_vit.recipe import run_recipe
+from ssl_vit.records import SkippedSample
 from ssl_vit.training import checkpoint
 from ssl_vit.training.distributed import make_accelerator
 
@@ -88,7 +88,7 @@ def inspect(
         "images": min(images, len(batch.images)),
         "distance_images": min(distance_images, len(batch.images)),
         "map_images": min(map_images, len(batch.images)),
-        "skipped": [asdict(skip) for skip in skipped],
+        "skipped": [skip.model_dump() for skip in skipped],
     }
     drawn = _draw(model, batch, head, numbers, opened.classes or ())
     try:
@@ -104,14 +104,14 @@ def _first_images(
     count: int,
     head: nn.Module | None,
     device: torch.device,
-) -> tuple[Batch, list[Skip]]:
+) -> tuple[Batch, list[SkippedSample]]:
     """The first `count` readable images of the shards, prepared as for evaluation, and those that could not be read."""
     last = min(_TRIES * count, shards.samples)
     noise: int = head.noise_per_sample() if head else 0  # type: ignore[operator]
-    stream = EvaluationStream(shards, preparation, model.image_size, model.channels, reads_labels=True, noise=noise)
-    good, skipped = [], list[Skip]()
+    stream = EvaluationStream(shards, preparation, model.image_size, model.channels, noise=noise)
+    good, skipped = [], list[SkippedSample]()
     for sample in stream.samples(np.arange(last)):
-        if isinstance(sample, Skip):
+        if isinstance(sample, SkippedSample):
             skipped.append(sample)
         else:
             good.append(sample)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -68,7 +67,7 @@ def compare(
         int | None, typer.Option(help="Seeds at which --until-decided stops (default: 2.5 times the recipe's).")
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the comparison's size, memory and time, and run nothing.")
+        bool, typer.Option("--dry-run", help="Time one step of each training; print size, memory and time.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the dry run as JSON.")] = False,
 ) -> None:
@@ -77,7 +76,7 @@ def compare(
     Example: `ssl-vit compare own_images_cpu data=my_images`
 
     On a cluster: `scheduler=tcp://HOST:8786` runs the tasks on the workers of a dask scheduler. As job arrays: run each
-    id of stage 0 by `--only ID`, then those of stage 1, and so on, as recipes/launch/compare_slurm.sh does.
+    id of stage 0 with `--only ID`, then those of stage 1, and so on, as recipes/launch/compare_slurm.sh does.
     """
     if as_json and not dry_run:
         raise UserError("--json requires --dry-run")
@@ -91,6 +90,7 @@ def compare(
     if only is None and not show and not dry_run:
         _compare(recipe, changed, command, until_decided, max_seeds)
         return
+    from ssl_vit import progress
     from ssl_vit.comparison import looks, run
     from ssl_vit.comparison.config import load_comparison
     from ssl_vit.comparison.suites import prepare
@@ -101,12 +101,12 @@ def compare(
         from ssl_vit.cli import previewed
         from ssl_vit.comparison.dry_run import dry_run_comparison
 
-        previewed.comparison(dry_run_comparison(study, _to_stderr), as_json)
+        previewed.comparison(dry_run_comparison(study, progress.say), as_json)
     elif only is not None:
         run.compare(study, only=only, command=command)
     else:
-        study = import_arms(study, _to_stderr)
-        checked = run.check(study, prepare(study.sets, study.folder, _to_stderr))
+        study = import_arms(study, progress.say)
+        checked = run.check(study, prepare(study.sets, study.folder, progress.say))
         print(f"# run: {checked.plan.run}")
         for task, stage in zip(checked.plan.tasks, checked.plan.stages, strict=True):
             print(f"{task.id}\t{stage}\t{'missing' if task in checked.missing else 'done'}")
@@ -118,10 +118,6 @@ def _arm(given: str) -> str:
     if not equals or not name or not weights or "." in name:
         raise UserError(f"--arm {given}: give NAME=WEIGHTS, such as --arm mine=runs/mine")
     return f"arms.{name}.weights={weights}"
-
-
-def _to_stderr(text: str) -> None:
-    print(printable_lines(text), file=sys.stderr)
 
 
 def _compare(

@@ -12,7 +12,7 @@ app = typer.Typer()
 
 @app.command()
 def doctor(
-    data: Annotated[str | None, typer.Option(help="Also check these shards.")] = None,
+    data: Annotated[str | None, typer.Option(help="Images or shards to check as well.")] = None,
     run: Annotated[str, typer.Option(help="Folder for runs, whose free space is checked.")] = "runs",
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
 ) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -57,7 +56,7 @@ def evaluate(
 
     Example: `ssl-vit eval runs/digits_ssl few_shot "labels_per_class=[1,5]"`
     """
-    from ssl_vit import api, plugins, recipe, runs
+    from ssl_vit import api, plugins, progress, recipe, runs
     from ssl_vit.models import factory
 
     plugins.load("evaluators", evaluator)  # what is wrong on the command line comes before missing data
@@ -73,7 +72,7 @@ def evaluate(
             data=name,
             metric=chosen.metric,
             real_labels=real_labels,
-            say=lambda text: print(printable(text), file=sys.stderr),
+            say=progress.say,
         )
         for name, chosen in _data_sets(run, data or [], test, suite).items()
     ]
@@ -91,6 +90,7 @@ def evaluate(
 
 
 def _data_sets(run: Path, data: list[str], test: str | None, suite: str | None) -> dict[str, DataSet]:
+    from ssl_vit import progress
     from ssl_vit.comparison.sets import DataSet, load_suite
     from ssl_vit.comparison.suites import prepare
     from ssl_vit.data import train_and_test
@@ -100,7 +100,7 @@ def _data_sets(run: Path, data: list[str], test: str | None, suite: str | None) 
         if test or data:
             raise UserError("--suite cannot be combined with --data or --test")
         chosen_suite = load_suite(suite)
-        return prepare(chosen_suite.sets, Path(chosen_suite.folder), lambda text: print(text, file=sys.stderr))
+        return prepare(chosen_suite.sets, Path(chosen_suite.folder), progress.say)
     if test and len(data) > 1:
         raise UserError("--test goes with one --data; give several as folders that hold both parts")
     if not data or test:

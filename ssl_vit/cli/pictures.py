@@ -16,7 +16,7 @@ app = typer.Typer()
 @app.command()
 def inspect(
     weights: Annotated[Path, typer.Argument(help="A run directory, a checkpoint or a weights folder.")],
-    data: Annotated[str, typer.Option(help="Shards whose first images are pictured; labels are not needed.")],
+    data: Annotated[str, typer.Option(help="Images or shards whose first images are pictured; labels are not needed.")],
     out: Annotated[
         Path | None, typer.Option(help="Folder for the pictures (default: inspect/ in the given directory).")
     ] = None,

@@ -43,7 +43,7 @@ def report(
 
 @app.command()
 def recipes() -> None:
-    """List the shipped recipes and suites of datasets, each with its first sentence.
+    """List the shipped recipes by family, and the suites of datasets, each with its first sentence.
 
     Example: `ssl-vit recipes`
     """
@@ -51,12 +51,15 @@ def recipes() -> None:
     from ssl_vit.comparison.sets import suites
 
     width = max(shutil.get_terminal_size().columns, 60) if sys.stdout.isatty() else 10_000
-    for title, paths in (("", recipe_files.shipped()), ("suites, for --suite:\n", suites())):
-        print(f"\n{title}" if title else "", end="")
+    families: dict[str, dict[str, Path]] = {}
+    for name, path in (recipe_files.shipped() | suites()).items():
+        families.setdefault(path.parent.name, {})[name] = path
+    for family, paths in families.items():
+        print(f"\n{family}{', for --suite' if family == 'suites' else ''}:")
         for name, path in paths.items():
             comment = takewhile(lambda line: line[:1] == "#", path.read_text().splitlines())
             head = " ".join(line[1:].strip() for line in comment)
-            sentences = re.split(r"(?<=[.?])\s", head)
+            sentences = re.split(r"(?<=[.?])(?<!al\.)\s", head)
             about = " ".join(sentences[: 1 + sentences[0].endswith("?")])  # a question, and what it is about
             print(textwrap.fill(f"{name:28s} {about}", width, subsequent_indent=" " * 29, break_on_hyphens=False))
     print(f"\nfiles: {recipe_files.recipes_folder()}")

@@ -100,7 +100,7 @@ def shards_verify(
     data: Annotated[Path, typer.Argument(help="Shards, a folder that holds train/ and test/, or images.")],
     jobs: Jobs = None,
 ) -> None:
-    """Decode every image of shards and list each defect. Exit code 1 if there is one.
+    """Decode every image and list each defect. Exit code 1 if there is one.
 
     Of a dataset with several parts, or of images (packed first, see `shards make`), also list classes without images
     and images that two parts share, equal or nearly equal.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -37,7 +36,7 @@ def train(
     from ssl_vit import recipe as recipes
 
     settings = recipes.load_recipe(recipe, overrides or [])
-    from ssl_vit import functions, precision, runs  # torch, after the keys were checked
+    from ssl_vit import functions, precision, progress, runs  # torch, after the keys were checked
 
     if dry_run:
         from ssl_vit.cli import previewed
@@ -45,7 +44,7 @@ def train(
         from ssl_vit.training.logging import check_trackers
 
         check_trackers(settings.training.trackers)
-        settings = precision.resolve(settings, lambda text: print(text, file=sys.stderr))
+        settings = precision.resolve(settings, progress.say)
         runs.check(settings.run_directory, settings)
         measured = measure(settings)
         if runs.is_main_process():

@@ -14,6 +14,7 @@ from ssl_vit.comparison.quick import tenth
 from ssl_vit.comparison.sets import DataSet, check_names, load_suite
 from ssl_vit.data import RemoteConfig, mixture, train_and_test
 from ssl_vit.evaluators import Budgets, Seeds
+from ssl_vit.files import expanded
 from ssl_vit.interfaces import Config, UserError
 from ssl_vit.overrides import merge
 from ssl_vit.recipe import Recipe
@@ -30,7 +31,7 @@ _KEYS = {"scratch": ("like", "compute_of"), "pretrained": ("recipe", "overrides"
 class Arm(Config):
     """One way to get an encoder.
 
-    label: for people (default: the name).
+    label: displayed name (default: the name).
     recipe: for an arm that is pretrained: its training recipe.
     overrides: `key=value` strings that change the recipe.
     weights: for an arm with given weights: a run, checkpoint or weights folder; or anything that `ssl-vit import`
@@ -203,7 +204,7 @@ class ComparisonConfig(Config):
 
     @property
     def run_directory(self) -> Path:
-        return Path(self.run or f"runs/{self.name}")
+        return expanded(self.run or f"runs/{self.name}")
 
 
 @dataclass(frozen=True)

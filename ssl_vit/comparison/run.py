@@ -233,9 +233,7 @@ def _check_directory(study: Study) -> None:
     """Raises UserError where the comparison's directory holds something else."""
     run, name = study.comparison.run_directory, study.comparison.name
     held = "a training run" if (run / "recipe.yaml").is_file() else ""
-    if (run / "pieces").is_dir():
-        held = "a comparison of an earlier version of ssl-vit, which this version cannot continue"
-    elif (run / PLAN).is_file():
+    if (run / PLAN).is_file():
         try:
             other = ComparisonRecord.model_validate(read_json(run / PLAN)).name
             held = f"the comparison {other}" if other != name else ""

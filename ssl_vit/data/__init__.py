@@ -74,7 +74,7 @@ class RemoteConfig(Config):
 
     cache_dir: a folder on a local disk where whole shards are kept (None: downloaded again each time they are opened).
         Processes share it.
-    largest_gb: the most that a shard may have whose size no `info.json` tells (GiB).
+    largest_gb: maximum size of a shard that no `info.json` lists (GiB).
     cache_gb: the most it holds (GiB); the least recently used shards are removed.
     retries: how often a failed request or download is repeated before the run stops; the waits double from half a
         second up to a minute.
@@ -124,8 +124,9 @@ class DataConfig(Config):
     samples: number of samples to train on (None: all). They are the same for every seed, and a larger number includes
         the samples of a smaller one.
     remote: retries and local cache for URLs.
-    lanes: how many independent streams carry the order. It must divide the batch size and be a multiple of the number
-        of processes; each loader worker owns at least one. Keep it fixed over a run: it fixes the order of the data.
+    lanes: number of independent streams that the order is split into. It must divide the batch size and be a multiple
+        of the number of processes; each loader worker owns at least one. Keep it fixed over a run: it fixes the order
+        of the data.
     workers: loader processes of each training process; 0 decodes in the training process.
     worker_timeout: seconds after which a worker that has not delivered its part of a step counts as stuck (0: never).
     cache_mb: decoded images kept in memory by each loader process (MiB), so that small sets are decoded once.

@@ -11,9 +11,10 @@ import torch
 from ssl_vit.data import DataConfig
 from ssl_vit.data.images import check_channels, evaluation_transform
 from ssl_vit.data.loader import loaded
-from ssl_vit.data.samples import Chunk, Preprocess, Sample, SampleReader, Skip, join, stacked
+from ssl_vit.data.samples import Chunk, Preprocess, Sample, SampleReader, join, stacked
 from ssl_vit.data.shards import ShardSet
 from ssl_vit.interfaces import Batch, Size, UserError, pair
+from ssl_vit.records import SkippedSample
 
 PREFETCH = 2  # chunks that each loader worker makes ahead
 
@@ -25,7 +26,7 @@ class EvaluationStream:
     data: how images are prepared, and with how many workers.
     batch_size: most images per rank and batch.
     indices: indices of the images (None: all).
-    reads_labels: labels are read where there are any. needs_labels: images without one are skipped.
+    needs_labels: images without a label are skipped.
     noise: uniform numbers drawn for each image.
     """
 
@@ -40,7 +41,6 @@ class EvaluationStream:
         rank: int = 0,
         ranks: int = 1,
         indices: np.ndarray | None = None,
-        reads_labels: bool = True,
         needs_labels: bool = False,
         noise: int = 0,
     ) -> None:
@@ -56,7 +56,7 @@ class EvaluationStream:
             len(shards.classes) if shards.classes else None,
             noise=noise,
             needs_labels=needs_labels,
-            reads_labels=reads_labels,
+            reads_labels=True,
             max_pixels=data.max_pixels,
         )
         self.own = every[rank * len(every) // ranks : (rank + 1) * len(every) // ranks]
@@ -65,7 +65,7 @@ class EvaluationStream:
         # What the chunks hold, so that they may be kept in so many bytes.
         content = (shards.fingerprint, len(shards.classes or ()), self.batch_size, self.own.tobytes())
         how = (pair(image_size), channels, data.evaluation_resize, data.max_pixels)
-        self.key = (*content, *how, needs_labels, reads_labels, noise, data.on_bad_sample)
+        self.key = (*content, *how, needs_labels, noise, data.on_bad_sample)
         self.cache_bytes = 0 if data.workers else data.cache_mb << 20
 
     def blank(self, worker: int) -> Chunk:
@@ -79,12 +79,12 @@ class EvaluationStream:
             items = [next(samples) for _ in batch]
             good = [item for item in items if isinstance(item, Sample)]
             chunk = stacked(good, self.batch_size, self.preprocess)
-            chunk.skipped = [item for item in items if isinstance(item, Skip)]
+            chunk.skipped = [item for item in items if isinstance(item, SkippedSample)]
             if chunk.skipped and self.on_bad_sample == "fail":
                 raise chunk.skipped[0].error()
             yield chunk
 
-    def samples(self, indices: np.ndarray) -> Iterator[Sample | Skip]:
+    def samples(self, indices: np.ndarray) -> Iterator[Sample | SkippedSample]:
         """The samples of ascending global indices, one by one."""
         reader = SampleReader(self.shards, self.preprocess, 0)
         wanted = [(shard, members) for shard, members in enumerate(self.shards.members_of(indices)) if len(members)]
@@ -93,7 +93,7 @@ class EvaluationStream:
                 reader.files.ahead(wanted[number + 1][0])
             for member in members.tolist():
                 item = reader.sample(shard, member, 0)
-                yield item if isinstance(item, Skip) else item[0]
+                yield item if isinstance(item, SkippedSample) else item[0]
 
 
 def evaluation_batches(stream: EvaluationStream, device: torch.device) -> Iterator[tuple[Batch, Chunk]]:

@@ -58,8 +58,6 @@ def loaded(stream: Stream, prefetch: int) -> Generator[Chunk, None, None]:
             if chunk is None:
                 return
             yield chunk
-    if "fork" not in multiprocessing.get_all_start_methods():
-        raise UserError("data.workers: data.workers > 0 needs the fork start method; set data.workers=0")
     workers: list[_Worker] = []
     # At the exit multiprocessing would wait for workers, which ignore signals; atexit is not run in its processes.
     close = Finalize(None, _close, (workers,), exitpriority=100)

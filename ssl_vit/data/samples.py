@@ -16,7 +16,8 @@ from ssl_vit.data.images import Picture, Pixels, Transform, open_picture
 from ssl_vit.data.order import LanePosition
 from ssl_vit.data.shards import ShardSet
 from ssl_vit.data.shards.reading import BadSample, OpenShards, decode_label
-from ssl_vit.interfaces import Batch, UserError
+from ssl_vit.interfaces import Batch
+from ssl_vit.records import SkippedSample
 
 
 @dataclass(frozen=True)
@@ -43,19 +44,6 @@ class Preprocess:
 
 
 @dataclass
-class Skip:
-    """A sample that could not be used."""
-
-    shard: str
-    key: str
-    reason: str
-
-    def error(self) -> UserError:
-        """What to raise where no sample may be skipped."""
-        return UserError(f"{self.shard}: sample {self.key}: {self.reason} (data.on_bad_sample=fail)")
-
-
-@dataclass
 class Chunk:
     """One loader worker's part of a step: the tensors of `Batch` by name, and what is not a tensor.
 
@@ -65,7 +53,7 @@ class Chunk:
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     keys: list[str] = field(default_factory=list)
     positions: dict[int, LanePosition] = field(default_factory=dict)
-    skipped: list[Skip] = field(default_factory=list)
+    skipped: list[SkippedSample] = field(default_factory=list)
 
 
 @dataclass
@@ -104,7 +92,7 @@ class SampleReader:
         self.reads = 0
         self.least: tuple[int, int] | None = getattr(preprocess.transform, "least", None)
 
-    def sample(self, shard: int, member: int, epoch: int) -> list[Sample] | Skip:
+    def sample(self, shard: int, member: int, epoch: int) -> list[Sample] | SkippedSample:
         """Read and decode (or recall) one sample; draw noise, flip and augmentation of each view from its own seed."""
         preprocess, key = self.preprocess, f"#{member}"
         try:
@@ -133,7 +121,7 @@ class SampleReader:
                 views.append(Sample(preprocess.transform(picture), label, noise, flip, jitter, index, key))
             return views
         except BadSample as problem:
-            return Skip(self.shards.urls[shard], key, str(problem))
+            return SkippedSample(shard=self.shards.urls[shard], key=key, reason=str(problem))
 
     def _keep(self, shard: int, member: int, picture: Picture, label: int, key: str) -> Picture:
         """The picture, decoded and kept while `data.cache_mb` allows it.

@@ -11,9 +11,10 @@ from ssl_vit.data import DataConfig
 from ssl_vit.data.images import check_channels
 from ssl_vit.data.loader import loaded
 from ssl_vit.data.order import LanePosition, Members, SampleSet, check_topology, lane_stream, worker_lanes
-from ssl_vit.data.samples import Chunk, Preprocess, Sample, SampleReader, Skip, join, stacked
+from ssl_vit.data.samples import Chunk, Preprocess, Sample, SampleReader, join, stacked
 from ssl_vit.data.shards import ShardSet
 from ssl_vit.interfaces import Batch, UserError
+from ssl_vit.records import SkippedSample
 
 PREFETCH = 4  # chunks that each loader worker makes ahead
 _SMALL = 10_000  # samples: a smaller set may have lanes without a usable one
@@ -97,11 +98,13 @@ class TrainStream:
     def _lanes(self, worker: int) -> list[int]:
         return worker_lanes(self.data.lanes, self.ranks, self.rank, self.workers, worker)
 
-    def _samples(self, reader: SampleReader, lane: int) -> Iterator[tuple[list[Sample], LanePosition, list[Skip]]]:
+    def _samples(
+        self, reader: SampleReader, lane: int
+    ) -> Iterator[tuple[list[Sample], LanePosition, list[SkippedSample]]]:
         """Samples of one lane: (views of the sample, position after it, samples skipped before it)."""
         total = sum(samples.samples for samples in self.sets)
         longest = 2 * max(total // self.data.lanes, min(total, _SMALL))
-        skipped: list[Skip] = []
+        skipped: list[SkippedSample] = []
         reads = -1
         for segment in lane_stream(self.preprocess.seed, self.sets, self.data.lanes, lane, self.positions[lane]):
             if reader.reads != reads:  # no reads mean that every image is in memory
@@ -109,7 +112,7 @@ class TrainStream:
             reads = reader.reads
             for offset, member in enumerate(segment.members.tolist()):
                 item = reader.sample(segment.shard, member, segment.epoch)
-                if not isinstance(item, Skip):
+                if not isinstance(item, SkippedSample):
                     yield item, LanePosition(segment.start.epoch, segment.start.position + offset + 1), skipped
                     skipped = []
                     continue

@@ -124,13 +124,15 @@ class Evaluator(ABC):
     architecture, freshly initialized; where the evaluator trains the encoder, that is training from scratch) and
     `pixels`. trains_encoder: whether `fit` trains the whole encoder: a comparison then measures arms from scratch
     with it, and its sweep runs once per arm and label budget. needs_head: whether it reads the classifier that a run
-    trained, so that a comparison asks only runs that have one.
+    trained, so that a comparison asks only runs that have one. budgets: label budgets that the protocol sets itself,
+    whatever the comparison has (None: it sets none).
     """
 
     title: ClassVar[str]
     references: tuple[str, ...] = ("untrained", "pixels")
     trains_encoder: ClassVar[bool] = False
     needs_head: ClassVar[bool] = False
+    budgets: ClassVar[tuple[Budget, ...] | None] = None
 
     def __init__(self, config: Any) -> None:
         self.config = config
@@ -142,11 +144,6 @@ class Evaluator(ABC):
         train: with `train.source`, one of `trained`, `untrained` and `pixels`; `train.features(...)` are its features.
         seed: seed of everything that is drawn.
         """
-
-    @property
-    def budgets(self) -> tuple[Budget, ...] | None:
-        """Label budgets that the protocol sets itself, independent of the comparison (None: it sets none)."""
-        return None
 
     def stage(self, data: DataConfig, encoder: EncoderConfig, images: int, seed: int) -> Recipe | None:
         """The training that `fit` does with this many labeled images, as a recipe (None: it trains nothing by gradient

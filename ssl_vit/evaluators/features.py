@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -23,7 +23,6 @@ from safetensors.numpy import save_file
 
 from ssl_vit.data import DataConfig
 from ssl_vit.data.evaluation import EvaluationStream, evaluation_batches
-from ssl_vit.data.samples import Skip
 from ssl_vit.data.shards import ShardSet
 from ssl_vit.evaluators import Metric
 from ssl_vit.evaluators.labels import check_classes, labels_of
@@ -33,6 +32,7 @@ from ssl_vit.models import EncoderConfig, ImageSize, Resampling
 from ssl_vit.models.encoder import Encoder, Pooling
 from ssl_vit.models.factory import at_size, build
 from ssl_vit.progress import progress_bar
+from ssl_vit.records import SkippedSample
 from ssl_vit.training import distributed
 from ssl_vit.training.distributed import Engine
 
@@ -71,7 +71,7 @@ class EvalContext:
     say: Callable[[str], None] = silent
     title: str | None = None
     metric: Metric = "accuracy"
-    skipped: list[Skip] = field(default_factory=list)
+    skipped: list[SkippedSample] = field(default_factory=list)
     features: dict[object, object] = field(default_factory=dict)
 
     @cached_property
@@ -93,8 +93,7 @@ class EvalContext:
 
     def skipped_names(self) -> list[dict[str, str]]:
         """All skipped samples, each once, as plain JSON."""
-        once = {(skip.shard, skip.key): skip.reason for skip in self.skipped}
-        return [{"shard": shard, "key": key, "reason": reason} for (shard, key), reason in once.items()]
+        return [skip.model_dump() for skip in {(skip.shard, skip.key): skip for skip in self.skipped}.values()]
 
 
 class FeatureConfig(Config):
@@ -266,7 +265,9 @@ def _cached(images: ImageSet, wanted: FeatureConfig) -> Features:
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 with atomic_path(path) as unfinished:
-                    save_file(vars(features), unfinished, {"skipped": json.dumps([asdict(skip) for skip in cached[1]])})
+                    save_file(
+                        vars(features), unfinished, {"skipped": json.dumps([skip.model_dump() for skip in cached[1]])}
+                    )
             except (OSError, SafetensorError) as error:  # the cache is optional
                 context.say(f"{path.parent}: features cannot be cached ({error})")
     context.skipped[before:] = cached[1]
@@ -275,10 +276,10 @@ def _cached(images: ImageSet, wanted: FeatureConfig) -> Features:
     return cached[0]
 
 
-def _load(path: Path) -> tuple[Features, list[Skip]] | None:
+def _load(path: Path) -> tuple[Features, list[SkippedSample]] | None:
     try:
         with safe_open(path, "numpy") as file:
-            skipped = [Skip(**skip) for skip in json.loads(file.metadata()["skipped"])]
+            skipped = [SkippedSample(**skip) for skip in json.loads(file.metadata()["skipped"])]
             return Features(*(file.get_tensor(key) for key in ("vectors", "labels", "images"))), skipped
     except (OSError, SafetensorError):  # not there, or cut short by a full disk: extracted again
         return None

@@ -29,9 +29,9 @@ class Config(TrainedConfig, LabeledConfig):
     tenth held out), but at the image size and dropout of the pretraining; the paper fine-tunes at 384 pixels. For CIFAR
     and ImageNet it has other steps, warm-up, held-out shares and (ImageNet) rates, which the suite `transfer` sets.
 
-    protocol: which recipe the other keys default to: `paper` (the defaults listed), or `mae`: no sweep, adamw at 5e-4 per
-        256 images, 100 epochs, batches of 1024 (MAE's ViT-B numbers; without RandAugment and random erasing, and with a
-        decay to zero instead of 1e-6).
+    protocol: which recipe the other keys default to: `paper` (the defaults listed), or `mae`: no sweep, adamw at 5e-4
+        per 256 images, 100 epochs, batches of 1024 (MAE's ViT-B numbers; without RandAugment and random erasing, and
+        with a decay to zero instead of 1e-6).
     held_out: share of each class's training images that the sweep is scored on; only the last training with all labels
         trains on them, as in the paper.
     sweep_labels_per_class: the label budget of the sweep (None: that of the run), so that one sweep can serve several.

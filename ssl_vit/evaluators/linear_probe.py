@@ -28,7 +28,7 @@ from ssl_vit.results import Prediction
 
 
 class Config(FeatureConfig, LabeledConfig, TrainedConfig):
-    """method: `exact`, which selects `c`; or `lars` (MAE's; it has no sweep by default, reads `pooling` alone, and there is
+    """method: `exact`, which selects `c`; or `lars` (MAE's; no sweep by default; it reads `pooling` alone, and there is
         none for raw pixels).
 
     held_out: share of the labeled images that the sweep is scored on.

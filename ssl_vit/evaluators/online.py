@@ -6,13 +6,13 @@ import numpy as np
 from torch import nn
 
 from ssl_vit.data import DataConfig
-from ssl_vit.data.samples import Skip
 from ssl_vit.data.shards import ShardSet
 from ssl_vit.evaluators.features import EvalContext, Features, ImageSet, extract
 from ssl_vit.evaluators.few_shot import Ridge
 from ssl_vit.evaluators.labels import choose_labeled, labels_of
 from ssl_vit.interfaces import UserError
 from ssl_vit.models.encoder import Encoder
+from ssl_vit.records import SkippedSample
 from ssl_vit.training import ProbeConfig
 from ssl_vit.training.distributed import Engine
 
@@ -46,7 +46,7 @@ class OnlineProbe:
         predicted = Ridge(few.vectors, few.labels).predict(scored.vectors, (self.config.l2,))[self.config.l2]
         return float((predicted == scored.labels).mean())
 
-    def skipped(self) -> list[Skip]:
+    def skipped(self) -> list[SkippedSample]:
         """This process's samples that could not be used, each reported once."""
         fresh = [skip for skip in self.context.skipped if (skip.shard, skip.key) not in self.reported]
         self.reported |= {(skip.shard, skip.key) for skip in fresh}

@@ -221,7 +221,6 @@ def _results(
     labels = train.context.train_labels[train.images]
     for outputs in classifier(ImageSet(train.context, train.source, "test")):
         used = len(labels) if outputs.labels is None else outputs.labels
-        accuracies = scored(outputs.prediction)
         unreadable = (f"{len(labels) - used} of {len(labels)} labeled images could not be read",)
         yield Result(
             data="",
@@ -231,8 +230,6 @@ def _results(
             seed=seed,
             pretraining_seed=0,
             labels=used,
-            accuracy=accuracies["accuracy"],
-            mean_per_class=accuracies["mean_per_class"],
             prediction=outputs.prediction,
             variant=outputs.variant,
             primary=outputs.primary,
@@ -243,5 +240,6 @@ def _results(
                 *short_note(labels, budget, train.context.train_labels),
                 *unreadable * (used < len(labels) and not evaluator.needs_head),
             ),
+            **scored(outputs.prediction),  # type: ignore[arg-type]
             **vars(outputs.cost),
         )

@@ -51,7 +51,7 @@ class EncoderConfig(Config):
     drop_path: stochastic depth rate of the last block.
     norm_eps: epsilon of the layer norms; None: timm's for this name (1e-6 in most).
     mean: subtracted from pixels scaled to [0, 1], one number or one per channel.
-    std: what they are divided by then; a mean and std of 0.5 give the paper authors' [-1, 1].
+    std: standard deviation that they are divided by; a mean and std of 0.5 give the paper authors' [-1, 1].
     """
 
     name: str = "vit_base_patch16_224"

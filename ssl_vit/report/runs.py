@@ -40,7 +40,6 @@ class EvaluationRecord(BaseModel):
     shards: JsonValue = None
     classes: tuple[str, ...] = ()
     metric: Literal["accuracy", "mean_per_class"] = "accuracy"
-    sha256: str | None = None
     skipped: tuple[SkippedSample, ...] = ()
     saved: str = ""
 

@@ -16,14 +16,12 @@ import numpy as np
 import torch
 from torch import nn
 
-from ssl_vit.data.samples import Skip
 from ssl_vit.interfaces import Batch, Diverged
+from ssl_vit.records import SkippedSample
 from ssl_vit.training import checkpoint, distributed
 from ssl_vit.training.logging import Window
 from ssl_vit.training.loop import Callback, Stop, Trainer
 from ssl_vit.training.signals import stopped
-
-__all__ = ["Callback", "Checkpointing", "EarlyStopping", "Logging", "NanGuard", "Pictures", "Stop", "StopOnSignal"]
 
 _OVERFLOWS_IN_A_ROW = 100  # the loss scale has halved from 2^16 to 2^-84
 
@@ -184,7 +182,7 @@ class EarlyStopping(Callback):
         measure: Callable[[nn.Module], float],
         every: int,
         patience: int | None = None,
-        skipped: Callable[[], list[Skip]] = list,
+        skipped: Callable[[], list[SkippedSample]] = list,
     ) -> None:
         self.measure, self.every, self.patience, self.skipped = measure, every, patience, skipped
         self.step, self.best, self.since_best = 0, 0.0, 0

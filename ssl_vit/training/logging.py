@@ -19,8 +19,8 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from ssl_vit.data.samples import Skip
 from ssl_vit.interfaces import Batch, RunError, StepOutput, UserError, printable
+from ssl_vit.records import SkippedSample
 from ssl_vit.training import distributed
 from ssl_vit.training.distributed import Engine, shared_errors
 
@@ -113,7 +113,7 @@ class RunLogger:
         self.path = run / "metrics.jsonl" if run and main else None
         self.accelerator, self.settings, self.tracking = accelerator, trackers, bool(run and main and trackers)
         self.size = 0  # of metrics.jsonl when the checkpoint was saved
-        self.skipped: list[Skip] = []
+        self.skipped: list[SkippedSample] = []
 
     def state_dict(self) -> dict[str, Any]:
         return {"bytes": self.path.stat().st_size if self.path else 0}
@@ -168,7 +168,7 @@ class RunLogger:
             left = timedelta(seconds=round((self.total - step) * values["seconds_per_step"]))
             self.say(f"{self.name}  {step}/{self.total}  {describe(values)}  {left} left")
 
-    def skips(self, step: int, own_skips: list[Skip]) -> None:
+    def skips(self, step: int, own_skips: list[SkippedSample]) -> None:
         """Log the samples that all processes skipped since the last call. own_skips: those of this process."""
         skips = [skip for part in distributed.gather(own_skips) for skip in part]
         if not skips:
@@ -177,7 +177,7 @@ class RunLogger:
         total, first = len(self.skipped), skips[0]
         what = printable(f"{first.shard}: sample {first.key}: {first.reason}")
         self.say(f"skipped {len(skips)} sample(s), {total} in total; {what}")
-        samples = [{"shard": skip.shard, "key": skip.key, "reason": skip.reason} for skip in skips]
+        samples = [skip.model_dump() for skip in skips]
         self.event(step, {"event": "skipped_samples", "total": total, "samples": samples})
 
     def picture(self, name: str, pixels_HWC: np.ndarray, step: int) -> None:

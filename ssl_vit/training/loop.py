@@ -17,8 +17,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ssl_vit.data.order import LanePosition
-from ssl_vit.data.samples import Chunk, Skip
+from ssl_vit.data.samples import Chunk
 from ssl_vit.interfaces import Batch, StepOutput, Stopped, UserError
+from ssl_vit.records import SkippedSample
 from ssl_vit.training import OptimConfig, TrainingConfig, checkpoint, distributed
 from ssl_vit.training.distributed import Engine
 from ssl_vit.training.logging import RunLogger, StepResult, Window
@@ -109,7 +110,7 @@ class Outcome:
 
     steps: int
     seconds: float
-    skipped: tuple[Skip, ...]
+    skipped: tuple[SkippedSample, ...]
     signal: int = 0
 
 
@@ -155,7 +156,7 @@ class Trainer:
         named = {callback.name: callback for callback in job.callbacks if callback.name}
         self.state.parts = {"progress": self.progress, "scaler": self.scaler, "log": self.log, **named}
         self.signal, self.last, self.window_ends = 0, False, False
-        self.skips: list[Skip] = []
+        self.skips: list[SkippedSample] = []
         self.search, self.request = training.auto_batch, StopRequest()
         self.window = Window(self.progress.step)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -16,19 +16,14 @@ from ssl_vit.models.position import timm_format
 from ssl_vit.training import distributed
 from ssl_vit.training.optim import WeightAverage
 
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.stateful import Stateful
+
 OBJECTIVE, TRAINING = "objective.safetensors", "training.safetensors"
 OPTIMIZER, RANDOM = "optimizer.safetensors", "random.safetensors"
 ENCODER, NETWORK = "encoder.", "encoder.network."  # prefixes of its tensors, and of timm's names, in the objective
 
 Tensors = dict[str, torch.Tensor]
-
-
-class Stateful(Protocol):
-    """A component whose state is stored in `state.json` as plain JSON values."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: dict[str, Any], /) -> None: ...
 
 
 @dataclass

@@ -107,6 +107,12 @@ def test_a_suite_is_found_beside_the_recipe(mini: Any, tmp_path: Path) -> None:
     assert study.folder == Path("packed")
 
 
+def test_a_home_directory_in_run_is_expanded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    study = load_comparison("demo_digits", ["run=~/mine"])
+    assert study.comparison.run_directory == tmp_path / "mine"
+
+
 def test_shipped_sweeps_have_three_rates_and_one_dropout_for_all_arms() -> None:
     """The demo declares its settings itself; the searches for rates of pretraining have one rate of fine-tuning."""
     others = ("demo_digits", "own_images_rates_cpu", "cifar10_rates_cpu")

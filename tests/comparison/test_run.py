@@ -334,14 +334,12 @@ def test_sets_that_number_other_classes_are_refused(few_digits: Path, mini: Mini
     refused(mini(data={"train": f"{few_digits}/train", "test": str(other)}), "different classes")
 
 
-def test_the_directory_of_something_else_is_refused(finished: Comparison, mini: Mini, tmp_path: Path) -> None:
+def test_the_directory_of_something_else_is_refused(finished: Comparison, mini: Mini) -> None:
     recipe = mini(evaluators={"few_shot": {"labels_per_class": [1]}})
     quietly(recipe)
     refused(recipe, "training.steps: 2 -> 3", "arms.ssl.overrides=[training.steps=3,training.batch_size=16]")
     refused(mini(name="other"), "holds the comparison mini.*run=PATH")
     refused(mini(), "holds a training run", f"run={finished.paths[0]}/ssl")
-    (tmp_path / "old" / "pieces").mkdir(parents=True)
-    refused(mini(), "earlier version", f"run={tmp_path}/old")
 
 
 def test_several_launched_processes_share_every_task(mini: Mini, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,11 +24,12 @@ from ssl_vit.data.order import LanePosition
 from ssl_vit.data.packing import pack
 from ssl_vit.data.packing.plan import Options
 from ssl_vit.data.packing.sources import open_source
-from ssl_vit.data.samples import Preprocess, Sample, SampleReader, Skip
+from ssl_vit.data.samples import Preprocess, Sample, SampleReader
 from ssl_vit.data.shards import ShardSet, open_shards
 from ssl_vit.data.shards.reading import BadSample, ShardFile
 from ssl_vit.data.stream import train_source
 from ssl_vit.interfaces import Batch
+from ssl_vit.records import SkippedSample
 
 CPU = torch.device("cpu")
 LANES, BATCH = 6, 60
@@ -206,7 +207,7 @@ def test_a_cache_does_not_decide_whether_a_damaged_image_is_bad(tmp_path: Path) 
     found = []
     for cache in (0, 1 << 20):
         reader = SampleReader(open_shards(str(tmp_path)), see, cache)
-        found.append([isinstance(reader.sample(0, 0, epoch), Skip) for epoch in range(20)])
+        found.append([isinstance(reader.sample(0, 0, epoch), SkippedSample) for epoch in range(20)])
     assert found[0] == found[1] and 0 < sum(found[0]) < 20
 
 
@@ -263,7 +264,7 @@ def test_small_evaluation_sets_are_read_once(shards: ShardSet, monkeypatch: pyte
     reads: list[int] = []
     read = SampleReader.sample
 
-    def counted(self: SampleReader, shard: int, member: int, epoch: int) -> list[Sample] | Skip:
+    def counted(self: SampleReader, shard: int, member: int, epoch: int) -> list[Sample] | SkippedSample:
         reads.append(member)
         return read(self, shard, member, epoch)
 

@@ -26,7 +26,7 @@ from ssl_vit.data.packing.plan import Options
 from ssl_vit.data.packing.sources import FOLDER, HUB, list_splits, open_source
 from ssl_vit.data.packing.sources.base import VALIDATION, Source
 from ssl_vit.data.shards.info import ABOUT, INFO, RECORD
-from ssl_vit.files import exists, expanded
+from ssl_vit.files import expanded
 from ssl_vit.interfaces import UserError
 
 HOLDOUT = 0.2  # of each class, for `#test` of data without splits
@@ -48,20 +48,20 @@ def folder_of(spec: str) -> str:
     if "://" in place:
         return f"{place.rstrip('/')}/{part}" if part else place
     if is_shards(place):
-        return str(_part_of_shards(Path(place).expanduser(), part)) if part else place
+        return str(_part_of_shards(expanded(place), part)) if part else place
     return str(_packed(place, part))
 
 
 def split_name(spec: str) -> tuple[str, str]:
     """`PLACE#PART` as (PLACE, PART); PART is "" where the whole place is meant."""
-    match = None if exists(expanded(spec)) else _PART.fullmatch(spec)
+    match = None if os.path.exists(expanded(spec)) else _PART.fullmatch(spec)
     return (match["place"], match["part"]) if match else (spec, "")
 
 
 def is_shards(place: str) -> bool:
     """Whether a name is that of shards, or of nothing that exists: then the error is about shards."""
     path = expanded(place)
-    if not exists(path):
+    if not os.path.exists(path):
         return place != "digits" and not re.match(r"[a-z]\w+:(?!//)", place)
     if path.is_dir():
         files = (INFO, ABOUT, RECORD)
@@ -72,7 +72,7 @@ def is_shards(place: str) -> bool:
 def parts_of(place: str) -> list[str]:
     """The parts that `place` has, as data arguments: its splits, else itself."""
     if is_shards(place):
-        names = sorted(info.parent.name for info in Path(place).expanduser().glob(f"*/{INFO}"))
+        names = sorted(info.parent.name for info in expanded(place).glob(f"*/{INFO}"))
     else:
         names = list_splits(place)
     return [f"{place}#{name}" for name in names] or [place]
@@ -80,16 +80,16 @@ def parts_of(place: str) -> list[str]:
 
 def _part_of_shards(folder: Path, part: str) -> Path:
     for name in (part, *(sorted(VALIDATION) if part == "test" else ())):
-        if any(exists(folder / name / file) for file in (INFO, RECORD)):
+        if any(os.path.exists(folder / name / file) for file in (INFO, RECORD)):
             return folder / name
-    if exists(folder):
+    if os.path.exists(folder):
         raise UserError(f"{folder} holds no shards {part}/; name the shards to train and to test on one by one")
     raise UserError(f"{folder}: no such file or folder; name images (a folder, a parquet file, hf:NAME) or shards")
 
 
 def _packed(place: str, part: str) -> Path:
     """The folder of one part of a source of images, packed if need be."""
-    parent = Path(place.removeprefix(FOLDER)).expanduser().resolve()
+    parent = expanded(place.removeprefix(FOLDER)).resolve()
     if not part and parent.is_dir() and parent.name in _layout(parent.parent):
         place, part = str(parent.parent), parent.name  # the classes of a split are those of all splits
     with warnings.catch_warnings():
@@ -121,7 +121,7 @@ def _set(place: str, sources: dict[str, Source], options: Options) -> Path:
     """The packed copy of these sources, by part, in one folder of the cache."""
     about = [[part, packing_plan(source, options), source.modified] for part, source in sources.items()]
     key = hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]
-    path = Path(place.removeprefix(FOLDER)).expanduser()
+    path = expanded(place.removeprefix(FOLDER))
     stem = re.sub(r"[^\w.-]+", "_", path.resolve().name if path.exists() else place.removeprefix(HUB))[-40:]
     folder = cache() / f"{stem}-{key}"
     parts = ["train", "test"] if options.holdout else list(sources)
@@ -155,7 +155,7 @@ def _pack(place: str, sources: dict[str, Source], options: Options, folder: Path
 
 def cache() -> Path:
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(os.environ.get("SSL_VIT_CACHE") or Path(base) / "ssl-vit").expanduser().absolute()
+    return expanded(os.environ.get("SSL_VIT_CACHE") or f"{base}/ssl-vit").absolute()
 
 
 def _make_room(folder: Path, place: str, needed: int) -> None:

@@ -19,7 +19,7 @@ from filelock import FileLock, Timeout
 
 from ssl_vit.data import RemoteConfig
 from ssl_vit.data.shards.remote import download, find_filesystem, retried
-from ssl_vit.files import flush
+from ssl_vit.files import expanded, flush
 from ssl_vit.interfaces import RunError, UserError
 
 _NAME = re.compile(r"[0-9a-f]{32}-")  # other files in the folder are not touched
@@ -49,7 +49,7 @@ def open_remote(url: str, remote: RemoteConfig, size: int | None = None, sha256:
 
 def cache_folder(remote: RemoteConfig) -> Path:
     """`data.remote.cache_dir`, made where it is missing. Raises UserError where it cannot be written."""
-    folder = Path(remote.cache_dir or "").expanduser()
+    folder = expanded(remote.cache_dir or "")
     try:
         (folder / ".locks").mkdir(parents=True, exist_ok=True)
     except OSError as error:

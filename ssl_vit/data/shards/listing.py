@@ -13,7 +13,7 @@ import braceexpand
 
 from ssl_vit.data import RemoteConfig
 from ssl_vit.data.shards.info import ABOUT, INFO, MAX_INFO_BYTES, RECORD, Info, local_info, parse_info
-from ssl_vit.files import exists, expanded
+from ssl_vit.files import expanded
 from ssl_vit.interfaces import UserError
 
 _TAR = re.compile(r"\.(tar(\.\w+)?|tgz)$")
@@ -79,7 +79,7 @@ class _Store:
         self.spec, self.path = spec, str(expanded(spec).absolute())
 
     def exists(self, path: str) -> bool:
-        return exists(Path(path))
+        return os.path.exists(path)
 
     def is_folder(self, path: str) -> bool:
         return self.exists(path) and Path(path).is_dir()

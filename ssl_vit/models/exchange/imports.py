@@ -20,7 +20,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from timm.models import load_state_dict
 
-from ssl_vit.files import check_archive
+from ssl_vit.files import check_archive, expanded
 from ssl_vit.interfaces import UserError, pair
 from ssl_vit.models import PerChannel, factory
 from ssl_vit.models.encoder import Encoder, close_names
@@ -89,7 +89,7 @@ def read(weights: str, name: str | None = None, heads: int | None = None) -> Imp
     name: timm's name of the architecture, for a file that does not state it.
     heads: number of heads of a ViT, if it differs from that of `name`.
     """
-    path = Path(weights).expanduser()
+    path = expanded(weights)
     described = path.name in (*hub.WEIGHTS_FILES, factory.WEIGHTS) and (path.parent / "config.json").is_file()
     if path.is_file() and not described:
         return _file(path, name, heads)

@@ -189,6 +189,6 @@ def test_a_changed_table_of_images_of_the_same_sizes_is_packed_again(tmp_path: P
 
 
 def test_names_that_no_file_system_takes_are_named(tmp_path: Path) -> None:
-    for spec in ("~nosuchuser/x", "x" * 300, f"{'x' * 300}#train"):
+    for spec in ("~nosuchuser/x", "~nosuchuser/x#train", "x" * 300, f"{'x' * 300}#train"):
         with pytest.raises(UserError, match="no such"):
             open_shards(spec)

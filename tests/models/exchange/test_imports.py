@@ -381,6 +381,7 @@ def test_files_that_are_no_weights(tmp_path: Path, shaken: Make, file: str, cont
     [
         ("vit_tiny_patch16_224.augreg", "timm cannot load it.*augreg"),
         ("vit_tny_patch16_224", "no such file, folder or timm model; did you mean vit_tiny_patch16_224"),
+        ("~nosuchuser/w.pth", "no such"),
         ("bare.pth", "not a readable checkpoint"),
         ("ours", "does not need to be imported"),
     ],

@@ -14,6 +14,7 @@ from pathlib import Path
 from ssl_vit import plugins
 from ssl_vit.data.packing.sources import folder
 from ssl_vit.data.packing.sources.base import Source
+from ssl_vit.files import expanded
 from ssl_vit.interfaces import UserError
 
 FOLDER, HUB = "imagefolder:", "hf:"  # prefixes
@@ -68,7 +69,7 @@ def list_splits(spec: str) -> list[str]:
 def _kind(spec: str) -> tuple[re.Match[str] | None, Path, bool]:
     """(match of NAME:PLACE; the path; whether it is a folder of images). Neither: a table or a name on the hub."""
     spec = spec.removeprefix(FOLDER)
-    path = Path(spec).expanduser()
+    path = expanded(spec)
     is_path = path.exists() or spec.startswith(HUB)
     plugin = _PLUGIN.fullmatch("digits:" if spec == "digits" else "" if is_path else spec)
     return plugin, path, not plugin and path.is_dir() and not folder.is_dataset(path)
@@ -77,6 +78,6 @@ def _kind(spec: str) -> tuple[re.Match[str] | None, Path, bool]:
 def _check_hub_name(spec: str) -> None:
     """Raises UserError where a path that does not exist cannot be a name on the hub either."""
     name = spec.removeprefix(HUB)
-    if not _HUB_NAME.fullmatch(name) or (name == spec and "/" in spec and Path(spec).expanduser().parent.is_dir()):
+    if not _HUB_NAME.fullmatch(name) or (name == spec and "/" in spec and expanded(spec).parent.is_dir()):
         raise UserError(f"{spec}: no such file or folder")
     print(f"{name}: looking for this dataset on the Hugging Face hub", file=sys.stderr)
