@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
-
 from ssl_vit import stage
 from ssl_vit.data.order import LanePosition
 from ssl_vit.data.shards import open_training
@@ -13,6 +11,7 @@ from ssl_vit.interfaces import UserError
 from ssl_vit.recipe import Recipe, run_recipe
 from ssl_vit.training import Precision, distributed
 from ssl_vit.training.distributed import make_accelerator, shared_errors
+from ssl_vit.training.memory import first_micro_batch, forward_backward
 
 # In order of preference: a later one is chosen only if it takes at most this share of the time of those before it.
 _CANDIDATES: dict[str, tuple[Precision, ...]] = {"cuda": ("tf32", "bf16")}
@@ -32,9 +31,10 @@ def resolve(settings: Recipe, say: Callable[[str], None]) -> Recipe:
         return settings
     make_accelerator("fp32", settings.training.timeout)  # connects the processes
     # The main process decides: a run directory on its own disk is not there for the others.
-    saved = distributed.gather(run_recipe(settings.run_directory) if distributed.is_main() else None)[0]
-    chosen = saved.training.precision if saved else choose(settings, say)
-    return with_precision(settings, chosen)
+    with shared_errors():
+        own = run_recipe(settings.run_directory) if distributed.is_main() else None
+    saved: Precision = distributed.gather(own.training.precision if own else "auto")[0]
+    return with_precision(settings, choose(settings, say) if saved == "auto" else saved)
 
 
 def choose(settings: Recipe, say: Callable[[str], None]) -> Precision:
@@ -63,13 +63,16 @@ def measure(settings: Recipe) -> dict[Precision, float]:
         data = settings.data.model_copy(update={"workers": 0})
         trial = settings.model_copy(update={"data": data})
         job = stage.build(trial, open_training(data), accelerator, quiet=True)
-        batch = next(job.batches([LanePosition()] * job.lanes))[0].split(settings.training.accumulate)[0]
-    module, seconds = job.objective.to(accelerator.device).train(), dict[Precision, float]()
+        step = next(job.batches([LanePosition()] * job.lanes))[0]
+        module = job.objective.to(accelerator.device).train()
+        lanes = job.lanes // accelerator.num_processes
+        batch, _ = first_micro_batch(module, step, accelerator, settings.training, lanes)
+    seconds: dict[Precision, float] = {}
     for number in range(_ROUNDS + 1):
         for precision in _CANDIDATES.get(accelerator.device.type, _OTHERWISE):
-            torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
+            distributed.set_float32_products(precision)
             accelerator.precision = precision
-            took, _ = stage.forward_backward(module, batch, accelerator)
+            took, _ = forward_backward(module, batch, accelerator)
             if number:
                 seconds[precision] = min(seconds.get(precision, float("inf")), took)
     every = distributed.gather(seconds)

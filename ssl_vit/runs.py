@@ -100,8 +100,10 @@ def check(run: Path, settings: Recipe, data: str | None = None) -> None:
             )
         if data is not None:
             checkpoint.check_data(run, data)
-    # A start that was killed before it wrote its recipe leaves a lock and a temporary file.
-    elif not path.exists() and run.exists() and any(p.name != ".lock" and p.suffix != ".tmp" for p in run.iterdir()):
+        return
+    # A start that was killed leaves a lock, and with it a recipe or a temporary file; other files are not ours.
+    ours = path.exists() and (run / ".lock").exists()
+    if not ours and run.exists() and any(p.name != ".lock" and p.suffix != ".tmp" for p in run.iterdir()):
         raise UserError(f"{run} is not empty and holds no run: give this run another directory with run=PATH")
 
 

@@ -30,6 +30,7 @@ from ssl_vit.training.callbacks import Checkpointing, Logging, NanGuard, Picture
 from ssl_vit.training.distributed import Engine, make_accelerator
 from ssl_vit.training.flops import training_flops, unused_parameters
 from ssl_vit.training.loop import Job
+from ssl_vit.training.memory import first_micro_batch, forward_backward
 
 
 def build(
@@ -132,6 +133,8 @@ def build_objective(settings: Recipe, encoder: factory.Encoder, classes: int | N
     name, training = settings.objective.name, settings.training
     objective: nn.Module = plugins.load("objectives", name).Objective(encoder, settings.objective, classes)
     least = getattr(objective, "least_views", 1)
+    if settings.data.views > 1 and getattr(objective, "mix", None):
+        raise UserError("objective.mixup and cutmix would mix views of the same image; set data.views=1")
     if settings.data.views < least:
         raise UserError(f"data.views={settings.data.views}: {name} needs at least {least} views of each image")
     if getattr(objective, "whole_batch", False) and (training.accumulate > 1 or training.auto_batch):
@@ -181,7 +184,10 @@ def _checkpoint_activations(encoder: factory.Encoder, accelerator: Engine) -> No
         raise UserError("training.checkpoint_activations: not available on XLA; raise training.accumulate")
     if any(isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d) for module in encoder.modules()):
         raise UserError("training.checkpoint_activations: batch norm would count every image twice; set it to false")
-    encoder.network.set_grad_checkpointing(True)
+    try:
+        encoder.network.set_grad_checkpointing(True)
+    except AssertionError:
+        raise UserError(f"training.checkpoint_activations: {encoder.name} has none in timm; set it to false") from None
 
 
 def _draw_into(run: Path) -> Callable[[nn.Module, Batch, int], np.ndarray]:
@@ -251,10 +257,12 @@ def dry_run(settings: Recipe, shards: ShardSet | None = None, subset: np.ndarray
     batches = job.batches([LanePosition()] * job.lanes)
     next(batches)
     start = time.perf_counter()
-    part = next(batches)[0].split(training.accumulate)[0]
+    batch = next(batches)[0]
     data_seconds = time.perf_counter() - start
     module = job.objective.to(accelerator.device).train()
-    passes = [forward_backward(module, part, accelerator) for _ in range(4)]
+    lanes = job.lanes // accelerator.num_processes
+    part, accumulate = first_micro_batch(module, batch, accelerator, training, lanes)
+    passes = [forward_backward(module, part, accelerator) for _ in range(3)]
     samples = (settings.data.samples or shards.samples) if subset is None else len(subset)
     return DryRun(
         run=str(settings.run_directory),
@@ -268,31 +276,7 @@ def dry_run(settings: Recipe, shards: ShardSet | None = None, subset: np.ndarray
         gflop_per_image=round(flops / 1e9, 3),
         weights_mib=round(sum(4 * p.numel() * (copies if p.requires_grad else 1) for p in parameters) / 2**20, 1),
         activations_mib=round(passes[-1][1] / 2**20, 1),
-        compute_seconds=round(min(passes[1:])[0] * training.accumulate, 4),
+        compute_seconds=round(min(passes)[0] * accumulate, 4),
         data_seconds=round(data_seconds, 4),
         recipe=settings.model_dump(mode="json"),
     )
-
-
-def forward_backward(module: nn.Module, part: Batch, accelerator: Engine) -> tuple[float, int]:
-    """Run one forward and backward pass.
-
-    Returns (seconds, bytes that autograd keeps for the backward pass, without parameters).
-    """
-    start = time.perf_counter()
-    parameter_storages = {p.untyped_storage().data_ptr() for p in module.parameters()}
-    saved_bytes: dict[int, int] = {}
-
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in parameter_storages:
-            saved_bytes[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor), accelerator.autocast():
-        loss = module(part).loss
-    loss.backward()
-    module.zero_grad(set_to_none=True)
-    if accelerator.device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - start, sum(saved_bytes.values())

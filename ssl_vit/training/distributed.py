@@ -65,6 +65,12 @@ class Engine(Accelerator):
             yield
 
 
+def set_float32_products(precision: Precision) -> None:
+    """Let matrix products and convolutions in float32 use TensorFloat-32, or not."""
+    torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
+    torch.backends.cudnn.allow_tf32 = precision == "tf32"
+
+
 def make_accelerator(precision: Precision = "fp32", timeout: int = 600, *, or_fp32: bool = False) -> Engine:
     """The engine that all processes share; the order of the data splits it across them.
 
@@ -111,8 +117,7 @@ def make_accelerator(precision: Precision = "fp32", timeout: int = 600, *, or_fp
             f"{str(error).splitlines()[0]}; check that all were started, with the same main address and port"
         ) from error
     # After the constructor, which may allow TF32 by itself.
-    torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
-    torch.backends.cudnn.allow_tf32 = precision == "tf32"
+    set_float32_products(precision)
     with shared_errors():
         _check_world(accelerator, launched)
     if accelerator.device.type == "cpu":

@@ -1,15 +1,18 @@
-"""training.auto_batch: the largest micro-batch that the memory holds, found once."""
+"""Micro-batches that the memory holds: `training.auto_batch`, and the one that a dry run or a trial measures."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 import torch
 from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
+from torch import nn
 
 from ssl_vit.interfaces import Batch, UserError
-from ssl_vit.training import distributed
+from ssl_vit.training import TrainingConfig, distributed
+from ssl_vit.training.distributed import Engine
 from ssl_vit.training.state import State, random_state, set_random_state
 
 _OPTIMIZER_COPIES = 2  # of the weights, which AdamW keeps, and which the first step takes after its backward pass
@@ -58,3 +61,52 @@ def find_accumulation(
         f"training.auto_batch: not even {lanes} micro-batches per step fit into the memory; set "
         "training.checkpoint_activations=true, or raise data.lanes so that micro-batches can be smaller"
     )
+
+
+def first_micro_batch(
+    objective: nn.Module, batch: Batch, accelerator: Engine, training: TrainingConfig, lanes: int
+) -> tuple[Batch, int]:
+    """The first micro-batch of a process's part of a step, and how many there are: `accumulate`, or with `auto_batch`
+    the fewest that this process has the memory for.
+
+    lanes: of this process. Raises UserError where none fits.
+    """
+    more = range(training.accumulate + 1, lanes + 1) if training.auto_batch else ()
+    for count in (training.accumulate, *(n for n in more if lanes % n == 0)):
+        part = batch.split(count)[0]
+        try:
+            forward_backward(objective, part, accelerator)
+            return part, count
+        except RuntimeError as error:
+            if not should_reduce_batch_size(error):
+                raise
+        objective.zero_grad(set_to_none=True)
+        clear_device_cache(garbage_collection=True)
+    raise UserError(
+        "the memory does not hold one micro-batch; set training.auto_batch=true, raise training.accumulate or set "
+        "training.checkpoint_activations=true"
+    )
+
+
+def forward_backward(module: nn.Module, part: Batch, accelerator: Engine) -> tuple[float, int]:
+    """Run one forward and backward pass.
+
+    Returns (seconds, bytes that autograd keeps for the backward pass, without parameters).
+    """
+    start = time.perf_counter()
+    parameter_storages = {p.untyped_storage().data_ptr() for p in module.parameters()}
+    saved_bytes: dict[int, int] = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameter_storages:
+            saved_bytes[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor), accelerator.autocast():
+        loss = module(part).loss
+    loss.backward()
+    module.zero_grad(set_to_none=True)
+    if accelerator.device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start, sum(saved_bytes.values())

@@ -17,6 +17,7 @@ from ssl_vit.models import EncoderConfig
 from ssl_vit.models.factory import build, load
 from ssl_vit.objectives.classification import Config, Objective
 from ssl_vit.recipe import load_recipe
+from ssl_vit.stage import build_objective
 
 Make = Callable[..., Any]
 
@@ -166,3 +167,10 @@ def test_mixing_can_be_checked_without_weights() -> None:
             build(EncoderConfig(name="vit_tiny_patch16_224", depth=1)), Config(mixup=0.2, cutmix=1.0, classes=3), None
         )
     assert checked.mix is not None
+
+
+@pytest.mark.parametrize("key", ["mixup", "cutmix"])
+def test_views_of_one_image_are_not_mixed(key: str) -> None:
+    settings = load_recipe("cifar10_cpu_supervised", ["data.views=2", f"objective.{key}=0.8"])
+    with torch.device("meta"), pytest.raises(UserError, match=r"data\.views=1"):
+        build_objective(settings, build(settings.encoder), 10)

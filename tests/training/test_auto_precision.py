@@ -84,6 +84,15 @@ def test_a_run_keeps_its_precision(train: Train, tmp_path: Path, monkeypatch: py
     assert json.loads((run / "environment.json").read_text())["precision"] == "bf16"
 
 
+def test_a_saved_recipe_that_says_auto_is_measured(
+    settings: Callable[..., recipe.Recipe], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(precision, "measure", faster("bf16"))
+    recipe.save(settings(tmp_path, AUTO), tmp_path / "recipe.yaml")
+    resolved = precision.resolve(settings(tmp_path, AUTO), lambda text: None)
+    assert resolved.training.precision == "bf16"
+
+
 def test_the_arms_of_a_comparison_share_one(few_digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keys = [f"run={tmp_path}", f"data={{train: {few_digits}/train, test: {few_digits}/test, folds: []}}"]
     keys += [f"arms.{arm}.overrides=[{AUTO}]" for arm in ("ssl", "supervised")]

@@ -12,8 +12,9 @@ from safetensors.torch import load_file
 from timm.models.vision_transformer import Block
 from torch import nn
 
-from ssl_vit import api, recipe
+from ssl_vit import api, recipe, stage
 from ssl_vit.interfaces import UserError
+from ssl_vit.training import memory
 from tests.processes.reading import losses
 
 Train = Callable[..., Path]
@@ -34,6 +35,37 @@ def test_activation_checkpointing_is_refused_where_it_would_change_running_stati
     keys += ["encoder.channels=1", "encoder.image_size=32", "training.checkpoint_activations=true"]
     with pytest.raises(UserError, match="batch norm would count every image twice"):
         api.train(recipe.load_recipe("supervised_resnet50", keys), quiet=True)
+
+
+def test_activation_checkpointing_is_refused_where_timm_has_none(digits: Path, tmp_path: Path) -> None:
+    keys = [f"data.train={digits}", f"run={tmp_path}/run", "data.lanes=4", "encoder.name=crossvit_9_240"]
+    keys += ["encoder.channels=1", "encoder.image_size=240", "training.checkpoint_activations=true"]
+    with pytest.raises(UserError, match="checkpoint_activations: crossvit_9_240 has none in timm"):
+        api.train(recipe.load_recipe("supervised_resnet50", keys), quiet=True)
+
+
+@pytest.mark.parametrize("fits", [2, 8])
+def test_a_dry_run_measures_a_micro_batch_that_the_memory_holds(
+    settings: Callable[..., recipe.Recipe], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fits: int
+) -> None:
+    original, sizes = memory.forward_backward, list[int]()
+
+    def limited(module: nn.Module, part: Any, accelerator: Any) -> tuple[float, int]:
+        if len(part.images) > fits:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB")
+        sizes.append(len(part.images))
+        return original(module, part, accelerator)
+
+    for place in (memory, stage):
+        monkeypatch.setattr(place, "forward_backward", limited)
+    with pytest.raises(UserError, match=r"training\.auto_batch=true"):
+        stage.dry_run(settings(tmp_path))
+    if fits == 8:  # a quarter of the batch: one lane of four
+        stage.dry_run(settings(tmp_path, "training.auto_batch=true"))
+        assert set(sizes) == {8}
+    else:
+        with pytest.raises(UserError, match=r"does not hold one micro-batch"):
+            stage.dry_run(settings(tmp_path, "training.auto_batch=true"))
 
 
 def test_activation_checkpointing_changes_nothing(train: Train, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from ssl_vit.models import EncoderConfig, factory
 from ssl_vit.objectives import classification, masked_patch
 from ssl_vit.training import OptimConfig
 from ssl_vit.training.optim import build_optimizer, lr_factor, parameter_groups, peak_lr, set_lr
@@ -48,6 +49,19 @@ def test_the_learning_rate_scales_with_the_batch_where_asked(lr_batch: int | Non
 
 
 # --- weight decay ---
+
+
+def test_weight_decay_leaves_out_what_timm_names_for_other_networks() -> None:
+    encoder = factory.build(EncoderConfig(name="crossvit_9_240", image_size=240))
+    objective = classification.Objective(encoder, classification.Config(head="linear", pooling="mean"), 2)
+    names = {id(parameter): name for name, parameter in objective.named_parameters()}
+    decayed = [
+        names[id(parameter)]
+        for group in parameter_groups(objective, 0.3)
+        if group["weight_decay"]
+        for parameter in group["params"]
+    ]
+    assert decayed and not [name for name in decayed if "cls_token" in name or "pos_embed" in name]
 
 
 @pytest.mark.parametrize(

@@ -64,6 +64,15 @@ def test_a_refused_start_leaves_nothing_in_the_way(
         train(tmp_path / "run", "encoder.depth=3")
 
 
+def test_a_recipe_in_a_folder_of_other_files_is_not_replaced(train: Train, tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "recipe.yaml").write_text("# by hand\nbase: digits_ssl\nname: mine\n")
+    with pytest.raises(UserError, match="mine is not empty and holds no run"):
+        train(tmp_path / "mine")
+    assert (tmp_path / "mine" / "recipe.yaml").read_text().startswith("# by hand")
+    assert len([*(tmp_path / "mine").iterdir()]) == 1
+
+
 def test_a_finished_run_stays_as_it_is(train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = train(tmp_path / "run", "probe.every=12", *PROBE)
     before = files(run)
