@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _EXPANDED_FREELY, _EXPANSION = 1 << 28, 20  # bytes; larger archives may expand by this factor
 
 
-def expanded(place: str) -> Path:
+def expanded(place: str | os.PathLike[str]) -> Path:
     """The path, with `~` and `~USER` replaced where there is such a user (`Path.expanduser` raises where not)."""
     return Path(os.path.expanduser(place))
 

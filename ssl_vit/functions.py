@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import pandas as pd
 
@@ -13,10 +14,11 @@ from ssl_vit import recipe as recipes
 from ssl_vit.comparison.config import Study, load_comparison
 from ssl_vit.data import train_and_test
 from ssl_vit.evaluators import Metric
+from ssl_vit.files import expanded
 from ssl_vit.interfaces import UserError
 from ssl_vit.outcomes import ComparisonRun, PathInput, TrainingRun
 from ssl_vit.recipe import Recipe, run_recipe
-from ssl_vit.results import Evaluation, Table, evaluations
+from ssl_vit.results import RESULTS, Evaluation, Table, evaluations
 
 if TYPE_CHECKING:
     from torch import nn
@@ -44,7 +46,10 @@ def train(
     Raises UserError for input that cannot work, before the first step wherever that can be seen, RunError for a failure
     on the way (non-finite loss, full disk), and Stopped, with everything saved, after a signal.
     """
-    settings = recipe if isinstance(recipe, Recipe) else recipes.load_recipe(str(recipe), _keys(data, run, keys))
+    given = _keys(data, run, keys)
+    if isinstance(recipe, Recipe) and given:
+        raise UserError(f"{', '.join(given)}: a typed recipe holds all its keys; change them with model_copy")
+    settings = recipe if isinstance(recipe, Recipe) else recipes.load_recipe(os.fspath(recipe), given)
     from ssl_vit import api
 
     return TrainingRun(api.train(settings, quiet=quiet))
@@ -74,7 +79,12 @@ def compare(
 
     Raises UserError for input that cannot work, before the first task wherever that can be seen.
     """
-    study = recipe if isinstance(recipe, Study) else load_comparison(str(recipe), _keys(data, run, keys))
+    given = _keys(data, run, keys)
+    if isinstance(recipe, Study) and given:
+        raise UserError(f"{', '.join(given)}: the loaded comparison holds all its keys; give them to load_comparison")
+    if max_seeds is not None and not until_decided:
+        raise UserError("max_seeds requires until_decided=True")
+    study = recipe if isinstance(recipe, Study) else load_comparison(os.fspath(recipe), given)
     from ssl_vit.comparison.run import compare
 
     finished = compare(study, until_decided=until_decided, max_seeds=max_seeds, command=command, say=say)
@@ -82,8 +92,7 @@ def compare(
 
 
 def _keys(data: PathInput | Mapping[str, Any] | None, run: PathInput | None, keys: dict[str, Any]) -> dict[str, Any]:
-    spec = data if data is None or isinstance(data, Mapping) else str(data)
-    given = {"data": spec, "run": None if run is None else str(run)}
+    given = {"data": data, "run": run}
     return {key: value for key, value in given.items() if value is not None} | keys
 
 
@@ -116,24 +125,26 @@ def evaluate(
 
     Raises UserError for wrong input.
     """
+    if metric not in get_args(Metric):
+        raise UserError(f"metric={metric}: choose one of {', '.join(get_args(Metric))}")
     train, test = labeled_parts(model, data, train, test)
     from ssl_vit import api
 
-    real = None if real_labels is None else Path(real_labels)
+    real = None if real_labels is None else expanded(real_labels)
     return api.evaluate(
         _opened(model), evaluator, train, test, settings, data=name, metric=metric, real_labels=real, say=say
     )
 
 
 def _opened(model: PathInput | nn.Module) -> Path | nn.Module:
-    return Path(model) if isinstance(model, str | PathLike) else model
+    return expanded(model) if isinstance(model, str | PathLike) else model
 
 
 def _own_data(model: PathInput | nn.Module, fix: str) -> tuple[str, str]:
     """The name of a path or network in messages, and the data that its run was trained on. Raises UserError where there
     is none, and for several sets. fix: what to do then."""
     if isinstance(model, str | PathLike):
-        name, settings = str(Path(model)), run_recipe(Path(model))
+        name, settings = os.fspath(model), run_recipe(expanded(model))
     else:
         from ssl_vit.analysis import loaded
 
@@ -150,14 +161,16 @@ def labeled_parts(
     if data is not None and train is not None:
         raise UserError("data names both parts; give either data, or train and test")
     if train is not None and test is not None:
-        return str(train), str(test)
+        return os.fspath(train), os.fspath(test)
     if data is None and train is None:
         _, place = _own_data(model, "name the data, with --data or data=")
         if test is not None:
-            return place, str(test)
+            return place, os.fspath(test)
         data = place
-    parts = train_and_test(str(data if train is None else train))
-    return (parts[0], str(test)) if test is not None else parts
+    chosen = data if train is None else train
+    assert chosen is not None
+    parts = train_and_test(os.fspath(chosen))
+    return (parts[0], os.fspath(test)) if test is not None else parts
 
 
 def embed(
@@ -183,6 +196,9 @@ def embed(
     Rows are in the order of the shards, on every process; embeddings are float32 (d,). `frame.attrs["skipped"]` lists
     unreadable samples. Raises UserError for wrong input.
     """
+    for key, value, least in (("batch_size", batch_size, 1), ("workers", workers, 0)):
+        if value is not None and value < least:
+            raise UserError(f"{key}={value}: give {least} or more")
     if out is not None and Path(out).suffix not in (".parquet", ".npz"):
         raise UserError(f"out={out}: give a name that ends in .parquet or .npz")
     if data is None:
@@ -190,9 +206,9 @@ def embed(
     from ssl_vit.evaluators import embeddings
     from ssl_vit.training.distributed import is_main
 
-    frame = embeddings.embed(_opened(model), str(data), pooling=pooling, batch_size=batch_size, workers=workers)
+    frame = embeddings.embed(_opened(model), os.fspath(data), pooling=pooling, batch_size=batch_size, workers=workers)
     if out is not None and is_main():
-        embeddings.write(frame, Path(out))
+        embeddings.write(frame, expanded(out))
     return frame
 
 
@@ -207,7 +223,7 @@ def load(run: PathInput) -> nn.Module:
     from ssl_vit.analysis import loaded
     from ssl_vit.models import factory
 
-    loaded_model = loaded.load(Path(run))
+    loaded_model = loaded.load(expanded(run))
     network: Any = loaded_model.encoder.network
     network.pretrained_cfg = network.default_cfg = factory.pretrained_cfg(
         loaded_model.encoder, loaded_model.data.evaluation_resize
@@ -227,7 +243,7 @@ def export(run: PathInput, out: PathInput, to: exports.Target, *, license: str |
     from ssl_vit.models.exchange import exports
     from ssl_vit.report import card
 
-    run, out = Path(run), Path(out)
+    run, out = expanded(run), expanded(out)
     model, use = factory.load(run), card.evaluated(run)
     text = card.write(model, run, to, use, title=out.resolve().name, license=license)
     exports.export(model, out, to, text, use)
@@ -241,8 +257,10 @@ def read_results(run: PathInput) -> pd.DataFrame:
     """
     from ssl_vit.report.read import PLAN, read_comparison
 
-    run = Path(run)
+    run = expanded(run)
     if (run / PLAN).is_file():
         return read_comparison(run).measured.frame
+    if not any((run / name).exists() for name in ("recipe.yaml", "encoder.safetensors", RESULTS)):
+        raise UserError(f"{run}: neither a run nor a comparison")
     frames = [evaluation.table for evaluation in evaluations(run)[0].values()]
     return pd.concat(frames, ignore_index=True) if frames else Table([]).frame

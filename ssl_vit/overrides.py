@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -26,6 +27,7 @@ def parsed(overrides: Overrides) -> DictConfig:
     if isinstance(overrides, Mapping):
         given = OmegaConf.create()
         for key, value in overrides.items():
+            value = _plain(value)
             key = f"data.{PLACE}" if key == "data" and isinstance(value, str) else key
             try:
                 OmegaConf.update(given, key, value)
@@ -37,8 +39,7 @@ def parsed(overrides: Overrides) -> DictConfig:
         if not equals or not key.strip():
             raise UserError(f"'{override}' is not key=value, such as training.steps=100")
     try:
-        named = [f"data.{PLACE}={o[5:]}" if o.startswith("data=") and o[5:6] not in "{[" else o for o in overrides]
-        given = merge("the command line", *(OmegaConf.from_dotlist([_quoted(override)]) for override in named))
+        given = merge("the command line", *(OmegaConf.from_dotlist([_quoted(override)]) for override in overrides))
         return without_references(given, "the command line")
     except (yaml.YAMLError, OmegaConfBaseException, ValueError) as error:
         raise UserError(f"the command line: {str(error).splitlines()[0]}") from None
@@ -97,12 +98,27 @@ def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
     return {k: v for key, part in value.items() for k, v in flatten(part, f"{prefix}{key}.").items()}
 
 
+def _plain(value: Any) -> Any:
+    """Paths as strings, in containers too."""
+    if isinstance(value, Mapping):
+        return {key: _plain(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+
 def _quoted(override: str) -> str:
-    """`key=value` with the value quoted where it is not YAML, or where ` #` would start a comment: paths may be so."""
+    """`key=value` with the value quoted where it is not YAML, or where ` #` would start a comment: paths may be so.
+
+    `data=PLACE` is the key PLACE of `data`, and always text: a folder may be named 2024.
+    """
     key, _, value = override.partition("=")
+    is_place = key == "data" and value[:1] not in ("{", "[")
+    key = f"data.{PLACE}" if is_place else key
     try:
         check_nesting(value)
-        is_text = isinstance(yaml.load(value, Loader=yaml.BaseLoader), str) and " #" in value and value[:1] not in "'\""
+        comment = isinstance(yaml.load(value, Loader=yaml.BaseLoader), str) and " #" in value
+        is_text = (is_place or comment) and value[:1] not in ("'", '"')
     except yaml.YAMLError:
         is_text = True
-    return f"{key}={json.dumps(value, ensure_ascii=False)}" if is_text else override
+    return f"{key}={json.dumps(value, ensure_ascii=False) if is_text else value}"

@@ -83,7 +83,7 @@ def find(name: str, near: Path | None = None) -> Path:
     Raises UserError naming the closest shipped recipe.
     """
     beside = [near.parent / name, near.parent / f"{name}.yaml"] if near else []
-    for path in [*beside, Path(name), Path(name) / "recipe.yaml"]:
+    for path in [*beside, expanded(name), expanded(name) / "recipe.yaml"]:
         if path.is_file():
             return path
     if name in shipped():
@@ -160,6 +160,8 @@ def _onto(under: DictConfig, over: DictConfig, origin: str) -> DictConfig:
 def _expand_data(under: DictConfig, over: DictConfig) -> None:
     """`data=PLACE` of a training recipe is `data.train`; of a comparison both parts, in place of all other data."""
     rest = _section(over, "data")
+    if "data" in over and not isinstance(over.data, str | DictConfig):
+        raise UserError(f"data={over.data}: name a folder, a dataset or shards, in quotes where it is a number")
     place = over.data if isinstance(over.get("data"), str) else rest.pop(PLACE, None) if rest else None
     comparison = "arms" in under or "arms" in over
     if place is not None:
@@ -191,7 +193,7 @@ def load_recipe(name: str | Path, overrides: Overrides = (), near: Path | None =
     objective = content.get("objective")
     if not isinstance(objective, dict) or "name" not in objective:
         raise UserError(f"{path}: objective.name is missing, such as masked_patch")
-    if path == Path(name) / "recipe.yaml" and "run" not in parse_overrides(overrides):
+    if path == expanded(name) / "recipe.yaml" and "run" not in parse_overrides(overrides):
         content["run"] = str(name)  # the directory may have been moved or renamed since
     named = str(objective["name"])
     validate(Recipe, content | {"objective": ObjectiveConfig(name=named)}, f"{path}: ")
@@ -210,6 +212,7 @@ def load_recipe(name: str | Path, overrides: Overrides = (), near: Path | None =
 
 def run_recipe(weights: Path) -> Recipe | None:
     """The recipe of a run directory, or of the run of a checkpoint, if any. Its objective need not be importable."""
+    weights = expanded(weights)
     checkpoints = weights.resolve().parent
     run = checkpoints.parent if checkpoints.name == "checkpoints" else weights
     path = run / "recipe.yaml"

@@ -84,6 +84,46 @@ def test_a_run_is_an_object_that_other_functions_take(run: Any, my_images: Path)
         ssl_vit.evaluate(run, "knn", data=my_images, train=my_images)
 
 
+def test_paths_may_be_objects_and_start_at_home(
+    run: Any, my_images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert ssl_vit.train(run, quiet=True).dir == run.dir
+    again = ssl_vit.train(
+        "pretrain_vit_tiny", data=my_images, run=Path("~/again"), init_from=run, quiet=True, **SMALL, **SHORT
+    )
+    assert again.dir == tmp_path / "again" and again.encoder_path.is_file()
+    frame = ssl_vit.embed("~/again", "~/my_images", workers=0, out="~/e.npz")
+    assert len(frame) == 40 and (tmp_path / "e.npz").is_file()
+    assert ssl_vit.load("~/again").num_features == 16 and len(ssl_vit.read_results("~/again")) == 0
+
+
+def test_wrong_arguments_are_named(run: Any, my_images: Path) -> None:
+    settings = load_recipe(run.dir)
+    for keys in ({"data": my_images}, {"run": "elsewhere"}, {"training": {"steps": 7}}):
+        with pytest.raises(UserError, match=f"{next(iter(keys))}: a typed recipe holds all its keys"):
+            ssl_vit.train(settings, **keys)
+    study = load_comparison("own_images_cpu", ["data=my_images"])
+    with pytest.raises(UserError, match="seeds: the loaded comparison holds all its keys"):
+        ssl_vit.compare(study, seeds=[0])
+    with pytest.raises(UserError, match="max_seeds requires until_decided"):
+        ssl_vit.compare("own_images_cpu", data=my_images, max_seeds=9)
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"pooling": "cls"}, "pooling=cls: choose one of token, mean"),
+        ({"batch_size": 0}, "batch_size=0"),
+        ({"workers": -1}, "workers=-1"),
+    ]
+    for arguments, message in wrong:
+        with pytest.raises(UserError, match=message):
+            ssl_vit.embed(run, my_images, **arguments)
+    metric: Any = "balanced"
+    with pytest.raises(UserError, match="metric=balanced: choose one of accuracy, mean_per_class"):
+        ssl_vit.evaluate(run, "knn", metric=metric)
+    for place in ("nowhere", my_images, run.dir / "metrics.jsonl"):
+        with pytest.raises(UserError, match="neither a run nor a comparison"):
+            ssl_vit.read_results(place)
+
+
 def test_all_training_images_leave_none_to_test_on(my_images: Path) -> None:
     run = ssl_vit.train(
         "pretrain_vit_tiny", data={"train": str(my_images)}, run="runs/all", quiet=True, **SMALL, **SHORT
@@ -170,6 +210,13 @@ def test_few_labels_and_many_unlabeled_images(my_images: Path, tmp_path: Path) -
     assert samples == {"ssl": 24 + 32, "supervised": 32}
     assert isinstance(found.table, pd.DataFrame) and found.report() == Path("runs/few/report.html")
     assert found.headline in found.to_html()
+
+
+@pytest.mark.parametrize("place", ["2024", "0123", "true", "null", "a: b", "~x", "&x", "[x].jpg"[1:]])
+def test_a_place_may_look_like_another_value(place: str) -> None:
+    assert load_recipe("pretrain_vit_tiny", [f"data={place}"]).data.train == f"{place}#train"
+    with pytest.raises(UserError, match="data=2024: name a folder"):
+        load_recipe("pretrain_vit_tiny", {"data": 2024})
 
 
 @pytest.mark.parametrize("order", [1, -1])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from difflib import get_close_matches
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args
 
 import timm
 import torch
@@ -114,7 +114,9 @@ class Encoder(nn.Module, ABC):
         return vectors
 
     def check_pooling(self, pooling: Pooling) -> None:
-        """Raises UserError for a pooling that reads the class token of a model without one."""
+        """Raises UserError for an unknown pooling, and for one that reads the class token of a model without one."""
+        if pooling not in get_args(Pooling):
+            raise UserError(f"pooling={pooling}: choose one of {', '.join(get_args(Pooling))}")
         if pooling in ("token", "both") and not self.has_class_token:
             raise UserError(f"pooling={pooling} needs a class token, which {self.name} does not have: use mean")
 

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
+from ssl_vit.files import expanded
 from ssl_vit.interfaces import Size, UserError, pair
 from ssl_vit.models import EncoderConfig, Resampling
 from ssl_vit.models.encoder import Encoder, Numbers, Pooling, create
@@ -37,6 +38,8 @@ def build(config: EncoderConfig) -> Encoder:
     Raises UserError for a name that timm does not know, for sizes that do not fit together, and for keys that an
     architecture other than a VisionTransformer does not have.
     """
+    if "." in config.name:
+        raise UserError(f"encoder.name={config.name}: a tag names weights: remove it, and see `ssl-vit import --help`")
     return _build_vit(config) if is_vit(config.name) else _build_other(config)
 
 
@@ -248,7 +251,7 @@ def origin(path: Path | str) -> str | None:
 
 def find_weights(path: Path | str) -> Path:
     """The folder with `encoder.safetensors` of a run, a checkpoint or a weights folder. Raises UserError if none."""
-    path = Path(path)
+    path = expanded(path)
     if not path.exists():
         raise UserError(f"{path}: no such run, checkpoint or weights folder")
     for folder in [path, *sorted(path.glob("checkpoints/step_*"), reverse=True)]:

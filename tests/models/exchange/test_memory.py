@@ -82,6 +82,9 @@ def test_other_networks_are_refused() -> None:
     changed = timm.create_model("vit_tiny_patch16_224", act_layer=torch.nn.ReLU, **SMALL)
     with pytest.raises(UserError, match=r"computes something else.*save_for_hf"):
         loaded.load(changed)
+    for other in ({"global_pool": "max"}, {"features_only": True}, {"output_stride": 8}):
+        with pytest.raises(UserError, match=r"computes something else|neither"):
+            loaded.load(timm.create_model("resnet18", **other))
     shorter: Any = timm.create_model("resnet10t")
     shorter.layer4 = torch.nn.Identity()
     with pytest.raises(UserError, match=r"ResNet does not fit .*layer4"):
