@@ -23,6 +23,13 @@ class Config(LabeledConfig):
     voters: int = 3
 class Evaluator: ...
 '''
+OBJECTIVE = '''
+from ssl_vit.interfaces import ObjectiveConfig
+class Config(ObjectiveConfig):
+    """angles: how many."""
+    angles: int = 4
+class Objective: ...
+'''
 PAGE = Path(__file__).parent.parent / "recipes" / "KEYS.md"
 
 
@@ -72,6 +79,13 @@ def test_the_page_is_current_and_explains_every_key() -> None:
     assert PAGE.read_text() == page, "run: ssl-vit keys --all > recipes/KEYS.md"
     unexplained = [line for line in page.splitlines() if line.endswith("|  |") and "| section |" not in line]
     assert not unexplained
+
+
+def test_keys_of_an_objective_of_another_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a_rotation.py").write_text(OBJECTIVE)
+    monkeypatch.syspath_prepend(tmp_path)
+    found = CliRunner().invoke(cli.app, ["keys", "a_rotation:Objective"], catch_exceptions=False)
+    assert found.exit_code == 0 and "angles" in found.output
 
 
 def test_a_topic_is_listed_and_a_wrong_one_named() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from ssl_vit import plugins
+from ssl_vit.interfaces import UserError
 from ssl_vit.recipe import load_recipe
 
 
@@ -15,6 +16,16 @@ def test_the_declared_keys_are_those_of_the_configuration(name: str) -> None:
     assert {"name", *(plugins.shipped_objective_keys(name) or ())} == {
         *plugins.load("objectives", name).Config.model_fields
     }
+
+
+def test_a_plugin_without_a_configuration_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a_bare_one.py").write_text("class Objective: ...\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("a_bare_one:Objective", "a_package.a_bare_one"):
+        (tmp_path / "a_package").mkdir(exist_ok=True)
+        (tmp_path / "a_package" / "a_bare_one.py").write_text("class Objective: ...\n")
+        with pytest.raises(UserError, match="Config"):
+            load_recipe("digits_ssl", [f"objective.name={name}"])
 
 
 def test_an_objective_that_allows_any_key_gets_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

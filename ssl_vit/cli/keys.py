@@ -105,9 +105,15 @@ def _config(topic: str) -> type[BaseModel]:
         from ssl_vit.comparison.config import ComparisonConfig
 
         return ComparisonConfig
-    if "." not in topic and topic not in plugins.names("evaluators") + plugins.names("objectives"):
+    if topic.isidentifier() and topic not in plugins.names("evaluators") + plugins.names("objectives"):
         topics = ", ".join(["train", "compare", *plugins.names("evaluators"), *plugins.names("objectives")])
         raise UserError(f"{topic}: no such topic; known: {topics}")
-    kind: plugins.Kind = "objectives" if topic in plugins.names("objectives") else "evaluators"
-    config: type[BaseModel] = plugins.load(kind, topic).Config
+    try:
+        found = plugins.load("evaluators", topic)
+    except UserError as error:
+        try:
+            found = plugins.load("objectives", topic)
+        except UserError:
+            raise error from None
+    config: type[BaseModel] = found.Config
     return config

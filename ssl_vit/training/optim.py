@@ -25,10 +25,13 @@ def parameter_groups(model: nn.Module, weight_decay: float, layer_decay: float |
     each group; the last norm and everything outside the encoder keep 1 (BEiT's and MAE's rule, on timm's layers).
     """
     scales = _layer_scales(model.encoder.network, layer_decay) if layer_decay else {}  # type: ignore[union-attr, arg-type]
+    network: Any = getattr(getattr(model, "encoder", None), "network", None)
+    excluded = network.no_weight_decay() if hasattr(network, "no_weight_decay") else ()  # by timm for this network
+    excluded = {f"encoder.network.{name}" for name in excluded}
     groups: dict[tuple[float, bool], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            decays = parameter.ndim > 1 and name.rsplit(".", 1)[-1] not in _NO_DECAY
+            decays = parameter.ndim > 1 and name.rsplit(".", 1)[-1] not in _NO_DECAY and name not in excluded
             groups.setdefault((scales.get(id(parameter), 1.0), decays), []).append(parameter)
     return [
         {"params": groups[scale, decays], "weight_decay": weight_decay * decays, "lr_scale": scale, "decays": decays}
