@@ -101,8 +101,8 @@ def check(run: Path, settings: Recipe, data: str | None = None) -> None:
         if data is not None:
             checkpoint.check_data(run, data)
         return
-    # A start that was killed leaves a lock, and with it a recipe or a temporary file; other files are not ours.
-    ours = path.exists() and (run / ".lock").exists()
+    # A start that was killed leaves a lock or its environment beside the recipe, or a temporary file.
+    ours = path.exists() and any((run / name).exists() for name in (".lock", ENVIRONMENT))
     if not ours and run.exists() and any(p.name != ".lock" and p.suffix != ".tmp" for p in run.iterdir()):
         raise UserError(f"{run} is not empty and holds no run: give this run another directory with run=PATH")
 
