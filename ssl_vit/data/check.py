@@ -13,6 +13,7 @@ import imagehash
 import numpy as np
 import pandas as pd
 
+from ssl_vit.data.images import eight_bits
 from ssl_vit.data.packing.cache import is_shards, parts_of
 from ssl_vit.data.packing.images import decode, open_header
 from ssl_vit.data.packing.parallel import process_count, run
@@ -20,7 +21,7 @@ from ssl_vit.data.packing.sources.base import BrokenImageError
 from ssl_vit.data.shards import ShardSet, open_shards
 from ssl_vit.data.shards.info import IMAGE_EXTENSIONS, local_info
 from ssl_vit.data.shards.reading import BadSample, class_index
-from ssl_vit.data.verify import verify
+from ssl_vit.data.verify import distinct, verify
 from ssl_vit.interfaces import UserError
 from ssl_vit.progress import progress_bar
 
@@ -83,9 +84,10 @@ def check_data(place: str | Path, *, jobs: int | None = None, progress: bool = T
         ]
         pictures[part] = _read(shards, jobs, progress)
         labels = [picture.label for picture in pictures[part]]
-        names = shards.classes or sorted({str(label) for label in labels if label >= 0})
+        named = dict(enumerate(distinct(shards.classes or ())))
+        names = named or {label: str(label) for label in sorted({label for label in labels if label >= 0})}
         images_of = pd.Series(labels, dtype=int).value_counts()
-        counts[part] = pd.Series({name: int(images_of.get(number, 0)) for number, name in enumerate(names)}, dtype=int)
+        counts[part] = pd.Series({name: int(images_of.get(label, 0)) for label, name in names.items()}, dtype=int)
     table = pd.DataFrame(counts).fillna(0).astype(int)
     pairs = combinations(pictures, 2)
     leaks = [leak for first, second in pairs for leak in _shared(pictures[first], first, pictures[second], second)]
@@ -121,7 +123,7 @@ def _pictures(shards: ShardSet, shard: int) -> list[_Picture]:
             decode(image := open_header(data, sample.key), sample.key)
         except (StopIteration, BadSample, BrokenImageError):
             continue  # `verify` names it
-        image = image.convert("L")
+        image = eight_bits(image).convert("L")
         bits = int.from_bytes(np.packbits(imagehash.phash(image).hash).tobytes())
         name = file.file_name(position) or sample.key
         number = class_index(members.get("cls", b""))

@@ -80,6 +80,13 @@ def open_picture(sample: Mapping[str, bytes], channels: int, max_pixels: int = M
     raise BadSample(f"no image member ({', '.join(IMAGE_EXTENSIONS)})")
 
 
+def eight_bits(image: Image.Image) -> Image.Image:
+    """The image with 16-bit gray scaled to 8 bits; Pillow's own conversion would clip."""
+    if not image.mode.startswith("I"):
+        return image
+    return Image.fromarray((np.asarray(image).astype(np.int64) >> 8).clip(0, 255).astype(np.uint8))
+
+
 def _open(data: bytes, channels: int, max_pixels: int) -> Picture:
     if data.startswith(b"\xff\xd8") and channels in (1, 3):
         with suppress(ValueError):  # stray bytes between its markers: Pillow decides
@@ -90,9 +97,7 @@ def _open(data: bytes, channels: int, max_pixels: int) -> Picture:
     with Image.open(io.BytesIO(data), formats=STORED_FORMATS) as opened:
         check_pixels(opened.height, opened.width, max_pixels)
         ImageOps.exif_transpose(opened, in_place=True)
-        image: Image.Image = opened
-        if image.mode.startswith("I"):  # 16-bit gray: Pillow's own conversion would clip instead of scaling
-            image = Image.fromarray((np.asarray(image).astype(np.int64) >> 8).clip(0, 255).astype(np.uint8))
+        image = eight_bits(opened)
         if image.mode != _PIL_MODES[channels]:
             image = image.convert(_PIL_MODES[channels])
         pixels = np.array(image)

@@ -84,7 +84,7 @@ class SampleReader:
 
     def __init__(self, shards: ShardSet, preprocess: Preprocess, cache_bytes: int, streams: int = 1) -> None:
         self.shards, self.preprocess = shards, preprocess
-        self.files = OpenShards(shards.open, 2 * streams + 2)
+        self.files = OpenShards(shards.open, 3 * streams + 2)  # of each: the current one, the next and the last
         self.first_index = shards.first_index
         # Decoded images lie in one block: as many small ones they would pin what a training step frees around them.
         self.kept, self.end = torch.empty(cache_bytes, dtype=torch.uint8), 0

@@ -76,9 +76,7 @@ def stats(folder: Path) -> dict[str, Any]:
     if not len(heights):
         raise UserError(f"{folder}: its shards hold no samples")
     labels = sum((shard.labels for shard in shards), Counter[int]())
-    names = (info and info.classes) or []
-    # ImageNet has two classes called crane.
-    classes = [name if names.count(name) == 1 else f"{name} ({index})" for index, name in enumerate(names)]
+    classes = distinct((info and info.classes) or ())
     return {
         "samples": len(heights),
         "shards": len(shards),
@@ -214,3 +212,8 @@ def _check_samples(shard: ShardFile, info: Info | None, pixels: bool, facts: _Sh
             facts.labels[label] += 1
         elif info and info.labeled:
             report(key, "bad_label", "no .cls member in a labeled set")
+
+
+def distinct(names: Sequence[str]) -> list[str]:
+    """Names of classes, those that occur twice with their label: ImageNet has two classes called crane."""
+    return [name if names.count(name) == 1 else f"{name} ({label})" for label, name in enumerate(names)]

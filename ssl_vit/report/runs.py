@@ -126,19 +126,20 @@ def _read_metrics(path: Path) -> tuple[pd.DataFrame, list[str]]:
     """Finite losses in step order (of a step that a resumed run repeated, the later one), and remarks."""
     losses: dict[int, object] = {}
     skipped: list[SkippedSample] = []
-    broken = 0
+    times = broken = 0
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []:
         try:
             record = json.loads(line)
             if record.get("event") == "skipped_samples":
                 skipped += [SkippedSample.model_validate(sample) for sample in record["samples"]]
+                times += int(record["count"])
             elif "loss" in record:
                 losses[int(record["step"])] = record
         except (ValueError, LookupError, AttributeError, TypeError, RecursionError):
             broken += 1  # a kill cuts a line short; a resumed run appends after it
     frame = pd.DataFrame([*losses.values()]).reindex(columns=LOSSES).apply(pd.to_numeric, errors="coerce")
     frame = frame[np.isfinite(frame["loss"])].sort_values("step")
-    remarks = [f"Training skipped unreadable samples {len(skipped):,} time(s): {listed(skipped)}."] if skipped else []
+    remarks = [f"Training skipped unreadable samples {times:,} time(s): {listed(skipped)}."] if skipped else []
     if broken:
         remarks.append(f"{broken} incomplete line(s) of metrics.jsonl were ignored (a killed run leaves one).")
     return frame, remarks

@@ -113,7 +113,7 @@ class RunLogger:
         self.path = run / "metrics.jsonl" if run and main else None
         self.accelerator, self.settings, self.tracking = accelerator, trackers, bool(run and main and trackers)
         self.size = 0  # of metrics.jsonl when the checkpoint was saved
-        self.skipped: list[SkippedSample] = []
+        self.skipped, self.skips_in_total = dict[tuple[str, str], SkippedSample](), 0
 
     def state_dict(self) -> dict[str, Any]:
         return {"bytes": self.path.stat().st_size if self.path else 0}
@@ -173,12 +173,14 @@ class RunLogger:
         skips = [skip for part in distributed.gather(own_skips) for skip in part]
         if not skips:
             return
-        self.skipped += skips
-        total, first = len(self.skipped), skips[0]
+        new = [skip for skip in skips if (skip.shard, skip.key) not in self.skipped]  # not again in every epoch
+        self.skipped |= {(skip.shard, skip.key): skip for skip in new}
+        self.skips_in_total += len(skips)
+        total, first = self.skips_in_total, skips[0]
         what = printable(f"{first.shard}: sample {first.key}: {first.reason}")
         self.say(f"skipped {len(skips)} sample(s), {total} in total; {what}")
-        samples = [skip.model_dump() for skip in skips]
-        self.event(step, {"event": "skipped_samples", "total": total, "samples": samples})
+        samples = [skip.model_dump() for skip in new]
+        self.event(step, {"event": "skipped_samples", "count": len(skips), "total": total, "samples": samples})
 
     def picture(self, name: str, pixels_HWC: np.ndarray, step: int) -> None:
         """A uint8 picture, for the trackers that show pictures."""

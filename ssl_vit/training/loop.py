@@ -189,7 +189,7 @@ class Trainer:
         self.share_buffers()
         if self.average and job.run is None:  # no checkpoint publishes the average: the objective is the result
             self.average.apply()
-        return Outcome(progress.step, progress.seconds, tuple(self.log.skipped), request.agreed())
+        return Outcome(progress.step, progress.seconds, tuple(self.log.skipped.values()), request.agreed())
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:

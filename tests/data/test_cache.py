@@ -70,6 +70,14 @@ def test_a_shard_is_downloaded_once(server: FaultyServer, remote: RemoteConfig, 
         assert fetch(server.url, 0, remote) == content(0)
 
 
+def test_a_signed_url_may_be_renewed(server: FaultyServer, remote: RemoteConfig) -> None:
+    expected = len(content(0)), hashlib.sha256(content(0)).hexdigest()
+    for signature in range(3):
+        with open_url(f"{server.url}/0.tar?Signature={signature}", remote, *expected) as file:
+            assert file.read() == content(0)
+    assert len(server.log) == 1 and kept(remote) == ["0.tar"]
+
+
 def test_without_a_checksum_a_changed_object_is_downloaded_again(server: FaultyServer, remote: RemoteConfig) -> None:
     assert fetch(server.url, 0, remote, known=False) == content(0)
     (server.folder / "0.tar").write_bytes(content(5))

@@ -82,3 +82,25 @@ def test_defects_of_shards_are_listed_not_raised(layout: Path, tmp_path: Path) -
                 plain.addfile(member, io.BytesIO(data))
     found = check_data(tmp_path / "plain", progress=False)
     assert [reason.split(":")[0] for reason in found.bad_files["reason"]] == ["bad_label"] * 2
+
+
+def test_gray_levels_of_16_bits_are_compared(tmp_path: Path) -> None:
+    levels = np.random.default_rng(0).integers(300, 2**16, (12, 6, 6), dtype=np.uint16)
+    for number, part in enumerate(["train"] * 8 + ["val"] * 4):
+        image = Image.fromarray(levels[number]).resize((64, 64), Image.Resampling.NEAREST)
+        save(tmp_path / "scans" / part / "ab"[number % 2] / f"{number}.png", image)
+    assert check_data(tmp_path / "scans", progress=False).leaks.empty
+
+
+def test_labels_without_names_are_counted_by_their_numbers(tmp_path: Path) -> None:
+    (tmp_path / "plain").mkdir()
+    with tarfile.open(tmp_path / "plain/0.tar", "w") as tar:
+        for number, label in enumerate([2, 10, 10, 11]):
+            data = io.BytesIO()
+            scene(number).save(data, "PNG")
+            for name, content in ((f"{number}.png", data.getvalue()), (f"{number}.cls", b"%d" % label)):
+                member = tarfile.TarInfo(name)
+                member.size = len(content)
+                tar.addfile(member, io.BytesIO(content))
+    (counts,) = check_data(tmp_path / "plain", progress=False).class_counts.to_dict().values()
+    assert counts == {"2": 1, "10": 2, "11": 1}

@@ -302,3 +302,24 @@ def test_a_resume_opens_one_shard_per_lane_and_its_next(
     start = [LanePosition(2, int(share * many.samples / LANES))] * LANES
     next(rank_batches(many, 0, 1, 0, start))
     assert LANES <= len(opened) <= 3 * LANES  # a step may cross from one shard into the next
+
+
+def test_shards_of_many_lanes_are_opened_once(
+    shards: ShardSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that are opened ahead are still open when their lane reaches them."""
+    for number in range(64):
+        (tmp_path / f"{number:06d}.tar").hardlink_to(shards.urls[1])
+    many, opened = open_shards(str(tmp_path)), []
+    original = ShardFile.__init__
+
+    def counted(self: ShardFile, *arguments: Any) -> None:
+        opened.append(arguments)
+        original(self, *arguments)
+
+    monkeypatch.setattr(ShardFile, "__init__", counted)
+    data = DataConfig(train=many.spec, lanes=8, workers=0)
+    source = train_source(many, preprocess(), data, batch_size=64, rank=0, ranks=1, device=CPU)
+    for _ in itertools.islice(source([LanePosition()] * 8), many.samples // 64):
+        pass
+    assert len(opened) <= 64 + 2 * 8, "at the borders of the lanes a shard is read by two, and the next epoch begins"

@@ -22,8 +22,8 @@ from tests.report.made import SWEEP, row, two_arms, write_comparison, write_run
 def test_a_run_that_was_killed_and_resumed(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", "a", 0.6)
     lines = ['{"step": 1, "loss": 2.0}', '{"step": 2, "loss": 1.5}', '{"step": 3, "lo', '{"step": 2, "loss": 1.0}']
-    samples = [{"shard": "s.tar", "key": key, "reason": "cut"} for key in "aba"]
-    lines += ['{"step": 3, "loss": NaN}', json.dumps({"event": "skipped_samples", "samples": samples})]
+    samples = [{"shard": "s.tar", "key": key, "reason": "cut"} for key in "ab"]
+    lines += ['{"step": 3, "loss": NaN}', json.dumps({"event": "skipped_samples", "count": 3, "samples": samples})]
     (run / "metrics.jsonl").write_text("\n".join(lines))
     found = read_run(run)
     assert found.losses[["step", "loss"]].to_numpy().tolist() == [[1, 2.0], [2, 1.0]]

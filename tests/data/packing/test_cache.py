@@ -192,3 +192,19 @@ def test_names_that_no_file_system_takes_are_named(tmp_path: Path) -> None:
     for spec in ("~nosuchuser/x", "~nosuchuser/x#train", "x" * 300, f"{'x' * 300}#train"):
         with pytest.raises(UserError, match="no such"):
             open_shards(spec)
+
+
+def test_the_folder_above_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class_folders(tmp_path / "downloads" / "pets")
+    (tmp_path / "downloads" / "other").mkdir()
+    pd.DataFrame({"image": [encoded("PNG", 0)]}).to_parquet(tmp_path / "downloads" / "other" / "table.parquet")
+    asked = []
+    original = cache.list_splits
+
+    def listed(spec: str) -> list[str]:
+        asked.append(spec)
+        return original(spec)
+
+    monkeypatch.setattr(cache, "list_splits", listed)
+    assert open_shards("downloads/pets").samples == 20
+    assert asked and not [spec for spec in asked if spec.endswith("downloads")]
