@@ -146,10 +146,14 @@ def make_context(
     )
 
 
-def _absolute(place: str) -> str:
-    """One spelling of a place that data arguments name."""
-    path, mark, part = place.partition("#")
-    return place if "://" in place else f"{expanded(path).resolve()}{mark}{part}"
+def saw_test_images(places: Sequence[str], test: str) -> bool:
+    """Whether one of these places of training data is the test set, or the whole of images of which it is a part."""
+
+    def absolute(place: str) -> str:
+        path, mark, part = place.partition("#")
+        return place if "://" in place else f"{expanded(path).resolve()}{mark}{part}"
+
+    return not {*map(absolute, places)}.isdisjoint({absolute(test), absolute(test).removesuffix("#test")})
 
 
 def evaluate(
@@ -180,9 +184,7 @@ def evaluate(
     """
     given, run = loaded.load(model), model if isinstance(model, Path) else None
     module, settings = plugins.load("evaluators", name), given.settings
-    place = _absolute(test)
-    trained_on = {_absolute(whole) for whole in settings.data.places} if settings else set()
-    if trained_on & {place, place.removesuffix("#test")}:
+    if settings and saw_test_images(settings.data.places, test):
         whole = test.removesuffix("#test")
         raise UserError(f"{run or name} was trained on all of {whole}, with the test images; name others (--test)")
     config = recipe.validate(module.Config, recipe.parse_overrides(overrides), f"{name}: ")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from omegaconf import OmegaConf
-from pydantic import Field, SerializeAsAny, ValidationInfo, field_validator, model_validator
+from pydantic import AfterValidator, Field, SerializeAsAny, ValidationInfo, field_validator, model_validator
 
 from ssl_vit import plugins, recipe
 from ssl_vit.comparison.quick import tenth
@@ -49,7 +50,7 @@ class Arm(Config):
     label: str
     recipe: str | None = None
     overrides: tuple[str, ...] = ()
-    weights: str | None = None
+    weights: Annotated[str, AfterValidator(os.path.expanduser)] | None = None
     architecture: str | None = None
     optional: bool = False
     like: str | None = None
@@ -188,6 +189,9 @@ class ComparisonConfig(Config):
         reserved = {*_FOLDERS, *REFERENCES, *(f"untrained_{name}" for name in arms)}
         if taken := sorted(reserved.intersection(check_names(arms))):
             raise ValueError(f"'{taken[0]}': this name is reserved for a reference or a folder; rename the arm")
+        labels = [arm.label for arm in arms.values()]
+        if twice := [label for label in labels if labels.count(label) > 1]:
+            raise ValueError(f"two arms have the label '{twice[0]}'; give each its own")
         with_encoder = [name for name, arm in arms.items() if arm.kind != "scratch"]
         if not with_encoder:
             raise ValueError("no arm has a recipe or weights; add one to compare with training from scratch")
@@ -226,6 +230,12 @@ class Study:
     folds: tuple[DataSet, ...] = ()
     max_seeds: int | None = None
     looks: tuple[Look, ...] = ()
+
+    @property
+    def remote(self) -> RemoteConfig:
+        """How labeled data behind URLs is read: as the comparison says, else as the first recipe that says it does."""
+        given = [self.comparison.data.remote, *(settings.data.remote for settings in self.recipes.values())]
+        return next(filter(None, given), RemoteConfig())
 
     @property
     def trains_encoder(self) -> bool:
@@ -270,7 +280,7 @@ def load_comparison(name: str | Path, overrides: recipe.Overrides = ()) -> Study
         for evaluator, values in given.items()
         for arm, of_arm in {"": {}, **{name: arm.evaluators for name, arm in c.arms.items()}}.items()
     }
-    folder = Path(c.data.folder or (suite.folder if suite else "shards"))
+    folder = expanded(c.data.folder or (suite.folder if suite else "shards"))
     if c.quick:  # with another name, so that it never shares a directory with the whole comparison
         c = tenth(c).model_copy(update={"name": f"{c.name.removesuffix('_quick')}_quick"})
         recipes = {key: tenth(settings) for key, settings in recipes.items()}

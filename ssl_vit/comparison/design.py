@@ -193,7 +193,7 @@ class Design:
             case "weights":
                 return Path(self.study.comparison.arms[row].weights or "")
             case "pretrained":
-                number = f"-{pretraining_seed}" if pretraining_seed != self.study.comparison.seeds[0] else ""
+                number = f"-{pretraining_seed}" if pretraining_seed else ""
                 return self.run / f"{row}{number}{self.suffix(fold)}"
         return None
 

@@ -25,7 +25,8 @@ def fingerprint(design: Design, task: TaskRecord) -> str:
     if task.evaluator:
         evaluator = design.evaluator(task.data, task.evaluator, task.arm)
         budgets, seeds = design.budgets_and_seeds(task)
-        content += [task.evaluator, evaluator.config.model_dump(mode="json"), budgets, [*seeds.items()]]
+        settings = evaluator.config.model_dump(mode="json", exclude={"labels_per_class", "seeds"})
+        content += [task.evaluator, settings, budgets, [*seeds.items()]]
         content += [design.sets[task.data].metric]  # settings are selected by it
         if runner.has_sweep(evaluator):
             content += [design.study.comparison.seeds[0]]

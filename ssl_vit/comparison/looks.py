@@ -43,7 +43,12 @@ def resume(study: Study, *, until_decided: bool = False, max_seeds: int | None =
                 f"--max-seeds: {path} has looks that count on {record.max_seeds}; keep it, or give another directory "
                 "with run=PATH"
             )
-        added = {key: getattr(record, key) for key in ("seeds", "frozen_seeds", "pretrainings", "assigned")}
+        if study.comparison.pretrainings != record.looks[0].pretrainings:
+            raise UserError(
+                f"{path}: its looks began with {record.looks[0].pretrainings} pretrainings per arm; undo that change, "
+                "or give another directory with run=PATH"
+            )
+        added = {key: getattr(record, key) for key in (*_lists(study), "pretrainings", "assigned")}
         return replace(_changed(study, **added), max_seeds=record.max_seeds, looks=record.looks)
     if not until_decided:
         return study
@@ -110,7 +115,7 @@ def _new_pretrainings_pay(comparison: Comparison, head: Difference, per: int) ->
         if here and task.arm in (head.arm, head.against) and task.id in comparison.tasks and task.kind in seconds:
             seconds[task.kind].append(comparison.tasks[task.id].seconds)
     count = head.estimate.units
-    per_pretraining, per_seed = fmean(seconds["pretrain"]), sum(seconds["measure"]) / (count * per)
+    per_pretraining, per_seed = fmean(seconds["pretrain"] or [0.0]), sum(seconds["measure"]) / (count * per)
     within = head.within_variance / per
     between = max(head.estimate.seed_variance - within, 0.0)
     by_pretraining = (between + within) * (1 / count - 1 / (count + 1)) / (per_pretraining + per * per_seed)
@@ -124,9 +129,13 @@ def _counted(study: Study) -> str:
     return "seeds" if study.trains_encoder else "frozen_seeds"
 
 
+def _lists(study: Study) -> tuple[str, ...]:
+    """Names of the lists of seeds that grow; `seeds` also numbers the pretrainings."""
+    return ("seeds",) if study.trains_encoder else ("seeds", "frozen_seeds")
+
+
 def _more(study: Study, added: int, **changes: Any) -> Study:
-    lists = ("seeds",) if study.trains_encoder else ("seeds", "frozen_seeds")  # seeds also number the pretrainings
-    for key in lists:
+    for key in _lists(study):
         seeds = getattr(study.comparison, key)
         changes[key] = (*seeds, *range(max(seeds) + 1, max(seeds) + 1 + added))
     return _changed(study, **changes)

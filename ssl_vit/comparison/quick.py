@@ -17,12 +17,14 @@ def tenth(config: T) -> T:
     for name in type(config).model_fields:
         value = getattr(config, name)
         if isinstance(value, Config):
-            updates[name] = tenth(value)
+            new: Any = tenth(value)
         elif name == "sweep":
             shorter = {key: [_less(key.split(".")[-1], one) for one in values] for key, values in value.items()}
-            updates[name] = {key: tuple(dict.fromkeys(values)) for key, values in shorter.items()}
+            new = {key: tuple(dict.fromkeys(values)) for key, values in shorter.items()}
         else:
-            updates[name] = _less(name, value)
+            new = _less(name, value)
+        if new != value:  # `model_copy` counts its keys as set, and label budgets that are set are not inherited
+            updates[name] = new
     return config.model_copy(update=updates)
 
 

@@ -25,13 +25,12 @@ def record_of(plan: Plan, shards: dict[str, ShardSet], command: str, *, finished
     """
     c = plan.study.comparison
     parts = [plan.part(name, part, fold) for name in plan.sets for fold in plan.folds for part in ("train", "test")]
-    data, used = {key: shards[key] for key in parts}, dict[str, int]()
-    evaluated = {one.fingerprint for one in data.values()}
-    for arm in plan.study.recipes:
-        found, samples = shards[plan.part(arm, "pretrain", 0)], plan.study.recipes[arm].data.samples
-        if found.fingerprint not in evaluated or (samples or found.samples) < found.samples:
-            data[f"pretraining of {arm}"] = found
-            used[f"pretraining of {arm}"] = samples or found.samples
+    data, used, arms = {key: shards[key] for key in parts}, dict[str, int](), arm_records(plan)
+    for arm in arms:
+        if arm.kind == "pretrained" and not arm.trained_on:
+            found = shards[plan.part(arm.name, "pretrain", 0)]
+            data[f"pretraining of {arm.name}"] = found
+            used[f"pretraining of {arm.name}"] = plan.study.recipes[arm.name].data.samples or found.samples
     evaluators: dict[str, EvaluatorRecord] = {}
     for (name, key, arm), built in plan.evaluators.items():
         if not arm:
@@ -62,7 +61,7 @@ def record_of(plan: Plan, shards: dict[str, ShardSet], command: str, *, finished
             key: DataRecord(path=one.spec, samples=used.get(key, one.samples), classes=one.classes, source=one.source)
             for key, one in data.items()
         },
-        arms=arm_records(plan),
+        arms=arms,
         references=plan.references,
         evaluators=evaluators,
         tasks=plan.tasks,
@@ -92,9 +91,18 @@ def _arm(plan: Plan, arm: str) -> ArmRecord:
         evaluators=_own_settings(plan, arm),
         series=given.series,
         starts_from=_starts_from(given, weights, settings, summary),
+        trained_on=_trained_on(plan, arm),
         compute_of=given.compute_of,
         summary=summary,
     )
+
+
+def _trained_on(plan: Plan, arm: str) -> str | None:
+    """The dataset whose whole training set (of the first fold) an arm is pretrained on."""
+    ours = plan.shards.get(plan.part(arm, "pretrain", 0))
+    if ours is None or plan.study.recipes[arm].data.samples:
+        return None
+    return next((name for name in plan.sets if plan.shards[plan.part(name, "train", 0)] == ours), None)
 
 
 def _starts_from(given: Arm, weights: Path | None, settings: Recipe | None, summary: RunSummary | None) -> str | None:

@@ -12,6 +12,7 @@ import yaml
 from pydantic import ValidationError
 
 from ssl_vit import precision, runs, stage
+from ssl_vit.api import saw_test_images
 from ssl_vit.comparison import executor, looks
 from ssl_vit.comparison.compute import equalize
 from ssl_vit.comparison.config import ComparisonConfig, Study
@@ -124,8 +125,7 @@ def check(study: Study, sets: dict[str, DataSet], say: Say = silent) -> Checked:
     Raises UserError for anything that would make a task impossible.
     """
     _check_directory(study)
-    remotes = [study.comparison.data.remote, *(settings.data.remote for settings in study.recipes.values())]
-    remote = next(filter(None, remotes), RemoteConfig())
+    remote = study.remote
     study = _with_precision(_with_labels(study, remote), say)
     plan, opened = Plan(study, study.comparison.run_directory, sets), dict[str, ShardSet]()
     for fold in plan.folds:
@@ -141,10 +141,16 @@ def check(study: Study, sets: dict[str, DataSet], say: Say = silent) -> Checked:
             data, probe = plan.pretraining_data(arm, fold), settings.probe
             try:
                 shards = opened[plan.part(arm, "pretrain", fold)] = open_training(data)
-                _check_no_test_images(data, [opened[plan.part(name, "test", fold)] for name in sets])
+                _check_no_test_images(data, [opened[plan.part(name, "test", fold)] for name in sets], shards)
                 stage.check(settings.model_copy(update={"data": data}), shards)
                 if probe:
                     labels_of(open_shards(probe.data, remote) if probe.data else shards)
+            except UserError as error:
+                raise UserError(f"arms.{arm}: {error}") from None
+    for arm, settings in plan.recipes.items():
+        if arm not in study.recipes:  # weights of a run
+            try:
+                _check_no_test_images(settings.data, [opened[plan.part(name, "test", 0)] for name in sets])
             except UserError as error:
                 raise UserError(f"arms.{arm}: {error}") from None
     plan = equalize(replace(plan, shards={key: part.fingerprint for key, part in opened.items()}), opened)
@@ -164,14 +170,15 @@ def check(study: Study, sets: dict[str, DataSet], say: Say = silent) -> Checked:
     return Checked(plan, opened, missing)
 
 
-def _check_no_test_images(data: DataConfig, tests: Sequence[ShardSet]) -> None:
-    """Refuse to pretrain on a test set, or on the whole of images of which it is a part."""
+def _check_no_test_images(data: DataConfig, tests: Sequence[ShardSet], shards: ShardSet | None = None) -> None:
+    """Refuse to pretrain on a test set, on the whole of images of which it is a part, or on one of its shards."""
     for test in tests:
-        for place in data.places:
-            if place == test.spec:
-                raise UserError(f"data.train={place} is the test set")
-            if f"{place}#test" == test.spec:
-                raise UserError(f"data.train={place} includes the test images, {test.spec}; name {place}#train instead")
+        shared = {*shards.checksums} & {*test.checksums} - {""} if shards else ()
+        if shared or saw_test_images(data.places, test.spec):
+            raise UserError(
+                f"data.train={', '.join(data.places)} includes images of the test set {test.spec}; name others, such "
+                "as PLACE#train"
+            )
 
 
 def _with_labels(study: Study, remote: RemoteConfig) -> Study:

@@ -15,6 +15,7 @@ from filelock import FileLock
 from ssl_vit import api, records, results
 from ssl_vit.analysis import inspection
 from ssl_vit.comparison.plan import Plan
+from ssl_vit.data import DataConfig
 from ssl_vit.environment import environment
 from ssl_vit.evaluators import runner
 from ssl_vit.evaluators.features import EvalContext
@@ -127,11 +128,14 @@ def task_context(plan: Plan, task: TaskRecord, initialization: int) -> EvalConte
         done = " and ".join(str(plan.run / TASKS / f"{need}.json") for need in task.after)
         raise UserError(f"{weights}: this encoder was removed; restore it, or delete {done} to train it again")
     assert data.train is not None and data.test is not None
+    settings = own_recipe or plan.preparation(like)
+    prepared = settings.data if settings else DataConfig(train="")
     context = api.make_context(
         None if weights is None else factory.load(weights),
-        own_recipe or plan.preparation(like),
+        settings,
         data.train,
         data.test,
+        data=prepared.model_copy(update={"remote": plan.study.remote}),
         weights=weights,
         seed=initialization,
         cache=None if plan.rows[task.arm].kind == "control" else plan.run / "features",

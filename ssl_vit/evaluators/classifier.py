@@ -80,6 +80,13 @@ class TrainedConfig(SweepConfig):
         return merged
 
     @model_validator(mode="after")
+    def _check_sweep(self) -> Self:
+        """The defaults were filled in before: a swept choice would change no other key than itself."""
+        if self.CHOICE in self.sweep and len({str(one | {"sweep": {}}) for one in self.DEFAULTS.values()}) > 1:
+            raise ValueError(f"sweep.{self.CHOICE}: it sets defaults of other keys, which a sweep does not; remove it")
+        return self
+
+    @model_validator(mode="after")
     def _check_precision(self) -> Self:
         if self.training.precision != "fp32":
             raise ValueError("training.precision: the precision is that of the evaluated encoder's recipe; remove it")

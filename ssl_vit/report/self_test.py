@@ -29,11 +29,10 @@ def self_tests(comparison: Comparison) -> list[SelfTest]:
     """Those that have been measured: repetitions everywhere, pretraining with all labels where a headline is."""
     headlines = [declared[0] for data in comparison.record.metrics if (declared := declared_headline(comparison, data))]
     record, tests = comparison.record, []
-    for place, budgets in rows_by_place(comparison).items():
+    for place, budgets in rows_by_place(comparison, controls=True).items():
         measured = Measured(comparison, place, budgets)
         pairs = [(SAME, reference.name, reference.repeats) for reference in record.references if reference.repeats]
-        ours = [arm.name for arm in record.arms if arm.kind == "pretrained" and arm.uses_labels]
-        labeled = [name for name in ours if f"pretraining of {name}" not in record.data]
+        labeled = [arm.name for arm in record.arms if arm.trained_on == place.data and arm.uses_labels]
         supervised = [arm for arm in labeled if arm in measured.arms]
         if place in headlines and supervised and (baseline := baseline_of(comparison, supervised[0], measured.arms)):
             pairs.append((BETTER, supervised[0], baseline))

@@ -144,10 +144,12 @@ def _adjusted(comparison: Comparison, rows: Sequence[Difference]) -> list[Differ
     ]
 
 
-def rows_by_place(comparison: Comparison) -> dict[EvaluationKey, dict[Budget, dict[str, Rows]]]:
-    """Rows of the table by dataset and evaluator, label budget (ascending) and arm."""
+def rows_by_place(
+    comparison: Comparison, *, controls: bool = False
+) -> dict[EvaluationKey, dict[Budget, dict[str, Rows]]]:
+    """Rows of the table by dataset and evaluator, label budget (ascending) and arm; with the controls only if asked."""
     frame = comparison.table.frame
-    frame = frame[frame["primary"].astype(bool)]
+    frame = frame[frame["primary"].astype(bool) & (controls | frame["arm"].isin(comparison.arms))]
     frame = frame.assign(budget=frame["labels_per_class"].astype(str)).sort_values(["labels", "budget"], kind="stable")
     rows: dict[EvaluationKey, dict[Budget, dict[str, Rows]]] = {}
     for row in frame.itertuples():

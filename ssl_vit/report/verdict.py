@@ -72,12 +72,10 @@ def notes(comparison: Comparison) -> list[str]:
 
 def _saw_held_out(comparison: Comparison) -> Iterator[str]:
     """Which pretrainings saw the images that settings are selected on: those on the training set itself."""
-    others = {key for key in comparison.record.data if key.startswith("pretraining of ")}
-    arms = [
-        arm for arm in comparison.record.arms if arm.kind == "pretrained" and f"pretraining of {arm.name}" not in others
-    ]
+    arms, several = [arm for arm in comparison.record.arms if arm.trained_on], len(comparison.record.metrics) > 1
     if arms and any(task.kind == "sweep" for task in comparison.record.tasks):
-        named = [f"{arm.label} ({'with' if arm.uses_labels else 'without'} labels)" for arm in arms]
+        of = {arm.name: f" of {arm.trained_on}" if several else "" for arm in arms}
+        named = [f"{arm.label} ({'with' if arm.uses_labels else 'without'} labels{of[arm.name]})" for arm in arms]
         yield f"Pretrained on all training images, those that the sweeps hold out included: {joined(named)}."
 
 

@@ -107,10 +107,29 @@ def test_a_suite_is_found_beside_the_recipe(mini: Any, tmp_path: Path) -> None:
     assert study.folder == Path("packed")
 
 
-def test_a_home_directory_in_run_is_expanded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_home_directory_is_expanded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    study = load_comparison("demo_digits", ["run=~/mine"])
-    assert study.comparison.run_directory == tmp_path / "mine"
+    keys = ["run=~/mine", "data.folder=~/sets", "arms.given={label: given, weights: ~/runs/x}"]
+    study = load_comparison("demo_digits", keys)
+    assert study.comparison.run_directory == tmp_path / "mine" and study.folder == tmp_path / "sets"
+    assert study.comparison.arms["given"].weights == f"{tmp_path}/runs/x"
+
+
+def test_two_arms_need_two_labels() -> None:
+    with pytest.raises(UserError, match="two arms have the label 'scratch'"):
+        load_comparison("demo_digits", ["arms.ssl.label=scratch"])
+
+
+def test_a_protocol_is_not_swept() -> None:
+    with pytest.raises(UserError, match=r"sweep\.protocol: it sets defaults of other keys"):
+        load_comparison("demo_digits", ["evaluators.fine_tune.sweep.protocol=[paper,mae]"])
+    assert load_comparison("demo_digits", ["evaluators.linear_probe={sweep: {method: [exact, lars]}}"])
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_labeled_data_is_read_as_the_comparison_says(own: bool) -> None:
+    keys = ["arms.ssl.data.remote.retries=3"] + (["data.remote.retries=7"] if own else [])
+    assert load_comparison("demo_digits", keys).remote.retries == (7 if own else 3)
 
 
 def test_shipped_sweeps_have_three_rates_and_one_dropout_for_all_arms() -> None:

@@ -65,12 +65,22 @@ def test_tasks_come_after_what_they_need_and_long_ones_first() -> None:
     assert set(plan.stages) == {0, 1, 2}
 
 
+def test_a_pretraining_is_in_the_directory_of_its_seed() -> None:
+    plans = [plan_of(f"seeds={seeds}") for seeds in ("[0,1,2]", "[1,0,2]", "[1,2]")]
+    assert len({plan.weights("ssl", 1, 0) for plan in plans}) == 1
+
+
+def test_more_label_budgets_of_an_evaluator_change_no_finished_training() -> None:
+    fewer, more = (prints(plan_of(f"evaluators.fine_tune.labels_per_class={budgets}")) for budgets in ("[5]", "[5,20]"))
+    assert not changed(fewer, {name: more[name] for name in fewer}) and len(more) > len(fewer)
+
+
 def test_seeds_use_the_pretrainings_in_turn() -> None:
     plan = plan_of("pretrainings=2", "seeds=[5,6,7]", "frozen_seeds=[1,2,3,4]", "arms.ssl.overrides=[seed=100]")
     tasks = {task.id: task for task in plan.tasks}
     assert [task.seed for task in plan.tasks if task.kind == "pretrain" and task.arm == "ssl"] == [5, 6]
     runs = [plan.pretraining(tasks[f"pretrain-ssl-{seed}"]) for seed in (5, 6)]
-    assert [(recipe.seed, recipe.run) for recipe in runs] == [(105, "nowhere/ssl"), (106, "nowhere/ssl-6")]
+    assert [(recipe.seed, recipe.run) for recipe in runs] == [(105, "nowhere/ssl-5"), (106, "nowhere/ssl-6")]
     budget = plan.study.comparison.labels_per_class[0]
     needs = [set(tasks[f"fine_tune-ssl-{budget}-{seed}"].after) for seed in (5, 6, 7)]
     pretrained = [sorted(name for name in need if name.startswith("pretrain")) for need in needs]

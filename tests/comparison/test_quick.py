@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from ssl_vit import cli
+from ssl_vit import cli, plugins
 from ssl_vit.comparison.config import load_comparison
 from ssl_vit.comparison.run import _write_plan, check
+from ssl_vit.evaluators import runner
 from ssl_vit.evaluators.features import silent
 from ssl_vit.interfaces import UserError
 from tests.comparison.conftest import Mini
@@ -23,6 +24,11 @@ def test_a_quick_run_is_a_tenth() -> None:
         assert recipe.training.steps and own.training.steps == -(-recipe.training.steps // 10)
         assert own.optim.warmup_steps == -(-recipe.optim.warmup_steps // 10)
         assert own.encoder == recipe.encoder and own.data == recipe.data
+    for name, config in quick.comparison.evaluators.items():
+        evaluator = plugins.load("evaluators", name).Evaluator
+        assert runner.budgets(evaluator(config), (7,)) == runner.budgets(
+            evaluator(whole.comparison.evaluators[name]), (7,)
+        )
     key = next(key for key in whole.evaluators if key[1] == "fine_tune")
     before: Any = whole.evaluators[key]
     after: Any = quick.evaluators[key]

@@ -41,11 +41,18 @@ SUMMARY = RunSummary(
     processes=4,
 )
 ARMS = (
-    ArmRecord(name="ssl", label="SSL [50%]", kind="pretrained", run="ssl", objective="masked_patch"),
+    ArmRecord(
+        name="ssl", label="SSL [50%]", kind="pretrained", run="ssl", objective="masked_patch", trained_on="digits"
+    ),
     ArmRecord(name="scratch", label="scratch", kind="scratch"),
 )
 SUPERVISED = ArmRecord(
-    name="supervised", label="all labels", kind="pretrained", objective="classification", uses_labels=True
+    name="supervised",
+    label="all labels",
+    kind="pretrained",
+    objective="classification",
+    uses_labels=True,
+    trained_on="digits",
 )
 EVALUATORS = {
     "fine_tune": EvaluatorRecord(title="Fine-tuning", trains_encoder=True, settings={"digits": {"steps": 5}}),

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from ssl_vit.interfaces import RunError
+from ssl_vit.records import ReferenceRecord
 from ssl_vit.report import plots
 from ssl_vit.report.page import write_report
 from tests.report.made import ARMS, SUMMARY, SWEEP, row, two_arms, write_comparison, write_run
@@ -162,3 +163,12 @@ def test_a_scaling_study_has_a_line_per_series_and_levels(tmp_path: Path) -> Non
     names = " ".join(html.unescape(name) for name in re.findall(r"<text[^>]*>([^<]*)</text>", figure))
     for name in ("wide", "narrow", "the untrained encoder", "raw pixels", "10G", "500G", "2T"):
         assert names.count(name) == 1, (name, names)
+
+
+def test_controls_that_were_measured_first_do_not_stop_the_report(tmp_path: Path) -> None:
+    """As in a job array, where the tasks of an evaluator finish in any order."""
+    control = ReferenceRecord(name="control", kind="control", like="ssl")
+    rows = [*two_arms(), *(row("control", 5, seed, 0.5, evaluator="few_shot") for seed in (0, 1))]
+    folder = write_comparison(tmp_path / "c", rows, references=(control,))
+    page = write_report([folder], tmp_path / "page.html", "html").read_text()
+    assert "Fine-tuning" in page

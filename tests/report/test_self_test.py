@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ssl_vit.records import DataRecord, ReferenceRecord
+from ssl_vit.records import ReferenceRecord
 from ssl_vit.report.read import Comparison, read
 from ssl_vit.report.self_test import BETTER, SAME, self_tests
 from ssl_vit.report.summary import summarize
@@ -46,12 +46,10 @@ def test_failed_tests_are_cautions(tmp_path: Path) -> None:
 
 
 def test_labels_of_other_images_need_not_help(tmp_path: Path) -> None:
-    data = {"pretraining of supervised": DataRecord(path="other", samples=9)}
-    (same,) = self_tests(made(tmp_path / "other", repeated=0.0, supervised=0.0, data=data))
-    assert same.expected == SAME
-    given = SUPERVISED.model_copy(update={"kind": "weights"})
-    (same,) = self_tests(made(tmp_path / "given", repeated=0.0, supervised=0.0, arms=(*ARMS, given)))
-    assert same.expected == SAME
+    for trained_on in (None, "another dataset of this comparison"):
+        other = SUPERVISED.model_copy(update={"trained_on": trained_on})
+        (same,) = self_tests(made(tmp_path / str(trained_on), repeated=0.0, supervised=0.0, arms=(*ARMS, other)))
+        assert same.expected == SAME
 
 
 def test_controls_are_in_no_other_table(tmp_path: Path) -> None:

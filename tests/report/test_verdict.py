@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ssl_vit.records import ArmRecord, DataRecord, Look
+from ssl_vit.records import ArmRecord, Look
 from ssl_vit.report import sequential
 from ssl_vit.report.read import read
 from ssl_vit.report.summary import Summary, summarize
@@ -198,8 +198,8 @@ def test_what_pretraining_saw_and_an_arms_own_settings_are_notes(folder: Path) -
     text = "\n".join(notes(found))
     assert "SSL [50%] (without labels) and all labels (with labels)" in text
     assert "Settings of scratch alone: fine_tune: optim.lr=0.5." in text
-    apart = {"pretraining of ssl": DataRecord(path="other", samples=9)}
-    found = read([write_comparison(folder, two_arms(0.2), arms=ARMS, sweeps={"ssl": SWEEP}, data=apart)])
+    apart = (ARMS[0].model_copy(update={"trained_on": None}), ARMS[1])
+    found = read([write_comparison(folder, two_arms(0.2), arms=apart, sweeps={"ssl": SWEEP})])
     assert "hold out" not in "\n".join(notes(found))
 
 
