@@ -147,10 +147,11 @@ def check(study: Study, sets: dict[str, DataSet], say: Say = silent) -> Checked:
                     labels_of(open_shards(probe.data, remote) if probe.data else shards)
             except UserError as error:
                 raise UserError(f"arms.{arm}: {error}") from None
+    tests = [opened[plan.part(name, "test", fold)] for name in sets for fold in plan.folds]
     for arm, settings in plan.recipes.items():
         if arm not in study.recipes:  # weights of a run
             try:
-                _check_no_test_images(settings.data, [opened[plan.part(name, "test", 0)] for name in sets])
+                _check_no_test_images(settings.data, tests)
             except UserError as error:
                 raise UserError(f"arms.{arm}: {error}") from None
     plan = equalize(replace(plan, shards={key: part.fingerprint for key, part in opened.items()}), opened)

@@ -6,12 +6,15 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
+from safetensors.torch import save_file
 
 from ssl_vit.comparison import run as comparison
 from ssl_vit.comparison.config import load_comparison
 from ssl_vit.comparison.record import record_of
 from ssl_vit.comparison.suites import prepare
 from ssl_vit.interfaces import UserError
+from ssl_vit.models import factory
+from ssl_vit.recipe import load_recipe, save
 
 
 def pretrained_elsewhere(*keys: str) -> set[str]:
@@ -41,6 +44,14 @@ def test_pretraining_on_test_images_is_refused(few_digits: Path, tmp_path: Path)
     for same in (test, f"{test}/", f"{few_digits}/./test", f"{test}/*.tar", f"[{train},{test}]"):
         with pytest.raises(UserError, match=r"arms\.supervised: data\.train=.*includes images of the test set"):
             pretrained_elsewhere(*keys, f"arms.supervised.data.train={same}")
+    settings = load_recipe("digits_ssl", [f"data.train={few_digits}/./test", f"run={tmp_path}/given"])
+    (tmp_path / "given").mkdir()
+    save(settings, tmp_path / "given" / "recipe.yaml")
+    encoder = factory.build(settings.encoder)
+    factory.write_config(encoder, tmp_path / "given" / factory.CONFIG)
+    save_file(factory.state(encoder), tmp_path / "given" / factory.WEIGHTS)
+    with pytest.raises(UserError, match=r"arms\.given: data\.train=.*includes images of the test set"):
+        pretrained_elsewhere(*keys, f"arms.given={{label: given, weights: {tmp_path}/given}}")
     for number in range(40):
         path = tmp_path / "mine" / "ab"[number % 2] / f"{number}.png"
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -90,7 +90,7 @@ def _part_of_shards(folder: Path, part: str) -> Path:
 def _packed(place: str, part: str) -> Path:
     """The folder of one part of a source of images, packed if need be."""
     parent = expanded(place.removeprefix(FOLDER)).resolve()
-    is_split = parent.name in ("train", "test", *VALIDATION)  # else the folder above is none of ours to read
+    is_split = parent.name in ("train", "test", *VALIDATION)  # other folders beside it are not read
     if not part and is_split and parent.is_dir() and parent.name in _layout(parent.parent):
         place, part = str(parent.parent), parent.name  # the classes of a split are those of all splits
     with warnings.catch_warnings():
