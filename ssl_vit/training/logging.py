@@ -173,13 +173,14 @@ class RunLogger:
         skips = [skip for part in distributed.gather(own_skips) for skip in part]
         if not skips:
             return
-        new = [skip for skip in skips if (skip.shard, skip.key) not in self.skipped]  # not again in every epoch
-        self.skipped |= {(skip.shard, skip.key): skip for skip in new}
+        every = {(skip.shard, skip.key): skip for skip in skips}
+        new = {name: skip for name, skip in every.items() if name not in self.skipped}  # not again in every epoch
+        self.skipped |= new
         self.skips_in_total += len(skips)
         total, first = self.skips_in_total, skips[0]
         what = printable(f"{first.shard}: sample {first.key}: {first.reason}")
         self.say(f"skipped {len(skips)} sample(s), {total} in total; {what}")
-        samples = [skip.model_dump() for skip in new]
+        samples = [skip.model_dump() for skip in new.values()]
         self.event(step, {"event": "skipped_samples", "count": len(skips), "total": total, "samples": samples})
 
     def picture(self, name: str, pixels_HWC: np.ndarray, step: int) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import tarfile
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -84,14 +83,15 @@ def test_an_epoch_goes_through_and_every_broken_sample_is_reported(world: World,
     assert process.wait() == 0, process.text[-3000:]
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert any(row["step"] == 50 for row in rows)
-    skipped = [sample for row in rows if row.get("event") == "skipped_samples" for sample in row["samples"]]
-    # Broken samples are passed over, so 50 steps of 400 go a little way into the second epoch.
+    events = [row for row in rows if row.get("event") == "skipped_samples"]
+    skipped = [sample for row in events for sample in row["samples"]]
+    # Broken samples are passed over, so 50 steps of 400 go a little way into the second epoch, and count there again.
     first_epoch = {sample["key"]: sample for sample in skipped}
     assert {int(key) for key in first_epoch} == {n for n in range(SAMPLES) if n % EVERY == 7}
-    assert Counter(sample["key"] for sample in skipped).most_common(1)[0][1] <= 2
+    assert len(first_epoch) == len(skipped), "each is listed once"
     for key, sample in first_epoch.items():
         assert f"{int(key) * SHARDS // SAMPLES:06d}.tar" in sample["shard"]
     assert len({sample["reason"] for sample in skipped}) >= 7
-    total = [row["total"] for row in rows if row.get("event") == "skipped_samples"][-1]
-    assert total == len(skipped)
+    total = events[-1]["total"]
+    assert total == sum(row["count"] for row in events) > len(skipped)
     assert f"{total} in total" in process.text and "sample 0" in process.text
