@@ -26,11 +26,11 @@ def record_of(plan: Plan, shards: dict[str, ShardSet], command: str, *, finished
     c = plan.study.comparison
     parts = [plan.part(name, part, fold) for name in plan.sets for fold in plan.folds for part in ("train", "test")]
     data, used, arms = {key: shards[key] for key in parts}, dict[str, int](), arm_records(plan)
-    for arm in arms:
-        if arm.kind == "pretrained" and not arm.trained_on:
-            found = shards[plan.part(arm.name, "pretrain", 0)]
-            data[f"pretraining of {arm.name}"] = found
-            used[f"pretraining of {arm.name}"] = plan.study.recipes[arm.name].data.samples or found.samples
+    for one in arms:
+        if one.kind == "pretrained" and not one.trained_on:
+            found = shards[plan.part(one.name, "pretrain", 0)]
+            data[f"pretraining of {one.name}"] = found
+            used[f"pretraining of {one.name}"] = plan.study.recipes[one.name].data.samples or found.samples
     evaluators: dict[str, EvaluatorRecord] = {}
     for (name, key, arm), built in plan.evaluators.items():
         if not arm:
