@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -46,6 +47,12 @@ def printable(text: str) -> str:
 def printable_lines(text: str) -> str:
     """`printable` text of several lines."""
     return "\n".join(map(printable, text.split("\n")))
+
+
+def without_credentials(text: str) -> str:
+    """Text to be shared: its URLs lose user names, passwords and queries, which may hold a signature."""
+    text = re.sub(r"(?<=://)[^\s/@'\"<>\\]+@", "...@", text)
+    return re.sub(r"(https?://[^\s?'\"<>\\]*\?)[^\s'\"<>\\]+", r"\1...", text)
 
 
 PREEMPTED = 75  # EX_TEMPFAIL: progress is saved, run the same command to resume

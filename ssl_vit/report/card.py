@@ -12,7 +12,7 @@ from ssl_vit.analysis.pages import template
 from ssl_vit.data import DataConfig
 from ssl_vit.data.shards import ShardSet, open_training
 from ssl_vit.files import read_json
-from ssl_vit.interfaces import RunError, UserError
+from ssl_vit.interfaces import RunError, UserError, without_credentials
 from ssl_vit.models import factory
 from ssl_vit.models.encoder import Encoder
 from ssl_vit.models.exchange.exports import Use
@@ -52,7 +52,7 @@ def write(model: Encoder, given: Path, to: str, use: Use, *, title: str, license
         terms = f"The weights were imported under {imported['license']}, which still applies."
     if shards and shards.license:
         terms += f" The training images: {shards.license}."
-    return template(Path(__file__).with_name("card.md.j2"), html=False).render(
+    card = template(Path(__file__).with_name("card.md.j2"), html=False).render(
         metadata=metadata.to_yaml(),
         title=title,
         to=to,
@@ -84,6 +84,7 @@ def write(model: Encoder, given: Path, to: str, use: Use, *, title: str, license
         license=terms,
         cell=lambda value: " ".join(text(value).split()).replace("|", "\\|"),
     )
+    return without_credentials(card)
 
 
 def evaluated(run: Path) -> Use:

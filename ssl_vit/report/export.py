@@ -8,6 +8,7 @@ import pandas as pd
 from pydantic import JsonValue
 from pydantic_core import to_jsonable_python
 
+from ssl_vit.interfaces import without_credentials
 from ssl_vit.report.read import Comparison, costs
 from ssl_vit.report.runs import flat
 from ssl_vit.report.summary import summarize
@@ -22,9 +23,10 @@ _ESCAPED = str.maketrans(_LATEX | {character: f"\\{character}" for character in 
 def export(comparison: Comparison, form: str) -> str:
     """All tables as `markdown` or `latex`, all rows as `csv`, everything as `json`."""
     if form == "csv":
-        return str(rows(comparison).to_csv(index=False))
+        shared = rows(comparison).map(lambda cell: without_credentials(cell) if isinstance(cell, str) else cell)
+        return str(shared.to_csv(index=False))
     if form == "json":
-        return json.dumps(as_json(comparison), indent=1) + "\n"
+        return without_credentials(json.dumps(as_json(comparison), indent=1)) + "\n"
     summary = summarize(comparison)
     shown, mark = {"markdown": (markdown, ""), "latex": (latex, "% ")}[form]
     texts = [shown(table) for table in all_tables(comparison, summary)]
@@ -34,7 +36,7 @@ def export(comparison: Comparison, form: str) -> str:
         *notes(comparison),
         *provenance(comparison),
     ]
-    return "\n".join([*texts, *(f"{mark}{' '.join(note.split())}\n" for note in sentences)])
+    return without_credentials("\n".join([*texts, *(f"{mark}{' '.join(note.split())}\n" for note in sentences)]))
 
 
 def as_json(comparison: Comparison) -> JsonValue:
@@ -99,5 +101,6 @@ def markdown(shown: Shown) -> str:
 
 def latex(shown: Shown) -> str:
     """A `table` for a document that uses the package booktabs."""
-    frame = shown.frame.rename(columns=lambda name: name.translate(_ESCAPED)).map(lambda cell: cell.translate(_ESCAPED))
+    frame = shown.frame.rename(columns=lambda name: name.translate(_ESCAPED))
+    frame = frame.map(lambda cell: without_credentials(cell).translate(_ESCAPED))
     return str(frame.to_latex(index=False, caption=shown.title.translate(_ESCAPED), position="htb"))

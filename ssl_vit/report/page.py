@@ -15,7 +15,7 @@ from markupsafe import Markup
 from ssl_vit.analysis.pages import template
 from ssl_vit.evaluators import budget_words
 from ssl_vit.files import write_text
-from ssl_vit.interfaces import RunError
+from ssl_vit.interfaces import RunError, without_credentials
 from ssl_vit.records import DataRecord
 from ssl_vit.report import export, tables
 from ssl_vit.report.classes import Classes, classes
@@ -87,7 +87,7 @@ def page(comparison: Comparison) -> str:
     if len(machines) > 1:
         environments |= {f"machine {number}": flat(machine) for number, machine in enumerate(machines.values(), 1)}
     environments |= {arm: dict(run.environment) for arm, run in runs.items() if run.environment}
-    return template(Path(__file__).with_name("page.html.j2")).render(
+    text = template(Path(__file__).with_name("page.html.j2")).render(
         comparison=comparison,
         title=record.title or record.name,
         colors={arm: style.color for arm, style in styles.items()},
@@ -112,6 +112,7 @@ def page(comparison: Comparison) -> str:
         encoded=lambda path: base64.b64encode(path.read_bytes()).decode(),
         csv=base64.b64encode(export.export(comparison, "csv").encode(errors="replace")).decode(),
     )
+    return without_credentials(text)
 
 
 def _section(

@@ -19,7 +19,7 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from ssl_vit.interfaces import Batch, RunError, StepOutput, UserError, printable
+from ssl_vit.interfaces import Batch, RunError, StepOutput, UserError, printable, without_credentials
 from ssl_vit.records import SkippedSample
 from ssl_vit.training import distributed
 from ssl_vit.training.distributed import Engine, shared_errors
@@ -202,7 +202,8 @@ class RunLogger:
         accelerator.init_trackers(run.name, init_kwargs=keywords)
         for tracker in accelerator.trackers:
             if tracker.name != "tensorboard":  # TensorBoard would create extra folders beside recipe.yaml
-                tracker.store_init_configuration(recipe)
+                shared = json.loads(without_credentials(json.dumps(recipe)))
+                tracker.store_init_configuration(shared)
 
     def _try(self, act: Callable[[], Any]) -> None:
         """Training is worth more than a tracker: one that fails ends tracking."""

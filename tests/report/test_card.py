@@ -119,6 +119,13 @@ def test_shards_that_moved_are_said_to_be_out_of_reach(run: Path, make_encoder: 
     assert "The weights: not stated." in text
 
 
+def test_the_card_shows_no_credentials_of_urls(run: Path, make_encoder: Make) -> None:
+    recipe = run / "recipe.yaml"
+    recipe.write_text(recipe.read_text() + "# https://me:SECRET@host/x.tar?sig=SECRET&b=SECRET\n")
+    text = write(make_encoder(), run)
+    assert "SECRET" not in text and "# https://...@host/x.tar?...\n" in text
+
+
 def test_imported_weights_tell_where_they_come_from(tmp_path: Path, make_encoder: Make) -> None:
     folder = weights(tmp_path, make_encoder())
     config = json.loads((folder / "config.json").read_text())

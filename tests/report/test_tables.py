@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import json
+import re
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -11,7 +13,7 @@ import pandas as pd
 import pytest
 from rich.console import Console
 
-from ssl_vit.records import ArmRecord
+from ssl_vit.records import ArmRecord, EvaluatorRecord
 from ssl_vit.report.export import latex, markdown
 from ssl_vit.report.page import write_report
 from ssl_vit.report.read import Comparison, read
@@ -100,6 +102,28 @@ def test_everything_is_exported_for_other_programs(tmp_path: Path) -> None:
     assert len(found["rows"]) == 11 and found["record"]["name"] == "c"
     spent = {(cost["stage"], cost["arm"]): cost["images_seen"] for cost in found["costs"]}
     assert spent["In all", "ssl"] == 640 + 5 * 64 and ("Pretraining", "scratch") not in spent
+
+
+@pytest.mark.parametrize("form", ["html", "markdown", "latex", "csv", "json"])
+def test_a_report_shows_no_credentials_of_urls(tmp_path: Path, form: str) -> None:
+    sas, login = "https://host/set/{0..3}.tar?sv=1,2&sig=SECRET1", "https://me:SECRET2@host/a.tar"
+    command = f"ssl-vit compare c 'data.train=[{sas}]' data.test={login} jobs=2"
+    settings = {"digits": {"teacher": sas, "weights": f"{login}?sig=SECRET3"}}
+    evaluators = {"fine_tune": EvaluatorRecord(title="Fine-tuning", trains_encoder=True, settings=settings)}
+    folder = write_comparison(tmp_path / "c", two_arms(), command=command, evaluators=evaluators)
+    write_run(folder / "ssl", "ssl", 0.6)
+    (folder / "ssl" / "recipe.yaml").write_text(f"data:\n  train: {sas}\n  test: {login}\nseed: 0\n")
+    text = write_report([folder], tmp_path / "out", form).read_text()
+    for encoded in re.findall(r"data:text/csv;base64,([^\"]+)", text):
+        text += base64.b64decode(encoded).decode()
+    assert "SECRET" not in text
+    assert text.count("https://host/set/") == text.count("tar?...") - text.count("@host/a.tar?...") > 0
+    if form == "markdown":
+        assert "https://...@host/a.tar jobs=2" in text
+    if form == "csv":
+        assert len(pd.read_csv(tmp_path / "out")) == 12
+    if form == "json":
+        assert json.loads(text)["record"]["name"] == "c"
 
 
 def test_what_imported_weights_cost_is_unknown(tmp_path: Path) -> None:

@@ -44,6 +44,35 @@ def test_a_resumed_run_overwrites_what_came_after_its_checkpoint(tmp_path: Path)
     assert EventAccumulator(str(tmp_path / "run")).Reload().Images("reconstruction")[0].height == 4
 
 
+def test_a_tracker_gets_the_recipe_without_credentials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Remote(accelerate.tracking.GeneralTracker):
+        name, requires_logging_directory = "remote", False
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.stored: list[dict[str, Any]] = []
+
+        @property
+        def tracker(self) -> Any:
+            return self
+
+        def store_init_configuration(self, values: dict[str, Any]) -> None:
+            self.stored.append(values)
+
+        def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None: ...
+
+    remote, accelerator = Remote(), make_accelerator()
+    monkeypatch.setattr(
+        accelerator, "init_trackers", lambda *args, **kwargs: setattr(accelerator, "trackers", [remote])
+    )
+    (tmp_path / "run").mkdir()
+    with RunLogger(6, tmp_path / "run", accelerator, {"tensorboard": {}}, quiet=True) as log:
+        log.begin(
+            0, [], {"data": {"train": ["https://host/a.tar?sig=SECRET", "https://host/b.tar?x=SECRET"]}, "seed": 0}
+        )
+    assert remote.stored == [{"data": {"train": ["https://host/a.tar?...", "https://host/b.tar?..."]}, "seed": 0}]
+
+
 def test_a_tracker_that_cannot_start_or_breaks_stops_no_training(
     train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
