@@ -186,7 +186,7 @@ def embed(
 
     model: as in `evaluate`; images are prepared as its recipe evaluates.
     data: shards or images; labels are not needed (default: the run's training data).
-    pooling: the class `token`, the `mean` of the patches, `both` side by side, or all `patches` side by side:
+    pooling: the class `token`, the `mean` of the patches, `both` concatenated, or all `patches` concatenated:
         `embedding.reshape(*frame.attrs["grid"], -1)`.
     batch_size: images in a forward pass of one process.
     workers: processes that read images; None: as the recipe says.

@@ -71,7 +71,7 @@ class Config(BaseModel):
 class ObjectiveConfig(Config):
     """Base of the settings of objectives.
 
-    name: name of the objective, as `plugins.load` takes it.
+    name: `masked_patch`, `masked_autoencoder`, `lejepa`, `classification`, or the dotted name of a module with one.
     """
 
     name: str

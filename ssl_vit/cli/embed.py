@@ -23,7 +23,7 @@ def embed(
     out: Annotated[Path, typer.Option(help="The file to write: .parquet, or .npz (NumPy).")],
     pooling: Annotated[
         Literal["token", "mean", "both", "patches"],
-        typer.Option(help="Class token, mean of the patches, both side by side, or all patches side by side."),
+        typer.Option(help="Class token, mean of the patches, both concatenated, or all patches concatenated."),
     ] = "mean",
     batch_size: Annotated[int, typer.Option(min=1, help="Images per forward pass.")] = 256,
     workers: Annotated[

@@ -38,13 +38,13 @@ class Arm(Config):
     weights: for an arm with given weights: a run, checkpoint or weights folder; or anything that `ssl-vit import`
         takes, such as `timm:vit_small_patch16_224.augreg_in21k` or a file, which is imported into the run directory.
     architecture: timm's name of the weights in a file that does not state it.
-    optional: leave the arm out where its weights cannot be downloaded.
+    optional: skip the arm where its weights cannot be downloaded.
     like: for an arm from scratch (neither recipe nor weights): the arm whose architecture and image preparation it uses
         (default: the first with an encoder).
-    compute_of: for an arm from scratch: name of a pretrained arm. Fine-tuning takes as many more steps as the FLOPs of
-        one pretraining of that arm pay for.
+    compute_of: for an arm from scratch: name of a pretrained arm. Its fine-tuning is extended by the
+        steps that cost the FLOPs of one pretraining of that arm.
     series: arms of one series are joined by a line in a study's figure (default: arms of one architecture).
-    evaluators: settings by evaluator, for this arm alone; none that choose images, so that all arms have the same.
+    evaluators: settings by evaluator, for this arm only; none that choose images, so that all arms have the same.
     """
 
     label: str
@@ -131,7 +131,7 @@ class ComparisonConfig(Config):
 
     name: name for paths.
     title: title of the report.
-    notes: sentences for the report.
+    notes: notes shown in the report.
     run: directory (default: runs/NAME).
     arms: the arms by name.
     seeds: seeds for evaluators that train the encoder: [0, 1, 2] are three seeds, 3 is seed 3 alone. A seed draws the
@@ -148,10 +148,10 @@ class ComparisonConfig(Config):
     scheduler: address of a dask scheduler whose workers run the tasks, such as tcp://host:8786.
     study: draw accuracy over `samples` (pretraining images) or `flops` (pretraining compute), a line per series, and
         compare arms of the same size instead of every pair.
-    controls: repetitions with other random numbers, which must come out equal: `frozen`, two untrained encoders under
+    controls: repeats with other random seeds, where no difference is expected: `frozen`, two untrained encoders under
         the first evaluator of frozen features, which costs little; true: also the first arm from scratch; false: none.
     pictures: attention, filters and reconstructions of every encoder (`ssl-vit inspect`).
-    quick: a tenth of all steps, epochs and seeds (at least 2), for a trial; see `quick.py`.
+    quick: a tenth of all steps, epochs and seeds (at least 2), for a trial.
     """
 
     name: str

@@ -35,7 +35,8 @@ def record_of(plan: Plan, shards: dict[str, ShardSet], command: str, *, finished
     for (name, key, arm), built in plan.evaluators.items():
         if not arm:
             record = evaluators.setdefault(key, EvaluatorRecord(title=built.title, trains_encoder=built.trains_encoder))
-            record.settings[name] = built.config.model_dump(mode="json")
+            # The budgets and seeds are those of the comparison.
+            record.settings[name] = built.config.model_dump(mode="json", exclude={"labels_per_class", "seeds"})
     # The environment is that of whoever measured: the checkout may change before the same command is given again.
     kept = finished and (plan.run / PLAN).is_file()
     return ComparisonRecord(

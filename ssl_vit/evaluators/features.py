@@ -99,7 +99,7 @@ class EvalContext:
 class FeatureConfig(Config):
     """What an evaluator reads from a frozen encoder.
 
-    pooling: the class `token`, the `mean` of the patches, `both` side by side, or all `patches` side by side.
+    pooling: the class `token`, the `mean` of the patches, `both` concatenated, or all `patches` concatenated.
     block: after which block (1 is the first), with the model's last norm applied; None: the model's output.
     image_size: pixels, a side or [height, width]; another than the encoder's own (None) resamples the positions. Raw
         pixels stay at the encoder's own size.

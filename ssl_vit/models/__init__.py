@@ -28,15 +28,15 @@ class EncoderConfig(Config):
     name: a timm model whose class is VisionTransformer: plain (`vit_base_patch16_224`, `vit_tiny_patch16_224`, ...),
         with registers (`vit_small_patch14_reg4_dinov2`), or hybrid (`vit_base_r50_s16_224`: patches of a ResNet's
         feature map); or any other network (`resnet50`, `convnext_tiny`), which takes name, image_size, channels,
-        drop_path, mean and std alone.
+        drop_path, mean and std only.
     image_size: pixels, a square's side or [height, width].
     channels: 1 gray, 3 RGB, 4 RGBA, or any other number.
-    patch_size: pixels; in a hybrid, cells of the feature map (1: the paper's 1x1 patches). None: the name's own.
-    width: size of the embeddings; None: the name's own.
-    depth: number of blocks; None: the name's own.
-    heads: attention heads; None: the name's own.
-    mlp_ratio: width of the MLPs over that of the embeddings; None: the name's own.
-    class_token: None: the name's own; false: there is none, and pooling is the mean of the patches.
+    patch_size: pixels; in a hybrid, cells of the feature map (1: the paper's 1x1 patches). None: as in the timm model.
+    width: size of the embeddings; None: as in the timm model.
+    depth: number of blocks; None: as in the timm model.
+    heads: attention heads; None: as in the timm model.
+    mlp_ratio: width of the MLPs over that of the embeddings; None: as in the timm model.
+    class_token: None: as in the timm model; false: no class token, and pooling is the mean of the patches.
     positions: the kinds of the paper's appendix D.4, and one more. `learned`: 1D, the paper's default. `learned_2d`: a
         vector of half the width for each column and each row, saved as the 1D positions that they amount to.
         `sincos2d`: constant. `none`. `relative`: in every block and head, a learned number for each offset between two
@@ -44,8 +44,7 @@ class EncoderConfig(Config):
         product with a learned embedding of the offset instead. timm's and transformers' ViT do not have them.
     position_resampling: how `init_from` fits positions to another patch grid: `timm` (bicubic, antialiased) or `google`
         (scipy's zoom of order 1, the paper authors').
-    dropout: directly after adding the positions and after every dense layer but the qkv projections, as the paper puts
-        it (table 3: 0.1).
+    dropout: after the position embeddings and after every linear layer except qkv (paper, table 3: 0.1).
     init: `jax` (the authors' initialization: Xavier-uniform projections, as timm carries it) or `timm` (normal 0.02).
     position_std: standard deviation of the initial learned positions (authors: 0.02).
     drop_path: stochastic depth rate of the last block.

@@ -123,8 +123,8 @@ class Encoder(nn.Module, ABC):
     def pool(self, outputs: torch.Tensor, pooling: Pooling) -> torch.Tensor:
         """Output tokens (B, P + N, D) -> one vector per image.
 
-        pooling: `token`: the class token (B, D). `mean`: of the patches (B, D). `both`: side by side (B, 2D).
-            `patches`: all patches side by side (B, N * D), which keeps the layout as pixels do.
+        pooling: `token`: the class token (B, D). `mean`: of the patches (B, D). `both`: concatenated (B, 2D).
+            `patches`: all patches concatenated (B, N * D), which keeps the layout as pixels do.
         Raises UserError as `check_pooling` does.
         """
         self.check_pooling(pooling)

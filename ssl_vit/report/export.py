@@ -79,7 +79,7 @@ def provenance(comparison: Comparison) -> list[str]:
     """What was compared by which command, when, where, and by which settings."""
     record, times = comparison.record, sorted(filter(None, comparison.saved.values()))
     lines = [f"{record.title} ({record.name}). {record.command}".strip()]
-    lines += [f"Measured from {times[0]} to {times[-1]}."] if times else []
+    lines += [f"Results were saved from {times[0]} to {times[-1]}."] if times else []
     if record.environment:
         lines.append("Environment: " + ", ".join(f"{key} {value}" for key, value in flat(record.environment).items()))
     for evaluator in record.evaluators.values():

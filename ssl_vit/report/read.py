@@ -37,7 +37,7 @@ OBJECTIVES = {
     "masked_patch": "masked patch prediction",
     "lejepa": "LeJEPA",
 }
-STAGES = ("Pretraining", "Sweeps", "Evaluation", "In all")
+STAGES = ("Pretraining", "Sweeps", "Evaluation", "Total")
 UNITS = {"images_seen": "images", "flops": "FLOPs", "seconds": "seconds", "device_hours": "device-hours"}
 REFERENCES: dict[ReferenceKind, str] = {
     "untrained": "the untrained encoder",
@@ -183,7 +183,7 @@ def costs(comparison: Comparison) -> pd.DataFrame:
     rows = [
         {"stage": name, "arm": arm} | cost.model_dump() | {"device_hours": cost.seconds * processes / 3600}
         for stage, arm, cost, processes in spent
-        for name in (stage, "In all")
+        for name in (stage, "Total")
     ]
     frame = pd.DataFrame(rows, columns=["stage", "arm", *UNITS]).groupby(["stage", "arm"]).sum()
     return frame[(frame != 0).any(axis=1)]

@@ -130,7 +130,7 @@ def cost_table(comparison: Comparison) -> Shown:
         for stage in STAGES:
             for unit, name in UNITS.items():
                 cost = spent[unit].get((stage, arm.name))
-                if arm.starts_from and stage in ("Pretraining", "In all"):
+                if arm.starts_from and stage in ("Pretraining", "Total"):
                     cost = _with_unknown(cost)
                 column[f"{stage}, {name}"] = cost
         cells[arm.label] = {name: text(value) for name, value in column.items()}

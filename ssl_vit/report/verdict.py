@@ -188,12 +188,12 @@ def _compute(comparison: Comparison, head: Difference) -> list[str]:
     arms = (head.arm, head.against)
     if begun := [comparison.spoken(one.name) for one in comparison.record.arms if one.starts_from and one.name in arms]:
         return [f"Compute: unknown; {joined(begun)} started from imported weights."]
-    ours, theirs = (spent.get(("In all", arm), 0.0) for arm in arms)
+    ours, theirs = (spent.get(("Total", arm), 0.0) for arm in arms)
     if not ours:
         return []
     baseline = comparison.spoken(head.against)
     ratio = f"{ours / theirs:.3g} times that of {baseline}" if theirs else f"{baseline} used none"
-    return [f"Compute: {comparison.spoken(head.arm)} took {ours:.3g} FLOPs in all, {ratio}."]
+    return [f"Compute: {comparison.spoken(head.arm)} took {ours:.3g} FLOPs in total, {ratio}."]
 
 
 def _equal_compute(comparison: Comparison, summary: Summary, head: Difference) -> Iterator[str]:

@@ -45,7 +45,7 @@ class TrainingConfig(Config):
     steps: length in optimizer steps; set either this or `epochs`.
     epochs: length in passes over the training images.
     batch_size: images in one optimizer step over all processes.
-    accumulate: micro-batches that a process makes of its part.
+    accumulate: gradient accumulation: micro-batches per process and optimizer step.
     auto_batch: before the first step, raise `accumulate` until a micro-batch fits into the memory; the batch stays.
     precision: `fp32`, `tf32` (float32 with matrix products in TensorFloat-32), `bf16`, `fp16` (with loss scaling), or
         `auto`: the faster of fp32 (GPUs: tf32) and bf16 in a short trial of this recipe on this device; the run's
@@ -56,8 +56,8 @@ class TrainingConfig(Config):
         It needs a C compiler, and a model that is not sharded.
     checkpoint_activations: keep one block's activations at a time and compute them again in the backward pass: less
         memory, about a third more time, the same result.
-    ema: decay per step of an average of the weights, which checkpoints publish then (0: none; 0.999 is common). It
-        starts lower, at (1 + step) / (10 + step).
+    ema: EMA decay of the weights per step (0: none; 0.999 is common); the saved encoder then has the averaged
+        weights. It starts lower, at (1 + step) / (10 + step).
     timeout: seconds that a process waits for the others.
     trackers: Accelerate's trackers by name (`tensorboard`, `wandb`, `mlflow`, `clearml`, `trackio`, ...), each with the
         keywords of its own initialization.

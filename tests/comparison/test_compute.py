@@ -32,7 +32,7 @@ def test_an_arm_trains_with_another_ones_total_compute(mini: Mini) -> None:
     assert [arm.compute_of for arm in found.record.arms] == [None, None, "ssl"]
     (extra,) = found.record.arms[2].evaluators["fine_tune"].values()
     spent = costs(found)["flops"]
-    total = {arm: spent["In all", arm] for arm in ("ssl", "longer")}
+    total = {arm: spent["Total", arm] for arm in ("ssl", "longer")}
     step = spent["Evaluation", "scratch"] / 4
     assert total["longer"] == pytest.approx(total["ssl"], abs=step)
     assert extra > 4

@@ -38,6 +38,12 @@ def split_tables(text: str) -> tuple[list[str], str]:
     return tables, re.sub(r"^\|.*\n", "", text, flags=re.MULTILINE)
 
 
+def is_part(table: str, of: str) -> bool:
+    """Whether a table has the head of another one and rows of it, in their order."""
+    shown, rows = table.splitlines(), iter(of.splitlines())
+    return shown[:2] == of.splitlines()[:2] and all(line in rows for line in shown)
+
+
 def kept_files(text: str) -> str:
     """The kept outputs that a text names."""
     names = set(re.findall(r"results/[\w-]+\.md", text))
@@ -50,8 +56,8 @@ def test_a_section_of_results_repeats_its_kept_output(section: str) -> None:
     kept = kept_files(section)
     tables, prose = split_tables(section)
     assert tables
-    for table in tables:
-        assert table in kept, f"not in the kept output: {table}"
+    for table in tables:  # with all rows of one there, or some of them
+        assert any(is_part(table, of) for of in split_tables(kept)[0]), f"not in the kept output: {table}"
     missing = [number for number in DECIMAL.findall(prose) if number not in kept]
     assert not missing, f"not in the kept output: {missing}"
 

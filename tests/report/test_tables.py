@@ -48,16 +48,16 @@ def test_costs_fit_80_columns(tmp_path: Path) -> None:
     assert cells["Parameters"] == ["1,234", "–", "1,234"]
     assert cells["Sweeps, images"] == ["128", "–", "–"]
     assert cells["Evaluation, images"] == ["384", "384", "192"]
-    assert cells["In all, images"] == ["1,152", "384", "832"]
-    assert cells["In all, FLOPs"] == ["1.4e+10", "6e+09", "9e+09"]
+    assert cells["Total, images"] == ["1,152", "384", "832"]
+    assert cells["Total, FLOPs"] == ["1.4e+10", "6e+09", "9e+09"]
     # Four processes pretrained for half an hour; the rest ran on one: 6 rows of 2 seconds and a sweep of 3.
-    assert cells["In all, device-hours"] == ["2.004", "0.003333", "2.002"]
+    assert cells["Total, device-hours"] == ["2.004", "0.003333", "2.002"]
 
 
 def test_the_cost_of_references_has_a_column(tmp_path: Path) -> None:
     rows = [*two_arms(), *(row("untrained", 5, seed, 0.6) for seed in range(3))]
     frame = cost_table(read([write_comparison(tmp_path, rows)])).frame.set_index("Cost")
-    assert frame.loc["Evaluation, images", "Not an arm"] == frame.loc["In all, images", "Not an arm"] == "192"
+    assert frame.loc["Evaluation, images", "Not an arm"] == frame.loc["Total, images", "Not an arm"] == "192"
     assert frame.loc["Pretraining, images", "Not an arm"] == "–"
 
 
@@ -101,7 +101,7 @@ def test_everything_is_exported_for_other_programs(tmp_path: Path) -> None:
     assert found["summary"]["headlines"][0]["estimate"]["half_width"] > 0
     assert len(found["rows"]) == 11 and found["record"]["name"] == "c"
     spent = {(cost["stage"], cost["arm"]): cost["images_seen"] for cost in found["costs"]}
-    assert spent["In all", "ssl"] == 640 + 5 * 64 and ("Pretraining", "scratch") not in spent
+    assert spent["Total", "ssl"] == 640 + 5 * 64 and ("Pretraining", "scratch") not in spent
 
 
 @pytest.mark.parametrize("form", ["html", "markdown", "latex", "csv", "json"])
@@ -157,7 +157,7 @@ def test_every_export_carries_names_settings_and_times(tmp_path: Path) -> None:
         text = write_report([folder], tmp_path / "r", form).read_text()
         for part in (
             "A comparison (c). ssl-vit compare c",
-            f"Measured from {table['saved'].min()}",
+            f"Results were saved from {table['saved'].min()}",
             '{"steps": 5}',
             '{"mixup": 0.5}',
         ):

@@ -67,7 +67,7 @@ def test_label_efficiency_and_compute(folder: Path) -> None:
     assert "Masked patch prediction with 5 labels" in text
     assert "is as accurate as training from scratch with 10." in text, "half way between 5 and 20 on a logarithmic axis"
     # One pretraining of 6e9 and 9 fine-tunings of 1e9, against 9 of these.
-    assert "took 1.5e+10 FLOPs in all, 1.67 times that of training from scratch" in text
+    assert "took 1.5e+10 FLOPs in total, 1.67 times that of training from scratch" in text
 
 
 def test_scratch_with_the_compute_of_pretraining_is_part_of_the_verdict(folder: Path) -> None:
@@ -82,7 +82,7 @@ def test_scratch_with_the_compute_of_pretraining_is_part_of_the_verdict(folder: 
 
 def test_a_sweeps_winner_is_paid_once(folder: Path) -> None:
     text = said(folder, two_arms(0.2, budgets=(5,)), sweeps={"ssl": SWEEP, "scratch": SWEEP})
-    assert "took 1.1e+10 FLOPs in all, 2.2 times" in text
+    assert "took 1.1e+10 FLOPs in total, 2.2 times" in text
 
 
 def test_the_evaluator_that_trains_the_encoder_makes_the_headline(folder: Path) -> None:
