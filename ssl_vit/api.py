@@ -19,6 +19,7 @@ from torch.utils.tensorboard import SummaryWriter
 from ssl_vit import plugins, precision, recipe, stage
 from ssl_vit.analysis import loaded
 from ssl_vit.data import DataConfig
+from ssl_vit.data.packing.cache import is_shards, split_name
 from ssl_vit.data.shards import ShardSet, check_same_classes, open_shards, open_training
 from ssl_vit.environment import environment
 from ssl_vit.evaluators import Metric, runner
@@ -146,12 +147,28 @@ def make_context(
     )
 
 
+def training_places(settings: Recipe) -> list[str]:
+    """The data of a recipe and of the runs whose weights it starts from, one after the other."""
+    places, started = [*settings.data.places], set[str]()
+    while settings.init_from and settings.init_from not in started:
+        started.add(settings.init_from)
+        if (before := recipe.run_recipe(Path(settings.init_from))) is None:
+            break
+        settings, places = before, [*places, *before.data.places]
+    return places
+
+
 def saw_test_images(places: Sequence[str], test: str) -> bool:
     """Whether one of these places of training data is the test set, or the whole of images of which it is a part."""
 
     def absolute(place: str) -> str:
-        path, mark, part = place.partition("#")
-        return place if "://" in place else f"{expanded(path).resolve()}{mark}{part}"
+        path, part = split_name(place)
+        if "://" in place:
+            return place
+        folder = expanded(path).resolve()
+        if part and is_shards(path):
+            return str(folder / part)
+        return f"{folder}#{part}" if part else str(folder)
 
     return not {*map(absolute, places)}.isdisjoint({absolute(test), absolute(test).removesuffix("#test")})
 
@@ -184,7 +201,7 @@ def evaluate(
     """
     given, run = loaded.load(model), model if isinstance(model, Path) else None
     module, settings = plugins.load("evaluators", name), given.settings
-    if settings and saw_test_images(settings.data.places, test):
+    if settings and saw_test_images(training_places(settings), test):
         whole = test.removesuffix("#test")
         raise UserError(f"{run or name} was trained on all of {whole}, with the test images; name others (--test)")
     config = recipe.validate(module.Config, recipe.parse_overrides(overrides), f"{name}: ")

@@ -49,10 +49,17 @@ def printable_lines(text: str) -> str:
     return "\n".join(map(printable, text.split("\n")))
 
 
-def without_credentials(text: str) -> str:
-    """Text to be shared: its URLs lose user names, passwords and queries, which may hold a signature."""
-    text = re.sub(r"(?<=://)[^\s/@'\"<>\\]+@", "...@", text)
-    return re.sub(r"(https?://[^\s?'\"<>\\]*\?)[^\s'\"<>\\]+", r"\1...", text)
+def without_credentials(shared: Any) -> Any:
+    """Text to be shared, or lists and dictionaries with it: URLs lose user names, passwords and queries, which may hold
+    a signature."""
+    if isinstance(shared, dict):
+        return {without_credentials(key): without_credentials(value) for key, value in shared.items()}
+    if isinstance(shared, list | tuple):
+        return type(shared)(map(without_credentials, shared))
+    if not isinstance(shared, str):
+        return shared
+    text = re.sub(r"(?<=://)[^\s/@\"<>]+@", "...@", shared)
+    return re.sub(r"([a-z][\w+.-]*://[^\n\"<>?]*\?)[^\s\"<>]+", r"\1...", text, flags=re.IGNORECASE)
 
 
 PREEMPTED = 75  # EX_TEMPFAIL: progress is saved, run the same command to resume

@@ -66,10 +66,12 @@ def measure(settings: Recipe) -> dict[Precision, float]:
         step = next(job.batches([LanePosition()] * job.lanes))[0]
         module = job.objective.to(accelerator.device).train()
         lanes = job.lanes // accelerator.num_processes
+        candidates = _CANDIDATES.get(accelerator.device.type, _OTHERWISE)
+        candidates = tuple(filter(distributed.supports, candidates)) or ("fp32",)
         batch, _ = first_micro_batch(module, step, accelerator, settings.training, lanes)
     seconds: dict[Precision, float] = {}
     for number in range(_ROUNDS + 1):
-        for precision in _CANDIDATES.get(accelerator.device.type, _OTHERWISE):
+        for precision in candidates:
             distributed.set_float32_products(precision)
             accelerator.precision = precision
             took, _ = forward_backward(module, batch, accelerator)

@@ -30,7 +30,7 @@ from ssl_vit.training.callbacks import Checkpointing, Logging, NanGuard, Picture
 from ssl_vit.training.distributed import Engine, make_accelerator
 from ssl_vit.training.flops import training_flops, unused_parameters
 from ssl_vit.training.loop import Job
-from ssl_vit.training.memory import first_micro_batch, forward_backward
+from ssl_vit.training.memory import check_batch_norm, first_micro_batch, forward_backward
 
 
 def build(
@@ -82,6 +82,8 @@ def build(
         needs_labels=needs_labels,
         max_pixels=settings.data.max_pixels,
     )
+    in_micro_batch = training.batch_size // (accelerator.num_processes * training.accumulate) * settings.data.views
+    check_batch_norm(objective, in_micro_batch)
     images = training_samples(shards, settings.data) if subset is None else subset
     batches = train_source(
         shards,

@@ -20,7 +20,7 @@ from ssl_vit.data.evaluation import EvaluationStream
 from ssl_vit.data.samples import join, stacked
 from ssl_vit.data.shards import ShardSet, open_shards
 from ssl_vit.files import write_json, write_text
-from ssl_vit.interfaces import Batch, RunError, Size, UnknownObjective, UserError
+from ssl_vit.interfaces import Batch, RunError, Size, UnknownObjective, UserError, without_credentials
 from ssl_vit.models import factory
 from ssl_vit.recipe import run_recipe
 from ssl_vit.records import SkippedSample
@@ -184,6 +184,7 @@ def _write(out: Path, drawn: dict[str, Figure], numbers: dict[str, Any]) -> Path
         figures.save_png(figure, out / f"{name}.png")
         encoded = base64.b64encode((out / f"{name}.png").read_bytes()).decode()
         embedded[name] = f"data:image/png;base64,{encoded}"
+    numbers = without_credentials(numbers)
     write_json(out / "numbers.json", numbers)
     page = template(Path(__file__).with_name("page.html.j2"))
     write_text(out / "index.html", page.render(pictures=embedded, numbers=numbers))

@@ -92,6 +92,7 @@ def compare(
         return
     from ssl_vit import progress
     from ssl_vit.comparison import looks, run
+    from ssl_vit.comparison.checks import check
     from ssl_vit.comparison.config import load_comparison
     from ssl_vit.comparison.suites import prepare
     from ssl_vit.comparison.weights import import_arms
@@ -106,7 +107,7 @@ def compare(
         run.compare(study, only=only, command=command)
     else:
         study = import_arms(study, progress.say)
-        checked = run.check(study, prepare(study.sets, study.folder, progress.say))
+        checked = check(study, prepare(study.sets, study.folder, progress.say), progress.say, keep_precision=True)
         print(f"# run: {checked.plan.run}")
         for task, stage in zip(checked.plan.tasks, checked.plan.stages, strict=True):
             print(f"{task.id}\t{stage}\t{'missing' if task in checked.missing else 'done'}")

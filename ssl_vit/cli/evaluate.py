@@ -94,13 +94,14 @@ def _data_sets(run: Path, data: list[str], test: str | None, suite: str | None) 
     from ssl_vit.comparison.sets import DataSet, load_suite
     from ssl_vit.comparison.suites import prepare
     from ssl_vit.data import train_and_test
+    from ssl_vit.files import expanded
     from ssl_vit.functions import labeled_parts
 
     if suite:
         if test or data:
             raise UserError("--suite cannot be combined with --data or --test")
         chosen_suite = load_suite(suite)
-        return prepare(chosen_suite.sets, Path(chosen_suite.folder), progress.say)
+        return prepare(chosen_suite.sets, expanded(chosen_suite.folder), progress.say)
     if test and len(data) > 1:
         raise UserError("--test goes with one --data; give several as folders that hold both parts")
     if not data or test:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import textwrap
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -64,8 +65,10 @@ class CommandWithKeys(TyperCommand):
 
         topics = [word for word in ctx.meta[_WORDS] if not Path(word).exists() and plugins.exists("evaluators", word)]
         for topic in [ctx.info_name] if ctx.info_name in ("train", "compare") else topics:
-            print(f" Keys of {topic}, as key=value; `ssl-vit keys {topic}` prints their types and whole meanings:\n")
-            print("\n".join(brief(topic)), end="\n\n")
+            with suppress(UserError):  # another word, such as the name of a run that does not exist
+                lines = list(brief(topic))
+                print(f" Keys of {topic}, as key=value; `ssl-vit keys {topic}` prints types and whole meanings:\n")
+                print("\n".join(lines), end="\n\n")
 
 
 def brief(topic: str) -> Iterator[str]:

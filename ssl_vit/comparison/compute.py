@@ -12,6 +12,7 @@ from ssl_vit.comparison.plan import Plan
 from ssl_vit.data.shards import ShardSet
 from ssl_vit.evaluators import runner
 from ssl_vit.evaluators.labels import labels_of
+from ssl_vit.interfaces import UserError
 from ssl_vit.models import factory
 from ssl_vit.recipe import Recipe
 from ssl_vit.training.flops import training_flops
@@ -33,11 +34,20 @@ def equalize(plan: Plan, shards: dict[str, ShardSet]) -> Plan:
         for (data, evaluator, of), built in plan.evaluators.items():
             if of == name and built.trains_encoder:
                 train = shards[plan.part(data, "train", 0)]
-                like = plan.recipes[plan.rows[name].like]
-                (fine_tuning,) = runner.training_recipes(built, like, train.samples, sweep=False)
+                like = plan.recipes.get(plan.rows[name].like)
+                if like is None:
+                    raise UserError(f"arms.{name}.compute_of: arms.{plan.rows[name].like} has no recipe; set like")
+                candidates = runner.training_recipes(built, like, train.samples, sweep=True)
                 classes = len(train.classes or ()) or int(np.max(labels_of(train))) + 1
-                extra = round(total / _step_flops(fine_tuning, classes))
-                settings[data, evaluator, of] = built.config.model_copy(update={"extra_steps": extra})
+                by_cost = {_step_flops(candidate, classes) for candidate in candidates}
+                if len(by_cost) > 1:
+                    raise UserError(
+                        f"arms.{name}.compute_of: the steps of the candidates of evaluators.{evaluator}.sweep take "
+                        "different FLOPs; give this arm one batch size and one image size"
+                    )
+                settings[data, evaluator, of] = built.config.model_copy(
+                    update={"extra_steps": round(total / by_cost.pop())}
+                )
     return replace(plan, study=replace(plan.study, evaluators=settings))
 
 

@@ -12,9 +12,9 @@ from pydantic import AfterValidator, Field, SerializeAsAny, ValidationInfo, fiel
 
 from ssl_vit import plugins, recipe
 from ssl_vit.comparison.quick import tenth
-from ssl_vit.comparison.sets import DataSet, check_names, load_suite
-from ssl_vit.data import RemoteConfig, mixture, train_and_test
-from ssl_vit.evaluators import Budgets, Seeds
+from ssl_vit.comparison.sets import ComparisonData, DataSet, check_names, load_suite
+from ssl_vit.data import RemoteConfig, mixture
+from ssl_vit.evaluators import SAME_IMAGES, Budgets, Seeds
 from ssl_vit.files import expanded
 from ssl_vit.interfaces import Config, UserError
 from ssl_vit.overrides import merge
@@ -25,7 +25,6 @@ ONLY = "data"  # name of the dataset of a comparison that has one
 REFERENCES = ("untrained", "pixels", "control", "control_repeated", "scratch_repeated")
 _FOLDERS = ("tasks", "features", "pictures", "weights")
 _WEIGHTS = ("weights", "architecture", "optional")
-_SAME_IMAGES = ("labels_per_class", "seeds", "held_out", "held_out_repeats", "sweep_labels_per_class")
 _KEYS = {"scratch": ("like", "compute_of"), "pretrained": ("recipe", "overrides"), "weights": _WEIGHTS}
 
 
@@ -69,61 +68,6 @@ class Arm(Config):
                 if kind != self.kind and getattr(self, key):
                     raise ValueError(f"{key} is for arms of kind {kind}; this one is of kind {self.kind}")
         return self
-
-
-class ComparisonData(Config):
-    """The data that arms are evaluated on, and the data that they pretrain on.
-
-    train: labeled training data. Without `test`, and for `data: PLACE`, train and test are `PLACE#train` and
-        `PLACE#test`.
-    test: labeled test data, read only to measure, never to select settings.
-    folds: labeled data to cross-validate on, in place of train and test: each is the test set once, and the arms
-        pretrain and fit on the other ones together.
-    sets: several datasets instead.
-    suite: a file or a shipped suite instead.
-    folder: where sources are packed (default: the suite's own).
-    pretrain: what the arms' recipes train on (default: `train`; with several sets the recipes' own). Where it has no
-        labels, arms that need labels train on `train`, and the others on both.
-    remote: how train and test are read behind URLs (default: as the first recipe says).
-    """
-
-    train: str | None = None
-    test: str | None = None
-    folds: tuple[str, ...] = ()
-    sets: dict[str, DataSet] = Field({})
-    suite: str | None = None
-    folder: str | None = None
-    pretrain: str | None = None
-    remote: RemoteConfig | None = None
-
-    _names = field_validator("sets")(check_names)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _derive_test(cls, given: Any) -> Any:
-        given = {"train": given} if isinstance(given, str) else given
-        if isinstance(given, dict) and isinstance(given.get("train"), str) and given.get("test") is None:
-            given = given | dict(zip(("train", "test"), train_and_test(given["train"]), strict=True))
-        return given
-
-    @model_validator(mode="after")
-    def _one_way(self) -> ComparisonData:
-        single = self.train is not None or bool(self.folds)
-        ways = [single, bool(self.sets), self.suite is not None]
-        if (self.train is None) != (self.test is None) or ways.count(True) != 1:
-            raise ValueError("give train and test, or folds, or sets, or suite")
-        if self.folds and len(set(self.folds)) < max(2, len(self.folds)):
-            raise ValueError("folds: give at least two different sets of shards")
-        if self.folds and self.pretrain:
-            raise ValueError("pretrain: with folds, the arms pretrain on the folds that are not tested; remove it")
-        return self
-
-    @property
-    def splits(self) -> list[DataSet]:
-        """Train and test of each fold; without folds, of the one dataset."""
-        if not self.folds:
-            return [DataSet(train=self.train, test=self.test)]
-        return [DataSet(train=tuple(other for other in self.folds if other != test), test=test) for test in self.folds]
 
 
 class ComparisonConfig(Config):
@@ -182,6 +126,14 @@ class ComparisonConfig(Config):
             if seeds and len(seeds) < pretrainings:
                 raise ValueError(f"{pretrainings} pretrainings need at least {pretrainings} {name}; got {list(seeds)}")
         return pretrainings
+
+    @field_validator("assigned")
+    @classmethod
+    def _each_exists(cls, assigned: tuple[int, ...], info: ValidationInfo) -> tuple[int, ...]:
+        count = info.data.get("pretrainings", 1)
+        if wrong := [index for index in assigned if not 0 <= index < count]:
+            raise ValueError(f"{wrong[0]}: the pretrainings have the indices 0 to {count - 1}")
+        return assigned
 
     @field_validator("arms")
     @classmethod
@@ -269,11 +221,16 @@ def load_comparison(name: str | Path, overrides: recipe.Overrides = ()) -> Study
             raise UserError(f"{path}: arms.{key}: with folds, the arms pretrain on the folds; remove data.train")
     for name, arm in c.arms.items():
         for evaluator, own in arm.evaluators.items():
-            if chosen := [key for key in _SAME_IMAGES if key in own]:
+            if chosen := [key for key in SAME_IMAGES if key in own]:
                 raise UserError(
                     f"{path}: arms.{name}.evaluators.{evaluator}.{chosen[0]}: all arms must have the same images; "
                     f"remove it, or set evaluators.{evaluator}.{chosen[0]} for all arms"
                 )
+    own_settings = {f"arms.{name}": arm.evaluators for name, arm in c.arms.items()}
+    own_settings |= {f"data.sets.{name}": chosen.evaluators for name, chosen in c.data.sets.items()}
+    for place, by_evaluator in own_settings.items():  # those of evaluators that this comparison does not have, too
+        for evaluator in by_evaluator.keys() - given.keys():
+            _settings(path, evaluator, {}, by_evaluator, place=f"{place}.")
     evaluators = {
         (data, evaluator, arm): _settings(path, evaluator, values, chosen.evaluators, of_arm)
         for data, chosen in sets.items()
@@ -288,13 +245,22 @@ def load_comparison(name: str | Path, overrides: recipe.Overrides = ()) -> Study
     return Study(c, recipes, sets, evaluators, folder, tuple(c.data.splits) if c.data.folds else ())
 
 
-def _settings(path: Path, evaluator: str, values: dict[str, Any], *more: dict[str, dict[str, Any]]) -> Config:
-    """An evaluator's settings. more: settings by evaluator that are merged on top, such as a dataset's."""
+def _settings(
+    path: Path, evaluator: str, values: dict[str, Any], *more: dict[str, dict[str, Any]], place: str = ""
+) -> Config:
+    """An evaluator's settings.
+
+    more: settings by evaluator that are merged on top, such as a dataset's.
+    place: of the evaluators in the recipe, for messages.
+    """
     if not isinstance(values, dict):
         raise UserError(f"{path}: evaluators.{evaluator}={values}: give settings, or {{}} for the defaults")
     layers = [values, *(over.get(evaluator) or {} for over in more)]
     merged = dict(OmegaConf.to_container(merge(f"{path}: evaluators.{evaluator}", *layers)))
     if "seeds" in merged:
         raise UserError(f"{path}: evaluators.{evaluator}.seeds: set seeds of the comparison instead")
-    config: type[Config] = plugins.load("evaluators", evaluator).Config
-    return recipe.validate(config, merged, f"{path}: evaluators.{evaluator}.")
+    try:
+        config: type[Config] = plugins.load("evaluators", evaluator).Config
+    except UserError as error:
+        raise UserError(f"{path}: {place}evaluators: {error}") from None
+    return recipe.validate(config, merged, f"{path}: {place}evaluators.{evaluator}.")

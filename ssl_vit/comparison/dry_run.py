@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from ssl_vit.comparison.checks import check, labeled
 from ssl_vit.comparison.config import Study
 from ssl_vit.comparison.executor import Say
 from ssl_vit.comparison.plan import Plan
 from ssl_vit.comparison.record import arm_records
-from ssl_vit.comparison.run import check, labeled
 from ssl_vit.comparison.suites import prepare
 from ssl_vit.comparison.weights import import_arms
 from ssl_vit.data.shards import ShardSet
@@ -130,6 +130,11 @@ def _add(cost: ArmCost, plan: Plan, task: TaskRecord, opened: dict[str, ShardSet
             steps = stage.training.total_steps(len(chosen))
             cost.fine_tuning_hours += steps * step(stage).step_seconds() / 3600
         return
+    for budget in budgets:  # a probe that is trained
+        images = len(choose_labeled(labels, budget, next(iter(seeds))))
+        for stage in runner.training_recipes(evaluator, like, images, sweep=True):
+            hours = stage.training.total_steps(images) * step(stage).step_seconds() / 3600
+            cost.features_hours += hours * len(seeds)
     batch = encoder_recipe.training.batch_size
     training = TrainingConfig(steps=1, batch_size=batch, precision=encoder_recipe.training.precision)
     head: Any = classification.Config(head="linear", pooling="mean", classes=int(labels.max()) + 1)

@@ -35,12 +35,12 @@ class _Workers:
     """Executors for tasks.
 
     free: one executor for each task that may run at the same time.
-    new: creates an executor in place of one that broke.
+    new: creates an executor in place of the one that broke.
     killed: the exception of a task whose process was killed.
     """
 
     free: list[Executor]
-    new: Callable[[], Executor]
+    new: Callable[[Executor], Executor]
     killed: type[Exception] = BrokenExecutor
 
 
@@ -58,7 +58,7 @@ def run(tasks: Sequence[TaskRecord], do: Do, *, jobs: int = 1, scheduler: str | 
     """
     waiting, running = list(tasks), dict[Future[None], tuple[TaskRecord, Executor, float]]()
     took, errors, blocked = list[tuple[TaskRecord, float]](), list[Exception](), set[str]()
-    start, here = time.monotonic(), _Workers([_Here()], _Here)
+    start, here = time.monotonic(), _Workers([_Here()], lambda broken: broken)
     with _dask(scheduler) if scheduler else _processes(jobs) if jobs > 1 else nullcontext(here) as workers:
         slots = len(workers.free)
         while waiting or running:
@@ -69,13 +69,13 @@ def run(tasks: Sequence[TaskRecord], do: Do, *, jobs: int = 1, scheduler: str | 
                 try:
                     future = worker.submit(do, task)
                 except workers.killed:  # while it had nothing to do
-                    worker = workers.new()
+                    worker = workers.new(worker)
                     future = worker.submit(do, task)
                 running[future] = task, worker, begun
             for future in wait(running, return_when=FIRST_COMPLETED).done:
                 task, worker, begun = running.pop(future)
                 error = future.exception()
-                workers.free.append(workers.new() if isinstance(error, workers.killed) else worker)
+                workers.free.append(workers.new(worker) if isinstance(error, workers.killed) else worker)
                 if error is None:
                     took.append((task, time.monotonic() - begun))
                     left = _left([*waiting, *(task for task, *_ in running.values())], took, slots)
@@ -135,6 +135,7 @@ class _Process(ProcessPoolExecutor):
 
     def __init__(self, environment: dict[str, str]) -> None:
         super().__init__(1, initializer=_start_process, env=environment)
+        self.environment = environment
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         future: Future[Any] = super().submit(_do_in_process, fn, *args, **kwargs)
@@ -149,15 +150,18 @@ def _processes(jobs: int) -> Iterator[_Workers]:
     # loky replaces a process that grew by 300 MB since its first task. Tasks of another kind import more modules.
     warnings.filterwarnings("ignore", "A worker was restarted", UserWarning)
 
-    def new() -> _Process:
-        environment = {"OMP_NUM_THREADS": str(threads)}
-        if gpus:  # one of them for each process, in turn
-            environment["CUDA_VISIBLE_DEVICES"] = gpus[len(pools) % len(gpus)]
-        pools.append(_Process(environment))
+    def start(environment: dict[str, str]) -> _Process:
+        pools.append(_Process({"OMP_NUM_THREADS": str(threads), **environment}))
         return pools[-1]
 
+    def again(broken: Executor) -> _Process:
+        assert isinstance(broken, _Process)
+        return start(broken.environment)  # on the same GPU
+
+    turns = [{"CUDA_VISIBLE_DEVICES": gpus[number % len(gpus)]} if gpus else {} for number in range(jobs)]
+
     try:
-        yield _Workers([new() for _ in range(jobs)], new)
+        yield _Workers([start(environment) for environment in turns], again)
     finally:
         started = set(multiprocessing.active_children()) - others
         for process in started:
@@ -208,7 +212,7 @@ def _dask(scheduler: str) -> Iterator[_Workers]:
                 f"start loader processes: DASK_DISTRIBUTED__WORKER__DAEMON=False dask worker {scheduler} --nthreads 1"
             )
         executor = client.get_executor(pure=False)
-        yield _Workers([executor] * len(threads), lambda: executor, KilledWorker)
+        yield _Workers([executor] * len(threads), lambda broken: broken, KilledWorker)
 
 
 def _is_daemon() -> bool:

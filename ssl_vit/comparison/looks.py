@@ -60,15 +60,14 @@ def resume(study: Study, *, until_decided: bool = False, max_seeds: int | None =
 
 
 def look(study: Study, comparison: Comparison) -> Study:
-    """Add a look at the results to the study. If these seeds were looked at before, return the study unchanged."""
-    c, record = study.comparison, comparison.record
+    """Add a look at the results to the study. A look at the same number of seeds is taken again, not added."""
+    c, looks = study.comparison, study.looks
     seeds = len(getattr(c, _counted(study)))
-    if study.looks and study.looks[-1].seeds == seeds:
-        return study
-    new = Look(seeds=seeds, pretrainings=c.pretrainings, outcomes={})
-    with_new = replace(comparison, record=record.model_copy(update={"looks": (*study.looks, new)}))
+    if not looks or looks[-1].seeds != seeds:
+        looks = (*looks, Look(seeds=seeds, pretrainings=c.pretrainings, outcomes={}))
+    with_new = replace(comparison, record=comparison.record.model_copy(update={"looks": looks}))
     outcomes = {head.place.data: head.outcome for head in summarize(with_new).headlines}
-    return replace(study, looks=(*study.looks, new.model_copy(update={"outcomes": outcomes})))
+    return replace(study, looks=(*looks[:-1], looks[-1].model_copy(update={"outcomes": outcomes})))
 
 
 def extend(study: Study, comparison: Comparison) -> Study | None:

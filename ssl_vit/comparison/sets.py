@@ -1,4 +1,4 @@
-"""Datasets to evaluate on, and suites of them, read from YAML."""
+"""Datasets to evaluate on: those of a comparison, and suites, read from YAML."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import Field, field_validator, model_validator
 
 from ssl_vit import plugins, recipe
+from ssl_vit.data import RemoteConfig, train_and_test
 from ssl_vit.evaluators import Metric
 from ssl_vit.interfaces import Config, UserError
 
@@ -51,6 +52,61 @@ class DataSet(Config):
         return self
 
 
+class ComparisonData(Config):
+    """The data that arms are evaluated on, and the data that they pretrain on.
+
+    train: labeled training data. Without `test`, and for `data: PLACE`, train and test are `PLACE#train` and
+        `PLACE#test`.
+    test: labeled test data, read only to measure, never to select settings.
+    folds: labeled data to cross-validate on, in place of train and test: each is the test set once, and the arms
+        pretrain and fit on the other ones together.
+    sets: several datasets instead.
+    suite: a file or a shipped suite instead.
+    folder: where sources are packed (default: the suite's own).
+    pretrain: what the arms' recipes train on (default: `train`; with several sets the recipes' own). Where it has no
+        labels, arms that need labels train on `train`, and the others on both.
+    remote: how train and test are read behind URLs (default: as the first recipe says).
+    """
+
+    train: str | None = None
+    test: str | None = None
+    folds: tuple[str, ...] = ()
+    sets: dict[str, DataSet] = Field({})
+    suite: str | None = None
+    folder: str | None = None
+    pretrain: str | None = None
+    remote: RemoteConfig | None = None
+
+    _names = field_validator("sets")(check_names)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _derive_test(cls, given: Any) -> Any:
+        given = {"train": given} if isinstance(given, str) else given
+        if isinstance(given, dict) and isinstance(given.get("train"), str) and given.get("test") is None:
+            given = given | dict(zip(("train", "test"), train_and_test(given["train"]), strict=True))
+        return given
+
+    @model_validator(mode="after")
+    def _one_way(self) -> ComparisonData:
+        single = self.train is not None or bool(self.folds)
+        ways = [single, bool(self.sets), self.suite is not None]
+        if (self.train is None) != (self.test is None) or ways.count(True) != 1:
+            raise ValueError("give train and test, or folds, or sets, or suite")
+        if self.folds and len(set(self.folds)) < max(2, len(self.folds)):
+            raise ValueError("folds: give at least two different sets of shards")
+        if self.folds and self.pretrain:
+            raise ValueError("pretrain: with folds, the arms pretrain on the folds that are not tested; remove it")
+        return self
+
+    @property
+    def splits(self) -> list[DataSet]:
+        """Train and test of each fold; without folds, of the one dataset."""
+        if not self.folds:
+            return [DataSet(train=self.train, test=self.test)]
+        return [DataSet(train=tuple(other for other in self.folds if other != test), test=test) for test in self.folds]
+
+
 class Suite(Config):
     """Datasets to evaluate on together. folder: where those given by `source` are packed."""
 
@@ -73,8 +129,9 @@ def load_suite(name: str, near: Path | None = None) -> Suite:
     if path is None:
         raise UserError(f"{name}: no such suite; shipped suites: {', '.join(suites())}")
     content = recipe.read(path)
-    for key, chosen in (content.get("sets") or {}).items():
-        for evaluator, values in ((chosen or {}).get("evaluators") or {}).items():
+    suite = recipe.validate(Suite, content, f"{path}: ")
+    for key, chosen in suite.sets.items():
+        for evaluator, values in chosen.evaluators.items():
             config = plugins.load("evaluators", evaluator).Config
-            recipe.validate(config, values or {}, f"{path}: sets.{key}.evaluators.{evaluator}.")
-    return recipe.validate(Suite, content, f"{path}: ")
+            recipe.validate(config, values, f"{path}: sets.{key}.evaluators.{evaluator}.")
+    return suite

@@ -61,13 +61,16 @@ def device_images(batch: Batch) -> torch.Tensor:
     images = torch.where(batch.flip[:, None, None, None], batch.images.flip(-1), batch.images)
     if batch.jitter is None:
         return images
+    rgba = images.shape[1] == 4
+    images, alpha = (images[:, :3], images[:, 3:]) if rgba else (images, images)  # opacity is no color
     brightness, contrast, saturation, *more = batch.jitter[:, :, None, None, None].unbind(1)
     pixels = _jittered(images, brightness, contrast, saturation)
     if more:
         hue, sigma, threshold = more
         pixels = _blurred(_hue_shifted(pixels, hue) if images.shape[1] == 3 else pixels, sigma.flatten(1))
         pixels = torch.where(pixels >= threshold, 255 - pixels, pixels)
-    return pixels.round().to(torch.uint8)
+    pixels = pixels.round().to(torch.uint8)
+    return torch.cat([pixels, alpha], dim=1) if rgba else pixels
 
 
 def _jittered(

@@ -22,7 +22,7 @@ from ssl_vit.evaluators.base import Classifier, LabeledConfig, Scored, SweepConf
 from ssl_vit.evaluators.base import Evaluator as BaseEvaluator
 from ssl_vit.evaluators.features import FeatureConfig, Features, ImageSet
 from ssl_vit.interfaces import Diverged, UserError, pair
-from ssl_vit.models.encoder import Pooling
+from ssl_vit.models.encoder import Encoder, Pooling
 from ssl_vit.records import Cost
 from ssl_vit.results import Prediction
 
@@ -90,7 +90,8 @@ class Evaluator(BaseEvaluator):
     references = ("untrained",)
 
     def fit(self, train: ImageSet, seed: int) -> Classifier:
-        self._check_memory(train)
+        labeled = len(train.context.train_labels) if train.extract is None else len(train.extract)
+        self.check(train.context.trained, labeled + train.context.test.samples)
         start, c, device = time.perf_counter(), self.config, train.context.accelerator.device
         features = train.features(c)
         classes, targets = np.unique(features.labels, return_inverse=True)
@@ -133,12 +134,10 @@ class Evaluator(BaseEvaluator):
         encoder = images.context.trained
         return torch.from_numpy(features.vectors).unflatten(1, (-1, encoder.features("patches") // encoder.patches))
 
-    def _check_memory(self, train: ImageSet) -> None:
-        """Raises UserError, before anything is extracted, for too many tokens and for an encoder without any."""
-        encoder = train.context.trained
+    def check(self, encoder: Encoder, images: int) -> None:
+        """Raises UserError for too many tokens and for an encoder without any."""
         encoder.check_pooling("patches")
-        count = len(train.context.train_labels) if train.extract is None else len(train.extract)
-        images, size = count + train.context.test.samples, pair(self.config.image_size or encoder.image_size)
+        size = pair(self.config.image_size or encoder.image_size)
         pixels = math.prod(size) / math.prod(encoder.image_size)
         needed = 4 * images * encoder.features("patches") * pixels / 2**30
         if needed > self.config.memory_gib:

@@ -17,10 +17,11 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 
 from ssl_vit import recipe
 from ssl_vit.data import DataConfig
-from ssl_vit.evaluators import ALL, Budgets, Seeds, several
+from ssl_vit.evaluators import ALL, SAME_IMAGES, Budgets, Seeds, several
 from ssl_vit.evaluators.features import ImageSet
 from ssl_vit.interfaces import Config
 from ssl_vit.models import EncoderConfig
+from ssl_vit.models.encoder import Encoder
 from ssl_vit.recipe import Recipe
 from ssl_vit.records import Cost
 from ssl_vit.results import Budget, Prediction, Settings
@@ -68,6 +69,8 @@ class SweepConfig(Config):
     @model_validator(mode="after")
     def _check_candidates(self) -> Self:
         for key, values in self.sweep.items():
+            if key in (*SAME_IMAGES, "extra_steps"):  # the last one is what `compute_of` sets
+                raise ValueError(f"sweep.{key}: all candidates must have the same images and compute; remove it")
             if len(set(values)) < len(values) or not values:
                 raise ValueError(f"sweep.{key}: give different values")
             for value in values:
@@ -88,11 +91,11 @@ class SweepConfig(Config):
         """The same configuration with these values and without a sweep."""
         content = self.model_dump() | {"sweep": {}}
         for key, value in settings.items():
-            section = content
+            section: Any = content
             *path, last = key.split(".")
             for name in path:
-                section = section.get(name) or {}
-            if last not in section:
+                section = section.get(name) if isinstance(section, dict) else None
+            if not isinstance(section, dict) or last not in section:
                 raise ValueError(f"sweep.{key}: this evaluator has no such key")
             section[last] = value
         return self.model_validate(content)
@@ -144,6 +147,9 @@ class Evaluator(ABC):
         train: with `train.source`, one of `trained`, `untrained` and `pixels`; `train.features(...)` are its features.
         seed: seed of everything that is drawn.
         """
+
+    def check(self, encoder: Encoder, images: int) -> None:  # noqa: B027
+        """Raises UserError where `fit` would, for an encoder and a number of labeled and test images; cheap."""
 
     def stage(self, data: DataConfig, encoder: EncoderConfig, images: int, seed: int) -> Recipe | None:
         """The training that `fit` does with this many labeled images, as a recipe (None: it trains nothing by gradient

@@ -13,7 +13,7 @@ from ssl_vit.analysis import loaded
 from ssl_vit.data.shards import ShardSet, open_shards
 from ssl_vit.evaluators.features import EvalContext, ImageSet, extract
 from ssl_vit.files import atomic_file
-from ssl_vit.interfaces import Batch
+from ssl_vit.interfaces import Batch, without_credentials
 from ssl_vit.models.encoder import Pooling
 from ssl_vit.training.distributed import gather, make_accelerator
 
@@ -65,7 +65,9 @@ def write(frame: pd.DataFrame, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_file(path) as file:
         if path.suffix == ".parquet":
-            frame.to_parquet(file, index=False)
+            shared = frame.copy(deep=False)
+            shared.attrs = without_credentials(frame.attrs)  # pandas stores them in the file
+            shared.to_parquet(file, index=False)
             return
         names = {"files": frame["file"].to_numpy(str)} if "file" in frame else {}
         np.savez(

@@ -28,9 +28,9 @@ from ssl_vit.evaluators import Metric
 from ssl_vit.evaluators.labels import check_classes, labels_of
 from ssl_vit.files import atomic_path
 from ssl_vit.interfaces import Batch, Config, Diverged, ObjectiveConfig, RunError, Size, UserError
-from ssl_vit.models import EncoderConfig, ImageSize, Resampling
+from ssl_vit.models import ImageSize, Resampling
 from ssl_vit.models.encoder import Encoder, Pooling
-from ssl_vit.models.factory import at_size, build
+from ssl_vit.models.factory import at_size
 from ssl_vit.progress import progress_bar
 from ssl_vit.records import SkippedSample
 from ssl_vit.training import distributed
@@ -117,11 +117,10 @@ class FeatureConfig(Config):
         return tuple(getattr(self, name) for name in FeatureConfig.model_fields)
 
 
-def check_features(encoder: EncoderConfig | Encoder, wanted: FeatureConfig) -> None:
-    """Raises UserError where this encoder, or one of this configuration, has no such features; no weights are made."""
+def check_features(encoder: Encoder, wanted: FeatureConfig) -> None:
+    """Raises UserError where this encoder has no such features; no weights are made."""
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
-        like = encoder if isinstance(encoder, Encoder) else build(encoder)
-        model = like.untrained(wanted.image_size).eval()
+        model = encoder.untrained(wanted.image_size).eval()
         image = torch.zeros(1, model.channels, *model.image_size, dtype=torch.uint8)
         model.represent(image, wanted.pooling, wanted.block)
 

@@ -32,6 +32,10 @@ class Evaluator(BaseEvaluator):
     needs_head = True
     budgets = (ALL,)
 
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.scored: dict[str, list[Scored]] = {}  # by run and test set: all seeds have the same
+
     def fit(self, images: ImageSet, seed: int) -> Classifier:
         context = images.context
         if not isinstance(context.objective, classification.Config) or context.weights is None:
@@ -50,4 +54,11 @@ class Evaluator(BaseEvaluator):
         checkpoint.load_head(saved, objective)
         objective.to(context.accelerator.device)
         labels = summary.get("samples", context.train.samples)
-        return lambda others: [Scored(predict(objective, others), labels=labels)]
+
+        def classify(others: ImageSet) -> list[Scored]:
+            at = f"{context.weights} {context.test.fingerprint}"
+            if at not in self.scored:
+                self.scored[at] = [Scored(predict(objective, others), labels=labels)]
+            return self.scored[at]
+
+        return classify

@@ -90,7 +90,7 @@ def measure(
     if not chosen:
         return
     wanted = np.unique(np.concatenate([train.images for train in chosen if train.images is not None]))
-    together = None if len(wanted) == (context.train_labels >= 0).sum() else wanted
+    together = None if len(wanted) == len(context.train_labels) else wanted
     with context.progress(f"{context.title}: {source}", len(cells)) as advance:
         for (budget, seed), images in zip(cells, chosen, strict=True):
             train = ImageSet(context, source, "train", images.images, together)

@@ -9,7 +9,8 @@ from pydantic import JsonValue
 from pydantic_core import to_jsonable_python
 
 from ssl_vit.interfaces import without_credentials
-from ssl_vit.report.read import Comparison, costs
+from ssl_vit.report.costs import costs
+from ssl_vit.report.read import Comparison
 from ssl_vit.report.runs import flat
 from ssl_vit.report.summary import summarize
 from ssl_vit.report.tables import Shown, all_tables
@@ -23,10 +24,10 @@ _ESCAPED = str.maketrans(_LATEX | {character: f"\\{character}" for character in 
 def export(comparison: Comparison, form: str) -> str:
     """All tables as `markdown` or `latex`, all rows as `csv`, everything as `json`."""
     if form == "csv":
-        shared = rows(comparison).map(lambda cell: without_credentials(cell) if isinstance(cell, str) else cell)
+        shared = rows(comparison).map(without_credentials)
         return str(shared.to_csv(index=False))
     if form == "json":
-        return without_credentials(json.dumps(as_json(comparison), indent=1)) + "\n"
+        return json.dumps(without_credentials(as_json(comparison)), indent=1) + "\n"
     summary = summarize(comparison)
     shown, mark = {"markdown": (markdown, ""), "latex": (latex, "% ")}[form]
     texts = [shown(table) for table in all_tables(comparison, summary)]

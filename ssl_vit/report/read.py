@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
-import pandas as pd
 
 from ssl_vit import records, results
+from ssl_vit.evaluators import ALL, budget_words
 from ssl_vit.interfaces import UserError
 from ssl_vit.records import (
     ArmRecord,
@@ -25,10 +25,11 @@ from ssl_vit.records import (
     ReferenceRecord,
     RunSummary,
     SkippedSample,
+    TaskRecord,
     TaskResult,
 )
 from ssl_vit.report import sequential
-from ssl_vit.report.runs import Run, pictures, read_run
+from ssl_vit.report.runs import EvaluationRecord, Run, pictures, read_run
 from ssl_vit.results import Result, Table
 
 PLAN = "plan.json"
@@ -37,8 +38,6 @@ OBJECTIVES = {
     "masked_patch": "masked patch prediction",
     "lejepa": "LeJEPA",
 }
-STAGES = ("Pretraining", "Sweeps", "Evaluation", "Total")
-UNITS = {"images_seen": "images", "flops": "FLOPs", "seconds": "seconds", "device_hours": "device-hours"}
 REFERENCES: dict[ReferenceKind, str] = {
     "untrained": "the untrained encoder",
     "pixels": "raw pixels",
@@ -161,34 +160,6 @@ class Comparison:
         return len(self.class_names(data)) or len(np.unique(self.table.prediction(rows[0]).labels))
 
 
-def costs(comparison: Comparison) -> pd.DataFrame:
-    """Costs of each arm: columns `UNITS`, index (stage, arm). Arms and stages that cost nothing have no row.
-
-    The stages are all pretrainings, all sweeps, all other trainings of evaluators, and their sum.
-    """
-    tasks, kinds = comparison.tasks, {task.id: task.kind for task in comparison.record.tasks}
-    spent: list[tuple[str, str, Cost, int]] = []
-    for arm in comparison.record.arms:
-        if arm.summary:
-            spent.append(("Pretraining", arm.name, arm.summary.cost, arm.summary.processes))
-    for task in comparison.record.tasks:
-        if (done := tasks.get(task.id)) and done.run:
-            spent.append(("Pretraining", task.arm, done.run.cost, done.run.processes))
-        if done and done.sweep:
-            spent.append(("Sweeps", task.arm, done.sweep.cost, done.processes))
-    for row, file in zip(comparison.measured.results, comparison.measured.files, strict=True):
-        if kinds.get(file.stem) != "sweep":  # the cost of a sweep's winner is in the sweep's
-            cost = Cost(images_seen=row.images_seen, flops=row.flops, seconds=row.seconds)
-            spent.append(("Evaluation", row.arm, cost, tasks[file.stem].processes if file.stem in tasks else 1))
-    rows = [
-        {"stage": name, "arm": arm} | cost.model_dump() | {"device_hours": cost.seconds * processes / 3600}
-        for stage, arm, cost, processes in spent
-        for name in (stage, "Total")
-    ]
-    frame = pd.DataFrame(rows, columns=["stage", "arm", *UNITS]).groupby(["stage", "arm"]).sum()
-    return frame[(frame != 0).any(axis=1)]
-
-
 def read(paths: Sequence[Path]) -> Comparison:
     """The runs in these directories side by side, or the one comparison.
 
@@ -251,13 +222,16 @@ def read_runs(paths: Sequence[Path]) -> Comparison:
     skipped: list[SkippedSample] = []
     references: dict[str, ReferenceRecord] = {}
     accuracies: dict[tuple[str, str], list[float]] = {}  # of references, by evaluator
+    tasks, swept = list[TaskRecord](), dict[str, TaskResult]()
     evaluations = [(name, *evaluation) for name, run in runs.items() for evaluation in run.evaluations]
     for name, file, about, measured in evaluations:
         test, count = about.data["test"], sum(used.startswith(about.evaluator) for used, _ in evaluators.values())
         new = f"{about.evaluator} ({count + 1})" if count else about.evaluator
         settings = EvaluatorRecord(title=about.title, settings={test: about.settings})
         evaluator, _ = evaluators.setdefault(about.protocol, (new, settings))
-        metrics[test] = about.metric
+        if metrics.setdefault(test, about.metric) != about.metric:  # as if of another dataset
+            test = f"{test} ({about.metric.replace('_', ' ')})"
+            metrics[test] = about.metric
         for part, path in about.data.items():
             data[f"{test} {part}"] = DataRecord(path=path, samples=0, classes=about.classes or None)
         skipped += about.skipped
@@ -267,6 +241,9 @@ def read_runs(paths: Sequence[Path]) -> Comparison:
             shared = accuracies.setdefault((evaluator, source), scores) == scores  # equal in all runs: one reference
             arm = name if source == "trained" else source if shared else f"{source}_{name}"
             rows += [(replace(row, data=test, evaluator=evaluator, arm=arm), file) for row in source_rows]
+            for task, result in _sweeps(about, source, source_rows, arm=arm, data=test, evaluator=evaluator):
+                tasks.append(task)
+                swept[task.id] = result
             if source != "trained":
                 kind: ReferenceKind = "pixels" if source == "pixels" else "untrained"
                 references.setdefault(arm, ReferenceRecord(name=arm, kind=kind, like=name))
@@ -292,7 +269,31 @@ def read_runs(paths: Sequence[Path]) -> Comparison:
         ),
         references=tuple(references.values()),
         evaluators=dict(evaluators.values()),
+        tasks=tuple(tasks),
     )
     table = Table([row for row, _ in rows], [file for _, file in rows])
     once = tuple(dict.fromkeys(skipped))
-    return Comparison(record, table, tuple(paths), runs=runs, skipped=once, separate=True)
+    return Comparison(record, table, tuple(paths), swept, runs=runs, skipped=once, separate=True)
+
+
+def _sweeps(
+    about: EvaluationRecord, source: str, rows: Sequence[Result], **place: str
+) -> Iterator[tuple[TaskRecord, TaskResult]]:
+    """The sweeps of one source of an evaluation as tasks. Their cost excludes the winners that are rows, too."""
+    for name, sweep in about.sweeps.items():
+        swept, _, words = name.partition(", ")
+        if swept != source:
+            continue
+        measured = [row for row in rows if budget_words(row.labels_per_class) == words]
+        budget, cost = measured[0].labels_per_class if measured else words, sweep.cost
+        if measured and budget != ALL:
+            winner = measured[0]
+            cost = Cost(
+                images_seen=cost.images_seen - winner.images_seen,
+                flops=cost.flops - winner.flops,
+                seconds=max(cost.seconds - winner.seconds, 0.0),
+            )
+        task = TaskRecord(
+            id=f"{place['evaluator']} {place['arm']} {words}", kind="sweep", labels_per_class=budget, **place
+        )
+        yield task, TaskResult(id=task.id, fingerprint="", sweep=sweep.model_copy(update={"cost": cost}))

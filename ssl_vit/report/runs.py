@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, JsonValue
 from ssl_vit import records, results
 from ssl_vit.files import read_json
 from ssl_vit.interfaces import UserError
-from ssl_vit.records import RunSummary, SkippedSample
+from ssl_vit.records import RunSummary, SkippedSample, SweepRecord
 from ssl_vit.results import Result
 
 RUN_FILES = ("summary.json", "recipe.yaml", "environment.json", "metrics.jsonl", "results")
@@ -30,7 +30,7 @@ LOSSES = ["step", "loss", "constant_loss", "images_seen"]
 
 
 class EvaluationRecord(BaseModel):
-    """The fields of a results file of `ssl-vit eval` beside its rows."""
+    """The fields of a results file of `ssl-vit eval` beside its rows. sweeps: by "SOURCE, LABEL BUDGET"."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
     evaluator: str
@@ -41,6 +41,7 @@ class EvaluationRecord(BaseModel):
     classes: tuple[str, ...] = ()
     metric: Literal["accuracy", "mean_per_class"] = "accuracy"
     skipped: tuple[SkippedSample, ...] = ()
+    sweeps: dict[str, SweepRecord] = {}
     saved: str = ""
 
     @property

@@ -129,7 +129,8 @@ def declared_headline(comparison: Comparison, data: str) -> tuple[EvaluationKey,
     """(place, arm, baseline) of the headline of a dataset."""
     record, arm = comparison.record, comparison.tested[0]
     for evaluator in sorted(record.evaluators, key=lambda name: not record.evaluators[name].trains_encoder):  # stable
-        planned = [task.arm for task in record.tasks if (task.data, task.evaluator) == (data, evaluator)]
+        measured = [task for task in record.tasks if task.kind == "measure"]
+        planned = [task.arm for task in measured if (task.data, task.evaluator) == (data, evaluator)]
         if arm in planned and (baseline := baseline_of(comparison, arm, planned)):
             return EvaluationKey(data, evaluator), arm, baseline
     return None

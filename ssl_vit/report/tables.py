@@ -14,7 +14,8 @@ from rich.text import Text
 from ssl_vit.evaluators import budget_words
 from ssl_vit.interfaces import printable
 from ssl_vit.report.classes import BINS, Classes
-from ssl_vit.report.read import STAGES, UNITS, Comparison, costs
+from ssl_vit.report.costs import STAGES, UNITS, costs
+from ssl_vit.report.read import Comparison
 from ssl_vit.report.runs import text
 from ssl_vit.report.self_test import self_tests
 from ssl_vit.report.statistics import points
@@ -44,6 +45,8 @@ def place_tables(comparison: Comparison, summary: Summary, place: EvaluationKey)
     record = comparison.record
     weighted, trains = record.metrics[place.data] == "mean_per_class", record.evaluators[place.evaluator].trains_encoder
     seeds = len(record.seeds if trains else record.frozen_seeds)
+    if comparison.separate:  # each evaluation has its own
+        seeds = max((row.seeds for row in summary.accuracies if row.place == place), default=0)
     accuracies: dict[str, dict[str, str]] = {}
     for row in (row for row in summary.accuracies if row.place == place):
         few = f" ({row.seeds} of {seeds} seeds)" if row.seeds < seeds else ""

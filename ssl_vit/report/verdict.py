@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 
 from ssl_vit.evaluators import budget_words
 from ssl_vit.report.cautions import cautions
-from ssl_vit.report.read import OBJECTIVES, Comparison, costs
+from ssl_vit.report.costs import costs
+from ssl_vit.report.read import OBJECTIVES, Comparison
 from ssl_vit.report.runs import flat, joined, listed, text
 from ssl_vit.report.statistics import plan, points
 from ssl_vit.report.summary import Difference, Efficiency, Summary

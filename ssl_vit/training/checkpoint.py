@@ -81,21 +81,22 @@ def newest(run: Path) -> tuple[Path | None, list[str]]:
     """Return the newest intact checkpoint, and notes for the user about broken ones, which are renamed to
     `broken_step_NNNNNNNN`. Every process must call it; only the main process reads the disk."""
     intact, notes = None, list[str]()
-    if distributed.is_main():
-        for unfinished in (run / "checkpoints").glob(".step_*.tmp"):  # a kill came while it was written
-            shutil.rmtree(unfinished)
-        for replaced in (run / "checkpoints").glob(f"{_REPLACED}step_*"):  # a kill came between two renames
-            target = replaced.with_name(replaced.name.removeprefix(_REPLACED))
-            shutil.rmtree(replaced) if target.exists() else replaced.rename(target)
-        for folder in reversed(folders(run)):
-            defect = _defect(folder)
-            if defect is None:
-                intact = folder
-                break
-            broken = folder.with_name(f"broken_{folder.name}")
-            shutil.rmtree(broken, ignore_errors=True)  # of an earlier break at this step
-            folder.rename(broken)
-            notes.append(f"{folder} is broken ({defect}) and was renamed to {broken.name}")
+    with shared_errors():
+        if distributed.is_main():
+            for unfinished in (run / "checkpoints").glob(".step_*.tmp"):  # a kill came while it was written
+                shutil.rmtree(unfinished)
+            for replaced in (run / "checkpoints").glob(f"{_REPLACED}step_*"):  # a kill came between two renames
+                target = replaced.with_name(replaced.name.removeprefix(_REPLACED))
+                shutil.rmtree(replaced) if target.exists() else replaced.rename(target)
+            for folder in reversed(folders(run)):
+                defect = _defect(folder)
+                if defect is None:
+                    intact = folder
+                    break
+                broken = folder.with_name(f"broken_{folder.name}")
+                shutil.rmtree(broken, ignore_errors=True)  # of an earlier break at this step
+                folder.rename(broken)
+                notes.append(f"{folder} is broken ({defect}) and was renamed to {broken.name}")
     return distributed.gather((intact, notes))[0]
 
 
@@ -107,8 +108,11 @@ def _defect(folder: Path) -> str | None:
             if sha256(folder / name) != expected:
                 return f"{name} does not match its checksum"
         return None if sums else f"{_SUMS} is empty"
-    except (OSError, ValueError) as error:
+    except (FileNotFoundError, ValueError) as error:
         return str(error)
+    except OSError as error:  # it may be intact: a disk or a server that does not answer
+        hint = "run the command again, or delete it to fall back to the one before"
+        raise RunError(f"{folder}: cannot be read ({error}); {hint}") from None
 
 
 def save(run: Path, step: int, state: State, keep_last: int) -> Path:

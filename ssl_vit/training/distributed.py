@@ -11,7 +11,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from functools import cache
 from typing import Any
 
@@ -173,6 +173,14 @@ def _keep_what_is_imported() -> None:
     """Accelerate collects garbage after every training, which would walk all that is imported: 0.3 s each time."""
     gc.freeze()
     atexit.register(gc.unfreeze)  # else native modules report what they own as leaked
+
+
+def supports(precision: Precision) -> bool:
+    """Whether the device computes in this precision."""
+    with suppress(UserError):
+        _check_precision(precision)
+        return True
+    return False
 
 
 def _check_precision(precision: Precision) -> None:

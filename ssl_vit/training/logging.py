@@ -202,8 +202,7 @@ class RunLogger:
         accelerator.init_trackers(run.name, init_kwargs=keywords)
         for tracker in accelerator.trackers:
             if tracker.name != "tensorboard":  # TensorBoard would create extra folders beside recipe.yaml
-                shared = json.loads(without_credentials(json.dumps(recipe)))
-                tracker.store_init_configuration(shared)
+                tracker.store_init_configuration(without_credentials(recipe))
 
     def _try(self, act: Callable[[], Any]) -> None:
         """Training is worth more than a tracker: one that fails ends tracking."""

@@ -15,6 +15,7 @@ from ssl_vit.training import TrainingConfig, distributed
 from ssl_vit.training.distributed import Engine
 from ssl_vit.training.state import State, random_state, set_random_state
 
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.SyncBatchNorm)
 _OPTIMIZER_COPIES = 2  # of the weights, which AdamW keeps, and which the first step takes after its backward pass
 _RESERVE = 0.05  # share of a GPU's memory kept free: later steps fragment it
 
@@ -36,9 +37,11 @@ def find_accumulation(
         if state.device.type == "cuda":
             total = torch.cuda.get_device_properties(state.device).total_memory
             held.append(torch.empty(int(_RESERVE * total), dtype=torch.uint8, device=state.device))
+        part = batch.split(count)[0]
+        check_batch_norm(objective, len(part.images))
         # Not through DDP: a process that runs out of memory would leave the others waiting.
         with autocast():
-            loss = objective(batch.split(count)[0]).loss
+            loss = objective(part).loss
         loss.backward()
         held.clear()
 
@@ -63,6 +66,15 @@ def find_accumulation(
     )
 
 
+def check_batch_norm(objective: nn.Module, images: int) -> None:
+    """Raises UserError where batch norm would see a micro-batch of one image, whose variance it cannot compute."""
+    if images < 2 and any(isinstance(module, _BATCH_NORMS) for module in objective.modules()):
+        raise UserError(
+            "batch norm needs at least two images per micro-batch and process; raise training.batch_size, or lower "
+            "training.accumulate"
+        )
+
+
 def first_micro_batch(
     objective: nn.Module, batch: Batch, accelerator: Engine, training: TrainingConfig, lanes: int
 ) -> tuple[Batch, int]:
@@ -74,6 +86,7 @@ def first_micro_batch(
     more = range(training.accumulate + 1, lanes + 1) if training.auto_batch else ()
     for count in (training.accumulate, *(n for n in more if lanes % n == 0)):
         part = batch.split(count)[0]
+        check_batch_norm(objective, len(part.images))
         try:
             forward_backward(objective, part, accelerator)
             return part, count

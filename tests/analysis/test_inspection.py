@@ -9,17 +9,19 @@ import shutil
 import sys
 import tarfile
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from jinja2 import UndefinedError
 from PIL import Image
 from torchvision.transforms import v2
 
 from ssl_vit import cli
-from ssl_vit.analysis import attention
+from ssl_vit.analysis import attention, inspection
 from ssl_vit.models import EncoderConfig, factory
 
 Call = Callable[..., tuple[int, str]]
@@ -103,6 +105,16 @@ def test_the_page_is_whole_and_asks_nothing_of_the_network(run: Path, shards: Pa
     assert "Not available" not in page and "{{" not in page and "undefined" not in page
     assert "first 3 of" in page and "000001" in page  # which sample was skipped
     assert "each of" not in page and "16×16 pixels in a grid of 4×4 patches" in page.replace("&times;", "×")
+
+
+def test_the_page_and_the_numbers_have_no_credentials_of_urls(tmp_path: Path) -> None:
+    numbers = {"data": "https://me:SECRET@host/a.tar?sig=SECRET", "skipped": ["https://host/\u00e9 a.tar?sig=SECRET x"]}
+    with suppress(UndefinedError):  # the page needs more numbers
+        inspection._write(tmp_path, {}, numbers)
+    assert numbers_of(tmp_path) == {
+        "data": "https://...@host/a.tar?...",
+        "skipped": ["https://host/\u00e9 a.tar?... x"],
+    }
 
 
 def test_the_numbers_are_those_of_the_first_readable_images(run: Path, shards: Path, tmp_path: Path) -> None:

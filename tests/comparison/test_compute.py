@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
-from ssl_vit.comparison import run
+from ssl_vit.comparison.checks import check
 from ssl_vit.comparison.config import load_comparison
 from ssl_vit.comparison.dry_run import dry_run_comparison
 from ssl_vit.comparison.plan import Plan
 from ssl_vit.evaluators.classifier import TrainedConfig
-from ssl_vit.report.read import costs
+from ssl_vit.interfaces import UserError
+from ssl_vit.report.costs import costs
 
 from .conftest import STEPS, TUNING, Mini, quietly
 
@@ -46,7 +47,7 @@ def test_the_compute_of_all_views_is_given(mini: Mini) -> None:
     def extra(views: int) -> int:
         lejepa = {"recipe": "digits_lejepa", "overrides": [*STEPS, "training.steps=40", f"data.views={views}"]}
         study = load_comparison(mini(arms=ARMS | {"ssl": lejepa}, evaluators=ONE))
-        plan = run.check(study, study.sets).plan
+        plan = check(study, study.sets).plan
         found = plan.study.evaluators["data", "fine_tune", "longer"]
         assert isinstance(found, TrainedConfig)
         return found.extra_steps
@@ -59,3 +60,23 @@ def test_scratch_has_the_architecture_of_the_arm_with_its_compute(mini: Mini, fe
     study = load_comparison(mini(arms={"wider": wider, **ARMS}, evaluators=ONE))
     rows = Plan(study, Path("nowhere"), study.sets).rows
     assert (rows["scratch"].like, rows["longer"].like) == ("wider", "ssl")
+
+
+def test_compute_is_not_equal_where_the_sweep_changes_the_cost_of_a_step(mini: Mini) -> None:
+    for sweep, words in (
+        ({"training.batch_size": [8, 16]}, r"arms\.longer\.compute_of: .*different FLOPs"),
+        ({"extra_steps": [0, 5]}, r"sweep\.extra_steps"),
+    ):
+        with pytest.raises(UserError, match=words):
+            study = load_comparison(mini(arms=ARMS, evaluators={"fine_tune": TUNING | {"sweep": sweep}}))
+            check(study, study.sets)
+
+
+def test_an_arm_without_a_recipe_has_no_steps_to_count(mini: Mini, few_digits: Path, tmp_path: Path) -> None:
+    quietly(mini(evaluators={"knn": {"ks": [1]}}))
+    (tmp_path / "run" / "ssl" / "recipe.yaml").rename(tmp_path / "recipe.yaml")
+    given = {"label": "given", "weights": str(tmp_path / "run" / "ssl")}
+    arms = {**ARMS, "given": given, "longer": {"label": "longer", "compute_of": "ssl", "like": "given"}}
+    study = load_comparison(mini(arms=arms, evaluators=ONE, run=str(tmp_path / "other")))
+    with pytest.raises(UserError, match=r"arms\.longer\.compute_of: arms\.given has no recipe"):
+        check(study, study.sets)

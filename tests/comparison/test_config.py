@@ -27,6 +27,18 @@ from ssl_vit.interfaces import UserError
             ["arms.ssl.evaluators={fine_tune: {sweep_labels_per_class: 5}}"],
             "sweep_labels_per_class: .*remove",
         ),
+        (["arms.scratch.evaluators={fine_tuen: {lanes: 3}}"], r"arms\.scratch\.evaluators: .*did you mean 'fine_tune'"),
+        (
+            ["arms.scratch.evaluators={attentive_probe: {stepz: 3}}"],
+            r"arms\.scratch\.evaluators\.attentive_probe\.stepz",
+        ),
+        (
+            ["data.folds=[]", "data.sets={a: {train: x, test: y, evaluators: {knnn: {}}}}"],
+            r"data\.sets\.a\.evaluators: ",
+        ),
+        (["assigned=[0,1]", "pretrainings=1"], "assigned: 1"),
+        (["evaluators.fine_tune.sweep={held_out: [0.1, 0.2]}"], "sweep.held_out"),
+        (["evaluators.fine_tune.sweep={optim.lr.x: [1]}"], "sweep.optim.lr.x.*no such key"),
         (["arms.scratch.like=nobody"], "scratch.like=nobody"),
         (["arms={a b: {label: x, recipe: digits_ssl}}"], "'a b'"),
         (["arms={pixels: {label: x, recipe: digits_ssl}}"], "'pixels'"),
@@ -95,9 +107,16 @@ def test_the_shipped_suites_are_whole(tmp_path: Path) -> None:
         for key, chosen in load_suite(name).sets.items():
             assert chosen.source or chosen.train, key
     assert set(load_suite("transfer").sets) == {"cifar10", "cifar100", "pets", "flowers102", "imagenet"}
-    (wrong := tmp_path / "wrong.yaml").write_text("name: w\nsets: {x: {source: digits, evaluators: {knn: {kk: 1}}}}")
-    with pytest.raises(UserError, match=r"sets\.x\.evaluators\.knn\.kk: unknown key"):
-        load_suite(str(wrong))
+    wrong = tmp_path / "wrong.yaml"
+    for sets, words in (
+        ("{x: {source: digits, evaluators: {knn: {kk: 1}}}}", r"sets\.x\.evaluators\.knn\.kk: unknown key"),
+        ("[a]", "sets: "),
+        ("{a: 5}", r"sets\.a: "),
+        ("{a: {source: digits, evaluators: [knn]}}", r"sets\.a\.evaluators: "),
+    ):
+        wrong.write_text(f"name: w\nsets: {sets}")
+        with pytest.raises(UserError, match=words):
+            load_suite(str(wrong))
 
 
 def test_a_suite_is_found_beside_the_recipe(mini: Any, tmp_path: Path) -> None:

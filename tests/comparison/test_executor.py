@@ -60,6 +60,15 @@ def test_jobs_share_the_tasks_the_cores_and_the_gpus(tmp_path: Path, monkeypatch
     assert not multiprocessing.active_children()
 
 
+def test_a_worker_in_place_of_a_killed_one_has_its_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
+    tasks = [task("killed", arm="killed"), task("long", arm="2"), task("after", "killed"), task("next")]
+    with pytest.raises(RunError, match="was killed"):
+        executor.run(tasks, partial(do, tmp_path), jobs=2, say=lambda text: None)
+    gpus = {name: (tmp_path / name).read_text().split()[2] for name in ("long", "next")}
+    assert set(gpus.values()) == {"5", "7"}
+
+
 def test_a_process_that_grew_is_replaced_without_a_warning(
     tmp_path: Path, recwarn: pytest.WarningsRecorder, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from ssl_vit.comparison import looks, run
+from ssl_vit.comparison.checks import check
 from ssl_vit.comparison.config import Study, load_comparison
 from ssl_vit.comparison.run import compare
 from ssl_vit.interfaces import UserError
@@ -53,6 +54,23 @@ def test_seeds_are_added_until_the_maximum_and_the_report_counts_the_looks(mini:
         quiet(recipe, until_decided=True, max_seeds=9)
     with pytest.raises(UserError, match="other frozen_seeds"):
         quiet(mini(**FROZEN | {"frozen_seeds": [0, 5]}))
+
+
+def test_a_look_is_taken_again_after_a_key_has_changed(mini: Mini, undecided: None) -> None:
+    assert quiet(mini(**FROZEN), until_decided=True, max_seeds=4).record.looks[-1].outcomes == {"data": "undecided"}
+    again = quiet(mini(**FROZEN | {"margin": 0.9}))
+    assert [look.seeds for look in again.record.looks] == [2, 3, 4]
+    assert again.record.looks[-1].outcomes == {"data": "equivalent"}
+
+
+def test_the_looks_of_another_process_are_not_overwritten(mini: Mini, undecided: None, tmp_path: Path) -> None:
+    recipe = mini(**FROZEN)
+    study = load_comparison(recipe)
+    late = check(study, study.sets)  # before the other one began
+    quiet(recipe, until_decided=True, max_seeds=4)
+    with pytest.raises(UserError, match="another process added seeds"):
+        run._write_plan(late, study.comparison, "")
+    assert len(read([tmp_path / "run"]).record.looks) == 3
 
 
 def test_a_kill_between_looks_changes_nothing(

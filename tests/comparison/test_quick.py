@@ -9,8 +9,9 @@ import pytest
 from typer.testing import CliRunner
 
 from ssl_vit import cli, plugins
+from ssl_vit.comparison.checks import check
 from ssl_vit.comparison.config import load_comparison
-from ssl_vit.comparison.run import _write_plan, check
+from ssl_vit.comparison.run import _write_plan
 from ssl_vit.evaluators import runner
 from ssl_vit.evaluators.features import silent
 from ssl_vit.interfaces import UserError

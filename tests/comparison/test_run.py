@@ -17,18 +17,20 @@ import torch
 from filelock import FileLock
 from sklearn.datasets import load_digits
 
-from ssl_vit import cli, results
+from ssl_vit import api, cli, results
 from ssl_vit.cli import compare as commands
 from ssl_vit.comparison import work
+from ssl_vit.comparison.checks import check
 from ssl_vit.comparison.config import load_comparison
 from ssl_vit.comparison.plan import Plan
-from ssl_vit.comparison.run import check, compare
+from ssl_vit.comparison.run import RESULTS, compare
 from ssl_vit.data.packing import pack
 from ssl_vit.data.packing.plan import Options
 from ssl_vit.data.packing.sources import digits, open_source
 from ssl_vit.data.shards import open_shards
 from ssl_vit.evaluators.labels import labels_of
 from ssl_vit.interfaces import RunError, UserError
+from ssl_vit.recipe import load_recipe
 from ssl_vit.records import TaskRecord
 from ssl_vit.report.page import write_report
 from ssl_vit.report.read import Comparison, read_comparison
@@ -313,6 +315,54 @@ def test_an_arm_that_cannot_run_is_named(few_digits: Path, mini: Mini, tmp_path:
     refused(mini(arms={"given": {"label": "x", "weights": str(tmp_path / "none")}}), str(tmp_path / "none"))
 
 
+def test_training_images_that_are_test_images_are_refused(few_digits: Path, mini: Mini, tmp_path: Path) -> None:
+    pretrained = {"label": "SSL", "recipe": "digits_ssl", "overrides": [*STEPS, f"data.train={few_digits}/train"]}
+    refused(mini(arms={"ssl": pretrained}, data=dict.fromkeys(("train", "test"), f"{few_digits}/test")), "test images|")
+    for train in (f"{few_digits}/test", f"{few_digits}#test", f"{few_digits}/../{few_digits.name}/test"):
+        sets = {"train": train, "test": f"{few_digits}/test"}
+        refused(mini(arms={"ssl": pretrained}, data=sets), "includes images of the test set")
+    shutil.copytree(few_digits / "test", tmp_path / "copy")
+    sets = {"train": str(tmp_path / "copy"), "test": f"{few_digits}/test"}
+    refused(mini(arms={"ssl": pretrained}, data=sets), "includes images of the test set")
+
+
+def test_weights_that_saw_test_images_are_not_started_from(few_digits: Path, mini: Mini, tmp_path: Path) -> None:
+    def trained(name: str, *keys: str) -> Path:
+        return api.train(load_recipe("digits_ssl", [*STEPS, f"run={tmp_path / name}", *keys]))
+
+    seen = trained("seen", f"data.train={few_digits}/test")
+    later = trained("later", f"data.train={few_digits}/train", f"init_from={seen}")
+    for start in (seen, later):
+        begun = {"label": "SSL", "recipe": "digits_ssl", "overrides": [*STEPS, f"init_from={start}"]}
+        refused(mini(arms={"ssl": begun}), r"arms\.ssl: .*includes images of the test set")
+    refused(mini(arms={"given": {"label": "x", "weights": str(later)}}), r"arms\.given: .*images of the test set")
+    with pytest.raises(UserError, match="was trained on"):
+        api.evaluate(seen, "knn", f"{few_digits}/train", f"{few_digits}#test", ["ks=[1]"])
+
+
+def test_what_no_candidate_or_budget_can_do_is_found_before_pretraining(mini: Mini) -> None:
+    for evaluators, words in (
+        ({"attentive_probe": {"memory_gib": 1e-4, "sweep": {}}}, "memory_gib"),
+        ({"linear_probe": {"method": "lars", "labels_per_class": [5, 1], "lanes": 16}}, "lower lanes"),
+        ({"fine_tune": TUNING | {"head": {"classes": 3}}}, "the labels have 10 classes"),
+        ({"few_shot": {"sweep": {"block": [1, 70]}, "labels_per_class": [2]}}, "block=70"),
+    ):
+        refused(mini(evaluators=evaluators), words)
+
+
+def test_a_failure_leaves_no_results_of_before(mini: Mini, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    quietly(mini())
+    assert (tmp_path / "run" / RESULTS).is_file()
+
+    def fails(*arguments: Any) -> Any:
+        raise RunError("no")
+
+    monkeypatch.setattr("ssl_vit.comparison.work.runner.measure", fails)
+    with pytest.raises(RunError):
+        quietly(mini(seeds=[0, 1, 2], frozen_seeds=[0, 1, 2]))
+    assert not (tmp_path / "run" / RESULTS).exists()
+
+
 def test_labels_that_cannot_be_evaluated_on_are_named(
     few_digits: Path, mini: Mini, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -323,7 +373,7 @@ def test_labels_that_cannot_be_evaluated_on_are_named(
     check(study, study.sets, said.append)
     (note,) = said
     assert "fewer than 60 images" in note and note.endswith(": 0, 1, 2, 3, 4 and 5 more")
-    monkeypatch.setattr("ssl_vit.comparison.run.labels_of", lambda shards: np.full(shards.samples, 3))
+    monkeypatch.setattr("ssl_vit.comparison.checks.labels_of", lambda shards: np.full(shards.samples, 3))
     refused(mini(), "one class")
 
 

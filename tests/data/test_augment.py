@@ -70,6 +70,16 @@ def test_hue_blur_and_solarization_are_torchvisions(make_batch: Any) -> None:
     assert torch.equal(found[5], torch.where(batch.images[5] >= 128, 255 - batch.images[5], batch.images[5]))
 
 
+def test_opacity_is_no_color(make_batch: Any) -> None:
+    changes = torch.tensor([[0.7, 1.4, 0.0, 0.1, 1.3, 128.0]] * 2)
+    batch = make_batch(2, channels=4, jitter=changes, flip=torch.zeros(2, dtype=torch.bool))
+    rgb = make_batch(2, channels=3, jitter=changes, flip=torch.zeros(2, dtype=torch.bool))
+    rgb.images[:] = batch.images[:, :3]
+    found = device_images(batch)
+    assert torch.equal(found[:, 3], batch.images[:, 3])
+    assert torch.equal(found[:, :3], device_images(rgb))
+
+
 def test_gray_images_are_blurred_and_solarized(make_batch: Any) -> None:
     jitter = torch.tensor([[1.0, 1.0, 0.0, 0.4, 0.0, 256.0], [1.0, 1.0, 1.0, 0.0, 1.0, 256.0], [1, 1, 1, 0, 0, 128]])
     batch = make_batch(3, channels=1, jitter=jitter, flip=torch.zeros(3, dtype=torch.bool))

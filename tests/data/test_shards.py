@@ -11,7 +11,7 @@ import pytest
 from ssl_vit.data.packing import pack
 from ssl_vit.data.packing.plan import Options
 from ssl_vit.data.packing.sources import open_source
-from ssl_vit.data.shards import open_shards
+from ssl_vit.data.shards import ShardSet, open_shards
 from ssl_vit.interfaces import UserError
 
 
@@ -51,3 +51,13 @@ def test_tars_without_info_json_are_distinguished_by_their_headers_and_labels(tm
     first = packed("one", b"1")
     assert packed("same", b"1") == first
     assert len({first, packed("label", b"2"), packed("image", b"1", b"more pixels")}) == 3
+
+
+def test_remote_shards_of_unknown_content_are_told_apart_by_their_address() -> None:
+    def fingerprint(url: str, **known: tuple[str, ...]) -> str:
+        return ShardSet(spec=url, urls=(f"{url}/0.tar?sig=1",), counts=(5,), sizes=(None,), **known).fingerprint
+
+    first = fingerprint("https://host/train", checksums=("",), headers=("",))
+    assert fingerprint("https://host/test", checksums=("",), headers=("",)) != first
+    known = {"checksums": ("ab",), "headers": ("",)}
+    assert fingerprint("https://host/train", **known) == fingerprint("https://mirror/other", **known) != first

@@ -18,6 +18,7 @@ import torch
 from PIL import Image
 
 import ssl_vit
+from ssl_vit.evaluators import embeddings
 from ssl_vit.models import factory
 
 Make = Callable[..., Any]
@@ -98,6 +99,15 @@ def test_the_command_writes_a_table_or_arrays(
         ):
             assert (keys.tolist(), labels.tolist()) == (frame["key"].tolist(), frame["label"].tolist())
             np.testing.assert_allclose(embeddings, expected, atol=1e-6)
+
+
+def test_a_written_table_has_no_credentials_of_urls(weights: Path, shards: Path, tmp_path: Path) -> None:
+    frame = ssl_vit.embed(weights, str(shards), pooling="mean", workers=0)
+    frame.attrs["skipped"][0]["shard"] = "https://host/a.tar?sig=SECRET"
+    embeddings.write(frame, tmp_path / "e.parquet")
+    assert b"SECRET" not in (tmp_path / "e.parquet").read_bytes()
+    assert pd.read_parquet(tmp_path / "e.parquet").attrs["skipped"][0]["shard"] == "https://host/a.tar?..."
+    assert frame.attrs["skipped"][0]["shard"].endswith("SECRET")
 
 
 @pytest.mark.parametrize(

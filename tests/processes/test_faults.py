@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import signal
@@ -17,7 +18,9 @@ import pytest
 from ssl_vit import api, recipe
 from ssl_vit.data.order import LanePosition, lane_stream
 from ssl_vit.data.shards import open_shards
+from ssl_vit.interfaces import RunError
 from ssl_vit.models import factory
+from ssl_vit.training import checkpoint
 from tests.processes.reading import losses, same, saved, weights
 
 World = Callable[..., Any]
@@ -137,6 +140,25 @@ def test_a_broken_checkpoint_is_put_aside(digits: Path, tmp_path: Path) -> None:
     for name in ("encoder", "objective", "training", "optimizer"):
         assert same(weights(run, name), weights(whole, name)), name
     assert losses(run) == losses(whole)
+
+
+def test_a_disk_that_does_not_answer_breaks_no_checkpoint(
+    digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, keys = tmp_path / "run", ["training.steps=4", "training.checkpoint_every=2", "training.keep_last=9"]
+    train(digits, run, *keys)
+    log = (run / "metrics.jsonl").read_text()
+
+    def fails(path: Path) -> str:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoint, "sha256", fails)
+        with pytest.raises(RunError, match=r"step_00000004: cannot be read .*run the command again"):
+            train(digits, run, *keys)
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step_00000002", "step_00000004"]
+    train(digits, run, *keys)
+    assert (run / "metrics.jsonl").read_text() == log
 
 
 def test_a_loader_worker_that_dies_is_named(world: World, digits: Path, tmp_path: Path) -> None:

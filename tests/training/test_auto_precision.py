@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from ssl_vit import precision, recipe
-from ssl_vit.comparison import run as comparison
+from ssl_vit.comparison.checks import check
 from ssl_vit.comparison.config import load_comparison
 from ssl_vit.comparison.suites import prepare
 from tests.processes.reading import rows as lines
@@ -104,10 +104,21 @@ def test_the_arms_of_a_comparison_share_one(few_digits: Path, tmp_path: Path, mo
         return faster("bf16")()
 
     monkeypatch.setattr(precision, "measure", measure)
-    checked = comparison.check(study, prepare(study.sets, study.folder, write=False))
-    assert asked == ["digits_ssl"]
+    sets = prepare(study.sets, study.folder, write=False)
+    check(study, sets)
+    assert not list(tmp_path.iterdir()), "a dry run stores nothing"
+    checked = check(study, sets, keep_precision=True)
+    assert asked == ["digits_ssl"] * 2
     assert {settings.training.precision for settings in checked.plan.study.recipes.values()} == {"bf16"}
-    comparison._write_plan(checked, study.comparison, "")
     monkeypatch.setattr(precision, "measure", faster("fp32"))
-    again = comparison.check(study, prepare(study.sets, study.folder, write=False)).plan
+    again = check(study, sets, keep_precision=True).plan
     assert [task.fingerprint for task in again.tasks] == [task.fingerprint for task in checked.plan.tasks]
+
+
+def test_what_the_device_cannot_do_is_not_tried(
+    settings: Callable[..., recipe.Recipe], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(precision, "_OTHERWISE", ("tf32", "bf16"))  # the candidates of a GPU
+    assert list(precision.measure(settings(tmp_path, AUTO))) == ["bf16"]  # no tf32 on a CPU
+    monkeypatch.setattr(precision, "_OTHERWISE", ("tf32",))
+    assert list(precision.measure(settings(tmp_path, AUTO))) == ["fp32"]

@@ -25,7 +25,7 @@ from ssl_vit.data.packing import pack, packing_plan
 from ssl_vit.data.packing.plan import Options
 from ssl_vit.data.packing.sources import FOLDER, HUB, list_splits, open_source
 from ssl_vit.data.packing.sources.base import VALIDATION, Source
-from ssl_vit.data.shards.info import ABOUT, INFO, RECORD
+from ssl_vit.data.shards.info import ABOUT, INFO, MAX_INFO_BYTES, RECORD
 from ssl_vit.files import expanded
 from ssl_vit.interfaces import UserError
 
@@ -64,17 +64,30 @@ def is_shards(place: str) -> bool:
     if not os.path.exists(path):
         return place != "digits" and not re.match(r"[a-z]\w+:(?!//)", place)
     if path.is_dir():
-        files = (INFO, ABOUT, RECORD)
-        return any((path / name).exists() or any(path.glob(f"*/{name}")) for name in files) or any(path.glob("*.tar"))
+        files = [file for name in (INFO, ABOUT, RECORD) for file in (path / name, *path.glob(f"*/{name}"))]
+        return any(map(_lists_shards, files)) or any(path.glob("*.tar"))
     return path.suffix not in (".parquet", ".arrow")
 
 
+def _lists_shards(file: Path) -> bool:
+    """Whether a file is one that packing writes; datasets of images have files of the same names."""
+    if file.name == RECORD or any(file.parent.glob("*.tar")):
+        return file.exists()
+    try:
+        with file.open("rb") as opened:
+            content = json.loads(opened.read(MAX_INFO_BYTES))
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(content, dict) and any(isinstance(content.get(key), list | dict) for key in ("shards", "splits"))
+
+
 def parts_of(place: str) -> list[str]:
-    """The parts that `place` has, as data arguments: its splits, else itself."""
+    """The parts that `place` has, as data arguments: its splits, where there are several, else itself."""
     if is_shards(place):
         names = sorted(info.parent.name for info in expanded(place).glob(f"*/{INFO}"))
     else:
         names = list_splits(place)
+        names = names if len(names) > 1 else []
     return [f"{place}#{name}" for name in names] or [place]
 
 
@@ -91,7 +104,7 @@ def _packed(place: str, part: str) -> Path:
     """The folder of one part of a source of images, packed if need be."""
     parent = expanded(place.removeprefix(FOLDER)).resolve()
     is_split = parent.name in ("train", "test", *VALIDATION)  # other folders beside it are not read
-    if not part and is_split and parent.is_dir() and parent.name in _layout(parent.parent):
+    if not part and is_split and parent.is_dir() and len(names := _layout(parent.parent)) > 1 and parent.name in names:
         place, part = str(parent.parent), parent.name  # the classes of a split are those of all splits
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # about ignored files: said when they are packed
@@ -104,6 +117,8 @@ def _packed(place: str, part: str) -> Path:
             sources = {name: open_source(place, split=name) for name in splits}
             return _set(place, sources, Options(keep_names=True)) / wanted[0]
         source = open_source(place, split=splits[0] if splits else None)
+    if part not in ("train", "test") and part in splits:
+        part = ""  # all there is
     if part and part not in ("train", "test"):
         raise UserError(f"{place} has no part {part}: it has no splits; name {place}, {place}#train or {place}#test")
     if part:

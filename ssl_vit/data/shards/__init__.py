@@ -7,7 +7,7 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain, combinations, pairwise
+from itertools import chain, combinations, pairwise, zip_longest
 from pathlib import Path
 from tarfile import BLOCKSIZE
 from typing import BinaryIO
@@ -67,7 +67,10 @@ class ShardSet:
     @property
     def fingerprint(self) -> str:
         """Hash of what tells shard sets apart: names, counts and checksums (or `headers`) of shards, and classes."""
-        names = [file_name(url) for url in self.urls]
+        names = [  # of a remote shard whose content is unknown, the address
+            file_name(url) if checksum or header or "://" not in url else f"{url.partition('?')[0]} {size}"
+            for url, checksum, header, size in zip_longest(self.urls, self.checksums, self.headers, self.sizes)
+        ]
         content = json.dumps([names, self.counts, self.checksums, self.headers, self.mixture, self.classes])
         return hashlib.sha256(content.encode()).hexdigest()[:16]
 

@@ -66,7 +66,9 @@ def _cached(folder: Path, url: str, remote: RemoteConfig, size: int | None, sha2
         _say(folder, f"{url}: the server does not say how large it is")
         return None
     label = re.sub(r"[^\w.-]", "_", os.path.basename(url.partition("?")[0]))[-80:]
-    address = url.partition("?")[0] if version == sha256 else url  # a signed URL is renewed, its content is the same
+    address = (
+        url.partition("?")[0] if sha256 and version == sha256 else url
+    )  # a signed URL is renewed, its content is the same
     name = hashlib.sha256(f"{address}\n{version}\n{size}".encode()).hexdigest()[:32] + f"-{label}"
     try:
         with FileLock(folder / ".locks" / name):

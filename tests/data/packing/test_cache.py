@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+from datasets import Dataset, DatasetDict
 
+from ssl_vit.data.check import check_data
 from ssl_vit.data.packing import cache
 from ssl_vit.data.shards import open_shards
 from ssl_vit.interfaces import UserError
@@ -208,3 +210,21 @@ def test_the_folder_above_is_not_read(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(cache, "list_splits", listed)
     assert open_shards("downloads/pets").samples == 20
     assert asked and not [spec for spec in asked if spec.endswith("downloads")]
+
+
+def test_an_only_split_that_is_named_is_whole(tmp_path: Path) -> None:
+    class_folders(tmp_path / "only" / "train")
+    assert open_shards("only/train").samples == 20
+    assert (open_shards("only#train").samples, open_shards("only#test").samples) == (16, 4)
+    found = check_data("only", progress=False)
+    assert found.class_counts.sum().tolist() == [16, 4], "both parts are read"
+    pd.DataFrame({"image": [encoded("PNG", n) for n in range(4)], "label": [0, 1] * 2}).to_parquet("a.parquet")
+    DatasetDict({"validation": Dataset.from_parquet("a.parquet")}).save_to_disk("saved")
+    assert open_shards("saved#validation").samples == 4
+
+
+@pytest.mark.parametrize("file", ["info.json", "about.json", "a/info.json"])
+def test_a_file_of_that_name_makes_no_shards(tmp_path: Path, file: str) -> None:
+    class_folders(tmp_path / "photos")
+    (tmp_path / "photos" / file).write_text('{"author": "me", "splits": 2}')
+    assert open_shards("photos").samples == 20

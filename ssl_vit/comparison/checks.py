@@ -1,0 +1,252 @@
+"""Checks before the first task of a comparison: that every task can run, and that test images choose nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from filelock import FileLock
+from pydantic import ValidationError
+
+from ssl_vit import precision, runs, stage
+from ssl_vit.api import saw_test_images, training_places
+from ssl_vit.comparison.compute import equalize
+from ssl_vit.comparison.config import Study
+from ssl_vit.comparison.design import needs_labels
+from ssl_vit.comparison.executor import Say
+from ssl_vit.comparison.plan import Plan
+from ssl_vit.comparison.sets import DataSet
+from ssl_vit.comparison.work import is_done
+from ssl_vit.data import RemoteConfig, mixture
+from ssl_vit.data.shards import ShardSet, check_same_classes, open_shards, open_training
+from ssl_vit.evaluators import runner
+from ssl_vit.evaluators.features import FeatureConfig, check_features, silent
+from ssl_vit.evaluators.labels import check_classes, choose_labeled, labels_of, set_notes
+from ssl_vit.evaluators.selection import candidates_of, configured
+from ssl_vit.files import read_json, write_json
+from ssl_vit.interfaces import RunError, UserError, printable
+from ssl_vit.models import factory
+from ssl_vit.models.encoder import Encoder
+from ssl_vit.recipe import Recipe
+from ssl_vit.records import ComparisonRecord, TaskRecord
+from ssl_vit.report.read import PLAN
+from ssl_vit.training import Precision, distributed
+
+_PRECISION = "precision.json"  # what `auto` of the arms' recipes was replaced by
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A comparison that can run. shards: by the names of `Plan.part`. missing: tasks to run."""
+
+    plan: Plan
+    shards: dict[str, ShardSet]
+    missing: list[TaskRecord]
+
+
+def check(study: Study, sets: dict[str, DataSet], say: Say = silent, *, keep_precision: bool = False) -> Checked:
+    """Plan a study on these datasets.
+
+    say: prints warnings.
+    keep_precision: store which precision was chosen for `auto`, for the other processes of this comparison; nothing
+        else is written.
+
+    Raises UserError for anything that would make a task impossible.
+    """
+    check_directory(study)
+    remote = study.remote
+    study = _with_precision(_with_labels(study, remote), say, keep=keep_precision)
+    plan, opened = Plan(study, study.comparison.run_directory, sets), dict[str, ShardSet]()
+    for fold in plan.folds:
+        for name in sets:
+            chosen = plan.split(name, fold)
+            assert chosen.train is not None and chosen.test is not None
+            train, test = open_shards(chosen.train, remote), open_shards(chosen.test, remote)
+            check_same_classes(train.classes, test.classes, f"{train.spec} and {test.spec}")
+            _check_apart([chosen.train] if isinstance(chosen.train, str) else chosen.train, train, test)
+            for note in set_notes(train, test):
+                say(f"note: {note}")
+            opened |= {plan.part(name, "train", fold): train, plan.part(name, "test", fold): test}
+        for arm, settings in study.recipes.items():
+            data, probe = plan.pretraining_data(arm, fold), settings.probe
+            try:
+                shards = opened[plan.part(arm, "pretrain", fold)] = open_training(data)
+                with_data = settings.model_copy(update={"data": data})
+                _check_no_test_images(with_data, [opened[plan.part(name, "test", fold)] for name in sets], shards)
+                stage.check(with_data, shards)
+                if probe:
+                    labels_of(open_shards(probe.data, remote) if probe.data else shards)
+            except UserError as error:
+                raise UserError(f"arms.{arm}: {error}") from None
+    tests = [opened[plan.part(name, "test", fold)] for name in sets for fold in plan.folds]
+    for arm, settings in plan.recipes.items():
+        if arm not in study.recipes:  # weights of a run
+            try:
+                _check_no_test_images(settings, tests)
+            except UserError as error:
+                raise UserError(f"arms.{arm}: {error}") from None
+    plan = equalize(replace(plan, shards={key: part.fingerprint for key, part in opened.items()}), opened)
+    missing = [task for task in plan.tasks if not is_done(plan, task)]
+    for task in missing:
+        if task.kind == "pretrain":
+            settings = plan.pretraining(task)
+            runs.check(settings.run_directory, settings, plan.shards[plan.part(task.arm, "pretrain", task.fold)])
+    for name, fold in dict.fromkeys((task.data, task.fold) for task in missing if task.evaluator):
+        _check_labels(plan, name, *(opened[plan.part(name, part, fold)] for part in ("train", "test")), say=say)
+    # By dataset, evaluator and arm: seeds and budgets do not matter.
+    for task in {(task.data, task.evaluator, task.arm): task for task in missing if task.evaluator}.values():
+        try:
+            _check_evaluator(plan, opened, task)
+        except UserError as error:
+            raise UserError(f"evaluators.{task.evaluator}, {task.arm}: {error}") from None
+    return Checked(plan, opened, missing)
+
+
+def _check_apart(places: Sequence[str], train: ShardSet, test: ShardSet) -> None:
+    """Refuse labeled training images that are test images: settings are selected on them."""
+    if _shared(train, test) or saw_test_images(places, test.spec):
+        raise UserError(
+            f"{train.spec} includes images of the test set {test.spec}, and settings are selected on training images; "
+            "name sets without common images, such as PLACE#train and PLACE#test"
+        )
+
+
+def _check_no_test_images(settings: Recipe, tests: Sequence[ShardSet], shards: ShardSet | None = None) -> None:
+    """Refuse to pretrain, or start from weights that were trained, on a test set, on the whole of images of which it is
+    a part, or on one of its shards. shards: of the recipe's data."""
+    places = training_places(settings)
+    for test in tests:
+        if (shards and _shared(shards, test)) or saw_test_images(places, test.spec):
+            raise UserError(
+                f"data.train={', '.join(places)} includes images of the test set {test.spec}; name others, such as "
+                "PLACE#train"
+            )
+
+
+def _shared(one: ShardSet, other: ShardSet) -> set[str]:
+    """Checksums of the shards that both have."""
+    return {*one.checksums} & {*other.checksums} - {""}
+
+
+def _with_labels(study: Study, remote: RemoteConfig) -> Study:
+    """If `data.pretrain` has no labels, arms that need labels train on `data.train`, and the others on both."""
+    data, recipes = study.comparison.data, dict(study.recipes)
+    if data.pretrain is None or data.train is None or open_shards(data.pretrain, remote).labeled:
+        return study
+    both = mixture([data.pretrain, data.train])
+    for arm, settings in study.recipes.items():
+        if settings.data.train == data.pretrain:  # no override of the arm says otherwise
+            train = data.train if needs_labels(settings) else both
+            recipes[arm] = settings.model_copy(update={"data": settings.data.model_copy(update={"train": train})})
+    return replace(study, recipes=recipes)
+
+
+def _with_precision(study: Study, say: Say, *, keep: bool) -> Study:
+    """Replace the precision `auto` of all arms by one precision: that of an earlier start of this comparison, else the
+    fastest for the first of these arms. keep: see `check`."""
+    auto = {arm: settings for arm, settings in study.recipes.items() if settings.training.precision == "auto"}
+    if not auto:
+        return study
+    file = study.comparison.run_directory / _PRECISION
+    # Launched processes measure together, so none may wait for the lock of another one.
+    alone = keep and not distributed.several()
+    try:
+        if keep and runs.is_main_process():
+            file.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(file.with_name(f".{_PRECISION}.lock")) if alone else nullcontext():
+            begun = read_json(file).get("precision") if file.is_file() else None
+            chosen: Precision = begun or precision.choose(next(iter(auto.values())), say)
+            if keep and not begun and runs.is_main_process():
+                write_json(file, {"precision": chosen})
+    except OSError as error:
+        raise RunError(f"run={file.parent}: cannot write there: {error}") from None
+    fixed = {arm: precision.with_precision(settings, chosen) for arm, settings in auto.items()}
+    return replace(study, recipes=study.recipes | fixed)
+
+
+def _check_evaluator(plan: Plan, opened: dict[str, ShardSet], task: TaskRecord) -> None:
+    """Raises UserError where an evaluator cannot work with the encoder of a task, at next to no cost."""
+    row = plan.rows[task.arm]
+    evaluator, own_recipe = plan.evaluator(task.data, task.evaluator, row.name), plan.recipes.get(row.like)
+    if row.kind == "pixels":
+        return
+    train, test = (opened[plan.part(task.data, part, task.fold)] for part in ("train", "test"))
+    labels, (budgets, seeds) = labels_of(train), plan.budgets_and_seeds(task)
+    if isinstance(evaluator.config, FeatureConfig):
+        given = plan.study.comparison.arms[row.like].weights or ""
+        encoder = factory.load(given) if own_recipe is None else _without_weights(own_recipe)
+        drawn = np.unique(
+            np.concatenate([choose_labeled(labels, budget, seed) for budget in budgets for seed in seeds])
+        )
+        for settings in candidates_of(evaluator):
+            candidate = configured(evaluator, settings)
+            check_features(encoder, candidate.config)
+            candidate.check(encoder, len(drawn) + test.samples)
+    if own_recipe is None:  # weights without a recipe
+        return
+    if evaluator.needs_head and row.name in plan.study.recipes:
+        ours = opened[plan.part(row.name, "pretrain", task.fold)]
+        check_same_classes(ours.classes, test.classes, f"{ours.spec} and {test.spec}")
+    classes = int(labels.max()) + 1
+    for budget in budgets:
+        images = choose_labeled(labels, budget, next(iter(seeds)))
+        trainings = runner.training_recipes(evaluator, labeled(own_recipe, train), len(images), sweep=True)
+        # Candidates that differ in the learning rate alone are checked once.
+        different = {training.model_dump_json(exclude={"optim": {"lr"}}): training for training in trainings}
+        for training in different.values():
+            head = getattr(training.objective, "classes", None)
+            if head and head < classes:
+                raise UserError(f"head.classes={head}: the labels have {classes} classes; remove it")
+            stage.check(training, train, classes=classes, subset=images)
+
+
+def _without_weights(recipe: Recipe) -> Encoder:
+    with torch.random.fork_rng(devices=[]), torch.device("meta"):
+        return factory.build(recipe.encoder)
+
+
+def labeled(recipe: Recipe, train: ShardSet) -> Recipe:
+    """An encoder's recipe with labeled shards as its data: the trainings of evaluators take their settings from it."""
+    changes = {"train": train.spec, "samples": None, "workers": 0, "lanes": 1}
+    return recipe.model_copy(update={"data": recipe.data.model_copy(update=changes), "init_from": None, "probe": None})
+
+
+def check_directory(study: Study) -> None:
+    """Raises UserError where the comparison's directory holds something else."""
+    run, name = study.comparison.run_directory, study.comparison.name
+    held = "a training run" if (run / "recipe.yaml").is_file() else ""
+    if (run / PLAN).is_file():
+        try:
+            other = ComparisonRecord.model_validate(read_json(run / PLAN)).name
+            held = f"the comparison {other}" if other != name else ""
+        except ValidationError:
+            held = "a comparison of another version of ssl-vit, which this version cannot continue"
+    if held:
+        raise UserError(f"{run} holds {held}; give this comparison another directory with run=PATH")
+
+
+def _check_labels(plan: Plan, name: str, train: ShardSet, test: ShardSet, *, say: Say) -> None:
+    """Raises UserError where a dataset's labels cannot be evaluated on; prints which classes have few images."""
+    labels, _ = labels_of(train), labels_of(test)
+    classes, counts = np.unique(labels[labels >= 0], return_counts=True)
+    check_classes(train, labels)
+    few: dict[int, np.ndarray] = {}
+    for (data, evaluator, _), built in plan.evaluators.items():
+        if data == name:
+            asked = runner.budgets(built, plan.study.comparison.labels_per_class)
+            few |= {budget: classes[counts < budget] for budget in asked if isinstance(budget, int)}
+            try:
+                runner.check_held_out(built, labels)
+            except UserError as error:
+                raise UserError(f"evaluators.{evaluator}: {error}") from None
+    for budget in sorted(budget for budget, short in few.items() if len(short)):
+        short, names = few[budget], train.classes or ()
+        named = [names[label] if label < len(names) else str(label) for label in short[:5]]
+        more = f" and {len(short) - 5} more" if len(short) > 5 else ""
+        say(
+            f"note: {train.spec}: {len(short)} of {len(classes)} classes have fewer than {budget} images, all of which "
+            f"are used: {', '.join(map(printable, named))}{more}"
+        )

@@ -1,0 +1,39 @@
+"""What each arm cost, by stage."""
+
+from __future__ import annotations
+
+import pandas as pd
+
+from ssl_vit.records import Cost
+from ssl_vit.report.read import Comparison
+
+STAGES = ("Pretraining", "Sweeps", "Evaluation", "Total")
+UNITS = {"images_seen": "images", "flops": "FLOPs", "seconds": "seconds", "device_hours": "device-hours"}
+
+
+def costs(comparison: Comparison) -> pd.DataFrame:
+    """Costs of each arm: columns `UNITS`, index (stage, arm). Arms and stages that cost nothing have no row.
+
+    The stages are all pretrainings, all sweeps, all other trainings of evaluators, and their sum.
+    """
+    tasks, kinds = comparison.tasks, {task.id: task.kind for task in comparison.record.tasks}
+    spent: list[tuple[str, str, Cost, int]] = []
+    for arm in comparison.record.arms:
+        if arm.summary:
+            spent.append(("Pretraining", arm.name, arm.summary.cost, arm.summary.processes))
+    for task in comparison.record.tasks:
+        if (done := tasks.get(task.id)) and done.run:
+            spent.append(("Pretraining", task.arm, done.run.cost, done.run.processes))
+        if done and done.sweep:
+            spent.append(("Sweeps", task.arm, done.sweep.cost, done.processes))
+    for row, file in zip(comparison.measured.results, comparison.measured.files, strict=True):
+        if kinds.get(file.stem) != "sweep":  # the cost of a sweep's winner is in the sweep's
+            cost = Cost(images_seen=row.images_seen, flops=row.flops, seconds=row.seconds)
+            spent.append(("Evaluation", row.arm, cost, tasks[file.stem].processes if file.stem in tasks else 1))
+    rows = [
+        {"stage": name, "arm": arm} | cost.model_dump() | {"device_hours": cost.seconds * processes / 3600}
+        for stage, arm, cost, processes in spent
+        for name in (stage, "Total")
+    ]
+    frame = pd.DataFrame(rows, columns=["stage", "arm", *UNITS]).groupby(["stage", "arm"]).sum()
+    return frame[(frame != 0).any(axis=1)]
