@@ -217,7 +217,8 @@ def evaluate(
         metric=metric,
     )
     context.say, context.title = say if context.accelerator.is_main_process else silent, name
-    for note in set_notes(context.train, context.test):
+    notes = set_notes(context.train, context.test)
+    for note in notes:
         context.say(f"note: {note}")
     digest = _weights_digest(given)  # before measuring: a run that is still training replaces its weights meanwhile
     real = read_real_labels(real_labels, context.test) if real_labels else None
@@ -241,6 +242,7 @@ def evaluate(
         "sha256": digest,
         "sweeps": {source: sweep.model_dump(mode="json") for source, sweep in sweeps.items()},
         "skipped": context.skipped_names(),
+        "notes": notes,
         "seconds": round(time.perf_counter() - start, 2),
         "environment": environment(context.accelerator),
     }

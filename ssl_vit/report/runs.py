@@ -30,7 +30,8 @@ LOSSES = ["step", "loss", "constant_loss", "images_seen"]
 
 
 class EvaluationRecord(BaseModel):
-    """The fields of a results file of `ssl-vit eval` beside its rows. sweeps: by "SOURCE, LABEL BUDGET"."""
+    """The fields of a results file of `ssl-vit eval` beside its rows. sweeps: by
+    "SOURCE, LABEL BUDGET". notes: on the two sets of images."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
     evaluator: str
@@ -42,6 +43,7 @@ class EvaluationRecord(BaseModel):
     metric: Literal["accuracy", "mean_per_class"] = "accuracy"
     skipped: tuple[SkippedSample, ...] = ()
     sweeps: dict[str, SweepRecord] = {}
+    notes: tuple[str, ...] = ()
     saved: str = ""
 
     @property
@@ -84,6 +86,7 @@ def read_run(path: Path) -> Run:
     remarks += [
         f"results/{item.name} is of other weights and was skipped: run `ssl-vit eval` again." for item in outdated
     ]
+    remarks += [f"{record.title}: {note}." for _, record, _ in evaluations for note in record.notes]
     return Run(
         name=summary.name if summary else path.resolve().name,
         path=path,

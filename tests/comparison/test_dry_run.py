@@ -69,6 +69,15 @@ def test_what_is_done_is_not_counted(mini: Mini) -> None:
     assert (found.missing, found.done, found.hours) == ({}, found.tasks, 0)
 
 
+def test_a_probe_that_is_trained_has_its_hours(mini: Mini) -> None:
+    def hours(epochs: int) -> float:
+        probe = {"method": "lars", "training": {"epochs": epochs, "batch_size": 8}, "lanes": 4}
+        study = load_comparison(mini(evaluators={"linear_probe": probe}, labels_per_class=[2]))
+        return dry_run_comparison(study).arms["ssl"].features_hours
+
+    assert hours(2000) > 20 * hours(20) > 0
+
+
 def test_in_words_and_as_json(mini: Mini, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs" / "digits_ssl").mkdir(parents=True)  # where this arm's recipe would train alone

@@ -15,6 +15,8 @@ from ssl_vit import api, recipe
 from ssl_vit.data import DataConfig
 from ssl_vit.data.evaluation import EvaluationStream, evaluation_batches
 from ssl_vit.data.shards import open_shards
+from ssl_vit.evaluators import own_head
+from ssl_vit.evaluators.classifier import predict
 from ssl_vit.interfaces import RunError, UserError
 from ssl_vit.models import factory
 from ssl_vit.objectives import classification
@@ -61,6 +63,17 @@ def test_it_is_the_accuracy_of_the_trained_classifier(folder: Path) -> None:
     early = checkpoint.folders(run)[0]
     other = api.evaluate(early, "own_head", f"{folder}/train", f"{folder}/test").results[0].accuracy
     assert row.accuracy != other == pytest.approx(by_hand(folder, early), abs=1e-9), "by its own head"
+
+
+def test_all_seeds_have_the_same_predictions_and_are_predicted_once(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+    monkeypatch.setattr(own_head, "predict", lambda *given: calls.append(given) or predict(*given))  # type: ignore[func-returns-value]
+    run, data = folder / "digits_supervised", (f"{folder}/train", f"{folder}/test")
+    rows = api.evaluate(run, "own_head", *data, ["seeds=[0,1,2]"]).results
+    assert len(calls) == 1 and [row.seed for row in rows] == [0, 1, 2]
+    assert len({row.accuracy for row in rows}) == 1
 
 
 def test_runs_without_a_classifier_are_refused(folder: Path) -> None:

@@ -15,7 +15,8 @@ from ssl_vit.interfaces import UserError
 from ssl_vit.records import RunSummary
 from ssl_vit.report.read import read
 from ssl_vit.report.runs import read_run
-from ssl_vit.report.tables import cost_table
+from ssl_vit.report.summary import EvaluationKey, summarize
+from ssl_vit.report.tables import cost_table, place_tables, sweep_table
 from tests.report.made import SWEEP, row, two_arms, write_comparison, write_run
 
 
@@ -74,6 +75,40 @@ def test_runs_are_arms_of_what_was_measured_alike(tmp_path: Path) -> None:
     by_evaluator = found.table.frame.groupby("evaluator")["arm"].unique()
     assert list(by_evaluator["few_shot"]) == ["a", "pixels", "b"], "raw pixels are the same for all: one row"
     assert list(by_evaluator["few_shot (2)"]) == ["c", "pixels"]
+
+
+def test_an_evaluation_of_a_run_has_its_sweep_in_the_costs(tmp_path: Path) -> None:
+    swept = {f"{source}, 10 labels per class": SWEEP.model_dump(mode="json") for source in ("trained", "untrained")}
+    settings = {"sweep": {"optim.lr": [0.1, 0.2]}}
+    run = write_run(tmp_path / "run", "a", 0.6)
+    rows = [row(arm, 10, seed, 0.5, evaluator="fine_tune") for arm in ("trained", "untrained") for seed in (0, 1, 2)]
+    about = {"evaluator": "fine_tune", "title": "Fine-tuning", "settings": settings, "metric": "accuracy"}
+    about |= {"data": {"train": "data/train", "test": "data/test"}, "sha256": "unknown", "notes": ["one is gray"]}
+    results.save(run / "results" / "fine_tune-1.json", rows, sweeps=swept, **about)
+    found = read([run])
+    costs = cost_table(found).frame.set_index("Cost")["a"]
+    assert costs["Settings tried"] == "2"
+    assert costs[["Sweeps, images", "Evaluation, images", "Total, images"]].tolist() == ["64", "192", "896"]
+    assert len(sweep_table(found).frame) == 4 and not summarize(found).headlines
+    assert "Fine-tuning: one is gray." in found.runs["a"].remarks
+    shown = place_tables(found, summarize(found), EvaluationKey("data/test", "few_shot"))[0].frame.to_string()
+    assert "of 3 seeds" not in shown, "few-shot had two, and that is all of them"
+
+
+def test_one_set_has_two_metrics_in_two_evaluations(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", "a", 0.6)
+    results.save(
+        run / "results" / "knn-1.json",
+        [row("trained", 10, 0, 0.5, evaluator="knn")],
+        evaluator="knn",
+        title="kNN",
+        settings={},
+        metric="mean_per_class",
+        data={"train": "data/train", "test": "data/test"},
+        sha256="unknown",
+    )
+    metrics = read([run]).record.metrics
+    assert metrics == {"data/test": "accuracy", "data/test (mean per class)": "mean_per_class"}
 
 
 def test_a_supervised_run_used_its_labels(tmp_path: Path) -> None:
