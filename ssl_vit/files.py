@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import secrets
+import shutil
 import zipfile
 import zlib
 from collections.abc import Iterator
@@ -13,7 +14,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from ssl_vit.interfaces import UserError
+from safetensors import SafetensorError
+
+from ssl_vit.interfaces import RunError, UserError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -45,6 +48,29 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
     with atomic_path(path) as unfinished, unfinished.open("wb", buffering=1 << 20) as file:
         yield file
         file.flush()
+
+
+@contextmanager
+def new_folder(out: Path) -> Iterator[Path]:
+    """Yield an empty folder beside `out`; at the end it is renamed to `out`, after an error it is deleted.
+
+    Raises UserError where `out` is a file or holds files, RunError when it cannot be written.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"{out} exists and is not empty: give another folder, or delete that one")
+    out = out.resolve()
+    unfinished = out.with_name(f".{out.name}.tmp")
+    try:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+        yield unfinished
+        if out.exists():
+            out.rmdir()  # empty; only POSIX would rename over it
+        unfinished.rename(out)
+    except (OSError, SafetensorError) as error:  # safetensors reports a full disk as its own
+        raise RunError(f"{out}: cannot write there: {error}") from error
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def flush(path: Path) -> None:

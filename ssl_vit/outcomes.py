@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import webbrowser
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -35,11 +34,6 @@ class TrainingRun(PathLike[str]):
     def metrics(self) -> pd.DataFrame:
         """`metrics.jsonl`: a row per logged step or event, a column per metric."""
         return pd.read_json(self.dir / "metrics.jsonl", lines=True)
-
-    @property
-    def encoder_path(self) -> Path:
-        """The weights, by timm's names."""
-        return self.dir / "encoder.safetensors"
 
     @property
     def summary(self) -> RunSummary:
@@ -79,13 +73,3 @@ class ComparisonRun(PathLike[str]):
         from ssl_vit.report.page import write_report
 
         return write_report([self.dir], Path(out or self.dir / "report.html"))
-
-    def to_html(self) -> str:
-        """The HTML page."""
-        from ssl_vit.report.page import page
-
-        return page(self.comparison)
-
-    def open(self) -> None:
-        """Write the HTML page and open it in a browser."""
-        webbrowser.open(self.report().resolve().as_uri())

@@ -12,7 +12,6 @@ Any other module goes by its dotted name, such as `objective.name: my_package.ro
 
 from __future__ import annotations
 
-import ast
 import importlib
 import importlib.util
 import inspect
@@ -20,7 +19,6 @@ import pkgutil
 import re
 from difflib import get_close_matches
 from importlib.metadata import entry_points
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -53,17 +51,6 @@ def exists(kind: Kind, name: str) -> bool:
     if any(entry_points(group=f"ssl_vit.{kind}", name=name)) or (not name.isidentifier() and _MODULE.fullmatch(name)):
         return True
     return name.isidentifier() and importlib.util.find_spec(f"{_KINDS[kind][0]}.{name}") is not None
-
-
-def shipped_objective_keys(name: str) -> list[str] | None:
-    """The keys of an objective of this package as its source declares them, without importing torch; None for any
-    other name."""
-    path = Path(__file__).parent / "objectives" / f"{name}.py"
-    if not (name.isidentifier() and path.is_file()):
-        return None
-    classes = [node for node in ast.parse(path.read_text(encoding="utf-8")).body if isinstance(node, ast.ClassDef)]
-    fields = [node for one in classes if one.name == "Config" for node in one.body if isinstance(node, ast.AnnAssign)]
-    return [ast.unparse(field.target) for field in fields] or None
 
 
 def load(kind: Kind, name: str) -> Any:

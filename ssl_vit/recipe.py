@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from pydantic import BaseModel, Field, SerializeAsAny, ValidationError, create_model
+from pydantic import BaseModel, Field, SerializeAsAny, ValidationError
 
 from ssl_vit import arms, plugins
 from ssl_vit.data import DataConfig, train_and_test
@@ -197,9 +197,6 @@ def load_recipe(name: str | Path, overrides: Overrides = (), near: Path | None =
         content["run"] = str(name)  # the directory may have been moved or renamed since
     named = str(objective["name"])
     validate(Recipe, content | {"objective": ObjectiveConfig(name=named)}, f"{path}: ")
-    if (known := plugins.shipped_objective_keys(named)) is not None:
-        fields: dict[str, Any] = dict.fromkeys(known, (Any, None))
-        validate(create_model("Keys", __base__=ObjectiveConfig, **fields), objective, f"{path}: objective.")
     try:
         config = plugins.load("objectives", named).Config
     except UserError:

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from torch import nn
 
 from ssl_vit import plugins
-from ssl_vit.analysis import attention, components, figures, neighbors, reconstruction
+from ssl_vit.analysis import attention, components, figures, reconstruction
 from ssl_vit.analysis.pages import template
 from ssl_vit.data import DataConfig
 from ssl_vit.data.evaluation import EvaluationStream
@@ -161,8 +161,8 @@ def _neighbors(
 ) -> dict[str, Figure]:
     """The embedding map and the nearest neighbors of the pictured images."""
     images, labels = batch.images[: numbers["map_images"]], batch.labels[: numbers["map_images"]].cpu().numpy()
-    vectors = neighbors.embeddings(model, images)
-    nearest, maps = neighbors.nearest(vectors, _NEIGHBORS), neighbors.maps(vectors)
+    vectors = components.embeddings(model, images)
+    nearest, maps = components.nearest(vectors, _NEIGHBORS), components.maps(vectors)
     labeled = labels >= 0
     same = float((labels[nearest[labeled, 0]] == labels[labeled]).mean()) if labeled.any() else None
     numbers["neighbors"] = {"same_class": same, "maps": list(maps)}

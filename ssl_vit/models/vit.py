@@ -13,9 +13,8 @@ from torch import nn
 
 from ssl_vit.interfaces import Size, UserError, pair
 from ssl_vit.models import Positions
-from ssl_vit.models.attention import run
+from ssl_vit.models.blocks import Pick, make_last, run, take
 from ssl_vit.models.encoder import Encoder, Numbers, Pooling, create
-from ssl_vit.models.last_block import Pick, make_last, take
 from ssl_vit.models.position import VisionTransformer2D, relate
 
 

@@ -14,10 +14,9 @@ from torch import nn
 
 from ssl_vit.data.augment import device_images
 from ssl_vit.interfaces import Batch, ObjectiveConfig, StepOutput, UserError
-from ssl_vit.models.attention import run
+from ssl_vit.models.blocks import make_last, run, take
 from ssl_vit.models.encoder import Encoder
 from ssl_vit.models.factory import require_patches
-from ssl_vit.models.last_block import make_last, take
 from ssl_vit.objectives.patches import MASK_GRAY, constant_l2, moments, patch_pixels, replaced
 
 _EPS = 1e-6  # of the layer norms and of the targets' variance, as in MAE's code

@@ -12,9 +12,9 @@ from torch import nn
 
 from ssl_vit.data.augment import device_images
 from ssl_vit.interfaces import Batch, ObjectiveConfig, StepOutput, UserError
+from ssl_vit.models.blocks import flat_rows, take
 from ssl_vit.models.encoder import Encoder
 from ssl_vit.models.factory import require_patches
-from ssl_vit.models.last_block import flat_rows, take
 from ssl_vit.objectives.patches import (
     DOWNSIZED,
     MASK_GRAY,

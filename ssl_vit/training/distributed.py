@@ -149,7 +149,7 @@ def _check_world(accelerator: Engine, launched: int) -> None:
 
 
 def set_up_cpu() -> None:
-    """What makes training on a CPU faster: freed memory is kept, and attention in bf16 (`models.attention`) stays in
+    """What makes training on a CPU faster: freed memory is kept, and attention in bf16 (`models.blocks`) stays in
     16 bits between its products."""
     keep_freed_memory()
     torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)  # CPUs obey it too

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy.spatial.distance import cdist
 
-from ssl_vit.analysis import figures, neighbors
+from ssl_vit.analysis import components, figures
 
 VECTORS = np.random.default_rng(0).normal(size=(40, 6)) * [5, 3, 1, 1, 1, 1]
 
@@ -14,12 +14,12 @@ VECTORS = np.random.default_rng(0).normal(size=(40, 6)) * [5, 3, 1, 1, 1, 1]
 def test_the_nearest_have_the_smallest_cosine_distance() -> None:
     distances = cdist(VECTORS, VECTORS, "cosine")
     np.fill_diagonal(distances, np.inf)
-    assert (neighbors.nearest(VECTORS, 5) == np.argsort(distances, axis=1)[:, :5]).all()
-    assert neighbors.nearest(VECTORS[:3], 5).shape == (3, 2), "there are no more others"
+    assert (components.nearest(VECTORS, 5) == np.argsort(distances, axis=1)[:, :5]).all()
+    assert components.nearest(VECTORS[:3], 5).shape == (3, 2), "there are no more others"
 
 
 def test_the_map_shows_the_first_two_principal_components() -> None:
-    found = neighbors.maps(VECTORS[:15])["PCA"]
+    found = components.maps(VECTORS[:15])["PCA"]
     centered = VECTORS[:15] - VECTORS[:15].mean(axis=0)
     left, scale, _ = np.linalg.svd(centered, full_matrices=False)
     assert np.abs(found) == pytest.approx(np.abs(left[:, :2] * scale[:2]))
@@ -27,9 +27,9 @@ def test_the_map_shows_the_first_two_principal_components() -> None:
 
 def test_umap_is_drawn_where_it_is_installed() -> None:
     pytest.importorskip("umap")
-    first, again = (neighbors.maps(VECTORS)["UMAP"] for _ in range(2))
+    first, again = (components.maps(VECTORS)["UMAP"] for _ in range(2))
     assert first.shape == (40, 2) and (first == again).all()
-    assert list(neighbors.maps(VECTORS[:15])) == ["PCA"], "too few images"
+    assert list(components.maps(VECTORS[:15])) == ["PCA"], "too few images"
 
 
 def test_the_ten_most_frequent_classes_have_colors_and_names() -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ssl_vit.models import attention
+from ssl_vit.models import blocks
 from ssl_vit.objectives import classification, masked_autoencoder, masked_patch
 from ssl_vit.training import OptimConfig, TrainingConfig
 from ssl_vit.training.distributed import make_accelerator
@@ -45,7 +45,7 @@ def test_a_vit_tiny_step_stays_within_its_launches(
 ) -> None:
     """Forward and backward pass, clipping and AdamW in bf16. Torch 2.15 needs 794, 970 and 723; 292 to 384 of them are
     autocast's casts."""
-    monkeypatch.setattr(attention, "_LONGEST", 0)  # one fused kernel, as on a GPU
+    monkeypatch.setattr(blocks, "_LONGEST", 0)  # one fused kernel, as on a GPU
     encoder = make_encoder(width=None, depth=None, heads=None, patch_size=None, image_size=32)
     made: Any = {
         "masked_patch": lambda: masked_patch.Objective(encoder, masked_patch.Config()),

@@ -20,12 +20,11 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from timm.models import load_state_dict
 
-from ssl_vit.files import check_archive, expanded
+from ssl_vit.files import check_archive, expanded, new_folder
 from ssl_vit.interfaces import UserError, pair
 from ssl_vit.models import PerChannel, factory
 from ssl_vit.models.encoder import Encoder, close_names
 from ssl_vit.models.exchange import google, hub
-from ssl_vit.models.exchange.folders import new_folder
 from ssl_vit.models.exchange.names import Tensors, from_transformers
 from ssl_vit.models.exchange.sizes import PLAIN, Imported, read_sizes, square
 from ssl_vit.models.vit import ViTEncoder

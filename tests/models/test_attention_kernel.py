@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ssl_vit.models import attention
+from ssl_vit.models import blocks
 from ssl_vit.training.distributed import make_accelerator
 
 
@@ -37,7 +37,7 @@ def test_only_short_sequences_that_train_in_bf16_go_without_the_fused_kernel(
 ) -> None:
     encoder = make_encoder()
     if how == "long":
-        monkeypatch.setattr(attention, "_LONGEST", 16)  # there are 17 tokens
+        monkeypatch.setattr(blocks, "_LONGEST", 16)  # there are 17 tokens
     keep = torch.zeros(2, 3, dtype=torch.int64) if how == "pruned" else None
     precision = nullcontext() if how == "fp32" else torch.autocast("cpu", torch.bfloat16)
     gradients = torch.no_grad() if how == "evaluation" else nullcontext()
@@ -63,7 +63,7 @@ def test_outputs_and_gradients_are_as_close_to_float32_as_those_of_the_fused_ker
 
     exact = step(torch.float32)
     products = error(step(torch.bfloat16))
-    monkeypatch.setattr(attention, "_LONGEST", 0)
+    monkeypatch.setattr(blocks, "_LONGEST", 0)
     assert step(torch.float32)[0].equal(exact[0])
     assert products.max() < 0.1 and products.mean() < 2 * error(step(torch.bfloat16)).mean()
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from ssl_vit.models.last_block import LastBlock
+from ssl_vit.models.blocks import LastBlock
 
 SIZES: dict[str, dict[str, Any]] = {
     "one block": {"depth": 1},
