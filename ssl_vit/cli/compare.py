@@ -107,7 +107,7 @@ def compare(
         run.compare(study, only=only, command=command)
     else:
         study = import_arms(study, progress.say)
-        checked = check(study, prepare(study.sets, study.folder, progress.say), progress.say, keep_precision=True)
+        checked = check(study, prepare(study.sets, study.folder, progress.say), trial=False)
         print(f"# run: {checked.plan.run}")
         for task, stage in zip(checked.plan.tasks, checked.plan.stages, strict=True):
             print(f"{task.id}\t{stage}\t{'missing' if task in checked.missing else 'done'}")

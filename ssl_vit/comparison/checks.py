@@ -47,18 +47,20 @@ class Checked:
     missing: list[TaskRecord]
 
 
-def check(study: Study, sets: dict[str, DataSet], say: Say = silent, *, keep_precision: bool = False) -> Checked:
+def check(
+    study: Study, sets: dict[str, DataSet], say: Say = silent, *, trial: bool = True, keep_precision: bool = False
+) -> Checked:
     """Plan a study on these datasets.
 
     say: prints warnings.
-    keep_precision: store which precision was chosen for `auto`, for the other processes of this comparison; nothing
-        else is written.
+    trial: measure which precision `auto` stands for, where no task has decided it yet; else it counts as fp32.
+    keep_precision: store the precision for the other processes of this comparison; nothing else is written.
 
     Raises UserError for anything that would make a task impossible.
     """
     check_directory(study)
     remote = study.remote
-    study = _with_precision(_with_labels(study, remote), say, keep=keep_precision)
+    study = _with_precision(_with_labels(study, remote), say, trial=trial, keep=keep_precision)
     plan, opened = Plan(study, study.comparison.run_directory, sets), dict[str, ShardSet]()
     for fold in plan.folds:
         for name in sets:
@@ -144,9 +146,9 @@ def _with_labels(study: Study, remote: RemoteConfig) -> Study:
     return replace(study, recipes=recipes)
 
 
-def _with_precision(study: Study, say: Say, *, keep: bool) -> Study:
+def _with_precision(study: Study, say: Say, *, trial: bool, keep: bool) -> Study:
     """Replace the precision `auto` of all arms by one precision: that of an earlier start of this comparison, else the
-    fastest for the first of these arms. keep: see `check`."""
+    fastest for the first of these arms. trial, keep: see `check`."""
     auto = {arm: settings for arm, settings in study.recipes.items() if settings.training.precision == "auto"}
     if not auto:
         return study
@@ -158,7 +160,9 @@ def _with_precision(study: Study, say: Say, *, keep: bool) -> Study:
             file.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(file.with_name(f".{_PRECISION}.lock")) if alone else nullcontext():
             begun = read_json(file).get("precision") if file.is_file() else None
-            chosen: Precision = begun or precision.choose(next(iter(auto.values())), say)
+            chosen: Precision = begun or "fp32"
+            if trial and not begun:
+                chosen = precision.choose(next(iter(auto.values())), say)
             if keep and not begun and runs.is_main_process():
                 write_json(file, {"precision": chosen})
     except OSError as error:

@@ -107,6 +107,8 @@ def test_the_arms_of_a_comparison_share_one(few_digits: Path, tmp_path: Path, mo
     sets = prepare(study.sets, study.folder, write=False)
     check(study, sets)
     assert not list(tmp_path.iterdir()), "a dry run stores nothing"
+    check(study, sets, trial=False)
+    assert asked == ["digits_ssl"], "a list of the tasks needs no trial"
     checked = check(study, sets, keep_precision=True)
     assert asked == ["digits_ssl"] * 2
     assert {settings.training.precision for settings in checked.plan.study.recipes.values()} == {"bf16"}
