@@ -22,13 +22,13 @@ from ssl_vit.data import DataConfig
 from ssl_vit.data.packing.cache import is_shards, split_name
 from ssl_vit.data.shards import ShardSet, check_same_classes, open_shards, open_training
 from ssl_vit.environment import environment
-from ssl_vit.evaluators import Metric, runner
+from ssl_vit.evaluators import runner
 from ssl_vit.evaluators.features import EvalContext, silent
 from ssl_vit.evaluators.labels import set_notes
 from ssl_vit.evaluators.online import OnlineProbe
 from ssl_vit.evaluators.real_labels import read_real_labels, rescored
 from ssl_vit.files import expanded, sha256, write_json
-from ssl_vit.interfaces import UserError
+from ssl_vit.interfaces import Metric, UserError
 from ssl_vit.models import factory
 from ssl_vit.models.encoder import Encoder
 from ssl_vit.recipe import Recipe

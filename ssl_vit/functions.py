@@ -13,9 +13,8 @@ import pandas as pd
 from ssl_vit import recipe as recipes
 from ssl_vit.comparison.config import Study, load_comparison
 from ssl_vit.data import train_and_test
-from ssl_vit.evaluators import Metric
 from ssl_vit.files import expanded
-from ssl_vit.interfaces import UserError
+from ssl_vit.interfaces import Metric, UserError
 from ssl_vit.outcomes import ComparisonRun, PathInput, TrainingRun
 from ssl_vit.recipe import Recipe, run_recipe
 from ssl_vit.results import RESULTS, Evaluation, Table, evaluations
@@ -23,7 +22,7 @@ from ssl_vit.results import RESULTS, Evaluation, Table, evaluations
 if TYPE_CHECKING:
     from torch import nn
 
-    from ssl_vit.models.encoder import Pooling
+    from ssl_vit.models import Pooling
     from ssl_vit.models.exchange import exports
 
 

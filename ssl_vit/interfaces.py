@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict
 
 if TYPE_CHECKING:
     import torch
+
+
+Metric = Literal["accuracy", "mean_per_class"]
+"""The number that counts on a dataset: the share of correct predictions, or the mean of the per-class shares."""
 
 
 class UserError(Exception):

@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeVar
 from pydantic import BaseModel, Field, ValidationError
 
 from ssl_vit.files import read_json
-from ssl_vit.interfaces import Budget, Config, UserError
+from ssl_vit.interfaces import Budget, Config, Metric, UserError
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -240,7 +240,7 @@ class ComparisonRecord(Config):
     precisions: dict[str, str] = Field({})
     study: Literal["samples", "flops"] | None = None
     quick: bool = False
-    metrics: dict[str, Literal["accuracy", "mean_per_class"]]
+    metrics: dict[str, Metric]
     data: dict[str, DataRecord] = Field({})
     arms: tuple[ArmRecord, ...]
     references: tuple[ReferenceRecord, ...] = ()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
 from ssl_vit.interfaces import printable
+from ssl_vit.models import Pooling
 
 app = typer.Typer()
 
@@ -22,7 +23,7 @@ def embed(
     *,
     out: Annotated[Path, typer.Option(help="The file to write: .parquet, or .npz (NumPy).")],
     pooling: Annotated[
-        Literal["token", "mean", "both", "patches"],
+        Pooling,
         typer.Option(help="Class token, mean of the patches, both concatenated, or all patches concatenated."),
     ] = "mean",
     batch_size: Annotated[int, typer.Option(min=1, help="Images per forward pass.")] = 256,

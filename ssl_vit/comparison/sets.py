@@ -10,8 +10,7 @@ from pydantic import Field, field_validator, model_validator
 
 from ssl_vit import plugins, recipe
 from ssl_vit.data import RemoteConfig, train_and_test
-from ssl_vit.evaluators import Metric
-from ssl_vit.interfaces import Config, UserError
+from ssl_vit.interfaces import Config, Metric, UserError
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.]*")
 

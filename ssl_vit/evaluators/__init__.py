@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
 ALL = "all"
 # Keys that decide which images an evaluation has.
 SAME_IMAGES = ("labels_per_class", "seeds", "held_out", "held_out_repeats", "sweep_labels_per_class")
-Metric = Literal["accuracy", "mean_per_class"]
-"""The number that counts on a dataset: the share of correct predictions, or the mean of the per-class shares."""
 
 
 def _budget(value: Any) -> int | str:

@@ -22,7 +22,8 @@ from ssl_vit.evaluators.base import Classifier, LabeledConfig, Scored, SweepConf
 from ssl_vit.evaluators.base import Evaluator as BaseEvaluator
 from ssl_vit.evaluators.features import FeatureConfig, Features, ImageSet
 from ssl_vit.interfaces import Diverged, UserError, pair
-from ssl_vit.models.encoder import Encoder, Pooling
+from ssl_vit.models import Pooling
+from ssl_vit.models.encoder import Encoder
 from ssl_vit.records import Cost
 from ssl_vit.results import Prediction
 

@@ -14,7 +14,7 @@ from ssl_vit.data.shards import ShardSet, open_shards
 from ssl_vit.evaluators.features import EvalContext, ImageSet, extract
 from ssl_vit.files import atomic_file
 from ssl_vit.interfaces import Batch, without_credentials
-from ssl_vit.models.encoder import Pooling
+from ssl_vit.models import Pooling
 from ssl_vit.training.distributed import gather, make_accelerator
 
 

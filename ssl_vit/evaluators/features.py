@@ -24,12 +24,11 @@ from safetensors.numpy import save_file
 from ssl_vit.data import DataConfig
 from ssl_vit.data.evaluation import EvaluationStream, evaluation_batches
 from ssl_vit.data.shards import ShardSet
-from ssl_vit.evaluators import Metric
 from ssl_vit.evaluators.labels import check_classes, labels_of
 from ssl_vit.files import atomic_path
-from ssl_vit.interfaces import Batch, Config, Diverged, ObjectiveConfig, RunError, Size, UserError
-from ssl_vit.models import ImageSize, Resampling
-from ssl_vit.models.encoder import Encoder, Pooling
+from ssl_vit.interfaces import Batch, Config, Diverged, Metric, ObjectiveConfig, RunError, Size, UserError
+from ssl_vit.models import ImageSize, Pooling, Resampling
+from ssl_vit.models.encoder import Encoder
 from ssl_vit.models.factory import at_size
 from ssl_vit.progress import progress_bar
 from ssl_vit.records import SkippedSample

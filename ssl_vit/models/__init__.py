@@ -17,6 +17,7 @@ def _image_size(value: Any) -> Any:
 
 
 ImageSize = Annotated[Size, BeforeValidator(_image_size)]
+Pooling = Literal["token", "mean", "both", "patches"]
 PerChannel = float | tuple[float, ...]
 Positions = Literal["learned", "learned_2d", "sincos2d", "relative", "none"]
 Resampling = Literal["timm", "google"]

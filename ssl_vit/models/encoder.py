@@ -5,15 +5,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from difflib import get_close_matches
-from typing import Any, Literal, Self, get_args
+from typing import Any, Self, get_args
 
 import timm
 import torch
 from torch import nn
 
 from ssl_vit.interfaces import Size, UserError
+from ssl_vit.models import Pooling
 
-Pooling = Literal["token", "mean", "both", "patches"]
 Numbers = float | Sequence[float]
 # Arguments of `timm.create_model` that say where weights lie and go: a `config.json` from elsewhere has no say in that.
 _NOT_SIZES = {

@@ -19,8 +19,8 @@ from torch import nn
 
 from ssl_vit.files import expanded
 from ssl_vit.interfaces import Size, UserError, pair
-from ssl_vit.models import EncoderConfig, Resampling
-from ssl_vit.models.encoder import Encoder, Numbers, Pooling, create
+from ssl_vit.models import EncoderConfig, Pooling, Resampling
+from ssl_vit.models.encoder import Encoder, Numbers, create
 from ssl_vit.models.position import own_format, resample, resample_relative, timm_format
 from ssl_vit.models.timm_encoder import TimmEncoder
 from ssl_vit.models.vit import ViTEncoder, check_size

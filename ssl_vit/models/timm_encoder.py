@@ -8,7 +8,8 @@ from typing import Any, Self
 import torch
 
 from ssl_vit.interfaces import Size, UserError, pair
-from ssl_vit.models.encoder import Encoder, Numbers, Pooling, create
+from ssl_vit.models import Pooling
+from ssl_vit.models.encoder import Encoder, Numbers, create
 
 
 class TimmEncoder(Encoder):

@@ -12,9 +12,9 @@ from timm.models import checkpoint_seq
 from torch import nn
 
 from ssl_vit.interfaces import Size, UserError, pair
-from ssl_vit.models import Positions
+from ssl_vit.models import Pooling, Positions
 from ssl_vit.models.blocks import Pick, make_last, run, take
-from ssl_vit.models.encoder import Encoder, Numbers, Pooling, create
+from ssl_vit.models.encoder import Encoder, Numbers, create
 from ssl_vit.models.position import VisionTransformer2D, relate
 
 

@@ -8,13 +8,12 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from operator import attrgetter
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 
 from ssl_vit import records, results
 from ssl_vit.evaluators import ALL, budget_words
-from ssl_vit.interfaces import UserError
+from ssl_vit.interfaces import Metric, UserError
 from ssl_vit.records import (
     ArmRecord,
     ComparisonRecord,
@@ -217,7 +216,7 @@ def read_runs(paths: Sequence[Path]) -> Comparison:
     first = next(iter(runs))
     evaluators: dict[str, tuple[str, EvaluatorRecord]] = {}  # (name, record) by protocol
     data: dict[str, DataRecord] = {}
-    metrics: dict[str, Literal["accuracy", "mean_per_class"]] = {}
+    metrics: dict[str, Metric] = {}
     rows: list[tuple[Result, Path]] = []
     skipped: list[SkippedSample] = []
     references: dict[str, ReferenceRecord] = {}

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import pandas as pd
@@ -16,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, JsonValue
 
 from ssl_vit import records, results
 from ssl_vit.files import read_json
-from ssl_vit.interfaces import UserError
+from ssl_vit.interfaces import Metric, UserError
 from ssl_vit.records import RunSummary, SkippedSample, SweepRecord
 from ssl_vit.results import Result
 
@@ -40,7 +39,7 @@ class EvaluationRecord(BaseModel):
     data: dict[str, str]
     shards: JsonValue = None
     classes: tuple[str, ...] = ()
-    metric: Literal["accuracy", "mean_per_class"] = "accuracy"
+    metric: Metric = "accuracy"
     skipped: tuple[SkippedSample, ...] = ()
     sweeps: dict[str, SweepRecord] = {}
     notes: tuple[str, ...] = ()

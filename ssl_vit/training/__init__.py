@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from ssl_vit.interfaces import Config
+from ssl_vit.models import Pooling
 
 Precision = Literal["auto", "fp32", "tf32", "bf16", "fp16"]
 Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -116,6 +117,6 @@ class ProbeConfig(Config):
     data: str | None = None
     labels_per_class: int = Field(5, ge=1)
     images: int = Field(1000, ge=1)
-    pooling: Literal["token", "mean", "both", "patches"] = "mean"
+    pooling: Pooling = "mean"
     l2: float = Field(2.0**10, gt=0)
     patience: int | None = Field(None, ge=1)

@@ -13,8 +13,8 @@ from safetensors.torch import save_file
 
 from ssl_vit.files import new_folder
 from ssl_vit.interfaces import RunError, UserError
-from ssl_vit.models import factory
-from ssl_vit.models.encoder import Encoder, Pooling
+from ssl_vit.models import Pooling, factory
+from ssl_vit.models.encoder import Encoder
 from ssl_vit.models.exchange.names import to_transformers
 from ssl_vit.models.vit import ViTEncoder
 
