@@ -106,7 +106,7 @@ def test_flat_folders_and_tables_are_data_too(tmp_path: Path) -> None:
 )
 def test_what_is_not_there_is_named(tmp_path: Path, spec: str, parts: list[str]) -> None:
     class_folders(tmp_path / "pets", each=2)
-    write(tmp_path / "shards/train/info.json", b"{}")
+    write(tmp_path / "shards/train/info.json", b'{"shards": []}')
     with pytest.raises(UserError) as error:
         open_shards(spec)
     assert all(part in str(error.value) for part in parts)
