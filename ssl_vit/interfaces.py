@@ -62,8 +62,9 @@ def without_credentials(shared: Any) -> Any:
         return type(shared)(map(without_credentials, shared))
     if not isinstance(shared, str):
         return shared
+    # From `://` on: a pattern that began with the scheme would look for it all through an embedded picture.
     text = re.sub(r"(?<=://)[^\s/@\"<>]+@", "...@", shared)
-    return re.sub(r"([a-z][\w+.-]*://[^\n\"<>?]*\?)[^\s\"<>]+", r"\1...", text, flags=re.IGNORECASE)
+    return re.sub(r"(://[^\n\"<>?]*\?)[^\s\"<>]+", r"\1...", text)
 
 
 PREEMPTED = 75  # EX_TEMPFAIL: progress is saved, run the same command to resume

@@ -13,6 +13,7 @@ import pandas as pd
 import pytest
 from rich.console import Console
 
+from ssl_vit.interfaces import without_credentials
 from ssl_vit.records import ArmRecord, EvaluatorRecord
 from ssl_vit.report.export import latex, markdown
 from ssl_vit.report.page import write_report
@@ -124,6 +125,12 @@ def test_a_report_shows_no_credentials_of_urls(tmp_path: Path, form: str) -> Non
         assert len(pd.read_csv(tmp_path / "out")) == 12
     if form == "json":
         assert json.loads(text)["record"]["name"] == "c"
+
+
+def test_large_pictures_are_no_hindrance_to_hiding_credentials() -> None:
+    picture = "data:image/png;base64," + "Ab+/" * 3_000_000  # minutes for a pattern that is not linear
+    text = f'<img src="{picture}"> https://me:SECRET@host/{"x" * 1_000_000}?sig=SECRET'
+    assert without_credentials(text) == f'<img src="{picture}"> https://...@host/{"x" * 1_000_000}?...'
 
 
 def test_what_imported_weights_cost_is_unknown(tmp_path: Path) -> None:
