@@ -148,7 +148,7 @@ def make_context(
 
 
 def training_places(settings: Recipe) -> list[str]:
-    """The data of a recipe and of the runs whose weights it starts from, one after the other."""
+    """The training data of a recipe and of all runs that it starts from through `init_from`."""
     places, started = [*settings.data.places], set[str]()
     while settings.init_from and settings.init_from not in started:
         started.add(settings.init_from)

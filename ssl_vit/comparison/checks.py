@@ -53,7 +53,7 @@ def check(
     """Plan a study on these datasets.
 
     say: prints warnings.
-    trial: measure which precision `auto` stands for, where no task has decided it yet; else it counts as fp32.
+    trial: measure the fastest precision for `auto` if none is stored yet; without it, use fp32.
     keep_precision: store the precision for the other processes of this comparison; nothing else is written.
 
     Raises UserError for anything that would make a task impossible.
@@ -147,8 +147,8 @@ def _with_labels(study: Study, remote: RemoteConfig) -> Study:
 
 
 def _with_precision(study: Study, say: Say, *, trial: bool, keep: bool) -> Study:
-    """Replace the precision `auto` of all arms by one precision: that of an earlier start of this comparison, else the
-    fastest for the first of these arms. trial, keep: see `check`."""
+    """Replace the precision `auto` of all arms by one precision: the stored one, else the fastest for the first such
+    arm. trial, keep: see `check`."""
     auto = {arm: settings for arm, settings in study.recipes.items() if settings.training.precision == "auto"}
     if not auto:
         return study

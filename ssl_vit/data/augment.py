@@ -62,7 +62,7 @@ def device_images(batch: Batch) -> torch.Tensor:
     if batch.jitter is None:
         return images
     rgba = images.shape[1] == 4
-    images, alpha = (images[:, :3], images[:, 3:]) if rgba else (images, images)  # opacity is no color
+    images, alpha = (images[:, :3], images[:, 3:]) if rgba else (images, images)  # alpha is not a color channel
     brightness, contrast, saturation, *more = batch.jitter[:, :, None, None, None].unbind(1)
     pixels = _jittered(images, brightness, contrast, saturation)
     if more:

@@ -70,7 +70,7 @@ def test_hue_blur_and_solarization_are_torchvisions(make_batch: Any) -> None:
     assert torch.equal(found[5], torch.where(batch.images[5] >= 128, 255 - batch.images[5], batch.images[5]))
 
 
-def test_opacity_is_no_color(make_batch: Any) -> None:
+def test_alpha_is_not_augmented(make_batch: Any) -> None:
     changes = torch.tensor([[0.7, 1.4, 0.0, 0.1, 1.3, 128.0]] * 2)
     batch = make_batch(2, channels=4, jitter=changes, flip=torch.zeros(2, dtype=torch.bool))
     rgb = make_batch(2, channels=3, jitter=changes, flip=torch.zeros(2, dtype=torch.bool))

@@ -70,7 +70,7 @@ def is_shards(place: str) -> bool:
 
 
 def _lists_shards(file: Path) -> bool:
-    """Whether a file is one that packing writes; datasets of images have files of the same names."""
+    """Whether a file was written by packing; other datasets may contain files of the same names."""
     if file.name == RECORD or any(file.parent.glob("*.tar")):
         return file.exists()
     try:
