@@ -27,6 +27,10 @@ class UserError(Exception):
     everywhere = False
 
 
+class BadSample(Exception):
+    """An image or sample that cannot be used; the message says why. It is skipped, counted and named."""
+
+
 class RunError(Exception):
     """A failure other than wrong input, such as a full disk or a non-finite loss. Exit code 1."""
 

@@ -14,9 +14,7 @@ from torch import nn
 from ssl_vit.data import DataConfig
 from ssl_vit.data.images import evaluation_transform, open_picture
 from ssl_vit.data.packing.images import to_stored
-from ssl_vit.data.packing.sources.base import BrokenImageError
-from ssl_vit.data.shards.reading import BadSample
-from ssl_vit.interfaces import UserError
+from ssl_vit.interfaces import BadSample, UserError
 from ssl_vit.models import factory
 from ssl_vit.models.encoder import Encoder
 from ssl_vit.models.exchange import memory
@@ -58,9 +56,9 @@ class Preprocess:
         else:
             name, content = ("image", image) if isinstance(image, bytes) else (str(image), Path(image).read_bytes())
         try:
-            picture = open_picture(dict([to_stored(content, name)]), encoder.channels, data.max_pixels)
+            picture = open_picture(dict([to_stored(content)]), encoder.channels, data.max_pixels)
             pixels = evaluation_transform(encoder.image_size, data)(picture)
-        except (BrokenImageError, BadSample) as error:
+        except BadSample as error:
             raise UserError(f"{name}: not a readable image: {error}") from None
         return encoder.normalized(pixels.to(encoder.scale.device)[None])[0]
 

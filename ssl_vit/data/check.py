@@ -17,12 +17,11 @@ from ssl_vit.data.images import eight_bits
 from ssl_vit.data.packing.cache import is_shards, parts_of
 from ssl_vit.data.packing.images import decode, open_header
 from ssl_vit.data.packing.parallel import process_count, run
-from ssl_vit.data.packing.sources.base import BrokenImageError
 from ssl_vit.data.shards import ShardSet, open_shards
 from ssl_vit.data.shards.info import IMAGE_EXTENSIONS, local_info
-from ssl_vit.data.shards.reading import BadSample, class_index
+from ssl_vit.data.shards.reading import class_index
 from ssl_vit.data.verify import distinct, verify
-from ssl_vit.interfaces import UserError
+from ssl_vit.interfaces import BadSample, UserError
 from ssl_vit.progress import progress_bar
 
 # Unrelated photographs of Imagenette (750,000 pairs) differ in at least 11 bits. Of 517,320 pairs of different digits,
@@ -120,8 +119,8 @@ def _pictures(shards: ShardSet, shard: int) -> list[_Picture]:
         try:
             members = file.read(position)
             data = next(members[name] for name in IMAGE_EXTENSIONS if name in members)
-            decode(image := open_header(data, sample.key), sample.key)
-        except (StopIteration, BadSample, BrokenImageError):
+            decode(image := open_header(data))
+        except (StopIteration, BadSample):
             continue  # `verify` names it
         image = eight_bits(image).convert("L")
         bits = int.from_bytes(np.packbits(imagehash.phash(image).hash).tobytes())

@@ -5,25 +5,22 @@ from __future__ import annotations
 import warnings
 
 from ssl_vit.data import MAX_PIXELS
+from ssl_vit.interfaces import BadSample
 
 # Pillow's warnings about images that it then rejects, or reads anyway; errors are raised.
 warnings.filterwarnings("ignore", module=r"PIL\.")
 
 
-class TooManyPixels(Exception):
-    """An image has more pixels than allowed."""
-
-
 def check_pixels(height: int, width: int, most: int = MAX_PIXELS) -> None:
-    """Raises TooManyPixels for an image with more than `most` pixels, ValueError for one without any."""
+    """Raises BadSample for an image with more than `most` pixels, ValueError for one without any."""
     if not height or not width:
         raise ValueError(f"its header says {height}x{width} pixels")
     if height * width > most:
-        raise TooManyPixels(f"{height}x{width} pixels are more than the limit of {most} (data.max_pixels)")
+        raise BadSample(f"{height}x{width} pixels are more than the limit of {most} (data.max_pixels)")
 
 
 def check_webp(data: bytes, most: int = MAX_PIXELS) -> None:
-    """Raises TooManyPixels for a WebP file whose header claims more than `most` pixels.
+    """Raises BadSample for a WebP file whose header claims more than `most` pixels.
 
     Pillow allocates its whole canvas, twice, to open one; it opens other formats by their headers alone.
     """

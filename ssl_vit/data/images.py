@@ -19,11 +19,10 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from torchvision.transforms import InterpolationMode, v2
 
 from ssl_vit.data import MAX_PIXELS, AugmentConfig, DataConfig
-from ssl_vit.data.headers import TooManyPixels, check_pixels, check_webp
+from ssl_vit.data.headers import check_pixels, check_webp
 from ssl_vit.data.jpeg import Jpeg, unreadable
 from ssl_vit.data.shards.info import IMAGE_EXTENSIONS, STORED_FORMATS
-from ssl_vit.data.shards.reading import BadSample
-from ssl_vit.interfaces import Size, UserError, pair
+from ssl_vit.interfaces import BadSample, Size, UserError, pair
 
 _PIL_MODES = {1: "L", 3: "RGB", 4: "RGBA"}
 
@@ -71,8 +70,8 @@ def open_picture(sample: Mapping[str, bytes], channels: int, max_pixels: int = M
         if extension in sample:
             try:
                 return _open(sample[extension], channels, max_pixels)
-            except TooManyPixels as error:
-                raise BadSample(str(error)) from None
+            except BadSample:
+                raise
             except UnidentifiedImageError:  # its message holds an address in memory
                 raise BadSample("unreadable image: not an image") from None
             except Exception as error:  # Pillow's parsers raise many types

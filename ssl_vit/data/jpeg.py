@@ -16,7 +16,7 @@ import torch
 from PIL import Image
 from torchvision.io import ImageReadMode, decode_jpeg
 
-from ssl_vit.data.shards.reading import BadSample
+from ssl_vit.interfaces import BadSample
 
 _COLORS = {1: "GRAY", 3: "RGB"}
 _MODES = {1: ImageReadMode.GRAY, 3: ImageReadMode.RGB}

@@ -15,8 +15,8 @@ from ssl_vit.data.augment import ColorAugment
 from ssl_vit.data.images import Picture, Pixels, Transform, open_picture
 from ssl_vit.data.order import LanePosition
 from ssl_vit.data.shards import ShardSet
-from ssl_vit.data.shards.reading import BadSample, OpenShards, decode_label
-from ssl_vit.interfaces import Batch
+from ssl_vit.data.shards.reading import OpenShards, decode_label
+from ssl_vit.interfaces import BadSample, Batch
 from ssl_vit.records import SkippedSample
 
 

@@ -19,11 +19,10 @@ import numpy as np
 from ssl_vit.data.packing import content_hash
 from ssl_vit.data.packing.images import channels, decode, open_header
 from ssl_vit.data.packing.parallel import end_with_parent, process_count, run
-from ssl_vit.data.packing.sources.base import BrokenImageError
 from ssl_vit.data.shards.info import ABOUT, IMAGE_EXTENSIONS, INFO, Info, Part, ShardEntry, open_set
-from ssl_vit.data.shards.reading import BadSample, ShardFile, decode_label
+from ssl_vit.data.shards.reading import ShardFile, decode_label
 from ssl_vit.files import sha256
-from ssl_vit.interfaces import UserError
+from ssl_vit.interfaces import BadSample, UserError
 from ssl_vit.progress import progress_bar
 
 Report = Callable[[str, str, str], None]  # key, kind, detail
@@ -187,21 +186,19 @@ def _check_samples(shard: ShardFile, info: Info | None, pixels: bool, facts: _Sh
             report(key, "duplicate_key", "another sample has the same key")
         facts.keys.add(key)
         height = width = depth = 0
+        members: dict[str, bytes] = {}
         try:
             members = shard.read(position)
             images = [members[extension] for extension in IMAGE_EXTENSIONS if extension in members]
             if not images:
                 report(key, "missing_member", f"no image ({', '.join(IMAGE_EXTENSIONS)})")
             for data in images:
-                image = open_header(data, key)
+                image = open_header(data)
                 height, width, depth = image.height, image.width, channels(image)
                 if pixels:
-                    decode(image, key, at_least=(1, 1))
-        except BrokenImageError as error:
-            report(key, "unreadable_image", error.reason)
+                    decode(image, at_least=(1, 1))
         except BadSample as error:
             report(key, "unreadable_image", str(error))
-            members = {}
         facts.sizes.append((height, width, depth))
         try:
             label = decode_label(members, len(classes) if classes is not None else None)

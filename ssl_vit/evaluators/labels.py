@@ -8,12 +8,11 @@ from functools import lru_cache
 import numpy as np
 
 from ssl_vit.data.packing.images import channels, open_header
-from ssl_vit.data.packing.sources.base import BrokenImageError
 from ssl_vit.data.shards import ShardSet
 from ssl_vit.data.shards.info import IMAGE_EXTENSIONS
-from ssl_vit.data.shards.reading import BadSample, class_index
+from ssl_vit.data.shards.reading import class_index
 from ssl_vit.evaluators import ALL
-from ssl_vit.interfaces import UserError
+from ssl_vit.interfaces import BadSample, UserError
 from ssl_vit.results import Budget
 
 _LOOKED_AT, _SHARE_OF_GRAY = 200, 0.5  # images; difference of the shares of gray images that is worth a note
@@ -106,10 +105,10 @@ def _count_gray(shards: ShardSet) -> tuple[int, int]:
     """(gray images, readable images) among some of the first shard."""
     file, gray = shards.open(0), list[bool]()
     for position in np.unique(np.linspace(0, max(len(file.samples) - 1, 0), _LOOKED_AT).astype(int)):
-        with suppress(BadSample, BrokenImageError):
+        with suppress(BadSample):
             content = file.read(int(position))
             images = [content[extension] for extension in IMAGE_EXTENSIONS if extension in content]
-            gray += [channels(open_header(data, "")) == 1 for data in images[:1]]
+            gray += [channels(open_header(data)) == 1 for data in images[:1]]
     return sum(gray), len(gray)
 
 

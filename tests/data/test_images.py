@@ -15,8 +15,8 @@ from torchvision.transforms import v2
 
 from ssl_vit.data import AugmentConfig, DataConfig
 from ssl_vit.data import images as ours
-from ssl_vit.data.images import BadSample, Pixels
-from ssl_vit.interfaces import UserError
+from ssl_vit.data.images import Pixels
+from ssl_vit.interfaces import BadSample, UserError
 
 SIZES = [(64, 64), (80, 64), (64, 95), (37, 200), (20, 24), (224, 224)]
 

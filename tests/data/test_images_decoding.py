@@ -8,9 +8,9 @@ import pytest
 import torch
 from PIL import Image
 
-from ssl_vit.data.images import BadSample, check_channels, open_picture
+from ssl_vit.data.images import check_channels, open_picture
 from ssl_vit.data.shards.reading import decode_label
-from ssl_vit.interfaces import UserError
+from ssl_vit.interfaces import BadSample, UserError
 
 PIL_MODES = {1: "L", 3: "RGB", 4: "RGBA"}
 OPTIONS: dict[str, dict[str, Any]] = {"jpg": {"quality": 92}, "png": {}, "webp": {"lossless": True}}

@@ -16,7 +16,7 @@ from torchvision.transforms import v2
 from ssl_vit.data import AugmentConfig
 from ssl_vit.data.images import train_transform
 from ssl_vit.data.jpeg import Jpeg
-from ssl_vit.data.shards.reading import BadSample
+from ssl_vit.interfaces import BadSample
 
 MODES = {1: ImageReadMode.GRAY, 3: ImageReadMode.RGB}
 

@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 from webdataset.tariterators import group_by_keys, tar_file_iterator
 
-from ssl_vit.data.images import BadSample
 from ssl_vit.data.shards import open_shards
 from ssl_vit.data.shards.reading import OpenShards, ShardFile
-from ssl_vit.interfaces import RunError, UserError
+from ssl_vit.interfaces import BadSample, RunError, UserError
 
 Files = list[tuple[str, bytes]]
 

@@ -26,9 +26,9 @@ from ssl_vit.data.packing.plan import Options
 from ssl_vit.data.packing.sources import open_source
 from ssl_vit.data.samples import Preprocess, Sample, SampleReader
 from ssl_vit.data.shards import ShardSet, open_shards
-from ssl_vit.data.shards.reading import BadSample, ShardFile
+from ssl_vit.data.shards.reading import ShardFile
 from ssl_vit.data.stream import train_source
-from ssl_vit.interfaces import Batch
+from ssl_vit.interfaces import BadSample, Batch
 from ssl_vit.records import SkippedSample
 
 CPU = torch.device("cpu")

@@ -235,7 +235,7 @@ def test_stats(digits: Path) -> None:
 def test_stats_of_mixed_images_and_of_classes_with_one_name(tmp_path: Path) -> None:
     images = [encoded("PNG", 0, (10, 6), "L"), encoded("PNG", 1, (20, 8)), encoded("PNG", 2, (30, 10))]
     names = ["crane", "ox", "crane"]
-    pack(Source("three", None, names, np.array([0, 2, 2]), range(3), lambda n: (str(n), images[n]), ""), tmp_path)
+    pack(Source("three", None, names, np.array([0, 2, 2]), range(3), lambda n: images[n], ""), tmp_path)
     found = stats(tmp_path)
     size = {"height": {"mean": 8.0, "min": 6, "max": 10}, "width": {"mean": 20.0, "min": 10, "max": 30}}
     assert (found["image_size"], found["channels"]) == (size, 3)

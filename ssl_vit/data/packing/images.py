@@ -7,9 +7,9 @@ from typing import cast
 
 from PIL import Image, UnidentifiedImageError
 
-from ssl_vit.data.headers import TooManyPixels, check_pixels, check_webp
-from ssl_vit.data.packing.sources.base import BrokenImageError
+from ssl_vit.data.headers import check_pixels, check_webp
 from ssl_vit.data.shards.info import STORED_FORMATS
+from ssl_vit.interfaces import BadSample
 
 # A closed list: Pillow knows more formats, and hands some of them (EPS) to other programs.
 READ_FORMATS = (*STORED_FORMATS, "BMP", "GIF", "TIFF", "PPM", "JPEG2000")
@@ -17,10 +17,10 @@ _EXTENSIONS = {"JPEG": "jpg", "MPO": "jpg", "PNG": "png", "WEBP": "webp"}  # MPO
 _FORMATS = {"jpg": "JPEG", "png": "PNG", "webp": "WEBP"}
 
 
-def open_header(data: bytes, name: str, formats: tuple[str, ...] = STORED_FORMATS) -> Image.Image:
+def open_header(data: bytes, formats: tuple[str, ...] = STORED_FORMATS) -> Image.Image:
     """The image with its size, mode and format, pixels not yet decoded.
 
-    Raises BrokenImageError where there is no such header, where the image has too many pixels, and for a JPEG
+    Raises BadSample where there is no such header, where the image has too many pixels, and for a JPEG
     without an end mark: one that was cut and then filled up with zeros decodes without an error, to gray.
     """
     try:
@@ -28,19 +28,19 @@ def open_header(data: bytes, name: str, formats: tuple[str, ...] = STORED_FORMAT
         image = Image.open(stream := io.BytesIO(data), formats=formats)
         check_pixels(image.height, image.width)
     except UnidentifiedImageError:
-        raise BrokenImageError(name, "not an image" if data else "empty file") from None
-    except TooManyPixels as error:
-        raise BrokenImageError(name, str(error)) from None
+        raise BadSample("not an image" if data else "empty file") from None
+    except BadSample:
+        raise
     except Exception as error:  # as in decode; includes Pillow's DecompressionBombError
-        raise BrokenImageError(name, f"cannot be decoded: {error}") from None
+        raise BadSample(f"cannot be decoded: {error}") from None
     # Pillow has read up to the pixels, so that the end mark of a thumbnail in the header does not count.
     if image.format in ("JPEG", "MPO") and data.find(b"\xff\xd9", stream.tell()) < 0:
-        raise BrokenImageError(name, "cannot be decoded: the end of the JPEG is missing")
+        raise BadSample("cannot be decoded: the end of the JPEG is missing")
     return image
 
 
-def decode(image: Image.Image, name: str, at_least: tuple[int, int] | None = None) -> None:
-    """Decode all of an opened image in place, or raise BrokenImageError. Its mode is kept.
+def decode(image: Image.Image, at_least: tuple[int, int] | None = None) -> None:
+    """Decode all of an opened image in place, or raise BadSample. Its mode is kept.
 
     at_least: a (width, height) that is enough. A JPEG is then decoded at 1/2, 1/4 or 1/8 where that is not smaller;
         all of the file is still read and checked, in less time. (1, 1) only checks.
@@ -50,7 +50,7 @@ def decode(image: Image.Image, name: str, at_least: tuple[int, int] | None = Non
             image.draft(None, at_least)
         image.load()
     except Exception as error:  # Pillow's parsers raise many types: struct.error, zlib.error, SyntaxError
-        raise BrokenImageError(name, f"cannot be decoded: {error}") from None
+        raise BadSample(f"cannot be decoded: {error}") from None
 
 
 def channels(image: Image.Image) -> int:
@@ -58,27 +58,26 @@ def channels(image: Image.Image) -> int:
     return 1 if image.mode in ("1", "L", "LA", "I", "F") or image.mode.startswith("I;16") else 3
 
 
-def to_stored(data: bytes, name: str, resize: int | None = None, quality: int = 95) -> tuple[str, bytes]:
+def to_stored(data: bytes, resize: int | None = None, quality: int = 95) -> tuple[str, bytes]:
     """Check that the image can be decoded, and return what a shard stores of it: jpg, png or webp (by content: a PNG
     called .jpg is a PNG), and the bytes.
 
     JPEG, PNG and WebP bytes are stored unchanged, other formats (the first frame of an animation) as PNG.
 
-    name: for error messages.
     resize: the shorter side in pixels. An image of another size is scaled (bicubic, up or down) and encoded in its own
         format; EXIF is kept (it holds the orientation), a color profile is not.
     quality: 1..100, of JPEG and WebP that are encoded again.
 
-    Raises BrokenImageError.
+    Raises BadSample.
     """
-    image = open_header(data, name, READ_FORMATS)
+    image = open_header(data, READ_FORMATS)
     size, extension = image.size, _EXTENSIONS.get(image.format or "", "png")
     if resize is not None:
         size = (round(size[0] * resize / min(size)), round(size[1] * resize / min(size)))
     if size == image.size and image.format in _EXTENSIONS:
-        decode(image, name, at_least=(1, 1))
+        decode(image, at_least=(1, 1))
         return extension, data
-    decode(image, name, at_least=(2 * size[0], 2 * size[1]))
+    decode(image, at_least=(2 * size[0], 2 * size[1]))
     exif = {"exif": image.info["exif"]} if "exif" in image.info and image.format in _EXTENSIONS else {}
     encoded = io.BytesIO()
     try:
@@ -97,6 +96,6 @@ def to_stored(data: bytes, name: str, resize: int | None = None, quality: int = 
         if extension == "png" and image.mode in ("CMYK", "YCbCr", "LAB", "HSV"):
             image = image.convert("RGB")
         image.save(encoded, _FORMATS[extension], quality=quality, **exif)
-    except (OSError, ValueError, TooManyPixels) as error:
-        raise BrokenImageError(name, f"cannot be stored as {_FORMATS[extension]}: {error}") from None
+    except (OSError, ValueError, BadSample) as error:
+        raise BadSample(f"cannot be stored as {_FORMATS[extension]}: {error}") from None
     return extension, encoded.getvalue()

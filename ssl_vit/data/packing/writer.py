@@ -19,10 +19,9 @@ from pydantic import BaseModel
 from ssl_vit.data.packing.images import to_stored
 from ssl_vit.data.packing.parallel import end_with_parent
 from ssl_vit.data.packing.plan import Options
-from ssl_vit.data.packing.sources.base import BrokenImageError
 from ssl_vit.data.shards.info import Dropped, ShardEntry
 from ssl_vit.files import atomic_file, sha256
-from ssl_vit.interfaces import printable
+from ssl_vit.interfaces import BadSample, printable
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,7 @@ class WrittenShard(BaseModel):
     dropped: list[Dropped]
 
 
-def write_shard(read: Callable[[Any], tuple[str, bytes]], options: Options, job: ShardJob) -> WrittenShard:
+def write_shard(read: Callable[[Any], bytes], options: Options, job: ShardJob) -> WrittenShard:
     """Write the shard; without a readable image there is no tar. read: `Source.read`. Raises OSError where writing
     fails."""
     count, dropped = 0, list[Dropped]()
@@ -53,11 +52,11 @@ def write_shard(read: Callable[[Any], tuple[str, bytes]], options: Options, job:
     ):
         for number, item in enumerate(job.items):
             end_with_parent()
+            name = item if isinstance(item, str) else f"row {item}"
             try:
-                name, data = read(item)
-                extension, stored = to_stored(data, name, options.resize, options.quality)
-            except BrokenImageError as error:
-                dropped.append(Dropped(file=printable(error.name), reason=printable(error.reason)))
+                extension, stored = to_stored(read(item), options.resize, options.quality)
+            except BadSample as error:
+                dropped.append(Dropped(file=printable(name), reason=printable(str(error))))
                 continue
             members = {extension: stored}
             if job.labels is not None:

@@ -18,7 +18,7 @@ from threading import Thread
 from typing import IO, BinaryIO, cast
 
 from ssl_vit.data.shards.info import IMAGE_EXTENSIONS, MAX_MEMBER_BYTES
-from ssl_vit.interfaces import RunError, UserError, printable
+from ssl_vit.interfaces import BadSample, RunError, UserError, printable
 
 READ_EXTENSIONS = (*IMAGE_EXTENSIONS, "cls")
 _MAX_HEADER_BYTES = 1 << 20  # of a long name or a pax header
@@ -27,10 +27,6 @@ _PADDING = 1 << 20  # bytes after the end mark that must be zero; tar pads to 10
 _COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")  # gzip, bzip2, xz, zstd
 _MOST_CLASSES = 10_000_000
 _PLAIN = (tarfile.REGTYPE, tarfile.AREGTYPE)
-
-
-class BadSample(Exception):
-    """A sample that cannot be used; the message says why. The stream skips, counts and names it."""
 
 
 @dataclass(frozen=True)

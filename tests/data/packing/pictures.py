@@ -29,6 +29,5 @@ def write(path: Path, data: bytes) -> bytes:
     return data
 
 
-def all_images(source: Source) -> list[tuple[str, bytes]]:
-    """(name, bytes) of each."""
-    return [source.read(source.items[index]) for index in range(source.count)]
+def all_images(source: Source) -> list[bytes]:
+    return [source.read(item) for item in source.items]

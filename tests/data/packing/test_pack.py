@@ -97,7 +97,8 @@ def test_folder_round_trip_is_bit_for_bit(tmp_path: Path) -> None:
 def test_the_bytes_do_not_change_between_versions(tmp_path: Path) -> None:
     png = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR42mNgAAAAAgABSK+kcQAAAABJRU5ErkJggg=="
     names, labels = ["a", "b"], np.arange(50) % 2
-    gray = Source("gray", None, names, labels, range(50), lambda n: (f"{n}.png", base64.b64decode(png)), "")
+    items = [f"{n}.png" for n in range(50)]
+    gray = Source("gray", None, names, labels, items, lambda _: base64.b64decode(png), "")
     infos = pack(gray, tmp_path, Options(shards=3, order="stratified", keep_names=True, seed=5, holdout=0.2))
     assert [info.content_hash for info in infos.values()] == [
         "5eaaad4cfd05f605c8ef49b39a2a29bc63629d6f4fdd883d1e8644547eca8ef2",

@@ -66,7 +66,7 @@ def command(images: Path, out: Path, *more: str) -> list[str]:
 def interrupted(source: Source, out: Path, left: int = 120, overwrite: bool = False) -> None:
     """Pack until the disk fails after so many images."""
 
-    def read(item: Any) -> tuple[str, bytes]:
+    def read(item: Any) -> bytes:
         nonlocal left
         left -= 1
         if left < 0:

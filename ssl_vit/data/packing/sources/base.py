@@ -9,23 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ssl_vit.data.shards.info import MAX_MEMBER_BYTES
-from ssl_vit.interfaces import RunError, UserError
+from ssl_vit.interfaces import BadSample, RunError, UserError
 
 if TYPE_CHECKING:
     import numpy as np
 
 VALIDATION = {"val", "valid", "validation"}
-
-
-class BrokenImageError(Exception):
-    """An image that cannot be read; `name` is its name in the source, `reason` says why in a few words."""
-
-    def __init__(self, name: str, reason: str) -> None:
-        super().__init__(name, reason)
-        self.name, self.reason = name, reason
-
-    def __str__(self) -> str:
-        return f"{self.name}: {self.reason}"
 
 
 @dataclass(frozen=True)
@@ -35,9 +24,9 @@ class Source:
     name, license: for info.json.
     classes: class names, None in an unlabeled source.
     labels: int64 (count,), each in 0..len(classes)-1; None in an unlabeled source.
-    items: one small value per image that `read` takes: a file name, a row number.
-    read: item -> (the image's name, such as a relative path or "row 17"; its encoded bytes). It is pickled once per
-        packing process and raises BrokenImageError where an image cannot be read.
+    items: what `read` takes, one per image: its path as a string, or its row as an int.
+    read: item -> the image's encoded bytes. It is pickled once per packing process and raises BadSample where an image
+        cannot be read.
     listing: a hash of the images' names and sizes, which tells sources apart without reading them.
     groups: int64 (count,), ascending: images of one group, such as those of one person, stay in one fold.
     bytes: size of all images together, where it is known without reading them.
@@ -49,7 +38,7 @@ class Source:
     classes: list[str] | None
     labels: np.ndarray | None
     items: Sequence[Any]
-    read: Callable[[Any], tuple[str, bytes]]
+    read: Callable[[Any], bytes]
     listing: str
     groups: np.ndarray | None = None
     bytes: int = 0
@@ -66,23 +55,23 @@ class FileReader:
 
     root: Path
 
-    def __call__(self, name: str) -> tuple[str, bytes]:
-        return name, read_file(self.root / name, name, self.root)
+    def __call__(self, name: str) -> bytes:
+        return read_file(self.root / name, self.root)
 
 
-def read_file(path: Path, name: str, root: Path) -> bytes:
+def read_file(path: Path, root: Path) -> bytes:
     """The file's bytes.
 
-    Raises BrokenImageError for a file that is gone or may not be read, RunError where the disk or network fails or
+    Raises BadSample for a file that is gone or may not be read, RunError where the disk or network fails or
     `root` itself is gone: then the image is not at fault.
     """
     try:
         if path.stat().st_size > MAX_MEMBER_BYTES:
-            raise BrokenImageError(name, f"larger than {MAX_MEMBER_BYTES >> 20} MiB")
+            raise BadSample(f"larger than {MAX_MEMBER_BYTES >> 20} MiB")
         return path.read_bytes()
     except OSError as error:
         if error.errno in (errno.ENOENT, errno.EACCES, errno.EPERM, errno.ELOOP, errno.EISDIR) and root.is_dir():
-            raise BrokenImageError(name, error.strerror or str(error)) from None
+            raise BadSample(error.strerror or str(error)) from None
         raise RunError(f"{path}: cannot be read: {error.strerror or error}") from None
 
 

@@ -13,8 +13,8 @@ import datasets
 import numpy as np
 from pyarrow import ArrowNotImplementedError, compute  # type: ignore[import-untyped]
 
-from ssl_vit.data.packing.sources.base import BrokenImageError, Source, find_split, read_file
-from ssl_vit.interfaces import UserError
+from ssl_vit.data.packing.sources.base import Source, find_split, read_file
+from ssl_vit.interfaces import BadSample, UserError
 
 
 def list_splits(spec: str, path: Path | None) -> list[str]:
@@ -60,14 +60,14 @@ def open_table(
     )
 
 
-def _read(images: datasets.Dataset, column: str, root: Path, row: int) -> tuple[str, bytes]:
+def _read(images: datasets.Dataset, column: str, root: Path, row: int) -> bytes:
     """images: pickled as the path of its memory-mapped file. root: of relative paths in the table."""
-    name, cell = f"row {row}", images[row][column] or {}
+    cell = images[row][column] or {}
     if (data := cell.get("bytes")) is not None:
-        return name, data
+        return bytes(data)
     if not (file := cell.get("path")):
-        raise BrokenImageError(name, "no image in this row")
-    return name, read_file(root / file, name, root if not Path(file).is_absolute() else Path(file).parent)
+        raise BadSample("no image in this row")
+    return read_file(root / file, root if not Path(file).is_absolute() else Path(file).parent)
 
 
 def _listing(images: datasets.Dataset, root: Path) -> str:
