@@ -36,7 +36,7 @@ from ssl_vit.records import RunSummary
 from ssl_vit.results import Evaluation, Result, Table, save
 from ssl_vit.runs import SUMMARY, is_main_process, open_run, release
 from ssl_vit.training import checkpoint, distributed, loop
-from ssl_vit.training.callbacks import EarlyStopping
+from ssl_vit.training.callbacks import Probe
 from ssl_vit.training.distributed import make_accelerator, shared_errors
 from ssl_vit.training.flops import training_flops
 from ssl_vit.training.logging import check_trackers
@@ -91,14 +91,14 @@ def train(settings: Recipe, *, quiet: bool = False) -> Path:
     return run
 
 
-def _probe(settings: Recipe, shards: ShardSet, job: loop.Job) -> list[EarlyStopping]:
+def _probe(settings: Recipe, shards: ShardSet, job: loop.Job) -> list[Probe]:
     if settings.probe is None:
         return []
     if job.accelerator.is_fsdp2:
         raise UserError("probe: not available for a sharded model; remove it from the recipe")
     labeled = open_shards(settings.probe.data, settings.data.remote) if settings.probe.data else shards
     probe = OnlineProbe(settings.probe, labeled, settings.data, job.objective.encoder, job.accelerator)  # type: ignore[arg-type]
-    return [EarlyStopping(probe, settings.probe.every, settings.probe.patience, probe.skipped)]
+    return [Probe(probe, settings.probe.every, probe.skipped)]
 
 
 def make_context(

@@ -1,8 +1,8 @@
 """What happens between the steps of a training, in this fixed order.
 
 The non-finite guard comes first: it must see a window's losses before they are logged and before a checkpoint keeps
-weights that they spoiled. Then logging, checkpoint, stop on a signal, pictures, and the online probe with early
-stopping.
+weights that they spoiled. Then logging, checkpoint, stop on a signal, pictures, and the online
+probe.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ssl_vit.interfaces import Batch, Diverged
 from ssl_vit.records import SkippedSample
 from ssl_vit.training import checkpoint, distributed
 from ssl_vit.training.logging import Window
-from ssl_vit.training.loop import Callback, Stop, Trainer
+from ssl_vit.training.loop import Callback, Trainer
 from ssl_vit.training.signals import stopped
 
 _OVERFLOWS_IN_A_ROW = 100  # the loss scale has halved from 2^16 to 2^-84
@@ -32,9 +32,9 @@ class NanGuard(Callback):
     def __init__(self) -> None:
         self.overflows = 0  # in a row
 
-    def after_step(self, trainer: Trainer) -> Stop | None:
+    def after_step(self, trainer: Trainer) -> None:
         if not trainer.window_ends:
-            return None
+            return
         window, means = trainer.window, trainer.window.means()
         # With loss scaling a gradient may overflow: the scaler skips that step.
         names = ("loss",) if trainer.scaler.is_enabled() else ("loss", "grad_norm")
@@ -42,22 +42,21 @@ class NanGuard(Callback):
         if False in finite:
             bad = finite.index(False)
             keys = _keys(not bool(window.rows[bad][0].isfinite()), window.keys[bad])
-            return _diverged(trainer, f"the loss or its gradient was not finite at step {window.steps[bad]}", keys)
+            raise _diverged(trainer, f"the loss or its gradient was not finite at step {window.steps[bad]}", keys)
         self.overflows = 0 if means["grad_norm"].isfinite().any() else self.overflows + len(window.steps)
         if self.overflows > _OVERFLOWS_IN_A_ROW:
             what = f"the gradient was not finite in {self.overflows} steps in a row, up to step {window.steps[-1]}"
             keys = _keys(True, window.keys[-1])
-            return _diverged(trainer, f"{what}, at any loss scale", keys, ", or set training.precision=bf16")
-        return None
+            raise _diverged(trainer, f"{what}, at any loss scale", keys, ", or set training.precision=bf16")
 
 
-def _diverged(trainer: Trainer, what: str, keys: list[str], hint: str = "") -> Stop:
+def _diverged(trainer: Trainer, what: str, keys: list[str], hint: str = "") -> Diverged:
     saved = checkpoint.last_saved(trainer.job.run)
     more = f" and {len(keys) - 8} more" if len(keys) > 8 else ""
     samples = f"its samples: {', '.join(keys[:8])}{more}"
     error = Diverged(f"{what}; {samples}\n{saved}; lower optim.lr, check those images{hint}")
     error.everywhere, error.steps = True, trainer.progress.step
-    return Stop(what, error)
+    return error
 
 
 def _keys(to_blame: bool, keys: list[str]) -> list[str]:
@@ -71,9 +70,9 @@ def _keys(to_blame: bool, keys: list[str]) -> list[str]:
 class Logging(Callback):
     """Writes the means over the steps since the last log line."""
 
-    def after_step(self, trainer: Trainer) -> Stop | None:
+    def after_step(self, trainer: Trainer) -> None:
         if not trainer.window_ends:
-            return None
+            return
         progress, window, batch_size = trainer.progress, trainer.window, trainer.job.training.batch_size
         means = window.means()
         elapsed, steps = time.perf_counter() - window.start, progress.step - window.first
@@ -94,7 +93,6 @@ class Logging(Callback):
         }
         trainer.log.values(progress.step, values)
         trainer.window = Window(trainer.progress.step)
-        return None
 
 
 class Checkpointing(Callback):
@@ -103,18 +101,16 @@ class Checkpointing(Callback):
     def __init__(self) -> None:
         self.saved: tuple[int, Any] | None = None
 
-    def start(self, trainer: Trainer) -> Stop | None:
+    def start(self, trainer: Trainer) -> None:
         self.saved = self._state(trainer) if trainer.progress.step else None
-        return None
 
     def ends_window(self, trainer: Trainer) -> bool:
         every = trainer.job.training.checkpoint_every
         return trainer.last or bool(every and trainer.progress.step % every == 0)
 
-    def after_step(self, trainer: Trainer) -> Stop | None:
+    def after_step(self, trainer: Trainer) -> None:
         if self.ends_window(trainer):
             self._save(trainer)
-        return None
 
     def end(self, trainer: Trainer) -> None:
         if self.saved != self._state(trainer):  # the last probe came after the last save
@@ -138,12 +134,13 @@ class Checkpointing(Callback):
 class StopOnSignal(Callback):
     """Ctrl-C, SIGTERM and SIGUSR1 end the session once its checkpoint is saved."""
 
-    def after_step(self, trainer: Trainer) -> Stop | None:
+    def after_step(self, trainer: Trainer) -> None:
         step = trainer.progress.step
         if not trainer.signal or step == trainer.job.total_steps:
-            return None
+            return
         where = f"; saved, run the same command to resume at step {step}" if trainer.job.run else ""
-        return Stop(f"stopped by {signal.Signals(trainer.signal).name}{where}", stopped(trainer.signal))
+        trainer.log.say(f"stopped by {signal.Signals(trainer.signal).name}{where}")
+        raise stopped(trainer.signal)
 
 
 class Pictures(Callback):
@@ -156,22 +153,20 @@ class Pictures(Callback):
     def __init__(self, draw: Callable[[nn.Module, Batch, int], np.ndarray], every: int) -> None:
         self.draw, self.every = draw, every
 
-    def after_step(self, trainer: Trainer) -> Stop | None:
+    def after_step(self, trainer: Trainer) -> None:
         step = trainer.progress.step
         if (trainer.last or step % self.every == 0) and trainer.accelerator.is_main_process:
             with trainer.published():
                 picture = self.draw(trainer.objective, trainer.batch, step)
             trainer.log.picture("reconstruction", picture, step)
             trainer.model.train()
-        return None
 
 
-class EarlyStopping(Callback):
-    """An online probe: measures the representation now and then, and ends training where it no longer improves.
+class Probe(Callback):
+    """Measures the representation now and then.
 
     measure: from the unwrapped objective to a number, higher is better; may leave it in evaluation mode.
     every: steps.
-    patience: measures in a row without a new best after which training ends; None: never.
     skipped: the samples that this process could not use for it, each once.
     """
 
@@ -181,25 +176,21 @@ class EarlyStopping(Callback):
         self,
         measure: Callable[[nn.Module], float],
         every: int,
-        patience: int | None = None,
         skipped: Callable[[], list[SkippedSample]] = list,
     ) -> None:
-        self.measure, self.every, self.patience, self.skipped = measure, every, patience, skipped
-        self.step, self.best, self.since_best = 0, 0.0, 0
+        self.measure, self.every, self.skipped = measure, every, skipped
+        self.step, self.best = 0, 0.0
 
-    def start(self, trainer: Trainer) -> Stop | None:
-        return self.after_step(trainer)  # where the session before ended between its checkpoint and its probe
+    def start(self, trainer: Trainer) -> None:
+        self.after_step(trainer)  # where the session before ended between its checkpoint and its probe
 
     def ends_window(self, trainer: Trainer) -> bool:
         step = trainer.progress.step
         return step > self.step and (step % self.every == 0 or step == trainer.job.total_steps)
 
-    def after_step(self, trainer: Trainer) -> Stop | None:
+    def after_step(self, trainer: Trainer) -> None:
         if self.ends_window(trainer):
             self._measure(trainer)
-        if self.patience and self.since_best >= self.patience:
-            return Stop(f"no improvement in {self.patience} probes (probe.patience): training ends early")
-        return None
 
     def _measure(self, trainer: Trainer) -> None:
         step, start = trainer.progress.step, time.perf_counter()
@@ -208,18 +199,15 @@ class EarlyStopping(Callback):
             value = self.measure(trainer.objective)
         trainer.model.train()
         trainer.progress.seconds += time.perf_counter() - start
-        self.since_best = 0 if value > self.best else self.since_best + 1
         self.step, self.best = step, max(value, self.best)
         trainer.log.values(step, {"probe_accuracy": value, "probe_best": self.best})
         trainer.log.say(f"step {step}: few-shot probe {value:.1%} (best {self.best:.1%})")
-        if self.patience and self.since_best >= self.patience:
-            trainer.log.event(step, {"event": "early_stop", "probe_best": self.best})
         trainer.skips += self.skipped()
         trainer.log_skips()
         trainer.window = Window(trainer.progress.step)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"step": self.step, "best": self.best, "since_best": self.since_best}
+        return {"step": self.step, "best": self.best}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.step, self.best, self.since_best = state["step"], state["best"], state["since_best"]
+        self.step, self.best = state["step"], state["best"]

@@ -31,37 +31,24 @@ from ssl_vit.training.state import Progress, State
 Batches = Callable[[list[LanePosition]], Iterator[tuple[Batch, Chunk]]]
 
 
-@dataclass(frozen=True)
-class Stop:
-    """A callback's decision to end training after this step.
-
-    reason: shown to the user.
-    error: raised once everything is closed; None where training is finished early.
-    """
-
-    reason: str
-    error: BaseException | None = None
-
-
 class Callback:
-    """Base of callbacks. Every process calls the same methods at the same steps.
+    """Base of callbacks. Every process calls the same methods at the same steps. An exception ends training; the
+    callbacks after it are not called.
 
     name: key of its state in checkpoints; "" has no state.
     """
 
     name = ""
 
-    def start(self, trainer: Trainer) -> Stop | None:
+    def start(self, trainer: Trainer) -> None:
         """Before the first step of a session, with a checkpoint's state loaded."""
-        return None
 
     def ends_window(self, trainer: Trainer) -> bool:
         """Whether `after_step` needs the metrics up to this step logged and checked."""
         return False
 
-    def after_step(self, trainer: Trainer) -> Stop | None:
+    def after_step(self, trainer: Trainer) -> None:
         """After each optimizer step: `trainer.batch`, `trainer.result` and `trainer.window` describe it."""
-        return None
 
     def end(self, trainer: Trainer) -> None:
         """After the last step of a training that no error ended."""
@@ -167,10 +154,11 @@ class Trainer:
         with self.log:
             self.log.begin(progress.step, notes, job.recipe)
             self.model.train()
-            stop = next((stop for callback in job.callbacks if (stop := callback.start(self))), None)
+            for callback in job.callbacks:
+                callback.start(self)
             batches = job.batches(progress.lanes)
             self.window = Window(self.progress.step)
-            while not stop and progress.step < job.total_steps:
+            while progress.step < job.total_steps:
                 asked = time.perf_counter()
                 with self.interruptible():
                     self.batch, chunk = next(batches)
@@ -179,11 +167,7 @@ class Trainer:
                     self._find_accumulation()
                 self.result = self.train_step(self.batch)
                 self._advance(chunk, request.agreed())
-                stop = self._after_step()
-            if stop:
-                self.log.say(stop.reason)
-                if stop.error:
-                    raise stop.error
+                self._after_step()
             for callback in job.callbacks:
                 callback.end(self)
         self.share_buffers()
@@ -201,8 +185,8 @@ class Trainer:
             self.request.waiting = False
             if self.progress.step and not distributed.several():  # several save together, at the end of a step
                 self.window_ends = bool(self.window.steps)  # they are checked before a checkpoint keeps their weights
-                if self.window_ends and (stop := self._after_step()) and stop.error:
-                    raise stop.error from None
+                if self.window_ends:
+                    self._after_step()
                 for callback in self.job.callbacks:
                     callback.end(self)
             raise
@@ -250,9 +234,9 @@ class Trainer:
         self.window_ends = due or any(callback.ends_window(self) for callback in self.job.callbacks)
         self.log.advance(progress.step)
 
-    def _after_step(self) -> Stop | None:
-        """The first decision to end; the callbacks after it are not called."""
-        return next((stop for callback in self.job.callbacks if (stop := callback.after_step(self))), None)
+    def _after_step(self) -> None:
+        for callback in self.job.callbacks:
+            callback.after_step(self)
 
     def _resume(self) -> list[str]:
         """Load the run's newest checkpoint. Returns notes for the user."""
