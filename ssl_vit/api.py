@@ -247,7 +247,7 @@ def evaluate(
         "environment": environment(context.accelerator),
     }
     seed = settings.seed if settings else 0
-    rows = [replace(row, data=data or test, pretraining_seed=seed) for row in rows]
+    rows = [replace(row, data=data or test, evaluator=name, pretraining_seed=seed) for row in rows]
     if run is None or folder is None:
         return Evaluation(None, rows, about)
     path = folder / _results_name(about)

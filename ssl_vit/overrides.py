@@ -14,6 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 from ssl_vit.interfaces import UserError
 
 MAX_BYTES, _MAX_DEPTH = 1 << 20, 50  # of a recipe file; deeper nesting crashes YAML's loader
+LENGTHS = {"steps", "epochs"}  # a length of training in one unit replaces that in the other
 PLACE = "<place>"  # of `data=PLACE`, beside other keys of `data`
 Overrides = Sequence[str] | Mapping[str, Any]
 """`key=value` strings, or values by key; keys are nested by mappings, by dots or both."""
@@ -39,21 +40,25 @@ def parsed(overrides: Overrides) -> DictConfig:
         if not equals or not key.strip():
             raise UserError(f"'{override}' is not key=value, such as training.steps=100")
     try:
-        given = merge("the command line", *(OmegaConf.from_dotlist([_quoted(override)]) for override in overrides))
+        each = [OmegaConf.from_dotlist([_quoted(override)]) for override in overrides]
+        given = merge("the command line", *each, lengths=False)  # both at once are an error
         return without_references(given, "the command line")
     except (yaml.YAMLError, OmegaConfBaseException, ValueError) as error:
         raise UserError(f"the command line: {str(error).splitlines()[0]}") from None
 
 
-def merge(origin: str, *layers: Any) -> DictConfig:
+def merge(origin: str, *layers: Any, lengths: bool = True) -> DictConfig:
     """Mappings, each merged onto those before it.
 
     origin: where they are from, for the message.
+    lengths: steps and epochs replace each other.
     Raises UserError naming a key that is a list in one and a mapping in another.
     """
     merged = OmegaConf.create()
     for layer in layers:
         try:
+            if lengths:
+                _drop_other_length(merged, OmegaConf.to_container(OmegaConf.create(layer)))
             merged = OmegaConf.merge(merged, layer)
         except OmegaConfBaseException as error:
             raise UserError(f"{origin}: {str(error).splitlines()[0]}") from None
@@ -62,6 +67,17 @@ def merge(origin: str, *layers: Any) -> DictConfig:
             raise UserError(f"{origin}: {key}: a list cannot replace settings, nor settings a list") from None
     assert isinstance(merged, DictConfig)
     return merged
+
+
+def _drop_other_length(under: DictConfig, over: Any) -> None:
+    if not isinstance(over, dict):
+        return
+    given = {key for key in LENGTHS if over.get(key) is not None}
+    for key in LENGTHS - given if given else ():
+        under.pop(key, None)
+    for key, value in over.items():
+        if isinstance(below := under.get(key), DictConfig):
+            _drop_other_length(below, value)
 
 
 def _clashes(under: dict[str, Any], over: dict[str, Any], prefix: str = "") -> Iterator[str]:

@@ -48,9 +48,9 @@ def shipped(kind: Kind) -> list[str]:
 
 def exists(kind: Kind, name: str) -> bool:
     """Whether `load` would look for it as a module; finds out without importing the modules of this package."""
-    if any(entry_points(group=f"ssl_vit.{kind}", name=name)) or (not name.isidentifier() and _MODULE.fullmatch(name)):
+    if importlib.util.find_spec(f"{_KINDS[kind][0]}.{name}") if name.isidentifier() else _MODULE.fullmatch(name):
         return True
-    return name.isidentifier() and importlib.util.find_spec(f"{_KINDS[kind][0]}.{name}") is not None
+    return any(entry_points(group=f"ssl_vit.{kind}", name=name))
 
 
 def load(kind: Kind, name: str) -> Any:
@@ -61,8 +61,6 @@ def load(kind: Kind, name: str) -> Any:
     Raises UserError naming what exists, or what cannot be imported.
     """
     package, member, word = _KINDS[kind]
-    for entry in entry_points(group=f"ssl_vit.{kind}", name=name):
-        return _import(entry.value, member, f"{word} '{name}'")
     if not name.isidentifier() and _MODULE.fullmatch(name):
         return _import(name, member, f"{word} '{name}'")
     try:
@@ -71,6 +69,8 @@ def load(kind: Kind, name: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name != f"{package}.{name}":
             raise
+    for entry in entry_points(group=f"ssl_vit.{kind}", name=name):
+        return _import(entry.value, member, f"{word} '{name}'")
     available = names(kind)
     near = get_close_matches(name, available, n=1)
     hint = f"did you mean '{near[0]}'? " if near else ""

@@ -134,14 +134,10 @@ def onto(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _onto(under: DictConfig, over: DictConfig, origin: str) -> DictConfig:
-    """`over` merged onto `under`; steps and epochs replace each other, and so do objectives of different names.
+    """`over` merged onto `under`. Objectives of different names replace each other.
 
     `null` removes an arm or an evaluator.
     """
-    lengths = {"steps", "epochs"}
-    if given := lengths.intersection(_section(over, "training")):
-        for other in lengths - given:
-            _section(under, "training").pop(other, None)
     _expand_data(under, over)
     name = _section(over, "objective").get("name")
     if name is not None and name != _section(under, "objective").get("name"):

@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 from ssl_vit import cli, plugins
 from ssl_vit.interfaces import UserError
+from ssl_vit.report.read import read
 
 PACKAGE = Path(__file__).parent / "example_package"
 NAME = "ssl_vit_example"
@@ -91,6 +92,7 @@ def test_a_run_outlives_the_package_of_its_objective(
     }
     Path("mine.yaml").write_text(yaml.safe_dump(content))
     assert "Nearest class mean" in ssl_vit("compare", "mine.yaml")
+    assert {row.evaluator for row in read([Path("runs/mine")]).table.results} == {*content["evaluators"]}
 
     uninstall(installed)
     with pytest.raises(UserError, match=r"unknown objective 'rotation'.*available: classification"):

@@ -97,16 +97,16 @@ def compare(
     from ssl_vit.comparison.suites import prepare
     from ssl_vit.comparison.weights import import_arms
 
-    study = looks.resume(load_comparison(recipe, changed))
+    study = load_comparison(recipe, changed)
     if dry_run:
         from ssl_vit.cli import previewed
         from ssl_vit.comparison.dry_run import dry_run_comparison
 
-        previewed.comparison(dry_run_comparison(study, progress.say), as_json)
+        previewed.comparison(dry_run_comparison(looks.resume(study), progress.say), as_json)
     elif only is not None:
         run.compare(study, only=only, command=command)
     else:
-        study = import_arms(study, progress.say)
+        study = looks.resume(import_arms(study, progress.say))
         checked = check(study, prepare(study.sets, study.folder, progress.say), trial=False)
         print(f"# run: {checked.plan.run}")
         for task, stage in zip(checked.plan.tasks, checked.plan.stages, strict=True):

@@ -75,7 +75,7 @@ def compare(
 def _run_tasks(study: Study, given: ComparisonConfig, only: str | None, command: str, say: Say) -> Checked:
     """Run the missing tasks; with `only`, that task and those it needs.
 
-    given: the configuration before `import_arms`.
+    given: the configuration before `import_arms` and without the seeds of earlier looks.
     """
     c = study.comparison
     checked = check(study, prepare(study.sets, study.folder, say), say, keep_precision=True)
@@ -99,9 +99,8 @@ def _run_tasks(study: Study, given: ComparisonConfig, only: str | None, command:
 def _write_plan(checked: Checked, given: ComparisonConfig, command: str) -> None:
     """Write `comparison.yaml`, the recipe, and `plan.json`, for the report. given: see `_run_tasks`."""
     plan = checked.plan
-    c = plan.study.comparison.model_copy(update={"arms": given.arms, "notes": given.notes})
-    unset = {key: {"seeds", "labels_per_class"} - config.model_fields_set for key, config in c.evaluators.items()}
-    recipe_content = c.model_dump(mode="json", exclude={"evaluators": unset})
+    unset = {key: {"seeds", "labels_per_class"} - config.model_fields_set for key, config in given.evaluators.items()}
+    recipe_content = given.model_dump(mode="json", exclude={"evaluators": unset})
     try:
         plan.run.mkdir(parents=True, exist_ok=True)
         with FileLock(plan.run / f".{PLAN}.lock"):

@@ -108,7 +108,14 @@ def _run(plan: Plan, task: TaskRecord) -> tuple[list[Result], dict[str, Any]]:
         context = task_context(plan, task, task.seed)
         rows += runner.measure(evaluator, context, row.source, budgets, [*pretraining_seeds], best)
     rows = [
-        replace(result, data=task.data, arm=task.arm, fold=task.fold, pretraining_seed=pretraining_seeds[result.seed])
+        replace(
+            result,
+            data=task.data,
+            evaluator=task.evaluator,
+            arm=task.arm,
+            fold=task.fold,
+            pretraining_seed=pretraining_seeds[result.seed],
+        )
         for result in rows
     ]
     return rows, fields | {"skipped": context.skipped_names()}

@@ -217,14 +217,14 @@ def _results(
     selected: Settings,
     notes: tuple[str, ...] = (),
 ) -> Iterator[Result]:
-    """A classifier's rows for the test images."""
+    """A classifier's rows for the test images; the caller fills in the names of data and evaluator."""
     labels = train.context.train_labels[train.images]
     for outputs in classifier(ImageSet(train.context, train.source, "test")):
         used = len(labels) if outputs.labels is None else outputs.labels
         unreadable = (f"{len(labels) - used} of {len(labels)} labeled images could not be read",)
         yield Result(
             data="",
-            evaluator=type(evaluator).__module__.rpartition(".")[2],
+            evaluator="",
             arm=train.source,
             labels_per_class=budget,
             seed=seed,

@@ -166,3 +166,12 @@ def test_shipped_sweeps_have_three_rates_and_one_dropout_for_all_arms() -> None:
     assert swept
     dropouts = {name: r.encoder.dropout for name, r in load_comparison("cifar10_cpu").recipes.items()}
     assert dropouts["supervised"] != dropouts["ssl"], "so the key matters"
+
+
+def test_epochs_replace_the_steps_of_a_recipe_and_the_other_way_round(mini: Any) -> None:
+    fine_tune = {"training": {"steps": 9, "batch_size": 7}, "sweep": {"optim.lr": [0.1]}}
+    recipe = mini(evaluators={"fine_tune": fine_tune})
+    arm = ["arms.ssl.evaluators.fine_tune.training.steps=5", "evaluators.fine_tune.training.epochs=3"]
+    found = load_comparison(recipe, arm).evaluators
+    lengths = {of: (config.training.steps, config.training.epochs) for (_, _, of), config in found.items()}  # type: ignore[attr-defined]
+    assert lengths[""] == (None, 3) and lengths["ssl"] == (5, None)

@@ -50,6 +50,9 @@ def test_seeds_are_added_until_the_maximum_and_the_report_counts_the_looks(mini:
     again = quiet(recipe)
     assert again.record.looks == record.looks, "a repeated command keeps the looks and their seeds"
     assert rows(again) == rows(found)
+    assert rows(quiet(recipe, only=again.record.tasks[-1].id)) == rows(found)
+    saved = found.paths[0] / "comparison.yaml"
+    assert rows(quiet(saved)) == rows(found), "the saved recipe repeats the comparison, its looks included"
     with pytest.raises(UserError, match="--max-seeds"):
         quiet(recipe, until_decided=True, max_seeds=9)
     with pytest.raises(UserError, match="other frozen_seeds"):

@@ -91,7 +91,7 @@ def test_every_source_budget_and_seed_is_a_row(context: EvalContext) -> None:
         for budget in (1, "10%", "all")
         for seed in (0, 4)
     ]
-    assert not sweeps and {row.evaluator for row in rows} == {"test_runner"}
+    assert not sweeps
     assert [row.labels for row in rows[:6]] == [3, 3, 14, 14, 140, 140]
     for row in rows:
         assert row.accuracy == 0.8 and row.mean_per_class == pytest.approx(2 / 3)
