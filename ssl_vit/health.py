@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+from loky import cpu_count
 
 from ssl_vit.data.shards import open_shards
 from ssl_vit.environment import environment
@@ -72,7 +73,7 @@ def _shards(data: str) -> Iterator[Finding]:
     except (UserError, RunError) as error:
         yield Finding("stop", "shards", str(error))
         return
-    count, cores = len(shards.urls), os.cpu_count() or 1
+    count, cores = len(shards.urls), cpu_count()
     classes = f"{len(shards.classes)} classes" if shards.classes else "no classes"
     yield Finding("ok", "shards", f"{shards.samples} samples in {count} shards, {classes}")
     if count < cores:

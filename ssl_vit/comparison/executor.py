@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import multiprocessing
 import os
 import signal
-import sys
 import time
 import traceback
 import warnings
@@ -19,8 +17,9 @@ from statistics import fmean
 from typing import Any
 
 import torch
-from loky import ProcessPoolExecutor
+from loky import ProcessPoolExecutor, cpu_count
 
+from ssl_vit.data.packing.parallel import end_with_main
 from ssl_vit.interfaces import RunError, Stopped, UserError
 from ssl_vit.records import TaskRecord
 
@@ -134,7 +133,7 @@ class _Process(ProcessPoolExecutor):
     """One local process. Each is a pool of its own: one that is killed breaks no other."""
 
     def __init__(self, environment: dict[str, str]) -> None:
-        super().__init__(1, initializer=_start_process, env=environment)
+        super().__init__(1, initializer=end_with_main, env=environment)
         self.environment = environment
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
@@ -144,8 +143,7 @@ class _Process(ProcessPoolExecutor):
 
 @contextmanager
 def _processes(jobs: int) -> Iterator[_Workers]:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    threads, others, gpus = max(1, cores // jobs), set(multiprocessing.active_children()), visible_gpus()
+    threads, others, gpus = max(1, cpu_count() // jobs), set(multiprocessing.active_children()), visible_gpus()
     pools: list[_Process] = []
     # loky replaces a process that grew by 300 MB since its first task. Tasks of another kind import more modules.
     warnings.filterwarnings("ignore", "A worker was restarted", UserWarning)
@@ -176,13 +174,6 @@ def visible_gpus() -> list[str]:
     """Names of the NVIDIA GPUs that this process may use, as CUDA_VISIBLE_DEVICES has them."""
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     return given.split(",") if given else [str(number) for number in range(torch.cuda.device_count())]
-
-
-def _start_process() -> None:
-    """The main process handles Ctrl-C and ends the others; where the kernel can tell them (Linux), so does its end."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
 def _do_in_process(do: Do, task: TaskRecord) -> None:

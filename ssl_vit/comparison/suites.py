@@ -79,6 +79,6 @@ def _pack(name: str, chosen: DataSet, folder: Path, say: Callable[[str], None]) 
                 with warnings.catch_warnings():
                     warnings.showwarning = lambda message, *_: say(f"note: {message}")
                     source = open_source(str(chosen.source), split=split, **columns)
-                    pack(source, out, overwrite=True, progress=False)
+                    pack(source, out, overwrite=True)
             except UserError as error:
                 raise UserError(f"dataset {name}: {error}") from None

@@ -5,24 +5,20 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import combinations
 from pathlib import Path
 
 import imagehash
 import numpy as np
 import pandas as pd
+from PIL import Image
 
 from ssl_vit.data.images import eight_bits
-from ssl_vit.data.packing.cache import is_shards, parts_of
-from ssl_vit.data.packing.images import decode, open_header
-from ssl_vit.data.packing.parallel import process_count, run
-from ssl_vit.data.shards import ShardSet, open_shards
-from ssl_vit.data.shards.info import IMAGE_EXTENSIONS, local_info
-from ssl_vit.data.shards.reading import class_index
-from ssl_vit.data.verify import distinct, verify
-from ssl_vit.interfaces import BadSample, UserError
-from ssl_vit.progress import progress_bar
+from ssl_vit.data.packing.cache import folder_of, is_shards, parts_of
+from ssl_vit.data.shards.info import open_set
+from ssl_vit.data.shards.reading import ShardFile, class_index
+from ssl_vit.data.verify import check_set, distinct
+from ssl_vit.interfaces import UserError
 
 # Unrelated photographs of Imagenette (750,000 pairs) differ in at least 11 bits. Of 517,320 pairs of different digits,
 # 27 differ in at most 4 bits, none of them in less than 9 gray levels. Copies that were resized or compressed again
@@ -73,17 +69,14 @@ def check_data(place: str | Path, *, jobs: int | None = None, progress: bool = T
     bad, counts, pictures = list[tuple[str, str, str]](), dict[str, pd.Series](), dict[str, list[_Picture]]()
     for spec in parts:
         part = spec.removeprefix(f"{place}#")
-        shards = open_shards(spec)
-        folder = Path(shards.urls[0]).parent
-        info = local_info(folder)
+        folder = Path(folder_of(spec))
+        info = open_set(folder)
+        defects, shards = check_set(folder, info, jobs, progress, look=_picture)
         bad += [(part, entry.file, entry.reason) for entry in (info.dropped if info else ())]
-        bad += [
-            (part, f"{entry.shard} {entry.key}".strip(), f"{entry.kind}: {entry.detail}")
-            for entry in verify(folder, jobs=jobs, progress=progress)
-        ]
-        pictures[part] = _read(shards, jobs, progress)
+        bad += [(part, f"{entry.shard} {entry.key}".strip(), f"{entry.kind}: {entry.detail}") for entry in defects]
+        pictures[part] = [picture for shard in shards for picture in shard.seen]
         labels = [picture.label for picture in pictures[part]]
-        named = dict(enumerate(distinct(shards.classes or ())))
+        named = dict(enumerate(distinct((info and info.classes) or ())))
         names = named or {label: str(label) for label in sorted({label for label in labels if label >= 0})}
         images_of = pd.Series(labels, dtype=int).value_counts()
         counts[part] = pd.Series({name: int(images_of.get(label, 0)) for label, name in names.items()}, dtype=int)
@@ -109,41 +102,15 @@ class _Picture:
     thumbnail: bytes
 
 
-def _pictures(shards: ShardSet, shard: int) -> list[_Picture]:
-    pictures = list[_Picture]()
-    try:
-        file = shards.open(shard)
-    except UserError:
-        return pictures  # `verify` names it
-    for position, sample in enumerate(file.samples):
-        try:
-            members = file.read(position)
-            data = next(members[name] for name in IMAGE_EXTENSIONS if name in members)
-            decode(image := open_header(data))
-        except (StopIteration, BadSample):
-            continue  # `verify` names it
-        image = eight_bits(image).convert("L")
-        bits = int.from_bytes(np.packbits(imagehash.phash(image).hash).tobytes())
-        name = file.file_name(position) or sample.key
-        number = class_index(members.get("cls", b""))
-        digest = hashlib.sha256(data).digest()
-        pictures.append(
-            _Picture(name, -1 if number is None else number, digest, bits, image.resize(_THUMBNAIL).tobytes())
-        )
-    return pictures
-
-
-def _read(shards: ShardSet, jobs: int | None, progress: bool) -> list[_Picture]:
-    by_shard: dict[int, list[_Picture]] = {}
-    with progress_bar("comparing", shards.samples, progress) as advance:
-
-        def receive(shard: int, pictures: list[_Picture]) -> None:
-            by_shard[shard] = pictures
-            advance(len(pictures))
-
-        numbers = range(len(shards.urls))
-        run(partial(_pictures, shards), numbers, process_count(jobs, len(numbers), shards.samples), receive)
-    return [picture for shard in sorted(by_shard) for picture in by_shard[shard]]
+def _picture(shard: ShardFile, position: int, members: dict[str, bytes], data: bytes, image: Image.Image) -> _Picture:
+    image, number = eight_bits(image).convert("L"), class_index(members.get("cls", b""))
+    return _Picture(
+        file=shard.file_name(position) or shard.samples[position].key,
+        label=-1 if number is None else number,
+        sha256=hashlib.sha256(data).digest(),
+        bits=int.from_bytes(np.packbits(imagehash.phash(image).hash).tobytes()),
+        thumbnail=image.resize(_THUMBNAIL).tobytes(),
+    )
 
 
 def _shared(

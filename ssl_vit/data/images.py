@@ -10,7 +10,6 @@ import io
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -27,24 +26,8 @@ from ssl_vit.interfaces import BadSample, Size, UserError, pair
 _PIL_MODES = {1: "L", 3: "RGB", 4: "RGBA"}
 
 
-class Picture(Protocol):
-    """An image whose size is known and whose pixels may not be decoded yet. Pixels are uint8 (C, H, W), upright. The
-    methods raise BadSample where they cannot be decoded."""
-
-    height: int
-    width: int
-
-    def whole(self) -> torch.Tensor:
-        """All pixels."""
-        ...
-
-    def region(self, top: int, left: int, height: int, width: int, least: tuple[int, int] | None) -> torch.Tensor:
-        """The pixels of a box; with `least`, possibly at 1/2, 1/4 or 1/8 of its size but no smaller than `least`."""
-        ...
-
-
 class Pixels:
-    """A decoded picture."""
+    """A decoded picture, with the methods of `Jpeg`."""
 
     def __init__(self, pixels: torch.Tensor) -> None:
         self.pixels = pixels
@@ -55,6 +38,10 @@ class Pixels:
 
     def region(self, top: int, left: int, height: int, width: int, least: tuple[int, int] | None) -> torch.Tensor:
         return self.pixels[:, top : top + height, left : left + width]
+
+
+Picture = Jpeg | Pixels
+"""An upright image of known height and width whose pixels may not be decoded yet."""
 
 
 def check_channels(channels: int) -> None:

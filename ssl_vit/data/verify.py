@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from PIL import Image
 
 from ssl_vit.data.packing import content_hash
 from ssl_vit.data.packing.images import channels, decode, open_header
-from ssl_vit.data.packing.parallel import end_with_parent, process_count, run
+from ssl_vit.data.packing.parallel import process_count, run
 from ssl_vit.data.shards.info import ABOUT, IMAGE_EXTENSIONS, INFO, Info, Part, ShardEntry, open_set
 from ssl_vit.data.shards.reading import ShardFile, decode_label
 from ssl_vit.files import sha256
@@ -26,6 +27,8 @@ from ssl_vit.interfaces import BadSample, UserError
 from ssl_vit.progress import progress_bar
 
 Report = Callable[[str, str, str], None]  # key, kind, detail
+Look = Callable[[ShardFile, int, dict[str, bytes], bytes, Image.Image], Any]
+"""From a shard, the position of a sample in it, its members, and its image, encoded and decoded."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,7 @@ def verify(folder: Path, *, jobs: int | None = None, progress: bool = True) -> l
 
     Raises UserError where there is no shard set, info.json cannot be read, or packing was not finished.
     """
-    return _check(folder, open_set(folder), True, jobs, progress)[0]
+    return check_set(folder, open_set(folder), jobs, progress)[0]
 
 
 def stats(folder: Path) -> dict[str, Any]:
@@ -67,7 +70,7 @@ def stats(folder: Path) -> dict[str, Any]:
     Raises UserError as `verify` does, and for a set with defects, naming the first one.
     """
     info = open_set(folder)
-    defects, shards = _check(folder, info, False, 1, False)
+    defects, shards = check_set(folder, info, 1, False, pixels=False)
     for defect in defects:
         where = f"{folder / defect.shard}: {defect.key}{defect.key and ': '}"
         raise UserError(f"{where}{defect.kind}: {defect.detail}; `ssl-vit shards verify` lists every defect")
@@ -95,16 +98,26 @@ def _spread(values: Sequence[int] | np.ndarray) -> dict[str, float]:
     return {"mean": round(float(np.mean(values)), 2), "min": int(np.min(values)), "max": int(np.max(values))}
 
 
-def _check(
-    folder: Path, info: Info | None, pixels: bool, processes: int | None, progress: bool
-) -> tuple[list[Defect], list[_Shard]]:
-    """All defects, and what the shards that are there hold. pixels: check checksums and pixels, too."""
+def check_set(
+    folder: Path,
+    info: Info | None,
+    jobs: int | None,
+    progress: bool,
+    *,
+    pixels: bool = True,
+    look: Look | None = None,
+) -> tuple[list[Defect], list[Checked]]:
+    """All defects, and what the shards that are there hold.
+
+    pixels: check checksums and pixels, too. look: called for every image that can be decoded. For the others, see
+    `verify`.
+    """
     present = {path.name for path in folder.glob("*.tar")}
-    jobs: list[tuple[str, ShardEntry | None]] = [(name, None) for name in sorted(present)]
+    files: list[tuple[str, ShardEntry | None]] = [(name, None) for name in sorted(present)]
     defects, file = list[Defect](), _listing(info)
     if info:
         listed = {entry.file: entry for entry in info.shards}
-        jobs = [(name, listed[name]) for name in listed if name in present]
+        files = [(name, listed[name]) for name in listed if name in present]
         defects += [Defect(name, "", "missing_shard", f"{file} lists it") for name in listed if name not in present]
         defects += [Defect(name, "", "extra_shard", f"not in {file}") for name in sorted(present - listed.keys())]
         parts: dict[str, Info | Part] = {**info.splits} or {"": info}
@@ -114,23 +127,23 @@ def _check(
                 defects.append(Defect(file, "", "count", detail))
         if info.content_hash not in (None, content_hash(entry.sha256 for entry in info.shards)):
             defects.append(Defect(file, "", "checksum", "content_hash differs from that of the shards' sha256"))
-    samples = sum(entry.samples for _, entry in jobs if entry) if info else None
-    checked: dict[str, _Shard] = {}
+    samples = sum(entry.samples for _, entry in files if entry) if info else None
+    checked: dict[str, Checked] = {}
     with progress_bar("verifying", samples, progress) as advance:
 
-        def receive(job: tuple[str, ShardEntry | None], shard: _Shard) -> None:
+        def receive(job: tuple[str, ShardEntry | None], shard: Checked) -> None:
             checked[job[0]] = shard
             advance(len(shard.sizes))
 
-        run(partial(_check_shard, folder, info, pixels), jobs, process_count(processes, len(jobs), samples), receive)
+        run(partial(_check_shard, folder, info, pixels, look), files, process_count(jobs, len(files), samples), receive)
     keys_of_family: dict[str, set[str]] = {}  # train-000.tar and val-000.tar may share keys
-    for name, _ in jobs:
+    for name, _ in files:
         keys = keys_of_family.setdefault(re.sub(r"\d+\.tar$", "", name), set())
         defects += checked[name].defects
         twice = sorted(checked[name].keys & keys)
         defects += [Defect(name, key, "duplicate_key", "a sample of another shard has the same key") for key in twice]
         keys |= checked[name].keys
-    return defects, [checked[name] for name, _ in jobs]
+    return defects, [checked[name] for name, _ in files]
 
 
 def _listing(info: Info | None) -> str:
@@ -138,17 +151,21 @@ def _listing(info: Info | None) -> str:
 
 
 @dataclass(frozen=True)
-class _Shard:
-    """What was found in a shard. sizes: (height, width, channels) of each sample, zeros for one without an image."""
+class Checked:
+    """What was found in a shard. sizes: (height, width, channels) of each sample, zeros for one without an image. seen:
+    what `look` returned."""
 
     defects: list[Defect] = field(default_factory=list)
     keys: set[str] = field(default_factory=set)
     sizes: list[tuple[int, int, int]] = field(default_factory=list)
     labels: Counter[int] = field(default_factory=Counter)
+    seen: list[Any] = field(default_factory=list)
 
 
-def _check_shard(folder: Path, info: Info | None, pixels: bool, job: tuple[str, ShardEntry | None]) -> _Shard:
-    (name, entry), facts, listing = job, _Shard(), _listing(info)
+def _check_shard(
+    folder: Path, info: Info | None, pixels: bool, look: Look | None, job: tuple[str, ShardEntry | None]
+) -> Checked:
+    (name, entry), facts, listing = job, Checked(), _listing(info)
     path = folder / name
 
     def report(key: str, kind: str, detail: str) -> None:
@@ -165,7 +182,7 @@ def _check_shard(folder: Path, info: Info | None, pixels: bool, job: tuple[str, 
         except UserError as error:  # compressed
             report("", "truncated", str(error))
         else:
-            _check_samples(shard, info, pixels, facts, report)
+            _check_samples(shard, info, pixels, look, facts, report)
             if not shard.damage and shard.size - shard.end < tarfile.BLOCKSIZE:
                 shard.damage = "the end mark is missing: the file was cut"
             if shard.damage:
@@ -175,12 +192,13 @@ def _check_shard(folder: Path, info: Info | None, pixels: bool, job: tuple[str, 
     return facts
 
 
-def _check_samples(shard: ShardFile, info: Info | None, pixels: bool, facts: _Shard, report: Report) -> None:
+def _check_samples(
+    shard: ShardFile, info: Info | None, pixels: bool, look: Look | None, facts: Checked, report: Report
+) -> None:
     for member in shard.duplicates:
         report(member.partition(".")[0], "duplicate_key", f"{member} is there twice")
     classes = info.classes if info else None
     for position, sample in enumerate(shard.samples):
-        end_with_parent()
         key = sample.key
         if key in facts.keys:
             report(key, "duplicate_key", "another sample has the same key")
@@ -196,7 +214,9 @@ def _check_samples(shard: ShardFile, info: Info | None, pixels: bool, facts: _Sh
                 image = open_header(data)
                 height, width, depth = image.height, image.width, channels(image)
                 if pixels:
-                    decode(image, at_least=(1, 1))
+                    decode(image, at_least=None if look else (1, 1))
+                if look and data is images[0]:
+                    facts.seen.append(look(shard, position, members, data, image))
         except BadSample as error:
             report(key, "unreadable_image", str(error))
         facts.sizes.append((height, width, depth))

@@ -121,9 +121,9 @@ def labels_of(shards: ShardSet) -> np.ndarray:
     """
     if shards.conflict:
         raise UserError(shards.conflict)
-    labels = np.full(shards.samples, -1, dtype=np.int64)
+    labels, first_index = np.full(shards.samples, -1, dtype=np.int64), shards.first_index
     for shard in range(len(shards.urls)):
-        file, first = shards.open(shard), shards.first_index[shard]
+        file, first = shards.open(shard), first_index[shard]
         for position in range(min(len(file.samples), shards.counts[shard])):
             label = class_index(file.read(position, ("cls",)).get("cls", b"-1"))
             if label is not None:

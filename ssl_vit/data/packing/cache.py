@@ -92,7 +92,7 @@ def parts_of(place: str) -> list[str]:
 
 
 def _part_of_shards(folder: Path, part: str) -> Path:
-    for name in (part, *(sorted(VALIDATION) if part == "test" else ())):
+    for name in (part, *(VALIDATION if part == "test" else ())):
         if any(os.path.exists(folder / name / file) for file in (INFO, RECORD)):
             return folder / name
     if os.path.exists(folder):

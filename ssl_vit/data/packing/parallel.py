@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import os
+import ctypes
 import signal
+import sys
 from collections.abc import Callable, Iterable
 from itertools import islice
 from typing import Any, TypeVar
 
-from loky import FIRST_COMPLETED, BrokenProcessPool, ProcessPoolExecutor, wait
+from loky import FIRST_COMPLETED, BrokenProcessPool, ProcessPoolExecutor, cpu_count, wait
 
 from ssl_vit.interfaces import RunError
 
@@ -20,7 +21,7 @@ _Result = TypeVar("_Result")
 def process_count(asked: int | None, jobs: int, images: int | None) -> int:
     """How many processes to use: `asked`, or by default one per core, but not so many that one would get less than
     1,000 of the `images` (None: unknown); never more than there are jobs."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = cpu_count()
     useful = cores if images is None else min(cores, images // IMAGES_PER_PROCESS)
     return max(1, min(asked or useful, jobs))
 
@@ -39,7 +40,7 @@ def run(
             receive(job, work(job))
         return
     # The timeout also ends processes whose parent was killed while they wait for work.
-    executor = ProcessPoolExecutor(processes, timeout=5, initializer=_start, initargs=(work, os.getpid()))
+    executor = ProcessPoolExecutor(processes, timeout=5, initializer=_start, initargs=(work,))
     try:
         waiting = iter(jobs)
         running = {executor.submit(_call, job): job for job in islice(waiting, 2 * processes)}
@@ -57,21 +58,21 @@ def run(
 
 
 _work: Callable[[Any], Any]
-_parent: int | None = None
 
 
-def _start(work: Callable[[Any], Any], parent: int) -> None:
+def _start(work: Callable[[Any], Any]) -> None:
     """Runs first in every process."""
-    global _work, _parent
-    _work, _parent = work, parent
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent ends the others
+    global _work
+    _work = work
+    end_with_main()
+
+
+def end_with_main() -> None:
+    """Leave Ctrl-C to the main process, which ends this one; where the kernel can tell (Linux), so does its death."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
 def _call(job: Any) -> Any:
     return _work(job)
-
-
-def end_with_parent() -> None:
-    """End this process if it is one of `run` whose parent was killed; work calls it now and then."""
-    if _parent is not None and os.getppid() != _parent:
-        signal.raise_signal(signal.SIGTERM)

@@ -17,7 +17,6 @@ from typing import Any
 from pydantic import BaseModel
 
 from ssl_vit.data.packing.images import to_stored
-from ssl_vit.data.packing.parallel import end_with_parent
 from ssl_vit.data.packing.plan import Options
 from ssl_vit.data.shards.info import Dropped, ShardEntry
 from ssl_vit.files import atomic_file, sha256
@@ -51,7 +50,6 @@ def write_shard(read: Callable[[Any], bytes], options: Options, job: ShardJob) -
         tarfile.open(fileobj=file, mode="w", format=tarfile.USTAR_FORMAT) as tar,
     ):
         for number, item in enumerate(job.items):
-            end_with_parent()
             name = item if isinstance(item, str) else f"row {item}"
             try:
                 extension, stored = to_stored(read(item), options.resize, options.quality)

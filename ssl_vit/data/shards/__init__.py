@@ -7,7 +7,7 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain, combinations, pairwise, zip_longest
+from itertools import chain, combinations, zip_longest
 from pathlib import Path
 from tarfile import BLOCKSIZE
 from typing import BinaryIO
@@ -98,7 +98,8 @@ class ShardSet:
     def members_of(self, indices: Sequence[int] | np.ndarray) -> list[np.ndarray]:
         """Global sample indices -> sorted positions inside each shard (`keep` of `train_source`)."""
         wanted, first = np.unique(np.asarray(indices, dtype=np.int64)), self.first_index
-        return [wanted[(wanted >= a) & (wanted < b)] - a for a, b in pairwise(first)]
+        by_shard = np.split(wanted, np.searchsorted(wanted, first[1:-1]))
+        return [part - start for part, start in zip(by_shard, first, strict=False)]
 
 
 def open_url(url: str, remote: RemoteConfig = _DEFAULT, size: int | None = None, sha256: str = "") -> BinaryIO:

@@ -14,7 +14,7 @@ from ssl_vit.interfaces import BadSample, RunError, UserError
 if TYPE_CHECKING:
     import numpy as np
 
-VALIDATION = {"val", "valid", "validation"}
+VALIDATION = ("val", "valid", "validation")
 
 
 @dataclass(frozen=True)
