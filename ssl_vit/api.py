@@ -98,7 +98,7 @@ def _probe(settings: Recipe, shards: ShardSet, job: loop.Job) -> list[Probe]:
         raise UserError("probe: not available for a sharded model; remove it from the recipe")
     labeled = open_shards(settings.probe.data, settings.data.remote) if settings.probe.data else shards
     probe = OnlineProbe(settings.probe, labeled, settings.data, job.objective.encoder, job.accelerator)  # type: ignore[arg-type]
-    return [Probe(probe, settings.probe.every, probe.skipped)]
+    return [Probe(probe, settings.probe.every, settings.probe.patience, probe.skipped)]
 
 
 def make_context(

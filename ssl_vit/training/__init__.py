@@ -109,6 +109,8 @@ class ProbeConfig(Config):
     images: how many others of these shards are scored, at most (but at least one per class).
     pooling: as in the evaluator `few_shot`.
     l2: as in the evaluator `few_shot`.
+    patience: probes in a row without a new best after which training ends (None: never). It looks at held-out training
+        images, never at test; but a run that ends so has used their labels, and its learning rate has not come down.
     """
 
     every: int = Field(ge=1)
@@ -117,3 +119,4 @@ class ProbeConfig(Config):
     images: int = Field(1000, ge=1)
     pooling: Pooling = "mean"
     l2: float = Field(2.0**10, gt=0)
+    patience: int | None = Field(None, ge=1)

@@ -1,8 +1,8 @@
 """What happens between the steps of a training, in this fixed order.
 
 The non-finite guard comes first: it must see a window's losses before they are logged and before a checkpoint keeps
-weights that they spoiled. Then logging, checkpoint, stop on a signal, pictures, and the online
-probe.
+weights that they spoiled. Then logging, checkpoint, stop on a signal, pictures, and the online probe with early
+stopping.
 """
 
 from __future__ import annotations
@@ -163,10 +163,11 @@ class Pictures(Callback):
 
 
 class Probe(Callback):
-    """Measures the representation now and then.
+    """Measures the representation now and then, and ends training where it no longer improves.
 
     measure: from the unwrapped objective to a number, higher is better; may leave it in evaluation mode.
     every: steps.
+    patience: measures in a row without a new best after which training ends; None: never.
     skipped: the samples that this process could not use for it, each once.
     """
 
@@ -176,10 +177,11 @@ class Probe(Callback):
         self,
         measure: Callable[[nn.Module], float],
         every: int,
+        patience: int | None = None,
         skipped: Callable[[], list[SkippedSample]] = list,
     ) -> None:
-        self.measure, self.every, self.skipped = measure, every, skipped
-        self.step, self.best = 0, 0.0
+        self.measure, self.every, self.patience, self.skipped = measure, every, patience, skipped
+        self.step, self.best, self.since_best = 0, 0.0, 0
 
     def start(self, trainer: Trainer) -> None:
         self.after_step(trainer)  # where the session before ended between its checkpoint and its probe
@@ -191,6 +193,9 @@ class Probe(Callback):
     def after_step(self, trainer: Trainer) -> None:
         if self.ends_window(trainer):
             self._measure(trainer)
+        if self.patience and self.since_best >= self.patience:
+            trainer.log.say(f"no improvement in {self.patience} probes (probe.patience): training ends early")
+            trainer.finished = True
 
     def _measure(self, trainer: Trainer) -> None:
         step, start = trainer.progress.step, time.perf_counter()
@@ -199,15 +204,18 @@ class Probe(Callback):
             value = self.measure(trainer.objective)
         trainer.model.train()
         trainer.progress.seconds += time.perf_counter() - start
+        self.since_best = 0 if value > self.best else self.since_best + 1
         self.step, self.best = step, max(value, self.best)
         trainer.log.values(step, {"probe_accuracy": value, "probe_best": self.best})
         trainer.log.say(f"step {step}: few-shot probe {value:.1%} (best {self.best:.1%})")
+        if self.patience and self.since_best >= self.patience:
+            trainer.log.event(step, {"event": "early_stop", "probe_best": self.best})
         trainer.skips += self.skipped()
         trainer.log_skips()
         trainer.window = Window(trainer.progress.step)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"step": self.step, "best": self.best}
+        return {"step": self.step, "best": self.best, "since_best": self.since_best}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.step, self.best = state["step"], state["best"]
+        self.step, self.best, self.since_best = state["step"], state["best"], state["since_best"]

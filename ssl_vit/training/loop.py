@@ -119,7 +119,8 @@ class Trainer:
     """A prepared job and its state.
 
     batch, result: those of the last step. window: steps since the last log line. window_ends: whether to log it now.
-    last: whether the session ends with this step. signal: the signal that asked for that, or 0.
+    last: whether the session ends with this step. signal: the signal that asked for that, or 0. finished: set by a
+    callback that ends training early.
     """
 
     batch: Batch
@@ -142,7 +143,7 @@ class Trainer:
         self.state = State(self.objective, self.optimizer, device, self.average)
         named = {callback.name: callback for callback in job.callbacks if callback.name}
         self.state.parts = {"progress": self.progress, "scaler": self.scaler, "log": self.log, **named}
-        self.signal, self.last, self.window_ends = 0, False, False
+        self.signal, self.last, self.window_ends, self.finished = 0, False, False, False
         self.skips: list[SkippedSample] = []
         self.search, self.request = training.auto_batch, StopRequest()
         self.window = Window(self.progress.step)
@@ -158,7 +159,7 @@ class Trainer:
                 callback.start(self)
             batches = job.batches(progress.lanes)
             self.window = Window(self.progress.step)
-            while progress.step < job.total_steps:
+            while not self.finished and progress.step < job.total_steps:
                 asked = time.perf_counter()
                 with self.interruptible():
                     self.batch, chunk = next(batches)

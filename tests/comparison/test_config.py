@@ -50,6 +50,7 @@ from ssl_vit.interfaces import UserError
         (["arms.ssl.compute_of=ssl"], "compute_of is for arms of kind scratch"),
         (["arms.ssl.architecture=resnet18"], "architecture is for arms of kind weights"),
         (["arms.scratch.overrides=[encoder.depth=7]"], "overrides is for arms of kind pretrained"),
+        (["arms.ssl.overrides=[probe.every=5,probe.patience=2]"], "probe.patience"),
         (["seeds=[-1]"], "seeds.0"),
         (["seeds=[1,0,1]"], "seeds: 1"),
         (["labels_per_class=[10,zero]"], "labels_per_class.1"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -105,3 +106,16 @@ def test_a_signal_ends_a_long_probe_and_the_next_start_repeats_it(
             for run in ("whole", "run")
         )
         assert one.keys() == two.keys() and all(torch.equal(tensor, two[key]) for key, tensor in one.items())
+
+
+def test_a_probe_that_does_not_rise_ends_the_run_and_it_stays_ended(train: Train, tmp_path: Path) -> None:
+    keys = ["probe.every=2", "probe.images=20", "probe.labels_per_class=1", "probe.patience=2", "training.steps=400"]
+    rows = lines(train(tmp_path / "run", *keys))
+    values = [row["probe_accuracy"] for row in rows if "probe_accuracy" in row]
+    end = next(row for row in rows if row.get("event") == "early_stop")
+    highest = values.index(max(values))
+    assert len(values) == highest + 3, "two without a new best, and no more"
+    assert end["step"] == 2 * len(values) < 400
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["steps"] == end["step"]
+    assert lines(train(tmp_path / "run", *keys)) == rows, "the same command again does nothing"
