@@ -28,13 +28,13 @@ from ssl_vit.evaluators.labels import set_notes
 from ssl_vit.evaluators.online import OnlineProbe
 from ssl_vit.evaluators.real_labels import read_real_labels, rescored
 from ssl_vit.files import expanded, sha256, write_json
-from ssl_vit.interfaces import Metric, UserError
+from ssl_vit.interfaces import Metric, UserError, is_main_process
 from ssl_vit.models import factory
 from ssl_vit.models.encoder import Encoder
 from ssl_vit.recipe import Recipe
 from ssl_vit.records import RunSummary
 from ssl_vit.results import Evaluation, Result, Table, save
-from ssl_vit.runs import SUMMARY, is_main_process, open_run, release
+from ssl_vit.runs import SUMMARY, open_run, release
 from ssl_vit.training import checkpoint, distributed, loop
 from ssl_vit.training.callbacks import Probe
 from ssl_vit.training.distributed import make_accelerator, shared_errors
@@ -285,7 +285,7 @@ def _writable(folder: Path) -> Path:
 
 def _log(folder: Path, name: str, rows: Sequence[Result], saved: Path | None) -> None:
     """Mean accuracies over seeds as TensorBoard scalars `EVALUATOR/ARM/BUDGET`, at the step of the weights."""
-    step = int(saved.name.removeprefix("step_")) if saved else 0
+    step = checkpoint.step_of(saved) if saved else 0
     frame = Table(list(rows)).frame
     with SummaryWriter(str(folder)) as writer:
         for (arm, budget), group in frame.groupby(["arm", frame["labels_per_class"].astype(str)], sort=False):

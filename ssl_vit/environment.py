@@ -19,7 +19,7 @@ _PACKAGES = ("torch", "torchvision", "timm", "accelerate", "simplejpeg", "datase
 
 
 def environment(accelerator: Engine | None = None) -> dict[str, Any]:
-    """Versions, hardware, git commit and world size: what a reader needs to interpret a number."""
+    """Versions, hardware and git commit; of one training or evaluation also its processes, device and precision."""
     return {
         "versions": {"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}},
         "hardware": {
@@ -30,12 +30,18 @@ def environment(accelerator: Engine | None = None) -> dict[str, Any]:
             "gpus": [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())],
         },
         "git": _git_commit(Path(__file__).parents[1]),
-        "world_size": accelerator.num_processes if accelerator else 1,
-        "distribution": accelerator.distributed_type.value if accelerator else "NO",
-        "device": str(accelerator.device) if accelerator else "cpu",
-        "precision": accelerator.precision if accelerator else "fp32",
-        "float32_products": torch.get_float32_matmul_precision(),
+        **(_computation(accelerator) if accelerator else {}),
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+    }
+
+
+def _computation(accelerator: Engine) -> dict[str, Any]:
+    return {
+        "world_size": accelerator.num_processes,
+        "distribution": accelerator.distributed_type.value,
+        "device": str(accelerator.device),
+        "precision": accelerator.precision,
+        "float32_products": torch.get_float32_matmul_precision(),
     }
 
 

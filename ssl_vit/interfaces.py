@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -25,6 +26,11 @@ class UserError(Exception):
     """
 
     everywhere = False
+
+
+def is_main_process() -> bool:
+    """Whether this process prints and writes; needs no process group."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 class BadSample(Exception):

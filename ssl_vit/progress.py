@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -16,7 +15,7 @@ from importlib.util import find_spec
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from ssl_vit.interfaces import printable, printable_lines
+from ssl_vit.interfaces import is_main_process, printable, printable_lines
 
 _SILENCE, _SHARE = 10.0, 0.1  # least seconds between lines, and as a share of the elapsed time
 
@@ -66,7 +65,7 @@ def progress_bar(what: str, total: int | None, show: bool = True) -> Iterator[Ca
 
     what: is done, before the numbers. show: False prints nothing; nor do processes other than the main one.
     """
-    if not show or os.environ.get("RANK", "0") != "0":
+    if not show or not is_main_process():
         yield lambda count: None
         return
     bars = _bars()

@@ -203,12 +203,16 @@ def load_recipe(name: str | Path, overrides: Overrides = (), near: Path | None =
     return validate(Recipe, content, f"{path}: ")
 
 
-def run_recipe(weights: Path) -> Recipe | None:
-    """The recipe of a run directory, or of the run of a checkpoint, if any. Its objective need not be importable."""
+def run_of(weights: Path) -> Path:
+    """The run directory of a checkpoint; other paths are returned unchanged."""
     weights = expanded(weights)
     checkpoints = weights.resolve().parent
-    run = checkpoints.parent if checkpoints.name == "checkpoints" else weights
-    path = run / "recipe.yaml"
+    return checkpoints.parent if checkpoints.name == "checkpoints" else weights
+
+
+def run_recipe(weights: Path) -> Recipe | None:
+    """The recipe of a run directory, or of the run of a checkpoint, if any. Its objective need not be importable."""
+    path = run_of(weights) / "recipe.yaml"
     return load_recipe(path, trains=False) if path.is_file() else None
 
 

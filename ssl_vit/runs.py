@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
-import torch
 from filelock import FileLock, Timeout
 
 from ssl_vit import recipe
@@ -38,17 +36,6 @@ MAY_CHANGE = (
 )
 SUMMARY, ENVIRONMENT = "summary.json", "environment.json"
 _locks: dict[Path, FileLock] = {}
-
-
-def is_main_process() -> bool:
-    """Whether this process is the one that prints and writes; needs no process group."""
-    return os.environ.get("RANK", "0") == "0"
-
-
-def wait_for_everyone() -> None:
-    """Wait until all processes are here (one process alone does not wait)."""
-    if torch.distributed.is_initialized():
-        torch.distributed.barrier()
 
 
 def open_run(run: Path, settings: Recipe, accelerator: Engine, data: str) -> None:

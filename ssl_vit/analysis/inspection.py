@@ -72,7 +72,7 @@ def inspect(
     batch, skipped = _first_images(model, opened, preparation, max(images, distance_images, map_images), head, device)
     numbers: dict[str, Any] = {
         "weights": str(saved or weights),
-        "step": int(saved.name.removeprefix("step_")) if saved else None,
+        "step": checkpoint.step_of(saved) if saved else None,
         "model": model.name,
         "objective": settings.objective.name if settings else None,
         "objective_is_unknown": unknown,

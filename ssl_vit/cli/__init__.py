@@ -19,7 +19,7 @@ import typer
 
 from ssl_vit import __version__
 from ssl_vit.cli import compare, doctor, embed, evaluate, keys, pictures, report, shards, train, weights
-from ssl_vit.interfaces import PREEMPTED, RunError, Stopped, UserError, printable, printable_lines
+from ssl_vit.interfaces import PREEMPTED, RunError, Stopped, UserError, is_main_process, printable, printable_lines
 
 app = typer.Typer(
     name="ssl-vit",
@@ -59,7 +59,7 @@ def main() -> None:
     except (UserError, RunError) as error:
         if debug:
             raise
-        if _is_main() or not error.everywhere:
+        if is_main_process() or not error.everywhere:
             print("error:", printable_lines(str(error)), file=sys.stderr)  # names from data may be in it
         _tell_launcher(str(error))
         _leave(2 if isinstance(error, UserError) else 1)
@@ -80,7 +80,7 @@ def main() -> None:
             if not stop.code:
                 _close_process_group()
             raise
-        if _is_main():
+        if is_main_process():
             again = "restart the evaluation (cached features are reused)" if arguments[:1] == ["eval"] else "resume"
             print(f"stopped; run the same command to {again}", file=sys.stderr)
         _leave(1 if stop.code == _INTERRUPTED else int(stop.code or 0))
@@ -104,10 +104,6 @@ def _preempted(number: int, frame: FrameType | None) -> None:
 
 def _several() -> bool:
     return int(os.environ.get("WORLD_SIZE", "1")) > 1
-
-
-def _is_main() -> bool:
-    return os.environ.get("RANK", "0") == "0"
 
 
 def _close_process_group() -> None:

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from ssl_vit.cli.keys import CommandWithKeys, Overrides
-from ssl_vit.interfaces import UserError, printable_lines
+from ssl_vit.interfaces import UserError, is_main_process, printable_lines
 
 app = typer.Typer()
 
@@ -132,7 +132,6 @@ def _compare(
     from ssl_vit import functions  # torch, after the keys were checked
     from ssl_vit.comparison.run import RESULTS
     from ssl_vit.report import tables
-    from ssl_vit.runs import is_main_process
 
     finished = functions.compare(
         study,

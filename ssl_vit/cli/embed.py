@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ssl_vit.interfaces import printable
+from ssl_vit.interfaces import is_main_process, printable
 from ssl_vit.models import Pooling
 
 app = typer.Typer()
@@ -39,7 +39,6 @@ def embed(
     from ssl_vit import functions
 
     frame = functions.embed(weights, data, pooling=pooling, batch_size=batch_size, workers=workers, out=out)
-    from ssl_vit.runs import is_main_process
 
     if not is_main_process():
         return

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ssl_vit.cli.keys import CommandWithKeys
-from ssl_vit.interfaces import UserError, printable
+from ssl_vit.interfaces import UserError, is_main_process, printable
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -56,7 +56,7 @@ def evaluate(
 
     Example: `ssl-vit eval runs/digits_ssl few_shot "labels_per_class=[1,5]"`
     """
-    from ssl_vit import api, plugins, progress, recipe, runs
+    from ssl_vit import api, plugins, progress, recipe
     from ssl_vit.models import factory
 
     plugins.load("evaluators", evaluator)  # what is wrong on the command line comes before missing data
@@ -76,7 +76,7 @@ def evaluate(
         )
         for name, chosen in _data_sets(run, data or [], test, suite).items()
     ]
-    if not runs.is_main_process():
+    if not is_main_process():
         return
     if as_json:
         rows = [

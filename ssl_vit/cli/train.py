@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from ssl_vit.cli.keys import CommandWithKeys, Overrides
-from ssl_vit.interfaces import UserError
+from ssl_vit.interfaces import UserError, is_main_process
 
 app = typer.Typer()
 
@@ -47,13 +47,13 @@ def train(
         settings = precision.resolve(settings, progress.say)
         runs.check(settings.run_directory, settings)
         measured = measure(settings)
-        if runs.is_main_process():
+        if is_main_process():
             previewed.stage(measured, as_json)
         return
     if as_json:
         raise UserError("--json requires --dry-run")
     run = functions.train(settings).dir
-    if runs.is_main_process():
+    if is_main_process():
         name, train = shlex.quote(str(run)), settings.data.train
         has_test_part = isinstance(train, str) and (train.endswith("#train") or Path(train).name == "train")
         print(

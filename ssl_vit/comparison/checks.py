@@ -27,7 +27,7 @@ from ssl_vit.evaluators.features import FeatureConfig, check_features, silent
 from ssl_vit.evaluators.labels import check_classes, choose_labeled, labels_of, set_notes
 from ssl_vit.evaluators.selection import candidates_of, configured
 from ssl_vit.files import read_json, write_json
-from ssl_vit.interfaces import RunError, UserError, printable
+from ssl_vit.interfaces import RunError, UserError, is_main_process, printable
 from ssl_vit.models import factory
 from ssl_vit.models.encoder import Encoder
 from ssl_vit.recipe import Recipe
@@ -156,14 +156,14 @@ def _with_precision(study: Study, say: Say, *, trial: bool, keep: bool) -> Study
     # Launched processes measure together, so none may wait for the lock of another one.
     alone = keep and not distributed.several()
     try:
-        if keep and runs.is_main_process():
+        if keep and is_main_process():
             file.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(file.with_name(f".{_PRECISION}.lock")) if alone else nullcontext():
             begun = read_json(file).get("precision") if file.is_file() else None
             chosen: Precision = begun or "fp32"
             if trial and not begun:
                 chosen = precision.choose(next(iter(auto.values())), say)
-            if keep and not begun and runs.is_main_process():
+            if keep and not begun and is_main_process():
                 write_json(file, {"precision": chosen})
     except OSError as error:
         raise RunError(f"run={file.parent}: cannot write there: {error}") from None

@@ -9,7 +9,7 @@ from functools import partial
 import yaml
 from filelock import FileLock
 
-from ssl_vit import records, runs
+from ssl_vit import records
 from ssl_vit.comparison import executor, looks
 from ssl_vit.comparison.checks import Checked, check, check_directory
 from ssl_vit.comparison.config import ComparisonConfig, Study
@@ -20,7 +20,7 @@ from ssl_vit.comparison.weights import import_arms
 from ssl_vit.comparison.work import do
 from ssl_vit.evaluators.features import silent
 from ssl_vit.files import write_json, write_text
-from ssl_vit.interfaces import RunError, UserError
+from ssl_vit.interfaces import RunError, UserError, is_main_process
 from ssl_vit.records import ComparisonRecord
 from ssl_vit.report.export import as_json
 from ssl_vit.report.read import PLAN, Comparison, read_comparison
@@ -43,7 +43,7 @@ def compare(
     only: id of one task: run it and those it needs, and write no `results.json`.
     The other arguments and errors are those of `functions.compare`.
     """
-    c, main = study.comparison, runs.is_main_process()
+    c, main = study.comparison, is_main_process()
     if (c.jobs > 1 or c.scheduler) and int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise UserError(
             "several processes were launched, which run every task together; set jobs=1 and remove scheduler"
@@ -63,7 +63,7 @@ def compare(
             if main:
                 looked = replace(checked.plan, study=replace(checked.plan.study, looks=study.looks))
                 _write_plan(replace(checked, plan=looked, missing=[]), c, command)
-            runs.wait_for_everyone()
+            distributed.gather(None)
             comparison = read_comparison(checked.plan.run)
             say(f"look {len(study.looks)}: {', '.join(study.looks[-1].outcomes.values()) or 'no headline'}")
         following = looks.extend(study, comparison) if until_decided else None
@@ -83,7 +83,7 @@ def _run_tasks(study: Study, given: ComparisonConfig, only: str | None, command:
     wanted = {task.id for task in plan.tasks if only in (None, task.id)}
     if not wanted:
         raise UserError(f"{only}: no such task; `ssl-vit compare RECIPE --list` prints the ids")
-    if runs.is_main_process():
+    if is_main_process():
         _write_plan(checked, given, command)
     distributed.make_accelerator()  # the launched processes must agree from here on
     missing = distributed.gather(checked.missing)[0]

@@ -20,13 +20,13 @@ from ssl_vit.environment import environment
 from ssl_vit.evaluators import runner
 from ssl_vit.evaluators.features import EvalContext
 from ssl_vit.files import read_json
-from ssl_vit.interfaces import RunError, UserError
+from ssl_vit.interfaces import RunError, UserError, is_main_process
 from ssl_vit.models import factory
 from ssl_vit.models.vit import ViTEncoder
 from ssl_vit.progress import progress_bar
 from ssl_vit.records import RunSummary, TaskRecord, TaskResult
 from ssl_vit.results import Result
-from ssl_vit.runs import SUMMARY, is_main_process, wait_for_everyone
+from ssl_vit.runs import SUMMARY
 from ssl_vit.training import distributed
 
 TASKS, PICTURES = "tasks", "pictures"
@@ -76,7 +76,7 @@ def do(plan: Plan, task: TaskRecord) -> None:
                     results.save(path, rows, **result.model_dump(mode="json"))
                 except OSError as error:
                     raise RunError(f"{path}: cannot write: {error}; fix that and run the same command again") from None
-    wait_for_everyone()  # the next task may read the result
+    distributed.gather(None)  # the next task may read the result
 
 
 def _run(plan: Plan, task: TaskRecord) -> tuple[list[Result], dict[str, Any]]:

@@ -15,6 +15,7 @@ from ssl_vit.files import read_json
 from ssl_vit.interfaces import Config as BaseConfig
 from ssl_vit.interfaces import UserError
 from ssl_vit.objectives import classification
+from ssl_vit.recipe import run_of
 from ssl_vit.training import checkpoint
 
 
@@ -46,7 +47,7 @@ class Evaluator(BaseEvaluator):
         saved = checkpoint.newest_of(Path(context.weights))
         if saved is None:
             raise UserError(f"{context.weights}: no checkpoint with a head is kept there; use another evaluator")
-        path = saved.resolve().parent.parent / "summary.json"
+        path = run_of(saved) / "summary.json"
         summary = read_json(path) if path.is_file() else {}  # a run that still trains has none
         where = f"what {context.weights} was trained on and {context.test.spec}"
         check_same_classes(checkpoint.classes_of(saved), context.test.classes, where)

@@ -17,7 +17,7 @@ from ssl_vit.models import factory
 from ssl_vit.models.encoder import Encoder
 from ssl_vit.models.exchange.exports import Use
 from ssl_vit.models.vit import ViTEncoder
-from ssl_vit.recipe import run_recipe
+from ssl_vit.recipe import run_of, run_recipe
 from ssl_vit.report import tables
 from ssl_vit.report.export import markdown
 from ssl_vit.report.read import read_runs
@@ -38,8 +38,8 @@ def write(model: Encoder, given: Path, to: str, use: Use, *, title: str, license
     license: license of the weights (the hub's identifier, such as apache-2.0); None: not stated.
     """
     weights = factory.find_weights(given)
-    folder = next((path for path in (given, given.parent.parent) if (path / "recipe.yaml").is_file()), None)
-    run = read_run(folder) if folder else None
+    folder = run_of(given)
+    run = read_run(folder) if (folder / "recipe.yaml").is_file() else None
     shards = _shards(run) if run else None
     measured = read_runs([given]) if (given / "results").is_dir() else None
     shown = tables.all_tables(measured, summarize(measured)) if measured else []

@@ -88,8 +88,6 @@ def provenance(comparison: Comparison) -> list[str]:
             f"Settings of {evaluator.title} on {data}: {json.dumps(settings)}"
             for data, settings in evaluator.settings.items()
         ]
-    for arm in record.arms:
-        lines += [f"Settings of {arm.label} alone: {json.dumps(arm.evaluators)}"] if arm.evaluators else []
     return lines
 
 

@@ -110,7 +110,7 @@ class Comparison:
         others = [row.name for row in self.record.references if row.name in measured and row.kind != "control"]
         return (*(arm.name for arm in self.record.arms), *others)
 
-    @property
+    @cached_property
     def confidence(self) -> float:
         """Confidence of the intervals of differences; above 0.95 where seeds are added until headlines are decided."""
         record = self.record

@@ -71,6 +71,11 @@ def newest_of(weights: Path) -> Path | None:
     return next(iter(folders(weights)[-1:]), None)
 
 
+def step_of(folder: Path) -> int:
+    """The step of a checkpoint, wherever it lies."""
+    return int(read_json(folder / _STATE)["progress"]["step"])
+
+
 def last_saved(run: Path | None) -> str:
     """The last good checkpoint, as text for an error message."""
     checkpoints = folders(run) if run else []

@@ -134,10 +134,11 @@ def test_the_numbers_are_those_of_the_first_readable_images(run: Path, shards: P
 
 
 def test_a_checkpoint_at_another_size_and_shape(run: Path, shards: Path, tmp_path: Path) -> None:
-    step = run / "checkpoints" / "step_00000002"
+    step = shutil.copytree(run / "checkpoints" / "step_00000002", run / "checkpoints" / "best")
     assert call("inspect", step, "--data", shards, "--out", tmp_path, "--image-size", "24x12", "--images", 2) == 0
     found = numbers_of(tmp_path)
-    assert (found["weights"], found["image_size"], found["grid"]) == (str(step), [24, 12], [6, 3])
+    assert (found["weights"], found["step"]) == (str(step), 2), "whatever its folder is called"
+    assert (found["image_size"], found["grid"]) == ([24, 12], [6, 3])
     assert (tmp_path / "reconstructions.png").exists()
 
 

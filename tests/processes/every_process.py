@@ -24,7 +24,7 @@ from accelerate import PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch.distributed.tensor import DTensor
 
-from ssl_vit import api, cli, recipe, runs
+from ssl_vit import api, cli, recipe
 from ssl_vit import stage as builder
 from ssl_vit.data import AugmentConfig, DataConfig
 from ssl_vit.data.images import train_transform
@@ -32,7 +32,7 @@ from ssl_vit.data.order import LanePosition
 from ssl_vit.data.samples import Preprocess
 from ssl_vit.data.shards import open_shards
 from ssl_vit.data.stream import train_source
-from ssl_vit.interfaces import RunError, StepOutput, UserError
+from ssl_vit.interfaces import RunError, StepOutput, UserError, is_main_process
 from ssl_vit.objectives import masked_patch
 from ssl_vit.training import checkpoint, distributed, loop
 from ssl_vit.training.distributed import make_accelerator
@@ -103,9 +103,9 @@ def sharded_on_three(digits: str, out: Path) -> None:
 
 def back_to_step_12(run: Path, copy: Path) -> None:
     """A copy of a run as it was at its checkpoint of step 12; the main process makes it."""
-    if runs.is_main_process():
+    if is_main_process():
         shutil.copytree(run, copy, ignore=shutil.ignore_patterns("step_00000020"))
-    runs.wait_for_everyone()
+    distributed.gather(None)
 
 
 def two(digits: str, out: str, first: str) -> None:
@@ -131,7 +131,7 @@ def errors_of_one(digits: str, out: str, bad: str) -> None:
     """What happens to each process when one alone has an error: the main one at the start, at a checkpoint, and at
     last the other one, which reads a bad sample from the shards BAD."""
     folder = Path(out)
-    if runs.is_main_process():
+    if is_main_process():
         (folder / "occupied").mkdir()
         (folder / "occupied" / "thesis.tex").write_text("mine")
     print("occupied:", outcome(lambda: train(digits, folder / "occupied", "pretraining")), flush=True)

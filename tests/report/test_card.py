@@ -103,12 +103,21 @@ def test_the_hub_reads_the_front_matter(run: Path, make_encoder: Make) -> None:
     assert "license" not in ModelCard(write(make_encoder(), run)).data.to_dict()
 
 
-def test_a_checkpoint_has_its_own_steps_and_no_results(run: Path, make_encoder: Make) -> None:
+def test_a_checkpoint_has_its_own_steps_and_no_results(
+    run: Path, make_encoder: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     text = write(make_encoder(), run / "checkpoints" / "step_00000300")
+    monkeypatch.chdir(run / "checkpoints" / "step_00000300")
+    assert write(make_encoder(), Path()) == text, "by any path"
     found = rows(text)
     assert (found["Steps"], found["Images seen"], found["Seconds"]) == (["300"], ["9,600"], ["20"])
     assert "Not measured" in text
     assert "Few-shot" not in text
+
+
+def test_weights_in_the_folder_of_a_run_are_not_of_that_run(run: Path, make_encoder: Make) -> None:
+    text = write(make_encoder(), weights(run / "imported" / "other", make_encoder()))
+    assert "Steps" not in rows(text) and "digits_ssl" not in text
 
 
 def test_shards_that_moved_are_said_to_be_out_of_reach(run: Path, make_encoder: Make) -> None:

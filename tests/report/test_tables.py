@@ -166,7 +166,7 @@ def test_every_export_carries_names_settings_and_times(tmp_path: Path) -> None:
             "A comparison (c). ssl-vit compare c",
             f"Results were saved from {table['saved'].min()}",
             '{"steps": 5}',
-            '{"mixup": 0.5}',
+            "alone: fine_tune: mixup=0.5",
         ):
             assert part in text, (form, part)
     run = write_run(tmp_path / "run", "a", 0.5)
