@@ -10,7 +10,6 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -22,12 +21,11 @@ from ssl_vit.data.shards import remote
 
 
 class FaultyServer(http.server.ThreadingHTTPServer):
-    """Serves a folder with ranges and listings; `faults[name]` are used up by the requests for that file, one each.
+    """Serves a folder with ranges; `faults[name]` are used up by the requests for that file, one each.
 
     A fault: ("status", 503); ("stall", n), ("cut", n): n bytes of the body, then nothing, or the end of the connection,
     where the headers promised all; ("silent",): not even headers; ("short", n): the object has only n bytes;
-    ("unsized", n): n bytes without a word on how many there are; ("page", b): what a folder's list is instead;
-    ("endless", seconds): the list is repeated for ever, with such a pause;
+    ("unsized", n): n bytes without a word on how many there are;
     ("garbage",): other bytes; ("delay", seconds).
     `always[name]` is a fault of every request. `log` holds (method, name, first byte asked for).
     """
@@ -37,7 +35,7 @@ class FaultyServer(http.server.ThreadingHTTPServer):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
-        self.folder, self.ranges, self.listing = folder, True, True
+        self.folder, self.ranges = folder, True
         self.faults: dict[str, list[tuple]] = defaultdict(list)
         self.always: dict[str, tuple] = {}
         self.log: list[tuple[str, str, int]] = []
@@ -90,14 +88,6 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self._reply(401, b"")
         elif kind == "status":
             self._reply(amount, b"out of order")
-        elif path.is_dir():
-            page = "".join(f'<a href="{entry.name}">{entry.name}</a>' for entry in sorted(path.iterdir())).encode()
-            page = rest[0] if kind == "page" else page
-            listing = self.server.listing
-            if kind == "endless" and self.command == "GET":
-                self._endless(page, amount)
-                return
-            self._reply(200 if listing else 403, page if listing else b"", {"Content-Type": "text/html"})
         elif not path.is_file():
             self._reply(404, b"nothing here")
         else:
@@ -149,12 +139,6 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if self.command == "GET":
             self.wfile.write(body)
             self.wfile.flush()
-
-    def _endless(self, page: bytes, pause: float) -> None:
-        self._reply(200, page, {"Content-Type": "text/html"}, sized=False)
-        with suppress(OSError):  # the client hangs up
-            while not self.server.closing.wait(pause):
-                self.wfile.write(page)
 
     def _stall(self) -> None:
         self.server.closing.wait(100)

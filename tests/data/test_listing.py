@@ -12,7 +12,7 @@ import fsspec
 import pytest
 
 from ssl_vit.data import RemoteConfig
-from ssl_vit.data.shards import ShardSet, open_shards, remote
+from ssl_vit.data.shards import ShardSet, open_shards
 from ssl_vit.data.shards.info import Info
 from ssl_vit.data.shards.listing import list_shards
 from ssl_vit.interfaces import RunError, UserError
@@ -37,7 +37,7 @@ def same_samples(one: ShardSet, other: ShardSet) -> bool:
     return all(a.read(n) == b.read(n) for a, b in pairs for n in range(len(a.samples)))
 
 
-@pytest.mark.parametrize("spec", ["shards", "shards/", "shards/*.tar", "shards/{000000..000007}.tar"])
+@pytest.mark.parametrize("spec", ["shards", "shards/", "shards/{000000..000007}.tar"])
 def test_a_set_on_a_server_is_the_set_on_the_disk(server: Any, folder: Path, spec: str) -> None:
     local, remote = open_shards(str(folder / "shards")), open_shards(f"{server.url}/{spec}", REMOTE)
     assert remote.urls == tuple(f"{server.url}/shards/{n:06d}.tar" for n in range(8))
@@ -47,48 +47,21 @@ def test_a_set_on_a_server_is_the_set_on_the_disk(server: Any, folder: Path, spe
     assert same_samples(remote, local)
 
 
-def test_a_folder_needs_no_listing_where_there_is_an_info_json(server: Any) -> None:
-    server.listing = False
-    assert len(open_shards(f"{server.url}/shards", REMOTE).urls) == 8
-    with pytest.raises(UserError, match=r"access is refused.*name the shards, such as URL/\{000000\.\.000009\}\.tar"):
-        open_shards(f"{server.url}/shards/*.tar", REMOTE)
-
-
-@pytest.mark.parametrize(("limit", "value", "pause"), [("LISTING_BYTES", 5000, 0), ("LISTING_SECONDS", 0.3, 0.01)])
-@pytest.mark.parametrize("spec", ["shards", "shards/*.tar"])
-def test_an_endless_list_of_files_ends_at_a_limit(
-    server: Any, folder: Path, monkeypatch: pytest.MonkeyPatch, limit: str, value: float, pause: float, spec: str
-) -> None:
-    for name in ("info.json", "packing.jsonl"):
-        (folder / "shards" / name).unlink()
-    monkeypatch.setattr(remote, limit, value)
-    assert len(list_shards(f"{server.url}/{spec}", REMOTE)[0]) == 8
-    server.always["shards"] = ("endless", pause)
-    with pytest.raises(UserError, match=rf"/shards/?: its list of files .* {value:g} .*name the shards, such as URL/"):
-        list_shards(f"{server.url}/{spec}", REMOTE)
-
-
-def test_a_pattern_that_walks_a_whole_server_is_refused(server: Any) -> None:
-    with pytest.raises(UserError, match=r"\*\* is not allowed"):
-        open_shards(f"{server.url}/**/0.tar", REMOTE)
-
-
-def test_a_list_of_tags_that_never_end_is_read_at_once(server: Any, folder: Path) -> None:
-    """Patterns that look for the end of each of these would take hours."""
+@pytest.mark.parametrize("spec", ["shards", "shards/*.tar", "**/0.tar"])
+def test_files_behind_http_must_be_named_where_no_info_json_does(server: Any, folder: Path, spec: str) -> None:
     (folder / "shards" / "info.json").unlink()
-    server.always["shards"] = ("page", b"<a " * 300_000 + b"<a" + b" " * 300_000 + b'<a href="000000.tar">')
-    assert list_shards(f"{server.url}/shards", REMOTE)[0] == [f"{server.url}/shards/000000.tar"]
+    with pytest.raises(UserError, match=r"name the shards, such as URL/\{000000\.\.000009\}\.tar"):
+        open_shards(f"{server.url}/{spec}", REMOTE)
 
 
-@pytest.mark.parametrize("spec", ["shards", "shards/*.tar", "shards/{000000..000007}.tar"])
 def test_without_info_json_the_samples_are_counted_by_reading(
-    server: Any, folder: Path, spec: str, capsys: pytest.CaptureFixture
+    server: Any, folder: Path, capsys: pytest.CaptureFixture
 ) -> None:
     known = open_shards(str(folder / "shards"))
     (folder / "shards" / "info.json").unlink()
     (folder / "shards" / "packing.jsonl").unlink()
     server.always["shards/info.json"] = ("status", 403)  # as stores answer that may not be listed
-    found = open_shards(f"{server.url}/{spec}", REMOTE)
+    found = open_shards(f"{server.url}/shards/{{000000..000007}}.tar", REMOTE)
     assert (found.counts, found.classes, set(found.sizes)) == (known.counts, None, {None})
     assert "8 shard(s) are in no info.json and are downloaded to be counted" in capsys.readouterr().err
 
@@ -99,9 +72,6 @@ def test_a_server_in_trouble_is_waited_for_and_not_taken_for_an_empty_one(server
     server.always["shards/info.json"] = ("status", 503)
     with pytest.raises(RunError, match=r"shards/info.json: HTTP status 503.*3 tries"):
         open_shards(f"{server.url}/shards", REMOTE)
-    server.always = {"shards": ("status", 500)}
-    with pytest.raises(RunError, match="HTTP status 500"):
-        open_shards(f"{server.url}/shards/*.tar", REMOTE)
 
 
 def test_signed_urls_keep_their_query_and_do_not_change_the_set(server: Any, folder: Path) -> None:
@@ -117,7 +87,6 @@ def test_signed_urls_keep_their_query_and_do_not_change_the_set(server: Any, fol
         ("shards/000099.tar", "000099.tar: no such shard"),
         ("empty", r"no shards \(\*.tar\) there|holds no images"),
         ("", "did you mean .*/train"),
-        ("nothing/*.tar", "no such shard or folder"),
     ],
 )
 def test_what_is_not_there_is_named(server: Any, folder: Path, spec: str, said: str) -> None:
@@ -125,9 +94,8 @@ def test_what_is_not_there_is_named(server: Any, folder: Path, spec: str, said: 
     shutil.copytree(folder / "shards", folder / "train")
     with pytest.raises(UserError, match=said):
         open_shards(f"{server.url}/{spec}", REMOTE)
-    if not spec.startswith("nothing"):
-        with pytest.raises(UserError, match=said):
-            open_shards(f"{folder}/{spec}")
+    with pytest.raises(UserError, match=said):
+        open_shards(f"{folder}/{spec}")
 
 
 @pytest.mark.parametrize("content", ["<html>hello</html>", "[]", '{"shards": [{"file": "000000.tar"}]}', "{}"])

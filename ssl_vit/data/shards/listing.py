@@ -114,7 +114,7 @@ class _Remote(_Store):
         self.filesystem, self.path = client.find_filesystem(spec, remote.timeout)
         self.filesystem.invalidate_cache()  # of listings
         self.http = "http" in self.filesystem.protocol
-        self.hint = f"{_MAKE_THEM}; where a server lists no files, {client.NAME_THEM}" if self.http else _MAKE_THEM
+        self.hint = f"{_MAKE_THEM}; without info.json, {client.NAME_THEM}" if self.http else _MAKE_THEM
         if remote.cache_dir:
             from ssl_vit.data.shards.cache import cache_folder
 
@@ -127,12 +127,14 @@ class _Remote(_Store):
         return not self._is_glob(path) and not _TAR.search(file_name(self.spec))
 
     def names(self, folder: str) -> list[str]:
-        return self._ask(self.filesystem.ls, folder, detail=False)
+        return [] if self.http else self._ask(self.filesystem.ls, folder, detail=False)
 
     def matching(self, pattern: str) -> list[str]:
-        if self.http and "**" in pattern:  # the folders of a server may never end
-            raise UserError(f"{self.url(pattern)}: ** is not allowed in http URLs; {self.client.NAME_THEM}")
-        return self._ask(self.filesystem.glob, pattern) if self._is_glob(pattern) else [pattern]
+        if not self._is_glob(pattern):
+            return [pattern]
+        if self.http:  # its folders are pages for people
+            raise UserError(f"{self.url(pattern)}: files behind http URLs cannot be listed; {self.client.NAME_THEM}")
+        return self._ask(self.filesystem.glob, pattern)
 
     def info(self, folder: str) -> Info | None:
         """Stores that cannot be listed deny access to objects that do not exist."""
@@ -154,8 +156,6 @@ class _Remote(_Store):
             return sorted(self.client.retried(self.url(path), self.remote, method, path, **options))
         except self.client.NotThere:
             return []
-        except self.client.Refused as error:
-            raise UserError(f"{error}; {self.client.NAME_THEM}" if self.http else str(error)) from None
 
     def _is_glob(self, pattern: str) -> bool:
         """A `?` begins the query of an http URL."""

@@ -8,9 +8,7 @@ a damaged sample.
 
 from __future__ import annotations
 
-import asyncio
 import errno
-import re
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -26,8 +24,6 @@ from ssl_vit.data import RemoteConfig
 from ssl_vit.interfaces import RunError, UserError
 
 FIRST_WAIT, LONGEST_WAIT = 0.5, 60.0  # seconds before a retry, doubling
-LISTING_BYTES, LISTING_SECONDS = 64 << 20, 300.0  # the most that a server may use to list a folder
-_LINK = re.compile(r"<[aA]\s[^<>]{1,2000}>|https?://[^\s\"'<>]{1,2000}")
 NAME_THEM = "name the shards, such as URL/{000000..000009}.tar"
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
 _REFUSED = {errno.EPERM, errno.EACCES, errno.EINVAL, errno.ENAMETOOLONG, errno.ENOSYS, errno.ENOENT, errno.EROFS}
@@ -49,7 +45,6 @@ def find_filesystem(url: str, timeout: float) -> tuple[Any, str]:
     options: dict[str, Any] = {}
     if protocol in ("http", "https"):
         options["timeout"] = aiohttp.ClientTimeout(total=None, sock_connect=timeout, sock_read=timeout)
-        options["get_client"] = _http_client
     if protocol in ("s3", "s3a"):
         limits = {"connect_timeout": timeout, "read_timeout": timeout}
         options["config_kwargs"] = {**limits, "retries": {"max_attempts": 1, "mode": "standard"}}
@@ -65,33 +60,6 @@ def find_filesystem(url: str, timeout: float) -> tuple[Any, str]:
     if hasattr(filesystem, "retries"):  # s3fs: the retries are ours
         filesystem.retries = 1
     return filesystem, str(path)
-
-
-class _Listing(aiohttp.ClientResponse):
-    """A page that lists a folder, which fsspec asks for as one text: bounded, for it may never end."""
-
-    async def text(self, encoding: str | None = None, errors: str = "strict") -> str:
-        """Its links alone, with single spaces: fsspec's patterns take hours for tags that never end."""
-        page = bytearray()
-        try:
-            async with asyncio.timeout(LISTING_SECONDS) as limit:
-                async for part in self.content.iter_any():
-                    page += part
-                    if len(page) > LISTING_BYTES:
-                        raise UserError(
-                            f"{self.url}: its list of files is larger than {LISTING_BYTES} bytes; {NAME_THEM}"
-                        )
-        except TimeoutError:
-            if limit.expired():
-                raise UserError(
-                    f"{self.url}: its list of files has not ended after {LISTING_SECONDS:g} s; {NAME_THEM}"
-                ) from None
-            raise
-        return "\n".join(" ".join(link.split()) for link in _LINK.findall(page.decode(errors="ignore")))
-
-
-async def _http_client(**options: Any) -> aiohttp.ClientSession:
-    return aiohttp.ClientSession(response_class=_Listing, **options)
 
 
 def fetch(filesystem: Any, url: str, remote: RemoteConfig, path: str, most: int) -> bytes:
