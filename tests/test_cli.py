@@ -44,7 +44,7 @@ def test_help_answers_in_under_a_second(command: str) -> None:
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         return after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
 
-    assert min(seconds() for _ in range(3)) < 1
+    assert any(seconds() < 1 for _ in range(3))
 
 
 def test_a_wrong_option_is_the_users_mistake() -> None:

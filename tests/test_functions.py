@@ -24,21 +24,20 @@ SHORT: dict[str, Any] = {
 }
 SCRIPT = """
 import multiprocessing
-import sys
 
-multiprocessing.set_start_method(sys.argv[1])
+multiprocessing.set_start_method("spawn")
 import ssl_vit
 
 print("started")
 small = {"image_size": 16, "patch_size": 8, "width": 16, "depth": 1, "heads": 2}
-short = {"steps": 4, "batch_size": 32, "picture_every": 0}
-run = ssl_vit.train("pretrain_vit_tiny", data="my_images", encoder=small, training=short, run=f"runs/{sys.argv[1]}")
+short = {"steps": 4, "batch_size": 32, "picture_every": 0, "precision": "fp32"}
+run = ssl_vit.train("pretrain_vit_tiny", data="my_images", encoder=small, training=short, run="runs/small")
 print(len(ssl_vit.embed(run, "my_images")))
 print(len(ssl_vit.evaluate(run, "few_shot", labels_per_class=[1], seeds=[0], pooling="mean").table))
 arms = [f"encoder.{key}={value}" for key, value in small.items()]
-arms += ["training.steps=2", "training.batch_size=16", "data.workers=1", "data.lanes=8"]
+arms += ["training.steps=2", "training.batch_size=16", "data.workers=1", "data.lanes=8", "training.precision=fp32"]
 found = ssl_vit.compare(
-    "own_images_cpu", data="my_images", run=f"runs/compared_{sys.argv[1]}", jobs=2, seeds=[0], labels_per_class=[1],
+    "own_images_cpu", data="my_images", run="runs/compared", jobs=2, seeds=[0], labels_per_class=[1],
     pretrainings=1, frozen_seeds=[0],
     arms={"ssl": {"overrides": arms}, "supervised": {"overrides": arms}}, pictures=False,
     evaluators={"fine_tune": {"sweep": {"training.steps": [1], "optim.lr": [0.001]}, "training": {"batch_size": 8}}},
@@ -64,10 +63,9 @@ def run(my_images: Path) -> Any:
     return ssl_vit.train("pretrain_vit_tiny", data=my_images, run="runs/r", quiet=True, **SMALL, **SHORT)
 
 
-@pytest.mark.parametrize("method", ["spawn", "fork"])
-def test_a_script_without_a_main_guard_runs(my_images: Path, method: str) -> None:
+def test_a_script_without_a_main_guard_runs(my_images: Path) -> None:
     (my_images.parent / "script.py").write_text(SCRIPT)
-    done = subprocess.run([sys.executable, "script.py", method], capture_output=True, text=True, timeout=280)
+    done = subprocess.run([sys.executable, "script.py"], capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines.count("started") == 1 and {"40", "3"} <= set(lines)

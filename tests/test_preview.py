@@ -56,7 +56,7 @@ def test_doctor_names_what_would_stop_or_slow_a_run(
 ) -> None:
     done = CliRunner().invoke(app, ["doctor", "--data", str(tmp_path / "nowhere")])
     assert done.exit_code == 1 and "nowhere" in done.stdout
-    monkeypatch.setattr(health.os, "cpu_count", lambda: 64)
+    monkeypatch.setattr(health, "cpu_count", lambda: 64)
     monkeypatch.setattr(health.shutil, "disk_usage", lambda path: SimpleNamespace(free=1 << 30, total=1 << 40))
     done = CliRunner().invoke(app, ["doctor", "--data", f"{few_digits}/train", "--run", str(tmp_path), "--json"])
     found = {(finding["about"], finding["level"]): finding["text"] for finding in json.loads(done.stdout)}

@@ -35,9 +35,27 @@ def quiet(recipe: Path, **options: Any) -> Comparison:
     return compare(load_comparison(recipe), say=lambda text: None, **options)
 
 
-def test_seeds_are_added_until_the_maximum_and_the_report_counts_the_looks(mini: Mini, undecided: None) -> None:
-    recipe = mini(**FROZEN)
-    found = quiet(recipe, until_decided=True, max_seeds=6)
+def test_a_look_is_taken_again_after_a_key_has_changed(mini: Mini, undecided: None) -> None:
+    assert quiet(mini(**FROZEN), until_decided=True, max_seeds=4).record.looks[-1].outcomes == {"data": "undecided"}
+    again = quiet(mini(**FROZEN | {"margin": 0.9}))
+    assert [look.seeds for look in again.record.looks] == [2, 3, 4]
+    assert again.record.looks[-1].outcomes == {"data": "equivalent"}
+
+
+def test_the_looks_of_another_process_are_not_overwritten(mini: Mini, tmp_path: Path) -> None:
+    study = load_comparison(mini(**FROZEN))
+    checked = check(study, study.sets)
+    looked = replace(study, max_seeds=4, looks=(Look(seeds=2, pretrainings=1, outcomes={}),) * 3)
+    run._write_plan(replace(checked, plan=replace(checked.plan, study=looked)), study.comparison, "")
+    with pytest.raises(UserError, match="another process added seeds"):
+        run._write_plan(checked, study.comparison, "")
+    assert len(read([tmp_path / "run"]).record.looks) == 3
+
+
+def test_seeds_are_added_until_the_maximum_and_a_kill_between_looks_changes_nothing(
+    mini: Mini, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undecided: None
+) -> None:
+    found = quiet(mini(**FROZEN), until_decided=True, max_seeds=6)
     record = found.record
     assert record.max_seeds == 6
     assert [look.seeds for look in record.looks] == [2, 4, 6], "in steps of a third of what may be added"
@@ -47,39 +65,7 @@ def test_seeds_are_added_until_the_maximum_and_the_report_counts_the_looks(mini:
     assert last.outcomes == {"data": head.outcome}
     shares = [look.seeds / 6 for look in record.looks]
     assert head.estimate.confidence == pytest.approx(1 - sequential.levels(shares)[-1])
-    again = quiet(recipe)
-    assert again.record.looks == record.looks, "a repeated command keeps the looks and their seeds"
-    assert rows(again) == rows(found)
-    assert rows(quiet(recipe, only=again.record.tasks[-1].id)) == rows(found)
-    saved = found.paths[0] / "comparison.yaml"
-    assert rows(quiet(saved)) == rows(found), "the saved recipe repeats the comparison, its looks included"
-    with pytest.raises(UserError, match="--max-seeds"):
-        quiet(recipe, until_decided=True, max_seeds=9)
-    with pytest.raises(UserError, match="other frozen_seeds"):
-        quiet(mini(**FROZEN | {"frozen_seeds": [0, 5]}))
 
-
-def test_a_look_is_taken_again_after_a_key_has_changed(mini: Mini, undecided: None) -> None:
-    assert quiet(mini(**FROZEN), until_decided=True, max_seeds=4).record.looks[-1].outcomes == {"data": "undecided"}
-    again = quiet(mini(**FROZEN | {"margin": 0.9}))
-    assert [look.seeds for look in again.record.looks] == [2, 3, 4]
-    assert again.record.looks[-1].outcomes == {"data": "equivalent"}
-
-
-def test_the_looks_of_another_process_are_not_overwritten(mini: Mini, undecided: None, tmp_path: Path) -> None:
-    recipe = mini(**FROZEN)
-    study = load_comparison(recipe)
-    late = check(study, study.sets)  # before the other one began
-    quiet(recipe, until_decided=True, max_seeds=4)
-    with pytest.raises(UserError, match="another process added seeds"):
-        run._write_plan(late, study.comparison, "")
-    assert len(read([tmp_path / "run"]).record.looks) == 3
-
-
-def test_a_kill_between_looks_changes_nothing(
-    mini: Mini, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undecided: None
-) -> None:
-    whole = quiet(mini(**FROZEN), until_decided=True, max_seeds=6)
     recipe, tasks = mini(**FROZEN, run=str(tmp_path / "killed")), run.executor.run
     calls = iter(range(100))
 
@@ -94,9 +80,20 @@ def test_a_kill_between_looks_changes_nothing(
     planned = json.loads((tmp_path / "killed" / "plan.json").read_text())
     assert len(planned["looks"]) == 1
     assert len(planned["frozen_seeds"]) > 2
-    found = quiet(recipe, until_decided=True)
-    assert found.record.looks == whole.record.looks
-    assert rows(found) == rows(whole)
+    resumed = quiet(recipe, until_decided=True)
+    assert resumed.record.looks == record.looks
+    assert rows(resumed) == rows(found)
+
+    again = quiet(recipe)
+    assert again.record.looks == record.looks, "a repeated command keeps the looks and their seeds"
+    assert rows(again) == rows(found)
+    assert rows(quiet(recipe, only=again.record.tasks[-1].id)) == rows(found)
+    saved = tmp_path / "killed" / "comparison.yaml"
+    assert rows(quiet(saved)) == rows(found), "the saved recipe repeats the comparison, its looks included"
+    with pytest.raises(UserError, match="--max-seeds"):
+        quiet(recipe, until_decided=True, max_seeds=9)
+    with pytest.raises(UserError, match="other frozen_seeds"):
+        quiet(mini(**FROZEN | {"frozen_seeds": [0, 5]}, run=str(tmp_path / "killed")))
 
 
 def test_a_maximum_must_leave_room(mini: Mini) -> None:

@@ -53,7 +53,7 @@ def expected(server: FaultyServer) -> bytes:
 def test_a_broken_transfer_is_repeated(server: FaultyServer, faults: list[tuple]) -> None:
     server.faults["x.tar"] = list(faults)
     stalls = any(kind in ("stall", "silent") for kind, *_ in faults)
-    assert read(server, RemoteConfig(timeout=2, retries=2) if stalls else REMOTE, SIZE) == expected(server)
+    assert read(server, RemoteConfig(timeout=0.7, retries=2) if stalls else REMOTE, SIZE) == expected(server)
     assert len(server.gets("x.tar")) == len(faults) + 1
 
 

@@ -97,7 +97,7 @@ def broken_bucket(
 
 def test_a_store_in_trouble_is_asked_again(broken_bucket: FaultyServer) -> None:
     broken_bucket.faults["bucket/large.bin"] = [("status", 503), ("cut", 100_000), ("stall", 300_000)]
-    assert read(RemoteConfig(timeout=2, retries=3)) == content()
+    assert read(RemoteConfig(timeout=0.7, retries=3)) == content()
     assert not broken_bucket.faults["bucket/large.bin"]
 
 

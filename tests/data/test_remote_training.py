@@ -150,9 +150,9 @@ def test_a_run_through_failures_and_an_outage_ends_as_one_from_the_disk(
     server.always[last := last_shard_of_the_first_epoch(digit_shards)] = ("silent",)
     web, disk = tmp_path / "web", tmp_path / "disk"
 
-    stopped = train(server.url, web, "data.remote.timeout=2", "data.remote.retries=1")
+    stopped = train(server.url, web, "data.remote.timeout=0.7", "data.remote.retries=1")
     assert stopped.returncode == 1
-    assert f"error: {server.url}/{last}: nothing came for 2 s; 2 tries in" in stopped.stderr
+    assert f"error: {server.url}/{last}: nothing came for 0.7 s; 2 tries in" in stopped.stderr
     assert "Traceback" not in stopped.stderr
     server.always.clear()
     threads = torch.get_num_threads()

@@ -14,6 +14,7 @@ import tarfile
 import zipfile
 import zlib
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -62,11 +63,13 @@ def png(width: int, height: int, *, depth: int = 8, rows: bytes = b"", extra: by
     return b"\x89PNG\r\n\x1a\n" + header + extra + _chunk(b"IDAT", rows) + _chunk(b"IEND", b"")
 
 
+@cache
 def bilevel(side: int) -> bytes:
     """A legal black PNG with one bit per pixel."""
     return png(side, side, depth=1, rows=zlib.compress(bytes((side // 8 + 1) * side), 1))
 
 
+@cache
 def text_bomb() -> bytes:
     """A PNG with a compressed text of 200 MB."""
     packed = zlib.compress(bytes(200_000_000), 1)
@@ -303,6 +306,7 @@ SETS: dict[str, tuple[Build, str, bool]] = {
 # Weights, results, recipes --------------------------------------------------------------------------------------------
 
 
+@cache
 def _zip(name: str, size: int) -> bytes:
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as file, file.open(name, "w") as member:

@@ -34,7 +34,7 @@ from ssl_vit.data.shards import open_shards
 from ssl_vit.data.stream import train_source
 from ssl_vit.interfaces import RunError, StepOutput, UserError, is_main_process
 from ssl_vit.objectives import masked_patch
-from ssl_vit.training import checkpoint, distributed, loop
+from ssl_vit.training import checkpoint, distributed, loop, signals
 from ssl_vit.training.distributed import make_accelerator
 
 FSDP2 = Path(__file__).parents[2] / "recipes" / "launch" / "fsdp2.yaml"
@@ -271,6 +271,7 @@ def stalled(step: str, *arguments: str) -> None:
         return found
 
     builder.train_source = stalling
+    signals._PATIENCE = 0.2
     command_line(*arguments)
 
 

@@ -242,7 +242,7 @@ def test_memory_does_not_grow_with_the_images(tmp_path: Path) -> None:
         "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
     )
     peaks = []
-    for count in (20, 200):
+    for count in (20, 120):
         (tmp_path / str(count)).mkdir()
         for number in range(count):
             os.link(tmp_path / "image.png", tmp_path / str(count) / f"{number}.png")
