@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import io
 import json
 import os
 import resource
@@ -22,6 +21,7 @@ import pytest
 from PIL import Image
 
 from ssl_vit.models import factory
+from tests.tars import encoded, write_tar
 
 Call = Callable[..., tuple[int, str]]
 SMALL = ("training.steps=4", "training.batch_size=8", "training.log_every=2", "training.picture_every=0")
@@ -29,18 +29,7 @@ SMALL = ("training.steps=4", "training.batch_size=8", "training.log_every=2", "t
 
 def picture(seed: int, form: str = "JPEG", size: int = 16) -> bytes:
     pixels = np.random.default_rng(seed).integers(0, 256, (size, size, 3), dtype=np.uint8)
-    buffer = io.BytesIO()
-    Image.fromarray(pixels).save(buffer, form)
-    return buffer.getvalue()
-
-
-def write_tar(path: Path, members: dict[str, bytes]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(path, "w") as tar:
-        for name, data in members.items():
-            entry = tarfile.TarInfo(name)
-            entry.size = len(data)
-            tar.addfile(entry, io.BytesIO(data))
+    return encoded(Image.fromarray(pixels), form)
 
 
 def good_members(first: int, count: int) -> dict[str, bytes]:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import io
 import json
 import re
 import shutil
 import sys
-import tarfile
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -23,6 +21,7 @@ from torchvision.transforms import v2
 from ssl_vit import cli
 from ssl_vit.analysis import attention, inspection
 from ssl_vit.models import EncoderConfig, factory
+from tests.tars import encoded, write_tar
 
 Call = Callable[..., tuple[int, str]]
 PICTURES = {
@@ -54,15 +53,8 @@ def pixels(number: int) -> np.ndarray:
 
 
 def write_shards(folder: Path, count: int, broken: tuple[int, ...] = ()) -> Path:
-    folder.mkdir(parents=True)
-    with tarfile.open(folder / "000000.tar", "w") as tar:
-        for number in range(count):
-            buffer = io.BytesIO()
-            Image.fromarray(pixels(number)).save(buffer, "PNG")
-            data = b"no picture" if number in broken else buffer.getvalue()
-            entry = tarfile.TarInfo(f"{number:06d}.png")
-            entry.size = len(data)
-            tar.addfile(entry, io.BytesIO(data))
+    images = {f"{n:06d}.png": encoded(Image.fromarray(pixels(n))) for n in range(count)}
+    write_tar(folder / "000000.tar", images | {f"{n:06d}.png": b"no picture" for n in broken})
     return folder
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import tarfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +12,7 @@ from PIL import Image
 from ssl_vit import check_data
 from ssl_vit.data.packing import pack
 from ssl_vit.data.packing.sources import open_source
+from tests.tars import encoded, write_tar
 
 
 def scene(seed: int) -> Image.Image:
@@ -25,6 +24,13 @@ def scene(seed: int) -> Image.Image:
 def save(path: Path, image: Image.Image) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     image.save(path)
+
+
+def labeled(labels: list[bytes]) -> dict[str, bytes]:
+    members: dict[str, bytes] = {}
+    for number, label in enumerate(labels):
+        members |= {f"{number}.png": encoded(scene(number)), f"{number}.cls": label}
+    return members
 
 
 @pytest.fixture
@@ -72,14 +78,7 @@ def test_defects_of_shards_are_listed_not_raised(layout: Path, tmp_path: Path) -
     for content in (b"", tar.read_bytes()[:1000]):
         tar.write_bytes(content)
         assert "truncated" in " ".join(check_data(tmp_path / "shards", progress=False).bad_files["reason"])
-    (tmp_path / "plain").mkdir()
-    with tarfile.open(tmp_path / "plain/0.tar", "w") as plain:
-        for number, label in enumerate((b"0", b"9" * 30, b"9" * 5000)):
-            save(tmp_path / "image.png", scene(number))
-            for name, data in (("png", (tmp_path / "image.png").read_bytes()), ("cls", label)):
-                member = tarfile.TarInfo(f"{number}.{name}")
-                member.size = len(data)
-                plain.addfile(member, io.BytesIO(data))
+    write_tar(tmp_path / "plain/0.tar", labeled([b"0", b"9" * 30, b"9" * 5000]))
     found = check_data(tmp_path / "plain", progress=False)
     assert [reason.split(":")[0] for reason in found.bad_files["reason"]] == ["bad_label"] * 2
 
@@ -93,14 +92,6 @@ def test_gray_levels_of_16_bits_are_compared(tmp_path: Path) -> None:
 
 
 def test_labels_without_names_are_counted_by_their_numbers(tmp_path: Path) -> None:
-    (tmp_path / "plain").mkdir()
-    with tarfile.open(tmp_path / "plain/0.tar", "w") as tar:
-        for number, label in enumerate([2, 10, 10, 11]):
-            data = io.BytesIO()
-            scene(number).save(data, "PNG")
-            for name, content in ((f"{number}.png", data.getvalue()), (f"{number}.cls", b"%d" % label)):
-                member = tarfile.TarInfo(name)
-                member.size = len(content)
-                tar.addfile(member, io.BytesIO(content))
+    write_tar(tmp_path / "plain/0.tar", labeled([b"2", b"10", b"10", b"11"]))
     (counts,) = check_data(tmp_path / "plain", progress=False).class_counts.to_dict().values()
     assert counts == {"2": 1, "10": 2, "11": 1}

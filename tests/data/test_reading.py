@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import io
 import os
 import tarfile
 from pathlib import Path
@@ -15,17 +14,9 @@ from webdataset.tariterators import group_by_keys, tar_file_iterator
 from ssl_vit.data.shards import open_shards
 from ssl_vit.data.shards.reading import OpenShards, ShardFile
 from ssl_vit.interfaces import BadSample, RunError, UserError
+from tests.tars import write_tar
 
 Files = list[tuple[str, bytes]]
-
-
-def write(path: Path, files: Files, **options: Any) -> Path:
-    with tarfile.open(path, "w", **options) as tar:
-        for name, data in files:
-            info = tarfile.TarInfo(name)
-            info.size = len(data)
-            tar.addfile(info, io.BytesIO(data))
-    return path
 
 
 def samples(count: int, prefix: str = "") -> Files:
@@ -58,7 +49,7 @@ LAYOUTS: dict[str, tuple[Files, dict[str, Any]]] = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_samples_are_those_that_webdataset_reads(tmp_path: Path, layout: str) -> None:
     files, options = LAYOUTS[layout]
-    path = write(tmp_path / "000000.tar", files, **options)
+    path = write_tar(tmp_path / "000000.tar", files, **options)
     with path.open("rb") as file:
         expected = list(group_by_keys({**member, "__url__": ""} for member in tar_file_iterator(file)))
     shard = opened(path)
@@ -71,7 +62,7 @@ def test_samples_are_those_that_webdataset_reads(tmp_path: Path, layout: str) ->
 
 def test_hidden_files_are_ignored(tmp_path: Path) -> None:
     shard = opened(
-        write(tmp_path / "s.tar", [("d/._0.jpg", b"x"), ("d/0.jpg", b"y"), ("._1.jpg", b"x"), ("d/.x", b"")])
+        write_tar(tmp_path / "s.tar", [("d/._0.jpg", b"x"), ("d/0.jpg", b"y"), ("._1.jpg", b"x"), ("d/.x", b"")])
     )
     assert [sample.key for sample in shard.samples] == ["d/0"]
 
@@ -89,7 +80,7 @@ def test_directories_and_links_are_passed_over(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("cut", range(0, 4000, 219))
 def test_a_tar_cut_short_gives_what_is_whole_and_says_so(tmp_path: Path, cut: int) -> None:
-    path = write(tmp_path / "s.tar", samples(9))
+    path = write_tar(tmp_path / "s.tar", samples(9))
     whole = [opened(path).read(n) for n in range(9)]
     path.write_bytes(path.read_bytes()[:cut])
     shard = opened(path)
@@ -110,7 +101,7 @@ def header(name: str, size: int, kind: bytes = tarfile.REGTYPE) -> bytes:
 @pytest.mark.parametrize("kind", [tarfile.REGTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.XHDTYPE, tarfile.DIRTYPE, b"D"])
 def test_a_header_that_declares_more_than_the_file_has_is_damage(tmp_path: Path, size: int, kind: bytes) -> None:
     """A directory and unknown kinds are passed over: what counts is that nothing is sought or allocated."""
-    path = write(tmp_path / "s.tar", samples(3))
+    path = write_tar(tmp_path / "s.tar", samples(3))
     good = path.read_bytes().rstrip(b"\0")
     good += bytes(-len(good) % 512)
     path.write_bytes(good + header("000003.jpg", size, kind) + bytes(512))
@@ -144,12 +135,12 @@ def test_an_absurdly_large_member_is_a_bad_sample(tmp_path: Path) -> None:
 
 
 def test_a_member_that_is_there_twice_is_noted(tmp_path: Path) -> None:
-    shard = opened(write(tmp_path / "s.tar", [("0.jpg", b"a"), ("0.cls", b"1"), ("0.jpg", b"b")]))
+    shard = opened(write_tar(tmp_path / "s.tar", [("0.jpg", b"a"), ("0.cls", b"1"), ("0.jpg", b"b")]))
     assert shard.duplicates == ["0.jpg"] and shard.read(0) == {"jpg": b"a", "cls": b"1"}
 
 
 def test_garbage_in_the_middle_ends_the_shard(tmp_path: Path) -> None:
-    path = write(tmp_path / "s.tar", samples(9))
+    path = write_tar(tmp_path / "s.tar", samples(9))
     data = bytearray(path.read_bytes())
     start = data.find(b"000004.jpg")
     data[start : start + 512] = b"\xaa" * 512
@@ -169,7 +160,7 @@ def test_a_compressed_tar_is_refused(tmp_path: Path, mode: str) -> None:
 
 
 def test_a_shard_cut_while_it_is_read_is_a_bad_sample_not_a_crash(tmp_path: Path) -> None:
-    path = write(tmp_path / "s.tar", samples(9))
+    path = write_tar(tmp_path / "s.tar", samples(9))
     shard = opened(path)
     assert shard.read(8)["cls"] == b"8"
     with path.open("r+b") as file:
@@ -180,7 +171,7 @@ def test_a_shard_cut_while_it_is_read_is_a_bad_sample_not_a_crash(tmp_path: Path
 
 def test_shards_are_opened_ahead_and_the_oldest_are_let_go(tmp_path: Path) -> None:
     for n in range(6):
-        write(tmp_path / f"{n:06d}.tar", samples(3, f"{n}_"))
+        write_tar(tmp_path / f"{n:06d}.tar", samples(3, f"{n}_"))
     shards = open_shards(str(tmp_path))
     reader = OpenShards(shards.open, most=3)
     for n in range(6):
@@ -191,7 +182,7 @@ def test_shards_are_opened_ahead_and_the_oldest_are_let_go(tmp_path: Path) -> No
 
 
 def test_a_shard_that_the_disk_refuses_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shards = open_shards(str(write(tmp_path / "000000.tar", samples(2))))
+    shards = open_shards(str(write_tar(tmp_path / "000000.tar", samples(2))))
     shard = opened(tmp_path / "000000.tar")
     (tmp_path / "000000.tar").unlink()
     (tmp_path / "000000.tar").mkdir()
@@ -208,7 +199,7 @@ def test_a_shard_that_the_disk_refuses_is_named(tmp_path: Path, monkeypatch: pyt
 
 def test_a_shard_that_is_gone_is_named(tmp_path: Path) -> None:
     for n in range(2):
-        write(tmp_path / f"{n:06d}.tar", samples(3))
+        write_tar(tmp_path / f"{n:06d}.tar", samples(3))
     reader = OpenShards(open_shards(str(tmp_path)).open, most=2)
     (tmp_path / "000001.tar").unlink()
     reader.ahead(1)
@@ -219,7 +210,7 @@ def test_a_shard_that_is_gone_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("cut", [0, 100])
 def test_a_damaged_header_is_not_the_end_of_a_shard(tmp_path: Path, cut: int) -> None:
     """Without info.json, only the members say how many samples there are."""
-    path = write(tmp_path / "000000.tar", samples(9))
+    path = write_tar(tmp_path / "000000.tar", samples(9))
     data = bytearray(path.read_bytes())
     start = data.find(b"000004.jpg")
     data[start + 150] ^= 0xFF  # the checksum
@@ -232,7 +223,7 @@ def test_a_damaged_header_is_not_the_end_of_a_shard(tmp_path: Path, cut: int) ->
 
 
 def test_a_disk_that_fails_in_the_headers_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, read = write(tmp_path / "s.tar", samples(9)), os.pread
+    path, read = write_tar(tmp_path / "s.tar", samples(9)), os.pread
     for first in (0, 1536):
 
         def refuse(descriptor: int, size: int, offset: int, first: int = first) -> bytes:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import tarfile
 from pathlib import Path
 
 import pytest
@@ -13,6 +11,7 @@ from ssl_vit.data.packing.plan import Options
 from ssl_vit.data.packing.sources import open_source
 from ssl_vit.data.shards import ShardSet, open_shards
 from ssl_vit.interfaces import UserError
+from tests.tars import write_tar
 
 
 @pytest.fixture(scope="module")
@@ -39,14 +38,8 @@ def test_what_cannot_be_opened_is_refused(spec: str) -> None:
 
 def test_tars_without_info_json_are_distinguished_by_their_headers_and_labels(tmp_path: Path) -> None:
     def packed(name: str, label: bytes, image: bytes = b"pixels") -> str:
-        folder = tmp_path / name
-        folder.mkdir()
-        with tarfile.open(folder / "0.tar", "w") as tar:
-            for member, content in (("a.jpg", image), ("a.cls", label)):
-                header = tarfile.TarInfo(member)
-                header.size = len(content)
-                tar.addfile(header, io.BytesIO(content))
-        return open_shards(str(folder)).fingerprint
+        write_tar(tmp_path / name / "0.tar", {"a.jpg": image, "a.cls": label})
+        return open_shards(str(tmp_path / name)).fingerprint
 
     first = packed("one", b"1")
     assert packed("same", b"1") == first

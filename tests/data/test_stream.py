@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import itertools
-import tarfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +29,7 @@ from ssl_vit.data.shards.reading import ShardFile
 from ssl_vit.data.stream import train_source
 from ssl_vit.interfaces import BadSample, Batch
 from ssl_vit.records import SkippedSample
+from tests.tars import encoded, write_tar
 
 CPU = torch.device("cpu")
 LANES, BATCH = 6, 60
@@ -198,11 +198,7 @@ def test_a_cache_does_not_decide_whether_a_damaged_image_is_bad(tmp_path: Path) 
             Jpeg(bytes(broken), 3).whole()
         except BadSample:
             bad = bytes(broken)
-    with tarfile.open(tmp_path / "0.tar", "w") as tar:
-        for name, content in (("0.jpg", bad), ("1.jpg", whole)):
-            member = tarfile.TarInfo(name)
-            member.size = len(content)
-            tar.addfile(member, io.BytesIO(content))
+    write_tar(tmp_path / "0.tar", {"0.jpg": bad, "1.jpg": whole})
     see = Preprocess(train_transform(96, AugmentConfig(scale=(0.05, 0.3))), 3, None)
     found = []
     for cache in (0, 1 << 20):
@@ -212,15 +208,9 @@ def test_a_cache_does_not_decide_whether_a_damaged_image_is_bad(tmp_path: Path) 
 
 
 def test_few_labeled_images_among_many_train(tmp_path: Path) -> None:
-    with tarfile.open(tmp_path / "0.tar", "w") as tar:
-        for number in range(200):
-            buffer = io.BytesIO()
-            Image.new("L", (8, 8), number).save(buffer, "PNG")
-            members = {"png": buffer.getvalue()} | ({"cls": b"1"} if number % 40 == 0 else {})
-            for name, content in members.items():
-                member = tarfile.TarInfo(f"{number:03d}.{name}")
-                member.size = len(content)
-                tar.addfile(member, io.BytesIO(content))
+    members = {f"{number:03d}.png": encoded(Image.new("L", (8, 8), number)) for number in range(200)}
+    members |= {f"{number:03d}.cls": b"1" for number in range(0, 200, 40)}
+    write_tar(tmp_path / "0.tar", sorted(members.items()))
     shards = open_shards(str(tmp_path))
     data = DataConfig(train=shards.spec, lanes=8, workers=0)
     see = replace(preprocess(), needs_labels=True)

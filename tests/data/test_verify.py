@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import io
 import json
 import pickle
 import shutil
@@ -25,6 +24,7 @@ from ssl_vit.data.packing.sources.base import Source
 from ssl_vit.data.verify import Defect, stats, verify
 from ssl_vit.files import sha256
 from ssl_vit.interfaces import UserError
+from tests.tars import write_tar
 
 from .packing.pictures import encoded
 
@@ -36,11 +36,7 @@ def rewrite(path: Path, change: Callable[[Members], Members]) -> None:
     only the deeper checks can find a defect."""
     with tarfile.open(path) as tar:
         old = [(member.name, tar.extractfile(member).read()) for member in tar.getmembers()]  # type: ignore[union-attr]
-    with tarfile.open(path, "w") as tar:
-        for name, data in change(old):
-            member = tarfile.TarInfo(name)
-            member.size = len(data)
-            tar.addfile(member, io.BytesIO(data))
+    write_tar(path, change(old))
     agree(path.parent)
 
 

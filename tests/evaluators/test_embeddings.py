@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import subprocess
 import sys
-import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,7 @@ from PIL import Image
 import ssl_vit
 from ssl_vit.evaluators import embeddings
 from ssl_vit.models import factory
+from tests.tars import encoded, write_tar
 
 Make = Callable[..., Any]
 Call = Callable[..., tuple[int, str]]
@@ -39,19 +38,15 @@ def pixels(number: int) -> np.ndarray:
 @pytest.fixture
 def shards(tmp_path: Path) -> Path:
     """Two shards of three images; the first has no label, the fifth cannot be read."""
-    folder = tmp_path / "shards"
-    folder.mkdir()
-    for number in range(6):
-        with tarfile.open(folder / f"00000{number // 3}.tar", "a") as tar:
-            buffer = io.BytesIO()
-            Image.fromarray(pixels(number)).save(buffer, "PNG")
-            files = {"png": b"damaged" if number == 4 else buffer.getvalue(), "cls": str(number % 2).encode()}
-            for suffix, data in files.items():
-                if suffix == "png" or number:
-                    entry = tarfile.TarInfo(f"image{number}.{suffix}")
-                    entry.size = len(data)
-                    tar.addfile(entry, io.BytesIO(data))
-    return folder
+    for shard in range(2):
+        members: dict[str, bytes] = {}
+        for number in range(3 * shard, 3 * shard + 3):
+            image = encoded(Image.fromarray(pixels(number)))
+            members[f"image{number}.png"] = b"damaged" if number == 4 else image
+            if number:
+                members[f"image{number}.cls"] = b"%d" % (number % 2)
+        write_tar(tmp_path / "shards" / f"00000{shard}.tar", members)
+    return tmp_path / "shards"
 
 
 @pytest.mark.parametrize("pooling", ["token", "both"])

@@ -21,6 +21,8 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from tests.tars import write_tar
+
 ESCAPE = "\x1b]0;owned\x07\x1b[2J"  # sets the title of a terminal and clears it
 CLASSES = ["0", "1", "2"]
 
@@ -146,15 +148,6 @@ def members(first: int, count: int) -> dict[str, bytes]:
     for n in range(first, first + count):
         found |= {f"{n:06d}.png": encoded(n), f"{n:06d}.cls": b"%d" % (n % len(CLASSES))}
     return found
-
-
-def write_tar(path: Path, content: dict[str, bytes]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(path, "w") as tar:
-        for name, data in content.items():
-            entry = tarfile.TarInfo(name)
-            entry.size = len(data)
-            tar.addfile(entry, io.BytesIO(data))
 
 
 def info(folder: Path, **changes: Any) -> dict[str, Any]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import json
-import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,19 +11,19 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from tests.tars import encoded, write_tar
+
 SAMPLES, SHARDS, EVERY = 20_000, 16, 100
 
 Members = dict[str, bytes]
 World = Callable[..., Any]
 
 
-def encoded(kind: str) -> bytes:
-    buffer = io.BytesIO()
-    Image.fromarray(np.random.default_rng(0).integers(0, 255, (12, 12), dtype=np.uint8)).save(buffer, kind)
-    return buffer.getvalue()
+def picture(seed: int) -> Image.Image:
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 255, (12, 12), dtype=np.uint8))
 
 
-JPEG, PNG = encoded("JPEG"), encoded("PNG")
+JPEG, PNG = encoded(picture(0), "JPEG"), encoded(picture(0))
 BROKEN: list[Callable[[Members], Members]] = [
     lambda sample: {**sample, "jpg": b""},
     lambda sample: {**sample, "jpg": b"this is no picture\n" * 9},
@@ -43,24 +41,17 @@ BROKEN: list[Callable[[Members], Members]] = [
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("corrupt")
-    pictures = []
-    for n in range(50):
-        buffer = io.BytesIO()
-        pixels = np.random.default_rng(n).integers(0, 255, (12, 12), dtype=np.uint8)
-        Image.fromarray(pixels).save(buffer, "JPEG")
-        pictures.append(buffer.getvalue())
+    pictures = [encoded(picture(n), "JPEG") for n in range(50)]
     listed = []
     for shard in range(SHARDS):
         numbers = range(shard * SAMPLES // SHARDS, (shard + 1) * SAMPLES // SHARDS)
-        with tarfile.open(folder / f"{shard:06d}.tar", "w") as tar:
-            for n in numbers:
-                sample = {"jpg": pictures[n % 50], "cls": b"%d" % (n % 10)}
-                if n % EVERY == 7:
-                    sample = BROKEN[n // EVERY % len(BROKEN)](sample)
-                for extension, data in sample.items():
-                    member = tarfile.TarInfo(f"{n:08d}.{extension}")
-                    member.size = len(data)
-                    tar.addfile(member, io.BytesIO(data))
+        members: Members = {}
+        for n in numbers:
+            sample = {"jpg": pictures[n % 50], "cls": b"%d" % (n % 10)}
+            if n % EVERY == 7:
+                sample = BROKEN[n // EVERY % len(BROKEN)](sample)
+            members |= {f"{n:08d}.{extension}": data for extension, data in sample.items()}
+        write_tar(folder / f"{shard:06d}.tar", members)
         listed.append({"file": f"{shard:06d}.tar", "samples": len(numbers)})
     info = {"classes": [str(n) for n in range(10)], "samples": SAMPLES, "shards": listed}
     (folder / "info.json").write_text(json.dumps(info))

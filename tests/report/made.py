@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import json
-import tarfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -28,6 +26,7 @@ from ssl_vit.records import (
     TaskResult,
 )
 from ssl_vit.results import Budget, Prediction, Result
+from tests.tars import encoded, write_tar
 
 SUMMARY = RunSummary(
     name="ssl",
@@ -164,15 +163,9 @@ def write_comparison(
 
 def write_shards(folder: Path) -> dict[str, DataRecord]:
     """The test images of `prediction` as a shard, each of its own gray. Returns `ComparisonRecord.data`."""
-    folder.mkdir(parents=True)
-    with tarfile.open(folder / "000000.tar", "w") as tar:
-        for number in range(107):
-            picture = io.BytesIO()
-            Image.new("L", (8, 8), 2 * number).save(picture, "PNG")
-            for name, content in (("png", picture.getvalue()), ("cls", str((number - 7) % 4).encode())):
-                member = tarfile.TarInfo(f"{number:03d}.{name}")
-                member.size = len(content)
-                tar.addfile(member, io.BytesIO(content))
+    members = {f"{n:03d}.png": encoded(Image.new("L", (8, 8), 2 * n)) for n in range(107)}
+    members |= {f"{n:03d}.cls": b"%d" % ((n - 7) % 4) for n in range(107)}
+    write_tar(folder / "000000.tar", sorted(members.items()))
     return {"digits test": DataRecord(path=str(folder), samples=107, classes=("zero", "one", "two", "three"))}
 
 
