@@ -40,7 +40,7 @@ def examine(data: str | None, run: str) -> list[Finding]:
 def _machine() -> Iterator[Finding]:
     about = environment()
     hardware = about["hardware"]
-    cores, gpus = hardware["cores"], hardware["gpus"]
+    cores, gpus = cpu_count(), hardware["gpus"]
     yield Finding("ok", "versions", ", ".join(f"{name} {version}" for name, version in about["versions"].items()))
     try:
         importlib.import_module("timm")

@@ -36,7 +36,8 @@ _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*(:[A-Za-z_]\w*)?")
 
 def names(kind: Kind) -> list[str]:
     """All names of a kind; imports the package's modules."""
-    return shipped(kind) + sorted(entry_points(group=f"ssl_vit.{kind}").names)
+    own = shipped(kind)
+    return own + sorted(entry_points(group=f"ssl_vit.{kind}").names - {*own})
 
 
 def shipped(kind: Kind) -> list[str]:
@@ -61,8 +62,6 @@ def load(kind: Kind, name: str) -> Any:
     Raises UserError naming what exists, or what cannot be imported.
     """
     package, member, word = _KINDS[kind]
-    if not name.isidentifier() and _MODULE.fullmatch(name):
-        return _import(name, member, f"{word} '{name}'")
     try:
         if name.isidentifier() and _defines(module := importlib.import_module(f"{package}.{name}"), member):
             return module
@@ -71,6 +70,8 @@ def load(kind: Kind, name: str) -> Any:
             raise
     for entry in entry_points(group=f"ssl_vit.{kind}", name=name):
         return _import(entry.value, member, f"{word} '{name}'")
+    if not name.isidentifier() and _MODULE.fullmatch(name):
+        return _import(name, member, f"{word} '{name}'")
     available = names(kind)
     near = get_close_matches(name, available, n=1)
     hint = f"did you mean '{near[0]}'? " if near else ""

@@ -204,8 +204,10 @@ def load_recipe(name: str | Path, overrides: Overrides = (), near: Path | None =
 
 
 def run_of(weights: Path) -> Path:
-    """The run directory of a checkpoint; other paths are returned unchanged."""
+    """The run directory of a checkpoint; any other path is returned with `~` expanded."""
     weights = expanded(weights)
+    if (weights / "recipe.yaml").is_file():
+        return weights
     checkpoints = weights.resolve().parent
     return checkpoints.parent if checkpoints.name == "checkpoints" else weights
 

@@ -219,6 +219,7 @@ class ComparisonRecord(Config):
     max_seeds: of a comparison that adds seeds until its headlines are decided.
     looks: its looks at the headlines.
     margin: differences within it count as equivalent (fraction, 0.01: one point).
+    precisions: `training.precision` of each arm with a recipe.
     quick: whether it is a trial with a tenth of the steps and seeds.
     """
 
@@ -236,6 +237,7 @@ class ComparisonRecord(Config):
     looks: tuple[Look, ...] = ()
     notes: tuple[str, ...] = ()
     jobs: int = 1
+    precisions: dict[str, str] = Field({})
     study: Literal["samples", "flops"] | None = None
     quick: bool = False
     metrics: dict[str, Metric]

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from loky import ProcessPoolExecutor, cpu_count
 
-from ssl_vit.data.packing.parallel import end_with_main
+from ssl_vit.data.packing.parallel import end_with
 from ssl_vit.interfaces import RunError, Stopped, UserError
 from ssl_vit.records import TaskRecord
 
@@ -133,7 +133,7 @@ class _Process(ProcessPoolExecutor):
     """One local process. Each is a pool of its own: one that is killed breaks no other."""
 
     def __init__(self, environment: dict[str, str]) -> None:
-        super().__init__(1, initializer=end_with_main, env=environment)
+        super().__init__(1, initializer=end_with, initargs=(os.getpid(),), env=environment)
         self.environment = environment
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:

@@ -79,6 +79,8 @@ def _pack(name: str, chosen: DataSet, folder: Path, say: Callable[[str], None]) 
                 with warnings.catch_warnings():
                     warnings.showwarning = lambda message, *_: say(f"note: {message}")
                     source = open_source(str(chosen.source), split=split, **columns)
-                    pack(source, out, overwrite=True)
+                    info = pack(source, out, overwrite=True, progress=False)[out]
+                if info.dropped:
+                    say(f"note: {len(info.dropped)} images cannot be read and are skipped; {out / INFO} lists them")
             except UserError as error:
                 raise UserError(f"dataset {name}: {error}") from None

@@ -114,10 +114,10 @@ def _kind(train: Any) -> str:
 class DataConfig(Config):
     """Which shards feed training, and how.
 
-    train: a folder of shards, one tar, a glob, a brace range (`shards/{000000..000099}.tar`) or such a URL: http(s)://,
-        s3://, gs://, hf://datasets/USER/NAME/... or any other that fsspec knows. Or images, packed on first use: a
-        folder, a parquet file, hf:NAME; `PLACE#train` is one part. Or a mixture: a list of such names, or of
-        {shards: NAME, weight: NUMBER}; its epoch has as many samples as its sets together. `data=PLACE` sets it to
+    train: a folder of shards, one tar, a glob, a brace range (`shards/{000000..000099}.tar`) or such a URL: http(s)://
+        (without globs), s3://, gs://, hf://datasets/USER/NAME/... or any other that fsspec knows. Or images, packed on
+        first use: a folder, a parquet file, hf:NAME; `PLACE#train` is one part. Or a mixture: a list of such names, or
+        of {shards: NAME, weight: NUMBER}; its epoch has as many samples as its sets together. `data=PLACE` sets it to
         `PLACE#train`.
     views: augmented views of each image in a step, drawn independently. LeJEPA compares them; other objectives treat
         each view as an image (repeated augmentation). Batch sizes count images, not views.

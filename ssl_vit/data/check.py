@@ -18,6 +18,7 @@ from ssl_vit.data.packing.cache import folder_of, is_shards, parts_of
 from ssl_vit.data.shards.info import open_set
 from ssl_vit.data.shards.reading import ShardFile, class_index
 from ssl_vit.data.verify import check_set, distinct
+from ssl_vit.files import expanded
 from ssl_vit.interfaces import UserError
 
 # Unrelated photographs of Imagenette (750,000 pairs) differ in at least 11 bits. Of 517,320 pairs of different digits,
@@ -69,8 +70,12 @@ def check_data(place: str | Path, *, jobs: int | None = None, progress: bool = T
     bad, counts, pictures = list[tuple[str, str, str]](), dict[str, pd.Series](), dict[str, list[_Picture]]()
     for spec in parts:
         part = spec.removeprefix(f"{place}#")
-        folder = Path(folder_of(spec))
+        folder = expanded(folder_of(spec))
         info = open_set(folder)
+        if info and len(info.splits) > 1:
+            raise UserError(
+                f"{spec} holds several splits ({', '.join(info.splits)}): put the shards of each into its own folder"
+            )
         defects, shards = check_set(folder, info, jobs, progress, look=_picture)
         bad += [(part, entry.file, entry.reason) for entry in (info.dropped if info else ())]
         bad += [(part, f"{entry.shard} {entry.key}".strip(), f"{entry.kind}: {entry.detail}") for entry in defects]

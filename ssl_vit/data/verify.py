@@ -109,8 +109,8 @@ def check_set(
 ) -> tuple[list[Defect], list[Checked]]:
     """All defects, and what the shards that are there hold.
 
-    pixels: check checksums and pixels, too. look: called for every image that can be decoded. For the others, see
-    `verify`.
+    pixels: check checksums and pixels, too. look: called for the first image of every sample, if it can be decoded
+    (with `pixels`). For the others, see `verify`.
     """
     present = {path.name for path in folder.glob("*.tar")}
     files: list[tuple[str, ShardEntry | None]] = [(name, None) for name in sorted(present)]

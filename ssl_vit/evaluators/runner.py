@@ -83,7 +83,7 @@ def measure(
 
     best: settings that a sweep selected (None: the only candidate, or select on a part of the labeled images).
     shift: added to the seed of everything but the choice of the labeled images.
-    The rows have `data` "", the source as `arm` and `pretraining_seed` 0.
+    The rows have `data` and `evaluator` "", the source as `arm` and `pretraining_seed` 0.
     """
     cells = [(budget, seed) for budget in budgets for seed in seeds]
     chosen = [_train_images(evaluator, context, source, budget, seed)[0] for budget, seed in cells]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +12,9 @@ from PIL import Image
 
 from ssl_vit import check_data
 from ssl_vit.data.packing import pack
+from ssl_vit.data.packing.plan import Options
 from ssl_vit.data.packing.sources import open_source
+from ssl_vit.interfaces import UserError
 from tests.tars import encoded, write_tar
 
 
@@ -60,12 +63,24 @@ def test_bad_files_and_shared_images_are_named(layout: Path, call: Callable[...,
     assert call("shards", "verify", layout)[0] == 1
 
 
-def test_shards_are_checked_without_packing(layout: Path, tmp_path: Path) -> None:
+def test_shards_are_checked_without_packing(layout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(layout / "val/wasp/same.png", scene(10))
     for split in ("train", "val"):
-        pack(open_source(str(layout), split=split), tmp_path / "shards" / split, progress=False)
+        out = tmp_path / "shards" / split
+        pack(open_source(str(layout), split=split), out, Options(shards=2), progress=False)
     (leak,) = check_data(tmp_path / "shards", progress=False).leaks.itertuples()
     assert (leak.part, leak.other_part, leak.kind) == ("train", "val", "exact")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert check_data("~/shards/train", jobs=2, progress=False).ok, "a set of several shards, by two processes"
+
+
+def test_a_folder_of_several_splits_is_refused(tmp_path: Path) -> None:
+    write_tar(tmp_path / "both/train-0.tar", {"0.png": encoded(scene(0))})
+    write_tar(tmp_path / "both/val-0.tar", {"0.png": encoded(scene(0))})
+    splits = {name: {"samples": 1, "shards": [{"file": f"{name}-0.tar", "samples": 1}]} for name in ("train", "val")}
+    (tmp_path / "both/about.json").write_text(json.dumps({"splits": splits}))
+    with pytest.raises(UserError, match=r"several splits \(train, val\)"):
+        check_data(tmp_path / "both", progress=False)
 
 
 def test_different_digits_are_no_copies() -> None:

@@ -98,6 +98,12 @@ def test_what_is_not_there_is_named(server: Any, folder: Path, spec: str, said: 
         open_shards(f"{folder}/{spec}")
 
 
+def test_a_folder_that_a_server_refuses_is_not_taken_for_an_empty_one(server: Any) -> None:
+    server.always["shards/info.json"] = ("status", 403)
+    with pytest.raises(UserError, match=r"access is refused.*check the credentials; or name the shards"):
+        open_shards(f"{server.url}/shards", REMOTE)
+
+
 @pytest.mark.parametrize("content", ["<html>hello</html>", "[]", '{"shards": [{"file": "000000.tar"}]}', "{}"])
 def test_an_info_json_that_is_none_is_named(server: Any, folder: Path, content: str) -> None:
     (folder / "shards" / "info.json").write_text(content)

@@ -109,6 +109,9 @@ def test_a_checkpoint_has_its_own_steps_and_no_results(
     text = write(make_encoder(), run / "checkpoints" / "step_00000300")
     monkeypatch.chdir(run / "checkpoints" / "step_00000300")
     assert write(make_encoder(), Path()) == text, "by any path"
+    monkeypatch.undo()
+    checkpoints = run.rename(run.parent / "checkpoints")  # a run with this name is itself
+    assert rows(write(make_encoder(), checkpoints))["Steps"] == ["900"]
     found = rows(text)
     assert (found["Steps"], found["Images seen"], found["Seconds"]) == (["300"], ["9,600"], ["20"])
     assert "Not measured" in text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import signal
 import sys
 from collections.abc import Callable, Iterable
@@ -40,7 +41,7 @@ def run(
             receive(job, work(job))
         return
     # The timeout also ends processes whose parent was killed while they wait for work.
-    executor = ProcessPoolExecutor(processes, timeout=5, initializer=_start, initargs=(work,))
+    executor = ProcessPoolExecutor(processes, timeout=5, initializer=_start, initargs=(work, os.getpid()))
     try:
         waiting = iter(jobs)
         running = {executor.submit(_call, job): job for job in islice(waiting, 2 * processes)}
@@ -60,18 +61,20 @@ def run(
 _work: Callable[[Any], Any]
 
 
-def _start(work: Callable[[Any], Any]) -> None:
+def _start(work: Callable[[Any], Any], parent: int) -> None:
     """Runs first in every process."""
     global _work
     _work = work
-    end_with_main()
+    end_with(parent)
 
 
-def end_with_main() -> None:
-    """Leave Ctrl-C to the main process, which ends this one; where the kernel can tell (Linux), so does its death."""
+def end_with(parent: int) -> None:
+    """Ignore Ctrl-C, which the main process handles. On Linux, also end this process when `parent` has ended."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+    if os.getppid() != parent:  # it ended before that
+        signal.raise_signal(signal.SIGTERM)
 
 
 def _call(job: Any) -> Any:

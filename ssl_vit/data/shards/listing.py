@@ -61,7 +61,7 @@ def _folder(store: _Store, spec: str) -> tuple[list[str], Info | None]:
     files = [entry.file for entry in info.shards] if info else sorted(filter(_TAR.search, present or ()))
     if not files:
         nested = [part for part in ("train", "test") if store.info(f"{folder}/{part}")]
-        hint = f"did you mean '{spec.rstrip('/')}/{nested[0]}'?" if nested else store.hint
+        hint = f"did you mean '{spec.rstrip('/')}/{nested[0]}'?" if nested else store.refused or store.hint
         raise UserError(f"{spec}: no shards (*.tar) there; {hint}")
     if present and (missing := [file for file in files if file not in present]):
         first = ", ".join([*missing[:3], *(["..."] if missing[3:] else [])])
@@ -73,7 +73,7 @@ def _folder(store: _Store, spec: str) -> tuple[list[str], Info | None]:
 class _Store:
     """Where a specification's shards lie: on the local disk."""
 
-    hint, local = _MAKE_THEM, True
+    hint, local, refused = _MAKE_THEM, True, ""
 
     def __init__(self, spec: str) -> None:
         self.spec, self.path = spec, str(expanded(spec).absolute())
@@ -132,7 +132,7 @@ class _Remote(_Store):
     def matching(self, pattern: str) -> list[str]:
         if not self._is_glob(pattern):
             return [pattern]
-        if self.http:  # its folders are pages for people
+        if self.http:  # it has no standard way to list a folder
             raise UserError(f"{self.url(pattern)}: files behind http URLs cannot be listed; {self.client.NAME_THEM}")
         return self._ask(self.filesystem.glob, pattern)
 
@@ -142,7 +142,10 @@ class _Remote(_Store):
             path = f"{folder}/{name}"
             try:
                 content = self.client.fetch(self.filesystem, self.url(path), self.remote, path, MAX_INFO_BYTES)
-            except (self.client.NotThere, self.client.Refused):
+            except self.client.NotThere:
+                continue
+            except self.client.Refused as error:
+                self.refused = f"{error}; or {self.client.NAME_THEM}"
                 continue
             if info := parse_info(content, self.url(path)):
                 return info

@@ -24,7 +24,8 @@ class Source:
     name, license: for info.json.
     classes: class names, None in an unlabeled source.
     labels: int64 (count,), each in 0..len(classes)-1; None in an unlabeled source.
-    items: what `read` takes, one per image: its path as a string, or its row as an int.
+    items: what `read` takes, one per image: its path as a string, or its row as an int. The image is named after it: by
+        the path, or as `row N`.
     read: item -> the image's encoded bytes. It is pickled once per packing process and raises BadSample where an image
         cannot be read.
     listing: a hash of the images' names and sizes, which tells sources apart without reading them.
