@@ -10,10 +10,10 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from ssl_vit.interfaces import UserError
-from ssl_vit.overrides import merge
+from ssl_vit.overrides import LENGTHS, merge
 
 EVERY = "*"
-_LENGTHS = {"training.steps", "training.epochs"}  # they replace each other
+_LENGTHS = {f"training.{key}" for key in LENGTHS}
 
 
 def derived(before: Mapping[str, Any], given: Mapping[str, Any], keys: Collection[str]) -> dict[str, Any]:

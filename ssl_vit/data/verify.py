@@ -106,7 +106,7 @@ def check_set(
     *,
     pixels: bool = True,
     look: Look | None = None,
-) -> tuple[list[Defect], list[Checked]]:
+) -> tuple[list[Defect], list[CheckedShard]]:
     """All defects, and what the shards that are there hold.
 
     pixels: check checksums and pixels, too. look: called for the first image of every sample, if it can be decoded
@@ -128,10 +128,10 @@ def check_set(
         if info.content_hash not in (None, content_hash(entry.sha256 for entry in info.shards)):
             defects.append(Defect(file, "", "checksum", "content_hash differs from that of the shards' sha256"))
     samples = sum(entry.samples for _, entry in files if entry) if info else None
-    checked: dict[str, Checked] = {}
+    checked: dict[str, CheckedShard] = {}
     with progress_bar("verifying", samples, progress) as advance:
 
-        def receive(job: tuple[str, ShardEntry | None], shard: Checked) -> None:
+        def receive(job: tuple[str, ShardEntry | None], shard: CheckedShard) -> None:
             checked[job[0]] = shard
             advance(len(shard.sizes))
 
@@ -151,7 +151,7 @@ def _listing(info: Info | None) -> str:
 
 
 @dataclass(frozen=True)
-class Checked:
+class CheckedShard:
     """What was found in a shard. sizes: (height, width, channels) of each sample, zeros for one without an image. seen:
     what `look` returned."""
 
@@ -164,8 +164,8 @@ class Checked:
 
 def _check_shard(
     folder: Path, info: Info | None, pixels: bool, look: Look | None, job: tuple[str, ShardEntry | None]
-) -> Checked:
-    (name, entry), facts, listing = job, Checked(), _listing(info)
+) -> CheckedShard:
+    (name, entry), facts, listing = job, CheckedShard(), _listing(info)
     path = folder / name
 
     def report(key: str, kind: str, detail: str) -> None:
@@ -193,7 +193,7 @@ def _check_shard(
 
 
 def _check_samples(
-    shard: ShardFile, info: Info | None, pixels: bool, look: Look | None, facts: Checked, report: Report
+    shard: ShardFile, info: Info | None, pixels: bool, look: Look | None, facts: CheckedShard, report: Report
 ) -> None:
     for member in shard.duplicates:
         report(member.partition(".")[0], "duplicate_key", f"{member} is there twice")

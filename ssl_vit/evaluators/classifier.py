@@ -19,6 +19,7 @@ from ssl_vit.interfaces import Diverged, UserError
 from ssl_vit.models import EncoderConfig
 from ssl_vit.models.encoder import Encoder
 from ssl_vit.objectives import classification
+from ssl_vit.overrides import LENGTHS
 from ssl_vit.recipe import Recipe, flatten
 from ssl_vit.records import Cost
 from ssl_vit.results import Prediction
@@ -26,7 +27,6 @@ from ssl_vit.training import OptimConfig, TrainingConfig, loop
 from ssl_vit.training.flops import training_flops
 from ssl_vit.training.signals import stopped
 
-_LENGTHS = {"steps", "epochs"}
 _LOG_EVERY = 500  # steps; until then each keeps its metrics on the device and its samples' names
 
 
@@ -70,13 +70,13 @@ class TrainedConfig(SweepConfig):
             if isinstance(chosen[key], dict) and isinstance(given[key], dict):
                 merged[key] = chosen[key] | given[key]
         training = given.get("training")
-        lengths = {k: v for k, v in training.items() if k in _LENGTHS and v} if isinstance(training, dict) else {}
+        lengths = {k: v for k, v in training.items() if k in LENGTHS and v} if isinstance(training, dict) else {}
         for key, values in flatten(merged.get("sweep") or {}).items():
             numbers = [value for value in several(values) if isinstance(value, int | float)]
             if key in ("training.steps", "training.epochs") and numbers:
                 lengths = {key.removeprefix("training."): max(numbers)}
         if lengths and isinstance(merged["training"], dict):  # they replace the other way of counting the length
-            merged["training"] = {k: v for k, v in merged["training"].items() if k not in _LENGTHS} | lengths
+            merged["training"] = {k: v for k, v in merged["training"].items() if k not in LENGTHS} | lengths
         return merged
 
     @model_validator(mode="after")
