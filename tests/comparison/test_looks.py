@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,11 @@ def test_the_looks_of_another_process_are_not_overwritten(mini: Mini, tmp_path: 
 
 
 def test_seeds_are_added_until_the_maximum_and_a_kill_between_looks_changes_nothing(
-    mini: Mini, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undecided: None
+    mini: Mini,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    undecided: None,
+    call: Callable[..., tuple[int, str]],
 ) -> None:
     found = quiet(mini(**FROZEN), until_decided=True, max_seeds=6)
     record = found.record
@@ -87,7 +92,7 @@ def test_seeds_are_added_until_the_maximum_and_a_kill_between_looks_changes_noth
     again = quiet(recipe)
     assert again.record.looks == record.looks, "a repeated command keeps the looks and their seeds"
     assert rows(again) == rows(found)
-    assert rows(quiet(recipe, only=again.record.tasks[-1].id)) == rows(found)
+    assert call("compare", recipe, "--only", again.record.tasks[-1].id)[0] == 0
     saved = tmp_path / "killed" / "comparison.yaml"
     assert rows(quiet(saved)) == rows(found), "the saved recipe repeats the comparison, its looks included"
     with pytest.raises(UserError, match="--max-seeds"):

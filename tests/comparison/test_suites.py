@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from ssl_vit.comparison.sets import DataSet
 from ssl_vit.comparison.suites import prepare
@@ -35,3 +36,15 @@ def test_sources_are_packed_once_and_checked(tmp_path: Path) -> None:
         pack(open_source("digits", split=part), folder / "digits" / part, Options(subset=2, shards=1), progress=False)
     with pytest.raises(UserError, match="is a part of the source"):
         prepare(DIGITS, folder, said.append)
+
+
+def test_images_that_cannot_be_read_are_counted(tmp_path: Path) -> None:
+    for split in ("train", "test"):
+        for name in ("bee", "wasp"):
+            (tmp_path / "images" / split / name).mkdir(parents=True)
+            Image.new("L", (8, 8)).save(tmp_path / "images" / split / name / "0.png")
+    (tmp_path / "images" / "train" / "bee" / "broken.png").write_bytes(b"no image")
+    said = list[str]()
+    prepare({"own": DataSet(source=str(tmp_path / "images"))}, tmp_path / "packed", said.append)
+    (note,) = [line for line in said if "cannot be read" in line]
+    assert note.startswith("note: 1 images cannot be read") and "own/train/info.json" in note

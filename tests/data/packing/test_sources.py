@@ -91,7 +91,7 @@ def test_what_cannot_be_read_is_the_images_fault_or_the_disks(tmp_path: Path) ->
         source.read("a/1.png")
 
 
-def test_pipes_and_links_in_circles_are_left_alone(tmp_path: Path) -> None:
+def test_pipes_and_links_in_circles_are_ignored(tmp_path: Path) -> None:
     write(tmp_path / "a" / "1.png", encoded("PNG"))
     (tmp_path / "a" / "again").symlink_to(tmp_path / "a")
     os.mkfifo(tmp_path / "a" / "pipe.jpg")
