@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -35,6 +36,11 @@ from ssl_vit.records import ComparisonRecord, TaskRecord
 from ssl_vit.report.read import PLAN
 from ssl_vit.training import Precision, distributed
 
+# The source that packing writes into info.json: the name, then the options that chose images.
+_PACKED = re.compile(
+    r"(?P<name>.*?)(, \d+ images( per class)?)?"
+    r"(, (?P<part>train|test|fold_\d+)( part)? of (?P<options>.+))?(, seed (?P<seed>\d+))?"
+)
 _PRECISION = "precision.json"  # what `auto` of the arms' recipes was replaced by
 
 
@@ -77,7 +83,13 @@ def check(
             try:
                 shards = opened[plan.part(arm, "pretrain", fold)] = open_training(data)
                 with_data = settings.model_copy(update={"data": data})
-                _check_no_test_images(with_data, [opened[plan.part(name, "test", fold)] for name in sets], shards)
+                against = [opened[plan.part(name, "test", fold)] for name in sets]
+                _check_no_test_images(with_data, against, shards)
+                for test in (test for test in against if _may_overlap(shards, test)):
+                    say(
+                        f"note: arms.{arm}: {shards.spec} and the test set {test.spec} were packed from sources of one "
+                        f"name ({test.source}); if they share images, this arm is pretrained on test images"
+                    )
                 stage.check(with_data, shards)
                 if probe:
                     labels_of(open_shards(probe.data, remote) if probe.data else shards)
@@ -131,6 +143,19 @@ def _check_no_test_images(settings: Recipe, tests: Sequence[ShardSet], shards: S
 def _shared(one: ShardSet, other: ShardSet) -> set[str]:
     """Checksums of the shards that both have."""
     return {*one.checksums} & {*other.checksums} - {""}
+
+
+def _may_overlap(train: ShardSet, test: ShardSet) -> bool:
+    """Whether both were packed from a source of one name, but not as two parts of one packing."""
+    for source in (train.source or "").split(" + "):
+        ours, theirs = _PACKED.fullmatch(source), _PACKED.fullmatch(test.source or "")
+        if ours and theirs and ours["name"] and ours["name"] == theirs["name"]:
+            parts = ours["part"], theirs["part"]
+            alike = all(ours[key] == theirs[key] for key in ("options", "seed"))
+            one_packing = alike and None not in parts and parts[0] != parts[1]
+            if not one_packing:
+                return True
+    return False
 
 
 def _with_labels(study: Study, remote: RemoteConfig) -> Study:

@@ -90,7 +90,7 @@ def _richly_selected(comparison: Comparison, head: Difference) -> Iterator[str]:
         (row for row in comparison.table.results if (row.data, row.evaluator) == place), key=lambda row: row.labels
     )
     if any(sweep.held_out > smallest.labels for sweep in sweeps):
-        used = max(sweep.labels + sweep.held_out for sweep in sweeps)
+        used = max(sweep.labels for sweep in sweeps)
         yield (
             f"Caution: the settings for {budget_words(smallest.labels_per_class)} ({smallest.labels} labeled images) "
             f"were selected with {used} labeled images. With the labels of the budget alone, no arm "

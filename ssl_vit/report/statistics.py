@@ -13,10 +13,12 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
-from scipy.special import stdtr, stdtrit
+from scipy.special import ndtr, stdtr, stdtrit
 
 Outcome = Literal["better", "worse", "equivalent", "undecided"]
 _ROUNDING = 1e-12  # a mean square below it is zero
+_FEW = 10  # images of a class
+_LEAST_UNITS = 5  # that are resampled: of fewer, the interval would be little more than their range
 
 
 @dataclass(frozen=True)
@@ -167,27 +169,36 @@ def balanced(values_XSM: np.ndarray, labels_M: np.ndarray) -> np.ndarray:
     """Values whose mean over images is the mean of the per-class means, float64 (..., S, M).
 
     The classes are fixed: only the spread within each class counts as variation between images. Deviations from the
-    mean of a class of n images are scaled by sqrt(n / (n - 1)), because that mean is estimated from them. Classes with
-    a single image have no spread of their own; the spread between these images stands for it.
+    mean of a class of n images are scaled by sqrt(n / (n - 1)), because that mean is estimated from them. A few images
+    may all have one value by chance, so classes of less than 10 count as one with the smallest others (the collapsed
+    strata of survey sampling), which makes their spread larger rather than smaller.
 
     values_XSM: (..., S, M), by seed and test image.
     labels_M: int64 (M,), classes of the test images.
     """
     _, index, counts = np.unique(labels_M, return_inverse=True, return_counts=True)
     weights = len(labels_M) / (len(counts) * counts[index])
-    _, group, sizes = np.unique(np.where(counts[index] == 1, -1, index), return_inverse=True, return_counts=True)
+    smallest = np.argsort(counts, kind="stable")
+    stratum = np.arange(len(counts))
+    if (few := int((counts < _FEW).sum())) > 0:
+        enough = int(np.searchsorted(np.cumsum(counts[smallest]), _FEW)) + 1
+        stratum[smallest[: max(few, enough)]] = smallest[0]
+    _, group, sizes = np.unique(stratum[index], return_inverse=True, return_counts=True)
     values = np.asarray(values_XSM, dtype=np.float64)
     means = values @ (np.eye(len(sizes))[group] / sizes)  # (..., S, groups)
     between = (means - means.mean(axis=-2, keepdims=True))[..., group]
     within = (values - means[..., group]) * np.sqrt(sizes / np.maximum(sizes - 1, 1))[group]
-    return np.asarray((values * weights).mean(axis=(-2, -1), keepdims=True) + weights * (between + within))
+    deviations = weights * (between + within)
+    means_XS1 = (values * weights).mean(axis=-1, keepdims=True)
+    return np.asarray(means_XS1 + deviations - deviations.mean(axis=-1, keepdims=True))
 
 
 def holm(estimates: Sequence[Estimate], confidence: float = 0.95) -> list[Estimate]:
     """The same estimates with intervals adjusted for their number, by Holm's step-down rule.
 
     The k-th smallest p-value of n gets an interval of confidence 1 - alpha / (n - k + 1); from the first that includes
-    0 on, all get that one's. So an interval excludes 0 exactly where Holm's test rejects.
+    0 on, all get that one's. So an interval excludes 0 exactly where Holm's test rejects. All of them together may
+    cover less often than each: they say nothing about values other than 0.
     """
     adjusted = list(estimates)
     alpha, stopped = 1 - confidence, False
@@ -200,15 +211,18 @@ def holm(estimates: Sequence[Estimate], confidence: float = 0.95) -> list[Estima
     return adjusted
 
 
-def outcome(estimate: Estimate, margin: float) -> Outcome:
+def outcome(estimate: Estimate, margin: float, tests: int = 1, confidence: float = 0.95) -> Outcome:
     """What an interval says about a difference.
 
     margin: differences up to it count as equivalent. An interval within it is "equivalent", also where it excludes 0.
+    tests: number of differences that `holm` adjusted together, at this confidence. Its intervals are adjusted for tests
+        of 0 alone, so "equivalent" needs Bonferroni's interval, of confidence 1 - alpha / tests, within the margin.
     """
     if estimate.half_width is None:
         return "undecided"
     low, high = estimate.mean - estimate.half_width, estimate.mean + estimate.half_width
-    if -margin <= low and high <= margin:
+    widest = estimate.at(1 - (1 - confidence) / tests) if tests > 1 else estimate
+    if abs(estimate.mean) + (widest.half_width or 0) <= margin:
         return "equivalent"
     return "better" if low > 0 else "worse" if high < 0 else "undecided"
 
@@ -235,11 +249,11 @@ def plan(estimate: Estimate, margin: float) -> tuple[int | None, int | None]:
 def label_efficiency(accuracy_S: np.ndarray, curve_SB: np.ndarray, labels_B: np.ndarray) -> tuple[float, float, float]:
     """How many labels per class the arm of a curve needs for another arm's accuracy: (labels, low, high).
 
-    0: fewer than its smallest label budget; inf: more than its largest; low, high: nan with one seed. The curve is
-    interpolated on a logarithmic axis of labels; the interval (95%) is the percentile interval of resampled seeds,
-    the same for both arms, so it leaves out the test images.
+    0: fewer than its smallest label budget; inf: more than its largest. The curve is interpolated on a logarithmic axis
+    of labels. The interval (95%) is the expanded percentile interval (Hesterberg 2015) of resampled units, the same for
+    both arms, so it leaves out the test images; low, high: nan with fewer than 5 units.
 
-    accuracy_S: (S,), of the other arm at one label budget.
+    accuracy_S: (S,), of the other arm at one label budget, by unit (seed or pretraining).
     curve_SB: (S, B), accuracies of the curve's arm at each label budget.
     labels_B: (B,), labels per class, in any order; accuracies at the same number of labels are averaged.
     """
@@ -255,9 +269,10 @@ def label_efficiency(accuracy_S: np.ndarray, curve_SB: np.ndarray, labels_B: np.
         return float(np.exp(np.interp(accuracy, rising[[below, above]], np.log(labels_B[[below, above]]))))
 
     found, S = needed(accuracy_S.mean(), curve_SB.mean(axis=0)), len(accuracy_S)
-    if S < 2:
+    if S < _LEAST_UNITS:
         return found, math.nan, math.nan
-    drawn = np.random.default_rng(0).integers(S, size=(2000, S))
+    drawn = np.random.default_rng(0).integers(S, size=(10_000, S))
     resampled = [needed(accuracy_S[seeds].mean(), curve_SB[seeds].mean(axis=0)) for seeds in drawn]
-    low, high = np.quantile(resampled, [0.025, 0.975], method="nearest")
+    tail = float(ndtr(-_quantile(S - 1, 0.95) * math.sqrt(S / (S - 1))))  # instead of 0.025: the spread of few is small
+    low, high = np.quantile(resampled, [tail, 1 - tail], method="nearest")
     return found, float(low), float(high)

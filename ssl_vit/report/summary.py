@@ -138,9 +138,10 @@ def declared_headline(comparison: Comparison, data: str) -> tuple[EvaluationKey,
 
 def _adjusted(comparison: Comparison, rows: Sequence[Difference]) -> list[Difference]:
     """The rows with intervals adjusted for the number of rows (Holm)."""
-    margin, adjusted = comparison.record.margin, statistics.holm([row.estimate for row in rows], comparison.confidence)
+    confidence, margin = comparison.confidence, comparison.record.margin
+    adjusted = statistics.holm([row.estimate for row in rows], confidence)
     return [
-        replace(row, estimate=estimate, outcome=statistics.outcome(estimate, margin))
+        replace(row, estimate=estimate, outcome=statistics.outcome(estimate, margin, len(rows), confidence))
         for row, estimate in zip(rows, adjusted, strict=True)
     ]
 

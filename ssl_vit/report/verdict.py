@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import astuple
+from statistics import fmean
 
 from ssl_vit.evaluators import budget_words
 from ssl_vit.report.cautions import cautions
@@ -11,7 +13,7 @@ from ssl_vit.report.costs import costs
 from ssl_vit.report.read import OBJECTIVES, Comparison
 from ssl_vit.report.runs import flat, joined, listed, text
 from ssl_vit.report.statistics import plan, points
-from ssl_vit.report.summary import Difference, Efficiency, Summary
+from ssl_vit.report.summary import Difference, Efficiency, EvaluationKey, Summary
 
 HALF_WIDTH = "half-width of a 95% interval that covers {} and test images"  # with the unit
 QUICK = "Quick run, a tenth of the steps and seeds:"
@@ -24,8 +26,10 @@ def interval(comparison: Comparison, summary: Summary) -> str:
     unit = "seeds (pretrainings, where an arm has several but fewer than seeds)" if len(units) > 1 else "".join(units)
     sentence = (
         f"± is the {HALF_WIDTH.format(unit or 'seeds')} (Student's t on a crossed analysis of variance; two "
-        "arms are paired by seed and image). Differences at several label budgets, or headlines of several datasets, "
-        "have intervals adjusted for their number (Holm)."
+        "arms are paired by seed and image). It holds for these training images and for the settings that the sweeps "
+        "selected; it does not cover other training images or another selection. Differences at several label budgets, "
+        "or headlines of several datasets, have intervals adjusted for their number (Holm): one excludes zero where "
+        "Holm's test rejects."
     )
     if comparison.record.looks:
         sentence += f" Intervals of differences have {100 * comparison.confidence:.1f}% confidence, for the looks."
@@ -48,7 +52,8 @@ def verdict(comparison: Comparison, summary: Summary) -> list[str]:
         if len(budgets) > 1:
             sizes = [f"{row.labels_per_class}: {points(row.estimate)} ({row.outcome})" for row in budgets]
             about_head.append(f"By labels per class: {', '.join(sizes)}.")
-        about_head += [*_variance(head), *_compute(comparison, head), *_equal_compute(comparison, summary, head)]
+        about_head += [*_variance(comparison, head), *_compute(comparison, head)]
+        about_head += [*_equal_compute(comparison, summary, head)]
         several = len(comparison.record.metrics) > 1
         if comparison.record.quick:
             about_head[0] = f"{QUICK} {about_head[0]}"
@@ -131,7 +136,7 @@ def _headline(comparison: Comparison, head: Difference, budgets: Sequence[Differ
         sentence += (
             f" After {len(looks)} look{'s' * (len(looks) > 1)} (at {counts} of at most {comparison.record.max_seeds} "
             f"seeds) the interval has {100 * comparison.confidence:.1f}% confidence, so that the chance of a false "
-            "claim at any look is at most 5%."
+            "claim over all looks is nominally at most 5%."
         )
     if head.outcome == "undecided":
         sentence += f" {_plan(comparison, head)}"
@@ -149,16 +154,17 @@ def _plan(comparison: Comparison, head: Difference) -> str:
             return "There is no interval: run at least 3 seeds."
         return "The estimated variance is zero, so there is no interval."
     units, images = plan(head.estimate, comparison.record.margin)
-    more = [f"{units:,} more {head.unit}s"] if units else []
+    name = _units(comparison, head)
+    more = [f"{units:,} more {name}"] if units else []
     more += [f"{images:,} more test images"] if images else []
     if not more:
-        return f"Neither more {head.unit}s nor more test images alone would decide a difference of this size."
+        return f"Neither more {name} nor more test images alone would decide a difference of this size."
     return f"If the estimate stays the same, {' or '.join(more)} would decide."
 
 
 def _efficiency(comparison: Comparison, row: Efficiency) -> str:
     ours, theirs = (comparison.spoken(arm) for arm in (row.arm, row.against))
-    labels = needed(row) + " (95% interval over seeds alone)" * needed(row).endswith("]")
+    labels = needed(row) + " (95% interval over seeds or pretrainings, without test images)" * needed(row).endswith("]")
     return _capital(f"{ours} with {budget_words(row.labels_per_class)} is as accurate as {theirs} with {labels}.")
 
 
@@ -174,13 +180,19 @@ def needed(row: Efficiency) -> str:
     return value if math.isnan(row.low) or low == high else f"{value} [{low}, {high}]"
 
 
-def _variance(head: Difference) -> list[str]:
+def _units(comparison: Comparison, head: Difference) -> str:
+    """What varies between the units of a headline."""
+    own = head.unit == "seed" and comparison.record.pretrainings == head.seeds > 1
+    return "seeds with one pretraining each" if own else f"{head.unit}s"
+
+
+def _variance(comparison: Comparison, head: Difference) -> list[str]:
     """Variance components of the headline, as shares: more seeds or pretrainings reduce the first, more test images
     the second, both the third."""
     if head.estimate.half_width is None:
         return []
     units, images, rest = (f"{share:.0%}" for share in head.estimate.variance_shares)
-    parts = f"{units} from {head.unit}s, {images} from test images, {rest} from their interaction"
+    parts = f"{units} from {_units(comparison, head)}, {images} from test images, {rest} from their interaction"
     return [f"Variance of this difference: {parts}."]
 
 
@@ -194,7 +206,17 @@ def _compute(comparison: Comparison, head: Difference) -> list[str]:
         return []
     baseline = comparison.spoken(head.against)
     ratio = f"{ours / theirs:.3g} times that of {baseline}" if theirs else f"{baseline} used none"
+    if theirs and comparison.record.evaluators[head.place.evaluator].trains_encoder:
+        one = _one_run(comparison, head.place, head.arm) / _one_run(comparison, head.place, head.against)
+        ratio += f" ({one:.3g} times for one pretraining with one fine-tuning)"
     return [f"Compute: {comparison.spoken(head.arm)} took {ours:.3g} FLOPs in total, {ratio}."]
+
+
+def _one_run(comparison: Comparison, place: EvaluationKey, arm: str) -> float:
+    """FLOPs of one pretraining, where the arm has one, and one fine-tuning (the mean over label budgets and seeds)."""
+    rows = [row for row in comparison.measured.results if (row.data, row.evaluator, row.arm) == (*astuple(place), arm)]
+    pretraining = comparison.pretraining(arm)
+    return fmean(row.flops for row in rows) + (pretraining.flops if pretraining else 0)
 
 
 def _equal_compute(comparison: Comparison, summary: Summary, head: Difference) -> Iterator[str]:

@@ -13,8 +13,8 @@ DECIMAL = re.compile(r"(?<![\w.])\d+\.\d+(?![\w.]*\d)")
 
 
 def sections() -> list[str]:
-    """Of RESULTS.md, without the introduction."""
-    return re.split(r"^(?=## )", (RECIPES / "RESULTS.md").read_text(), flags=re.MULTILINE)[1:]
+    """Of RESULTS.md, without the introduction and the notes at the end."""
+    return re.split(r"^(?=## )", (RECIPES / "RESULTS.md").read_text(), flags=re.MULTILINE)[1:-1]
 
 
 def summaries() -> dict[str, str]:

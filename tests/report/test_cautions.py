@@ -64,7 +64,7 @@ def test_cautions(folder: Path) -> None:
 
 
 def test_selection_with_more_labels_than_the_budget_has_is_a_caution(folder: Path) -> None:
-    rich = SWEEP.model_copy(update={"labels": 40, "held_out": 30})
+    rich = SWEEP.model_copy(update={"labels": 70, "held_out": 30})
     text = said(folder, two_arms(0.2), sweeps={"ssl": rich, "scratch": rich})
     assert "settings for 5 labels per class (20 labeled images) were selected with 70 labeled images" in text
     few = SWEEP.model_copy(update={"labels": 20, "held_out": 20})

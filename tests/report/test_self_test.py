@@ -45,6 +45,12 @@ def test_failed_tests_are_cautions(tmp_path: Path) -> None:
     assert sum("self-test failed" in sentence for sentence in verdict(found, summarize(found))) == 2
 
 
+def test_labels_need_not_help_against_scratch_with_the_compute_of_pretraining(tmp_path: Path) -> None:
+    longer = tuple(arm.model_copy(update={"compute_of": "ssl"}) if arm.kind == "scratch" else arm for arm in ARMS)
+    (same,) = self_tests(made(tmp_path, repeated=0.0, supervised=0.0, arms=(*longer, SUPERVISED)))
+    assert same.expected == SAME
+
+
 def test_labels_of_other_images_need_not_help(tmp_path: Path) -> None:
     for trained_on in (None, "another dataset of this comparison"):
         other = SUPERVISED.model_copy(update={"trained_on": trained_on})

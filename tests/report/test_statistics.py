@@ -185,6 +185,13 @@ def test_label_efficiency_is_log_linear_between_budgets(accuracy: float, expecte
     )
 
 
+def test_equivalence_of_one_of_several_differences_needs_a_wider_interval() -> None:
+    rows = [Estimate(mean, None, 0.002, 1e6, 0.0, 0.0, 0.0, 5, 100) for mean in (0.0055, 0.014, 0.015, 0.016)]
+    first = holm(rows)[0]
+    assert outcome(first, margin=0.01) == "equivalent"
+    assert outcome(first, margin=0.01, tests=4) == "better", "0.0055 + 2.5 standard errors are more than the margin"
+
+
 def test_the_shares_of_the_variance_say_what_more_of_each_would_save() -> None:
     found = Estimate(0.1, 0.05, 0.02, 9.0, 0.003, 0.2, 0.1, 10, 400)
     seeds, images, rest = found.variance_shares
@@ -205,7 +212,19 @@ def test_the_interval_of_label_efficiency_resamples_seeds() -> None:
     curve = np.array([0.3, 0.5, 0.7]) + 0.03 * generator.normal(size=(8, 3))
     labels, low, high = label_efficiency(0.45 + 0.03 * generator.normal(size=8), curve, np.array([5.0, 10.0, 20.0]))
     assert 5 < low < labels < high < 20
-    assert math.isnan(label_efficiency(np.array([0.45]), curve[:1], np.array([5.0, 10.0, 20.0]))[1])
+    for units in (1, 4):
+        few = label_efficiency(np.full(units, 0.45), curve[:units], np.array([5.0, 10.0, 20.0]))
+        assert math.isnan(few[1]), "an interval of so few would be little more than their range"
+
+
+def test_the_interval_of_label_efficiency_covers_the_truth() -> None:
+    generator, labels, covered = np.random.default_rng(1), np.array([5.0, 10.0, 20.0]), []
+    for _ in range(150):
+        shared = 0.03 * generator.normal(size=(5, 1))  # of a seed
+        curve = np.array([0.3, 0.5, 0.7]) + shared + 0.03 * generator.normal(size=(5, 3))
+        _, low, high = label_efficiency(0.5 + 0.05 * generator.normal(size=5), curve, labels)
+        covered.append(low <= 10 <= high)
+    assert np.mean(covered) >= 0.92, "percentiles of 2.5% and 97.5% cover 84%"
 
 
 @pytest.mark.parametrize(("curve", "accuracy", "expected"), [
@@ -218,6 +237,17 @@ def test_label_efficiency_on_a_curve_that_does_not_rise_everywhere(
 ) -> None:
     found = label_efficiency(np.array([accuracy] * 3), np.array([curve] * 3), np.array([5.0, 10.0, 25.0]))
     assert found[0] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("sizes", [[100, 100, 1], [100, 100, 2], [100, 100, 3, 3]])
+def test_a_class_of_few_images_makes_no_false_claim(sizes: list[int]) -> None:
+    """Such images may all be right for one arm by chance, without any spread."""
+    labels, generator, claims = np.repeat(np.arange(len(sizes)), sizes), np.random.default_rng(0), 0
+    for _ in range(200):
+        difference = generator.integers(-1, 2, size=len(labels))  # of the images; the same for all seeds
+        values = np.stack([difference] * 4) + 0.01 * generator.normal(size=(4, len(labels)))
+        claims += outcome(crossed_mean(balanced(values, labels)), margin=0.0) != "undecided"
+    assert claims <= 0.08 * 200
 
 
 @pytest.mark.parametrize(("classes", "each"), [(100, 1), (50, 2), (20, 5)])

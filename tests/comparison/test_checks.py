@@ -1,0 +1,38 @@
+"""What a comparison says about its data before the first task."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from shutil import copytree
+
+import pytest
+
+from ssl_vit.comparison import run as comparison
+from ssl_vit.comparison.config import load_comparison
+from ssl_vit.comparison.suites import prepare
+
+HALF = "flowers (folder), {} part of holdout 0.5, seed 0"
+
+
+@pytest.mark.parametrize(("pretraining", "test", "noted"), [
+    ("flowers (folder)", HALF.format("test"), True),  # all of them, packed once more
+    ("flowers (folder), 5 images per class, seed 0", HALF.format("test"), True),
+    (HALF.format("train").replace("seed 0", "seed 1"), HALF.format("test"), True),
+    (HALF.format("train"), HALF.format("test"), False),
+    ("flowers (folder), fold_1 of 3, seed 0", "flowers (folder), fold_0 of 3, seed 0", False),
+    ("flowers/train (folder)", "flowers/test (folder)", False),
+    (None, None, False),
+])  # fmt: skip
+def test_pretraining_data_that_may_include_test_images_are_noted(
+    few_digits: Path, tmp_path: Path, pretraining: str | None, test: str | None, noted: bool
+) -> None:
+    """The same images have other checksums in shards of another packing."""
+    for part, source in (("train", pretraining), ("test", test)):
+        copytree(few_digits / part, tmp_path / part)
+        info = tmp_path / part / "info.json"
+        info.write_text(json.dumps(json.loads(info.read_text()) | {"source": source}))
+    keys = [f"run={tmp_path}/run", f"data={{train: {tmp_path}/train, test: {tmp_path}/test, folds: []}}"]
+    study, said = load_comparison("demo_digits", keys), list[str]()
+    comparison.check(study, prepare(study.sets, study.folder, write=False), said.append)
+    assert any("arms.ssl" in note and "pretrained on test images" in note for note in said) == noted
