@@ -58,8 +58,8 @@ class SweepRecord(Config):
     candidates: settings, each with its `held_out_accuracy`, the mean over the first `held_out_parts` held-out parts.
     best: the settings of the winner.
     cost: cost of all candidates together.
-    labels: number of images that a candidate was trained on.
-    held_out: number of images that all candidates were scored on.
+    labels: number of different labeled images, of all held-out parts and of the trainings that they scored.
+    held_out: how many of them were held out.
     """
 
     candidates: tuple[dict[str, float | int | str], ...]

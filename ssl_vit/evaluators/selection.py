@@ -67,14 +67,18 @@ def select(
         keys = ", ".join(candidates[0]) or "its settings"
         raise UserError(f"{evaluator.title}: every candidate of the sweep diverged ({keys}); the last one: {reason}")
     ((winner, classifier),) = fitted.items()
-    images = np.unique(np.concatenate([held.images for _, held in splits if held.images is not None]))
+    held_out = [held.images for _, held in splits if held.images is not None]
+    trained = [kept.images for kept, _ in splits if kept.images is not None]
     tried = (
         {**settings, "held_out_accuracy": fmean(scores[index]), "held_out_parts": len(scores[index])}
         for index, settings in enumerate(candidates)
     )
-    count = 0 if train.images is None else len(train.images)
     record = SweepRecord(
-        candidates=tuple(tried), best=candidates[winner], cost=total, labels=count, held_out=len(images)
+        candidates=tuple(tried),
+        best=candidates[winner],
+        cost=total,
+        labels=len(np.unique(np.concatenate(trained + held_out))),
+        held_out=len(np.unique(np.concatenate(held_out))),
     )
     return record, classifier
 

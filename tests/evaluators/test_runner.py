@@ -140,7 +140,8 @@ def test_a_sweep_may_average_over_several_held_out_parts(context: EvalContext) -
     record, row = runner.sweep(trainer, context, "trained", 10, 3)
     splits = [held_out_split(context.train_labels, 0.2, 0, repeat) for repeat in range(3)]
     assert record.held_out == len(np.unique(np.concatenate([held for _, held in splits]))) > len(splits[0][1])
-    assert record.labels == 30
+    used = [runner._train_images(trainer, context, "trained", 10, 3, repeat=repeat)[0].images for repeat in range(3)]
+    assert record.labels == len(np.unique(np.concatenate([*used, *(held for _, held in splits)])))
     assert [right for right, *_ in fitted] == [1, 2, 3, 2, 3, 2, 3], "the worst one is not tried on the second part"
     assert record.cost.images_seen == 70
     for tried, splits_tried in zip(record.candidates, (splits[:1], splits, splits), strict=True):
