@@ -87,10 +87,8 @@ def test_there_is_no_cycle() -> None:
         "import ssl_vit.recipe",
         "import ssl_vit.functions",
         "import ssl_vit\nassert 'embed' in dir(ssl_vit)",
-        *(
-            f"from typer.testing import CliRunner\nfrom ssl_vit import cli\nCliRunner().invoke(cli.app, {words})"
-            for words in (["-h"], ["train", "-h"], ["compare", "-h"], ["eval", "runs/x", "-h"])
-        ),
+        "import ssl_vit.comparison.executor",
+        "from typer.testing import CliRunner\nimport ssl_vit.cli as c\nCliRunner().invoke(c.app, ['eval', 'x', '-h'])",
     ],
 )
 def test_light_modules_do_not_import_torch(code: str) -> None:

@@ -16,7 +16,6 @@ from datetime import timedelta
 from statistics import fmean
 from typing import Any
 
-import torch
 from loky import ProcessPoolExecutor, cpu_count
 
 from ssl_vit.data.packing.parallel import end_with
@@ -172,6 +171,8 @@ def _processes(jobs: int) -> Iterator[_Workers]:
 
 def visible_gpus() -> list[str]:
     """Names of the NVIDIA GPUs that this process may use, as CUDA_VISIBLE_DEVICES has them."""
+    import torch  # workers import this module, and their tasks may not need it
+
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     return given.split(",") if given else [str(number) for number in range(torch.cuda.device_count())]
 

@@ -22,9 +22,7 @@ def piped(*arguments: str, cwd: Path | None = None) -> str:
     return done.stdout + done.stderr
 
 
-@pytest.mark.parametrize(
-    "arguments", [["--help"], ["recipes"], ["doctor"], ["report", "nowhere"], ["train", "--nothing"]]
-)
+@pytest.mark.parametrize("arguments", [["--help"], ["recipes"], ["train", "--nothing"]])
 def test_what_is_piped_has_none(arguments: list[str]) -> None:
     text = piped(*arguments)
     assert text.strip() and ESCAPE not in text

@@ -5,6 +5,7 @@ Every line of a shell block is run with small settings, or checked by the first 
 
 from __future__ import annotations
 
+import functools
 import importlib
 import re
 import runpy
@@ -40,7 +41,8 @@ TINY = {  # settings added to a command that starts with these words
         "training.picture_every=0",
     ],
     "compare": [
-        "seeds=[0,1]", "frozen_seeds=[0,1]", "pretrainings=1", "labels_per_class=[2]", "pictures=false",
+        "seeds=[0]", "frozen_seeds=[0]", "pretrainings=1", "labels_per_class=[2]", "pictures=false", "controls=false",
+        "evaluators.fine_tune.held_out_repeats=1",
         "evaluators.few_shot.labels_per_class=[1,2]",
         "evaluators.fine_tune.sweep.training.steps=[2]", "evaluators.fine_tune.sweep.optim.lr=[0.01]",
         "evaluators.fine_tune.training.batch_size=32", "evaluators.fine_tune.sweep_labels_per_class=2",
@@ -49,7 +51,10 @@ TINY = {  # settings added to a command that starts with these words
             for arm in ("ssl", "supervised")
         ),
     ],
-    "compare own_images": ["evaluators.knn.ks=[1]", "evaluators.linear_probe.sweep.c=[0.1]"],
+    "compare own_images": [
+        "arms.downloaded=null", "evaluators.knn.ks=[1]", "evaluators.linear_probe.sweep.c=[0.1]",
+        "evaluators.attentive_probe.steps=2",
+    ],
     "eval fine_tune": ["training.steps=2", "sweep.optim.lr=[0.01]", "training.batch_size=32", "seeds=[0]"],
 }  # fmt: skip
 
@@ -94,6 +99,7 @@ HEADERS = {  # by text: recipes share their first commands
 COMMANDS: Any = get_command(cli.app)
 
 
+@functools.cache
 def parse(text: str) -> None:
     """Parse a command as `ssl-vit` would, and validate the recipe and every key that it names; nothing runs."""
     words = shlex.split(text)
