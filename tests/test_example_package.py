@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -77,7 +78,7 @@ def test_a_run_outlives_the_package_of_its_objective(
     ssl_vit("train", "digits_ssl", "objective.name=rotation", *small, "run=by_entry_point")
     ssl_vit("train", "digits_ssl", f"objective.name={NAME}.rotation", *small, "run=by_module")
     ssl_vit("eval", "by_module", "class_mean", "--data", "shards")
-    content = {
+    content: dict[str, Any] = {
         "name": "mine",
         "data": {"train": "shards/train", "test": "shards/test"},
         "pictures": False,

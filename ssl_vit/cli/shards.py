@@ -14,7 +14,8 @@ from ssl_vit.interfaces import UserError, printable
 
 app = typer.Typer(no_args_is_help=True, help="Make, check and count WebDataset shards.")
 
-Folder = Annotated[Path, typer.Argument(help="A folder of shards.")]
+# Arguments that may be URLs are no paths here: a path turns s3:// into s3:/.
+Folder = Annotated[str, typer.Argument(help="A folder of shards.")]
 Jobs = Annotated[int | None, typer.Option(min=1, help="Processes. Default: one per core, fewer for little data.")]
 
 
@@ -27,7 +28,7 @@ def shards_make(
             "Hugging Face hub; `digits`; or NAME:PLACE for a source of your own."
         ),
     ],
-    out: Annotated[Path, typer.Argument(help="Folder for the shards and info.json.")],
+    out: Annotated[str, typer.Argument(help="Folder for the shards and info.json.")],
     split: Annotated[str | None, typer.Option(help="Split of the source, such as train or test.")] = None,
     shard_size: Annotated[int, typer.Option(min=1, help="Maximum number of images per shard.")] = 1000,
     shards: Annotated[int | None, typer.Option(min=1, help="Number of shards, instead of --shard-size.")] = None,
@@ -67,13 +68,15 @@ def shards_make(
     from ssl_vit.data.packing.plan import Options
     from ssl_vit.data.packing.sources import open_source
 
-    if Path(source).is_dir() and out.resolve().is_relative_to(Path(source).resolve()):
+    if "://" in out:
+        raise UserError(f"{out}: shards are written to a local folder; upload them afterwards")
+    if Path(source).is_dir() and Path(out).resolve().is_relative_to(Path(source).resolve()):
         raise UserError(f"{out} lies inside {source}, where it would look like images; choose a folder outside")
     with warnings.catch_warnings():
         warnings.showwarning = lambda message, *_: print(f"note: {printable(str(message))}", file=sys.stderr)
         infos = pack(
             open_source(source, split=split, label_column=label_column, image_column=image_column),
-            out,
+            Path(out),
             Options(
                 shard_size=shard_size,
                 shards=shards,
@@ -97,7 +100,7 @@ def shards_make(
 
 @app.command("verify")
 def shards_verify(
-    data: Annotated[Path, typer.Argument(help="Shards, a folder that holds train/ and test/, or images.")],
+    data: Annotated[str, typer.Argument(help="Shards, a folder that holds train/ and test/, or images.")],
     jobs: Jobs = None,
 ) -> None:
     """Decode every image and list each defect. Exit code 1 if there is one.
@@ -108,10 +111,11 @@ def shards_verify(
     Example: `ssl-vit shards verify my_images`
     """
     from ssl_vit.data.packing.cache import is_shards, parts_of
-    from ssl_vit.data.verify import verify
+    from ssl_vit.data.verify import local, verify
 
-    if is_shards(str(data)) and parts_of(str(data)) == [str(data)]:
-        listed = verify(data, jobs=jobs)
+    folder = local(data)
+    if is_shards(data) and parts_of(data) == [data]:
+        listed = verify(folder, jobs=jobs)
         for defect in listed:
             print(printable(f"{defect.shard}: {defect.key or '-'}: {defect.kind}: {defect.detail}"))
         print(f"{data}: {len(listed)} defect(s)" if listed else f"{data}: no defect found")
@@ -140,6 +144,6 @@ def shards_stats(folder: Folder) -> None:
 
     Example: `ssl-vit shards stats shards/train`
     """
-    from ssl_vit.data.verify import stats
+    from ssl_vit.data.verify import local, stats
 
-    print(json.dumps(stats(folder), indent=1))
+    print(json.dumps(stats(local(folder)), indent=1))

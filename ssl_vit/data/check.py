@@ -17,7 +17,7 @@ from ssl_vit.data.images import eight_bits
 from ssl_vit.data.packing.cache import folder_of, is_shards, parts_of
 from ssl_vit.data.shards.info import open_set
 from ssl_vit.data.shards.reading import ShardFile, class_index
-from ssl_vit.data.verify import check_set, distinct
+from ssl_vit.data.verify import check_set, distinct, local
 from ssl_vit.files import expanded
 from ssl_vit.interfaces import UserError
 
@@ -62,8 +62,7 @@ def check_data(place: str | Path, *, jobs: int | None = None, progress: bool = T
     Raises UserError for what cannot be found.
     """
     place = str(place)
-    if "://" in place:
-        raise UserError(f"{place}: only local data can be checked; copy the shards to a disk")
+    local(place)
     parts = parts_of(place)
     if parts == [place] and not is_shards(place):
         parts = [f"{place}#train", f"{place}#test"]
@@ -118,21 +117,21 @@ def _picture(shard: ShardFile, position: int, members: dict[str, bytes], data: b
     )
 
 
+def _gray(picture: _Picture) -> np.ndarray:
+    return np.frombuffer(picture.thumbnail, dtype=np.uint8).astype(int)
+
+
 def _shared(
     ours: Sequence[_Picture], part: str, theirs: Sequence[_Picture], other: str
 ) -> list[tuple[str, str, str, str, str]]:
     """The pairs of equal or nearly equal images of two parts."""
     bits = [np.array([picture.bits for picture in side], dtype=np.uint64) for side in (ours, theirs)]
-    thumbnails = [
-        np.frombuffer(b"".join(picture.thumbnail for picture in side), dtype=np.uint8).reshape(len(side), -1)
-        for side in (ours, theirs)
-    ]
     step, leaks = max(1, _ROWS // max(len(theirs), 1)), []
     for start in range(0, len(ours), step):
         close = np.bitwise_count(bits[0][start : start + step, None] ^ bits[1][None]) <= _BITS
         for row, column in zip(*np.nonzero(close), strict=True):
             one, two = ours[start + row], theirs[column]
-            levels = np.abs(thumbnails[0][start + row].astype(int) - thumbnails[1][column]).mean()
+            levels = np.abs(_gray(one) - _gray(two)).mean()
             if one.sha256 == two.sha256 or levels < _LEVELS:
                 kind = "exact" if one.sha256 == two.sha256 else "near"
                 leaks.append((one.file, part, two.file, other, kind))

@@ -59,7 +59,7 @@ class Jpeg:
         except ValueError:  # CMYK, stray bytes between markers: torchvision decides
             buffer = torch.from_numpy(np.frombuffer(self.data, dtype=np.uint8).copy())
         try:
-            return decode_jpeg(buffer, mode=_MODES[self.channels], apply_exif_orientation=True)
+            return self._upright(decode_jpeg(buffer, mode=_MODES[self.channels]))
         except RuntimeError as error:
             raise unreadable(error) from None
 

@@ -20,9 +20,9 @@ from PIL import Image
 from ssl_vit.data.packing import content_hash
 from ssl_vit.data.packing.images import channels, decode, open_header
 from ssl_vit.data.packing.parallel import process_count, run
-from ssl_vit.data.shards.info import ABOUT, IMAGE_EXTENSIONS, INFO, Info, Part, ShardEntry, open_set
+from ssl_vit.data.shards.info import ABOUT, IMAGE_EXTENSIONS, INFO, TARS, Info, Part, ShardEntry, open_set
 from ssl_vit.data.shards.reading import ShardFile, decode_label
-from ssl_vit.files import sha256
+from ssl_vit.files import expanded, sha256
 from ssl_vit.interfaces import BadSample, UserError
 from ssl_vit.progress import progress_bar
 
@@ -46,6 +46,13 @@ class Defect:
     key: str
     kind: str
     detail: str
+
+
+def local(place: str) -> Path:
+    """The path that `place` names. Raises UserError for a URL."""
+    if "://" in place:
+        raise UserError(f"{place}: only local data can be checked; copy the shards to a disk")
+    return expanded(place)
 
 
 def verify(folder: Path, *, jobs: int | None = None, progress: bool = True) -> list[Defect]:
@@ -82,7 +89,7 @@ def stats(folder: Path) -> dict[str, Any]:
     return {
         "samples": len(heights),
         "shards": len(shards),
-        "bytes": sum(path.stat().st_size for path in folder.glob("*.tar")),
+        "bytes": sum(path.stat().st_size for path in folder.glob(TARS)),
         "labeled": labels.total() == len(heights),
         "samples_per_class": (
             {name: labels[index] for index, name in enumerate(classes)}
@@ -112,7 +119,7 @@ def check_set(
     pixels: check checksums and pixels, too. look: called for the first image of every sample, if it can be decoded
     (with `pixels`). For the others, see `verify`.
     """
-    present = {path.name for path in folder.glob("*.tar")}
+    present = {path.name for path in folder.glob(TARS)}
     files: list[tuple[str, ShardEntry | None]] = [(name, None) for name in sorted(present)]
     defects, file = list[Defect](), _listing(info)
     if info:

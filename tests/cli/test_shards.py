@@ -110,6 +110,7 @@ def test_verify_lists_defects_and_exits_1(shards: Call, images: Path) -> None:
         (("images", "out", "--jobs", "0"), "Invalid value for '--jobs'"),
         (("digits", "images/cat/1.png"), "images/cat/1.png is a file; name a folder"),
         (("./nothing", "out"), "./nothing: no such file or folder"),
+        (("digits", "s3://bucket/out"), "s3://bucket/out: shards are written to a local folder"),
     ],
 )
 def test_mistakes_are_named_and_exit_2(shards: Call, images: Path, arguments: tuple[str, ...], message: str) -> None:
@@ -117,3 +118,9 @@ def test_mistakes_are_named_and_exit_2(shards: Call, images: Path, arguments: tu
     assert (code, out) == (2, "")
     assert message in err and "Traceback" not in err
     assert not Path("out").exists()
+
+
+@pytest.mark.parametrize("command", ["verify", "stats"])
+def test_urls_are_not_taken_for_paths(shards: Call, command: str) -> None:
+    code, out, err = shards(command, "s3://bucket/out")
+    assert (code, out) == (2, "") and "s3://bucket/out: only local data can be checked" in err

@@ -74,6 +74,17 @@ def test_shards_are_checked_without_packing(layout: Path, tmp_path: Path, monkey
     assert check_data("~/shards/train", jobs=2, progress=False).ok, "a set of several shards, by two processes"
 
 
+def test_a_part_that_was_cut_or_not_finished_is_named(layout: Path, tmp_path: Path) -> None:
+    for split in ("train", "val"):
+        pack(open_source(str(layout), split=split), tmp_path / split, Options(shards=1), progress=False)
+    tar = tmp_path / "val/000000.tar"
+    tar.write_bytes(tar.read_bytes()[:300])
+    assert set(check_data(tmp_path, progress=False).bad_files["part"]) == {"val"}
+    (tmp_path / "val/info.json").unlink()
+    with pytest.raises(UserError, match="val: packing was not finished"):
+        check_data(tmp_path, progress=False)
+
+
 def test_a_folder_of_several_splits_is_refused(tmp_path: Path) -> None:
     write_tar(tmp_path / "both/train-0.tar", {"0.png": encoded(scene(0))})
     write_tar(tmp_path / "both/val-0.tar", {"0.png": encoded(scene(0))})

@@ -150,6 +150,17 @@ def test_stray_bytes_between_markers_are_forgiven_as_torchvision_does() -> None:
     assert torch.equal(Jpeg(stray, 3).whole(), torchvisions(stray))
 
 
+def test_stray_bytes_in_a_picture_that_lies_on_its_side() -> None:
+    """torchvision does not look for EXIF behind another APP1 segment."""
+    exif, xmp = Image.Exif(), b"http://ns.adobe.com/xap/1.0/\0<x/>"
+    exif[0x0112] = 6
+    data = jpeg(photograph(64, 80), exif=exif)
+    data = data[:2] + b"\xff\xe1" + (len(xmp) + 2).to_bytes(2, "big") + xmp + data[2:]
+    picture = Jpeg(data.replace(b"\xff\xda", b"\x12\x34\xff\xda"), 3)
+    assert (picture.height, picture.width) == (80, 64)
+    assert torch.equal(picture.whole(), Jpeg(data, 3).whole())
+
+
 @pytest.mark.parametrize(
     "data", [b"", b"\xff\xd8", b"\xff\xd8\xff\xd9", b"\xff\xd8" + b"\0" * 50, b"\xff\xd8\xff\xe0\0\0" * 9]
 )

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -108,19 +105,13 @@ def test_damage_inside_a_remote_shard_is_skipped_as_in_a_local_one(
     assert skipped and all("000003.tar" in skip.shard and "missing: the shard" in skip.reason for skip in skipped)
 
 
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 KEYS = ["training.steps=14", "training.checkpoint_every=2", "training.log_every=2", "training.picture_every=0"]
 KEYS += ["training.batch_size=128", "optim.warmup_steps=2", "data.lanes=2", "data.workers=1", "data.cache_mb=0"]
 KEYS += ["encoder.width=16", "encoder.depth=1", "encoder.heads=2", "training.trackers={}"]
 
 
-def command(data: str, run: Path, *keys: str) -> list[str]:
-    return [sys.executable, "-m", "ssl_vit", "train", "digits_ssl", f"data.train={data}", f"run={run}", *KEYS, *keys]
-
-
-def train(data: str, run: Path, *keys: str) -> subprocess.CompletedProcess[str]:
-    arguments = command(data, run, *keys)
-    return subprocess.run(arguments, env=ENVIRONMENT, capture_output=True, text=True, timeout=200, check=False)
+def train(data: str, run: Path, *keys: str) -> None:
+    api.train(recipe.load_recipe("digits_ssl", [f"data.train={data}", f"run={run}", *KEYS, *keys]))
 
 
 def losses(run: Path) -> list[float]:
@@ -134,11 +125,6 @@ def last_shard_of_the_first_epoch(digit_shards: Path) -> str:
     return f"{shard_order(0, 0, SampleSet(counts))[-1]:06d}.tar"
 
 
-def train_here(data: str, run: Path, *keys: str) -> None:
-    """As `train`, in this process."""
-    api.train(recipe.load_recipe("digits_ssl", [f"data.train={data}", f"run={run}", *KEYS, *keys]))
-
-
 def test_a_run_through_failures_and_an_outage_ends_as_one_from_the_disk(
     serve: Callable, digit_shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -150,21 +136,14 @@ def test_a_run_through_failures_and_an_outage_ends_as_one_from_the_disk(
     server.always[last := last_shard_of_the_first_epoch(digit_shards)] = ("silent",)
     web, disk = tmp_path / "web", tmp_path / "disk"
 
-    stopped = train(server.url, web, "data.remote.timeout=0.7", "data.remote.retries=1")
-    assert stopped.returncode == 1
-    assert f"error: {server.url}/{last}: nothing came for 0.7 s; 2 tries in" in stopped.stderr
-    assert "Traceback" not in stopped.stderr
+    with pytest.raises(RunError, match=f"^{server.url}/{last}: nothing came for 0.7 s; 2 tries in .*$"):
+        train(server.url, web, "data.remote.timeout=0.7", "data.remote.retries=1")
     server.always.clear()
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as the process before
-    try:
-        train_here(server.url, web, f"data.remote.cache_dir={tmp_path}/cache")
-        assert "resuming at step" in capsys.readouterr().err
-        assert not any(server.faults.values())  # all of them happened
-        assert list((tmp_path / "cache").glob("*.tar"))
-        train_here(str(digit_shards), disk)
-    finally:
-        torch.set_num_threads(threads)
+    train(server.url, web, f"data.remote.cache_dir={tmp_path}/cache")
+    assert "resuming at step" in capsys.readouterr().err
+    assert not any(server.faults.values())  # all of them happened
+    assert list((tmp_path / "cache").glob("*.tar"))
+    train(str(digit_shards), disk)
     assert losses(web)[-1] == losses(disk)[-1]
     there, here = load_file(web / "encoder.safetensors"), load_file(disk / "encoder.safetensors")
     assert there.keys() == here.keys()

@@ -172,7 +172,7 @@ def test_an_unfinished_set_is_not_taken_for_plain_tars(digits: Path) -> None:
 
 def test_plain_tars_without_info(digits: Path, tmp_path: Path) -> None:
     plain = tmp_path / "plain"
-    plain.mkdir()
+    write_tar(plain / "._train-000000.tar", {"00000000.txt": b""})  # of macOS
     for family in ("train", "val"):  # two families may share keys
         shutil.copy(digits / "000000.tar", plain / f"{family}-000000.tar")
     assert verify(plain, jobs=1) == []

@@ -16,6 +16,7 @@ import re
 import shutil
 import sys
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TextIO
 
@@ -23,14 +24,15 @@ from filelock import FileLock
 
 from ssl_vit.data.packing import pack, packing_plan
 from ssl_vit.data.packing.plan import Options
-from ssl_vit.data.packing.sources import FOLDER, HUB, list_splits, open_source
-from ssl_vit.data.packing.sources.base import VALIDATION, Source
-from ssl_vit.data.shards.info import ABOUT, INFO, MAX_INFO_BYTES, RECORD
+from ssl_vit.data.packing.sources import FOLDER, HUB, is_name, list_splits, open_source
+from ssl_vit.data.packing.sources.base import TABLES, VALIDATION, Source
+from ssl_vit.data.shards.info import ABOUT, INFO, MAX_INFO_BYTES, RECORD, TARS
 from ssl_vit.files import expanded
-from ssl_vit.interfaces import UserError
+from ssl_vit.interfaces import UserError, printable
 
 HOLDOUT = 0.2  # of each class, for `#test` of data without splits
 _PART = re.compile(r"(?P<place>.+)#(?P<part>[\w.-]+)")
+_LISTS = (INFO, ABOUT, RECORD)
 _SET = re.compile(r".+-[0-9a-f]{16}")  # the name of a folder in the cache; see `_set`
 _held: dict[Path, TextIO] = {}  # locks of the sets that this process uses, until it exits
 
@@ -62,16 +64,25 @@ def is_shards(place: str) -> bool:
     """Whether a name is that of shards, or of nothing that exists: then the error is about shards."""
     path = expanded(place)
     if not os.path.exists(path):
-        return place != "digits" and not re.match(r"[a-z]\w+:(?!//)", place)
+        return not is_name(place)
     if path.is_dir():
-        files = [file for name in (INFO, ABOUT, RECORD) for file in (path / name, *path.glob(f"*/{name}"))]
-        return any(map(_lists_shards, files)) or any(path.glob("*.tar"))
-    return path.suffix not in (".parquet", ".arrow")
+        return any(_lists_shards(path / name) for name in _LISTS) or any(path.glob(TARS)) or bool(_parts(path))
+    return path.suffix.lower() not in TABLES
+
+
+def _parts(folder: Path) -> list[str]:
+    """The sub-folders with shards, finished or not. Tars alone count only in train, test and val, and not beside
+    folders: the archive of a dataset of images may still lie in or beside its class folders."""
+    if not os.path.exists(folder):  # `glob` raises for a name that is too long
+        return []
+    listed = {file.parent.name for name in _LISTS for file in folder.glob(f"[!.]*/{name}") if _lists_shards(file)}
+    tars = {file.parent for name in ("train", "test", *VALIDATION) for file in folder.glob(f"{name}/{TARS}")}
+    return sorted(listed | {path.name for path in tars if not any(map(Path.is_dir, path.glob("[!.]*")))})
 
 
 def _lists_shards(file: Path) -> bool:
     """Whether a file was written by packing; other datasets may contain files of the same names."""
-    if file.name == RECORD or any(file.parent.glob("*.tar")):
+    if file.name == RECORD or any(file.parent.glob(TARS)):
         return file.exists()
     try:
         with file.open("rb") as opened:
@@ -84,7 +95,7 @@ def _lists_shards(file: Path) -> bool:
 def parts_of(place: str) -> list[str]:
     """The parts that `place` has, as data arguments: its splits, where there are several, else itself."""
     if is_shards(place):
-        names = sorted(info.parent.name for info in expanded(place).glob(f"*/{INFO}"))
+        names = _parts(expanded(place))
     else:
         names = list_splits(place)
         names = names if len(names) > 1 else []
@@ -92,49 +103,53 @@ def parts_of(place: str) -> list[str]:
 
 
 def _part_of_shards(folder: Path, part: str) -> Path:
+    parts = _parts(folder)
     for name in (part, *(VALIDATION if part == "test" else ())):
-        if any(os.path.exists(folder / name / file) for file in (INFO, RECORD)):
+        if name in parts:
             return folder / name
     if os.path.exists(folder):
-        raise UserError(f"{folder} holds no shards {part}/; name the shards to train and to test on one by one")
+        raise UserError(
+            f"{folder} holds no shards {part}/; name the shards to train and to test on one by one, "
+            f"or {FOLDER}{folder} for its images"
+        )
     raise UserError(f"{folder}: no such file or folder; name images (a folder, a parquet file, hf:NAME) or shards")
 
 
 def _packed(place: str, part: str) -> Path:
     """The folder of one part of a source of images, packed if need be."""
-    parent = expanded(place.removeprefix(FOLDER)).resolve()
+    prefix = FOLDER if place.startswith(FOLDER) else ""
+    parent = expanded(place.removeprefix(prefix)).resolve()
     is_split = parent.name in ("train", "test", *VALIDATION)  # other folders beside it are not read
-    if not part and is_split and parent.is_dir() and len(names := _layout(parent.parent)) > 1 and parent.name in names:
-        place, part = str(parent.parent), parent.name  # the classes of a split are those of all splits
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # about ignored files: said when they are packed
-        splits = list_splits(place)
-        if len(splits) > 1:
-            wanted = [name for name in (part, *(VALIDATION if part == "test" else ())) if name in splits]
-            if not wanted:
-                wrong = f"has no part {part}" if part else "has several parts"
-                raise UserError(f"{place} {wrong}; name one: {', '.join(f'{place}#{name}' for name in splits)}")
-            sources = {name: open_source(place, split=name) for name in splits}
-            return _set(place, sources, Options(keep_names=True)) / wanted[0]
-        source = open_source(place, split=splits[0] if splits else None)
+    above = f"{prefix}{parent.parent}"
+    if not part and is_split and parent.is_dir() and len(names := _layout(above)) > 1 and parent.name in names:
+        place, part = above, parent.name  # the classes of a split are those of all splits
+    splits = list_splits(place)
+    if len(splits) > 1:
+        wanted = [name for name in (part, *(VALIDATION if part == "test" else ())) if name in splits]
+        if not wanted:
+            wrong = f"has no part {part}" if part else "has several parts"
+            raise UserError(f"{place} {wrong}; name one: {', '.join(f'{place}#{name}' for name in splits)}")
+        return _set(place, {name: name for name in splits}) / wanted[0]
     if part not in ("train", "test") and part in splits:
         part = ""  # all there is
     if part and part not in ("train", "test"):
         raise UserError(f"{place} has no part {part}: it has no splits; name {place}, {place}#train or {place}#test")
-    if part:
-        return _set(place, {"": source}, Options(keep_names=True, holdout=HOLDOUT)) / part
-    return _set(place, {"": source}, Options(keep_names=True))
+    return _set(place, {"": splits[0] if splits else None}, HOLDOUT if part else 0) / part
 
 
-def _layout(folder: Path) -> list[str]:
+def _layout(place: str) -> list[str]:
     try:
-        return list_splits(f"{FOLDER}{folder}")
+        return list_splits(place)
     except UserError:  # not a folder of images
         return []
 
 
-def _set(place: str, sources: dict[str, Source], options: Options) -> Path:
-    """The packed copy of these sources, by part, in one folder of the cache."""
+def _set(place: str, splits: Mapping[str, str | None], holdout: float = 0) -> Path:
+    """The packed copy of these splits, by part, in one folder of the cache."""
+    options = Options(keep_names=True, holdout=holdout)
+    with warnings.catch_warnings(record=True) as notes:  # such as of ignored files: printed only where they are packed
+        warnings.simplefilter("always", UserWarning)
+        sources = {part: open_source(place, split=split) for part, split in splits.items()}
     about = [[part, packing_plan(source, options), source.modified] for part, source in sources.items()]
     key = hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]
     path = expanded(place.removeprefix(FOLDER))
@@ -153,6 +168,8 @@ def _set(place: str, sources: dict[str, Source], options: Options) -> Path:
         fcntl.flock(lock, fcntl.LOCK_EX)  # others wait until it is packed
         if not all((folder / part / INFO).is_file() for part in parts):
             _make_room(folder, place, sum(source.bytes for source in sources.values()))
+            for note in dict.fromkeys(str(warning.message) for warning in notes):
+                print(f"note: {printable(note)}", file=sys.stderr)
             _pack(place, sources, options, folder)
         fcntl.flock(lock, fcntl.LOCK_SH)
     _held[folder] = lock

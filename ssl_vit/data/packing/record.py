@@ -119,7 +119,7 @@ def _read(folder: Path) -> tuple[PackingPlan | None, Finished]:
     """(plan, finished shards); (None, {}) where nothing is recorded. A line that was cut is ignored, and so is a shard
     that is not there with the size that was recorded."""
     try:
-        lines = (folder / RECORD).read_text(encoding="utf-8").splitlines()
+        lines = (folder / RECORD).read_text(encoding="utf-8", errors="replace").splitlines()
     except (FileNotFoundError, NotADirectoryError):
         return None, {}
     plan: PackingPlan = {}

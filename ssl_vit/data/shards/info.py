@@ -15,6 +15,7 @@ from ssl_vit.interfaces import RunError, UserError
 
 INFO = "info.json"
 ABOUT = "about.json"  # one folder with the shards of several splits
+TARS = "[!.]*.tar"  # shards; not the side files of macOS, such as "._a.tar"
 RECORD = "packing.jsonl"  # what packing keeps beside the shards; without info.json they are not finished
 IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp")
 STORED_FORMATS = ("JPEG", "PNG", "WEBP")
@@ -129,7 +130,7 @@ def open_set(folder: Path) -> Info | None:
         return info
     if (folder / RECORD).exists():
         raise UserError(f"{folder}: packing was not finished; run its `ssl-vit shards make` command again")
-    if not any(folder.glob("*.tar")):
+    if not any(folder.glob(TARS)):
         inside = [path.parent.name for path in sorted(folder.glob(f"*/{INFO}"))]
         hint = f"name one of its parts: {', '.join(inside)}" if inside else "name a folder of .tar shards"
         raise UserError(f"{folder}: {'no shards here' if folder.is_dir() else 'no such folder'}; {hint}")

@@ -16,7 +16,7 @@ from ssl_vit.data.shards.info import ABOUT, INFO, MAX_INFO_BYTES, RECORD, Info, 
 from ssl_vit.files import expanded
 from ssl_vit.interfaces import UserError
 
-_TAR = re.compile(r"\.(tar(\.\w+)?|tgz)$")
+_TAR = re.compile(r"[^.].*\.(tar(\.(gz|bz2|xz|zst))?|tgz)")  # not a.tar.md5; compressed ones have a message
 _MAKE_THEM = "name images (a folder, a parquet file, hf:NAME), or make shards with `ssl-vit shards make SOURCE OUT`"
 
 
@@ -58,7 +58,7 @@ def _folder(store: _Store, spec: str) -> tuple[list[str], Info | None]:
     present = {file_name(name) for name in store.names(folder)} if store.local or not info else None
     if info is None and RECORD in (present or ()):
         raise UserError(f"{spec}: packing was not finished; run its `ssl-vit shards make` command again")
-    files = [entry.file for entry in info.shards] if info else sorted(filter(_TAR.search, present or ()))
+    files = [entry.file for entry in info.shards] if info else sorted(filter(_TAR.fullmatch, present or ()))
     if not files:
         nested = [part for part in ("train", "test") if store.info(f"{folder}/{part}")]
         hint = f"did you mean '{spec.rstrip('/')}/{nested[0]}'?" if nested else store.refused or store.hint
@@ -124,7 +124,7 @@ class _Remote(_Store):
         return False  # asked when it is opened
 
     def is_folder(self, path: str) -> bool:
-        return not self._is_glob(path) and not _TAR.search(file_name(self.spec))
+        return not self._is_glob(path) and not _TAR.fullmatch(file_name(self.spec))
 
     def names(self, folder: str) -> list[str]:
         return [] if self.http else self._ask(self.filesystem.ls, folder, detail=False)

@@ -14,6 +14,7 @@ from ssl_vit.data.check import check_data
 from ssl_vit.data.packing import cache
 from ssl_vit.data.shards import open_shards
 from ssl_vit.interfaces import UserError
+from tests.tars import write_tar
 
 from .pictures import encoded, write
 
@@ -93,6 +94,26 @@ def test_flat_folders_and_tables_are_data_too(tmp_path: Path) -> None:
     assert open_shards("table.parquet").classes == ("c0", "c1")
     assert (open_shards("table.parquet#train").samples, open_shards("table.parquet#test").samples) == (8, 2)
     assert open_shards("digits#test").samples == 382
+    Path("table.parquet").rename("UP.PARQUET")
+    assert open_shards("UP.PARQUET").samples == 10
+
+
+def test_a_source_of_your_own_is_data_too(tmp_path: Path) -> None:
+    class_folders(tmp_path / "pets", each=1)
+    place = "tests.example_package.ssl_vit_example.listed:labels.csv"
+    Path("labels.csv").write_text("file,label\npets/a/0.png,ape\npets/b/0.png,bee\n")
+    assert open_shards(place).classes == ("ape", "bee")
+    Path("labels.csv").write_text("file,label\npets/a/0.png,ape\npets/b/0.png,\n")
+    with pytest.raises(UserError, match=r"image pets/b/0.png has the label -1"):
+        open_shards(place)
+
+
+def test_a_folder_of_images_that_is_named_so_is_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    class_folders(tmp_path / "digits")
+    write(tmp_path / "digits/a/stray.parquet", b"")
+    for _ in range(2):
+        assert open_shards("imagefolder:digits").samples == 20
+    assert capsys.readouterr().err.count("note: digits: ignored 1 files") == 1
 
 
 @pytest.mark.parametrize(
@@ -102,11 +123,13 @@ def test_flat_folders_and_tables_are_data_too(tmp_path: Path) -> None:
         ("pest#train", ["pest", "no such"]),
         ("pets#dev", ["pets has no part dev", "pets#train"]),
         ("shards#test", ["shards", "test/"]),
+        ("inet#train", ["inet holds no shards train/", "imagefolder:inet"]),
     ],
 )
 def test_what_is_not_there_is_named(tmp_path: Path, spec: str, parts: list[str]) -> None:
     class_folders(tmp_path / "pets", each=2)
     write(tmp_path / "shards/train/info.json", b'{"shards": []}')
+    write(tmp_path / "inet/images.tar", class_folders(tmp_path / "inet/train", each=1).name.encode())
     with pytest.raises(UserError) as error:
         open_shards(spec)
     assert all(part in str(error.value) for part in parts)
@@ -116,6 +139,16 @@ def test_shards_are_read_where_they_are(few_digits: Path, own_cache: Path) -> No
     assert open_shards(f"{few_digits}#train").urls == open_shards(f"{few_digits}/train").urls
     assert open_shards(f"{few_digits}/test").labeled
     assert not own_cache.exists()
+
+
+def test_tars_alone_are_parts_but_no_archive_of_class_folders(tmp_path: Path) -> None:
+    for part in ("train", "val"):
+        write_tar(tmp_path / f"tars/{part}/0.tar", {"0.png": encoded("PNG", 0)})
+        class_folders(tmp_path / f"pets/{part}", each=2)
+        for place in (part, f"{part}/a"):
+            write_tar(tmp_path / f"pets/{place}/archive.tar", {})
+    assert [open_shards(f"tars#{part}").samples for part in ("train", "test")] == [1, 1]
+    assert [open_shards(f"pets#{part}").samples for part in ("train", "test")] == [4, 4]
 
 
 def test_the_least_recently_used_set_goes_but_none_that_a_process_uses(
@@ -223,7 +256,7 @@ def test_an_only_split_that_is_named_is_whole(tmp_path: Path) -> None:
     assert open_shards("saved#validation").samples == 4
 
 
-@pytest.mark.parametrize("file", ["info.json", "about.json", "a/info.json"])
+@pytest.mark.parametrize("file", ["info.json", "about.json", "a/info.json", "._a.tar"])
 def test_a_file_of_that_name_makes_no_shards(tmp_path: Path, file: str) -> None:
     class_folders(tmp_path / "photos")
     (tmp_path / "photos" / file).write_text('{"author": "me", "splits": 2}')

@@ -65,13 +65,12 @@ def test_a_killed_process_is_an_error() -> None:
         parallel.run(die, range(6), 2, lambda job, result: None)
 
 
-@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGINT])
-def test_no_process_outlives_its_parent(tmp_path: Path, sign: signal.Signals) -> None:
+def test_no_process_outlives_its_parent(tmp_path: Path) -> None:
     """From a script without `if __name__ == "__main__"`, as in a notebook."""
     script = tmp_path / "main.py"
     script.write_text(
         textwrap.dedent("""
-        import os, signal, time
+        import os, time
         from ssl_vit.data.packing import parallel
 
         def forever(job):
@@ -79,15 +78,13 @@ def test_no_process_outlives_its_parent(tmp_path: Path, sign: signal.Signals) ->
             while True:
                 time.sleep(0.1)
 
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # tests in the background inherit "ignored"
         parallel.run(forever, range(4), 2, print)
         """)
     )
     with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as main:
         assert main.stdout is not None
         workers = [psutil.Process(int(main.stdout.readline())) for _ in range(2)]
-        main.send_signal(sign)
-        assert main.wait(15) != 0
+        main.kill()
         assert not psutil.wait_procs(workers, timeout=15)[1]
 
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import os
+from dataclasses import replace
 from difflib import SequenceMatcher
 from itertools import pairwise
 from pathlib import Path
@@ -190,6 +191,18 @@ def test_names_of_sources() -> None:
         open_source("digits", label_column="digit")
     with pytest.raises(UserError, match="no such file or folder"):
         open_source("s3://bucket/images")
+    with pytest.raises(UserError, match="imagefolder:nowhere: no such folder"):
+        open_source("imagefolder:nowhere")
+
+
+@pytest.mark.parametrize(
+    ("labels", "said"), [([0, -1, 1], "image 1 has the label -1"), ([0, 10, 1], "label 10"), ([0, 1], "2 labels for 3")]
+)
+def test_wrong_labels_are_refused(labels: list[int], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = replace(digits.open_images("", None), items=range(3), labels=np.array(labels))
+    monkeypatch.setattr(digits, "open_images", lambda place, split: source)
+    with pytest.raises(UserError, match=said):
+        open_source("digits")
 
 
 def test_splits_with_other_folders_below_them_do_not_share_classes(tmp_path: Path) -> None:

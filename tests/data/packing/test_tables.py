@@ -119,9 +119,10 @@ def test_imagefolder_with_a_metadata_file(tmp_path: Path) -> None:
     for number, image in enumerate(data):
         (tmp_path / "set" / f"{number}.png").write_bytes(image)
     (tmp_path / "set" / "metadata.csv").write_text("file_name,label\n1.png,oak\n0.png,elm\n")
-    source = open_source(str(tmp_path / "set"))
-    assert source.classes == ["elm", "oak"]
-    assert dict(zip(all_images(source), labels(source) or [], strict=True)) == {data[0]: 0, data[1]: 1}
+    for prefix in ("", "imagefolder:"):
+        source = open_source(f"{prefix}{tmp_path / 'set'}")
+        assert source.classes == ["elm", "oak"]
+        assert dict(zip(all_images(source), labels(source) or [], strict=True)) == {data[0]: 0, data[1]: 1}
 
 
 def test_the_listing_tells_tables_apart_without_reading_them(tmp_path: Path) -> None:

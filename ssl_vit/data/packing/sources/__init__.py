@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import re
 import sys
-from pathlib import Path
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
 
 from ssl_vit import plugins
 from ssl_vit.data.packing.sources import folder
@@ -19,7 +22,12 @@ from ssl_vit.interfaces import UserError
 
 FOLDER, HUB = "imagefolder:", "hf:"  # prefixes
 _HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
-_PLUGIN = re.compile(r"(?P<name>[a-z][\w.]*\w):(?!//)(?P<place>.*)")
+_NAME = re.compile(r"digits|[a-z][\w.]*\w:(?!//).*")
+
+
+def is_name(spec: str) -> bool:
+    """Whether this names a source where no such path exists: `digits`, NAME:PLACE, `imagefolder:PATH`, `hf:NAME`."""
+    return bool(_NAME.fullmatch(spec))
 
 
 def open_source(
@@ -33,46 +41,45 @@ def open_source(
     split: one of the source's splits.
     label_column, image_column: columns of a table.
 
-    Raises UserError where the source is missing, empty or ambiguous.
+    Raises UserError where the source is missing, empty or ambiguous, or an image has no valid label.
     """
-    plugin, path, images = _kind(spec)
-    if (plugin or images) and (label_column or image_column):
-        raise UserError(f"{spec}: label_column and image_column are for tables (parquet, arrow, hub); omit them")
-    if plugin:
-        source: Source = plugins.load("sources", plugin["name"]).open_images(plugin["place"], split)
-        return source
-    if images:
-        return folder.open_folder(path, split)
-    if not path.exists():
-        _check_hub_name(spec)
-    from ssl_vit.data.packing.sources.tables import open_table  # `datasets` takes a second to import
-
-    hub_name = spec.removeprefix(HUB)
-    return open_table(hub_name, path if path.exists() else None, split, label_column, image_column)
+    source = _find(spec, label_column, image_column)[1](split)
+    if source.labels is not None:
+        if len(source.labels) != source.count:
+            raise UserError(f"{spec}: has {len(source.labels)} labels for {source.count} images; return one per image")
+        labels, classes = np.asarray(source.labels), len(source.classes or ())
+        if len(wrong := np.flatnonzero(~((labels >= 0) & (labels < classes)))):
+            image = f"{spec}: image {source.items[wrong[0]]} has the label {labels[wrong[0]]}"
+            raise UserError(f"{image}, which is none of its {classes} classes; label or remove it")
+    return source
 
 
 def list_splits(spec: str) -> list[str]:
     """The names of a source's splits; [] where it has none. spec: as `open_source` takes it; raises UserError as it."""
-    plugin, path, images = _kind(spec)
-    if plugin:
-        module = plugins.load("sources", plugin["name"])
-        return list(module.list_splits(plugin["place"])) if hasattr(module, "list_splits") else []
-    if images:
-        return folder.list_splits(path)
-    if not path.exists():
-        _check_hub_name(spec)
-    from ssl_vit.data.packing.sources import tables
-
-    return tables.list_splits(spec.removeprefix(HUB), path if path.exists() else None)
+    return list(_find(spec)[0]())
 
 
-def _kind(spec: str) -> tuple[re.Match[str] | None, Path, bool]:
-    """(match of NAME:PLACE; the path; whether it is a folder of images). Neither: a table or a name on the hub."""
-    spec = spec.removeprefix(FOLDER)
-    path = expanded(spec)
-    is_path = path.exists() or spec.startswith(HUB)
-    plugin = _PLUGIN.fullmatch("digits:" if spec == "digits" else "" if is_path else spec)
-    return plugin, path, not plugin and path.is_dir() and not folder.is_dataset(path)
+def _find(spec: str, *columns: str | None) -> tuple[Callable[[], list[str]], Callable[[str | None], Source]]:
+    """(list_splits, open a split) of what `spec` names. columns: of the labels and of the images in a table."""
+    is_folder, path = spec.startswith(FOLDER), expanded(spec.removeprefix(FOLDER))
+    if is_folder and not path.is_dir():
+        raise UserError(f"{spec}: no such folder")
+    if spec == "digits" or (is_name(spec) and not path.exists() and not spec.startswith(HUB)):
+        name, _, place = spec.partition(":")
+        module = plugins.load("sources", name)
+        found = partial(getattr(module, "list_splits", lambda place: []), place), partial(module.open_images, place)
+    elif path.is_dir() and not folder.is_dataset(path, tables=not is_folder):
+        found = partial(folder.list_splits, path), partial(folder.open_folder, path)
+    else:
+        if not path.exists():
+            _check_hub_name(spec)
+        from ssl_vit.data.packing.sources import tables  # `datasets` takes a second to import
+
+        table = spec.removeprefix(HUB), path if path.exists() else None
+        return partial(tables.list_splits, *table), lambda split: tables.open_table(*table, split, *columns)
+    if any(columns):
+        raise UserError(f"{spec}: label_column and image_column are for tables (parquet, arrow, hub); omit them")
+    return found
 
 
 def _check_hub_name(spec: str) -> None:

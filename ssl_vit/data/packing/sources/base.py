@@ -14,6 +14,7 @@ from ssl_vit.interfaces import BadSample, RunError, UserError
 if TYPE_CHECKING:
     import numpy as np
 
+TABLES = (".parquet", ".arrow")  # suffixes
 VALIDATION = ("val", "valid", "validation")
 
 

@@ -11,7 +11,7 @@ from typing import NoReturn
 
 import numpy as np
 
-from ssl_vit.data.packing.sources.base import VALIDATION, FileReader, Source, find_split
+from ssl_vit.data.packing.sources.base import TABLES, VALIDATION, FileReader, Source, find_split
 from ssl_vit.interfaces import UserError
 
 _SUFFIXES = {".jpg", ".jpeg", ".jfif", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ".pbm", ".jp2"}
@@ -73,22 +73,22 @@ def open_folder(root: Path, split: str | None) -> Source:
     return Source(*about, bytes=total, modified=newest)
 
 
-def is_dataset(folder: Path) -> bool:
-    """Whether `datasets` must read this folder: saved tables, or images described by a metadata file."""
+def is_dataset(folder: Path, *, tables: bool) -> bool:
+    """Whether `datasets` must read this folder: images described by a metadata file, or with `tables` saved tables."""
     for entry in _entries(folder):
-        if entry.name in ("dataset_dict.json", "state.json") or _is_table(entry):
+        if (tables and entry.name in ("dataset_dict.json", "state.json")) or _is_table(entry, tables):
             return True
-        if entry.is_dir() and any(map(_is_table, _entries(folder / entry.name))):
+        if entry.is_dir() and any(_is_table(inside, tables) for inside in _entries(folder / entry.name)):
             return True
     return False
 
 
-def _is_table(entry: os.DirEntry[str]) -> bool:
+def _is_table(entry: os.DirEntry[str], tables: bool) -> bool:
     if entry.name in ("metadata.csv", "metadata.jsonl") and entry.is_file():
         # Only the imagefolder layout: another metadata.csv does not name images in this way.
         with Path(entry.path).open(errors="replace") as file:
             return "file_name" in file.readline()
-    return entry.name.endswith((".parquet", ".arrow"))
+    return tables and entry.name.endswith(TABLES)
 
 
 def _same_classes(root: Path, part: str, splits: list[str]) -> set[str]:

@@ -13,7 +13,7 @@ import datasets
 import numpy as np
 from pyarrow import ArrowNotImplementedError, compute  # type: ignore[import-untyped]
 
-from ssl_vit.data.packing.sources.base import Source, find_split, read_file
+from ssl_vit.data.packing.sources.base import TABLES, Source, find_split, read_file
 from ssl_vit.interfaces import BadSample, UserError
 
 
@@ -92,7 +92,7 @@ def _load(spec: str, path: Path | None) -> dict[str, datasets.Dataset]:
             loaded = datasets.load_from_disk(str(path))
         elif path.is_dir():
             loaded = datasets.load_dataset(str(path))
-        elif path.suffix.lower() in (".parquet", ".arrow"):
+        elif path.suffix.lower() in TABLES:
             loaded = datasets.load_dataset(path.suffix.lower()[1:], data_files=str(path))["train"]
         else:
             raise UserError(f"{spec}: a file to pack is .parquet or .arrow; for images name their folder")
