@@ -5,7 +5,8 @@
 Prints a row per number of seeds and of test images: share of intervals that include the true difference, for the
 interval over seeds and images and, beside it, for one over seeds alone. Then the same where the first arm, or both,
 have several pretrainings that the seeds use in turn. Then, for two equal arms, how often one is called better or worse
-where seeds are added until the difference is decided, with and without alpha spending.
+where seeds are added until the difference is decided, with and without alpha spending. Then the mean of the per-class
+accuracies where some classes have few test images, and label efficiency, whose interval resamples seeds.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import numpy as np
 from scipy.special import expit
 
 from ssl_vit.report import sequential
-from ssl_vit.report.statistics import outcome, paired_difference
+from ssl_vit.report.statistics import balanced, crossed_mean, label_efficiency, outcome, paired_difference
 
 # Standard deviations on the logit scale: of images (shared by both arms, and of each arm's own) and of seeds likewise.
 IMAGE, OWN_IMAGE, SEED, OWN_SEED = 1.5, 0.7, 0.15, 0.1
@@ -24,6 +25,9 @@ PRETRAINING = (0.05, 0.15, 0.4)  # of pretrainings, where an arm has several: 0.
 LOGITS = 0.85, 0.55  # of the two arms
 LOOKS = (8, 12, 16, 20)  # seeds, where they are added until decided
 MARGIN = 0.01
+CLASSES = ((300, 300, 1), (200, 200, 3), (100, 100, 5, 5), (100, 100, 100))  # test images by class
+CURVE = np.array([0.3, 0.45, 0.6, 0.7])  # accuracies at these labels per class
+LABELS = np.array([5.0, 10.0, 20.0, 40.0])
 
 
 def truth(pretraining: tuple[float, float] = (0.0, 0.0)) -> float:
@@ -108,6 +112,29 @@ def false_claims(images: int, repetitions: int, generator: np.random.Generator, 
     return claimed / repetitions
 
 
+def per_class_coverage(sizes: tuple[int, ...], repetitions: int, generator: np.random.Generator) -> float:
+    """The same for the mean of the per-class accuracies of two equal arms, whose 8 seeds differ little."""
+    labels, covered = np.repeat(np.arange(len(sizes)), sizes), 0
+    for _ in range(repetitions):
+        arms = 4 * generator.normal(size=(2, 1, len(labels))) + 0.1 * generator.normal(size=(2, 8, 1))
+        a, b = generator.random((2, 8, len(labels))) < expit(IMAGE * generator.normal(size=len(labels)) + arms)
+        found = crossed_mean(balanced(a.astype(float) - b, labels))
+        covered += abs(found.mean) <= (found.half_width or 0)
+    return covered / repetitions
+
+
+def efficiency_coverage(seeds: int, repetitions: int, generator: np.random.Generator) -> float:
+    """Share of intervals of label efficiency that include the truth, without variation between test images."""
+    truth, covered = float(np.exp(np.interp(0.525, CURVE, np.log(LABELS)))), 0
+    for _ in range(repetitions):
+        shared = 0.02 * generator.normal(size=(seeds, 1))
+        curve = CURVE + shared + 0.02 * generator.normal(size=(seeds, len(CURVE)))
+        accuracy = 0.525 + shared[:, 0] + 0.02 * generator.normal(size=seeds)
+        _, low, high = label_efficiency(accuracy, curve, LABELS)
+        covered += low <= truth <= high
+    return covered / repetitions
+
+
 def main() -> None:
     repetitions = int(sys.argv[1]) if len(sys.argv) > 1 else 4000
     print(f"true difference {100 * truth():.2f} points, {repetitions} repetitions\n")
@@ -133,6 +160,14 @@ def main() -> None:
     for images in (200, 400, 2000):
         spent, free = (false_claims(images, repetitions, generator, spending=one) for one in (True, False))
         print(f"| {images:,} | {100 * spent:.1f}% | {100 * free:.1f}% |", flush=True)
+    generator = np.random.default_rng(0)
+    print("\n| test images by class | mean of the per-class accuracies |\n|---|---|")
+    for sizes in CLASSES:
+        share = per_class_coverage(sizes, repetitions, generator)
+        print(f"| {', '.join(map(str, sizes))} | {100 * share:.1f}% |", flush=True)
+    print("\n| seeds | label efficiency |\n|---|---|")
+    for seeds in (5, 8, 20):
+        print(f"| {seeds} | {100 * efficiency_coverage(seeds, repetitions, generator):.1f}% |", flush=True)
 
 
 if __name__ == "__main__":

@@ -260,19 +260,20 @@ def label_efficiency(accuracy_S: np.ndarray, curve_SB: np.ndarray, labels_B: np.
     labels_B, of_B = np.unique(labels_B, return_inverse=True)
     curve_SB = np.stack([curve_SB[:, of_B == place].mean(axis=1) for place in range(len(labels_B))], axis=1)
 
-    def needed(accuracy: float, curve_B: np.ndarray) -> float:
-        rising = np.maximum.accumulate(curve_B)
-        above = int(np.searchsorted(rising, accuracy))  # the first label budget that is as accurate
-        if above == len(rising) or (above == 0 and accuracy < rising[0]):
-            return math.inf if above else 0.0
-        below = max(above - 1, 0)
-        return float(np.exp(np.interp(accuracy, rising[[below, above]], np.log(labels_B[[below, above]]))))
+    def needed(accuracy_D: np.ndarray, curve_DB: np.ndarray) -> np.ndarray:
+        rising, draws, last = np.maximum.accumulate(curve_DB, axis=1), np.arange(len(curve_DB)), len(labels_B) - 1
+        above = (rising < accuracy_D[:, None]).sum(axis=1)  # the first label budget that is as accurate
+        upper, lower = np.minimum(above, last), np.maximum(above - 1, 0)
+        start, step = rising[draws, lower], rising[draws, upper] - rising[draws, lower]
+        share = np.divide(accuracy_D - start, step, out=np.zeros_like(step), where=step > 0)
+        labels = np.exp((1 - share) * np.log(labels_B[lower]) + share * np.log(labels_B[upper]))
+        return np.where(above > last, math.inf, np.where(accuracy_D < rising[:, 0], 0.0, labels))
 
-    found, S = needed(accuracy_S.mean(), curve_SB.mean(axis=0)), len(accuracy_S)
+    found, S = float(needed(accuracy_S.mean(keepdims=True), curve_SB.mean(axis=0, keepdims=True))[0]), len(accuracy_S)
     if S < _LEAST_UNITS:
         return found, math.nan, math.nan
     drawn = np.random.default_rng(0).integers(S, size=(10_000, S))
-    resampled = [needed(accuracy_S[seeds].mean(), curve_SB[seeds].mean(axis=0)) for seeds in drawn]
+    resampled = needed(accuracy_S[drawn].mean(axis=1), curve_SB[drawn].mean(axis=1))
     tail = float(ndtr(-_quantile(S - 1, 0.95) * math.sqrt(S / (S - 1))))  # instead of 0.025: the spread of few is small
     low, high = np.quantile(resampled, [tail, 1 - tail], method="nearest")
     return found, float(low), float(high)
