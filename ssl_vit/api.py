@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import save as safetensors
@@ -32,9 +31,9 @@ from ssl_vit.interfaces import Metric, UserError, is_main_process
 from ssl_vit.models import factory
 from ssl_vit.models.encoder import Encoder
 from ssl_vit.recipe import Recipe
-from ssl_vit.records import RunSummary
+from ssl_vit.records import EvaluationRecord, RunSummary
 from ssl_vit.results import Evaluation, Result, Table, save
-from ssl_vit.runs import SUMMARY, open_run, release
+from ssl_vit.runs import SUMMARY, open_run
 from ssl_vit.training import checkpoint, distributed, loop
 from ssl_vit.training.callbacks import Probe
 from ssl_vit.training.distributed import make_accelerator, shared_errors
@@ -55,14 +54,18 @@ def train(settings: Recipe, *, quiet: bool = False) -> Path:
     settings = precision.resolve(settings, print if is_main_process() and not quiet else silent)
     training, run = settings.training, settings.run_directory
     accelerator = make_accelerator(training.precision, training.timeout)
+    lock, finished = None, False
     with shared_errors():
         check_trackers(training.trackers)
         shards = open_training(settings.data)
         job = stage.build(settings, shards, accelerator, run=run, quiet=quiet)
         job.callbacks = [*job.callbacks, *_probe(settings, shards, job)]
-        if accelerator.is_main_process:
-            open_run(run, settings, accelerator, job.data)
     try:
+        with shared_errors(f"run={run}: cannot write there"):
+            if accelerator.is_main_process:
+                lock, finished = open_run(run, settings, accelerator, job.data)
+        if distributed.gather(finished)[0]:
+            return run
         parameters = sum(p.numel() for p in job.objective.parameters())
         flops = training_flops(job.objective, settings.data.views)
         outcome = loop.train(job)
@@ -79,13 +82,13 @@ def train(settings: Recipe, *, quiet: bool = False) -> Path:
             processes=accelerator.num_processes,
             classes=job.classes,
         )
-        with shared_errors():
+        with shared_errors(f"{run}: cannot write the encoder or {SUMMARY}"):
             if accelerator.is_main_process:
                 checkpoint.publish_encoder(run)
-                if not (run / SUMMARY).exists():
-                    write_json(run / SUMMARY, summary.model_dump(mode="json"))
+                write_json(run / SUMMARY, summary.model_dump(mode="json"))
     finally:
-        release(run)
+        if lock:
+            lock.release()
     if outcome.signal:
         raise stopped(outcome.signal)
     return run
@@ -230,7 +233,7 @@ def evaluate(
         rows, sweeps = runner.evaluate(evaluator, context)
     if real:
         rows += [rescored(row, real) for row in rows]
-    about: dict[str, Any] = {
+    content = {
         "evaluator": name,
         "title": evaluator.title,
         "settings": config.model_dump(mode="json"),
@@ -240,19 +243,20 @@ def evaluate(
         "metric": metric,
         "weights": str(run or f"{type(model).__name__} in memory"),
         "sha256": digest,
-        "sweeps": {source: sweep.model_dump(mode="json") for source, sweep in sweeps.items()},
+        "sweeps": sweeps,
         "skipped": context.skipped_names(),
         "notes": notes,
         "seconds": round(time.perf_counter() - start, 2),
         "environment": environment(context.accelerator),
     }
+    about = EvaluationRecord.model_validate(content)
     seed = settings.seed if settings else 0
     rows = [replace(row, data=data or test, evaluator=name, pretraining_seed=seed) for row in rows]
     if run is None or folder is None:
         return Evaluation(None, rows, about)
     path = folder / _results_name(about)
     if context.accelerator.is_main_process:
-        save(path, rows, **about)
+        save(path, rows, **about.model_dump(mode="json"))
         if settings and "tensorboard" in settings.training.trackers:
             _log(folder, name, [row for row in rows if row.primary], checkpoint.newest_of(run))
     return Evaluation(path, rows, about)
@@ -265,10 +269,10 @@ def _weights_digest(model: loaded.Loaded) -> str:
     return hashlib.sha256(safetensors(factory.state(model.encoder))).hexdigest()
 
 
-def _results_name(about: dict[str, Any]) -> str:
+def _results_name(about: EvaluationRecord) -> str:
     """File name of an evaluation: the evaluator and a hash of its settings, shards and metric."""
-    key = json.dumps([about[name] for name in ("settings", "shards", "metric")], sort_keys=True)
-    return f"{about['evaluator'].replace(':', '.')}-{hashlib.sha256(key.encode()).hexdigest()[:8]}.json"
+    key = json.dumps([about.settings, about.shards, about.metric], sort_keys=True)
+    return f"{about.evaluator.replace(':', '.')}-{hashlib.sha256(key.encode()).hexdigest()[:8]}.json"
 
 
 def _writable(folder: Path) -> Path:

@@ -14,7 +14,7 @@ from ssl_vit import recipe as recipes
 from ssl_vit.comparison.config import Study, load_comparison
 from ssl_vit.data import train_and_test
 from ssl_vit.files import expanded
-from ssl_vit.interfaces import Metric, UserError
+from ssl_vit.interfaces import Metric, UserError, is_main_process
 from ssl_vit.outcomes import ComparisonRun, PathInput, TrainingRun
 from ssl_vit.recipe import Recipe, run_recipe
 from ssl_vit.results import RESULTS, Evaluation, Table, evaluations
@@ -203,10 +203,9 @@ def embed(
     if data is None:
         _, data = _own_data(model, "name the images to embed")
     from ssl_vit.evaluators import embeddings
-    from ssl_vit.training.distributed import is_main
 
     frame = embeddings.embed(_opened(model), os.fspath(data), pooling=pooling, batch_size=batch_size, workers=workers)
-    if out is not None and is_main():
+    if out is not None and is_main_process():
         embeddings.write(frame, expanded(out))
     return frame
 

@@ -15,6 +15,7 @@ from loky import cpu_count
 
 from ssl_vit.data.shards import open_shards
 from ssl_vit.environment import environment
+from ssl_vit.files import expanded
 from ssl_vit.interfaces import RunError, UserError
 
 _LITTLE_SPACE = 5  # GiB: some checkpoints of a ViT-B with its optimizer state
@@ -34,7 +35,7 @@ def examine(data: str | None, run: str) -> list[Finding]:
 
     data: shards. run: folder that a run would write to.
     """
-    return [*_machine(), *_disk(Path(run)), *(_shards(data) if data else [])]
+    return [*_machine(), *_disk(expanded(run)), *(_shards(data) if data else [])]
 
 
 def _machine() -> Iterator[Finding]:

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from ssl_vit import stage
 from ssl_vit.data.order import LanePosition
 from ssl_vit.data.shards import open_training
-from ssl_vit.interfaces import UserError
+from ssl_vit.interfaces import UserError, is_main_process
 from ssl_vit.recipe import Recipe, run_recipe
 from ssl_vit.training import Precision, distributed
 from ssl_vit.training.distributed import make_accelerator, shared_errors
-from ssl_vit.training.memory import first_micro_batch, forward_backward
+from ssl_vit.training.memory import OPTIMIZER_COPIES, find_accumulation, forward_backward, micro_batch_counts
 
 # In order of preference: a later one is chosen only if it takes at most this share of the time of those before it.
 _CANDIDATES: dict[str, tuple[Precision, ...]] = {"cuda": ("tf32", "bf16")}
@@ -32,7 +32,7 @@ def resolve(settings: Recipe, say: Callable[[str], None]) -> Recipe:
     make_accelerator("fp32", settings.training.timeout)  # connects the processes
     # The main process decides: a run directory on its own disk is not there for the others.
     with shared_errors():
-        own = run_recipe(settings.run_directory) if distributed.is_main() else None
+        own = run_recipe(settings.run_directory) if is_main_process() else None
     saved: Precision = distributed.gather(own.training.precision if own else "auto")[0]
     return with_precision(settings, choose(settings, say) if saved == "auto" else saved)
 
@@ -65,10 +65,10 @@ def measure(settings: Recipe) -> dict[Precision, float]:
         job = stage.build(trial, open_training(data), accelerator, quiet=True)
         step = next(job.batches([LanePosition()] * job.lanes))[0]
         module = job.objective.to(accelerator.device).train()
-        lanes = job.lanes // accelerator.num_processes
         candidates = _CANDIDATES.get(accelerator.device.type, _OTHERWISE)
         candidates = tuple(filter(distributed.supports, candidates)) or ("fp32",)
-        batch, _ = first_micro_batch(module, step, accelerator, settings.training, lanes)
+    counts = micro_batch_counts(settings.training, job.lanes // accelerator.num_processes)
+    batch = step.split(find_accumulation(module, step, accelerator, counts, OPTIMIZER_COPIES))[0]
     seconds: dict[Precision, float] = {}
     for number in range(_ROUNDS + 1):
         for precision in candidates:

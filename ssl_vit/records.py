@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field, JsonValue, ValidationError
 
 from ssl_vit.files import read_json
 from ssl_vit.interfaces import Budget, Config, Metric, UserError
@@ -18,12 +18,7 @@ TaskKind = Literal["pretrain", "pictures", "sweep", "measure"]
 
 
 class Cost(Config):
-    """The cost of a training.
-
-    images_seen: samples drawn, repeats counted.
-    flops: forward and backward.
-    seconds: wall time.
-    """
+    """The cost of a training. images_seen: repeats counted. flops: forward and backward. seconds: wall time."""
 
     images_seen: int = 0
     flops: float = 0.0
@@ -60,6 +55,7 @@ class SweepRecord(Config):
     cost: cost of all candidates together.
     labels: number of different labeled images, of all held-out parts and of the trainings that they scored.
     held_out: how many of them were held out.
+    source: what was trained: `trained`, `untrained` or `pixels`. labels_per_class: the label budget.
     """
 
     candidates: tuple[dict[str, float | int | str], ...]
@@ -67,6 +63,8 @@ class SweepRecord(Config):
     cost: Cost = Cost()
     labels: int = 0
     held_out: int = 0
+    source: str = ""
+    labels_per_class: Budget = 0
 
 
 class SkippedSample(Config):
@@ -81,11 +79,45 @@ class SkippedSample(Config):
         return UserError(f"{self.shard}: sample {self.key}: {self.reason} (data.on_bad_sample=fail)")
 
 
+class EvaluationRecord(Config, extra="ignore"):
+    """What a results file of `ssl-vit eval` says beside its rows.
+
+    data: train, which may be several sets, and test. shards: their fingerprints. notes: on these two sets.
+    weights, sha256: folder and checksum of the evaluated weights.
+    saved: time of saving (UTC, ISO 8601); `results.save` sets it.
+    """
+
+    evaluator: str
+    title: str
+    settings: dict[str, JsonValue] = Field({})
+    data: dict[str, str | tuple[str, ...]]
+    shards: dict[str, str] = Field({})
+    classes: tuple[str, ...] = ()
+    metric: Metric = "accuracy"
+    weights: str = ""
+    sha256: str = ""
+    sweeps: tuple[SweepRecord, ...] = ()
+    skipped: tuple[SkippedSample, ...] = ()
+    notes: tuple[str, ...] = ()
+    seconds: float = 0.0
+    environment: dict[str, JsonValue] = Field({})
+    saved: str = ""
+
+    @property
+    def protocol(self) -> str:
+        """The same for what was measured alike."""
+        return self.model_dump_json(include={"evaluator", "settings", "metric", "shards" if self.shards else "data"})
+
+    @property
+    def processes(self) -> int:
+        count = self.environment.get("world_size")
+        return count if isinstance(count, int) else 1
+
+
 class TaskRecord(Config):
     """One independent unit of work of a comparison.
 
-    fold: fold of a cross-validation that is tested; 0 without.
-    after: ids of the tasks whose results it needs.
+    fold: fold of a cross-validation that is tested; 0 without. after: ids of the tasks whose results it needs.
     """
 
     id: str
@@ -181,11 +213,7 @@ class DataRecord(Config):
 
 
 class EvaluatorRecord(Config):
-    """An evaluator and its settings.
-
-    title: for people.
-    settings: by dataset.
-    """
+    """An evaluator. title: for people. settings: by dataset."""
 
     title: str
     trains_encoder: bool = False
@@ -210,14 +238,11 @@ class ComparisonRecord(Config):
 
     metrics: by dataset, `accuracy` or `mean_per_class`.
     data: by "SET train", "SET test" and "pretraining of ARM"; in a cross-validation "SET train of fold N" and so on.
-    seeds: seeds for evaluators that train the encoder.
-    frozen_seeds: seeds for evaluators on frozen features.
-    pretrainings: number of pretrainings of each pretrained arm (in each fold).
-    folds: folds of a cross-validation; 1 without.
+    seeds: for evaluators that train the encoder. frozen_seeds: for evaluators on frozen features.
+    folds: folds of a cross-validation; 1 without. pretrainings: of each pretrained arm (in each fold).
     references: rows beside the arms, in the order of the tables.
     assigned: index of the pretraining of seed n, where it is not n modulo `pretrainings`.
-    max_seeds: of a comparison that adds seeds until its headlines are decided.
-    looks: its looks at the headlines.
+    max_seeds, looks: of a comparison that adds seeds until its headlines are decided.
     margin: differences within it count as equivalent (fraction, 0.01: one point).
     precisions: `training.precision` of each arm with a recipe.
     quick: whether it is a trial with a tenth of the steps and seeds.

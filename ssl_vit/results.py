@@ -22,9 +22,11 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from ssl_vit import records
 from ssl_vit.files import atomic_file, read_arrays, read_json, sha256, write_json
 from ssl_vit.interfaces import Budget as Budget
 from ssl_vit.interfaces import UserError
+from ssl_vit.records import EvaluationRecord
 
 Settings = dict[str, float | int | str]
 """Values by dotted key, such as {"optim.lr": 0.003}."""
@@ -42,8 +44,9 @@ class Prediction:
     images: int64 (M,), global indices of the test images, ascending.
     labels: int64 (M,), their classes.
     predicted: int64 (M,), the predicted classes.
-    top_classes: int64 (M, T), the T most probable classes, best first; None for a head without probabilities.
-    top_scores: float32 (M, T), their probabilities; None likewise.
+    top_classes: int64 (M, T), the T most probable classes, best first; None for a head without probabilities. With
+        joined folds -1 where a fold has fewer classes.
+    top_scores: float32 (M, T), their probabilities, 0 for the class -1; None likewise.
     """
 
     images: np.ndarray
@@ -185,36 +188,37 @@ class Evaluation:
     """The results of one run of an evaluator.
 
     path: the file (None: nothing is stored about a network in memory).
-    about: evaluator, title, settings, data, shards, classes, metric, weights, sha256 (of the weights), sweeps, skipped,
-        seconds, environment.
     """
 
     path: Path | None
     results: list[Result]
-    about: dict[str, Any]
+    about: EvaluationRecord
 
     @property
     def table(self) -> pd.DataFrame:
         """A row per result with a column per field of `Result`, and the evaluator's settings as JSON."""
-        return Table(self.results).frame.assign(settings=json.dumps(self.about["settings"]))
+        return Table(self.results).frame.assign(settings=json.dumps(self.about.settings))
 
     def _repr_html_(self) -> str:  # in a notebook
-        return str(self.table[["evaluator", "arm", "labels_per_class", "seed", self.about["metric"]]].to_html())
+        return str(self.table[["evaluator", "arm", "labels_per_class", "seed", self.about.metric]].to_html())
 
 
 def evaluations(folder: Path) -> tuple[dict[Path, Evaluation], list[Path]]:
     """Read the evaluations in a run, checkpoint or weights folder.
 
     Returns (evaluations of the current weights by file, files with results of other weights). Raises UserError for a
-    damaged file.
+    damaged file, or one of the current weights that another version wrote.
     """
     weights = folder / "encoder.safetensors"
     digest = sha256(weights) if weights.is_file() else None
-    stored = {path: Evaluation(path, *load(path)) for path in sorted((folder / RESULTS).glob("*.json"))}
-    outdated = [
-        path for path, evaluation in stored.items() if digest and evaluation.about.get("sha256", digest) != digest
-    ]
-    return {path: evaluation for path, evaluation in stored.items() if path not in outdated}, outdated
+    current, outdated = dict[Path, Evaluation](), list[Path]()
+    for path in sorted((folder / RESULTS).glob("*.json")):
+        rows, about = load(path)
+        if digest and about.get("sha256", digest) != digest:
+            outdated.append(path)
+        else:
+            current[path] = Evaluation(path, rows, records.read(path, EvaluationRecord, about))
+    return current, outdated
 
 
 class Table:
@@ -268,7 +272,7 @@ def _joined(folds: Sequence[Result], first: np.ndarray) -> Result:
     """One row for all folds: costs are summed. first: number of test images before each fold."""
     predictions = [replace(row.prediction, images=row.prediction.images + first[row.fold]) for row in folds]
     arrays = {name: [getattr(prediction, name) for prediction in predictions] for name in vars(predictions[0])}
-    whole = Prediction(**{k: None if v[0] is None else np.concatenate(v) for k, v in arrays.items()})  # type: ignore[arg-type]
+    whole = Prediction(**{k: None if v[0] is None else np.concatenate(_widened(v, k)) for k, v in arrays.items()})  # type: ignore[arg-type]
     shared = set.intersection(*({*row.selected.items()} for row in folds))
     return replace(
         folds[0],
@@ -281,3 +285,11 @@ def _joined(folds: Sequence[Result], first: np.ndarray) -> Result:
         notes=tuple(dict.fromkeys(note for row in folds for note in row.notes)),
         **scored(whole),  # type: ignore[arg-type]
     )
+
+
+def _widened(parts: Sequence[np.ndarray], name: str) -> list[np.ndarray]:
+    """Arrays of the same width: a fold of few classes has fewer most probable ones. name: field of `Prediction`."""
+    if parts[0].ndim == 1:
+        return [*parts]
+    width, fill = max(part.shape[1] for part in parts), -1 if name == "top_classes" else 0
+    return [np.pad(part, ((0, 0), (0, width - part.shape[1])), constant_values=fill) for part in parts]

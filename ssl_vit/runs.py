@@ -9,7 +9,7 @@ from filelock import FileLock, Timeout
 from ssl_vit import recipe
 from ssl_vit.environment import environment
 from ssl_vit.files import read_json, sha256, write_json
-from ssl_vit.interfaces import RunError, UserError
+from ssl_vit.interfaces import UserError
 from ssl_vit.models import factory
 from ssl_vit.recipe import Recipe
 from ssl_vit.training import checkpoint
@@ -35,34 +35,58 @@ MAY_CHANGE = (
     "data.on_bad_sample",
 )
 SUMMARY, ENVIRONMENT = "summary.json", "environment.json"
-_locks: dict[Path, FileLock] = {}
 
 
-def open_run(run: Path, settings: Recipe, accelerator: Engine, data: str) -> None:
-    """Create the run directory, or check that the run in it is of the same recipe; hold it until this process ends.
+def open_run(run: Path, settings: Recipe, accelerator: Engine, data: str) -> tuple[FileLock, bool]:
+    """Create the run directory, or check that the run in it is of the same recipe.
 
-    data: fingerprint of the shards. Raises UserError when it is another recipe's or another process's, and RunError
-    when it cannot be written.
+    data: fingerprint of the shards.
+
+    Returns the lock that keeps other processes out until it is released, and whether the run is finished, with its last
+    checkpoint intact. Raises UserError when the directory is another recipe's or another process's.
     """
     check(run, settings, data)
+    run.mkdir(parents=True, exist_ok=True)
+    lock = _lock(run)
     try:
-        run.mkdir(parents=True, exist_ok=True)
-        _lock(run)
         check(run, settings, data)  # again: another process may have ended just now
         recipe.save(settings, run / "recipe.yaml")
-        checkpoints, summary, sessions = checkpoint.folders(run), run / SUMMARY, run / ENVIRONMENT
-        if checkpoints and summary.exists() and checkpoints[-1].name == f"step_{read_json(summary)['steps']:08d}":
-            return  # finished
-        summary.unlink(missing_ok=True)  # of a training whose last checkpoint is gone
-        about = environment(accelerator)
-        if settings.init_from:
-            about["init_from"] = _origin(settings)
-        if checkpoints and sessions.exists():
-            last = read_json(sessions)
-            about["before"] = [*last.pop("before", []), last]
-        write_json(sessions, about)
-    except OSError as error:
-        raise RunError(f"run={run}: cannot write there: {error}") from None
+        finished = _finished(run)
+        if not finished:
+            _note_session(run, settings, accelerator)
+    except BaseException:
+        lock.release()
+        raise
+    return lock, finished
+
+
+def _lock(run: Path) -> FileLock:
+    lock = FileLock(run / ".lock", timeout=0)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise UserError(f"{run}: another process is training in this directory; wait for it or use run=PATH") from None
+    return lock
+
+
+def _finished(run: Path) -> bool:
+    checkpoints, summary = checkpoint.folders(run), run / SUMMARY
+    if not checkpoints or not summary.exists():
+        return False
+    last = checkpoints[-1]
+    return last.name == f"step_{read_json(summary)['steps']:08d}" and checkpoint.defect(last) is None
+
+
+def _note_session(run: Path, settings: Recipe, accelerator: Engine) -> None:
+    """Write the environment of this session; that of sessions before it is kept while a checkpoint holds their work."""
+    (run / SUMMARY).unlink(missing_ok=True)  # of a training whose last checkpoint is gone
+    about, sessions = environment(accelerator), run / ENVIRONMENT
+    if settings.init_from:
+        about["init_from"] = _origin(settings)
+    if checkpoint.folders(run) and sessions.exists():
+        last = read_json(sessions)
+        about["before"] = [*last.pop("before", []), last]
+    write_json(sessions, about)
 
 
 def check(run: Path, settings: Recipe, data: str | None = None) -> None:
@@ -97,20 +121,3 @@ def check(run: Path, settings: Recipe, data: str | None = None) -> None:
 def _origin(settings: Recipe) -> str:
     """The checksum of the weights that a run starts from."""
     return sha256(factory.find_weights(settings.init_from or "") / factory.WEIGHTS)
-
-
-def _lock(run: Path) -> None:
-    if run.resolve() in _locks:
-        return
-    lock = FileLock(run / ".lock", timeout=0)
-    try:
-        lock.acquire()
-    except Timeout:
-        raise UserError(f"{run}: another process is training in this directory; wait for it or use run=PATH") from None
-    _locks[run.resolve()] = lock
-
-
-def release(run: Path) -> None:
-    """Let another process train in this directory."""
-    if lock := _locks.pop(run.resolve(), None):
-        lock.release()

@@ -26,11 +26,11 @@ from ssl_vit.data.stream import train_source
 from ssl_vit.interfaces import Batch, UserError
 from ssl_vit.models import EncoderConfig, factory
 from ssl_vit.recipe import Recipe
+from ssl_vit.training import memory
 from ssl_vit.training.callbacks import Checkpointing, Logging, NanGuard, Pictures, StopOnSignal
 from ssl_vit.training.distributed import Engine, make_accelerator
 from ssl_vit.training.flops import training_flops, unused_parameters
 from ssl_vit.training.loop import Job
-from ssl_vit.training.memory import check_batch_norm, first_micro_batch, forward_backward
 
 
 def build(
@@ -83,7 +83,7 @@ def build(
         max_pixels=settings.data.max_pixels,
     )
     in_micro_batch = training.batch_size // (accelerator.num_processes * training.accumulate) * settings.data.views
-    check_batch_norm(objective, in_micro_batch)
+    memory.check_batch_norm(objective, in_micro_batch)
     images = training_samples(shards, settings.data) if subset is None else subset
     batches = train_source(
         shards,
@@ -262,9 +262,10 @@ def dry_run(settings: Recipe, shards: ShardSet | None = None, subset: np.ndarray
     batch = next(batches)[0]
     data_seconds = time.perf_counter() - start
     module = job.objective.to(accelerator.device).train()
-    lanes = job.lanes // accelerator.num_processes
-    part, accumulate = first_micro_batch(module, batch, accelerator, training, lanes)
-    passes = [forward_backward(module, part, accelerator) for _ in range(3)]
+    counts = memory.micro_batch_counts(training, job.lanes // accelerator.num_processes)
+    accumulate = memory.find_accumulation(module, batch, accelerator, counts, memory.OPTIMIZER_COPIES)
+    part = batch.split(accumulate)[0]
+    passes = [memory.forward_backward(module, part, accelerator) for _ in range(3)]
     samples = (settings.data.samples or shards.samples) if subset is None else len(subset)
     return DryRun(
         run=str(settings.run_directory),

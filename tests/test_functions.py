@@ -75,7 +75,7 @@ def test_a_run_is_an_object_that_other_functions_take(run: Any, my_images: Path)
     assert run.dir == Path("runs/r") and (run.dir / "encoder.safetensors").is_file() and run.summary.samples == 32
     assert run.metrics["step"].tolist() == [2, 4] and "loss" in run.metrics
     found = ssl_vit.evaluate(run, "knn", ks=[1], say=lambda text: None)
-    assert found.about["data"] == {"train": f"{my_images}#train", "test": f"{my_images}#test"}, "the run's own data"
+    assert found.about.data == {"train": f"{my_images}#train", "test": f"{my_images}#test"}, "the run's own data"
     assert set(found.table["arm"]) == {"trained", "untrained", "pixels"} and "accuracy" in found._repr_html_()
     assert set(ssl_vit.read_results(run)["evaluator"]) == {"knn"}
     with pytest.raises(UserError, match="either data, or train and test"):

@@ -16,7 +16,7 @@ PACKAGE = Path(__file__).parent.parent / "ssl_vit"
 RANKS = {
     "__main__": 15, "cli": 14, "functions": 13, "comparison": 12, "outcomes": 12, "api": 11, "report": 10, "health": 10,
     "evaluators": 9, "precision": 9, "stage": 8, "analysis": 7, "runs": 7, "environment": 6, "recipe": 6,
-    "objectives": 5, "training": 5, "models": 4, "data": 4, "records": 3, "results": 3, "arms": 3, "files": 2,
+    "objectives": 5, "training": 5, "models": 4, "data": 4, "results": 4, "records": 3, "arms": 3, "files": 2,
     "plugins": 2, "overrides": 2, "keys": 2, "progress": 2, "interfaces": 1, "__init__": 0,
 }  # fmt: skip
 

@@ -64,6 +64,12 @@ def test_doctor_names_what_would_stop_or_slow_a_run(
     assert found["shards", "ok"] == "400 samples in 4 shards, 10 classes" and "--shards 64" in found["shards", "slow"]
 
 
+def test_doctor_looks_at_the_disk_of_a_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    disk = [finding.text for finding in health.examine(None, "~/runs") if finding.about == "disk"]
+    assert disk[-1].endswith(f"free at {tmp_path}")
+
+
 def test_a_dry_run_refuses_what_the_run_would(few_digits: Path, tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("")
     with pytest.raises(UserError, match="is not empty and holds no run"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from pathlib import Path
 from typing import Annotated
@@ -36,8 +37,8 @@ def demo(
         for folder, info in pack(open_source("digits"), out / "data", options, overwrite=True, progress=False).items():
             print(f"packed {info.samples} digits into {folder}")
     named = [] if out == Path("runs/demo") else ["--out", str(out)]
-    data = f"data.folds=[{','.join(map(str, folds))}]"
-    _compare("demo_digits", [f"run={out}", data, *changed], shlex.join(["ssl-vit", "demo", *named, *changed]))
+    places = [f"run={_quoted(str(out))}", f"data.folds={_quoted([*map(str, folds)])}"]
+    _compare("demo_digits", [*places, *changed], shlex.join(["ssl-vit", "demo", *named, *changed]))
 
 
 @app.command(cls=CommandWithKeys)
@@ -84,9 +85,11 @@ def compare(
         raise UserError("--list, --only, --dry-run and --until-decided exclude each other")
     if max_seeds is not None and not until_decided:
         raise UserError("--max-seeds requires --until-decided")
-    changed = [*(overrides or []), *map(_arm, arm or []), *(["quick=true"] if quick else [])]
-    options = ["--until-decided"] * until_decided + ([f"--max-seeds={max_seeds}"] if max_seeds else [])
+    changed = [*(overrides or []), *(["quick=true"] if quick else [])]
+    options = [f"--arm={given}" for given in arm or []]
+    options += ["--until-decided"] * until_decided + ([f"--max-seeds={max_seeds}"] if max_seeds else [])
     command = shlex.join(["ssl-vit", "compare", recipe, *changed, *options])
+    changed += map(_arm, arm or [])
     if only is None and not show and not dry_run:
         _compare(recipe, changed, command, until_decided, max_seeds)
         return
@@ -118,7 +121,12 @@ def _arm(given: str) -> str:
     name, equals, weights = given.partition("=")
     if not equals or not name or not weights or "." in name:
         raise UserError(f"--arm {given}: give NAME=WEIGHTS, such as --arm mine=runs/mine")
-    return f"arms.{name}.weights={weights}"
+    return f"arms.{name}.weights={_quoted(weights)}"
+
+
+def _quoted(value: str | list[str]) -> str:
+    """Paths as YAML, whatever they look like."""
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _compare(

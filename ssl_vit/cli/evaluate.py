@@ -84,7 +84,8 @@ def evaluate(
             for evaluation in evaluations
             for row in evaluation.results
         ]
-        print(json.dumps({"rows": rows, "about": [evaluation.about for evaluation in evaluations]}, indent=1))
+        about = [evaluation.about.model_dump(mode="json", exclude={"saved"}) for evaluation in evaluations]
+        print(json.dumps({"rows": rows, "about": about}, indent=1))
     else:
         _show(evaluations, per_class)
 
@@ -123,22 +124,21 @@ def _show(evaluations: Sequence[Evaluation], per_class: bool) -> None:
     frames = [evaluation.table.assign(labels=[*map(_words, evaluation.results)]) for evaluation in evaluations]
     columns = [_accuracies(evaluation, frame) for evaluation, frame in zip(evaluations, frames, strict=True)]
     cells = pd.concat(columns, axis=1, keys=names)
-    title = f"{evaluations[0].about['title']} (test accuracy, % ± {HALF_WIDTH.format('seeds')})"
+    title = f"{evaluations[0].about.title} (test accuracy, % ± {HALF_WIDTH.format('seeds')})"
     Console().print(rich_table(Shown(title, cells.fillna("–").reset_index(names=["", "labels"]))))
     for name, evaluation, frame in zip(names, evaluations, frames, strict=True):
         if per_class:
             Console().print(rich_table(Shown(f"{name}: accuracy per class, %", _classes(evaluation, frame))))
-        lines = ["mean of the per-class accuracies"] if evaluation.about["metric"] == "mean_per_class" else []
+        lines = ["mean of the per-class accuracies"] if evaluation.about.metric == "mean_per_class" else []
         for row, labels in zip(evaluation.results, frame["labels"], strict=True):
             settings = ", ".join(f"{key}={value}" for key, value in row.selected.items())
             lines += [f"{row.arm}, {labels}, seed {row.seed}: selected {settings}"] if settings else []
             lines += row.notes
-        lines += (
-            [f"{len(evaluation.about['skipped'])} unreadable sample(s) skipped"] if evaluation.about["skipped"] else []
-        )
+        if skipped := evaluation.about.skipped:
+            lines.append(f"{len(skipped)} unreadable sample(s) skipped")
         for line in dict.fromkeys(lines):
             print(printable(f"{name}: {line}"))
-    seconds = sum(evaluation.about["seconds"] for evaluation in evaluations)
+    seconds = sum(evaluation.about.seconds for evaluation in evaluations)
     print(f"\n{seconds:.2f} s; saved in {', '.join(str(evaluation.path) for evaluation in evaluations)}")
 
 
@@ -155,7 +155,7 @@ def _accuracies(evaluation: Evaluation, frame: pd.DataFrame) -> pd.Series:
     from ssl_vit.report.summary import mean_accuracy
     from ssl_vit.results import Table
 
-    table, weighted = Table(evaluation.results), evaluation.about["metric"] == "mean_per_class"
+    table, weighted = Table(evaluation.results), evaluation.about.metric == "mean_per_class"
     groups = frame.groupby(["arm", "labels"], sort=False)
     return groups.apply(lambda group: points(mean_accuracy(table, list(group.index), weighted=weighted), ""))
 
@@ -167,7 +167,7 @@ def _classes(evaluation: Evaluation, frame: pd.DataFrame) -> pd.DataFrame:
 
     from ssl_vit.evaluators.real_labels import VARIANT
 
-    labels, names = evaluation.results[0].prediction.labels, evaluation.about["classes"]
+    labels, names = evaluation.results[0].prediction.labels, evaluation.about.classes
     shown = [n for n, row in enumerate(evaluation.results) if row.arm == "trained" and VARIANT not in row.variant]
     correct = pd.DataFrame([evaluation.results[n].prediction.correct for n in shown], index=shown)
     shares = correct.groupby(frame["labels"][shown], sort=False).mean().T.groupby(labels)

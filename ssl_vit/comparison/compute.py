@@ -38,6 +38,11 @@ def equalize(plan: Plan, shards: dict[str, ShardSet]) -> Plan:
                 if like is None:
                     raise UserError(f"arms.{name}.compute_of: arms.{plan.rows[name].like} has no recipe; set like")
                 candidates = runner.training_recipes(built, like, train.samples, sweep=True)
+                if not candidates or "extra_steps" not in type(built.config).model_fields:
+                    raise UserError(
+                        f"arms.{name}.compute_of: evaluators.{evaluator} cannot train longer; remove compute_of or the "
+                        "evaluator"
+                    )
                 classes = len(train.classes or ()) or int(np.max(labels_of(train))) + 1
                 by_cost = {_step_flops(candidate, classes) for candidate in candidates}
                 if len(by_cost) > 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from ssl_vit.interfaces import Config, UserError
 from ssl_vit.overrides import merge
 from ssl_vit.recipe import Recipe
 from ssl_vit.records import ArmKind, Look
+from ssl_vit.report import read
 
 ONLY = "data"  # name of the dataset of a comparison that has one
 REFERENCES = ("untrained", "pixels", "control", "control_repeated", "scratch_repeated")
@@ -144,6 +146,8 @@ class ComparisonConfig(Config):
         labels = [arm.label for arm in arms.values()]
         if twice := [label for label in labels if labels.count(label) > 1]:
             raise ValueError(f"two arms have the label '{twice[0]}'; give each its own")
+        if taken := [label for label in labels if label in read.REFERENCES.values()]:
+            raise ValueError(f"the label '{taken[0]}' is that of a reference; give the arm another one")
         with_encoder = [name for name, arm in arms.items() if arm.kind != "scratch"]
         if not with_encoder:
             raise ValueError("no arm has a recipe or weights; add one to compare with training from scratch")
@@ -209,10 +213,9 @@ def load_comparison(name: str | Path, overrides: recipe.Overrides = ()) -> Study
     suite = load_suite(c.data.suite, near=path) if c.data.suite else None
     sets = suite.sets if suite else c.data.sets or {ONLY: c.data.splits[0]}
     pretrain = c.data.pretrain or [*c.data.folds[1:]] or c.data.train
+    train = [f"data.train={json.dumps(pretrain, ensure_ascii=False)}"] if pretrain else []
     recipes = {
-        key: recipe.load_recipe(arm.recipe, [*([f"data.train={pretrain}"] if pretrain else []), *arm.overrides], path)
-        for key, arm in c.arms.items()
-        if arm.recipe
+        key: recipe.load_recipe(arm.recipe, [*train, *arm.overrides], path) for key, arm in c.arms.items() if arm.recipe
     }
     for key, settings in recipes.items():
         if settings.probe and settings.probe.patience:

@@ -64,6 +64,7 @@ def sweep(
     ]
     train, _ = splits[0]
     record, winner = select(evaluator, splits, seed)
+    record = record.model_copy(update={"source": source, "labels_per_class": budget})
     context.say(f"{source}, {budget_words(budget)}: sweep scored on {record.held_out} held-out images")
     rows = [] if budget == ALL else list(_results(evaluator, winner, train, budget, seed, record.best))
     return record, rows[0] if rows else None
@@ -112,13 +113,11 @@ def measure(
             yield from rows
 
 
-def evaluate(evaluator: Evaluator, context: EvalContext) -> tuple[list[Result], dict[str, SweepRecord]]:
-    """Measure all label budgets and seeds of the evaluator's settings, for the trained encoder and the references.
-
-    Returns the rows, and the sweeps by "SOURCE, BUDGET".
-    """
+def evaluate(evaluator: Evaluator, context: EvalContext) -> tuple[list[Result], list[SweepRecord]]:
+    """The rows and the sweeps of all label budgets and seeds of the evaluator's settings, for the trained encoder and
+    the references."""
     results: list[Result] = []
-    sweeps: dict[str, SweepRecord] = {}
+    sweeps: list[SweepRecord] = []
     seeds = evaluator.config.seeds
     asked: tuple[Budget, ...] = evaluator.budgets or evaluator.config.labels_per_class
     for source in ("trained", *evaluator.references):
@@ -129,7 +128,7 @@ def evaluate(evaluator: Evaluator, context: EvalContext) -> tuple[list[Result], 
             at: sweep(evaluator, context, source, at, seeds[0])
             for at in dict.fromkeys(sweep_budget(evaluator, budget) for budget in asked)
         }
-        sweeps |= {f"{source}, {budget_words(at)}": record for at, (record, _) in swept.items()}
+        sweeps += [record for record, _ in swept.values()]
         for budget in asked:
             record, row = swept[sweep_budget(evaluator, budget)]
             done = [row] if row and row.labels_per_class == budget else []

@@ -82,10 +82,18 @@ class LastBlock(Block):
         return output
 
 
-def make_last(block: nn.Module) -> bool:
-    """Turn a plain timm block into a `LastBlock` (same weights and names); False for other blocks, which stay."""
+def make_last(block: nn.Module) -> None:
+    """Turn a plain timm block into a `LastBlock` (same weights and names); other blocks stay."""
     attn: Any = getattr(block, "attn", None)
     plain = type(block) is Block and type(attn) is Attention and getattr(attn, "gate", None) is None
     if plain and attn.fused_attn:
         block.__class__ = LastBlock
-    return isinstance(block, LastBlock)
+
+
+def run_last(block: nn.Module, tokens_BTD: torch.Tensor, pick: Pick | None = None, **more: Any) -> torch.Tensor:
+    """The last block's output tokens, of which `pick` takes some; a `LastBlock` computes only these."""
+    if pick is None:
+        return run(block, tokens_BTD, **more)
+    if isinstance(block, LastBlock):
+        return run(block, tokens_BTD, pick=pick, **more)
+    return pick(run(block, tokens_BTD, **more))

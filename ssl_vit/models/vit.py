@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any, Self
 
@@ -13,7 +12,7 @@ from torch import nn
 
 from ssl_vit.interfaces import Size, UserError, pair
 from ssl_vit.models import Pooling, Positions
-from ssl_vit.models.blocks import Pick, make_last, run, take
+from ssl_vit.models.blocks import Pick, make_last, run, run_last, take
 from ssl_vit.models.encoder import Encoder, Numbers, create
 from ssl_vit.models.position import VisionTransformer2D, relate
 
@@ -54,7 +53,8 @@ class ViTEncoder(Encoder):
         self.heads = next(int(module.num_heads) for module in vit.blocks[0].modules() if hasattr(module, "num_heads"))
         self.prefix_tokens, self.has_class_token = vit.num_prefix_tokens, vit.has_class_token
         self.position_std, self.positions = position_std, positions
-        self.prunes = positions != "relative" and make_last(vit.blocks[-1])
+        if positions != "relative":
+            make_last(vit.blocks[-1])
         norms = [module for module in vit.modules() if isinstance(module, nn.LayerNorm)]
         for norm in norms:
             norm.eps = norm.eps if norm_eps is None else norm_eps
@@ -173,20 +173,13 @@ class ViTEncoder(Encoder):
         among_BT: for relative positions, which tokens of the whole sequence these are; None: all of them.
         """
         among = {} if among_BT is None else {"among_BT": among_BT}
-        blocks: list[Callable[..., torch.Tensor]]
-        blocks = [partial(run, block, **among) for block in list(self.network.blocks)[:depth]]
-        *before, last = blocks
+        *before, last = list(self.network.blocks)[:depth]
         if self.network.grad_checkpointing and torch.is_grad_enabled():
-            tokens = checkpoint_seq(before, tokens)
+            tokens = checkpoint_seq([partial(run, block, **among) for block in before], tokens)
         else:
             for block in before:
-                tokens = block(tokens)
-        if pick is not None and len(blocks) == len(self.network.blocks) and self.prunes:
-            tokens = last(tokens, pick=pick)
-        else:
-            tokens = last(tokens)
-            tokens = tokens if pick is None else pick(tokens)
-        read: torch.Tensor = self.network.norm(tokens)
+                tokens = run(block, tokens, **among)
+        read: torch.Tensor = self.network.norm(run_last(last, tokens, pick, **among))
         return read
 
     def forward(self, images_BCHW: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ from torch import nn
 
 from ssl_vit.data.augment import device_images
 from ssl_vit.interfaces import Batch, ObjectiveConfig, StepOutput, UserError
-from ssl_vit.models.blocks import make_last, run, take
+from ssl_vit.models.blocks import make_last, run, run_last, take
 from ssl_vit.models.encoder import Encoder
 from ssl_vit.models.factory import require_patches
 from ssl_vit.objectives.patches import MASK_GRAY, constant_l2, moments, patch_pixels, replaced
@@ -71,7 +71,7 @@ class Objective(nn.Module):
             Block(width, heads, qkv_bias=True, norm_layer=norm)
             for _ in range(config.decoder_depth or (max(1, depth // 3) if small else 8))
         )
-        self.prunes = make_last(self.blocks[-1])
+        make_last(self.blocks[-1])
         self.norm = norm(width)
         self.head = nn.Linear(width, encoder.channels * encoder.patch_size**2)
         self.positions: torch.Tensor
@@ -103,11 +103,7 @@ class Objective(nn.Module):
         *before, last = self.blocks
         for block in before:
             tokens = run(block, tokens)
-
-        def read(tokens: torch.Tensor) -> torch.Tensor:
-            return tokens[:, -self.masked :]
-
-        tokens = run(last, tokens, pick=read) if self.prunes else read(run(last, tokens))
+        tokens = run_last(last, tokens, lambda every: every[:, -self.masked :])
         return self.head(self.norm(tokens)).float(), masked_BM
 
     def _pixels(self, images_BCHW: torch.Tensor, index_BM: torch.Tensor) -> torch.Tensor:

@@ -17,6 +17,7 @@ from ssl_vit.models import factory
 from ssl_vit.models.encoder import Encoder
 from ssl_vit.models.exchange.exports import Use
 from ssl_vit.models.vit import ViTEncoder
+from ssl_vit.overrides import flatten
 from ssl_vit.recipe import run_of, run_recipe
 from ssl_vit.report import tables
 from ssl_vit.report.export import markdown
@@ -93,9 +94,9 @@ def evaluated(run: Path) -> Use:
     run: a run directory, a checkpoint or a weights folder.
     """
     recipe, poolings = run_recipe(run), []
-    for evaluation in sorted(evaluations(run)[0].values(), key=lambda evaluation: str(evaluation.about.get("saved"))):
-        settings = evaluation.about["settings"]
-        poolings.append(settings.get("pooling") or settings.get("head", {}).get("pooling"))
+    for evaluation in sorted(evaluations(run)[0].values(), key=lambda evaluation: evaluation.about.saved):
+        settings = flatten(evaluation.about.settings)
+        poolings.append(settings.get("pooling") or settings.get("head.pooling"))
     last = next(filter(None, reversed(poolings)), getattr(recipe.objective, "pooling", None) if recipe else None)
     return Use((recipe.data if recipe else DataConfig(train="")).evaluation_resize, last)
 

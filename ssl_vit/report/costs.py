@@ -29,7 +29,7 @@ def costs(comparison: Comparison) -> pd.DataFrame:
     for row, file in zip(comparison.measured.results, comparison.measured.files, strict=True):
         if kinds.get(file.stem) != "sweep":  # the cost of a sweep's winner is in the sweep's
             cost = Cost(images_seen=row.images_seen, flops=row.flops, seconds=row.seconds)
-            spent.append(("Evaluation", row.arm, cost, tasks[file.stem].processes if file.stem in tasks else 1))
+            spent.append(("Evaluation", row.arm, cost, comparison.written[file].processes))
     rows = [
         {"stage": name, "arm": arm} | cost.model_dump() | {"device_hours": cost.seconds * processes / 3600}
         for stage, arm, cost, processes in spent

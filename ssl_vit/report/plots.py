@@ -150,7 +150,7 @@ def confusion_matrix(shares_KK: np.ndarray, names: Sequence[str]) -> Markup:
                 if share >= 0.005:
                     color = "white" if share > 0.6 else "black"  # on the cell, on a light and a dark page
                     axes.text(column, row, f"{100 * share:.0f}", color=color, ha="center", va="center", fontsize=8)
-        short = [textwrap.shorten(name, 14, placeholder="…") if len(name) > 14 else name for name in names]
+        short = [name if len(name) <= 14 else f"{name[:13]}…" for name in names]
         shown = range(len(names)) if len(names) <= 30 else ()
         size = 9.0 if len(names) <= 12 else 5.5
         turned = 90 if max(map(len, short)) > 2 else 0

@@ -12,13 +12,14 @@ from pathlib import Path
 import numpy as np
 
 from ssl_vit import records, results
-from ssl_vit.evaluators import ALL, budget_words
+from ssl_vit.evaluators import ALL, several
 from ssl_vit.interfaces import Metric, UserError
 from ssl_vit.records import (
     ArmRecord,
     ComparisonRecord,
     Cost,
     DataRecord,
+    EvaluationRecord,
     EvaluatorRecord,
     ReferenceKind,
     ReferenceRecord,
@@ -28,15 +29,12 @@ from ssl_vit.records import (
     TaskResult,
 )
 from ssl_vit.report import sequential
-from ssl_vit.report.runs import EvaluationRecord, Run, pictures, read_run
+from ssl_vit.report.runs import Run, pictures, read_run
 from ssl_vit.results import Result, Table
 
 PLAN = "plan.json"
 _cell = attrgetter("data", "evaluator", "arm", "labels_per_class", "seed", "fold")
-OBJECTIVES = {
-    "masked_patch": "masked patch prediction",
-    "lejepa": "LeJEPA",
-}
+OBJECTIVES = {"masked_patch": "masked patch prediction", "lejepa": "LeJEPA"}
 REFERENCES: dict[ReferenceKind, str] = {
     "untrained": "the untrained encoder",
     "pixels": "raw pixels",
@@ -97,11 +95,17 @@ class Comparison:
         alone = list(words.values()).count(words[arm]) == 1
         return words[arm] if alone else f"{words[arm]} ({self.label(arm)})"
 
+    @cached_property
+    def written(self) -> dict[Path, EvaluationRecord | TaskResult]:
+        """What the files of rows say beside them."""
+        evaluations = [evaluation for run in self.runs.values() for evaluation in run.evaluations]
+        of_runs = {evaluation.path: evaluation.about for evaluation in evaluations if evaluation.path}
+        return of_runs | {file: self.tasks[file.stem] for file in self.measured.files if file.stem in self.tasks}
+
     @property
     def saved(self) -> dict[Path, str]:
         """When each of the files was written (UTC, ISO 8601)."""
-        times = {file: about.saved for run in self.runs.values() for file, about, _ in run.evaluations}
-        return times | {file: self.tasks[file.stem].saved for file in self.measured.files if file.stem in self.tasks}
+        return {file: about.saved for file, about in self.written.items()}
 
     @property
     def arms(self) -> tuple[str, ...]:
@@ -222,16 +226,18 @@ def read_runs(paths: Sequence[Path]) -> Comparison:
     references: dict[str, ReferenceRecord] = {}
     accuracies: dict[tuple[str, str], list[float]] = {}  # of references, by evaluator
     tasks, swept = list[TaskRecord](), dict[str, TaskResult]()
-    evaluations = [(name, *evaluation) for name, run in runs.items() for evaluation in run.evaluations]
-    for name, file, about, measured in evaluations:
-        test, count = about.data["test"], sum(used.startswith(about.evaluator) for used, _ in evaluators.values())
+    for name, evaluation in ((name, evaluation) for name, run in runs.items() for evaluation in run.evaluations):
+        file, measured, about = evaluation.path, evaluation.results, evaluation.about
+        assert file is not None, "it was read"
+        places = {part: " + ".join(several(place)) for part, place in about.data.items()}
+        test, count = places["test"], sum(used.startswith(about.evaluator) for used, _ in evaluators.values())
         new = f"{about.evaluator} ({count + 1})" if count else about.evaluator
         settings = EvaluatorRecord(title=about.title, settings={test: about.settings})
         evaluator, _ = evaluators.setdefault(about.protocol, (new, settings))
         if metrics.setdefault(test, about.metric) != about.metric:  # as if of another dataset
             test = f"{test} ({about.metric.replace('_', ' ')})"
             metrics[test] = about.metric
-        for part, path in about.data.items():
+        for part, path in places.items():
             data[f"{test} {part}"] = DataRecord(path=path, samples=0, classes=about.classes or None)
         skipped += about.skipped
         for source in dict.fromkeys(row.arm for row in measured):
@@ -279,12 +285,9 @@ def _sweeps(
     about: EvaluationRecord, source: str, rows: Sequence[Result], **place: str
 ) -> Iterator[tuple[TaskRecord, TaskResult]]:
     """The sweeps of one source of an evaluation as tasks. Their cost excludes the winners that are rows, too."""
-    for name, sweep in about.sweeps.items():
-        swept, _, words = name.partition(", ")
-        if swept != source:
-            continue
-        measured = [row for row in rows if budget_words(row.labels_per_class) == words]
-        budget, cost = measured[0].labels_per_class if measured else words, sweep.cost
+    for sweep in (one for one in about.sweeps if one.source == source):
+        budget, cost = sweep.labels_per_class, sweep.cost
+        measured = [row for row in rows if row.labels_per_class == budget]
         if measured and budget != ALL:
             winner = measured[0]
             cost = Cost(
@@ -292,7 +295,6 @@ def _sweeps(
                 flops=cost.flops - winner.flops,
                 seconds=max(cost.seconds - winner.seconds, 0.0),
             )
-        task = TaskRecord(
-            id=f"{place['evaluator']} {place['arm']} {words}", kind="sweep", labels_per_class=budget, **place
-        )
-        yield task, TaskResult(id=task.id, fingerprint="", sweep=sweep.model_copy(update={"cost": cost}))
+        name, sweep = f"{place['evaluator']} {place['arm']} {budget}", sweep.model_copy(update={"cost": cost})
+        task = TaskRecord(id=name, kind="sweep", labels_per_class=budget, **place)
+        yield task, TaskResult(id=name, fingerprint="", processes=about.processes, sweep=sweep)

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
-from pydantic import BaseModel, ConfigDict, JsonValue
 
 from ssl_vit import records, results
 from ssl_vit.files import read_json
-from ssl_vit.interfaces import Metric, UserError
-from ssl_vit.records import RunSummary, SkippedSample, SweepRecord
-from ssl_vit.results import Result
+from ssl_vit.interfaces import UserError
+from ssl_vit.overrides import flatten
+from ssl_vit.records import RunSummary, SkippedSample
+from ssl_vit.results import Evaluation
 
 RUN_FILES = ("summary.json", "recipe.yaml", "environment.json", "metrics.jsonl", "results")
 # What `ssl-vit inspect` draws, in the order of a page.
@@ -28,34 +28,11 @@ PICTURES = (
 LOSSES = ["step", "loss", "constant_loss", "images_seen"]
 
 
-class EvaluationRecord(BaseModel):
-    """The fields of a results file of `ssl-vit eval` beside its rows. sweeps: by
-    "SOURCE, LABEL BUDGET". notes: on the two sets of images."""
-
-    model_config = ConfigDict(extra="ignore", frozen=True)
-    evaluator: str
-    title: str
-    settings: dict[str, JsonValue] = {}
-    data: dict[str, str]
-    shards: JsonValue = None
-    classes: tuple[str, ...] = ()
-    metric: Metric = "accuracy"
-    skipped: tuple[SkippedSample, ...] = ()
-    sweeps: dict[str, SweepRecord] = {}
-    notes: tuple[str, ...] = ()
-    saved: str = ""
-
-    @property
-    def protocol(self) -> str:
-        """The same for what was measured alike."""
-        return self.model_dump_json(include={"evaluator", "settings", "metric", "shards" if self.shards else "data"})
-
-
 @dataclass(frozen=True)
 class Run:
     """A run directory.
 
-    losses: columns `LOSSES`, a row per step. evaluations: (file, what it says, rows) of the weights that lie there now.
+    losses: columns `LOSSES`, a row per step. evaluations: of the weights that lie there now.
     environment: nested keys joined by dots. remarks: what a reader must know about its files.
     """
 
@@ -65,7 +42,7 @@ class Run:
     recipe: str
     losses: pd.DataFrame
     pictures: tuple[Path, ...]
-    evaluations: tuple[tuple[Path, EvaluationRecord, tuple[Result, ...]], ...]
+    evaluations: tuple[Evaluation, ...]
     environment: Mapping[str, str]
     remarks: tuple[str, ...]
 
@@ -79,13 +56,10 @@ def read_run(path: Path) -> Run:
     summary = records.read(file, RunSummary) if file.is_file() else None
     losses, remarks = _read_metrics(path / "metrics.jsonl")
     stored, outdated = results.evaluations(path)
-    evaluations = [
-        (file, records.read(file, EvaluationRecord, item.about), tuple(item.results)) for file, item in stored.items()
-    ]
     remarks += [
         f"results/{item.name} is of other weights and was skipped: run `ssl-vit eval` again." for item in outdated
     ]
-    remarks += [f"{record.title}: {note}." for _, record, _ in evaluations for note in record.notes]
+    remarks += [f"{item.about.title}: {note}." for item in stored.values() for note in item.about.notes]
     return Run(
         name=summary.name if summary else path.resolve().name,
         path=path,
@@ -93,7 +67,7 @@ def read_run(path: Path) -> Run:
         recipe=recipe.read_text(encoding="utf-8", errors="replace") if recipe.is_file() else "",
         losses=losses,
         pictures=pictures(path / "inspect") or _newest_picture(path / "pictures"),
-        evaluations=tuple(evaluations),
+        evaluations=tuple(stored.values()),
         environment=flat(read_json(environment)) if environment.is_file() else {},
         remarks=tuple(remarks),
     )
@@ -101,7 +75,7 @@ def read_run(path: Path) -> Run:
 
 def flat(settings: Mapping[str, object]) -> dict[str, str]:
     """Nested dictionaries as text by keys joined by dots."""
-    return {key: text(value) for key, value in pd.json_normalize(dict(settings)).iloc[0].items()}
+    return {key: text(value) for key, value in flatten(dict(settings)).items()}
 
 
 def text(value: object) -> str:

@@ -19,6 +19,7 @@ from torch import nn
 from ssl_vit.interfaces import Batch, Diverged
 from ssl_vit.records import SkippedSample
 from ssl_vit.training import checkpoint, distributed
+from ssl_vit.training.distributed import shared_errors
 from ssl_vit.training.logging import Window
 from ssl_vit.training.loop import Callback, Trainer
 from ssl_vit.training.signals import stopped
@@ -155,11 +156,14 @@ class Pictures(Callback):
 
     def after_step(self, trainer: Trainer) -> None:
         step = trainer.progress.step
-        if (trainer.last or step % self.every == 0) and trainer.accelerator.is_main_process:
-            with trainer.published():
-                picture = self.draw(trainer.objective, trainer.batch, step)
-            trainer.log.picture("reconstruction", picture, step)
-            trainer.model.train()
+        if not (trainer.last or step % self.every == 0):
+            return
+        with shared_errors(f"{trainer.job.run}: cannot write a picture"):
+            if trainer.accelerator.is_main_process:
+                with trainer.published():
+                    picture = self.draw(trainer.objective, trainer.batch, step)
+                trainer.log.picture("reconstruction", picture, step)
+                trainer.model.train()
 
 
 class Probe(Callback):

@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from ssl_vit.files import atomic_file, flush, read_json, sha256
-from ssl_vit.interfaces import RunError, UserError
+from ssl_vit.interfaces import RunError, UserError, is_main_process
 from ssl_vit.models import factory
 from ssl_vit.models.position import own_format
 from ssl_vit.results import RESULTS
@@ -87,26 +87,27 @@ def newest(run: Path) -> tuple[Path | None, list[str]]:
     `broken_step_NNNNNNNN`. Every process must call it; only the main process reads the disk."""
     intact, notes = None, list[str]()
     with shared_errors():
-        if distributed.is_main():
+        if is_main_process():
             for unfinished in (run / "checkpoints").glob(".step_*.tmp"):  # a kill came while it was written
                 shutil.rmtree(unfinished)
             for replaced in (run / "checkpoints").glob(f"{_REPLACED}step_*"):  # a kill came between two renames
                 target = replaced.with_name(replaced.name.removeprefix(_REPLACED))
                 shutil.rmtree(replaced) if target.exists() else replaced.rename(target)
             for folder in reversed(folders(run)):
-                defect = _defect(folder)
-                if defect is None:
+                broken_by = defect(folder)
+                if broken_by is None:
                     intact = folder
                     break
                 broken = folder.with_name(f"broken_{folder.name}")
                 shutil.rmtree(broken, ignore_errors=True)  # of an earlier break at this step
                 folder.rename(broken)
-                notes.append(f"{folder} is broken ({defect}) and was renamed to {broken.name}")
+                notes.append(f"{folder} is broken ({broken_by}) and was renamed to {broken.name}")
     return distributed.gather((intact, notes))[0]
 
 
-def _defect(folder: Path) -> str | None:
-    """What is wrong with a checkpoint's files by its checksums; None: nothing."""
+def defect(folder: Path) -> str | None:
+    """What is wrong with a checkpoint's files by its checksums; None: nothing. Raises RunError where they cannot be
+    read."""
     try:
         sums = [line.split("  ", 1) for line in (folder / _SUMS).read_text().splitlines()]
         for expected, name in sums:
@@ -128,7 +129,7 @@ def save(run: Path, step: int, state: State, keep_last: int) -> Path:
     """
     target, files = run / "checkpoints" / f"step_{step:08d}", state.tensors()
     with shared_errors():
-        if distributed.is_main():
+        if is_main_process():
             unfinished = target.with_name(f".{target.name}.tmp")
             try:
                 _write(unfinished, state, files)

@@ -36,7 +36,7 @@ _KNOWN_WARNINGS = (
 )
 # Error messages of gloo, NCCL and torch's store when another process no longer responds.
 _GONE = re.compile(
-    r"(?i)connection (closed|reset|refused)|timed out|wait timeout|broken pipe|socket timeout|gloo|nccl|"
+    r"(?i)connection (closed|reset|refused)|timed out|wait timeout|broken pipe|socket timeout|\bgloo\b|\bnccl|"
     r"failed to (recv|send)|no route to host"
 )
 _SILENT = re.compile(r"(?i)time(d )?out")
@@ -220,10 +220,6 @@ def rank() -> int:
     return dist.get_rank() if several() else 0
 
 
-def is_main() -> bool:
-    return rank() == 0
-
-
 def gather(value: Any) -> list[Any]:
     """Every process's value, in rank order, on every process."""
     if not several():
@@ -250,9 +246,11 @@ def total(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def shared_errors() -> Iterator[None]:
-    """Context manager that every process enters: a UserError or RunError of one process is raised on all of them. It is
-    also a barrier.
+def shared_errors(what: str = "") -> Iterator[None]:
+    """Context manager that every process enters: a UserError or RunError of one process is raised on all of them, and
+    an OSError as a RunError. It is also a barrier.
+
+    what: begins the message of an OSError, which may not name its file: "FILE: cannot write".
 
     Other exceptions are raised only on the process where they occur; the other processes notice that it ended.
     """
@@ -261,6 +259,10 @@ def shared_errors() -> Iterator[None]:
         yield
     except (UserError, RunError) as error:
         own_error = error
+    except OSError as error:
+        about = f"{what}: {error}" if what else str(error)
+        own_error = RunError(f"{about}; fix that and run the command again")
+        own_error.__cause__ = error
     errors = [item for item in gather((type(own_error), str(own_error)) if own_error else None) if item]
     if own_error and not several():
         raise own_error
@@ -280,9 +282,11 @@ def others_watched(last_saved: Callable[[], str]) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if not several() or not _GONE.search(str(error)):
+        # Further lines may hold the traceback of a loader worker, whose own connections may have timed out.
+        first = str(error).partition("\n")[0]
+        if not several() or not _GONE.search(first):
             raise
-        reason = str(error).splitlines()[0].split("] ", 1)[-1].split(". This is typically")[0]
+        reason = first.split("] ", 1)[-1].split(". This is typically")[0]
         silent = f"has not answered for {_timeout} s (training.timeout)"
         raise RunError(
             f"another process of this run {silent if _SILENT.search(reason) else 'has ended'}: see its output "

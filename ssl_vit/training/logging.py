@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from difflib import get_close_matches
@@ -19,7 +18,7 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from ssl_vit.interfaces import Batch, RunError, StepOutput, UserError, printable, without_credentials
+from ssl_vit.interfaces import Batch, StepOutput, UserError, printable, without_credentials
 from ssl_vit.records import SkippedSample
 from ssl_vit.training import distributed
 from ssl_vit.training.distributed import Engine, shared_errors
@@ -123,7 +122,7 @@ class RunLogger:
 
     def begin(self, step: int, notes: list[str], recipe: dict[str, Any]) -> None:
         """Continue the log where the checkpoint of `step` was saved; what came later is dropped."""
-        with shared_errors(), self._disk_errors():
+        with shared_errors(f"{self.path}: cannot write"):
             if self.path:
                 self.file = self.path.open("ab")
                 self.file.truncate(min(self.size, self.file.tell()))
@@ -154,7 +153,7 @@ class RunLogger:
 
     def event(self, step: int, values: dict[str, Any]) -> None:
         """A line of `metrics.jsonl` that is no measurement."""
-        with shared_errors(), self._disk_errors():
+        with shared_errors(f"{self.path}: cannot write"):
             if self.path:
                 self.file.write(json.dumps({"step": step, **values}).encode() + b"\n")
                 self.file.flush()
@@ -212,13 +211,6 @@ class RunLogger:
             self.tracking = False
             text = str(error).strip().splitlines() or [type(error).__name__]
             self.say(f"tracking is disabled after a tracker error ({text[0]}); metrics.jsonl has everything")
-
-    @contextmanager
-    def _disk_errors(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise RunError(f"{self.path}: cannot write: {error}; fix that and run the command again") from error
 
 
 def describe(values: dict[str, float]) -> str:

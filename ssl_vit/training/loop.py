@@ -20,10 +20,9 @@ from ssl_vit.data.order import LanePosition
 from ssl_vit.data.samples import Chunk
 from ssl_vit.interfaces import Batch, StepOutput, Stopped, UserError
 from ssl_vit.records import SkippedSample
-from ssl_vit.training import OptimConfig, TrainingConfig, checkpoint, distributed
+from ssl_vit.training import OptimConfig, TrainingConfig, checkpoint, distributed, memory
 from ssl_vit.training.distributed import Engine
 from ssl_vit.training.logging import RunLogger, StepResult, Window
-from ssl_vit.training.memory import find_accumulation
 from ssl_vit.training.optim import WeightAverage, build_optimizer, lr_factor, peak_lr, set_lr
 from ssl_vit.training.signals import StopRequest, stop_requests
 from ssl_vit.training.state import Progress, State
@@ -145,7 +144,7 @@ class Trainer:
         self.state.parts = {"progress": self.progress, "scaler": self.scaler, "log": self.log, **named}
         self.signal, self.last, self.window_ends, self.finished = 0, False, False, False
         self.skips: list[SkippedSample] = []
-        self.search, self.request = training.auto_batch, StopRequest()
+        self.request = StopRequest()
         self.window = Window(self.progress.step)
 
     def run(self, request: StopRequest) -> Outcome:
@@ -157,15 +156,15 @@ class Trainer:
             self.model.train()
             for callback in job.callbacks:
                 callback.start(self)
-            batches = job.batches(progress.lanes)
-            self.window = Window(self.progress.step)
+            batches, first = job.batches(progress.lanes), progress.step
+            self.window = Window(first)
             while not self.finished and progress.step < job.total_steps:
                 asked = time.perf_counter()
                 with self.interruptible():
                     self.batch, chunk = next(batches)
                 self.window.waited += time.perf_counter() - asked
-                if self.search:
-                    self._find_accumulation()
+                if progress.step == first:
+                    self._prepare()
                 self.result = self.train_step(self.batch)
                 self._advance(chunk, request.agreed())
                 self._after_step()
@@ -242,22 +241,37 @@ class Trainer:
     def _resume(self) -> list[str]:
         """Load the run's newest checkpoint. Returns notes for the user."""
         job, progress, notes = self.job, self.progress, list[str]()
+        if (warmup := job.optim.warmup_steps) > job.total_steps:
+            what = f"optim.warmup_steps={warmup} exceeds the {job.total_steps} steps of the run"
+            notes.append(f"note: {what}; lower it, or train longer")
         if job.run:
-            saved, notes = checkpoint.newest(job.run)
+            saved, broken = checkpoint.newest(job.run)
+            notes += broken
             if saved:
                 checkpoint.load(saved, self.state)
         progress.classes = job.classes
-        if not self.search:
+        if not job.training.auto_batch:
             progress.accumulate = job.training.accumulate
         return notes
 
+    def _prepare(self) -> None:
+        """What a session needs before its first step, with the batch of that step."""
+        if self.job.training.auto_batch:
+            self._find_accumulation()
+        accelerator = self.accelerator
+        if self.job.run and accelerator.num_processes > 2 and not accelerator.is_fsdp2:
+            # DDP groups gradients anew after its first backward pass, and the grouping sets the order in which three or
+            # more summands are added. The first step of a resumed session must add them as later steps do.
+            with memory.undisturbed(self.objective, accelerator):
+                memory.forward_backward(self.model, self.batch.split(self.progress.accumulate)[0], accelerator)
+
     def _find_accumulation(self) -> None:
-        """Apply `training.auto_batch` at the first step, starting from the number that the previous session found."""
+        """Apply `training.auto_batch`, starting from the number that the previous session found."""
         if self.accelerator.is_fsdp2 or self.accelerator.device.type == "xla":
             raise UserError("training.auto_batch: not for FSDP or XLA; set it to false, and raise training.accumulate")
-        self.search, progress = False, self.progress
-        lanes, least = self.own_lanes, max(progress.accumulate, self.job.training.accumulate)
-        progress.accumulate = find_accumulation(self.state, self.batch, self.accelerator.autocast, lanes, least)
+        progress, copies = self.progress, 0 if self.optimizer.state else memory.OPTIMIZER_COPIES
+        counts = memory.micro_batch_counts(self.job.training, self.own_lanes, progress.accumulate)
+        progress.accumulate = memory.find_accumulation(self.objective, self.batch, self.accelerator, counts, copies)
         size = len(self.batch.images) // self.batch.views // progress.accumulate
         self.log.say(f"auto_batch: {progress.accumulate} micro-batch(es) of {size} images per step and process")
         self.log.event(progress.step, {"event": "auto_batch", "accumulate": progress.accumulate, "micro_batch": size})

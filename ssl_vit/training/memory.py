@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
@@ -13,57 +13,76 @@ from torch import nn
 from ssl_vit.interfaces import Batch, UserError
 from ssl_vit.training import TrainingConfig, distributed
 from ssl_vit.training.distributed import Engine
-from ssl_vit.training.state import State, random_state, set_random_state
+from ssl_vit.training.state import random_state, set_random_state
 
+OPTIMIZER_COPIES = 2  # of the weights, which AdamW keeps, and which the first step takes after its backward pass
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.SyncBatchNorm)
-_OPTIMIZER_COPIES = 2  # of the weights, which AdamW keeps, and which the first step takes after its backward pass
 _RESERVE = 0.05  # share of a GPU's memory kept free: later steps fragment it
 
 
-def find_accumulation(
-    state: State, batch: Batch, autocast: Callable[[], AbstractContextManager[None]], lanes: int, least: int
-) -> int:
-    """The fewest micro-batches (`least` or more), made of whole ones of this process's `lanes`, that every process has
-    the memory for.
+def micro_batch_counts(training: TrainingConfig, lanes: int, least: int = 1) -> list[int]:
+    """Into how many micro-batches, made of whole lanes, a process may split its part of a step: `accumulate`; with
+    `auto_batch` every such number from there, or from `least`, on.
 
-    Leaves weights, buffers, optimizer and random state as they are. Raises UserError where nothing fits.
+    lanes: of this process.
     """
-    objective, random = state.objective, random_state(state.device)
-    buffers = [buffer.clone() for buffer in objective.buffers()]
-    copies = 0 if state.optimizer.state else _OPTIMIZER_COPIES
+    if not training.auto_batch:
+        return [training.accumulate]
+    first = min(max(training.accumulate, least), lanes)
+    return [count for count in range(first, lanes + 1) if lanes % count == 0]
 
-    def attempt(count: int) -> None:
-        held = [torch.zeros_like(p) for p in objective.parameters() if p.requires_grad for _ in range(copies)]
-        if state.device.type == "cuda":
-            total = torch.cuda.get_device_properties(state.device).total_memory
-            held.append(torch.empty(int(_RESERVE * total), dtype=torch.uint8, device=state.device))
+
+def find_accumulation(
+    objective: nn.Module, batch: Batch, accelerator: Engine, counts: Sequence[int], copies: int = 0
+) -> int:
+    """The first of `counts`, numbers of micro-batches, that every process has the memory for.
+
+    batch: this process's part of a step. copies: of the trained weights, which the optimizer will need beside them.
+    Leaves weights, buffers and random state as they are. Raises UserError where nothing fits.
+    """
+    for count in counts:
         part = batch.split(count)[0]
         check_batch_norm(objective, len(part.images))
-        # Not through DDP: a process that runs out of memory would leave the others waiting.
-        with autocast():
-            loss = objective(part).loss
-        loss.backward()
-        held.clear()
-
-    for count in (n for n in range(min(least, lanes), lanes + 1) if lanes % n == 0):
-        full = 0
-        try:
-            attempt(count)
-        except RuntimeError as error:
-            if not should_reduce_batch_size(error):
-                raise
-            full = 1
-        objective.zero_grad(set_to_none=True)
-        set_random_state(random, state.device)
-        for buffer, kept in zip(objective.buffers(), buffers, strict=True):
-            buffer.copy_(kept)
+        with undisturbed(objective, accelerator):
+            full = int(not _fits(objective, part, accelerator, copies))
         if not distributed.largest(full):
             return count
         clear_device_cache(garbage_collection=True)
-    raise UserError(
-        f"training.auto_batch: not even {lanes} micro-batches per step fit into the memory; set "
-        "training.checkpoint_activations=true, or raise data.lanes so that micro-batches can be smaller"
+    error = UserError(
+        f"the memory does not hold a micro-batch of {len(part.images)} images; make it smaller "
+        "(training.auto_batch=true, higher training.accumulate or data.lanes), or set "
+        "training.checkpoint_activations=true"
     )
+    error.everywhere = True
+    raise error
+
+
+def _fits(objective: nn.Module, part: Batch, accelerator: Engine, copies: int) -> bool:
+    device = accelerator.device
+    try:
+        held = [torch.zeros_like(p) for p in objective.parameters() if p.requires_grad for _ in range(copies)]
+        if device.type == "cuda":
+            total = torch.cuda.get_device_properties(device).total_memory
+            held.append(torch.empty(int(_RESERVE * total), dtype=torch.uint8, device=device))
+        # Not through DDP: a process that runs out of memory would leave the others waiting.
+        forward_backward(objective, part, accelerator)
+        held.clear()
+    except RuntimeError as error:
+        if not should_reduce_batch_size(error):
+            raise
+        return False
+    return True
+
+
+@contextmanager
+def undisturbed(objective: nn.Module, accelerator: Engine) -> Iterator[None]:
+    """At its end, gradients are removed, and random state and buffers are what they were at its start."""
+    random, buffers = random_state(accelerator.device), [buffer.clone() for buffer in objective.buffers()]
+    yield
+    objective.zero_grad(set_to_none=True)
+    set_random_state(random, accelerator.device)
+    for buffer, kept in zip(objective.buffers(), buffers, strict=True):
+        buffer.copy_(kept)
 
 
 def check_batch_norm(objective: nn.Module, images: int) -> None:
@@ -73,32 +92,6 @@ def check_batch_norm(objective: nn.Module, images: int) -> None:
             "batch norm needs at least two images per micro-batch and process; raise training.batch_size, or lower "
             "training.accumulate"
         )
-
-
-def first_micro_batch(
-    objective: nn.Module, batch: Batch, accelerator: Engine, training: TrainingConfig, lanes: int
-) -> tuple[Batch, int]:
-    """The first micro-batch of a process's part of a step, and how many there are: `accumulate`, or with `auto_batch`
-    the fewest that this process has the memory for.
-
-    lanes: of this process. Raises UserError where none fits.
-    """
-    more = range(training.accumulate + 1, lanes + 1) if training.auto_batch else ()
-    for count in (training.accumulate, *(n for n in more if lanes % n == 0)):
-        part = batch.split(count)[0]
-        check_batch_norm(objective, len(part.images))
-        try:
-            forward_backward(objective, part, accelerator)
-            return part, count
-        except RuntimeError as error:
-            if not should_reduce_batch_size(error):
-                raise
-        objective.zero_grad(set_to_none=True)
-        clear_device_cache(garbage_collection=True)
-    raise UserError(
-        "the memory does not hold one micro-batch; set training.auto_batch=true, raise training.accumulate or set "
-        "training.checkpoint_activations=true"
-    )
 
 
 def forward_backward(module: nn.Module, part: Batch, accelerator: Engine) -> tuple[float, int]:
@@ -114,7 +107,8 @@ def forward_backward(module: nn.Module, part: Batch, accelerator: Engine) -> tup
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in parameter_storages:
             saved_bytes[storage.data_ptr()] = storage.nbytes()
-        return tensor
+        # The tensor itself would refer to the graph that keeps it: a forward pass that fails would never be freed.
+        return tensor.detach()
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor), accelerator.autocast():
         loss = module(part).loss

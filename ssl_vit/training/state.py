@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ssl_vit.data.order import LanePosition
+from ssl_vit.interfaces import is_main_process
 from ssl_vit.models import factory
 from ssl_vit.models.position import timm_format
 from ssl_vit.training import distributed
@@ -101,7 +102,7 @@ def whole(tensors: Mapping[str, torch.Tensor]) -> Tensors:
     full_tensors = {}
     for name, tensor in tensors.items():
         full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        if distributed.is_main():
+        if is_main_process():
             full_tensors[name] = full.detach().cpu().contiguous()
     return full_tensors
 
@@ -120,21 +121,23 @@ def placed(tensors: Tensors, like_tensors: Mapping[str, torch.Tensor]) -> Tensor
 def random_state(device: torch.device) -> Tensors:
     """The state of the generators that this process's model draws from."""
     state = {"cpu": torch.get_rng_state()}
-    if device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(device)
     if device.type == "xla":
         import torch_xla.core.xla_model as xm
 
         state["xla"] = torch.tensor([xm.get_rng_state() >> 32, xm.get_rng_state() & 0xFFFFFFFF])  # 64 bits, unsigned
+    elif device.type != "cpu":
+        state[device.type] = torch.get_device_module(device).get_rng_state()
     return state
 
 
 def set_random_state(state: Tensors, device: torch.device) -> None:
     torch.set_rng_state(state["cpu"])
-    if device.type == "cuda" and "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"], device)
-    if device.type == "xla" and "xla" in state:
+    if device.type not in state:  # saved on another kind of device
+        return
+    if device.type == "xla":
         import torch_xla.core.xla_model as xm
 
         high, low = state["xla"].tolist()
         xm.set_rng_state(high << 32 | low)
+    elif device.type != "cpu":
+        torch.get_device_module(device).set_rng_state(state[device.type])

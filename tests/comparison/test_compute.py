@@ -72,6 +72,26 @@ def test_compute_is_not_equal_where_the_sweep_changes_the_cost_of_a_step(mini: M
             check(study, study.sets)
 
 
+@pytest.mark.parametrize("name", ["trains_alone:Evaluator", "trains_alone:Staged"])
+def test_an_evaluator_of_another_package_may_be_unable_to_train_longer(
+    mini: Mini, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    (tmp_path / "trains_alone.py").write_text(
+        "from ssl_vit.evaluators import base, fine_tune\n"
+        "class Config(base.LabeledConfig, base.SweepConfig): ...\n"
+        "class Evaluator(base.Evaluator):\n"
+        "    title, trains_encoder = 'Alone', True\n"
+        "    def fit(self, train, seed): ...\n"
+        "class Staged(Evaluator):\n"
+        "    def stage(self, *arguments):\n"
+        "        return fine_tune.Evaluator(fine_tune.Config(sweep={})).stage(*arguments)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    study = load_comparison(mini(arms=ARMS, evaluators={name: {}}))
+    with pytest.raises(UserError, match=rf"arms\.longer\.compute_of: evaluators\.{name} cannot train longer; remove"):
+        check(study, study.sets)
+
+
 def test_an_arm_without_a_recipe_has_no_steps_to_count(mini: Mini, few_digits: Path, tmp_path: Path) -> None:
     quietly(mini(evaluators={"knn": {"ks": [1]}}))
     (tmp_path / "run" / "ssl" / "recipe.yaml").rename(tmp_path / "recipe.yaml")

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from ssl_vit import recipe
+from ssl_vit.cli import compare
 from ssl_vit.comparison.config import load_comparison
 from ssl_vit.comparison.sets import load_suite, suites
 from ssl_vit.interfaces import UserError
@@ -137,6 +138,32 @@ def test_a_home_directory_is_expanded(monkeypatch: pytest.MonkeyPatch, tmp_path:
 def test_two_arms_need_two_labels() -> None:
     with pytest.raises(UserError, match="two arms have the label 'scratch'"):
         load_comparison("demo_digits", ["arms.ssl.label=scratch"])
+
+
+@pytest.mark.parametrize("label", ["raw pixels", "the untrained encoder"])
+def test_an_arm_is_not_named_like_a_reference(label: str) -> None:
+    with pytest.raises(UserError, match=f"the label '{label}' is that of a reference"):
+        load_comparison("demo_digits", [f"arms.ssl.label={label}"])
+
+
+@pytest.mark.parametrize("place", ["1001", "a: b", "mine, too", "[a]", "a # b", "größe"])
+def test_paths_may_look_like_numbers_and_lists(
+    mini: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    study = load_comparison(mini(data={"train": f"{place}/train", "test": f"{place}/test"}))
+    assert study.recipes["ssl"].data.train == f"{place}/train"
+    assert load_comparison(mini(data={"train": place, "test": "x"})).recipes["ssl"].data.train == place
+    given = load_comparison(mini(), [compare._arm(f"given={place}")])
+    assert given.comparison.arms["given"].weights == place
+    monkeypatch.chdir(tmp_path)
+    for fold in range(5):
+        (tmp_path / place / "data" / f"fold_{fold}").mkdir(parents=True)
+        (tmp_path / place / "data" / f"fold_{fold}" / "info.json").touch()
+    asked: list[list[str]] = []
+    monkeypatch.setattr(compare, "_compare", lambda name, overrides, command: asked.append(overrides))
+    compare.demo(Path(place), None)
+    demo = load_comparison("demo_digits", asked[0])
+    assert demo.comparison.run_directory == Path(place) and demo.folds[0].test == f"{place}/data/fold_0"
 
 
 def test_a_protocol_is_not_swept() -> None:

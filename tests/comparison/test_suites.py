@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 from pathlib import Path
 
@@ -36,6 +37,15 @@ def test_sources_are_packed_once_and_checked(tmp_path: Path) -> None:
         pack(open_source("digits", split=part), folder / "digits" / part, Options(subset=2, shards=1), progress=False)
     with pytest.raises(UserError, match="is a part of the source"):
         prepare(DIGITS, folder, said.append)
+
+
+def test_a_dry_run_names_the_whole_command(tmp_path: Path) -> None:
+    table = DataSet(source="me/my set", splits=("train", "test"), image_column="img", label_column="fine label")
+    with pytest.raises(UserError) as error:
+        prepare({"own": table}, tmp_path / "a b", write=False)
+    command = shlex.split(str(error.value).split("`")[1])
+    assert command[:5] == ["ssl-vit", "shards", "make", "me/my set", f"{tmp_path}/a b/own/train"]
+    assert command[5:] == ["--split", "train", "--image-column", "img", "--label-column", "fine label"]
 
 
 def test_images_that_cannot_be_read_are_counted(tmp_path: Path) -> None:

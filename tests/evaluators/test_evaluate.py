@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 import ssl_vit
-from ssl_vit import api
+from ssl_vit import api, records
 from ssl_vit.data.packing import pack, sources
 from ssl_vit.data.packing.plan import Options
 from ssl_vit.evaluators import embeddings
@@ -21,6 +21,7 @@ from ssl_vit.evaluators.labels import labels_of
 from ssl_vit.files import sha256
 from ssl_vit.interfaces import UserError
 from ssl_vit.models import factory
+from ssl_vit.records import EvaluationRecord
 from ssl_vit.results import Table, evaluations, load
 
 TUNE = ["sweep={}", "training.steps=4", "training.batch_size=16", "labels_per_class=5", "seeds=[0,1]"]
@@ -41,7 +42,8 @@ def test_every_evaluator_stores_its_rows_with_a_prediction_per_test_image(
     assert found.path and evaluations(run)[0][found.path].results == found.results
     assert found.path.parent == run / "results" and found.path.name.startswith(f"{name}-")
     rows, about = load(found.path)
-    assert rows == found.results and about == found.about | {"saved": about["saved"]}
+    stored = records.read(found.path, EvaluationRecord, about)
+    assert rows == found.results and stored == found.about.model_copy(update={"saved": about["saved"]})
     assert {row.arm for row in rows} == {"trained", "untrained"} | ({"pixels"} if name != "fine_tune" else set())
     assert {(row.data, row.pretraining_seed, row.evaluator) for row in rows} == {(test, 0, name)}
     assert about["evaluator"] == name and about["sha256"] == sha256(run / "encoder.safetensors")

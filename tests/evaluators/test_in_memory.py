@@ -28,8 +28,8 @@ def test_a_loaded_network_is_evaluated_as_its_run(trained: Path, evaluator: str)
     run, settings = trained / "run", FAST[evaluator] | {"train": f"{trained}/train", "test": f"{trained}/test"}
     stored, found = (ssl_vit.evaluate(model, evaluator, **settings) for model in (run, ssl_vit.load(run)))
     assert predictions(found) == predictions(stored) and len(found.results) >= 2
-    assert found.path is None and found.about["sha256"] == stored.about["sha256"]
-    assert found.about["weights"] == "VisionTransformer in memory"
+    assert found.path is None and found.about.sha256 == stored.about.sha256
+    assert found.about.weights == "VisionTransformer in memory"
 
 
 def test_the_weights_of_now_are_evaluated_without_their_head(trained: Path) -> None:

@@ -188,7 +188,9 @@ def test_all_labels_are_trained_on_after_a_sweep_without_the_held_out_ones(conte
     assert [(row.arm, row.labels) for row in rows] == [
         (source, labels) for source in ("trained", "untrained") for labels in (15, 15, 140, 140)
     ]
-    assert sweeps["untrained, all labels"].best == {"right": 3}
+    assert [(sweep.source, sweep.labels_per_class, sweep.best["right"]) for sweep in sweeps] == [
+        (source, budget, 3) for source in ("trained", "untrained") for budget in (5, "all")
+    ]
 
 
 @pytest.mark.parametrize("metric", ["accuracy", "mean_per_class"])

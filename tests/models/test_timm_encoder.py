@@ -55,11 +55,15 @@ def test_outputs_are_timms_feature_map_and_their_mean_is_timms_pooling(
 
 
 @pytest.mark.parametrize(
-    ("name", "prefix"),
-    [("vit_small_patch16_dinov3", 5), ("beit_base_patch16_224", 1), ("deit_tiny_distilled_patch16_224", 2)],
+    ("name", "prefix", "patch"),
+    [
+        ("vit_small_patch16_dinov3", 5, 16),
+        ("eva02_tiny_patch14_224", 1, 14),  # a norm after pooling
+        ("deit_tiny_distilled_patch16_224", 2, 16),
+    ],
 )
-def test_tokens_of_other_transformers(pixels: Make, name: str, prefix: int) -> None:
-    encoder = cnn(name, image_size=32)
+def test_tokens_of_other_transformers(pixels: Make, name: str, prefix: int, patch: int) -> None:
+    encoder = cnn(name, image_size=2 * patch)
     images = pixels(encoder)
     with torch.no_grad():
         tokens = encoder.network.forward_features(encoder.normalized(images))
@@ -68,9 +72,9 @@ def test_tokens_of_other_transformers(pixels: Make, name: str, prefix: int) -> N
         assert torch.equal(encoder.represent(images, "mean"), finish(tokens[:, prefix:].mean(1)))
         assert torch.equal(encoder.represent(images, "token"), finish(tokens[:, 0]))
         assert encoder.represent(images, "patches").shape == (2, encoder.features("patches"))
-        larger = at_size(encoder, 64)
+        larger = at_size(encoder, 4 * patch)
         assert (larger.grid, encoder.grid, larger(pixels(larger)).shape[1]) == ((4, 4), (2, 2), prefix + 16)
-        assert fresh(encoder, 0, 64).grid == (4, 4)
+        assert fresh(encoder, 0, 4 * patch).grid == (4, 4)
 
 
 def test_a_network_without_patch_tokens_says_so(pixels: Make) -> None:

@@ -34,7 +34,7 @@ from ssl_vit.data.shards import open_shards
 from ssl_vit.data.stream import train_source
 from ssl_vit.interfaces import RunError, StepOutput, UserError, is_main_process
 from ssl_vit.objectives import masked_patch
-from ssl_vit.training import checkpoint, distributed, loop, signals
+from ssl_vit.training import checkpoint, distributed, loop, memory, signals
 from ssl_vit.training.distributed import make_accelerator
 
 FSDP2 = Path(__file__).parents[2] / "recipes" / "launch" / "fsdp2.yaml"
@@ -90,22 +90,30 @@ def sharded(digits: str, out: Path) -> None:
     """A sharded run into OUT/sharded; another resumes from its step 12 in OUT/again."""
     api.make_accelerator = sharding_accelerator  # type: ignore[assignment]
     train(digits, out / "sharded", "pretraining", *SHARDED)
-    back_to_step_12(out / "sharded", out / "again")
+    back_before(20, out / "sharded", out / "again")
     train(digits, out / "again", "pretraining", *SHARDED)
 
 
 def sharded_on_three(digits: str, out: Path) -> None:
     """OUT/sharded, which two processes trained, resumes from its step 12 in OUT/three."""
     api.make_accelerator = sharding_accelerator  # type: ignore[assignment]
-    back_to_step_12(out / "sharded", out / "three")
+    back_before(20, out / "sharded", out / "three")
     train(digits, out / "three", "pretraining", *SHARDED)
 
 
-def back_to_step_12(run: Path, copy: Path) -> None:
-    """A copy of a run as it was at its checkpoint of step 12; the main process makes it."""
+def back_before(step: int, run: Path, copy: Path) -> None:
+    """A copy of a run as it was before it saved its checkpoint of this step; the main process makes it."""
     if is_main_process():
-        shutil.copytree(run, copy, ignore=shutil.ignore_patterns("step_00000020"))
+        shutil.copytree(run, copy, ignore=shutil.ignore_patterns(f"step_{step:08d}"))
     distributed.gather(None)
+
+
+def resumed(digits: str, out: str) -> None:
+    """A run of 4 steps in OUT/whole; another resumes from its step 2 in OUT/again."""
+    whole, again, keys = Path(out) / "whole", Path(out) / "again", ("training.steps=4", "training.checkpoint_every=2")
+    train(digits, whole, "pretraining", *keys)
+    back_before(4, whole, again)
+    train(digits, again, "pretraining", *keys)
 
 
 def two(digits: str, out: str, first: str) -> None:
@@ -199,7 +207,7 @@ def statistics(digits: str, run: str) -> None:
 
 def auto_batch(digits: str, run: str, *keys: str) -> None:
     """The last process may map 100 MB more than it has mapped when the search begins: a real refusal by the kernel."""
-    search = loop.find_accumulation
+    search = memory.find_accumulation
 
     def limited(*arguments: Any) -> int:
         mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
@@ -211,7 +219,7 @@ def auto_batch(digits: str, run: str, *keys: str) -> None:
         finally:
             resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
-    loop.find_accumulation = limited  # type: ignore[assignment]
+    memory.find_accumulation = limited  # type: ignore[assignment]
     torch.backends.mkldnn.enabled = False  # type: ignore[assignment]  # it has other words for a refusal
     train(digits, Path(run), "pretraining", "training.auto_batch=true", *keys)
 

@@ -29,7 +29,7 @@ def runs(world: Callable[..., Any], digits: Path, tmp_path_factory: pytest.TempP
     done(world(2, "two", digits, out, first))
     done(world(3, "three", digits, out, first))
     one.train(str(digits), out / "whole", "pretraining", *one.SHARDED)
-    one.back_to_step_12(out / "sharded", out / "one")
+    one.back_before(20, out / "sharded", out / "one")
     one.train(str(digits), out / "one", "pretraining", *one.SHARDED)
     return out
 

@@ -9,11 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from ssl_vit import api, recipe, results
-from tests.processes import every_process as one
-from tests.processes.reading import rows, same, weights
+from tests.processes.reading import rows
 
 World = Callable[..., Any]
 
@@ -27,9 +25,8 @@ def test_a_bad_loss_of_one_process_stops_both_and_names_its_samples(world: World
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="the limit is Linux's")
-@pytest.mark.parametrize("processes", [1, 2])
-def test_a_process_short_of_memory_makes_all_take_smaller_micro_batches(
-    world: World, digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, processes: int
+def test_a_process_short_of_memory_makes_both_take_smaller_micro_batches(
+    world: World, digits: Path, tmp_path: Path
 ) -> None:
     keys = [
         "training.batch_size=2400",
@@ -38,17 +35,13 @@ def test_a_process_short_of_memory_makes_all_take_smaller_micro_batches(
         "encoder.depth=6",
         "encoder.dropout=0.1",
     ]
-    everyone = world(processes, "auto_batch", digits, tmp_path / "run", *keys)
-    assert [process.wait() for process in everyone] == [0] * processes, "".join(process.text for process in everyone)
+    both = world(2, "auto_batch", digits, tmp_path / "run", *keys)
+    assert [process.wait() for process in both] == [0, 0], both[0].text + both[1].text
     first, *others = rows(tmp_path / "run")
     count = first["accumulate"]
-    size = 2400 // processes // count
+    size = 1200 // count
     assert first == {"step": 0, "event": "auto_batch", "accumulate": count, "micro_batch": size} and count > 1
     assert [row["images_seen"] for row in others] == [2400, 4800]
-    if processes == 1:  # the search left nothing behind: with that number from the start, the same weights come out
-        monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
-        one.train(str(digits), tmp_path / "plain", "pretraining", *keys, f"training.accumulate={count}")
-        assert same(weights(tmp_path / "run"), weights(tmp_path / "plain"))
 
 
 def test_all_processes_end_with_the_running_statistics_that_are_saved(

@@ -10,6 +10,7 @@ import pytest
 
 from ssl_vit.report.classes import BINS, calibration, classes
 from ssl_vit.report.page import write_report
+from ssl_vit.report.plots import confusion_matrix
 from ssl_vit.report.read import read
 from ssl_vit.report.statistics import crossed_mean
 from ssl_vit.report.summary import EvaluationKey
@@ -42,6 +43,11 @@ def test_confusion_and_accuracy_are_those_of_a_loop(tmp_path: Path) -> None:
             expected = of_class.count(predicted) / len(of_class)
             assert found.confusion["ssl"][true, predicted] == pytest.approx(expected)
     assert found.budget == 10 and found.names == ("a", "b", "c", "d")
+
+
+def test_long_names_of_classes_are_cut() -> None:
+    text = confusion_matrix(np.eye(3), ["HerbaceousVegetation", "Industrial bui", "a b"])
+    assert all(f">{name}<" in text for name in ("HerbaceousVeg…", "Industrial bui", "a b"))
 
 
 def test_a_class_without_test_images_has_no_accuracy(tmp_path: Path) -> None:

@@ -13,8 +13,9 @@ from ssl_vit import records, results
 from ssl_vit.files import sha256, write_json
 from ssl_vit.interfaces import UserError
 from ssl_vit.records import RunSummary
+from ssl_vit.report.export import export
 from ssl_vit.report.read import read
-from ssl_vit.report.runs import read_run
+from ssl_vit.report.runs import flat, read_run
 from ssl_vit.report.summary import EvaluationKey, summarize
 from ssl_vit.report.tables import cost_table, place_tables, sweep_table
 from tests.report.made import SWEEP, row, two_arms, write_comparison, write_run
@@ -78,21 +79,43 @@ def test_runs_are_arms_of_what_was_measured_alike(tmp_path: Path) -> None:
 
 
 def test_an_evaluation_of_a_run_has_its_sweep_in_the_costs(tmp_path: Path) -> None:
-    swept = {f"{source}, 10 labels per class": SWEEP.model_dump(mode="json") for source in ("trained", "untrained")}
+    named = (SWEEP.model_copy(update={"source": name, "labels_per_class": 10}) for name in ("trained", "untrained"))
+    swept = [sweep.model_dump(mode="json") for sweep in named]
     settings = {"sweep": {"optim.lr": [0.1, 0.2]}}
     run = write_run(tmp_path / "run", "a", 0.6)
     rows = [row(arm, 10, seed, 0.5, evaluator="fine_tune") for arm in ("trained", "untrained") for seed in (0, 1, 2)]
     about = {"evaluator": "fine_tune", "title": "Fine-tuning", "settings": settings, "metric": "accuracy"}
     about |= {"data": {"train": "data/train", "test": "data/test"}, "sha256": "unknown", "notes": ["one is gray"]}
+    about |= {"environment": {"world_size": 4}}
     results.save(run / "results" / "fine_tune-1.json", rows, sweeps=swept, **about)
     found = read([run])
     costs = cost_table(found).frame.set_index("Cost")["a"]
     assert costs["Settings tried"] == "2"
     assert costs[["Sweeps, images", "Evaluation, images", "Total, images"]].tolist() == ["64", "192", "896"]
+    hours = [costs[f"{stage}, device-hours"] for stage in ("Sweeps", "Evaluation")]
+    assert hours == [f"{4 * seconds / 3600:.4g}" for seconds in (3 - 2, 3 * 2)], "on four processes"
     assert len(sweep_table(found).frame) == 4 and not summarize(found).headlines
     assert "Fine-tuning: one is gray." in found.runs["a"].remarks
     shown = place_tables(found, summarize(found), EvaluationKey("data/test", "few_shot"))[0].frame.to_string()
     assert "of 3 seeds" not in shown, "few-shot had two, and that is all of them"
+
+
+def test_a_run_is_evaluated_on_several_training_sets_together(tmp_path: Path) -> None:
+    found = read([write_run(tmp_path / "run", "a", 0.6, data={"train": ["data/a", "data/b"], "test": "data/test"})])
+    assert found.record.data["data/test train"].path == "data/a + data/b"
+    assert export(found, "json")
+
+
+def test_an_evaluation_of_another_version_is_refused_if_its_weights_are_still_there(tmp_path: Path) -> None:
+    older = write_run(tmp_path / "b", "b", 0.6, sweeps={"trained, all labels": SWEEP.model_dump(mode="json")})
+    with pytest.raises(UserError, match=r"few_shot-1\.json: written by another version"):
+        read_run(older)
+    (older / "encoder.safetensors").write_bytes(b"new")
+    assert len(read_run(older).remarks) == 1, "of other weights, so it does not matter"
+
+
+def test_settings_keep_their_numbers() -> None:
+    assert flat({"a": 14197122, "b": {"c": 0.5}}) == {"a": "14,197,122", "b.c": "0.5"}
 
 
 def test_one_set_has_two_metrics_in_two_evaluations(tmp_path: Path) -> None:

@@ -22,7 +22,6 @@ Train = Callable[..., Path]
 Settings = Callable[..., recipe.Recipe]
 STAGES = {
     "masked patches": ("digits_ssl", "training.picture_every=2", "training.accumulate=2"),
-    "masked autoencoder": ("digits_ssl", "objective.name=masked_autoencoder"),
     "relative positions": ("digits_ssl", "objective.name=masked_autoencoder", "encoder.positions=relative"),
     "supervised, bf16": ("digits_supervised", "training.precision=bf16"),
 }

@@ -13,9 +13,10 @@ from timm.models.vision_transformer import Block
 from torch import nn
 
 from ssl_vit import api, recipe, stage
-from ssl_vit.interfaces import UserError
+from ssl_vit.interfaces import Batch, StepOutput, UserError
+from ssl_vit.objectives import masked_patch
 from ssl_vit.training import memory
-from tests.processes.reading import losses
+from tests.processes.reading import losses, rows
 
 Train = Callable[..., Path]
 
@@ -56,16 +57,45 @@ def test_a_dry_run_measures_a_micro_batch_that_the_memory_holds(
         sizes.append(len(part.images))
         return original(module, part, accelerator)
 
-    for place in (memory, stage):
-        monkeypatch.setattr(place, "forward_backward", limited)
+    monkeypatch.setattr(memory, "forward_backward", limited)
     with pytest.raises(UserError, match=r"training\.auto_batch=true"):
         stage.dry_run(settings(tmp_path))
     if fits == 8:  # a quarter of the batch: one lane of four
         stage.dry_run(settings(tmp_path, "training.auto_batch=true"))
         assert set(sizes) == {8}
     else:
-        with pytest.raises(UserError, match=r"does not hold one micro-batch"):
+        with pytest.raises(UserError, match=r"does not hold a micro-batch of 8 images"):
             stage.dry_run(settings(tmp_path, "training.auto_batch=true"))
+
+
+def test_a_dry_run_counts_the_memory_of_the_optimizer(
+    settings: Callable[..., recipe.Recipe], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(tensor: torch.Tensor) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB")
+
+    monkeypatch.setattr(torch, "zeros_like", full)
+    with pytest.raises(UserError, match=r"does not hold a micro-batch"):
+        stage.dry_run(settings(tmp_path))
+
+
+def test_auto_batch_takes_the_largest_micro_batch_that_fits_and_leaves_no_trace(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With that number from the start, the same weights come out; dropout draws from the same random state."""
+    forward, keys = masked_patch.Objective.forward, ("training.steps=2", "encoder.dropout=0.1")
+    plain = train(tmp_path / "plain", "training.accumulate=4", *keys)
+
+    def limited(self: Any, batch: Batch) -> StepOutput:
+        output = forward(self, batch)
+        if len(batch.images) > 8:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB")
+        return output
+
+    monkeypatch.setattr(masked_patch.Objective, "forward", limited)
+    run = train(tmp_path / "run", "training.auto_batch=true", *keys)
+    assert rows(run)[0] == {"step": 0, "event": "auto_batch", "accumulate": 4, "micro_batch": 8}
+    assert same(weights(run), weights(plain))
 
 
 def test_activation_checkpointing_changes_nothing(train: Train, tmp_path: Path) -> None:

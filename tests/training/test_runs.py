@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 import shutil
@@ -13,8 +14,9 @@ from typing import Any
 import pytest
 
 from ssl_vit import api, runs
-from ssl_vit.interfaces import Stopped, UserError
-from ssl_vit.training import checkpoint
+from ssl_vit.analysis import figures
+from ssl_vit.interfaces import RunError, Stopped, UserError
+from ssl_vit.training import checkpoint, loop
 from ssl_vit.training.loop import Trainer
 from ssl_vit.training.signals import StopRequest
 
@@ -30,8 +32,10 @@ def saved(run: Path) -> list[str]:
     return sorted(path.name for path in (run / "checkpoints").iterdir())
 
 
-def files(run: Path) -> list[bytes]:
-    return [(run / name).read_bytes() for name in ("environment.json", "summary.json", "metrics.jsonl")]
+def files(run: Path) -> dict[str, tuple[int, bytes]]:
+    """When each file was written, and its content; but for the recipe, whose data may lie elsewhere now."""
+    found = [path for path in run.rglob("*") if path.is_file() and path.name not in ("recipe.yaml", ".lock")]
+    return {str(path): (path.stat().st_mtime_ns, path.read_bytes()) for path in found}
 
 
 @pytest.fixture
@@ -74,11 +78,28 @@ def test_a_recipe_in_a_folder_of_other_files_is_not_replaced(train: Train, tmp_p
 
 
 def test_a_finished_run_stays_as_it_is(train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = train(tmp_path / "run", "probe.every=12", *PROBE)
-    before = files(run)
+    keys = ("probe.every=12", *PROBE, "training.trackers={tensorboard: {}}")
+    before = files(train(tmp_path / "run", *keys))
     monkeypatch.setattr(runs, "environment", lambda accelerator: {"git": "another"})
-    train(tmp_path / "run", "probe.every=12", *PROBE)
-    assert files(run) == before
+    monkeypatch.setattr(loop, "train", None)
+    assert files(train(tmp_path / "run", *keys)) == before
+
+
+@pytest.mark.parametrize(
+    ("place", "name", "named"),
+    [(checkpoint, "publish_encoder", "run: cannot write the encoder"), (figures, "save_png", "picture")],
+)
+def test_a_full_disk_is_named_and_the_run_can_go_on(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: Any, name: str, named: str
+) -> None:
+    def full(*arguments: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    keys = ("training.steps=2", "training.picture_every=2")
+    with monkeypatch.context() as patch, pytest.raises(RunError, match=f"{named}.*No space left on device"):
+        patch.setattr(place, name, full)
+        train(tmp_path / "run", *keys)
+    train(tmp_path / "run", *keys)
 
 
 def test_a_resumed_run_lists_the_environments_of_all_sessions(
@@ -234,3 +255,13 @@ def test_the_display_names_the_run_directory(
     api.train(settings(tmp_path / "second"), quiet=False)
     captured = capsys.readouterr()
     assert "second  1/12  loss " in captured.out + captured.err, "two runs of one recipe may print side by side"
+
+
+def test_a_run_shorter_than_its_warm_up_says_so(
+    settings: Callable[..., Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    api.train(settings(tmp_path / "run", "training.steps=5"), quiet=False)
+    assert "note" not in capsys.readouterr().err
+    api.train(settings(tmp_path / "short", "training.steps=4"), quiet=False)
+    note = "note: optim.warmup_steps=5 exceeds the 4 steps of the run; lower it, or train longer"
+    assert note in capsys.readouterr().err

@@ -33,6 +33,8 @@ _CHECKPOINTS = (".safetensors", ".pth", ".pt", ".bin", ".tar")
 _ON_THE_HUB = re.compile(r"(?:hf[-_]hub:)?([\w.-]+/[\w.-]+(?:@[\w./-]+)?)")
 # An unknown tensor under one of these names is part of the encoder, which would compute something else without it.
 _ENCODER = ("blocks.", "patch_embed.", "norm.", "norm_pre.", "cls_token", "pos_embed", "reg_token", "dist_token")
+# What tensors and descriptions of other types and sizes than expected raise.
+_MISSHAPEN = (LookupError, ValueError, TypeError, AttributeError, ArithmeticError, RuntimeError)
 _DAMAGED = (*factory.DAMAGED, EOFError, MemoryError, AssertionError)
 
 
@@ -55,15 +57,33 @@ def import_weights(
     with new_folder(out) as folder:
         try:
             imported = read(weights, name, heads)
-        except (LookupError, ValueError) as error:  # missing or misshapen where the sizes are read from
-            raise UserError(f"{weights}: not the tensors of a ViT ({type(error).__name__}: {error})") from None
-        model = build(imported, imported.mean if mean is None else mean, imported.std if std is None else std)
+            model = build(imported, imported.mean if mean is None else mean, imported.std if std is None else std)
+        except _MISSHAPEN as error:
+            raise UserError(
+                f"{weights}: its tensors or its config.json do not describe a model ({type(error).__name__}: {error}); "
+                "get the weights again"
+            ) from None
         imported.skipped += outside(model, imported.tensors)
         factory.load_state(model, {k: v for k, v in imported.tensors.items() if k not in imported.skipped}, weights)
+        _try_out(model, weights)
         about = {key: getattr(imported, key) for key in ("license", "notes", "skipped")} | {"from": weights}
         factory.write_config(model, folder / factory.CONFIG, imported=about)
         save_file(factory.state(model), folder / factory.WEIGHTS)
-    return model.eval(), imported
+    return model, imported
+
+
+def _try_out(model: Encoder, weights: str) -> None:
+    """Let the model read a blank image, in evaluation mode. Raises UserError where it cannot."""
+    try:
+        with torch.no_grad():
+            tokens = model.eval()(torch.zeros(1, model.channels, *model.image_size, dtype=torch.uint8))
+        if not tokens.isfinite().all():
+            raise ValueError("infinite or NaN")
+    except _MISSHAPEN as error:
+        why = f"{type(error).__name__}: {_first_words(error)}"
+        raise UserError(
+            f"{weights}: its config.json describes a model that cannot compute ({why}); correct it"
+        ) from None
 
 
 def outside(encoder: Encoder, tensors: Tensors) -> list[str]:

@@ -268,6 +268,28 @@ def test_a_config_that_does_not_fit_the_weights_is_refused(
         import_weights(str(tmp_path / "hf"), tmp_path / "out")
 
 
+BAD_CONFIGS: list[dict[str, Any]] = [
+    *({"image_size": size} for size in ("24", None, 24.0)),
+    *({"num_attention_heads": heads} for heads in ("2", -2)),
+    *({"layer_norm_eps": epsilon} for epsilon in ("x", -9)),
+    *({"architecture": name} for name in (5, None)),
+    *({"image_mean": mean} for mean in (None, "abc", [[0.5]] * 3)),
+]
+
+
+def test_a_description_of_other_types_is_refused(tmp_path: Path) -> None:
+    """Wherever it is noticed: while sizes are read, while the model is built, or when it computes."""
+    transformers_folder(tmp_path / "hf", "ViTModel")
+    model, pixels = tmp_path / "hf" / "config.json", tmp_path / "hf" / "preprocessor_config.json"
+    described = json.loads(model.read_text())
+    for change in BAD_CONFIGS:
+        model.write_text(json.dumps(described if "image_mean" in change else described | change))
+        pixels.write_text(json.dumps(change if "image_mean" in change else {}))
+        with pytest.raises(UserError, match="hf: "):
+            import_weights(str(tmp_path / "hf"), tmp_path / "out")
+        assert not (tmp_path / "out").exists()
+
+
 # --- what follows an import ---
 
 
