@@ -21,7 +21,6 @@ from ssl_vit.interfaces import Config, UserError
 from ssl_vit.overrides import merge
 from ssl_vit.recipe import Recipe
 from ssl_vit.records import ArmKind, Look
-from ssl_vit.report import read
 
 ONLY = "data"  # name of the dataset of a comparison that has one
 REFERENCES = ("untrained", "pixels", "control", "control_repeated", "scratch_repeated")
@@ -146,7 +145,9 @@ class ComparisonConfig(Config):
         labels = [arm.label for arm in arms.values()]
         if twice := [label for label in labels if labels.count(label) > 1]:
             raise ValueError(f"two arms have the label '{twice[0]}'; give each its own")
-        if taken := [label for label in labels if label in read.REFERENCES.values()]:
+        from ssl_vit.report.read import REFERENCES  # not for --help: it imports pandas
+
+        if taken := [label for label in labels if label in REFERENCES.values()]:
             raise ValueError(f"the label '{taken[0]}' is that of a reference; give the arm another one")
         with_encoder = [name for name, arm in arms.items() if arm.kind != "scratch"]
         if not with_encoder:
