@@ -19,6 +19,7 @@ from ssl_vit import plugins, precision, recipe, stage
 from ssl_vit.analysis import loaded
 from ssl_vit.data import DataConfig
 from ssl_vit.data.packing.cache import is_shards, split_name
+from ssl_vit.data.packing.sources import FOLDER
 from ssl_vit.data.shards import ShardSet, check_same_classes, open_shards, open_training
 from ssl_vit.environment import environment
 from ssl_vit.evaluators import runner
@@ -168,7 +169,7 @@ def saw_test_images(places: Sequence[str], test: str) -> bool:
         path, part = split_name(place)
         if "://" in place:
             return place
-        folder = expanded(path).resolve()
+        folder = expanded(path.removeprefix(FOLDER)).resolve()
         if part and is_shards(path):
             return str(folder / part)
         return f"{folder}#{part}" if part else str(folder)

@@ -66,11 +66,13 @@ def shards_make(
     """
     from ssl_vit.data.packing import pack
     from ssl_vit.data.packing.plan import Options
-    from ssl_vit.data.packing.sources import open_source
+    from ssl_vit.data.packing.sources import FOLDER, open_source
+    from ssl_vit.files import expanded
 
     if "://" in out:
         raise UserError(f"{out}: shards are written to a local folder; upload them afterwards")
-    if Path(source).is_dir() and Path(out).resolve().is_relative_to(Path(source).resolve()):
+    images = expanded(source.removeprefix(FOLDER)).resolve()
+    if images.is_dir() and Path(out).resolve().is_relative_to(images):
         raise UserError(f"{out} lies inside {source}, where it would look like images; choose a folder outside")
     with warnings.catch_warnings():
         warnings.showwarning = lambda message, *_: print(f"note: {printable(str(message))}", file=sys.stderr)

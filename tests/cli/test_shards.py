@@ -106,6 +106,7 @@ def test_verify_lists_defects_and_exits_1(shards: Call, images: Path) -> None:
     [
         (("images", "images/out"), "images/out lies inside images"),
         (("images", "images"), "images lies inside images"),
+        (("imagefolder:images", "images/out"), "images/out lies inside imagefolder:images"),
         (("images", "out", "--order", "random"), "'random' is not one of"),
         (("images", "out", "--jobs", "0"), "Invalid value for '--jobs'"),
         (("digits", "images/cat/1.png"), "images/cat/1.png is a file; name a folder"),

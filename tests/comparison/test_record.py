@@ -59,3 +59,5 @@ def test_pretraining_on_test_images_is_refused(few_digits: Path, tmp_path: Path)
     keys[1] = "data={{train: {0}#train, test: {0}#test, folds: [], pretrain: {0}}}".format(mine := tmp_path / "mine")
     with pytest.raises(UserError, match=f"data.train={mine} includes images of the test set {mine}#test"):
         pretrained_elsewhere(*keys)
+    with pytest.raises(UserError, match=f"data.train=imagefolder:{mine} includes images of the test set"):
+        pretrained_elsewhere(*keys, f"data.pretrain=imagefolder:{mine}")
