@@ -18,8 +18,9 @@ from torch.utils.tensorboard import SummaryWriter
 from ssl_vit import plugins, precision, recipe, stage
 from ssl_vit.analysis import loaded
 from ssl_vit.data import DataConfig
-from ssl_vit.data.packing.cache import is_shards, split_name
+from ssl_vit.data.packing.cache import split_name
 from ssl_vit.data.packing.sources import FOLDER
+from ssl_vit.data.packing.sources.base import VALIDATION
 from ssl_vit.data.shards import ShardSet, check_same_classes, open_shards, open_training
 from ssl_vit.environment import environment
 from ssl_vit.evaluators import runner
@@ -170,9 +171,9 @@ def saw_test_images(places: Sequence[str], test: str) -> bool:
         if "://" in place:
             return place
         folder = expanded(path.removeprefix(FOLDER)).resolve()
-        if part and is_shards(path):
-            return str(folder / part)
-        return f"{folder}#{part}" if part else str(folder)
+        names = (part, *(VALIDATION if part == "test" else ())) if part else ()
+        found = next((folder / name for name in names if (folder / name).is_dir()), None)
+        return str(found or (f"{folder}#{part}" if part else folder))
 
     return not {*map(absolute, places)}.isdisjoint({absolute(test), absolute(test).removesuffix("#test")})
 

@@ -30,7 +30,7 @@ class UserError(Exception):
 
 def is_main_process() -> bool:
     """Whether this process prints and writes; needs no process group."""
-    return os.environ.get("RANK", "0") == "0"
+    return os.environ.get("RANK", "0") == "0" or os.environ.get("WORLD_SIZE", "1") == "1"
 
 
 class BadSample(Exception):

@@ -68,7 +68,8 @@ def measure(settings: Recipe) -> dict[Precision, float]:
         candidates = _CANDIDATES.get(accelerator.device.type, _OTHERWISE)
         candidates = tuple(filter(distributed.supports, candidates)) or ("fp32",)
     counts = micro_batch_counts(settings.training, job.lanes // accelerator.num_processes)
-    batch = step.split(find_accumulation(module, step, accelerator, counts, OPTIMIZER_COPIES))[0]
+    copies = OPTIMIZER_COPIES[settings.optim.name]
+    batch = step.split(find_accumulation(module, step, accelerator, counts, copies))[0]
     seconds: dict[Precision, float] = {}
     for number in range(_ROUNDS + 1):
         for precision in candidates:

@@ -43,14 +43,14 @@ def open_run(run: Path, settings: Recipe, accelerator: Engine, data: str) -> tup
     data: fingerprint of the shards.
 
     Returns the lock that keeps other processes out until it is released, and whether the run is finished, with its last
-    checkpoint intact. Raises UserError when the directory is another recipe's or another process's.
+    checkpoint and its encoder intact. Raises UserError when the directory is another recipe's or another process's.
     """
     check(run, settings, data)
     run.mkdir(parents=True, exist_ok=True)
     lock = _lock(run)
     try:
         check(run, settings, data)  # again: another process may have ended just now
-        recipe.save(settings, run / "recipe.yaml")
+        recipe.save(settings, run / "recipe.yaml")  # of a finished run too: its data may have moved
         finished = _finished(run)
         if not finished:
             _note_session(run, settings, accelerator)
@@ -73,8 +73,10 @@ def _finished(run: Path) -> bool:
     checkpoints, summary = checkpoint.folders(run), run / SUMMARY
     if not checkpoints or not summary.exists():
         return False
-    last = checkpoints[-1]
-    return last.name == f"step_{read_json(summary)['steps']:08d}" and checkpoint.defect(last) is None
+    last, names = checkpoints[-1], (factory.WEIGHTS, factory.CONFIG)
+    if last.name != f"step_{read_json(summary)['steps']:08d}" or checkpoint.defect(last) is not None:
+        return False
+    return all((run / name).exists() and sha256(run / name) == sha256(last / name) for name in names)
 
 
 def _note_session(run: Path, settings: Recipe, accelerator: Engine) -> None:

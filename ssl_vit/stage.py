@@ -251,7 +251,7 @@ def dry_run(settings: Recipe, shards: ShardSet | None = None, subset: np.ndarray
     data. Memory is counted from the tensors that autograd keeps. Raises UserError for anything that would stop the run
     before its first step.
     """
-    training, copies = settings.training, {"adamw": 4}.get(settings.optim.name, 3)  # weights, gradients, optimizer
+    training, copies = settings.training, memory.OPTIMIZER_COPIES[settings.optim.name]
     accelerator = make_accelerator(training.precision, training.timeout)
     shards = shards or open_training(settings.data)
     job = build(settings, shards, accelerator, subset=subset, quiet=True)
@@ -263,7 +263,7 @@ def dry_run(settings: Recipe, shards: ShardSet | None = None, subset: np.ndarray
     data_seconds = time.perf_counter() - start
     module = job.objective.to(accelerator.device).train()
     counts = memory.micro_batch_counts(training, job.lanes // accelerator.num_processes)
-    accumulate = memory.find_accumulation(module, batch, accelerator, counts, memory.OPTIMIZER_COPIES)
+    accumulate = memory.find_accumulation(module, batch, accelerator, counts, copies)
     part = batch.split(accumulate)[0]
     passes = [memory.forward_backward(module, part, accelerator) for _ in range(3)]
     samples = (settings.data.samples or shards.samples) if subset is None else len(subset)
@@ -277,7 +277,7 @@ def dry_run(settings: Recipe, shards: ShardSet | None = None, subset: np.ndarray
         epochs=round(job.total_steps * training.batch_size / samples, 2),
         parameters=sum(p.numel() for p in parameters),
         gflop_per_image=round(flops / 1e9, 3),
-        weights_mib=round(sum(4 * p.numel() * (copies if p.requires_grad else 1) for p in parameters) / 2**20, 1),
+        weights_mib=round(sum(4 * p.numel() * (2 + copies if p.requires_grad else 1) for p in parameters) / 2**20, 1),
         activations_mib=round(passes[-1][1] / 2**20, 1),
         compute_seconds=round(min(passes)[0] * accumulate, 4),
         data_seconds=round(data_seconds, 4),

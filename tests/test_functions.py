@@ -14,6 +14,7 @@ import torch
 from PIL import Image
 
 import ssl_vit
+from ssl_vit.api import saw_test_images
 from ssl_vit.comparison.config import load_comparison
 from ssl_vit.interfaces import UserError
 from ssl_vit.recipe import load_recipe
@@ -132,6 +133,28 @@ def test_all_training_images_leave_none_to_test_on(my_images: Path) -> None:
             ssl_vit.evaluate(run, "knn", data=given)
     with pytest.raises(UserError, match=r"trained on all of"):
         ssl_vit.evaluate(run, "knn", train=f"{my_images}#train", test=f"{my_images.parent}/./{my_images.name}")
+
+
+@pytest.mark.parametrize(
+    ("trained", "test", "seen"),
+    [
+        ("flat", "flat#test", True),
+        ("imagefolder:flat", "flat#test", True),
+        ("flat#train", "flat#test", False),
+        ("parts", "flat#test", False),
+        ("parts#val", "parts#test", True),
+        ("parts/val", "parts#test", True),
+        ("parts#train", "parts#test", False),
+    ],
+)
+def test_names_of_the_test_images(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trained: str, test: str, seen: bool
+) -> None:
+    """`#test` is a holdout of images without splits, and `val` where there is no `test`."""
+    monkeypatch.chdir(tmp_path)
+    for folder in ("flat/bee", "parts/train/bee", "parts/val/bee"):
+        Path(folder).mkdir(parents=True)
+    assert saw_test_images([trained], test) == seen
 
 
 def test_embeddings_name_their_files_and_preprocess_gives_the_same_pixels(run: Any, my_images: Path) -> None:

@@ -54,6 +54,7 @@ def test_short_work_and_other_processes_print_nothing(
         with progress_bar("short", 3) as advance:
             clock[0] += 9
             advance(3)
+    monkeypatch.setenv("WORLD_SIZE", "2")
     for show, rank in ((False, "0"), (True, "1")):
         monkeypatch.setenv("RANK", rank)
         with progress_bar("long", None, show) as advance:

@@ -38,7 +38,7 @@ from ssl_vit.training import Precision, distributed
 
 # The source that packing writes into info.json: the name, then the options that chose images.
 _PACKED = re.compile(
-    r"(?P<name>.*?)(, \d+ images( per class)?)?"
+    r"(?P<name>.*?)(, split (?P<split>\w+))?(, \d+ images( per class)?)?"
     r"(, (?P<part>train|test|fold_\d+)( part)? of (?P<options>.+))?(, seed (?P<seed>\d+))?"
 )
 _PRECISION = "precision.json"  # what `auto` of the arms' recipes was replaced by
@@ -150,10 +150,10 @@ def _may_overlap(train: ShardSet, test: ShardSet) -> bool:
     for source in (train.source or "").split(" + "):
         ours, theirs = _PACKED.fullmatch(source), _PACKED.fullmatch(test.source or "")
         if ours and theirs and ours["name"] and ours["name"] == theirs["name"]:
-            parts = ours["part"], theirs["part"]
+            splits, parts = {ours["split"], theirs["split"]} - {None}, (ours["part"], theirs["part"])
             alike = all(ours[key] == theirs[key] for key in ("options", "seed"))
             one_packing = alike and None not in parts and parts[0] != parts[1]
-            if not one_packing:
+            if len(splits) < 2 and not one_packing:
                 return True
     return False
 

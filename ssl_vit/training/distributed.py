@@ -37,7 +37,7 @@ _KNOWN_WARNINGS = (
 # Error messages of gloo, NCCL and torch's store when another process no longer responds.
 _GONE = re.compile(
     r"(?i)connection (closed|reset|refused)|timed out|wait timeout|broken pipe|socket timeout|\bgloo\b|\bnccl|"
-    r"failed to (recv|send)|no route to host"
+    r"collective operation timeout|failed to (recv|send)|no route to host"
 )
 _SILENT = re.compile(r"(?i)time(d )?out")
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}

@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from difflib import get_close_matches
@@ -137,7 +138,8 @@ class RunLogger:
 
     def __exit__(self, *error: object) -> None:
         if self.path and hasattr(self, "file"):
-            self.file.close()
+            with suppress(OSError):  # closing writes again what `event` could not write, and would hide that error
+                self.file.close()
         if self.tracking:  # not `end_training`, which would also end the process group
             self._try(lambda: [tracker.finish() for tracker in self.accelerator.trackers])
         self.accelerator.trackers = []

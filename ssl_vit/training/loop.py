@@ -269,7 +269,7 @@ class Trainer:
         """Apply `training.auto_batch`, starting from the number that the previous session found."""
         if self.accelerator.is_fsdp2 or self.accelerator.device.type == "xla":
             raise UserError("training.auto_batch: not for FSDP or XLA; set it to false, and raise training.accumulate")
-        progress, copies = self.progress, 0 if self.optimizer.state else memory.OPTIMIZER_COPIES
+        progress, copies = self.progress, 0 if self.optimizer.state else memory.OPTIMIZER_COPIES[self.job.optim.name]
         counts = memory.micro_batch_counts(self.job.training, self.own_lanes, progress.accumulate)
         progress.accumulate = memory.find_accumulation(self.objective, self.batch, self.accelerator, counts, copies)
         size = len(self.batch.images) // self.batch.views // progress.accumulate

@@ -15,7 +15,8 @@ from ssl_vit.training import TrainingConfig, distributed
 from ssl_vit.training.distributed import Engine
 from ssl_vit.training.state import random_state, set_random_state
 
-OPTIMIZER_COPIES = 2  # of the weights, which AdamW keeps, and which the first step takes after its backward pass
+# Copies of the weights that an optimizer keeps, and which the first step takes after its backward pass.
+OPTIMIZER_COPIES = {"adamw": 2, "sgd": 1, "lars": 1}
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.SyncBatchNorm)
 _RESERVE = 0.05  # share of a GPU's memory kept free: later steps fragment it
 
@@ -44,26 +45,26 @@ def find_accumulation(
         part = batch.split(count)[0]
         check_batch_norm(objective, len(part.images))
         with undisturbed(objective, accelerator):
-            full = int(not _fits(objective, part, accelerator, copies))
+            full = int(not _fits(objective, part, accelerator, copies, reserve=_RESERVE if len(counts) > 1 else 0))
         if not distributed.largest(full):
             return count
         clear_device_cache(garbage_collection=True)
+    smaller = "higher data.lanes" if len(counts) > 1 else "training.auto_batch=true, or higher training.accumulate"
     error = UserError(
-        f"the memory does not hold a micro-batch of {len(part.images)} images; make it smaller "
-        "(training.auto_batch=true, higher training.accumulate or data.lanes), or set "
+        f"the memory does not hold a micro-batch of {len(part.images)} images; make it smaller ({smaller}), or set "
         "training.checkpoint_activations=true"
     )
     error.everywhere = True
     raise error
 
 
-def _fits(objective: nn.Module, part: Batch, accelerator: Engine, copies: int) -> bool:
+def _fits(objective: nn.Module, part: Batch, accelerator: Engine, copies: int, reserve: float) -> bool:
     device = accelerator.device
     try:
         held = [torch.zeros_like(p) for p in objective.parameters() if p.requires_grad for _ in range(copies)]
         if device.type == "cuda":
             total = torch.cuda.get_device_properties(device).total_memory
-            held.append(torch.empty(int(_RESERVE * total), dtype=torch.uint8, device=device))
+            held.append(torch.empty(int(reserve * total), dtype=torch.uint8, device=device))
         # Not through DDP: a process that runs out of memory would leave the others waiting.
         forward_backward(objective, part, accelerator)
         held.clear()

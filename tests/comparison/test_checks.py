@@ -22,6 +22,8 @@ HALF = "flowers (folder), {} part of holdout 0.5, seed 0"
     (HALF.format("train"), HALF.format("test"), False),
     ("flowers (folder), fold_1 of 3, seed 0", "flowers (folder), fold_0 of 3, seed 0", False),
     ("flowers/train (folder)", "flowers/test (folder)", False),
+    ("digits (scikit-learn)", "digits (scikit-learn), split test", True),
+    ("digits (scikit-learn), split train", "digits (scikit-learn), split test", False),
     (None, None, False),
 ])  # fmt: skip
 def test_pretraining_data_that_may_include_test_images_are_noted(

@@ -17,6 +17,7 @@ from ssl_vit import api, runs
 from ssl_vit.analysis import figures
 from ssl_vit.interfaces import RunError, Stopped, UserError
 from ssl_vit.training import checkpoint, loop
+from ssl_vit.training.logging import RunLogger
 from ssl_vit.training.loop import Trainer
 from ssl_vit.training.signals import StopRequest
 
@@ -83,6 +84,35 @@ def test_a_finished_run_stays_as_it_is(train: Train, tmp_path: Path, monkeypatch
     monkeypatch.setattr(runs, "environment", lambda accelerator: {"git": "another"})
     monkeypatch.setattr(loop, "train", None)
     assert files(train(tmp_path / "run", *keys)) == before
+
+
+@pytest.mark.parametrize("lost", ["encoder.safetensors", "config.json"])
+def test_a_finished_run_gets_its_encoder_back(train: Train, tmp_path: Path, lost: str) -> None:
+    file = train(tmp_path / "run", "training.steps=2") / lost
+    before = file.read_bytes()
+    for damaged in (before[:-1], None):
+        file.unlink() if damaged is None else file.write_bytes(damaged)
+        train(tmp_path / "run", "training.steps=2")
+        assert file.read_bytes() == before
+
+
+def test_a_variable_rank_without_a_world_is_no_rank(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "3")  # of a job array
+    assert saved(train(tmp_path / "run", "training.steps=2")) == ["step_00000002"]
+
+
+def test_a_full_disk_names_the_log(train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begin = RunLogger.begin
+
+    def on_a_full_disk(self: RunLogger, *arguments: Any) -> None:
+        begin(self, *arguments)
+        self.file = Path("/dev/full").open("ab")
+
+    monkeypatch.setattr(RunLogger, "begin", on_a_full_disk)
+    with pytest.raises(RunError, match=r"metrics\.jsonl: cannot write.*No space left"):
+        train(tmp_path / "run")
 
 
 @pytest.mark.parametrize(

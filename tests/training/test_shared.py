@@ -21,6 +21,7 @@ socket.timeout: The read operation timed out"""
     [
         ("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1", True),
         ("NCCL error in: ProcessGroupNCCL.cpp:94, remote process exited or there was a network error", True),
+        ("Watchdog caught collective operation timeout: WorkNCCL(SeqNum=3) ran for 6 ms before timing out.", True),
         ("a gloomy day", False),
         (CRASH, False),
     ],

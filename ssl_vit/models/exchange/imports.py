@@ -77,13 +77,13 @@ def _try_out(model: Encoder, weights: str) -> None:
     try:
         with torch.no_grad():
             tokens = model.eval()(torch.zeros(1, model.channels, *model.image_size, dtype=torch.uint8))
-        if not tokens.isfinite().all():
-            raise ValueError("infinite or NaN")
     except _MISSHAPEN as error:
         why = f"{type(error).__name__}: {_first_words(error)}"
         raise UserError(
             f"{weights}: its config.json describes a model that cannot compute ({why}); correct it"
         ) from None
+    if not tokens.isfinite().all():
+        raise UserError(f"{weights}: its features are infinite or NaN; its weights or its settings are damaged")
 
 
 def outside(encoder: Encoder, tensors: Tensors) -> list[str]:

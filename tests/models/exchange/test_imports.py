@@ -427,3 +427,11 @@ def test_an_occupied_folder_is_kept(tmp_path: Path, shaken: Make) -> None:
     assert (tmp_path / "out" / "thesis.tex").read_text() == "mine"
     (tmp_path / "out" / "thesis.tex").unlink()
     import_weights(str(tmp_path / "weights.pth"), tmp_path / "out", name=TINY, heads=3)
+
+
+def test_weights_that_are_not_numbers_are_refused(tmp_path: Path, shaken: Make) -> None:
+    tensors = {key: torch.full_like(tensor, float("nan")) for key, tensor in timm_vit(shaken).state_dict().items()}
+    torch.save(tensors, tmp_path / "weights.pth")
+    with pytest.raises(UserError, match=r"weights\.pth: its features are infinite or NaN"):
+        import_weights(str(tmp_path / "weights.pth"), tmp_path / "out", name=TINY, heads=3)
+    assert not (tmp_path / "out").exists()

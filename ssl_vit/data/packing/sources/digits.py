@@ -54,5 +54,5 @@ def open_images(place: str, split: str | None) -> Source:
     listing = hashlib.sha256(pixels[rows.start : rows.stop].tobytes()).hexdigest()
     names = [str(digit) for digit in range(10)]
     forms = np.searchsorted(FORMS, rows, side="right") - 1
-    name = f"digits (scikit-learn{f', split {split}' if split else ''})"
+    name = f"digits (scikit-learn){f', split {split}' if split else ''}"
     return Source(name, license, names, labels, rows, partial(_read, pixels), listing, forms)
