@@ -77,6 +77,11 @@ def check(
             _check_apart([chosen.train] if isinstance(chosen.train, str) else chosen.train, train, test)
             for note in set_notes(train, test):
                 say(f"note: {note}")
+            if _may_overlap(train, test):
+                say(
+                    f"note: {train.spec} and the test set {test.spec} were packed from sources of one name "
+                    f"({test.source}); if they share images, every arm is fine-tuned on test images"
+                )
             opened |= {plan.part(name, "train", fold): train, plan.part(name, "test", fold): test}
         for arm, settings in study.recipes.items():
             data, probe = plan.pretraining_data(arm, fold), settings.probe

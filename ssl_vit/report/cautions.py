@@ -74,21 +74,28 @@ def _one_length(comparison: Comparison, head: Difference) -> Iterator[str]:
     arms = [arm for arm in comparison.record.arms if arm.name in (head.arm, head.against)]
     swept = [lengths | arm.own_settings(head.place.data, head.place.evaluator) for arm in arms]
     if evaluator.trains_encoder and not all(any(len(one[key] or ()) > 1 for key in lengths) for one in swept):
-        length = next((f" ({training[key]:,} {key})" for key in ("steps", "epochs") if training.get(key)), "")
+        length = next((f"{training[key]:,} {key}" for key in ("steps", "epochs") if training.get(key)), "")
+        longer = ((arm.label, own.get("extra_steps")) for arm, own in zip(arms, swept, strict=True))
+        more = [f"{steps:,} more for {label}" for label, steps in longer if steps]
+        lengths_used = f" ({', '.join([length, *more])})" if length else ""
+        why = "Training from scratch often needs a longer one than a pretrained encoder, so the"
         yield (
-            f"Caution: no sweep selected the length of fine-tuning{length}. Training from scratch often needs a longer "
-            "one than a pretrained encoder, so the difference may depend on it (sweep training.steps)."
+            f"Caution: no sweep selected the length of fine-tuning{lengths_used}. {'The' if more else why} difference "
+            "may depend on it (sweep training.steps)."
         )
 
 
 def _richly_selected(comparison: Comparison, head: Difference) -> Iterator[str]:
     """A label budget whose settings were selected on more labels than it has."""
     place = head.place.data, head.place.evaluator
-    tasks = (task for task in comparison.record.tasks if (task.data, task.evaluator) == place)
-    sweeps = [sweep for task in tasks if task.id in comparison.tasks and (sweep := comparison.tasks[task.id].sweep)]
     smallest = min(
         (row for row in comparison.table.results if (row.data, row.evaluator) == place), key=lambda row: row.labels
     )
+    settings = comparison.record.evaluators[head.place.evaluator].settings.get(head.place.data, {})
+    budget = settings.get("sweep_labels_per_class") or smallest.labels_per_class
+    tasks = [task for task in comparison.record.tasks if (task.data, task.evaluator) == place]
+    tasks = [task for task in tasks if task.labels_per_class == budget and task.id in comparison.tasks]
+    sweeps = [sweep for task in tasks if (sweep := comparison.tasks[task.id].sweep)]
     if any(sweep.held_out > smallest.labels for sweep in sweeps):
         used = max(sweep.labels for sweep in sweeps)
         yield (

@@ -225,7 +225,7 @@ def read_runs(paths: Sequence[Path]) -> Comparison:
     skipped: list[SkippedSample] = []
     references: dict[str, ReferenceRecord] = {}
     accuracies: dict[tuple[str, str], list[float]] = {}  # of references, by evaluator
-    tasks, swept = list[TaskRecord](), dict[str, TaskResult]()
+    tasks, swept = dict[str, TaskRecord](), dict[str, TaskResult]()
     for name, evaluation in ((name, evaluation) for name, run in runs.items() for evaluation in run.evaluations):
         file, measured, about = evaluation.path, evaluation.results, evaluation.about
         assert file is not None, "it was read"
@@ -247,7 +247,7 @@ def read_runs(paths: Sequence[Path]) -> Comparison:
             arm = name if source == "trained" else source if shared else f"{source}_{name}"
             rows += [(replace(row, data=test, evaluator=evaluator, arm=arm), file) for row in source_rows]
             for task, result in _sweeps(about, source, source_rows, arm=arm, data=test, evaluator=evaluator):
-                tasks.append(task)
+                tasks[task.id] = task
                 swept[task.id] = result
             if source != "trained":
                 kind: ReferenceKind = "pixels" if source == "pixels" else "untrained"
@@ -274,7 +274,7 @@ def read_runs(paths: Sequence[Path]) -> Comparison:
         ),
         references=tuple(references.values()),
         evaluators=dict(evaluators.values()),
-        tasks=tuple(tasks),
+        tasks=tuple(tasks.values()),
     )
     table = Table([row for row, _ in rows], [file for _, file in rows])
     once = tuple(dict.fromkeys(skipped))

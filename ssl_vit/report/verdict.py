@@ -135,7 +135,7 @@ def _headline(comparison: Comparison, head: Difference, budgets: Sequence[Differ
         counts = joined([str(look.seeds) for look in looks])
         sentence += (
             f" After {len(looks)} look{'s' * (len(looks) > 1)} (at {counts} of at most {comparison.record.max_seeds} "
-            f"seeds) the interval has {100 * comparison.confidence:.1f}% confidence, so that the chance of a false "
+            f"seeds) the interval has {100 * head.estimate.confidence:.1f}% confidence, so that the chance of a false "
             "claim over all looks is nominally at most 5%."
         )
     if head.outcome == "undecided":
@@ -164,7 +164,11 @@ def _plan(comparison: Comparison, head: Difference) -> str:
 
 def _efficiency(comparison: Comparison, row: Efficiency) -> str:
     ours, theirs = (comparison.spoken(arm) for arm in (row.arm, row.against))
-    labels = needed(row) + " (95% interval over seeds or pretrainings, without test images)" * needed(row).endswith("]")
+    labels = needed(row)
+    if math.isnan(row.low):
+        labels += " (no interval: fewer than 5 seeds or pretrainings)"
+    elif labels.endswith("]"):
+        labels += " (95% interval over seeds or pretrainings, without test images)"
     return _capital(f"{ours} with {budget_words(row.labels_per_class)} is as accurate as {theirs} with {labels}.")
 
 
@@ -174,7 +178,7 @@ def needed(row: Efficiency) -> str:
     def number(labels: float) -> str:
         if labels == 0 or math.isinf(labels):
             return f"more than {row.measured[1]:g}" if labels else f"fewer than {row.measured[0]:g}"
-        return f"{labels:.2g}" if labels < 100 else f"{labels:.0f}"
+        return f"{labels:.2g}" if labels < 99.5 else f"{labels:.0f}"
 
     value, low, high = (number(labels) for labels in (row.labels, row.low, row.high))
     return value if math.isnan(row.low) or low == high else f"{value} [{low}, {high}]"
@@ -207,8 +211,8 @@ def _compute(comparison: Comparison, head: Difference) -> list[str]:
     baseline = comparison.spoken(head.against)
     ratio = f"{ours / theirs:.3g} times that of {baseline}" if theirs else f"{baseline} used none"
     if theirs and comparison.record.evaluators[head.place.evaluator].trains_encoder:
-        one = _one_run(comparison, head.place, head.arm) / _one_run(comparison, head.place, head.against)
-        ratio += f" ({one:.3g} times for one pretraining with one fine-tuning)"
+        one, other = (_one_run(comparison, head.place, arm) for arm in arms)
+        ratio += f" ({one / other:.3g} times for one pretraining with one fine-tuning)" if other else ""
     return [f"Compute: {comparison.spoken(head.arm)} took {ours:.3g} FLOPs in total, {ratio}."]
 
 

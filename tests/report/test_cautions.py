@@ -48,6 +48,9 @@ def test_a_single_length_of_fine_tuning_is_a_caution(folder: Path) -> None:
     assert caution in cautioned("no key", arms=without, sweep={"training.steps": [100, 400]})
     of_set = [arm.model_copy(update={"evaluators": {"digits fine_tune": of_arm["fine_tune"]}}) for arm in ARMS]
     assert caution not in cautioned("of a dataset", arms=of_set, sweep=rates)
+    extended = ARMS[0].model_copy(update={"evaluators": {"fine_tune": {"extra_steps": 1500}}})
+    text = cautioned("extended", arms=[extended, *ARMS[1:]], training={"steps": 1200, "epochs": None}, sweep=rates)
+    assert f"{caution} (1,200 steps, 1,500 more for {ARMS[0].label})" in text and "needs a longer one" not in text
     frozen = [replace(one, evaluator="few_shot") for one in two_arms(0.2)]
     assert caution not in said(folder / "frozen", frozen)
 

@@ -44,7 +44,7 @@ def open_table(
         raise UserError(f"{spec}: column {column!r} does not hold images: {_first_line(error)}") from None
     label_column = label_column or _label_column(spec, table)
     classes, labels = _labels(spec, table, list(tables.values()), label_column) if label_column else (None, None)
-    name = f"{spec if path is None else path.resolve().name} (datasets{part and f', split {part}'})"
+    name = f"{spec if path is None else path.resolve().name} (datasets){part and f', split {part}'}"
     root = (path if path.is_dir() else path.parent) if path else Path()
     files = [path, *path.rglob("*")] if path else []
     return Source(
