@@ -227,19 +227,20 @@ def outcome(estimate: Estimate, margin: float, tests: int = 1, confidence: float
     return "better" if low > 0 else "worse" if high < 0 else "undecided"
 
 
-def plan(estimate: Estimate, margin: float) -> tuple[int | None, int | None]:
+def plan(estimate: Estimate, margin: float, tests: int = 1, confidence: float = 0.95) -> tuple[int | None, int | None]:
     """How many more seeds (or pretrainings), and how many more test images, would each decide an undecided difference,
-    if it and its variance components stay as measured. None: no number would."""
+    if it and its variance components stay as measured. None: no number would. Arguments: as of `outcome`."""
     if estimate.half_width is None:
         return None, None
-    wanted = max(abs(estimate.mean), margin - abs(estimate.mean))  # the half-width that decides
+    size, widest = abs(estimate.mean), 1 - (1 - confidence) / tests if tests > 1 else estimate.confidence
     S, M = estimate.units, estimate.images
 
     def decides(units: int, images: int) -> bool:
         residual = estimate.residual_variance
         ms_seed, ms_image = images * estimate.seed_variance + residual, units * estimate.image_variance + residual
         variance, freedom = _variance(ms_seed, ms_image, residual, units, images)
-        return _quantile(freedom, estimate.confidence) * math.sqrt(variance) < wanted
+        different = _quantile(freedom, estimate.confidence) * math.sqrt(variance) < size
+        return different or _quantile(freedom, widest) * math.sqrt(variance) < margin - size
 
     more = [int(number) for number in np.unique(np.geomspace(1, 1e6, 500).round())]  # in steps of 3%
     units = next((number for number in more if decides(S + number, M)), None)

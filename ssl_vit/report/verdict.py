@@ -29,7 +29,8 @@ def interval(comparison: Comparison, summary: Summary) -> str:
         "arms are paired by seed and image). It holds for these training images and for the settings that the sweeps "
         "selected; it does not cover other training images or another selection. Differences at several label budgets, "
         "or headlines of several datasets, have intervals adjusted for their number (Holm): one excludes zero where "
-        "Holm's test rejects."
+        "Holm's test rejects. They are called equivalent where Bonferroni's interval, which is wider, lies within the "
+        "margin."
     )
     if comparison.record.looks:
         sentence += f" Intervals of differences have {100 * comparison.confidence:.1f}% confidence, for the looks."
@@ -153,7 +154,8 @@ def _plan(comparison: Comparison, head: Difference) -> str:
         if head.estimate.units < 2:
             return "There is no interval: run at least 3 seeds."
         return "The estimated variance is zero, so there is no interval."
-    units, images = plan(head.estimate, comparison.record.margin)
+    record = comparison.record
+    units, images = plan(head.estimate, record.margin, len(record.metrics), comparison.confidence)
     name = _units(comparison, head)
     more = [f"{units:,} more {name}"] if units else []
     more += [f"{images:,} more test images"] if images else []

@@ -29,7 +29,7 @@ FROZEN: dict[str, Any] = {"frozen_seeds": [0, 1], "seeds": [0, 1], "margin": 0.0
 @pytest.fixture
 def undecided(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two steps of pretraining decide nothing; the planner asks for one more seed each time."""
-    monkeypatch.setattr(looks.statistics, "plan", lambda estimate, margin: (1, None))
+    monkeypatch.setattr(looks.statistics, "plan", lambda *_: (1, None))
 
 
 def quiet(recipe: Path, **options: Any) -> Comparison:
@@ -168,8 +168,8 @@ def test_a_dataset_that_no_seeds_would_decide_does_not_stop_the_others(
     ]
     found = read([write_comparison(tmp_path / "both", rows_of_both)])
     plans = iter([(None, 1000), (5, None)])
-    monkeypatch.setattr(looks.statistics, "plan", lambda estimate, margin: next(plans))
+    monkeypatch.setattr(looks.statistics, "plan", lambda *_: next(plans))
     more = looks.extend(study, found)
     assert more and len(more.comparison.seeds) == 9
-    monkeypatch.setattr(looks.statistics, "plan", lambda estimate, margin: (None, 1000))
+    monkeypatch.setattr(looks.statistics, "plan", lambda *_: (None, 1000))
     assert looks.extend(study, found) is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import runpy
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -156,6 +157,14 @@ def test_the_plan_decides() -> None:
         return np.asarray(d + 0.3 * generator.normal(size=(S, 300)))
 
     assert np.mean([crossed_mean(drawn()).half_width or 0 for _ in range(20)]) == pytest.approx(0.04, rel=0.1)
+
+
+def test_the_plan_of_one_of_several_headlines_needs_the_interval_that_calls_it_equivalent() -> None:
+    found = Estimate(0.0, 0.012, 0.005, 7.0, 0.01**2, 0.0, 0.1**2, units=8, images=2000)
+    alone, one_of_three = (plan(found, 0.01, tests)[0] for tests in (1, 3))
+    assert alone is not None and one_of_three is not None and alone < one_of_three
+    large = replace(found, mean=0.03)
+    assert plan(large, 0.01, 3) == plan(large, 0.01), "what makes it different is its own interval"
 
 
 def test_balanced_values_have_the_mean_of_the_per_class_means_by_seed() -> None:
