@@ -18,9 +18,7 @@ from torch.utils.tensorboard import SummaryWriter
 from ssl_vit import plugins, precision, recipe, stage
 from ssl_vit.analysis import loaded
 from ssl_vit.data import DataConfig
-from ssl_vit.data.packing.cache import split_name
-from ssl_vit.data.packing.sources import FOLDER
-from ssl_vit.data.packing.sources.base import VALIDATION
+from ssl_vit.data.packing.cache import absolute
 from ssl_vit.data.shards import ShardSet, check_same_classes, open_shards, open_training
 from ssl_vit.environment import environment
 from ssl_vit.evaluators import runner
@@ -28,7 +26,7 @@ from ssl_vit.evaluators.features import EvalContext, silent
 from ssl_vit.evaluators.labels import set_notes
 from ssl_vit.evaluators.online import OnlineProbe
 from ssl_vit.evaluators.real_labels import read_real_labels, rescored
-from ssl_vit.files import expanded, sha256, write_json
+from ssl_vit.files import sha256, write_json
 from ssl_vit.interfaces import Metric, UserError, is_main_process
 from ssl_vit.models import factory
 from ssl_vit.models.encoder import Encoder
@@ -165,16 +163,6 @@ def training_places(settings: Recipe) -> list[str]:
 
 def saw_test_images(places: Sequence[str], test: str) -> bool:
     """Whether one of these places of training data is the test set, or the whole of images of which it is a part."""
-
-    def absolute(place: str) -> str:
-        path, part = split_name(place)
-        if "://" in place:
-            return place
-        folder = expanded(path.removeprefix(FOLDER)).resolve()
-        names = (part, *(VALIDATION if part == "test" else ())) if part else ()
-        found = next((folder / name for name in names if (folder / name).is_dir()), None)
-        return str(found or (f"{folder}#{part}" if part else folder))
-
     return not {*map(absolute, places)}.isdisjoint({absolute(test), absolute(test).removesuffix("#test")})
 
 

@@ -29,7 +29,7 @@ class UserError(Exception):
 
 
 def is_main_process() -> bool:
-    """Whether this process prints and writes; needs no process group."""
+    """Whether this process prints and writes; needs no process group. RANK alone may be that of a job array."""
     return os.environ.get("RANK", "0") == "0" or os.environ.get("WORLD_SIZE", "1") == "1"
 
 

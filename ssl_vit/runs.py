@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import filecmp
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -76,7 +77,7 @@ def _finished(run: Path) -> bool:
     last, names = checkpoints[-1], (factory.WEIGHTS, factory.CONFIG)
     if last.name != f"step_{read_json(summary)['steps']:08d}" or checkpoint.defect(last) is not None:
         return False
-    return all((run / name).exists() and sha256(run / name) == sha256(last / name) for name in names)
+    return all((run / name).exists() and filecmp.cmp(run / name, last / name, shallow=False) for name in names)
 
 
 def _note_session(run: Path, settings: Recipe, accelerator: Engine) -> None:

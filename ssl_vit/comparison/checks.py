@@ -80,7 +80,7 @@ def check(
             if _may_overlap(train, test):
                 say(
                     f"note: {train.spec} and the test set {test.spec} were packed from sources of one name "
-                    f"({test.source}); if they share images, every arm is fine-tuned on test images"
+                    f"({test.source}); if they share images, the evaluators train on test images"
                 )
             opened |= {plan.part(name, "train", fold): train, plan.part(name, "test", fold): test}
         for arm, settings in study.recipes.items():

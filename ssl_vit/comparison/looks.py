@@ -81,8 +81,8 @@ def extend(study: Study, comparison: Comparison) -> Study | None:
     have = len(getattr(c, _counted(study)))
     if not heads or have >= most:
         return None
-    tests = len(comparison.record.metrics), comparison.confidence
-    wanted = [(head, statistics.plan(head.estimate, c.margin, *tests)[0]) for head in heads]
+    tests, confidence = len(comparison.record.metrics), comparison.confidence
+    wanted = [(head, statistics.plan(head.estimate, c.margin, tests, confidence)[0]) for head in heads]
     wanted = [(head, units) for head, units in wanted if units or head.estimate.half_width is None]
     if not wanted:
         return None

@@ -77,11 +77,11 @@ def _one_length(comparison: Comparison, head: Difference) -> Iterator[str]:
         length = next((f"{training[key]:,} {key}" for key in ("steps", "epochs") if training.get(key)), "")
         longer = ((arm.label, own.get("extra_steps")) for arm, own in zip(arms, swept, strict=True))
         more = [f"{steps:,} more for {label}" for label, steps in longer if steps]
-        lengths_used = f" ({', '.join([length, *more])})" if length else ""
-        why = "Training from scratch often needs a longer one than a pretrained encoder, so the"
+        used = f" ({', '.join([length, *more])})" if length else ""
+        reason = "Training from scratch often needs a longer one than a pretrained encoder. " * (not more)
         yield (
-            f"Caution: no sweep selected the length of fine-tuning{lengths_used}. {'The' if more else why} difference "
-            "may depend on it (sweep training.steps)."
+            f"Caution: no sweep selected the length of fine-tuning{used}. {reason}The difference may depend on it "
+            "(sweep training.steps)."
         )
 
 
@@ -93,9 +93,12 @@ def _richly_selected(comparison: Comparison, head: Difference) -> Iterator[str]:
     )
     settings = comparison.record.evaluators[head.place.evaluator].settings.get(head.place.data, {})
     budget = settings.get("sweep_labels_per_class") or smallest.labels_per_class
-    tasks = [task for task in comparison.record.tasks if (task.data, task.evaluator) == place]
-    tasks = [task for task in tasks if task.labels_per_class == budget and task.id in comparison.tasks]
-    sweeps = [sweep for task in tasks if (sweep := comparison.tasks[task.id].sweep)]
+    of_budget = [
+        comparison.tasks[task.id]
+        for task in comparison.record.tasks
+        if (task.data, task.evaluator, task.labels_per_class) == (*place, budget) and task.id in comparison.tasks
+    ]
+    sweeps = [task.sweep for task in of_budget if task.sweep]
     if any(sweep.held_out > smallest.labels for sweep in sweeps):
         used = max(sweep.labels for sweep in sweeps)
         yield (

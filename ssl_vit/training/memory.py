@@ -49,9 +49,9 @@ def find_accumulation(
         if not distributed.largest(full):
             return count
         clear_device_cache(garbage_collection=True)
-    smaller = "higher data.lanes" if len(counts) > 1 else "training.auto_batch=true, or higher training.accumulate"
     error = UserError(
-        f"the memory does not hold a micro-batch of {len(part.images)} images; make it smaller ({smaller}), or set "
+        f"the memory does not hold a micro-batch of {len(part.images)} images; make it smaller "
+        "(training.auto_batch=true, higher training.accumulate or data.lanes), or set "
         "training.checkpoint_activations=true"
     )
     error.everywhere = True

@@ -38,4 +38,4 @@ def test_pretraining_data_that_may_include_test_images_are_noted(
     study, said = load_comparison("demo_digits", keys), list[str]()
     comparison.check(study, prepare(study.sets, study.folder, write=False), said.append)
     assert any("arms.ssl" in note and "pretrained on test images" in note for note in said) == noted
-    assert any("every arm is fine-tuned on test images" in note for note in said) == noted
+    assert any("the evaluators train on test images" in note for note in said) == noted

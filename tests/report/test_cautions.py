@@ -70,6 +70,9 @@ def test_selection_with_more_labels_than_the_budget_has_is_a_caution(folder: Pat
     rich = SWEEP.model_copy(update={"labels": 70, "held_out": 30})
     text = said(folder, two_arms(0.2), sweeps={"ssl": rich, "scratch": rich})
     assert "settings for 5 labels per class (20 labeled images) were selected with 70 labeled images" in text
+    other = EVALUATORS["fine_tune"].model_copy(update={"settings": {"digits": {"sweep_labels_per_class": 20}}})
+    evaluators = {"fine_tune": other}  # these sweeps, with 5 labels per class, selected nothing
+    assert "were selected with" not in said(folder, two_arms(0.2), sweeps={"ssl": rich}, evaluators=evaluators)
     few = SWEEP.model_copy(update={"labels": 20, "held_out": 20})
     assert "were selected with" not in said(folder, two_arms(0.2), sweeps={"ssl": few, "scratch": few})
 

@@ -60,6 +60,21 @@ def split_name(spec: str) -> tuple[str, str]:
     return (match["place"], match["part"]) if match else (spec, "")
 
 
+def absolute(spec: str) -> str:
+    """The same for all names of the same images, as far as names and folders tell."""
+    place, part = split_name(spec)
+    if "://" in spec:
+        return spec
+    folder = expanded(place.removeprefix(FOLDER)).resolve()
+    found = next((folder / name for name in _names_of(part) if part and (folder / name).is_dir()), None)
+    return str(found or (f"{folder}#{part}" if part else folder))
+
+
+def _names_of(part: str) -> tuple[str, ...]:
+    """The folders or splits that can be this part, in order of preference."""
+    return (part, *(VALIDATION if part == "test" else ()))
+
+
 def is_shards(place: str) -> bool:
     """Whether a name is that of shards, or of nothing that exists: then the error is about shards."""
     path = expanded(place)
@@ -104,7 +119,7 @@ def parts_of(place: str) -> list[str]:
 
 def _part_of_shards(folder: Path, part: str) -> Path:
     parts = _parts(folder)
-    for name in (part, *(VALIDATION if part == "test" else ())):
+    for name in _names_of(part):
         if name in parts:
             return folder / name
     if os.path.exists(folder):
@@ -125,7 +140,7 @@ def _packed(place: str, part: str) -> Path:
         place, part = above, parent.name  # the classes of a split are those of all splits
     splits = list_splits(place)
     if len(splits) > 1:
-        wanted = [name for name in (part, *(VALIDATION if part == "test" else ())) if name in splits]
+        wanted = [name for name in _names_of(part) if name in splits]
         if not wanted:
             wrong = f"has no part {part}" if part else "has several parts"
             raise UserError(f"{place} {wrong}; name one: {', '.join(f'{place}#{name}' for name in splits)}")

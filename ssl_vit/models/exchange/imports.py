@@ -83,7 +83,7 @@ def _try_out(model: Encoder, weights: str) -> None:
             f"{weights}: its config.json describes a model that cannot compute ({why}); correct it"
         ) from None
     if not tokens.isfinite().all():
-        raise UserError(f"{weights}: its features are infinite or NaN; its weights or its settings are damaged")
+        raise UserError(f"{weights}: its features are infinite or NaN: its weights or its config.json are damaged")
 
 
 def outside(encoder: Encoder, tensors: Tensors) -> list[str]:
