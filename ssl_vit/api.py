@@ -61,7 +61,7 @@ def train(settings: Recipe, *, quiet: bool = False) -> Path:
         job = stage.build(settings, shards, accelerator, run=run, quiet=quiet)
         job.callbacks = [*job.callbacks, *_probe(settings, shards, job)]
     try:
-        with shared_errors(f"run={run}: cannot write there"):
+        with shared_errors(f"run={run}: cannot start"):
             if accelerator.is_main_process:
                 lock, finished = open_run(run, settings, accelerator, job.data)
         if distributed.gather(finished)[0]:

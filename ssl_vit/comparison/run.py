@@ -24,6 +24,7 @@ from ssl_vit.interfaces import RunError, UserError, is_main_process
 from ssl_vit.records import ComparisonRecord
 from ssl_vit.report.export import as_json
 from ssl_vit.report.read import PLAN, Comparison, read_comparison
+from ssl_vit.report.summary import NO_HEADLINE, has_headline
 from ssl_vit.training import distributed
 
 RESULTS = "results.json"  # derived: for other programs; nothing here reads it
@@ -65,7 +66,7 @@ def compare(
                 _write_plan(replace(checked, plan=looked, missing=[]), c, command)
             distributed.gather(None)
             comparison = read_comparison(checked.plan.run)
-            say(f"look {len(study.looks)}: {', '.join(study.looks[-1].outcomes.values()) or 'no headline'}")
+            say(f"look {len(study.looks)}: {', '.join(study.looks[-1].outcomes.values())}")
         following = looks.extend(study, comparison) if until_decided else None
     if main:
         write_json(checked.plan.run / RESULTS, as_json(comparison))
@@ -87,6 +88,8 @@ def _run_tasks(study: Study, given: ComparisonConfig, only: str | None, command:
         _write_plan(checked, given, command)
     distributed.make_accelerator()  # the launched processes must agree from here on
     missing = distributed.gather(checked.missing)[0]
+    if study.max_seeds and not has_headline(read_comparison(plan.run)):
+        raise UserError(f"--until-decided requires a headline, but {NO_HEADLINE}")
     say(f"{c.name}: {len(plan.tasks)} tasks, {len(plan.tasks) - len(missing)} of them done before")
     for task in reversed(plan.tasks):  # each comes after the ones it needs
         wanted |= set(task.after) if task.id in wanted else set()

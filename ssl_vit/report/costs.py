@@ -11,9 +11,10 @@ STAGES = ("Pretraining", "Sweeps", "Evaluation", "Total")
 UNITS = {"images_seen": "images", "flops": "FLOPs", "seconds": "seconds", "device_hours": "device-hours"}
 
 
-def costs(comparison: Comparison) -> pd.DataFrame:
+def costs(comparison: Comparison, data: str | None = None) -> pd.DataFrame:
     """Costs of each arm: columns `UNITS`, index (stage, arm). Arms and stages that cost nothing have no row.
 
+    data: dataset whose sweeps and evaluations are counted, with all pretrainings; None for all datasets.
     The stages are all pretrainings, all sweeps, all other trainings of evaluators, and their sum.
     """
     tasks, kinds = comparison.tasks, {task.id: task.kind for task in comparison.record.tasks}
@@ -24,10 +25,11 @@ def costs(comparison: Comparison) -> pd.DataFrame:
     for task in comparison.record.tasks:
         if (done := tasks.get(task.id)) and done.run:
             spent.append(("Pretraining", task.arm, done.run.cost, done.run.processes))
-        if done and done.sweep:
+        if done and done.sweep and data in (None, task.data):
             spent.append(("Sweeps", task.arm, done.sweep.cost, done.processes))
     for row, file in zip(comparison.measured.results, comparison.measured.files, strict=True):
-        if kinds.get(file.stem) != "sweep":  # the cost of a sweep's winner is in the sweep's
+        of_sweep = kinds.get(file.stem) == "sweep"  # whose cost includes its winner's
+        if data in (None, row.data) and not of_sweep:
             cost = Cost(images_seen=row.images_seen, flops=row.flops, seconds=row.seconds)
             spent.append(("Evaluation", row.arm, cost, comparison.written[file].processes))
     rows = [

@@ -97,7 +97,7 @@ class Comparison:
 
     @cached_property
     def written(self) -> dict[Path, EvaluationRecord | TaskResult]:
-        """What the files of rows say beside them."""
+        """What the files of rows, and evaluations of the runs, say beside them."""
         evaluations = [evaluation for run in self.runs.values() for evaluation in run.evaluations]
         of_runs = {evaluation.path: evaluation.about for evaluation in evaluations if evaluation.path}
         return of_runs | {file: self.tasks[file.stem] for file in self.measured.files if file.stem in self.tasks}
@@ -105,7 +105,7 @@ class Comparison:
     @property
     def saved(self) -> dict[Path, str]:
         """When each of the files was written (UTC, ISO 8601)."""
-        return {file: about.saved for file, about in self.written.items()}
+        return {file: self.written[file].saved for file in self.measured.files}
 
     @property
     def arms(self) -> tuple[str, ...]:

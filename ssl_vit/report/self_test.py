@@ -36,8 +36,9 @@ def self_tests(comparison: Comparison) -> list[SelfTest]:
         labeled = [arm.name for arm in record.arms if arm.trained_on == place.data and arm.uses_labels]
         supervised = [arm for arm in labeled if arm in measured.arms]
         longer = {arm.name for arm in record.arms if arm.compute_of}
-        baseline = baseline_of(comparison, supervised[0], measured.arms) if supervised else None
-        if place in headlines and baseline and baseline not in longer:
+        others = [arm for arm in measured.arms if arm not in longer]
+        baseline = baseline_of(comparison, supervised[0], others) if supervised else None
+        if place in headlines and baseline:
             pairs.append((BETTER, supervised[0], baseline))
         for expected, arm, against in pairs:
             both = [budget for budget, arms in budgets.items() if arm in arms and against in arms]

@@ -13,7 +13,7 @@ from ssl_vit.report.costs import costs
 from ssl_vit.report.read import OBJECTIVES, Comparison
 from ssl_vit.report.runs import flat, joined, listed, text
 from ssl_vit.report.statistics import plan, points
-from ssl_vit.report.summary import Difference, Efficiency, EvaluationKey, Summary
+from ssl_vit.report.summary import NO_HEADLINE, Difference, Efficiency, EvaluationKey, Summary, has_headline
 
 HALF_WIDTH = "half-width of a 95% interval that covers {} and test images"  # with the unit
 QUICK = "Quick run, a tenth of the steps and seeds:"
@@ -59,6 +59,8 @@ def verdict(comparison: Comparison, summary: Summary) -> list[str]:
         if comparison.record.quick:
             about_head[0] = f"{QUICK} {about_head[0]}"
         sentences += [f"{head.place.data}: {sentence}" if several else sentence for sentence in about_head]
+    if not sentences and not has_headline(comparison):
+        sentences = [f"No headline: {NO_HEADLINE}. All differences are exploratory."]
     sentences = sentences or [
         "No verdict yet: no seed has been measured at every label budget with pretraining and without."
     ]
@@ -188,7 +190,7 @@ def needed(row: Efficiency) -> str:
 
 def _units(comparison: Comparison, head: Difference) -> str:
     """What varies between the units of a headline."""
-    own = head.unit == "seed" and comparison.record.pretrainings == head.seeds > 1
+    own = head.unit == "seed" and comparison.record.pretrainings == head.seeds > 1 and head.arm not in head.fixed
     return "seeds with one pretraining each" if own else f"{head.unit}s"
 
 
@@ -203,7 +205,7 @@ def _variance(comparison: Comparison, head: Difference) -> list[str]:
 
 
 def _compute(comparison: Comparison, head: Difference) -> list[str]:
-    spent = costs(comparison)["flops"]
+    spent = costs(comparison, head.place.data)["flops"]
     arms = (head.arm, head.against)
     if begun := [comparison.spoken(one.name) for one in comparison.record.arms if one.starts_from and one.name in arms]:
         return [f"Compute: unknown; {joined(begun)} started from imported weights."]

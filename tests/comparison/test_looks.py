@@ -21,7 +21,7 @@ from ssl_vit.report.read import Comparison, read
 from ssl_vit.report.summary import summarize
 from tests.report.made import row, write_comparison
 
-from .conftest import Mini, rows
+from .conftest import STEPS, TUNING, Mini, rows
 
 FROZEN: dict[str, Any] = {"frozen_seeds": [0, 1], "seeds": [0, 1], "margin": 0.001}
 
@@ -41,6 +41,14 @@ def test_a_look_is_taken_again_after_a_key_has_changed(mini: Mini, undecided: No
     again = quiet(mini(**FROZEN | {"margin": 0.9}))
     assert [look.seeds for look in again.record.looks] == [2, 3, 4]
     assert again.record.looks[-1].outcomes == {"data": "equivalent"}
+
+
+def test_without_a_headline_no_look_is_taken(mini: Mini, tmp_path: Path) -> None:
+    arm = {"label": "SSL", "recipe": "digits_ssl", "overrides": STEPS}
+    recipe = mini(arms={"ssl": arm, "other": {**arm, "label": "other"}}, evaluators={"fine_tune": TUNING})
+    with pytest.raises(UserError, match="requires a headline"):
+        quiet(recipe, until_decided=True)
+    assert not (tmp_path / "run/tasks").exists(), "nothing was trained"
 
 
 def test_the_looks_of_another_process_are_not_overwritten(mini: Mini, tmp_path: Path) -> None:

@@ -127,7 +127,7 @@ def test_little_still_makes_a_page(tmp_path: Path) -> None:
     one = write_comparison(tmp_path / "one", two_arms(seeds=1, budgets=(5,)))
     assert "Undecided" in Page(write_report([one], tmp_path / "report.html")).text
     none = write_comparison(tmp_path / "none", [], metrics={"digits": "accuracy"})
-    assert "No verdict yet" in Page(write_report([none], tmp_path / "report.html")).text
+    assert "No headline" in Page(write_report([none], tmp_path / "report.html")).text
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty/recipe.yaml").write_text("seed: 0\n")
     assert "<h1>empty</h1>" in Page(write_report([tmp_path / "empty"], tmp_path / "report.html")).text

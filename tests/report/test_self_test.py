@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ssl_vit.records import ReferenceRecord
+from ssl_vit.records import ArmRecord, ReferenceRecord
 from ssl_vit.report.read import Comparison, read
 from ssl_vit.report.self_test import BETTER, SAME, self_tests
 from ssl_vit.report.summary import summarize
@@ -47,8 +47,14 @@ def test_failed_tests_are_cautions(tmp_path: Path) -> None:
 
 def test_labels_need_not_help_against_scratch_with_the_compute_of_pretraining(tmp_path: Path) -> None:
     longer = tuple(arm.model_copy(update={"compute_of": "ssl"}) if arm.kind == "scratch" else arm for arm in ARMS)
-    (same,) = self_tests(made(tmp_path, repeated=0.0, supervised=0.0, arms=(*longer, SUPERVISED)))
+    (same,) = self_tests(made(tmp_path / "longer", repeated=0.0, supervised=0.0, arms=(*longer, SUPERVISED)))
     assert same.expected == SAME
+    first = ArmRecord(name="longer", label="longer", kind="scratch", compute_of="ssl")
+    found = made(tmp_path / "both", repeated=0.0, supervised=0.3, arms=(first, *ARMS, SUPERVISED))
+    rows = [*(row("longer", 5, seed, 0.9, images=100) for seed in range(4)), *found.measured.results]
+    path = write_comparison(tmp_path / "first", rows, arms=(first, *ARMS, SUPERVISED), references=(REPEATED,))
+    tests = self_tests(read([path]))
+    assert [(one.expected, one.difference.against) for one in tests] == [(SAME, "scratch"), (BETTER, "scratch")]
 
 
 def test_labels_of_other_images_need_not_help(tmp_path: Path) -> None:

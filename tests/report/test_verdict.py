@@ -123,13 +123,14 @@ def test_the_verdict_says_where_its_uncertainty_comes_from(folder: Path) -> None
 
 
 def test_what_would_decide_is_counted_in_the_unit_that_was_used(folder: Path) -> None:
-    for made, unit in ((1, "seeds"), (2, "pretrainings"), (4, "seeds with one pretraining each")):
+    each = "seeds with one pretraining each"
+    for made, planned, unit in ((1, 1, "seeds"), (2, 2, "pretrainings"), (4, 4, each), (1, 4, "seeds")):
         rows = [
             row(arm, 5, seed, 0.5 + gain, images=40, pretraining_seed=seed % made if arm == "ssl" else 0)
             for arm, gains in (("ssl", (0.1, -0.1, 0.1, -0.1)), ("scratch", (0, 0, 0, 0)))
             for seed, gain in enumerate(gains)
         ]
-        text = said(folder / unit, rows, pretrainings=made)
+        text = said(folder / f"{made} of {planned}", rows, pretrainings=planned)
         assert text.startswith("Undecided") and f"Neither more {unit} nor more test images alone" in text
 
 
@@ -166,7 +167,21 @@ def test_an_unfinished_comparison_says_so(folder: Path) -> None:
     frozen = [replace(one, arm="untrained") if one.arm == "scratch" else one for one in two_arms(evaluator="few_shot")]
     both = said(folder.parent / "both", [*two_arms(0.2), *frozen], missing=everything)
     assert both.startswith("No verdict yet"), "another evaluator's result is no substitute for the declared one"
-    assert said(folder.parent / "empty", []).startswith("No verdict yet")
+
+
+def test_without_a_baseline_there_is_no_headline(folder: Path) -> None:
+    ours = [one for one in two_arms(0.2) if one.arm == "ssl"]
+    others = [replace(one, arm="supervised") for one in ours]
+    text = said(folder, [*ours, *others], arms=(ARMS[0], SUPERVISED))
+    assert text.startswith("No headline: ")
+    assert "yet" not in text
+
+
+def test_the_compute_of_a_dataset_leaves_out_other_datasets(folder: Path) -> None:
+    rows = [*two_arms(0.2), *(replace(one, data="other", flops=7e9) for one in two_arms(0.2))]
+    text = said(folder, rows)
+    assert "digits: Compute: masked patch prediction took 1.2e+10 FLOPs in total, 2 times" in text
+    assert "other: Compute: masked patch prediction took 4.8e+10 FLOPs in total, 1.14 times" in text
 
 
 def test_a_single_run_says_what_it_did_and_scored(folder: Path) -> None:
