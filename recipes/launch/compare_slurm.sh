@@ -1,5 +1,5 @@
 #!/bin/bash
-# A comparison on a Slurm cluster: one array job per stage, one array element per task, then a report.
+# A comparison on a Slurm cluster: one array job per level, one array element per task, then a report.
 #
 # recipes/launch/compare_slurm.sh own_images data.train=shards/train data.test=shards/test run=/shared/runs/mine
 #
@@ -11,16 +11,16 @@ set -euo pipefail
 list=$(ssl-vit compare "$@" --list)
 run=$(sed -n 's/^# run: //p' <<< "$list")
 after=()
-for stage in $(awk -F'\t' '!/^#/ {print $2}' <<< "$list" | sort -nu); do
+for level in $(awk -F'\t' '!/^#/ {print $2}' <<< "$list" | sort -nu); do
     mkdir -p "$run/tasks"
-    ids=$(mktemp "$run/tasks/stage_${stage}_XXXXXX.txt") # a new file: tasks of an earlier call may still be queued
-    awk -F'\t' -v stage="$stage" '!/^#/ && $2 == stage && $3 == "missing" {print $1}' <<< "$list" > "$ids"
+    ids=$(mktemp "$run/tasks/level_${level}_XXXXXX.txt") # a new file: tasks of an earlier call may still be queued
+    awk -F'\t' -v level="$level" '!/^#/ && $2 == level && $3 == "missing" {print $1}' <<< "$list" > "$ids"
     count=$(wc -l < "$ids")
     ((count)) || { rm "$ids" && continue; }
     task="\$(sed -n \"\$((SLURM_ARRAY_TASK_ID + 1))p\" ${ids@Q})"
     job=$(sbatch --parsable --requeue --array="0-$((count - 1))" "${after[@]}" \
         --wrap "exec ssl-vit compare ${*@Q} --only \"$task\"")
-    echo "stage $stage: $count task(s), job $job"
+    echo "level $level: $count task(s), job $job"
     after=("--dependency=afterok:${job%%;*}")
 done
 sbatch --parsable "${after[@]/afterok/afterany}" --wrap "exec ssl-vit report ${run@Q}" > /dev/null

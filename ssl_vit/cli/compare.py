@@ -49,7 +49,7 @@ def compare(
     ],
     overrides: Overrides = None,
     show: Annotated[
-        bool, typer.Option("--list", help="Print the tasks (id, stage, done or missing) instead of running them.")
+        bool, typer.Option("--list", help="Print the tasks (id, level, done or missing) instead of running them.")
     ] = False,
     arm: Annotated[
         list[str] | None,
@@ -77,7 +77,7 @@ def compare(
     Example: `ssl-vit compare own_images_cpu data=my_images`
 
     On a cluster: `scheduler=tcp://HOST:8786` runs the tasks on the workers of a dask scheduler. As job arrays: run each
-    id of stage 0 with `--only ID`, then those of stage 1, and so on, as recipes/launch/compare_slurm.sh does.
+    id of level 0 with `--only ID`, then those of level 1, and so on, as recipes/launch/compare_slurm.sh does.
     """
     if as_json and not dry_run:
         raise UserError("--json requires --dry-run")
@@ -112,8 +112,8 @@ def compare(
         study = looks.resume(import_arms(study, progress.say))
         checked = check(study, prepare(study.sets, study.folder, progress.say), trial=False)
         print(f"# run: {checked.plan.run}")
-        for task, stage in zip(checked.plan.tasks, checked.plan.stages, strict=True):
-            print(f"{task.id}\t{stage}\t{'missing' if task in checked.missing else 'done'}")
+        for task, level in zip(checked.plan.tasks, checked.plan.levels, strict=True):
+            print(f"{task.id}\t{level}\t{'missing' if task in checked.missing else 'done'}")
 
 
 def _arm(given: str) -> str:

@@ -47,13 +47,13 @@ class Plan(Design):
         return tuple(task.model_copy(update={"fingerprint": fingerprint(self, task)}) for task in tasks)
 
     @property
-    def stages(self) -> list[int]:
-        """Stage of each task: 0 where it needs no other task, else one more than the latest stage that it needs. Tasks
-        of one stage are independent."""
-        stages: dict[str, int] = {}
+    def levels(self) -> list[int]:
+        """Level of each task: 0 where it needs no other task, else one more than the highest level that it needs. Tasks
+        of one level are independent."""
+        levels: dict[str, int] = {}
         for task in self.tasks:
-            stages[task.id] = 1 + max((stages[need] for need in task.after), default=-1)
-        return list(stages.values())
+            levels[task.id] = 1 + max((levels[need] for need in task.after), default=-1)
+        return list(levels.values())
 
     def _is_measured(self, data: str, name: str, row: Row) -> bool:
         evaluator = self.evaluator(data, name, row.name)

@@ -54,13 +54,13 @@ class DataSet(Config):
 class ComparisonData(Config):
     """The data that arms are evaluated on, and the data that they pretrain on.
 
-    train: labeled training data. Without `test`, and for `data: PLACE`, train and test are `PLACE#train` and
-        `PLACE#test`.
+    train: labeled training data. `data=PLACE` sets train and test to `PLACE#train` and `PLACE#test`, and so does this
+        key without `test`.
     test: labeled test data, read only to measure, never to select settings.
     folds: labeled data to cross-validate on, in place of train and test: each is the test set once, and the arms
         pretrain and fit on the other ones together.
-    sets: several datasets instead.
-    suite: a file or a shipped suite instead.
+    sets: several datasets, in place of train and test.
+    suite: a file or a shipped suite of datasets, in place of train and test.
     folder: where sources are packed (default: the suite's own).
     pretrain: what the arms' recipes train on (default: `train`; with several sets the recipes' own). Where it has no
         labels, arms that need labels train on `train`, and the others on both.

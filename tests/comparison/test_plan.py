@@ -62,7 +62,7 @@ def test_tasks_come_after_what_they_need_and_long_ones_first() -> None:
     assert kinds == sorted(kinds, key=["pretrain", "sweep", "measure", "pictures"].index)
     evaluators = [task.evaluator for task in plan.tasks if task.kind == "measure"]
     assert evaluators == sorted(evaluators, key=["fine_tune", "few_shot"].index)
-    assert set(plan.stages) == {0, 1, 2}
+    assert set(plan.levels) == {0, 1, 2}
 
 
 def test_a_pretraining_is_in_the_directory_of_its_seed() -> None:
