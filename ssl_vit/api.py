@@ -18,7 +18,7 @@ from torch.utils.tensorboard import SummaryWriter
 from ssl_vit import plugins, precision, recipe, stage
 from ssl_vit.analysis import loaded
 from ssl_vit.data import DataConfig
-from ssl_vit.data.packing.cache import absolute
+from ssl_vit.data.packing.cache import overlaps
 from ssl_vit.data.shards import ShardSet, check_same_classes, open_shards, open_training
 from ssl_vit.environment import environment
 from ssl_vit.evaluators import runner
@@ -152,18 +152,12 @@ def make_context(
 
 def training_places(settings: Recipe) -> list[str]:
     """The training data of a recipe and of all runs that it starts from through `init_from`."""
-    places, started = [*settings.data.places], set[str]()
-    while settings.init_from and settings.init_from not in started:
-        started.add(settings.init_from)
-        if (before := recipe.run_recipe(Path(settings.init_from))) is None:
-            break
-        settings, places = before, [*places, *before.data.places]
-    return places
+    return [place for stage in recipe.stages(settings) for place in stage.data.places]
 
 
 def saw_test_images(places: Sequence[str], test: str) -> bool:
-    """Whether one of these places of training data is the test set, or the whole of images of which it is a part."""
-    return not {*map(absolute, places)}.isdisjoint({absolute(test), absolute(test).removesuffix("#test")})
+    """Whether one of these places of training data has images of the test set, as far as names and folders tell."""
+    return any(overlaps(place, test) for place in places)
 
 
 def evaluate(

@@ -218,6 +218,15 @@ def run_recipe(weights: Path) -> Recipe | None:
     return load_recipe(path, trains=False) if path.is_file() else None
 
 
+def stages(settings: Recipe) -> list[Recipe]:
+    """The recipe, then those of the runs that it starts from through `init_from`, as far as they are known."""
+    found, started = [settings], set[str]()
+    while (start := found[-1].init_from) and start not in started and (before := run_recipe(Path(start))):
+        started.add(start)
+        found.append(before)
+    return found
+
+
 def save(config: Config, path: Path) -> None:
     """Write the resolved recipe so that `train PATH` repeats it."""
     write_text(path, yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True))

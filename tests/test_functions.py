@@ -145,6 +145,11 @@ def test_all_training_images_leave_none_to_test_on(my_images: Path) -> None:
         ("parts#val", "parts#test", True),
         ("parts/val", "parts#test", True),
         ("parts#train", "parts#test", False),
+        (".", "flat#test", True),  # images in folders below are images of the whole
+        ("imagefolder:.", "parts/val", True),
+        ("flat/bee", "flat", True),
+        ("flat/bee", "parts", False),
+        (".", "hf:some/images#test", False),
     ],
 )
 def test_names_of_the_test_images(

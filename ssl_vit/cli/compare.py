@@ -49,7 +49,10 @@ def compare(
     ],
     overrides: Overrides = None,
     show: Annotated[
-        bool, typer.Option("--list", help="Print the tasks (id, level, done or missing) instead of running them.")
+        bool,
+        typer.Option(
+            "--list", help="Print the tasks (id, level, done or missing) instead of running them. Packs data first."
+        ),
     ] = False,
     arm: Annotated[
         list[str] | None,

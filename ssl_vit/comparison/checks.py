@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -21,13 +22,13 @@ from ssl_vit.comparison.executor import Say
 from ssl_vit.comparison.plan import Plan
 from ssl_vit.comparison.sets import DataSet
 from ssl_vit.comparison.work import is_done
-from ssl_vit.data import RemoteConfig, mixture
+from ssl_vit.data import mixture
 from ssl_vit.data.shards import ShardSet, check_same_classes, open_shards, open_training
 from ssl_vit.evaluators import runner
 from ssl_vit.evaluators.features import FeatureConfig, check_features, silent
 from ssl_vit.evaluators.labels import check_classes, choose_labeled, labels_of, set_notes
 from ssl_vit.evaluators.selection import candidates_of, configured
-from ssl_vit.files import read_json, write_json
+from ssl_vit.files import expanded, read_json, write_json
 from ssl_vit.interfaces import RunError, UserError, is_main_process, printable
 from ssl_vit.models import factory
 from ssl_vit.models.encoder import Encoder
@@ -66,7 +67,7 @@ def check(
     """
     check_directory(study)
     remote = study.remote
-    study = _with_precision(_with_labels(study, remote), say, trial=trial, keep=keep_precision)
+    study = _with_precision(_with_labels(study, say), say, trial=trial, keep=keep_precision)
     plan, opened = Plan(study, study.comparison.run_directory, sets), dict[str, ShardSet]()
     for fold in plan.folds:
         for name in sets:
@@ -74,7 +75,8 @@ def check(
             assert chosen.train is not None and chosen.test is not None
             train, test = open_shards(chosen.train, remote), open_shards(chosen.test, remote)
             check_same_classes(train.classes, test.classes, f"{train.spec} and {test.spec}")
-            _check_apart([chosen.train] if isinstance(chosen.train, str) else chosen.train, train, test)
+            places = [chosen.train] if isinstance(chosen.train, str) else chosen.train
+            _check_apart(places, train, test, ", and settings are selected on training images")
             for note in set_notes(train, test):
                 say(f"note: {note}")
             if _may_overlap(train, test):
@@ -89,12 +91,13 @@ def check(
                 shards = opened[plan.part(arm, "pretrain", fold)] = open_training(data)
                 with_data = settings.model_copy(update={"data": data})
                 against = [opened[plan.part(name, "test", fold)] for name in sets]
-                _check_no_test_images(with_data, against, shards)
-                for test in (test for test in against if _may_overlap(shards, test)):
-                    say(
-                        f"note: arms.{arm}: {shards.spec} and the test set {test.spec} were packed from sources of one "
-                        f"name ({test.source}); if they share images, this arm is pretrained on test images"
-                    )
+                for test in against:
+                    _check_apart(training_places(with_data), shards, test)
+                    if _may_overlap(shards, test):
+                        say(
+                            f"note: arms.{arm}: {shards.spec} and the test set {test.spec} were packed from sources of "
+                            f"one name ({test.source}); if they share images, this arm is pretrained on test images"
+                        )
                 stage.check(with_data, shards)
                 if probe:
                     labels_of(open_shards(probe.data, remote) if probe.data else shards)
@@ -104,7 +107,9 @@ def check(
     for arm, settings in plan.recipes.items():
         if arm not in study.recipes:  # weights of a run
             try:
-                _check_no_test_images(settings, tests)
+                for test in tests:
+                    _check_apart(training_places(settings), None, test)
+                _check_finished(expanded(study.comparison.arms[arm].weights or ""))
             except UserError as error:
                 raise UserError(f"arms.{arm}: {error}") from None
     plan = equalize(replace(plan, shards={key: part.fingerprint for key, part in opened.items()}), opened)
@@ -124,30 +129,21 @@ def check(
     return Checked(plan, opened, missing)
 
 
-def _check_apart(places: Sequence[str], train: ShardSet, test: ShardSet) -> None:
-    """Refuse labeled training images that are test images: settings are selected on them."""
-    if _shared(train, test) or saw_test_images(places, test.spec):
+def _check_apart(places: Sequence[str], shards: ShardSet | None, test: ShardSet, why: str = "") -> None:
+    """Refuse training data with images of a test set. places: of the data of a training, and of all that it starts
+    from. shards: of its own data."""
+    if (shards and shards.in_common(test)) or saw_test_images(places, test.spec):
         raise UserError(
-            f"{train.spec} includes images of the test set {test.spec}, and settings are selected on training images; "
-            "name sets without common images, such as PLACE#train and PLACE#test"
+            f"{', '.join(places)} includes images of the test set {test.spec}{why}; name sets without common images, "
+            "such as PLACE#train and PLACE#test"
         )
 
 
-def _check_no_test_images(settings: Recipe, tests: Sequence[ShardSet], shards: ShardSet | None = None) -> None:
-    """Refuse to pretrain, or start from weights that were trained, on a test set, on the whole of images of which it is
-    a part, or on one of its shards. shards: of the recipe's data."""
-    places = training_places(settings)
-    for test in tests:
-        if (shards and _shared(shards, test)) or saw_test_images(places, test.spec):
-            raise UserError(
-                f"data.train={', '.join(places)} includes images of the test set {test.spec}; name others, such as "
-                "PLACE#train"
-            )
-
-
-def _shared(one: ShardSet, other: ShardSet) -> set[str]:
-    """Checksums of the shards that both have."""
-    return {*one.checksums} & {*other.checksums} - {""}
+def _check_finished(weights: Path) -> None:
+    """Refuse a run that may still be training, whose tasks would load different encoders."""
+    if (weights / "recipe.yaml").is_file() and not (weights / runs.SUMMARY).is_file():
+        saved = factory.find_weights(weights)
+        raise UserError(f"{weights} has not finished training; finish it, or give one of its checkpoints: {saved}")
 
 
 def _may_overlap(train: ShardSet, test: ShardSet) -> bool:
@@ -163,10 +159,20 @@ def _may_overlap(train: ShardSet, test: ShardSet) -> bool:
     return False
 
 
-def _with_labels(study: Study, remote: RemoteConfig) -> Study:
-    """If `data.pretrain` has no labels, arms that need labels train on `data.train`, and the others on both."""
+def _with_labels(study: Study, say: Say) -> Study:
+    """If `data.pretrain` has no labels, arms that need labels train on `data.train`, and the others on both. Images of
+    a single class count as not labeled."""
     data, recipes = study.comparison.data, dict(study.recipes)
-    if data.pretrain is None or data.train is None or open_shards(data.pretrain, remote).labeled:
+    if data.pretrain is None or data.train is None:
+        return study
+    shards = open_shards(data.pretrain, study.remote)
+    if shards.labeled and len(shards.classes or ()) != 1:
+        if shards.classes and shards.classes != open_shards(data.train, study.remote).classes:
+            named = ", ".join(map(printable, shards.classes[:3]))
+            say(
+                f"note: {data.pretrain} has {len(shards.classes)} classes of its own ({named}, ...): arms that need "
+                f"labels train on these, and no arm pretrains on {data.train}"
+            )
         return study
     both = mixture([data.pretrain, data.train])
     for arm, settings in study.recipes.items():
@@ -268,7 +274,7 @@ def _check_labels(plan: Plan, name: str, train: ShardSet, test: ShardSet, *, say
     classes, counts = np.unique(labels[labels >= 0], return_counts=True)
     check_classes(train, labels)
     few: dict[int, np.ndarray] = {}
-    for (data, evaluator, _), built in plan.evaluators.items():
+    for (data, evaluator, arm), built in plan.evaluators.items():
         if data == name:
             asked = runner.budgets(built, plan.study.comparison.labels_per_class)
             few |= {budget: classes[counts < budget] for budget in asked if isinstance(budget, int)}
@@ -276,6 +282,12 @@ def _check_labels(plan: Plan, name: str, train: ShardSet, test: ShardSet, *, say
                 runner.check_held_out(built, labels)
             except UserError as error:
                 raise UserError(f"evaluators.{evaluator}: {error}") from None
+            swept = runner.has_sweep(built) and not arm
+            if swept and (scored := runner.held_out_classes(built, labels)) < len(classes):
+                say(
+                    f"note: evaluators.{evaluator}: settings are selected on images of {scored} of {len(classes)} "
+                    "classes; a higher held_out would include more"
+                )
     for budget in sorted(budget for budget, short in few.items() if len(short)):
         short, names = few[budget], train.classes or ()
         named = [names[label] if label < len(names) else str(label) for label in short[:5]]

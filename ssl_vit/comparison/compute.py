@@ -28,6 +28,11 @@ def equalize(plan: Plan, shards: dict[str, ShardSet]) -> Plan:
         if arm.compute_of is None:
             continue
         pretraining_recipe = plan.study.recipes[arm.compute_of]
+        if pretraining_recipe.init_from:
+            raise UserError(
+                f"arms.{name}.compute_of: arms.{arm.compute_of} starts from other weights (init_from), whose compute "
+                "is not counted; remove compute_of"
+            )
         pretraining = shards[plan.part(arm.compute_of, "pretrain", 0)]
         steps = pretraining_recipe.training.total_steps(pretraining_recipe.data.samples or pretraining.samples)
         total = steps * _step_flops(pretraining_recipe, len(pretraining.classes or ()) or None)

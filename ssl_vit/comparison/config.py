@@ -134,6 +134,8 @@ class ComparisonConfig(Config):
         count = info.data.get("pretrainings", 1)
         if wrong := [index for index in assigned if not 0 <= index < count]:
             raise ValueError(f"{wrong[0]}: the pretrainings have the indices 0 to {count - 1}")
+        if assigned and assigned[0] != 0:
+            raise ValueError("the first seed, which sweeps use, needs the pretraining with the index 0")
         return assigned
 
     @field_validator("arms")
@@ -192,7 +194,7 @@ class Study:
     def remote(self) -> RemoteConfig:
         """How labeled data behind URLs is read: as the comparison says, else as the first recipe that says it does."""
         given = [self.comparison.data.remote, *(settings.data.remote for settings in self.recipes.values())]
-        return next(filter(None, given), RemoteConfig())
+        return next((remote for remote in given if remote and remote != RemoteConfig()), RemoteConfig())
 
     @property
     def trains_encoder(self) -> bool:

@@ -19,7 +19,7 @@ from ssl_vit.evaluators.base import Evaluator
 from ssl_vit.files import read_json, sha256
 from ssl_vit.interfaces import UnknownObjective
 from ssl_vit.models import factory
-from ssl_vit.recipe import Recipe, run_recipe
+from ssl_vit.recipe import Recipe, run_recipe, stages
 from ssl_vit.records import ArmKind, ReferenceKind, ReferenceRecord, TaskRecord
 from ssl_vit.results import Budget
 from ssl_vit.runs import SUMMARY
@@ -170,9 +170,11 @@ class Design:
         return self.sizes(self.rows[row].like)
 
     def encoder(self, row: str) -> dict[str, Any]:
-        """The encoder's sizes and the image preparation of a row; empty for weights without a recipe."""
+        """The encoder's sizes, with its dropout, and the image preparation of a row; empty for weights without a
+        recipe."""
         like = self.rows[row].like
-        return dict(zip(("encoder", "prepared"), self._sizes(like), strict=True)) if like in self.recipes else {}
+        sizes = self._sizes(like, dropout=True)
+        return dict(zip(("encoder", "prepared"), sizes, strict=True)) if like in self.recipes else {}
 
     def _sizes(self, arm: str, *, dropout: bool = False) -> list[dict[str, Any]]:
         """The encoder's sizes, where there is a recipe, and the image preparation."""
@@ -212,19 +214,24 @@ class Design:
         return c.seeds[c.pretraining_index(seed_index) if drawn else 0]
 
     def pretraining(self, task: TaskRecord) -> Recipe:
-        """The recipe of a `pretrain` task, with its own directory, seed and data; jobs share the loader processes."""
+        """The recipe of a `pretrain` task, with its own directory, seed and data."""
         recipe, data = self.study.recipes[task.arm], self.pretraining_data(task.arm, task.fold)
         run = str(self.weights(task.arm, task.seed, task.fold))
-        data = data.model_copy(update={"workers": -(-data.workers // self.study.comparison.jobs)})
+        data = data.model_copy(update={"workers": self.workers(data)})
         return recipe.model_copy(update={"run": run, "seed": recipe.seed + task.seed, "data": data})
 
+    def workers(self, data: DataConfig) -> int:
+        """Loader processes of a task: the jobs share those of the recipe."""
+        return -(-data.workers // self.study.comparison.jobs)
+
     def uses_labels(self, arm: str) -> bool:
-        """Whether an arm's pretraining used labels."""
+        """Whether an arm's pretraining, or a run that it starts from, used labels."""
         recipe = self.recipes.get(arm)
         if recipe and isinstance(recipe.objective, UnknownObjective):  # only runs with labels know the names of classes
             summary = Path(self.study.comparison.arms[arm].weights or "") / SUMMARY
             return bool(summary.is_file() and read_json(summary).get("classes"))
-        return bool(recipe and needs_labels(recipe))
+        known = [one for one in stages(recipe) if not isinstance(one.objective, UnknownObjective)] if recipe else []
+        return any(map(needs_labels, known))
 
     def budgets_and_seeds(self, task: TaskRecord) -> tuple[list[Budget], dict[int, int]]:
         """(label budgets, pretraining seed by seed) that a `sweep` or `measure` task covers."""

@@ -86,7 +86,7 @@ def extend(study: Study, comparison: Comparison) -> Study | None:
     wanted = [(head, units) for head, units in wanted if units or head.estimate.half_width is None]
     if not wanted:
         return None
-    head, units = wanted[0]
+    head, units = max(wanted, key=lambda item: item[1] or 0)
     least = math.ceil((most - study.looks[0].seeds) / (MOST_LOOKS - 1))
     per = have // c.pretrainings
     if head.unit == "pretraining" and per <= most - have and _new_pretrainings_pay(comparison, head, per):
@@ -98,7 +98,8 @@ def extend(study: Study, comparison: Comparison) -> Study | None:
         return _more(
             study, added_pretrainings * per, pretrainings=c.pretrainings + added_pretrainings, assigned=tuple(assigned)
         )
-    added = min(max(units or 1, least), most - have)
+    in_seeds = (units or 1) if head.unit == "seed" else 1  # more seeds of the same pretrainings: as many as a look adds
+    added = min(max(in_seeds, least), most - have)
     every = 1 < c.pretrainings == have  # each seed has its own
     return _more(study, added, pretrainings=c.pretrainings + added * every)
 

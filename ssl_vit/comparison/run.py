@@ -24,7 +24,7 @@ from ssl_vit.interfaces import RunError, UserError, is_main_process
 from ssl_vit.records import ComparisonRecord
 from ssl_vit.report.export import as_json
 from ssl_vit.report.read import PLAN, Comparison, read_comparison
-from ssl_vit.report.summary import NO_HEADLINE, has_headline
+from ssl_vit.report.verdict import NO_HEADLINE, has_headline
 from ssl_vit.training import distributed
 
 RESULTS = "results.json"  # derived: for other programs; nothing here reads it

@@ -142,7 +142,7 @@ def task_context(plan: Plan, task: TaskRecord, initialization: int) -> EvalConte
         settings,
         data.train,
         data.test,
-        data=prepared.model_copy(update={"remote": plan.study.remote}),
+        data=prepared.model_copy(update={"remote": plan.study.remote, "workers": plan.workers(prepared)}),
         weights=weights,
         seed=initialization,
         cache=None if plan.rows[task.arm].kind == "control" else plan.run / "features",

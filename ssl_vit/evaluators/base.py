@@ -83,7 +83,7 @@ class SweepConfig(Config):
     @property
     def candidates(self) -> list[Settings]:
         """All combinations. The lengths of training (`training.*`) vary slowest, so that shorter ones come first."""
-        keys = sorted(self.sweep, reverse=True)
+        keys = sorted(self.sweep, key=lambda key: (key.startswith("training."), key), reverse=True)
         values = itertools.product(*(self.sweep[key] for key in keys))
         return [dict(reversed(list(zip(keys, chosen, strict=True)))) for chosen in values]
 

@@ -37,6 +37,7 @@ from ssl_vit.training.distributed import Engine
 
 _PIXELS = 32  # longest side of the raw-pixel reference: at most 3,072 numbers per image
 _FORMAT = 3
+_MOST_CACHED = 2**30  # bytes of one file of features: all patch tokens of many images would fill the disk
 
 
 def silent(text: str) -> None:
@@ -259,7 +260,7 @@ def _cached(images: ImageSet, wanted: FeatureConfig) -> Features:
         pooling, block = wanted.pooling, wanted.block
         features = extract(images, lambda batch: encoder.represent(batch.images, pooling, block), wanted.image_size)
         cached = features, [skip for rank in distributed.gather(context.skipped[before:]) for skip in rank]
-        if path and main:
+        if path and main and features.vectors.nbytes <= _MOST_CACHED:
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 with atomic_path(path) as unfinished:

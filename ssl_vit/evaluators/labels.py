@@ -88,9 +88,9 @@ def set_notes(train: ShardSet, test: ShardSet) -> list[str]:
     notes, named = list[str](), [len(one.classes or ()) for one in (train, test)]
     if all(named) and named[0] != named[1]:
         notes.append(f"{train.spec} names {named[0]} classes, {test.spec} names {named[1]}; check that labels agree")
-    if shared := {checksum for checksum in train.checksums if checksum}.intersection(test.checksums):
+    if shared := train.in_common(test):
         notes.append(
-            f"{train.spec} and {test.spec} have {len(shared)} shards in common; the accuracy is not that of new images"
+            f"{train.spec} and {test.spec} have {shared} shards in common; the accuracy is not that of new images"
         )
     (gray, seen), (test_gray, test_seen) = _count_gray(train), _count_gray(test)
     if seen and test_seen and abs(gray / seen - test_gray / test_seen) > _SHARE_OF_GRAY:

@@ -36,11 +36,16 @@ def has_sweep(evaluator: Evaluator) -> bool:
 
 
 def check_held_out(evaluator: Evaluator, labels: np.ndarray) -> None:
-    """Raises UserError where a sweep would have no held-out image to be scored on. labels: int (n,), of train."""
-    if has_sweep(evaluator) and not len(held_out_split(labels, evaluator.config.held_out, seed=0)[1]):
+    """Raises UserError where a sweep would be scored on images of one class. labels: int (n,), of train."""
+    if has_sweep(evaluator) and held_out_classes(evaluator, labels) < 2:
         _, counts = np.unique(labels[labels >= 0], return_counts=True)
-        share = f"held_out={evaluator.config.held_out:g} of {counts.max()} images per class is none"
-        raise UserError(f"{share}; raise it, or set sweep={{}}")
+        share = f"held_out={evaluator.config.held_out:g} of {counts.min()} to {counts.max()} images per class"
+        raise UserError(f"{share} holds out images of fewer than two classes; raise it, or set sweep={{}}")
+
+
+def held_out_classes(evaluator: Evaluator, labels: np.ndarray) -> int:
+    """How many classes have images that a sweep is scored on. labels: int (n,), of train."""
+    return len(np.unique(labels[held_out_split(labels, evaluator.config.held_out, seed=0)[1]]))
 
 
 def sweep_budget(evaluator: Evaluator, budget: Budget) -> Budget:

@@ -29,12 +29,12 @@ def select(
 
     splits: (images to train on, held-out images). The candidates of a split are the better half of those of the split
         before it, by the mean over the splits so far (successive halving).
-    Raises UserError where all candidates diverge.
+    Raises UserError where all candidates diverge. Where only those do that were kept, the best of the others wins.
     """
     candidates, context, train = candidates_of(evaluator), splits[0][0].context, splits[0][0]
     scores: dict[int, list[float]] = {index: [] for index in range(len(candidates))}
     fitted: dict[int, Classifier] = {}  # of the first split, for those that are still candidates
-    counts, total, reason = halved(len(candidates), len(splits)), Cost(), ""
+    counts, total, reason, diverged = halved(len(candidates), len(splits)), Cost(), "", set[int]()
 
     def best(count: int) -> list[int]:
         """Of equals the first."""
@@ -54,6 +54,7 @@ def select(
                     reason = str(error).splitlines()[0]
                     cost = error.cost if isinstance(error.cost, Cost) else Cost()
                     scores[index] = [0.0]
+                    diverged.add(index)
                     fitted.pop(index, None)
                 total += cost
                 if evaluator.trains_encoder:
@@ -63,6 +64,10 @@ def select(
                     fitted = {index: fitted[index] for index in best(following)}
                 advance(1)
             fitted = {index: fitted[index] for index in best(following)}
+    if not fitted and (dropped := [index for index in scores if index not in diverged]):
+        index = max(dropped, key=lambda index: fmean(scores[index]))  # of equals the first
+        fitted[index] = configured(evaluator, candidates[index]).fit(train, seed)
+        total += fitted[index](splits[0][1])[0].cost
     if not fitted:
         keys = ", ".join(candidates[0]) or "its settings"
         raise UserError(f"{evaluator.title}: every candidate of the sweep diverged ({keys}); the last one: {reason}")

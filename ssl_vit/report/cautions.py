@@ -22,6 +22,7 @@ def cautions(comparison: Comparison, summary: Summary) -> Iterator[str]:
         )
     if not comparison.record.study and (differing := architecture_differences(comparison.record.arms)):
         yield f"Caution: the arms differ in architecture or image preparation. {'. '.join(differing)}."
+    yield from _kept_dropout(comparison)
     for row in summary.means:
         if row.arm == comparison.tested[0] and row.role == "reference" and row.outcome == "worse":
             title = comparison.record.evaluators[row.place.evaluator].title
@@ -63,6 +64,21 @@ def architecture_differences(arms: Sequence[ArmRecord]) -> list[str]:
             )
         phrases.append(f"{arm.label}: {words}")
     return phrases
+
+
+def _kept_dropout(comparison: Comparison) -> Iterator[str]:
+    """Arms that are fine-tuned with different dropout, because an evaluator keeps that of their pretraining."""
+    arms = {arm.label: arm.encoder["encoder"] for arm in comparison.record.arms if arm.encoder}
+    for name, evaluator in comparison.record.evaluators.items():
+        for key in ("dropout", "drop_path") if evaluator.trains_encoder else ():
+            rates = {label: encoder.get(key, 0.0) for label, encoder in arms.items()}
+            kept = any(key in settings and settings[key] is None for settings in evaluator.settings.values())
+            if kept and len(set(rates.values())) > 1:
+                each = ", ".join(f"{label} {text(rate)}" for label, rate in rates.items())
+                yield (
+                    f"Caution: {evaluator.title} keeps the {key} of each arm's pretraining, which differs ({each}). "
+                    f"Set evaluators.{name}.{key} to train all arms alike."
+                )
 
 
 def _one_length(comparison: Comparison, head: Difference) -> Iterator[str]:

@@ -6,15 +6,16 @@ import pandas as pd
 
 from ssl_vit.records import Cost
 from ssl_vit.report.read import Comparison
+from ssl_vit.report.summary import EvaluationKey
 
 STAGES = ("Pretraining", "Sweeps", "Evaluation", "Total")
 UNITS = {"images_seen": "images", "flops": "FLOPs", "seconds": "seconds", "device_hours": "device-hours"}
 
 
-def costs(comparison: Comparison, data: str | None = None) -> pd.DataFrame:
+def costs(comparison: Comparison, place: EvaluationKey | None = None) -> pd.DataFrame:
     """Costs of each arm: columns `UNITS`, index (stage, arm). Arms and stages that cost nothing have no row.
 
-    data: dataset whose sweeps and evaluations are counted, with all pretrainings; None for all datasets.
+    place: dataset and evaluator whose sweeps and trainings are counted, with all pretrainings; None for all.
     The stages are all pretrainings, all sweeps, all other trainings of evaluators, and their sum.
     """
     tasks, kinds = comparison.tasks, {task.id: task.kind for task in comparison.record.tasks}
@@ -25,11 +26,11 @@ def costs(comparison: Comparison, data: str | None = None) -> pd.DataFrame:
     for task in comparison.record.tasks:
         if (done := tasks.get(task.id)) and done.run:
             spent.append(("Pretraining", task.arm, done.run.cost, done.run.processes))
-        if done and done.sweep and data in (None, task.data):
+        if done and done.sweep and place in (None, EvaluationKey(task.data, task.evaluator)):
             spent.append(("Sweeps", task.arm, done.sweep.cost, done.processes))
     for row, file in zip(comparison.measured.results, comparison.measured.files, strict=True):
         of_sweep = kinds.get(file.stem) == "sweep"  # whose cost includes its winner's
-        if data in (None, row.data) and not of_sweep:
+        if place in (None, EvaluationKey(row.data, row.evaluator)) and not of_sweep:
             cost = Cost(images_seen=row.images_seen, flops=row.flops, seconds=row.seconds)
             spent.append(("Evaluation", row.arm, cost, comparison.written[file].processes))
     rows = [

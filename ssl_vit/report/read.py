@@ -92,8 +92,7 @@ class Comparison:
                 words[record.name] = "supervised pretraining" if record.uses_labels else objective
         if arm not in words:
             return self.label(arm)
-        alone = list(words.values()).count(words[arm]) == 1
-        return words[arm] if alone else f"{words[arm]} ({self.label(arm)})"
+        return words[arm] if [*words.values()].count(words[arm]) == 1 else f"{words[arm]} ({self.label(arm)})"
 
     @cached_property
     def written(self) -> dict[Path, EvaluationRecord | TaskResult]:
@@ -123,13 +122,14 @@ class Comparison:
 
     @property
     def tested(self) -> tuple[str, ...]:
-        """Arms under test: pretrained without labels, else given weights, else the first one with pretraining."""
+        """Arms under test: pretrained without labels, else given weights without, else the first with pretraining."""
         arms = self.record.arms
         if self.separate:
             return (arms[0].name,)
-        unsupervised = [arm.name for arm in arms if arm.kind == "pretrained" and not arm.uses_labels]
-        given = [arm.name for arm in arms if arm.kind == "weights"]
-        return tuple(unsupervised or given or [arm.name for arm in arms if arm.kind != "scratch"][:1])
+        for kind in ("pretrained", "weights"):
+            if unsupervised := [arm.name for arm in arms if arm.kind == kind and not arm.uses_labels]:
+                return tuple(unsupervised)
+        return tuple(arm.name for arm in arms if arm.kind != "scratch")[:1]
 
     def pretraining(self, arm: str) -> RunSummary | None:
         """The first pretraining of an arm."""

@@ -201,8 +201,7 @@ def holm(estimates: Sequence[Estimate], confidence: float = 0.95) -> list[Estima
     cover less often than each: they say nothing about values other than 0.
     """
     adjusted = list(estimates)
-    alpha, stopped = 1 - confidence, False
-    level = confidence
+    alpha, stopped, level = 1 - confidence, False, 0.0
     for rank, place in enumerate(sorted(range(len(estimates)), key=lambda n: estimates[n].p_value)):
         if not stopped:
             level = alpha / (len(estimates) - rank)

@@ -13,7 +13,6 @@ from ssl_vit.report.read import Comparison
 from ssl_vit.report.statistics import Estimate, Outcome
 from ssl_vit.results import Budget, Table
 
-NO_HEADLINE = "no evaluator measures both the arm under test and a baseline (scratch or its untrained encoder)"
 Role = Literal["baseline", "supervised", "reference", "other"]
 Rows = dict[tuple[int, int], int]  # row of the table by pretraining seed and seed
 
@@ -135,11 +134,6 @@ def declared_headline(comparison: Comparison, data: str) -> tuple[EvaluationKey,
         if arm in planned and (baseline := baseline_of(comparison, arm, planned)):
             return EvaluationKey(data, evaluator), arm, baseline
     return None
-
-
-def has_headline(comparison: Comparison) -> bool:
-    """Whether the plan of a comparison has a headline for at least one dataset."""
-    return any(declared_headline(comparison, data) for data in comparison.record.metrics)
 
 
 def _adjusted(comparison: Comparison, rows: Sequence[Difference]) -> list[Difference]:

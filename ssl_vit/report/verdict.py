@@ -13,9 +13,10 @@ from ssl_vit.report.costs import costs
 from ssl_vit.report.read import OBJECTIVES, Comparison
 from ssl_vit.report.runs import flat, joined, listed, text
 from ssl_vit.report.statistics import plan, points
-from ssl_vit.report.summary import NO_HEADLINE, Difference, Efficiency, EvaluationKey, Summary, has_headline
+from ssl_vit.report.summary import Difference, Efficiency, EvaluationKey, Summary, declared_headline
 
 HALF_WIDTH = "half-width of a 95% interval that covers {} and test images"  # with the unit
+NO_HEADLINE = "no evaluator measures both the arm under test and a baseline (scratch or its untrained encoder)"
 QUICK = "Quick run, a tenth of the steps and seeds:"
 
 
@@ -35,6 +36,11 @@ def interval(comparison: Comparison, summary: Summary) -> str:
     if comparison.record.looks:
         sentence += f" Intervals of differences have {100 * comparison.confidence:.1f}% confidence, for the looks."
     return sentence
+
+
+def has_headline(comparison: Comparison) -> bool:
+    """Whether the plan of a comparison has a headline for at least one dataset."""
+    return any(declared_headline(comparison, data) for data in comparison.record.metrics)
 
 
 def verdict(comparison: Comparison, summary: Summary) -> list[str]:
@@ -205,7 +211,7 @@ def _variance(comparison: Comparison, head: Difference) -> list[str]:
 
 
 def _compute(comparison: Comparison, head: Difference) -> list[str]:
-    spent = costs(comparison, head.place.data)["flops"]
+    spent = costs(comparison, head.place)["flops"]
     arms = (head.arm, head.against)
     if begun := [comparison.spoken(one.name) for one in comparison.record.arms if one.starts_from and one.name in arms]:
         return [f"Compute: unknown; {joined(begun)} started from imported weights."]

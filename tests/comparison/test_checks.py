@@ -7,10 +7,13 @@ from pathlib import Path
 from shutil import copytree
 
 import pytest
+from PIL import Image
 
 from ssl_vit.comparison import run as comparison
 from ssl_vit.comparison.config import load_comparison
 from ssl_vit.comparison.suites import prepare
+
+from .conftest import STEPS, Mini
 
 HALF = "flowers (folder), {} part of holdout 0.5, seed 0"
 
@@ -39,3 +42,20 @@ def test_pretraining_data_that_may_include_test_images_are_noted(
     comparison.check(study, prepare(study.sets, study.folder, write=False), said.append)
     assert any("arms.ssl" in note and "pretrained on test images" in note for note in said) == noted
     assert any("the evaluators train on test images" in note for note in said) == noted
+
+
+@pytest.mark.parametrize(("folders", "labeled"), [(("images",), False), (("2023", "2024"), True)])
+def test_folders_of_pretraining_images_are_labels_only_if_there_are_several(
+    mini: Mini, few_digits: Path, tmp_path: Path, folders: tuple[str, ...], labeled: bool
+) -> None:
+    for number in range(40):
+        path = tmp_path / "more" / folders[number % len(folders)] / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("L", (8, 8), number).save(path)
+    sets = {part: f"{few_digits}/{part}" for part in ("train", "test")}
+    supervised = {"label": "all labels", "recipe": "digits_supervised", "overrides": STEPS}
+    recipe = mini(data=sets | {"pretrain": f"{tmp_path}/more"}, arms={"supervised": supervised})
+    study, said = load_comparison(recipe), list[str]()
+    recipes = comparison.check(study, study.sets, said.append).plan.recipes
+    assert recipes["supervised"].data.places == ((f"{tmp_path}/more",) if labeled else (f"{few_digits}/train",))
+    assert any("has 2 classes of its own (2023, 2024" in note for note in said) == labeled

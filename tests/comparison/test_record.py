@@ -42,7 +42,7 @@ def test_pretraining_on_test_images_is_refused(few_digits: Path, tmp_path: Path)
     train, test = (f"{few_digits}/{part}" for part in ("train", "test"))
     keys = [f"run={tmp_path}", f"data={{train: {train}, test: {test}, folds: []}}"]
     for same in (test, f"{test}/", f"{few_digits}/./test", f"{test}/*.tar", f"[{train},{test}]"):
-        with pytest.raises(UserError, match=r"arms\.supervised: data\.train=.*includes images of the test set"):
+        with pytest.raises(UserError, match=r"arms\.supervised: .*includes images of the test set"):
             pretrained_elsewhere(*keys, f"arms.supervised.data.train={same}")
     settings = load_recipe("digits_ssl", [f"data.train={few_digits}/./test", f"run={tmp_path}/given"])
     (tmp_path / "given").mkdir()
@@ -50,14 +50,14 @@ def test_pretraining_on_test_images_is_refused(few_digits: Path, tmp_path: Path)
     encoder = factory.build(settings.encoder)
     factory.write_config(encoder, tmp_path / "given" / factory.CONFIG)
     save_file(factory.state(encoder), tmp_path / "given" / factory.WEIGHTS)
-    with pytest.raises(UserError, match=r"arms\.given: data\.train=.*includes images of the test set"):
+    with pytest.raises(UserError, match=r"arms\.given: .*includes images of the test set"):
         pretrained_elsewhere(*keys, f"arms.given={{label: given, weights: {tmp_path}/given}}")
     for number in range(40):
         path = tmp_path / "mine" / "ab"[number % 2] / f"{number}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.new("L", (8, 8), number).save(path)
     keys[1] = "data={{train: {0}#train, test: {0}#test, folds: [], pretrain: {0}}}".format(mine := tmp_path / "mine")
-    with pytest.raises(UserError, match=f"data.train={mine} includes images of the test set {mine}#test"):
+    with pytest.raises(UserError, match=f"{mine} includes images of the test set {mine}#test"):
         pretrained_elsewhere(*keys)
-    with pytest.raises(UserError, match=f"data.train=imagefolder:{mine} includes images of the test set"):
+    with pytest.raises(UserError, match=f"imagefolder:{mine} includes images of the test set"):
         pretrained_elsewhere(*keys, f"data.pretrain=imagefolder:{mine}")

@@ -322,8 +322,22 @@ def test_training_images_that_are_test_images_are_refused(few_digits: Path, mini
         sets = {"train": train, "test": f"{few_digits}/test"}
         refused(mini(arms={"ssl": pretrained}, data=sets), "includes images of the test set")
     shutil.copytree(few_digits / "test", tmp_path / "copy")
-    sets = {"train": str(tmp_path / "copy"), "test": f"{few_digits}/test"}
-    refused(mini(arms={"ssl": pretrained}, data=sets), "includes images of the test set")
+    for train in (f"{tmp_path}/copy", f"{few_digits}/t*/*.tar"):  # over several folders no info.json is read
+        sets = {"train": train, "test": f"{few_digits}/test"}
+        refused(mini(arms={"ssl": pretrained}, data=sets), "includes images of the test set")
+
+
+def test_what_an_arm_started_from_is_a_part_of_it(few_digits: Path, mini: Mini, tmp_path: Path) -> None:
+    keys = [*STEPS, f"run={tmp_path}/first", f"data.train={few_digits}/train"]
+    first = api.train(load_recipe("digits_supervised", keys))
+    begun = {"label": "SSL", "recipe": "digits_ssl", "overrides": [*STEPS, f"init_from={first}"]}
+    study = load_comparison(mini(arms={"ssl": begun}))
+    assert check(study, study.sets).plan.uses_labels("ssl")
+    longer = {"label": "longer", "compute_of": "ssl"}
+    fine_tune = {"fine_tune": TUNING | {"sweep": {}}}
+    refused(mini(arms={"ssl": begun, "longer": longer}, evaluators=fine_tune), "compute_of: arms.ssl starts from other")
+    (first / "summary.json").unlink()
+    refused(mini(arms={"given": {"label": "x", "weights": str(first)}}), "has not finished training")
 
 
 def test_weights_that_saw_test_images_are_not_started_from(few_digits: Path, mini: Mini, tmp_path: Path) -> None:

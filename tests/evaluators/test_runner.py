@@ -173,6 +173,36 @@ def test_a_candidate_that_diverges_on_a_later_part_loses(context: EvalContext) -
     assert record.candidates[2] == {"right": 3, "held_out_accuracy": 0.0, "held_out_parts": 1}
 
 
+def test_the_best_of_the_others_wins_where_all_that_were_kept_diverge(context: EvalContext) -> None:
+    class Later(Trainer):
+        def fit(self, train: ImageSet, seed: int) -> Classifier:
+            later = len(fitted) in (4, 5)
+            self.config = self.config.model_copy(update={"fails": self.config.right if later else -1})
+            return super().fit(train, seed)
+
+    swept = config(sweep={"right": [0, 1, 2, 3]}, held_out_repeats=2)
+    record, row = runner.sweep(Later(swept), context, "trained", 10, 3)
+    assert [right for right, *_ in fitted] == [0, 1, 2, 3, 2, 3, 0]
+    assert record.best == {"right": 0} and row is not None and row.selected == {"right": 0}
+    assert record.cost.images_seen == 4 * 10 + 2 * 1 + 10
+
+
+def test_settings_are_not_selected_on_one_class(array_context: Build) -> None:
+    labels = np.repeat([0, 1, 2], [60, 4, 4])
+    context = array_context((labels[:, None] + np.zeros((68, 4)), labels), TEST)
+    with pytest.raises(UserError, match=r"held_out=0.1 of 4 to 60 images per class .* raise it"):
+        runner.sweep(Trainer(config(sweep={"right": [1, 2]}, held_out=0.1)), context, "trained", 2, 0)
+
+
+def test_candidates_of_one_length_come_together() -> None:
+    class Long(Config):
+        training: dict[str, int] = Field({"steps": 1})
+        warmup_epochs: int = 0
+
+    swept = Long(sweep={"training.steps": [1, 2], "warmup_epochs": [0, 5]})
+    assert [candidate["training.steps"] for candidate in swept.candidates] == [1, 1, 2, 2]
+
+
 def test_all_labels_are_trained_on_after_a_sweep_without_the_held_out_ones(context: EvalContext) -> None:
     trainer = Trainer(config(sweep={"right": [2, 3]}, labels_per_class=[5, "all"], seeds=[0, 1], held_out=0.25))
     rows, sweeps = runner.evaluate(trainer, context)

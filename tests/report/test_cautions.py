@@ -66,6 +66,18 @@ def test_cautions(folder: Path) -> None:
     assert "7 unreadable sample(s) were skipped: a.tar: 0 (cut); " in notes(comparison)[-1]
 
 
+def test_dropout_that_differs_in_fine_tuning_is_a_caution(folder: Path) -> None:
+    def cautioned(name: str, kept: float | None) -> bool:
+        settings = {"digits": {"dropout": kept, "drop_path": 0.1}}
+        evaluators = {"fine_tune": EVALUATORS["fine_tune"].model_copy(update={"settings": settings})}
+        rates = ({"dropout": 0.0, "drop_path": 0.0}, {"dropout": 0.1, "drop_path": 0.1})
+        arms = [arm.model_copy(update={"encoder": {"encoder": r}}) for arm, r in zip(ARMS, rates, strict=True)]
+        return "keeps the dropout" in said(folder / name, two_arms(0.2), arms=arms, evaluators=evaluators)
+
+    assert cautioned("kept", None)
+    assert not cautioned("set", 0.0)
+
+
 def test_selection_with_more_labels_than_the_budget_has_is_a_caution(folder: Path) -> None:
     rich = SWEEP.model_copy(update={"labels": 70, "held_out": 30})
     text = said(folder, two_arms(0.2), sweeps={"ssl": rich, "scratch": rich})

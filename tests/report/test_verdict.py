@@ -169,6 +169,15 @@ def test_an_unfinished_comparison_says_so(folder: Path) -> None:
     assert both.startswith("No verdict yet"), "another evaluator's result is no substitute for the declared one"
 
 
+def test_given_weights_of_a_supervised_run_are_not_under_test(folder: Path) -> None:
+    weights = [
+        ArmRecord(name=name, label=name, kind="weights", run=name, uses_labels=name == "supervised")
+        for name in ("supervised", "ssl")
+    ]
+    rows = [*two_arms(0.2), *(replace(one, arm="supervised") for one in two_arms(0.3) if one.arm == "ssl")]
+    assert said(folder, rows, arms=[*weights, ARMS[1]]).startswith("Ssl is better than training from scratch: +20.0")
+
+
 def test_without_a_baseline_there_is_no_headline(folder: Path) -> None:
     ours = [one for one in two_arms(0.2) if one.arm == "ssl"]
     others = [replace(one, arm="supervised") for one in ours]
@@ -177,9 +186,10 @@ def test_without_a_baseline_there_is_no_headline(folder: Path) -> None:
     assert "yet" not in text
 
 
-def test_the_compute_of_a_dataset_leaves_out_other_datasets(folder: Path) -> None:
+def test_the_compute_of_a_headline_leaves_out_other_datasets_and_evaluators(folder: Path) -> None:
     rows = [*two_arms(0.2), *(replace(one, data="other", flops=7e9) for one in two_arms(0.2))]
-    text = said(folder, rows)
+    probes = [replace(one, evaluator="few_shot", flops=5e9) for one in two_arms(0.2) if one.arm == "ssl"]
+    text = said(folder, [*rows, *probes])
     assert "digits: Compute: masked patch prediction took 1.2e+10 FLOPs in total, 2 times" in text
     assert "other: Compute: masked patch prediction took 4.8e+10 FLOPs in total, 1.14 times" in text
 

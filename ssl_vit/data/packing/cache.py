@@ -70,6 +70,17 @@ def absolute(spec: str) -> str:
     return str(found or (f"{folder}#{part}" if part else folder))
 
 
+def overlaps(place: str, test: str) -> bool:
+    """Whether images of a test set are among those of a place, as far as names and folders tell: both are the same, the
+    test set is a part of the place, or one is a folder of images inside the other."""
+    ours, theirs = absolute(place), absolute(test)
+    if ours in (theirs, theirs.removesuffix("#test")):
+        return True
+    outer, inner = (ours, theirs) if Path(ours) in Path(theirs).parents else (theirs, ours)
+    inside = Path(outer) in Path(inner).parents and os.path.exists(split_name(inner)[0])
+    return inside and not is_shards(outer)
+
+
 def _names_of(part: str) -> tuple[str, ...]:
     """The folders or splits that can be this part, in order of preference."""
     return (part, *(VALIDATION if part == "test" else ()))

@@ -74,6 +74,13 @@ class ShardSet:
         content = json.dumps([names, self.counts, self.checksums, self.headers, self.mixture, self.classes])
         return hashlib.sha256(content.encode()).hexdigest()[:16]
 
+    def in_common(self, other: ShardSet) -> int:
+        """How many shards of this set the other one has too, by their address, checksum or headers."""
+        keys = ("urls", "checksums", "headers")
+        known = [{*getattr(other, key)} - {""} for key in keys]
+        each = zip_longest(*(getattr(self, key) for key in keys), fillvalue="")
+        return sum(any(one in of_other for one, of_other in zip(shard, known, strict=True)) for shard in each)
+
     def sets(self, keep: Sequence[np.ndarray] | None = None) -> list[SampleSet]:
         """For `order`: the one set, or the sets of the mixture. keep: as `members_of` gives it."""
         first, sets = 0, []
