@@ -22,7 +22,7 @@ from ssl_vit.data.packing.cache import overlaps
 from ssl_vit.data.shards import ShardSet, check_same_classes, open_shards, open_training
 from ssl_vit.environment import environment
 from ssl_vit.evaluators import runner
-from ssl_vit.evaluators.features import EvalContext, silent
+from ssl_vit.evaluators.features import EvalContext
 from ssl_vit.evaluators.labels import set_notes
 from ssl_vit.evaluators.online import OnlineProbe
 from ssl_vit.evaluators.real_labels import read_real_labels, rescored
@@ -30,6 +30,7 @@ from ssl_vit.files import sha256, write_json
 from ssl_vit.interfaces import Metric, UserError, is_main_process
 from ssl_vit.models import factory
 from ssl_vit.models.encoder import Encoder
+from ssl_vit.progress import silent
 from ssl_vit.recipe import Recipe
 from ssl_vit.records import EvaluationRecord, RunSummary
 from ssl_vit.results import Evaluation, Result, Table, save
@@ -138,7 +139,6 @@ def make_context(
     check_same_classes(shards[0].classes, shards[1].classes, f"{train} and {test}")
     return EvalContext(
         trained=encoder,
-        untrained=factory.fresh(encoder, seed),
         train=shards[0],
         test=shards[1],
         data=preparation,
@@ -147,6 +147,7 @@ def make_context(
         cache=cache,
         objective=settings.objective if settings else None,
         metric=metric,
+        seed=seed,
     )
 
 

@@ -37,6 +37,10 @@ def say(text: str) -> None:
     print(printable_lines(text), file=sys.stderr)
 
 
+def silent(text: str) -> None:
+    """Print nothing: `say` of a process that is not the main one."""
+
+
 _open: list[_Work] = []  # in this process, the outermost first; a line names all of it
 
 

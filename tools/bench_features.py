@@ -81,7 +81,7 @@ def main() -> None:
         write_shards(Path(folder), chosen.images // chosen.rounds, chosen.image_size)
         shards = open_shards(folder)
         data = DataConfig(train=folder, evaluation_resize=1.0, workers=1)
-        context = EvalContext(encoder, encoder, shards, shards, data, make_accelerator())
+        context = EvalContext(encoder, shards, shards, data, make_accelerator())
         shape = (context.batch_size, 3, chosen.image_size, chosen.image_size)
         batch = torch.randint(0, 256, shape, dtype=torch.uint8, device=chosen.device)
         batches = -(-shards.samples // context.batch_size)

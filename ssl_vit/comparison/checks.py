@@ -25,13 +25,14 @@ from ssl_vit.comparison.work import is_done
 from ssl_vit.data import mixture
 from ssl_vit.data.shards import ShardSet, check_same_classes, open_shards, open_training
 from ssl_vit.evaluators import runner
-from ssl_vit.evaluators.features import FeatureConfig, check_features, silent
+from ssl_vit.evaluators.features import FeatureConfig, check_features
 from ssl_vit.evaluators.labels import check_classes, choose_labeled, labels_of, set_notes
 from ssl_vit.evaluators.selection import candidates_of, configured
 from ssl_vit.files import expanded, read_json, write_json
 from ssl_vit.interfaces import RunError, UserError, is_main_process, printable
 from ssl_vit.models import factory
 from ssl_vit.models.encoder import Encoder
+from ssl_vit.progress import silent
 from ssl_vit.recipe import Recipe
 from ssl_vit.records import ComparisonRecord, TaskRecord
 from ssl_vit.report.read import PLAN

@@ -17,9 +17,9 @@ from ssl_vit.comparison.suites import prepare
 from ssl_vit.comparison.weights import import_arms
 from ssl_vit.data.shards import ShardSet
 from ssl_vit.evaluators import runner
-from ssl_vit.evaluators.features import silent
 from ssl_vit.evaluators.labels import choose_labeled, labels_of
 from ssl_vit.objectives import classification
+from ssl_vit.progress import silent
 from ssl_vit.recipe import Recipe
 from ssl_vit.records import TaskRecord
 from ssl_vit.report.cautions import architecture_differences

@@ -18,9 +18,9 @@ from ssl_vit.comparison.record import record_of
 from ssl_vit.comparison.suites import prepare
 from ssl_vit.comparison.weights import import_arms
 from ssl_vit.comparison.work import do
-from ssl_vit.evaluators.features import silent
 from ssl_vit.files import write_json, write_text
 from ssl_vit.interfaces import RunError, UserError, is_main_process
+from ssl_vit.progress import silent
 from ssl_vit.records import ComparisonRecord
 from ssl_vit.report.export import as_json
 from ssl_vit.report.read import PLAN, Comparison, read_comparison

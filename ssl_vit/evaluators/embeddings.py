@@ -35,9 +35,7 @@ def embed(
     accelerator = make_accelerator(settings.training.precision if settings else "fp32", or_fp32=True)
     encoder.to(accelerator.device).eval()
     opened = open_shards(shards, preparation.remote)
-    context = EvalContext(
-        encoder, encoder, opened, opened, preparation, accelerator, batch_size=batch_size, title="embed"
-    )
+    context = EvalContext(encoder, opened, opened, preparation, accelerator, batch_size=batch_size, title="embed")
     own_keys: dict[int, str] = {}
 
     def read(batch: Batch) -> torch.Tensor:

@@ -29,8 +29,8 @@ from ssl_vit.files import atomic_path
 from ssl_vit.interfaces import Batch, Config, Diverged, Metric, ObjectiveConfig, RunError, Size, UserError
 from ssl_vit.models import ImageSize, Pooling, Resampling
 from ssl_vit.models.encoder import Encoder
-from ssl_vit.models.factory import at_size
-from ssl_vit.progress import progress_bar
+from ssl_vit.models.factory import at_size, fresh
+from ssl_vit.progress import progress_bar, silent
 from ssl_vit.records import SkippedSample
 from ssl_vit.training import distributed
 from ssl_vit.training.distributed import Engine
@@ -40,15 +40,11 @@ _FORMAT = 3
 _MOST_CACHED = 2**30  # bytes of one file of features: all patch tokens of many images would fill the disk
 
 
-def silent(text: str) -> None:
-    """`say` of a process that is not the main one."""
-
-
 @dataclass
 class EvalContext:
     """An encoder to evaluate, with labeled train and test shards.
 
-    trained: the encoder. untrained: the same architecture, freshly initialized: the reference row.
+    trained: the encoder. seed: of the initialization of the reference `untrained`.
     title: shown in front of the progress (None: no progress is shown).
     data: image preparation (`evaluation_resize`) and loader workers. batch_size: images per forward pass and process.
     weights: path of the trained encoder's weights (None: in memory or freshly initialized).
@@ -59,7 +55,6 @@ class EvalContext:
     """
 
     trained: Encoder
-    untrained: Encoder
     train: ShardSet
     test: ShardSet
     data: DataConfig
@@ -71,8 +66,14 @@ class EvalContext:
     say: Callable[[str], None] = silent
     title: str | None = None
     metric: Metric = "accuracy"
+    seed: int = 0
     skipped: list[SkippedSample] = field(default_factory=list)
     features: dict[object, object] = field(default_factory=dict)
+
+    @cached_property
+    def untrained(self) -> Encoder:
+        """The same architecture as the trained encoder's, freshly initialized."""
+        return fresh(self.trained, self.seed)
 
     @cached_property
     def train_labels(self) -> np.ndarray:

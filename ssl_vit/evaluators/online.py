@@ -25,7 +25,7 @@ class OnlineProbe:
     ) -> None:
         """Raises UserError where the shards have too few labeled images."""
         self.config = config
-        self.context = EvalContext(encoder, encoder, shards, shards, data, accelerator)
+        self.context = EvalContext(encoder, shards, shards, data, accelerator)
         self.reported: set[tuple[str, str]] = set()
         labels = labels_of(shards)
         classes = len(np.unique(labels[labels >= 0]))

@@ -13,8 +13,8 @@ from ssl_vit.comparison.checks import check
 from ssl_vit.comparison.config import load_comparison
 from ssl_vit.comparison.run import _write_plan
 from ssl_vit.evaluators import runner
-from ssl_vit.evaluators.features import silent
 from ssl_vit.interfaces import UserError
+from ssl_vit.progress import silent
 from tests.comparison.conftest import Mini
 
 

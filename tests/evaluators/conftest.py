@@ -43,7 +43,7 @@ def array_context() -> Build:
 
     def build(train: Arrays, test: Arrays, unreadable: tuple[int, ...] = (), metric: Any = "accuracy") -> EvalContext:
         nothing = cast(Any, None)
-        context = EvalContext(nothing, nothing, nothing, nothing, nothing, nothing, metric=metric)
+        context = EvalContext(nothing, nothing, nothing, nothing, nothing, metric=metric)
         context.features = ArrayFeatures({"train": train, "test": test}, unreadable)
         context.train_labels = train[1]
         return context
