@@ -185,7 +185,8 @@ def balanced(values_XSM: np.ndarray, labels_M: np.ndarray) -> np.ndarray:
         stratum[smallest[: max(few, enough)]] = smallest[0]
     _, group, sizes = np.unique(stratum[index], return_inverse=True, return_counts=True)
     values = np.asarray(values_XSM, dtype=np.float64)
-    means = values @ (np.eye(len(sizes))[group] / sizes)  # (..., S, groups)
+    by_group, first = np.argsort(group, kind="stable"), np.cumsum(sizes) - sizes
+    means = np.add.reduceat(values[..., by_group], first, axis=-1) / sizes  # (..., S, groups)
     between = (means - means.mean(axis=-2, keepdims=True))[..., group]
     within = (values - means[..., group]) * np.sqrt(sizes / np.maximum(sizes - 1, 1))[group]
     deviations = weights * (between + within)

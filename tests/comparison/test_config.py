@@ -38,6 +38,7 @@ from ssl_vit.interfaces import UserError
             r"data\.sets\.a\.evaluators: ",
         ),
         (["assigned=[0,1]", "pretrainings=1"], "assigned: 1"),
+        (["assigned=[1,0]", "pretrainings=2"], "the first seed"),
         (["evaluators.fine_tune.sweep={held_out: [0.1, 0.2]}"], "sweep.held_out"),
         (["evaluators.fine_tune.sweep={optim.lr.x: [1]}"], "sweep.optim.lr.x.*no such key"),
         (["arms.scratch.like=nobody"], "scratch.like=nobody"),
