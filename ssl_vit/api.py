@@ -18,7 +18,7 @@ from torch.utils.tensorboard import SummaryWriter
 from ssl_vit import plugins, precision, recipe, stage
 from ssl_vit.analysis import loaded
 from ssl_vit.data import DataConfig
-from ssl_vit.data.packing.cache import overlaps
+from ssl_vit.data.packing.cache import saw_test_images
 from ssl_vit.data.shards import ShardSet, check_same_classes, open_shards, open_training
 from ssl_vit.environment import environment
 from ssl_vit.evaluators import runner
@@ -151,16 +151,6 @@ def make_context(
     )
 
 
-def training_places(settings: Recipe) -> list[str]:
-    """The training data of a recipe and of all runs that it starts from through `init_from`."""
-    return [place for stage in recipe.stages(settings) for place in stage.data.places]
-
-
-def saw_test_images(places: Sequence[str], test: str) -> bool:
-    """Whether one of these places of training data has images of the test set, as far as names and folders tell."""
-    return any(overlaps(place, test) for place in places)
-
-
 def evaluate(
     model: Path | nn.Module,
     name: str,
@@ -189,7 +179,7 @@ def evaluate(
     """
     given, run = loaded.load(model), model if isinstance(model, Path) else None
     module, settings = plugins.load("evaluators", name), given.settings
-    if settings and saw_test_images(training_places(settings), test):
+    if settings and saw_test_images(recipe.training_places(settings), test):
         whole = test.removesuffix("#test")
         raise UserError(f"{run or name} was trained on all of {whole}, with the test images; name others (--test)")
     config = recipe.validate(module.Config, recipe.parse_overrides(overrides), f"{name}: ")

@@ -227,6 +227,11 @@ def stages(settings: Recipe) -> list[Recipe]:
     return found
 
 
+def training_places(settings: Recipe) -> list[str]:
+    """The training data of a recipe and of all runs that it starts from through `init_from`."""
+    return [place for one in stages(settings) for place in one.data.places]
+
+
 def save(config: Config, path: Path) -> None:
     """Write the resolved recipe so that `train PATH` repeats it."""
     write_text(path, yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True))

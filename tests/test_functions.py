@@ -14,8 +14,8 @@ import torch
 from PIL import Image
 
 import ssl_vit
-from ssl_vit.api import saw_test_images
 from ssl_vit.comparison.config import load_comparison
+from ssl_vit.data.packing.cache import saw_test_images
 from ssl_vit.interfaces import UserError
 from ssl_vit.recipe import load_recipe
 

@@ -14,7 +14,6 @@ from filelock import FileLock
 from pydantic import ValidationError
 
 from ssl_vit import precision, runs, stage
-from ssl_vit.api import saw_test_images, training_places
 from ssl_vit.comparison.compute import equalize
 from ssl_vit.comparison.config import Study
 from ssl_vit.comparison.design import needs_labels
@@ -23,6 +22,7 @@ from ssl_vit.comparison.plan import Plan
 from ssl_vit.comparison.sets import DataSet
 from ssl_vit.comparison.work import is_done
 from ssl_vit.data import mixture
+from ssl_vit.data.packing.cache import saw_test_images
 from ssl_vit.data.shards import ShardSet, check_same_classes, open_shards, open_training
 from ssl_vit.evaluators import runner
 from ssl_vit.evaluators.features import FeatureConfig, check_features
@@ -33,7 +33,7 @@ from ssl_vit.interfaces import RunError, UserError, is_main_process, printable
 from ssl_vit.models import factory
 from ssl_vit.models.encoder import Encoder
 from ssl_vit.progress import silent
-from ssl_vit.recipe import Recipe
+from ssl_vit.recipe import Recipe, training_places
 from ssl_vit.records import ComparisonRecord, TaskRecord
 from ssl_vit.report.read import PLAN
 from ssl_vit.training import Precision, distributed
@@ -131,8 +131,11 @@ def check(
 
 
 def _check_apart(places: Sequence[str], shards: ShardSet | None, test: ShardSet, why: str = "") -> None:
-    """Refuse training data with images of a test set. places: of the data of a training, and of all that it starts
-    from. shards: of its own data."""
+    """Raises UserError for training data with images of a test set.
+
+    places: of a training and of the runs that it starts from. shards: of the training itself, where they are open.
+    why: what else the message says.
+    """
     if (shards and shards.in_common(test)) or saw_test_images(places, test.spec):
         raise UserError(
             f"{', '.join(places)} includes images of the test set {test.spec}{why}; name sets without common images, "
@@ -141,7 +144,7 @@ def _check_apart(places: Sequence[str], shards: ShardSet | None, test: ShardSet,
 
 
 def _check_finished(weights: Path) -> None:
-    """Refuse a run that may still be training, whose tasks would load different encoders."""
+    """Raises UserError for a run that may still be training: tasks would load different encoders."""
     if (weights / "recipe.yaml").is_file() and not (weights / runs.SUMMARY).is_file():
         saved = factory.find_weights(weights)
         raise UserError(f"{weights} has not finished training; finish it, or give one of its checkpoints: {saved}")
@@ -169,11 +172,8 @@ def _with_labels(study: Study, say: Say) -> Study:
     shards = open_shards(data.pretrain, study.remote)
     if shards.labeled and len(shards.classes or ()) != 1:
         if shards.classes and shards.classes != open_shards(data.train, study.remote).classes:
-            named = ", ".join(map(printable, shards.classes[:3]))
-            say(
-                f"note: {data.pretrain} has {len(shards.classes)} classes of its own ({named}, ...): arms that need "
-                f"labels train on these, and no arm pretrains on {data.train}"
-            )
+            own = f"{len(shards.classes)} classes of its own, such as {printable(shards.classes[0])}"
+            say(f"note: {data.pretrain} has {own}: arms that need labels train on these, and no arm on {data.train}")
         return study
     both = mixture([data.pretrain, data.train])
     for arm, settings in study.recipes.items():

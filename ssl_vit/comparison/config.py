@@ -194,7 +194,7 @@ class Study:
     def remote(self) -> RemoteConfig:
         """How labeled data behind URLs is read: as the comparison says, else as the first recipe that says it does."""
         given = [self.comparison.data.remote, *(settings.data.remote for settings in self.recipes.values())]
-        return next((remote for remote in given if remote and remote != RemoteConfig()), RemoteConfig())
+        return next((remote for remote in given if remote not in (None, RemoteConfig())), None) or RemoteConfig()
 
     @property
     def trains_encoder(self) -> bool:

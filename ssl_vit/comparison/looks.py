@@ -98,8 +98,8 @@ def extend(study: Study, comparison: Comparison) -> Study | None:
         return _more(
             study, added_pretrainings * per, pretrainings=c.pretrainings + added_pretrainings, assigned=tuple(assigned)
         )
-    in_seeds = (units or 1) if head.unit == "seed" else 1  # more seeds of the same pretrainings: as many as a look adds
-    added = min(max(in_seeds, least), most - have)
+    wanted_seeds = units if head.unit == "seed" else None
+    added = min(max(wanted_seeds or 1, least), most - have)
     every = 1 < c.pretrainings == have  # each seed has its own
     return _more(study, added, pretrainings=c.pretrainings + added * every)
 

@@ -29,7 +29,8 @@ def select(
 
     splits: (images to train on, held-out images). The candidates of a split are the better half of those of the split
         before it, by the mean over the splits so far (successive halving).
-    Raises UserError where all candidates diverge. Where only those do that were kept, the best of the others wins.
+    If all candidates that were kept for later splits diverge, the best of the dropped ones is selected.
+    Raises UserError if all candidates diverge.
     """
     candidates, context, train = candidates_of(evaluator), splits[0][0].context, splits[0][0]
     scores: dict[int, list[float]] = {index: [] for index in range(len(candidates))}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import product
 
 from ssl_vit.evaluators import budget_words
 from ssl_vit.records import ArmRecord
@@ -22,7 +23,7 @@ def cautions(comparison: Comparison, summary: Summary) -> Iterator[str]:
         )
     if not comparison.record.study and (differing := architecture_differences(comparison.record.arms)):
         yield f"Caution: the arms differ in architecture or image preparation. {'. '.join(differing)}."
-    yield from _kept_dropout(comparison)
+    yield from dict.fromkeys(_kept_dropout(comparison))  # once for all datasets
     for row in summary.means:
         if row.arm == comparison.tested[0] and row.role == "reference" and row.outcome == "worse":
             title = comparison.record.evaluators[row.place.evaluator].title
@@ -68,13 +69,16 @@ def architecture_differences(arms: Sequence[ArmRecord]) -> list[str]:
 
 def _kept_dropout(comparison: Comparison) -> Iterator[str]:
     """Arms that are fine-tuned with different dropout, because an evaluator keeps that of their pretraining."""
-    arms = {arm.label: arm.encoder["encoder"] for arm in comparison.record.arms if arm.encoder}
-    for name, evaluator in comparison.record.evaluators.items():
-        for key in ("dropout", "drop_path") if evaluator.trains_encoder else ():
-            rates = {label: encoder.get(key, 0.0) for label, encoder in arms.items()}
-            kept = any(key in settings and settings[key] is None for settings in evaluator.settings.values())
-            if kept and len(set(rates.values())) > 1:
-                each = ", ".join(f"{label} {text(rate)}" for label, rate in rates.items())
+    arms = [arm for arm in comparison.record.arms if arm.encoder]
+    for (name, evaluator), key in product(comparison.record.evaluators.items(), ("dropout", "drop_path")):
+        for data, settings in evaluator.settings.items():
+            kept = {
+                arm.label: arm.encoder["encoder"].get(key, 0.0)
+                for arm in arms
+                if key in settings and (settings | arm.own_settings(data, name))[key] is None
+            }
+            if len(set(kept.values())) > 1:
+                each = ", ".join(f"{label} {text(rate)}" for label, rate in kept.items())
                 yield (
                     f"Caution: {evaluator.title} keeps the {key} of each arm's pretraining, which differs ({each}). "
                     f"Set evaluators.{name}.{key} to train all arms alike."

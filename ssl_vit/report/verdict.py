@@ -65,11 +65,10 @@ def verdict(comparison: Comparison, summary: Summary) -> list[str]:
         if comparison.record.quick:
             about_head[0] = f"{QUICK} {about_head[0]}"
         sentences += [f"{head.place.data}: {sentence}" if several else sentence for sentence in about_head]
-    if not sentences and not has_headline(comparison):
+    if not has_headline(comparison):
         sentences = [f"No headline: {NO_HEADLINE}. All differences are exploratory."]
-    sentences = sentences or [
-        "No verdict yet: no seed has been measured at every label budget with pretraining and without."
-    ]
+    elif not sentences:
+        sentences = ["No verdict yet: no seed has been measured at every label budget with pretraining and without."]
     return sentences + list(cautions(comparison, summary))
 
 

@@ -51,7 +51,7 @@ def find_accumulation(
         clear_device_cache(garbage_collection=True)
     error = UserError(
         f"the memory does not hold a micro-batch of {len(part.images)} images; make it smaller "
-        f"({'' if len(counts) > 1 else 'training.auto_batch=true, '}higher training.accumulate or data.lanes), or set "
+        "(training.auto_batch=true, higher training.accumulate or data.lanes), or set "
         "training.checkpoint_activations=true"
     )
     error.everywhere = True

@@ -58,4 +58,4 @@ def test_folders_of_pretraining_images_are_labels_only_if_there_are_several(
     study, said = load_comparison(recipe), list[str]()
     recipes = comparison.check(study, study.sets, said.append).plan.recipes
     assert recipes["supervised"].data.places == ((f"{tmp_path}/more",) if labeled else (f"{few_digits}/train",))
-    assert any("has 2 classes of its own (2023, 2024" in note for note in said) == labeled
+    assert any("has 2 classes of its own, such as 2023:" in note for note in said) == labeled

@@ -327,7 +327,7 @@ def test_training_images_that_are_test_images_are_refused(few_digits: Path, mini
         refused(mini(arms={"ssl": pretrained}, data=sets), "includes images of the test set")
 
 
-def test_what_an_arm_started_from_is_a_part_of_it(few_digits: Path, mini: Mini, tmp_path: Path) -> None:
+def test_an_arm_includes_the_run_that_it_starts_from(few_digits: Path, mini: Mini, tmp_path: Path) -> None:
     keys = [*STEPS, f"run={tmp_path}/first", f"data.train={few_digits}/train"]
     first = api.train(load_recipe("digits_supervised", keys))
     begun = {"label": "SSL", "recipe": "digits_ssl", "overrides": [*STEPS, f"init_from={first}"]}

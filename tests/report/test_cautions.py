@@ -67,15 +67,17 @@ def test_cautions(folder: Path) -> None:
 
 
 def test_dropout_that_differs_in_fine_tuning_is_a_caution(folder: Path) -> None:
-    def cautioned(name: str, kept: float | None) -> bool:
+    def cautioned(name: str, kept: float | None, **own: dict[str, float]) -> bool:
         settings = {"digits": {"dropout": kept, "drop_path": 0.1}}
         evaluators = {"fine_tune": EVALUATORS["fine_tune"].model_copy(update={"settings": settings})}
         rates = ({"dropout": 0.0, "drop_path": 0.0}, {"dropout": 0.1, "drop_path": 0.1})
         arms = [arm.model_copy(update={"encoder": {"encoder": r}}) for arm, r in zip(ARMS, rates, strict=True)]
+        arms[0] = arms[0].model_copy(update={"evaluators": own})
         return "keeps the dropout" in said(folder / name, two_arms(0.2), arms=arms, evaluators=evaluators)
 
     assert cautioned("kept", None)
     assert not cautioned("set", 0.0)
+    assert not cautioned("set for one arm", None, fine_tune={"dropout": 0.2})
 
 
 def test_selection_with_more_labels_than_the_budget_has_is_a_caution(folder: Path) -> None:

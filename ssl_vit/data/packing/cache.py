@@ -16,7 +16,7 @@ import re
 import shutil
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TextIO
 
@@ -70,15 +70,18 @@ def absolute(spec: str) -> str:
     return str(found or (f"{folder}#{part}" if part else folder))
 
 
-def overlaps(place: str, test: str) -> bool:
-    """Whether images of a test set are among those of a place, as far as names and folders tell: both are the same, the
-    test set is a part of the place, or one is a folder of images inside the other."""
-    ours, theirs = absolute(place), absolute(test)
-    if ours in (theirs, theirs.removesuffix("#test")):
-        return True
-    outer, inner = (ours, theirs) if Path(ours) in Path(theirs).parents else (theirs, ours)
-    inside = Path(outer) in Path(inner).parents and os.path.exists(split_name(inner)[0])
-    return inside and not is_shards(outer)
+def saw_test_images(places: Iterable[str], test: str) -> bool:
+    """Whether one of these places of training data has images of the test set, as far as their names tell: it is the
+    test set, the whole of which that is a part, or a folder of images inside of it or around it."""
+    theirs = absolute(test)
+    for ours in map(absolute, places):
+        if ours in (theirs, theirs.removesuffix("#test")):
+            return True
+        for outer, inner in ((ours, theirs), (theirs, ours)):
+            around = Path(outer) in Path(inner).parents and Path(split_name(inner)[0]).is_dir()
+            if around and not is_shards(outer):
+                return True
+    return False
 
 
 def _names_of(part: str) -> tuple[str, ...]:
