@@ -5,10 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save as safetensors
@@ -25,6 +25,7 @@ from ssl_vit.evaluators import runner
 from ssl_vit.evaluators.features import EvalContext
 from ssl_vit.evaluators.labels import set_notes
 from ssl_vit.evaluators.online import OnlineProbe
+from ssl_vit.evaluators.parts import Parts
 from ssl_vit.evaluators.real_labels import read_real_labels, rescored
 from ssl_vit.files import sha256, write_json
 from ssl_vit.interfaces import Metric, UserError, is_main_process
@@ -167,7 +168,7 @@ def evaluate(
     a network in memory are only returned.
 
     The name of the file contains the evaluator and a hash of its settings, the shards and the metric, so that repeating
-    an evaluation replaces its file.
+    an evaluation replaces its file. Finished sweeps and trainings are stored meanwhile; it resumes after a kill.
 
     name: name of the evaluator. train, test: labeled shards. overrides: settings of the evaluator.
     data: name of the dataset in the rows (default: `test`).
@@ -198,17 +199,9 @@ def evaluate(
     notes = set_notes(context.train, context.test)
     for note in notes:
         context.say(f"note: {note}")
-    digest = _weights_digest(given)  # before measuring: a run that is still training replaces its weights meanwhile
     real = read_real_labels(real_labels, context.test) if real_labels else None
-    start = time.perf_counter()
     evaluator = module.Evaluator(config)
-    with distributed.others_watched(
-        lambda: f"{folder} holds what was measured before" if folder else "nothing is stored"
-    ):
-        rows, sweeps = runner.evaluate(evaluator, context)
-    if real:
-        rows += [rescored(row, real) for row in rows]
-    content = {
+    content: dict[str, Any] = {
         "evaluator": name,
         "title": evaluator.title,
         "settings": config.model_dump(mode="json"),
@@ -217,23 +210,27 @@ def evaluate(
         "classes": list(context.train.classes or context.test.classes or ()),
         "metric": metric,
         "weights": str(run or f"{type(model).__name__} in memory"),
-        "sha256": digest,
-        "sweeps": sweeps,
-        "skipped": context.skipped_names(),
+        "sha256": _weights_digest(
+            given
+        ),  # before measuring: a run that is still training replaces its weights meanwhile
         "notes": notes,
-        "seconds": round(time.perf_counter() - start, 2),
         "environment": environment(context.accelerator),
     }
+    path = folder / _results_name(EvaluationRecord.model_validate(content)) if folder else None
+    parts = Parts(path.with_suffix(".unfinished") if path else None, content["sha256"], context)
+    with distributed.others_watched(lambda: f"{folder} holds what was measured" if folder else "nothing is stored"):
+        rows, sweeps = runner.evaluate(evaluator, context, parts)
+    if real:
+        rows += [rescored(row, real) for row in rows]
+    content |= {"sweeps": sweeps, "skipped": context.skipped_names(), "seconds": round(parts.seconds, 2)}
     about = EvaluationRecord.model_validate(content)
     seed = settings.seed if settings else 0
     rows = [replace(row, data=data or test, evaluator=name, pretraining_seed=seed) for row in rows]
-    if run is None or folder is None:
-        return Evaluation(None, rows, about)
-    path = folder / _results_name(about)
-    if context.accelerator.is_main_process:
+    if run and path and context.accelerator.is_main_process:
         save(path, rows, **about.model_dump(mode="json"))
+        parts.remove()
         if settings and "tensorboard" in settings.training.trackers:
-            _log(folder, name, [row for row in rows if row.primary], checkpoint.newest_of(run))
+            _log(path.parent, name, [row for row in rows if row.primary], checkpoint.newest_of(run))
     return Evaluation(path, rows, about)
 
 

@@ -133,7 +133,7 @@ class TaskRecord(Config):
 
 
 class TaskResult(Config):
-    """What a finished task stores in `tasks/ID.json` beside its rows (`results.load` returns both).
+    """What a finished task, or a part of `eval`, stores in a file beside its rows (`results.load` returns both).
 
     saved: time of saving (UTC, ISO 8601); `results.save` sets it.
     sweep: sweep of a `sweep` task. Its winner, trained at the sweep's seed, is a row of results too.

@@ -7,8 +7,9 @@ all labels sees these images. Any other evaluator selects for every budget and s
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -16,6 +17,7 @@ from ssl_vit.evaluators import ALL, budget_words
 from ssl_vit.evaluators.base import Classifier, Evaluator
 from ssl_vit.evaluators.features import EvalContext, ImageSet
 from ssl_vit.evaluators.labels import choose_labeled, held_out_split, short_note
+from ssl_vit.evaluators.parts import Part
 from ssl_vit.evaluators.selection import candidates_of, configured, halved, in_words, select
 from ssl_vit.interfaces import Diverged, UserError
 from ssl_vit.recipe import Recipe
@@ -118,27 +120,43 @@ def measure(
             yield from rows
 
 
-def evaluate(evaluator: Evaluator, context: EvalContext) -> tuple[list[Result], list[SweepRecord]]:
+def evaluate(
+    evaluator: Evaluator, context: EvalContext, part: Callable[[str, Callable[[], Part]], Part] = lambda _, run: run()
+) -> tuple[list[Result], list[SweepRecord]]:
     """The rows and the sweeps of all label budgets and seeds of the evaluator's settings, for the trained encoder and
-    the references."""
+    the references.
+
+    part: calls its second argument, or returns what that returned earlier under this name. A part is a sweep, the
+        training of an encoder, or all classifiers of one source on frozen features.
+    """
     results: list[Result] = []
     sweeps: list[SweepRecord] = []
     seeds = evaluator.config.seeds
     asked: tuple[Budget, ...] = evaluator.budgets or evaluator.config.labels_per_class
+
+    def measured(source: str, budgets: Sequence[Budget], seeds: Sequence[int], best: Settings | None = None) -> Part:
+        return list(measure(evaluator, context, source, budgets, seeds, best)), None
+
+    def swept(source: str, budget: Budget) -> Part:
+        record, row = sweep(evaluator, context, source, budget, seeds[0])
+        return [row] if row else [], record
+
     for source in ("trained", *evaluator.references):
-        if not has_sweep(evaluator):
-            results += measure(evaluator, context, source, asked, seeds)
+        if not evaluator.trains_encoder:
+            results += part(source, partial(measured, source, asked, seeds))[0]
             continue
-        swept = {
-            at: sweep(evaluator, context, source, at, seeds[0])
-            for at in dict.fromkeys(sweep_budget(evaluator, budget) for budget in asked)
-        }
-        sweeps += [record for record, _ in swept.values()]
+        winners: dict[Budget, Part] = {}
+        if has_sweep(evaluator):
+            for at in dict.fromkeys(sweep_budget(evaluator, budget) for budget in asked):
+                winners[at] = part(f"{source}_{at}_sweep", partial(swept, source, at))
+            sweeps += [record for _, record in winners.values() if record]
         for budget in asked:
-            record, row = swept[sweep_budget(evaluator, budget)]
-            done = [row] if row and row.labels_per_class == budget else []
+            rows, record = winners.get(sweep_budget(evaluator, budget), ([], None))
+            done = [row for row in rows if row.labels_per_class == budget]
             results += done
-            results += measure(evaluator, context, source, (budget,), seeds[len(done) :], record.best)
+            for seed in seeds[len(done) :]:
+                train = partial(measured, source, (budget,), (seed,), record.best if record else None)
+                results += part(f"{source}_{budget}_seed{seed}", train)[0]
     return results, sweeps
 
 
