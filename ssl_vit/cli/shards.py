@@ -112,12 +112,13 @@ def shards_verify(
 
     Example: `ssl-vit shards verify my_images`
     """
-    from ssl_vit.data.packing.cache import is_shards, parts_of
+    from ssl_vit.data.packing.cache import folder_of, is_shards, parts_of, split_name
     from ssl_vit.data.verify import local, verify
 
-    folder = local(data)
-    if is_shards(data) and parts_of(data) == [data]:
-        listed = verify(folder, jobs=jobs)
+    local(data)
+    place, part = split_name(data)
+    if is_shards(place) and (part or parts_of(data) == [data]):
+        listed = verify(local(folder_of(data)), jobs=jobs)
         for defect in listed:
             print(printable(f"{defect.shard}: {defect.key or '-'}: {defect.kind}: {defect.detail}"))
         print(f"{data}: {len(listed)} defect(s)" if listed else f"{data}: no defect found")

@@ -14,7 +14,7 @@ import pandas as pd
 from PIL import Image
 
 from ssl_vit.data.images import eight_bits
-from ssl_vit.data.packing.cache import folder_of, is_shards, parts_of
+from ssl_vit.data.packing.cache import folder_of, is_shards, parts_of, split_name
 from ssl_vit.data.shards.info import open_set
 from ssl_vit.data.shards.reading import ShardFile, class_index
 from ssl_vit.data.verify import check_set, distinct, local
@@ -54,8 +54,8 @@ class DataReport:
 def check_data(place: str | Path, *, jobs: int | None = None, progress: bool = True) -> DataReport:
     """Read all images of a local dataset and list what is wrong with it.
 
-    place: a folder of shards or one that holds shards in train/ and test/; or images, which are packed first. Of images
-        without splits the two parts of the automatic holdout are checked.
+    place: a folder of shards or one that holds shards in train/ and test/; or images, which are packed first; or one
+        part, PLACE#PART. Of images without splits the two parts of the automatic holdout are checked.
     jobs: processes. Default: one per core, fewer for little data.
     progress: show it on stderr.
 
@@ -63,8 +63,9 @@ def check_data(place: str | Path, *, jobs: int | None = None, progress: bool = T
     """
     place = str(place)
     local(place)
-    parts = parts_of(place)
-    if parts == [place] and not is_shards(place):
+    whole, part = split_name(place)
+    parts, packed = [place] if part else parts_of(place), is_shards(whole)
+    if parts == [whole] and not packed:
         parts = [f"{place}#train", f"{place}#test"]
     bad, counts, pictures = list[tuple[str, str, str]](), dict[str, pd.Series](), dict[str, list[_Picture]]()
     for spec in parts:
@@ -76,7 +77,8 @@ def check_data(place: str | Path, *, jobs: int | None = None, progress: bool = T
                 f"{spec} holds several splits ({', '.join(info.splits)}): put the shards of each into its own folder"
             )
         defects, shards = check_set(folder, info, jobs, progress, look=_picture)
-        bad += [(part, entry.file, entry.reason) for entry in (info.dropped if info else ())]
+        if not packed:  # what packing dropped
+            bad += [(part, entry.file, entry.reason) for entry in (info.dropped if info else ())]
         bad += [(part, f"{entry.shard} {entry.key}".strip(), f"{entry.kind}: {entry.detail}") for entry in defects]
         pictures[part] = [picture for shard in shards for picture in shard.seen]
         labels = [picture.label for picture in pictures[part]]

@@ -7,6 +7,7 @@ tensors. Flip, color augmentation (`augment.py`) and normalization run on the de
 from __future__ import annotations
 
 import io
+import struct
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
@@ -82,7 +83,8 @@ def _open(data: bytes, channels: int, max_pixels: int) -> Picture:
     check_webp(data, max_pixels)
     with Image.open(io.BytesIO(data), formats=STORED_FORMATS) as opened:
         check_pixels(opened.height, opened.width, max_pixels)
-        ImageOps.exif_transpose(opened, in_place=True)
+        with suppress(SyntaxError, ValueError, struct.error):  # damaged EXIF: as without it
+            ImageOps.exif_transpose(opened, in_place=True)
         image = eight_bits(opened)
         if image.mode != _PIL_MODES[channels]:
             image = image.convert(_PIL_MODES[channels])

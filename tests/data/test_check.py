@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -72,6 +73,18 @@ def test_shards_are_checked_without_packing(layout: Path, tmp_path: Path, monkey
     assert (leak.part, leak.other_part, leak.kind) == ("train", "val", "exact")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert check_data("~/shards/train", jobs=2, progress=False).ok, "a set of several shards, by two processes"
+
+
+def test_shards_without_the_images_that_packing_dropped_are_sound(
+    layout: Path, tmp_path: Path, call: Callable[..., tuple[int, str]]
+) -> None:
+    (layout / "train/bee/broken.jpg").write_text("no image")
+    shutil.rmtree(layout / "val")
+    call("shards", "make", layout / "train", tmp_path / "shards", "--holdout", "0.3")
+    for place in ("shards", "shards/train", "shards#train"):
+        assert call("shards", "verify", tmp_path / place)[0] == 0
+    assert call("shards", "verify", f"{layout}/train")[0] == 1
+    assert 1 in {call("shards", "verify", f"{layout}/train#{part}")[0] for part in ("train", "test")}
 
 
 def test_a_part_that_was_cut_or_not_finished_is_named(layout: Path, tmp_path: Path) -> None:

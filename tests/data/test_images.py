@@ -136,6 +136,16 @@ def test_a_jpeg_whose_header_says_no_rows_is_a_bad_sample() -> None:
         ours.open_picture({"jpg": flat}, 3)
 
 
+@pytest.mark.parametrize("kind", ["PNG", "WEBP", "JPEG"])
+def test_damaged_exif_is_as_none(kind: str) -> None:
+    def pixels(**options: Any) -> torch.Tensor:
+        content = io.BytesIO()
+        Image.fromarray(np.asarray(image(6, 8).permute(1, 2, 0))).save(content, kind, **options)
+        return ours.open_picture({"jpg": content.getvalue()}, 3).whole()
+
+    assert torch.equal(pixels(exif=b"Exif\0\0JUNKJUNKJUNK"), pixels())
+
+
 def test_padding_beyond_the_image_is_refused() -> None:
     with pytest.raises(UserError, match="padding=100000"):
         train_transform(32, AugmentConfig(crop="shift", padding=100_000))

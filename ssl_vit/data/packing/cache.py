@@ -1,7 +1,7 @@
 """Images that are not packed yet, by a name like that of shards: packed once into a cache, then read from there.
 
 The cache is `$SSL_VIT_CACHE`, else `ssl-vit` in `$XDG_CACHE_HOME` or `~/.cache`. A folder in it is named by a hash of
-what it was packed from: the names, sizes and classes of the images, the time of the last change, and the options. Each
+what it was packed from: the names, sizes, times and classes of the images, and the options. Each
 process holds a shared lock on the sets that it uses. Others are removed, the least recently used first, before the
 cache exceeds `$SSL_VIT_CACHE_GB` (GiB, default 50).
 """
@@ -95,18 +95,24 @@ def is_shards(place: str) -> bool:
     if not os.path.exists(path):
         return not is_name(place)
     if path.is_dir():
-        return any(_lists_shards(path / name) for name in _LISTS) or any(path.glob(TARS)) or bool(_parts(path))
+        return _is_set(path) or bool(_parts(path))
     return path.suffix.lower() not in TABLES
 
 
+def _is_set(folder: Path) -> bool:
+    """Whether shards lie in the folder itself, finished or not. Tars alone do not count beside folders: the archive of
+    a dataset of images may still lie beside its class folders."""
+    listed = any(_lists_shards(folder / name) for name in _LISTS)
+    return listed or (any(folder.glob(TARS)) and not any(map(Path.is_dir, folder.glob("[!.]*"))))
+
+
 def _parts(folder: Path) -> list[str]:
-    """The sub-folders with shards, finished or not. Tars alone count only in train, test and val, and not beside
-    folders: the archive of a dataset of images may still lie in or beside its class folders."""
+    """The sub-folders with shards, finished or not. Tars alone count only in train, test and val: the archive of a
+    dataset of images may still lie in its class folders."""
     if not os.path.exists(folder):  # `glob` raises for a name that is too long
         return []
     listed = {file.parent.name for name in _LISTS for file in folder.glob(f"[!.]*/{name}") if _lists_shards(file)}
-    tars = {file.parent for name in ("train", "test", *VALIDATION) for file in folder.glob(f"{name}/{TARS}")}
-    return sorted(listed | {path.name for path in tars if not any(map(Path.is_dir, path.glob("[!.]*")))})
+    return sorted(listed | {name for name in ("train", "test", *VALIDATION) if _is_set(folder / name)})
 
 
 def _lists_shards(file: Path) -> bool:
@@ -124,7 +130,9 @@ def _lists_shards(file: Path) -> bool:
 def parts_of(place: str) -> list[str]:
     """The parts that `place` has, as data arguments: its splits, where there are several, else itself."""
     if is_shards(place):
-        names = _parts(expanded(place))
+        names = _parts(folder := expanded(place))
+        if names and _is_set(folder):  # shards in sub-folders beside its own
+            return [place, *(f"{place}#{name}" for name in names)]
     else:
         names = list_splits(place)
         names = names if len(names) > 1 else []
@@ -194,6 +202,7 @@ def _set(place: str, splits: Mapping[str, str | None], holdout: float = 0) -> Pa
             f"{folder.parent}: cannot write there ({error.strerror}); set SSL_VIT_CACHE to a folder"
         ) from None
     while not all((folder / part / INFO).is_file() for part in parts):
+        fcntl.flock(lock, fcntl.LOCK_UN)  # NFS keeps a shared lock while it waits: two processes would wait forever
         fcntl.flock(lock, fcntl.LOCK_EX)  # others wait until it is packed
         if not all((folder / part / INFO).is_file() for part in parts):
             _make_room(folder, place, sum(source.bytes for source in sources.values()))

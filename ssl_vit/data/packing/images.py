@@ -7,6 +7,7 @@ from typing import cast
 
 from PIL import Image, UnidentifiedImageError
 
+from ssl_vit.data import MAX_PIXELS
 from ssl_vit.data.headers import check_pixels, check_webp
 from ssl_vit.data.shards.info import STORED_FORMATS
 from ssl_vit.interfaces import BadSample
@@ -17,16 +18,16 @@ _EXTENSIONS = {"JPEG": "jpg", "MPO": "jpg", "PNG": "png", "WEBP": "webp"}  # MPO
 _FORMATS = {"jpg": "JPEG", "png": "PNG", "webp": "WEBP"}
 
 
-def open_header(data: bytes, formats: tuple[str, ...] = STORED_FORMATS) -> Image.Image:
+def open_header(data: bytes, formats: tuple[str, ...] = STORED_FORMATS, max_pixels: int = MAX_PIXELS) -> Image.Image:
     """The image with its size, mode and format, pixels not yet decoded.
 
     Raises BadSample where there is no such header, where the image has too many pixels, and for a JPEG
     without an end mark: one that was cut and then filled up with zeros decodes without an error, to gray.
     """
     try:
-        check_webp(data)
+        check_webp(data, max_pixels)
         image = Image.open(stream := io.BytesIO(data), formats=formats)
-        check_pixels(image.height, image.width)
+        check_pixels(image.height, image.width, max_pixels)
     except UnidentifiedImageError:
         raise BadSample("not an image" if data else "empty file") from None
     except BadSample:
@@ -70,7 +71,7 @@ def to_stored(data: bytes, resize: int | None = None, quality: int = 95) -> tupl
 
     Raises BadSample.
     """
-    image = open_header(data, READ_FORMATS)
+    image = open_header(data, READ_FORMATS, 2 * MAX_PIXELS)  # training decides with data.max_pixels
     size, extension = image.size, _EXTENSIONS.get(image.format or "", "png")
     if resize is not None:
         size = (round(size[0] * resize / min(size)), round(size[1] * resize / min(size)))

@@ -106,7 +106,8 @@ def clear(out: Path, folders: list[Path]) -> None:
 
 def _remove_unfinished(out: Path) -> None:
     for folder in (out, out / "train", out / "test", *out.glob("fold_*")):
-        _remove(folder, "*.tmp")
+        if folder == out or not (folder / _LOCK).exists():  # another process may be packing into the sub-folder
+            _remove(folder, "*.tmp")
 
 
 def _remove(folder: Path, pattern: str) -> None:

@@ -107,7 +107,8 @@ def parse_info(content: bytes, path: str) -> Info | None:
 
 
 def local_info(folder: Path) -> Info | None:
-    """What the folder's info.json or about.json says; None without either."""
+    """What the folder's info.json or about.json says; None without either. Raises UserError where packing was not
+    finished."""
     for name in (INFO, ABOUT):
         try:
             with (folder / name).open("rb") as file:
@@ -118,6 +119,8 @@ def local_info(folder: Path) -> Info | None:
             raise RunError(f"{folder / name}: cannot be read: {error.strerror}") from None
         if info := parse_info(content, str(folder / name)):
             return info
+    if (folder / RECORD).exists():
+        raise UserError(f"{folder}: packing was not finished; run its `ssl-vit shards make` command again")
     return None
 
 
@@ -128,8 +131,6 @@ def open_set(folder: Path) -> Info | None:
     """
     if info := local_info(folder):
         return info
-    if (folder / RECORD).exists():
-        raise UserError(f"{folder}: packing was not finished; run its `ssl-vit shards make` command again")
     if not any(folder.glob(TARS)):
         inside = [path.parent.name for path in sorted(folder.glob(f"*/{INFO}"))]
         hint = f"name one of its parts: {', '.join(inside)}" if inside else "name a folder of .tar shards"

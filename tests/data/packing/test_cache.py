@@ -11,7 +11,9 @@ import pytest
 from datasets import Dataset, DatasetDict
 
 from ssl_vit.data.check import check_data
-from ssl_vit.data.packing import cache
+from ssl_vit.data.packing import cache, pack
+from ssl_vit.data.packing.plan import Options
+from ssl_vit.data.packing.sources import open_source
 from ssl_vit.data.shards import open_shards
 from ssl_vit.interfaces import UserError
 from tests.tars import write_tar
@@ -123,16 +125,42 @@ def test_a_folder_of_images_that_is_named_so_is_one(tmp_path: Path, capsys: pyte
         ("pest#train", ["pest", "no such"]),
         ("pets#dev", ["pets has no part dev", "pets#train"]),
         ("shards#test", ["shards", "test/"]),
-        ("inet#train", ["inet holds no shards train/", "imagefolder:inet"]),
     ],
 )
 def test_what_is_not_there_is_named(tmp_path: Path, spec: str, parts: list[str]) -> None:
     class_folders(tmp_path / "pets", each=2)
     write(tmp_path / "shards/train/info.json", b'{"shards": []}')
-    write(tmp_path / "inet/images.tar", class_folders(tmp_path / "inet/train", each=1).name.encode())
     with pytest.raises(UserError) as error:
         open_shards(spec)
     assert all(part in str(error.value) for part in parts)
+
+
+def test_images_that_change_places_are_packed_again(tmp_path: Path) -> None:
+    for name, number in (("a/0", 0), ("a/1", 1), ("b/0", 2), ("b/1", 3)):
+        write(tmp_path / f"pets/{name}.bmp", encoded("BMP", number))  # all of one size
+    before = open_shards("pets").fingerprint
+    (tmp_path / "pets/a/0.bmp").rename(tmp_path / "moved")
+    (tmp_path / "pets/b/1.bmp").rename(tmp_path / "pets/a/0.bmp")
+    (tmp_path / "moved").rename(tmp_path / "pets/b/1.bmp")
+    assert open_shards("pets").fingerprint != before
+
+
+def test_shards_beside_shards_in_sub_folders_are_parts(tmp_path: Path) -> None:
+    for number, out in enumerate(("shards", "shards/test")):
+        source = open_source(str(class_folders(tmp_path / f"pets{number}", each=3, first=10 * number)))
+        pack(source, tmp_path / out, Options(shards=1), progress=False)
+    assert cache.parts_of("shards") == ["shards", "shards#test"]
+    tar = tmp_path / "shards/000000.tar"
+    tar.write_bytes(tar.read_bytes()[:2000])
+    assert "shards" in set(check_data("shards", progress=False).bad_files["part"])
+
+
+def test_part_of_an_unfinished_set_is_refused(tmp_path: Path) -> None:
+    pack(open_source(str(class_folders(tmp_path / "pets"))), tmp_path / "shards", Options(shards=4), progress=False)
+    (tmp_path / "shards/info.json").unlink()
+    for spec in ("shards", "shards/*.tar", "shards/00000{0..1}.tar"):
+        with pytest.raises(UserError, match="packing was not finished"):
+            open_shards(spec)
 
 
 def test_shards_are_read_where_they_are(few_digits: Path, own_cache: Path) -> None:
@@ -142,6 +170,10 @@ def test_shards_are_read_where_they_are(few_digits: Path, own_cache: Path) -> No
 
 
 def test_tars_alone_are_parts_but_no_archive_of_class_folders(tmp_path: Path) -> None:
+    class_folders(tmp_path / "flat", each=5)
+    for place in ("flat", "pets"):
+        write_tar(tmp_path / f"{place}/original.tar", {"0.png": encoded("PNG", 0)})
+    assert open_shards("flat").classes == ("a", "b")
     for part in ("train", "val"):
         write_tar(tmp_path / f"tars/{part}/0.tar", {"0.png": encoded("PNG", 0)})
         class_folders(tmp_path / f"pets/{part}", each=2)

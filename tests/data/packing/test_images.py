@@ -156,4 +156,14 @@ def test_a_size_fit_to_exhaust_memory_is_a_broken_image() -> None:
     header[16:24] = (9_500).to_bytes(4, "big") * 2  # between Pillow's warning and its error
     header[29:33] = zlib.crc32(header[12:29]).to_bytes(4, "big")
     with pytest.warns(Image.DecompressionBombWarning), pytest.raises(BadSample, match="9500x9500 pixels"):
-        to_stored(bytes(header))
+        open_header(bytes(header))
+
+
+def test_an_image_above_the_limit_is_shrunk_when_it_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(images, "MAX_PIXELS", PICTURE.width * PICTURE.height * 2 // 3)
+    for kind in ("JPEG", "PNG", "WEBP"):
+        extension, stored = to_stored(encoded(kind), resize=8)
+        assert min(Image.open(io.BytesIO(stored)).size) == 8 and extension in ("jpg", "png", "webp")
+    monkeypatch.setattr(images, "MAX_PIXELS", PICTURE.width * PICTURE.height // 3)
+    with pytest.raises(BadSample, match="pixels are more than the limit"):
+        to_stored(encoded("PNG"), resize=8)

@@ -159,6 +159,16 @@ def test_two_at_once_are_refused(images: Path, tmp_path: Path) -> None:
         pack(open_source(str(images)), tmp_path / "out", OPTIONS)
 
 
+def test_the_unfinished_files_of_another_process_in_a_sub_folder_stay(images: Path, tmp_path: Path) -> None:
+    sub = tmp_path / "out" / "train"
+    sub.mkdir(parents=True)
+    unfinished = sub / "000000.tar.1.tmp"
+    unfinished.touch()
+    with FileLock(sub / ".packing.lock"), pytest.raises(UserError, match="is not empty"):
+        pack(open_source(str(images)), tmp_path / "out", OPTIONS)
+    assert unfinished.exists()
+
+
 def test_a_full_disk_stops_packing(images: Path, packed: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
 

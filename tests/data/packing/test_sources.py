@@ -12,8 +12,10 @@ import pytest
 from PIL import Image
 from sklearn.datasets import load_digits
 
+from ssl_vit.data.packing import pack
 from ssl_vit.data.packing.plan import Options, plan_shards
 from ssl_vit.data.packing.sources import digits, open_source
+from ssl_vit.data.shards import open_shards
 from ssl_vit.interfaces import BadSample, RunError, UserError
 
 from .pictures import all_images, encoded, write
@@ -37,7 +39,7 @@ def test_flat_folder_is_unlabeled_and_counts_other_files(tmp_path: Path) -> None
         write(tmp_path / f"{number}.png", encoded("PNG", number))
     write(tmp_path / "notes.txt", b"hello")
     write(tmp_path / "more.csv", b"1,2")
-    with pytest.warns(UserWarning, match="ignored 2 files"):
+    with pytest.warns(UserWarning, match=r"ignored 2 files .*1 \.txt"):
         source = open_source(str(tmp_path))
     assert (source.classes, source.labels, source.count) == (None, None, 3)
 
@@ -50,6 +52,8 @@ def test_flat_folder_is_unlabeled_and_counts_other_files(tmp_path: Path) -> None
         ({"readme.txt"}, "holds no images"),
         ({os.fsdecode(b"b\xe4r/1.png")}, "not UTF-8; rename it"),
         ({"train/a/1.png", "train/b/1.png", "test/a/1.png", "docs/1.png"}, r"other folders \(docs\): .* --split"),
+        ({"Train/a/1.png", "Test/a/1.png"}, r"holds splits \(Test, Train\)"),
+        ({"val/a/1.png", "test/a/1.png"}, r"holds splits \(test, val\)"),
     ],
 )
 def test_folders_that_would_give_other_classes_are_refused(tmp_path: Path, files: set[str], message: str) -> None:
@@ -57,6 +61,21 @@ def test_folders_that_would_give_other_classes_are_refused(tmp_path: Path, files
         write(tmp_path / file, encoded("PNG"))
     with pytest.raises(UserError, match=message):
         open_source(str(tmp_path))
+
+
+def test_a_broken_link_to_a_class_folder_is_refused(tmp_path: Path) -> None:
+    for name in ("cat", "dog"):
+        write(tmp_path / "pets" / name / "1.png", encoded("PNG"))
+    (tmp_path / "pets/ape").symlink_to(tmp_path / "not_mounted")
+    with pytest.raises(UserError, match="ape: this link leads nowhere"):
+        open_source(str(tmp_path / "pets"))
+
+
+def test_a_dataset_whose_name_is_not_utf8_can_be_packed_and_read(tmp_path: Path) -> None:
+    root = tmp_path / os.fsdecode(b"caf\xe9")
+    write(root / "cat/1.png", encoded("PNG"))
+    pack(open_source(str(root)), tmp_path / "shards", progress=False)
+    assert open_shards(str(tmp_path / "shards")).samples == 1
 
 
 def test_split_sub_folders_share_their_class_indices(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ class Source:
     listing: a hash of the images' names and sizes, which tells sources apart without reading them.
     groups: int64 (count,), ascending: images of one group, such as those of one person, stay in one fold.
     bytes: size of all images together, where it is known without reading them.
-    modified: when the newest file was changed (ns since the epoch), where the images are files.
+    modified: a hash of the times when the files were changed, where the images are files.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Source:
     listing: str
     groups: np.ndarray | None = None
     bytes: int = 0
-    modified: int = 0
+    modified: str = ""
 
     @property
     def count(self) -> int:

@@ -6,16 +6,18 @@ import hashlib
 import os
 import stat
 import warnings
+from collections import Counter
 from pathlib import Path
 from typing import NoReturn
 
 import numpy as np
 
 from ssl_vit.data.packing.sources.base import TABLES, VALIDATION, FileReader, Source, find_split
-from ssl_vit.interfaces import UserError
+from ssl_vit.interfaces import UserError, printable
 
 _SUFFIXES = {".jpg", ".jpeg", ".jfif", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ".pbm", ".jp2"}
 _SPLITS = {"train", "test", *VALIDATION}
+_SPLIT_NAMES = {*_SPLITS, "training", "testing"}
 
 
 def list_splits(root: Path) -> list[str]:
@@ -26,31 +28,37 @@ def list_splits(root: Path) -> list[str]:
 
 def open_folder(root: Path, split: str | None) -> Source:
     """One sub-folder per class, or flat and unlabeled. split: picks a folder where train, test, val are above these."""
-    name, class_roots, inside = root.resolve().name, [root], {*_sub_folders(root)}
+    name, class_roots, inside = printable(root.resolve().name), [root], {*_sub_folders(root)}
     if split is None and "train" in inside and len(inside & _SPLITS) > 1 and (others := sorted(inside - _SPLITS)):
         raise UserError(
             f"{root} holds splits and other folders ({', '.join(others[:3])}): move the others away, "
             "or pack one split with `ssl-vit shards make --split NAME`"
         )
+    like_splits = len(inside) > 1 and {folder.casefold() for folder in inside} <= _SPLIT_NAMES
+    if split is None and like_splits and not list_splits(root):
+        names = ", ".join(sorted(inside))
+        raise UserError(f"{root} holds splits ({names}): call them train and test or val, or name one of them")
+    if broken := next((entry.path for entry in _entries(root) if _is_broken(entry)), None):
+        raise UserError(f"{broken}: this link leads nowhere (a disk that is not mounted?); restore or remove it")
     if split is not None or list_splits(root):
         splits = sorted(folder for folder in inside if folder in _SPLITS or folder == split)
         part = find_split(str(root), split, splits)
         class_roots = [root / other for other in _same_classes(root, part, splits)]
         root, name = root / part, f"{name}/{part}"
 
-    folders, classes, ignored = _sub_folders(root), None, 0
+    folders, classes, ignored = _sub_folders(root), None, Counter[str]()
     if folders:
         classes = sorted({folder for class_root in class_roots for folder in _sub_folders(class_root)})
         if wrong := next((folder for folder in classes if folder.encode(errors="replace").decode() != folder), None):
             raise UserError(f"{root}: the name of folder {wrong!r} is not UTF-8; rename it")
         files = [entry.name for entry in _entries(root) if entry.is_file()]
-        ignored = len(files)
+        ignored.update(map(_suffix, files))
         if stray := next(filter(_is_image, files), None):
             raise UserError(
                 f"{root} holds both images ({stray}) and sub-folders ({folders[0]}/): "
                 "put every image in a sub-folder named after its class, or none"
             )
-    items, counts, listing, total, newest = list[str](), list[int](), hashlib.sha256(), 0, 0
+    items, counts, listing, times, total = list[str](), list[int](), hashlib.sha256(), hashlib.sha256(), 0
     for folder in folders or [""]:
         images, other_files = _images_in(root / folder)
         ignored += other_files
@@ -59,18 +67,20 @@ def open_folder(root: Path, split: str | None) -> Source:
             raise UserError(f"{root / folder}: {what}; add some or remove the folder")
         for file, size, modified in sorted(images):
             items.append(f"{folder}/{file}" if folder else file)
-            total, newest = total + size, max(newest, modified)
+            total += size
+            times.update(f"{modified}\n".encode())
             listing.update(os.fsencode(f"{items[-1]}\0{size}\n"))
         counts.append(len(images))
     if ignored:
-        warnings.warn(f"{root}: ignored {ignored} files that are not images", stacklevel=3)
+        kinds = ", ".join(f"{count} {kind}" for kind, count in ignored.most_common(5))
+        warnings.warn(f"{root}: ignored {ignored.total()} files that are not images ({kinds})", stacklevel=3)
     labels = None
     if classes is not None:
         index = {folder: number for number, folder in enumerate(classes)}
         labels = np.repeat(np.array([index[folder] for folder in folders], dtype=np.int64), counts)
     reader = FileReader(root)
     about = f"{name} (folder)", None, classes, labels, items, reader, listing.hexdigest()
-    return Source(*about, bytes=total, modified=newest)
+    return Source(*about, bytes=total, modified=times.hexdigest())
 
 
 def is_dataset(folder: Path, *, tables: bool) -> bool:
@@ -119,13 +129,13 @@ def _sub_folders(folder: Path) -> list[str]:
     return sorted(entry.name for entry in _entries(folder) if entry.is_dir())
 
 
-def _images_in(folder: Path) -> tuple[list[tuple[str, int, int]], int]:
-    """(path below the folder, bytes, time of the last change in ns) of every image file, and how many other files there
-    are."""
-    images, others = list[tuple[str, int, int]](), 0
+def _images_in(folder: Path) -> tuple[list[tuple[str, int, int]], Counter[str]]:
+    """(path below the folder, bytes, time of the last change in ns) of every image file, and the kinds of the other
+    files."""
+    images, others = list[tuple[str, int, int]](), Counter[str]()
     for base, folders, files in os.walk(folder, onerror=_refuse):
         folders[:] = [name for name in folders if not name.startswith(".")]
-        others += sum(Path(base, name).is_symlink() for name in folders)  # not followed
+        others.update("links to folders" for name in folders if Path(base, name).is_symlink())  # not followed
         for name in files:
             if name.startswith("."):
                 continue
@@ -138,8 +148,17 @@ def _images_in(folder: Path) -> tuple[list[tuple[str, int, int]], int]:
             if regular and _is_image(name):
                 images.append((path.relative_to(folder).as_posix(), size, modified))
             else:
-                others += 1
+                others[_suffix(name)] += 1
     return images, others
+
+
+def _suffix(name: str) -> str:
+    return Path(name).suffix or "without suffix"
+
+
+def _is_broken(entry: os.DirEntry[str]) -> bool:
+    """Whether this may have been a link to a class folder."""
+    return entry.is_symlink() and not Path(entry.path).exists() and not Path(entry.name).suffix
 
 
 def _is_image(name: str) -> bool:

@@ -14,7 +14,7 @@ import numpy as np
 from pyarrow import ArrowNotImplementedError, compute  # type: ignore[import-untyped]
 
 from ssl_vit.data.packing.sources.base import TABLES, Source, find_split, read_file
-from ssl_vit.interfaces import BadSample, UserError
+from ssl_vit.interfaces import BadSample, UserError, printable
 
 
 def list_splits(spec: str, path: Path | None) -> list[str]:
@@ -44,7 +44,7 @@ def open_table(
         raise UserError(f"{spec}: column {column!r} does not hold images: {_first_line(error)}") from None
     label_column = label_column or _label_column(spec, table)
     classes, labels = _labels(spec, table, list(tables.values()), label_column) if label_column else (None, None)
-    name = f"{spec if path is None else path.resolve().name} (datasets){part and f', split {part}'}"
+    name = f"{spec if path is None else printable(path.resolve().name)} (datasets){part and f', split {part}'}"
     root = (path if path.is_dir() else path.parent) if path else Path()
     files = [path, *path.rglob("*")] if path else []
     return Source(
@@ -56,7 +56,7 @@ def open_table(
         partial(_read, images, column, root),
         _listing(images, root),
         bytes=images.data.nbytes,
-        modified=max((file.lstat().st_mtime_ns for file in files), default=0),
+        modified=hashlib.sha256(str([file.lstat().st_mtime_ns for file in sorted(files)]).encode()).hexdigest(),
     )
 
 
@@ -98,10 +98,11 @@ def _load(spec: str, path: Path | None) -> dict[str, datasets.Dataset]:
             raise UserError(f"{spec}: a file to pack is .parquet or .arrow; for images name their folder")
     except ConnectionError:
         raise UserError(f"{spec}: no such file or folder, and the Hugging Face hub cannot be reached") from None
-    except datasets.exceptions.DatasetNotFoundError:
-        raise UserError(f"{spec}: no such file or folder, and no such dataset on the Hugging Face hub") from None
+    except datasets.exceptions.DatasetNotFoundError as error:
+        what = f"{spec}: no such file or folder, and no such dataset on the Hugging Face hub"
+        raise UserError(f"{what}: {_first_line(error)}") from None
     except (ValueError, OSError, datasets.exceptions.DatasetsError) as error:
-        raise UserError(f"{spec}: cannot be read as a dataset: {_first_line(error)}") from None
+        raise UserError(f"{spec}: cannot be read as a dataset: {' '.join(str(error).split())[:500]}") from None
     return {"": loaded} if isinstance(loaded, datasets.Dataset) else dict(loaded)
 
 
