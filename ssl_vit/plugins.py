@@ -12,6 +12,7 @@ Any other module goes by its dotted name, such as `objective.name: my_package.ro
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import importlib.util
 import inspect
@@ -19,6 +20,7 @@ import pkgutil
 import re
 from difflib import get_close_matches
 from importlib.metadata import entry_points
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -76,6 +78,15 @@ def load(kind: Kind, name: str) -> Any:
     near = get_close_matches(name, available, n=1)
     hint = f"did you mean '{near[0]}'? " if near else ""
     raise UserError(f"unknown {word} '{name}'; {hint}available: {', '.join(available)}")
+
+
+def checksum(kind: Kind, name: str) -> str:
+    """sha256 of the file that defines a module of another package; "" for those of this one. Files that it imports do
+    not count."""
+    defined = inspect.getmodule(getattr(load(kind, name), _KINDS[kind][1]))
+    if defined is None or not defined.__file__ or defined.__name__.startswith(f"{_KINDS[kind][0]}."):
+        return ""
+    return hashlib.sha256(Path(defined.__file__).read_bytes()).hexdigest()
 
 
 def _import(place: str, member: str, what: str) -> Any:

@@ -228,8 +228,10 @@ def stages(settings: Recipe) -> list[Recipe]:
 
 
 def training_places(settings: Recipe) -> list[str]:
-    """The training data of a recipe and of all runs that it starts from through `init_from`."""
-    return [place for one in stages(settings) for place in one.data.places]
+    """The training data of a recipe and of all runs that it starts from through `init_from`, and the data that stopped
+    them early."""
+    read = [place for one in stages(settings) for place in one.data.places]
+    return read + [one.probe.data for one in stages(settings) if one.probe and one.probe.patience and one.probe.data]
 
 
 def save(config: Config, path: Path) -> None:

@@ -1,9 +1,7 @@
 """Results: one typed row per measured accuracy, the prediction for every test image beside it, and one table of both.
 
 A file of results is `NAME.json` (rows and what they depend on) and `NAME.CHECKSUM.npz` (predictions). `Table` puts
-rows together as a pandas DataFrame; `compare`, `eval`, the report and every statistic read that table.
-
-Torch-free.
+rows together as a pandas DataFrame; `compare`, `eval`, the report and every statistic read that table. Torch-free.
 """
 
 from __future__ import annotations
@@ -13,6 +11,7 @@ import io
 import json
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -26,10 +25,9 @@ from ssl_vit import records
 from ssl_vit.files import atomic_file, read_arrays, read_json, sha256, write_json
 from ssl_vit.interfaces import Budget as Budget
 from ssl_vit.interfaces import UserError
-from ssl_vit.records import EvaluationRecord
+from ssl_vit.records import Cost, EvaluationRecord, TaskResult
 
-Settings = dict[str, float | int | str]
-"""Values by dotted key, such as {"optim.lr": 0.003}."""
+Settings = dict[str, float | int | str]  # values by dotted key, such as {"optim.lr": 0.003}
 
 FORMAT = 1
 RESULTS = "results"  # the folder beside weights with what evaluators measured of them
@@ -101,6 +99,10 @@ class Result:
     seconds: float = 0.0
     selected: Settings = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+
+    @property
+    def cost(self) -> Cost:
+        return Cost(images_seen=self.images_seen, flops=self.flops, seconds=self.seconds)
 
 
 COLUMNS = tuple(f.name for f in fields(Result) if f.name != "prediction")
@@ -183,6 +185,15 @@ def load(path: Path) -> tuple[list[Result], dict[str, Any]]:
         ) from None
 
 
+def finished(path: Path, fingerprint: str) -> tuple[list[Result], TaskResult] | None:
+    """(rows, record) of a task; None where its file is missing, damaged or has another fingerprint."""
+    with suppress(UserError, FileNotFoundError):
+        rows, about = load(path)
+        done = records.read(path, TaskResult, about)
+        return (rows, done) if done.fingerprint == fingerprint else None
+    return None
+
+
 @dataclass(frozen=True)
 class Evaluation:
     """The results of one run of an evaluator.
@@ -222,7 +233,7 @@ def evaluations(folder: Path) -> tuple[dict[Path, Evaluation], list[Path]]:
 
 
 class Table:
-    """Results as one DataFrame with a column per field of `Result`, and their predictions by row."""
+    """Results as one DataFrame with a column per field of `Result`; those of its row n are `results[n]`."""
 
     def __init__(self, results: Sequence[Result], files: Sequence[Path] = ()) -> None:
         """results: of two with the same KEY the later one counts. files: where each of them was read, if known."""
@@ -242,10 +253,6 @@ class Table:
             rows.setdefault(tuple(getattr(result, name) for name in KEY if name != "fold"), []).append(result)
         first = np.cumsum([0, *samples])
         return Table([_joined(folds, first) for folds in rows.values() if len(folds) == len(samples)])
-
-    def prediction(self, row: int) -> Prediction:
-        """Prediction of the row with this index in `frame`."""
-        return self.results[row].prediction
 
     def images(self, rows: Sequence[int]) -> np.ndarray:
         """The test images that all of these rows have: int64 (M,), global indices, ascending."""
@@ -278,9 +285,7 @@ def _joined(folds: Sequence[Result], first: np.ndarray) -> Result:
         folds[0],
         prediction=whole,
         labels=round(fmean(row.labels for row in folds)),
-        images_seen=sum(row.images_seen for row in folds),
-        flops=sum(row.flops for row in folds),
-        seconds=sum(row.seconds for row in folds),
+        **vars(sum((row.cost for row in folds), Cost())),
         selected=dict(shared),
         notes=tuple(dict.fromkeys(note for row in folds for note in row.notes)),
         **scored(whole),  # type: ignore[arg-type]

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from ssl_vit import plugins
 from ssl_vit.interfaces import UserError
 from ssl_vit.recipe import load_recipe
 
@@ -18,6 +19,17 @@ def test_a_plugin_without_a_configuration_is_named(tmp_path: Path, monkeypatch: 
         (tmp_path / "a_package" / "a_bare_one.py").write_text("class Objective: ...\n")
         with pytest.raises(UserError, match="Config"):
             load_recipe("digits_ssl", [f"objective.name={name}"])
+
+
+def test_a_changed_plugin_is_another_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    file = tmp_path / "a_changing_one.py"
+    file.write_text("class Config: ...\nclass Evaluator: ...\n")
+    before = plugins.checksum("evaluators", "a_changing_one:Evaluator")
+    file.write_text("class Config: ...\nclass Evaluator: ...  # other\n")
+    assert len({before, plugins.checksum("evaluators", "a_changing_one:Evaluator"), ""}) == 3
+    assert not any(plugins.checksum("evaluators", name) for name in plugins.shipped("evaluators"))
+    assert not any(plugins.checksum("objectives", name) for name in plugins.shipped("objectives"))
 
 
 def test_an_objective_that_allows_any_key_gets_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

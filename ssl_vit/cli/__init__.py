@@ -81,8 +81,7 @@ def main() -> None:
                 _close_process_group()
             raise
         if is_main_process():
-            again = "restart the evaluation (cached features are reused)" if arguments[:1] == ["eval"] else "resume"
-            print(f"stopped; run the same command to {again}", file=sys.stderr)
+            print("stopped; run the same command to resume", file=sys.stderr)
         _leave(1 if stop.code == _INTERRUPTED else int(stop.code or 0))
     except Exception:
         if not _several():

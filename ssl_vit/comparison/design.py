@@ -225,13 +225,13 @@ class Design:
         return -(-data.workers // self.study.comparison.jobs)
 
     def uses_labels(self, arm: str) -> bool:
-        """Whether an arm's pretraining, or a run that it starts from, used labels."""
+        """Whether an arm's pretraining, or a run that it starts from, used labels (also to stop early)."""
         recipe = self.recipes.get(arm)
         if recipe and isinstance(recipe.objective, UnknownObjective):  # only runs with labels know the names of classes
             summary = Path(self.study.comparison.arms[arm].weights or "") / SUMMARY
             return bool(summary.is_file() and read_json(summary).get("classes"))
         known = [one for one in stages(recipe) if not isinstance(one.objective, UnknownObjective)] if recipe else []
-        return any(map(needs_labels, known))
+        return any(needs_labels(one) or (one.probe and one.probe.patience) for one in known)
 
     def budgets_and_seeds(self, task: TaskRecord) -> tuple[list[Budget], dict[int, int]]:
         """(label budgets, pretraining seed by seed) that a `sweep` or `measure` task covers."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ssl_vit import runs
+from ssl_vit import plugins, runs
 from ssl_vit.comparison.design import Design, digest
 from ssl_vit.evaluators import runner
 from ssl_vit.files import sha256
@@ -18,7 +18,8 @@ _FORMAT = 5  # of the results of tasks
 
 
 def fingerprint(design: Design, task: TaskRecord) -> str:
-    """Hash of everything a task's result depends on, and of nothing else."""
+    """Hash of everything a task's result depends on, and of nothing else. Of evaluators and objectives of another
+    package, the file that defines them."""
     content: list[Any] = [_FORMAT, task.kind, task.seed, _origin(design, task)]
     if task.data:
         content += [design.shards.get(design.part(task.data, part, task.fold)) for part in ("train", "test")]
@@ -28,6 +29,7 @@ def fingerprint(design: Design, task: TaskRecord) -> str:
         settings = evaluator.config.model_dump(mode="json", exclude={"labels_per_class", "seeds"})
         content += [task.evaluator, settings, budgets, [*seeds.items()]]
         content += [design.sets[task.data].metric]  # settings are selected by it
+        content += filter(None, [plugins.checksum("evaluators", task.evaluator)])
         if runner.has_sweep(evaluator):
             content += [design.study.comparison.seeds[0]]
     return digest(content)[:16]
@@ -40,6 +42,8 @@ def _origin(design: Design, task: TaskRecord) -> list[Any]:
         recipe, ignored = design.study.recipes[row.name], [f"{key}." for key in ("name", *runs.MAY_CHANGE)]
         learned = flatten(recipe.model_dump(mode="json"))
         learned = {k: v for k, v in learned.items() if not any(f"{k}.".startswith(key) for key in ignored)}
+        if changed := plugins.checksum("objectives", recipe.objective.name):
+            learned["objective.file"] = changed
         if recipe.init_from:
             learned["init_from"] = _sum(design, factory.find_weights(recipe.init_from) / factory.WEIGHTS)
         seed = next(iter(design.budgets_and_seeds(task)[1].values())) if task.evaluator else task.seed

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,11 +38,7 @@ def path_of(plan: Plan, task: TaskRecord) -> Path:
 
 def is_done(plan: Plan, task: TaskRecord) -> bool:
     """Whether the result is on disk, undamaged, and has the fingerprint of the current plan."""
-    path = path_of(plan, task)
-    with suppress(UserError):
-        if path.is_file():
-            return records.read(path, TaskResult, results.load(path)[1]).fingerprint == task.fingerprint
-    return False
+    return results.finished(path_of(plan, task), task.fingerprint) is not None
 
 
 def do(plan: Plan, task: TaskRecord) -> None:

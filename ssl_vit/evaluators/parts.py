@@ -5,14 +5,12 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
-from ssl_vit import records
 from ssl_vit.evaluators.features import EvalContext
-from ssl_vit.interfaces import UserError, is_main_process
+from ssl_vit.interfaces import is_main_process
 from ssl_vit.records import SweepRecord, TaskResult
-from ssl_vit.results import Result, load, save
+from ssl_vit.results import Result, finished, save
 from ssl_vit.training import distributed
 
 Part = tuple[list[Result], SweepRecord | None]
@@ -33,7 +31,10 @@ class Parts:
     def __call__(self, name: str, run: Callable[[], Part]) -> Part:
         """The stored part of this name, or what `run` returns. All processes call this together."""
         path = self.folder / f"{name.replace('%', ' percent')}.json" if self.folder else None
-        rows, about = distributed.gather(self._read(path) if path and is_main_process() else None)[0] or (None, None)
+        rows, about = distributed.gather(finished(path, self.weights) if path and is_main_process() else None)[0] or (
+            None,
+            None,
+        )
         if rows is None or about is None:
             before, start = len(self.context.skipped), time.perf_counter()
             rows, sweep = run()
@@ -48,14 +49,6 @@ class Parts:
             self.context.skipped += about.skipped
         self.seconds += about.seconds
         return rows, about.sweep
-
-    def _read(self, path: Path) -> tuple[list[Result], TaskResult] | None:
-        with suppress(UserError):  # damaged, or of another version
-            if path.is_file():
-                rows, content = load(path)
-                about = records.read(path, TaskResult, content)
-                return (rows, about) if about.fingerprint == self.weights else None
-        return None
 
     def remove(self) -> None:
         """Delete the stored parts, once the whole evaluation is stored."""

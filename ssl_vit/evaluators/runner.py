@@ -106,7 +106,7 @@ def measure(
             try:
                 classifier = configured(evaluator, settings).fit(train, seed + shift)
                 rows = list(_results(evaluator, classifier, train, budget, seed, settings, notes))
-                rows[0] = _with_cost(rows[0], spent)
+                rows[0] = replace(rows[0], **vars(rows[0].cost + spent))
             except Diverged as error:
                 if settings:
                     error.args = (
@@ -209,25 +209,20 @@ def _train_images(
 
 def _settings(evaluator: Evaluator, train: ImageSet, seed: int) -> tuple[Settings, tuple[str, ...], Cost]:
     """(settings, notes, cost of the selection): the only candidate, or the best on a held-out part of the labeled
-    images; the middle value of each key where nothing can be held out (one image per class)."""
+    images; the middle value of each key where images of fewer than two classes can be held out (one per class)."""
     candidates = candidates_of(evaluator)
     if len(candidates) == 1:
         return candidates[0], (), Cost()
     labels, c = train.context.train_labels[train.images], evaluator.config
     splits = [held_out_split(labels, c.held_out, seed, repeat) for repeat in range(c.held_out_repeats)]
-    if not len(splits[0][1]):
+    if len(np.unique(labels[splits[0][1]])) < 2:  # of one class alone every candidate may score 100%
         values = {key: [*dict.fromkeys(settings[key] for settings in candidates)] for key in candidates[0]}
         middle = {key: those[len(those) // 2] for key, those in values.items()}
-        note = f"no images could be held out for selection; the middle of the sweep, {in_words(middle)}, was used"
+        held = "no images" if not len(splits[0][1]) else "images of one class alone"
+        note = f"{held} could be held out for selection; the middle of the sweep, {in_words(middle)}, was used"
         return middle, (note,), Cost()
     record, _ = select(evaluator, [(train.of(kept), train.of(held)) for kept, held in splits], seed)
     return record.best, (), record.cost
-
-
-def _with_cost(row: Result, cost: Cost) -> Result:
-    """The row with the cost of selecting its settings added to that of its training."""
-    cost += Cost(images_seen=row.images_seen, flops=row.flops, seconds=row.seconds)
-    return replace(row, images_seen=cost.images_seen, flops=cost.flops, seconds=cost.seconds)
 
 
 def _results(

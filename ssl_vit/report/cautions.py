@@ -28,7 +28,8 @@ def cautions(comparison: Comparison, summary: Summary) -> Iterator[str]:
         if row.arm == comparison.tested[0] and row.role == "reference" and row.outcome == "worse":
             title = comparison.record.evaluators[row.place.evaluator].title
             against, arm = comparison.spoken(row.against), comparison.spoken(row.arm)
-            yield f"Caution: {title}: {against} does better than {arm} ({points(row.estimate)} points)."
+            pair = f"{points(row.estimate)} points, not adjusted"
+            yield f"Caution: {title}: {against} does better than {arm} ({pair})."
     for test in self_tests(comparison):
         if not test.passed:
             row = test.difference

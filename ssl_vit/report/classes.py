@@ -59,7 +59,7 @@ def classes(comparison: Comparison, place: EvaluationKey) -> Classes:
     table = comparison.table
     budget, arms = list(rows_by_place(comparison)[place].items())[-1]
     rows = {arm: [*arms[arm].values()] for arm in comparison.arms if arm in arms}
-    predictions = {arm: [table.prediction(row) for row in of_arm] for arm, of_arm in rows.items()}
+    predictions = {arm: [table.results[row].prediction for row in of_arm] for arm, of_arm in rows.items()}
     everything = [prediction for of_arm in predictions.values() for prediction in of_arm]
     labels = np.unique(
         np.concatenate([part for prediction in everything for part in (prediction.labels, prediction.predicted)])

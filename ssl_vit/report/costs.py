@@ -31,8 +31,7 @@ def costs(comparison: Comparison, place: EvaluationKey | None = None) -> pd.Data
     for row, file in zip(comparison.measured.results, comparison.measured.files, strict=True):
         of_sweep = kinds.get(file.stem) == "sweep"  # whose cost includes its winner's
         if place in (None, EvaluationKey(row.data, row.evaluator)) and not of_sweep:
-            cost = Cost(images_seen=row.images_seen, flops=row.flops, seconds=row.seconds)
-            spent.append(("Evaluation", row.arm, cost, comparison.written[file].processes))
+            spent.append(("Evaluation", row.arm, row.cost, comparison.written[file].processes))
     rows = [
         {"stage": name, "arm": arm} | cost.model_dump() | {"device_hours": cost.seconds * processes / 3600}
         for stage, arm, cost, processes in spent

@@ -41,7 +41,8 @@ def export(comparison: Comparison, form: str) -> str:
 
 
 def as_json(comparison: Comparison) -> JsonValue:
-    """The plan, the statistics, what each arm cost and every row, for other programs."""
+    """The plan, the statistics, what each arm cost and every row, for other programs. In label efficiencies "Infinity"
+    is more than the largest label budget, 0 fewer than the smallest and "NaN" no interval."""
     summary = summarize(comparison)
     content = {
         "record": comparison.record,
@@ -53,7 +54,7 @@ def as_json(comparison: Comparison) -> JsonValue:
         "skipped": comparison.skipped,
         "rows": rows(comparison).to_dict(orient="records"),
     }
-    plain: JsonValue = to_jsonable_python(content, inf_nan_mode="null")
+    plain: JsonValue = to_jsonable_python(content, inf_nan_mode="strings")
     return plain
 
 

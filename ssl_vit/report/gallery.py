@@ -69,7 +69,7 @@ def gallery(comparison: Comparison, head: Difference) -> Gallery:
         return comparison.class_name(head.place.data, label)
 
     def answer(arm: str, image: int) -> str:
-        predictions = [table.prediction(row) for row in rows[arm]]
+        predictions = [table.results[row].prediction for row in rows[arm]]
         found = [label for one in predictions for label in one.predicted[one.images == image].tolist()]
         return ", ".join(f"{name(label)} ({count})" for label, count in Counter(found).most_common(2))
 

@@ -160,7 +160,7 @@ class Comparison:
     def classes(self, data: str) -> int:
         """How many classes a dataset has: those that its shards name, else those of its test images."""
         rows = self.table.frame.index[self.table.frame["data"] == data]
-        return len(self.class_names(data)) or len(np.unique(self.table.prediction(rows[0]).labels))
+        return len(self.class_names(data)) or len(np.unique(self.table.results[rows[0]].prediction.labels))
 
 
 def read(paths: Sequence[Path]) -> Comparison:
@@ -187,13 +187,10 @@ def read_comparison(path: Path) -> Comparison:
     planned = {_cell(task) for task in record.tasks if task.kind == "measure"}
     for task in record.tasks:
         file = path / "tasks" / f"{task.id}.json"
-        with suppress(UserError, FileNotFoundError):  # missing or damaged; `compare` runs the task again
-            task_rows, about = results.load(file)
-            finished = records.read(file, TaskResult, about)
-            if finished.fingerprint == task.fingerprint:
-                tasks[task.id] = finished
-                # Not the winner of an older sweep at a label budget that is no longer measured.
-                rows += [(row, file) for row in task_rows if task.kind != "sweep" or _cell(task) in planned]
+        if done := results.finished(file, task.fingerprint):
+            tasks[task.id] = done[1]
+            # Not the winner of an older sweep at a label budget that is no longer measured.
+            rows += [(row, file) for row in done[0] if task.kind != "sweep" or _cell(task) in planned]
     drawn = {task.arm: tasks[task.id].pictures for task in record.tasks if task.id in tasks and task.kind == "pictures"}
     runs: dict[str, Run] = {}
     for arm in record.arms:
@@ -245,7 +242,10 @@ def read_runs(paths: Sequence[Path]) -> Comparison:
             scores = [row.accuracy for row in source_rows]
             shared = accuracies.setdefault((evaluator, source), scores) == scores  # equal in all runs: one reference
             arm = name if source == "trained" else source if shared else f"{source}_{name}"
-            rows += [(replace(row, data=test, evaluator=evaluator, arm=arm), file) for row in source_rows]
+            for row in source_rows:
+                seed = row.pretraining_seed if source == "trained" else 0  # references have one encoder
+                row = replace(row, data=test, evaluator=evaluator, arm=arm, pretraining_seed=seed)
+                rows.append((row, file))
             for task, result in _sweeps(about, source, source_rows, arm=arm, data=test, evaluator=evaluator):
                 tasks[task.id] = task
                 swept[task.id] = result
@@ -289,7 +289,7 @@ def _sweeps(
         budget, cost = sweep.labels_per_class, sweep.cost
         measured = [row for row in rows if row.labels_per_class == budget]
         if measured and budget != ALL:
-            winner = measured[0]
+            winner = measured[0].cost
             cost = Cost(
                 images_seen=cost.images_seen - winner.images_seen,
                 flops=cost.flops - winner.flops,

@@ -194,18 +194,20 @@ def balanced(values_XSM: np.ndarray, labels_M: np.ndarray) -> np.ndarray:
     return np.asarray(means_XS1 + deviations - deviations.mean(axis=-1, keepdims=True))
 
 
-def holm(estimates: Sequence[Estimate], confidence: float = 0.95) -> list[Estimate]:
+def holm(estimates: Sequence[Estimate], confidence: float = 0.95, tests: int | None = None) -> list[Estimate]:
     """The same estimates with intervals adjusted for their number, by Holm's step-down rule.
+
+    tests: how many were planned; those that are not measured yet count as not significant (None: all are measured).
 
     The k-th smallest p-value of n gets an interval of confidence 1 - alpha / (n - k + 1); from the first that includes
     0 on, all get that one's. So an interval excludes 0 exactly where Holm's test rejects. All of them together may
     cover less often than each: they say nothing about values other than 0.
     """
     adjusted = list(estimates)
-    alpha, stopped, level = 1 - confidence, False, 0.0
+    alpha, stopped, level, tests = 1 - confidence, False, 0.0, tests or len(estimates)
     for rank, place in enumerate(sorted(range(len(estimates)), key=lambda n: estimates[n].p_value)):
         if not stopped:
-            level = alpha / (len(estimates) - rank)
+            level = alpha / (tests - rank)
             stopped = estimates[place].p_value > level
         adjusted[place] = estimates[place].at(1 - level)
     return adjusted

@@ -8,6 +8,7 @@ from typing import Literal
 
 import numpy as np
 
+from ssl_vit.records import TaskRecord
 from ssl_vit.report import statistics
 from ssl_vit.report.read import Comparison
 from ssl_vit.report.statistics import Estimate, Outcome
@@ -44,7 +45,7 @@ class Difference(Accuracy):
     labels_per_class, labels: "mean" and 0 for the mean over all label budgets.
     role: role of `against`. means: accuracies of both arms over the same seeds and images.
     unit: unit of replication. within_variance: variance over the seeds of a pretraining, if that is the unit.
-    fixed: arms with a single pretraining; the interval does not cover other pretrainings of them.
+    fixed: arms with a single pretraining or initialization; the interval does not cover others.
     """
 
     against: str
@@ -91,22 +92,24 @@ def summarize(comparison: Comparison) -> Summary:
     and its baseline (training from scratch; the untrained encoder under frozen evaluators), under the first evaluator
     that trains the encoder, else under the first one. The plan alone decides which that is, not what is finished.
     """
-    accuracies: list[Accuracy] = []
-    differences: list[Difference] = []
-    means: list[Difference] = []
-    efficiencies: list[Efficiency] = []
+    accuracies, efficiencies = list[Accuracy](), list[Efficiency]()
+    differences, means = list[Difference](), list[Difference]()
     places = rows_by_place(comparison)
     for place, budgets in places.items():
-        measured = Measured(comparison, place, budgets)
+        measured, tasks = Measured(comparison, place, budgets), _planned(comparison, place.data, place.evaluator)
+        trains = comparison.record.evaluators[place.evaluator].trains_encoder  # then each label budget has its tasks
+        planned = {*budgets, *(task.labels_per_class for task in tasks if trains)}
         accuracies += measured.accuracies()
         for arm, against, role in _pairs(comparison, measured.arms):
-            means += measured.difference([*budgets], arm, against, role)
+            if len(budgets) == len(planned):
+                means += measured.difference([*budgets], arm, against, role)
             single = [row for budget in budgets for row in measured.difference([budget], arm, against, role)]
-            differences += _adjusted(comparison, single)
+            differences += _adjusted(comparison, single, len(planned))
             if role == "baseline" and arm == comparison.tested[0]:
                 efficiencies += measured.efficiencies(arm, against)
     declared = [declared_headline(comparison, data) for data in comparison.record.metrics]
-    headlines = _adjusted(comparison, [row for row in means if (row.place, row.arm, row.against) in declared])
+    heads = [row for row in means if (row.place, row.arm, row.against) in declared]
+    headlines = _adjusted(comparison, heads, len(declared) - declared.count(None))
     listed = (accuracies, differences, means, headlines, efficiencies)
     return Summary(tuple(places), *(tuple(rows) for rows in listed))  # type: ignore[arg-type]
 
@@ -129,19 +132,22 @@ def declared_headline(comparison: Comparison, data: str) -> tuple[EvaluationKey,
     """(place, arm, baseline) of the headline of a dataset."""
     record, arm = comparison.record, comparison.tested[0]
     for evaluator in sorted(record.evaluators, key=lambda name: not record.evaluators[name].trains_encoder):  # stable
-        measured = [task for task in record.tasks if task.kind == "measure"]
-        planned = [task.arm for task in measured if (task.data, task.evaluator) == (data, evaluator)]
+        planned = [task.arm for task in _planned(comparison, data, evaluator)]
         if arm in planned and (baseline := baseline_of(comparison, arm, planned)):
             return EvaluationKey(data, evaluator), arm, baseline
     return None
 
 
-def _adjusted(comparison: Comparison, rows: Sequence[Difference]) -> list[Difference]:
-    """The rows with intervals adjusted for the number of rows (Holm)."""
+def _planned(comparison: Comparison, data: str, evaluator: str) -> list[TaskRecord]:
+    return [t for t in comparison.record.tasks if (t.kind, t.data, t.evaluator) == ("measure", data, evaluator)]
+
+
+def _adjusted(comparison: Comparison, rows: Sequence[Difference], tests: int) -> list[Difference]:
+    """The rows with intervals adjusted for the number of planned tests (Holm)."""
     confidence, margin = comparison.confidence, comparison.record.margin
-    adjusted = statistics.holm([row.estimate for row in rows], confidence)
+    adjusted = statistics.holm([row.estimate for row in rows], confidence, tests)
     return [
-        replace(row, estimate=estimate, outcome=statistics.outcome(estimate, margin, len(rows), confidence))
+        replace(row, estimate=estimate, outcome=statistics.outcome(estimate, margin, tests, confidence))
         for row, estimate in zip(rows, adjusted, strict=True)
     ]
 
@@ -209,8 +215,6 @@ class Measured:
         self.comparison, self.place, self.budgets = comparison, place, budgets
         self.weighted = comparison.record.metrics[place.data] == "mean_per_class"
         self.arms = [arm for arm in comparison.arms if any(arm in arms for arms in budgets.values())]
-        record = comparison.record
-        self.pretrained = {arm.name for arm in record.arms if arm.kind != "scratch"}
         classes, counts = comparison.classes(place.data), comparison.table.frame["labels"]
         self.labels: dict[Budget, float] = {}
         for budget, arms in budgets.items():
@@ -269,7 +273,7 @@ class Measured:
         """The results that both arms have at all of these budgets; None where they share no seed.
 
         Returns (values (B, 2, S, M), 1 where correct, by label budget, arm, seed and test image;
-        `statistics.units_of` their pretrainings; the arms with a single pretraining).
+        `statistics.units_of` their pretrainings; the arms with a single one).
         """
         pairs = [_paired(self.budgets[n].get(arm, {}), self.budgets[n].get(against, {})) for n in budgets]
         keys = [key for key in pairs[0] if all(key in of_budget for of_budget in pairs)]
@@ -282,9 +286,8 @@ class Measured:
             values = statistics.balanced(values, classes)
         arms = [(side, name) for side, name in enumerate((arm, against)) if name in self.comparison.record.encoders]
         pretraining_seeds = [[key[side] for key in keys] for side, _ in arms]
-        once = [name for (_, name), own in zip(arms, pretraining_seeds, strict=True) if len(set(own)) == 1]
-        fixed = [name for name in once if name in self.pretrained]
-        return values, statistics.units_of(*pretraining_seeds), tuple(fixed)
+        fixed = tuple(name for (_, name), own in zip(arms, pretraining_seeds, strict=True) if len(set(own)) == 1)
+        return values, statistics.units_of(*pretraining_seeds), fixed
 
 
 def _paired(ours: Rows, theirs: Rows) -> dict[tuple[int, int, int], tuple[int, int]]:

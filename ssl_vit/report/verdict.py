@@ -150,8 +150,9 @@ def _headline(comparison: Comparison, head: Difference, budgets: Sequence[Differ
         sentence += f" {_plan(comparison, head)}"
     each = " per fold" if comparison.record.folds > 1 else ""
     for arm in head.fixed:
-        once = f"{_capital(comparison.spoken(arm))} was pretrained only once{each}"
-        sentence += f" {once}: the interval does not cover other pretrainings."
+        made = "pretrained" if arm in {row.name for row in comparison.record.arms} else "initialized"
+        once = f"{_capital(comparison.spoken(arm))} was {made} only once{each}"
+        sentence += f" {once}: the interval does not cover others."
     return sentence
 
 
@@ -168,17 +169,20 @@ def _plan(comparison: Comparison, head: Difference) -> str:
     more += [f"{images:,} more test images"] if images else []
     if not more:
         return f"Neither more {name} nor more test images alone would decide a difference of this size."
-    return f"If the estimate stays the same, {' or '.join(more)} would decide."
+    counted = " Add them with --until-decided, which counts the looks." if units and not record.looks else ""
+    return f"If the estimate stays the same, {' or '.join(more)} would decide.{counted}"
 
 
 def _efficiency(comparison: Comparison, row: Efficiency) -> str:
     ours, theirs = (comparison.spoken(arm) for arm in (row.arm, row.against))
-    labels = needed(row)
+    covers = "95% interval over seeds or pretrainings, without test images"
     if math.isnan(row.low):
-        labels += " (no interval: fewer than 5 seeds or pretrainings)"
-    elif labels.endswith("]"):
-        labels += " (95% interval over seeds or pretrainings, without test images)"
-    return _capital(f"{ours} with {budget_words(row.labels_per_class)} is as accurate as {theirs} with {labels}.")
+        covers = "no interval: fewer than 5 seeds or pretrainings"
+    claim = f"is as accurate as {theirs} with {needed(row)} ({covers})"
+    if row.labels == 0 or math.isinf(row.labels):
+        than = f"more accurate than {theirs} at every" if row.labels else f"less accurate than {theirs} at the smallest"
+        claim = f"is {than} measured label budget (labels for the same accuracy: {needed(row)}; {covers})"
+    return _capital(f"{ours} with {budget_words(row.labels_per_class)} {claim}.")
 
 
 def needed(row: Efficiency) -> str:
@@ -222,7 +226,7 @@ def _compute(comparison: Comparison, head: Difference) -> list[str]:
     if theirs and comparison.record.evaluators[head.place.evaluator].trains_encoder:
         one, other = (_one_run(comparison, head.place, arm) for arm in arms)
         ratio += f" ({one / other:.3g} times for one pretraining with one fine-tuning)" if other else ""
-    return [f"Compute: {comparison.spoken(head.arm)} took {ours:.3g} FLOPs in total, {ratio}."]
+    return [f"Compute: {comparison.spoken(head.arm)} took {ours:.3g} FLOPs of training in total, {ratio}."]
 
 
 def _one_run(comparison: Comparison, place: EvaluationKey, arm: str) -> float:

@@ -272,7 +272,7 @@ def test_a_cross_validation_tests_every_image_once(mini: Mini, tmp_path: Path, f
         samples = open_shards(test).samples
         keys = [tuple(key) for key in whole.table.frame[[*KEY]].to_numpy().tolist()]
         for row in alone.table.results:
-            joined = whole.table.prediction(keys.index(tuple(getattr(row, name) for name in KEY)))
+            joined = whole.table.results[keys.index(tuple(getattr(row, name) for name in KEY))].prediction
             mine = slice(*np.searchsorted(joined.images, [offset, offset + samples]))
             np.testing.assert_array_equal(joined.images[mine] - offset, row.prediction.images)
             np.testing.assert_array_equal(joined.predicted[mine], row.prediction.predicted)
@@ -346,7 +346,10 @@ def test_weights_that_saw_test_images_are_not_started_from(few_digits: Path, min
 
     seen = trained("seen", f"data.train={few_digits}/test")
     later = trained("later", f"data.train={few_digits}/train", f"init_from={seen}")
-    for start in (seen, later):
+    labeled = [f"probe.data={few_digits}/test", "probe.patience=3", "probe.every=2"]
+    stopped = trained("stopped", f"data.train={few_digits}/train", *labeled)
+    refused(mini(arms={"given": {"label": "x", "weights": str(stopped)}}), r"arms\.given: .*images of the test set")
+    for start in (seen, later, stopped):
         begun = {"label": "SSL", "recipe": "digits_ssl", "overrides": [*STEPS, f"init_from={start}"]}
         refused(mini(arms={"ssl": begun}), r"arms\.ssl: .*includes images of the test set")
     refused(mini(arms={"given": {"label": "x", "weights": str(later)}}), r"arms\.given: .*images of the test set")

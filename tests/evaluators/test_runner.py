@@ -249,6 +249,14 @@ def test_the_middle_of_each_key_where_nothing_can_be_held_out(context: EvalConte
     assert row.selected == {"right": 4, "fails": 8} and "held out" in " ".join(row.notes)
 
 
+def test_nothing_is_selected_on_images_of_one_class(array_context: Build) -> None:
+    labels = np.repeat([0, 1, 2], [300, 120, 120])
+    context = array_context((labels[:, None] + np.zeros((540, 4)), labels), TEST)
+    (row,) = runner.measure(Evaluator(config(sweep={"right": [1, 2, 3]})), context, "trained", ("1%",), (0,))
+    assert row.labels == 5 and row.selected == {"right": 2}
+    assert "images of one class alone could be held out" in " ".join(row.notes)
+
+
 def test_the_cost_of_a_selection_on_frozen_features_is_counted(context: EvalContext) -> None:
     few, more = (
         list(runner.measure(Evaluator(config(sweep=sweep)), context, "trained", (10,), (0,)))

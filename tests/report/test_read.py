@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,15 @@ def test_runs_are_arms_of_what_was_measured_alike(tmp_path: Path) -> None:
     by_evaluator = found.table.frame.groupby("evaluator")["arm"].unique()
     assert list(by_evaluator["few_shot"]) == ["a", "pixels", "b"], "raw pixels are the same for all: one row"
     assert list(by_evaluator["few_shot (2)"]) == ["c", "pixels"]
+
+
+def test_references_of_runs_with_other_seeds_are_one(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / name, name, score) for name, score in (("a", 0.6), ("b", 0.65))]
+    file = runs[1] / "results/few_shot-1.json"
+    rows, about = results.load(file)
+    results.save(file, [replace(one, pretraining_seed=1) for one in rows], **about)
+    found = read(runs)
+    assert found.table.frame["arm"].value_counts().to_dict() == {"a": 2, "pixels": 2, "b": 2}
 
 
 def test_an_evaluation_of_a_run_has_its_sweep_in_the_costs(tmp_path: Path) -> None:

@@ -12,7 +12,9 @@ import pytest
 from ssl_vit.records import ArmRecord, Look
 from ssl_vit.report import sequential
 from ssl_vit.report.read import read
+from ssl_vit.report.statistics import points
 from ssl_vit.report.summary import Summary, summarize
+from ssl_vit.report.tables import place_tables
 from ssl_vit.report.verdict import interval, notes, verdict
 from ssl_vit.results import Result
 from tests.report.made import ARMS, SUPERVISED, SWEEP, row, two_arms, write_comparison, write_run
@@ -69,7 +71,7 @@ def test_label_efficiency_and_compute(folder: Path) -> None:
         "half way between 5 and 20 on a logarithmic axis"
     )
     # One pretraining of 6e9 and 9 fine-tunings of 1e9, against 9 of these.
-    assert "took 1.5e+10 FLOPs in total, 1.67 times that of training from scratch (7 times for one " in text
+    assert "took 1.5e+10 FLOPs of training in total, 1.67 times that of training from scratch (7 times for one " in text
 
 
 def test_scratch_with_the_compute_of_pretraining_is_part_of_the_verdict(folder: Path) -> None:
@@ -84,7 +86,7 @@ def test_scratch_with_the_compute_of_pretraining_is_part_of_the_verdict(folder: 
 
 def test_a_sweeps_winner_is_paid_once(folder: Path) -> None:
     text = said(folder, two_arms(0.2, budgets=(5,)), sweeps={"ssl": SWEEP, "scratch": SWEEP})
-    assert "took 1.1e+10 FLOPs in total, 2.2 times" in text
+    assert "took 1.1e+10 FLOPs of training in total, 2.2 times" in text
 
 
 def test_the_evaluator_that_trains_the_encoder_makes_the_headline(folder: Path) -> None:
@@ -169,6 +171,33 @@ def test_an_unfinished_comparison_says_so(folder: Path) -> None:
     assert both.startswith("No verdict yet"), "another evaluator's result is no substitute for the declared one"
 
 
+def test_the_headline_covers_all_planned_label_budgets_and_datasets(folder: Path) -> None:
+    second = [f"digits-fine_tune-{arm}-10-0-{seed}" for arm in ("ssl", "scratch") for seed in range(3)]
+    assert said(folder, two_arms(0.2), missing=second).startswith("No verdict yet")
+    rows = two_arms(0.2) + [replace(one, data="pets") for one in two_arms(-0.2)]
+    of_pets = [f"pets-fine_tune-{arm}-{n}-0-{s}" for arm in ("ssl", "scratch") for n in (5, 10) for s in range(3)]
+    (part,) = summary(folder.parent / "part", rows, missing=of_pets).headlines
+    (alone,) = summary(folder.parent / "alone", two_arms(0.2)).headlines
+    assert part.estimate.confidence == 0.975 and alone.estimate.confidence == 0.95
+
+
+def test_the_table_of_differences_has_the_interval_of_the_verdict(folder: Path) -> None:
+    rows = two_arms(0.2) + [replace(one, data="pets") for one in two_arms(-0.2)]
+    comparison = read([write_comparison(folder, rows)])
+    found = summarize(comparison)
+    for head in found.headlines:
+        _, differences, *_ = place_tables(comparison, found, head.place)
+        assert points(head.estimate) in differences.frame["mean"].tolist()
+
+
+def test_an_accuracy_outside_of_the_measured_curve_is_not_called_equal(folder: Path) -> None:
+    text = said(folder, two_arms(0.2, seeds=5))
+    assert "5 labels per class is more accurate than training from scratch at every measured label budget" in text
+    assert "is as accurate as" not in text
+    text = said(folder.parent / "less", two_arms(-0.2, seeds=5))
+    assert "5 labels per class is less accurate than training from scratch at the smallest measured" in text
+
+
 def test_given_weights_of_a_supervised_run_are_not_under_test(folder: Path) -> None:
     weights = [
         ArmRecord(name=name, label=name, kind="weights", run=name, uses_labels=name == "supervised")
@@ -190,8 +219,8 @@ def test_the_compute_of_a_headline_leaves_out_other_datasets_and_evaluators(fold
     rows = [*two_arms(0.2), *(replace(one, data="other", flops=7e9) for one in two_arms(0.2))]
     probes = [replace(one, evaluator="few_shot", flops=5e9) for one in two_arms(0.2) if one.arm == "ssl"]
     text = said(folder, [*rows, *probes])
-    assert "digits: Compute: masked patch prediction took 1.2e+10 FLOPs in total, 2 times" in text
-    assert "other: Compute: masked patch prediction took 4.8e+10 FLOPs in total, 1.14 times" in text
+    assert "digits: Compute: masked patch prediction took 1.2e+10 FLOPs of training in total, 2 times" in text
+    assert "other: Compute: masked patch prediction took 4.8e+10 FLOPs of training in total, 1.14 times" in text
 
 
 def test_a_single_run_says_what_it_did_and_scored(folder: Path) -> None:
