@@ -101,6 +101,8 @@ def _probe(settings: Recipe, shards: ShardSet, job: loop.Job) -> list[Probe]:
         return []
     if job.accelerator.is_fsdp2:
         raise UserError("probe: not available for a sharded model; remove it from the recipe")
+    if settings.probe.patience and job.classes and not settings.probe.data:
+        raise UserError("probe.patience: the run trains on the labels that the probe is scored on; set probe.data")
     labeled = open_shards(settings.probe.data, settings.data.remote) if settings.probe.data else shards
     probe = OnlineProbe(settings.probe, labeled, settings.data, job.objective.encoder, job.accelerator)  # type: ignore[arg-type]
     return [Probe(probe, settings.probe.every, settings.probe.patience, probe.skipped)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -74,10 +75,13 @@ def new_folder(out: Path) -> Iterator[Path]:
 
 
 def flush(path: Path) -> None:
-    """Flush a file, or the entries of a folder, to disk (fsync)."""
+    """Flush a file, or the entries of a folder, to disk (fsync). Some file systems refuse that for folders."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EBADF) or not path.is_dir():
+            raise
     finally:
         os.close(descriptor)
 

@@ -23,7 +23,8 @@ class OnlineProbe:
     def __init__(
         self, config: ProbeConfig, shards: ShardSet, data: DataConfig, encoder: Encoder, accelerator: Engine
     ) -> None:
-        """Raises UserError where the shards have too few labeled images."""
+        """Raises UserError where the shards have too few labeled images, and for a pooling that the encoder lacks."""
+        encoder.check_pooling(config.pooling)
         self.config = config
         self.context = EvalContext(encoder, shards, shards, data, accelerator)
         self.reported: set[tuple[str, str]] = set()

@@ -100,10 +100,10 @@ class Checkpointing(Callback):
     """Saves every `training.checkpoint_every` steps, at the end and before a stop."""
 
     def __init__(self) -> None:
-        self.saved: tuple[int, Any] | None = None
+        self.saved = 0  # step
 
     def start(self, trainer: Trainer) -> None:
-        self.saved = self._state(trainer) if trainer.progress.step else None
+        self.saved = trainer.progress.step
 
     def ends_window(self, trainer: Trainer) -> bool:
         every = trainer.job.training.checkpoint_every
@@ -114,11 +114,8 @@ class Checkpointing(Callback):
             self._save(trainer)
 
     def end(self, trainer: Trainer) -> None:
-        if self.saved != self._state(trainer):  # the last probe came after the last save
+        if self.saved != trainer.progress.step:  # a probe or a signal ended the training between two saves
             self._save(trainer)
-
-    def _state(self, trainer: Trainer) -> tuple[int, Any]:
-        return trainer.progress.step, {callback.name: callback.state_dict() for callback in trainer.job.callbacks}
 
     def _save(self, trainer: Trainer) -> None:
         job, progress = trainer.job, trainer.progress
@@ -129,7 +126,7 @@ class Checkpointing(Callback):
         own_lanes = progress.lanes[first : first + trainer.own_lanes]
         progress.lanes[:] = [position for part in distributed.gather(own_lanes) for position in part]
         checkpoint.save(job.run, progress.step, trainer.state, job.training.keep_last)
-        self.saved = self._state(trainer)
+        self.saved = progress.step
 
 
 class StopOnSignal(Callback):
@@ -205,7 +202,7 @@ class Probe(Callback):
         step, start = trainer.progress.step, time.perf_counter()
         trainer.share_buffers()
         with trainer.interruptible(), trainer.published():  # in this order: the weights that train are saved
-            value = self.measure(trainer.objective)
+            value = distributed.gather(self.measure(trainer.objective))[0]  # processors may differ in the last bit
         trainer.model.train()
         trainer.progress.seconds += time.perf_counter() - start
         self.since_best = 0 if value > self.best else self.since_best + 1

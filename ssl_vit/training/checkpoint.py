@@ -45,7 +45,6 @@ from ssl_vit.training.state import (
 )
 
 _STATE, _SUMS = "state.json", "SHA256SUMS"
-_REPLACED = ".replaced_"  # the checkpoint of a step that is being saved again
 
 
 def folders(run: Path) -> list[Path]:
@@ -57,11 +56,16 @@ def check_data(run: Path, data: str) -> None:
     """Raises UserError where the run's newest checkpoint was trained on shards with another fingerprint."""
     for folder in folders(run)[-1:]:
         with suppress(ValueError, LookupError):  # a broken one is renamed when it is loaded
-            if json.loads((folder / _STATE).read_text())["progress"]["data"] != data:
-                raise UserError(
-                    f"{folder} was trained on other shards than data.train names now (repacked?): "
-                    "start again with run=PATH, or restore the old shards"
-                )
+            check_trained_on(folder, json.loads((folder / _STATE).read_text())["progress"]["data"], data)
+
+
+def check_trained_on(folder: Path, trained: str, data: str) -> None:
+    """Raises UserError where these fingerprints of shards differ."""
+    if trained != data:
+        raise UserError(
+            f"{folder} was trained on other shards than data.train names now (repacked?): start again with run=PATH, "
+            "or restore the old shards"
+        )
 
 
 def newest_of(weights: Path) -> Path | None:
@@ -90,9 +94,6 @@ def newest(run: Path) -> tuple[Path | None, list[str]]:
         if is_main_process():
             for unfinished in (run / "checkpoints").glob(".step_*.tmp"):  # a kill came while it was written
                 shutil.rmtree(unfinished)
-            for replaced in (run / "checkpoints").glob(f"{_REPLACED}step_*"):  # a kill came between two renames
-                target = replaced.with_name(replaced.name.removeprefix(_REPLACED))
-                shutil.rmtree(replaced) if target.exists() else replaced.rename(target)
             for folder in reversed(folders(run)):
                 broken_by = defect(folder)
                 if broken_by is None:
@@ -133,7 +134,9 @@ def save(run: Path, step: int, state: State, keep_last: int) -> Path:
             unfinished = target.with_name(f".{target.name}.tmp")
             try:
                 _write(unfinished, state, files)
-                _replace(unfinished, target)
+                shutil.rmtree(target, ignore_errors=True)  # incomplete: no run reads it
+                unfinished.rename(target)
+                flush(target.parent)
             except (OSError, SafetensorError) as error:
                 shutil.rmtree(unfinished, ignore_errors=True)
                 where = f"{last_saved(run)}; fix that and run the command again"
@@ -162,18 +165,6 @@ def _write(folder: Path, state: State, files: dict[str, Tensors]) -> None:
         flush(path)
 
 
-def _replace(unfinished: Path, target: Path) -> None:
-    """Rename to `target`. A step that is saved again, after a probe, has the same weights: its results are kept."""
-    replaced = target.with_name(f"{_REPLACED}{target.name}")
-    if target.exists():
-        if (target / RESULTS).exists():
-            shutil.copytree(target / RESULTS, unfinished / RESULTS)
-        target.rename(replaced)
-    unfinished.rename(target)
-    flush(target.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
-
-
 def publish_encoder(run: Path) -> None:
     """Put the newest checkpoint's encoder at the top of the run directory, by rename."""
     for name in (factory.WEIGHTS, factory.CONFIG):
@@ -184,7 +175,7 @@ def publish_encoder(run: Path) -> None:
 def load(folder: Path, state: State) -> None:
     """Restore the state in place, from any number of processes. Every process must call it.
 
-    Raises UserError when a file is damaged or belongs to another recipe.
+    Raises UserError when a file is damaged or belongs to another recipe, RunError when it cannot be read.
     """
     encoder = encoder_of(state.objective)
     try:
@@ -197,7 +188,10 @@ def load(folder: Path, state: State) -> None:
         saved |= load_file(folder / OBJECTIVE)
         trained = load_file(folder / TRAINING) if state.average else saved
         optimizer, random = load_file(folder / OPTIMIZER), load_file(folder / RANDOM)
-    except (OSError, ValueError, LookupError, TypeError, SafetensorError) as error:
+    except OSError as error:  # the main process has just verified its checksums
+        where = f"{folder}: cannot be read on this machine ({error})"
+        raise RunError(f"{where}; every machine must see the run directory; run the same command again") from None
+    except (ValueError, LookupError, TypeError, SafetensorError) as error:
         raise _unreadable(folder, error) from None
     factory.load_state(encoder, placed(part(trained, NETWORK), encoder.network.state_dict()), str(folder))
     rest = {name: tensor for name, tensor in trained.items() if not name.startswith(NETWORK)}

@@ -96,6 +96,8 @@ def make_accelerator(precision: Precision = "fp32", timeout: int = 600, *, or_fp
     for kind in ("DEEPSPEED", "MEGATRON_LM"):
         if parse_flag_from_env(f"ACCELERATE_USE_{kind}"):
             raise UserError(f"{kind} is not supported: use FSDP2 (recipes/launch/fsdp2.yaml) instead")
+    if os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() != "no":
+        raise UserError("the launcher's dynamo_backend is not supported: set it to no, and training.compile=true")
     for warning in _KNOWN_WARNINGS:
         warnings.filterwarnings("ignore", warning)
     try:
@@ -125,15 +127,21 @@ def make_accelerator(precision: Precision = "fp32", timeout: int = 600, *, or_fp
     _keep_what_is_imported()
     if note and accelerator.is_main_process:
         print(note, file=sys.stderr)
+    asked = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    if asked not in ("no", precision) and accelerator.is_main_process:
+        _note_launcher(asked, precision)
     return accelerator
+
+
+@cache
+def _note_launcher(asked: str, used: Precision) -> None:
+    print(f"note: the launcher's mixed_precision={asked} is ignored: training.precision is {used}", file=sys.stderr)
 
 
 def _check_world(accelerator: Engine, launched: int) -> None:
     """Refuse a world that is not the one that was launched, and those that checkpoints do not cover."""
     if accelerator.num_processes < launched:
-        raise UserError(
-            f"{launched} processes were launched but Accelerate formed a world of {accelerator.num_processes}"
-        )
+        raise UserError(f"{launched} processes were launched but Accelerate runs {accelerator.num_processes}")
     kind = accelerator.distributed_type
     if kind == DistributedType.FSDP and not accelerator.is_fsdp2:
         raise UserError("FSDP version 1 is not supported: use FSDP2 (recipes/launch/fsdp2.yaml)")
@@ -156,11 +164,8 @@ def set_up_cpu() -> None:
 
 
 def keep_freed_memory() -> None:
-    """Let this process keep the memory that it frees, on Linux with glibc.
-
-    By default glibc gives a step's activations back to the system and asks for them again in the next step: up to a
-    sixth of a small model's step on a CPU. The process stays as large as its largest step.
-    """
+    """Let this process keep the memory that it frees, on Linux with glibc. Asking for a step's activations again takes
+    up to a sixth of a small model's step on a CPU. The process stays as large as its largest step."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt:  # musl has none
         m_trim_threshold, m_mmap_max = -1, -4  # malloc.h

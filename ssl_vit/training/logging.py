@@ -116,7 +116,7 @@ class RunLogger:
         self.skipped, self.skips_in_total = dict[tuple[str, str], SkippedSample](), 0
 
     def state_dict(self) -> dict[str, Any]:
-        return {"bytes": self.path.stat().st_size if self.path else 0}
+        return {"bytes": self.file.tell() if self.path else 0}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.size = state["bytes"]
@@ -196,7 +196,7 @@ class RunLogger:
         assert self.path
         run, accelerator = self.path.parent, self.accelerator
         keywords = dict(self.settings)
-        if step and "tensorboard" in keywords:
+        if "tensorboard" in keywords:
             keywords["tensorboard"] = {"purge_step": step + 1, **keywords["tensorboard"]}
         accelerator.log_with = list(keywords)
         accelerator.project_configuration.set_directories(str(run.parent))

@@ -104,12 +104,14 @@ def train(job: Job) -> Outcome:
     """Train to `total_steps`, resuming from the run's newest checkpoint; leaves the objective trained in place.
 
     Raises Stopped after a signal, once everything is saved; Diverged where the loss is not finite (naming step, sample
-    keys and the last good checkpoint); RunError when a checkpoint cannot be written or another process has ended;
+    keys and the last good checkpoint); RunError for a full disk or GPU, or when another process has ended;
     UserError for data that cannot be read and checkpoints that do not fit.
     """
     with distributed.others_watched(partial(checkpoint.last_saved, job.run)), stop_requests() as request:
         try:
             return Trainer(job).run(request)
+        except torch.OutOfMemoryError as error:
+            raise memory.too_little(error, checkpoint.last_saved(job.run)) from None
         finally:
             job.accelerator.free_memory()
 
@@ -179,11 +181,11 @@ class Trainer:
     def interruptible(self) -> Iterator[None]:
         """Context for long waits between two steps, in which a signal raises Stopped after everything is saved."""
         try:
-            self.request.waiting = True
+            self.request.waiting = not distributed.several()  # several save together, at the end of a step
             yield
         except Stopped:
             self.request.waiting = False
-            if self.progress.step and not distributed.several():  # several save together, at the end of a step
+            if self.progress.step and not distributed.several():
                 self.window_ends = bool(self.window.steps)  # they are checked before a checkpoint keeps their weights
                 if self.window_ends:
                     self._after_step()
@@ -244,15 +246,14 @@ class Trainer:
         if (warmup := job.optim.warmup_steps) > job.total_steps:
             what = f"optim.warmup_steps={warmup} exceeds the {job.total_steps} steps of the run"
             notes.append(f"note: {what}; lower it, or train longer")
-        if job.run:
-            saved, broken = checkpoint.newest(job.run)
-            notes += broken
-            if saved:
-                checkpoint.load(saved, self.state)
+        saved, broken = checkpoint.newest(job.run) if job.run else (None, [])
+        if saved:
+            checkpoint.load(saved, self.state)
+            checkpoint.check_trained_on(saved, progress.data, job.data)
         progress.classes = job.classes
         if not job.training.auto_batch:
             progress.accumulate = job.training.accumulate
-        return notes
+        return notes + broken
 
     def _prepare(self) -> None:
         """What a session needs before its first step, with the batch of that step."""

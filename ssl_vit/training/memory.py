@@ -10,7 +10,7 @@ import torch
 from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
 from torch import nn
 
-from ssl_vit.interfaces import Batch, UserError
+from ssl_vit.interfaces import Batch, RunError, UserError
 from ssl_vit.training import TrainingConfig, distributed
 from ssl_vit.training.distributed import Engine
 from ssl_vit.training.state import random_state, set_random_state
@@ -56,6 +56,15 @@ def find_accumulation(
     )
     error.everywhere = True
     raise error
+
+
+def too_little(error: torch.OutOfMemoryError, saved: str) -> RunError:
+    """What to do about it. saved: the last good checkpoint, as text."""
+    first = str(error).splitlines()[0]
+    return RunError(
+        f"the GPU has too little memory ({first}); raise training.accumulate, or set training.auto_batch=true or "
+        f"training.checkpoint_activations=true\n{saved}"
+    )
 
 
 def _fits(objective: nn.Module, part: Batch, accelerator: Engine, copies: int, reserve: float) -> bool:

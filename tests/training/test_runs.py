@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from ssl_vit import api, runs
 from ssl_vit.analysis import figures
+from ssl_vit.evaluators.online import OnlineProbe
 from ssl_vit.interfaces import RunError, Stopped, UserError
 from ssl_vit.training import checkpoint, loop
 from ssl_vit.training.logging import RunLogger
@@ -161,7 +163,7 @@ def test_a_stop_saves_before_a_probe_which_the_next_session_does(
 
     monkeypatch.setattr(checkpoint, "save", saving)
     expected = (train(tmp_path / "whole", *keys) / "metrics.jsonl").read_text().splitlines()
-    assert told == ["saved 4, probed 2", "saved 8, probed 6", "saved 12, probed 10", "saved 12, probed 12"]
+    assert told == ["saved 4, probed 2", "saved 8, probed 6", "saved 12, probed 10"]
     told.clear()
     stop_at(6)
     with pytest.raises(Stopped):
@@ -197,23 +199,17 @@ def test_a_run_with_any_positions_resumes(
         assert (tmp_path / "run" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 
 
-def test_a_kill_between_the_two_saves_of_the_last_step_loses_nothing(
+def test_a_kill_between_the_last_save_and_the_last_probe_loses_nothing(
     train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys = ["probe.every=12", *PROBE]
-    rename, count = Path.rename, 0
 
-    def killed(self: Path, target: Path) -> Path:
-        nonlocal count
-        count += self.name.endswith("step_00000012.tmp")
-        if count == 2:
-            raise KeyboardInterrupt
-        return rename(self, target)
+    def killed(*_: object) -> float:
+        raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(Path, "rename", killed)
+        patch.setattr(OnlineProbe, "__call__", killed)
         train(tmp_path / "run", *keys)
-    assert not (tmp_path / "run" / "checkpoints" / "step_00000012").exists()
     (tmp_path / "run" / "checkpoints" / ".step_00000004.tmp" / "optimizer").mkdir(parents=True)  # of another kill
     monkeypatch.setattr(Trainer, "train_step", None)  # no step may be done again
     train(tmp_path / "run", *keys)
@@ -222,23 +218,55 @@ def test_a_kill_between_the_two_saves_of_the_last_step_loses_nothing(
     assert saved(tmp_path / "run") == ["step_00000012"]
 
 
-def test_a_step_that_is_saved_again_keeps_its_results(
+def test_too_little_memory_is_named(train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: Trainer, batch: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nmore")
+
+    monkeypatch.setattr(Trainer, "train_step", full)
+    with pytest.raises(
+        RunError, match=r"allocate 2 GiB\); .*training.auto_batch=true(.|\n)*last good checkpoint: none"
+    ):
+        train(tmp_path / "run")
+
+
+def test_a_log_that_was_moved_away_stops_no_training(
     train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second save comes after the last probe."""
-    save, saves = checkpoint.save, list[bool]()
+    step = Trainer.train_step
 
-    def evaluated(run: Path, *more: Any) -> Path:
-        saves.append((run / "checkpoints" / "step_00000012" / checkpoint.RESULTS).exists())
-        folder = save(run, *more)
-        if len(saves) == 1:
-            (folder / checkpoint.RESULTS).mkdir()
-        return folder
+    def moved(self: Trainer, batch: Any) -> Any:
+        (tmp_path / "run" / "metrics.jsonl").unlink(missing_ok=True)
+        return step(self, batch)
 
-    monkeypatch.setattr(checkpoint, "save", evaluated)
-    run = train(tmp_path / "run", "probe.every=12", *PROBE)
-    assert saves == [False, True]
-    assert (run / "checkpoints" / "step_00000012" / checkpoint.RESULTS).exists()
+    monkeypatch.setattr(Trainer, "train_step", moved)
+    train(tmp_path / "run", "training.checkpoint_every=4")
+    assert saved(tmp_path / "run")[-1] == "step_00000012"
+
+
+def test_a_probe_that_cannot_decide_or_read_is_refused_at_the_start(
+    settings: Callable[..., Any], tmp_path: Path
+) -> None:
+    keys = ["probe.every=2", *PROBE]
+    with pytest.raises(UserError, match=r"probe\.patience: .* set probe\.data"):
+        api.train(settings(tmp_path / "run", *keys, "probe.patience=2", name="digits_supervised"), quiet=True)
+    with pytest.raises(UserError, match="class token"):
+        api.train(settings(tmp_path / "run", *keys, "probe.pooling=token", "encoder.class_token=false"), quiet=True)
+
+
+def test_torch_compile_by_the_launcher_is_refused(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR")
+    with pytest.raises(UserError, match=r"training\.compile=true"):
+        train(tmp_path / "run")
+
+
+def test_the_launchers_precision_is_not_ignored_without_a_word(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    train(tmp_path / "run", "training.precision=fp32")
+    assert "mixed_precision=bf16 is ignored: training.precision is fp32" in capsys.readouterr().err
 
 
 def test_a_run_resumes_with_the_weights_that_it_started_from(train: Train, tmp_path: Path) -> None:

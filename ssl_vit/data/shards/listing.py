@@ -63,11 +63,17 @@ def _folder(store: _Store, spec: str) -> tuple[list[str], Info | None]:
         nested = [part for part in ("train", "test") if store.info(f"{folder}/{part}")]
         hint = f"did you mean '{spec.rstrip('/')}/{nested[0]}'?" if nested else store.refused or store.hint
         raise UserError(f"{spec}: no shards (*.tar) there; {hint}")
+    if info and (extra := sorted(filter(_TAR.fullmatch, (present or set()) - {*files}))):
+        count = f"{len(extra)} shards are not in its {INFO} ({_first(extra)})"
+        raise UserError(f"{spec}: {count}: move them away, or make the set again")
     if present and (missing := [file for file in files if file not in present]):
-        first = ", ".join([*missing[:3], *(["..."] if missing[3:] else [])])
-        count = f"{len(missing)} of its {len(files)} shards are missing ({first})"
+        count = f"{len(missing)} of its {len(files)} shards are missing ({_first(missing)})"
         raise UserError(f"{spec}: {count}: copy them, or make the set again")
     return [store.url(f"{folder}/{file}") for file in files], info
+
+
+def _first(names: list[str]) -> str:
+    return ", ".join([*names[:3], *(["..."] if names[3:] else [])])
 
 
 class _Store:
