@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,7 @@ from ssl_vit.training.callbacks import Checkpointing, Logging, NanGuard, Picture
 from ssl_vit.training.distributed import Engine, make_accelerator
 from ssl_vit.training.flops import training_flops, unused_parameters
 from ssl_vit.training.loop import Job
+from ssl_vit.training.optim import parameter_groups
 
 
 def build(
@@ -149,11 +151,18 @@ def build_objective(settings: Recipe, encoder: factory.Encoder, classes: int | N
 
 
 def check(settings: Recipe, shards: ShardSet, *, classes: int | None = None, subset: np.ndarray | None = None) -> None:
-    """Raises UserError for anything that `build` rejects. Cheap: no weights are read or allocated."""
-    accelerator = make_accelerator(settings.training.precision, settings.training.timeout)
-    with torch.random.fork_rng(devices=[]), torch.device("meta"):
-        encoder = factory.build(settings.encoder)
-        build(settings, shards, accelerator, encoder=encoder, classes=classes, subset=subset, quiet=True)
+    """Raises UserError for anything that `build` or the first step rejects. Cheap: weights are read of `init_from`
+    alone."""
+    accelerator, start = make_accelerator(settings.training.precision, settings.training.timeout), settings.init_from
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        source = factory.load(start) if start else None
+        warnings.filterwarnings("ignore", ".*no-op")  # copying to a network without numbers
+        with torch.device("meta"):
+            encoder = factory.build(settings.encoder)
+            if source and start:
+                factory.initialize(encoder, source, start, settings.encoder.position_resampling)
+            job = build(settings, shards, accelerator, encoder=encoder, classes=classes, subset=subset, quiet=True)
+            parameter_groups(job.objective, settings.optim.weight_decay, settings.optim.layer_decay)
 
 
 def training_samples(shards: ShardSet, data: DataConfig) -> np.ndarray | None:

@@ -31,8 +31,7 @@ def attention_maps(encoder: ViTEncoder, images_BCHW: torch.Tensor) -> Iterator[t
             if hasattr(module, "fused_attn"):
                 module.fused_attn = False
                 module.attn_drop.register_forward_pre_hook(lambda _, inputs, own=maps: own.append(inputs[0]))
-        unfused(tokens)
-        tokens = block(tokens)
+        tokens = unfused(tokens)
         yield torch.cat(maps, dim=1)
 
 

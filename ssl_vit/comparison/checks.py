@@ -216,16 +216,14 @@ def _check_evaluator(plan: Plan, opened: dict[str, ShardSet], task: TaskRecord) 
         return
     train, test = (opened[plan.part(task.data, part, task.fold)] for part in ("train", "test"))
     labels, (budgets, seeds) = labels_of(train), plan.budgets_and_seeds(task)
-    if isinstance(evaluator.config, FeatureConfig):
-        given = plan.study.comparison.arms[row.like].weights or ""
-        encoder = factory.load(given) if own_recipe is None else _without_weights(own_recipe)
-        drawn = np.unique(
-            np.concatenate([choose_labeled(labels, budget, seed) for budget in budgets for seed in seeds])
-        )
-        for settings in candidates_of(evaluator):
-            candidate = configured(evaluator, settings)
+    given = plan.study.comparison.arms[row.like].weights or ""
+    encoder = factory.load(given) if own_recipe is None else _without_weights(own_recipe)
+    drawn = np.unique(np.concatenate([choose_labeled(labels, budget, seed) for budget in budgets for seed in seeds]))
+    for settings in candidates_of(evaluator):
+        candidate = configured(evaluator, settings)
+        if isinstance(candidate.config, FeatureConfig):
             check_features(encoder, candidate.config)
-            candidate.check(encoder, len(drawn) + test.samples)
+        candidate.check(encoder, len(drawn) + test.samples)
     if own_recipe is None:  # weights without a recipe
         return
     if evaluator.needs_head and row.name in plan.study.recipes:

@@ -120,8 +120,8 @@ class FeatureConfig(Config):
 
 def check_features(encoder: Encoder, wanted: FeatureConfig) -> None:
     """Raises UserError where this encoder has no such features; no weights are made."""
-    with torch.random.fork_rng(devices=[]), torch.device("meta"):
-        model = encoder.untrained(wanted.image_size).eval()
+    with torch.device("meta"):
+        model = encoder.outline(wanted.image_size).eval()
         image = torch.zeros(1, model.channels, *model.image_size, dtype=torch.uint8)
         model.represent(image, wanted.pooling, wanted.block)
 

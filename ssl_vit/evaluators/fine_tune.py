@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Literal, Self
 
+import torch
 from pydantic import Field, model_validator
-from timm.layers import DropPath, calculate_drop_path_rates
-from torch import nn
 
 from ssl_vit.data import DataConfig
 from ssl_vit.evaluators import Budget, Seeds
@@ -19,8 +18,7 @@ from ssl_vit.evaluators.base import Evaluator as BaseEvaluator
 from ssl_vit.evaluators.classifier import TrainedConfig, fit
 from ssl_vit.evaluators.features import ImageSet
 from ssl_vit.models import EncoderConfig, ImageSize, Resampling, factory
-from ssl_vit.models.timm_encoder import TimmEncoder
-from ssl_vit.models.vit import ViTEncoder
+from ssl_vit.models.encoder import Encoder
 from ssl_vit.recipe import Recipe
 
 
@@ -91,21 +89,24 @@ class Evaluator(BaseEvaluator):
         sizes = encoder.model_copy(update={"image_size": c.image_size} if c.image_size else {})
         return c.recipe("fine_tune", data, sizes, images, seed, c.training.batch_size)
 
-    def _encoder(self, images: ImageSet, seed: int) -> factory.Encoder:
+    def _encoder(self, images: ImageSet, seed: int) -> Encoder:
         c: Config = self.config
         trained = images.context.trained
         if images.source == "untrained":
             encoder = factory.fresh(trained, seed, c.image_size)
         else:
             encoder = factory.at_size(trained, c.image_size or trained.image_size, c.position_resampling)
-        if c.drop_path is not None and isinstance(encoder, ViTEncoder):
-            blocks = encoder.network.blocks
-            for block, rate in zip(blocks, calculate_drop_path_rates(c.drop_path, len(blocks)), strict=True):
-                block.drop_path1, block.drop_path2 = DropPath(rate), DropPath(rate)
-        elif c.drop_path is not None and isinstance(encoder, TimmEncoder):
-            encoder = encoder.with_arguments(drop_path_rate=c.drop_path)
-        if c.dropout is not None:
-            for name, module in encoder.named_modules():
-                if isinstance(module, nn.Dropout) and not name.endswith("attn_drop"):
-                    module.p = c.dropout
-        return encoder
+        return self._with_rates(encoder)
+
+    def _with_rates(self, encoder: Encoder) -> Encoder:
+        """The encoder with the configured dropout; a rate of 0 asks nothing of a network that has none."""
+        c: Config = self.config
+        rates = {"drop_path_rate": c.drop_path, "pos_drop_rate": c.dropout, "proj_drop_rate": c.dropout}
+        given = {key: rate for key, rate in rates.items() if rate or (rate == 0 and key in encoder.arguments)}
+        return encoder.with_arguments(**given) if given else encoder
+
+    def check(self, encoder: Encoder, images: int) -> None:
+        c: Config = self.config
+        encoder.check_pooling(c.head.pooling)
+        with torch.device("meta"):
+            self._with_rates(encoder.outline(c.image_size))

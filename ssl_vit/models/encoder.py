@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from difflib import get_close_matches
@@ -91,6 +92,22 @@ class Encoder(nn.Module, ABC):
 
         Raises UserError for a size that the patches do not divide.
         """
+
+    def outline(self, image_size: Size | None = None) -> Self:
+        """The architecture without numbers (on the meta device), at another image size if given. Raises UserError for
+        a size that the weights cannot be used at."""
+        with torch.random.fork_rng(devices=[]), torch.device("meta"):
+            return self.untrained(image_size)
+
+    def with_arguments(self, **arguments: Any) -> Self:
+        """A copy of the same weights that timm builds with other arguments, such as `drop_path_rate`. Raises UserError
+        where the network does not take them."""
+        like = copy.copy(self)
+        like.arguments = self.arguments | arguments
+        with torch.random.fork_rng(devices=[]):
+            model = like.untrained()
+        model.network.load_state_dict(self.network.state_dict())
+        return model.to(next(self.parameters()).device).train(self.training)
 
     @abstractmethod
     def forward(self, images_BCHW: torch.Tensor) -> torch.Tensor:

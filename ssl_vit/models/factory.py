@@ -23,7 +23,7 @@ from ssl_vit.models import EncoderConfig, Pooling, Resampling
 from ssl_vit.models.encoder import Encoder, Numbers, create
 from ssl_vit.models.position import own_format, resample, resample_relative, timm_format
 from ssl_vit.models.timm_encoder import TimmEncoder
-from ssl_vit.models.vit import ViTEncoder, check_size
+from ssl_vit.models.vit import OWN_SETTINGS, ViTEncoder, check_size
 
 AnyEncoder = TypeVar("AnyEncoder", bound=Encoder)
 
@@ -154,13 +154,13 @@ def write_config(
 
 
 def pretrained_cfg(encoder: Encoder, resize: float = 1.0) -> dict[str, Any]:
-    """How timm describes the weights: image size, resize and crop, and normalization, which
-    `timm.data.resolve_data_config` reads. resize: as `data.evaluation_resize`."""
+    """How timm describes the weights, for `timm.data.resolve_data_config`. resize: as `data.evaluation_resize`."""
     size, larger = encoder.image_size[0], round(resize * encoder.image_size[0])
     crop = size / larger
     while math.floor(size / crop) < larger:  # how timm gets back to whole pixels
         crop = math.nextafter(crop, 0)
     return {
+        "architecture": encoder.name,
         "input_size": (encoder.channels, *encoder.image_size),
         "fixed_input_size": isinstance(encoder, ViTEncoder) or "img_size" in encoder.arguments,
         "interpolation": "bilinear",
@@ -296,5 +296,5 @@ def _from_config(config: dict[str, Any]) -> Encoder:
     mean, std, image_size = cfg["mean"], cfg["std"], tuple(cfg["input_size"][1:])
     if not is_vit(name):
         return TimmEncoder(name, arguments, mean, std, image_size)
-    settings = {key: config[key] for key in ("position_std", "norm_eps", "positions") if key in config}
+    settings = {key: config[key] for key in OWN_SETTINGS if key in config}
     return ViTEncoder(name, {"img_size": image_size, **arguments}, mean, std, **settings)

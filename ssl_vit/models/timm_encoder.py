@@ -31,6 +31,9 @@ class TimmEncoder(Encoder):
         """
         super().__init__(name, arguments, mean, std)
         self.network = create(name, arguments)
+        parameters = [*self.network.named_parameters(remove_duplicate=False)]
+        if len(parameters) > len([*self.network.parameters()]):
+            raise UserError(f"{name} uses the same weights in several layers, which its files cannot store")
         self.image_size, self.kind = pair(image_size), type(self.network).__name__
         self._measure()
 
@@ -51,12 +54,9 @@ class TimmEncoder(Encoder):
         prefix = getattr(network, "num_prefix_tokens", None)
         self._grid, self._token_width = (0, 0), self.width
         if self._is_map:
-            self._grid = (
-                (features.shape[1], features.shape[2])
-                if self._channels_last
-                else (features.shape[2], features.shape[3])
-            )
-            self._token_width = int(features.shape[3 if self._channels_last else 1])
+            _, *shape = features.shape
+            *grid, self._token_width = shape if self._channels_last else (*shape[1:], shape[0])
+            self._grid = (grid[0], grid[1])
         elif isinstance(features, torch.Tensor) and features.ndim == 3 and prefix is not None:
             self.prefix_tokens = int(prefix)
             self.has_class_token = getattr(network, "cls_token", None) is not None
@@ -103,12 +103,10 @@ class TimmEncoder(Encoder):
         model._measure()
         return model
 
-    def with_arguments(self, **arguments: Any) -> Self:
-        """A copy of the same weights that timm builds with other arguments, such as `drop_path_rate`."""
-        with torch.random.fork_rng(devices=[]):
-            model = type(self)(self.name, self.arguments | arguments, self.mean, self.std, self.image_size)
-        model.network.load_state_dict(self.network.state_dict())
-        return model.to(next(self.parameters()).device).train(self.training)
+    def outline(self, image_size: Size | None = None) -> Self:
+        outlined = super().outline()
+        with torch.device("meta"):
+            return outlined if image_size is None else outlined.at_size(image_size)
 
     def forward(self, images_BCHW: torch.Tensor) -> torch.Tensor:
         """uint8 images -> output tokens (B, P + N, D); without patch tokens, the pooled features (B, 1, D)."""

@@ -16,6 +16,13 @@ from ssl_vit.models.blocks import Pick, make_last, run, run_last, take
 from ssl_vit.models.encoder import Encoder, Numbers, create
 from ssl_vit.models.position import VisionTransformer2D, relate
 
+OWN_SETTINGS = ("position_std", "norm_eps", "positions")  # beside timm's arguments
+
+
+def heads_of(vit: Any) -> int:
+    """Attention heads of timm's VisionTransformer, with any of its blocks."""
+    return next(int(module.num_heads) for module in vit.blocks[0].modules() if hasattr(module, "num_heads"))
+
 
 class ViTEncoder(Encoder):
     """A pre-LN ViT encoder (paper, section 3.1, equations 1 to 4). In a hybrid the patches are cut from a CNN's feature
@@ -50,7 +57,7 @@ class ViTEncoder(Encoder):
             raise UserError(f"encoder.name='{name}' has no position embeddings: use another VisionTransformer")
         self.network = vit
         self.width, self.image_size = int(vit.embed_dim), pair(vit.patch_embed.img_size)
-        self.heads = next(int(module.num_heads) for module in vit.blocks[0].modules() if hasattr(module, "num_heads"))
+        self.heads = heads_of(vit)
         self.prefix_tokens, self.has_class_token = vit.num_prefix_tokens, vit.has_class_token
         self.position_std, self.positions = position_std, positions
         if positions != "relative":
@@ -111,7 +118,7 @@ class ViTEncoder(Encoder):
 
     @property
     def own_settings(self) -> dict[str, Any]:
-        return {"position_std": self.position_std, "norm_eps": self.norm_eps, "positions": self.positions}
+        return {name: getattr(self, name) for name in OWN_SETTINGS}
 
     def untrained(self, image_size: Size | None = None) -> Self:
         size = self.image_size if image_size is None else pair(image_size)
@@ -132,7 +139,7 @@ class ViTEncoder(Encoder):
         own, positions = (vit.cls_token, vit.reg_token), vit.pos_embed
         prefix = [token.expand(tokens_BND.shape[0], -1, -1) for token in own if token is not None]
         if positions is None:  # or the blocks have relative ones
-            tokens = torch.cat([*prefix, tokens_BND], dim=1)
+            tokens = torch.cat([*prefix, tokens_BND], dim=1).float()  # a sum of blocks, too, stays in float32
         elif vit.no_embed_class:  # positions are the patches' alone
             tokens = torch.cat([*prefix, tokens_BND + positions], dim=1)
         else:

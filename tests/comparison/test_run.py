@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from filelock import FileLock
+from safetensors.torch import save_file
 from sklearn.datasets import load_digits
 
 from ssl_vit import api, cli, results
@@ -30,6 +31,8 @@ from ssl_vit.data.packing.sources import digits, open_source
 from ssl_vit.data.shards import open_shards
 from ssl_vit.evaluators.labels import labels_of
 from ssl_vit.interfaces import RunError, UserError
+from ssl_vit.models import EncoderConfig
+from ssl_vit.models.factory import CONFIG, WEIGHTS, build, state, write_config
 from ssl_vit.recipe import load_recipe
 from ssl_vit.records import TaskRecord
 from ssl_vit.report.page import write_report
@@ -338,6 +341,25 @@ def test_an_arm_includes_the_run_that_it_starts_from(few_digits: Path, mini: Min
     refused(mini(arms={"ssl": begun, "longer": longer}, evaluators=fine_tune), "compute_of: arms.ssl starts from other")
     (first / "summary.json").unlink()
     refused(mini(arms={"given": {"label": "x", "weights": str(first)}}), "has not finished training")
+
+
+def test_an_evaluator_that_cannot_train_an_encoder_is_found_before_pretraining(
+    few_digits: Path, mini: Mini, tmp_path: Path
+) -> None:
+    gap = build(EncoderConfig(image_size=8, patch_size=2, width=16, depth=1, heads=2, channels=1, class_token=False))
+    (tmp_path / "gap").mkdir()
+    save_file(state(gap), tmp_path / "gap" / WEIGHTS)
+    write_config(gap, tmp_path / "gap" / CONFIG)
+    ssl = {"label": "SSL", "recipe": "digits_ssl", "overrides": STEPS}
+    given = {"label": "given", "weights": str(tmp_path / "gap")}
+    tuned = {"fine_tune": TUNING | {"sweep": {}, "head": {"pooling": "token"}}}
+    refused(mini(arms={"ssl": ssl, "given": given}, evaluators=tuned), "needs a class token")
+    gray = ["encoder.name=densenet121", "encoder.channels=1", "encoder.mean=0.5", "encoder.std=0.5"]
+    cnn = {"label": "CNN", "recipe": "cifar10_cpu_resnet", "overrides": [*STEPS, *gray]}
+    dropped = {"fine_tune": TUNING | {"sweep": {}, "head": {"pooling": "mean"}, "drop_path": 0.1}}
+    refused(mini(arms={"cnn": cnn}, evaluators=dropped), "drop_path_rate")
+    wider = {"label": "SSL", "recipe": "digits_ssl", "overrides": [*STEPS, f"init_from={tmp_path}/gap"]}
+    refused(mini(arms={"ssl": wider}), r"arms\.ssl: .*gap does not fit this encoder")
 
 
 def test_weights_that_saw_test_images_are_not_started_from(few_digits: Path, mini: Mini, tmp_path: Path) -> None:

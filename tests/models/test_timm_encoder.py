@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import timm
 import torch
+from timm.layers import DropPath
 from torch import nn
 
 from ssl_vit.interfaces import UserError
@@ -92,6 +93,21 @@ def test_a_network_without_patch_tokens_says_so(pixels: Make) -> None:
         at_size(encoder, 64)
     with pytest.raises(UserError, match="efficientformer_l1 cannot read images of"):
         cnn("efficientformer_l1", image_size=64)
+
+
+def test_other_arguments_keep_the_weights(pixels: Make) -> None:
+    encoder = cnn("convnext_atto")
+    dropped = encoder.with_arguments(drop_path_rate=0.5)
+    assert all(torch.equal(a, b) for a, b in zip(state(encoder).values(), state(dropped).values(), strict=True))
+    assert {module.drop_prob for module in dropped.modules() if isinstance(module, DropPath)} > {0.5}
+    assert not dropped.training and dropped.train().with_arguments(drop_path_rate=0.1).training
+    with pytest.raises(UserError, match="cannot have these settings"):
+        cnn().with_arguments(proj_drop_rate=0.1)
+
+
+def test_weights_that_several_layers_share_are_refused() -> None:
+    with pytest.raises(UserError, match="coat_tiny uses the same weights in several layers"):
+        TimmEncoder("coat_tiny", {}, (0.5,) * 3, (0.5,) * 3, 224)
 
 
 def test_what_only_a_vit_has_is_refused() -> None:

@@ -177,6 +177,18 @@ def test_no_patch_or_register_is_passed_off_as_the_class_token(make_encoder: Mak
             encoder.pool(torch.randn(3, 17, 16), pooling)
 
 
+@pytest.mark.parametrize("positions", ["none", "relative", "learned"])
+@pytest.mark.parametrize("class_token", [True, False])
+def test_the_sum_of_the_blocks_stays_in_float32(make_encoder: Make, positions: str, class_token: bool) -> None:
+    encoder = make_encoder(positions=positions, class_token=class_token)
+    sums = list[torch.dtype]()
+    for block in encoder.network.blocks:
+        block.register_forward_hook(lambda _, inputs, outputs: sums.append(outputs.dtype))
+    with torch.autocast("cpu", torch.bfloat16):
+        encoder(torch.zeros(2, encoder.channels, *encoder.image_size, dtype=torch.uint8))
+    assert sums and set(sums) == {torch.float32}
+
+
 # --- dropout (paper, appendix B.1) ---
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from ssl_vit.interfaces import UserError
 from ssl_vit.models import EncoderConfig, factory
 from ssl_vit.objectives import classification, masked_patch
 from ssl_vit.training import OptimConfig
@@ -118,6 +119,15 @@ def test_layer_decay_is_maes(make_encoder: Callable[..., Any], positions: str) -
             seen.add(name)
     assert seen == {name.removeprefix("encoder.network.") for name in names.values()}
     assert optimizer.param_groups[0]["lr"] == 0.1, "the display shows the first group's"
+
+
+def test_layer_decay_needs_layers() -> None:
+    with torch.device("meta"):
+        encoder = factory.build(EncoderConfig(name="pit_b_224"))
+    with pytest.raises(UserError, match=r"optim\.layer_decay: .*PoolingVisionTransformer"):
+        parameter_groups(
+            classification.Objective(encoder, classification.Config(head="linear", pooling="mean"), 5), 0.1, 0.5
+        )
 
 
 # --- optimizers ---

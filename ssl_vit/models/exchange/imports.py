@@ -27,7 +27,7 @@ from ssl_vit.models.encoder import Encoder, close_names
 from ssl_vit.models.exchange import google, hub
 from ssl_vit.models.exchange.names import Tensors, from_transformers
 from ssl_vit.models.exchange.sizes import PLAIN, Imported, read_sizes, square
-from ssl_vit.models.vit import ViTEncoder
+from ssl_vit.models.vit import OWN_SETTINGS, ViTEncoder
 
 _CHECKPOINTS = (".safetensors", ".pth", ".pt", ".bin", ".tar")
 _ON_THE_HUB = re.compile(r"(?:hf[-_]hub:)?([\w.-]+/[\w.-]+(?:@[\w./-]+)?)")
@@ -165,7 +165,7 @@ def _timm(spec: str, origin: str, architecture: str, config: dict[str, Any]) -> 
         network.state_dict(),
         tuple(cfg["mean"]),
         tuple(cfg["std"]),
-        {key: config[key] for key in ("position_std", "norm_eps", "positions") if key in config},
+        {key: config[key] for key in OWN_SETTINGS if key in config},
         license=cfg.get("license"),
     )
 

@@ -16,7 +16,7 @@ from ssl_vit.models import factory
 from ssl_vit.models.encoder import Encoder
 from ssl_vit.models.exchange.imports import build, outside
 from ssl_vit.models.exchange.sizes import Imported, read_sizes, square
-from ssl_vit.models.vit import ViTEncoder
+from ssl_vit.models.vit import ViTEncoder, heads_of
 
 
 def from_network(network: nn.Module) -> tuple[Encoder, float]:
@@ -36,7 +36,7 @@ def from_network(network: nn.Module) -> tuple[Encoder, float]:
     size = pair(getattr(getattr(network, "patch_embed", None), "img_size", None) or about["input_size"][1:])
     if factory.is_vit(name):
         try:
-            arguments = read_sizes(tensors, kind, name, heads=int(vit.blocks[0].attn.num_heads), image_size=size)
+            arguments = read_sizes(tensors, kind, name, heads=heads_of(vit), image_size=size)
         except LookupError as error:
             raise UserError(f"{kind}: it has no tensor {error}, which a ViT here needs") from None
         if vit.global_pool in ("token", "avg"):

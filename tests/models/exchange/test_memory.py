@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,12 @@ import pytest
 import timm
 import torch
 from PIL import Image
+from safetensors.torch import save_file
 
 import ssl_vit
 from ssl_vit.analysis import loaded
 from ssl_vit.interfaces import UserError
+from ssl_vit.models import factory
 
 SMALL = {"img_size": 32, "patch_size": 8, "embed_dim": 48, "depth": 2, "num_heads": 3}
 NETWORKS = [
@@ -34,6 +37,22 @@ def photos(tmp_path: Path) -> Path:
             coarse = Image.fromarray(generator.integers(0, 256, (5, 5, 3), dtype=np.uint8))
             coarse.resize((40 + n % 3 * 9, 48), Image.Resampling.BICUBIC).save(tmp_path / f"photos/{name}/{n}.png")
     return tmp_path / "photos"
+
+
+def test_a_loaded_network_can_be_saved_for_the_hub(make_encoder: Callable[..., Any], tmp_path: Path) -> None:
+    encoder = make_encoder()
+    (tmp_path / "weights").mkdir()
+    save_file(factory.state(encoder), tmp_path / "weights" / factory.WEIGHTS)
+    factory.write_config(encoder, tmp_path / "weights" / factory.CONFIG)
+    network: Any = ssl_vit.load(tmp_path / "weights")
+    timm.models.save_for_hf(network, tmp_path / "saved")
+    assert json.loads((tmp_path / "saved/config.json").read_text())["architecture"].startswith("vit")
+
+
+def test_blocks_of_another_kind_are_read_or_refused(photos: Path) -> None:
+    network = timm.create_model("vit_pwee_patch16_reg1_gap_256", img_size=32, depth=1, embed_dim=48, num_heads=3)
+    with pytest.raises(UserError):
+        ssl_vit.embed(network, photos, workers=0)
 
 
 @pytest.mark.parametrize(("name", "arguments"), NETWORKS)
