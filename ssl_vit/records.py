@@ -244,7 +244,6 @@ class ComparisonRecord(Config):
     assigned: index of the pretraining of seed n, where it is not n modulo `pretrainings`.
     max_seeds, looks: of a comparison that adds seeds until its headlines are decided.
     margin: differences within it count as equivalent (fraction, 0.01: one point).
-    precisions: `training.precision` of each arm with a recipe.
     quick: whether it is a trial with a tenth of the steps and seeds.
     """
 
@@ -262,7 +261,6 @@ class ComparisonRecord(Config):
     looks: tuple[Look, ...] = ()
     notes: tuple[str, ...] = ()
     jobs: int = 1
-    precisions: dict[str, str] = Field({})
     study: Literal["samples", "flops"] | None = None
     quick: bool = False
     metrics: dict[str, Metric]

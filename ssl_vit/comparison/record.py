@@ -55,7 +55,6 @@ def record_of(plan: Plan, shards: dict[str, ShardSet], command: str, *, finished
         margin=c.margin,
         notes=c.notes,
         jobs=c.jobs,
-        precisions={arm: settings.training.precision for arm, settings in plan.study.recipes.items()},
         study=c.study,
         metrics={name: chosen.metric for name, chosen in plan.sets.items()},
         data={
