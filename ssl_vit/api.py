@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -56,6 +58,10 @@ def train(settings: Recipe, *, quiet: bool = False) -> Path:
     settings = precision.resolve(settings, print if is_main_process() and not quiet else silent)
     training, run = settings.training, settings.run_directory
     accelerator = make_accelerator(training.precision, training.timeout)
+    asked = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    if asked not in ("no", training.precision) and accelerator.is_main_process:
+        note = f"note: the launcher's mixed_precision={asked} is ignored: training.precision is {training.precision}"
+        print(note, file=sys.stderr)
     lock, finished = None, False
     with shared_errors():
         check_trackers(training.trackers)
@@ -101,7 +107,7 @@ def _probe(settings: Recipe, shards: ShardSet, job: loop.Job) -> list[Probe]:
         return []
     if job.accelerator.is_fsdp2:
         raise UserError("probe: not available for a sharded model; remove it from the recipe")
-    if settings.probe.patience and job.classes and not settings.probe.data:
+    if settings.probe.patience and recipe.needs_labels(settings) and not settings.probe.data:
         raise UserError("probe.patience: the run trains on the labels that the probe is scored on; set probe.data")
     labeled = open_shards(settings.probe.data, settings.data.remote) if settings.probe.data else shards
     probe = OnlineProbe(settings.probe, labeled, settings.data, job.objective.encoder, job.accelerator)  # type: ignore[arg-type]
@@ -184,7 +190,7 @@ def evaluate(
     module, settings = plugins.load("evaluators", name), given.settings
     if settings and saw_test_images(recipe.training_places(settings), test):
         whole = test.removesuffix("#test")
-        raise UserError(f"{run or name} was trained on all of {whole}, with the test images; name others (--test)")
+        raise UserError(f"{run or name} has read all of {whole}, with the test images; name others (--test)")
     config = recipe.validate(module.Config, recipe.parse_overrides(overrides), f"{name}: ")
     folder = _writable(run / checkpoint.RESULTS) if run else None
     context = make_context(
@@ -212,14 +218,14 @@ def evaluate(
         "classes": list(context.train.classes or context.test.classes or ()),
         "metric": metric,
         "weights": str(run or f"{type(model).__name__} in memory"),
-        "sha256": _weights_digest(
-            given
-        ),  # before measuring: a run that is still training replaces its weights meanwhile
+        # Before measuring: a run that is still training replaces its weights meanwhile.
+        "sha256": _weights_digest(given),
         "notes": notes,
         "environment": environment(context.accelerator),
     }
     path = folder / _results_name(EvaluationRecord.model_validate(content)) if folder else None
-    parts = Parts(path.with_suffix(".unfinished") if path else None, content["sha256"], context)
+    depends_on = content["sha256"] + plugins.checksum("evaluators", name)
+    parts = Parts(path.with_suffix(".unfinished") if path else None, depends_on, context)
     with distributed.others_watched(lambda: f"{folder} holds what was measured" if folder else "nothing is stored"):
         rows, sweeps = runner.evaluate(evaluator, context, parts)
     if real:

@@ -84,9 +84,10 @@ def checksum(kind: Kind, name: str) -> str:
     """sha256 of the file that defines a module of another package; "" for those of this one. Files that it imports do
     not count."""
     defined = inspect.getmodule(getattr(load(kind, name), _KINDS[kind][1]))
-    if defined is None or not defined.__file__ or defined.__name__.startswith(f"{_KINDS[kind][0]}."):
+    file = getattr(defined, "__file__", None)  # none in a notebook
+    if not defined or not file or defined.__name__.startswith(f"{_KINDS[kind][0]}."):
         return ""
-    return hashlib.sha256(Path(defined.__file__).read_bytes()).hexdigest()
+    return hashlib.sha256(Path(file).read_bytes()).hexdigest()
 
 
 def _import(place: str, member: str, what: str) -> Any:

@@ -234,6 +234,11 @@ def training_places(settings: Recipe) -> list[str]:
     return read + [one.probe.data for one in stages(settings) if one.probe and one.probe.patience and one.probe.data]
 
 
+def needs_labels(settings: Recipe) -> bool:
+    """Whether a recipe's objective is trained with labels."""
+    return bool(getattr(plugins.load("objectives", settings.objective.name).Objective, "needs_labels", False))
+
+
 def save(config: Config, path: Path) -> None:
     """Write the resolved recipe so that `train PATH` repeats it."""
     write_text(path, yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True))

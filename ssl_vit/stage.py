@@ -151,7 +151,7 @@ def build_objective(settings: Recipe, encoder: factory.Encoder, classes: int | N
 
 
 def check(settings: Recipe, shards: ShardSet, *, classes: int | None = None, subset: np.ndarray | None = None) -> None:
-    """Raises UserError for anything that `build` or the first step rejects. Cheap: weights are read of `init_from`
+    """Raises UserError for anything that `build` or the optimizer rejects. Cheap: weights are read of `init_from`
     alone."""
     accelerator, start = make_accelerator(settings.training.precision, settings.training.timeout), settings.init_from
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():

@@ -16,7 +16,6 @@ from pydantic import ValidationError
 from ssl_vit import precision, runs, stage
 from ssl_vit.comparison.compute import equalize
 from ssl_vit.comparison.config import Study
-from ssl_vit.comparison.design import needs_labels
 from ssl_vit.comparison.executor import Say
 from ssl_vit.comparison.plan import Plan
 from ssl_vit.comparison.sets import DataSet
@@ -33,7 +32,7 @@ from ssl_vit.interfaces import RunError, UserError, is_main_process, printable
 from ssl_vit.models import factory
 from ssl_vit.models.encoder import Encoder
 from ssl_vit.progress import silent
-from ssl_vit.recipe import Recipe, training_places
+from ssl_vit.recipe import Recipe, needs_labels, stages, training_places
 from ssl_vit.records import ComparisonRecord, TaskRecord
 from ssl_vit.report.read import PLAN
 from ssl_vit.training import Precision, distributed
@@ -110,7 +109,7 @@ def check(
             try:
                 for test in tests:
                     _check_apart(training_places(settings), None, test)
-                _check_finished(expanded(study.comparison.arms[arm].weights or ""))
+                _check_run(settings, expanded(study.comparison.arms[arm].weights or ""))
             except UserError as error:
                 raise UserError(f"arms.{arm}: {error}") from None
     plan = equalize(replace(plan, shards={key: part.fingerprint for key, part in opened.items()}), opened)
@@ -143,8 +142,11 @@ def _check_apart(places: Sequence[str], shards: ShardSet | None, test: ShardSet,
         )
 
 
-def _check_finished(weights: Path) -> None:
-    """Raises UserError for a run that may still be training: tasks would load different encoders."""
+def _check_run(settings: Recipe, weights: Path) -> None:
+    """Raises UserError for a run that labels stopped, and for one that may still be training: tasks would load other
+    encoders."""
+    if any(one.probe and one.probe.patience for one in stages(settings)):
+        raise UserError(f"{weights}: labels chose the length of its training (probe.patience)")
     if (weights / "recipe.yaml").is_file() and not (weights / runs.SUMMARY).is_file():
         saved = factory.find_weights(weights)
         raise UserError(f"{weights} has not finished training; finish it, or give one of its checkpoints: {saved}")

@@ -221,8 +221,8 @@ def load_comparison(name: str | Path, overrides: recipe.Overrides = ()) -> Study
         key: recipe.load_recipe(arm.recipe, [*train, *arm.overrides], path) for key, arm in c.arms.items() if arm.recipe
     }
     for key, settings in recipes.items():
-        if settings.probe and settings.probe.patience:
-            raise UserError(f"{path}: arms.{key}: probe.patience would use labels to stop pretraining; remove it")
+        if any(one.probe and one.probe.patience for one in recipe.stages(settings)):
+            raise UserError(f"{path}: arms.{key}: probe.patience uses labels to stop pretraining; remove it")
         if c.data.folds and settings.data.train != mixture(c.data.folds[1:]):
             raise UserError(f"{path}: arms.{key}: with folds, the arms pretrain on the folds; remove data.train")
     for name, arm in c.arms.items():

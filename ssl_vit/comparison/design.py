@@ -19,7 +19,7 @@ from ssl_vit.evaluators.base import Evaluator
 from ssl_vit.files import read_json, sha256
 from ssl_vit.interfaces import UnknownObjective
 from ssl_vit.models import factory
-from ssl_vit.recipe import Recipe, run_recipe, stages
+from ssl_vit.recipe import Recipe, needs_labels, run_recipe, stages
 from ssl_vit.records import ArmKind, ReferenceKind, ReferenceRecord, TaskRecord
 from ssl_vit.results import Budget
 from ssl_vit.runs import SUMMARY
@@ -225,13 +225,13 @@ class Design:
         return -(-data.workers // self.study.comparison.jobs)
 
     def uses_labels(self, arm: str) -> bool:
-        """Whether an arm's pretraining, or a run that it starts from, used labels (also to stop early)."""
+        """Whether an arm's pretraining, or a run that it starts from, used labels."""
         recipe = self.recipes.get(arm)
         if recipe and isinstance(recipe.objective, UnknownObjective):  # only runs with labels know the names of classes
             summary = Path(self.study.comparison.arms[arm].weights or "") / SUMMARY
             return bool(summary.is_file() and read_json(summary).get("classes"))
         known = [one for one in stages(recipe) if not isinstance(one.objective, UnknownObjective)] if recipe else []
-        return any(needs_labels(one) or (one.probe and one.probe.patience) for one in known)
+        return any(map(needs_labels, known))
 
     def budgets_and_seeds(self, task: TaskRecord) -> tuple[list[Budget], dict[int, int]]:
         """(label budgets, pretraining seed by seed) that a `sweep` or `measure` task covers."""
@@ -254,9 +254,3 @@ class Design:
 def digest(content: Any) -> str:
     """Hash of plain JSON values."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
-def needs_labels(recipe: Recipe) -> bool:
-    """Whether a recipe's objective is trained with labels."""
-    module = plugins.load("objectives", recipe.objective.name)
-    return bool(getattr(module.Objective, "needs_labels", False))

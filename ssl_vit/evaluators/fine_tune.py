@@ -10,6 +10,8 @@ from typing import Any, ClassVar, Literal, Self
 
 import torch
 from pydantic import Field, model_validator
+from timm.layers import DropPath
+from torch import nn
 
 from ssl_vit.data import DataConfig
 from ssl_vit.evaluators import Budget, Seeds
@@ -17,6 +19,7 @@ from ssl_vit.evaluators.base import Classifier, LabeledConfig
 from ssl_vit.evaluators.base import Evaluator as BaseEvaluator
 from ssl_vit.evaluators.classifier import TrainedConfig, fit
 from ssl_vit.evaluators.features import ImageSet
+from ssl_vit.interfaces import UserError
 from ssl_vit.models import EncoderConfig, ImageSize, Resampling, factory
 from ssl_vit.models.encoder import Encoder
 from ssl_vit.recipe import Recipe
@@ -99,11 +102,19 @@ class Evaluator(BaseEvaluator):
         return self._with_rates(encoder)
 
     def _with_rates(self, encoder: Encoder) -> Encoder:
-        """The encoder with the configured dropout; a rate of 0 asks nothing of a network that has none."""
+        """The encoder with the configured dropout. Raises UserError for a network that has none to set."""
         c: Config = self.config
-        rates = {"drop_path_rate": c.drop_path, "pos_drop_rate": c.dropout, "proj_drop_rate": c.dropout}
-        given = {key: rate for key, rate in rates.items() if rate or (rate == 0 and key in encoder.arguments)}
-        return encoder.with_arguments(**given) if given else encoder
+        drops = any(isinstance(module, DropPath) and module.drop_prob for module in encoder.modules())
+        if c.drop_path or (c.drop_path == 0 and drops):
+            encoder = encoder.with_arguments(drop_path_rate=c.drop_path)
+        if c.dropout is not None:
+            modules = [(name, module) for name, module in encoder.named_modules() if isinstance(module, nn.Dropout)]
+            dropouts = [module for name, module in modules if not name.endswith("attn_drop")]
+            if c.dropout and not dropouts:
+                raise UserError(f"dropout={c.dropout:g}: {encoder.name} has no dropout; set it to null")
+            for module in dropouts:
+                module.p = c.dropout
+        return encoder
 
     def check(self, encoder: Encoder, images: int) -> None:
         c: Config = self.config

@@ -20,33 +20,37 @@ class Parts:
     """Runs the parts of an evaluation that are not stored, and stores them.
 
     folder: where they are stored (None: nowhere).
-    weights: sha256 of the evaluated weights; parts of other weights run again.
+    depends_on: hash of the weights and of an evaluator's own code; parts with another one run again.
     seconds: wall time of all parts, those of earlier processes included.
     """
 
-    def __init__(self, folder: Path | None, weights: str, context: EvalContext) -> None:
-        self.folder, self.weights, self.context = folder, weights, context
+    def __init__(self, folder: Path | None, depends_on: str, context: EvalContext) -> None:
+        self.folder, self.depends_on, self.context = folder, depends_on, context
         self.seconds = 0.0
 
     def __call__(self, name: str, run: Callable[[], Part]) -> Part:
         """The stored part of this name, or what `run` returns. All processes call this together."""
         path = self.folder / f"{name.replace('%', ' percent')}.json" if self.folder else None
-        rows, about = distributed.gather(finished(path, self.weights) if path and is_main_process() else None)[0] or (
-            None,
-            None,
-        )
-        if rows is None or about is None:
-            before, start = len(self.context.skipped), time.perf_counter()
+        stored = distributed.gather(finished(path, self.depends_on) if path and is_main_process() else None)[0]
+        skips = self.context.skipped
+        if stored:
+            rows, about = stored
+            self.context.say(f"{name.replace('_', ' ')}: finished before")
+            skips += about.skipped
+        else:
+            before, start = len(skips), time.perf_counter()
             rows, sweep = run()
-            skipped = [skip for rank in distributed.gather(self.context.skipped[before:]) for skip in rank]
-            seconds = time.perf_counter() - start
-            about = TaskResult(id=name, fingerprint=self.weights, seconds=seconds, sweep=sweep, skipped=tuple(skipped))
+            skips[before:] = [skip for rank in distributed.gather(skips[before:]) for skip in rank]
+            about = TaskResult(
+                id=name,
+                fingerprint=self.depends_on,
+                seconds=time.perf_counter() - start,
+                sweep=sweep,
+                skipped=tuple(skips[before:]),
+            )
             if path and is_main_process():
                 path.parent.mkdir(exist_ok=True)
                 save(path, rows, **about.model_dump(mode="json"))
-        else:
-            self.context.say(f"{name.replace('_', ' ')}: finished before")
-            self.context.skipped += about.skipped
         self.seconds += about.seconds
         return rows, about.sweep
 

@@ -6,7 +6,7 @@ import json
 
 import pandas as pd
 from pydantic import JsonValue
-from pydantic_core import to_jsonable_python
+from pydantic_core import to_json
 
 from ssl_vit.interfaces import without_credentials
 from ssl_vit.report.costs import costs
@@ -54,7 +54,7 @@ def as_json(comparison: Comparison) -> JsonValue:
         "skipped": comparison.skipped,
         "rows": rows(comparison).to_dict(orient="records"),
     }
-    plain: JsonValue = to_jsonable_python(content, inf_nan_mode="strings")
+    plain: JsonValue = json.loads(to_json(content, inf_nan_mode="strings"))
     return plain
 
 

@@ -52,7 +52,7 @@ def place_tables(comparison: Comparison, summary: Summary, place: EvaluationKey)
         few = f" ({row.seeds} of {seeds} seeds)" if row.seeds < seeds else ""
         accuracies.setdefault(row.arm, {})[str(row.labels_per_class)] = points(row.estimate, "") + few
     differences: dict[tuple[str, str], dict[str, str]] = {}
-    adjusted_last = (*summary.means, *summary.headlines, *summary.differences)
+    adjusted_last = (*summary.means, *summary.differences, *summary.headlines)
     for difference in (row for row in adjusted_last if row.place == place):
         cells = differences.setdefault((difference.arm, difference.against), {})
         cells[str(difference.labels_per_class)] = points(difference.estimate)

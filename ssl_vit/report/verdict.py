@@ -150,9 +150,10 @@ def _headline(comparison: Comparison, head: Difference, budgets: Sequence[Differ
         sentence += f" {_plan(comparison, head)}"
     each = " per fold" if comparison.record.folds > 1 else ""
     for arm in head.fixed:
-        made = "pretrained" if arm in {row.name for row in comparison.record.arms} else "initialized"
+        pretrained = arm in {row.name for row in comparison.record.arms}
+        made, others = ("pretrained", "pretrainings") if pretrained else ("initialized", "initializations")
         once = f"{_capital(comparison.spoken(arm))} was {made} only once{each}"
-        sentence += f" {once}: the interval does not cover others."
+        sentence += f" {once}: the interval does not cover other {others}."
     return sentence
 
 
@@ -169,15 +170,17 @@ def _plan(comparison: Comparison, head: Difference) -> str:
     more += [f"{images:,} more test images"] if images else []
     if not more:
         return f"Neither more {name} nor more test images alone would decide a difference of this size."
-    counted = " Add them with --until-decided, which counts the looks." if units and not record.looks else ""
+    counted = f" Add {name} with --until-decided, which counts the looks." if units and not record.looks else ""
     return f"If the estimate stays the same, {' or '.join(more)} would decide.{counted}"
 
 
 def _efficiency(comparison: Comparison, row: Efficiency) -> str:
     ours, theirs = (comparison.spoken(arm) for arm in (row.arm, row.against))
-    covers = "95% interval over seeds or pretrainings, without test images"
-    if math.isnan(row.low):
-        covers = "no interval: fewer than 5 seeds or pretrainings"
+    covers = "no interval: fewer than 5 seeds or pretrainings"
+    if not math.isnan(row.low):
+        covers = "95% interval over seeds or pretrainings, without test images"
+    if row.low == row.high:
+        covers = f"{covers}: that value alone"
     claim = f"is as accurate as {theirs} with {needed(row)} ({covers})"
     if row.labels == 0 or math.isinf(row.labels):
         than = f"more accurate than {theirs} at every" if row.labels else f"less accurate than {theirs} at the smallest"

@@ -127,15 +127,7 @@ def make_accelerator(precision: Precision = "fp32", timeout: int = 600, *, or_fp
     _keep_what_is_imported()
     if note and accelerator.is_main_process:
         print(note, file=sys.stderr)
-    asked = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-    if asked not in ("no", precision) and accelerator.is_main_process:
-        _note_launcher(asked, precision)
     return accelerator
-
-
-@cache
-def _note_launcher(asked: str, used: Precision) -> None:
-    print(f"note: the launcher's mixed_precision={asked} is ignored: training.precision is {used}", file=sys.stderr)
 
 
 def _check_world(accelerator: Engine, launched: int) -> None:

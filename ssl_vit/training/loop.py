@@ -179,7 +179,7 @@ class Trainer:
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
-        """Context for long waits between two steps, in which a signal raises Stopped after everything is saved."""
+        """Context for long waits between two steps: where there is one process, a signal saves and raises Stopped."""
         try:
             self.request.waiting = not distributed.several()  # several save together, at the end of a step
             yield

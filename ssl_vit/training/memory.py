@@ -62,8 +62,8 @@ def too_little(error: torch.OutOfMemoryError, saved: str) -> RunError:
     """What to do about it. saved: the last good checkpoint, as text."""
     first = str(error).splitlines()[0]
     return RunError(
-        f"the GPU has too little memory ({first}); raise training.accumulate, or set training.auto_batch=true or "
-        f"training.checkpoint_activations=true\n{saved}"
+        f"the GPU has too little memory ({first}); set training.auto_batch=true or "
+        f"training.checkpoint_activations=true, or lower training.batch_size (in a comparison, jobs)\n{saved}"
     )
 
 

@@ -26,7 +26,7 @@ class StopRequest:
     """Whether some process was asked to stop; all processes get the same answer at the same step.
 
     waiting: for a batch or a probe, where no step is half done: Stopped is raised there when it takes longer than 5
-        seconds.
+        seconds. Never with several processes, which save together at the end of a step.
     """
 
     def __init__(self) -> None:

@@ -371,11 +371,14 @@ def test_weights_that_saw_test_images_are_not_started_from(few_digits: Path, min
     labeled = [f"probe.data={few_digits}/test", "probe.patience=3", "probe.every=2"]
     stopped = trained("stopped", f"data.train={few_digits}/train", *labeled)
     refused(mini(arms={"given": {"label": "x", "weights": str(stopped)}}), r"arms\.given: .*images of the test set")
-    for start in (seen, later, stopped):
+    begun = {"label": "SSL", "recipe": "digits_ssl", "overrides": [*STEPS, f"init_from={stopped}"]}
+    with pytest.raises(UserError, match=r"arms\.ssl: probe\.patience"):
+        load_comparison(mini(arms={"ssl": begun}))
+    for start in (seen, later):
         begun = {"label": "SSL", "recipe": "digits_ssl", "overrides": [*STEPS, f"init_from={start}"]}
         refused(mini(arms={"ssl": begun}), r"arms\.ssl: .*includes images of the test set")
     refused(mini(arms={"given": {"label": "x", "weights": str(later)}}), r"arms\.given: .*images of the test set")
-    with pytest.raises(UserError, match="was trained on"):
+    with pytest.raises(UserError, match="has read all of"):
         api.evaluate(seen, "knn", f"{few_digits}/train", f"{few_digits}#test", ["ks=[1]"])
 
 

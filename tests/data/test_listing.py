@@ -154,7 +154,7 @@ def test_a_listed_shard_that_is_not_there_is_known_at_once(folder: Path) -> None
 
 def test_shards_that_info_json_does_not_list_are_refused(folder: Path) -> None:
     shutil.copy(folder / "shards/000000.tar", folder / "shards/000999.tar")
-    with pytest.raises(UserError, match=r"1 shards are not in its info\.json \(000999\.tar\)"):
+    with pytest.raises(UserError, match=r"1 shards there are not listed .* \(000999\.tar\)"):
         open_shards(str(folder / "shards"))
 
 

@@ -9,11 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from timm.layers import DropPath
 
 from ssl_vit import api, recipe
 from ssl_vit.evaluators import classifier, fine_tune, runner
 from ssl_vit.evaluators.features import EvalContext
 from ssl_vit.interfaces import Diverged, UserError
+from ssl_vit.models.timm_encoder import TimmEncoder
 from ssl_vit.objectives import classification
 from ssl_vit.results import Result
 
@@ -109,6 +111,21 @@ def test_dropout_may_be_set_for_every_arm(
         tuned("training.steps=1", *more, run=tmp_path / "run")
     rates = [{module.p for module in one.modules() if isinstance(module, torch.nn.Dropout)} for one in objectives]
     assert rates == [{0.0, 0.5}] * 2 + [{0.0, 0.25}] * 2 + [{0.0}] * 2, "never inside the attention"
+
+
+def test_dropout_of_other_networks_is_set_or_refused() -> None:
+    def evaluator(**keys: float) -> Any:
+        return fine_tune.Evaluator(fine_tune.Config.model_validate({"head": {"pooling": "mean"}} | keys))
+
+    swin = TimmEncoder("swin_tiny_patch4_window7_224", {}, (0.5,) * 3, (0.5,) * 3, 224)  # timm drops 10% of its paths
+    still = evaluator(drop_path=0.0)._with_rates(swin)
+    assert not any(module.drop_prob for module in still.modules() if isinstance(module, DropPath))
+    dropped = evaluator(dropout=0.2)._with_rates(swin)
+    assert 0.2 in {module.p for module in dropped.modules() if isinstance(module, torch.nn.Dropout)}
+    cnn = TimmEncoder("resnet10t", {}, (0.5,) * 3, (0.5,) * 3, 64)
+    evaluator(dropout=0.0, drop_path=0.0).check(cnn, 1)
+    with pytest.raises(UserError, match="resnet10t has no dropout"):
+        evaluator(dropout=0.1).check(cnn, 1)
 
 
 def test_what_diverges_is_counted(context: EvalContext, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from ssl_vit.interfaces import without_credentials
 from ssl_vit.records import ArmRecord, EvaluatorRecord
-from ssl_vit.report.export import latex, markdown
+from ssl_vit.report.export import export, latex, markdown
 from ssl_vit.report.page import write_report
 from ssl_vit.report.read import Comparison, read
 from ssl_vit.report.tables import columns, cost_table, sweep_table, terminal
@@ -92,6 +92,17 @@ def test_tables_for_a_paper_carry_the_verdict(tmp_path: Path, form: str, mark: s
     assert f"\n{mark}Masked patch prediction is better than training from scratch" in text
     assert f"\n{mark}± is the half-width" in text
     assert text.count("Fine-tuning. Test accuracy") == 1
+
+
+def test_json_has_no_numbers_that_json_does_not_have(tmp_path: Path) -> None:
+    def refuse(name: str) -> None:
+        raise ValueError(name)
+
+    text = export(read([write_comparison(tmp_path / "c", two_arms(0.2))]), "json")
+    (first, *_) = json.loads(text, parse_constant=refuse)["summary"]["efficiencies"]
+    assert (first["labels"], first["low"]) == ("Infinity", "NaN"), (
+        "more accurate than all that was measured; no interval"
+    )
 
 
 def test_everything_is_exported_for_other_programs(tmp_path: Path) -> None:

@@ -182,12 +182,15 @@ def test_the_headline_covers_all_planned_label_budgets_and_datasets(folder: Path
 
 
 def test_the_table_of_differences_has_the_interval_of_the_verdict(folder: Path) -> None:
-    rows = two_arms(0.2) + [replace(one, data="pets") for one in two_arms(-0.2)]
-    comparison = read([write_comparison(folder, rows)])
-    found = summarize(comparison)
-    for head in found.headlines:
-        _, differences, *_ = place_tables(comparison, found, head.place)
-        assert points(head.estimate) in differences.frame["mean"].tolist()
+    for budgets in ((5,), (5, 10)):
+        arms = two_arms(0.2, budgets=budgets)
+        comparison = read(
+            [write_comparison(folder / str(len(budgets)), arms + [replace(one, data="b") for one in arms])]
+        )
+        found = summarize(comparison)
+        for head in found.headlines:
+            _, differences, *_ = place_tables(comparison, found, head.place)
+            assert points(head.estimate) in differences.frame["mean" if len(budgets) > 1 else "5"].tolist()
 
 
 def test_an_accuracy_outside_of_the_measured_curve_is_not_called_equal(folder: Path) -> None:

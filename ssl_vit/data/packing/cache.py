@@ -25,7 +25,7 @@ from filelock import FileLock
 from ssl_vit.data.packing import pack, packing_plan
 from ssl_vit.data.packing.plan import Options
 from ssl_vit.data.packing.sources import FOLDER, HUB, is_name, list_splits, open_source
-from ssl_vit.data.packing.sources.base import TABLES, VALIDATION, Source
+from ssl_vit.data.packing.sources.base import TABLES, VALIDATION, Source, is_image
 from ssl_vit.data.shards.info import ABOUT, INFO, MAX_INFO_BYTES, RECORD, TARS
 from ssl_vit.files import expanded
 from ssl_vit.interfaces import UserError, printable
@@ -100,10 +100,12 @@ def is_shards(place: str) -> bool:
 
 
 def _is_set(folder: Path) -> bool:
-    """Whether shards lie in the folder itself, finished or not. Tars alone do not count beside folders: the archive of
-    a dataset of images may still lie beside its class folders."""
-    listed = any(_lists_shards(folder / name) for name in _LISTS)
-    return listed or (any(folder.glob(TARS)) and not any(map(Path.is_dir, folder.glob("[!.]*"))))
+    """Whether shards lie in the folder itself, finished or not. Tars alone do not count beside folders of images: the
+    archive of a dataset may still lie there."""
+    if any(_lists_shards(folder / name) for name in _LISTS):
+        return True
+    inside = (file for sub in folder.glob("[!.]*/") for _, _, files in os.walk(sub) for file in files)
+    return any(folder.glob(TARS)) and not any(map(is_image, inside))
 
 
 def _parts(folder: Path) -> list[str]:

@@ -71,7 +71,7 @@ def to_stored(data: bytes, resize: int | None = None, quality: int = 95) -> tupl
 
     Raises BadSample.
     """
-    image = open_header(data, READ_FORMATS, 2 * MAX_PIXELS)  # training decides with data.max_pixels
+    image = open_header(data, READ_FORMATS, MAX_PIXELS if resize is None else 2 * MAX_PIXELS)
     size, extension = image.size, _EXTENSIONS.get(image.format or "", "png")
     if resize is not None:
         size = (round(size[0] * resize / min(size)), round(size[1] * resize / min(size)))

@@ -64,7 +64,7 @@ def _folder(store: _Store, spec: str) -> tuple[list[str], Info | None]:
         hint = f"did you mean '{spec.rstrip('/')}/{nested[0]}'?" if nested else store.refused or store.hint
         raise UserError(f"{spec}: no shards (*.tar) there; {hint}")
     if info and (extra := sorted(filter(_TAR.fullmatch, (present or set()) - {*files}))):
-        count = f"{len(extra)} shards are not in its {INFO} ({_first(extra)})"
+        count = f"{len(extra)} shards there are not listed in its {INFO} or {ABOUT} ({_first(extra)})"
         raise UserError(f"{spec}: {count}: move them away, or make the set again")
     if present and (missing := [file for file in files if file not in present]):
         count = f"{len(missing)} of its {len(files)} shards are missing ({_first(missing)})"

@@ -174,6 +174,9 @@ def test_tars_alone_are_parts_but_no_archive_of_class_folders(tmp_path: Path) ->
     for place in ("flat", "pets"):
         write_tar(tmp_path / f"{place}/original.tar", {"0.png": encoded("PNG", 0)})
     assert open_shards("flat").classes == ("a", "b")
+    write_tar(tmp_path / "logged/0.tar", {"0.png": encoded("PNG", 0)})
+    write(tmp_path / "logged/logs/events", b"")
+    assert open_shards("logged").samples == 1, "a folder without images hides no shards"
     for part in ("train", "val"):
         write_tar(tmp_path / f"tars/{part}/0.tar", {"0.png": encoded("PNG", 0)})
         class_folders(tmp_path / f"pets/{part}", each=2)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import os
+import shutil
 from dataclasses import replace
 from difflib import SequenceMatcher
 from itertools import pairwise
@@ -66,9 +67,13 @@ def test_folders_that_would_give_other_classes_are_refused(tmp_path: Path, files
 def test_a_broken_link_to_a_class_folder_is_refused(tmp_path: Path) -> None:
     for name in ("cat", "dog"):
         write(tmp_path / "pets" / name / "1.png", encoded("PNG"))
-    (tmp_path / "pets/ape").symlink_to(tmp_path / "not_mounted")
-    with pytest.raises(UserError, match="ape: this link leads nowhere"):
-        open_source(str(tmp_path / "pets"))
+    write(tmp_path / "parts/test/cat/1.png", encoded("PNG"))
+    shutil.copytree(tmp_path / "pets", tmp_path / "parts/train")
+    for folder in ("pets", "parts/train"):
+        (tmp_path / folder / "St. Bernard").symlink_to(tmp_path / "not_mounted")
+    for place, split in (("pets", None), ("parts", "train"), ("parts", "test")):
+        with pytest.raises(UserError, match="Bernard: this link leads nowhere"):
+            open_source(str(tmp_path / place), split=split)
 
 
 def test_a_dataset_whose_name_is_not_utf8_can_be_packed_and_read(tmp_path: Path) -> None:

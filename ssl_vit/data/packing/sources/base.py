@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 TABLES = (".parquet", ".arrow")  # suffixes
 VALIDATION = ("val", "valid", "validation")
+_IMAGES = {".jpg", ".jpeg", ".jfif", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ".pbm", ".jp2"}
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,11 @@ def read_file(path: Path, root: Path) -> bytes:
         if error.errno in (errno.ENOENT, errno.EACCES, errno.EPERM, errno.ELOOP, errno.EISDIR) and root.is_dir():
             raise BadSample(error.strerror or str(error)) from None
         raise RunError(f"{path}: cannot be read: {error.strerror or error}") from None
+
+
+def is_image(name: str) -> bool:
+    """Whether a file is an image, by its name."""
+    return Path(name).suffix.lower() in _IMAGES
 
 
 def find_split(source: str, split: str | None, splits: list[str]) -> str:

@@ -12,10 +12,9 @@ from typing import NoReturn
 
 import numpy as np
 
-from ssl_vit.data.packing.sources.base import TABLES, VALIDATION, FileReader, Source, find_split
+from ssl_vit.data.packing.sources.base import TABLES, VALIDATION, FileReader, Source, find_split, is_image
 from ssl_vit.interfaces import UserError, printable
 
-_SUFFIXES = {".jpg", ".jpeg", ".jfif", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ".pbm", ".jp2"}
 _SPLITS = {"train", "test", *VALIDATION}
 _SPLIT_NAMES = {*_SPLITS, "training", "testing"}
 
@@ -38,14 +37,15 @@ def open_folder(root: Path, split: str | None) -> Source:
     if split is None and like_splits and not list_splits(root):
         names = ", ".join(sorted(inside))
         raise UserError(f"{root} holds splits ({names}): call them train and test or val, or name one of them")
-    if broken := next((entry.path for entry in _entries(root) if _is_broken(entry)), None):
-        raise UserError(f"{broken}: this link leads nowhere (a disk that is not mounted?); restore or remove it")
     if split is not None or list_splits(root):
         splits = sorted(folder for folder in inside if folder in _SPLITS or folder == split)
         part = find_split(str(root), split, splits)
         class_roots = [root / other for other in _same_classes(root, part, splits)]
         root, name = root / part, f"{name}/{part}"
 
+    entries = [entry for folder in {root, *class_roots} for entry in _entries(folder)]
+    if broken := next((entry.path for entry in entries if _is_broken(entry)), None):
+        raise UserError(f"{broken}: this link leads nowhere (a disk that is not mounted?); restore or remove it")
     folders, classes, ignored = _sub_folders(root), None, Counter[str]()
     if folders:
         classes = sorted({folder for class_root in class_roots for folder in _sub_folders(class_root)})
@@ -53,7 +53,7 @@ def open_folder(root: Path, split: str | None) -> Source:
             raise UserError(f"{root}: the name of folder {wrong!r} is not UTF-8; rename it")
         files = [entry.name for entry in _entries(root) if entry.is_file()]
         ignored.update(map(_suffix, files))
-        if stray := next(filter(_is_image, files), None):
+        if stray := next(filter(is_image, files), None):
             raise UserError(
                 f"{root} holds both images ({stray}) and sub-folders ({folders[0]}/): "
                 "put every image in a sub-folder named after its class, or none"
@@ -145,7 +145,7 @@ def _images_in(folder: Path) -> tuple[list[tuple[str, int, int]], Counter[str]]:
                 regular, size, modified = stat.S_ISREG(status.st_mode), status.st_size, status.st_mtime_ns
             except OSError:  # a broken link: packing lists it as unreadable
                 regular, size, modified = True, 0, 0
-            if regular and _is_image(name):
+            if regular and is_image(name):
                 images.append((path.relative_to(folder).as_posix(), size, modified))
             else:
                 others[_suffix(name)] += 1
@@ -158,8 +158,4 @@ def _suffix(name: str) -> str:
 
 def _is_broken(entry: os.DirEntry[str]) -> bool:
     """Whether this may have been a link to a class folder."""
-    return entry.is_symlink() and not Path(entry.path).exists() and not Path(entry.name).suffix
-
-
-def _is_image(name: str) -> bool:
-    return Path(name).suffix.lower() in _SUFFIXES
+    return entry.is_symlink() and not Path(entry.path).exists() and not is_image(entry.name)
