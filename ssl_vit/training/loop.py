@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -109,11 +109,12 @@ def train(job: Job) -> Outcome:
     """
     with distributed.others_watched(partial(checkpoint.last_saved, job.run)), stop_requests() as request:
         try:
-            return Trainer(job).run(request)
+            outcome = Trainer(job).run(request)
         except torch.OutOfMemoryError as error:
             raise memory.too_little(error, checkpoint.last_saved(job.run)) from None
         finally:
             job.accelerator.free_memory()
+    return outcome if distributed.several() else replace(outcome, signal=request.number)  # or while memory was freed
 
 
 class Trainer:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import re
 import shutil
 import signal
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 
 from ssl_vit import api, runs
 from ssl_vit.analysis import figures
@@ -216,6 +218,21 @@ def test_a_kill_between_the_last_save_and_the_last_probe_loses_nothing(
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows if "probe_accuracy" in row] == [12]
     assert saved(tmp_path / "run") == ["step_00000012"]
+
+
+def test_a_signal_while_memory_is_freed_is_not_lost(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = Accelerator.free_memory
+
+    def signaled(self: Accelerator, *objects: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return free(self, *objects)
+
+    monkeypatch.setattr(Accelerator, "free_memory", signaled)
+    with pytest.raises(Stopped):
+        train(tmp_path / "run")
+    assert (tmp_path / "run" / "summary.json").exists()
 
 
 def test_too_little_memory_is_named(train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
