@@ -190,7 +190,8 @@ def evaluate(
     module, settings = plugins.load("evaluators", name), given.settings
     if settings and saw_test_images(recipe.training_places(settings), test):
         whole = test.removesuffix("#test")
-        raise UserError(f"{run or name} has read all of {whole}, with the test images; name others (--test)")
+        used = f"was trained or stopped using all of {whole}, including the test images"
+        raise UserError(f"{run or name} {used}; name others (--test)")
     config = recipe.validate(module.Config, recipe.parse_overrides(overrides), f"{name}: ")
     folder = _writable(run / checkpoint.RESULTS) if run else None
     context = make_context(

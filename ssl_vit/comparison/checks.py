@@ -143,10 +143,10 @@ def _check_apart(places: Sequence[str], shards: ShardSet | None, test: ShardSet,
 
 
 def _check_run(settings: Recipe, weights: Path) -> None:
-    """Raises UserError for a run that labels stopped, and for one that may still be training: tasks would load other
-    encoders."""
+    """Raises UserError for a run with early stopping, which uses labels, and for one that may still be training: tasks
+    would load different encoders."""
     if any(one.probe and one.probe.patience for one in stages(settings)):
-        raise UserError(f"{weights}: labels chose the length of its training (probe.patience)")
+        raise UserError(f"{weights}: its training may have been stopped early using labels (probe.patience)")
     if (weights / "recipe.yaml").is_file() and not (weights / runs.SUMMARY).is_file():
         saved = factory.find_weights(weights)
         raise UserError(f"{weights} has not finished training; finish it, or give one of its checkpoints: {saved}")

@@ -56,8 +56,7 @@ def do(plan: Plan, task: TaskRecord) -> None:
                 rows, about = _run(plan, task)
             except torch.OutOfMemoryError as error:
                 raise RunError(
-                    f"the GPU has too little memory ({str(error).splitlines()[0]}); lower jobs, or set "
-                    "training.auto_batch=true for the arm or evaluator"
+                    f"the GPU has too little memory for features ({str(error).splitlines()[0]}); lower jobs"
                 ) from None
             if is_main_process():
                 result = TaskResult(

@@ -35,7 +35,7 @@ class Parts:
         skips = self.context.skipped
         if stored:
             rows, about = stored
-            self.context.say(f"{name.replace('_', ' ')}: finished before")
+            self.context.say(f"{name.replace('_', ' ')}: already finished")
             skips += about.skipped
         else:
             before, start = len(skips), time.perf_counter()
@@ -48,9 +48,10 @@ class Parts:
                 sweep=sweep,
                 skipped=tuple(skips[before:]),
             )
-            if path and is_main_process():
-                path.parent.mkdir(exist_ok=True)
-                save(path, rows, **about.model_dump(mode="json"))
+            with distributed.shared_errors(f"{path}: cannot write"):
+                if path and is_main_process():
+                    path.parent.mkdir(exist_ok=True)
+                    save(path, rows, **about.model_dump(mode="json"))
         self.seconds += about.seconds
         return rows, about.sweep
 

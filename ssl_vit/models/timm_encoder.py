@@ -33,7 +33,9 @@ class TimmEncoder(Encoder):
         self.network = create(name, arguments)
         parameters = [*self.network.named_parameters(remove_duplicate=False)]
         if len(parameters) > len([*self.network.parameters()]):
-            raise UserError(f"{name} uses the same weights in several layers, which its files cannot store")
+            raise UserError(
+                f"{name} shares weights between layers, which safetensors files cannot store; use another network"
+            )
         self.image_size, self.kind = pair(image_size), type(self.network).__name__
         self._measure()
 

@@ -114,7 +114,7 @@ def train(job: Job) -> Outcome:
             raise memory.too_little(error, checkpoint.last_saved(job.run)) from None
         finally:
             job.accelerator.free_memory()
-    return outcome if distributed.several() else replace(outcome, signal=request.number)  # or while memory was freed
+    return outcome if distributed.several() else replace(outcome, signal=request.number)  # also one during free_memory
 
 
 class Trainer:

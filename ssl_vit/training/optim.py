@@ -41,9 +41,9 @@ def parameter_groups(model: nn.Module, weight_decay: float, layer_decay: float |
 
 
 def _layer_scales(network: nn.Module, decay: float) -> dict[int, float]:
-    """By a parameter's id: decay ** (layers between it and the head). Raises UserError where timm knows no layers."""
+    """By a parameter's id: decay ** (layers between it and the head). Raises UserError where timm defines none."""
     if not hasattr(network, "group_matcher"):
-        raise UserError(f"optim.layer_decay: timm does not tell the layers of {type(network).__name__}; set it to null")
+        raise UserError(f"optim.layer_decay: timm defines no layer groups for {type(network).__name__}; set it to null")
     names = dict(network.named_parameters())
     layers: dict[str, int] = group_parameters(network, network.group_matcher(coarse=False), reverse=True)  # type: ignore[operator]
     last_norm = ("norm.", "fc_norm.")  # timm counts it to the last block or above, BEiT and MAE to the head

@@ -160,7 +160,7 @@ def test_an_evaluation_that_was_killed_resumes(trained: Path, tmp_path: Path) ->
     stored = {part.stem: load(part) for part in parts[:-1]}
     said: list[str] = []
     resumed = api.evaluate(killed, "fine_tune", *data, settings, say=said.append)
-    assert {line.removesuffix(": finished before") for line in said if line.endswith(": finished before")} == {
+    assert {line.removesuffix(": already finished") for line in said if line.endswith(": already finished")} == {
         name.replace("_", " ") for name in stored
     }
 
@@ -188,4 +188,4 @@ def test_parts_of_other_weights_run_again(trained: Path, tmp_path: Path, monkeyp
     tensors["norm.bias"] = tensors["norm.bias"] + 1
     save_file(tensors, run / "encoder.safetensors")
     api.evaluate(run, "knn", *data, say=said.append)
-    assert not [line for line in said if "finished before" in line]
+    assert not [line for line in said if "already finished" in line]

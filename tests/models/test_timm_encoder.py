@@ -106,7 +106,7 @@ def test_other_arguments_keep_the_weights(pixels: Make) -> None:
 
 
 def test_weights_that_several_layers_share_are_refused() -> None:
-    with pytest.raises(UserError, match="coat_tiny uses the same weights in several layers"):
+    with pytest.raises(UserError, match="coat_tiny shares weights between layers"):
         TimmEncoder("coat_tiny", {}, (0.5,) * 3, (0.5,) * 3, 224)
 
 

@@ -45,7 +45,7 @@ def open_folder(root: Path, split: str | None) -> Source:
 
     entries = [entry for folder in {root, *class_roots} for entry in _entries(folder)]
     if broken := next((entry.path for entry in entries if _is_broken(entry)), None):
-        raise UserError(f"{broken}: this link leads nowhere (a disk that is not mounted?); restore or remove it")
+        raise UserError(f"{broken}: broken link (is its disk mounted?); restore or remove it")
     folders, classes, ignored = _sub_folders(root), None, Counter[str]()
     if folders:
         classes = sorted({folder for class_root in class_roots for folder in _sub_folders(class_root)})
