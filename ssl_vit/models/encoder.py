@@ -94,7 +94,7 @@ class Encoder(nn.Module, ABC):
         """
 
     def outline(self, image_size: Size | None = None) -> Self:
-        """The architecture without numbers (on the meta device), at another image size if given. Raises UserError for
+        """The architecture without weights (on the meta device), at another image size if given. Raises UserError for
         a size that the weights cannot be used at."""
         with torch.random.fork_rng(devices=[]), torch.device("meta"):
             return self.untrained(image_size)
