@@ -93,8 +93,9 @@ class Evaluator(BaseEvaluator):
     def fit(self, train: ImageSet, seed: int) -> Classifier:
         labeled = len(train.context.train_labels) if train.extract is None else len(train.extract)
         self.check(train.context.trained, labeled + train.context.test.samples)
-        start, c, device = time.perf_counter(), self.config, train.context.accelerator.device
+        c, device = self.config, train.context.accelerator.device
         features = train.features(c)
+        start = time.perf_counter()
         classes, targets = np.unique(features.labels, return_inverse=True)
         tokens_BND, targets_B = self._tokens(train, features), torch.from_numpy(targets)
         with torch.random.fork_rng(devices=[]):

@@ -24,13 +24,9 @@ from ssl_vit.models import EncoderConfig
 from ssl_vit.models.encoder import Encoder
 from ssl_vit.recipe import Recipe
 from ssl_vit.records import Cost
-from ssl_vit.results import Budget, Prediction, Settings
+from ssl_vit.results import Prediction, Settings
 
 TOP = 5  # most probable classes kept per test image
-
-
-def _numbers_first(value: float | str) -> tuple[bool, Any]:
-    return isinstance(value, str), value
 
 
 class LabeledConfig(Config):
@@ -64,7 +60,7 @@ class SweepConfig(Config):
         for key, values in swept.items():
             if not all(isinstance(value, int | float | str) for value in values):
                 raise ValueError(f"sweep.{key}: give numbers or words to try, such as [0.1, 0.2]")
-        return {key: tuple(sorted(values, key=_numbers_first)) for key, values in swept.items()}
+        return {key: tuple(sorted(values, key=lambda v: (isinstance(v, str), v))) for key, values in swept.items()}
 
     @model_validator(mode="after")
     def _check_candidates(self) -> Self:
@@ -127,15 +123,13 @@ class Evaluator(ABC):
     architecture, freshly initialized; where the evaluator trains the encoder, that is training from scratch) and
     `pixels`. trains_encoder: whether `fit` trains the whole encoder: a comparison then measures arms from scratch
     with it, and its sweep runs once per arm and label budget. needs_head: whether it reads the classifier that a run
-    trained, so that a comparison asks only runs that have one. budgets: label budgets that the protocol sets itself,
-    whatever the comparison has (None: it sets none).
+    trained: a comparison asks only runs that have one, and the label budget is "all".
     """
 
     title: ClassVar[str]
     references: tuple[str, ...] = ("untrained", "pixels")
     trains_encoder: ClassVar[bool] = False
     needs_head: ClassVar[bool] = False
-    budgets: ClassVar[tuple[Budget, ...] | None] = None
 
     def __init__(self, config: Any) -> None:
         self.config = config

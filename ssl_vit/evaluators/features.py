@@ -12,6 +12,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -51,7 +52,7 @@ class EvalContext:
     cache: folder for extracted features (None: no cache); it may be deleted at any time.
     objective: the objective that trained the weights (None: unknown). say: prints progress.
     metric: the metric that tables show, and that settings are selected by.
-    skipped: samples that this process could not use. features: features that were extracted.
+    skipped: samples that could not be used, of all processes. features: features that were extracted.
     """
 
     trained: Encoder
@@ -68,7 +69,7 @@ class EvalContext:
     metric: Metric = "accuracy"
     seed: int = 0
     skipped: list[SkippedSample] = field(default_factory=list)
-    features: dict[object, object] = field(default_factory=dict)
+    features: dict[object, Features] = field(default_factory=dict)
 
     @cached_property
     def untrained(self) -> Encoder:
@@ -177,7 +178,6 @@ class ImageSet:
             whole = replace(self, images=self.extract)
             context.features[key] = extract(whole, _pixels) if pixels else _cached(whole, wanted)
         features = context.features[key]
-        assert isinstance(features, Features)
         return features if self.images is None else features.of(self.images)
 
 
@@ -212,11 +212,11 @@ def extract(
         indices=images.images,
         needs_labels=needs_labels,
     )
-    batches: list[tuple[np.ndarray, ...]] = []
+    batches, skipped = list[tuple[np.ndarray, ...]](), list[SkippedSample]()
     count = shards.samples if images.images is None else len(images.images)
     with context.progress(f"{what} of {images.split} images", count) as advance:
         for batch, chunk in evaluation_batches(stream, context.accelerator.device):
-            context.skipped += chunk.skipped
+            skipped += chunk.skipped
             with context.accelerator.autocast():
                 outputs = reader(batch)
             valid = batch.valid.cpu()  # selected on the host: on XLA, each count would compile another program
@@ -224,7 +224,9 @@ def extract(
             batches.append(tuple(part.numpy() for part in parts))
             advance(len(parts[0]) * context.accelerator.num_processes)
     own_arrays = tuple(np.concatenate(parts) for parts in zip(*batches, strict=True))
-    rows, labels, order = (np.concatenate(parts) for parts in zip(*distributed.gather(own_arrays), strict=True))
+    arrays, skips = zip(*distributed.gather((own_arrays, skipped)), strict=True)
+    context.skipped += chain.from_iterable(skips)
+    rows, labels, order = (np.concatenate(parts) for parts in zip(*arrays, strict=True))
     if len(labels) == 0:
         labeled = " and a label (.cls)" if needs_labels else ""
         raise UserError(f"{shards.spec}: no sample there has a readable image{labeled}")
@@ -260,7 +262,7 @@ def _cached(images: ImageSet, wanted: FeatureConfig) -> Features:
         encoder.to(context.accelerator.device).eval()
         pooling, block = wanted.pooling, wanted.block
         features = extract(images, lambda batch: encoder.represent(batch.images, pooling, block), wanted.image_size)
-        cached = features, [skip for rank in distributed.gather(context.skipped[before:]) for skip in rank]
+        cached = features, context.skipped[before:]
         if path and main and features.vectors.nbytes <= _MOST_CACHED:
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import numpy as np
 import torch
@@ -43,7 +42,7 @@ class Evaluator(BaseEvaluator):
 
         def classify(images: ImageSet) -> list[Scored]:
             test = images.features(c)
-            predicted = ridge.predict(test.vectors, (c.l2,))[c.l2]
+            predicted = ridge.predict(test.vectors, c.l2)
             return [Scored(Prediction(test.images, test.labels, predicted), labels=len(features.labels))]
 
         return classify
@@ -77,19 +76,17 @@ class Ridge:
         self.targets = vectors.T @ targets if tall else targets
 
     @threadpool_limits.wrap(limits=1, user_api="blas")
-    def predict(self, features: np.ndarray, l2: Sequence[float]) -> dict[float, np.ndarray]:
-        """By l2: the predicted classes, int64 (m,). features: float (m, d)."""
+    def predict(self, features: np.ndarray, l2: float) -> np.ndarray:
+        """The predicted classes, int64 (m,). features: float (m, d)."""
         basis, bias = self.basis[:-1] / self.deviation[:, None], _BIAS * self.basis[-1]
-        predicted = np.empty((len(l2), len(features)), dtype=np.int64)
+        weights = self.targets / (self.eigenvalues + l2)[:, None]
+        predicted = np.empty(len(features), dtype=np.int64)
         rows = max(1, _SCORES // max(basis.shape[1], len(self.classes)))
         for start in range(0, len(features), rows):
             block = slice(start, start + rows)
             projected = (features[block] - self.mean) @ basis + bias
-            for n, value in enumerate(l2):
-                predicted[n, block] = self.classes[
-                    (projected @ (self.targets / (self.eigenvalues + value)[:, None])).argmax(1)
-                ]
-        return dict(zip(l2, predicted, strict=True))
+            predicted[block] = self.classes[(projected @ weights).argmax(1)]
+        return predicted
 
 
 def few_shot_accuracy(
@@ -100,9 +97,9 @@ def few_shot_accuracy(
     *,
     shots: Sequence[int] = (1, 5, 10, 25),
     seeds: Sequence[int] = (0, 1, 2),
-    l2: float | Sequence[float] = 2.0**10,
-) -> dict[Any, float]:
-    """{(shots, seed): test accuracy, 0..1}, or {(shots, seed, l2): ...} where a sequence of l2 is given; see `Ridge`.
+    l2: float = 2.0**10,
+) -> dict[tuple[int, int], float]:
+    """{(shots, seed): test accuracy, 0..1}; see `Ridge`.
 
     features: float (n, d). labels: int (n,); training images with a negative label are not used.
     Warns about classes with fewer images than shots. Raises ValueError for arrays that do not fit together, features
@@ -122,18 +119,12 @@ def few_shot_accuracy(
             f"{len(short)} class(es) have fewer than {max(shots)} images and give all they have: {short[:10]}",
             stacklevel=2,
         )
-    single, values = np.ndim(l2) == 0, np.atleast_1d(l2).tolist()
     chosen = {(shot, seed): choose_labeled(train_labels, shot, seed) for shot in shots for seed in seeds}
 
-    def predictions(images: np.ndarray) -> dict[float, np.ndarray]:
-        return Ridge(train_features[images], train_labels[images]).predict(test_features, values)
+    def accuracy(images: np.ndarray) -> float:
+        predicted = Ridge(train_features[images], train_labels[images]).predict(test_features, l2)
+        return float((predicted == test_labels).mean())
 
     # The limit around the pool stays while any thread works: BLAS has one setting for the whole process.
     with threadpool_limits(1, "blas"), ThreadPoolExecutor(torch.get_num_threads()) as pool:
-        by_cell = dict(zip(chosen, pool.map(predictions, chosen.values()), strict=True))
-    accuracies = {
-        (*cell, value): float((predicted == test_labels).mean())
-        for cell, by_l2 in by_cell.items()
-        for value, predicted in by_l2.items()
-    }
-    return {key[:2]: value for key, value in accuracies.items()} if single else accuracies
+        return dict(zip(chosen, pool.map(accuracy, chosen.values()), strict=True))

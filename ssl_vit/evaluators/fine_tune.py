@@ -85,21 +85,18 @@ class Evaluator(BaseEvaluator):
     trains_encoder = True
 
     def fit(self, images: ImageSet, seed: int) -> Classifier:
-        return fit(self, images, self._encoder(images, seed), seed)
-
-    def stage(self, data: DataConfig, encoder: EncoderConfig, images: int, seed: int) -> Recipe:
-        c: Config = self.config
-        sizes = encoder.model_copy(update={"image_size": c.image_size} if c.image_size else {})
-        return c.recipe("fine_tune", data, sizes, images, seed, c.training.batch_size)
-
-    def _encoder(self, images: ImageSet, seed: int) -> Encoder:
         c: Config = self.config
         trained = images.context.trained
         if images.source == "untrained":
             encoder = factory.fresh(trained, seed, c.image_size)
         else:
             encoder = factory.at_size(trained, c.image_size or trained.image_size, c.position_resampling)
-        return self._with_rates(encoder)
+        return fit(self, images, self._with_rates(encoder), seed)
+
+    def stage(self, data: DataConfig, encoder: EncoderConfig, images: int, seed: int) -> Recipe:
+        c: Config = self.config
+        sizes = encoder.model_copy(update={"image_size": c.image_size} if c.image_size else {})
+        return c.recipe("fine_tune", data, sizes, images, seed, c.training.batch_size)
 
     def _with_rates(self, encoder: Encoder) -> Encoder:
         """The encoder with the configured dropout. Raises UserError for a network that has none to set."""

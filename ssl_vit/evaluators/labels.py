@@ -124,7 +124,7 @@ def labels_of(shards: ShardSet) -> np.ndarray:
     labels, first_index = np.full(shards.samples, -1, dtype=np.int64), shards.first_index
     for shard in range(len(shards.urls)):
         file, first = shards.open(shard), first_index[shard]
-        for position in range(min(len(file.samples), shards.counts[shard])):
+        for position in range(len(file.samples)):
             label = class_index(file.read(position, ("cls",)).get("cls", b"-1"))
             if label is not None:
                 labels[first + position] = label

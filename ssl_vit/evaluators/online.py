@@ -44,15 +44,15 @@ class OnlineProbe:
         objective.eval()
         few = self._features(objective, self.labeled).of(self.labeled)
         scored = self._features(objective, self.scored)
-        predicted = Ridge(few.vectors, few.labels).predict(scored.vectors, (self.config.l2,))[self.config.l2]
+        predicted = Ridge(few.vectors, few.labels).predict(scored.vectors, self.config.l2)
         return float((predicted == scored.labels).mean())
 
     def skipped(self) -> list[SkippedSample]:
-        """This process's samples that could not be used, each reported once."""
+        """The samples that could not be used, each reported once and by the main process."""
         fresh = [skip for skip in self.context.skipped if (skip.shard, skip.key) not in self.reported]
         self.reported |= {(skip.shard, skip.key) for skip in fresh}
         self.context.skipped.clear()
-        return fresh
+        return fresh if self.context.accelerator.is_main_process else []
 
     def _features(self, objective: nn.Module, images: np.ndarray) -> Features:
         encoder, pooling = objective.encoder, self.config.pooling

@@ -6,7 +6,7 @@ import copy
 from pathlib import Path
 
 from ssl_vit.data.shards import check_same_classes
-from ssl_vit.evaluators import ALL, Seeds
+from ssl_vit.evaluators import Seeds
 from ssl_vit.evaluators.base import Classifier, Scored
 from ssl_vit.evaluators.base import Evaluator as BaseEvaluator
 from ssl_vit.evaluators.classifier import predict
@@ -31,7 +31,6 @@ class Evaluator(BaseEvaluator):
     title = "The run's own head"
     references = ()
     needs_head = True
-    budgets = (ALL,)
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)

@@ -40,7 +40,6 @@ class Parts:
         else:
             before, start = len(skips), time.perf_counter()
             rows, sweep = run()
-            skips[before:] = [skip for rank in distributed.gather(skips[before:]) for skip in rank]
             about = TaskResult(
                 id=name,
                 fingerprint=self.depends_on,

@@ -26,10 +26,11 @@ from ssl_vit.results import Budget, Result, Settings, scored
 
 
 def budgets(evaluator: Evaluator, asked: Sequence[Budget]) -> tuple[Budget, ...]:
-    """The label budgets to measure: those that the protocol fixes, else those in the evaluator's settings, else
-    `asked`, those of the comparison."""
+    """The label budgets to measure: those in the evaluator's settings, else `asked`, those of the comparison."""
+    if evaluator.needs_head:
+        return (ALL,)
     named = "labels_per_class" in evaluator.config.model_fields_set
-    return evaluator.budgets or (evaluator.config.labels_per_class if named else tuple(asked))
+    return evaluator.config.labels_per_class if named else tuple(asked)
 
 
 def has_sweep(evaluator: Evaluator) -> bool:
@@ -73,8 +74,8 @@ def sweep(
     record, winner = select(evaluator, splits, seed)
     record = record.model_copy(update={"source": source, "labels_per_class": budget})
     context.say(f"{source}, {budget_words(budget)}: sweep scored on {record.held_out} held-out images")
-    rows = [] if budget == ALL else list(_results(evaluator, winner, train, budget, seed, record.best))
-    return record, rows[0] if rows else None
+    row = None if budget == ALL else next(_results(evaluator, winner, train, budget, seed, record.best))
+    return record, row
 
 
 def measure(
@@ -95,8 +96,6 @@ def measure(
     """
     cells = [(budget, seed) for budget in budgets for seed in seeds]
     chosen = [_train_images(evaluator, context, source, budget, seed)[0] for budget, seed in cells]
-    if not chosen:
-        return
     wanted = np.unique(np.concatenate([train.images for train in chosen if train.images is not None]))
     together = None if len(wanted) == len(context.train_labels) else wanted
     with context.progress(f"{context.title}: {source}", len(cells)) as advance:
@@ -132,7 +131,7 @@ def evaluate(
     results: list[Result] = []
     sweeps: list[SweepRecord] = []
     seeds = evaluator.config.seeds
-    asked: tuple[Budget, ...] = evaluator.budgets or evaluator.config.labels_per_class
+    asked: tuple[Budget, ...] = (ALL,) if evaluator.needs_head else evaluator.config.labels_per_class
 
     def measured(source: str, budgets: Sequence[Budget], seeds: Sequence[int], best: Settings | None = None) -> Part:
         return list(measure(evaluator, context, source, budgets, seeds, best)), None

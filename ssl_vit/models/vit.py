@@ -196,8 +196,6 @@ class ViTEncoder(Encoder):
         self.check_pooling(pooling)
         if block and block > (depth := len(self.network.blocks)):
             raise UserError(f"block={block}: {self.name} has blocks 1 to {depth}")
-        if pooling != "token" and block is None:
-            return self.pool(self(images_BCHW), pooling)
         pick: Pick | None = (lambda tokens: tokens[:, :1]) if pooling == "token" else None
         return self.pool(self._read(self.enter(self.embed(images_BCHW)), pick, block), pooling)
 

@@ -17,7 +17,7 @@ Arrays = tuple[np.ndarray, np.ndarray]
 Build = Callable[..., EvalContext]
 
 
-class ArrayFeatures(dict[object, object]):
+class ArrayFeatures(dict[object, Features]):
     """The features of every source, from arrays. asked: the keys of each question."""
 
     def __init__(self, arrays: dict[str, Arrays], unreadable: tuple[int, ...]) -> None:

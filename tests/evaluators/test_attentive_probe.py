@@ -60,7 +60,6 @@ def test_it_finds_what_one_patch_holds(context: EvalContext) -> None:
     mean = FeatureConfig(pooling="mean").representation
     for split in ("train", "test"):
         whole = context.features["trained", split, config.representation, None]
-        assert isinstance(whole, Features)
         tokens = whole.vectors.reshape(200, context.trained.patches, -1)
         context.features["trained", split, mean, None] = replace(whole, vectors=tokens.mean(1))
     linear = plugins.load("evaluators", "linear_probe")

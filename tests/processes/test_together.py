@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from ssl_vit import api, recipe, results
 from tests.processes.reading import rows
+from tests.tars import encoded, write_tar
 
 World = Callable[..., Any]
 
@@ -92,3 +97,24 @@ def test_three_processes_evaluate_as_one_does(world: World, digits: Path, traine
         images[count] = {(row.evaluator, row.arm): row.prediction.images.tolist() for row in rows}
     assert measured[3] == pytest.approx(measured[1], abs=0.003) and len(measured[1]) == 4  # one image of 382
     assert images[3] == images[1]
+
+
+def test_a_comparison_names_the_images_that_any_process_skipped(world: World, tmp_path: Path) -> None:
+    images = [encoded(Image.fromarray(np.full((8, 8), 25 * n, dtype=np.uint8))) for n in range(10)]
+    for split, shard in itertools.product(("train", "test"), range(2)):
+        members: dict[str, bytes] = {}
+        for n in range(5 * shard, 5 * shard + 5):
+            members |= {f"{split}{n}.png": images[n], f"{split}{n}.cls": b"%d" % (n % 2)}
+        if (split, shard) == ("test", 1):
+            members["test9.png"] = b""
+        write_tar(tmp_path / split / f"{shard}.tar", members)
+    (tmp_path / "comparison.yaml").write_text(
+        "name: small\nseeds: [0]\nlabels_per_class: [all]\n"
+        f"data: {{train: {tmp_path}/train, test: {tmp_path}/test}}\n"
+        "arms: {ssl: {label: ssl, recipe: digits_ssl, overrides: [training.steps=1, training.batch_size=8]}}\n"
+        "evaluators: {fine_tune: {sweep: {}, training: {steps: 1, batch_size: 8}}}\n"
+    )
+    both = world(2, "command_line", "compare", tmp_path / "comparison.yaml", f"run={tmp_path}/run")
+    assert [process.wait() for process in both] == [0, 0], both[0].text + both[1].text
+    found = json.loads((tmp_path / "run" / "tasks" / "fine_tune-ssl-all-0.json").read_text())["skipped"]
+    assert [skip["key"] for skip in found] == ["test9"]

@@ -63,8 +63,7 @@ def import_weights(
                 f"{weights}: its tensors or its config.json do not describe a model ({type(error).__name__}: {error}); "
                 "get the weights again"
             ) from None
-        imported.skipped += outside(model, imported.tensors)
-        factory.load_state(model, {k: v for k, v in imported.tensors.items() if k not in imported.skipped}, weights)
+        imported.skipped += load_tensors(model, imported.tensors, weights)
         _try_out(model, weights)
         about = {key: getattr(imported, key) for key in ("license", "notes", "skipped")} | {"from": weights}
         factory.write_config(model, folder / factory.CONFIG, imported=about)
@@ -86,10 +85,13 @@ def _try_out(model: Encoder, weights: str) -> None:
         raise UserError(f"{weights}: its features are infinite or NaN: its weights or its config.json are damaged")
 
 
-def outside(encoder: Encoder, tensors: Tensors) -> list[str]:
-    """The tensors, such as those of heads, that are not part of an encoder."""
-    known_tensors = encoder.network.state_dict()
-    return [key for key in tensors if key not in known_tensors and not key.startswith(_ENCODER)]
+def load_tensors(encoder: Encoder, tensors: Tensors, origin: str) -> list[str]:
+    """Load the tensors that belong to an encoder; returns the names of the others, such as those of heads. Raises
+    UserError if they do not fit."""
+    known = encoder.network.state_dict()
+    others = [key for key in tensors if key not in known and not key.startswith(_ENCODER)]
+    factory.load_state(encoder, {key: value for key, value in tensors.items() if key not in others}, origin)
+    return others
 
 
 def build(imported: Imported, mean: PerChannel, std: PerChannel) -> Encoder:
@@ -127,7 +129,8 @@ def read(weights: str, name: str | None = None, heads: int | None = None) -> Imp
 
 
 def _folder(folder: Path, origin: str) -> Imported:
-    if (folder / factory.WEIGHTS).is_file() or (folder / "checkpoints").is_dir():
+    if any((folder / name).exists() for name in (factory.WEIGHTS, "checkpoints", "recipe.yaml", "plan.json")):
+        factory.find_weights(folder)  # raises UserError that says what is missing
         raise UserError(f"{origin} is already an ssl-vit folder and does not need to be imported")
     if not (folder / "config.json").is_file():
         raise UserError(f"{origin} has no config.json: give the file with the weights")

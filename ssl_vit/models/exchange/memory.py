@@ -14,7 +14,7 @@ from torch import nn
 from ssl_vit.interfaces import UserError, pair
 from ssl_vit.models import factory
 from ssl_vit.models.encoder import Encoder
-from ssl_vit.models.exchange.imports import build, outside
+from ssl_vit.models.exchange.imports import build, load_tensors
 from ssl_vit.models.exchange.sizes import Imported, read_sizes, square
 from ssl_vit.models.vit import ViTEncoder, heads_of
 
@@ -63,8 +63,7 @@ def with_weights(encoder: Encoder, network: nn.Module) -> Encoder:
     Raises UserError where the weights do not fit, or compute something else in the encoder.
     """
     kind, tensors = type(network).__name__, network.state_dict()
-    skipped = outside(encoder, tensors)
-    factory.load_state(encoder, {key: value for key, value in tensors.items() if key not in skipped}, kind)
+    load_tensors(encoder, tensors, kind)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         image = torch.rand(1, encoder.channels, *encoder.image_size)
         theirs = copy.deepcopy(network).cpu().float().eval()

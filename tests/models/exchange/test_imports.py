@@ -406,6 +406,8 @@ def test_files_that_are_no_weights(tmp_path: Path, shaken: Make, file: str, cont
         ("~nosuchuser/w.pth", "no such"),
         ("bare.pth", "not a readable checkpoint"),
         ("ours", "does not need to be imported"),
+        ("unsaved", "may not have saved one yet"),
+        ("comparison", "is a comparison; name the run"),
     ],
 )
 def test_sources_that_cannot_be_imported(
@@ -414,6 +416,9 @@ def test_sources_that_cannot_be_imported(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "bare.pth").touch()
     saved(tmp_path / "ours", make_encoder())
+    for name in ("unsaved/recipe.yaml", "comparison/plan.json"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).touch()
     with pytest.raises(UserError, match=message):
         import_weights(weights, tmp_path / "out")
 

@@ -12,12 +12,10 @@ import pytest
 import timm
 import torch
 from PIL import Image
-from safetensors.torch import save_file
 
 import ssl_vit
 from ssl_vit.analysis import loaded
 from ssl_vit.interfaces import UserError
-from ssl_vit.models import factory
 
 SMALL = {"img_size": 32, "patch_size": 8, "embed_dim": 48, "depth": 2, "num_heads": 3}
 NETWORKS = [
@@ -39,12 +37,10 @@ def photos(tmp_path: Path) -> Path:
     return tmp_path / "photos"
 
 
-def test_a_loaded_network_can_be_saved_for_the_hub(make_encoder: Callable[..., Any], tmp_path: Path) -> None:
-    encoder = make_encoder()
-    (tmp_path / "weights").mkdir()
-    save_file(factory.state(encoder), tmp_path / "weights" / factory.WEIGHTS)
-    factory.write_config(encoder, tmp_path / "weights" / factory.CONFIG)
-    network: Any = ssl_vit.load(tmp_path / "weights")
+def test_a_loaded_network_can_be_saved_for_the_hub(
+    make_encoder: Callable[..., Any], saved: Callable[..., Path], tmp_path: Path
+) -> None:
+    network: Any = ssl_vit.load(saved(tmp_path / "weights", make_encoder()))
     timm.models.save_for_hf(network, tmp_path / "saved")
     assert json.loads((tmp_path / "saved/config.json").read_text())["architecture"].startswith("vit")
 
