@@ -12,14 +12,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import save as safetensors
 from torch import nn
 from torch.utils.tensorboard import SummaryWriter
 
 from ssl_vit import plugins, precision, recipe, stage
 from ssl_vit.analysis import loaded
-from ssl_vit.data import DataConfig
 from ssl_vit.data.packing.cache import saw_test_images
 from ssl_vit.data.shards import ShardSet, check_same_classes, open_shards, open_training
 from ssl_vit.environment import environment
@@ -32,7 +30,6 @@ from ssl_vit.evaluators.real_labels import read_real_labels, rescored
 from ssl_vit.files import sha256, write_json
 from ssl_vit.interfaces import Metric, UserError, is_main_process
 from ssl_vit.models import factory
-from ssl_vit.models.encoder import Encoder
 from ssl_vit.progress import silent
 from ssl_vit.recipe import Recipe
 from ssl_vit.records import EvaluationRecord, RunSummary
@@ -115,44 +112,34 @@ def _probe(settings: Recipe, shards: ShardSet, job: loop.Job) -> list[Probe]:
 
 
 def make_context(
-    encoder: Encoder | None,
-    settings: Recipe | None,
+    model: loaded.Loaded,
     train: str | Sequence[str],
     test: str,
     *,
-    data: DataConfig | None = None,
-    weights: Path | None = None,
     seed: int = 0,
     cache: Path | None = None,
     metric: Metric = "accuracy",
 ) -> EvalContext:
     """Build the input of evaluators from an encoder and labeled shards.
 
-    encoder: the encoder to evaluate; None builds an untrained one of the recipe's architecture.
-    settings: the recipe that sets the precision and, without `data`, the image preparation.
+    model: the encoder, which may lie on the meta device if only untrained ones of its architecture are measured.
     train, test: labeled shards, as `open_shards` names them.
-    weights: the folder that the encoder was loaded from, if any.
     seed: seed of the untrained encoder.
     cache: folder for extracted features; None: no cache.
     metric: see `EvalContext`.
 
     Raises UserError for shards that cannot be opened.
     """
-    if encoder is None:
-        assert settings is not None
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(seed)
-            encoder = factory.build(settings.encoder)
-    preparation = data or (settings.data if settings else DataConfig(train=""))
-    shards = open_shards(train, preparation.remote), open_shards(test, preparation.remote)
+    settings, data = model.settings, model.data
+    shards = open_shards(train, data.remote), open_shards(test, data.remote)
     check_same_classes(shards[0].classes, shards[1].classes, f"{train} and {test}")
     return EvalContext(
-        trained=encoder,
+        trained=model.encoder,
         train=shards[0],
         test=shards[1],
-        data=preparation,
+        data=data,
         accelerator=make_accelerator(settings.training.precision if settings else "fp32", or_fp32=True),
-        weights=str(weights) if weights else None,
+        weights=str(model.folder) if model.folder else None,
         cache=cache,
         objective=settings.objective if settings else None,
         metric=metric,
@@ -194,16 +181,7 @@ def evaluate(
         raise UserError(f"{run or name} {used}; name others (--test)")
     config = recipe.validate(module.Config, recipe.parse_overrides(overrides), f"{name}: ")
     folder = _writable(run / checkpoint.RESULTS) if run else None
-    context = make_context(
-        given.encoder,
-        settings,
-        train,
-        test,
-        data=given.data,
-        weights=given.folder,
-        cache=run / "features" if run else None,
-        metric=metric,
-    )
+    context = make_context(given, train, test, cache=run / "features" if run else None, metric=metric)
     context.say, context.title = say if context.accelerator.is_main_process else silent, name
     notes = set_notes(context.train, context.test)
     for note in notes:

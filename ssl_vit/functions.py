@@ -65,7 +65,7 @@ def compare(
     say: Callable[[str], None] = print,
     **keys: Any,
 ) -> ComparisonRun:
-    """Run what is missing of a comparison, and write `results.json` into its directory.
+    """Run what is missing of a comparison.
 
     recipe: a file, a shipped comparison's name, or what `load_comparison` returned.
     data: the labeled images: `data=PLACE` of the command line, or the keys of `data`.
@@ -139,9 +139,9 @@ def _opened(model: PathInput | nn.Module) -> Path | nn.Module:
     return expanded(model) if isinstance(model, str | PathLike) else model
 
 
-def _own_data(model: PathInput | nn.Module, fix: str) -> tuple[str, str]:
-    """The name of a path or network in messages, and the data that its run was trained on. Raises UserError where there
-    is none, and for several sets. fix: what to do then."""
+def _own_data(model: PathInput | nn.Module, fix: str) -> str:
+    """The data that a run was trained on. Raises UserError where there is none, and for several sets. fix: what to do
+    then."""
     if isinstance(model, str | PathLike):
         name, settings = os.fspath(model), run_recipe(expanded(model))
     else:
@@ -150,7 +150,7 @@ def _own_data(model: PathInput | nn.Module, fix: str) -> tuple[str, str]:
         name, settings = type(model).__name__, loaded.recipe_of(model)
     if settings is None or not isinstance(settings.data.train, str):
         raise UserError(f"{name}: no recipe there names one dataset; {fix}")
-    return name, settings.data.train
+    return settings.data.train
 
 
 def labeled_parts(
@@ -162,7 +162,7 @@ def labeled_parts(
     if train is not None and test is not None:
         return os.fspath(train), os.fspath(test)
     if data is None and train is None:
-        _, place = _own_data(model, "name the data, with --data or data=")
+        place = _own_data(model, "name the data, with --data or data=")
         if test is not None:
             return place, os.fspath(test)
         data = place
@@ -201,7 +201,7 @@ def embed(
     if out is not None and Path(out).suffix not in (".parquet", ".npz"):
         raise UserError(f"out={out}: give a name that ends in .parquet or .npz")
     if data is None:
-        _, data = _own_data(model, "name the images to embed")
+        data = _own_data(model, "name the images to embed")
     from ssl_vit.evaluators import embeddings
 
     frame = embeddings.embed(_opened(model), os.fspath(data), pooling=pooling, batch_size=batch_size, workers=workers)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -28,9 +30,23 @@ class UserError(Exception):
     everywhere = False
 
 
+def world_size() -> int:
+    """Number of processes that a launcher started; needs no process group."""
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
 def is_main_process() -> bool:
     """Whether this process prints and writes; needs no process group. RANK alone may be that of a job array."""
-    return os.environ.get("RANK", "0") == "0" or os.environ.get("WORLD_SIZE", "1") == "1"
+    return os.environ.get("RANK", "0") == "0" or world_size() == 1
+
+
+@contextmanager
+def errors_about(place: str) -> Iterator[None]:
+    """Context manager whose UserErrors begin with `place`."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{place}: {error}") from None
 
 
 class BadSample(Exception):

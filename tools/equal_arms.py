@@ -17,10 +17,12 @@ from pathlib import Path
 import numpy as np
 
 from ssl_vit import api, recipe
+from ssl_vit.analysis.loaded import Loaded
 from ssl_vit.data.packing import pack
 from ssl_vit.data.packing.plan import Options
 from ssl_vit.data.packing.sources import open_source
 from ssl_vit.evaluators import few_shot, knn, runner
+from ssl_vit.models import factory
 from ssl_vit.report import statistics
 from ssl_vit.results import Result, Table
 
@@ -36,7 +38,8 @@ EVALUATORS = {
 def measured(folder: Path, initialization: int, seed: int) -> dict[str, list[Result]]:
     """Rows by evaluator of a new untrained encoder and the labeled digits of a seed."""
     settings = recipe.load_recipe("digits_ssl", [f"data.train={folder}/train"])
-    context = api.make_context(None, settings, f"{folder}/train", f"{folder}/test", seed=initialization)
+    model = Loaded(factory.build(settings.encoder), settings.data, settings)
+    context = api.make_context(model, f"{folder}/train", f"{folder}/test", seed=initialization)
     accuracies = {}
     for name, evaluator in EVALUATORS.items():
         budgets = runner.budgets(evaluator, evaluator.config.labels_per_class)

@@ -19,7 +19,16 @@ import typer
 
 from ssl_vit import __version__
 from ssl_vit.cli import compare, doctor, embed, evaluate, keys, pictures, report, shards, train, weights
-from ssl_vit.interfaces import PREEMPTED, RunError, Stopped, UserError, is_main_process, printable, printable_lines
+from ssl_vit.interfaces import (
+    PREEMPTED,
+    RunError,
+    Stopped,
+    UserError,
+    is_main_process,
+    printable,
+    printable_lines,
+    world_size,
+)
 
 app = typer.Typer(
     name="ssl-vit",
@@ -84,7 +93,7 @@ def main() -> None:
             print("stopped; run the same command to resume", file=sys.stderr)
         _leave(1 if stop.code == _INTERRUPTED else int(stop.code or 0))
     except Exception:
-        if not _several():
+        if not world_size() > 1:
             raise
         traceback.print_exc()
         _leave(1)
@@ -101,13 +110,9 @@ def _preempted(number: int, frame: FrameType | None) -> None:
     raise Stopped(PREEMPTED)
 
 
-def _several() -> bool:
-    return int(os.environ.get("WORLD_SIZE", "1")) > 1
-
-
 def _close_process_group() -> None:
     """Close the process group, as torch asks for at exit."""
-    if _several() and "torch" in sys.modules:
+    if world_size() > 1 and "torch" in sys.modules:
         from torch import distributed
 
         if distributed.is_initialized():
@@ -123,7 +128,7 @@ def _tell_launcher(text: str) -> None:
 
 def _leave(code: int) -> NoReturn:
     """Exit. One of several processes exits at once: an orderly exit would wait for the others."""
-    if _several():
+    if world_size() > 1:
         for child in multiprocessing.active_children():
             child.kill()
         sys.stdout.flush()

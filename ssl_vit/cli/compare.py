@@ -61,7 +61,7 @@ def compare(
         ),
     ] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="A trial: a tenth of all steps, epochs and seeds; the report says so.")
+        bool, typer.Option("--quick", help="A trial: a tenth of all steps and epochs, two seeds; the report says so.")
     ] = False,
     only: Annotated[str | None, typer.Option(help="Run the task with this id and the tasks it depends on.")] = None,
     until_decided: Annotated[
@@ -100,7 +100,6 @@ def compare(
     from ssl_vit.comparison import looks, run
     from ssl_vit.comparison.checks import check
     from ssl_vit.comparison.config import load_comparison
-    from ssl_vit.comparison.suites import prepare
     from ssl_vit.comparison.weights import import_arms
 
     study = load_comparison(recipe, changed)
@@ -108,12 +107,11 @@ def compare(
         from ssl_vit.cli import previewed
         from ssl_vit.comparison.dry_run import dry_run_comparison
 
-        previewed.comparison(dry_run_comparison(looks.resume(study), progress.say), as_json)
+        previewed.comparison(dry_run_comparison(study, progress.say), as_json)
     elif only is not None:
-        run.compare(study, only=only, command=command)
+        run.compare(study, only=only, command=command, say=_print)
     else:
-        study = looks.resume(import_arms(study, progress.say))
-        checked = check(study, prepare(study.sets, study.folder, progress.say), trial=False)
+        checked = check(looks.resume(import_arms(study, progress.say)), progress.say, trial=False)
         print(f"# run: {checked.plan.run}")
         for task, level in zip(checked.plan.tasks, checked.plan.levels, strict=True):
             print(f"{task.id}\t{level}\t{'missing' if task in checked.missing else 'done'}")
@@ -141,7 +139,6 @@ def _compare(
 
     study = load_comparison(name, overrides)
     from ssl_vit import functions  # torch, after the keys were checked
-    from ssl_vit.comparison.run import RESULTS
     from ssl_vit.report import tables
 
     finished = functions.compare(
@@ -149,8 +146,12 @@ def _compare(
         until_decided=until_decided,
         max_seeds=max_seeds,
         command=command,
-        say=lambda text: print(printable_lines(text)),
+        say=_print,
     )
     if is_main_process():
         Console().print(tables.terminal(finished.comparison))
-        print(f"\nreport   {finished.report()}\nresults  {finished.dir / RESULTS}")
+        print(f"\nreport  {finished.report()}")
+
+
+def _print(text: str) -> None:
+    print(printable_lines(text))

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-import torch
 from filelock import FileLock
 from pydantic import ValidationError
 
@@ -18,7 +17,7 @@ from ssl_vit.comparison.compute import equalize
 from ssl_vit.comparison.config import Study
 from ssl_vit.comparison.executor import Say
 from ssl_vit.comparison.plan import Plan
-from ssl_vit.comparison.sets import DataSet
+from ssl_vit.comparison.suites import prepare
 from ssl_vit.comparison.work import is_done
 from ssl_vit.data import mixture
 from ssl_vit.data.packing.cache import saw_test_images
@@ -28,14 +27,13 @@ from ssl_vit.evaluators.features import FeatureConfig, check_features
 from ssl_vit.evaluators.labels import check_classes, choose_labeled, labels_of, set_notes
 from ssl_vit.evaluators.selection import candidates_of, configured
 from ssl_vit.files import expanded, read_json, write_json
-from ssl_vit.interfaces import RunError, UserError, is_main_process, printable
+from ssl_vit.interfaces import RunError, UserError, errors_about, is_main_process, printable, world_size
 from ssl_vit.models import factory
-from ssl_vit.models.encoder import Encoder
 from ssl_vit.progress import silent
 from ssl_vit.recipe import Recipe, needs_labels, stages, training_places
 from ssl_vit.records import ComparisonRecord, TaskRecord
 from ssl_vit.report.read import PLAN
-from ssl_vit.training import Precision, distributed
+from ssl_vit.training import Precision
 
 # The source that packing writes into info.json: the name, then the options that chose images.
 _PACKED = re.compile(
@@ -55,20 +53,22 @@ class Checked:
 
 
 def check(
-    study: Study, sets: dict[str, DataSet], say: Say = silent, *, trial: bool = True, keep_precision: bool = False
+    study: Study, say: Say = silent, *, pack: bool = True, trial: bool = True, keep_precision: bool = False
 ) -> Checked:
-    """Plan a study on these datasets.
+    """Plan a study.
 
     say: prints warnings.
+    pack: pack datasets that are given by a source; without it, they must be packed.
     trial: measure the fastest precision for `auto` if none is stored yet; without it, use fp32.
     keep_precision: store the precision for the other processes of this comparison; nothing else is written.
 
     Raises UserError for anything that would make a task impossible.
     """
     check_directory(study)
-    remote = study.remote
+    study = replace(study, sets=prepare(study.sets, study.folder, say, write=pack))
+    remote, sets = study.remote, study.sets
     study = _with_precision(_with_labels(study, say), say, trial=trial, keep=keep_precision)
-    plan, opened = Plan(study, study.comparison.run_directory, sets), dict[str, ShardSet]()
+    plan, opened = Plan(study), dict[str, ShardSet]()
     for fold in plan.folds:
         for name in sets:
             chosen = plan.split(name, fold)
@@ -87,7 +87,7 @@ def check(
             opened |= {plan.part(name, "train", fold): train, plan.part(name, "test", fold): test}
         for arm, settings in study.recipes.items():
             data, probe = plan.pretraining_data(arm, fold), settings.probe
-            try:
+            with errors_about(f"arms.{arm}"):
                 shards = opened[plan.part(arm, "pretrain", fold)] = open_training(data)
                 with_data = settings.model_copy(update={"data": data})
                 against = [opened[plan.part(name, "test", fold)] for name in sets]
@@ -101,17 +101,13 @@ def check(
                 stage.check(with_data, shards)
                 if probe:
                     labels_of(open_shards(probe.data, remote) if probe.data else shards)
-            except UserError as error:
-                raise UserError(f"arms.{arm}: {error}") from None
     tests = [opened[plan.part(name, "test", fold)] for name in sets for fold in plan.folds]
     for arm, settings in plan.recipes.items():
         if arm not in study.recipes:  # weights of a run
-            try:
+            with errors_about(f"arms.{arm}"):
                 for test in tests:
                     _check_apart(training_places(settings), None, test)
                 _check_run(settings, expanded(study.comparison.arms[arm].weights or ""))
-            except UserError as error:
-                raise UserError(f"arms.{arm}: {error}") from None
     plan = equalize(replace(plan, shards={key: part.fingerprint for key, part in opened.items()}), opened)
     missing = [task for task in plan.tasks if not is_done(plan, task)]
     for task in missing:
@@ -122,10 +118,8 @@ def check(
         _check_labels(plan, name, *(opened[plan.part(name, part, fold)] for part in ("train", "test")), say=say)
     # By dataset, evaluator and arm: seeds and budgets do not matter.
     for task in {(task.data, task.evaluator, task.arm): task for task in missing if task.evaluator}.values():
-        try:
+        with errors_about(f"evaluators.{task.evaluator}, {task.arm}"):
             _check_evaluator(plan, opened, task)
-        except UserError as error:
-            raise UserError(f"evaluators.{task.evaluator}, {task.arm}: {error}") from None
     return Checked(plan, opened, missing)
 
 
@@ -192,11 +186,11 @@ def _with_precision(study: Study, say: Say, *, trial: bool, keep: bool) -> Study
     if not auto:
         return study
     file = study.comparison.run_directory / _PRECISION
-    # Launched processes measure together, so none may wait for the lock of another one.
-    alone = keep and not distributed.several()
     try:
         if keep and is_main_process():
             file.parent.mkdir(parents=True, exist_ok=True)
+        # Launched processes measure together, so none may wait for the lock of another one.
+        alone = keep and world_size() == 1
         with FileLock(file.with_name(f".{_PRECISION}.lock")) if alone else nullcontext():
             begun = read_json(file).get("precision") if file.is_file() else None
             chosen: Precision = begun or "fp32"
@@ -219,7 +213,7 @@ def _check_evaluator(plan: Plan, opened: dict[str, ShardSet], task: TaskRecord) 
     train, test = (opened[plan.part(task.data, part, task.fold)] for part in ("train", "test"))
     labels, (budgets, seeds) = labels_of(train), plan.budgets_and_seeds(task)
     given = plan.study.comparison.arms[row.like].weights or ""
-    encoder = factory.load(given) if own_recipe is None else _without_weights(own_recipe)
+    encoder = factory.load(given) if own_recipe is None else plan.outline(row.like)
     drawn = np.unique(np.concatenate([choose_labeled(labels, budget, seed) for budget in budgets for seed in seeds]))
     for settings in candidates_of(evaluator):
         candidate = configured(evaluator, settings)
@@ -242,11 +236,6 @@ def _check_evaluator(plan: Plan, opened: dict[str, ShardSet], task: TaskRecord) 
             if head and head < classes:
                 raise UserError(f"head.classes={head}: the labels have {classes} classes; remove it")
             stage.check(training, train, classes=classes, subset=images)
-
-
-def _without_weights(recipe: Recipe) -> Encoder:
-    with torch.random.fork_rng(devices=[]), torch.device("meta"):
-        return factory.build(recipe.encoder)
 
 
 def labeled(recipe: Recipe, train: ShardSet) -> Recipe:
@@ -279,10 +268,8 @@ def _check_labels(plan: Plan, name: str, train: ShardSet, test: ShardSet, *, say
         if data == name:
             asked = runner.budgets(built, plan.study.comparison.labels_per_class)
             few |= {budget: classes[counts < budget] for budget in asked if isinstance(budget, int)}
-            try:
+            with errors_about(f"evaluators.{evaluator}"):
                 runner.check_held_out(built, labels)
-            except UserError as error:
-                raise UserError(f"evaluators.{evaluator}: {error}") from None
             swept = runner.has_sweep(built) and not arm
             if swept and (scored := runner.held_out_classes(built, labels)) < len(classes):
                 say(

@@ -25,8 +25,11 @@ from ssl_vit.records import ArmKind, Look
 ONLY = "data"  # name of the dataset of a comparison that has one
 REFERENCES = ("untrained", "pixels", "control", "control_repeated", "scratch_repeated")
 _FOLDERS = ("tasks", "features", "pictures", "weights")
-_WEIGHTS = ("weights", "architecture", "optional")
-_KEYS = {"scratch": ("like", "compute_of"), "pretrained": ("recipe", "overrides"), "weights": _WEIGHTS}
+_KEYS = {
+    "scratch": ("like", "compute_of"),
+    "pretrained": ("recipe", "overrides"),
+    "weights": ("weights", "architecture", "optional"),
+}
 
 
 class Arm(Config):
@@ -85,7 +88,6 @@ class ComparisonConfig(Config):
     pretrainings: how often each pretrained arm is pretrained (with folds: in each fold), at most once per seed. The
         seed at index n of its list uses the pretraining at index n modulo `pretrainings`. The pretraining at index i is
         trained with the seed of its recipe plus `seeds[i]`.
-    assigned: index of the pretraining of seed n, where it is not n modulo `pretrainings`; `--until-decided` sets it.
     labels_per_class: label budgets of the evaluators that set none: images per class, shares such as '10%', or all.
     margin: differences within it count as equivalent (0.01: one percentage point).
     evaluators: settings by evaluator.
@@ -96,7 +98,7 @@ class ComparisonConfig(Config):
     controls: repeats with other random seeds, where no difference is expected: `frozen`, two untrained encoders under
         the first evaluator of frozen features, which costs little; true: also the first arm from scratch; false: none.
     pictures: attention, filters and reconstructions of every encoder (`ssl-vit inspect`).
-    quick: a tenth of all steps, epochs and seeds (at least 2), for a trial.
+    quick: a tenth of all steps and epochs, two seeds and one pretraining, for a trial.
     """
 
     name: str
@@ -105,7 +107,6 @@ class ComparisonConfig(Config):
     seeds: Seeds = tuple(range(8))
     frozen_seeds: Seeds = tuple(range(20))
     pretrainings: int = Field(1, ge=1)
-    assigned: tuple[int, ...] = ()
     labels_per_class: Budgets = Field((5, 10, 25), min_length=1)
     margin: float = Field(0.01, gt=0, lt=1)
     data: ComparisonData
@@ -127,16 +128,6 @@ class ComparisonConfig(Config):
             if seeds and len(seeds) < pretrainings:
                 raise ValueError(f"{pretrainings} pretrainings need at least {pretrainings} {name}; got {list(seeds)}")
         return pretrainings
-
-    @field_validator("assigned")
-    @classmethod
-    def _each_exists(cls, assigned: tuple[int, ...], info: ValidationInfo) -> tuple[int, ...]:
-        count = info.data.get("pretrainings", 1)
-        if wrong := [index for index in assigned if not 0 <= index < count]:
-            raise ValueError(f"{wrong[0]}: the pretrainings have the indices 0 to {count - 1}")
-        if assigned and assigned[0] != 0:
-            raise ValueError("the first seed, which sweeps use, needs the pretraining with the index 0")
-        return assigned
 
     @field_validator("arms")
     @classmethod
@@ -161,10 +152,6 @@ class ComparisonConfig(Config):
                 raise ValueError(f"{name}.compute_of={arm.compute_of}: no arm with a recipe has this name")
         return arms
 
-    def pretraining_index(self, seed_index: int) -> int:
-        """Index of the pretraining used by the seed at `seed_index` of its list."""
-        return self.assigned[seed_index] if seed_index < len(self.assigned) else seed_index % self.pretrainings
-
     @property
     def run_directory(self) -> Path:
         return expanded(self.run or f"runs/{self.name}")
@@ -179,6 +166,7 @@ class Study:
     folds: train and test of each fold; empty without cross-validation.
     evaluators: settings by (dataset, evaluator, arm); the arm "" stands for the references.
     max_seeds, looks: set where seeds are added until the headlines are decided; see `looks.py`.
+    assigned: index of the pretraining of seed n, where it is not n modulo `pretrainings`; set by `looks.py`.
     """
 
     comparison: ComparisonConfig
@@ -189,6 +177,12 @@ class Study:
     folds: tuple[DataSet, ...] = ()
     max_seeds: int | None = None
     looks: tuple[Look, ...] = ()
+    assigned: tuple[int, ...] = ()
+
+    def pretraining_index(self, seed_index: int) -> int:
+        """Index of the pretraining used by the seed at `seed_index` of its list."""
+        assigned, count = self.assigned, self.comparison.pretrainings
+        return assigned[seed_index] if seed_index < len(assigned) else seed_index % count
 
     @property
     def remote(self) -> RemoteConfig:

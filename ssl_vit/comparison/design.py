@@ -10,6 +10,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ssl_vit import plugins
 from ssl_vit.comparison.config import Study
 from ssl_vit.comparison.sets import DataSet
@@ -19,6 +21,7 @@ from ssl_vit.evaluators.base import Evaluator
 from ssl_vit.files import read_json, sha256
 from ssl_vit.interfaces import UnknownObjective
 from ssl_vit.models import factory
+from ssl_vit.models.encoder import Encoder
 from ssl_vit.recipe import Recipe, needs_labels, run_recipe, stages
 from ssl_vit.records import ArmKind, ReferenceKind, ReferenceRecord, TaskRecord
 from ssl_vit.results import Budget
@@ -59,17 +62,18 @@ class Row:
 class Design:
     """What the tasks of a study measure.
 
-    run: directory of the comparison.
-    sets: datasets by name, with their shards' paths.
     shards: fingerprints by "SET train", "SET test" and "ARM pretrain"; see `part`.
     checksums: cache of the checksums of weight files.
     """
 
     study: Study
-    run: Path
-    sets: dict[str, DataSet]
     shards: dict[str, str] = field(default_factory=dict)
     checksums: dict[Path, str] = field(default_factory=dict)
+
+    @property
+    def run(self) -> Path:
+        """Directory of the comparison."""
+        return self.study.comparison.run_directory
 
     @cached_property
     def evaluators(self) -> dict[tuple[str, str, str], Evaluator]:
@@ -93,7 +97,7 @@ class Design:
 
     def split(self, data: str, fold: int) -> DataSet:
         """The train and test shards of a dataset."""
-        return self.study.folds[fold] if self.study.folds else self.sets[data]
+        return self.study.folds[fold] if self.study.folds else self.study.sets[data]
 
     def pretraining_data(self, arm: str, fold: int) -> DataConfig:
         """The data that an arm pretrains on: in a cross-validation all folds but the tested one."""
@@ -189,6 +193,11 @@ class Design:
         config = factory.find_weights(self.study.comparison.arms[arm].weights or "") / factory.CONFIG
         return digest([sha256(config), preparation])
 
+    def outline(self, arm: str) -> Encoder:
+        """The encoder of an arm's recipe, without weights, on the meta device."""
+        with torch.random.fork_rng(devices=[]), torch.device("meta"):
+            return factory.build(self.recipes[arm].encoder)
+
     def weights(self, row: str, pretraining_seed: int, fold: int) -> Path | None:
         """Where a row's trained encoder is, or will be; None for training from scratch and references."""
         match self.rows[row].kind:
@@ -211,7 +220,7 @@ class Design:
         """Seed of the pretraining (untrained encoders: of the initialization) used by the seed at `seed_index`."""
         c = self.study.comparison
         drawn = self.rows[row].kind in ("pretrained", "untrained")
-        return c.seeds[c.pretraining_index(seed_index) if drawn else 0]
+        return c.seeds[self.study.pretraining_index(seed_index) if drawn else 0]
 
     def pretraining(self, task: TaskRecord) -> Recipe:
         """The recipe of a `pretrain` task, with its own directory, seed and data."""

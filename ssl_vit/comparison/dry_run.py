@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
+from ssl_vit.comparison import looks
 from ssl_vit.comparison.checks import check, labeled
 from ssl_vit.comparison.config import Study
 from ssl_vit.comparison.executor import Say
 from ssl_vit.comparison.plan import Plan
 from ssl_vit.comparison.record import arm_records
-from ssl_vit.comparison.suites import prepare
 from ssl_vit.comparison.weights import import_arms
 from ssl_vit.data.shards import ShardSet
 from ssl_vit.evaluators import runner
@@ -79,13 +79,12 @@ def dry_run_comparison(study: Study, say: Say = silent) -> ComparisonDryRun:
 
     Raises UserError for anything that would stop the comparison before its first step.
     """
-    study = import_arms(study, say)
-    checked = check(study, prepare(study.sets, study.folder, write=False), say)
+    checked = check(looks.resume(import_arms(study, say)), say, pack=False)
     plan, opened, missing = checked.plan, checked.shards, checked.missing
     rows = [name for name, row in plan.rows.items() if row.kind != "pixels"]
     preview = ComparisonDryRun(
         run=str(plan.run),
-        jobs=study.comparison.jobs,
+        jobs=plan.study.comparison.jobs,
         data={key: shards.samples for key, shards in opened.items()},
         tasks=len(plan.tasks),
         done=len(plan.tasks) - len(missing),

@@ -19,7 +19,7 @@ from typing import Any
 from loky import ProcessPoolExecutor, cpu_count
 
 from ssl_vit.data.packing.parallel import end_with
-from ssl_vit.interfaces import RunError, Stopped, UserError
+from ssl_vit.interfaces import RunError, Stopped, UserError, world_size
 from ssl_vit.records import TaskRecord
 
 Do = Callable[[TaskRecord], None]
@@ -82,7 +82,7 @@ def run(tasks: Sequence[TaskRecord], do: Do, *, jobs: int = 1, scheduler: str | 
                     continue
                 if isinstance(error, workers.killed):
                     error = RunError("its process was killed, often for lack of memory; lower jobs or data.cache_mb")
-                if not isinstance(error, UserError | RunError) or int(os.environ.get("WORLD_SIZE", 1)) > 1:
+                if not isinstance(error, UserError | RunError) or world_size() > 1:
                     raise error
                 errors.append(type(error)(f"{task.id}: {error}"))
                 say(f"failed  {errors[-1]}")

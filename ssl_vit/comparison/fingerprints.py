@@ -28,7 +28,7 @@ def fingerprint(design: Design, task: TaskRecord) -> str:
         budgets, seeds = design.budgets_and_seeds(task)
         settings = evaluator.config.model_dump(mode="json", exclude={"labels_per_class", "seeds"})
         content += [task.evaluator, settings, budgets, [*seeds.items()]]
-        content += [design.sets[task.data].metric]  # settings are selected by it
+        content += [design.study.sets[task.data].metric]  # settings are selected by it
         content += filter(None, [plugins.checksum("evaluators", task.evaluator)])
         if runner.has_sweep(evaluator):
             content += [design.study.comparison.seeds[0]]

@@ -32,10 +32,11 @@ def resume(study: Study, *, until_decided: bool = False, max_seeds: int | None =
     path = study.comparison.run_directory / PLAN
     record = records.read(path, ComparisonRecord) if path.is_file() else None
     if record and record.looks:
-        first, list_name = record.looks[0].seeds, _counted(study)
-        if getattr(study.comparison, list_name) != getattr(record, list_name)[:first]:
+        first, counted = record.looks[0], _lists(study)[-1]
+        began = {counted: getattr(record, counted)[: first.seeds], "pretrainings": first.pretrainings}
+        if changed := [key for key, value in began.items() if getattr(study.comparison, key) != value]:
             raise UserError(
-                f"{path}: its looks began with other {list_name} than the recipe has now; undo that change, or give "
+                f"{path}: its looks began with other {changed[0]} than the recipe has now; undo that change, or give "
                 "another directory with run=PATH"
             )
         if max_seeds not in (None, record.max_seeds):
@@ -43,16 +44,12 @@ def resume(study: Study, *, until_decided: bool = False, max_seeds: int | None =
                 f"--max-seeds: {path} has looks that count on {record.max_seeds}; keep it, or give another directory "
                 "with run=PATH"
             )
-        if study.comparison.pretrainings != record.looks[0].pretrainings:
-            raise UserError(
-                f"{path}: its looks began with {record.looks[0].pretrainings} pretrainings per arm; undo that change, "
-                "or give another directory with run=PATH"
-            )
-        added = {key: getattr(record, key) for key in (*_lists(study), "pretrainings", "assigned")}
-        return replace(_changed(study, **added), max_seeds=record.max_seeds, looks=record.looks)
+        added = {key: getattr(record, key) for key in (*_lists(study), "pretrainings")}
+        study = replace(study, max_seeds=record.max_seeds, looks=record.looks, assigned=record.assigned)
+        return _changed(study, **added)
     if not until_decided:
         return study
-    count = len(getattr(study.comparison, _counted(study)))
+    count = _seeds(study)
     most = max_seeds or math.ceil(_GROWTH * count)
     if most <= count:
         raise UserError(f"--max-seeds={most}: the recipe already has {count} seeds; give a larger number")
@@ -62,7 +59,7 @@ def resume(study: Study, *, until_decided: bool = False, max_seeds: int | None =
 def look(study: Study, comparison: Comparison) -> Study:
     """Add a look at the results to the study. A look at the same number of seeds is taken again, not added."""
     c, looks = study.comparison, study.looks
-    seeds = len(getattr(c, _counted(study)))
+    seeds = _seeds(study)
     if not looks or looks[-1].seeds != seeds:
         looks = (*looks, Look(seeds=seeds, pretrainings=c.pretrainings, outcomes={}))
     with_new = replace(comparison, record=comparison.record.model_copy(update={"looks": looks}))
@@ -78,7 +75,7 @@ def extend(study: Study, comparison: Comparison) -> Study | None:
     """
     c, most = study.comparison, study.max_seeds or 0
     heads = [head for head in summarize(comparison).headlines if head.outcome == "undecided"]
-    have = len(getattr(c, _counted(study)))
+    have = _seeds(study)
     if not heads or have >= most:
         return None
     tests, confidence = len(comparison.record.metrics), comparison.confidence
@@ -91,13 +88,9 @@ def extend(study: Study, comparison: Comparison) -> Study | None:
     per = have // c.pretrainings
     if head.unit == "pretraining" and per <= most - have and _new_pretrainings_pay(comparison, head, per):
         added_pretrainings = min(max(units or 1, math.ceil(least / per)), (most - have) // per)
-        assigned = [
-            *map(c.pretraining_index, range(have)),
-            *(c.pretrainings + n // per for n in range(added_pretrainings * per)),
-        ]
-        return _more(
-            study, added_pretrainings * per, pretrainings=c.pretrainings + added_pretrainings, assigned=tuple(assigned)
-        )
+        added = added_pretrainings * per
+        assigned = (*map(study.pretraining_index, range(have)), *(c.pretrainings + n // per for n in range(added)))
+        return _more(replace(study, assigned=assigned), added, pretrainings=c.pretrainings + added_pretrainings)
     wanted_seeds = units if head.unit == "seed" else None
     added = min(max(wanted_seeds or 1, least), most - have)
     every = 1 < c.pretrainings == have  # each seed has its own
@@ -124,14 +117,13 @@ def _new_pretrainings_pay(comparison: Comparison, head: Difference, per: int) ->
     return by_pretraining > by_seeds
 
 
-def _counted(study: Study) -> str:
-    """Name of the list of seeds that the headlines use: `seeds` if an evaluator trains the encoder, else
-    `frozen_seeds`."""
-    return "seeds" if study.trains_encoder else "frozen_seeds"
+def _seeds(study: Study) -> int:
+    """Number of seeds that the headlines use."""
+    return len(getattr(study.comparison, _lists(study)[-1]))
 
 
 def _lists(study: Study) -> tuple[str, ...]:
-    """Names of the lists of seeds that grow; `seeds` also numbers the pretrainings."""
+    """Names of the lists of seeds that grow. The headlines use the last one; `seeds` also numbers the pretrainings."""
     return ("seeds",) if study.trains_encoder else ("seeds", "frozen_seeds")
 
 

@@ -39,7 +39,7 @@ class Plan(Design):
             tasks += [t for row in rows for fold in self.folds for t in self._evaluations(data, name, row.name, fold)]
         if c.pictures:
             for row in [row for row in self.rows.values() if row.source == "trained"]:
-                fields = {"arm": row.name, "data": next(iter(self.sets)), "seed": c.seeds[0]}
+                fields = {"arm": row.name, "data": next(iter(self.study.sets)), "seed": c.seeds[0]}
                 after = self._pretrained(row.name, c.seeds[0], 0)
                 tasks.append(TaskRecord(id=f"pictures-{row.name}", kind="pictures", after=after, **fields))
         order = ("pretrain", "sweep", "measure", "pictures")

@@ -11,8 +11,8 @@ T = TypeVar("T", bound=Config)
 
 
 def tenth(config: T) -> T:
-    """A comparison, a recipe or an evaluator's settings with a tenth of all steps, epochs, warm-up and pretrainings,
-    also among the values of a sweep, and with a tenth of the seeds, at least 2."""
+    """A comparison, a recipe or an evaluator's settings with a tenth of all steps, epochs and warm-up, also among the
+    values of a sweep, two seeds and one pretraining."""
     updates: dict[str, Any] = {}
     for name in type(config).model_fields:
         value = getattr(config, name)
@@ -29,10 +29,10 @@ def tenth(config: T) -> T:
 
 
 def _less(name: str, value: Any) -> Any:
-    if name in ("steps", "warmup_steps", "pretrainings") and value:
+    if name in ("steps", "warmup_steps") and value:
         return ceil(value / 10)
     if name in ("epochs", "warmup_epochs") and value:
         return value / 10
-    if name in ("seeds", "frozen_seeds"):
-        return value[: max(2, ceil(len(value) / 10))]
-    return value
+    if name in ("seeds", "frozen_seeds"):  # the saved recipe is shortened again
+        return value[:2]
+    return 1 if name == "pretrainings" else value

@@ -24,7 +24,9 @@ def record_of(plan: Plan, shards: dict[str, ShardSet], command: str, *, finished
     shards: as `Plan.part` calls them. finished: whether every task is done, so that the recorded environment stays.
     """
     c = plan.study.comparison
-    parts = [plan.part(name, part, fold) for name in plan.sets for fold in plan.folds for part in ("train", "test")]
+    parts = [
+        plan.part(name, part, fold) for name in plan.study.sets for fold in plan.folds for part in ("train", "test")
+    ]
     data, used, arms = {key: shards[key] for key in parts}, dict[str, int](), arm_records(plan)
     for one in arms:
         if one.kind == "pretrained" and not one.trained_on:
@@ -48,7 +50,7 @@ def record_of(plan: Plan, shards: dict[str, ShardSet], command: str, *, finished
         seeds=c.seeds,
         frozen_seeds=c.frozen_seeds,
         pretrainings=c.pretrainings,
-        assigned=c.assigned,
+        assigned=plan.study.assigned,
         max_seeds=plan.study.max_seeds,
         looks=plan.study.looks,
         folds=len(plan.folds),
@@ -56,7 +58,7 @@ def record_of(plan: Plan, shards: dict[str, ShardSet], command: str, *, finished
         notes=c.notes,
         jobs=c.jobs,
         study=c.study,
-        metrics={name: chosen.metric for name, chosen in plan.sets.items()},
+        metrics={name: chosen.metric for name, chosen in plan.study.sets.items()},
         data={
             key: DataRecord(path=one.spec, samples=used.get(key, one.samples), classes=one.classes, source=one.source)
             for key, one in data.items()
@@ -102,7 +104,7 @@ def _trained_on(plan: Plan, arm: str) -> str | None:
     ours = plan.shards.get(plan.part(arm, "pretrain", 0))
     if ours is None or plan.study.recipes[arm].data.samples:
         return None
-    return next((name for name in plan.sets if plan.shards[plan.part(name, "train", 0)] == ours), None)
+    return next((name for name in plan.study.sets if plan.shards[plan.part(name, "train", 0)] == ours), None)
 
 
 def _starts_from(given: Arm, weights: Path | None, settings: Recipe | None, summary: RunSummary | None) -> str | None:
@@ -120,5 +122,5 @@ def _own_settings(plan: Plan, arm: str) -> dict[str, dict[str, Any]]:
         common = recipe.flatten(plan.evaluators[data, evaluator, ""].config.model_dump(mode="json"))
         own = recipe.flatten(built.config.model_dump(mode="json")) if of == arm else common
         if differing := {key: own.get(key) for key in common | own if common.get(key) != own.get(key)}:
-            found[evaluator if len(plan.sets) == 1 else f"{data} {evaluator}"] = differing
+            found[evaluator if len(plan.study.sets) == 1 else f"{data} {evaluator}"] = differing
     return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from functools import partial
 
@@ -11,23 +10,19 @@ from filelock import FileLock
 
 from ssl_vit import records
 from ssl_vit.comparison import executor, looks
-from ssl_vit.comparison.checks import Checked, check, check_directory
+from ssl_vit.comparison.checks import Checked, check
 from ssl_vit.comparison.config import ComparisonConfig, Study
 from ssl_vit.comparison.executor import Say
 from ssl_vit.comparison.record import record_of
-from ssl_vit.comparison.suites import prepare
 from ssl_vit.comparison.weights import import_arms
 from ssl_vit.comparison.work import do
 from ssl_vit.files import write_json, write_text
-from ssl_vit.interfaces import RunError, UserError, is_main_process
+from ssl_vit.interfaces import RunError, UserError, is_main_process, world_size
 from ssl_vit.progress import silent
 from ssl_vit.records import ComparisonRecord
-from ssl_vit.report.export import as_json
 from ssl_vit.report.read import PLAN, Comparison, read_comparison
 from ssl_vit.report.verdict import NO_HEADLINE, has_headline
 from ssl_vit.training import distributed
-
-RESULTS = "results.json"  # derived: for other programs; nothing here reads it
 
 
 def compare(
@@ -39,20 +34,18 @@ def compare(
     command: str = "",
     say: Say = print,
 ) -> Comparison:
-    """Run the missing tasks of a comparison and write `results.json`; returns its record and table.
+    """Run the missing tasks of a comparison; returns its record and table.
 
-    only: id of one task: run it and those it needs, and write no `results.json`.
+    only: id of one task: run it and those it needs.
     The other arguments and errors are those of `functions.compare`.
     """
     c, main = study.comparison, is_main_process()
-    if (c.jobs > 1 or c.scheduler) and int(os.environ.get("WORLD_SIZE", 1)) > 1:
+    if (c.jobs > 1 or c.scheduler) and world_size() > 1:
         raise UserError(
             "several processes were launched, which run every task together; set jobs=1 and remove scheduler"
         )
     say = say if main else silent
-    check_directory(study)
-    study = import_arms(study, say)
-    following: Study | None = looks.resume(study, until_decided=until_decided, max_seeds=max_seeds)
+    following: Study | None = looks.resume(import_arms(study, say), until_decided=until_decided, max_seeds=max_seeds)
     while following:
         study = following
         checked = _run_tasks(study, c, only, command, say)
@@ -68,8 +61,6 @@ def compare(
             comparison = read_comparison(checked.plan.run)
             say(f"look {len(study.looks)}: {', '.join(study.looks[-1].outcomes.values())}")
         following = looks.extend(study, comparison) if until_decided else None
-    if main:
-        write_json(checked.plan.run / RESULTS, as_json(comparison))
     return comparison
 
 
@@ -79,7 +70,7 @@ def _run_tasks(study: Study, given: ComparisonConfig, only: str | None, command:
     given: the configuration before `import_arms` and without the seeds of earlier looks.
     """
     c = study.comparison
-    checked = check(study, prepare(study.sets, study.folder, say), say, keep_precision=True)
+    checked = check(study, say, keep_precision=True)
     plan = checked.plan
     wanted = {task.id for task in plan.tasks if only in (None, task.id)}
     if not wanted:
@@ -112,8 +103,6 @@ def _write_plan(checked: Checked, given: ComparisonConfig, command: str) -> None
             if len(held) > len(plan.study.looks):
                 raise UserError(f"{plan.run}: another process added seeds (--until-decided); run the command again")
             record = record_of(plan, checked.shards, command, finished=not checked.missing)
-            if checked.missing:
-                (plan.run / RESULTS).unlink(missing_ok=True)
             content = yaml.safe_dump(recipe_content, sort_keys=False, allow_unicode=True)
             write_text(plan.run / "comparison.yaml", content)
             write_json(file, record.model_dump(mode="json"))

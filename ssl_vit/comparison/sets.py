@@ -109,7 +109,6 @@ class ComparisonData(Config):
 class Suite(Config):
     """Datasets to evaluate on together. folder: where those given by `source` are packed."""
 
-    name: str
     folder: str = "shards"
     sets: dict[str, DataSet] = Field(min_length=1)
 

@@ -16,7 +16,7 @@ from ssl_vit.data.packing import pack
 from ssl_vit.data.packing.sources import open_source
 from ssl_vit.data.shards.info import INFO
 from ssl_vit.files import read_json, write_json
-from ssl_vit.interfaces import UserError
+from ssl_vit.interfaces import UserError, errors_about
 
 _REQUEST = "request.json"  # beside train/ and test/: what they were packed from
 _PART = re.compile(r", \d+ images( per class)?\b|part of holdout|fold_\d+ of ")  # in info.json's source: a part of it
@@ -82,12 +82,9 @@ def _pack(name: str, chosen: DataSet, folder: Path, say: Callable[[str], None]) 
         out = folder / name / part
         if not (out / INFO).exists():
             say(f"packing {chosen.source} ({split}) into {out}")
-            try:
-                with warnings.catch_warnings():
-                    warnings.showwarning = lambda message, *_: say(f"note: {message}")
-                    source = open_source(str(chosen.source), split=split, **columns)
-                    info = pack(source, out, overwrite=True, progress=False)[out]
-                if info.dropped:
-                    say(f"note: {len(info.dropped)} images cannot be read and are skipped; {out / INFO} lists them")
-            except UserError as error:
-                raise UserError(f"dataset {name}: {error}") from None
+            with errors_about(f"dataset {name}"), warnings.catch_warnings():
+                warnings.showwarning = lambda message, *_: say(f"note: {message}")
+                source = open_source(str(chosen.source), split=split, **columns)
+                info = pack(source, out, overwrite=True, progress=False)[out]
+            if info.dropped:
+                say(f"note: {len(info.dropped)} images cannot be read and are skipped; {out / INFO} lists them")

@@ -9,10 +9,11 @@ from typing import Any
 
 from filelock import FileLock
 
+from ssl_vit.comparison.checks import check_directory
 from ssl_vit.comparison.config import Arm, Study
 from ssl_vit.comparison.executor import Say
 from ssl_vit.files import read_json, sha256, write_json
-from ssl_vit.interfaces import RunError, UserError
+from ssl_vit.interfaces import RunError, errors_about
 from ssl_vit.models import factory
 from ssl_vit.models.exchange.imports import import_weights
 from ssl_vit.progress import silent
@@ -27,19 +28,21 @@ def import_arms(study: Study, say: Say = silent) -> Study:
     Weights from elsewhere are imported into `RUN/weights/ARM` unless they are there; other processes wait. Arms with
     `optional` whose weights cannot be downloaded are skipped; `say` and a note of the comparison name them.
 
-    Raises UserError for weights that cannot be read, RunError where the hub is out of reach.
+    Raises UserError for weights that cannot be read and for a run directory that holds something else, RunError where
+    the hub is out of reach and the arm is needed.
     """
+    check_directory(study)
     c, arms, notes = study.comparison, dict(study.comparison.arms), list(study.comparison.notes)
     for name, arm in c.arms.items():
         if arm.weights is None or factory.has_weights(arm.weights):
             continue
         folder = c.run_directory / FOLDER / name
         try:
-            _import(arm, folder, say)
-        except UserError as error:
-            raise UserError(f"arms.{name}: {error}") from None
+            with errors_about(f"arms.{name}"):
+                _import(arm, folder, say)
         except RunError as error:
-            needed = len(arms) < 2 or any(other.like == name for other in c.arms.values())
+            others = [other for key, other in arms.items() if key != name]
+            needed = any(other.like == name for other in others) or all(other.kind == "scratch" for other in others)
             if not arm.optional or needed:
                 raise RunError(f"arms.{name}: {error}") from error
             del arms[name]
@@ -47,8 +50,6 @@ def import_arms(study: Study, say: Say = silent) -> Study:
             say(f"note: arms.{name} is skipped: {error}")
         else:
             arms[name] = arm.model_copy(update={"weights": str(folder), "architecture": None})
-    if not any(arm.kind != "scratch" for arm in arms.values()):
-        raise RunError(f"{c.name}: no arm with an encoder is left; run it again where the hub can be reached")
     return replace(study, comparison=c.model_copy(update={"arms": arms, "notes": tuple(notes)}))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from contextlib import nullcontext
 from dataclasses import replace
@@ -14,13 +13,14 @@ from filelock import FileLock
 
 from ssl_vit import api, records, results
 from ssl_vit.analysis import inspection
+from ssl_vit.analysis.loaded import Loaded
 from ssl_vit.comparison.plan import Plan
 from ssl_vit.data import DataConfig
 from ssl_vit.environment import environment
 from ssl_vit.evaluators import runner
 from ssl_vit.evaluators.features import EvalContext
 from ssl_vit.files import read_json
-from ssl_vit.interfaces import RunError, UserError, is_main_process
+from ssl_vit.interfaces import RunError, UserError, is_main_process, world_size
 from ssl_vit.models import factory
 from ssl_vit.models.vit import ViTEncoder
 from ssl_vit.progress import progress_bar
@@ -62,7 +62,7 @@ def do(plan: Plan, task: TaskRecord) -> None:
                 result = TaskResult(
                     id=task.id,
                     fingerprint=task.fingerprint,
-                    processes=int(os.environ.get("WORLD_SIZE", 1)),
+                    processes=world_size(),
                     hardware=environment()["hardware"],
                     seconds=round(time.perf_counter() - start, 2),
                     **about,
@@ -130,15 +130,14 @@ def task_context(plan: Plan, task: TaskRecord, initialization: int) -> EvalConte
         done = " and ".join(str(plan.run / TASKS / f"{need}.json") for need in task.after)
         raise UserError(f"{weights}: this encoder was removed; restore it, or delete {done} to train it again")
     assert data.train is not None and data.test is not None
-    settings = own_recipe or plan.preparation(like)
+    settings = plan.preparation(like)
     prepared = settings.data if settings else DataConfig(train="")
+    prepared = prepared.model_copy(update={"remote": plan.study.remote, "workers": plan.workers(prepared)})
+    encoder = plan.outline(like) if weights is None else factory.load(weights)
     context = api.make_context(
-        None if weights is None else factory.load(weights),
-        settings,
+        Loaded(encoder, prepared, settings, weights),
         data.train,
         data.test,
-        data=prepared.model_copy(update={"remote": plan.study.remote, "workers": plan.workers(prepared)}),
-        weights=weights,
         seed=initialization,
         cache=None if plan.rows[task.arm].kind == "control" else plan.run / "features",
         metric=data.metric,

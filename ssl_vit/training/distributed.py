@@ -26,7 +26,7 @@ from accelerate.utils import (
     parse_flag_from_env,
 )
 
-from ssl_vit.interfaces import RunError, UserError
+from ssl_vit.interfaces import RunError, UserError, world_size
 from ssl_vit.training import Precision
 
 _KNOWN_WARNINGS = (
@@ -84,7 +84,7 @@ def make_accelerator(precision: Precision = "fp32", timeout: int = 600, *, or_fp
     has_xla = is_torch_xla_available()
     # Without cpu=True, Accelerate 1.15 ignores the launcher's processes on a machine that has no accelerator.
     no_device = not torch.accelerator.is_available() and not has_xla
-    launched = int(os.environ.get("WORLD_SIZE", 1))
+    launched = world_size()
     note = ""
     try:
         if not has_xla:

@@ -66,7 +66,6 @@ def test_several_data_sets_are_columns_of_one_table(trained: Path, tmp_path: Pat
 @pytest.mark.usefixtures("fewer_digits")
 def test_a_suite_has_its_own_metric_and_settings(trained: Path, tmp_path: Path, evaluate: Call) -> None:
     (tmp_path / "suite.yaml").write_text(f"""
-name: two
 folder: {tmp_path}/packed
 sets:
   named: {{train: {trained}/train, test: {trained}/test, metric: mean_per_class, evaluators: {{knn: {{ks: [3]}}}}}}
@@ -91,7 +90,6 @@ sets:
 
 def test_settings_replace_those_of_a_suite(trained: Path, tmp_path: Path, evaluate: Call) -> None:
     (tmp_path / "suite.yaml").write_text(f"""
-name: one
 sets:
   two:
     train: ["{trained}/train", "{trained}/train"]

@@ -11,7 +11,6 @@ from PIL import Image
 
 from ssl_vit.comparison import run as comparison
 from ssl_vit.comparison.config import load_comparison
-from ssl_vit.comparison.suites import prepare
 
 from .conftest import STEPS, Mini
 
@@ -39,7 +38,7 @@ def test_pretraining_data_that_may_include_test_images_are_noted(
         info.write_text(json.dumps(json.loads(info.read_text()) | {"source": source}))
     keys = [f"run={tmp_path}/run", f"data={{train: {tmp_path}/train, test: {tmp_path}/test, folds: []}}"]
     study, said = load_comparison("demo_digits", keys), list[str]()
-    comparison.check(study, prepare(study.sets, study.folder, write=False), said.append)
+    comparison.check(study, said.append, pack=False)
     assert any("arms.ssl" in note and "pretrained on test images" in note for note in said) == noted
     assert any("the evaluators train on test images" in note for note in said) == noted
 
@@ -56,6 +55,6 @@ def test_folders_of_pretraining_images_are_labels_only_if_there_are_several(
     supervised = {"label": "all labels", "recipe": "digits_supervised", "overrides": STEPS}
     recipe = mini(data=sets | {"pretrain": f"{tmp_path}/more"}, arms={"supervised": supervised})
     study, said = load_comparison(recipe), list[str]()
-    recipes = comparison.check(study, study.sets, said.append).plan.recipes
+    recipes = comparison.check(study, said.append).plan.recipes
     assert recipes["supervised"].data.places == ((f"{tmp_path}/more",) if labeled else (f"{few_digits}/train",))
     assert any("has 2 classes of its own, such as 2023:" in note for note in said) == labeled

@@ -47,7 +47,7 @@ def test_the_compute_of_all_views_is_given(mini: Mini) -> None:
     def extra(views: int) -> int:
         lejepa = {"recipe": "digits_lejepa", "overrides": [*STEPS, "training.steps=40", f"data.views={views}"]}
         study = load_comparison(mini(arms=ARMS | {"ssl": lejepa}, evaluators=ONE))
-        plan = check(study, study.sets).plan
+        plan = check(study).plan
         found = plan.study.evaluators["data", "fine_tune", "longer"]
         assert isinstance(found, TrainedConfig)
         return found.extra_steps
@@ -58,7 +58,7 @@ def test_the_compute_of_all_views_is_given(mini: Mini) -> None:
 def test_scratch_has_the_architecture_of_the_arm_with_its_compute(mini: Mini, few_digits: Path) -> None:
     wider = {"recipe": "digits_ssl", "overrides": [*STEPS, "encoder.width=32"]}
     study = load_comparison(mini(arms={"wider": wider, **ARMS}, evaluators=ONE))
-    rows = Plan(study, Path("nowhere"), study.sets).rows
+    rows = Plan(study).rows
     assert (rows["scratch"].like, rows["longer"].like) == ("wider", "ssl")
 
 
@@ -69,7 +69,7 @@ def test_compute_is_not_equal_where_the_sweep_changes_the_cost_of_a_step(mini: M
     ):
         with pytest.raises(UserError, match=words):
             study = load_comparison(mini(arms=ARMS, evaluators={"fine_tune": TUNING | {"sweep": sweep}}))
-            check(study, study.sets)
+            check(study)
 
 
 @pytest.mark.parametrize("name", ["trains_alone:Evaluator", "trains_alone:Staged"])
@@ -89,7 +89,7 @@ def test_an_evaluator_of_another_package_may_be_unable_to_train_longer(
     monkeypatch.syspath_prepend(tmp_path)
     study = load_comparison(mini(arms=ARMS, evaluators={name: {}}))
     with pytest.raises(UserError, match=rf"arms\.longer\.compute_of: evaluators\.{name} cannot train longer; remove"):
-        check(study, study.sets)
+        check(study)
 
 
 def test_an_arm_without_a_recipe_has_no_steps_to_count(mini: Mini, few_digits: Path, tmp_path: Path) -> None:
@@ -99,4 +99,4 @@ def test_an_arm_without_a_recipe_has_no_steps_to_count(mini: Mini, few_digits: P
     arms = {**ARMS, "given": given, "longer": {"label": "longer", "compute_of": "ssl", "like": "given"}}
     study = load_comparison(mini(arms=arms, evaluators=ONE, run=str(tmp_path / "other")))
     with pytest.raises(UserError, match=r"arms\.longer\.compute_of: arms\.given has no recipe"):
-        check(study, study.sets)
+        check(study)

@@ -37,8 +37,6 @@ from ssl_vit.interfaces import UserError
             ["data.folds=[]", "data.sets={a: {train: x, test: y, evaluators: {knnn: {}}}}"],
             r"data\.sets\.a\.evaluators: ",
         ),
-        (["assigned=[0,1]", "pretrainings=1"], "assigned: 1"),
-        (["assigned=[1,0]", "pretrainings=2"], "the first seed"),
         (["evaluators.fine_tune.sweep={held_out: [0.1, 0.2]}"], "sweep.held_out"),
         (["evaluators.fine_tune.sweep={optim.lr.x: [1]}"], "sweep.optim.lr.x.*no such key"),
         (["arms.scratch.like=nobody"], "scratch.like=nobody"),
@@ -116,13 +114,13 @@ def test_the_shipped_suites_are_whole(tmp_path: Path) -> None:
         ("{a: 5}", r"sets\.a: "),
         ("{a: {source: digits, evaluators: [knn]}}", r"sets\.a\.evaluators: "),
     ):
-        wrong.write_text(f"name: w\nsets: {sets}")
+        wrong.write_text(f"sets: {sets}")
         with pytest.raises(UserError, match=words):
             load_suite(str(wrong))
 
 
 def test_a_suite_is_found_beside_the_recipe(mini: Any, tmp_path: Path) -> None:
-    (tmp_path / "own.yaml").write_text("name: own\nfolder: packed\nsets: {one: {source: digits}}\n")
+    (tmp_path / "own.yaml").write_text("folder: packed\nsets: {one: {source: digits}}\n")
     study = load_comparison(mini(data={"suite": "own.yaml"}))
     assert list(study.sets) == ["one"]
     assert study.folder == Path("packed")

@@ -118,7 +118,7 @@ def test_slurms_script_runs_every_task_and_writes_the_report(recipe: Path, tmp_p
     done = subprocess.run(
         [str(SLURM), str(recipe), *overrides], env=environment, capture_output=True, text=True, timeout=900, check=True
     )
-    assert "stage 0: 4 task(s), job 4711;cluster" in done.stdout
+    assert "level 0: 4 task(s), job 4711;cluster" in done.stdout
     submitted = (tmp_path / "log").read_text().splitlines()
     assert [("afterok:4711" in line, "afterany:4711" in line) for line in submitted] == [
         (False, False),

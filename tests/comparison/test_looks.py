@@ -53,7 +53,7 @@ def test_without_a_headline_no_look_is_taken(mini: Mini, tmp_path: Path) -> None
 
 def test_the_looks_of_another_process_are_not_overwritten(mini: Mini, tmp_path: Path) -> None:
     study = load_comparison(mini(**FROZEN))
-    checked = check(study, study.sets)
+    checked = check(study)
     looked = replace(study, max_seeds=4, looks=(Look(seeds=2, pretrainings=1, outcomes={}),) * 3)
     run._write_plan(replace(checked, plan=replace(checked.plan, study=looked)), study.comparison, "")
     with pytest.raises(UserError, match="another process added seeds"):
@@ -136,7 +136,7 @@ def test_what_pays_is_added(mini: Mini, tmp_path: Path) -> None:
     c = more.comparison
     assert c.pretrainings > 2
     assert len(c.seeds) == 2 * c.pretrainings
-    numbers = [c.pretraining_index(number) for number in range(len(c.seeds))]
+    numbers = [more.pretraining_index(number) for number in range(len(c.seeds))]
     assert numbers[:6] == [0, 1, 0, 1, 2, 2], "what was measured keeps its pretraining"
     more = looks.extend(study, measured(tmp_path / "within", study, between=0.0, within=0.08))
     assert more

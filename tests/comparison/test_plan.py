@@ -21,6 +21,7 @@ ARMS = ["ssl", "scratch", "supervised"]
 
 
 BASE = (
+    "run=nowhere",
     "controls=false",
     "labels_per_class=[1,10,50]",
     "data={train: a, test: b, folds: []}",
@@ -32,7 +33,7 @@ BASE = (
 
 def plan_of(*overrides: str, **shards: str) -> Plan:
     study = load_comparison("demo_digits", ["controls=false", *BASE, *overrides])
-    return Plan(study, Path("nowhere"), study.sets, SHARDS | {key.replace("_", " "): v for key, v in shards.items()})
+    return Plan(study, SHARDS | {key.replace("_", " "): v for key, v in shards.items()})
 
 
 def prints(plan: Plan) -> dict[str, str]:
@@ -115,9 +116,8 @@ def test_added_pretrainings_are_evaluated() -> None:
     """As `looks.extend` adds one: the new seeds use it, and those measured before keep theirs."""
     plan = plan_of("pretrainings=2", "seeds=[0,1,2,3]", "frozen_seeds=[0,1,2,3]")
     seeds = tuple(range(6))
-    changes = {"pretrainings": 3, "seeds": seeds, "frozen_seeds": seeds, "assigned": (0, 1, 0, 1, 2, 2)}
-    more = plan.study.comparison.model_copy(update=changes)
-    plan = replace(plan, study=replace(plan.study, comparison=more))
+    more = plan.study.comparison.model_copy(update={"pretrainings": 3, "seeds": seeds, "frozen_seeds": seeds})
+    plan = replace(plan, study=replace(plan.study, comparison=more, assigned=(0, 1, 0, 1, 2, 2)))
     frozen = {task.seed: task for task in plan.tasks if (task.arm, task.evaluator) == ("ssl", "few_shot")}
     covered = {seed: [*plan.budgets_and_seeds(task)[1]] for seed, task in frozen.items()}
     assert covered == {0: [0, 2], 1: [1, 3], 2: [4, 5]}
@@ -146,7 +146,7 @@ def test_every_shipped_comparison_has_tasks() -> None:
         if "arms" in recipe.read(path):
             given = [arm for arm, one in load_comparison(name).comparison.arms.items() if one.weights]
             study = load_comparison(name, [f"arms.{arm}=null" for arm in given])
-            assert {"measure"} <= {task.kind for task in Plan(study, Path("nowhere"), study.sets).tasks}, name
+            assert {"measure"} <= {task.kind for task in Plan(study).tasks}, name
 
 
 def test_each_budget_has_one_sweep_and_one_sweep_may_serve_all() -> None:
@@ -219,7 +219,7 @@ def test_a_head_is_evaluated_only_of_arms_that_have_one(mini: Any) -> None:
     assert [task.id for task in plan.tasks if task.evaluator == "own_head"] == ["own_head-supervised-0"]
     study = load_comparison(mini(evaluators={"own_head": {}}))
     with pytest.raises(UserError, match=r"evaluators\.own_head"):
-        _ = Plan(study, Path("nowhere"), study.sets, {}).tasks
+        _ = Plan(study).tasks
 
 
 def test_weights_count_by_their_content(finished: Comparison, mini: Any, tmp_path: Path) -> None:
@@ -236,7 +236,7 @@ def test_weights_count_by_their_content(finished: Comparison, mini: Any, tmp_pat
     study = load_comparison(mini(arms=arms))
 
     def now() -> dict[str, str]:
-        return prints(Plan(study, tmp_path, study.sets, {}))
+        return prints(Plan(study))
 
     before = now()
     shutil.copy(made / "supervised" / "encoder.safetensors", weights)

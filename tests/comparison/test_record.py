@@ -11,7 +11,6 @@ from safetensors.torch import save_file
 from ssl_vit.comparison import run as comparison
 from ssl_vit.comparison.config import load_comparison
 from ssl_vit.comparison.record import record_of
-from ssl_vit.comparison.suites import prepare
 from ssl_vit.interfaces import UserError
 from ssl_vit.models import factory
 from ssl_vit.recipe import load_recipe, save
@@ -20,7 +19,7 @@ from ssl_vit.recipe import load_recipe, save
 def pretrained_elsewhere(*keys: str) -> set[str]:
     """Arms whose pretraining data is recorded beside the data of the evaluation."""
     study = load_comparison("demo_digits", keys)
-    checked = comparison.check(study, prepare(study.sets, study.folder, write=False))
+    checked = comparison.check(study, pack=False)
     data = record_of(checked.plan, checked.shards, "", finished=False).data
     assert {"data train", "data test"} <= set(data)
     return {name.removeprefix("pretraining of ") for name in data if name.startswith("pretraining of ")}

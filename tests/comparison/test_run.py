@@ -24,7 +24,7 @@ from ssl_vit.comparison import work
 from ssl_vit.comparison.checks import check
 from ssl_vit.comparison.config import load_comparison
 from ssl_vit.comparison.plan import Plan
-from ssl_vit.comparison.run import RESULTS, compare
+from ssl_vit.comparison.run import compare
 from ssl_vit.data.packing import pack
 from ssl_vit.data.packing.plan import Options
 from ssl_vit.data.packing.sources import digits, open_source
@@ -114,7 +114,6 @@ def test_missing_damaged_and_outdated_tasks_alone_are_run(mini: Mini, tmp_path: 
     (run / "tasks" / "few_shot-ssl-0.json").write_text('{"id": "few')
     (run / "tasks" / "few_shot-pixels-0.json").write_text("{}")
     next(run.glob("tasks/few_shot-untrained-0.*.npz")).write_bytes(b"cut")
-    (run / "results.json").write_text('{"kind": "comp')
     expected = {"fine_tune-scratch-2-1", "few_shot-ssl-0", "few_shot-pixels-0", "few_shot-untrained-0"}
     assert again(recipe) == expected
     assert rows(quietly(recipe)) == rows(whole)
@@ -149,7 +148,6 @@ def test_several_sets_given_weights_and_settings_of_an_arm(
     for name in ("encoder.safetensors", "config.json"):
         shutil.copy(run / name, bare)
     (tmp_path / "two.yaml").write_text(f"""
-name: two
 folder: {tmp_path}/packed
 sets:
   first: {{train: {few_digits}/train, test: {few_digits}/test, metric: mean_per_class}}
@@ -297,7 +295,7 @@ def refused(recipe: Path, words: str, *overrides: str) -> None:
     study = load_comparison(recipe, overrides)
     run = study.comparison.run_directory
     before = {path: path.read_bytes() for path in run.rglob("*.json")}
-    for attempt in (lambda: check(study, study.sets), lambda: compare(study, say=lambda text: None)):
+    for attempt in (lambda: check(study), lambda: compare(study, say=lambda text: None)):
         with pytest.raises(UserError, match=words):
             attempt()
     assert {path: path.read_bytes() for path in run.rglob("*.json")} == before
@@ -335,7 +333,7 @@ def test_an_arm_includes_the_run_that_it_starts_from(few_digits: Path, mini: Min
     first = api.train(load_recipe("digits_supervised", keys))
     begun = {"label": "SSL", "recipe": "digits_ssl", "overrides": [*STEPS, f"init_from={first}"]}
     study = load_comparison(mini(arms={"ssl": begun}))
-    assert check(study, study.sets).plan.uses_labels("ssl")
+    assert check(study).plan.uses_labels("ssl")
     longer = {"label": "longer", "compute_of": "ssl"}
     fine_tune = {"fine_tune": TUNING | {"sweep": {}}}
     refused(mini(arms={"ssl": begun, "longer": longer}, evaluators=fine_tune), "compute_of: arms.ssl starts from other")
@@ -392,19 +390,6 @@ def test_what_no_candidate_or_budget_can_do_is_found_before_pretraining(mini: Mi
         refused(mini(evaluators=evaluators), words)
 
 
-def test_a_failure_leaves_no_results_of_before(mini: Mini, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    quietly(mini())
-    assert (tmp_path / "run" / RESULTS).is_file()
-
-    def fails(*arguments: Any) -> Any:
-        raise RunError("no")
-
-    monkeypatch.setattr("ssl_vit.comparison.work.runner.measure", fails)
-    with pytest.raises(RunError):
-        quietly(mini(seeds=[0, 1, 2], frozen_seeds=[0, 1, 2]))
-    assert not (tmp_path / "run" / RESULTS).exists()
-
-
 def test_labels_that_cannot_be_evaluated_on_are_named(
     few_digits: Path, mini: Mini, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -412,7 +397,7 @@ def test_labels_that_cannot_be_evaluated_on_are_named(
     refused(mini(evaluators={"fine_tune": tuning}), r"evaluators\.fine_tune: held_out=0\.001")
     said: list[str] = []
     study = load_comparison(mini(labels_per_class=[2, 60], evaluators={"knn": {}}))
-    check(study, study.sets, said.append)
+    check(study, said.append)
     (note,) = said
     assert "fewer than 60 images" in note and note.endswith(": 0, 1, 2, 3, 4 and 5 more")
     monkeypatch.setattr("ssl_vit.comparison.checks.labels_of", lambda shards: np.full(shards.samples, 3))
@@ -444,7 +429,7 @@ def test_another_job_s_task_is_waited_for(mini: Mini, monkeypatch: pytest.Monkey
     """Jobs that share a directory do each task once: who comes second waits, and finds it done."""
     recipe = mini(evaluators={"few_shot": {"labels_per_class": [1]}})
     study = load_comparison(recipe)
-    checked = check(study, study.sets)
+    checked = check(study)
     quietly(recipe)
     again: list[str] = []
 
@@ -506,7 +491,7 @@ def test_a_gpu_without_enough_memory_fails_one_task(mini: Mini, monkeypatch: pyt
 
 def test_jobs_share_the_loader_processes(mini: Mini) -> None:
     study = load_comparison(mini(jobs=2, arms={"ssl": {"label": "SSL", "recipe": "pretrain_vit_tiny"}}))
-    plan = Plan(study, Path("nowhere"), study.sets)
+    plan = Plan(study)
     assert study.recipes["ssl"].data.workers == 2
     assert plan.pretraining(plan.tasks[0]).data.workers == 1
 

@@ -126,3 +126,12 @@ def fill(cache: Path) -> None:
     (folder / "refs" / "main").write_text("0")
     network = timm.create_model(HUB_NAME, num_classes=1000)
     save_file(network.state_dict(), folder / "snapshots" / "0" / "model.safetensors")
+
+
+def test_nothing_is_imported_into_the_directory_of_a_training_run(mini: Mini, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "recipe.yaml").touch()
+    override = f"arms.mine={{label: mine, weights: {resnet(tmp_path / 'my.safetensors', architecture='test_resnet')}}}"
+    with pytest.raises(UserError, match="holds a training run"):
+        dry_run_comparison(load_comparison(mini(), [override]))
+    assert not (tmp_path / "run" / "weights").exists()

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from ssl_vit import api, recipe
+from ssl_vit.analysis import loaded
 from ssl_vit.evaluators.features import EvalContext, Features
-from ssl_vit.models import factory
 
 Arrays = tuple[np.ndarray, np.ndarray]
 Build = Callable[..., EvalContext]
@@ -64,5 +64,4 @@ def trained(few_digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def context(trained: Path) -> EvalContext:
-    run = trained / "run"
-    return api.make_context(factory.load(run), recipe.run_recipe(run), f"{trained}/train", f"{trained}/test")
+    return api.make_context(loaded.load(trained / "run"), f"{trained}/train", f"{trained}/test")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ import torch
 from sklearn.datasets import load_digits
 from torchvision.transforms import v2
 
-from ssl_vit import api, recipe
+from ssl_vit import api
+from ssl_vit.analysis import loaded
 from ssl_vit.data import evaluation
 from ssl_vit.data.samples import SampleReader
 from ssl_vit.evaluators import features, knn, runner
@@ -72,32 +74,26 @@ def test_features_are_extracted_once_for_all_evaluators(trained: Path, monkeypat
 
 
 def test_the_cache_knows_other_weights_shards_and_preparation(trained: Path, tmp_path: Path) -> None:
-    settings = recipe.run_recipe(trained / "run")
-    assert settings
-    train, test = f"{trained}/train", f"{trained}/test"
+    train, test, given = f"{trained}/train", f"{trained}/test", loaded.load(trained / "run")
+    other = factory.fresh(given.encoder, 0)
 
-    def names(**changed: Any) -> set[str]:
-        arguments: dict[str, Any] = {
-            "encoder": factory.load(trained / "run"),
-            "settings": settings,
-            "train": train,
-            "test": test,
-        } | changed
-        context = api.make_context(**arguments, cache=tmp_path)
+    def names(test: str = test, **changed: Any) -> set[str]:
+        context = api.make_context(replace(given, **changed), train, test, cache=tmp_path)
         for source in ("trained", "pixels"):
             ImageSet(context, source, "test").features(FeatureConfig())
         return {path.name for path in tmp_path.glob("*.safetensors")}
 
     assert len(names()) == 1, "raw pixels are not kept"
     assert len(names()) == 1, "the same again"
-    assert len(names(encoder=None)) == 2, "other weights"
+    assert len(names(encoder=other)) == 2, "other weights"
     assert len(names(test=train)) == 3, "other shards"
-    larger = settings.model_copy(update={"data": settings.data.model_copy(update={"evaluation_resize": 1.5})})
-    assert len(names(settings=larger)) == 4, "other preparation"
+    larger = given.data.model_copy(update={"evaluation_resize": 1.5})
+    assert len(names(data=larger)) == 4, "other preparation"
     damaged = sorted(tmp_path.glob("*.safetensors"))[0]
     whole = damaged.read_bytes()
     damaged.write_bytes(whole[: len(whole) // 2])
-    for changed in ({}, {"encoder": None}, {"test": train}, {"settings": larger}):
+    changes: list[dict[str, Any]] = [{}, {"encoder": other}, {"test": train}, {"data": larger}]
+    for changed in changes:
         names(**changed)
     assert damaged.read_bytes() == whole, "what a full disk cut short is extracted again"
 

@@ -99,7 +99,8 @@ def test_three_processes_evaluate_as_one_does(world: World, digits: Path, traine
     assert images[3] == images[1]
 
 
-def test_a_comparison_names_the_images_that_any_process_skipped(world: World, tmp_path: Path) -> None:
+def test_two_processes_run_a_comparison_together(world: World, tmp_path: Path) -> None:
+    """Both measure the precision, and the result names the images that any of them skipped."""
     images = [encoded(Image.fromarray(np.full((8, 8), 25 * n, dtype=np.uint8))) for n in range(10)]
     for split, shard in itertools.product(("train", "test"), range(2)):
         members: dict[str, bytes] = {}
@@ -111,7 +112,8 @@ def test_a_comparison_names_the_images_that_any_process_skipped(world: World, tm
     (tmp_path / "comparison.yaml").write_text(
         "name: small\nseeds: [0]\nlabels_per_class: [all]\n"
         f"data: {{train: {tmp_path}/train, test: {tmp_path}/test}}\n"
-        "arms: {ssl: {label: ssl, recipe: digits_ssl, overrides: [training.steps=1, training.batch_size=8]}}\n"
+        "arms: {ssl: {label: ssl, recipe: digits_ssl, overrides: "
+        "[training.steps=1, training.batch_size=8, training.precision=auto]}}\n"
         "evaluators: {fine_tune: {sweep: {}, training: {steps: 1, batch_size: 8}}}\n"
     )
     both = world(2, "command_line", "compare", tmp_path / "comparison.yaml", f"run={tmp_path}/run")

@@ -14,7 +14,6 @@ from safetensors.torch import load_file
 from ssl_vit import precision, recipe
 from ssl_vit.comparison.checks import check
 from ssl_vit.comparison.config import load_comparison
-from ssl_vit.comparison.suites import prepare
 from tests.processes.reading import rows as lines
 
 AUTO = "training.precision=auto"
@@ -104,16 +103,15 @@ def test_the_arms_of_a_comparison_share_one(few_digits: Path, tmp_path: Path, mo
         return faster("bf16")()
 
     monkeypatch.setattr(precision, "measure", measure)
-    sets = prepare(study.sets, study.folder, write=False)
-    check(study, sets)
+    check(study)
     assert not list(tmp_path.iterdir()), "a dry run stores nothing"
-    check(study, sets, trial=False)
+    check(study, trial=False)
     assert asked == ["digits_ssl"], "a list of the tasks needs no trial"
-    checked = check(study, sets, keep_precision=True)
+    checked = check(study, keep_precision=True)
     assert asked == ["digits_ssl"] * 2
     assert {settings.training.precision for settings in checked.plan.study.recipes.values()} == {"bf16"}
     monkeypatch.setattr(precision, "measure", faster("fp32"))
-    again = check(study, sets, keep_precision=True).plan
+    again = check(study, keep_precision=True).plan
     assert [task.fingerprint for task in again.tasks] == [task.fingerprint for task in checked.plan.tasks]
 
 
