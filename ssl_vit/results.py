@@ -165,19 +165,11 @@ def load(path: Path) -> tuple[list[Result], dict[str, Any]]:
         if sha256(file) != digest:
             raise ValueError("the .npz beside it does not belong to it")
         arrays = read_arrays(file)
-
-        def array(number: int, name: str) -> np.ndarray | None:
-            stored = arrays.get(f"{number}/{name}")
-            return arrays.get(f"0/{name}") if stored is None and name in ("images", "labels") else stored
-
-        names = [f.name for f in fields(Prediction)]
-        results = [
-            Result(
-                **row | {"notes": tuple(row["notes"])},
-                prediction=Prediction(**{name: array(number, name) for name in names}),  # type: ignore[arg-type]
-            )
-            for number, row in enumerate(rows)
-        ]
+        shared = {name: arrays[f"0/{name}"] for name in ("images", "labels")}
+        names, results = [f.name for f in fields(Prediction)], list[Result]()
+        for number, row in enumerate(rows):
+            own = {name: arrays[f"{number}/{name}"] for name in names if f"{number}/{name}" in arrays}
+            results.append(Result(**row | {"notes": tuple(row["notes"])}, prediction=Prediction(**shared | own)))
         return results, about
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise UserError(

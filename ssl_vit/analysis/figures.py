@@ -135,9 +135,7 @@ def embedding_map(maps: dict[str, np.ndarray], labels: np.ndarray, names: Sequen
                 axes.scatter(*points[labels == label].T, s=14, color=color, linewidths=0, label=name)
             axes.set(xticks=(), yticks=(), title=method)
         handles, names_shown = axes.get_legend_handles_labels()
-        legend = figure.legend(handles, names_shown, loc="outside right upper", frameon=False, markerscale=1.6)
-        for text in legend.get_texts():
-            text.set_parse_math(False)
+        figure.legend(handles, names_shown, loc="outside right upper", frameon=False, markerscale=1.6)
         return figure
 
 

@@ -32,9 +32,9 @@ _TRIES = 4  # unreadable images are replaced by later ones, among this many time
 
 
 def inspect(
-    weights: Path | str,
+    weights: Path,
     shards: str,
-    out: Path | str,
+    out: Path,
     *,
     image_size: Size | None = None,
     images: int = 8,
@@ -53,7 +53,7 @@ def inspect(
 
     Raises UserError for what cannot be read and for sizes that do not fit, RunError for what cannot be written.
     """
-    weights, out, settings = Path(weights), Path(out), run_recipe(Path(weights))
+    settings = run_recipe(weights)
     preparation = settings.data if settings else DataConfig(train=shards)
     resampling = settings.encoder.position_resampling if settings else "timm"
     opened, device = open_shards(shards, preparation.remote), device or make_accelerator().device

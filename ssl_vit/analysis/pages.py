@@ -25,6 +25,7 @@ def figure_style(ink: str) -> dict[Any, Any]:
     """matplotlib's settings: text and axes in the color `ink`, letters as text, the same bytes every time."""
     return {
         "svg.fonttype": "none",
+        "text.parse_math": False,
         "svg.hashsalt": "ssl_vit",
         "font.size": 10.5,
         "axes.spines.top": False,

@@ -114,12 +114,8 @@ def _richly_selected(comparison: Comparison, head: Difference) -> Iterator[str]:
     )
     settings = comparison.record.evaluators[head.place.evaluator].settings.get(head.place.data, {})
     budget = settings.get("sweep_labels_per_class") or smallest.labels_per_class
-    of_budget = [
-        comparison.tasks[task.id]
-        for task in comparison.record.tasks
-        if (task.data, task.evaluator, task.labels_per_class) == (*place, budget) and task.id in comparison.tasks
-    ]
-    sweeps = [task.sweep for task in of_budget if task.sweep]
+    cell = (*place, budget)
+    sweeps = [s for task, s in comparison.sweeps if (task.data, task.evaluator, task.labels_per_class) == cell]
     if any(sweep.held_out > smallest.labels for sweep in sweeps):
         used = max(sweep.labels for sweep in sweeps)
         yield (
@@ -132,10 +128,7 @@ def _richly_selected(comparison: Comparison, head: Difference) -> Iterator[str]:
 def _edges(comparison: Comparison) -> list[str]:
     """Swept settings whose best value was the smallest (0 apart) or largest of those tried, with the arms."""
     arms_by_setting: dict[str, list[str]] = {}
-    for task in comparison.record.tasks:
-        sweep = comparison.tasks[task.id].sweep if task.id in comparison.tasks else None
-        if sweep is None:
-            continue
+    for task, sweep in comparison.sweeps:
         for key, best in sweep.best.items():
             values = {value for candidate in sweep.candidates if isinstance(value := candidate.get(key), int | float)}
             if len(values) > 1 and best in (min(values) or None, max(values)):

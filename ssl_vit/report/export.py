@@ -73,13 +73,13 @@ def rows(comparison: Comparison) -> pd.DataFrame:
     frame["selected"] = frame["selected"].map(json.dumps)
     frame["notes"] = frame["notes"].map(" ".join)
     frame["file"] = [str(file) for file in comparison.measured.files]
-    frame["saved"] = frame["file"].map({str(file): saved for file, saved in comparison.saved.items()})
+    frame["saved"] = comparison.saved
     return frame
 
 
 def provenance(comparison: Comparison) -> list[str]:
     """What was compared by which command, when, where, and by which settings."""
-    record, times = comparison.record, sorted(filter(None, comparison.saved.values()))
+    record, times = comparison.record, sorted(filter(None, comparison.saved))
     lines = [f"{record.title} ({record.name}). {record.command}".strip()]
     lines += [f"Results were saved from {times[0]} to {times[-1]}."] if times else []
     if record.environment:

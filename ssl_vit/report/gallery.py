@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import io
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -82,34 +82,30 @@ def gallery(comparison: Comparison, head: Difference) -> Gallery:
     return Gallery(*pair, budget, first, second)
 
 
-def _test_shards(comparison: Comparison, data: str) -> list[ShardSet]:
+def _test_shards(comparison: Comparison, data: str) -> ShardSet:
     """The test shards of a dataset, of every fold. Raises UserError where they are not at hand as they were."""
-    opened = []
-    for key, part in comparison.record.data.items():
-        if key == f"{data} test" or key.startswith(f"{data} test of fold "):
-            if "://" in part.path:
-                raise UserError(f"{part.path} is remote")
-            opened.append(open_shards(part.path))
-            if opened[-1].samples != part.samples:
-                raise UserError(f"{part.path} holds other images now")
+    name, every = f"{data} test", comparison.record.data.items()
+    parts = [part for key, part in every if key == name or key.startswith(f"{name} of fold ")]
+    if remote := [part.path for part in parts if "://" in part.path]:
+        raise UserError(f"{remote[0]} is remote")
+    opened = open_shards([part.path for part in parts])
+    if opened.samples != sum(part.samples for part in parts):
+        raise UserError(f"{opened.spec} holds other images now")
     return opened
 
 
-def _picture(shards: Sequence[ShardSet], image: int, label: int) -> str:
+def _picture(shards: ShardSet, image: int, label: int) -> str:
     """A test image as a small picture; "" where it cannot be read. Raises UserError where its label is another now.
 
     image: index that counts through all the shards.
     """
     from ssl_vit.data.images import open_picture  # imports torch
 
-    owners = np.cumsum([0, *(part.samples for part in shards)])
-    owner = int(np.searchsorted(owners, image, side="right")) - 1
-    opened, local = shards[owner], image - owners[owner]
-    shard = int(np.searchsorted(opened.first_index, local, side="right")) - 1
+    shard = int(np.searchsorted(shards.first_index, image, side="right")) - 1
     try:
-        content = opened.open(shard).read(int(local - opened.first_index[shard]))
+        content = shards.open(shard).read(image - int(shards.first_index[shard]))
         if decode_label(content, None) != label:
-            raise UserError(f"{opened.spec} holds other images now")
+            raise UserError(f"{shards.spec} holds other images now")
         shown = Image.fromarray(open_picture(content, 3).whole().permute(1, 2, 0).numpy())
     except BadSample:
         return ""

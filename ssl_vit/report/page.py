@@ -30,7 +30,7 @@ from ssl_vit.report.plots import (
     styles_of,
 )
 from ssl_vit.report.read import Comparison, read
-from ssl_vit.report.runs import flat
+from ssl_vit.report.runs import flat, metric_name
 from ssl_vit.report.summary import Accuracy, EvaluationKey, Summary, summarize
 from ssl_vit.report.tables import Shown
 from ssl_vit.report.verdict import interval, notes, verdict
@@ -96,7 +96,7 @@ def page(comparison: Comparison) -> str:
         notes=notes(comparison),
         words=budget_words,
         tables=tables,
-        times=sorted(filter(None, comparison.saved.values())),
+        times=sorted(filter(None, comparison.saved)),
         sections=[
             _section(comparison, summary, styles, place, detailed=number < _DETAILED)
             for number, place in enumerate(sorted(summary.places, key=lambda place: place not in first))
@@ -157,10 +157,10 @@ def _figures(
     chance = f"chance is {100 / comparison.classes(place.data):.3g}%"
     rows = [row for row in summary.accuracies if row.place == place]
     curves = _curves(rows, lambda row: row.arm, lambda row: row.labels, styles)
-    figure = accuracy_curve(
-        [curve._replace(label=label(curve.label)) for curve in curves], axis, "test accuracy, %", {}
-    )
-    yield figure, f"Mean test accuracy by labels per class; band or bar: 95% interval; {chance}."
+    metric = metric_name(comparison.record.metrics[place.data])
+    curves = [curve._replace(label=label(curve.label)) for curve in curves]
+    figure = accuracy_curve(curves, axis, f"{metric}, %", {})
+    yield figure, f"Mean over seeds of the {metric} by labels per class; band or bar: 95% interval; {chance}."
     differences = [row for row in summary.differences if (row.place, row.arm) == (place, tested)]
     # In the color of what it is compared with: the arm under test is in all of them.
     if curves := _curves(differences, lambda row: row.against, lambda row: row.labels, styles):
@@ -173,7 +173,8 @@ def _figures(
 def _studies(comparison: Comparison, summary: Summary) -> Iterator[tuple[str, Markup, str]]:
     """(title, figure, caption): accuracy over what the arms' pretrainings differ in, a figure per label budget."""
     sizes, axis = comparison.sizes(), _STUDY[comparison.record.study or "samples"]
-    series = {arm.name: arm.series or arm.architecture for arm in comparison.record.arms}
+    first = {arm.architecture: arm.label for arm in reversed(comparison.record.arms)}
+    series = {arm.name: arm.series or first[arm.architecture] for arm in comparison.record.arms}
     styles = styles_of(series.values())
     for place, budget in dict.fromkeys((row.place, row.labels_per_class) for row in summary.accuracies if sizes):
         rows = [row for row in summary.accuracies if (row.place, row.labels_per_class) == (place, budget)]
@@ -181,8 +182,13 @@ def _studies(comparison: Comparison, summary: Summary) -> Iterator[tuple[str, Ma
         levels = {comparison.label(row.arm): 100 * row.estimate.mean for row in rows if row not in sized}
         if curves := _curves(sized, lambda row: series[row.arm], lambda row: sizes[row.arm], styles):
             title = f"{tables.place_title(comparison, place)}, labels per class: {budget}"
-            figure = accuracy_curve(curves, axis, "test accuracy, %", levels)
-            yield title, figure, f"Test accuracy over {axis}. Dashed: arms and references without such pretraining."
+            metric = metric_name(comparison.record.metrics[place.data])
+            figure = accuracy_curve(curves, axis, f"{metric}, %", levels)
+            yield (
+                title,
+                figure,
+                f"{metric.capitalize()} over {axis}. Dashed: arms and references without such pretraining.",
+            )
 
 
 def _losses(comparison: Comparison, styles: Styles) -> Iterator[tuple[str, Markup]]:

@@ -103,7 +103,7 @@ def _bars(curves: Sequence[Curve], ylabel: str) -> Markup:
             range(len(curves)), means, xerr=half, color=[curve.style.color for curve in curves], ecolor=INK, capsize=4
         )
         names = [_wrapped(curve.label) for curve in curves]
-        axes.set_yticks(range(len(curves)), names, parse_math=False)
+        axes.set_yticks(range(len(curves)), names)
         axes.invert_yaxis()
         axes.axvline(0, color=INK, linewidth=0.8)
         axes.xaxis.grid(True, color=INK, alpha=0.12, linewidth=0.8)
@@ -154,8 +154,8 @@ def confusion_matrix(shares_KK: np.ndarray, names: Sequence[str]) -> Markup:
         shown = range(len(names)) if len(names) <= 30 else ()
         size = 9.0 if len(names) <= 12 else 5.5
         turned = 90 if max(map(len, short)) > 2 else 0
-        axes.set_xticks(shown, [short[n] for n in shown], rotation=turned, fontsize=size, parse_math=False)
-        axes.set_yticks(shown, [short[n] for n in shown], fontsize=size, parse_math=False)
+        axes.set_xticks(shown, [short[n] for n in shown], rotation=turned, fontsize=size)
+        axes.set_yticks(shown, [short[n] for n in shown], fontsize=size)
         axes.set(xlabel="predicted class", ylabel="true class")
         return _svg(figure)
 
@@ -184,9 +184,7 @@ def _embed(figure: Figure, axes: Axes, xlabel: str, ylabel: str) -> Markup:
     lines.sort(key=lambda line: -float(np.asarray(line.get_ydata())[-1]))
     names = [_wrapped(str(line.get_label())) for line in lines]
     size = min(10.5, 180 / (1 + sum(name.count("\n") + 1 for name in names)))  # points; many names fit, too
-    legend = axes.legend(lines, names, loc="upper left", bbox_to_anchor=(1.02, 1), frameon=False, fontsize=size)
-    for text in legend.get_texts():
-        text.set_parse_math(False)
+    axes.legend(lines, names, loc="upper left", bbox_to_anchor=(1.02, 1), frameon=False, fontsize=size)
     return _svg(figure)
 
 

@@ -25,21 +25,16 @@ from ssl_vit.records import (
     ReferenceRecord,
     RunSummary,
     SkippedSample,
+    SweepRecord,
     TaskRecord,
     TaskResult,
 )
 from ssl_vit.report import sequential
-from ssl_vit.report.runs import Run, pictures, read_run
+from ssl_vit.report.runs import OBJECTIVES, REFERENCES, Run, pictures, read_run
 from ssl_vit.results import Result, Table
 
 PLAN = "plan.json"
 _cell = attrgetter("data", "evaluator", "arm", "labels_per_class", "seed", "fold")
-OBJECTIVES = {"masked_patch": "masked patch prediction", "lejepa": "LeJEPA"}
-REFERENCES: dict[ReferenceKind, str] = {
-    "untrained": "the untrained encoder",
-    "pixels": "raw pixels",
-    "control": "an untrained encoder per seed",
-}
 
 
 @dataclass(frozen=True)
@@ -102,9 +97,9 @@ class Comparison:
         return of_runs | {file: self.tasks[file.stem] for file in self.measured.files if file.stem in self.tasks}
 
     @property
-    def saved(self) -> dict[Path, str]:
-        """When each of the files was written (UTC, ISO 8601)."""
-        return {file: self.written[file].saved for file in self.measured.files}
+    def saved(self) -> list[str]:
+        """When each row's file was written (UTC, ISO 8601)."""
+        return [self.written[file].saved for file in self.measured.files]
 
     @property
     def arms(self) -> tuple[str, ...]:
@@ -139,8 +134,13 @@ class Comparison:
 
     def tried(self, arm: str) -> int:
         """How many settings the arm's sweeps tried."""
-        sweeps = (self.tasks[task.id].sweep for task in self.record.tasks if task.arm == arm and task.id in self.tasks)
-        return sum(len(sweep.candidates) for sweep in sweeps if sweep)
+        return sum(len(sweep.candidates) for task, sweep in self.sweeps if task.arm == arm)
+
+    @property
+    def sweeps(self) -> list[tuple[TaskRecord, SweepRecord]]:
+        """The finished sweeps with their tasks."""
+        done = [(task, self.tasks[task.id].sweep) for task in self.record.tasks if task.id in self.tasks]
+        return [(task, sweep) for task, sweep in done if sweep]
 
     def sizes(self) -> dict[str, float]:
         """By arm, the number of pretraining samples or FLOPs that the study varies; empty outside of a study."""
@@ -215,27 +215,27 @@ def read_runs(paths: Sequence[Path]) -> Comparison:
     settings on the same data."""
     runs = _by_name([read_run(path) for path in paths])
     first = next(iter(runs))
-    evaluators: dict[str, tuple[str, EvaluatorRecord]] = {}  # (name, record) by protocol
-    data: dict[str, DataRecord] = {}
-    metrics: dict[str, Metric] = {}
+    evaluators, protocols = dict[str, EvaluatorRecord](), dict[str, tuple[str, str]]()  # (evaluator, dataset)
+    data, metrics = dict[str, DataRecord](), dict[str, Metric]()
     rows: list[tuple[Result, Path]] = []
-    skipped: list[SkippedSample] = []
-    references: dict[str, ReferenceRecord] = {}
+    skipped, references = list[SkippedSample](), dict[str, ReferenceRecord]()
     accuracies: dict[tuple[str, str], list[float]] = {}  # of references, by evaluator
     tasks, swept = dict[str, TaskRecord](), dict[str, TaskResult]()
     for name, evaluation in ((name, evaluation) for name, run in runs.items() for evaluation in run.evaluations):
         file, measured, about = evaluation.path, evaluation.results, evaluation.about
         assert file is not None, "it was read"
         places = {part: " + ".join(several(place)) for part, place in about.data.items()}
-        test, count = places["test"], sum(used.startswith(about.evaluator) for used, _ in evaluators.values())
-        new = f"{about.evaluator} ({count + 1})" if count else about.evaluator
-        settings = EvaluatorRecord(title=about.title, settings={test: about.settings})
-        evaluator, _ = evaluators.setdefault(about.protocol, (new, settings))
-        if metrics.setdefault(test, about.metric) != about.metric:  # as if of another dataset
-            test = f"{test} ({about.metric.replace('_', ' ')})"
-            metrics[test] = about.metric
-        for part, path in places.items():
-            data[f"{test} {part}"] = DataRecord(path=path, samples=0, classes=about.classes or None)
+        if about.protocol not in protocols:
+            test, count = places["test"], sum(used.startswith(about.evaluator) for used in evaluators)
+            if metrics.setdefault(test, about.metric) != about.metric:  # as if of another dataset
+                test = f"{test} ({about.metric.replace('_', ' ')})"
+                metrics[test] = about.metric
+            new = f"{about.evaluator} ({count + 1})" if count else about.evaluator
+            evaluators[new] = EvaluatorRecord(title=about.title, settings={test: about.settings})
+            for part, path in places.items():
+                data[f"{test} {part}"] = DataRecord(path=path, samples=0, classes=about.classes or None)
+            protocols[about.protocol] = new, test
+        evaluator, test = protocols[about.protocol]
         skipped += about.skipped
         for source in dict.fromkeys(row.arm for row in measured):
             source_rows = [row for row in measured if row.arm == source]
@@ -267,18 +267,18 @@ def read_runs(paths: Sequence[Path]) -> Comparison:
                 label=name,
                 kind="pretrained",
                 run=str(run.path),
-                uses_labels=bool(run.summary and run.summary.classes),  # only runs with labels know their names
+                # Of other objectives, only those with labels know the names of the classes.
+                uses_labels=bool(run.summary and (run.summary.objective == "classification" or run.summary.classes)),
                 summary=run.summary,
             )
             for name, run in runs.items()
         ),
         references=tuple(references.values()),
-        evaluators=dict(evaluators.values()),
+        evaluators=evaluators,
         tasks=tuple(tasks.values()),
     )
     table = Table([row for row, _ in rows], [file for _, file in rows])
-    once = tuple(dict.fromkeys(skipped))
-    return Comparison(record, table, tuple(paths), swept, runs=runs, skipped=once, separate=True)
+    return Comparison(record, table, tuple(paths), swept, (), runs, tuple(dict.fromkeys(skipped)), separate=True)
 
 
 def _sweeps(

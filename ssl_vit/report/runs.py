@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
@@ -14,9 +13,9 @@ import pandas as pd
 
 from ssl_vit import records, results
 from ssl_vit.files import read_json
-from ssl_vit.interfaces import UserError
+from ssl_vit.interfaces import Metric, UserError
 from ssl_vit.overrides import flatten
-from ssl_vit.records import RunSummary, SkippedSample
+from ssl_vit.records import ReferenceKind, RunSummary, SkippedSample
 from ssl_vit.results import Evaluation
 
 RUN_FILES = ("summary.json", "recipe.yaml", "environment.json", "metrics.jsonl", "results")
@@ -25,6 +24,12 @@ PICTURES = (
     *("reconstructions", "embedding_map", "nearest_neighbors", "attention_rollout", "attention_distance"),
     *("feature_map", "filters", "position_similarity"),
 )
+OBJECTIVES = {"masked_patch": "masked patch prediction", "lejepa": "LeJEPA"}
+REFERENCES: dict[ReferenceKind, str] = {
+    "untrained": "the untrained encoder",
+    "pixels": "raw pixels",
+    "control": "an untrained encoder per seed",
+}
 LOSSES = ["step", "loss", "constant_loss", "images_seen"]
 
 
@@ -66,7 +71,7 @@ def read_run(path: Path) -> Run:
         summary=summary,
         recipe=recipe.read_text(encoding="utf-8", errors="replace") if recipe.is_file() else "",
         losses=losses,
-        pictures=pictures(path / "inspect") or _newest_picture(path / "pictures"),
+        pictures=pictures(path / "inspect") or tuple(sorted((path / "pictures").glob("reconstruction*.png"))[-1:]),
         evaluations=tuple(stored.values()),
         environment=flat(read_json(environment)) if environment.is_file() else {},
         remarks=tuple(remarks),
@@ -89,14 +94,13 @@ def text(value: object) -> str:
     return "–" if value is None else str(value)
 
 
+def metric_name(metric: Metric) -> str:
+    return "mean per-class test accuracy" if metric == "mean_per_class" else "test accuracy"
+
+
 def pictures(folder: Path) -> tuple[Path, ...]:
     """The pictures that `ssl-vit inspect` wrote into a folder."""
     return tuple(path for name in PICTURES if (path := folder / f"{name}.png").is_file())
-
-
-def _newest_picture(folder: Path) -> tuple[Path, ...]:
-    steps = {path: int("".join(re.findall(r"\d+$", path.stem)) or -1) for path in folder.glob("reconstruction*.png")}
-    return tuple(sorted(steps, key=lambda path: (steps[path], path.name))[-1:])
 
 
 def _read_metrics(path: Path) -> tuple[pd.DataFrame, list[str]]:

@@ -145,10 +145,10 @@ def unit_means(values_SX: np.ndarray, pretrainings: Sequence[Hashable]) -> np.nd
 
 
 def within_variance(values_S: np.ndarray, pretrainings: Sequence[Hashable]) -> float:
-    """Pooled variance of the values of the seeds of each pretraining; nan with one seed each."""
+    """Pooled variance of the values of the seeds of each pretraining. At least one has several."""
     groups = [np.array([one == name for one in pretrainings]) for name in dict.fromkeys(pretrainings)]
     squares = sum(float(((values_S[of] - values_S[of].mean()) ** 2).sum()) for of in groups)
-    return squares / (len(values_S) - len(groups)) if len(values_S) > len(groups) else math.nan
+    return squares / (len(values_S) - len(groups))
 
 
 def _variance(ms_seed: float, ms_image: float, ms_residual: float, S: int, M: int) -> tuple[float, float]:

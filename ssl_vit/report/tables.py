@@ -12,7 +12,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from ssl_vit.evaluators import budget_words
-from ssl_vit.interfaces import printable
+from ssl_vit.interfaces import printable, printable_lines
 from ssl_vit.report.classes import BINS, Classes
 from ssl_vit.report.costs import STAGES, UNITS, costs
 from ssl_vit.report.read import Comparison
@@ -74,7 +74,7 @@ def place_tables(comparison: Comparison, summary: Summary, place: EvaluationKey)
 
 
 def _table(title: str, rows: Mapping[str, Mapping[str, str]], head: str = "Arm", arms: Iterable[str] = ()) -> Shown:
-    frame = pd.DataFrame.from_dict(dict(rows), orient="index").fillna("–").rename_axis(head).reset_index()
+    frame = pd.DataFrame([*rows.values()], index=[*rows]).fillna("–").rename_axis(head).reset_index()
     return Shown(title, frame, tuple(arms))
 
 
@@ -159,11 +159,10 @@ def _with_unknown(known: object) -> str:
 def sweep_table(comparison: Comparison) -> Shown:
     """Every setting that a sweep tried on held-out training images."""
     rows = []
-    for task in comparison.record.tasks:
-        sweep = comparison.tasks[task.id].sweep if task.id in comparison.tasks else None
-        for tried in sweep.candidates if sweep else ():
+    for task, sweep in comparison.sweeps:
+        for tried in sweep.candidates:
             settings = {key: value for key, value in tried.items() if not key.startswith("held_out_")}
-            best = settings.items() <= sweep.best.items() if sweep else False
+            best = settings.items() <= sweep.best.items()
             rows.append(
                 {
                     "Arm": comparison.label(task.arm),
@@ -198,14 +197,15 @@ def terminal(comparison: Comparison) -> Group:
     """Verdict and tables for rich's console."""
     summary = summarize(comparison)
     sentences = [*verdict(comparison, summary), interval(comparison, summary), *notes(comparison)]
-    return Group(*map(Text, sentences), *map(rich_table, all_tables(comparison, summary)))
+    shown = [Text(printable_lines(sentence)) for sentence in sentences]
+    return Group(*shown, *map(rich_table, all_tables(comparison, summary)))
 
 
 def rich_table(shown: Shown) -> RichTable:
     """A table for rich, first column aligned left. Cells are Text: rich would read square brackets in str as markup."""
-    table = RichTable(title=Text(shown.title), title_justify="left")
+    table = RichTable(title=Text(printable(shown.title)), title_justify="left")
     for number, header in enumerate(shown.frame.columns):
-        table.add_column(Text(str(header)), justify="right" if number else "left")
+        table.add_column(Text(printable(str(header))), justify="right" if number else "left")
     for row in shown.frame.itertuples(index=False):
         table.add_row(*(Text(printable(str(cell))) for cell in row))
     return table

@@ -8,10 +8,11 @@ from dataclasses import astuple
 from statistics import fmean
 
 from ssl_vit.evaluators import budget_words
+from ssl_vit.overrides import flatten
 from ssl_vit.report.cautions import cautions
 from ssl_vit.report.costs import costs
-from ssl_vit.report.read import OBJECTIVES, Comparison
-from ssl_vit.report.runs import flat, joined, listed, text
+from ssl_vit.report.read import Comparison
+from ssl_vit.report.runs import OBJECTIVES, joined, listed, metric_name, text
 from ssl_vit.report.statistics import plan, points
 from ssl_vit.report.summary import Difference, Efficiency, EvaluationKey, Summary, declared_headline
 
@@ -96,7 +97,7 @@ def _saw_held_out(comparison: Comparison) -> Iterator[str]:
 def _own_settings(comparison: Comparison) -> Iterator[str]:
     for arm in comparison.record.arms:
         for evaluator, settings in arm.evaluators.items():
-            values = ", ".join(f"{key}={value}" for key, value in flat(settings).items())
+            values = ", ".join(f"{key}={value}" for key, value in flatten(settings).items())
             yield f"Settings of {arm.label} alone: {evaluator}: {values}."
 
 
@@ -129,8 +130,7 @@ def _headline(comparison: Comparison, head: Difference, budgets: Sequence[Differ
     if len(budgets) == 1:
         over = f" with {budget_words(budgets[0].labels_per_class or 0)}"
     title = comparison.record.evaluators[head.place.evaluator].title
-    weighted = comparison.record.metrics[head.place.data] == "mean_per_class"
-    metric = "mean per-class test accuracy" if weighted else "test accuracy"
+    metric = metric_name(comparison.record.metrics[head.place.data])
     units = f"{head.estimate.units} pretrainings, " if head.unit == "pretraining" else ""
     design = f"{units}{head.seeds} seed{'s' * (head.seeds != 1)}, {head.estimate.images:,} test images"
     if comparison.record.folds > 1:

@@ -145,10 +145,16 @@ def test_a_report_that_cannot_be_written_is_named(comparison: Path, tmp_path: Pa
 
 
 def test_a_scaling_study_has_a_line_per_series_and_levels(tmp_path: Path) -> None:
-    sizes = {"ssl": ("wide", 2e12), "wide_short": ("wide", 5e11), "small": ("narrow", 1e10)}
+    sizes = {"ssl": ("wide", 2e12), "wide_short": ("wide", 5e11), "small": (None, 1e10)}
     arms = [
         ARMS[0].model_copy(
-            update={"name": name, "label": name, "series": series, "kind": "weights"}
+            update={
+                "name": name,
+                "label": f"{name} arm",
+                "series": series,
+                "kind": "weights",
+                "architecture": str(series),
+            }
             | {"summary": SUMMARY.model_copy(update={"flops": flops})}
         )
         for name, (series, flops) in sizes.items()
@@ -161,7 +167,7 @@ def test_a_scaling_study_has_a_line_per_series_and_levels(tmp_path: Path) -> Non
     text = write_report([folder], tmp_path / "report.html").read_text()
     figure = text[text.index("pretraining</h2>") : text.index('id="cost"')]
     names = " ".join(html.unescape(name) for name in re.findall(r"<text[^>]*>([^<]*)</text>", figure))
-    for name in ("wide", "narrow", "the untrained encoder", "raw pixels", "10G", "500G", "2T"):
+    for name in ("wide", "small arm", "the untrained encoder", "raw pixels", "10G", "500G", "2T"):
         assert names.count(name) == 1, (name, names)
 
 

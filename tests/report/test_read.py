@@ -10,16 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from ssl_vit import records, results
+from ssl_vit import results
 from ssl_vit.files import sha256, write_json
 from ssl_vit.interfaces import UserError
-from ssl_vit.records import RunSummary
 from ssl_vit.report.export import export
 from ssl_vit.report.read import read
 from ssl_vit.report.runs import flat, read_run
 from ssl_vit.report.summary import EvaluationKey, summarize
 from ssl_vit.report.tables import cost_table, place_tables, sweep_table
-from tests.report.made import SWEEP, row, two_arms, write_comparison, write_run
+from tests.report.made import SUMMARY, SWEEP, row, two_arms, write_comparison, write_run
 
 
 def test_a_run_that_was_killed_and_resumed(tmp_path: Path) -> None:
@@ -38,8 +37,8 @@ def test_pictures_of_inspect_come_before_the_newest_of_training(tmp_path: Path) 
     run = write_run(tmp_path / "run", "a", 0.6)
     (run / "pictures").mkdir()
     for step in (500, 1000, 90):
-        (run / f"pictures/reconstruction_step_{step}.png").write_bytes(b"")
-    assert [path.name for path in read_run(run).pictures] == ["reconstruction_step_1000.png"]
+        (run / f"pictures/reconstruction_step_{step:08d}.png").write_bytes(b"")
+    assert [path.name for path in read_run(run).pictures] == ["reconstruction_step_00001000.png"]
     (run / "inspect").mkdir()
     for name in ("filters", "attention_rollout", "unknown"):
         (run / "inspect" / f"{name}.png").write_bytes(b"")
@@ -144,12 +143,30 @@ def test_one_set_has_two_metrics_in_two_evaluations(tmp_path: Path) -> None:
     assert metrics == {"data/test": "accuracy", "data/test (mean per class)": "mean_per_class"}
 
 
+def test_runs_on_the_same_images_under_two_paths_are_compared(tmp_path: Path) -> None:
+    runs = []
+    for name, place in (("a", "data"), ("b", "./data")):
+        runs.append(
+            write_run(
+                tmp_path / name,
+                name,
+                0.6,
+                data={"train": f"{place}/train", "test": f"{place}/test"},
+                shards={"train": "1", "test": "2"},
+            )
+        )
+    found = read(runs)
+    assert set(found.table.frame["data"]) == {"data/test"} and list(found.record.evaluators) == ["few_shot"]
+    assert set(found.table.frame["arm"]) == {"a", "b", "pixels"}
+
+
 def test_a_supervised_run_used_its_labels(tmp_path: Path) -> None:
     runs = [write_run(tmp_path / name, name, 0.6) for name in ("masked", "supervised")]
-    summary = records.read(runs[1] / "summary.json", RunSummary).model_copy(update={"classes": ("a", "b")})
-    write_json(runs[1] / "summary.json", summary.model_dump(mode="json"))
-    costs = cost_table(read(runs)).frame.set_index("Cost")
-    assert costs.loc["Pretraining labels"].tolist() == ["0", str(summary.samples)]
+    for changes in ({"classes": ("a", "b")}, {"objective": "classification"}):  # shards may name no classes
+        summary = SUMMARY.model_copy(update=changes)
+        write_json(runs[1] / "summary.json", summary.model_dump(mode="json"))
+        costs = cost_table(read(runs)).frame.set_index("Cost")
+        assert costs.loc["Pretraining labels"].tolist() == ["0", str(summary.samples)]
 
 
 @pytest.mark.parametrize(

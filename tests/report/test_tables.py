@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from ssl_vit.interfaces import without_credentials
-from ssl_vit.records import ArmRecord, EvaluatorRecord
+from ssl_vit.records import ArmRecord, EvaluatorRecord, SkippedSample
 from ssl_vit.report.export import export, latex, markdown
 from ssl_vit.report.page import write_report
 from ssl_vit.report.read import Comparison, read
@@ -34,6 +34,12 @@ def test_the_terminal_shows_names_as_they_are_and_marks_missing_seeds(tmp_path: 
     assert "SSL [50%]" in text, "square brackets are no markup"
     assert "(2 of 3 seeds)" in text
     assert "half-width of a 95% interval" in text
+
+
+def test_names_from_data_do_not_reach_the_terminal_as_control_characters(tmp_path: Path) -> None:
+    skipped = [SkippedSample(shard="0.tar", key="\x1b]0;x", reason="empty")]
+    folder = write_comparison(tmp_path, two_arms(), skipped=skipped)
+    assert "\x1b" not in printed(read([folder]), 120)
 
 
 def test_costs_fit_80_columns(tmp_path: Path) -> None:
