@@ -108,7 +108,7 @@ def _probe(settings: Recipe, shards: ShardSet, job: loop.Job) -> list[Probe]:
         raise UserError("probe.patience: the run trains on the labels that the probe is scored on; set probe.data")
     labeled = open_shards(settings.probe.data, settings.data.remote) if settings.probe.data else shards
     probe = OnlineProbe(settings.probe, labeled, settings.data, job.objective.encoder, job.accelerator)  # type: ignore[arg-type]
-    return [Probe(probe, settings.probe.every, settings.probe.patience, probe.skipped)]
+    return [Probe(settings.probe, probe, probe.skipped)]
 
 
 def make_context(

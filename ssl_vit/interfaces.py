@@ -132,9 +132,6 @@ def pair(size: Size) -> tuple[int, int]:
     return (size, size) if isinstance(size, int) else (size[0], size[1])
 
 
-_PER_SAMPLE = ("images", "labels", "noise", "flip", "jitter", "indices", "valid", "keys")  # fields of `Batch`
-
-
 @dataclass
 class Batch:
     """The images of one process for one step, in lane order. With several views, the rows of an image are consecutive
@@ -177,7 +174,7 @@ class Batch:
 
     def rows(self, rows: slice) -> Batch:
         """Some of the samples."""
-        given = {name: value for name, value in vars(self).items() if name in _PER_SAMPLE and value is not None}
+        given = {name: value for name, value in vars(self).items() if value is not None and not isinstance(value, int)}
         return replace(self, **{name: value[rows] for name, value in given.items()})
 
     def mean(self, values_B: torch.Tensor) -> torch.Tensor:

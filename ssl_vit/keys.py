@@ -28,9 +28,9 @@ def keys(config: type[BaseModel], prefix: str = "", section: object = None) -> I
 
     section: the default of the configuration, where it is a section of another one.
     """
-    described, defaults = meanings(config), section if isinstance(section, config) else _defaults(config)
+    described, defaults = meanings(config), dict(section) if isinstance(section, config) else _defaults(config)
     for name, field in config.model_fields.items():
-        default = defaults.get(name, PydanticUndefined) if isinstance(defaults, dict) else getattr(defaults, name)
+        default = defaults[name]
         below = None if "tuple" in str(field.annotation) else config_in(field.annotation)
         shown = "" if default is PydanticUndefined or below else json.dumps(to_jsonable_python(default))
         yield Key(f"{prefix}{name}", _kind(field.annotation), shown, described.get(name, ""))
@@ -39,14 +39,13 @@ def keys(config: type[BaseModel], prefix: str = "", section: object = None) -> I
             yield from keys(below, f"{prefix}{name}.{named}", default)
 
 
-def _defaults(config: type[BaseModel]) -> BaseModel | dict[str, Any]:
-    """A configuration with no key given, which has the defaults that its validators set; the defaults of its fields
-    where keys must be given."""
+def _defaults(config: type[BaseModel]) -> dict[str, Any]:
+    """The values of a configuration with no key given, which has the defaults that its validators set; the defaults of
+    its fields where keys must be given."""
     try:
-        return config.model_validate({})
+        return dict(config.model_validate({}))
     except ValidationError:
-        fields = {name: field for name, field in config.model_fields.items() if not field.is_required()}
-        return {name: field.get_default(call_default_factory=True) for name, field in fields.items()}
+        return {name: field.get_default(call_default_factory=True) for name, field in config.model_fields.items()}
 
 
 def meanings(config: type[BaseModel]) -> dict[str, str]:

@@ -99,17 +99,13 @@ def _import(place: str, member: str, what: str) -> Any:
         raise UserError(
             f"{what} cannot be imported ({error}); install its package, or add its folder to PYTHONPATH"
         ) from None
-    if not attribute and _defines(module, member):
-        if member != "open_images" and not hasattr(module, "Config"):
-            raise UserError(f"{what}: {name} defines no Config")
-        return module
-    attribute_value = getattr(module, attribute, None) if attribute else None
-    if attribute_value is None:
+    if not _defines(module, attribute or member):
         raise UserError(f"{what}: {name} defines no {attribute or member}")
-    config = getattr(attribute_value, "Config", None) or getattr(module, "Config", None)
+    defined = getattr(module, attribute or member)
+    config = getattr(defined, "Config", None) or getattr(module, "Config", None)
     if member != "open_images" and config is None:
         raise UserError(f"{what}: neither the class nor its module defines a Config")
-    return SimpleNamespace(**{member: attribute_value, "Config": config})
+    return SimpleNamespace(**vars(module) | {member: defined, "Config": config})
 
 
 def _defines(module: Any, member: str) -> bool:

@@ -11,7 +11,7 @@ from ssl_vit.interfaces import UserError, is_main_process
 from ssl_vit.recipe import Recipe, run_recipe
 from ssl_vit.training import Precision, distributed
 from ssl_vit.training.distributed import make_accelerator, shared_errors
-from ssl_vit.training.memory import OPTIMIZER_COPIES, find_accumulation, forward_backward, micro_batch_counts
+from ssl_vit.training.memory import find_accumulation, forward_backward
 
 # In order of preference: a later one is chosen only if it takes at most this share of the time of those before it.
 _CANDIDATES: dict[str, tuple[Precision, ...]] = {"cuda": ("tf32", "bf16")}
@@ -66,10 +66,8 @@ def measure(settings: Recipe) -> dict[Precision, float]:
         step = next(job.batches([LanePosition()] * job.lanes))[0]
         module = job.objective.to(accelerator.device).train()
         candidates = _CANDIDATES.get(accelerator.device.type, _OTHERWISE)
-        candidates = tuple(filter(distributed.supports, candidates)) or ("fp32",)
-    counts = micro_batch_counts(settings.training, job.lanes // accelerator.num_processes)
-    copies = OPTIMIZER_COPIES[settings.optim.name]
-    batch = step.split(find_accumulation(module, step, accelerator, counts, copies))[0]
+        candidates = tuple(one for one in candidates if not distributed.unsupported(one)) or ("fp32",)
+    batch = step.split(find_accumulation(module, step, accelerator, settings.training, settings.optim))[0]
     seconds: dict[Precision, float] = {}
     for number in range(_ROUNDS + 1):
         for precision in candidates:

@@ -101,7 +101,7 @@ def build(
     # From here on each process draws its own dropout; the initialization above was the same on all.
     set_seed(settings.seed + 1 + accelerator.process_index)
     draws = run and training.picture_every and hasattr(objective, "reconstruct")
-    pictures = [Pictures(_draw_into(run), training.picture_every)] if run and draws else []
+    pictures = [Pictures(_draw_into(run))] if run and draws else []
     if pictures and accelerator.is_fsdp2:
         raise UserError("training.picture_every: not available for a sharded model; set it to 0")
     return Job(
@@ -271,8 +271,7 @@ def dry_run(settings: Recipe, shards: ShardSet | None = None, subset: np.ndarray
     batch = next(batches)[0]
     data_seconds = time.perf_counter() - start
     module = job.objective.to(accelerator.device).train()
-    counts = memory.micro_batch_counts(training, job.lanes // accelerator.num_processes)
-    accumulate = memory.find_accumulation(module, batch, accelerator, counts, copies)
+    accumulate = memory.find_accumulation(module, batch, accelerator, training, settings.optim)
     part = batch.split(accumulate)[0]
     passes = [memory.forward_backward(module, part, accelerator) for _ in range(3)]
     samples = (settings.data.samples or shards.samples) if subset is None else len(subset)

@@ -59,6 +59,8 @@ def read_run(path: Path) -> Run:
         raise UserError(f"{path}: neither a run nor a comparison (no plan.json, {names}). Give the directory itself.")
     file, recipe, environment = (path / name for name in RUN_FILES[:3])
     summary = records.read(file, RunSummary) if file.is_file() else None
+    about = read_json(environment) if environment.is_file() else {}
+    about.pop("before", None)  # of the sessions before the last one
     losses, remarks = _read_metrics(path / "metrics.jsonl")
     stored, outdated = results.evaluations(path)
     remarks += [
@@ -73,7 +75,7 @@ def read_run(path: Path) -> Run:
         losses=losses,
         pictures=pictures(path / "inspect") or tuple(sorted((path / "pictures").glob("reconstruction*.png"))[-1:]),
         evaluations=tuple(stored.values()),
-        environment=flat(read_json(environment)) if environment.is_file() else {},
+        environment=flat(about),
         remarks=tuple(remarks),
     )
 

@@ -18,7 +18,7 @@ from torch import nn
 
 from ssl_vit.interfaces import Batch, Diverged
 from ssl_vit.records import SkippedSample
-from ssl_vit.training import checkpoint, distributed
+from ssl_vit.training import ProbeConfig, checkpoint, distributed
 from ssl_vit.training.distributed import shared_errors
 from ssl_vit.training.logging import Window
 from ssl_vit.training.loop import Callback, Trainer
@@ -145,15 +145,14 @@ class Pictures(Callback):
     """Draws what the objective predicts, on the main process.
 
     draw: from the unwrapped objective, the batch and the step to a picture, uint8 (H, W, 3).
-    every: steps.
     """
 
-    def __init__(self, draw: Callable[[nn.Module, Batch, int], np.ndarray], every: int) -> None:
-        self.draw, self.every = draw, every
+    def __init__(self, draw: Callable[[nn.Module, Batch, int], np.ndarray]) -> None:
+        self.draw = draw
 
     def after_step(self, trainer: Trainer) -> None:
         step = trainer.progress.step
-        if not (trainer.last or step % self.every == 0):
+        if not (trainer.last or step % trainer.job.training.picture_every == 0):
             return
         with shared_errors(f"{trainer.job.run}: cannot write a picture"):
             if trainer.accelerator.is_main_process:
@@ -167,21 +166,15 @@ class Probe(Callback):
     """Measures the representation now and then, and ends training where it no longer improves.
 
     measure: from the unwrapped objective to a number, higher is better; may leave it in evaluation mode.
-    every: steps.
-    patience: measures in a row without a new best after which training ends; None: never.
     skipped: the samples that this process could not use for it, each once.
     """
 
     name = "probe"
 
     def __init__(
-        self,
-        measure: Callable[[nn.Module], float],
-        every: int,
-        patience: int | None = None,
-        skipped: Callable[[], list[SkippedSample]] = list,
+        self, config: ProbeConfig, measure: Callable[[nn.Module], float], skipped: Callable[[], list[SkippedSample]]
     ) -> None:
-        self.measure, self.every, self.patience, self.skipped = measure, every, patience, skipped
+        self.config, self.measure, self.skipped = config, measure, skipped
         self.step, self.best, self.since_best = 0, 0.0, 0
 
     def start(self, trainer: Trainer) -> None:
@@ -189,13 +182,13 @@ class Probe(Callback):
 
     def ends_window(self, trainer: Trainer) -> bool:
         step = trainer.progress.step
-        return step > self.step and (step % self.every == 0 or step == trainer.job.total_steps)
+        return step > self.step and (step % self.config.every == 0 or step == trainer.job.total_steps)
 
     def after_step(self, trainer: Trainer) -> None:
         if self.ends_window(trainer):
             self._measure(trainer)
-        if self.patience and self.since_best >= self.patience:
-            trainer.log.say(f"no improvement in {self.patience} probes (probe.patience): training ends early")
+        if self.config.patience and self.since_best >= self.config.patience:
+            trainer.log.say(f"no improvement in {self.config.patience} probes (probe.patience): training ends early")
             trainer.finished = True
 
     def _measure(self, trainer: Trainer) -> None:
@@ -209,7 +202,7 @@ class Probe(Callback):
         self.step, self.best = step, max(value, self.best)
         trainer.log.values(step, {"probe_accuracy": value, "probe_best": self.best})
         trainer.log.say(f"step {step}: few-shot probe {value:.1%} (best {self.best:.1%})")
-        if self.patience and self.since_best >= self.patience:
+        if self.config.patience and self.since_best >= self.config.patience:
             trainer.log.event(step, {"event": "early_stop", "probe_best": self.best})
         trainer.skips += self.skipped()
         trainer.log_skips()

@@ -53,19 +53,15 @@ def folders(run: Path) -> list[Path]:
 
 
 def check_data(run: Path, data: str) -> None:
-    """Raises UserError where the run's newest checkpoint was trained on shards with another fingerprint."""
-    for folder in folders(run)[-1:]:
+    """Raises UserError where the run's newest readable checkpoint was trained on shards with another fingerprint."""
+    for folder in reversed(folders(run)):
         with suppress(ValueError, LookupError):  # a broken one is renamed when it is loaded
-            check_trained_on(folder, json.loads((folder / _STATE).read_text())["progress"]["data"], data)
-
-
-def check_trained_on(folder: Path, trained: str, data: str) -> None:
-    """Raises UserError where these fingerprints of shards differ."""
-    if trained != data:
-        raise UserError(
-            f"{folder} was trained on other shards than data.train names now (repacked?): start again with run=PATH, "
-            "or restore the old shards"
-        )
+            if json.loads((folder / _STATE).read_text())["progress"]["data"] != data:
+                raise UserError(
+                    f"{folder} was trained on other shards than data.train names now (repacked?): start again with "
+                    "run=PATH, or restore the old shards"
+                )
+            return
 
 
 def newest_of(weights: Path) -> Path | None:

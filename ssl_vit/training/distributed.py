@@ -11,7 +11,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -26,7 +26,7 @@ from accelerate.utils import (
     parse_flag_from_env,
 )
 
-from ssl_vit.interfaces import RunError, UserError, world_size
+from ssl_vit.interfaces import RunError, UserError, is_main_process, world_size
 from ssl_vit.training import Precision
 
 _KNOWN_WARNINGS = (
@@ -85,14 +85,12 @@ def make_accelerator(precision: Precision = "fp32", timeout: int = 600, *, or_fp
     # Without cpu=True, Accelerate 1.15 ignores the launcher's processes on a machine that has no accelerator.
     no_device = not torch.accelerator.is_available() and not has_xla
     launched = world_size()
-    note = ""
-    try:
-        if not has_xla:
-            _check_precision(precision)
-    except UserError as error:
+    if not has_xla and (reason := unsupported(precision)):
         if not or_fp32:
-            raise
-        precision, note = "fp32", f"note: {error}; evaluating in fp32"
+            raise UserError(reason)
+        if is_main_process():
+            print(f"note: {reason}; evaluating in fp32", file=sys.stderr)
+        precision = "fp32"
     for kind in ("DEEPSPEED", "MEGATRON_LM"):
         if parse_flag_from_env(f"ACCELERATE_USE_{kind}"):
             raise UserError(f"{kind} is not supported: use FSDP2 (recipes/launch/fsdp2.yaml) instead")
@@ -125,8 +123,6 @@ def make_accelerator(precision: Precision = "fp32", timeout: int = 600, *, or_fp
     if accelerator.device.type == "cpu":
         set_up_cpu()
     _keep_what_is_imported()
-    if note and accelerator.is_main_process:
-        print(note, file=sys.stderr)
     return accelerator
 
 
@@ -172,23 +168,17 @@ def _keep_what_is_imported() -> None:
     atexit.register(gc.unfreeze)  # else native modules report what they own as leaked
 
 
-def supports(precision: Precision) -> bool:
-    """Whether the device computes in this precision."""
-    with suppress(UserError):
-        _check_precision(precision)
-        return True
-    return False
-
-
-def _check_precision(precision: Precision) -> None:
-    """Refuse what the device would not do, or would do in another precision without saying so."""
+def unsupported(precision: Precision) -> str:
+    """Why the device does not compute in this precision, or would use another one without saying so; "" where it
+    does."""
     gpu = torch.cuda.is_available()
     if precision == "fp16" and not torch.accelerator.is_available():
-        raise UserError("training.precision=fp16 needs a GPU (use bf16 or fp32 on a CPU)")
+        return "training.precision=fp16 needs a GPU (use bf16 or fp32 on a CPU)"
     if precision == "tf32" and not (gpu and torch.cuda.get_device_capability() >= (8, 0)):
-        raise UserError("training.precision=tf32 needs an NVIDIA GPU of Ampere or newer (use fp32)")
+        return "training.precision=tf32 needs an NVIDIA GPU of Ampere or newer (use fp32)"
     if precision == "bf16" and gpu and not torch.cuda.is_bf16_supported(including_emulation=False):
-        raise UserError("training.precision=bf16 needs an NVIDIA GPU of Ampere or newer (use fp16 on this one)")
+        return "training.precision=bf16 needs an NVIDIA GPU of Ampere or newer (use fp16 on this one)"
+    return ""
 
 
 _group: Any = None

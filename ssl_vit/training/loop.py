@@ -250,7 +250,6 @@ class Trainer:
         saved, broken = checkpoint.newest(job.run) if job.run else (None, [])
         if saved:
             checkpoint.load(saved, self.state)
-            checkpoint.check_trained_on(saved, progress.data, job.data)
         progress.classes = job.classes
         if not job.training.auto_batch:
             progress.accumulate = job.training.accumulate
@@ -271,9 +270,9 @@ class Trainer:
         """Apply `training.auto_batch`, starting from the number that the previous session found."""
         if self.accelerator.is_fsdp2 or self.accelerator.device.type == "xla":
             raise UserError("training.auto_batch: not for FSDP or XLA; set it to false, and raise training.accumulate")
-        progress, copies = self.progress, 0 if self.optimizer.state else memory.OPTIMIZER_COPIES[self.job.optim.name]
-        counts = memory.micro_batch_counts(self.job.training, self.own_lanes, progress.accumulate)
-        progress.accumulate = memory.find_accumulation(self.objective, self.batch, self.accelerator, counts, copies)
+        progress, job, begun = self.progress, self.job, bool(self.optimizer.state)
+        what = (self.objective, self.batch, self.accelerator, job.training, job.optim)
+        progress.accumulate = memory.find_accumulation(*what, least=progress.accumulate, begun=begun)
         size = len(self.batch.images) // self.batch.views // progress.accumulate
         self.log.say(f"auto_batch: {progress.accumulate} micro-batch(es) of {size} images per step and process")
         self.log.event(progress.step, {"event": "auto_batch", "accumulate": progress.accumulate, "micro_batch": size})

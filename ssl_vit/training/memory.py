@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
@@ -11,7 +11,7 @@ from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
 from torch import nn
 
 from ssl_vit.interfaces import Batch, RunError, UserError
-from ssl_vit.training import TrainingConfig, distributed
+from ssl_vit.training import OptimConfig, TrainingConfig, distributed
 from ssl_vit.training.distributed import Engine
 from ssl_vit.training.state import random_state, set_random_state
 
@@ -21,26 +21,29 @@ _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.SyncBatchNorm)
 _RESERVE = 0.05  # share of a GPU's memory kept free: later steps fragment it
 
 
-def micro_batch_counts(training: TrainingConfig, lanes: int, least: int = 1) -> list[int]:
-    """Into how many micro-batches, made of whole lanes, a process may split its part of a step: `accumulate`; with
-    `auto_batch` every such number from there, or from `least`, on.
-
-    lanes: of this process.
-    """
-    if not training.auto_batch:
-        return [training.accumulate]
-    first = min(max(training.accumulate, least), lanes)
-    return [count for count in range(first, lanes + 1) if lanes % count == 0]
-
-
 def find_accumulation(
-    objective: nn.Module, batch: Batch, accelerator: Engine, counts: Sequence[int], copies: int = 0
+    objective: nn.Module,
+    batch: Batch,
+    accelerator: Engine,
+    training: TrainingConfig,
+    optim: OptimConfig,
+    *,
+    least: int = 1,
+    begun: bool = False,
 ) -> int:
-    """The first of `counts`, numbers of micro-batches, that every process has the memory for.
+    """The smallest number of micro-batches, made of whole lanes, that every process has the memory for: `accumulate`;
+    with `auto_batch` from there on.
 
-    batch: this process's part of a step. copies: of the trained weights, which the optimizer will need beside them.
+    batch: this process's part of a step. least: the smallest number to try with `auto_batch`.
+    begun: whether the optimizer holds its copies of the weights already.
+
     Leaves weights, buffers and random state as they are. Raises UserError where nothing fits.
     """
+    lanes, counts = len(batch.images) // batch.lane_size, [training.accumulate]
+    if training.auto_batch:
+        first = min(max(training.accumulate, least), lanes)
+        counts = [count for count in range(first, lanes + 1) if lanes % count == 0]
+    copies = 0 if begun else OPTIMIZER_COPIES[optim.name]
     for count in counts:
         part = batch.split(count)[0]
         check_batch_norm(objective, len(part.images))

@@ -209,17 +209,17 @@ def auto_batch(digits: str, run: str, *keys: str) -> None:
     """The last process may map 100 MB more than it has mapped when the search begins: a real refusal by the kernel."""
     search = memory.find_accumulation
 
-    def limited(*arguments: Any) -> int:
+    def limited(*arguments: Any, **options: Any) -> int:
         mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         soft, hard = resource.getrlimit(resource.RLIMIT_AS)
         last = not distributed.several() or distributed.rank() == torch.distributed.get_world_size() - 1
         resource.setrlimit(resource.RLIMIT_AS, (mapped + (100 << 20) if last else soft, hard))
         try:
-            return search(*arguments)
+            return search(*arguments, **options)
         finally:
             resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
-    memory.find_accumulation = limited  # type: ignore[assignment]
+    memory.find_accumulation = limited
     torch.backends.mkldnn.enabled = False  # type: ignore[assignment]  # it has other words for a refusal
     train(digits, Path(run), "pretraining", "training.auto_batch=true", *keys)
 
