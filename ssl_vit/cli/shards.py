@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 import warnings
-from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
@@ -72,13 +71,13 @@ def shards_make(
     if "://" in out:
         raise UserError(f"{out}: shards are written to a local folder; upload them afterwards")
     images = expanded(source.removeprefix(FOLDER)).resolve()
-    if images.is_dir() and Path(out).resolve().is_relative_to(images):
+    if images.is_dir() and expanded(out).resolve().is_relative_to(images):
         raise UserError(f"{out} lies inside {source}, where it would look like images; choose a folder outside")
     with warnings.catch_warnings():
         warnings.showwarning = lambda message, *_: print(f"note: {printable(str(message))}", file=sys.stderr)
         infos = pack(
             open_source(source, split=split, label_column=label_column, image_column=image_column),
-            Path(out),
+            expanded(out),
             Options(
                 shard_size=shard_size,
                 shards=shards,

@@ -16,8 +16,8 @@ from PIL import Image
 from ssl_vit.data.images import eight_bits
 from ssl_vit.data.packing.cache import folder_of, is_shards, parts_of, split_name
 from ssl_vit.data.shards.info import open_set
-from ssl_vit.data.shards.reading import ShardFile, class_index
-from ssl_vit.data.verify import check_set, distinct, local
+from ssl_vit.data.shards.reading import ShardFile
+from ssl_vit.data.verify import check_set, images_by_class, local
 from ssl_vit.files import expanded
 from ssl_vit.interfaces import UserError
 
@@ -81,18 +81,14 @@ def check_data(place: str | Path, *, jobs: int | None = None, progress: bool = T
             bad += [(part, entry.file, entry.reason) for entry in (info.dropped if info else ())]
         bad += [(part, f"{entry.shard} {entry.key}".strip(), f"{entry.kind}: {entry.detail}") for entry in defects]
         pictures[part] = [picture for shard in shards for picture in shard.seen]
-        labels = [picture.label for picture in pictures[part]]
-        named = dict(enumerate(distinct((info and info.classes) or ())))
-        names = named or {label: str(label) for label in sorted({label for label in labels if label >= 0})}
-        images_of = pd.Series(labels, dtype=int).value_counts()
-        counts[part] = pd.Series({name: int(images_of.get(label, 0)) for label, name in names.items()}, dtype=int)
+        counts[part] = pd.Series(images_by_class(info, shards), dtype=int)
     table = pd.DataFrame(counts).fillna(0).astype(int)
     pairs = combinations(pictures, 2)
     leaks = [leak for first, second in pairs for leak in _shared(pictures[first], first, pictures[second], second)]
     return DataReport(
         pd.DataFrame(bad, columns=["part", "file", "reason"]),
         table,
-        {part: list(table.index[table[part] == 0]) for part in table},
+        {part: list(table.index[table[part] == 0]) if table[part].any() else [] for part in table},
         pd.DataFrame(leaks, columns=["file", "part", "other_file", "other_part", "kind"]),
     )
 
@@ -102,17 +98,15 @@ class _Picture:
     """sha256: hash of the image's bytes. bits: perceptual hash. thumbnail: 16x16 gray levels."""
 
     file: str
-    label: int
     sha256: bytes
     bits: int
     thumbnail: bytes
 
 
 def _picture(shard: ShardFile, position: int, members: dict[str, bytes], data: bytes, image: Image.Image) -> _Picture:
-    image, number = eight_bits(image).convert("L"), class_index(members.get("cls", b""))
+    image = eight_bits(image).convert("L")
     return _Picture(
         file=shard.file_name(position) or shard.samples[position].key,
-        label=-1 if number is None else number,
         sha256=hashlib.sha256(data).digest(),
         bits=int.from_bytes(np.packbits(imagehash.phash(image).hash).tobytes()),
         thumbnail=image.resize(_THUMBNAIL).tobytes(),

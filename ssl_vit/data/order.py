@@ -124,8 +124,6 @@ def lane_bounds(epoch: int, sets: Sequence[SampleSet], lanes: int, lane: int) ->
 def interleave(sizes: Sequence[int]) -> np.ndarray:
     """The set of each sample of a lane's epoch, in reading order: integers (sum(sizes),), spread as evenly as the sizes
     of the sets' slices allow."""
-    if len(sizes) == 1:
-        return np.zeros(sizes[0], np.int8)
     places = np.concatenate([(np.arange(size) + 0.5) / size for size in sizes if size] or [np.empty(0)])
     return np.repeat(np.arange(len(sizes)), sizes)[np.argsort(places, kind="stable")]
 
@@ -170,14 +168,10 @@ def _segments_of_set(
         yield *current, upcoming[1]
 
 
-def rank_lanes(lanes: int, ranks: int, rank: int) -> range:
-    """The lanes of one process: consecutive, so that the ranks' batches in rank order are the global batch."""
-    return range(rank * lanes // ranks, (rank + 1) * lanes // ranks)
-
-
 def worker_lanes(lanes: int, ranks: int, rank: int, workers: int, worker: int) -> list[int]:
-    """The lanes of one loader worker: a consecutive part of its rank's (0 workers counts as one)."""
-    own = rank_lanes(lanes, ranks, rank)
+    """The lanes of one loader worker: a consecutive part of its rank's (0 workers counts as one). Those of a rank are
+    consecutive, so that the ranks' batches in rank order are the global batch."""
+    own = range(rank * lanes // ranks, (rank + 1) * lanes // ranks)
     parts = max(workers, 1)
     return list(own[worker * len(own) // parts : (worker + 1) * len(own) // parts])
 

@@ -84,21 +84,24 @@ def stats(folder: Path) -> dict[str, Any]:
     heights, widths, channels = np.array([size for shard in shards for size in shard.sizes] or np.empty((0, 3))).T
     if not len(heights):
         raise UserError(f"{folder}: its shards hold no samples")
-    labels = sum((shard.labels for shard in shards), Counter[int]())
-    classes = distinct((info and info.classes) or ())
+    counts = images_by_class(info, shards)
     return {
         "samples": len(heights),
         "shards": len(shards),
         "bytes": sum(path.stat().st_size for path in folder.glob(TARS)),
-        "labeled": labels.total() == len(heights),
-        "samples_per_class": (
-            {name: labels[index] for index, name in enumerate(classes)}
-            or {str(index): labels[index] for index in sorted(labels)}
-        ),
+        "labeled": sum(counts.values()) == len(heights),
+        "samples_per_class": counts,
         "samples_per_shard": _spread([len(shard.sizes) for shard in shards]),
         "image_size": {"height": _spread(heights), "width": _spread(widths)},
         "channels": int(max(channels)),
     }
+
+
+def images_by_class(info: Info | None, shards: Sequence[CheckedShard]) -> dict[str, int]:
+    """Labeled images of each class that is named; where none is, of each number that occurs."""
+    labels = sum((shard.labels for shard in shards), Counter[int]())
+    names = dict(enumerate(distinct((info and info.classes) or ()))) or {n: str(n) for n in sorted(labels)}
+    return {name: labels[label] for label, name in names.items()}
 
 
 def _spread(values: Sequence[int] | np.ndarray) -> dict[str, float]:

@@ -134,3 +134,10 @@ def test_labels_without_names_are_counted_by_their_numbers(tmp_path: Path) -> No
     write_tar(tmp_path / "plain/0.tar", labeled([b"2", b"10", b"10", b"11"]))
     (counts,) = check_data(tmp_path / "plain", progress=False).class_counts.to_dict().values()
     assert counts == {"2": 1, "10": 2, "11": 1}
+
+
+def test_a_part_without_labels_misses_no_class(tmp_path: Path) -> None:
+    write_tar(tmp_path / "train" / "0.tar", labeled([b"0", b"1"]))
+    write_tar(tmp_path / "test" / "0.tar", {f"{n}.png": encoded(scene(5 + n)) for n in range(2)})
+    found = check_data(tmp_path, progress=False)
+    assert found.missing_classes == {"train": [], "test": []} and found.ok

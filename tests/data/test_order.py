@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ssl_vit.data import order as planning
-from ssl_vit.data.order import LanePosition, SampleSet, check_topology, rank_lanes, worker_lanes
+from ssl_vit.data.order import LanePosition, SampleSet, check_topology, worker_lanes
 from ssl_vit.interfaces import UserError
 
 quick = settings(max_examples=30, deadline=None, database=None, derandomize=True)
@@ -123,7 +123,7 @@ def walk(stream: Any, samples: int) -> list[tuple[LanePosition, Sample]]:
 @quick
 @given(lanes=LANES, ranks=st.integers(1, 64), workers=st.integers(0, 8))
 def test_ranks_and_workers_share_out_the_lanes_in_order(lanes: int, ranks: int, workers: int) -> None:
-    by_rank = [list(rank_lanes(lanes, ranks, rank)) for rank in range(ranks)]
+    by_rank = [worker_lanes(lanes, ranks, rank, 0, 0) for rank in range(ranks)]
     assert [lane for own in by_rank for lane in own] == list(range(lanes))
     for rank, own in enumerate(by_rank):
         by_worker = [worker_lanes(lanes, ranks, rank, workers, worker) for worker in range(max(workers, 1))]
@@ -300,7 +300,7 @@ def test_exactly_the_impossible_is_refused(**topology: int) -> None:
         topology["samples"] > 0
         and topology["shards"] >= ranks * readers
         and all(owned)  # no worker without a lane
-        and len({len(rank_lanes(lanes, ranks, rank)) for rank in range(ranks)}) == 1
+        and len({len(worker_lanes(lanes, ranks, rank, 0, 0)) for rank in range(ranks)}) == 1
         and topology["batch_size"] / lanes == topology["batch_size"] // lanes
         and lanes / ranks / topology["accumulate"] == lanes // ranks // topology["accumulate"]
     )

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import chain, combinations, zip_longest
 from pathlib import Path
 from tarfile import BLOCKSIZE
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -185,15 +185,13 @@ def _together(parts: Sequence[tuple[ShardSet, float | None]], remote: RemoteConf
             check_same_classes(one.classes, other.classes, f"{one.spec} and {other.spec}")
     except UserError as error:
         conflict = str(error)
+    names = ("urls", "counts", "checksums", "sizes", "headers")
+    joined: dict[str, Any] = {name: tuple(chain.from_iterable(getattr(one, name) for one in sets)) for name in names}
     return ShardSet(
+        **joined,
         spec=" + ".join(opened.spec for opened in sets),
-        urls=tuple(chain.from_iterable(opened.urls for opened in sets)),
-        counts=tuple(chain.from_iterable(opened.counts for opened in sets)),
         classes=sets[0].classes if len({opened.classes for opened in sets}) == 1 else None,
         source=" + ".join(opened.source or opened.spec for opened in sets),
-        checksums=tuple(chain.from_iterable(opened.checksums for opened in sets)),
-        sizes=tuple(chain.from_iterable(opened.sizes for opened in sets)),
-        headers=tuple(chain.from_iterable(opened.headers for opened in sets)),
         remote=remote,
         license=" + ".join(sorted({opened.license for opened in sets if opened.license})) or None,
         mixture=tuple((len(opened.urls), weight) for opened, weight in parts),

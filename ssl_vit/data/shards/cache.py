@@ -59,16 +59,14 @@ def cache_folder(remote: RemoteConfig) -> Path:
 
 def _cached(folder: Path, url: str, remote: RemoteConfig, size: int | None, sha256: str) -> BinaryIO | None:
     """The shard in the cache, downloaded if need be; None where it cannot be kept."""
-    version = sha256
-    if not (sha256 and size is not None):
+    known, place, version = bool(sha256) and size is not None, url.partition("?")[0], sha256
+    if not known:
         size, version = _size_and_version(url, remote)
     if size is None:
         _say(folder, f"{url}: the server does not say how large it is")
         return None
-    label = re.sub(r"[^\w.-]", "_", os.path.basename(url.partition("?")[0]))[-80:]
-    address = (
-        url.partition("?")[0] if sha256 and version == sha256 else url
-    )  # a signed URL is renewed, its content is the same
+    label = re.sub(r"[^\w.-]", "_", os.path.basename(place))[-80:]
+    address = place if known else url  # a signed URL is renewed, its content is the same
     name = hashlib.sha256(f"{address}\n{version}\n{size}".encode()).hexdigest()[:32] + f"-{label}"
     try:
         with FileLock(folder / ".locks" / name):

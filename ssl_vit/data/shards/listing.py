@@ -147,7 +147,7 @@ class _Remote(_Store):
         for name in (INFO, ABOUT):
             path = f"{folder}/{name}"
             try:
-                content = self.client.fetch(self.filesystem, self.url(path), self.remote, path, MAX_INFO_BYTES)
+                content = self.client.fetch(self.url(path), self.remote, MAX_INFO_BYTES)
             except self.client.NotThere:
                 continue
             except self.client.Refused as error:

@@ -62,32 +62,32 @@ def find_filesystem(url: str, timeout: float) -> tuple[Any, str]:
     return filesystem, str(path)
 
 
-def fetch(filesystem: Any, url: str, remote: RemoteConfig, path: str, most: int) -> bytes:
-    """A small object's content. most: bytes, above which UserError is raised. Raises as `retried` does."""
+def fetch(url: str, remote: RemoteConfig, most: int) -> bytes:
+    """A small object's content. most: bytes, above which UserError is raised. Raises as `download` does."""
     with tempfile.NamedTemporaryFile(prefix="ssl-vit-") as target:
-        options = {"callback": _Bound(url, None, most), **_headers(filesystem)}
-        retried(url, remote, filesystem.get_file, path, target.name, **options)
+        download(url, target.name, remote, most=most)
         return Path(target.name).read_bytes()
 
 
-def _headers(filesystem: Any) -> dict[str, Any]:
-    """Options of a transfer. HTTP is not compressed, because compression would change the size."""
-    if "http" not in filesystem.protocol:
-        return {}
-    return {"headers": {**filesystem.kwargs.get("headers", {}), "Accept-Encoding": "identity"}}
-
-
-def download(url: str, target: str, remote: RemoteConfig, size: int | None = None, sha256: str = "") -> None:
+def download(
+    url: str, target: str, remote: RemoteConfig, size: int | None = None, sha256: str = "", most: int | None = None
+) -> None:
     """Write a whole object to a local path.
 
-    size (bytes), sha256: expected values, where they are known. Raises UserError for an object that is missing, cannot
-    be accessed or differs from them, RunError when the server does not answer, OSError when the disk cannot be written.
+    size (bytes), sha256: expected values, where they are known. most: bytes, where the size is not known (None:
+    `data.remote.largest_gb`).
+
+    Raises UserError for an object that is missing, too large, cannot be accessed or differs from what is expected,
+    RunError when the server does not answer, OSError when the disk cannot be written.
     """
     filesystem, path = find_filesystem(url, remote.timeout)
-    most = int(remote.largest_gb * 2**30) if size is None else size
+    limit = (most or int(remote.largest_gb * 2**30)) if size is None else size
+    options: dict[str, Any] = {}
+    if "http" in filesystem.protocol:  # compression would change the size
+        options["headers"] = {**filesystem.kwargs.get("headers", {}), "Accept-Encoding": "identity"}
 
     def transfer() -> None:
-        filesystem.get_file(path, target, callback=_Bound(url, size, most), **_headers(filesystem))
+        filesystem.get_file(path, target, callback=_Bound(url, size, limit), **options)
         if size is not None and (actual := Path(target).stat().st_size) != size:
             raise EOFError(f"the object ended after {actual} of {size} bytes")
 
