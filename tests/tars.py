@@ -1,4 +1,4 @@
-"""Tars and encoded images that tests write by hand."""
+"""Shards, tars and encoded images that tests write."""
 
 from __future__ import annotations
 
@@ -9,6 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from PIL import Image
+
+from ssl_vit.data.packing import pack
+from ssl_vit.data.packing.plan import Options
+from ssl_vit.data.packing.sources import open_source
 
 Members = Mapping[str, bytes] | Iterable[tuple[str, bytes]]
 
@@ -28,3 +32,9 @@ def encoded(image: Image.Image, kind: str = "PNG") -> bytes:
     buffer = io.BytesIO()
     image.save(buffer, kind)
     return buffer.getvalue()
+
+
+def packed(source: str | Path, out: Path, split: str | None = None, **options: Any) -> Path:
+    """Pack a source into shards; returns their folder. options: of `packing.plan.Options`."""
+    pack(open_source(str(source), split=split), out, Options(**options), progress=False)
+    return out

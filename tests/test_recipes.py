@@ -14,12 +14,10 @@ from PIL import Image
 
 from ssl_vit import api, stage
 from ssl_vit import recipe as recipes
-from ssl_vit.data.packing import pack
-from ssl_vit.data.packing.plan import Options
-from ssl_vit.data.packing.sources import open_source
 from ssl_vit.interfaces import UserError
 from ssl_vit.training.flops import training_flops
 from ssl_vit.training.optim import peak_lr
+from tests.tars import packed
 
 NAMES = sorted(recipes.shipped())
 COMPARISONS = [name for name in NAMES if "arms" in recipes.read(recipes.shipped()[name])]
@@ -119,7 +117,7 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
         place = folder / "images" / "abc"[n % 3]
         place.mkdir(parents=True, exist_ok=True)
         Image.fromarray(generator.integers(0, 256, (64, 64, 3), dtype=np.uint8)).save(place / f"{n}.jpg")
-    pack(open_source(str(folder / "images")), folder / "packed", Options(shards=2), progress=False)
+    packed(folder / "images", folder / "packed", shards=2)
     return folder / "packed"
 
 

@@ -18,11 +18,9 @@ from pathlib import Path
 import pytest
 
 from ssl_vit import recipe
-from ssl_vit.data.packing import pack
-from ssl_vit.data.packing.plan import Options
-from ssl_vit.data.packing.sources import open_source
 from ssl_vit.data.verify import stats, verify
 from ssl_vit.interfaces import UserError
+from tests.tars import packed
 
 SMALL = (
     "encoder.depth=1",
@@ -46,7 +44,7 @@ class Bomb:
 
 @pytest.fixture
 def digits(tmp_path: Path) -> Path:
-    pack(open_source("digits", split="test"), tmp_path / "digits", Options(shards=2), progress=False)
+    packed("digits", tmp_path / "digits", "test", shards=2)
     return tmp_path / "digits"
 
 

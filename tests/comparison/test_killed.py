@@ -14,10 +14,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from ssl_vit.data.packing import pack
-from ssl_vit.data.packing.plan import Options
-from ssl_vit.data.packing.sources import open_source
 from ssl_vit.report.read import read_comparison
+from tests.tars import packed
 
 from .conftest import rows
 
@@ -29,7 +27,7 @@ SLURM = Path(__file__).parents[2] / "recipes" / "launch" / "compare_slurm.sh"
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("recipe")
     for split in ("train", "test"):
-        pack(open_source("digits", split=split), folder / split, Options(shards=4), progress=False)
+        packed("digits", folder / split, split, shards=4)
     steps = ["training.steps=60", "training.batch_size=32", "training.checkpoint_every=10"]
     tuning = {
         "sweep": {"optim.lr": [0.003, 0.01], "training.steps": [15]},

@@ -25,9 +25,7 @@ from ssl_vit.comparison.checks import check
 from ssl_vit.comparison.config import load_comparison
 from ssl_vit.comparison.plan import Plan
 from ssl_vit.comparison.run import compare
-from ssl_vit.data.packing import pack
-from ssl_vit.data.packing.plan import Options
-from ssl_vit.data.packing.sources import digits, open_source
+from ssl_vit.data.packing.sources import digits
 from ssl_vit.data.shards import open_shards
 from ssl_vit.evaluators.labels import labels_of
 from ssl_vit.interfaces import RunError, UserError
@@ -40,6 +38,7 @@ from ssl_vit.report.read import Comparison, read_comparison
 from ssl_vit.report.summary import summarize
 from ssl_vit.report.verdict import verdict
 from ssl_vit.results import KEY
+from tests.tars import packed
 
 from .conftest import STEPS, TUNING, Mini, quietly, rows, stamps
 
@@ -253,7 +252,7 @@ def test_the_demo_packs_the_digits_in_their_order(tmp_path: Path, monkeypatch: p
 
 def test_a_cross_validation_tests_every_image_once(mini: Mini, tmp_path: Path, fewer_digits: None) -> None:
     """Its table is that of the folds' own comparisons put together."""
-    pack(open_source("digits", split="train"), tmp_path / "folds", Options(folds=2, shards=4), progress=False)
+    packed("digits", tmp_path / "folds", "train", folds=2, shards=4)
     folds = [f"{tmp_path}/folds/fold_{number}" for number in (0, 1)]
     tuning = TUNING | {"sweep": {"training.steps": [2]}}
     changes: dict[str, Any] = {

@@ -11,10 +11,8 @@ from PIL import Image
 
 from ssl_vit.comparison.sets import DataSet
 from ssl_vit.comparison.suites import prepare
-from ssl_vit.data.packing import pack
-from ssl_vit.data.packing.plan import Options
-from ssl_vit.data.packing.sources import open_source
 from ssl_vit.interfaces import UserError
+from tests.tars import packed
 
 DIGITS = {"digits": DataSet(source="digits")}
 
@@ -34,7 +32,7 @@ def test_sources_are_packed_once_and_checked(tmp_path: Path) -> None:
             prepare({"digits": other}, folder, said.append)
     shutil.rmtree(folder / "digits")
     for part in ("train", "test"):
-        pack(open_source("digits", split=part), folder / "digits" / part, Options(subset=2, shards=1), progress=False)
+        packed("digits", folder / "digits" / part, part, subset=2, shards=1)
     with pytest.raises(UserError, match="is a part of the source"):
         prepare(DIGITS, folder, said.append)
 

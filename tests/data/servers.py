@@ -14,10 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from ssl_vit.data.packing import pack
-from ssl_vit.data.packing.plan import Options
-from ssl_vit.data.packing.sources import open_source
 from ssl_vit.data.shards import remote
+from tests.tars import packed
 
 
 class FaultyServer(http.server.ThreadingHTTPServer):
@@ -149,7 +147,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 def digit_shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Eight labeled shards of the embedded digits with their info.json; not to be written to."""
     out = tmp_path_factory.mktemp("digits") / "shards"
-    pack(open_source("digits", split="train"), out, Options(shards=8), progress=False)
+    packed("digits", out, "train", shards=8)
     return out
 
 

@@ -12,11 +12,8 @@ import pytest
 from PIL import Image
 
 from ssl_vit import check_data
-from ssl_vit.data.packing import pack
-from ssl_vit.data.packing.plan import Options
-from ssl_vit.data.packing.sources import open_source
 from ssl_vit.interfaces import UserError
-from tests.tars import encoded, write_tar
+from tests.tars import encoded, packed, write_tar
 
 
 def scene(seed: int) -> Image.Image:
@@ -68,7 +65,7 @@ def test_shards_are_checked_without_packing(layout: Path, tmp_path: Path, monkey
     save(layout / "val/wasp/same.png", scene(10))
     for split in ("train", "val"):
         out = tmp_path / "shards" / split
-        pack(open_source(str(layout), split=split), out, Options(shards=2), progress=False)
+        packed(layout, out, split, shards=2)
     (leak,) = check_data(tmp_path / "shards", progress=False).leaks.itertuples()
     assert (leak.part, leak.other_part, leak.kind) == ("train", "val", "exact")
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -89,7 +86,7 @@ def test_shards_without_the_images_that_packing_dropped_are_sound(
 
 def test_a_part_that_was_cut_or_not_finished_is_named(layout: Path, tmp_path: Path) -> None:
     for split in ("train", "val"):
-        pack(open_source(str(layout), split=split), tmp_path / split, Options(shards=1), progress=False)
+        packed(layout, tmp_path / split, split, shards=1)
     tar = tmp_path / "val/000000.tar"
     tar.write_bytes(tar.read_bytes()[:300])
     assert set(check_data(tmp_path, progress=False).bad_files["part"]) == {"val"}
@@ -112,7 +109,7 @@ def test_different_digits_are_no_copies() -> None:
 
 
 def test_defects_of_shards_are_listed_not_raised(layout: Path, tmp_path: Path) -> None:
-    pack(open_source(str(layout), split="train"), tmp_path / "shards", progress=False)
+    packed(layout, tmp_path / "shards", "train")
     tar = tmp_path / "shards/000000.tar"
     for content in (b"", tar.read_bytes()[:1000]):
         tar.write_bytes(content)

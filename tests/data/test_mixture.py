@@ -14,15 +14,13 @@ from ssl_vit import stage
 from ssl_vit.data import AugmentConfig, DataConfig
 from ssl_vit.data.images import train_transform
 from ssl_vit.data.order import LanePosition
-from ssl_vit.data.packing import pack
-from ssl_vit.data.packing.plan import Options
-from ssl_vit.data.packing.sources import open_source
 from ssl_vit.data.samples import Preprocess
 from ssl_vit.data.shards import open_training
 from ssl_vit.data.stream import train_source
 from ssl_vit.evaluators.labels import labels_of
 from ssl_vit.interfaces import UserError
 from ssl_vit.recipe import load_recipe
+from tests.tars import packed
 
 CPU = torch.device("cpu")
 
@@ -32,7 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """1,415 digits in 6 shards (train) and 382 in 5 (test)."""
     folder = tmp_path_factory.mktemp("sets")
     for split, shards in (("train", 6), ("test", 5)):
-        pack(open_source("digits", split=split), folder / split, Options(shards=shards), progress=False)
+        packed("digits", folder / split, split, shards=shards)
     return folder
 
 

@@ -6,24 +6,19 @@ from pathlib import Path
 
 import pytest
 
-from ssl_vit.data.packing import pack
-from ssl_vit.data.packing.plan import Options
-from ssl_vit.data.packing.sources import open_source
 from ssl_vit.data.shards import ShardSet, open_shards
 from ssl_vit.interfaces import UserError
-from tests.tars import write_tar
+from tests.tars import packed, write_tar
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("shards")
-    pack(open_source("digits", split="test"), out, Options(shards=3), progress=False)
-    return out
+    return packed("digits", tmp_path_factory.mktemp("shards"), "test", shards=3)
 
 
 def test_repacked_shards_have_another_fingerprint(folder: Path, tmp_path: Path) -> None:
-    pack(open_source("digits", split="test"), tmp_path / "same", Options(shards=3), progress=False)
-    pack(open_source("digits", split="test"), tmp_path / "other", Options(shards=3, seed=5), progress=False)
+    packed("digits", tmp_path / "same", "test", shards=3)
+    packed("digits", tmp_path / "other", "test", shards=3, seed=5)
     first = open_shards(str(folder))
     assert open_shards(str(tmp_path / "same")).fingerprint == first.fingerprint
     assert open_shards(str(tmp_path / "other")).counts == first.counts

@@ -20,16 +20,13 @@ from ssl_vit.data.evaluation import EvaluationStream, evaluation_batches
 from ssl_vit.data.images import Picture, train_transform
 from ssl_vit.data.jpeg import Jpeg
 from ssl_vit.data.order import LanePosition
-from ssl_vit.data.packing import pack
-from ssl_vit.data.packing.plan import Options
-from ssl_vit.data.packing.sources import open_source
 from ssl_vit.data.samples import Preprocess, Sample, SampleReader
 from ssl_vit.data.shards import ShardSet, open_shards
 from ssl_vit.data.shards.reading import ShardFile
 from ssl_vit.data.stream import train_source
 from ssl_vit.interfaces import BadSample, Batch
 from ssl_vit.records import SkippedSample
-from tests.tars import encoded, write_tar
+from tests.tars import encoded, packed, write_tar
 
 CPU = torch.device("cpu")
 LANES, BATCH = 6, 60
@@ -39,7 +36,7 @@ LANES, BATCH = 6, 60
 def shards(tmp_path_factory: pytest.TempPathFactory) -> ShardSet:
     """360 digits in 7 shards, so that nothing divides anything."""
     folder = tmp_path_factory.mktemp("digits")
-    pack(open_source("digits", split="train"), folder, Options(shards=7, subset=36), progress=False)
+    packed("digits", folder, "train", shards=7, subset=36)
     return open_shards(str(folder))
 
 

@@ -14,13 +14,11 @@ import torch
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from ssl_vit.data.packing import pack
-from ssl_vit.data.packing.plan import Options
-from ssl_vit.data.packing.sources import open_source
 from ssl_vit.data.shards import open_shards
 from ssl_vit.evaluators.labels import labels_of
 from ssl_vit.models import EncoderConfig, factory
 from ssl_vit.results import load
+from tests.tars import packed
 
 Call = Callable[..., tuple[int, str]]
 IMAGES, CLASSES = 60, 3
@@ -37,7 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, saved: Callable[..., Path])
             path = out / split / f"n0{label}" / f"ILSVRC2012_val_{number + 1:08d}.png"
             path.parent.mkdir(parents=True, exist_ok=True)
             Image.fromarray((pixels * 15).astype(np.uint8)).save(path)
-        pack(open_source(str(out / split)), out / "shards" / split, Options(shards=2, keep_names=True), progress=False)
+        packed(out / split, out / "shards" / split, shards=2, keep_names=True)
     sizes: dict[str, Any] = {"name": "vit_tiny_patch16_224", "image_size": 8, "channels": 1, "patch_size": 2}
     torch.manual_seed(0)
     saved(out / "weights", factory.build(EncoderConfig(**sizes, width=16, depth=1, heads=1)))

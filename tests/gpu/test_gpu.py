@@ -13,9 +13,7 @@ import torch
 from PIL import Image
 from safetensors import safe_open
 
-from ssl_vit.data.packing import pack
-from ssl_vit.data.packing.plan import Options
-from ssl_vit.data.packing.sources import open_source
+from tests.tars import packed
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")]
 FSDP2 = Path(__file__).parents[2] / "recipes" / "launch" / "fsdp2.yaml"
@@ -33,7 +31,7 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
         target = folder / "source" / str(number % 2) / f"{number}.jpg"
         target.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(pixels).save(target, quality=90)
-    pack(open_source(str(folder / "source")), folder / "shards", Options(shards=4), progress=False)
+    packed(folder / "source", folder / "shards", shards=4)
     return folder / "shards"
 
 

@@ -16,9 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ssl_vit.data.packing import pack
-from ssl_vit.data.packing.plan import Options
-from ssl_vit.data.packing.sources import open_source
+from tests.tars import packed
 
 SCRIPT = Path(__file__).with_name("every_process.py")
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
@@ -35,7 +33,7 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with train/ and test/ shards of the embedded digits."""
     folder = tmp_path_factory.mktemp("digits")
     for split in ("train", "test"):
-        pack(open_source("digits", split=split), folder / split, Options(shards=8), progress=False)
+        packed("digits", folder / split, split, shards=8)
     return folder
 
 

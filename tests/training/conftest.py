@@ -11,13 +11,9 @@ import pytest
 
 @pytest.fixture(scope="session")
 def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from ssl_vit.data.packing import pack
-    from ssl_vit.data.packing.plan import Options
-    from ssl_vit.data.packing.sources import open_source
+    from tests.tars import packed
 
-    folder = tmp_path_factory.mktemp("digits")
-    pack(open_source("digits", split="train"), folder, Options(shards=4), progress=False)
-    return folder
+    return packed("digits", tmp_path_factory.mktemp("digits"), "train", shards=4)
 
 
 @pytest.fixture

@@ -21,11 +21,9 @@ from torch_xla.debug import metrics  # noqa: E402
 
 from ssl_vit import api, recipe  # noqa: E402
 from ssl_vit.data.evaluation import evaluation_batches  # noqa: E402
-from ssl_vit.data.packing import pack  # noqa: E402
-from ssl_vit.data.packing.plan import Options  # noqa: E402
-from ssl_vit.data.packing.sources import open_source  # noqa: E402
 from ssl_vit.evaluators import features  # noqa: E402
 from ssl_vit.training.loop import Trainer  # noqa: E402
+from tests.tars import packed  # noqa: E402
 
 STEPS = 24
 STAGES = {
@@ -37,9 +35,7 @@ STAGES = {
 
 @pytest.fixture(scope="module")
 def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("digits")
-    pack(open_source("digits", split="train"), folder, Options(shards=4), progress=False)
-    return folder
+    return packed("digits", tmp_path_factory.mktemp("digits"), "train", shards=4)
 
 
 def settings(digits: Path, run: Path, stage: str, *more: str) -> list[str]:

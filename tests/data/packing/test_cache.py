@@ -16,7 +16,7 @@ from ssl_vit.data.packing.plan import Options
 from ssl_vit.data.packing.sources import open_source
 from ssl_vit.data.shards import open_shards
 from ssl_vit.interfaces import UserError
-from tests.tars import write_tar
+from tests.tars import packed, write_tar
 
 from .pictures import encoded, write
 
@@ -156,7 +156,7 @@ def test_shards_beside_shards_in_sub_folders_are_parts(tmp_path: Path) -> None:
 
 
 def test_part_of_an_unfinished_set_is_refused(tmp_path: Path) -> None:
-    pack(open_source(str(class_folders(tmp_path / "pets"))), tmp_path / "shards", Options(shards=4), progress=False)
+    packed(class_folders(tmp_path / "pets"), tmp_path / "shards", shards=4)
     (tmp_path / "shards/info.json").unlink()
     for spec in ("shards", "shards/*.tar", "shards/00000{0..1}.tar"):
         with pytest.raises(UserError, match="packing was not finished"):

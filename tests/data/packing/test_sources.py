@@ -13,11 +13,11 @@ import pytest
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from ssl_vit.data.packing import pack
 from ssl_vit.data.packing.plan import Options, plan_shards
 from ssl_vit.data.packing.sources import digits, open_source
 from ssl_vit.data.shards import open_shards
 from ssl_vit.interfaces import BadSample, RunError, UserError
+from tests.tars import packed
 
 from .pictures import all_images, encoded, write
 
@@ -79,7 +79,7 @@ def test_a_broken_link_to_a_class_folder_is_refused(tmp_path: Path) -> None:
 def test_a_dataset_whose_name_is_not_utf8_can_be_packed_and_read(tmp_path: Path) -> None:
     root = tmp_path / os.fsdecode(b"caf\xe9")
     write(root / "cat/1.png", encoded("PNG"))
-    pack(open_source(str(root)), tmp_path / "shards", progress=False)
+    packed(root, tmp_path / "shards")
     assert open_shards(str(tmp_path / "shards")).samples == 1
 
 
