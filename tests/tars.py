@@ -28,9 +28,9 @@ def write_tar(path: Path, members: Members, **options: Any) -> Path:
     return path
 
 
-def encoded(image: Image.Image, kind: str = "PNG") -> bytes:
+def encoded(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
     buffer = io.BytesIO()
-    image.save(buffer, kind)
+    image.save(buffer, kind, **options)
     return buffer.getvalue()
 
 

@@ -1,6 +1,6 @@
 """What strangers send: nothing of it runs, and nothing is written outside the folder that was named.
 
-Beside this: pickles in shards and paths in info.json (tests/data/test_check.py), hub folders (tests/models/exchange),
+Beside this: pickles in shards and paths in info.json (tests/data/test_verify.py), hub folders (tests/models/exchange),
 names in reports (tests/report), values that reach launch scripts (tests/processes/test_launch.py).
 """
 
@@ -20,6 +20,7 @@ import pytest
 from ssl_vit import recipe
 from ssl_vit.data.verify import stats, verify
 from ssl_vit.interfaces import UserError
+from tests.hostile.corpus import Bomb
 from tests.tars import packed
 
 SMALL = (
@@ -30,16 +31,6 @@ SMALL = (
     "training.trackers={}",
 )
 Call = Callable[..., tuple[int, str]]
-
-
-class Bomb:
-    """A pickle that leaves a file behind if it is ever loaded."""
-
-    def __init__(self, mark: Path) -> None:
-        self.mark = mark
-
-    def __reduce__(self) -> tuple[object, tuple[object, ...]]:
-        return Path.touch, (self.mark,)
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +16,7 @@ from ssl_vit.data import AugmentConfig, DataConfig
 from ssl_vit.data import images as ours
 from ssl_vit.data.images import Pixels
 from ssl_vit.interfaces import BadSample, UserError
+from tests.tars import encoded
 
 SIZES = [(64, 64), (80, 64), (64, 95), (37, 200), (20, 24), (224, 224)]
 
@@ -128,10 +128,9 @@ def test_a_strip_too_thin_to_cover_is_a_bad_sample() -> None:
 
 
 def test_a_jpeg_whose_header_says_no_rows_is_a_bad_sample() -> None:
-    data = io.BytesIO()
-    Image.new("RGB", (16, 16)).save(data, "JPEG")
-    frame = data.getvalue().index(b"\xff\xc0")
-    flat = data.getvalue()[: frame + 5] + b"\0\0" + data.getvalue()[frame + 7 :]
+    data = encoded(Image.new("RGB", (16, 16)), "JPEG")
+    frame = data.index(b"\xff\xc0")
+    flat = data[: frame + 5] + b"\0\0" + data[frame + 7 :]
     with pytest.raises(BadSample, match="unreadable image"):
         ours.open_picture({"jpg": flat}, 3)
 
@@ -139,9 +138,8 @@ def test_a_jpeg_whose_header_says_no_rows_is_a_bad_sample() -> None:
 @pytest.mark.parametrize("kind", ["PNG", "WEBP", "JPEG"])
 def test_damaged_exif_is_as_none(kind: str) -> None:
     def pixels(**options: Any) -> torch.Tensor:
-        content = io.BytesIO()
-        Image.fromarray(np.asarray(image(6, 8).permute(1, 2, 0))).save(content, kind, **options)
-        return ours.open_picture({"jpg": content.getvalue()}, 3).whole()
+        content = encoded(Image.fromarray(np.asarray(image(6, 8).permute(1, 2, 0))), kind, **options)
+        return ours.open_picture({"jpg": content}, 3).whole()
 
     assert torch.equal(pixels(exif=b"Exif\0\0JUNKJUNKJUNK"), pixels())
 

@@ -11,6 +11,7 @@ from PIL import Image
 from ssl_vit.data.images import check_channels, open_picture
 from ssl_vit.data.shards.reading import decode_label
 from ssl_vit.interfaces import BadSample, UserError
+from tests import tars
 
 PIL_MODES = {1: "L", 3: "RGB", 4: "RGBA"}
 OPTIONS: dict[str, dict[str, Any]] = {"jpg": {"quality": 92}, "png": {}, "webp": {"lossless": True}}
@@ -37,9 +38,7 @@ def picture(mode: str) -> Image.Image:
 
 
 def encoded(image: Image.Image, extension: str, **options: Any) -> bytes:
-    buffer = io.BytesIO()
-    image.save(buffer, FORMATS[extension], **(OPTIONS.get(extension, {}) | options))
-    return buffer.getvalue()
+    return tars.encoded(image, FORMATS[extension], **(OPTIONS.get(extension, {}) | options))
 
 
 def noise(extension: str) -> bytes:
@@ -161,9 +160,7 @@ def test_labels_that_are_no_class_are_bad_samples(text: bytes, classes: int | No
 @pytest.mark.parametrize(("extension", "kind"), [("jpg", "JPEG"), ("png", "PNG"), ("webp", "WEBP")])
 @pytest.mark.parametrize("channels", [1, 3, 4])
 def test_an_image_with_too_many_pixels_is_refused_by_its_header(extension: str, kind: str, channels: int) -> None:
-    buffer = io.BytesIO()
-    Image.new("RGB", (40, 30)).save(buffer, kind)
-    data = buffer.getvalue()
+    data = tars.encoded(Image.new("RGB", (40, 30)), kind)
     assert open_picture({extension: data}, channels, 1200).whole().shape == (channels, 30, 40)
     with pytest.raises(BadSample, match=r"30x40 pixels are more than the limit of 1199"):
         open_picture({extension: data}, channels, 1199)

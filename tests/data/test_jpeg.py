@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from typing import Any
 
 import numpy as np
@@ -17,6 +16,7 @@ from ssl_vit.data import AugmentConfig
 from ssl_vit.data.images import train_transform
 from ssl_vit.data.jpeg import Jpeg
 from ssl_vit.interfaces import BadSample
+from tests.tars import encoded
 
 MODES = {1: ImageReadMode.GRAY, 3: ImageReadMode.RGB}
 
@@ -33,9 +33,7 @@ def photograph(height: int, width: int, seed: int = 0) -> Image.Image:
 
 
 def jpeg(image: Image.Image, **options: Any) -> bytes:
-    buffer = io.BytesIO()
-    image.save(buffer, "JPEG", **({"quality": 90} | options))
-    return buffer.getvalue()
+    return encoded(image, "JPEG", **({"quality": 90} | options))
 
 
 def torchvisions(data: bytes, channels: int = 3) -> torch.Tensor:
@@ -172,8 +170,6 @@ def test_what_has_no_frame_is_no_jpeg(data: bytes) -> None:
 def test_an_orientation_that_does_not_exist_is_none() -> None:
     exif = Image.Exif()
     exif[0x0112] = 9
-    buffer = io.BytesIO()
-    Image.new("RGB", (20, 10), (200, 30, 30)).save(buffer, "JPEG", exif=exif)
-    jpeg = Jpeg(buffer.getvalue(), 3)
+    jpeg = Jpeg(encoded(Image.new("RGB", (20, 10), (200, 30, 30)), "JPEG", exif=exif), 3)
     assert (jpeg.height, jpeg.width) == (10, 20)
     assert jpeg.whole().shape == jpeg.region(0, 0, 10, 20, None).shape == (3, 10, 20)

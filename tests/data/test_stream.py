@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
@@ -184,10 +183,9 @@ def test_a_small_cache_changes_nothing(shards: ShardSet) -> None:
 
 def test_a_cache_does_not_decide_whether_a_damaged_image_is_bad(tmp_path: Path) -> None:
     """A crop above the damage can be decoded, the whole image cannot."""
-    buffer, generator = io.BytesIO(), np.random.default_rng(1)
+    generator = np.random.default_rng(1)
     pixels = Image.fromarray(generator.integers(0, 255, (12, 10, 3), dtype=np.uint8))
-    pixels.resize((130, 150), Image.Resampling.BICUBIC).save(buffer, "JPEG", quality=90)
-    whole, bad = buffer.getvalue(), None
+    whole, bad = encoded(pixels.resize((130, 150), Image.Resampling.BICUBIC), "JPEG", quality=90), None
     while bad is None:  # a marker of another kind in the last quarter
         broken, place = bytearray(whole), int(generator.integers(len(whole) * 3 // 4, len(whole) - 70))
         broken[place : place + 2] = 0xFF, int(generator.integers(1, 0xD0))

@@ -24,6 +24,7 @@ from ssl_vit.data.packing.sources.base import Source
 from ssl_vit.data.verify import Defect, stats, verify
 from ssl_vit.files import sha256
 from ssl_vit.interfaces import UserError
+from tests.hostile.corpus import Bomb
 from tests.tars import write_tar
 
 from .packing.pictures import encoded
@@ -185,11 +186,8 @@ def test_plain_tars_without_info(digits: Path, tmp_path: Path) -> None:
 
 
 def test_pickles_in_a_shard_are_not_loaded(digits: Path, tmp_path: Path) -> None:
-    class Bomb:
-        def __reduce__(self) -> tuple[Any, ...]:
-            return (Path.touch, (tmp_path / "exploded",))
-
-    bombs = [(f"00000019.{suffix}", pickle.dumps(Bomb())) for suffix in ("pyd", "pickle", "pth")]
+    bomb = Bomb(tmp_path / "exploded")
+    bombs = [(f"00000019.{suffix}", pickle.dumps(bomb)) for suffix in ("pyd", "pickle", "pth")]
     rewrite(digits / "000000.tar", lambda old: old + bombs)
     assert verify(digits) == [] and stats(digits)["samples"] == 60
     assert not (tmp_path / "exploded").exists()

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from tests import tars
 from tests.tars import write_tar
 
 ESCAPE = "\x1b]0;owned\x07\x1b[2J"  # sets the title of a terminal and clears it
@@ -40,9 +41,7 @@ class Bomb:
 def encoded(seed: int, form: str = "PNG", size: tuple[int, int] = (16, 16), mode: str = "RGB") -> bytes:
     """A sound image of noise."""
     pixels = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
-    buffer = io.BytesIO()
-    Image.fromarray(pixels).convert(mode).save(buffer, form)
-    return buffer.getvalue()
+    return tars.encoded(Image.fromarray(pixels).convert(mode), form)
 
 
 # Images ---------------------------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import numpy as np
 from PIL import Image
 
 from ssl_vit.data.packing.sources.base import Source
+from tests import tars
 
 
 def noise(seed: int = 0, size: tuple[int, int] = (14, 10)) -> Image.Image:
@@ -18,9 +18,7 @@ def noise(seed: int = 0, size: tuple[int, int] = (14, 10)) -> Image.Image:
 
 
 def encoded(kind: str, seed: int = 0, size: tuple[int, int] = (14, 10), mode: str = "RGB", **options: Any) -> bytes:
-    buffer = io.BytesIO()
-    noise(seed, size).convert(mode).save(buffer, kind, **options)
-    return buffer.getvalue()
+    return tars.encoded(noise(seed, size).convert(mode), kind, **options)
 
 
 def write(path: Path, data: bytes) -> bytes:

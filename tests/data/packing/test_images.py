@@ -13,6 +13,7 @@ from PIL import Image
 from ssl_vit.data.packing import images
 from ssl_vit.data.packing.images import decode, open_header, to_stored
 from ssl_vit.interfaces import BadSample
+from tests import tars
 
 from .pictures import noise
 
@@ -22,9 +23,7 @@ OTHER = Image.fromarray(255 - RAMP)
 
 
 def encoded(kind: str, image: Image.Image = PICTURE, **options: Any) -> bytes:
-    buffer = io.BytesIO()
-    image.save(buffer, kind, **options)
-    return buffer.getvalue()
+    return tars.encoded(image, kind, **options)
 
 
 WITH_THUMBNAIL = b"Exif\0\0" + encoded("JPEG", PICTURE.resize((8, 8)))
