@@ -145,6 +145,7 @@ def test_overrides_cannot_read_the_environment(override: str, monkeypatch: pytes
         "name: !!python/object/apply:pathlib.Path.touch [!!python/object/apply:pathlib.Path ['pwned']]",
         "name: ${oc.eval:__import__('os').system('touch pwned')}",
         "name: ${oc.env:HOME}",
+        "name: ${oc.decode:'x'}",
         "name: [x, '${run}']",
     ],
 )

@@ -264,12 +264,11 @@ def _cached(images: ImageSet, wanted: FeatureConfig) -> Features:
         features = extract(images, lambda batch: encoder.represent(batch.images, pooling, block), wanted.image_size)
         cached = features, context.skipped[before:]
         if path and main and features.vectors.nbytes <= _MOST_CACHED:
+            about = {"skipped": json.dumps([skip.model_dump() for skip in cached[1]])}
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 with atomic_path(path) as unfinished:
-                    save_file(
-                        vars(features), unfinished, {"skipped": json.dumps([skip.model_dump() for skip in cached[1]])}
-                    )
+                    save_file(vars(features), unfinished, about)
             except (OSError, SafetensorError) as error:  # the cache is optional
                 context.say(f"{path.parent}: features cannot be cached ({error})")
     context.skipped[before:] = cached[1]
@@ -289,11 +288,10 @@ def _load(path: Path) -> tuple[Features, list[SkippedSample]] | None:
 
 def _content(images: ImageSet, encoder: Encoder, wanted: FeatureConfig) -> str:
     """A hash of everything that the features depend on."""
-    context, shards = images.context, images.shards
+    shards, data, precision = images.shards, images.context.data, images.context.accelerator.precision
     settings = [encoder.name, encoder.arguments, encoder.image_size, encoder.mean, encoder.std, encoder.own_settings]
-    preparation = [shards.fingerprint, len(shards.classes or ()), encoder.channels]
-    preparation += [context.data.evaluation_resize, context.data.max_pixels]
-    written = [_FORMAT, settings, preparation, wanted.representation, context.accelerator.precision]
+    inputs = [shards.fingerprint, len(shards.classes or ()), encoder.channels, data.evaluation_resize, data.max_pixels]
+    written = [_FORMAT, settings, inputs, wanted.representation, precision]
     content = hashlib.sha256(json.dumps(written).encode())
     content.update(b"" if images.images is None else images.images.tobytes())
     for name, tensor in sorted(encoder.state_dict().items()):

@@ -317,7 +317,6 @@ def test_an_arm_that_cannot_run_is_named(few_digits: Path, mini: Mini, tmp_path:
 
 def test_training_images_that_are_test_images_are_refused(few_digits: Path, mini: Mini, tmp_path: Path) -> None:
     pretrained = {"label": "SSL", "recipe": "digits_ssl", "overrides": [*STEPS, f"data.train={few_digits}/train"]}
-    refused(mini(arms={"ssl": pretrained}, data=dict.fromkeys(("train", "test"), f"{few_digits}/test")), "test images|")
     for train in (f"{few_digits}/test", f"{few_digits}#test", f"{few_digits}/../{few_digits.name}/test"):
         sets = {"train": train, "test": f"{few_digits}/test"}
         refused(mini(arms={"ssl": pretrained}, data=sets), "includes images of the test set")

@@ -378,8 +378,6 @@ def runs(folder: Path) -> dict[str, Path]:
 
 RECIPES = {
     "python": "name: !!python/object/apply:os.system ['touch pwned']\n",
-    "environment": "name: ${oc.env:HOME}\n",
-    "decode": "name: ${oc.decode:'x'}\n",
     "aliases": "a0: &a0 [x,x,x,x,x,x,x,x,x]\n"
     + "".join(f"a{n}: &a{n} [{','.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 12)),
     "itself": "a: &a [*a]\n",
