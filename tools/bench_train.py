@@ -25,7 +25,7 @@ PHASES = ("train", "step", "loader", "start")
 def settings_of(arguments: argparse.Namespace, run: Path, steps: int) -> Any:
     from ssl_vit.recipe import load_recipe
 
-    fixed = [f"run={run}", f"training.steps={steps}", "training.epochs=null", "training.checkpoint_every=0"]
+    fixed = [f"run={run}", f"training.steps={steps}", "training.checkpoint_every=0"]
     return load_recipe(arguments.recipe, [*arguments.keys, *fixed, f"training.log_every={arguments.warm}"])
 
 
@@ -75,7 +75,7 @@ def phase_seconds(arguments: argparse.Namespace, run: Path) -> float:
 
 def command_seconds(arguments: argparse.Namespace, run: Path, steps: int) -> tuple[float, float]:
     """The real command: seconds per step after the warm-up, seconds of the whole process."""
-    fixed = [f"run={run}", f"training.steps={steps}", "training.epochs=null", "training.checkpoint_every=0"]
+    fixed = [f"run={run}", f"training.steps={steps}", "training.checkpoint_every=0"]
     command = [sys.executable, "-m", "ssl_vit", "train", arguments.recipe, *arguments.keys, *fixed]
     start = time.perf_counter()
     subprocess.run(
