@@ -116,12 +116,12 @@ def make_batch() -> Callable[..., Any]:
 
 
 @pytest.fixture
-def call(
+def called(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> Callable[..., tuple[int, str]]:
-    """Run a command line in this process, in a directory of its own: (exit code, what it wrote to stderr)."""
+) -> Callable[..., tuple[int, str, str]]:
+    """Run a command line in this process, in a directory of its own: (exit code, stdout, stderr)."""
 
-    def run(*arguments: object) -> tuple[int, str]:
+    def run(*arguments: object) -> tuple[int, str, str]:
         from ssl_vit import cli
 
         monkeypatch.chdir(tmp_path)
@@ -132,9 +132,15 @@ def call(
             code = 0
         except SystemExit as stop:
             code = int(stop.code or 0)
-        return code, capfd.readouterr().err
+        return code, *capfd.readouterr()
 
     return run
+
+
+@pytest.fixture
+def call(called: Callable[..., tuple[int, str, str]]) -> Callable[..., tuple[int, str]]:
+    """The same: (exit code, stderr)."""
+    return lambda *arguments: called(*arguments)[::2]
 
 
 @pytest.fixture(scope="session")

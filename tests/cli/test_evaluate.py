@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from ssl_vit import api, cli, recipe
+from ssl_vit import api, recipe
 from ssl_vit.report.read import read
 from ssl_vit.report.statistics import points
 from ssl_vit.report.summary import summarize
@@ -29,19 +29,10 @@ def trained(few_digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def evaluate(trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
+def evaluate(trained: Path, called: Call, monkeypatch: pytest.MonkeyPatch) -> Call:
     """(exit code, stdout, stderr) of `ssl-vit eval RUN ...`."""
-
-    def call(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["ssl-vit", "eval", str(trained / "run"), *map(str, arguments)])
-        monkeypatch.setenv("COLUMNS", "200")
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as stop:
-            cli.main()
-        shown = capsys.readouterr()
-        return int(stop.value.code or 0), shown.out, shown.err
-
-    return call
+    monkeypatch.setenv("COLUMNS", "200")
+    return partial(called, "eval", trained / "run")
 
 
 def test_several_data_sets_are_columns_of_one_table(trained: Path, tmp_path: Path, evaluate: Call) -> None:
@@ -133,16 +124,14 @@ def test_wrong_data_is_named(evaluate: Call, arguments: list[str], expected: str
 
 
 def test_a_wrong_evaluator_comes_before_missing_data_and_a_comparison_names_its_runs(
-    trained: Path, tmp_path: Path, evaluate: Call, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    trained: Path, tmp_path: Path, evaluate: Call, called: Call
 ) -> None:
     code, _, error = evaluate("few_shott", "--data", "nowhere")
     assert code == 2 and "did you mean 'few_shot'" in error
     (tmp_path / "plan.json").write_text("{}")
     (tmp_path / "ssl").symlink_to(trained / "run")
-    monkeypatch.setattr(sys, "argv", ["ssl-vit", "eval", str(tmp_path), "few_shot"])
-    with pytest.raises(SystemExit, match="2"):
-        cli.main()
-    assert f"is a comparison; name the run of one of its arms: {tmp_path}/ssl" in capsys.readouterr().err
+    code, _, error = called("eval", tmp_path, "few_shot")
+    assert code == 2 and f"is a comparison; name the run of one of its arms: {tmp_path}/ssl" in error
 
 
 def test_results_are_logged_to_tensorboard_at_the_step_of_the_weights(trained: Path, evaluate: Call) -> None:

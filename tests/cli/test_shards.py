@@ -3,35 +3,22 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from ssl_vit import cli
-
 pytestmark = pytest.mark.filterwarnings("default::UserWarning")  # as on the command line: shown, no error
 Call = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
-    """Run `ssl-vit shards ...` in a directory of its own: exit code, stdout, stderr."""
-    monkeypatch.chdir(tmp_path)
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["ssl-vit", "shards", *arguments])
-        try:
-            cli.main()
-            code = 0
-        except SystemExit as stop:
-            code = int(stop.code or 0)
-        return code, *capsys.readouterr()
-
-    return run
+def shards(called: Call) -> Call:
+    """Run `ssl-vit shards ...`: exit code, stdout, stderr."""
+    return partial(called, "shards")
 
 
 @pytest.fixture

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from PIL import Image
-from safetensors.torch import save_file
 
 from ssl_vit.comparison import run as comparison
 from ssl_vit.comparison.config import load_comparison
@@ -37,7 +37,7 @@ def test_every_arm_that_pretrains_on_other_data_is_recorded(few_digits: Path, tm
     assert pretrained_elsewhere(*keys, f"data.pretrain={other}", classes) == {"ssl", "supervised"}
 
 
-def test_pretraining_on_test_images_is_refused(few_digits: Path, tmp_path: Path) -> None:
+def test_pretraining_on_test_images_is_refused(few_digits: Path, saved: Callable[..., Path], tmp_path: Path) -> None:
     train, test = (f"{few_digits}/{part}" for part in ("train", "test"))
     keys = [f"run={tmp_path}", f"data={{train: {train}, test: {test}, folds: []}}"]
     for same in (test, f"{test}/", f"{few_digits}/./test", f"{test}/*.tar", f"[{train},{test}]"):
@@ -46,9 +46,7 @@ def test_pretraining_on_test_images_is_refused(few_digits: Path, tmp_path: Path)
     settings = load_recipe("digits_ssl", [f"data.train={few_digits}/./test", f"run={tmp_path}/given"])
     (tmp_path / "given").mkdir()
     save(settings, tmp_path / "given" / "recipe.yaml")
-    encoder = factory.build(settings.encoder)
-    factory.write_config(encoder, tmp_path / "given" / factory.CONFIG)
-    save_file(factory.state(encoder), tmp_path / "given" / factory.WEIGHTS)
+    saved(tmp_path / "given", factory.build(settings.encoder))
     with pytest.raises(UserError, match=r"arms\.given: .*includes images of the test set"):
         pretrained_elsewhere(*keys, f"arms.given={{label: given, weights: {tmp_path}/given}}")
     for number in range(40):

@@ -8,6 +8,7 @@ import os
 import shutil
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,6 @@ import numpy as np
 import pytest
 import torch
 from filelock import FileLock
-from safetensors.torch import save_file
 from sklearn.datasets import load_digits
 
 from ssl_vit import api, cli, results
@@ -30,7 +30,7 @@ from ssl_vit.data.shards import open_shards
 from ssl_vit.evaluators.labels import labels_of
 from ssl_vit.interfaces import RunError, UserError
 from ssl_vit.models import EncoderConfig
-from ssl_vit.models.factory import CONFIG, WEIGHTS, build, state, write_config
+from ssl_vit.models.factory import build
 from ssl_vit.recipe import load_recipe
 from ssl_vit.records import TaskRecord
 from ssl_vit.report.page import write_report
@@ -340,12 +340,10 @@ def test_an_arm_includes_the_run_that_it_starts_from(few_digits: Path, mini: Min
 
 
 def test_an_evaluator_that_cannot_train_an_encoder_is_found_before_pretraining(
-    few_digits: Path, mini: Mini, tmp_path: Path
+    mini: Mini, saved: Callable[..., Path], tmp_path: Path
 ) -> None:
     gap = build(EncoderConfig(image_size=8, patch_size=2, width=16, depth=1, heads=2, channels=1, class_token=False))
-    (tmp_path / "gap").mkdir()
-    save_file(state(gap), tmp_path / "gap" / WEIGHTS)
-    write_config(gap, tmp_path / "gap" / CONFIG)
+    saved(tmp_path / "gap", gap)
     ssl = {"label": "SSL", "recipe": "digits_ssl", "overrides": STEPS}
     given = {"label": "given", "weights": str(tmp_path / "gap")}
     tuned = {"fine_tune": TUNING | {"sweep": {}, "head": {"pooling": "token"}}}

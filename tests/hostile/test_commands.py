@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -23,18 +24,13 @@ def train(data: object, *more: str) -> list[object]:
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def place(tmp_path_factory: pytest.TempPathFactory, saved: Callable[..., Path]) -> Path:
     """A folder with sound shards, `good`, and an encoder, `model`."""
-    from safetensors.torch import save_file
-
     from ssl_vit.models import EncoderConfig, factory
 
     folder = tmp_path_factory.mktemp("hostile")
     corpus.sound(folder / "good")
-    (folder / "model").mkdir()
-    encoder = factory.build(EncoderConfig(name="vit_tiny_patch16_224", **SIZES))
-    factory.write_config(encoder, folder / "model" / factory.CONFIG)
-    save_file(factory.state(encoder), folder / "model" / factory.WEIGHTS)
+    saved(folder / "model", factory.build(EncoderConfig(name="vit_tiny_patch16_224", **SIZES)))
     return folder
 
 

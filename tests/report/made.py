@@ -25,6 +25,9 @@ from ssl_vit.records import (
     TaskRecord,
     TaskResult,
 )
+from ssl_vit.report.read import read
+from ssl_vit.report.summary import Summary, summarize
+from ssl_vit.report.verdict import verdict
 from ssl_vit.results import Budget, Prediction, Result
 from tests.tars import encoded, write_tar
 
@@ -205,3 +208,14 @@ SWEEP = SweepRecord(
     best={"optim.lr": 0.1},
     cost=Cost(images_seen=128, flops=2e9, seconds=3.0),
 )
+
+
+def said(folder: Path, rows: Sequence[Result], **changes: Any) -> str:
+    """The verdict on a comparison of these rows. changes: see `write_comparison`."""
+    comparison = read([write_comparison(folder, rows, **changes)])
+    return "\n".join(verdict(comparison, summarize(comparison)))
+
+
+def summary(folder: Path, rows: Sequence[Result], **changes: Any) -> Summary:
+    """Of a comparison of these rows. changes: see `write_comparison`."""
+    return summarize(read([write_comparison(folder, rows, **changes)]))

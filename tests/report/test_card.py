@@ -12,7 +12,6 @@ import pytest
 import torch
 from huggingface_hub import ModelCard
 from PIL import Image
-from safetensors.torch import save_file
 
 from ssl_vit import cli, functions, results
 from ssl_vit import recipe as recipes
@@ -25,27 +24,20 @@ from tests.report.made import SUMMARY, row
 Make = Callable[..., Any]
 
 
-def weights(folder: Path, model: Any) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    factory.write_config(model, folder / "config.json")
-    save_file(factory.state(model), folder / "encoder.safetensors")
-    return folder
-
-
 def write(model: Any, given: Path, to: str = "timm", **options: Any) -> str:
     options = {"title": "digits", "license": None} | options
     return card.write(model, given, to, card.evaluated(given), **options)
 
 
 @pytest.fixture
-def run(tmp_path: Path, make_encoder: Make) -> Path:
+def run(saved: Make, tmp_path: Path, make_encoder: Make) -> Path:
     """A finished run of the shipped recipe on shards with a license, evaluated once, with one checkpoint."""
     shards = tmp_path / "shards"
     shards.mkdir()
     (shards / "000000.tar").touch()
     info = {"classes": ["a", "b"], "samples": 7, "shards": [{"file": "000000.tar", "samples": 7}]}
     (shards / "info.json").write_text(json.dumps(info | {"source": "my | photographs", "license": "CC BY 4.0"}))
-    folder = weights(tmp_path / "run", make_encoder())
+    folder = saved(tmp_path / "run", make_encoder())
     (folder / "results").mkdir()
     recipe = recipes.load_recipe("digits_ssl", [f"data.train={shards}", f"run={folder}", "training.batch_size=32"])
     recipes.save(recipe, folder / "recipe.yaml")
@@ -67,7 +59,7 @@ def run(tmp_path: Path, make_encoder: Make) -> Path:
     }
     about |= {"data": {"train": "x", "test": "y"}, "skipped": [{"shard": "s.tar", "key": "k", "reason": "cut"}]}
     results.save(folder / "results" / "few_shot-1.json", rows, **about)
-    checkpoint = weights(folder / "checkpoints" / "step_00000300", make_encoder())
+    checkpoint = saved(folder / "checkpoints" / "step_00000300", make_encoder())
     (checkpoint / "state.json").write_text(json.dumps({"progress": {"step": 300, "seconds": 20.0}}))
     return folder
 
@@ -118,8 +110,8 @@ def test_a_checkpoint_has_its_own_steps_and_no_results(
     assert "Few-shot" not in text
 
 
-def test_weights_in_the_folder_of_a_run_are_not_of_that_run(run: Path, make_encoder: Make) -> None:
-    text = write(make_encoder(), weights(run / "imported" / "other", make_encoder()))
+def test_weights_in_the_folder_of_a_run_are_not_of_that_run(saved: Make, run: Path, make_encoder: Make) -> None:
+    text = write(make_encoder(), saved(run / "imported" / "other", make_encoder()))
     assert "Steps" not in rows(text) and "digits_ssl" not in text
 
 
@@ -138,8 +130,8 @@ def test_the_card_shows_no_credentials_of_urls(run: Path, make_encoder: Make) ->
     assert "SECRET" not in text and "# https://...@host/x.tar?...\n" in text
 
 
-def test_imported_weights_tell_where_they_come_from(tmp_path: Path, make_encoder: Make) -> None:
-    folder = weights(tmp_path, make_encoder())
+def test_imported_weights_tell_where_they_come_from(saved: Make, tmp_path: Path, make_encoder: Make) -> None:
+    folder = saved(tmp_path, make_encoder())
     config = json.loads((folder / "config.json").read_text())
     config["imported"] = {"from": "some/model", "notes": ["guessed"], "skipped": ["head.bias"], "license": "mit"}
     (folder / "config.json").write_text(json.dumps(config))
@@ -153,6 +145,7 @@ def test_imported_weights_tell_where_they_come_from(tmp_path: Path, make_encoder
 @pytest.mark.parametrize("to", ["timm", "transformers"])
 @pytest.mark.parametrize("pooling", ["mean", "token", "both", "patches"])
 def test_the_code_in_the_card_gives_what_was_evaluated(
+    saved: Make,
     run: Path,
     make_encoder: Make,
     tmp_path: Path,
@@ -163,7 +156,7 @@ def test_the_code_in_the_card_gives_what_was_evaluated(
 ) -> None:
     """In the exported folder, as the card says: pixels, tokens and pooled features of an evaluation."""
     model = make_encoder(mean=(0.1, 0.2, 0.3), std=(0.4, 0.5, 0.6)).eval()
-    weights(run, model)
+    saved(run, model)
     rows = [row("trained", 1, 0, 0.5, evaluator="few_shot")]
     about = {"evaluator": "few_shot", "title": "Few-shot", "settings": {"pooling": pooling}, "metric": "accuracy"}
     results.save(run / "results" / "few_shot-1.json", rows, **about, data={"train": "x", "test": "y"})
@@ -191,8 +184,8 @@ def test_the_code_in_the_card_gives_what_was_evaluated(
     assert "pooler" not in caplog.text
 
 
-def test_a_resnet_returns_what_timm_says(tmp_path: Path) -> None:
+def test_a_resnet_returns_what_timm_says(saved: Make, tmp_path: Path) -> None:
     model = factory.build(EncoderConfig(name="test_resnet", image_size=(64, 96)))
-    folder = weights(tmp_path, model)
+    folder = saved(tmp_path, model)
     text = write(model, folder)
     assert "`forward_features` of timm's ResNet" in text and "2 x 3" in text

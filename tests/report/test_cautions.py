@@ -5,26 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
-
-import pytest
 
 from ssl_vit.records import ArmRecord, SkippedSample, SweepRecord
 from ssl_vit.report.read import read
-from ssl_vit.report.summary import summarize
-from ssl_vit.report.verdict import notes, verdict
-from ssl_vit.results import Result
-from tests.report.made import ARMS, EVALUATORS, SWEEP, two_arms, write_comparison
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return tmp_path / "c"
-
-
-def said(folder: Path, rows: list[Result], **changes: Any) -> str:
-    comparison = read([write_comparison(folder, rows, **changes)])
-    return "\n".join(verdict(comparison, summarize(comparison)))
+from ssl_vit.report.verdict import notes
+from tests.report.made import ARMS, EVALUATORS, SWEEP, said, two_arms, write_comparison
 
 
 def test_a_single_length_of_fine_tuning_is_a_caution(folder: Path) -> None:

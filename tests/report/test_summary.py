@@ -4,25 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from ssl_vit.records import ArmRecord
-from ssl_vit.report.read import read
-from ssl_vit.report.summary import Summary, summarize
-from ssl_vit.results import Result
-from tests.report.made import ARMS, SUMMARY, SUPERVISED, row, two_arms, write_comparison
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return tmp_path / "c"
-
-
-def summary(folder: Path, rows: list[Result], **changes: Any) -> Summary:
-    return summarize(read([write_comparison(folder, rows, **changes)]))
+from tests.report.made import ARMS, SUMMARY, SUPERVISED, row, summary, two_arms
 
 
 def test_every_pair_of_arms_is_compared(folder: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,27 +12,11 @@ from ssl_vit.records import ArmRecord, Look
 from ssl_vit.report import sequential
 from ssl_vit.report.read import read
 from ssl_vit.report.statistics import points
-from ssl_vit.report.summary import Summary, summarize
+from ssl_vit.report.summary import summarize
 from ssl_vit.report.tables import place_tables
 from ssl_vit.report.verdict import interval, notes, verdict
 from ssl_vit.results import Result
-from tests.report.made import ARMS, SUPERVISED, SWEEP, row, two_arms, write_comparison, write_run
-
-FOLDERS = itertools.count()
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return tmp_path / "c"
-
-
-def said(folder: Path, rows: list[Result], **changes: Any) -> str:
-    comparison = read([write_comparison(folder, rows, **changes)])
-    return "\n".join(verdict(comparison, summarize(comparison)))
-
-
-def summary(folder: Path, rows: list[Result], **changes: Any) -> Summary:
-    return summarize(read([write_comparison(folder, rows, **changes)]))
+from tests.report.made import ARMS, SUPERVISED, SWEEP, row, said, summary, two_arms, write_comparison, write_run
 
 
 def test_the_headline_is_the_mean_over_budgets_and_names_the_method(folder: Path) -> None:
