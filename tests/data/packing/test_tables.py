@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import pickle
 from pathlib import Path
 
@@ -151,6 +152,25 @@ def test_hub_names_offline_say_so(
     with pytest.raises(UserError, match=rf"{spec}: no such file or folder, and .* cannot be reached"):
         open_source(spec)
     assert f"{spec}: looking for this dataset" in capsys.readouterr().err
+
+
+def test_a_configuration_of_a_hub_dataset_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number, name in enumerate(("gray", "color")):
+        rows = {
+            "image": [{"bytes": encoded("PNG"), "path": None}] * (number + 2),
+            "label": ["a", "b", "b"][: number + 2],
+        }
+        (tmp_path / name).mkdir()
+        pq.write_table(pa.table(rows), tmp_path / name / "train.parquet")
+    configs = [{"config_name": name, "data_files": f"{name}/*.parquet"} for name in ("gray", "color")]
+    (tmp_path / "README.md").write_text(f"---\nconfigs: {json.dumps(configs)}\n---\n")
+    load = datasets.load_dataset
+    monkeypatch.setattr(datasets, "load_dataset", lambda name, *config: load(str(tmp_path), *config))
+    with pytest.raises(UserError, match=r"some/pets has several configurations; .*hf:NAME:CONFIG: \['gray', 'color'\]"):
+        open_source("hf:some/pets")
+    assert open_source("hf:some/pets:color", split="train").count == 3
+    with pytest.raises(UserError, match="cannot be read as a dataset"):
+        open_source("hf:some/pets:blue")
 
 
 def test_other_files_are_refused(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from ssl_vit.files import expanded
 from ssl_vit.interfaces import UserError
 
 FOLDER, HUB = "imagefolder:", "hf:"  # prefixes
-_HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+_HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?(:[\w.-]+)?")
 _NAME = re.compile(r"digits|[a-z][\w.]*\w:(?!//).*")
 
 
@@ -37,7 +37,8 @@ def open_source(
 
     spec: a folder of images (one sub-folder per class, or flat and unlabeled), a parquet or arrow file, a folder that
         `datasets` saved, `digits` (scikit-learn's; a folder of that name is `./digits`), NAME:PLACE for a source of
-        your own, or the name of a dataset on the Hugging Face hub. `imagefolder:PATH` and `hf:NAME` say which it is.
+        your own, or the name of a dataset on the Hugging Face hub. `imagefolder:PATH` and `hf:NAME` say which it is;
+        `hf:NAME:CONFIG` is one configuration of a dataset.
     split: one of the source's splits.
     label_column, image_column: columns of a table.
 

@@ -87,7 +87,7 @@ def _load(spec: str, path: Path | None) -> dict[str, datasets.Dataset]:
     """The splits of the dataset by name; a single table is the split ""."""
     try:
         if path is None:
-            loaded = datasets.load_dataset(spec)
+            loaded = datasets.load_dataset(*spec.split(":"))
         elif (path / "dataset_dict.json").exists() or (path / "state.json").exists():
             loaded = datasets.load_from_disk(str(path))
         elif path.is_dir():
@@ -102,6 +102,9 @@ def _load(spec: str, path: Path | None) -> dict[str, datasets.Dataset]:
         what = f"{spec}: no such file or folder, and no such dataset on the Hugging Face hub"
         raise UserError(f"{what}: {_first_line(error)}") from None
     except (ValueError, OSError, datasets.exceptions.DatasetsError) as error:
+        if path is None and "available configs" in str(error):
+            listed = str(error).partition("available configs: ")[2].partition("]")[0]
+            raise UserError(f"{spec} has several configurations; name one, as hf:NAME:CONFIG: {listed}]") from None
         raise UserError(f"{spec}: cannot be read as a dataset: {' '.join(str(error).split())[:500]}") from None
     return {"": loaded} if isinstance(loaded, datasets.Dataset) else dict(loaded)
 
