@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict
@@ -174,8 +174,9 @@ class Batch:
 
     def rows(self, rows: slice) -> Batch:
         """Some of the samples."""
-        given = {name: value for name, value in vars(self).items() if value is not None and not isinstance(value, int)}
-        return replace(self, **{name: value[rows] for name, value in given.items()})
+        values = {one.name: getattr(self, one.name) for one in fields(self)}
+        per_sample = {name: value for name, value in values.items() if not isinstance(value, int | None)}
+        return replace(self, **{name: value[rows] for name, value in per_sample.items()})
 
     def mean(self, values_B: torch.Tensor) -> torch.Tensor:
         """The mean over the samples that are not padding, as a float32 scalar; 0 if all are padding."""

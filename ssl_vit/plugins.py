@@ -102,7 +102,8 @@ def _import(place: str, member: str, what: str) -> Any:
     if not _defines(module, attribute or member):
         raise UserError(f"{what}: {name} defines no {attribute or member}")
     defined = getattr(module, attribute or member)
-    config = getattr(defined, "Config", None) or getattr(module, "Config", None)
+    of_class, of_module = getattr(defined, "Config", None), getattr(module, "Config", None)
+    config = of_class or of_module if attribute else of_module or of_class  # a class may inherit one
     if member != "open_images" and config is None:
         raise UserError(f"{what}: neither the class nor its module defines a Config")
     return SimpleNamespace(**vars(module) | {member: defined, "Config": config})

@@ -184,7 +184,7 @@ def load_recipe(name: str | Path, overrides: Overrides = (), near: Path | None =
     """
     path = find(str(name), near)
     content = read(path, overrides)
-    if "arms" in read(path):
+    if "arms" in content and "arms" in read(path):  # not those of an override
         raise UserError(f"{path} is a comparison: run it with `ssl-vit compare {name}`")
     objective = content.get("objective")
     if not isinstance(objective, dict) or "name" not in objective:

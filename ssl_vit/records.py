@@ -244,7 +244,7 @@ class ComparisonRecord(Config):
     assigned: index of the pretraining of seed n, where it is not n modulo `pretrainings`.
     max_seeds, looks: of a comparison that adds seeds until its headlines are decided.
     margin: differences within it count as equivalent (fraction, 0.01: one point).
-    quick: whether it is a trial with a tenth of the steps and seeds.
+    quick: whether it is a trial with a tenth of the steps and two seeds.
     """
 
     name: str

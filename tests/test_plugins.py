@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,18 @@ def test_a_plugin_without_a_configuration_is_named(tmp_path: Path, monkeypatch: 
         (tmp_path / "a_package" / "a_bare_one.py").write_text("class Objective: ...\n")
         with pytest.raises(UserError, match="Config"):
             load_recipe("digits_ssl", [f"objective.name={name}"])
+
+
+def test_the_configuration_of_a_module_comes_before_an_inherited_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a_pack").mkdir()
+    inherited = "class Base:\n    class Config: ...\nclass Evaluator(Base): ...\n"
+    (tmp_path / "a_pack" / "one.py").write_text(f"class Config: ...\n{inherited}")
+    monkeypatch.syspath_prepend(tmp_path)
+    module = importlib.import_module("a_pack.one")
+    assert plugins.load("evaluators", "a_pack.one").Config is module.Config
+    assert plugins.load("evaluators", "a_pack.one:Evaluator").Config is module.Base.Config
 
 
 def test_a_changed_plugin_is_another_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,7 +93,7 @@ def main() -> None:
             print("stopped; run the same command to resume", file=sys.stderr)
         _leave(1 if stop.code == _INTERRUPTED else int(stop.code or 0))
     except Exception:
-        if not world_size() > 1:
+        if world_size() == 1:
             raise
         traceback.print_exc()
         _leave(1)

@@ -61,7 +61,10 @@ def compare(
         ),
     ] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="A trial: a tenth of all steps and epochs, two seeds; the report says so.")
+        bool,
+        typer.Option(
+            "--quick", help="A trial: a tenth of all steps and epochs, two seeds, one pretraining; the report says so."
+        ),
     ] = False,
     only: Annotated[str | None, typer.Option(help="Run the task with this id and the tasks it depends on.")] = None,
     until_decided: Annotated[
@@ -96,13 +99,14 @@ def compare(
     if only is None and not show and not dry_run:
         _compare(recipe, changed, command, until_decided, max_seeds)
         return
-    from ssl_vit import progress
-    from ssl_vit.comparison import looks, run
-    from ssl_vit.comparison.checks import check
     from ssl_vit.comparison.config import load_comparison
-    from ssl_vit.comparison.weights import import_arms
 
     study = load_comparison(recipe, changed)
+    from ssl_vit import progress  # and torch, after the keys were checked
+    from ssl_vit.comparison import looks, run
+    from ssl_vit.comparison.checks import check
+    from ssl_vit.comparison.weights import import_arms
+
     if dry_run:
         from ssl_vit.cli import previewed
         from ssl_vit.comparison.dry_run import dry_run_comparison

@@ -33,7 +33,7 @@ from ssl_vit.progress import silent
 from ssl_vit.recipe import Recipe, needs_labels, stages, training_places
 from ssl_vit.records import ComparisonRecord, TaskRecord
 from ssl_vit.report.read import PLAN
-from ssl_vit.training import Precision
+from ssl_vit.training import Precision, distributed
 
 # The source that packing writes into info.json: the name, then the options that chose images.
 _PACKED = re.compile(
@@ -189,10 +189,10 @@ def _with_precision(study: Study, say: Say, *, trial: bool, keep: bool) -> Study
     try:
         if keep and is_main_process():
             file.parent.mkdir(parents=True, exist_ok=True)
-        # Launched processes measure together, so none may wait for the lock of another one.
-        alone = keep and world_size() == 1
-        with FileLock(file.with_name(f".{_PRECISION}.lock")) if alone else nullcontext():
-            begun = read_json(file).get("precision") if file.is_file() else None
+        if trial and world_size() > 1:  # launched processes measure together, while the main one holds the lock
+            distributed.make_accelerator()
+        with FileLock(file.with_name(f".{_PRECISION}.lock")) if keep and is_main_process() else nullcontext():
+            begun = distributed.gather(read_json(file).get("precision") if file.is_file() else None)[0]
             chosen: Precision = begun or "fp32"
             if trial and not begun:
                 chosen = precision.choose(next(iter(auto.values())), say)

@@ -124,6 +124,8 @@ def lane_bounds(epoch: int, sets: Sequence[SampleSet], lanes: int, lane: int) ->
 def interleave(sizes: Sequence[int]) -> np.ndarray:
     """The set of each sample of a lane's epoch, in reading order: integers (sum(sizes),), spread as evenly as the sizes
     of the sets' slices allow."""
+    if len(sizes) == 1:  # of a large set, sorting takes seconds and much memory
+        return np.zeros(sizes[0], np.int8)
     places = np.concatenate([(np.arange(size) + 0.5) / size for size in sizes if size] or [np.empty(0)])
     return np.repeat(np.arange(len(sizes)), sizes)[np.argsort(places, kind="stable")]
 

@@ -98,7 +98,7 @@ def stats(folder: Path) -> dict[str, Any]:
 
 
 def images_by_class(info: Info | None, shards: Sequence[CheckedShard]) -> dict[str, int]:
-    """Labeled images of each class that is named; where none is, of each number that occurs."""
+    """Readable images of each class that is named; where none is, of each label that occurs."""
     labels = sum((shard.labels for shard in shards), Counter[int]())
     names = dict(enumerate(distinct((info and info.classes) or ()))) or {n: str(n) for n in sorted(labels)}
     return {name: labels[label] for label, name in names.items()}
@@ -213,7 +213,7 @@ def _check_samples(
         if key in facts.keys:
             report(key, "duplicate_key", "another sample has the same key")
         facts.keys.add(key)
-        height = width = depth = 0
+        height, width, depth, readable = 0, 0, 0, False
         members: dict[str, bytes] = {}
         try:
             members = shard.read(position)
@@ -227,6 +227,7 @@ def _check_samples(
                     decode(image, at_least=None if look else (1, 1))
                 if look and data is images[0]:
                     facts.seen.append(look(shard, position, members, data, image))
+            readable = bool(images)
         except BadSample as error:
             report(key, "unreadable_image", str(error))
         facts.sizes.append((height, width, depth))
@@ -236,7 +237,7 @@ def _check_samples(
             report(key, "bad_label", str(error))
             continue
         if label >= 0:
-            facts.labels[label] += 1
+            facts.labels[label] += readable
         elif info and info.labeled:
             report(key, "bad_label", "no .cls member in a labeled set")
 

@@ -6,15 +6,16 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+import torch
 from torch import nn
 
 from ssl_vit.analysis import loaded
 from ssl_vit.data.shards import ShardSet, open_shards
 from ssl_vit.evaluators.features import EvalContext, ImageSet, extract
 from ssl_vit.files import atomic_file
-from ssl_vit.interfaces import without_credentials
+from ssl_vit.interfaces import Batch, without_credentials
 from ssl_vit.models import Pooling
-from ssl_vit.training.distributed import make_accelerator
+from ssl_vit.training.distributed import gather, make_accelerator
 
 
 def embed(
@@ -35,16 +36,18 @@ def embed(
     encoder.to(accelerator.device).eval()
     opened = open_shards(shards, preparation.remote)
     context = EvalContext(encoder, opened, opened, preparation, accelerator, batch_size=batch_size, title="embed")
-    features = extract(
-        ImageSet(context, "trained", "all"),
-        lambda batch: encoder.represent(batch.images, pooling),
-        what="embeddings",
-        needs_labels=False,
-    )
-    keys, files = (names[features.images] for names in sample_names(opened))
-    frame = pd.DataFrame({"key": keys, "label": features.labels, "embedding": list(features.vectors)})
-    if files.any():
-        frame.insert(1, "file", files)
+    own_keys: dict[int, str] = {}
+
+    def read(batch: Batch) -> torch.Tensor:
+        own_keys.update(zip(batch.indices[batch.valid].tolist(), batch.keys, strict=True))
+        return encoder.represent(batch.images, pooling)
+
+    features = extract(ImageSet(context, "trained", "all"), read, what="embeddings", needs_labels=False)
+    keys = {image: key for keys_of_rank in gather(own_keys) for image, key in keys_of_rank.items()}
+    columns = {"key": [keys[image] for image in features.images.tolist()], "label": features.labels}
+    frame = pd.DataFrame(columns | {"embedding": list(features.vectors)})
+    if (names := file_names(opened)).any():
+        frame.insert(1, "file", names[features.images])
     frame.attrs |= {"grid": list(encoder.grid), "skipped": context.skipped_names()}
     return frame
 
@@ -73,12 +76,13 @@ def write(frame: pd.DataFrame, path: Path) -> None:
         )
 
 
-def sample_names(shards: ShardSet) -> tuple[np.ndarray, np.ndarray]:
-    """The key of every sample, and the file that it was packed from ("": the shards do not say); both object
-    (samples,)."""
-    keys, files = (np.full(shards.samples, "", dtype=object) for _ in range(2))
+def file_names(shards: ShardSet) -> np.ndarray:
+    """The file that each sample was packed from, object (samples,); "" where the shards do not say."""
+    names = np.full(shards.samples, "", dtype=object)
+    if not any("json" in sample.members for sample in shards.open(0).samples[:1]):
+        return names
     for shard, first in enumerate(shards.first_index[:-1]):
         file = shards.open(shard)
-        for position, sample in enumerate(file.samples):
-            keys[first + position], files[first + position] = sample.key, file.file_name(position) or ""
-    return keys, files
+        for position in range(len(file.samples)):
+            names[first + position] = file.file_name(position) or ""
+    return names

@@ -26,7 +26,8 @@ from ssl_vit.results import Budget, Result, Settings, scored
 
 
 def budgets(evaluator: Evaluator, asked: Sequence[Budget]) -> tuple[Budget, ...]:
-    """The label budgets to measure: those in the evaluator's settings, else `asked`, those of the comparison."""
+    """The label budgets to measure: those in the evaluator's settings, else `asked`, those of the comparison. With
+    `needs_head`, all labels."""
     if evaluator.needs_head:
         return (ALL,)
     named = "labels_per_class" in evaluator.config.model_fields_set

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import astuple
@@ -18,7 +19,7 @@ from ssl_vit.report.summary import Difference, Efficiency, EvaluationKey, Summar
 
 HALF_WIDTH = "half-width of a 95% interval that covers {} and test images"  # with the unit
 NO_HEADLINE = "no evaluator measures both the arm under test and a baseline (scratch or its untrained encoder)"
-QUICK = "Quick run, a tenth of the steps and seeds:"
+QUICK = "Quick run, a tenth of the steps with two seeds:"
 
 
 def interval(comparison: Comparison, summary: Summary) -> str:
@@ -97,7 +98,7 @@ def _saw_held_out(comparison: Comparison) -> Iterator[str]:
 def _own_settings(comparison: Comparison) -> Iterator[str]:
     for arm in comparison.record.arms:
         for evaluator, settings in arm.evaluators.items():
-            values = ", ".join(f"{key}={value}" for key, value in flatten(settings).items())
+            values = ", ".join(f"{key}={json.dumps(value)}" for key, value in flatten(settings).items())
             yield f"Settings of {arm.label} alone: {evaluator}: {values}."
 
 

@@ -166,7 +166,7 @@ class Probe(Callback):
     """Measures the representation now and then, and ends training where it no longer improves.
 
     measure: from the unwrapped objective to a number, higher is better; may leave it in evaluation mode.
-    skipped: the samples that this process could not use for it, each once.
+    skipped: the samples that could not be used for it, each once and on the main process alone.
     """
 
     name = "probe"

@@ -31,8 +31,8 @@ def find_accumulation(
     least: int = 1,
     begun: bool = False,
 ) -> int:
-    """The smallest number of micro-batches, made of whole lanes, that every process has the memory for: `accumulate`;
-    with `auto_batch` from there on.
+    """The number of micro-batches, made of whole lanes, that every process has the memory for: `accumulate`, or with
+    `auto_batch` the smallest one that fits, from `accumulate` and `least` on.
 
     batch: this process's part of a step. least: the smallest number to try with `auto_batch`.
     begun: whether the optimizer holds its copies of the weights already.

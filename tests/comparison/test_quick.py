@@ -59,7 +59,7 @@ def test_quick_with_an_arm_from_weights_and_another_architecture_on_the_command_
     page = (tmp_path / "run" / "report.html").read_text()
     for text in (found.output, page):
         flat = " ".join(text.split())
-        assert "Quick run, a tenth of the steps and seeds" in flat
+        assert "Quick run, a tenth of the steps with two seeds" in flat
         assert "deep: encoder.depth 3 (SSL: 4)" in flat
     assert "(quick run)</h1>" in page
     added = CliRunner().invoke(cli.app, ["compare", *run, "--arm", f"given={tmp_path / 'run' / 'ssl'}", "--dry-run"])

@@ -138,3 +138,9 @@ def test_a_part_without_labels_misses_no_class(tmp_path: Path) -> None:
     write_tar(tmp_path / "test" / "0.tar", {f"{n}.png": encoded(scene(5 + n)) for n in range(2)})
     found = check_data(tmp_path, progress=False)
     assert found.missing_classes == {"train": [], "test": []} and found.ok
+
+
+def test_a_class_without_a_readable_image_is_missing(tmp_path: Path) -> None:
+    write_tar(tmp_path / "train" / "0.tar", labeled([b"0", b"1"]))
+    write_tar(tmp_path / "test" / "0.tar", labeled([b"0", b"1"]) | {"1.png": b"junk"})
+    assert check_data(tmp_path, progress=False).missing_classes == {"train": [], "test": ["1"]}

@@ -129,7 +129,8 @@ def read(weights: str, name: str | None = None, heads: int | None = None) -> Imp
 
 
 def _folder(folder: Path, origin: str) -> Imported:
-    if any((folder / name).exists() for name in (factory.WEIGHTS, "checkpoints", "recipe.yaml", "plan.json")):
+    ours = ("recipe.yaml", "plan.json") if not (folder / "config.json").exists() else ()
+    if (folder / "checkpoints").is_dir() or any((folder / name).is_file() for name in (factory.WEIGHTS, *ours)):
         factory.find_weights(folder)  # raises UserError that says what is missing
         raise UserError(f"{origin} is already an ssl-vit folder and does not need to be imported")
     if not (folder / "config.json").is_file():

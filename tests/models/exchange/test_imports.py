@@ -423,6 +423,12 @@ def test_sources_that_cannot_be_imported(
         import_weights(weights, tmp_path / "out")
 
 
+def test_a_folder_of_timm_may_hold_a_recipe(tmp_path: Path, shaken: Make) -> None:
+    save_for_hf(timm_vit(shaken), tmp_path / "given", safe_serialization=True, model_args=SMALL)
+    (tmp_path / "given" / "recipe.yaml").touch()
+    import_weights(str(tmp_path / "given"), tmp_path / "out")
+
+
 def test_an_occupied_folder_is_kept(tmp_path: Path, shaken: Make) -> None:
     torch.save(timm_vit(shaken).state_dict(), tmp_path / "weights.pth")
     (tmp_path / "out").mkdir()
