@@ -261,9 +261,11 @@ def validate(model: type[T], content: Any, prefix: str = "") -> T:
     except ValidationError as error:
         lines = []
         for problem in error.errors():
-            keys = [str(key) for key in problem["loc"] if not str(key).startswith("<")]  # <...>: one of several types
+            place, unknown = [str(key) for key in problem["loc"]], problem["type"] == "extra_forbidden"
+            names = place[-1:] if unknown else []  # of the key itself
+            keys = [key for key in place[: len(place) - unknown] if not key.startswith("<")] + names  # <...>: a type
             where = prefix + ".".join(keys)
-            if problem["type"] == "extra_forbidden":
+            if unknown:
                 close = get_close_matches(keys[-1], _fields(model, keys[:-1]), n=1)
                 hint = f"; did you mean '{close[0]}'?" if close else f"; known: {', '.join(_fields(model, keys[:-1]))}"
                 lines.append(f"{where}: unknown key{hint}")
