@@ -261,11 +261,12 @@ def validate(model: type[T], content: Any, prefix: str = "") -> T:
     except ValidationError as error:
         lines = []
         for problem in error.errors():
-            place, unknown = [str(key) for key in problem["loc"]], problem["type"] == "extra_forbidden"
-            names = place[-1:] if unknown else []  # of the key itself
-            keys = [key for key in place[: len(place) - unknown] if not key.startswith("<")] + names  # <...>: a type
+            place = [str(key) for key in problem["loc"]]
+            keys = [key for key in place if not key.startswith("<")]  # <...>: one of several types
+            if problem["type"] == "extra_forbidden" and keys[-1:] != place[-1:]:
+                keys += place[-1:]  # the key itself, which begins with <
             where = prefix + ".".join(keys)
-            if unknown:
+            if problem["type"] == "extra_forbidden":
                 close = get_close_matches(keys[-1], _fields(model, keys[:-1]), n=1)
                 hint = f"; did you mean '{close[0]}'?" if close else f"; known: {', '.join(_fields(model, keys[:-1]))}"
                 lines.append(f"{where}: unknown key{hint}")

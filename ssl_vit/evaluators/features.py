@@ -45,7 +45,7 @@ _MOST_CACHED = 2**30  # bytes of one file of features: all patch tokens of many 
 class EvalContext:
     """An encoder to evaluate, with labeled train and test shards.
 
-    trained: the encoder; without weights, on the meta device, where only `untrained` ones and pixels are evaluated.
+    trained: the encoder; on the meta device, without weights, if only untrained encoders or pixels are evaluated.
     seed: of the initialization of `untrained`. title: shown in front of the progress (None: no progress is shown).
     data: image preparation (`evaluation_resize`) and loader workers. batch_size: images per forward pass and process.
     weights: path of the trained encoder's weights (None: in memory or freshly initialized).
