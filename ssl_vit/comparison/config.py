@@ -138,9 +138,9 @@ class ComparisonConfig(Config):
         labels = [arm.label for arm in arms.values()]
         if twice := [label for label in labels if labels.count(label) > 1]:
             raise ValueError(f"two arms have the label '{twice[0]}'; give each its own")
-        from ssl_vit.report.runs import REFERENCES as SHOWN  # not for --help: it imports pandas
+        from ssl_vit.report import runs  # not for --help: it imports pandas
 
-        if taken := [label for label in labels if label in SHOWN.values()]:
+        if taken := [label for label in labels if label in runs.REFERENCES.values()]:
             raise ValueError(f"the label '{taken[0]}' is that of a reference; give the arm another one")
         with_encoder = [name for name, arm in arms.items() if arm.kind != "scratch"]
         if not with_encoder:

@@ -97,6 +97,7 @@ def text(value: object) -> str:
 
 
 def metric_name(metric: Metric) -> str:
+    """The metric of a dataset in words."""
     return "mean per-class test accuracy" if metric == "mean_per_class" else "test accuracy"
 
 
