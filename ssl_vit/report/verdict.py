@@ -29,11 +29,11 @@ def interval(comparison: Comparison, summary: Summary) -> str:
     unit = "seeds (pretrainings, where an arm has several but fewer than seeds)" if len(units) > 1 else "".join(units)
     sentence = (
         f"± is the {HALF_WIDTH.format(unit or 'seeds')} (Student's t on a crossed analysis of variance; two "
-        "arms are paired by seed and image). It holds for these training images and for the settings that the sweeps "
-        "selected; it does not cover other training images or another selection. Differences at several label budgets, "
-        "or headlines of several datasets, have intervals adjusted for their number (Holm): one excludes zero where "
-        "Holm's test rejects. They are called equivalent where Bonferroni's interval, which is wider, lies within the "
-        "margin."
+        "arms are paired by seed and image). It holds for these training images and, where the encoder is trained, for "
+        "the settings that the sweeps selected: it covers neither other training images nor another selection. Probes "
+        "of frozen features select anew for each seed. Differences at several label budgets, or headlines of several "
+        "datasets, have intervals adjusted for their number (Holm): one excludes zero where Holm's test rejects. They "
+        "are called equivalent where Bonferroni's interval, which is wider, lies within the margin."
     )
     if comparison.record.looks:
         sentence += f" Intervals of differences have {100 * comparison.confidence:.1f}% confidence, for the looks."
