@@ -18,7 +18,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from ssl_vit import plugins, precision, recipe, stage
 from ssl_vit.analysis import loaded
-from ssl_vit.data.packing.cache import saw_test_images
+from ssl_vit.data.packing.cache import saw_images
 from ssl_vit.data.shards import ShardSet, check_same_classes, open_shards, open_training
 from ssl_vit.environment import environment
 from ssl_vit.evaluators import runner
@@ -175,7 +175,7 @@ def evaluate(
     """
     given, run = loaded.load(model), model if isinstance(model, Path) else None
     module, settings = plugins.load("evaluators", name), given.settings
-    if settings and saw_test_images(recipe.training_places(settings), test):
+    if settings and saw_images(recipe.training_places(settings), test):
         whole = test.removesuffix("#test")
         used = f"was trained or stopped using all of {whole}, including the test images"
         raise UserError(f"{run or name} {used}; name others (--test)")

@@ -51,14 +51,14 @@ def merge(origin: str, *layers: Any, lengths: bool = True) -> DictConfig:
     """Mappings, each merged onto those before it.
 
     origin: where they are from, for the message.
-    lengths: steps and epochs replace each other.
+    lengths: steps and epochs replace each other; an empty `sweep` replaces another.
     Raises UserError naming a key that is a list in one and a mapping in another.
     """
     merged = OmegaConf.create()
     for layer in layers:
         try:
             if lengths:
-                _drop_other_length(merged, OmegaConf.to_container(OmegaConf.create(layer)))
+                _drop_replaced(merged, OmegaConf.to_container(OmegaConf.create(layer)))
             merged = OmegaConf.merge(merged, layer)
         except OmegaConfBaseException as error:
             raise UserError(f"{origin}: {str(error).splitlines()[0]}") from None
@@ -69,15 +69,17 @@ def merge(origin: str, *layers: Any, lengths: bool = True) -> DictConfig:
     return merged
 
 
-def _drop_other_length(under: DictConfig, over: Any) -> None:
+def _drop_replaced(under: DictConfig, over: Any) -> None:
     if not isinstance(over, dict):
         return
     given = {key for key in LENGTHS if over.get(key) is not None}
     for key in LENGTHS - given if given else ():
         under.pop(key, None)
+    if over.get("sweep") == {}:
+        under.pop("sweep", None)
     for key, value in over.items():
         if isinstance(below := under.get(key), DictConfig):
-            _drop_other_length(below, value)
+            _drop_replaced(below, value)
 
 
 def _clashes(under: dict[str, Any], over: dict[str, Any], prefix: str = "") -> Iterator[str]:

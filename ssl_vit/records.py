@@ -163,7 +163,8 @@ class ArmRecord(Config):
     evaluators: settings that this arm alone has, by evaluator, or by "SET EVALUATOR" with several datasets; None where
         the others have a key that it lacks.
     starts_from: downloaded or given weights that it started from; what they cost to train is unknown.
-    trained_on: the dataset whose whole training set it was pretrained on.
+    trained_on: the dataset whose whole training set it was pretrained on. saw: those of whose training sets it may have
+        seen images.
     compute_of: for training from scratch: the arm whose pretraining compute is spent on longer fine-tuning.
     """
 
@@ -179,6 +180,7 @@ class ArmRecord(Config):
     series: str | None = None
     starts_from: str | None = None
     trained_on: str | None = None
+    saw: tuple[str, ...] = ()
     compute_of: str | None = None
     summary: RunSummary | None = None
 

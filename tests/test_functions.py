@@ -15,7 +15,7 @@ from PIL import Image
 
 import ssl_vit
 from ssl_vit.comparison.config import load_comparison
-from ssl_vit.data.packing.cache import saw_test_images
+from ssl_vit.data.packing.cache import saw_images
 from ssl_vit.interfaces import UserError
 from ssl_vit.recipe import load_recipe
 
@@ -159,7 +159,7 @@ def test_names_of_the_test_images(
     monkeypatch.chdir(tmp_path)
     for folder in ("flat/bee", "parts/train/bee", "parts/val/bee"):
         Path(folder).mkdir(parents=True)
-    assert saw_test_images([trained], test) == seen
+    assert saw_images([trained], test) == seen
 
 
 def test_embeddings_name_their_files_and_preprocess_gives_the_same_pixels(run: Any, my_images: Path) -> None:

@@ -163,7 +163,7 @@ def _neighbors(
     images, labels = batch.images[: numbers["map_images"]], batch.labels[: numbers["map_images"]].cpu().numpy()
     vectors = components.embeddings(model, images)
     nearest, maps = components.nearest(vectors, _NEIGHBORS), components.maps(vectors)
-    labeled = labels >= 0
+    labeled = (labels >= 0) & (labels[nearest[:, 0]] >= 0)  # the image and its nearest neighbor
     same = float((labels[nearest[labeled, 0]] == labels[labeled]).mean()) if labeled.any() else None
     numbers["neighbors"] = {"same_class": same, "maps": list(maps)}
     pixels, rows = images.permute(0, 2, 3, 1).cpu().numpy(), np.arange(min(numbers["images"], len(images)))

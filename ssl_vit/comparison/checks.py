@@ -20,7 +20,7 @@ from ssl_vit.comparison.plan import Plan
 from ssl_vit.comparison.suites import prepare
 from ssl_vit.comparison.work import is_done
 from ssl_vit.data import mixture
-from ssl_vit.data.packing.cache import saw_test_images
+from ssl_vit.data.packing.cache import saw_images
 from ssl_vit.data.shards import ShardSet, check_same_classes, open_shards, open_training
 from ssl_vit.evaluators import runner
 from ssl_vit.evaluators.features import FeatureConfig, check_features
@@ -129,7 +129,7 @@ def _check_apart(places: Sequence[str], shards: ShardSet | None, test: ShardSet,
     places: of a training and of the runs that it starts from. shards: of the training itself, where they are open.
     why: what else the message says.
     """
-    if (shards and shards.in_common(test)) or saw_test_images(places, test.spec):
+    if (shards and shards.in_common(test)) or saw_images(places, test.spec):
         raise UserError(
             f"{', '.join(places)} includes images of the test set {test.spec}{why}; name sets without common images, "
             "such as PLACE#train and PLACE#test"

@@ -90,7 +90,7 @@ def dry_run_comparison(study: Study, say: Say = silent) -> ComparisonDryRun:
         done=len(plan.tasks) - len(missing),
         missing=dict(Counter(task.kind for task in missing)),
         arms={row: ArmCost() for row in rows},
-        differing=architecture_differences(arm_records(plan)),
+        differing=architecture_differences(arm_records(plan, opened)),
     )
     measured: dict[str, DryRun] = {}
     for arm, settings in plan.study.recipes.items():

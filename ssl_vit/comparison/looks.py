@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from statistics import fmean
 from typing import Any
 
 from ssl_vit import records
@@ -109,7 +108,7 @@ def _new_pretrainings_pay(comparison: Comparison, head: Difference, per: int) ->
         if here and task.arm in (head.arm, head.against) and task.id in comparison.tasks and task.kind in seconds:
             seconds[task.kind].append(comparison.tasks[task.id].seconds)
     count = head.estimate.units
-    per_pretraining, per_seed = fmean(seconds["pretrain"] or [0.0]), sum(seconds["measure"]) / (count * per)
+    per_pretraining, per_seed = sum(seconds["pretrain"]) / count, sum(seconds["measure"]) / (count * per)
     within = head.within_variance / per
     between = max(head.estimate.seed_variance - within, 0.0)
     by_pretraining = (between + within) * (1 / count - 1 / (count + 1)) / (per_pretraining + per * per_seed)

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ssl_vit import recipe, records, runs
 from ssl_vit.comparison.config import Arm
 from ssl_vit.comparison.plan import Plan
+from ssl_vit.data.packing.cache import saw_images
 from ssl_vit.data.shards import ShardSet
 from ssl_vit.environment import environment
 from ssl_vit.files import read_json
 from ssl_vit.models import factory
-from ssl_vit.recipe import Recipe
+from ssl_vit.recipe import Recipe, training_places
 from ssl_vit.records import ArmRecord, ComparisonRecord, DataRecord, EvaluatorRecord, RunSummary
 from ssl_vit.report.read import PLAN
 
 
-def record_of(plan: Plan, shards: dict[str, ShardSet], command: str, *, finished: bool) -> ComparisonRecord:
+def record_of(plan: Plan, shards: Mapping[str, ShardSet], command: str, *, finished: bool) -> ComparisonRecord:
     """What the report must know of a comparison besides the results of its tasks.
 
     shards: as `Plan.part` calls them. finished: whether every task is done, so that the recorded environment stays.
@@ -27,7 +29,7 @@ def record_of(plan: Plan, shards: dict[str, ShardSet], command: str, *, finished
     parts = [
         plan.part(name, part, fold) for name in plan.study.sets for fold in plan.folds for part in ("train", "test")
     ]
-    data, used, arms = {key: shards[key] for key in parts}, dict[str, int](), arm_records(plan)
+    data, used, arms = {key: shards[key] for key in parts}, dict[str, int](), arm_records(plan, shards)
     for one in arms:
         if one.kind == "pretrained" and not one.trained_on:
             found = shards[plan.part(one.name, "pretrain", 0)]
@@ -71,12 +73,12 @@ def record_of(plan: Plan, shards: dict[str, ShardSet], command: str, *, finished
     )
 
 
-def arm_records(plan: Plan) -> tuple[ArmRecord, ...]:
-    """What the report must know of the arms."""
-    return tuple(_arm(plan, arm) for arm in plan.study.comparison.arms)
+def arm_records(plan: Plan, shards: Mapping[str, ShardSet]) -> tuple[ArmRecord, ...]:
+    """What the report must know of the arms. shards: as `record_of` has."""
+    return tuple(_arm(plan, shards, arm) for arm in plan.study.comparison.arms)
 
 
-def _arm(plan: Plan, arm: str) -> ArmRecord:
+def _arm(plan: Plan, shards: Mapping[str, ShardSet], arm: str) -> ArmRecord:
     given, settings = plan.study.comparison.arms[arm], plan.recipes.get(arm)
     weights = plan.weights(arm, plan.study.comparison.seeds[0], 0)
     path = Path(given.weights or "") / runs.SUMMARY
@@ -94,6 +96,7 @@ def _arm(plan: Plan, arm: str) -> ArmRecord:
         series=given.series,
         starts_from=_starts_from(given, weights, settings, summary),
         trained_on=_trained_on(plan, arm),
+        saw=_saw(plan, shards, arm),
         compute_of=given.compute_of,
         summary=summary,
     )
@@ -105,6 +108,14 @@ def _trained_on(plan: Plan, arm: str) -> str | None:
     if ours is None or plan.study.recipes[arm].data.samples:
         return None
     return next((name for name in plan.study.sets if plan.shards[plan.part(name, "train", 0)] == ours), None)
+
+
+def _saw(plan: Plan, shards: Mapping[str, ShardSet], arm: str) -> tuple[str, ...]:
+    """The datasets of whose training sets an arm's pretraining may have seen images."""
+    ours, settings = shards.get(plan.part(arm, "pretrain", 0)), plan.recipes.get(arm)
+    places = training_places(settings) if settings else ()
+    train = {name: shards[plan.part(name, "train", 0)] for name in plan.study.sets}
+    return tuple(name for name, of in train.items() if (ours and ours.in_common(of)) or saw_images(places, of.spec))
 
 
 def _starts_from(given: Arm, weights: Path | None, settings: Recipe | None, summary: RunSummary | None) -> str | None:

@@ -41,7 +41,8 @@ def select(
         """Of equals the first."""
         return sorted(sorted(fitted, key=lambda index: -fmean(scores[index]))[:count])
 
-    with context.progress(f"{context.title}: {train.source}, sweep", sum(counts)) as advance:
+    of = f"{context.title}: {train.source}, " if evaluator.trains_encoder else ""  # frozen: the budgets' bar is open
+    with context.progress(f"{of}sweep", sum(counts)) as advance:
         for split, (kept, held) in enumerate(splits):
             following = counts[split + 1] if split + 1 < len(splits) else 1
             for index in [*fitted] if split else range(len(candidates)):

@@ -24,14 +24,17 @@ def cautions(comparison: Comparison, summary: Summary) -> Iterator[str]:
     if not comparison.record.study and (differing := architecture_differences(comparison.record.arms)):
         yield f"Caution: the arms differ in architecture or image preparation. {'. '.join(differing)}."
     yield from dict.fromkeys(_kept_dropout(comparison))  # once for all datasets
-    for row in summary.means:
-        if row.arm == comparison.tested[0] and row.role == "reference" and row.outcome == "worse":
+    for row in (one for one in summary.means if one.role in ("reference", "baseline")):
+        headline = any(
+            (one.place, one.arm, one.against) == (row.place, row.arm, row.against) for one in summary.headlines
+        )
+        if row.arm == comparison.tested[0] and row.outcome == "worse" and not headline:
             title = comparison.record.evaluators[row.place.evaluator].title
             against, arm = comparison.spoken(row.against), comparison.spoken(row.arm)
             pair = f"{points(row.estimate)} points, not adjusted"
             yield f"Caution: {title}: {against} does better than {arm} ({pair})."
     for test in self_tests(comparison):
-        if not test.passed:
+        if test.result == "fail":
             row = test.difference
             title = comparison.record.evaluators[row.place.evaluator].title
             pair = f"{comparison.label(row.arm)} minus {comparison.label(row.against)}"

@@ -193,7 +193,7 @@ def _studies(comparison: Comparison, summary: Summary) -> Iterator[tuple[str, Ma
 
 def _losses(comparison: Comparison, styles: Styles) -> Iterator[tuple[str, Markup]]:
     """(objective, figure): losses of different objectives are different quantities and never share axes."""
-    objectives = {arm: run.summary.objective if run.summary else "" for arm, run in comparison.runs.items()}
+    objectives = {arm: run.objective for arm, run in comparison.runs.items()}
     for objective in dict.fromkeys(objectives.values()):
         arms = [arm for arm in comparison.runs if objectives[arm] == objective]
         runs = {comparison.label(arm): (styles[arm], comparison.runs[arm].losses) for arm in arms}

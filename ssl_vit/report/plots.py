@@ -75,7 +75,7 @@ def accuracy_curve(curves: Sequence[Curve], xlabel: str, ylabel: str, levels: Ma
         axes.set_xlim(places[0] / margin, places[-1] * margin)
         for label, (color, marker), x, estimates in curves:
             y = np.array([100 * estimate.mean for estimate in estimates])
-            half = np.array([100 * (estimate.half_width or 0.0) for estimate in estimates])
+            half = np.array([100 * (estimate.half_width or np.nan) for estimate in estimates])
             if len(x) > 1:
                 axes.fill_between(x, y - half, y + half, color=color, alpha=0.16, linewidth=0)
             else:  # measured at this one place only
@@ -98,7 +98,7 @@ def _bars(curves: Sequence[Curve], ylabel: str) -> Markup:
         figure = Figure(figsize=(5.6, 0.8 + 0.42 * len(curves)))
         axes = figure.add_axes((0.33, 0.55 / figure.get_figheight(), 0.63, 1 - 0.65 / figure.get_figheight()))
         means = [100 * curve.estimates[0].mean for curve in curves]
-        half = [100 * (curve.estimates[0].half_width or 0.0) for curve in curves]
+        half = [100 * (curve.estimates[0].half_width or np.nan) for curve in curves]
         axes.barh(
             range(len(curves)), means, xerr=half, color=[curve.style.color for curve in curves], ecolor=INK, capsize=4
         )

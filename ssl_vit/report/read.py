@@ -219,7 +219,7 @@ def read_runs(paths: Sequence[Path]) -> Comparison:
     data, metrics = dict[str, DataRecord](), dict[str, Metric]()
     rows: list[tuple[Result, Path]] = []
     skipped, references = list[SkippedSample](), dict[str, ReferenceRecord]()
-    accuracies: dict[tuple[str, str], list[float]] = {}  # of references, by evaluator
+    predicted: dict[tuple[str, str], list[bytes]] = {}  # by evaluator and source
     tasks, swept = dict[str, TaskRecord](), dict[str, TaskResult]()
     for name, evaluation in ((name, evaluation) for name, run in runs.items() for evaluation in run.evaluations):
         file, measured, about = evaluation.path, evaluation.results, evaluation.about
@@ -239,8 +239,8 @@ def read_runs(paths: Sequence[Path]) -> Comparison:
         skipped += about.skipped
         for source in dict.fromkeys(row.arm for row in measured):
             source_rows = [row for row in measured if row.arm == source]
-            scores = [row.accuracy for row in source_rows]
-            shared = accuracies.setdefault((evaluator, source), scores) == scores  # equal in all runs: one reference
+            given = [row.prediction.predicted.tobytes() for row in source_rows]
+            shared = predicted.setdefault((evaluator, source), given) == given  # equal in all runs: one reference
             arm = name if source == "trained" else source if shared else f"{source}_{name}"
             for row in source_rows:
                 seed = row.pretraining_seed if source == "trained" else 0  # references have one encoder

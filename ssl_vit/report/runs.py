@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+import yaml
 
 from ssl_vit import records, results
 from ssl_vit.files import read_json
@@ -50,6 +51,16 @@ class Run:
     evaluations: tuple[Evaluation, ...]
     environment: Mapping[str, str]
     remarks: tuple[str, ...]
+
+    @property
+    def objective(self) -> str:
+        """Of an unfinished run that of its recipe; "" where neither says it."""
+        if self.summary:
+            return self.summary.objective
+        try:
+            return str(yaml.safe_load(self.recipe)["objective"]["name"])
+        except (yaml.YAMLError, TypeError, KeyError):  # the page shows the recipe as it is
+            return ""
 
 
 def read_run(path: Path) -> Run:

@@ -87,7 +87,7 @@ def self_test_table(comparison: Comparison) -> Shown:
             "Difference in points": points(row.estimate),
             "Outcome": row.outcome,
             "Expected": " or ".join(test.expected),
-            "Result": "pass" if test.passed else "fail",
+            "Result": test.result,
         }
         for test in self_tests(comparison)
         for row in [test.difference]
@@ -152,8 +152,8 @@ def cost_table(comparison: Comparison) -> Shown:
 
 
 def _with_unknown(known: object) -> str:
-    """What an arm with imported weights cost."""
-    return f"{text(known)} + unknown" if known else "unknown: imported weights"
+    """What an arm with given weights cost."""
+    return f"{text(known)} + unknown" if known else "unknown: given weights"
 
 
 def sweep_table(comparison: Comparison) -> Shown:

@@ -37,6 +37,10 @@ def interval(comparison: Comparison, summary: Summary) -> str:
     )
     if comparison.record.looks:
         sentence += f" Intervals of differences have {100 * comparison.confidence:.1f}% confidence, for the looks."
+    said = {arm for head in summary.headlines for arm in head.fixed}
+    if once := [arm for arm in dict.fromkeys(arm for row in summary.means for arm in row.fixed) if arm not in said]:
+        named = joined([comparison.label(arm) for arm in once])
+        sentence += f" It does not cover other pretrainings or initializations of {named}, of which there is one each."
     return sentence
 
 
@@ -87,12 +91,12 @@ def notes(comparison: Comparison) -> list[str]:
 
 
 def _saw_held_out(comparison: Comparison) -> Iterator[str]:
-    """Which pretrainings saw the images that settings are selected on: those on the training set itself."""
-    arms, several = [arm for arm in comparison.record.arms if arm.trained_on], len(comparison.record.metrics) > 1
+    """Which pretrainings saw the images that settings are selected on."""
+    arms, several = [arm for arm in comparison.record.arms if arm.saw], len(comparison.record.metrics) > 1
     if arms and any(task.kind == "sweep" for task in comparison.record.tasks):
-        of = {arm.name: f" of {arm.trained_on}" if several else "" for arm in arms}
+        of = {arm.name: f" of {joined(arm.saw)}" if several else "" for arm in arms}
         named = [f"{arm.label} ({'with' if arm.uses_labels else 'without'} labels{of[arm.name]})" for arm in arms]
-        yield f"Pretrained on all training images, those that the sweeps hold out included: {joined(named)}."
+        yield f"Pretrained on training images, those that the sweeps hold out included: {joined(named)}."
 
 
 def _own_settings(comparison: Comparison) -> Iterator[str]:
@@ -182,11 +186,11 @@ def _efficiency(comparison: Comparison, row: Efficiency) -> str:
         covers = "95% interval over seeds or pretrainings, without test images"
     if row.low == row.high:
         covers = f"{covers}: that value alone"
-    claim = f"is as accurate as {theirs} with {needed(row)} ({covers})"
-    if row.labels == 0 or math.isinf(row.labels):
-        than = f"more accurate than {theirs} at every" if row.labels else f"less accurate than {theirs} at the smallest"
-        claim = f"is {than} measured label budget (labels for the same accuracy: {needed(row)}; {covers})"
-    return _capital(f"{ours} with {budget_words(row.labels_per_class)} {claim}.")
+    given = budget_words(row.labels_per_class)
+    return (
+        f"Label efficiency (estimate): {theirs} has the accuracy of {ours} with {given} at {needed(row)} labels per "
+        f"class ({covers})."
+    )
 
 
 def needed(row: Efficiency) -> str:
@@ -221,7 +225,7 @@ def _compute(comparison: Comparison, head: Difference) -> list[str]:
     spent = costs(comparison, head.place)["flops"]
     arms = (head.arm, head.against)
     if begun := [comparison.spoken(one.name) for one in comparison.record.arms if one.starts_from and one.name in arms]:
-        return [f"Compute: unknown; {joined(begun)} started from imported weights."]
+        return [f"Compute: unknown; {joined(begun)} started from given weights."]
     ours, theirs = (spent.get(("Total", arm), 0.0) for arm in arms)
     if not ours:
         return []

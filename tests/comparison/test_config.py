@@ -101,6 +101,19 @@ def test_settings_of_a_set_and_of_an_arm_are_merged_into_those_of_all(mini: Any)
     assert found("other", "ssl") == (True, (0.5, 1.0), 64)
 
 
+def test_an_empty_sweep_replaces_another(mini: Any) -> None:
+    sweep = {"optim.lr": [0.1, 0.2]}
+    arms = {"ssl": {"label": "ssl", "recipe": "digits_ssl"}, "scratch": {"label": "scratch"}}
+    arms["scratch"]["evaluators"] = {"fine_tune": {"sweep": {}}}  # type: ignore[assignment]
+    study = load_comparison(mini(arms=arms, evaluators={"fine_tune": {"sweep": sweep}}))
+    found = {arm: len(one.candidates) for (_, _, arm), one in study.evaluators.items()}  # type: ignore[attr-defined]
+    assert found == {"": 2, "ssl": 2, "scratch": 1}
+    study = load_comparison(
+        mini(arms=arms, evaluators={"fine_tune": {"sweep": sweep}}), ["evaluators.fine_tune.sweep={}"]
+    )
+    assert {len(one.candidates) for one in study.evaluators.values()} == {1}  # type: ignore[attr-defined]
+
+
 def test_the_shipped_suites_are_whole(tmp_path: Path) -> None:
     assert "local" in suites()
     for name in suites():
@@ -185,14 +198,16 @@ def test_shipped_sweeps_have_three_rates_and_one_dropout_for_all_arms() -> None:
     for name in names:
         study = load_comparison(name)
         found = {key: config for key, config in study.evaluators.items() if key[1] == "fine_tune"}
-        assert len({config.model_dump()["dropout"] for config in found.values()}) <= 1, name
+        kept = {arm: settings.encoder.dropout for arm, settings in study.recipes.items()}
+        dropouts = {arm: config.model_dump()["dropout"] for (_, _, arm), config in found.items() if arm in kept}
+        assert len({kept[arm] if rate is None else rate for arm, rate in dropouts.items()}) <= 1, name
         for (_, _, arm), config in found.items():
             rates = config.model_dump()["sweep"].get("optim.lr", (0, 0, 0))
             assert len(rates) >= 3, f"{name}: {arm}"
             swept += len(rates)
     assert swept
-    dropouts = {name: r.encoder.dropout for name, r in load_comparison("cifar10_cpu").recipes.items()}
-    assert dropouts["supervised"] != dropouts["ssl"], "so the key matters"
+    kept = {name: settings.encoder.dropout for name, settings in load_comparison("cifar10_cpu").recipes.items()}
+    assert kept["supervised"] != kept["ssl"], "so the key matters"
 
 
 def test_epochs_replace_the_steps_of_a_recipe_and_the_other_way_round(mini: Any) -> None:

@@ -14,6 +14,8 @@ from ssl_vit.comparison.record import record_of
 from ssl_vit.interfaces import UserError
 from ssl_vit.models import factory
 from ssl_vit.recipe import load_recipe, save
+from tests.report.made import SUMMARY
+from tests.tars import encoded, write_tar
 
 
 def pretrained_elsewhere(*keys: str) -> set[str]:
@@ -35,6 +37,25 @@ def test_every_arm_that_pretrains_on_other_data_is_recorded(few_digits: Path, tm
     (other / "0.tar").symlink_to(next(Path(train).glob("*.tar")))
     classes = "arms.supervised.objective.classes=10"
     assert pretrained_elsewhere(*keys, f"data.pretrain={other}", classes) == {"ssl", "supervised"}
+
+
+def test_every_arm_that_saw_training_images_is_recorded(
+    few_digits: Path, saved: Callable[..., Path], tmp_path: Path
+) -> None:
+    train, test = (f"{few_digits}/{part}" for part in ("train", "test"))
+    (tmp_path / "other").mkdir()
+    members = {f"{n}.png": encoded(Image.new("L", (8, 8), n)) for n in range(8)}
+    write_tar(tmp_path / "other/0.tar", sorted(members.items()))
+    settings = load_recipe("digits_ssl", [f"data.train={train}", f"run={tmp_path}/given"])
+    saved(tmp_path / "given", factory.build(settings.encoder))
+    save(settings, tmp_path / "given" / "recipe.yaml")
+    (tmp_path / "given" / "summary.json").write_text(SUMMARY.model_dump_json())
+    keys = [f"run={tmp_path}", f"data={{train: {train}, test: {test}, folds: []}}", "arms.supervised.data.samples=100"]
+    keys += [f"arms.given={{label: given, weights: {tmp_path}/given}}", f"arms.ssl.data.train={tmp_path}/other"]
+    checked = comparison.check(load_comparison("demo_digits", keys), pack=False)
+    arms = record_of(checked.plan, checked.shards, "", finished=False).arms
+    saw = {arm.name: arm.saw for arm in arms}
+    assert saw == {"ssl": (), "scratch": (), "supervised": ("data",), "given": ("data",)}
 
 
 def test_pretraining_on_test_images_is_refused(few_digits: Path, saved: Callable[..., Path], tmp_path: Path) -> None:

@@ -44,7 +44,13 @@ SUMMARY = RunSummary(
 )
 ARMS = (
     ArmRecord(
-        name="ssl", label="SSL [50%]", kind="pretrained", run="ssl", objective="masked_patch", trained_on="digits"
+        name="ssl",
+        label="SSL [50%]",
+        kind="pretrained",
+        run="ssl",
+        objective="masked_patch",
+        trained_on="digits",
+        saw=("digits",),
     ),
     ArmRecord(name="scratch", label="scratch", kind="scratch"),
 )
@@ -55,6 +61,7 @@ SUPERVISED = ArmRecord(
     objective="classification",
     uses_labels=True,
     trained_on="digits",
+    saw=("digits",),
 )
 EVALUATORS = {
     "fine_tune": EvaluatorRecord(title="Fine-tuning", trains_encoder=True, settings={"digits": {"steps": 5}}),

@@ -84,7 +84,7 @@ def test_the_page_is_whole_and_fetches_nothing(comparison: Path, tmp_path: Path)
 
 def test_contents_verdict_and_curves_come_first(comparison: Path, tmp_path: Path) -> None:
     text = Page(write_report([comparison], tmp_path / "report.html")).text
-    parts = ("<h1>", "<nav", "Masked patch prediction is better than", "<svg", "Test accuracy, %", "Label efficiency")
+    parts = ("<h1>", "<nav", "Masked patch prediction is better than", "<svg", "Test accuracy, %", "Label efficiency: ")
     places = [text.index(part) for part in (*parts, 'id="cost"', 'id="repeat"')]
     assert places == sorted(places)
     assert text.count("\u00a0±\u00a0") > 8, "a number and its interval stay on one line"
@@ -121,6 +121,15 @@ def test_runs_side_by_side(tmp_path: Path) -> None:
     assert "3 runs side by side" in page.text
     assert 'class="verdict"' not in page.text
     assert f"ssl-vit report {tmp_path}/a {tmp_path}/b {tmp_path}/c" in page.text
+
+
+def test_losses_of_unfinished_runs_with_other_objectives_do_not_share_axes(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / name, name, 0.6, objective=objective) for name, objective in ("ax", "bx")]
+    for run, objective in zip(runs, ("masked_patch", "lejepa"), strict=True):
+        (run / "summary.json").unlink()
+        (run / "recipe.yaml").write_text(f"objective:\n  name: {objective}\n")
+    text = Page(write_report(runs, tmp_path / "report.html")).text
+    assert "Objective: masked_patch" in text and "Objective: lejepa" in text
 
 
 def test_little_still_makes_a_page(tmp_path: Path) -> None:

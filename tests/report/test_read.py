@@ -18,7 +18,7 @@ from ssl_vit.report.read import read
 from ssl_vit.report.runs import flat, read_run
 from ssl_vit.report.summary import EvaluationKey, summarize
 from ssl_vit.report.tables import cost_table, place_tables, sweep_table
-from tests.report.made import SUMMARY, SWEEP, row, two_arms, write_comparison, write_run
+from tests.report.made import SUMMARY, SWEEP, prediction, row, two_arms, write_comparison, write_run
 
 
 def test_a_run_that_was_killed_and_resumed(tmp_path: Path) -> None:
@@ -76,6 +76,17 @@ def test_runs_are_arms_of_what_was_measured_alike(tmp_path: Path) -> None:
     by_evaluator = found.table.frame.groupby("evaluator")["arm"].unique()
     assert list(by_evaluator["few_shot"]) == ["a", "pixels", "b"], "raw pixels are the same for all: one row"
     assert list(by_evaluator["few_shot (2)"]) == ["c", "pixels"]
+
+
+def test_references_of_equal_accuracy_that_predict_differently_are_two(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / name, name, score) for name, score in (("a", 0.6), ("b", 0.65))]
+    file = runs[1] / "results/few_shot-1.json"
+    rows, about = results.load(file)
+    other = [prediction(0.7, seed=one.seed + 7) for one in rows]
+    rows = [replace(one, prediction=new) if one.arm == "pixels" else one for one, new in zip(rows, other, strict=True)]
+    results.save(file, rows, **about)
+    found = read(runs)
+    assert found.table.frame["arm"].value_counts().to_dict() == {"a": 2, "pixels": 2, "b": 2, "pixels_b": 2}
 
 
 def test_references_of_runs_with_other_seeds_are_one(tmp_path: Path) -> None:

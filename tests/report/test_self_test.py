@@ -32,17 +32,35 @@ def test_a_repetition_is_no_better_and_all_labels_are(tmp_path: Path) -> None:
     same, better = self_tests(found)
     assert (same.expected, same.difference.arm, same.difference.against) == (SAME, "control", "scratch")
     assert (better.expected, better.difference.arm, better.difference.against) == (BETTER, "supervised", "scratch")
-    assert same.passed
-    assert better.passed
+    assert (same.result, better.result) == ("pass", "pass")
     assert list(self_test_table(found).frame["Result"]) == ["pass", "pass"]
     assert not any("self-test" in sentence for sentence in verdict(found, summarize(found)))
 
 
 def test_failed_tests_are_cautions(tmp_path: Path) -> None:
-    found = made(tmp_path, repeated=0.3, supervised=0.0)
-    assert [test.passed for test in self_tests(found)] == [False, False]
+    found = made(tmp_path, repeated=0.3, supervised=-0.3)
+    assert [test.result for test in self_tests(found)] == ["fail", "fail"]
     assert list(self_test_table(found).frame["Result"]) == ["fail", "fail"]
     assert sum("self-test failed" in sentence for sentence in verdict(found, summarize(found))) == 2
+
+
+def test_too_few_seeds_do_not_fail_a_test(tmp_path: Path) -> None:
+    rows = [*two_arms(budgets=(5,), seeds=2), *(row("supervised", 5, seed, 0.5 + 0.3 * seed) for seed in (0, 1))]
+    found = read([write_comparison(tmp_path, rows, arms=(*ARMS, SUPERVISED))])
+    (better,) = self_tests(found)
+    assert (better.difference.outcome, better.result) == ("undecided", "undecided")
+    assert not any("self-test" in sentence for sentence in verdict(found, summarize(found)))
+
+
+def test_labels_need_not_help_where_the_baseline_has_all_of_them(tmp_path: Path) -> None:
+    rows = [
+        *two_arms(budgets=(5, "all")),
+        *(row("supervised", size, seed, 0.6) for size in (5, "all") for seed in (0, 1, 2)),
+    ]
+    (better,) = self_tests(read([write_comparison(tmp_path / "both", rows, arms=(*ARMS, SUPERVISED))]))
+    assert better.difference.labels_per_class == 5
+    rows = [one for one in rows if one.labels_per_class == "all"]
+    assert not self_tests(read([write_comparison(tmp_path / "all", rows, arms=(*ARMS, SUPERVISED))]))
 
 
 def test_labels_need_not_help_against_scratch_with_the_compute_of_pretraining(tmp_path: Path) -> None:

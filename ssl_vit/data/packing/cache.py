@@ -70,12 +70,12 @@ def absolute(spec: str) -> str:
     return str(found or (f"{folder}#{part}" if part else folder))
 
 
-def saw_test_images(places: Iterable[str], test: str) -> bool:
-    """Whether one of these places of training data has images of the test set, as far as their names tell: it is the
-    test set, the whole of which that is a part, or a folder of images inside of it or around it."""
-    theirs = absolute(test)
+def saw_images(places: Iterable[str], of: str) -> bool:
+    """Whether one of these places of training data has images of a set, as far as their names tell: it is that set, the
+    whole of which the set is a part, or a folder of images inside of it or around it."""
+    theirs = absolute(of)
     for ours in map(absolute, places):
-        if ours in (theirs, theirs.removesuffix("#test")):
+        if ours in (theirs, theirs.removesuffix("#test"), theirs.removesuffix("#train")):
             return True
         for outer, inner in ((ours, theirs), (theirs, ours)):
             around = Path(outer) in Path(inner).parents and Path(split_name(inner)[0]).is_dir()
