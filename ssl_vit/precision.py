@@ -10,7 +10,7 @@ from ssl_vit.data.shards import open_training
 from ssl_vit.interfaces import UserError, is_main_process
 from ssl_vit.recipe import Recipe, run_recipe
 from ssl_vit.training import Precision, distributed
-from ssl_vit.training.distributed import make_accelerator, shared_errors
+from ssl_vit.training.distributed import Engine, make_accelerator, shared_errors
 from ssl_vit.training.memory import find_accumulation, forward_backward
 
 # In order of preference: a later one is chosen only if it takes at most this share of the time of those before it.
@@ -52,7 +52,8 @@ def with_precision(settings: Recipe, precision: Precision) -> Recipe:
 def measure(settings: Recipe) -> dict[Precision, float]:
     """Seconds of a forward and backward pass over one micro-batch, by precision, over all processes; writes nothing.
 
-    Best of three interleaved rounds after a first one. Arguments and errors as `resolve`.
+    Best of three interleaved rounds after a first one, of the precisions whose micro-batch fits. Arguments
+    and errors as `resolve`.
     """
     accelerator = make_accelerator("fp32", settings.training.timeout)
     if accelerator.device.type == "xla":
@@ -67,17 +68,28 @@ def measure(settings: Recipe) -> dict[Precision, float]:
         module = job.objective.to(accelerator.device).train()
         candidates = _CANDIDATES.get(accelerator.device.type, _OTHERWISE)
         candidates = tuple(one for one in candidates if not distributed.unsupported(one)) or ("fp32",)
-    batch = step.split(find_accumulation(module, step, accelerator, settings.training, settings.optim))[0]
-    seconds: dict[Precision, float] = {}
+    parts: dict[Precision, int] = {}
+    for precision in candidates:
+        _set(accelerator, precision)
+        try:
+            parts[precision] = find_accumulation(module, step, accelerator, settings.training, settings.optim)
+        except UserError:
+            if not parts and precision == candidates[-1]:
+                raise
+    batch, seconds = step.split(max(parts.values()))[0], dict[Precision, float]()
     for number in range(_ROUNDS + 1):
-        for precision in candidates:
-            distributed.set_float32_products(precision)
-            accelerator.precision = precision
+        for precision in parts:
+            _set(accelerator, precision)
             took, _ = forward_backward(module, batch, accelerator)
             if number:
                 seconds[precision] = min(seconds.get(precision, float("inf")), took)
     every = distributed.gather(seconds)
     return {precision: sum(one[precision] for one in every) for precision in seconds}
+
+
+def _set(accelerator: Engine, precision: Precision) -> None:
+    distributed.set_float32_products(precision)
+    accelerator.precision = precision
 
 
 def fastest(seconds: dict[Precision, float]) -> Precision:

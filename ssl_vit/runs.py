@@ -43,8 +43,9 @@ def open_run(run: Path, settings: Recipe, accelerator: Engine, data: str) -> tup
 
     data: fingerprint of the shards.
 
-    Returns the lock that keeps other processes out until it is released, and whether the run is finished, with its last
-    checkpoint and its encoder intact. Raises UserError when the directory is another recipe's or another process's.
+    Returns the lock that keeps other processes out until it is released, and whether the run is finished, with its
+    encoder intact and its last checkpoint intact or deleted. Raises UserError when the directory is another recipe's or
+    another process's.
     """
     check(run, settings, data)
     run.mkdir(parents=True, exist_ok=True)
@@ -71,10 +72,14 @@ def _lock(run: Path) -> FileLock:
 
 
 def _finished(run: Path) -> bool:
-    checkpoints, summary = checkpoint.folders(run), run / SUMMARY
-    if not checkpoints or not summary.exists():
+    checkpoints, summary, names = checkpoint.folders(run), run / SUMMARY, (factory.WEIGHTS, factory.CONFIG)
+    if not summary.exists():
         return False
-    last, names = checkpoints[-1], (factory.WEIGHTS, factory.CONFIG)
+    if not checkpoints:
+        if all((run / name).exists() for name in names):  # someone deleted the checkpoints
+            return True
+        raise UserError(f"{run} has been trained, but its checkpoints are gone: delete it, or set run=PATH")
+    last = checkpoints[-1]
     if last.name != f"step_{read_json(summary)['steps']:08d}" or checkpoint.defect(last) is not None:
         return False
     return all((run / name).exists() and filecmp.cmp(run / name, last / name, shallow=False) for name in names)

@@ -1,5 +1,5 @@
 """Attentive probe (CAPI, arXiv 2502.08769): a learnable query per head attends to the frozen patch tokens; its output
-is classified by a linear layer.
+is classified by a linear layer. The tokens are standardized by the mean and variance of those of the labeled images.
 
 It reads encoders trained on masked images more fairly than mean pooling does: their patch tokens keep what the mean
 loses (efficient probing, arXiv 2506.10178).
@@ -28,6 +28,7 @@ from ssl_vit.records import Cost
 from ssl_vit.results import Prediction
 
 HEAD_SIZE = 64
+_LEAST_STD = 1e-6
 _BACKWARD = 3  # a training step costs three forward passes
 
 
@@ -43,10 +44,10 @@ class Config(FeatureConfig, LabeledConfig, SweepConfig):
     """
 
     pooling: Pooling = "patches"
-    sweep: dict[str, tuple[Any, ...]] = Field({"lr": (3e-4, 1e-3, 3e-3), "weight_decay": (1e-3, 1e-1)})
+    sweep: dict[str, tuple[Any, ...]] = Field({"lr": (1e-3, 3e-3, 1e-2, 3e-2), "weight_decay": (1e-3, 1e-1)})
     steps: int = Field(300, ge=1)
     batch_size: int = Field(256, ge=1)
-    lr: float = Field(1e-3, gt=0)
+    lr: float = Field(1e-2, gt=0)
     weight_decay: float = Field(1e-3, ge=0)
     memory_gib: float = Field(8.0, gt=0)
 
@@ -98,6 +99,11 @@ class Evaluator(BaseEvaluator):
         start = time.perf_counter()
         classes, targets = np.unique(features.labels, return_inverse=True)
         tokens_BND, targets_B = self._tokens(train, features), torch.from_numpy(targets)
+        std_D, mean_D = torch.std_mean(tokens_BND, dim=(0, 1), correction=0)
+
+        def standardized(tokens_BND: torch.Tensor) -> torch.Tensor:
+            return ((tokens_BND - mean_D) / std_D.clamp(min=_LEAST_STD)).to(device)
+
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
             head = AttentiveHead(tokens_BND.shape[-1], len(classes)).to(device)
@@ -105,7 +111,7 @@ class Evaluator(BaseEvaluator):
         optimizer = torch.optim.AdamW(head.parameters(), lr=c.lr, weight_decay=c.weight_decay)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
         for rows in _batches(len(targets_B), batch_size, steps, seed):
-            logits = head(tokens_BND[rows].to(device))
+            logits = head(standardized(tokens_BND[rows]))
             optimizer.zero_grad()
             F.cross_entropy(logits, targets_B[rows].to(device)).backward()
             optimizer.step()
@@ -118,7 +124,7 @@ class Evaluator(BaseEvaluator):
         def classify(images: ImageSet) -> list[Scored]:
             test = images.features(c)
             parts = self._tokens(images, test).split(c.batch_size)
-            probabilities = torch.cat([head(part.to(device)).softmax(-1).cpu() for part in parts]).numpy()
+            probabilities = torch.cat([head(standardized(part)).softmax(-1).cpu() for part in parts]).numpy()
             if not np.isfinite(probabilities).all():
                 error = Diverged(f"the attentive probe diverged with lr={c.lr}")
                 error.cost = cost

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Self
 import numpy as np
 from pydantic import Field, model_validator
 from scipy.special import softmax
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
 from ssl_vit import stage
 from ssl_vit.data import AugmentConfig, DataConfig
@@ -147,14 +148,14 @@ def fit(evaluator: Evaluator, images: ImageSet, encoder: Encoder, seed: int) -> 
         subset=images.images,
         quiet=True,
     )
-    start, per_step = time.perf_counter(), recipe.training.batch_size
-
-    def cost_of(steps: int) -> Cost:
-        flops, seconds = steps * per_step * training_flops(objective), round(time.perf_counter() - start, 2)
-        return Cost(images_seen=steps * per_step, flops=flops, seconds=seconds)
-
     objective = job.objective
     assert isinstance(objective, classification.Objective)
+    flops, start = training_flops(objective), time.perf_counter()  # a sharded network cannot be counted any more
+
+    def cost_of(steps: int) -> Cost:
+        images, seconds = steps * recipe.training.batch_size, round(time.perf_counter() - start, 2)
+        return Cost(images_seen=images, flops=images * flops, seconds=seconds)
+
     try:
         with context.progress("training", job.total_steps) as advance:
             job.callbacks = [*job.callbacks, _Steps(advance)]
@@ -172,6 +173,8 @@ def fit(evaluator: Evaluator, images: ImageSet, encoder: Encoder, seed: int) -> 
 def predict(objective: classification.Objective, images: ImageSet) -> Prediction:
     """Predictions for labeled images, each once, the same on every process. Raises as `extract` does."""
     objective.eval()
+    if isinstance(objective, FSDPModule):  # else only `forward` gathers the sharded parameters
+        register_fsdp_forward_method(objective, "logits")
     logits = extract(images, lambda batch: objective.logits(batch.images), objective.encoder.image_size, "logits")
     probabilities = softmax(logits.vectors, axis=1)
     top = top_classes(probabilities, np.arange(probabilities.shape[1]))

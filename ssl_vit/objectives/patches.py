@@ -79,4 +79,4 @@ def constant_l2(means: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Metrics of T steps with `moments` -> with `constant_loss` (T,): the mean squared error of the mean target."""
     rest = dict(means)
     square, mean_TS = rest.pop("target_square"), rest.pop("target_mean")
-    return {**rest, "constant_loss": square - mean_TS.square().mean(-1)}
+    return {**rest, "constant_loss": square - mean_TS.reshape(len(square), -1).square().mean(-1)}

@@ -23,7 +23,7 @@ from ssl_vit.records import SkippedSample
 from ssl_vit.training import OptimConfig, TrainingConfig, checkpoint, distributed, memory
 from ssl_vit.training.distributed import Engine
 from ssl_vit.training.logging import RunLogger, StepResult, Window
-from ssl_vit.training.optim import WeightAverage, build_optimizer, lr_factor, peak_lr, set_lr
+from ssl_vit.training.optim import WeightAverage, build_optimizer, lr_factor, peak_lr, set_lr, start_momentum
 from ssl_vit.training.signals import StopRequest, stop_requests
 from ssl_vit.training.state import Progress, State
 
@@ -137,6 +137,7 @@ class Trainer:
         self.model, prepared = job.accelerator.prepare(job.objective, optimizer)
         self.objective: nn.Module = job.accelerator.unwrap_model(self.model)
         self.optimizer: torch.optim.Optimizer = prepared.optimizer
+        start_momentum(self.optimizer)
         fp16 = job.accelerator.precision == "fp16"
         self.scaler = get_grad_scaler(job.accelerator.distributed_type, enabled=fp16)
         self.average = WeightAverage(self.objective, training.ema) if training.ema else None

@@ -37,8 +37,11 @@ def find_accumulation(
     batch: this process's part of a step. least: the smallest number to try with `auto_batch`.
     begun: whether the optimizer holds its copies of the weights already.
 
-    Leaves weights, buffers and random state as they are. Raises UserError where nothing fits.
+    Leaves weights, buffers and random state as they are. Raises UserError where nothing fits. `whole_batch` objectives
+    of several processes are not tried: they communicate, and one without the memory would leave the others waiting.
     """
+    if getattr(objective, "whole_batch", False) and distributed.several():
+        return training.accumulate
     lanes, counts = len(batch.images) // batch.lane_size, [training.accumulate]
     if training.auto_batch:
         first = min(max(training.accumulate, least), lanes)

@@ -70,6 +70,16 @@ def build_optimizer(
     return Lars(groups, lr=lr, momentum=config.momentum)
 
 
+def start_momentum(optimizer: torch.optim.Optimizer) -> None:
+    """Momentum buffers of zeros for SGD, which the first step leaves as they would be without this.
+
+    torch's fused kernel allocates them uninitialized and does not fill them where fp16 overflows in the first step.
+    """
+    for group in optimizer.param_groups if isinstance(optimizer, torch.optim.SGD) else ():
+        for parameter in group["params"] if group["momentum"] else ():
+            optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+
+
 def peak_lr(config: OptimConfig, batch_size: int) -> float:
     """The learning rate after warm-up, scaled by batch size where the configuration asks for it."""
     return config.lr * batch_size / config.lr_batch if config.lr_batch else config.lr

@@ -12,6 +12,7 @@ import torch
 
 from ssl_vit.interfaces import UserError
 from ssl_vit.objectives.masked_autoencoder import Config, Objective
+from ssl_vit.objectives.patches import constant_l2
 
 Make = Callable[..., Any]
 DIGITS = {"image_size": 8, "channels": 1, "width": 32, "heads": 4, "position_std": 0.5}
@@ -241,3 +242,8 @@ def test_it_learns_real_digits(make_mae: Make, learned: Make) -> None:
         output = objective(unseen)
     constant = objective.summarize({name: m.double()[None] for name, m in output.metrics.items()})["constant_loss"]
     assert output.loss.item() < 0.95 * constant.item()
+
+
+def test_the_constant_baseline_of_patches_of_one_value() -> None:
+    means = {"target_square": torch.tensor([1.0, 4.0]), "target_mean": torch.tensor([[0.0], [2.0]]).squeeze(1)}
+    assert constant_l2(means)["constant_loss"].tolist() == [1.0, 0.0]

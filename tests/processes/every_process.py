@@ -62,9 +62,9 @@ def same_training(digits: str, out: Path, first: Path, accumulate: int) -> None:
         train(digits, out / f"{stage}-{accumulate}", stage, f"training.accumulate={accumulate}", *start)
 
 
-def sharding_accelerator(*arguments: Any) -> Any:
+def sharding_accelerator(*arguments: Any, **options: Any) -> Any:
     """The engine with Accelerate's FSDP2, set as in the launch file; by itself it offers that on accelerators alone."""
-    accelerator = make_accelerator(*arguments)
+    accelerator = make_accelerator(*arguments, **options)
     given = yaml.safe_load(FSDP2.read_text())["fsdp_config"]
     same = ("auto_wrap_policy", "reshard_after_forward", "cpu_ram_efficient_loading", "state_dict_type")
     keywords = {name: given[f"fsdp_{name}"] for name in same}
@@ -86,12 +86,26 @@ def sharding_accelerator(*arguments: Any) -> Any:
 SHARDED = ("training.ema=0.9", "training.checkpoint_every=12", "training.keep_last=9", "optim.lr=1e-4")
 
 
+FINE_TUNE = (
+    "labels_per_class=20",
+    "seeds=[0]",
+    "sweep={}",
+    "training.steps=60",
+    "training.batch_size=24",
+    "optim.name=adamw",
+    "optim.lr=0.01",
+)
+
+
 def sharded(digits: str, out: Path) -> None:
-    """A sharded run into OUT/sharded; another resumes from its step 12 in OUT/again."""
+    """A sharded run into OUT/sharded, which is fine-tuned; another resumes from its step 12 in OUT/again."""
     api.make_accelerator = sharding_accelerator  # type: ignore[assignment]
     train(digits, out / "sharded", "pretraining", *SHARDED)
     back_before(20, out / "sharded", out / "again")
     train(digits, out / "again", "pretraining", *SHARDED)
+    evaluation = api.evaluate(out / "sharded", "fine_tune", f"{digits}/train", f"{digits}/test", list(FINE_TUNE))
+    if is_main_process():
+        (out / "fine_tuned.json").write_text(json.dumps([row.accuracy for row in evaluation.results]))
 
 
 def sharded_on_three(digits: str, out: Path) -> None:

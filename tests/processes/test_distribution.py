@@ -78,6 +78,17 @@ def test_a_sharded_run_exports_what_a_whole_one_does(runs: Path) -> None:
     assert differ_by(published, {name: trained[f"encoder.network.{name}"] for name in published}) > 1e-5
 
 
+def test_a_sharded_network_is_fine_tuned_and_evaluated(runs: Path) -> None:
+    """Its predictions are those of a training with the same weights in one process."""
+    accuracies = json.loads((runs / "fine_tuned.json").read_text())
+    digits = one.recipe.load_recipe(runs / "sharded" / "recipe.yaml").data.places[0]
+    whole = one.api.evaluate(
+        runs / "sharded", "fine_tune", digits, digits.removesuffix("train") + "test", list(one.FINE_TUNE)
+    )
+    assert min(accuracies) > 0.12, "both have learned"
+    assert accuracies == pytest.approx([row.accuracy for row in whole.results], abs=0.01)
+
+
 def test_a_sharded_run_resumes_bit_for_bit(runs: Path) -> None:
     for name in ("encoder", "objective", "training", "optimizer"):
         assert same(weights(runs / "again", name), weights(runs / "sharded", name))

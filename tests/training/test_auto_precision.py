@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from ssl_vit import precision, recipe
 from ssl_vit.comparison.checks import check
 from ssl_vit.comparison.config import load_comparison
+from ssl_vit.interfaces import UserError
 from tests.processes.reading import rows as lines
 
 AUTO = "training.precision=auto"
@@ -113,6 +114,23 @@ def test_the_arms_of_a_comparison_share_one(few_digits: Path, tmp_path: Path, mo
     monkeypatch.setattr(precision, "measure", faster("fp32"))
     again = check(study, keep_precision=True).plan
     assert [task.fingerprint for task in again.tasks] == [task.fingerprint for task in checked.plan.tasks]
+
+
+def test_a_precision_whose_micro_batch_does_not_fit_is_not_chosen(
+    settings: Callable[..., recipe.Recipe], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original, fits = precision.find_accumulation, {"bf16"}
+
+    def limited(module: Any, step: Any, accelerator: Any, *arguments: Any) -> int:
+        if accelerator.precision not in fits:
+            raise UserError("the memory does not hold a micro-batch")
+        return original(module, step, accelerator, *arguments)
+
+    monkeypatch.setattr(precision, "find_accumulation", limited)
+    assert list(precision.measure(settings(tmp_path, AUTO))) == ["bf16"]
+    fits.clear()
+    with pytest.raises(UserError, match="does not hold a micro-batch"):
+        precision.measure(settings(tmp_path, AUTO))
 
 
 def test_what_the_device_cannot_do_is_not_tried(

@@ -13,7 +13,7 @@ from ssl_vit.interfaces import UserError
 from ssl_vit.models import EncoderConfig, factory
 from ssl_vit.objectives import classification, masked_patch
 from ssl_vit.training import OptimConfig
-from ssl_vit.training.optim import build_optimizer, lr_factor, parameter_groups, peak_lr, set_lr
+from ssl_vit.training.optim import build_optimizer, lr_factor, parameter_groups, peak_lr, set_lr, start_momentum
 
 CPU = torch.device("cpu")
 
@@ -131,6 +131,22 @@ def test_layer_decay_needs_layers() -> None:
 
 
 # --- optimizers ---
+
+
+def test_an_overflow_in_the_first_step_leaves_no_garbage_in_the_momentum() -> None:
+    """Uninitialized memory is NaN under deterministic algorithms."""
+    parameter = nn.Parameter(torch.ones(64))
+    optimizer: Any = torch.optim.SGD([parameter], lr=0.1, momentum=0.9, fused=True)
+    start_momentum(optimizer)
+    torch.use_deterministic_algorithms(True)
+    try:
+        for overflow, gradient in ((1.0, math.inf), (0.0, 1.0)):
+            optimizer.grad_scale, optimizer.found_inf = torch.tensor(1.0), torch.tensor(overflow)
+            parameter.grad = torch.full((64,), gradient)
+            optimizer.step()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert torch.equal(parameter.detach(), torch.full((64,), 0.9)), "as the first step without an overflow"
 
 
 class Mixed(nn.Module):

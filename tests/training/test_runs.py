@@ -201,6 +201,18 @@ def test_a_run_with_any_positions_resumes(
         assert (tmp_path / "run" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 
 
+def test_a_finished_run_without_its_checkpoints_stays_as_it_is(train: Train, tmp_path: Path) -> None:
+    run = train(tmp_path / "run")
+    shutil.rmtree(run / "checkpoints")
+    before = files(run)
+    train(run)
+    assert files(run) == before
+    (run / "encoder.safetensors").unlink()
+    with pytest.raises(UserError, match="checkpoints are gone"):
+        train(run)
+    assert (run / "metrics.jsonl").read_bytes() == before[str(run / "metrics.jsonl")][1]
+
+
 def test_a_kill_between_the_last_save_and_the_last_probe_loses_nothing(
     train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
