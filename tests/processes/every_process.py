@@ -99,7 +99,7 @@ FINE_TUNE = (
 
 def sharded(digits: str, out: Path) -> None:
     """A sharded run into OUT/sharded, which is fine-tuned; another resumes from its step 12 in OUT/again."""
-    api.make_accelerator = sharding_accelerator  # type: ignore[assignment]
+    api.make_accelerator = sharding_accelerator
     train(digits, out / "sharded", "pretraining", *SHARDED)
     back_before(20, out / "sharded", out / "again")
     train(digits, out / "again", "pretraining", *SHARDED)
@@ -110,7 +110,7 @@ def sharded(digits: str, out: Path) -> None:
 
 def sharded_on_three(digits: str, out: Path) -> None:
     """OUT/sharded, which two processes trained, resumes from its step 12 in OUT/three."""
-    api.make_accelerator = sharding_accelerator  # type: ignore[assignment]
+    api.make_accelerator = sharding_accelerator
     back_before(20, out / "sharded", out / "three")
     train(digits, out / "three", "pretraining", *SHARDED)
 
