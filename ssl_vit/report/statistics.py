@@ -254,7 +254,7 @@ def label_efficiency(accuracy_S: np.ndarray, curve_SB: np.ndarray, labels_B: np.
 
     0: fewer than its smallest label budget; inf: more than its largest. The curve is interpolated on a logarithmic axis
     of labels. The interval (95%) is the expanded percentile interval (Hesterberg 2015) of resampled units, the same for
-    both arms, so it leaves out the test images; low, high: nan with fewer than 5 units.
+    both arms, so it excludes the test images; low, high: nan with fewer than 5 units.
 
     accuracy_S: (S,), of the other arm at one label budget, by unit (seed or pretraining).
     curve_SB: (S, B), accuracies of the curve's arm at each label budget.
