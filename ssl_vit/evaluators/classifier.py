@@ -166,6 +166,8 @@ def fit(evaluator: Evaluator, images: ImageSet, encoder: Encoder, seed: int) -> 
     context.skipped += outcome.skipped
     if outcome.signal:
         raise stopped(outcome.signal)
+    if isinstance(objective, FSDPModule):  # else only `forward` gathers the sharded parameters
+        register_fsdp_forward_method(objective, "logits")
     cost = cost_of(job.total_steps)
     return lambda others: [Scored(predict(objective, others), cost=cost)]
 
@@ -173,8 +175,6 @@ def fit(evaluator: Evaluator, images: ImageSet, encoder: Encoder, seed: int) -> 
 def predict(objective: classification.Objective, images: ImageSet) -> Prediction:
     """Predictions for labeled images, each once, the same on every process. Raises as `extract` does."""
     objective.eval()
-    if isinstance(objective, FSDPModule):  # else only `forward` gathers the sharded parameters
-        register_fsdp_forward_method(objective, "logits")
     logits = extract(images, lambda batch: objective.logits(batch.images), objective.encoder.image_size, "logits")
     probabilities = softmax(logits.vectors, axis=1)
     top = top_classes(probabilities, np.arange(probabilities.shape[1]))

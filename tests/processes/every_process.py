@@ -89,11 +89,10 @@ SHARDED = ("training.ema=0.9", "training.checkpoint_every=12", "training.keep_la
 FINE_TUNE = (
     "labels_per_class=20",
     "seeds=[0]",
-    "sweep={}",
+    "sweep={optim.lr: [0.01, 0.003]}",
     "training.steps=60",
     "training.batch_size=24",
     "optim.name=adamw",
-    "optim.lr=0.01",
 )
 
 
