@@ -94,3 +94,11 @@ def test_a_path_on_the_command_line_is_taken_as_it_stands() -> None:
         assert recipes.load_recipe("digits_ssl", [f"run={path}"]).run == path
     with pytest.raises(UserError, match=r"objective 'a\.b' cannot be imported"):
         recipes.load_recipe("digits_ssl", ["objective.name=a.b"])
+
+
+def test_the_demo_deletes_no_shards_of_others(called: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "000000.tar").write_bytes(b"mine")
+    code, _, told = called("demo", "--out", tmp_path)
+    assert code == 2 and "is not empty" in told
+    assert (tmp_path / "data" / "000000.tar").read_bytes() == b"mine"

@@ -15,6 +15,7 @@ from PIL import Image
 
 import ssl_vit
 from ssl_vit.comparison.config import load_comparison
+from ssl_vit.data import train_and_test
 from ssl_vit.data.packing.cache import saw_images
 from ssl_vit.interfaces import UserError
 from ssl_vit.recipe import load_recipe
@@ -135,6 +136,27 @@ def test_all_training_images_leave_none_to_test_on(my_images: Path) -> None:
         ssl_vit.evaluate(run, "knn", train=f"{my_images}#train", test=f"{my_images.parent}/./{my_images.name}")
 
 
+def test_a_holdout_that_was_drawn_again_is_not_evaluated_on(my_images: Path) -> None:
+    run = ssl_vit.train(
+        "pretrain_vit_tiny", data={"train": f"{my_images}#train"}, run="runs/held", quiet=True, **SMALL, **SHORT
+    )
+    assert len(ssl_vit.evaluate(run, "knn", data=my_images).table)
+    Image.new("RGB", (32, 32)).save(my_images / "bee" / "new.png")
+    with pytest.raises(UserError, match="trained on other shards"):
+        ssl_vit.evaluate(run, "knn", data=my_images)
+
+
+def test_a_train_folder_without_a_test_folder_is_a_dataset(tmp_path: Path) -> None:
+    (tmp_path / "train" / "bee").mkdir(parents=True)
+    (tmp_path / "raw").mkdir()
+    train = f"{tmp_path}/train"
+    assert train_and_test(train) == (f"{train}#train", f"{train}#test")
+    (tmp_path / "val").mkdir()
+    assert train_and_test(train) == (f"{tmp_path}#train", f"{tmp_path}#test")
+    for place in ("s3://b/x", "s3://b/x/train", "s3://b/x#train"):
+        assert train_and_test(place) == ("s3://b/x#train", "s3://b/x#test")
+
+
 @pytest.mark.parametrize(
     ("trained", "test", "seen"),
     [
@@ -145,6 +167,9 @@ def test_all_training_images_leave_none_to_test_on(my_images: Path) -> None:
         ("parts#val", "parts#test", True),
         ("parts/val", "parts#test", True),
         ("parts#train", "parts#test", False),
+        ("alone/train", "alone#test", True),  # a holdout of these images
+        ("s3://b/x/test/", "s3://b/x#test", True),
+        ("s3://b/x/train", "s3://b/x#test", False),
         (".", "flat#test", True),  # images in folders below are images of the whole
         ("imagefolder:.", "parts/val", True),
         ("flat/bee", "flat", True),
@@ -157,7 +182,7 @@ def test_names_of_the_test_images(
 ) -> None:
     """`#test` is a holdout of images without splits, and `val` where there is no `test`."""
     monkeypatch.chdir(tmp_path)
-    for folder in ("flat/bee", "parts/train/bee", "parts/val/bee"):
+    for folder in ("flat/bee", "parts/train/bee", "parts/val/bee", "alone/train/bee"):
         Path(folder).mkdir(parents=True)
     assert saw_images([trained], test) == seen
 

@@ -28,13 +28,15 @@ def demo(
     from ssl_vit.data.packing import pack
     from ssl_vit.data.packing.plan import Options
     from ssl_vit.data.packing.sources import open_source
+    from ssl_vit.data.shards.info import RECORD
 
     changed = overrides or []
     folds = [out / "data" / Path(fold).name for fold in recipe.read(recipe.find("demo_digits"))["data"]["folds"]]
     if not all((fold / "info.json").exists() for fold in folds):
         # In scikit-learn's order, so that others can check the few-shot rows on raw pixels.
         options = Options(shards=8, order="source", folds=len(folds))
-        for folder, info in pack(open_source("digits"), out / "data", options, overwrite=True, progress=False).items():
+        ours = any((fold / RECORD).exists() for fold in folds)  # of another version, or not finished
+        for folder, info in pack(open_source("digits"), out / "data", options, overwrite=ours, progress=False).items():
             print(f"packed {info.samples} digits into {folder}")
     named = [] if out == Path("runs/demo") else ["--out", str(out)]
     places = [f"run={_quoted(str(out))}", f"data.folds={_quoted([*map(str, folds)])}"]
@@ -71,7 +73,7 @@ def compare(
         bool, typer.Option("--until-decided", help="Add seeds, or pretrainings, until the headline is decided.")
     ] = False,
     max_seeds: Annotated[
-        int | None, typer.Option(help="Seeds at which --until-decided stops (default: 2.5 times the recipe's).")
+        int | None, typer.Option(min=1, help="Seeds at which --until-decided stops (default: 2.5 times the recipe's).")
     ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Time one step of each training; print size, memory and time.")

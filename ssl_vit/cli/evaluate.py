@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -59,16 +59,24 @@ def evaluate(
     from ssl_vit import api, plugins, progress, recipe
     from ssl_vit.models import factory
 
-    plugins.load("evaluators", evaluator)  # what is wrong on the command line comes before missing data
+    if as_json and per_class:
+        raise UserError("--json and --per-class exclude each other")
+    config = plugins.load("evaluators", evaluator).Config  # the command line is checked before the data
     factory.find_weights(run)
     given = recipe.parse_overrides(overrides or [])
+
+    def settings(suite: dict[str, Any]) -> dict[str, Any]:
+        choice = getattr(config, "CHOICE", "")  # of another protocol, a suite's settings do not apply
+        chosen = suite.get(choice) or next(iter(getattr(config, "DEFAULTS", {})), None)
+        return given if given.get(choice, chosen) != chosen else recipe.onto(suite, given)
+
     evaluations = [
         api.evaluate(
             run,
             evaluator,
             chosen.train or "",
             chosen.test or "",
-            recipe.onto(chosen.evaluators.get(evaluator, {}), given),
+            settings(chosen.evaluators.get(evaluator, {})),
             data=name,
             metric=chosen.metric,
             real_labels=real_labels,

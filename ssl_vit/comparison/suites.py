@@ -14,7 +14,7 @@ from filelock import FileLock
 from ssl_vit.comparison.sets import DataSet
 from ssl_vit.data.packing import pack
 from ssl_vit.data.packing.sources import open_source
-from ssl_vit.data.shards.info import INFO
+from ssl_vit.data.shards.info import INFO, RECORD
 from ssl_vit.files import read_json, write_json
 from ssl_vit.interfaces import UserError, errors_about
 
@@ -85,6 +85,6 @@ def _pack(name: str, chosen: DataSet, folder: Path, say: Callable[[str], None]) 
             with errors_about(f"dataset {name}"), warnings.catch_warnings():
                 warnings.showwarning = lambda message, *_: say(f"note: {message}")
                 source = open_source(str(chosen.source), split=split, **columns)
-                info = pack(source, out, overwrite=True, progress=False)[out]
+                info = pack(source, out, overwrite=(out / RECORD).exists(), progress=False)[out]
             if info.dropped:
                 say(f"note: {len(info.dropped)} images cannot be read and are skipped; {out / INFO} lists them")

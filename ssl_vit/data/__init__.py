@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
 from ssl_vit.interfaces import Config
 
+VALIDATION = ("val", "valid", "validation")
+TEST = ("test", *VALIDATION)  # names of the test part, in order of preference
 MAX_PIXELS = 89_478_485  # where Pillow warns: 256 MiB of RGB
 
 
 def train_and_test(place: str) -> tuple[str, str]:
     """The data arguments of the two parts of a dataset: `PLACE#train` and `PLACE#test`.
 
-    place: PLACE, `PLACE#train` or PLACE/train.
+    place: PLACE, `PLACE#train` or PLACE/train. A folder `train` without `test` or `val` beside it is a dataset itself.
     """
-    path = PurePosixPath(place)
-    place = str(path.parent) if path.name == "train" and "://" not in place else place.removesuffix("#train")
+    place, path = place.removesuffix("#train"), Path(os.path.expanduser(place))
+    if "://" in place:
+        place = place.removesuffix("/").removesuffix("/train")
+    elif path.name == "train" and (not path.is_dir() or any((path.parent / name).is_dir() for name in TEST)):
+        place = str(PurePosixPath(place).parent)
     return f"{place}#train", f"{place}#test"
 
 

@@ -50,7 +50,8 @@ class Evaluator(BaseEvaluator):
         summary = read_json(path) if path.is_file() else {}  # a run that still trains has none
         where = f"what {context.weights} was trained on and {context.test.spec}"
         check_same_classes(checkpoint.classes_of(saved), context.test.classes, where)
-        objective = classification.Objective(copy.deepcopy(context.trained), context.objective, context.classes)
+        classes = len(checkpoint.classes_of(saved)) or context.classes
+        objective = classification.Objective(copy.deepcopy(context.trained), context.objective, classes)
         checkpoint.load_head(saved, objective)
         objective.to(context.accelerator.device)
         labels = summary.get("samples", context.train.samples)

@@ -11,6 +11,9 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from ssl_vit import api, recipe
+from ssl_vit.data.packing import pack
+from ssl_vit.data.packing.plan import Options
+from ssl_vit.data.packing.sources import open_source
 from ssl_vit.report.read import read
 from ssl_vit.report.statistics import points
 from ssl_vit.report.summary import summarize
@@ -37,9 +40,7 @@ def evaluate(trained: Path, called: Call, monkeypatch: pytest.MonkeyPatch) -> Ca
 
 def test_several_data_sets_are_columns_of_one_table(trained: Path, tmp_path: Path, evaluate: Call) -> None:
     other = tmp_path / "other"
-    other.mkdir()
-    (other / "train").symlink_to(trained / "test")
-    (other / "test").symlink_to(trained / "train")
+    pack(open_source("digits"), other, Options(subset=5, holdout=0.05, seed=9), progress=False)
     code, shown, _ = evaluate("few_shot", "--data", trained, "--data", other, "labels_per_class=[2]")
     assert code == 0 and str(trained) in shown and str(other) in shown
     (row,) = [line for line in shown.splitlines() if "2 labels per class" in line and " trained" in line]
@@ -94,6 +95,36 @@ sets:
     assert (about["settings"]["sweep"], about["settings"]["l2"]) == ({}, 4) and len(about["data"]["train"]) == 2
 
 
+def test_settings_of_a_suite_are_for_its_protocol_alone(trained: Path, tmp_path: Path, evaluate: Call) -> None:
+    own = "labels_per_class: [2], seeds: [0]"
+    (tmp_path / "suite.yaml").write_text(f"""
+sets:
+  one:
+    train: {trained}/train
+    test: {trained}/test
+    evaluators: {{fine_tune: {{sweep: {{optim.lr: [0.5]}}, training: {{steps: 3, batch_size: 8}}, {own}}}}}
+""")
+    arguments = ["fine_tune", "--suite", tmp_path / "suite.yaml", "--json"]
+    code, shown, told = evaluate(*arguments)
+    assert code == 0, told
+    assert json.loads(shown)["about"][0]["settings"]["training"]["steps"] == 3
+    keys = ["labels_per_class=2", "seeds=0", "training.epochs=1", "training.batch_size=16"]
+    code, shown, told = evaluate(*arguments, "protocol=mae", *keys)
+    assert code == 0, told
+    settings = json.loads(shown)["about"][0]["settings"]
+    assert settings["protocol"] == "mae" and 0.5 not in settings["sweep"].get("optim.lr", [])
+
+
+def test_shards_of_the_test_set_under_another_name_are_refused(trained: Path, tmp_path: Path, evaluate: Call) -> None:
+    recipe = (trained / "run" / "recipe.yaml").read_text()
+    (trained / "run" / "recipe.yaml").write_text(recipe.replace(f"{trained}/train", f"{trained}/test/*.tar"))
+    try:
+        code, _, told = evaluate("knn", "--data", f"{trained}/train", "--test", f"{trained}/test")
+    finally:
+        (trained / "run" / "recipe.yaml").write_text(recipe)
+    assert code == 2 and "was trained on shards of" in told
+
+
 @pytest.mark.parametrize("key", ["metric=mean_per_class", "data=x", "test=x", "model=x", "say=x"])
 def test_a_key_that_is_no_evaluators_is_named(evaluate: Call, key: str) -> None:
     code, _, shown = evaluate("knn", key)
@@ -116,6 +147,7 @@ def test_per_class_accuracies_are_those_of_the_predictions(trained: Path, evalua
         (["--suite", "transfr"], "transfr: no such suite"),
         (["--data", "a", "--data", "b", "--test", "c"], "--test goes with one --data"),
         (["--data", "nowhere"], "nowhere: no such file or folder"),
+        (["--per-class", "--json"], "exclude each other"),
     ],
 )
 def test_wrong_data_is_named(evaluate: Call, arguments: list[str], expected: str) -> None:

@@ -22,10 +22,11 @@ from typing import TextIO
 
 from filelock import FileLock
 
+from ssl_vit.data import TEST
 from ssl_vit.data.packing import pack, packing_plan
 from ssl_vit.data.packing.plan import Options
 from ssl_vit.data.packing.sources import FOLDER, HUB, is_name, list_splits, open_source
-from ssl_vit.data.packing.sources.base import TABLES, VALIDATION, Source, is_image
+from ssl_vit.data.packing.sources.base import TABLES, Source, is_image
 from ssl_vit.data.shards.info import ABOUT, INFO, MAX_INFO_BYTES, RECORD, TARS
 from ssl_vit.files import expanded
 from ssl_vit.interfaces import UserError, printable
@@ -64,7 +65,7 @@ def absolute(spec: str) -> str:
     """The same for all names of the same images, as far as names and folders tell."""
     place, part = split_name(spec)
     if "://" in spec:
-        return spec
+        return f"{place.rstrip('/')}/{part}" if part else place.rstrip("/")
     folder = expanded(place.removeprefix(FOLDER)).resolve()
     found = next((folder / name for name in _names_of(part) if part and (folder / name).is_dir()), None)
     return str(found or (f"{folder}#{part}" if part else folder))
@@ -77,16 +78,21 @@ def saw_images(places: Iterable[str], of: str) -> bool:
     for ours in map(absolute, places):
         if ours in (theirs, theirs.removesuffix("#test"), theirs.removesuffix("#train")):
             return True
-        for outer, inner in ((ours, theirs), (theirs, ours)):
-            around = Path(outer) in Path(inner).parents and Path(split_name(inner)[0]).is_dir()
-            if around and not is_shards(outer):
+        bases = [Path(split_name(name)[0]) for name in (ours, theirs)]
+        for outer, inner in (bases, bases[::-1]):
+            if outer in inner.parents and inner.is_dir() and not is_shards(str(outer)):
                 return True
     return False
 
 
+def redrawn(places: Iterable[str], of: str) -> bool:
+    """Whether training data and a set are parts of one folder of images without splits: its holdout changes with it."""
+    return "#" in (theirs := absolute(of)) and split_name(theirs)[0] in {split_name(absolute(one))[0] for one in places}
+
+
 def _names_of(part: str) -> tuple[str, ...]:
     """The folders or splits that can be this part, in order of preference."""
-    return (part, *(VALIDATION if part == "test" else ()))
+    return TEST if part == "test" else (part,)
 
 
 def is_shards(place: str) -> bool:
@@ -114,7 +120,7 @@ def _parts(folder: Path) -> list[str]:
     if not os.path.exists(folder):  # `glob` raises for a name that is too long
         return []
     listed = {file.parent.name for name in _LISTS for file in folder.glob(f"[!.]*/{name}") if _lists_shards(file)}
-    return sorted(listed | {name for name in ("train", "test", *VALIDATION) if _is_set(folder / name)})
+    return sorted(listed | {name for name in ("train", *TEST) if _is_set(folder / name)})
 
 
 def _lists_shards(file: Path) -> bool:
@@ -158,7 +164,7 @@ def _packed(place: str, part: str) -> Path:
     """The folder of one part of a source of images, packed if need be."""
     prefix = FOLDER if place.startswith(FOLDER) else ""
     parent = expanded(place.removeprefix(prefix)).resolve()
-    is_split = parent.name in ("train", "test", *VALIDATION)  # other folders beside it are not read
+    is_split = parent.name in ("train", *TEST)  # other folders beside it are not read
     above = f"{prefix}{parent.parent}"
     if not part and is_split and parent.is_dir() and len(names := _layout(above)) > 1 and parent.name in names:
         place, part = above, parent.name  # the classes of a split are those of all splits

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ssl_vit.data import VALIDATION
 from ssl_vit.data.shards.info import MAX_MEMBER_BYTES
 from ssl_vit.interfaces import BadSample, RunError, UserError
 
@@ -15,7 +16,6 @@ if TYPE_CHECKING:
     import numpy as np
 
 TABLES = (".parquet", ".arrow")  # suffixes
-VALIDATION = ("val", "valid", "validation")
 _IMAGES = {".jpg", ".jpeg", ".jfif", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ".pbm", ".jp2"}
 
 

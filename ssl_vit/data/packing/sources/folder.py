@@ -12,10 +12,11 @@ from typing import NoReturn
 
 import numpy as np
 
-from ssl_vit.data.packing.sources.base import TABLES, VALIDATION, FileReader, Source, find_split, is_image
+from ssl_vit.data import TEST
+from ssl_vit.data.packing.sources.base import TABLES, FileReader, Source, find_split, is_image
 from ssl_vit.interfaces import UserError, printable
 
-_SPLITS = {"train", "test", *VALIDATION}
+_SPLITS = {"train", *TEST}
 _SPLIT_NAMES = {*_SPLITS, "training", "testing"}
 
 
