@@ -151,6 +151,9 @@ def test_a_train_folder_without_a_test_folder_is_a_dataset(tmp_path: Path) -> No
     (tmp_path / "raw").mkdir()
     train = f"{tmp_path}/train"
     assert train_and_test(train) == (f"{train}#train", f"{train}#test")
+    (tmp_path / "train" / "0.tar").touch()
+    assert train_and_test(train) == (f"{tmp_path}#train", f"{tmp_path}#test"), "shards are the part itself"
+    (tmp_path / "train" / "0.tar").unlink()
     (tmp_path / "val").mkdir()
     assert train_and_test(train) == (f"{tmp_path}#train", f"{tmp_path}#test")
     for place in ("s3://b/x", "s3://b/x/train", "s3://b/x#train"):

@@ -19,13 +19,15 @@ MAX_PIXELS = 89_478_485  # where Pillow warns: 256 MiB of RGB
 def train_and_test(place: str) -> tuple[str, str]:
     """The data arguments of the two parts of a dataset: `PLACE#train` and `PLACE#test`.
 
-    place: PLACE, `PLACE#train` or PLACE/train. A folder `train` without `test` or `val` beside it is a dataset itself.
+    place: PLACE, `PLACE#train` or PLACE/train. Images in `train` without `test` or `val` beside it are a dataset.
     """
     place, path = place.removesuffix("#train"), Path(os.path.expanduser(place))
     if "://" in place:
         place = place.removesuffix("/").removesuffix("/train")
-    elif path.name == "train" and (not path.is_dir() or any((path.parent / name).is_dir() for name in TEST)):
-        place = str(PurePosixPath(place).parent)
+    elif path.name == "train":
+        images = path.is_dir() and not any(path.glob("*.tar"))
+        if not images or any((path.parent / name).is_dir() for name in TEST):
+            place = str(PurePosixPath(place).parent)
     return f"{place}#train", f"{place}#test"
 
 
