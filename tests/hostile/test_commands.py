@@ -147,6 +147,7 @@ def test_recipes(tmp_path: Path) -> None:
 def test_bad_samples_end_an_evaluation_where_they_must_not_be_skipped(place: Path, tmp_path: Path) -> None:
     """Also where the features were kept when they were skipped; and sets that differ are noted."""
     corpus.with_images(tmp_path / "images")
+    corpus.write_tar(tmp_path / "images" / "000000.tar", corpus.members(100, 32))  # not an image of the training
     keys = ["run=run", "data.augment.crop=center", "training.steps=2"]
     evaluate = ["eval", "run", "few_shot", "--data", place / "good", "--test", "images", "seeds=[0]"]
     outcome = run(tmp_path, train(place / "good", *keys), evaluate)
