@@ -176,17 +176,17 @@ def evaluate(
     """
     given, run = loaded.load(model), model if isinstance(model, Path) else None
     module, settings = plugins.load("evaluators", name), given.settings
-    if settings and saw_images(recipe.training_places(settings), test):
-        whole = test.removesuffix("#test")
-        used = f"was trained or stopped using all of {whole}, including the test images"
-        raise UserError(f"{run or name} {used}; name others (--test)")
+    places = recipe.training_places(settings) if settings else []
+    seen = f"{run or name} was trained, or stopped early, on images of the test set {test}; name others (--test)"
+    if saw_images(places, test):
+        raise UserError(seen)
     if settings and run and redrawn(settings.data.places, test):
         checkpoint.check_data(recipe.run_of(run), open_training(settings.data).fingerprint)
     config = recipe.validate(module.Config, recipe.parse_overrides(overrides), f"{name}: ")
     folder = _writable(run / checkpoint.RESULTS) if run else None
     context = make_context(given, train, test, cache=run / "features" if run else None, metric=metric)
-    if settings and _in_common(settings.data.places, context.test):
-        raise UserError(f"{run or name} was trained on shards of {test}; name others (--test)")
+    if _in_common(places, context.test):
+        raise UserError(seen)
     context.say, context.title = say if context.accelerator.is_main_process else silent, name
     notes = set_notes(context.train, context.test)
     for note in notes:
