@@ -41,8 +41,9 @@ def select(
         """Of equals the first."""
         return sorted(sorted(fitted, key=lambda index: -fmean(scores[index]))[:count])
 
-    of = f"{context.title}: {train.source}, " if evaluator.trains_encoder else ""  # frozen: the budgets' bar is open
-    with context.progress(f"{of}sweep", sum(counts)) as advance:
+    # Where the encoder is frozen, the bar of all budgets is open and names the rest.
+    named = f"{context.title}: {train.source}, sweep" if evaluator.trains_encoder else "sweep"
+    with context.progress(named, sum(counts)) as advance:
         for split, (kept, held) in enumerate(splits):
             following = counts[split + 1] if split + 1 < len(splits) else 1
             for index in [*fitted] if split else range(len(candidates)):

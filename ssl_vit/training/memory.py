@@ -40,8 +40,6 @@ def find_accumulation(
     Leaves weights, buffers and random state as they are. Raises UserError where nothing fits. `whole_batch` objectives
     of several processes are not tried: they communicate, and one without the memory would leave the others waiting.
     """
-    if getattr(objective, "whole_batch", False) and distributed.several():
-        return training.accumulate
     lanes, counts = len(batch.images) // batch.lane_size, [training.accumulate]
     if training.auto_batch:
         first = min(max(training.accumulate, least), lanes)
@@ -50,6 +48,8 @@ def find_accumulation(
     for count in counts:
         part = batch.split(count)[0]
         check_batch_norm(objective, len(part.images))
+        if getattr(objective, "whole_batch", False) and distributed.several():
+            return count
         with undisturbed(objective, accelerator):
             full = int(not _fits(objective, part, accelerator, copies, reserve=_RESERVE if len(counts) > 1 else 0))
         if not distributed.largest(full):

@@ -37,6 +37,16 @@ def test_sources_are_packed_once_and_checked(tmp_path: Path) -> None:
         prepare(DIGITS, folder, said.append)
 
 
+@pytest.mark.usefixtures("fewer_digits")
+def test_shards_of_others_are_not_replaced(tmp_path: Path) -> None:
+    shard = tmp_path / "digits" / "train" / "000000.tar"
+    shard.parent.mkdir(parents=True)
+    shard.write_bytes(b"mine")
+    with pytest.raises(UserError, match=r"dataset digits: .*is not empty"):
+        prepare(DIGITS, tmp_path)
+    assert shard.read_bytes() == b"mine"
+
+
 def test_a_dry_run_names_the_whole_command(tmp_path: Path) -> None:
     table = DataSet(source="me/my set", splits=("train", "test"), image_column="img", label_column="fine label")
     with pytest.raises(UserError) as error:

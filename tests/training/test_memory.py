@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -96,6 +97,24 @@ def test_auto_batch_takes_the_largest_micro_batch_that_fits_and_leaves_no_trace(
     run = train(tmp_path / "run", "training.auto_batch=true", *keys)
     assert rows(run)[0] == {"step": 0, "event": "auto_batch", "accumulate": 4, "micro_batch": 8}
     assert same(weights(run), weights(plain))
+
+
+def test_what_communicates_is_not_tried(
+    settings: Callable[..., recipe.Recipe], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of several processes without the memory would leave the others waiting in the pass of LeJEPA."""
+    monkeypatch.setattr(memory.distributed, "several", lambda: True)
+    monkeypatch.setattr(memory, "_fits", None)
+    batch: Any = SimpleNamespace(images=range(8), lane_size=8, split=lambda count: [SimpleNamespace(images=range(8))])
+    objective: Any = nn.Linear(2, 2)
+    objective.whole_batch = True
+    engine: Any = None
+    given = settings(tmp_path)
+    assert memory.find_accumulation(objective, batch, engine, given.training, given.optim) == 1
+    objective.append = nn.BatchNorm1d(2)
+    batch.split = lambda count: [SimpleNamespace(images=range(1))]
+    with pytest.raises(UserError, match="batch norm"):
+        memory.find_accumulation(objective, batch, engine, given.training, given.optim)
 
 
 def test_activation_checkpointing_changes_nothing(train: Train, tmp_path: Path) -> None:
