@@ -152,8 +152,8 @@ def cost_table(comparison: Comparison) -> Shown:
 
 
 def _with_unknown(known: object) -> str:
-    """What an arm with given weights cost."""
-    return f"{text(known)} + unknown" if known else "unknown: given weights"
+    """What an arm that starts from pretrained weights cost."""
+    return f"{text(known)} + unknown" if known else "unknown: pretrained weights"
 
 
 def sweep_table(comparison: Comparison) -> Shown:

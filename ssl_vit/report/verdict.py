@@ -40,7 +40,7 @@ def interval(comparison: Comparison, summary: Summary) -> str:
     said = {arm for head in summary.headlines for arm in head.fixed}
     if once := [arm for arm in dict.fromkeys(arm for row in summary.means for arm in row.fixed) if arm not in said]:
         named = joined([comparison.label(arm) for arm in once])
-        sentence += f" It does not cover other pretrainings or initializations of {named}, of which there is one each."
+        sentence += f" It does not cover other pretrainings or initializations of {named}: there is only one of each."
     return sentence
 
 
@@ -96,7 +96,7 @@ def _saw_held_out(comparison: Comparison) -> Iterator[str]:
     if arms and any(task.kind == "sweep" for task in comparison.record.tasks):
         of = {arm.name: f" of {joined(arm.saw)}" if several else "" for arm in arms}
         named = [f"{arm.label} ({'with' if arm.uses_labels else 'without'} labels{of[arm.name]})" for arm in arms]
-        yield f"Pretrained on training images, those that the sweeps hold out included: {joined(named)}."
+        yield f"Pretraining used training images, including those held out for the sweeps: {joined(named)}."
 
 
 def _own_settings(comparison: Comparison) -> Iterator[str]:
@@ -188,8 +188,8 @@ def _efficiency(comparison: Comparison, row: Efficiency) -> str:
         covers = f"{covers}: that value alone"
     given = budget_words(row.labels_per_class)
     return (
-        f"Label efficiency (estimate): {theirs} has the accuracy of {ours} with {given} at {needed(row)} labels per "
-        f"class ({covers})."
+        f"Label efficiency (estimate): {theirs} needs {needed(row)} labels per class for the accuracy of {ours} with "
+        f"{given} ({covers})."
     )
 
 
@@ -225,7 +225,7 @@ def _compute(comparison: Comparison, head: Difference) -> list[str]:
     spent = costs(comparison, head.place)["flops"]
     arms = (head.arm, head.against)
     if begun := [comparison.spoken(one.name) for one in comparison.record.arms if one.starts_from and one.name in arms]:
-        return [f"Compute: unknown; {joined(begun)} started from given weights."]
+        return [f"Compute: unknown; {joined(begun)} started from pretrained weights."]
     ours, theirs = (spent.get(("Total", arm), 0.0) for arm in arms)
     if not ours:
         return []

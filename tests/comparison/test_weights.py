@@ -59,7 +59,7 @@ def test_a_file_is_an_arm_in_one_line(mini: Mini, tmp_path: Path, monkeypatch: p
     saved = yaml.safe_load((tmp_path / "run" / "comparison.yaml").read_text())
     assert saved["arms"]["mine"]["weights"] == "my.safetensors"
     page = write_report([tmp_path / "run"], tmp_path / "report.html").read_text()
-    assert "unknown: given weights" in page and "minus mine" in page
+    assert "unknown: pretrained weights" in page and "minus mine" in page
     before = stamps(tmp_path / "run")
     quietly(recipe, override)
     assert stamps(tmp_path / "run") == before, "imported again, the weights are the same"

@@ -156,8 +156,8 @@ def test_what_imported_weights_cost_is_unknown(tmp_path: Path) -> None:
     rows = [*two_arms(), *(row(arm, 5, seed, 0.9) for arm in ("given", "supervised") for seed in range(3))]
     found = read([write_comparison(tmp_path / "c", rows, arms=(*ARMS, given, begun))])
     cells = cost_table(found).frame.set_index("Cost")
-    assert cells.loc["Pretraining labels"].tolist() == ["0", "0", "unknown: given weights", "900 + unknown"]
-    assert cells.loc["Pretraining, images"].tolist() == ["640", "–", "unknown: given weights", "640 + unknown"]
+    assert cells.loc["Pretraining labels"].tolist() == ["0", "0", "unknown: pretrained weights", "900 + unknown"]
+    assert cells.loc["Pretraining, images"].tolist() == ["640", "–", "unknown: pretrained weights", "640 + unknown"]
 
 
 def test_every_export_carries_names_settings_and_times(tmp_path: Path) -> None:
