@@ -39,6 +39,9 @@ def parsed(overrides: Overrides) -> DictConfig:
         key, equals, _ = override.partition("=")
         if not equals or not key.strip():
             raise UserError(f"'{override}' is not key=value, such as training.steps=100")
+    place = max((n for n, override in enumerate(overrides) if _is_place(*override.split("=", 1))), default=0)
+    before = {"data.train", "data.test"}  # a later data=PLACE replaces them
+    overrides = [one for n, one in enumerate(overrides) if n >= place or one.partition("=")[0] not in before]
     try:
         each = [OmegaConf.from_dotlist([_quoted(override)]) for override in overrides]
         given = merge("the command line", *each, lengths=False)  # both at once are an error
@@ -48,22 +51,23 @@ def parsed(overrides: Overrides) -> DictConfig:
 
 
 def merge(origin: str, *layers: Any, lengths: bool = True) -> DictConfig:
-    """Mappings, each merged onto those before it.
+    """Mappings, each merged onto those before it. What a `sweep` lists is keyed by dotted keys, however it was nested.
 
     origin: where they are from, for the message.
-    lengths: steps and epochs replace each other; an empty `sweep` replaces another.
+    lengths: steps and epochs replace each other; empty `sweep` and `trackers` replace others.
     Raises UserError naming a key that is a list in one and a mapping in another.
     """
     merged = OmegaConf.create()
     for layer in layers:
         try:
+            layer = _dotted(OmegaConf.to_container(OmegaConf.create(layer)))
             if lengths:
-                _drop_replaced(merged, OmegaConf.to_container(OmegaConf.create(layer)))
+                _drop_replaced(merged, layer)
             merged = OmegaConf.merge(merged, layer)
         except OmegaConfBaseException as error:
             raise UserError(f"{origin}: {str(error).splitlines()[0]}") from None
         except TypeError:
-            key = next(_clashes(*map(OmegaConf.to_container, (merged, OmegaConf.create(layer)))))
+            key = next(_clashes(OmegaConf.to_container(merged), layer))
             raise UserError(f"{origin}: {key}: a list cannot replace settings, nor settings a list") from None
     assert isinstance(merged, DictConfig)
     return merged
@@ -72,14 +76,27 @@ def merge(origin: str, *layers: Any, lengths: bool = True) -> DictConfig:
 def _drop_replaced(under: DictConfig, over: Any) -> None:
     if not isinstance(over, dict):
         return
-    given = {key for key in LENGTHS if over.get(key) is not None}
-    for key in LENGTHS - given if given else ():
-        under.pop(key, None)
-    if over.get("sweep") == {}:
-        under.pop("sweep", None)
+    for key, value in over.items():
+        stem, dot, unit = key.rpartition(".")  # dotted in a sweep
+        for other in LENGTHS - {unit} if unit in LENGTHS and value is not None else ():
+            if over.get(f"{stem}{dot}{other}") is None:
+                under.pop(f"{stem}{dot}{other}", None)
+    for key in ("sweep", "trackers"):
+        if over.get(key) == {}:
+            under.pop(key, None)
     for key, value in over.items():
         if isinstance(below := under.get(key), DictConfig):
             _drop_replaced(below, value)
+
+
+def _dotted(content: Any) -> Any:
+    """The same settings, with the keys inside of every `sweep` dotted: `{optim: {lr: ...}}` is `{optim.lr: ...}`."""
+    if not isinstance(content, dict):
+        return content
+    return {
+        key: flatten(value) if key == "sweep" and isinstance(value, dict) else _dotted(value)
+        for key, value in content.items()
+    }
 
 
 def _clashes(under: dict[str, Any], over: dict[str, Any], prefix: str = "") -> Iterator[str]:
@@ -125,13 +142,17 @@ def _plain(value: Any) -> Any:
     return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
+def _is_place(key: str, value: str) -> bool:
+    return key == "data" and value[:1] not in ("{", "[")
+
+
 def _quoted(override: str) -> str:
     """`key=value` with the value quoted where it is not YAML, or where ` #` would start a comment: paths may be so.
 
     `data=PLACE` is the key PLACE of `data`, and always text: a folder may be named 2024.
     """
     key, _, value = override.partition("=")
-    is_place = key == "data" and value[:1] not in ("{", "[")
+    is_place = _is_place(key, value)
     key = f"data.{PLACE}" if is_place else key
     try:
         check_nesting(value)

@@ -12,6 +12,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from ssl_vit.interfaces import UserError
+from ssl_vit.recipe import load_recipe
 from ssl_vit.training import logging
 from ssl_vit.training.distributed import make_accelerator
 from ssl_vit.training.logging import RunLogger, check_trackers
@@ -32,6 +33,12 @@ def test_tensorboard_gets_what_the_log_holds(train: Train, tmp_path: Path) -> No
     assert {path.name.split(".")[0] for path in run.iterdir() if path.is_dir()} == {"checkpoints"}  # no clutter
 
 
+def test_no_trackers_replace_those_of_a_run(train: Train, tmp_path: Path) -> None:
+    run = train(tmp_path / "run", "training.trackers={tensorboard: {}}")
+    assert load_recipe(run).training.trackers == {"tensorboard": {}}
+    assert load_recipe(run, ["training.trackers={}"]).training.trackers == {}
+
+
 def test_a_resumed_run_overwrites_what_came_after_its_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     for resumed, value in ((0, 1.0), (3, 2.0)):
@@ -39,7 +46,7 @@ def test_a_resumed_run_overwrites_what_came_after_its_checkpoint(tmp_path: Path)
             log.begin(resumed, [], {})
             for step in range(resumed + 1, 6):
                 log.values(step, {"accuracy": value})
-            log.picture("reconstruction", np.zeros((4, 6, 3), dtype=np.uint8), 5)
+            log.reconstruction(np.zeros((4, 6, 3), dtype=np.uint8), 5)
     assert scalars(tmp_path / "run", "accuracy") == {1: 1.0, 2: 1.0, 3: 1.0, 4: 2.0, 5: 2.0}
     assert EventAccumulator(str(tmp_path / "run")).Reload().Images("reconstruction")[0].height == 4
 
