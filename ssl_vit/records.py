@@ -206,10 +206,10 @@ class ReferenceRecord(Config):
 
 
 class DataRecord(Config):
-    """Shards that a comparison reads."""
+    """Shards that a comparison or an evaluation reads. samples: None where they were not opened."""
 
     path: str
-    samples: int
+    samples: int | None = None
     classes: tuple[str, ...] | None = None
     source: str | None = None
 

@@ -22,7 +22,7 @@ def cautions(comparison: Comparison, summary: Summary) -> Iterator[str]:
             "tasks are missing), so the numbers may change."
         )
     if not comparison.record.study and (differing := architecture_differences(comparison.record.arms)):
-        yield f"Caution: the arms differ in architecture or image preparation. {'. '.join(differing)}."
+        yield f"Caution: the arms differ in architecture, image preparation or precision. {'. '.join(differing)}."
     yield from dict.fromkeys(_kept_dropout(comparison))  # once for all datasets
     for row in (one for one in summary.means if one.role in ("reference", "baseline")):
         headline = any(
@@ -32,7 +32,7 @@ def cautions(comparison: Comparison, summary: Summary) -> Iterator[str]:
             title = comparison.record.evaluators[row.place.evaluator].title
             against, arm = comparison.spoken(row.against), comparison.spoken(row.arm)
             pair = f"{points(row.estimate)} points, not adjusted"
-            yield f"Caution: {title}: {against} does better than {arm} ({pair})."
+            yield f"Caution: {title}: {arm} is worse than {against} ({pair})."
     for test in self_tests(comparison):
         if test.result == "fail":
             row = test.difference
@@ -54,18 +54,19 @@ def cautions(comparison: Comparison, summary: Summary) -> Iterator[str]:
 
 
 def architecture_differences(arms: Sequence[ArmRecord]) -> list[str]:
-    """What arms differ in from the first of them with an encoder of its own: a phrase per arm that does, such as
-    `supervised: encoder.depth 12 (masked patch prediction: 4)`; empty where all are alike."""
-    first = next(arm for arm in arms if arm.kind != "scratch")
+    """What arms differ in from the first pretrained arm (without labels, if there is one): a phrase per arm that does,
+    such as `supervised: encoder.depth 12 (masked patch prediction: 4)`; empty where all are alike. Dropout is not an
+    architecture."""
+    first = min((arm for arm in arms if arm.kind != "scratch"), key=lambda arm: arm.uses_labels)
     phrases = []
     for arm in (arm for arm in arms if arm.architecture != first.architecture):
         words = f"another encoder than {first.label}"
         if arm.encoder and first.encoder:
             sizes, first_sizes = flat(arm.encoder), flat(first.encoder)
             words = ", ".join(
-                f"{key} {sizes[key]} ({first.label}: {first_sizes[key]})"
+                f"{key.removeprefix('prepared.')} {sizes[key]} ({first.label}: {first_sizes[key]})"
                 for key in sizes
-                if sizes[key] != first_sizes[key]
+                if sizes[key] != first_sizes[key] and not key.endswith((".dropout", ".drop_path"))
             )
         phrases.append(f"{arm.label}: {words}")
     return phrases

@@ -89,7 +89,7 @@ def _test_shards(comparison: Comparison, data: str) -> ShardSet:
     if remote := [part.path for part in parts if "://" in part.path]:
         raise UserError(f"{remote[0]} is remote")
     opened = open_shards([part.path for part in parts])
-    if opened.samples != sum(part.samples for part in parts):
+    if opened.samples != sum(part.samples or 0 for part in parts):
         raise UserError(f"{opened.spec} holds other images now")
     return opened
 

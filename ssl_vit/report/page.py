@@ -30,7 +30,7 @@ from ssl_vit.report.plots import (
     styles_of,
 )
 from ssl_vit.report.read import Comparison, read
-from ssl_vit.report.runs import flat, metric_name
+from ssl_vit.report.runs import flat, metric_name, pictures
 from ssl_vit.report.summary import Accuracy, EvaluationKey, Summary, summarize
 from ssl_vit.report.tables import Shown
 from ssl_vit.report.verdict import interval, notes, verdict
@@ -105,6 +105,7 @@ def page(comparison: Comparison) -> str:
         self_test=tables.self_test_table(comparison),
         costs=tables.cost_table(comparison),
         losses=list(_losses(comparison, styles)),
+        pictures=list(_pictures(comparison)),
         sweeps=tables.sweep_table(comparison),
         data=tables.columns("Data", {name: _data(one) for name, one in record.data.items()}),
         environment=tables.columns("Environment", environments),
@@ -199,3 +200,14 @@ def _losses(comparison: Comparison, styles: Styles) -> Iterator[tuple[str, Marku
         runs = {comparison.label(arm): (styles[arm], comparison.runs[arm].losses) for arm in arms}
         if figure := loss_curves(runs):
             yield objective, figure
+
+
+def _pictures(comparison: Comparison) -> Iterator[tuple[str, tuple[Path, ...], tuple[str, ...]]]:
+    """(arm, pictures, remarks): the pictures that the comparison made of the arm, else those of its run."""
+    made = {task.arm: comparison.tasks.get(task.id) for task in comparison.record.tasks if task.kind == "pictures"}
+    for arm in comparison.arms:
+        run, task = comparison.runs.get(arm), made.get(arm)
+        shown = pictures(comparison.paths[0] / task.pictures) if task and task.pictures else run.pictures if run else ()
+        remarks = run.remarks if run else ()
+        if shown or remarks:
+            yield arm, shown, remarks

@@ -30,7 +30,7 @@ from ssl_vit.records import (
     TaskResult,
 )
 from ssl_vit.report import sequential
-from ssl_vit.report.runs import OBJECTIVES, REFERENCES, Run, pictures, read_run
+from ssl_vit.report.runs import OBJECTIVES, REFERENCES, Run, read_run
 from ssl_vit.results import Result, Table
 
 PLAN = "plan.json"
@@ -61,7 +61,7 @@ class Comparison:
             return self.measured
         (data,) = self.record.metrics
         tests = [self.record.data[f"{data} test of fold {fold}"] for fold in range(self.record.folds)]
-        return self.measured.join_folds([test.samples for test in tests])
+        return self.measured.join_folds([test.samples or 0 for test in tests])
 
     def label(self, arm: str) -> str:
         """An arm's name in a table."""
@@ -191,13 +191,10 @@ def read_comparison(path: Path) -> Comparison:
             tasks[task.id] = done[1]
             # Not the winner of an older sweep at a label budget that is no longer measured.
             rows += [(row, file) for row in done[0] if task.kind != "sweep" or _cell(task) in planned]
-    drawn = {task.arm: tasks[task.id].pictures for task in record.tasks if task.id in tasks and task.kind == "pictures"}
     runs: dict[str, Run] = {}
-    for arm in record.arms:
-        with suppress(UserError):  # not started, or deleted to save space; its results are still there
-            if arm.run:
-                run, folder = read_run(path / arm.run), drawn.get(arm.name)
-                runs[arm.name] = replace(run, pictures=pictures(path / folder)) if folder else run
+    for arm, run in ((one.name, one.run) for one in record.arms if one.run):
+        with suppress(UserError):  # weights only, not started, or deleted to save space; its results are still there
+            runs[arm] = read_run(path / run)
     table = Table([row for row, _ in rows], [file for _, file in rows])
     missing = tuple(task.id for task in record.tasks if task.id not in tasks)
     skipped = tuple(dict.fromkeys(sample for finished in tasks.values() for sample in finished.skipped))
@@ -233,7 +230,7 @@ def read_runs(paths: Sequence[Path]) -> Comparison:
             new = f"{about.evaluator} ({count + 1})" if count else about.evaluator
             evaluators[new] = EvaluatorRecord(title=about.title, settings={test: about.settings})
             for part, path in places.items():
-                data[f"{test} {part}"] = DataRecord(path=path, samples=0, classes=about.classes or None)
+                data[f"{test} {part}"] = DataRecord(path=path, classes=about.classes or None)
             protocols[about.protocol] = new, test
         evaluator, test = protocols[about.protocol]
         skipped += about.skipped

@@ -233,7 +233,7 @@ def _compute(comparison: Comparison, head: Difference) -> list[str]:
     ratio = f"{ours / theirs:.3g} times that of {baseline}" if theirs else f"{baseline} used none"
     if theirs and comparison.record.evaluators[head.place.evaluator].trains_encoder:
         one, other = (_one_run(comparison, head.place, arm) for arm in arms)
-        ratio += f" ({one / other:.3g} times for one pretraining with one fine-tuning)" if other else ""
+        ratio += f" (per run, one pretraining and one fine-tuning: {one / other:.3g} times)" if other else ""
     return [f"Compute: {comparison.spoken(head.arm)} took {ours:.3g} FLOPs of training in total, {ratio}."]
 
 

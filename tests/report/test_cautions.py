@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from ssl_vit.records import ArmRecord, SkippedSample, SweepRecord
+from ssl_vit.report.cautions import architecture_differences
 from ssl_vit.report.read import read
 from ssl_vit.report.verdict import notes
-from tests.report.made import ARMS, EVALUATORS, SWEEP, said, two_arms, write_comparison
+from tests.report.made import ARMS, EVALUATORS, SWEEP, row, said, two_arms, write_comparison
 
 
 def test_a_single_length_of_fine_tuning_is_a_caution(folder: Path) -> None:
@@ -82,3 +84,21 @@ def test_the_smallest_possible_value_is_no_edge(folder: Path) -> None:
     assert "edge of the sweep" not in said(folder, two_arms(0.2), sweeps={"ssl": none, "scratch": none})
     most = SweepRecord(candidates=candidates, best={"head.mixup": 0.8})
     assert "head.mixup 0.8" in said(folder, two_arms(0.2), sweeps={"ssl": none, "scratch": most})
+
+
+def test_arms_of_another_architecture_are_named_with_what_differs(folder: Path) -> None:
+    def encoder(depth: int, dropout: float, precision: str) -> dict[str, Any]:
+        return {"encoder": {"depth": depth, "dropout": dropout}, "prepared": {"training": {"precision": precision}}}
+
+    sizes = {"labels": encoder(4, 0.1, "bf16"), "ssl": encoder(4, 0.0, "bf16"), "other": encoder(6, 0.1, "fp32")}
+    arms = [
+        ArmRecord(name=n, label=n, kind="pretrained", uses_labels=n == "labels", encoder=one, architecture=a)
+        for (n, one), a in zip(sizes.items(), "aab", strict=True)
+    ]
+    words = ["other: encoder.depth 6 (ssl: 4), training.precision fp32 (ssl: bf16)"]
+    assert architecture_differences(arms) == words, "dropout is not of the architecture"
+    scratch = ArmRecord(name="scratch", label="scratch", kind="scratch", architecture="a")
+    rows = [row(arm.name, 5, seed, 0.5 + 0.01 * seed) for arm in (*arms, scratch) for seed in range(3)]
+    assert f"differ in architecture, image preparation or precision. {words[0]}." in said(
+        folder, rows, arms=[*arms, scratch]
+    )

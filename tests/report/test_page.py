@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from ssl_vit import records, results
+from ssl_vit.files import write_json
 from ssl_vit.interfaces import RunError
-from ssl_vit.records import ReferenceRecord
+from ssl_vit.records import ComparisonRecord, ReferenceRecord, TaskRecord, TaskResult
 from ssl_vit.report import plots
 from ssl_vit.report.page import write_report
 from tests.report.made import ARMS, SUMMARY, SWEEP, row, two_arms, write_comparison, write_run
@@ -98,6 +100,20 @@ def test_an_arm_has_one_color_everywhere(comparison: Path, tmp_path: Path) -> No
         assert f"background:{color}" in text and f"stroke: {color}" in text
 
 
+def test_pictures_of_an_arm_without_a_run_are_shown(tmp_path: Path) -> None:
+    """Given weights have no run directory, and that of a run may have been deleted."""
+    folder = write_comparison(tmp_path / "c", two_arms())
+    plan = records.read(folder / "plan.json", ComparisonRecord)
+    task = TaskRecord(id="pictures-ssl", kind="pictures", arm="ssl", fingerprint="f")
+    plan = plan.model_copy(update={"tasks": (*plan.tasks, task)})
+    write_json(folder / "plan.json", plan.model_dump(mode="json"))
+    done = TaskResult(id=task.id, fingerprint="f", pictures="drawn")
+    results.save(folder / "tasks" / f"{task.id}.json", [], **done.model_dump(mode="json"))
+    (folder / "drawn").mkdir()
+    (folder / "drawn" / "filters.png").write_bytes(PNG)
+    assert Page(write_report([folder], tmp_path / "report.html")).tags.count("img") == 1
+
+
 def test_hostile_names_stay_text(comparison: Path, tmp_path: Path) -> None:
     for paths in ([comparison], [comparison / "ssl", write_run(tmp_path / "other", "b", 0.5)]):
         page = Page(write_report(paths, tmp_path / "report.html"))
@@ -118,7 +134,7 @@ def test_runs_side_by_side(tmp_path: Path) -> None:
     runs = [write_run(tmp_path / name, name, 0.6, objective=objective) for name, objective in ("ax", "bx", "cy")]
     page = Page(write_report(runs, tmp_path / "report.html"))
     assert page.tags.count("svg") == 2 + 3 + 2, "losses of different objectives never share axes"
-    assert "3 runs side by side" in page.text
+    assert "3 runs side by side" in page.text and ">0</td>" not in page.text.split('id="data"')[1]
     assert 'class="verdict"' not in page.text
     assert f"ssl-vit report {tmp_path}/a {tmp_path}/b {tmp_path}/c" in page.text
 
