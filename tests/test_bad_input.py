@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+import ssl_vit
 from ssl_vit.models import factory
 from tests.tars import encoded, write_tar
 
@@ -187,6 +188,8 @@ def test_labels_do_not_matter_to_pretraining(call: Call, tmp_path: Path) -> None
     write_tar(tmp_path / "words" / "000000.tar", members)
     code, text = call(*keys("words"))
     assert code == 0 and "skipped" not in text
+    frame = ssl_vit.embed("run", "words", workers=0)
+    assert len(frame) == 16 and set(frame["label"]) == {-1}
 
 
 def test_a_run_does_not_go_on_with_repacked_shards(call: Call, shards: Path) -> None:

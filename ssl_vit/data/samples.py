@@ -106,8 +106,13 @@ class SampleReader:
                 content = file.read(member)
                 key = file.samples[member].key
                 picture = open_picture(content, preprocess.channels, preprocess.max_pixels)
-                labeled = preprocess.needs_labels or preprocess.reads_labels
-                label = decode_label(content, preprocess.classes) if labeled else -1
+                label = -1
+                if preprocess.needs_labels or preprocess.reads_labels:
+                    try:
+                        label = decode_label(content, preprocess.classes)
+                    except BadSample:
+                        if preprocess.needs_labels:
+                            raise
                 if preprocess.needs_labels and label < 0:
                     raise BadSample("no label (.cls), which this objective needs")
                 picture = self._keep(shard, member, picture, label, key)

@@ -191,3 +191,16 @@ def test_paths_in_a_table_are_relative_to_it(tmp_path: Path) -> None:
     assert [source.read(row) for row in range(2)] == [encoded("PNG")] * 2
     with pytest.raises(BadSample, match="No such file"):
         source.read(2)
+
+
+def test_columns_that_hold_no_labels_are_left_out(tmp_path: Path) -> None:
+    rows = {"image": [{"bytes": encoded("PNG"), "path": None}] * 2, "labels": [[0, 1], [2]], "target": [0.5, 0.1]}
+    features = datasets.Features({
+        "image": datasets.Image(),
+        "labels": datasets.List(datasets.Value("int64")),
+        "target": datasets.Value("float32"),
+    })  # fmt: skip
+    datasets.Dataset.from_dict(rows, features=features).save_to_disk(str(tmp_path / "several"))
+    assert labels(open_source(str(tmp_path / "several"))) is None
+    with pytest.raises(UserError, match="'labels' cannot be a label"):
+        open_source(str(tmp_path / "several"), label_column="labels")

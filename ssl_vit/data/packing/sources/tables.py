@@ -126,11 +126,17 @@ def _label_column(spec: str, table: datasets.Dataset) -> str | None:
     """The only ClassLabel column; else an int or string column with the name of a label; else none."""
     columns = [name for name, feature in table.features.items() if isinstance(feature, datasets.ClassLabel)]
     columns = columns or [
-        name for name in table.features if name.lower() in ("label", "labels", "class", "target", "cls")
+        name
+        for name, feature in table.features.items()
+        if name.lower() in ("label", "labels", "class", "target", "cls") and _is_name_or_number(feature)
     ]
     if len(columns) > 1 and "label" not in columns:
         raise UserError(f"{spec} has several label columns; set label_column to one of: {', '.join(columns)}")
     return "label" if "label" in columns else next(iter(columns), None)
+
+
+def _is_name_or_number(feature: Any) -> bool:
+    return isinstance(feature, datasets.Value) and bool(re.match(r"u?int|bool|(large_)?string", feature.dtype))
 
 
 def _labels(
@@ -144,7 +150,7 @@ def _labels(
         labels = np.array([-1 if value is None else value for value in values], dtype=np.int64)
         if labels.max() >= len(classes):
             raise UserError(f"{spec}: column {column!r} holds the label {labels.max()}, but has {len(classes)} classes")
-    elif isinstance(feature, datasets.Value) and re.match(r"u?int|bool|(large_)?string", feature.dtype):
+    elif _is_name_or_number(feature):
         # Over all splits, so that train and test agree on the indices.
         numbers = sorted(
             {value for part in tables if column in part.features for value in part.unique(column)} - {None}
