@@ -1,7 +1,7 @@
 """Time of feature extraction, compared with the forward passes only.
 
     python tools/bench_features.py [--images 50000] [--rounds 5] [--model vit_tiny_patch16_224] [--image-size 64]
-                                   [--patch-size 8] [--device cpu|cuda]
+                                   [--patch-size 8]
 
 JPEG shards in memory (/dev/shm if there is one) are decoded by one loader process. Each round extracts an equal part
 of the images and runs as many forward passes of the same size, with the same pooling, on one batch that is on the
@@ -72,18 +72,19 @@ def main() -> None:
     parser.add_argument("--model", default="vit_tiny_patch16_224")
     parser.add_argument("--image-size", type=int, default=64)
     parser.add_argument("--patch-size", type=int, default=8)
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     chosen = parser.parse_args()
     sizes = {"name": chosen.model, "image_size": chosen.image_size, "patch_size": chosen.patch_size}
-    encoder = build(EncoderConfig.model_validate(sizes)).to(chosen.device).eval()
+    accelerator = make_accelerator()
+    device = accelerator.device
+    encoder = build(EncoderConfig.model_validate(sizes)).to(device).eval()
     memory = "/dev/shm" if Path("/dev/shm").is_dir() else None
     with tempfile.TemporaryDirectory(dir=memory) as folder:
         write_shards(Path(folder), chosen.images // chosen.rounds, chosen.image_size)
         shards = open_shards(folder)
         data = DataConfig(train=folder, evaluation_resize=1.0, workers=1)
-        context = EvalContext(encoder, shards, shards, data, make_accelerator())
+        context = EvalContext(encoder, shards, shards, data, accelerator)
         shape = (context.batch_size, 3, chosen.image_size, chosen.image_size)
-        batch = torch.randint(0, 256, shape, dtype=torch.uint8, device=chosen.device)
+        batch = torch.randint(0, 256, shape, dtype=torch.uint8, device=device)
         batches = -(-shards.samples // context.batch_size)
         print(f"{chosen.rounds * shards.samples} images of {chosen.image_size} pixels, {chosen.model}")
         for pooling in ("token", "mean"):

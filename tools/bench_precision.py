@@ -1,4 +1,4 @@
-"""Whether `training.precision=auto` chooses the faster precision, over a grid of widths and numbers of patches.
+"""Whether `training.precision=auto` chooses the faster precision on a CPU, over widths and numbers of patches.
 
     python tools/bench_precision.py [--widths 64 192 384 768] [--patches 16 64 196] [--batch 16] [--rounds 7]
 
@@ -66,6 +66,8 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=7)
     arguments = parser.parse_args()
+    if make_accelerator().device.type != "cpu":
+        raise SystemExit("this benchmark measures processor time: hide the GPU (CUDA_VISIBLE_DEVICES=)")
     right = 0
     print(f"{'width':>6} {'patches':>8} {'fp32 ms':>9} {'bf16 ms':>9} {'ratio':>6}  chosen")
     with tempfile.TemporaryDirectory() as folder:

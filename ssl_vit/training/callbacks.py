@@ -158,7 +158,7 @@ class Pictures(Callback):
             if trainer.accelerator.is_main_process:
                 with trainer.published():
                     picture = self.draw(trainer.objective, trainer.batch, step)
-                trainer.log.picture("reconstruction", picture, step)
+                trainer.log.reconstruction(picture, step)
                 trainer.model.train()
 
 

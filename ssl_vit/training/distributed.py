@@ -11,7 +11,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -57,12 +57,10 @@ class Engine(Accelerator):
         if self.is_fsdp2:
             self.state.fsdp_plugin.mixed_precision_policy = None
 
-    @contextmanager
-    def autocast(self) -> Iterator[None]:
+    def autocast(self) -> AbstractContextManager[None]:
         """Matrix products and convolutions in 16 bits where the precision says so."""
         dtype = _AUTOCAST.get(self.precision)
-        with torch.autocast(self.device.type, dtype) if dtype else nullcontext():
-            yield
+        return torch.autocast(self.device.type, dtype) if dtype else nullcontext()
 
 
 def set_float32_products(precision: Precision) -> None:

@@ -184,12 +184,12 @@ class RunLogger:
         samples = [skip.model_dump() for skip in new.values()]
         self.event(step, {"event": "skipped_samples", "count": len(skips), "total": total, "samples": samples})
 
-    def picture(self, name: str, pixels_HWC: np.ndarray, step: int) -> None:
+    def reconstruction(self, pixels_HWC: np.ndarray, step: int) -> None:
         """A uint8 picture, for the trackers that show pictures."""
         for tracker in self.accelerator.trackers if self.tracking else ():
             if hasattr(tracker, "log_images"):
                 form = {"dataformats": "NHWC"} if tracker.name == "tensorboard" else {}
-                self._try(lambda t=tracker, f=form: t.log_images({name: pixels_HWC[None]}, step=step, **f))  # type: ignore[misc]
+                self._try(lambda t=tracker, f=form: t.log_images({"reconstruction": pixels_HWC[None]}, step=step, **f))  # type: ignore[misc]
 
     def _start_trackers(self, step: int, recipe: dict[str, Any]) -> None:
         """Through Accelerate, which names the project after the run directory."""

@@ -190,3 +190,17 @@ def test_lars_agrees_with_a_reference_written_by_hand(decay: float) -> None:
         optimizer.step()
     for name, parameter in model.named_parameters():
         np.testing.assert_allclose(parameter.detach().numpy(), weights[name], rtol=1e-6, atol=1e-9, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("name", "last"),
+    [("convnext_atto", "stages.3.blocks.1"), ("resnet10t", "layer4.0"), ("vit_tiny_patch16_224", "blocks.11")],
+)
+def test_the_last_block_is_one_layer_below_the_head(name: str, last: str) -> None:
+    with torch.device("meta"):
+        encoder = factory.build(EncoderConfig(name=name))
+        objective = classification.Objective(encoder, classification.Config(head="linear", pooling="mean"), 5)
+    scales = {id(one): group["lr_scale"] for group in parameter_groups(objective, 0.1, 0.5) for one in group["params"]}
+    found = {name: scales[id(one)] for name, one in encoder.network.named_parameters()}
+    assert {scale for name, scale in found.items() if name.startswith(f"{last}.")} == {0.5}
+    assert {scale for name, scale in found.items() if name.startswith(("norm.", "head.norm."))} <= {1.0}
