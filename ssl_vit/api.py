@@ -8,7 +8,6 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from ssl_vit import plugins, precision, recipe, stage
 from ssl_vit.analysis import loaded
-from ssl_vit.data.packing.cache import is_shards, redrawn, saw_images, split_name
+from ssl_vit.data.overlap import overlaps, redrawn, saw_images
 from ssl_vit.data.shards import ShardSet, check_same_classes, open_shards, open_training
 from ssl_vit.environment import environment
 from ssl_vit.evaluators import runner
@@ -185,7 +184,7 @@ def evaluate(
     config = recipe.validate(module.Config, recipe.parse_overrides(overrides), f"{name}: ")
     folder = _writable(run / checkpoint.RESULTS) if run else None
     context = make_context(given, train, test, cache=run / "features" if run else None, metric=metric)
-    if _in_common(places, context.test):
+    if overlaps(places, context.test):
         raise UserError(seen)
     context.say, context.title = say if context.accelerator.is_main_process else silent, name
     notes = set_notes(context.train, context.test)
@@ -237,16 +236,6 @@ def _results_name(about: EvaluationRecord) -> str:
     """File name of an evaluation: the evaluator and a hash of its settings, shards and metric."""
     key = json.dumps([about.settings, about.shards, about.metric], sort_keys=True)
     return f"{about.evaluator.replace(':', '.')}-{hashlib.sha256(key.encode()).hexdigest()[:8]}.json"
-
-
-def _in_common(places: Sequence[str], test: ShardSet) -> bool:
-    """Whether these places have shards of the test set under another name, as far as they are on this machine."""
-    for place in places:
-        if "://" not in place and is_shards(split_name(place)[0]):
-            with suppress(UserError):  # gone since the training
-                if open_shards(place).in_common(test):
-                    return True
-    return False
 
 
 def _writable(folder: Path) -> Path:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import pandas as pd
 
 from ssl_vit import records
+from ssl_vit.files import expanded
 from ssl_vit.records import RunSummary
 
 if TYPE_CHECKING:
@@ -72,4 +73,4 @@ class ComparisonRun(PathLike[str]):
         """Write the HTML page (default: report.html in the directory); returns its path."""
         from ssl_vit.report.page import write_report
 
-        return write_report([self.dir], Path(out or self.dir / "report.html"))
+        return write_report([self.dir], expanded(out or self.dir / "report.html"))

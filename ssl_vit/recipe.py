@@ -130,7 +130,15 @@ def _open(path: Path, above: tuple[Path, ...] = ()) -> DictConfig:
 def onto(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     """Settings of an evaluator with others on top; steps and epochs replace each other, and `sweep` is one value."""
     kept = {key: value for key, value in under.items() if key != "sweep" or key not in over}
-    return dict(OmegaConf.to_container(_onto(OmegaConf.create(kept), OmegaConf.create(dict(over)), "suite")))
+    return dict(OmegaConf.to_container(merge("suite", kept, dict(over))))
+
+
+def applies(config: type[Config], under: Mapping[str, Any], over: Mapping[str, Any]) -> bool:
+    """Whether settings `under` are of the protocol that others on top leave or choose (`CHOICE` of an evaluator's
+    configuration): those of another protocol are wrong in it."""
+    choice = getattr(config, "CHOICE", "")
+    protocol = under.get(choice) or next(iter(getattr(config, "DEFAULTS", {})), None)
+    return over.get(choice, protocol) == protocol
 
 
 def _onto(under: DictConfig, over: DictConfig, origin: str) -> DictConfig:

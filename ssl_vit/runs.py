@@ -8,6 +8,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from ssl_vit import recipe
+from ssl_vit.data.packing.cache import check_outside
 from ssl_vit.environment import environment
 from ssl_vit.files import read_json, sha256, write_json
 from ssl_vit.interfaces import UserError
@@ -99,9 +100,10 @@ def _note_session(run: Path, settings: Recipe, accelerator: Engine) -> None:
 
 def check(run: Path, settings: Recipe, data: str | None = None) -> None:
     """Raises UserError where the directory holds something else, or a run of another recipe, initial weights or data
-    (by its fingerprint, where it is given)."""
+    (by its fingerprint, where it is given), or lies inside the images."""
     if run.exists() and not run.is_dir():
         raise UserError(f"run={run} is a file: name a directory")
+    check_outside(run, settings.data.places)
     path, metrics = run / "recipe.yaml", run / "metrics.jsonl"
     begun = checkpoint.folders(run) or (run / SUMMARY).exists() or (metrics.is_file() and metrics.stat().st_size)
     if begun and path.exists():

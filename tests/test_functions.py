@@ -16,7 +16,7 @@ from PIL import Image
 import ssl_vit
 from ssl_vit.comparison.config import load_comparison
 from ssl_vit.data import train_and_test
-from ssl_vit.data.packing.cache import saw_images
+from ssl_vit.data.overlap import saw_images
 from ssl_vit.interfaces import UserError
 from ssl_vit.recipe import load_recipe
 
@@ -136,12 +136,31 @@ def test_all_training_images_leave_none_to_test_on(my_images: Path) -> None:
         ssl_vit.evaluate(run, "knn", train=f"{my_images}#train", test=f"{my_images.parent}/./{my_images.name}")
 
 
+def test_classifiers_on_test_images_are_noted(run: Any, my_images: Path) -> None:
+    for train, noted in ((my_images, True), (f"{my_images}#train", False)):
+        found = ssl_vit.evaluate(run, "knn", train=train, test=f"{my_images}#test", ks=[1])
+        assert any("images in common" in note for note in found.about.notes) == noted
+
+
+def test_a_run_inside_of_the_images_is_refused(my_images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its pictures would be images of another class."""
+    monkeypatch.chdir(my_images)
+    with pytest.raises(UserError, match="runs/pretrain_vit_tiny lies inside"):
+        ssl_vit.train("pretrain_vit_tiny", data=".", quiet=True, **SMALL, **SHORT)
+    with pytest.raises(UserError, match="runs/own_images_cpu lies inside"):
+        ssl_vit.compare("own_images_cpu", data=".")
+    assert not Path("runs").exists()
+
+
 def test_a_holdout_that_was_drawn_again_is_not_evaluated_on(my_images: Path) -> None:
     run = ssl_vit.train(
         "pretrain_vit_tiny", data={"train": f"{my_images}#train"}, run="runs/held", quiet=True, **SMALL, **SHORT
     )
     assert len(ssl_vit.evaluate(run, "knn", data=my_images).table)
     Image.new("RGB", (32, 32)).save(my_images / "bee" / "new.png")
+    arms = {"held": {"label": "held", "weights": str(run.dir)}}
+    with pytest.raises(UserError, match="trained on other shards"):
+        ssl_vit.compare("own_images_cpu", data=my_images, arms=arms)
     with pytest.raises(UserError, match="trained on other shards"):
         ssl_vit.evaluate(run, "knn", data=my_images)
 
@@ -166,6 +185,8 @@ def test_a_train_folder_without_a_test_folder_is_a_dataset(tmp_path: Path) -> No
         ("flat", "flat#test", True),
         ("imagefolder:flat", "flat#test", True),
         ("flat#train", "flat#test", False),
+        ("flat#train", "flat", True),
+        ("hf:some/images#train", "hf:some/images", True),
         ("parts", "flat#test", False),
         ("parts#val", "parts#test", True),
         ("parts/val", "parts#test", True),

@@ -66,9 +66,7 @@ def evaluate(
     given = recipe.parse_overrides(overrides or [])
 
     def settings(suite: dict[str, Any]) -> dict[str, Any]:
-        choice = getattr(config, "CHOICE", "")  # of another protocol, a suite's settings do not apply
-        chosen = suite.get(choice) or next(iter(getattr(config, "DEFAULTS", {})), None)
-        return given if given.get(choice, chosen) != chosen else recipe.onto(suite, given)
+        return recipe.onto(suite, given) if recipe.applies(config, suite, given) else given
 
     evaluations = [
         api.evaluate(

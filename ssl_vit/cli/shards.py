@@ -64,15 +64,14 @@ def shards_make(
     Example: `ssl-vit shards make my_images shards --holdout 0.2`
     """
     from ssl_vit.data.packing import pack
+    from ssl_vit.data.packing.cache import check_outside
     from ssl_vit.data.packing.plan import Options
-    from ssl_vit.data.packing.sources import FOLDER, open_source
+    from ssl_vit.data.packing.sources import open_source
     from ssl_vit.files import expanded
 
     if "://" in out:
         raise UserError(f"{out}: shards are written to a local folder; upload them afterwards")
-    images = expanded(source.removeprefix(FOLDER)).resolve()
-    if images.is_dir() and expanded(out).resolve().is_relative_to(images):
-        raise UserError(f"{out} lies inside {source}, where it would look like images; choose a folder outside")
+    check_outside(out, [source])
     with warnings.catch_warnings():
         warnings.showwarning = lambda message, *_: print(f"note: {printable(str(message))}", file=sys.stderr)
         infos = pack(

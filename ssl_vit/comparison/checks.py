@@ -20,9 +20,10 @@ from ssl_vit.comparison.plan import Plan
 from ssl_vit.comparison.suites import prepare
 from ssl_vit.comparison.work import is_done
 from ssl_vit.data import mixture
-from ssl_vit.data.packing.cache import saw_images
+from ssl_vit.data.overlap import overlaps, redrawn
+from ssl_vit.data.packing.cache import check_outside
 from ssl_vit.data.shards import ShardSet, check_same_classes, open_shards, open_training
-from ssl_vit.evaluators import runner
+from ssl_vit.evaluators import runner, several
 from ssl_vit.evaluators.features import FeatureConfig, check_features
 from ssl_vit.evaluators.labels import check_classes, choose_labeled, labels_of, set_notes
 from ssl_vit.evaluators.selection import candidates_of, configured
@@ -30,10 +31,10 @@ from ssl_vit.files import expanded, read_json, write_json
 from ssl_vit.interfaces import RunError, UserError, errors_about, is_main_process, printable, world_size
 from ssl_vit.models import factory
 from ssl_vit.progress import silent
-from ssl_vit.recipe import Recipe, needs_labels, stages, training_places
+from ssl_vit.recipe import Recipe, needs_labels, run_of, stages, training_places
 from ssl_vit.records import ComparisonRecord, TaskRecord
 from ssl_vit.report.read import PLAN
-from ssl_vit.training import Precision, distributed
+from ssl_vit.training import Precision, checkpoint, distributed
 
 # The source that packing writes into info.json: the name, then the options that chose images.
 _PACKED = re.compile(
@@ -105,9 +106,12 @@ def check(
     for arm, settings in plan.recipes.items():
         if arm not in study.recipes:  # weights of a run
             with errors_about(f"arms.{arm}"):
+                weights = expanded(study.comparison.arms[arm].weights or "")
                 for test in tests:
                     _check_apart(training_places(settings), None, test)
-                _check_run(settings, expanded(study.comparison.arms[arm].weights or ""))
+                    if redrawn(settings.data.places, test.spec):
+                        checkpoint.check_data(run_of(weights), open_training(settings.data).fingerprint)
+                _check_run(settings, weights)
     plan = equalize(replace(plan, shards={key: part.fingerprint for key, part in opened.items()}), opened)
     missing = [task for task in plan.tasks if not is_done(plan, task)]
     for task in missing:
@@ -129,7 +133,7 @@ def _check_apart(places: Sequence[str], shards: ShardSet | None, test: ShardSet,
     places: of a training and of the runs that it starts from. shards: of the training itself, where they are open.
     why: what else the message says.
     """
-    if (shards and shards.in_common(test)) or saw_images(places, test.spec):
+    if (shards and shards.in_common(test)) or overlaps(places, test):
         raise UserError(
             f"{', '.join(places)} includes images of the test set {test.spec}{why}; name sets without common images, "
             "such as PLACE#train and PLACE#test"
@@ -245,8 +249,11 @@ def labeled(recipe: Recipe, train: ShardSet) -> Recipe:
 
 
 def check_directory(study: Study) -> None:
-    """Raises UserError where the comparison's directory holds something else."""
+    """Raises UserError where the comparison's directory holds something else, or lies inside the images."""
     run, name = study.comparison.run_directory, study.comparison.name
+    trains = [place for settings in study.recipes.values() for place in settings.data.places]
+    sets = [place for one in study.sets.values() for place in (*several(one.train), one.test) if place]
+    check_outside(run, [*trains, *sets])
     held = "a training run" if (run / "recipe.yaml").is_file() else ""
     if (run / PLAN).is_file():
         try:

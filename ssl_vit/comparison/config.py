@@ -206,7 +206,7 @@ def load_comparison(name: str | Path, overrides: recipe.Overrides = ()) -> Study
     unread = {key: Config() for key in given} if isinstance(given, dict) else given
     recipe.validate(ComparisonConfig, content | {"evaluators": unread}, f"{path}: ")
     content["evaluators"] = {key: _settings(path, key, value) for key, value in given.items()}
-    c = recipe.validate(ComparisonConfig, content, f"{path}: ")
+    c = _with_whole_paths(recipe.validate(ComparisonConfig, content, f"{path}: "), path)
     suite = load_suite(c.data.suite, near=path) if c.data.suite else None
     sets = suite.sets if suite else c.data.sets or {ONLY: c.data.splits[0]}
     pretrain = c.data.pretrain or [*c.data.folds[1:]] or c.data.train
@@ -231,8 +231,15 @@ def load_comparison(name: str | Path, overrides: recipe.Overrides = ()) -> Study
     for place, by_evaluator in own_settings.items():  # those of evaluators that this comparison does not have, too
         for evaluator in by_evaluator.keys() - given.keys():
             _settings(path, evaluator, {}, by_evaluator, place=f"{place}.")
+
+    def of_set(chosen: DataSet, evaluator: str, of_arm: dict[str, Any]) -> dict[str, dict[str, Any]]:
+        """A dataset's settings by evaluator; those of a suite only for their own protocol."""
+        under, over = chosen.evaluators.get(evaluator) or {}, given[evaluator] | (of_arm.get(evaluator) or {})
+        config = plugins.load("evaluators", evaluator).Config
+        return chosen.evaluators if suite is None or recipe.applies(config, under, over) else {}
+
     evaluators = {
-        (data, evaluator, arm): _settings(path, evaluator, values, chosen.evaluators, of_arm)
+        (data, evaluator, arm): _settings(path, evaluator, values, of_set(chosen, evaluator, of_arm), of_arm)
         for data, chosen in sets.items()
         for evaluator, values in given.items()
         for arm, of_arm in {"": {}, **{name: arm.evaluators for name, arm in c.arms.items()}}.items()
@@ -243,6 +250,19 @@ def load_comparison(name: str | Path, overrides: recipe.Overrides = ()) -> Study
         recipes = {key: tenth(settings) for key, settings in recipes.items()}
         evaluators = {key: tenth(config) for key, config in evaluators.items()}
     return Study(c, recipes, sets, evaluators, folder, tuple(c.data.splits) if c.data.folds else ())
+
+
+def _with_whole_paths(c: ComparisonConfig, near: Path) -> ComparisonConfig:
+    """Recipes and a suite beside the file `near` by their whole paths: the saved comparison lies in another folder."""
+
+    def whole(name: str | None) -> str | None:
+        beside = [near.parent / end for end in (name, f"{name}.yaml")] if name else []
+        return next((str(file.resolve()) for file in beside if file.is_file()), name)
+
+    if recipe.recipes_folder().resolve() in near.resolve().parents:  # shipped recipes are found by their names
+        return c
+    arms = {name: arm.model_copy(update={"recipe": whole(arm.recipe)}) for name, arm in c.arms.items()}
+    return c.model_copy(update={"arms": arms, "data": c.data.model_copy(update={"suite": whole(c.data.suite)})})
 
 
 def _settings(

@@ -10,7 +10,7 @@ from typing import Any
 from ssl_vit import recipe, records, runs
 from ssl_vit.comparison.config import Arm
 from ssl_vit.comparison.plan import Plan
-from ssl_vit.data.packing.cache import saw_images
+from ssl_vit.data.overlap import overlaps
 from ssl_vit.data.shards import ShardSet
 from ssl_vit.environment import environment
 from ssl_vit.files import read_json
@@ -115,7 +115,7 @@ def _saw(plan: Plan, shards: Mapping[str, ShardSet], arm: str) -> tuple[str, ...
     ours, settings = shards.get(plan.part(arm, "pretrain", 0)), plan.recipes.get(arm)
     places = training_places(settings) if settings else ()
     train = {name: shards[plan.part(name, "train", 0)] for name in plan.study.sets}
-    return tuple(name for name, of in train.items() if (ours and ours.in_common(of)) or saw_images(places, of.spec))
+    return tuple(name for name, of in train.items() if (ours and ours.in_common(of)) or overlaps(places, of))
 
 
 def _starts_from(given: Arm, weights: Path | None, settings: Recipe | None, summary: RunSummary | None) -> str | None:

@@ -10,6 +10,7 @@ from pydantic import Field, field_validator, model_validator
 
 from ssl_vit import plugins, recipe
 from ssl_vit.data import RemoteConfig, train_and_test
+from ssl_vit.files import expanded
 from ssl_vit.interfaces import Config, Metric, UserError
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.]*")
@@ -46,7 +47,8 @@ class DataSet(Config):
 
     @model_validator(mode="after")
     def _one_origin(self) -> DataSet:
-        if (self.source is None) == (self.train is None or self.test is None):
+        given = [self.source is not None, self.train is not None, self.test is not None]
+        if given not in ([True, False, False], [False, True, True]):
             raise ValueError("give either train and test (existing shards) or source (packed on first use)")
         return self
 
@@ -88,8 +90,7 @@ class ComparisonData(Config):
 
     @model_validator(mode="after")
     def _one_way(self) -> ComparisonData:
-        single = self.train is not None or bool(self.folds)
-        ways = [single, bool(self.sets), self.suite is not None]
+        ways = [self.train is not None, bool(self.folds), bool(self.sets), self.suite is not None]
         if (self.train is None) != (self.test is None) or ways.count(True) != 1:
             raise ValueError("give train and test, or folds, or sets, or suite")
         if self.folds and len(set(self.folds)) < max(2, len(self.folds)):
@@ -122,7 +123,7 @@ def suites() -> dict[str, Path]:
 
 def load_suite(name: str, near: Path | None = None) -> Suite:
     """Read and validate a suite: a path, one beside the recipe `near`, or a shipped suite's name. Raises UserError."""
-    places = [Path(name), *([near.parent / name] if near else []), *([suites()[name]] if name in suites() else [])]
+    places = [expanded(name), *([near.parent / name] if near else []), *([suites()[name]] if name in suites() else [])]
     path = next((candidate for candidate in places if candidate.is_file()), None)
     if path is None:
         raise UserError(f"{name}: no such suite; shipped suites: {', '.join(suites())}")

@@ -55,17 +55,16 @@ def local(place: str) -> Path:
     return expanded(place)
 
 
-def verify(folder: Path, *, jobs: int | None = None, progress: bool = True) -> list[Defect]:
+def verify(folder: Path, *, jobs: int | None = None) -> list[Defect]:
     """Read the whole shard set, decode every image, and list all defects; a sound set has none.
 
     folder: folder of shards. Without info.json (or about.json, which lists several splits), each tar is checked only on
         its own.
     jobs: processes. Default: one per core, fewer for a small set.
-    progress: show it on stderr.
 
     Raises UserError where there is no shard set, info.json cannot be read, or packing was not finished.
     """
-    return check_set(folder, open_set(folder), jobs, progress)[0]
+    return check_set(folder, open_set(folder), jobs, progress=True)[0]
 
 
 def stats(folder: Path) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from functools import lru_cache
 
 import numpy as np
 
+from ssl_vit.data.overlap import saw_images
 from ssl_vit.data.packing.images import channels, open_header
 from ssl_vit.data.shards import ShardSet
 from ssl_vit.data.shards.info import IMAGE_EXTENSIONS
@@ -88,10 +89,9 @@ def set_notes(train: ShardSet, test: ShardSet) -> list[str]:
     notes, named = list[str](), [len(one.classes or ()) for one in (train, test)]
     if all(named) and named[0] != named[1]:
         notes.append(f"{train.spec} names {named[0]} classes, {test.spec} names {named[1]}; check that labels agree")
-    if shared := train.in_common(test):
-        notes.append(
-            f"{train.spec} and {test.spec} have {shared} shards in common; the accuracy is not that of new images"
-        )
+    if (shared := train.in_common(test)) or saw_images(train.spec.split(" + "), test.spec):
+        what = f"have {shared} shards in common" if shared else "have images in common"
+        notes.append(f"{train.spec} and {test.spec} {what}; the accuracy is not that of new images")
     (gray, seen), (test_gray, test_seen) = _count_gray(train), _count_gray(test)
     if seen and test_seen and abs(gray / seen - test_gray / test_seen) > _SHARE_OF_GRAY:
         notes.append(

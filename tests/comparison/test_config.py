@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from ssl_vit import recipe
 from ssl_vit.cli import compare
@@ -56,6 +58,8 @@ from ssl_vit.interfaces import UserError
         (["labels_per_class=[10,zero]"], "labels_per_class.1"),
         (["labels_per_class=[all,'100%']"], "labels_per_class: all"),
         (["data.suite=transfer"], "give train and test, or folds, or sets, or suite"),
+        (["data.train=c"], "give train and test, or folds, or sets, or suite"),
+        (["data.folds=[]", "data.sets={a: {source: digits, train: x}}"], "data.sets.a: give either train and test"),
         (["data.folds=[a]"], "at least two different"),
         (["data.folds=[a,b,a]"], "at least two different"),
         (["data.folds=[a,b]", "data.pretrain=c"], "data: pretrain"),
@@ -114,6 +118,65 @@ def test_an_empty_sweep_replaces_another(mini: Any) -> None:
     assert {len(one.candidates) for one in study.evaluators.values()} == {1}  # type: ignore[attr-defined]
 
 
+def test_a_sweep_may_be_nested_or_dotted(mini: Any) -> None:
+    """Shipped recipes use dotted keys, and the command line nests them."""
+    given = "evaluators.fine_tune.sweep.training.steps=[100,400]"
+    study = load_comparison("cifar10_cpu", [given])
+    sweeps = {arm: one.sweep for (_, name, arm), one in study.evaluators.items() if name == "fine_tune"}  # type: ignore[attr-defined]
+    assert sweeps["ssl"]["training.steps"] == (100, 400)
+    assert sweeps["scratch_compute"]["training.steps"] == (200,), "an arm's own settings come last"
+    nested = {"evaluators": {"fine_tune": {"sweep": {"optim": {"lr": [0.1]}, "training": {"steps": [3]}}}}}
+    over = ["evaluators.fine_tune.sweep={optim.lr: [0.5], training.epochs: [7]}"]
+    (config,) = {
+        one.model_dump_json(): one for one in load_comparison(mini(**nested), over).evaluators.values()
+    }.values()
+    assert config.sweep == {"optim.lr": (0.5,), "training.epochs": (7,)}  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        (["data=a"], "a#train"),
+        (["data=a", "arms.ssl.data=b"], "b#train"),
+        (["data=a", "arms.ssl.overrides=['data=b']"], "b#train"),
+        (["data=a", "arms.ssl.data.train=b"], "b"),
+        (["arms.ssl.overrides=['data=b','data.train=c']", "data=a"], "c"),
+    ],
+)
+def test_the_last_place_of_an_arms_data_applies(keys: list[str], expected: str) -> None:
+    study = load_comparison("own_images_cpu", keys)
+    assert study.recipes["ssl"].data.train == expected and study.recipes["supervised"].data.train == "a#train"
+
+
+def test_the_saved_comparison_finds_what_lay_beside_its_recipe(mini: Any, tmp_path: Path) -> None:
+    for folder in ("own", "run"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "own" / "pre.yaml").write_text("base: digits_ssl\n")
+    (tmp_path / "own" / "sets.yaml").write_text("sets: {one: {train: x, test: y}}\n")
+    arms = {"ssl": {"label": "ssl", "recipe": "pre"}, "all": {"label": "all labels", "recipe": "digits_supervised"}}
+    recipe_file = mini(arms=arms, data={"suite": "sets.yaml"}).rename(tmp_path / "own" / "mine.yaml")
+    study = load_comparison(recipe_file)
+    saved = tmp_path / "run" / "comparison.yaml"
+    evaluators: dict[str, Any] = {"evaluators": {"few_shot": {}}}
+    saved.write_text(yaml.safe_dump(study.comparison.model_dump(mode="json", exclude={"evaluators"}) | evaluators))
+    again = load_comparison(saved)
+    assert again.recipes == study.recipes and again.sets == study.sets
+    assert again.comparison.arms["all"].recipe == "digits_supervised"
+
+
+def test_settings_of_a_suite_are_for_its_protocol_alone(mini: Any, tmp_path: Path) -> None:
+    own = {"train": "a", "test": "b", "evaluators": {"fine_tune": {"training": {"steps": 77}}}}
+    (tmp_path / "one.yaml").write_text(json.dumps({"sets": {"one": own}}))
+    for protocol, data, expected in (
+        ("paper", {"suite": "one.yaml"}, 77),
+        ("mae", {"suite": "one.yaml"}, None),
+        ("mae", {"sets": {"one": own}}, 77),  # written for this comparison
+    ):
+        study = load_comparison(mini(data=data, evaluators={"fine_tune": {"protocol": protocol}}))
+        config: Any = study.evaluators["one", "fine_tune", "ssl"]
+        assert config.training.steps == expected, (protocol, data)
+
+
 def test_the_shipped_suites_are_whole(tmp_path: Path) -> None:
     assert "local" in suites()
     for name in suites():
@@ -132,8 +195,10 @@ def test_the_shipped_suites_are_whole(tmp_path: Path) -> None:
             load_suite(str(wrong))
 
 
-def test_a_suite_is_found_beside_the_recipe(mini: Any, tmp_path: Path) -> None:
+def test_a_suite_is_found_beside_the_recipe(mini: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "own.yaml").write_text("folder: packed\nsets: {one: {source: digits}}\n")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert load_comparison("demo_digits", ["data.folds=[]", "data.suite=~/own.yaml"]).folder == Path("packed")
     study = load_comparison(mini(data={"suite": "own.yaml"}))
     assert list(study.sets) == ["one"]
     assert study.folder == Path("packed")

@@ -125,7 +125,7 @@ def test_added_pretrainings_are_evaluated() -> None:
 
 
 def test_every_fold_has_its_own_pretrainings_sweeps_and_evaluations() -> None:
-    plan = plan_of("data.folds=[x,y,z]")
+    plan = plan_of("data={train: null, test: null, folds: [x,y,z]}")
     splits = [plan.split("data", fold) for fold in plan.folds]
     assert [(split.train, split.test) for split in splits] == [(("y", "z"), "x"), (("x", "z"), "y"), (("x", "y"), "z")]
     tasks = {task.id: task for task in plan.tasks}
@@ -137,7 +137,7 @@ def test_every_fold_has_its_own_pretrainings_sweeps_and_evaluations() -> None:
     trains = [[part.shards for part in recipe.data.train if not isinstance(part, str)] for recipe in recipes]
     assert trains == [["y", "z"], ["x", "z"], ["x", "y"]]
     assert len({recipe.run for recipe in recipes}) == 3
-    other = plan_of("data.folds=[x,y,z]", **{"data test of fold 1": "new"})
+    other = plan_of("data={train: null, test: null, folds: [x,y,z]}", **{"data test of fold 1": "new"})
     assert {tasks[name].fold for name in changed(prints(plan), prints(other))} == {1}
 
 

@@ -71,23 +71,13 @@ def absolute(spec: str) -> str:
     return str(found or (f"{folder}#{part}" if part else folder))
 
 
-def saw_images(places: Iterable[str], of: str) -> bool:
-    """Whether one of these places of training data has images of a set, as far as their names tell: it is that set, the
-    whole of which the set is a part, or a folder of images inside of it or around it."""
-    theirs = absolute(of)
-    for ours in map(absolute, places):
-        if ours in (theirs, theirs.removesuffix("#test"), theirs.removesuffix("#train")):
-            return True
-        bases = [Path(split_name(name)[0]) for name in (ours, theirs)]
-        for outer, inner in (bases, bases[::-1]):
-            if outer in inner.parents and inner.is_dir() and not is_shards(str(outer)):
-                return True
-    return False
-
-
-def redrawn(places: Iterable[str], of: str) -> bool:
-    """Whether training data and a set are parts of one folder of images without splits: its holdout changes with it."""
-    return "#" in (theirs := absolute(of)) and split_name(theirs)[0] in {split_name(absolute(one))[0] for one in places}
+def check_outside(folder: Path | str, places: Iterable[str]) -> None:
+    """Raises UserError for a folder inside of images, where what is written would look like images."""
+    for place in places:
+        images = expanded(split_name(place)[0].removeprefix(FOLDER)).resolve()
+        inside = images.is_dir() and expanded(folder).resolve().is_relative_to(images)
+        if inside and "://" not in place and not is_shards(str(images)):
+            raise UserError(f"{folder} lies inside {place}, where it would look like images; choose a folder outside")
 
 
 def _names_of(part: str) -> tuple[str, ...]:
