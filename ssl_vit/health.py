@@ -57,7 +57,7 @@ def _machine() -> Iterator[Finding]:
         yield Finding("slow", "device", "no GPU: small models and small images only (the demo takes minutes)")
         threads = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]
         if threads.isdigit() and int(threads) < cores:
-            yield Finding("slow", "processor", f"OMP_NUM_THREADS={threads} leaves cores of {cores} idle")
+            yield Finding("slow", "processor", f"OMP_NUM_THREADS={threads} uses {threads} of {cores} cores")
 
 
 def _disk(run: Path) -> Iterator[Finding]:

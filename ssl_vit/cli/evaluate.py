@@ -54,7 +54,7 @@ def evaluate(
     """Evaluate an encoder and its references, an untrained encoder and raw pixels. Stores the results in RUN/results.
     `ssl-vit eval EVALUATOR --help` lists the keys of an evaluator.
 
-    Example: `ssl-vit eval runs/digits_ssl few_shot "labels_per_class=[1,5]"`
+    Example: `ssl-vit eval runs/ssl few_shot --data my_images "labels_per_class=[1,5]"`
     """
     from ssl_vit import api, plugins, progress, recipe
     from ssl_vit.models import factory

@@ -23,7 +23,7 @@ def report(
     ],
     out: Annotated[
         Path | None,
-        typer.Option(help="The file to write (default: report.html, .md, .tex, .csv or .json in the first)."),
+        typer.Option(help="The file to write (default: report.html, .md, .tex, .csv or .json in the first directory)."),
     ] = None,
     form: Annotated[
         Literal["html", "markdown", "latex", "csv", "json"],

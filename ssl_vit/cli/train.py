@@ -31,7 +31,7 @@ def train(
 
     Example: `ssl-vit train pretrain_vit_tiny data=my_images training.steps=500`
 
-    Several processes: `accelerate launch --multi_gpu --num_processes 2 -m ssl_vit train digits_ssl`
+    Several processes: `accelerate launch --multi_gpu --num_processes 2 -m ssl_vit train pretrain_vit_tiny data=my_images`
     """
     from ssl_vit import recipe as recipes
 
@@ -55,7 +55,8 @@ def train(
     run = functions.train(settings).dir
     if is_main_process():
         name, train = shlex.quote(str(run)), settings.data.train
-        has_test_part = isinstance(train, str) and (train.endswith("#train") or Path(train).name == "train")
+        beside = isinstance(train, str) and Path(train).name == "train" and Path(train).with_name("test").is_dir()
+        has_test_part = beside or (isinstance(train, str) and train.endswith("#train"))
         print(
             f"\nrun        {run}  (recipe, metrics.jsonl, TensorBoard events, checkpoints, encoder.safetensors)\n"
             f"evaluate   ssl-vit eval {name} few_shot{'' if has_test_part else ' --data TRAIN --test TEST'}\n"

@@ -61,7 +61,8 @@ def export(
         str | None, typer.Option(help="License of the weights for the model card, such as apache-2.0.")
     ] = None,
 ) -> None:
-    """Write the encoder for timm or transformers, with a model card. It is loaded there and its outputs compared.
+    """Write the encoder for timm or transformers, with a model card. That library loads the export,
+    and its outputs are checked.
 
     `hf upload OWNER/NAME OUT` publishes the folder.
 

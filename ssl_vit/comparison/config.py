@@ -47,7 +47,7 @@ class Arm(Config):
     compute_of: for an arm from scratch: name of a pretrained arm. Its fine-tuning is extended by the
         steps that cost the FLOPs of one pretraining of that arm.
     series: arms of one series are joined by a line in a study's figure (default: arms of one architecture).
-    evaluators: settings by evaluator, for this arm only; none that choose images, so that all arms have the same.
+    evaluators: settings by evaluator, for this arm only; not those that choose images, which all arms share.
     """
 
     label: str
@@ -77,7 +77,7 @@ class Arm(Config):
 class ComparisonConfig(Config):
     """Arms x seeds x label budgets x datasets.
 
-    name: name for paths.
+    name: the default run directory is runs/NAME.
     title: title of the report.
     notes: notes shown in the report.
     run: directory (default: runs/NAME).

@@ -26,7 +26,7 @@ def check_names(names: Any) -> Any:
 class DataSet(Config):
     """A labeled dataset to evaluate on: shards, or a source that is packed into FOLDER/NAME on first use.
 
-    train: shards as in `data.train`; several sets count as one.
+    train: shards as in `data.train`; a list is concatenated.
     test: shards of test images.
     source: anything `ssl-vit shards make` takes, such as a hub name.
     splits: the source's names of train and test.

@@ -88,7 +88,7 @@ def test_in_words_and_as_json(mini: Mini, monkeypatch: pytest.MonkeyPatch, tmp_p
         "ssl",
         "scratch",
         "4, 0 of them done; missing: 1 pretrain",
-        " hours, one task after",
+        "hours of tasks",
         "nothing was written",
     ):
         assert words in text

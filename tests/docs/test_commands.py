@@ -179,7 +179,7 @@ def shown_files(tmp_path: Path) -> Iterator[list[str]]:
     """Modules shown in the guides, importable from where the guides say: each package gets a second folder."""
     found = re.findall(r"ave\s+(?:this one|it) as `ssl_vit/([\w/]+)/(\w+)\.py`", (ROOT / GUIDES).read_text())
     added = []
-    for (folder, name), code in zip(found, blocks(GUIDES, "python"), strict=True):
+    for (folder, name), code in zip(found, blocks(GUIDES, "python")[1:], strict=True):
         package = importlib.import_module(f"ssl_vit.{folder.replace('/', '.')}")
         assert not (Path(package.__path__[0]) / f"{name}.py").exists()
         own = tmp_path / "own" / folder
@@ -212,6 +212,11 @@ def test_the_commands_of_a_document_run_in_order(
                 cli.main()
             assert stop.value.code == 0, f"{line.text}\n{capfd.readouterr().err}"
     assert (workplace / "runs/mine/report.html").is_file()
+    if document == GUIDES:
+        (workplace / "unlabeled").rename("new_images")
+        classified: dict[str, Any] = {}
+        exec(blocks(GUIDES, "python")[0], classified)
+        assert len(classified["new"]) == 40 and set(classified["new"]["class"]) <= {"bee", "wasp"}
 
 
 def test_the_shown_recipes_are_valid(tmp_path: Path) -> None:
