@@ -91,9 +91,8 @@ def nested_coverage(
     difference, covered, used = truth(deviations), 0, np.arange(seeds) % pretrainings
     for _ in range(repetitions):
         effects = np.reshape(deviations, (2, 1, 1)) * generator.normal(size=(2, pretrainings, 1))
-        found = paired_difference(
-            *simulate(seeds, images, generator, pretraining=effects[:, used]), pretrainings=[*used]
-        )
+        a, b = simulate(seeds, images, generator, pretraining=effects[:, used])
+        found = crossed_mean(a.astype(np.float64) - b, pretrainings=[*used])
         covered += abs(found.mean - difference) <= (found.half_width or 0)
     return covered / repetitions
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def stage(preview: DryRun, as_json: bool) -> None:
     """A training run: its data, model, memory and time."""
     if as_json:
-        print(json.dumps({**asdict(preview), "hours": round(preview.hours, 3)}, indent=1))
+        print(_json(preview))
         return
     for name, value in asdict(preview).items():
         if name not in ("run", "recipe"):
@@ -29,7 +29,7 @@ def stage(preview: DryRun, as_json: bool) -> None:
 def comparison(preview: ComparisonDryRun, as_json: bool) -> None:
     """A comparison: for each arm its pretraining and hours; then the whole."""
     if as_json:
-        print(json.dumps({**asdict(preview), "hours": round(preview.hours, 3)}, indent=1))
+        print(_json(preview))
         return
     table = Table(title="Hours on this machine, one task after the other", title_justify="left")
     for header in ("", "parameters", "GFLOP", "steps", "pretrain", "fine-tune", "features"):
@@ -50,6 +50,10 @@ def comparison(preview: ComparisonDryRun, as_json: bool) -> None:
     for arm in preview.differing:
         print(f"caution: another architecture, image preparation or precision: {arm}")
     print(f"nothing was written; the comparison would go to {preview.run}")
+
+
+def _json(preview: DryRun | ComparisonDryRun) -> str:
+    return json.dumps({**asdict(preview), "hours": round(preview.hours, 3)}, indent=1)
 
 
 def _hours(hours: float) -> str:

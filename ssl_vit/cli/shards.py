@@ -29,7 +29,9 @@ def shards_make(
     ],
     out: Annotated[str, typer.Argument(help="Folder for the shards and info.json.")],
     split: Annotated[str | None, typer.Option(help="Split of the source, such as train or test.")] = None,
-    shard_size: Annotated[int, typer.Option(min=1, help="Maximum number of images per shard. At least 16 shards are made.")] = 1000,
+    shard_size: Annotated[
+        int, typer.Option(min=1, help="Maximum number of images per shard. At least 16 shards are made.")
+    ] = 1000,
     shards: Annotated[int | None, typer.Option(min=1, help="Number of shards, instead of --shard-size.")] = None,
     order: Annotated[
         Literal["shuffle", "stratified", "source"],

@@ -31,7 +31,7 @@ def train(
 
     Example: `ssl-vit train pretrain_vit_tiny data=my_images training.steps=500`
 
-    Several processes: `accelerate launch --multi_gpu --num_processes 2 -m ssl_vit train pretrain_vit_tiny data=my_images`
+    Several GPUs: `accelerate launch --multi_gpu --num_processes 2 -m ssl_vit train pretrain_vit_tiny data=my_images`
     """
     from ssl_vit import recipe as recipes
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shlex
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -43,10 +42,7 @@ def prepare(
             if write:
                 _pack(name, chosen, folder, say)
         if not all((Path(place) / INFO).is_file() for place in places.values()):
-            command = shlex.join(["ssl-vit", "shards", "make", chosen.source, places["train"], *_options(chosen)])
-            raise UserError(
-                f"dataset {name} is not packed yet, and a dry run packs nothing; run `{command}`, and for test"
-            )
+            raise UserError(f"dataset {name} is not packed yet, and a dry run packs nothing; first run it with --list")
         packed[name] = chosen.model_copy(update={"source": None, **places})
     return packed
 
@@ -67,12 +63,6 @@ _FIX = "name another data.folder, or delete this one"
 
 def _request(chosen: DataSet) -> dict[str, object]:
     return chosen.model_dump(mode="json", include={"source", "splits", "image_column", "label_column"})
-
-
-def _options(chosen: DataSet) -> list[str]:
-    """Options of `ssl-vit shards make` for the training part."""
-    options = {"split": chosen.splits[0], "image-column": chosen.image_column, "label-column": chosen.label_column}
-    return [word for option, value in options.items() if value for word in (f"--{option}", value)]
 
 
 def _pack(name: str, chosen: DataSet, folder: Path, say: Callable[[str], None]) -> None:

@@ -23,7 +23,8 @@ _SCORES = 1 << 22  # scores computed at once by a thread: 32 MiB
 
 
 class Config(FeatureConfig, LabeledConfig, SweepConfig):
-    """l2: penalty of the ridge regression (published protocol: 2**10). `sweep={l2: [...]}` selects one on held-out labeled images."""
+    """l2: penalty of the ridge regression (published protocol: 2**10). `sweep={l2: [...]}` selects one on held-out
+    labeled images."""
 
     labels_per_class: Budgets = (1, 5, 10, 25)
     seeds: Seeds = (0, 1, 2)

@@ -216,8 +216,7 @@ def _settings(evaluator: Evaluator, train: ImageSet, seed: int) -> tuple[Setting
     labels, c = train.context.train_labels[train.images], evaluator.config
     splits = [held_out_split(labels, c.held_out, seed, repeat) for repeat in range(c.held_out_repeats)]
     if len(np.unique(labels[splits[0][1]])) < 2:  # of one class alone every candidate may score 100%
-        values = {key: [*dict.fromkeys(settings[key] for settings in candidates)] for key in candidates[0]}
-        middle = {key: those[len(those) // 2] for key, those in values.items()}
+        middle = {key: values[len(values) // 2] for key, values in c.sweep.items()}
         held = "no images" if not len(splits[0][1]) else "images of one class alone"
         note = f"{held} could be held out for selection; the middle of the sweep, {in_words(middle)}, was used"
         return middle, (note,), Cost()

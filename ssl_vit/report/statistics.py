@@ -77,18 +77,16 @@ def paired_difference(
     correct_b_SM: np.ndarray,
     *,
     confidence: float = 0.95,
-    pretrainings: Sequence[Hashable] | None = None,
 ) -> Estimate:
     """Accuracy of A minus that of B, with an interval over seeds and test images.
 
     correct_a_SM, correct_b_SM: bool (S, M), whether seed s classified test image i correctly; both arms share seeds and
         images.
-    pretrainings: (S,), which pretraining each seed used; see `units_of`. None: the unit is the seed.
 
     Example: `paired_difference(correct_a, correct_b).half_width`
     """
     difference_SM = np.asarray(correct_a_SM, dtype=np.float64) - np.asarray(correct_b_SM, dtype=np.float64)
-    return crossed_mean(difference_SM, confidence=confidence, pretrainings=pretrainings)
+    return crossed_mean(difference_SM, confidence=confidence)
 
 
 def crossed_mean(
@@ -97,7 +95,11 @@ def crossed_mean(
     confidence: float = 0.95,
     pretrainings: Sequence[Hashable] | None = None,
 ) -> Estimate:
-    """Mean of values over seeds and test images, with an interval over both; arguments as `paired_difference` has."""
+    """Mean of values over seeds and test images, with an interval over both.
+
+    values_SM: (S, M), of seed s and test image i.
+    pretrainings: (S,), which pretraining each seed used; see `units_of`. None: the unit is the seed.
+    """
     values = np.asarray(values_SM, dtype=np.float64)
     if pretrainings is not None and (units := units_of(pretrainings)):
         values = unit_means(values, units)

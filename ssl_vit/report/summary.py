@@ -121,7 +121,7 @@ def mean_accuracy(
 
     rows: indices in the table, one per seed.
     weighted: whether it is the mean of the per-class accuracies.
-    pretrainings: as `statistics.paired_difference` has.
+    pretrainings: as `statistics.crossed_mean` has.
     """
     classes, correct = table.cells(rows)
     values = statistics.balanced(correct, classes) if weighted else correct

@@ -47,7 +47,8 @@ class TrainingConfig(Config):
     epochs: length in passes over the training images.
     batch_size: images in one optimizer step over all processes.
     accumulate: gradient accumulation: micro-batches per process and optimizer step.
-    auto_batch: before the first step, raise `accumulate` until a micro-batch fits into the memory; `batch_size` stays the same.
+    auto_batch: before the first step, raise `accumulate` until a micro-batch fits into the memory; `batch_size` stays
+        the same.
     precision: `fp32`, `tf32` (float32 with matrix products in TensorFloat-32), `bf16`, `fp16` (with loss scaling), or
         `auto`: the faster of fp32 (GPUs: tf32) and bf16 in a short trial of this recipe on this device; the run's
         recipe keeps the choice. Weights, color targets, norms and losses are float32 in any case.

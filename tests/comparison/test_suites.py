@@ -20,7 +20,7 @@ DIGITS = {"digits": DataSet(source="digits")}
 @pytest.mark.usefixtures("fewer_digits")
 def test_sources_are_packed_once_and_checked(tmp_path: Path) -> None:
     folder, said = tmp_path / "packed", list[str]()
-    with pytest.raises(UserError, match=r"digits is not packed yet.*ssl-vit shards make digits .*/digits/train"):
+    with pytest.raises(UserError, match=r"digits is not packed yet.*--list"):
         prepare(DIGITS, folder, write=False)
     assert not folder.exists()
     found = prepare(DIGITS, folder, said.append)["digits"]

@@ -92,16 +92,16 @@ def test_a_bootstrap_of_seeds_and_images_agrees() -> None:
 
 def test_fewer_pretrainings_than_seeds_are_the_unit() -> None:
     a, b = simulated(6, 50)
-    found = paired_difference(a, b, pretrainings=[0, 0, 1, 1, 2, 2])
-    d = (a.astype(float) - b).reshape(3, 2, 50).mean(axis=1)
-    assert found == crossed_mean(d)
+    d = a.astype(float) - b
+    found = crossed_mean(d, pretrainings=[0, 0, 1, 1, 2, 2])
+    assert found == crossed_mean(d.reshape(3, 2, 50).mean(axis=1))
     assert found.units == 3
-    assert paired_difference(a, b, pretrainings=range(6)) == paired_difference(a, b)
+    assert crossed_mean(d, pretrainings=range(6)) == paired_difference(a, b)
 
 
 def test_seeds_are_the_unit_of_a_single_pretraining() -> None:
     a, b = simulated(6, 50)
-    assert paired_difference(a, b, pretrainings=[3] * 6) == paired_difference(a, b)
+    assert crossed_mean(a.astype(float) - b, pretrainings=[3] * 6) == paired_difference(a, b)
 
 
 def test_of_two_arms_the_unit_is_the_pretraining_of_the_one_with_fewer() -> None:
