@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import shutil
 from pathlib import Path
 
@@ -45,15 +44,6 @@ def test_shards_of_others_are_not_replaced(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"dataset digits: .*is not empty"):
         prepare(DIGITS, tmp_path)
     assert shard.read_bytes() == b"mine"
-
-
-def test_a_dry_run_names_the_whole_command(tmp_path: Path) -> None:
-    table = DataSet(source="me/my set", splits=("train", "test"), image_column="img", label_column="fine label")
-    with pytest.raises(UserError) as error:
-        prepare({"own": table}, tmp_path / "a b", write=False)
-    command = shlex.split(str(error.value).split("`")[1])
-    assert command[:5] == ["ssl-vit", "shards", "make", "me/my set", f"{tmp_path}/a b/own/train"]
-    assert command[5:] == ["--split", "train", "--image-column", "img", "--label-column", "fine label"]
 
 
 def test_images_that_cannot_be_read_are_counted(tmp_path: Path) -> None:
