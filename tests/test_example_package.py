@@ -61,7 +61,7 @@ def test_the_package_is_what_the_guides_show() -> None:
     guides = (Path(__file__).parent.parent / "recipes" / "README.md").read_text()
     shown = re.findall(r"```python\n(.*?)```", guides, re.DOTALL)
     files = [(PACKAGE / NAME / f"{name}.py").read_text() for name in ("rotation", "class_mean", "listed")]
-    assert files == shown
+    assert files == shown[1:]  # after the classification of new images
 
 
 def test_a_run_outlives_the_package_of_its_objective(
