@@ -49,7 +49,7 @@ def cautions(comparison: Comparison, summary: Summary) -> Iterator[str]:
     for head in summary.headlines:
         yield from _one_length(comparison, head)
         yield from _richly_selected(comparison, head)
-    if edges := _edges(comparison):
+    if edges := [*_edges(comparison), *_edges_by_seed(comparison)]:
         yield f"Caution: best at the edge of the sweep: {'; '.join(edges)}. A wider sweep may change the order."
 
 
@@ -138,3 +138,20 @@ def _edges(comparison: Comparison) -> list[str]:
             if len(values) > 1 and best in (min(values) or None, max(values)):
                 arms_by_setting.setdefault(f"{key} {text(best)}", []).append(comparison.spoken(task.arm))
     return [f"{setting} ({joined(list(dict.fromkeys(arms)))})" for setting, arms in arms_by_setting.items()]
+
+
+def _edges_by_seed(comparison: Comparison) -> list[str]:
+    """Settings of evaluators on frozen features, which each seed selects: those of three values or more whose smallest
+    (0 apart) or largest one was selected by more than half of an arm's seeds."""
+    rows, arms_by_setting = comparison.table.results, dict[str, list[str]]()
+    for name, evaluator in comparison.record.evaluators.items():
+        for data, settings in evaluator.settings.items() if not evaluator.trains_encoder else ():
+            for key, arm in product(settings.get("sweep", {}), comparison.arms):
+                tried = sorted(value for value in settings["sweep"][key] if isinstance(value, int | float))
+                found = [one.selected for one in rows if (one.data, one.evaluator, one.arm) == (data, name, arm)]
+                chosen = [selected[key] for selected in found if key in selected]
+                for edge in (tried[0], tried[-1]) if len(tried) > 2 else ():
+                    if edge and 2 * (times := chosen.count(edge)) > len(chosen):
+                        arms = arms_by_setting.setdefault(f"{evaluator.title}: {key} {text(edge)}", [])
+                        arms.append(f"{comparison.spoken(arm)}, {times} of {len(chosen)}")
+    return [f"{setting} ({'; '.join(arms)})" for setting, arms in arms_by_setting.items()]

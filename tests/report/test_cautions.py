@@ -102,3 +102,16 @@ def test_arms_of_another_architecture_are_named_with_what_differs(folder: Path) 
     assert f"differ in architecture, image preparation or precision. {words[0]}." in said(
         folder, rows, arms=[*arms, scratch]
     )
+
+
+def test_settings_that_seeds_select_at_the_edge_are_a_caution(folder: Path) -> None:
+    def cautioned(name: str, *rates: float, sweep: Sequence[float] = (0.1, 0.2, 0.3)) -> str:
+        settings = {"digits": {"sweep": {"lr": list(sweep)}}}
+        evaluators = {"few_shot": EVALUATORS["few_shot"].model_copy(update={"settings": settings})}
+        rows = [replace(row("ssl", 5, n, 0.5), evaluator="few_shot", selected={"lr": r}) for n, r in enumerate(rates)]
+        return said(folder / name, rows, evaluators=evaluators)
+
+    assert "edge of the sweep: Few-shot: lr 0.3 (masked patch prediction, 2 of 3)" in cautioned("most", 0.3, 0.3, 0.2)
+    assert "edge of the sweep" not in cautioned("half", 0.3, 0.3, 0.2, 0.2)
+    assert "edge of the sweep" not in cautioned("zero", 0.0, 0.0, sweep=(0.0, 0.1, 0.2))
+    assert "edge of the sweep" not in cautioned("two values", 0.3, 0.3, sweep=(0.1, 0.3))
