@@ -133,7 +133,7 @@ def _check_apart(places: Sequence[str], shards: ShardSet | None, test: ShardSet,
     places: of a training and of the runs that it starts from. shards: of the training itself, where they are open.
     why: what else the message says.
     """
-    if (shards and shards.in_common(test)) or overlaps(places, test):
+    if overlaps(places, test, shards):
         raise UserError(
             f"{', '.join(places)} includes images of the test set {test.spec}{why}; name sets without common images, "
             "such as PLACE#train and PLACE#test"

@@ -115,7 +115,7 @@ def _saw(plan: Plan, shards: Mapping[str, ShardSet], arm: str) -> tuple[str, ...
     ours, settings = shards.get(plan.part(arm, "pretrain", 0)), plan.recipes.get(arm)
     places = training_places(settings) if settings else ()
     train = {name: shards[plan.part(name, "train", 0)] for name in plan.study.sets}
-    return tuple(name for name, of in train.items() if (ours and ours.in_common(of)) or overlaps(places, of))
+    return tuple(name for name, of in train.items() if overlaps(places, of, ours))
 
 
 def _starts_from(given: Arm, weights: Path | None, settings: Recipe | None, summary: RunSummary | None) -> str | None:

@@ -11,12 +11,15 @@ from ssl_vit.data.shards import ShardSet, open_shards
 from ssl_vit.interfaces import UserError
 
 
-def overlaps(places: Sequence[str], test: ShardSet) -> bool:
+def overlaps(places: Sequence[str], test: ShardSet, opened: ShardSet | None = None) -> bool:
     """Whether these places of training data have images of a set, as far as their names tell, or shards of it under
-    other names, as far as they are on this machine."""
-    if saw_images(places, test.spec):
+    other names, as far as they are on this machine.
+
+    opened: the shards of some of these places, which are not opened again.
+    """
+    if saw_images(places, test.spec) or (opened and opened.in_common(test)):
         return True
-    for place in places:
+    for place in set(places) - {*(opened.spec.split(" + ") if opened else ())}:
         if "://" not in place and is_shards(split_name(place)[0]):
             with suppress(UserError):  # gone since the training
                 if open_shards(place).in_common(test):
