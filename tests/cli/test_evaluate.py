@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -33,7 +34,8 @@ def trained(few_digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def evaluate(trained: Path, called: Call, monkeypatch: pytest.MonkeyPatch) -> Call:
-    """(exit code, stdout, stderr) of `ssl-vit eval RUN ...`."""
+    """(exit code, stdout, stderr) of `ssl-vit eval RUN ...`. The run has no results of other tests."""
+    shutil.rmtree(trained / "run" / "results", ignore_errors=True)
     monkeypatch.setenv("COLUMNS", "200")
     return partial(called, "eval", trained / "run")
 
