@@ -55,8 +55,8 @@ def train(
     run = functions.train(settings).dir
     if is_main_process():
         name, train = shlex.quote(str(run)), settings.data.train
-        beside = isinstance(train, str) and Path(train).name == "train" and Path(train).with_name("test").is_dir()
-        has_test_part = beside or (isinstance(train, str) and train.endswith("#train"))
+        place = Path(train if isinstance(train, str) else "")  # a mixture has no test part
+        has_test_part = place.name.endswith("#train") or (place.name == "train" and place.with_name("test").is_dir())
         print(
             f"\nrun        {run}  (recipe, metrics.jsonl, TensorBoard events, checkpoints, encoder.safetensors)\n"
             f"evaluate   ssl-vit eval {name} few_shot{'' if has_test_part else ' --data TRAIN --test TEST'}\n"
