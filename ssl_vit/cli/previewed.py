@@ -43,8 +43,8 @@ def comparison(preview: ComparisonDryRun, as_json: bool) -> None:
     print(f"data     {', '.join(f'{name} {_number(count)}' for name, count in preview.data.items())} images")
     print(f"tasks    {preview.tasks}, {preview.done} of them done; missing: {missing}")
     print(f"memory   up to {_number(round(preview.memory_mib, 1))} MiB for weights and activations")
-    print(f"time     {_hours(preview.hours)} hours of tasks (jobs={preview.jobs}: {preview.jobs} at a time)")
-    print("         without solvers of frozen features, attentive probes and pictures")
+    print(f"time     {_hours(preview.hours)} hours, the sum over all tasks (jobs={preview.jobs})")
+    print("         not included: classifiers on frozen features, and pictures")
     for arm in preview.not_estimated:
         print(f"note: {arm}: its weights have no recipe, so its time is not estimated")
     for arm in preview.differing:

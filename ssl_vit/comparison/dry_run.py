@@ -70,7 +70,7 @@ class ComparisonDryRun:
 
     @property
     def hours(self) -> float:
-        """Hours of all missing tasks run one after the other, without exact solvers, attentive probes and pictures."""
+        """Sum over all missing tasks, without exact solvers, attentive probes and pictures."""
         return sum(a.pretraining_hours + a.fine_tuning_hours + a.features_hours for a in self.arms.values())
 
 
