@@ -142,7 +142,7 @@ def test_classifiers_on_test_images_are_noted(run: Any, my_images: Path) -> None
         assert any("images in common" in note for note in found.about.notes) == noted
 
 
-def test_a_run_inside_of_the_images_is_refused(my_images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_inside_the_images_is_refused(my_images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its pictures would be images of another class."""
     monkeypatch.chdir(my_images)
     with pytest.raises(UserError, match="runs/pretrain_vit_tiny lies inside"):

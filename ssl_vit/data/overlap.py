@@ -29,7 +29,7 @@ def overlaps(places: Sequence[str], test: ShardSet, opened: ShardSet | None = No
 
 def saw_images(places: Iterable[str], of: str) -> bool:
     """Whether one of these places of training data has images of a set, as far as their names tell: it is that set, the
-    whole of which the set is a part, or a folder of images inside of it or around it."""
+    whole of which the set is a part, or a folder of images inside it or around it."""
     theirs = absolute(of)
     for ours in map(absolute, places):
         wholes = [split_name(name)[0] for name in (ours, theirs)]

@@ -46,11 +46,7 @@ def _layer_scales(network: nn.Module, decay: float) -> dict[int, float]:
         raise UserError(f"optim.layer_decay: timm defines no layer groups for {type(network).__name__}; set it to null")
     names = dict(network.named_parameters())
     layers: dict[str, int] = group_parameters(network, network.group_matcher(coarse=False), reverse=True)  # type: ignore[operator]
-    last_norm = (
-        "norm.",
-        "fc_norm.",
-        "head.norm.",
-    )  # timm counts it to the last block or above, BEiT and MAE to the head
+    last_norm = ("norm.", "fc_norm.", "head.norm.")  # in timm of the last block or above, in BEiT and MAE of the head
     head = max(layer for name, layer in layers.items() if not name.startswith(last_norm)) + 1
     return {
         id(names[name]): 1.0 if name.startswith(last_norm) else decay ** (head - layer)

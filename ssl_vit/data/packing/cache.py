@@ -72,7 +72,7 @@ def absolute(spec: str) -> str:
 
 
 def check_outside(folder: Path | str, places: Iterable[str]) -> None:
-    """Raises UserError for a folder inside of images, where what is written would look like images."""
+    """Raises UserError for a folder inside a folder of images, where what is written would look like images."""
     for place in places:
         images = expanded(split_name(place)[0].removeprefix(FOLDER)).resolve()
         inside = images.is_dir() and expanded(folder).resolve().is_relative_to(images)
