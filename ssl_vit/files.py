@@ -60,9 +60,8 @@ def new_folder(out: Path) -> Iterator[Path]:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} exists and is not empty: give another folder, or delete that one")
     out = out.resolve()
-    unfinished = out.with_name(f".{out.name}.tmp")
+    unfinished = out.with_name(f".{out.name}.{secrets.token_hex(4)}.tmp")  # not shared with another process
     try:
-        shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
         yield unfinished
         if out.exists():

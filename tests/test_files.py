@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ssl_vit.files import atomic_file, read_arrays, read_json, sha256, write_json, write_text
+from ssl_vit.files import atomic_file, new_folder, read_arrays, read_json, sha256, write_json, write_text
 
 
 def test_a_disk_that_refuses_leaves_the_old_file_and_nothing_beside_it(
@@ -53,3 +53,14 @@ def test_two_writers_of_one_file_do_not_share_an_unfinished_one(tmp_path: Path) 
         one.write(b"one")
         other.write(b"other")
     assert path.read_bytes() == b"one" and list(tmp_path.iterdir()) == [path]
+
+
+def test_two_writers_of_one_folder_do_not_mix_their_files(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with new_folder(out) as one:
+        (one / "a").write_text("one")
+        with pytest.raises(KeyboardInterrupt), new_folder(out) as other:
+            (other / "b").write_text("other")
+            raise KeyboardInterrupt
+        (one / "c").write_text("one")
+    assert [path.name for path in sorted(out.iterdir())] == ["a", "c"] and list(tmp_path.iterdir()) == [out]

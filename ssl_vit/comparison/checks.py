@@ -152,7 +152,7 @@ def _check_run(settings: Recipe, weights: Path) -> None:
 
 def _may_overlap(train: ShardSet, test: ShardSet) -> bool:
     """Whether both were packed from a source of one name, but not as two parts of one packing."""
-    for source in (train.source or "").split(" + "):
+    for source in train.sources:
         ours, theirs = _PACKED.fullmatch(source), _PACKED.fullmatch(test.source or "")
         if ours and theirs and ours["name"] and ours["name"] == theirs["name"]:
             splits, parts = {ours["split"], theirs["split"]} - {None}, (ours["part"], theirs["part"])

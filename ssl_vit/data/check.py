@@ -103,7 +103,7 @@ class _Picture:
     thumbnail: bytes
 
 
-def _picture(shard: ShardFile, position: int, members: dict[str, bytes], data: bytes, image: Image.Image) -> _Picture:
+def _picture(shard: ShardFile, position: int, data: bytes, image: Image.Image) -> _Picture:
     image = eight_bits(image).convert("L")
     return _Picture(
         file=shard.file_name(position) or shard.samples[position].key,

@@ -6,7 +6,6 @@ tensors. Flip, color augmentation (`augment.py`) and normalization run on the de
 
 from __future__ import annotations
 
-import io
 import struct
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -15,13 +14,14 @@ from functools import partial
 import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image, ImageOps
 from torchvision.transforms import InterpolationMode, v2
 
 from ssl_vit.data import MAX_PIXELS, AugmentConfig, DataConfig
-from ssl_vit.data.headers import check_pixels, check_webp
+from ssl_vit.data.headers import check_pixels
 from ssl_vit.data.jpeg import Jpeg, unreadable
-from ssl_vit.data.shards.info import IMAGE_EXTENSIONS, STORED_FORMATS
+from ssl_vit.data.packing.images import open_header
+from ssl_vit.data.shards.info import IMAGE_EXTENSIONS
 from ssl_vit.interfaces import BadSample, Size, UserError, pair
 
 _PIL_MODES = {1: "L", 3: "RGB", 4: "RGBA"}
@@ -60,8 +60,6 @@ def open_picture(sample: Mapping[str, bytes], channels: int, max_pixels: int = M
                 return _open(sample[extension], channels, max_pixels)
             except BadSample:
                 raise
-            except UnidentifiedImageError:  # its message holds an address in memory
-                raise BadSample("unreadable image: not an image") from None
             except Exception as error:  # Pillow's parsers raise many types
                 raise unreadable(error) from None
     raise BadSample(f"no image member ({', '.join(IMAGE_EXTENSIONS)})")
@@ -80,15 +78,10 @@ def _open(data: bytes, channels: int, max_pixels: int) -> Picture:
             jpeg = Jpeg(data, channels)
             check_pixels(jpeg.height, jpeg.width, max_pixels)
             return jpeg
-    check_webp(data, max_pixels)
-    with Image.open(io.BytesIO(data), formats=STORED_FORMATS) as opened:
-        check_pixels(opened.height, opened.width, max_pixels)
-        with suppress(SyntaxError, ValueError, struct.error):  # damaged EXIF: as without it
-            ImageOps.exif_transpose(opened, in_place=True)
-        image = eight_bits(opened)
-        if image.mode != _PIL_MODES[channels]:
-            image = image.convert(_PIL_MODES[channels])
-        pixels = np.array(image)
+    image = open_header(data, max_pixels=max_pixels)
+    with suppress(SyntaxError, ValueError, struct.error):  # damaged EXIF: as without it
+        ImageOps.exif_transpose(image, in_place=True)
+    pixels = np.array(eight_bits(image).convert(_PIL_MODES[channels]))
     return Pixels(torch.from_numpy(pixels.reshape(*pixels.shape[:2], channels)).permute(2, 0, 1))
 
 

@@ -19,7 +19,7 @@ def overlaps(places: Sequence[str], test: ShardSet, opened: ShardSet | None = No
     """
     if saw_images(places, test.spec) or (opened and opened.in_common(test)):
         return True
-    for place in set(places) - {*(opened.spec.split(" + ") if opened else ())}:
+    for place in set(places) - {*(opened.places if opened else ())}:
         if "://" not in place and is_shards(split_name(place)[0]):
             with suppress(UserError):  # gone since the training
                 if open_shards(place).in_common(test):

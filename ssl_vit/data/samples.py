@@ -16,7 +16,7 @@ from ssl_vit.data.images import Picture, Pixels, Transform, open_picture
 from ssl_vit.data.order import LanePosition
 from ssl_vit.data.shards import ShardSet
 from ssl_vit.data.shards.reading import OpenShards, decode_label
-from ssl_vit.interfaces import BadSample, Batch
+from ssl_vit.interfaces import BadSample, Batch, UserError
 from ssl_vit.records import SkippedSample
 
 
@@ -87,7 +87,10 @@ class SampleReader:
         self.files = OpenShards(shards.open, 3 * streams + 2)  # of each: the current one, the next and the last
         self.first_index = shards.first_index
         # Decoded images lie in one block: as many small ones they would pin what a training step frees around them.
-        self.kept, self.end = torch.empty(cache_bytes, dtype=torch.uint8), 0
+        try:
+            self.kept, self.end = torch.empty(cache_bytes, dtype=torch.uint8), 0
+        except RuntimeError:
+            raise UserError(f"data.cache_mb={cache_bytes >> 20}: the memory cannot hold as much; lower it") from None
         self.cache: dict[tuple[int, int], tuple[int, int, int, int, str]] = {}
         self.reads = 0
         self.least: tuple[int, int] | None = getattr(preprocess.transform, "least", None)

@@ -85,14 +85,12 @@ class TrainStream:
         reader = SampleReader(self.shards, self.preprocess, self.data.cache_mb << 20, len(own_lanes) * len(self.sets))
         lanes = {lane: self._samples(reader, lane) for lane in own_lanes}
         while True:
-            chunk, samples = Chunk(), list[Sample]()
-            for lane, stream in lanes.items():
-                taken = [next(stream) for _ in range(self.per_lane)]
-                samples += [view for views, _, _ in taken for view in views]
-                chunk.positions[lane] = taken[-1][1]
-                chunk.skipped += [skip for _, _, skips in taken for skip in skips]
-            stack = stacked(samples, len(samples), self.preprocess)
-            chunk.tensors, chunk.keys = stack.tensors, stack.keys
+            taken = {lane: [next(stream) for _ in range(self.per_lane)] for lane, stream in lanes.items()}
+            each = [one for of_lane in taken.values() for one in of_lane]
+            samples = [view for views, _, _ in each for view in views]
+            chunk = stacked(samples, len(samples), self.preprocess)
+            chunk.positions = {lane: of_lane[-1][1] for lane, of_lane in taken.items()}
+            chunk.skipped = [skip for _, _, skips in each for skip in skips]
             yield chunk
 
     def _lanes(self, worker: int) -> list[int]:

@@ -27,8 +27,8 @@ from ssl_vit.interfaces import BadSample, UserError
 from ssl_vit.progress import progress_bar
 
 Report = Callable[[str, str, str], None]  # key, kind, detail
-Look = Callable[[ShardFile, int, dict[str, bytes], bytes, Image.Image], Any]
-"""From a shard, the position of a sample in it, its members, and its image, encoded and decoded."""
+Look = Callable[[ShardFile, int, bytes, Image.Image], Any]
+"""From a shard, the position of a sample in it, and its image, encoded and decoded."""
 
 
 @dataclass(frozen=True)
@@ -225,7 +225,7 @@ def _check_samples(
                 if pixels:
                     decode(image, at_least=None if look else (1, 1))
                 if look and data is images[0]:
-                    facts.seen.append(look(shard, position, members, data, image))
+                    facts.seen.append(look(shard, position, data, image))
             readable = bool(images)
         except BadSample as error:
             report(key, "unreadable_image", str(error))

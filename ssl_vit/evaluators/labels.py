@@ -89,7 +89,7 @@ def set_notes(train: ShardSet, test: ShardSet) -> list[str]:
     notes, named = list[str](), [len(one.classes or ()) for one in (train, test)]
     if all(named) and named[0] != named[1]:
         notes.append(f"{train.spec} names {named[0]} classes, {test.spec} names {named[1]}; check that labels agree")
-    if (shared := train.in_common(test)) or saw_images(train.spec.split(" + "), test.spec):
+    if (shared := train.in_common(test)) or saw_images(train.places, test.spec):
         what = f"have {shared} shards in common" if shared else "have images in common"
         notes.append(f"{train.spec} and {test.spec} {what}; the accuracy is not that of new images")
     (gray, seen), (test_gray, test_seen) = _count_gray(train), _count_gray(test)

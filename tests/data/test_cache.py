@@ -262,7 +262,7 @@ def test_without_a_cache_a_shard_has_no_name_on_the_disk_and_is_checked(
     server = serve(digit_shards)
     shards = open_shards(server.url, RemoteConfig(timeout=20, retries=1))
     server.faults["000001.tar"] = [("garbage",)]
-    with open_url(shards.urls[1], shards.remote, shards.sizes[1], shards.checksums[1]) as file:
+    with open_url(shards.urls[1], shards.remote, shards.shards[1].size, shards.shards[1].checksum) as file:
         assert file.read() == (digit_shards / "000001.tar").read_bytes()
         assert not list(tmp_path.iterdir())
     server.always["000001.tar"] = ("garbage",)

@@ -88,12 +88,15 @@ def test_sixteen_bits_become_eight(channels: int) -> None:
     assert np.abs(found[0].numpy() - expected).max() <= 1
 
 
+BROKEN = r"unreadable image: |cannot be decoded: |not an image|empty file"
+
+
 @pytest.mark.parametrize("extension", ["jpg", "png", "webp"])
 @pytest.mark.parametrize("left", [0.0, 0.001, 0.02, 0.3, 0.5, 0.9])
 def test_a_file_cut_short_is_a_bad_sample(extension: str, left: float) -> None:
     data = noise(extension)
     assert decode_pixels({extension: data}, 3).shape == (3, 40, 52)
-    with pytest.raises(BadSample, match="unreadable image: "):
+    with pytest.raises(BadSample, match=BROKEN):
         decode_pixels({extension: data[: int(len(data) * left)]}, 3)
 
 
@@ -102,7 +105,7 @@ def test_a_file_cut_short_is_a_bad_sample(extension: str, left: float) -> None:
     "data", [b"", b"hello, this is text\n" * 20, b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"RIFF", b"\0" * 100]
 )
 def test_what_is_no_image_is_a_bad_sample(extension: str, data: bytes) -> None:
-    with pytest.raises(BadSample, match="unreadable image: "):
+    with pytest.raises(BadSample, match=BROKEN):
         decode_pixels({extension: data}, 3)
 
 

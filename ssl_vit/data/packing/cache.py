@@ -201,7 +201,11 @@ def _set(place: str, splits: Mapping[str, str | None], holdout: float = 0) -> Pa
         ) from None
     while not all((folder / part / INFO).is_file() for part in parts):
         fcntl.flock(lock, fcntl.LOCK_UN)  # NFS keeps a shared lock while it waits: two processes would wait forever
-        fcntl.flock(lock, fcntl.LOCK_EX)  # others wait until it is packed
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(f"{place}: waiting for another process that packs or uses {folder}", file=sys.stderr)
+            fcntl.flock(lock, fcntl.LOCK_EX)
         if not all((folder / part / INFO).is_file() for part in parts):
             _make_room(folder, place, sum(source.bytes for source in sources.values()))
             for note in dict.fromkeys(str(warning.message) for warning in notes):
@@ -253,13 +257,14 @@ def _make_room(folder: Path, place: str, needed: int) -> None:
 
 
 def _remove(path: Path, lock: Path) -> bool:
-    """Remove a set, unless a process uses it. Without info.json first: what a killed process leaves is packed again."""
-    with lock.open("a") as file:
-        try:
+    """Remove a set, unless a process uses it or it is another user's. Without info.json first: what a killed process
+    leaves is packed again."""
+    try:
+        with lock.open("a") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        for info in list(path.rglob(INFO)):
-            info.unlink()
-        shutil.rmtree(path)
+            for info in list(path.rglob(INFO)):
+                info.unlink()
+            shutil.rmtree(path)
+    except (BlockingIOError, PermissionError):
+        return False
     return True

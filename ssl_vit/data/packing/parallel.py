@@ -7,10 +7,9 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterable
-from itertools import islice
 from typing import Any, TypeVar
 
-from loky import FIRST_COMPLETED, BrokenProcessPool, ProcessPoolExecutor, cpu_count, wait
+from loky import BrokenProcessPool, ProcessPoolExecutor, as_completed, cpu_count
 
 from ssl_vit.interfaces import RunError
 
@@ -32,7 +31,7 @@ def run(
 ) -> None:
     """Call `receive(job, work(job))` for every job, in the order in which the results come.
 
-    work: sent once to each process. jobs: taken one by one as processes become free. processes: 1: only this one.
+    work: sent once to each process. processes: 1: only this one.
 
     An exception of a job, Ctrl-C and a killed process end all of them at once. Raises RunError for the last.
     """
@@ -43,13 +42,9 @@ def run(
     # The timeout also ends processes whose parent was killed while they wait for work.
     executor = ProcessPoolExecutor(processes, timeout=5, initializer=_start, initargs=(work, os.getpid()))
     try:
-        waiting = iter(jobs)
-        running = {executor.submit(_call, job): job for job in islice(waiting, 2 * processes)}
-        while running:
-            done = wait(running, return_when=FIRST_COMPLETED).done
-            for future in done:
-                receive(running.pop(future), future.result())
-            running |= {executor.submit(_call, job): job for job in islice(waiting, len(done))}
+        running = {executor.submit(_call, job): job for job in jobs}
+        for future in as_completed(list(running)):
+            receive(running.pop(future), future.result())
     except BrokenProcessPool:
         raise RunError(
             "one of the processes was killed (out of memory?); run the same command again with fewer --jobs"

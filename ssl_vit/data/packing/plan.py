@@ -26,7 +26,7 @@ class Options(Config):
     order: `shuffle`: over all images; `stratified`: shuffled, with each class spread evenly over the shards;
         `source`: as in the source, also within train and test.
     holdout: fraction of each class that goes to out/test while the rest goes to out/train; both are shard sets. A
-        class of one image stays in train.
+        class of one image stays in train. Where the source has groups, a fraction of the groups instead.
     subset: images per class (of an unlabeled source: in total), or all that a class has. A larger subset holds the
         smaller ones. The test images of a holdout do not depend on it.
     keep_names: store the source's file names, as KEY.json.
@@ -62,10 +62,7 @@ def plan_shards(source: Source, options: Options) -> dict[str, list[np.ndarray]]
     everything = np.arange(source.count)
     parts = {"": everything}
     if options.holdout:
-        rng = np.random.default_rng([options.seed, 1])
-        groups = _by_class(everything, source.labels)
-        sizes = [min(max(round(options.holdout * len(group)), 1), len(group) - 1) for group in groups]
-        test = np.sort(_sample(rng, groups, sizes))
+        test = _held_out(source, options.holdout, np.random.default_rng([options.seed, 1]))
         parts = {"train": np.setdiff1d(everything, test, assume_unique=True), "test": test}
         if not all(map(len, parts.values())):
             raise UserError(
@@ -109,6 +106,15 @@ def _by_class(indices: np.ndarray, labels: np.ndarray | None) -> list[np.ndarray
         return [indices]
     by_class = indices[np.argsort(labels[indices], kind="stable")]
     return np.split(by_class, np.flatnonzero(np.diff(labels[by_class])) + 1)
+
+
+def _held_out(source: Source, fraction: float, rng: np.random.Generator) -> np.ndarray:
+    """The indices of the test images, ascending: a fraction of each class, or of the source's groups."""
+    grouped = source.groups is not None
+    parts = [np.unique(source.groups)] if grouped else _by_class(np.arange(source.count), source.labels)
+    sizes = [min(max(round(fraction * len(part)), 1), len(part) - 1) for part in parts]
+    test = _sample(rng, parts, sizes)
+    return np.flatnonzero(np.isin(source.groups, test)) if grouped else np.sort(test)
 
 
 def _folds(source: Source, indices: np.ndarray, folds: int, seed: int) -> list[np.ndarray]:

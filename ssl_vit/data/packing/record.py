@@ -94,18 +94,26 @@ def add(folder: Path, shard: WrittenShard) -> None:
 def clear(out: Path, folders: list[Path]) -> None:
     """Remove the shard set in `out`, and of its sub-folders those in `folders` and those of an earlier holdout or
     cross-validation; no file that packing does not write."""
-    for folder in (out, out / "train", out / "test", *sorted(out.glob("fold_*"))):
+    for folder in _possible(out):
         plan = _read(folder)[0] or {}
         if folder in (out, *folders) or plan.get("holdout") or plan.get("folds"):
-            (folder / INFO).unlink(missing_ok=True)  # first: without it the set counts as unfinished
+            (folder / INFO).unlink(
+                missing_ok=True
+            )  # first, and the record last: meanwhile the set counts as unfinished
+            _remove(folder, "*.tar")
             _remove(folder, "*")
             if folder != out:
                 with suppress(OSError):  # not there, or with other files in it
                     folder.rmdir()
 
 
+def _possible(out: Path) -> list[Path]:
+    """The folders that packing into `out` may have written."""
+    return [out, out / "train", out / "test", *sorted(out.glob("fold_*"))]
+
+
 def _remove_unfinished(out: Path) -> None:
-    for folder in (out, out / "train", out / "test", *out.glob("fold_*")):
+    for folder in _possible(out):
         if folder == out or not (folder / _LOCK).exists():  # another process may be packing into the sub-folder
             _remove(folder, "*.tmp")
 

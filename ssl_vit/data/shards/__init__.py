@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain, combinations, zip_longest
+from functools import cached_property
+from itertools import combinations
 from pathlib import Path
 from tarfile import BLOCKSIZE
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import numpy as np
 
 from ssl_vit.data import DataConfig, RemoteConfig
 from ssl_vit.data.order import SampleSet
-from ssl_vit.data.shards.info import Info
+from ssl_vit.data.shards.info import Info, ShardEntry
 from ssl_vit.data.shards.listing import file_name, list_shards
 from ssl_vit.data.shards.reading import ShardFile
 from ssl_vit.interfaces import RunError, UserError
@@ -26,29 +28,59 @@ _LABEL = 64  # bytes that a class index may take
 
 
 @dataclass(frozen=True)
+class Shard:
+    """One shard.
+
+    samples: their number.
+    checksum, size: sha256 and bytes, "" and None where no `info.json` has them.
+    header: what tells such a shard from another, a hash of its members' names, sizes, times and labels.
+    """
+
+    url: str
+    samples: int
+    checksum: str = ""
+    size: int | None = None
+    header: str = ""
+
+
+@dataclass(frozen=True)
 class ShardSet:
     """Shards in a fixed order with their sample counts; the global index of a sample counts through them in order.
 
+    places: the data arguments that name it; several of a mixture.
+    sources: what they were packed from, as far as an `info.json` says.
     classes: class names in label order, or None where the shards carry no `info.json` that names them.
-    checksums, sizes: sha256 and bytes of each shard, "" and None where no `info.json` has them. headers: what tells
-    such a shard from another, a hash of its members' names, sizes, times and labels.
     remote: how shards behind a URL are read.
     mixture: number of shards and weight of each set that was mixed into this one, in order.
     conflict: why the labels of the sets of a mixture do not fit together; "" where they do.
     """
 
-    spec: str
-    urls: tuple[str, ...]
-    counts: tuple[int, ...]
+    places: tuple[str, ...]
+    shards: tuple[Shard, ...]
     classes: tuple[str, ...] | None = None
-    source: str | None = None
-    checksums: tuple[str, ...] = ()
-    sizes: tuple[int | None, ...] = ()
-    headers: tuple[str, ...] = ()
+    sources: tuple[str, ...] = ()
     remote: RemoteConfig = _DEFAULT
     license: str | None = None
     mixture: tuple[tuple[int, float | None], ...] = ()
     conflict: str = ""
+
+    @property
+    def spec(self) -> str:
+        """Its name in messages."""
+        return " + ".join(self.places)
+
+    @property
+    def source(self) -> str | None:
+        """`sources` in one line."""
+        return " + ".join(self.sources) or None
+
+    @cached_property
+    def urls(self) -> tuple[str, ...]:
+        return tuple(shard.url for shard in self.shards)
+
+    @cached_property
+    def counts(self) -> tuple[int, ...]:
+        return tuple(shard.samples for shard in self.shards)
 
     @property
     def samples(self) -> int:
@@ -68,18 +100,19 @@ class ShardSet:
     def fingerprint(self) -> str:
         """Hash of what tells shard sets apart: names, counts and checksums (or `headers`) of shards, and classes."""
         names = [  # of a remote shard whose content is unknown, the address
-            file_name(url) if checksum or header or "://" not in url else f"{url.partition('?')[0]} {size}"
-            for url, checksum, header, size in zip_longest(self.urls, self.checksums, self.headers, self.sizes)
+            file_name(shard.url)
+            if shard.checksum or shard.header or "://" not in shard.url
+            else f"{shard.url.partition('?')[0]} {shard.size}"
+            for shard in self.shards
         ]
-        content = json.dumps([names, self.counts, self.checksums, self.headers, self.mixture, self.classes])
+        checksums, headers = [shard.checksum for shard in self.shards], [shard.header for shard in self.shards]
+        content = json.dumps([names, self.counts, checksums, headers, self.mixture, self.classes])
         return hashlib.sha256(content.encode()).hexdigest()[:16]
 
     def in_common(self, other: ShardSet) -> int:
         """How many shards of this set the other one has too, by their address, checksum or headers."""
-        keys = ("urls", "checksums", "headers")
-        known = [{*getattr(other, key)} - {""} for key in keys]
-        each = zip_longest(*(getattr(self, key) for key in keys), fillvalue="")
-        return sum(any(one in of_other for one, of_other in zip(shard, known, strict=True)) for shard in each)
+        known = {name for shard in other.shards for name in (shard.url, shard.checksum, shard.header)} - {""}
+        return sum(not known.isdisjoint((shard.url, shard.checksum, shard.header)) for shard in self.shards)
 
     def sets(self, keep: Sequence[np.ndarray] | None = None) -> list[SampleSet]:
         """For `order`: the one set, or the sets of the mixture. keep: as `members_of` gives it."""
@@ -94,12 +127,11 @@ class ShardSet:
     def open(self, shard: int) -> ShardFile:
         """Open a shard by its index. Raises UserError for a shard that is missing, compressed, cannot be accessed or
         cannot hold the number of samples that is listed for it; RunError when a disk or server fails."""
-        url, listed = self.urls[shard], self.counts[shard]
-        file = ShardFile(open_url(url, self.remote, self.sizes[shard], self.checksums[shard]), url)
-        if len(file.samples) > listed or file.size < listed * BLOCKSIZE:  # a sample has at least a header
-            raise UserError(
-                f"{url}: it holds {len(file.samples)} samples, and info.json lists {listed}; make the shards again"
-            )
+        listed = self.shards[shard]
+        file = ShardFile(open_url(listed.url, self.remote, listed.size, listed.checksum), listed.url)
+        if len(file.samples) > listed.samples or file.size < listed.samples * BLOCKSIZE:  # a sample has a header
+            found = f"it holds {len(file.samples)} samples, and info.json lists {listed.samples}"
+            raise UserError(f"{listed.url}: {found}; make the shards again")
         return file
 
     def members_of(self, indices: Sequence[int] | np.ndarray) -> list[np.ndarray]:
@@ -124,7 +156,8 @@ def open_url(url: str, remote: RemoteConfig = _DEFAULT, size: int | None = None,
     except FileNotFoundError:
         raise UserError(f"{url}: no such shard") from None
     except OSError as error:
-        raise RunError(f"{url}: cannot be read: {error.strerror}") from None
+        hint = "; raise the limit (ulimit -n), or set fewer data.lanes" if error.errno == errno.EMFILE else ""
+        raise RunError(f"{url}: cannot be read: {error.strerror}{hint}") from None
 
 
 def open_shards(spec: str | Sequence[str], remote: RemoteConfig = _DEFAULT) -> ShardSet:
@@ -147,23 +180,21 @@ def open_shards(spec: str | Sequence[str], remote: RemoteConfig = _DEFAULT) -> S
     listed = [entries.get(file_name(url)) for url in urls]
     if (unknown := listed.count(None)) and any("://" in url for url in urls):
         print(f"{spec}: {unknown} shard(s) are in no info.json and are downloaded to be counted", file=sys.stderr)
-    counted = [
-        (entry.samples, "") if entry and (entry.sha256 or "://" in url) else _read_headers(url, remote)
-        for url, entry in zip(urls, listed, strict=True)
-    ]
-    counts = tuple(entry.samples if entry else count for entry, (count, _) in zip(listed, counted, strict=True))
     return ShardSet(
-        spec,
-        tuple(urls),
-        counts,
-        headers=tuple(header for _, header in counted),
+        places=(spec,),
+        shards=tuple(_shard(url, entry, remote) for url, entry in zip(urls, listed, strict=True)),
         classes=tuple(info.classes) if info.classes else None,
-        source=info.source,
-        checksums=tuple(entry.sha256 if entry else "" for entry in listed),
-        sizes=tuple(entry.bytes if entry else None for entry in listed),
+        sources=(info.source,) if info.source else (),
         remote=remote,
         license=info.license,
     )
+
+
+def _shard(url: str, entry: ShardEntry | None, remote: RemoteConfig) -> Shard:
+    if entry and (entry.sha256 or "://" in url):
+        return Shard(url, entry.samples, entry.sha256, entry.bytes)
+    count, header = _read_headers(url, remote)
+    return Shard(url, count, header=header) if entry is None else Shard(url, entry.samples, "", entry.bytes, header)
 
 
 def open_training(data: DataConfig) -> ShardSet:
@@ -185,13 +216,11 @@ def _together(parts: Sequence[tuple[ShardSet, float | None]], remote: RemoteConf
             check_same_classes(one.classes, other.classes, f"{one.spec} and {other.spec}")
     except UserError as error:
         conflict = str(error)
-    names = ("urls", "counts", "checksums", "sizes", "headers")
-    joined: dict[str, Any] = {name: tuple(chain.from_iterable(getattr(one, name) for one in sets)) for name in names}
     return ShardSet(
-        **joined,
-        spec=" + ".join(opened.spec for opened in sets),
+        places=tuple(place for opened in sets for place in opened.places),
+        shards=tuple(shard for opened in sets for shard in opened.shards),
         classes=sets[0].classes if len({opened.classes for opened in sets}) == 1 else None,
-        source=" + ".join(opened.source or opened.spec for opened in sets),
+        sources=tuple(source for opened in sets for source in opened.sources or (opened.spec,)),
         remote=remote,
         license=" + ".join(sorted({opened.license for opened in sets if opened.license})) or None,
         mixture=tuple((len(opened.urls), weight) for opened, weight in parts),

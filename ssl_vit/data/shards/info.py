@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from ssl_vit.interfaces import RunError, UserError
 
@@ -75,6 +75,14 @@ class Info(_Model):
     license: str | None = None
     dropped: list[Dropped] = []
     splits: dict[str, Part] = {}
+
+    @field_validator("shards")
+    @classmethod
+    def _each_once(cls, shards: list[ShardEntry]) -> list[ShardEntry]:
+        names = [shard.file for shard in shards]
+        if len({*names}) < len(names):
+            raise ValueError(f"lists {next(name for name in names if names.count(name) > 1)} more than once")
+        return shards
 
     @model_validator(mode="before")
     @classmethod

@@ -220,9 +220,7 @@ class OpenShards:
 
     def get(self, shard: int) -> ShardFile:
         """The open shard. Raises UserError or RunError where it cannot be opened."""
-        if shard not in self.open:
-            self.open[shard] = Future()
-            self._open(shard, self.open[shard])
+        self.ahead(shard)
         self.open.move_to_end(shard)
         while len(self.open) > self.most:
             self.open.popitem(last=False)

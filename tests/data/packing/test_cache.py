@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from pathlib import Path
+from threading import Timer
+from typing import Any
 
 import pandas as pd
 import pytest
@@ -15,6 +18,7 @@ from ssl_vit.data.packing import cache, pack
 from ssl_vit.data.packing.plan import Options
 from ssl_vit.data.packing.sources import open_source
 from ssl_vit.data.shards import open_shards
+from ssl_vit.evaluators.labels import set_notes
 from ssl_vit.interfaces import UserError
 from tests.tars import packed, write_tar
 
@@ -296,3 +300,43 @@ def test_a_file_of_that_name_makes_no_shards(tmp_path: Path, file: str) -> None:
     class_folders(tmp_path / "photos")
     (tmp_path / "photos" / file).write_text('{"author": "me", "splits": 2}')
     assert open_shards("photos").samples == 20
+
+
+def test_names_may_hold_the_sign_that_joins_those_of_a_mixture(tmp_path: Path) -> None:
+    class_folders(tmp_path / "cats + dogs"), class_folders(tmp_path / "more", first=1000)
+    both = open_shards(["cats + dogs#train", "more"])
+    assert both.places == ("cats + dogs#train", "more") and len(both.sources) == 2
+    assert any("in common" in note for note in set_notes(both, open_shards("cats + dogs")))
+
+
+def test_a_set_that_another_process_holds_is_waited_for_and_said_so(
+    tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class_folders(tmp_path / "one", each=2)
+    open_shards("one")
+    (one,) = own_cache.glob("one-*")
+    other = cache._held.pop(one)  # as of another process
+    shutil.rmtree(one)
+    Timer(0.5, other.close).start()
+    assert open_shards("one").samples == 4
+    assert f"waiting for another process that packs or uses {one}" in capsys.readouterr().err
+
+
+def test_a_set_of_another_user_is_not_removed(tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("one", "two"):
+        class_folders(tmp_path / name, each=8, first=1000 * len(name))
+    open_shards("one")
+    (one,) = own_cache.glob("one-*")
+    cache._held.clear()  # as in another process
+    monkeypatch.setenv("SSL_VIT_CACHE_GB", str(sum(file.stat().st_size + 1 for file in one.rglob("*.tar")) / 2**30))
+
+    def refused(path: Path, *arguments: Any, **options: Any) -> Any:
+        if path.name.startswith(".one-"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return opened(path, *arguments, **options)
+
+    opened = Path.open
+    monkeypatch.setattr(Path, "open", refused)
+    with pytest.raises(UserError, match="do not fit"):
+        open_shards("two")
+    assert one.exists()

@@ -62,7 +62,7 @@ def labeled_images(folder: Path) -> dict[bytes, int]:
 def few_digits(count: int) -> Source:
     whole = open_source("digits", split="train")
     assert whole.labels is not None
-    return replace(whole, labels=whole.labels[:count], items=range(count))
+    return replace(whole, labels=whole.labels[:count], items=range(count), groups=None)
 
 
 def sizes(info: Info) -> list[int]:
@@ -204,7 +204,7 @@ def test_overwrite_replaces_only_the_shard_set(tmp_path: Path) -> None:
     pack(few_digits(20), out, Options(shards=2), overwrite=True)
     assert {path.name for path in out.iterdir()} == names, "the two sets of a holdout are replaced by one"
     for folds in (3, 2):
-        pack(replace(few_digits(60), groups=None), out, Options(folds=folds), overwrite=True)
+        pack(few_digits(60), out, Options(folds=folds), overwrite=True)
     assert {path.name for path in out.iterdir()} == {"notes.md", "fold_0", "fold_1"}
     pack(few_digits(20), out, Options(shards=2), overwrite=True)
     assert {path.name for path in out.iterdir()} == names, "so are folds"

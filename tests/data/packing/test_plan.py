@@ -150,3 +150,13 @@ def test_folds_of_a_subset_and_of_groups() -> None:
     assert kept == [{0, 1, 2}, {3, 4}], "whole groups, in order"
     with pytest.raises(UserError, match="folds=6 leaves a fold empty"):
         plan_shards(grouped, Options(folds=6))
+
+
+def test_a_holdout_takes_whole_groups() -> None:
+    groups = np.repeat(np.arange(10), 3)
+    grouped = replace(source([0, 1, 2] * 10), groups=groups)
+    parts = {part: np.concatenate(shards) for part, shards in plan_shards(grouped, Options(holdout=0.2)).items()}
+    assert sorted(np.concatenate([*parts.values()])) == list(range(30))
+    assert len(set(groups[parts["test"]])) == 2 and set(groups[parts["test"]]).isdisjoint(groups[parts["train"]])
+    other = plan_shards(grouped, Options(holdout=0.2, seed=1))["test"]
+    assert set(groups[np.concatenate(other)]) != set(groups[parts["test"]])

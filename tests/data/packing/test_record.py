@@ -17,10 +17,11 @@ import pytest
 from filelock import FileLock
 
 from ssl_vit.data import packing
-from ssl_vit.data.packing import pack
+from ssl_vit.data.packing import pack, record
 from ssl_vit.data.packing.plan import Options
 from ssl_vit.data.packing.sources import open_source
 from ssl_vit.data.packing.sources.base import Source
+from ssl_vit.data.shards import open_shards
 from ssl_vit.data.verify import stats, verify
 from ssl_vit.interfaces import RunError, UserError
 
@@ -151,6 +152,26 @@ def test_another_source_or_version_does_not_resume(
     monkeypatch.setattr(packing.PIL, "__version__", "1.1.7")
     with pytest.raises(UserError, match="software"):
         pack(open_source(str(images)), out, OPTIONS)
+
+
+def test_an_overwriting_that_is_killed_leaves_an_unfinished_set(
+    packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = shutil.copytree(packed, tmp_path / "out")
+    removed, unlink = list[str](), Path.unlink
+
+    def killed(path: Path, missing_ok: bool = False) -> None:
+        if len(removed) == 3:
+            raise KeyboardInterrupt
+        removed.append(path.name)
+        unlink(path)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Path, "unlink", killed)
+        record.clear(out / "train", [out / "train"])
+    assert removed[0] == "info.json" and removed[1].endswith(".tar")
+    with pytest.raises(UserError, match="packing was not finished"):
+        open_shards(str(out / "train"))
 
 
 def test_two_at_once_are_refused(images: Path, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from difflib import SequenceMatcher
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from sklearn.datasets import load_digits
 
 from ssl_vit.data.packing.plan import Options, plan_shards
 from ssl_vit.data.packing.sources import digits, open_source
+from ssl_vit.data.packing.sources.base import Source
 from ssl_vit.data.shards import open_shards
 from ssl_vit.interfaces import BadSample, RunError, UserError
 from tests.tars import packed
@@ -227,6 +229,19 @@ def test_wrong_labels_are_refused(labels: list[int], said: str, monkeypatch: pyt
     monkeypatch.setattr(digits, "open_images", lambda place, split: source)
     with pytest.raises(UserError, match=said):
         open_source("digits")
+
+
+def test_labels_of_an_own_source_are_integers_of_any_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    def opened(labels: Any) -> Source:
+        source = replace(digits.open_images("", None), items=range(3), labels=labels)
+        monkeypatch.setattr(digits, "open_images", lambda place, split: source)
+        return open_source("digits")
+
+    for labels in ([0, 1, 0], np.array([0, 1, 0], dtype=np.uint8)):
+        found = opened(labels).labels
+        assert found is not None and found.dtype == np.int64 and found.tolist() == [0, 1, 0]
+    with pytest.raises(UserError, match="labels are float64"):
+        opened(np.array([0.0, 1.5, 0.9]))
 
 
 def test_splits_with_other_folders_below_them_do_not_share_classes(tmp_path: Path) -> None:

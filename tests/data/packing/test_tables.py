@@ -93,6 +93,21 @@ def test_hidden_labels_are_no_labels_and_missing_ones_are_refused(tmp_path: Path
         open_source(str(tmp_path / "some"))
 
 
+def test_a_split_of_minus_ones_is_unlabeled_and_adds_no_class(tmp_path: Path) -> None:
+    def split(labels: list[int]) -> datasets.Dataset:
+        images = [{"bytes": encoded("PNG", i), "path": None} for i in range(len(labels))]
+        features = datasets.Features({"image": datasets.Image(), "label": datasets.Value("int64")})
+        return datasets.Dataset.from_dict({"image": images, "label": labels}, features=features)
+
+    hidden = datasets.DatasetDict({"train": split([3, 5, 3]), "test": split([-1, -1])})
+    hidden.save_to_disk(str(tmp_path / "hidden"))
+    train, test = (open_source(str(tmp_path / "hidden"), split=name) for name in ("train", "test"))
+    assert (train.classes, labels(train)) == (["3", "5"], [0, 1, 0]) and test.labels is None
+    signs = datasets.DatasetDict({"train": split([-1, 1]), "test": split([1, -1])})
+    signs.save_to_disk(str(tmp_path / "signs"))
+    assert labels(open_source(str(tmp_path / "signs"), split="test")) == [1, 0]
+
+
 def test_a_row_without_image_is_broken_not_fatal(tmp_path: Path) -> None:
     rows = {"image": [{"bytes": encoded("PNG"), "path": None}, None]}
     features = datasets.Features({"image": datasets.Image()})

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -49,9 +50,12 @@ def open_source(
         if len(source.labels) != source.count:
             raise UserError(f"{spec}: has {len(source.labels)} labels for {source.count} images; return one per image")
         labels, classes = np.asarray(source.labels), len(source.classes or ())
+        if labels.dtype.kind not in "iu":
+            raise UserError(f"{spec}: its labels are {labels.dtype}; return class indices as integers")
         if len(wrong := np.flatnonzero(~((labels >= 0) & (labels < classes)))):
             image = f"{spec}: image {source.items[wrong[0]]} has the label {labels[wrong[0]]}"
             raise UserError(f"{image}, which is none of its {classes} classes; label or remove it")
+        source = replace(source, labels=labels.astype(np.int64))
     return source
 
 

@@ -31,7 +31,7 @@ class Source:
     read: item -> the image's encoded bytes. It is pickled once per packing process and raises BadSample where an image
         cannot be read.
     listing: a hash of the images' names and sizes, which tells sources apart without reading them.
-    groups: int64 (count,), ascending: images of one group, such as those of one person, stay in one fold.
+    groups: int64 (count,), ascending: images of one group, such as those of one person, stay in one part or fold.
     bytes: size of all images together, where it is known without reading them.
     modified: a hash of the times when the files were changed, where the images are files.
     """

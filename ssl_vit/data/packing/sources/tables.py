@@ -151,10 +151,9 @@ def _labels(
         if labels.max() >= len(classes):
             raise UserError(f"{spec}: column {column!r} holds the label {labels.max()}, but has {len(classes)} classes")
     elif _is_name_or_number(feature):
-        # Over all splits, so that train and test agree on the indices.
-        numbers = sorted(
-            {value for part in tables if column in part.features for value in part.unique(column)} - {None}
-        )
+        # Over all splits, so that train and test agree on the indices. A split of -1 alone has hidden labels.
+        found = [set(part.unique(column)) - {None} for part in tables if column in part.features]
+        numbers = sorted(set[Any]().union(*(names for names in found if names != {-1})))
         classes = [str(value) for value in numbers]
         index = {value: number for number, value in enumerate(numbers)}
         labels = np.array([index.get(value, -1) for value in values], dtype=np.int64)
