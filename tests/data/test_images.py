@@ -131,7 +131,7 @@ def test_a_jpeg_whose_header_says_no_rows_is_a_bad_sample() -> None:
     data = encoded(Image.new("RGB", (16, 16)), "JPEG")
     frame = data.index(b"\xff\xc0")
     flat = data[: frame + 5] + b"\0\0" + data[frame + 7 :]
-    with pytest.raises(BadSample, match=r"unreadable image|cannot be decoded"):
+    with pytest.raises(BadSample):
         ours.open_picture({"jpg": flat}, 3)
 
 
