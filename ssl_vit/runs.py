@@ -7,7 +7,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from ssl_vit import recipe
+from ssl_vit import plugins, recipe
 from ssl_vit.data.packing.cache import check_outside
 from ssl_vit.environment import environment
 from ssl_vit.files import read_json, sha256, write_json
@@ -90,6 +90,8 @@ def _note_session(run: Path, settings: Recipe, accelerator: Engine) -> None:
     """Write the environment of this session; that of sessions before it is kept while a checkpoint holds their work."""
     (run / SUMMARY).unlink(missing_ok=True)  # of a training whose last checkpoint is gone
     about, sessions = environment(accelerator), run / ENVIRONMENT
+    if code := plugins.checksum("objectives", settings.objective.name):
+        about["objective"] = code
     if settings.init_from:
         about["init_from"] = _origin(settings)
     if checkpoint.folders(run) and sessions.exists():
@@ -113,7 +115,13 @@ def check(run: Path, settings: Recipe, data: str | None = None) -> None:
                 f"{run} holds a run of another recipe ({'; '.join(changed[:3])}): "
                 "give this one another directory with run=PATH, or delete that one"
             )
-        origin = read_json(run / ENVIRONMENT).get("init_from") if (run / ENVIRONMENT).exists() else None
+        about = read_json(run / ENVIRONMENT) if (run / ENVIRONMENT).exists() else {}
+        if about.get("objective", "") != plugins.checksum("objectives", settings.objective.name) and about:
+            raise UserError(
+                f"{run} was trained with another version of {settings.objective.name}: give this run another directory "
+                "with run=PATH, delete that one, or restore the old version"
+            )
+        origin = about.get("init_from")
         if origin and origin != _origin(settings):
             raise UserError(
                 f"{run} was initialized from other weights than {settings.init_from} holds now: give this run another "

@@ -260,7 +260,8 @@ def dry_run(settings: Recipe, shards: ShardSet | None = None, subset: np.ndarray
     data. Memory is counted from the tensors that autograd keeps. Raises UserError for anything that would stop the run
     before its first step.
     """
-    training, copies = settings.training, memory.OPTIMIZER_COPIES[settings.optim.name]
+    training = settings.training
+    copies = 2 + memory.OPTIMIZER_COPIES[settings.optim.name] + bool(training.ema)  # and the gradients
     accelerator = make_accelerator(training.precision, training.timeout)
     shards = shards or open_training(settings.data)
     job = build(settings, shards, accelerator, subset=subset, quiet=True)
@@ -285,7 +286,7 @@ def dry_run(settings: Recipe, shards: ShardSet | None = None, subset: np.ndarray
         epochs=round(job.total_steps * training.batch_size / samples, 2),
         parameters=sum(p.numel() for p in parameters),
         gflop_per_image=round(flops / 1e9, 3),
-        weights_mib=round(sum(4 * p.numel() * (2 + copies if p.requires_grad else 1) for p in parameters) / 2**20, 1),
+        weights_mib=round(sum(4 * p.numel() * (copies if p.requires_grad else 1) for p in parameters) / 2**20, 1),
         activations_mib=round(passes[-1][1] / 2**20, 1),
         compute_seconds=round(min(passes)[0] * accumulate, 4),
         data_seconds=round(data_seconds, 4),

@@ -80,11 +80,7 @@ def check(
             _check_apart(places, train, test, ", and settings are selected on training images")
             for note in set_notes(train, test):
                 say(f"note: {note}")
-            if _may_overlap(train, test):
-                say(
-                    f"note: {train.spec} and the test set {test.spec} were packed from sources of one name "
-                    f"({test.source}); if they share images, the evaluators train on test images"
-                )
+            _note_one_source(train, test, say, "the evaluators train on test images")
             opened |= {plan.part(name, "train", fold): train, plan.part(name, "test", fold): test}
         for arm, settings in study.recipes.items():
             data, probe = plan.pretraining_data(arm, fold), settings.probe
@@ -94,11 +90,7 @@ def check(
                 against = [opened[plan.part(name, "test", fold)] for name in sets]
                 for test in against:
                     _check_apart(training_places(with_data), shards, test)
-                    if _may_overlap(shards, test):
-                        say(
-                            f"note: arms.{arm}: {shards.spec} and the test set {test.spec} were packed from sources of "
-                            f"one name ({test.source}); if they share images, this arm is pretrained on test images"
-                        )
+                    _note_one_source(shards, test, say, f"arms.{arm} is pretrained on test images")
                 stage.check(with_data, shards)
                 if probe:
                     labels_of(open_shards(probe.data, remote) if probe.data else shards)
@@ -150,8 +142,8 @@ def _check_run(settings: Recipe, weights: Path) -> None:
         raise UserError(f"{weights} has not finished training; finish it, or give one of its checkpoints: {saved}")
 
 
-def _may_overlap(train: ShardSet, test: ShardSet) -> bool:
-    """Whether both were packed from a source of one name, but not as two parts of one packing."""
+def _note_one_source(train: ShardSet, test: ShardSet, say: Say, then: str) -> None:
+    """Print a note where both were packed from a source of one name, but not as two parts of one packing."""
     for source in train.sources:
         ours, theirs = _PACKED.fullmatch(source), _PACKED.fullmatch(test.source or "")
         if ours and theirs and ours["name"] and ours["name"] == theirs["name"]:
@@ -159,8 +151,9 @@ def _may_overlap(train: ShardSet, test: ShardSet) -> bool:
             alike = all(ours[key] == theirs[key] for key in ("options", "seed"))
             one_packing = alike and None not in parts and parts[0] != parts[1]
             if len(splits) < 2 and not one_packing:
-                return True
-    return False
+                what = f"{train.spec} and the test set {test.spec} were packed from sources of one name ({test.source})"
+                say(f"note: {what}; if they share images, {then}")
+                return
 
 
 def _with_labels(study: Study, say: Say) -> Study:
@@ -254,6 +247,8 @@ def check_directory(study: Study) -> None:
     trains = [place for settings in study.recipes.values() for place in settings.data.places]
     sets = [place for one in study.sets.values() for place in (*several(one.train), one.test) if place]
     check_outside(run, [*trains, *sets])
+    if run.exists() and not run.is_dir():
+        raise UserError(f"run={run} is a file: name a directory")
     held = "a training run" if (run / "recipe.yaml").is_file() else ""
     if (run / PLAN).is_file():
         try:

@@ -107,7 +107,7 @@ class ComparisonConfig(Config):
     seeds: Seeds = tuple(range(8))
     frozen_seeds: Seeds = tuple(range(20))
     pretrainings: int = Field(1, ge=1)
-    labels_per_class: Budgets = Field((5, 10, 25), min_length=1)
+    labels_per_class: Budgets = (5, 10, 25)
     margin: float = Field(0.01, gt=0, lt=1)
     data: ComparisonData
     arms: dict[str, Arm]

@@ -40,7 +40,8 @@ class LabeledConfig(Config):
 
 
 class SweepConfig(Config):
-    """sweep: settings to select on held-out training images: values to try by dotted key, such as `optim.lr`.
+    """sweep: settings to select on held-out training images: values to try by dotted key, such as `optim.lr`. A key
+        that is given one value leaves the default sweep.
 
     held_out: share of each class's images that the selection is scored on.
     held_out_repeats: how many random held-out parts the selection averages over; more where few images are held out.
@@ -50,6 +51,13 @@ class SweepConfig(Config):
     sweep: dict[str, tuple[Any, ...]] = Field({})
     held_out: float = Field(0.2, gt=0, lt=1)
     held_out_repeats: int = Field(1, ge=1, le=100)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _unswept(cls, given: Any) -> Any:
+        if not isinstance(given, dict) or "sweep" in given:
+            return given
+        return given | {"sweep": not_given(cls.model_fields["sweep"].default, given)}
 
     @field_validator("sweep", mode="before")
     @classmethod
@@ -95,6 +103,11 @@ class SweepConfig(Config):
                 raise ValueError(f"sweep.{key}: this evaluator has no such key")
             section[last] = value
         return self.model_validate(content)
+
+
+def not_given(sweep: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    """A default sweep without the keys that are given one value."""
+    return {key: values for key, values in sweep.items() if key not in recipe.flatten(given)}
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from ssl_vit import stage
 from ssl_vit.data import AugmentConfig, DataConfig
 from ssl_vit.evaluators import several
-from ssl_vit.evaluators.base import Classifier, Evaluator, Scored, SweepConfig, top_classes
+from ssl_vit.evaluators.base import Classifier, Evaluator, Scored, SweepConfig, not_given, top_classes
 from ssl_vit.evaluators.features import ImageSet, extract
 from ssl_vit.interfaces import Diverged, UserError
 from ssl_vit.models import EncoderConfig
@@ -70,6 +70,10 @@ class TrainedConfig(SweepConfig):
         for key in set(chosen).intersection(given) - {"sweep"}:
             if isinstance(chosen[key], dict) and isinstance(given[key], dict):
                 merged[key] = chosen[key] | given[key]
+        if "sweep" not in given:
+            merged["sweep"] = not_given(chosen.get("sweep", {}), given)
+        if "warmup_epochs" not in given and isinstance(optim := given.get("optim"), dict) and "warmup_steps" in optim:
+            merged["warmup_epochs"] = None
         training = given.get("training")
         lengths = {k: v for k, v in training.items() if k in LENGTHS and v} if isinstance(training, dict) else {}
         for key, values in flatten(merged.get("sweep") or {}).items():
@@ -83,7 +87,7 @@ class TrainedConfig(SweepConfig):
     @model_validator(mode="after")
     def _check_sweep(self) -> Self:
         """The defaults were filled in before: a swept choice would change no other key than itself."""
-        if self.CHOICE in self.sweep and len({str(one | {"sweep": {}}) for one in self.DEFAULTS.values()}) > 1:
+        if self.CHOICE in self.sweep:
             raise ValueError(f"sweep.{self.CHOICE}: it sets defaults of other keys, which a sweep does not; remove it")
         return self
 

@@ -32,7 +32,8 @@ class Config(TrainedConfig, LabeledConfig):
 
     protocol: which recipe the other keys default to: `paper` (the defaults listed), or `mae`: no sweep, adamw at 5e-4
         per 256 images, 100 epochs, batches of 1024 (MAE's ViT-B numbers; without RandAugment and random erasing, and
-        with a decay to zero instead of 1e-6 and the norm before pooling instead of after).
+        with a decay to zero instead of 1e-6 and the norm before pooling instead of after). Training from scratch has no
+        layer decay, which would keep its lower layers untrained.
     held_out: share of each class's training images that the sweep is scored on; only the last training with all labels
         trains on them, as in the paper.
     sweep_labels_per_class: the label budget of the sweep (None: that of the run), so that one sweep can serve several.
@@ -88,10 +89,13 @@ class Evaluator(BaseEvaluator):
         c: Config = self.config
         trained = images.context.trained
         if images.source == "untrained":
+            one_rate = c.optim.model_copy(update={"layer_decay": None})
+            evaluator = Evaluator(c.model_copy(update={"optim": one_rate}))
             encoder = factory.fresh(trained, seed, c.image_size)
         else:
+            evaluator = self
             encoder = factory.at_size(trained, c.image_size or trained.image_size, c.position_resampling)
-        return fit(self, images, self._with_rates(encoder), seed)
+        return fit(evaluator, images, self._with_rates(encoder), seed)
 
     def stage(self, data: DataConfig, encoder: EncoderConfig, images: int, seed: int) -> Recipe:
         c: Config = self.config

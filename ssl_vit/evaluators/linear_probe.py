@@ -54,6 +54,17 @@ class Config(FeatureConfig, LabeledConfig, TrainedConfig):
     c: float = Field(1.0, gt=0)
     max_iterations: int = Field(1000, ge=1)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _check_given(cls, given: Any) -> Any:
+        if isinstance(given, dict):
+            keys = ("optim", "training", "head", "augment", "warmup_epochs")
+            if "method" not in given and (unused := [key for key in keys if key in given]):
+                raise ValueError(f"{unused[0]}: only method=lars trains by gradient descent; add it or remove the key")
+            if "pooling" not in given and isinstance(head := given.get("head"), dict) and "pooling" in head:
+                raise ValueError(f"head.pooling={head['pooling']}: set pooling={head['pooling']} instead")
+        return given
+
     @model_validator(mode="after")
     def _check_pooling(self) -> Self:
         if self.method == "lars" and (self.pooling == "both" or self.block is not None):

@@ -11,7 +11,7 @@ from ssl_vit.evaluators.base import Classifier, Scored
 from ssl_vit.evaluators.base import Evaluator as BaseEvaluator
 from ssl_vit.evaluators.classifier import predict
 from ssl_vit.evaluators.features import ImageSet
-from ssl_vit.files import read_json
+from ssl_vit.files import read_json, sha256
 from ssl_vit.interfaces import Config as BaseConfig
 from ssl_vit.interfaces import UserError
 from ssl_vit.objectives import classification
@@ -46,6 +46,11 @@ class Evaluator(BaseEvaluator):
         saved = checkpoint.newest_of(Path(context.weights))
         if saved is None:
             raise UserError(f"{context.weights}: no checkpoint with a head is kept there; use another evaluator")
+        encoders = [folder / "encoder.safetensors" for folder in (Path(context.weights), saved)]
+        if len({sha256(file) for file in encoders if file.is_file()}) > 1:
+            raise UserError(
+                f"{context.weights}: the checkpoint with the head of its last step is gone; use another evaluator"
+            )
         path = run_of(saved) / "summary.json"
         summary = read_json(path) if path.is_file() else {}  # a run that still trains has none
         where = f"what {context.weights} was trained on and {context.test.spec}"

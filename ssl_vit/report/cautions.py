@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import product
 
-from ssl_vit.evaluators import budget_words
+from ssl_vit.evaluators import budget_words, several
 from ssl_vit.records import ArmRecord
 from ssl_vit.report.read import Comparison
 from ssl_vit.report.runs import flat, joined, text
@@ -24,10 +24,9 @@ def cautions(comparison: Comparison, summary: Summary) -> Iterator[str]:
     if not comparison.record.study and (differing := architecture_differences(comparison.record.arms)):
         yield f"Caution: the arms differ in architecture, image preparation or precision. {'. '.join(differing)}."
     yield from dict.fromkeys(_kept_dropout(comparison))  # once for all datasets
+    said = {(head.place, head.arm, head.against) for head in summary.headlines}
     for row in (one for one in summary.means if one.role in ("reference", "baseline")):
-        headline = any(
-            (one.place, one.arm, one.against) == (row.place, row.arm, row.against) for one in summary.headlines
-        )
+        headline = (row.place, row.arm, row.against) in said
         if row.arm == comparison.tested[0] and row.outcome == "worse" and not headline:
             title = comparison.record.evaluators[row.place.evaluator].title
             against, arm = comparison.spoken(row.against), comparison.spoken(row.arm)
@@ -91,23 +90,35 @@ def _kept_dropout(comparison: Comparison) -> Iterator[str]:
 
 
 def _one_length(comparison: Comparison, head: Difference) -> Iterator[str]:
-    """Fine-tuning of a single length, where the headline is against training from scratch."""
+    """Fine-tuning of a single length, or of other lengths per arm, where the headline is against training from
+    scratch."""
     evaluator = comparison.record.evaluators[head.place.evaluator]
+    if not evaluator.trains_encoder:
+        return
     settings = evaluator.settings.get(head.place.data, {})
-    sweep, training = settings.get("sweep", {}), settings.get("training", {})
-    lengths = {f"sweep.{key}": sweep.get(key, ()) for key in ("training.steps", "training.epochs")}
+    shared = {f"sweep.{key}": values for key, values in settings.get("sweep", {}).items()}
+    shared |= {f"training.{key}": value for key, value in settings.get("training", {}).items()}
     arms = [arm for arm in comparison.record.arms if arm.name in (head.arm, head.against)]
-    swept = [lengths | arm.own_settings(head.place.data, head.place.evaluator) for arm in arms]
-    if evaluator.trains_encoder and not all(any(len(one[key] or ()) > 1 for key in lengths) for one in swept):
-        length = next((f"{training[key]:,} {key}" for key in ("steps", "epochs") if training.get(key)), "")
-        longer = ((arm.label, own.get("extra_steps")) for arm, own in zip(arms, swept, strict=True))
-        more = [f"{steps:,} more for {label}" for label, steps in longer if steps]
-        used = f" ({', '.join([length, *more])})" if length else ""
+    used, swept, more = dict[str, str](), list[bool](), list[str]()
+    for arm in arms:
+        own = shared | arm.own_settings(head.place.data, head.place.evaluator)
+        unit = next((key for key in ("steps", "epochs") if own.get(f"sweep.training.{key}")), "")
+        tried = several(own[f"sweep.training.{unit}"]) if unit else ()
+        unit = unit or next((key for key in ("steps", "epochs") if own.get(f"training.{key}")), "")
+        used[arm.label] = f"{joined([f'{n:,}' for n in tried or [own[f'training.{unit}']]])} {unit}" if unit else ""
+        swept.append(len(tried) > 1)
+        more += [f"{steps:,} more for {arm.label}"] if (steps := own.get("extra_steps")) else []
+    differ = len({*used.values()}) > 1
+    lengths = "; ".join(f"{label}: {length}" for label, length in used.items()) if differ else next(iter(used.values()))
+    lengths = ", ".join(filter(None, [lengths, *more]))
+    if not all(swept):
         reason = "Training from scratch often needs a longer one than a pretrained encoder. " * (not more)
         yield (
-            f"Caution: no sweep selected the length of fine-tuning{used}. {reason}The difference may depend on it "
-            "(sweep training.steps)."
+            f"Caution: no sweep selected the length of fine-tuning ({lengths}). {reason}The difference may depend on "
+            "it (sweep training.steps)."
         )
+    elif differ:
+        yield f"Caution: the arms select the length of fine-tuning from different ones ({lengths})."
 
 
 def _richly_selected(comparison: Comparison, head: Difference) -> Iterator[str]:
@@ -123,8 +134,8 @@ def _richly_selected(comparison: Comparison, head: Difference) -> Iterator[str]:
     if any(sweep.held_out > smallest.labels for sweep in sweeps):
         used = max(sweep.labels for sweep in sweeps)
         yield (
-            f"Caution: the settings for {budget_words(smallest.labels_per_class)} ({smallest.labels} labeled images) "
-            f"were selected with {used} labeled images. With the labels of the budget alone, no arm "
+            f"Caution: the settings for {budget_words(smallest.labels_per_class)} ({smallest.labels:,} labeled images) "
+            f"were selected with {used:,} labeled images. With the labels of the budget alone, no arm "
             "could select its settings as well."
         )
 

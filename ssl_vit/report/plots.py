@@ -95,14 +95,15 @@ def accuracy_curve(curves: Sequence[Curve], xlabel: str, ylabel: str, levels: Ma
 def _bars(curves: Sequence[Curve], ylabel: str) -> Markup:
     """A horizontal bar per curve, with its interval."""
     with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(5.6, 0.8 + 0.42 * len(curves)))
+        names = [_wrapped(curve.label) for curve in curves]
+        each = 0.2 * max(2, 1 + max(name.count("\n") + 1 for name in names)) + 0.02  # inches
+        figure = Figure(figsize=(5.6, 0.8 + each * len(curves)))
         axes = figure.add_axes((0.33, 0.55 / figure.get_figheight(), 0.63, 1 - 0.65 / figure.get_figheight()))
         means = [100 * curve.estimates[0].mean for curve in curves]
         half = [100 * (curve.estimates[0].half_width or np.nan) for curve in curves]
         axes.barh(
             range(len(curves)), means, xerr=half, color=[curve.style.color for curve in curves], ecolor=INK, capsize=4
         )
-        names = [_wrapped(curve.label) for curve in curves]
         axes.set_yticks(range(len(curves)), names)
         axes.invert_yaxis()
         axes.axvline(0, color=INK, linewidth=0.8)

@@ -87,7 +87,8 @@ class Comparison:
                 words[record.name] = "supervised pretraining" if record.uses_labels else objective
         if arm not in words:
             return self.label(arm)
-        return words[arm] if [*words.values()].count(words[arm]) == 1 else f"{words[arm]} ({self.label(arm)})"
+        others = [words.get(name, self.label(name)) for name in self.arms if name != arm]
+        return f"{words[arm]} ({self.label(arm)})" if words[arm] in others else words[arm]
 
     @cached_property
     def written(self) -> dict[Path, EvaluationRecord | TaskResult]:

@@ -199,11 +199,11 @@ def _pairs(comparison: Comparison, measured: Sequence[str]) -> Iterator[tuple[st
 
 def baseline_of(comparison: Comparison, arm: str, measured: Sequence[str]) -> str | None:
     """Name of the row without pretraining that an arm is compared with: training from scratch, else the untrained
-    encoder. Where there are several, the one of the arm's architecture."""
+    encoder. Where there are several, the one of the arm's architecture, and one without another arm's compute."""
     record = comparison.record
-    rows = [row for row in record.rows if row.name in measured]
+    rows = sorted(record.rows, key=lambda row: getattr(row, "compute_of", None) is not None)
     (architecture,) = [row.architecture for row in record.arms if row.name == arm]
-    baselines = [row for kind in ("scratch", "untrained") for row in rows if row.kind == kind]
+    baselines = [row for kind in ("scratch", "untrained") for row in rows if row.kind == kind and row.name in measured]
     alike = [row.name for row in baselines if row.architecture == architecture]
     return next(iter(alike or [row.name for row in baselines]), None)
 

@@ -175,7 +175,10 @@ def _plan(comparison: Comparison, head: Difference) -> str:
     more += [f"{images:,} more test images"] if images else []
     if not more:
         return f"Neither more {name} nor more test images alone would decide a difference of this size."
-    counted = f" Add {name} with --until-decided, which counts the looks." if units and not record.looks else ""
+    counted = ""
+    if units and not record.looks:
+        limit = f" --max-seeds {len(record.seeds) + units}" if name == "seeds" else ""
+        counted = f" `--until-decided{limit}` adds {name} and counts the looks."
     return f"If the estimate stays the same, {' or '.join(more)} would decide.{counted}"
 
 

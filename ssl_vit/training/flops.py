@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from ssl_vit.interfaces import Batch
+from ssl_vit.interfaces import Batch, UserError
 
 _IMAGES = 2  # one image alone would be refused by a batch norm
 
@@ -68,6 +68,12 @@ def _pass(objective: nn.Module, views: int) -> tuple[float, list[str]]:
     )
     # The default device may be meta here (`stage.check`), but what an objective draws has to have a value.
     with torch.random.fork_rng(devices=[]), torch.device("cpu"), FlopCounterMode(display=False) as counter:
-        replica(batch).loss.backward()
+        try:
+            replica(batch).loss.backward()
+        except (NotImplementedError, RuntimeError) as error:
+            if "meta" not in str(error):
+                raise
+            wrong = "its step needs the values of tensors; use shapes that do not depend on data, and no .item()"
+            raise UserError(f"{type(objective).__module__}: {wrong} ({str(error).splitlines()[0]})") from error
     unused = [name for name, p in replica.named_parameters() if p.requires_grad and p.grad is None]
     return counter.get_total_flops() / _IMAGES, unused

@@ -246,7 +246,8 @@ def test_paths_may_look_like_numbers_and_lists(
 def test_a_protocol_is_not_swept() -> None:
     with pytest.raises(UserError, match=r"sweep\.protocol: it sets defaults of other keys"):
         load_comparison("demo_digits", ["evaluators.fine_tune.sweep.protocol=[paper,mae]"])
-    assert load_comparison("demo_digits", ["evaluators.linear_probe={sweep: {method: [exact, lars]}}"])
+    with pytest.raises(UserError, match=r"sweep\.method: it sets defaults of other keys"):
+        load_comparison("demo_digits", ["evaluators.linear_probe={sweep: {method: [exact, lars]}}"])
 
 
 @pytest.mark.parametrize("own", [True, False])
@@ -256,8 +257,9 @@ def test_labeled_data_is_read_as_the_comparison_says(own: bool) -> None:
 
 
 def test_shipped_sweeps_have_three_rates_and_one_dropout_for_all_arms() -> None:
-    """The demo declares its settings itself; the searches for rates of pretraining have one rate of fine-tuning."""
-    others = ("demo_digits", "own_images_rates_cpu", "cifar10_rates_cpu")
+    """The demo declares its settings itself; the searches for rates of pretraining have one rate of fine-tuning, and
+    photos_longest_cpu has the rate that photos_longer_cpu selected."""
+    others = ("demo_digits", "own_images_rates_cpu", "cifar10_rates_cpu", "photos_longest_cpu")
     names = [name for name, path in recipe.shipped().items() if "arms" in recipe.read(path) and name not in others]
     swept = 0
     for name in names:

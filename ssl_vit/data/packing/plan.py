@@ -110,11 +110,11 @@ def _by_class(indices: np.ndarray, labels: np.ndarray | None) -> list[np.ndarray
 
 def _held_out(source: Source, fraction: float, rng: np.random.Generator) -> np.ndarray:
     """The indices of the test images, ascending: a fraction of each class, or of the source's groups."""
-    grouped = source.groups is not None
-    parts = [np.unique(source.groups)] if grouped else _by_class(np.arange(source.count), source.labels)
+    groups = source.groups
+    parts = _by_class(np.arange(source.count), source.labels) if groups is None else [np.unique(groups)]
     sizes = [min(max(round(fraction * len(part)), 1), len(part) - 1) for part in parts]
     test = _sample(rng, parts, sizes)
-    return np.flatnonzero(np.isin(source.groups, test)) if grouped else np.sort(test)
+    return np.sort(test) if groups is None else np.flatnonzero(np.isin(groups, test))
 
 
 def _folds(source: Source, indices: np.ndarray, folds: int, seed: int) -> list[np.ndarray]:
