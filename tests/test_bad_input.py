@@ -137,7 +137,7 @@ def test_bad_samples_are_skipped_counted_and_named(call: Call, shards: Path, tmp
     found = {s["key"]: s["reason"] for row in events(tmp_path / "run") for s in row["samples"]}  # type: ignore[attr-defined]
     assert set(found) == {f"00010{n}" for n in range(5)}
     for key, reason in {
-        "000100": "not an image",
+        "000100": "unreadable",
         "000101": "not an image",
         "000102": "outside the classes 0..2",
         "000103": "not a class index",
