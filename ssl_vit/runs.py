@@ -116,7 +116,7 @@ def check(run: Path, settings: Recipe, data: str | None = None) -> None:
                 "give this one another directory with run=PATH, or delete that one"
             )
         about = read_json(run / ENVIRONMENT) if (run / ENVIRONMENT).exists() else {}
-        if about.get("objective", "") != plugins.checksum("objectives", settings.objective.name) and about:
+        if about and about.get("objective", "") != plugins.checksum("objectives", settings.objective.name):
             raise UserError(
                 f"{run} was trained with another version of {settings.objective.name}: give this run another directory "
                 "with run=PATH, delete that one, or restore the old version"

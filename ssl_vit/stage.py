@@ -261,7 +261,8 @@ def dry_run(settings: Recipe, shards: ShardSet | None = None, subset: np.ndarray
     before its first step.
     """
     training = settings.training
-    copies = 2 + memory.OPTIMIZER_COPIES[settings.optim.name] + bool(training.ema)  # and the gradients
+    # Of each weight: itself, its gradient, the optimizer's state and the moving average.
+    copies = 2 + memory.OPTIMIZER_COPIES[settings.optim.name] + bool(training.ema)
     accelerator = make_accelerator(training.precision, training.timeout)
     shards = shards or open_training(settings.data)
     job = build(settings, shards, accelerator, subset=subset, quiet=True)

@@ -31,6 +31,8 @@ def test_a_dry_run_counts_what_the_run_would_do_and_writes_nothing(
     outside = (4 * width + width) + (patches + 1) * width + width + 2 * width + width + (classes * width + classes)
     assert found["parameters"] == 2 * block + outside
     assert found["weights_mib"] == round(16 * (2 * block + outside) / 2**20, 1)
+    averaged = json.loads(dry_run("--json", *keys, "training.ema=0.9").stdout)
+    assert averaged["weights_mib"] == round(20 * (2 * block + outside) / 2**20, 1)
     assert found["steps"] == 100
     assert found["hours"] >= 0
     assert found["recipe"]["encoder"]["depth"] == 2

@@ -90,7 +90,7 @@ class SampleReader:
         try:
             self.kept, self.end = torch.empty(cache_bytes, dtype=torch.uint8), 0
         except RuntimeError:
-            raise UserError(f"data.cache_mb={cache_bytes >> 20}: the memory cannot hold as much; lower it") from None
+            raise UserError(f"data.cache_mb={cache_bytes >> 20}: this memory cannot be allocated; lower it") from None
         self.cache: dict[tuple[int, int], tuple[int, int, int, int, str]] = {}
         self.reads = 0
         self.least: tuple[int, int] | None = getattr(preprocess.transform, "least", None)

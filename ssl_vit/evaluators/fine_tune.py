@@ -33,7 +33,7 @@ class Config(TrainedConfig, LabeledConfig):
     protocol: which recipe the other keys default to: `paper` (the defaults listed), or `mae`: no sweep, adamw at 5e-4
         per 256 images, 100 epochs, batches of 1024 (MAE's ViT-B numbers; without RandAugment and random erasing, and
         with a decay to zero instead of 1e-6 and the norm before pooling instead of after). Training from scratch has no
-        layer decay, which would keep its lower layers untrained.
+        layer decay, with which its lower layers would learn little.
     held_out: share of each class's training images that the sweep is scored on; only the last training with all labels
         trains on them, as in the paper.
     sweep_labels_per_class: the label budget of the sweep (None: that of the run), so that one sweep can serve several.
@@ -88,14 +88,12 @@ class Evaluator(BaseEvaluator):
     def fit(self, images: ImageSet, seed: int) -> Classifier:
         c: Config = self.config
         trained = images.context.trained
-        if images.source == "untrained":
-            one_rate = c.optim.model_copy(update={"layer_decay": None})
-            evaluator = Evaluator(c.model_copy(update={"optim": one_rate}))
-            encoder = factory.fresh(trained, seed, c.image_size)
-        else:
-            evaluator = self
+        if images.source != "untrained":
             encoder = factory.at_size(trained, c.image_size or trained.image_size, c.position_resampling)
-        return fit(evaluator, images, self._with_rates(encoder), seed)
+            return fit(self, images, self._with_rates(encoder), seed)
+        encoder = factory.fresh(trained, seed, c.image_size)
+        one_rate = c.model_copy(update={"optim": c.optim.model_copy(update={"layer_decay": None})})
+        return fit(Evaluator(one_rate), images, self._with_rates(encoder), seed)
 
     def stage(self, data: DataConfig, encoder: EncoderConfig, images: int, seed: int) -> Recipe:
         c: Config = self.config

@@ -48,9 +48,7 @@ class Evaluator(BaseEvaluator):
             raise UserError(f"{context.weights}: no checkpoint with a head is kept there; use another evaluator")
         encoders = [folder / "encoder.safetensors" for folder in (Path(context.weights), saved)]
         if len({sha256(file) for file in encoders if file.is_file()}) > 1:
-            raise UserError(
-                f"{context.weights}: the checkpoint with the head of its last step is gone; use another evaluator"
-            )
+            raise UserError(f"{context.weights}: its last checkpoint, with the head, is gone; use another evaluator")
         path = run_of(saved) / "summary.json"
         summary = read_json(path) if path.is_file() else {}  # a run that still trains has none
         where = f"what {context.weights} was trained on and {context.test.spec}"

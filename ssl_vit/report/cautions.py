@@ -90,35 +90,36 @@ def _kept_dropout(comparison: Comparison) -> Iterator[str]:
 
 
 def _one_length(comparison: Comparison, head: Difference) -> Iterator[str]:
-    """Fine-tuning of a single length, or of other lengths per arm, where the headline is against training from
-    scratch."""
-    evaluator = comparison.record.evaluators[head.place.evaluator]
+    """Where the headline is against training from scratch: a length of fine-tuning that was not selected, or that the
+    two arms selected from different ones."""
+    evaluator, data = comparison.record.evaluators[head.place.evaluator], head.place.data
     if not evaluator.trains_encoder:
         return
-    settings = evaluator.settings.get(head.place.data, {})
-    shared = {f"sweep.{key}": values for key, values in settings.get("sweep", {}).items()}
-    shared |= {f"training.{key}": value for key, value in settings.get("training", {}).items()}
-    arms = [arm for arm in comparison.record.arms if arm.name in (head.arm, head.against)]
-    used, swept, more = dict[str, str](), list[bool](), list[str]()
-    for arm in arms:
-        own = shared | arm.own_settings(head.place.data, head.place.evaluator)
-        unit = next((key for key in ("steps", "epochs") if own.get(f"sweep.training.{key}")), "")
-        tried = several(own[f"sweep.training.{unit}"]) if unit else ()
-        unit = unit or next((key for key in ("steps", "epochs") if own.get(f"training.{key}")), "")
-        used[arm.label] = f"{joined([f'{n:,}' for n in tried or [own[f'training.{unit}']]])} {unit}" if unit else ""
-        swept.append(len(tried) > 1)
-        more += [f"{steps:,} more for {arm.label}"] if (steps := own.get("extra_steps")) else []
-    differ = len({*used.values()}) > 1
-    lengths = "; ".join(f"{label}: {length}" for label, length in used.items()) if differ else next(iter(used.values()))
-    lengths = ", ".join(filter(None, [lengths, *more]))
-    if not all(swept):
+    settings = evaluator.settings.get(data, {})
+    shared = {
+        f"{section}.{key}": v for section in ("sweep", "training") for key, v in settings.get(section, {}).items()
+    }
+    tried, more = dict[str, tuple[str, ...]](), ""
+    for arm in (arm for arm in comparison.record.arms if arm.name in (head.arm, head.against)):
+        own = shared | arm.own_settings(data, head.place.evaluator)
+        keys = ("sweep.training.steps", "sweep.training.epochs", "training.steps", "training.epochs")
+        key = next((key for key in keys if own.get(key)), "")
+        unit = key.rpartition(".")[2]
+        tried[arm.label] = tuple(f"{length:,} {unit}" for length in several(own.get(key, ())))
+        more += f", {own['extra_steps']:,} more for {arm.label}" if own.get("extra_steps") else ""
+    if len({*tried.values()}) == 1:
+        used = joined(next(iter(tried.values())))
+    else:
+        used = "; ".join(f"{label}: {joined(lengths)}" for label, lengths in tried.items())
+    given = f" ({used}{more})" if used else ""
+    if any(len(lengths) < 2 for lengths in tried.values()):
         reason = "Training from scratch often needs a longer one than a pretrained encoder. " * (not more)
         yield (
-            f"Caution: no sweep selected the length of fine-tuning ({lengths}). {reason}The difference may depend on "
-            "it (sweep training.steps)."
+            f"Caution: no sweep selected the length of fine-tuning{given}. {reason}The difference may depend on it "
+            "(sweep training.steps)."
         )
-    elif differ:
-        yield f"Caution: the arms select the length of fine-tuning from different ones ({lengths})."
+    elif len({*tried.values()}) > 1:
+        yield f"Caution: the arms select the length of fine-tuning from different ones{given}."
 
 
 def _richly_selected(comparison: Comparison, head: Difference) -> Iterator[str]:

@@ -44,7 +44,7 @@ def test_a_shard_that_is_listed_twice_is_refused(folder: Path, tmp_path: Path) -
 
 
 def test_a_pattern_that_matches_folders_is_refused(folder: Path) -> None:
-    with pytest.raises(UserError, match="is a folder; name its shards"):
+    with pytest.raises(UserError, match="is a folder; name the shards in it"):
         open_shards(f"{folder.parent}/*")
 
 

@@ -23,7 +23,7 @@ from ssl_vit.data.samples import Preprocess, Sample, SampleReader
 from ssl_vit.data.shards import ShardSet, open_shards
 from ssl_vit.data.shards.reading import ShardFile
 from ssl_vit.data.stream import train_source
-from ssl_vit.interfaces import BadSample, Batch
+from ssl_vit.interfaces import BadSample, Batch, UserError
 from ssl_vit.records import SkippedSample
 from tests.tars import encoded, packed, write_tar
 
@@ -200,6 +200,11 @@ def test_a_cache_does_not_decide_whether_a_damaged_image_is_bad(tmp_path: Path) 
         reader = SampleReader(open_shards(str(tmp_path)), see, cache)
         found.append([isinstance(reader.sample(0, 0, epoch), SkippedSample) for epoch in range(20)])
     assert found[0] == found[1] and 0 < sum(found[0]) < 20
+
+
+def test_a_cache_that_no_memory_holds_is_named(shards: ShardSet) -> None:
+    with pytest.raises(UserError, match=r"data\.cache_mb=1099511627776"):
+        SampleReader(shards, Preprocess(train_transform(8, AugmentConfig()), 3, None), 1 << 60)
 
 
 def test_few_labeled_images_among_many_train(tmp_path: Path) -> None:

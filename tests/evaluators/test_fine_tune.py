@@ -78,6 +78,11 @@ def test_settings_on_top_of_a_protocols_defaults() -> None:
     assert (paper.optim.name, paper.head.head, paper.training.steps) == ("sgd", "linear", 500)
     assert [settings["optim.lr"] for settings in paper.candidates] == [0.001, 0.003, 0.01, 0.03]
     assert recipe.validate(fine_tune.Config, paper.model_dump(mode="json")) == paper
+    assert recipe.validate(fine_tune.Config, {"optim": {"lr": 0.5}}).candidates == [{}], "one value is not swept"
+    assert recipe.validate(fine_tune.Config, {"optim": {"momentum": 0.5}}).candidates == paper.candidates
+    assert (mae.warmup_epochs, mae.optim.warmup_steps) == (5, 0)
+    steps = recipe.validate(fine_tune.Config, {"protocol": "mae", "optim": {"warmup_steps": 7}})
+    assert (steps.warmup_epochs, steps.optim.warmup_steps) == (None, 7)
     mixed = recipe.parse_overrides(["sweep.training.epochs=[3,1]", "sweep.optim.lr=[0.2,0.1]"])
     swept = recipe.validate(fine_tune.Config, mixed)
     assert [(one["training.epochs"], one["optim.lr"]) for one in swept.candidates] == [
@@ -167,3 +172,16 @@ def test_an_average_of_the_weights_predicts(tuned: Tuned) -> None:
     last, none, averaged = (scores for scores in found if scores is not None)
     np.testing.assert_allclose(last, none, rtol=1e-5)
     assert not np.allclose(last, averaged, rtol=1e-5)
+
+
+def test_training_from_scratch_has_no_layer_decay(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found, fit = dict[str, float | None](), fine_tune.fit
+
+    def noted(evaluator: Any, images: Any, encoder: Any, seed: int) -> Any:
+        found[images.source] = evaluator.config.optim.layer_decay
+        return fit(evaluator, images, encoder, seed)
+
+    monkeypatch.setattr(fine_tune, "fit", noted)
+    data = (f"{trained}/train", f"{trained}/test")
+    api.evaluate(trained / "run", "fine_tune", *data, [*FAST, "optim.layer_decay=0.5"])
+    assert found == {"trained": 0.5, "untrained": None}

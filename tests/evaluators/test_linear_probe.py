@@ -94,6 +94,17 @@ def test_one_key_sets_the_pooling() -> None:
         validate(Config, {"method": "lars", "head": {"pooling": "patches"}})
 
 
+def test_given_settings_are_used_or_refused() -> None:
+    assert validate(Config, {"c": 3.0}).candidates == [{}], "one value is not swept"
+    assert validate(Config, {"max_iterations": 7}).candidates == validate(Config, {}).candidates
+    with pytest.raises(UserError, match="optim: only method=lars trains by gradient descent"):
+        validate(Config, {"optim": {"lr": 0.9}})
+    lars = validate(Config, {"method": "lars", "optim": {"lr": 0.9}})
+    assert lars.optim.lr == 0.9 and validate(Config, lars.model_dump()) == lars
+    with pytest.raises(UserError, match=r"head\.pooling=token: set pooling=token"):
+        validate(Config, {"method": "lars", "head": {"pooling": "token"}})
+
+
 @pytest.mark.parametrize("head", ["linear", "mlp"])
 def test_a_head_that_would_train_the_encoder_is_refused(head: str) -> None:
     with pytest.raises(UserError, match=rf"head\.head={head}.*fine_tune"):

@@ -81,6 +81,14 @@ def test_runs_without_a_classifier_are_refused(folder: Path) -> None:
         api.evaluate(folder / "digits_ssl", "own_head", f"{folder}/train", f"{folder}/test")
 
 
+def test_a_head_of_an_earlier_step_is_refused(folder: Path, tmp_path: Path) -> None:
+    run = shutil.copytree(folder / "digits_supervised", tmp_path / "run")
+    shutil.rmtree(checkpoint.folders(run)[-1])
+    assert checkpoint.folders(run)
+    with pytest.raises(UserError, match="its last checkpoint, with the head, is gone"):
+        api.evaluate(run, "own_head", f"{folder}/train", f"{folder}/test")
+
+
 def test_a_run_that_is_still_trained_knows_its_classes_and_a_part_of_the_labels_counts(
     folder: Path, tmp_path: Path
 ) -> None:

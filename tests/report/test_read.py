@@ -13,12 +13,13 @@ import pytest
 from ssl_vit import results
 from ssl_vit.files import sha256, write_json
 from ssl_vit.interfaces import UserError
+from ssl_vit.records import ArmRecord
 from ssl_vit.report.export import export
 from ssl_vit.report.read import read
 from ssl_vit.report.runs import flat, read_run
 from ssl_vit.report.summary import EvaluationKey, summarize
 from ssl_vit.report.tables import cost_table, place_tables, sweep_table
-from tests.report.made import SUMMARY, SWEEP, prediction, row, two_arms, write_comparison, write_run
+from tests.report.made import ARMS, SUMMARY, SWEEP, prediction, row, two_arms, write_comparison, write_run
 
 
 def test_a_run_that_was_killed_and_resumed(tmp_path: Path) -> None:
@@ -221,3 +222,11 @@ def test_the_winner_of_an_older_sweep_is_not_a_result_at_a_budget_that_is_no_lon
             if file.exists():  # the sweep trained that model already
                 results.save(file, rows, **results.load(file)[1])
         assert (0.9 in [one.accuracy for one in read([folder]).table.results]) == kept
+
+
+def test_a_method_that_is_the_label_of_another_arm_is_told_apart(tmp_path: Path) -> None:
+    given = ArmRecord(name="given", label="masked patch prediction", kind="weights", run="w")
+    rows = [*two_arms(), *(row("given", 5, seed, 0.9) for seed in range(3))]
+    found = read([write_comparison(tmp_path / "c", rows, arms=(*ARMS, given))])
+    assert found.spoken("ssl") == f"masked patch prediction ({ARMS[0].label})"
+    assert found.spoken("scratch") == "training from scratch"

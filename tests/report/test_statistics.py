@@ -90,6 +90,14 @@ def test_a_bootstrap_of_seeds_and_images_agrees() -> None:
     assert np.var(means) == pytest.approx(expected, rel=0.15)
 
 
+def test_two_seeds_have_one_degree_of_freedom() -> None:
+    """The mean square of images alone would give hundreds, and intervals that cover the truth too rarely."""
+    a, b = simulated(2, 2000)
+    found = paired_difference(a, b)
+    assert found.degrees_of_freedom == 1 and found.variance_shares[1] > 0
+    assert found.half_width == pytest.approx(stats.t.ppf(0.975, 1) * found.standard_error)
+
+
 def test_fewer_pretrainings_than_seeds_are_the_unit() -> None:
     a, b = simulated(6, 50)
     d = a.astype(float) - b

@@ -59,6 +59,13 @@ def test_the_baseline_has_the_same_architecture(folder: Path) -> None:
     assert summary(folder, rows, arms=arms).headlines[0].against == "wide"
 
 
+def test_the_baseline_is_plain_training_from_scratch_whatever_the_order_of_arms(folder: Path) -> None:
+    longer = ARMS[1].model_copy(update={"name": "longer", "label": "longer", "compute_of": "ssl"})
+    rows = [*two_arms(0.2, budgets=(5,)), *(row("longer", 5, seed, 0.6) for seed in range(3))]
+    for number, arms in enumerate(([ARMS[0], longer, ARMS[1]], [ARMS[0], ARMS[1], longer])):
+        assert summary(folder / str(number), rows, arms=arms).headlines[0].against == "scratch"
+
+
 def test_the_mean_of_the_per_class_accuracies_weights_images(folder: Path) -> None:
     rows = two_arms(0.2, budgets=(5,))
     uneven = np.arange(100) < 90

@@ -112,14 +112,14 @@ def test_json_has_no_numbers_that_json_does_not_have(tmp_path: Path) -> None:
 
 
 def test_everything_is_exported_for_other_programs(tmp_path: Path) -> None:
-    folder = write_comparison(tmp_path / "c", two_arms(), missing=["digits-fine_tune-ssl-5-0-0"])
+    folder = write_comparison(tmp_path / "c", two_arms(seeds=4), missing=["digits-fine_tune-ssl-5-0-0"])
     found = json.loads(write_report([folder], tmp_path / "r.json", "json").read_text())
     assert (found["finished"], found["missing"]) == (False, ["digits-fine_tune-ssl-5-0-0"])
     assert found["summary"]["headlines"][0]["outcome"] == "better"
     assert found["summary"]["headlines"][0]["estimate"]["half_width"] > 0
-    assert len(found["rows"]) == 11 and found["record"]["name"] == "c"
+    assert len(found["rows"]) == 15 and found["record"]["name"] == "c"
     spent = {(cost["stage"], cost["arm"]): cost["images_seen"] for cost in found["costs"]}
-    assert spent["Total", "ssl"] == 640 + 5 * 64 and ("Pretraining", "scratch") not in spent
+    assert spent["Total", "ssl"] == 640 + 7 * 64 and ("Pretraining", "scratch") not in spent
 
 
 @pytest.mark.parametrize("form", ["html", "markdown", "latex", "csv", "json"])

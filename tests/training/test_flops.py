@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 
+from ssl_vit.interfaces import Batch, StepOutput, UserError
 from ssl_vit.models.timm_encoder import TimmEncoder
 from ssl_vit.objectives import classification, masked_patch
 from ssl_vit.training.flops import training_flops, unused_parameters
@@ -58,3 +60,17 @@ def test_parameters_without_a_gradient_are_found(make_encoder: Callable[..., Any
     assert unused(convnext, "patches") == [f"encoder.network.head.norm.{name}" for name in ("weight", "bias")]
     assert all(unused(make_encoder(), pooling) == [] for pooling in ("token", "mean", "patches"))
     assert unused(make_encoder().requires_grad_(False), "mean") == []
+
+
+@pytest.mark.parametrize("values", [lambda loss: loss[loss > 0], lambda loss: loss * loss.mean().item()])
+def test_an_objective_that_needs_values_is_named(
+    make_encoder: Callable[..., Any], values: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    class Own(classification.Objective):
+        def forward(self, batch: Batch) -> StepOutput:
+            output = super().forward(batch)
+            return StepOutput(values(output.loss.reshape(1)).sum(), output.metrics)
+
+    objective = Own(make_encoder(), classification.Config(head="linear", pooling="mean"), 5)
+    with pytest.raises(UserError, match=r"test_flops: its step needs the values of tensors"):
+        training_flops(objective)

@@ -312,6 +312,21 @@ def test_a_run_resumes_with_the_weights_that_it_started_from(train: Train, tmp_p
         train(tmp_path / "run", *keys)
 
 
+def test_a_run_of_another_version_of_an_objective_is_refused(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "an_own_objective.py"
+    module = "from ssl_vit.objectives import masked_patch\nclass Config(masked_patch.Config):\n    name: str\n"
+    file.write_text(f"{module}class Objective(masked_patch.Objective): ...\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    run, key = tmp_path / "run", "objective.name=an_own_objective:Objective"
+    train(run, key)
+    train(run, key)
+    file.write_text(f"{module}class Objective(masked_patch.Objective): ...  # other\n")
+    with pytest.raises(UserError, match="another version of an_own_objective:Objective"):
+        train(run, key)
+
+
 def test_a_checkpoint_that_was_evaluated_is_kept(train: Train, tmp_path: Path, stop_at: Callable[[int], None]) -> None:
     keys, run = ("training.checkpoint_every=2", "training.keep_last=1"), tmp_path / "run"
     stop_at(4)

@@ -45,7 +45,7 @@ def list_shards(spec: str, remote: RemoteConfig) -> tuple[list[str], Info | None
     if not names:
         raise UserError(f"{spec}: no such shard or folder; {store.hint}")
     if inside := [name for name in names if store.local and Path(name).is_dir()]:
-        raise UserError(f"{spec}: {inside[0]} is a folder; name its shards, or each folder by its own in a list")
+        raise UserError(f"{spec}: {inside[0]} is a folder; name the shards in it, or give a list of folders")
     folders = {os.path.dirname(name if store.local else name.partition("?")[0]) for name in names}
     return [store.url(name) for name in names], store.info(folders.pop()) if len(folders) == 1 else None
 
