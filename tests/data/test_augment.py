@@ -124,3 +124,26 @@ def test_jitter_alone_draws_what_it_always_drew() -> None:
     found = color.draw()
     torch.manual_seed(3)
     assert torch.equal(found, 1 + (2 * torch.rand(3) - 1) * torch.tensor([0.4, 0.0, 0.2]))
+
+
+def test_what_is_drawn_does_not_depend_on_each_other() -> None:
+    augment = AugmentConfig(brightness=0.8, saturation=0.8, jitter_prob=0.6, grayscale=0.2, blur=0.5, solarize=0.3)
+    color = color_augment(augment)
+    assert color
+    torch.manual_seed(0)
+    brightness, _, saturation, _, sigma, threshold = torch.stack([color.draw() for _ in range(4000)]).T
+    still, gray, blurred = brightness == 1, saturation == 0, sigma > 0
+    assert (saturation[still & ~gray] == 1).all(), "without jitter it stays, too"
+    for share, expected in (
+        (gray[still], 0.2), (blurred[gray], 0.5), (blurred[still], 0.5), (threshold[blurred] == 128, 0.3),
+        (threshold[gray] == 128, 0.3), (threshold[still] == 128, 0.3),
+    ):  # fmt: skip
+        assert share.float().mean() == pytest.approx(expected, abs=0.07)
+
+
+def test_jitter_may_be_omitted_without_other_changes() -> None:
+    color = color_augment(AugmentConfig(brightness=0.8, jitter_prob=0.5))
+    assert color
+    torch.manual_seed(0)
+    drawn = torch.stack([color.draw() for _ in range(400)])
+    assert (drawn == torch.tensor(NONE)).all(1).float().mean() == pytest.approx(0.5, abs=0.1)

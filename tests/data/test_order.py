@@ -309,3 +309,24 @@ def test_exactly_the_impossible_is_refused(**topology: int) -> None:
     else:
         with pytest.raises(UserError):
             check_topology(**topology)
+
+
+def test_every_set_and_epoch_draws_its_own_order() -> None:
+    one, other = (SampleSet([50] * 20, None, first) for first in (0, 20))
+    drawn = [
+        (planning.shard_order(0, epoch, samples).tolist(), planning.shard_members(0, epoch, samples, 3).tolist())
+        for samples in (one, other)
+        for epoch in (0, 1)
+    ]
+    for orders in zip(*drawn, strict=True):
+        assert len({tuple(order) for order in orders}) == 4
+
+
+def test_an_empty_set_of_a_mixture_takes_no_share_from_the_others() -> None:
+    assert planning.lane_bounds(0, mixed([([0], 3.0), ([8], 1.0)]), 1, 0) == [(0, 0), (0, 8)]
+
+
+def test_samples_of_sets_are_interleaved_in_a_fixed_order() -> None:
+    """A resumed run, on another machine too, must find the same one."""
+    assert planning.interleave([1, 3]).tolist() == [1, 0, 1, 1], "in the middle, and of equals the first set"
+    assert planning.interleave([1000, 1000]).tolist() == [0, 1] * 1000

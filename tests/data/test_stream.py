@@ -313,3 +313,12 @@ def test_shards_of_many_lanes_are_opened_once(
     for _ in itertools.islice(source([LanePosition()] * 8), many.samples // 64):
         pass
     assert len(opened) <= 64 + 2 * 8, "at the borders of the lanes a shard is read by two, and the next epoch begins"
+
+
+def test_the_seed_decides_which_samples_come_first(shards: ShardSet) -> None:
+    data, first = DataConfig(train=shards.spec, lanes=LANES, workers=0), []
+    for seed in (3, 3, 4):
+        see = preprocess(seed=seed)
+        source = train_source(shards, see, data, batch_size=BATCH, rank=0, ranks=1, device=CPU)
+        first.append(next(source([LanePosition()] * LANES))[0].keys)
+    assert first[0] == first[1] != first[2] and {*first[0]} != {*first[2]}

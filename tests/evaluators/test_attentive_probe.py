@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +15,8 @@ from ssl_vit import api, plugins
 from ssl_vit.evaluators import runner
 from ssl_vit.evaluators.attentive_probe import HEAD_SIZE, AttentiveHead, Config, Evaluator
 from ssl_vit.evaluators.features import EvalContext, FeatureConfig, Features, ImageSet
-from ssl_vit.interfaces import UserError
+from ssl_vit.interfaces import Diverged, UserError
+from ssl_vit.records import Cost
 
 
 @pytest.mark.parametrize(("width", "heads"), [(128, 2), (192, 3), (16, 1)])
@@ -106,3 +108,63 @@ def test_too_many_tokens_are_refused_before_they_are_extracted(context: EvalCont
     assert not context.features
     with pytest.raises(ValidationError, match="reads all patches"):
         Config(pooling="mean")
+
+
+def test_the_training_is_adamw_with_a_cosine_decay_on_whole_shuffled_batches(context: EvalContext) -> None:
+    config = Config(steps=7, batch_size=64, lr=0.03, weight_decay=0.5, sweep={})
+    features = {split: patch_features(context, np.random.default_rng(0), split) for split in ("train", "test")}
+    for split, given in features.items():
+        context.features["trained", split, config.representation, None] = given
+    before = torch.get_rng_state()
+    (found,) = Evaluator(config).fit(ImageSet(context, "trained", "train"), 3)(ImageSet(context, "trained", "test"))
+    assert torch.equal(before, torch.get_rng_state())
+    train, test = (torch.from_numpy(one.vectors).reshape(200, context.trained.patches, -1) for one in features.values())
+    mean, std, labels = train.mean((0, 1)), train.std((0, 1), correction=0), torch.from_numpy(features["train"].labels)
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        head = AttentiveHead(context.trained.width, 4)
+    optimizer, shuffle = torch.optim.AdamW(head.parameters(), weight_decay=0.5), torch.Generator().manual_seed(3)
+    for step in range(7):
+        if step % 3 == 0:  # an epoch has three whole batches; its last 8 images are skipped
+            order = torch.randperm(200, generator=shuffle)
+        rows = order[64 * (step % 3) :][:64]
+        optimizer.param_groups[0]["lr"] = 0.03 * (1 + math.cos(math.pi * step / 7)) / 2
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(head((train[rows] - mean) / std), labels[rows]).backward()
+        optimizer.step()
+    expected = head((test - mean) / std).softmax(-1).sort(descending=True).values.detach().numpy()
+    np.testing.assert_allclose(np.asarray(found.prediction.top_scores), expected, atol=1e-5)
+
+
+def test_the_cost_is_three_forward_passes_of_the_head(context: EvalContext) -> None:
+    """A multiply and an add are two operations."""
+    config, patches, width = Config(steps=2, batch_size=50, sweep={}), context.trained.patches, context.trained.width
+    features = patch_features(context, np.random.default_rng(0), "train")
+    for split in ("train", "test"):
+        context.features["trained", split, config.representation, None] = features
+    (found,) = Evaluator(config).fit(ImageSet(context, "trained", "train"), 0)(ImageSet(context, "trained", "test"))
+    heads = max(1, round(width / HEAD_SIZE))
+    keys_and_values, attention = patches * width * 2 * heads * HEAD_SIZE, 2 * patches * heads * HEAD_SIZE
+    forward = 2 * (keys_and_values + attention + heads * HEAD_SIZE * 4)
+    assert (found.cost.images_seen, found.cost.flops) == (100, 3 * forward * 100)
+
+
+def test_the_memory_of_the_tokens_is_that_of_float32_at_the_size_asked_for(context: EvalContext) -> None:
+    encoder = context.trained
+    height, width = encoder.image_size
+    gib = 4 * 1_000 * encoder.patches * encoder.width / 2**30
+    for size, factor in ((None, 1), ((2 * height, 2 * width), 4)):
+        Evaluator(Config(image_size=size, memory_gib=1.01 * factor * gib)).check(encoder, 1_000)
+        with pytest.raises(UserError, match="the tokens of 1,000 images"):
+            Evaluator(Config(image_size=size, memory_gib=0.99 * factor * gib)).check(encoder, 1_000)
+
+
+def test_a_learning_rate_that_diverges_is_named_and_has_cost_something(context: EvalContext) -> None:
+    config = Config(steps=3, batch_size=50, lr=1e30, sweep={})
+    features = patch_features(context, np.random.default_rng(0), "train")
+    for split in ("train", "test"):
+        context.features["trained", split, config.representation, None] = features
+    classify = Evaluator(config).fit(ImageSet(context, "trained", "train"), 0)
+    with pytest.raises(Diverged, match=r"attentive probe diverged with lr=1e\+30") as caught:
+        classify(ImageSet(context, "trained", "test"))
+    assert isinstance(caught.value.cost, Cost) and caught.value.cost.images_seen == 150

@@ -160,3 +160,12 @@ def test_l2_can_be_selected_on_a_part_of_the_shots(array_context: Build) -> None
     best = float(ten.selected["l2"])
     expected = few_shot_accuracy(*digits()[0], *digits()[1], shots=(10,), seeds=(0,), l2=best)
     assert ten.accuracy == expected[10, 0]
+
+
+@pytest.mark.parametrize("name", ["n<d", "n>d"])
+def test_images_may_come_in_any_order(name: str) -> None:
+    """As those of all labels do; a number of shots gives them class by class."""
+    train, test = feature_set(name)
+    assert (np.diff(train[1]) < 0).any()
+    scores = scores_by_solve(train, test[0], 1.0)
+    np.testing.assert_array_equal(Ridge(*train).predict(test[0], 1.0), np.unique(train[1])[scores.argmax(1)])

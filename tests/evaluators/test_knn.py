@@ -86,3 +86,37 @@ def test_the_evaluator_uses_the_labels_it_was_allowed(array_context: Build, budg
     for row in rows:
         assert row.prediction.top_classes is not None
         np.testing.assert_array_equal(row.prediction.top_classes[:, 0], row.prediction.predicted)
+
+
+def test_a_comparison_uses_the_first_k(array_context: Build) -> None:
+    context = array_context((TRAIN_X, TRAIN_Y), (TEST_X, TEST_Y))
+    rows, _ = runner.evaluate(Evaluator(Config(ks=(1, 20, 5))), context)
+    assert {row.variant for row in rows if row.primary} == {"k=1"}
+
+
+def test_a_k_of_the_training_set_or_more_counts_all_of_it() -> None:
+    for k in (60, 1000):
+        classes, shares = knn_votes(TRAIN_X, TRAIN_Y, TEST_X, ks=(k,), temperature=1.0)[k]
+        for own_classes, own_shares, expected in zip(classes, shares, naive_votes(60, 1.0), strict=True):
+            found = dict(zip(own_classes.tolist(), own_shares.tolist(), strict=True))
+            assert found == pytest.approx(expected, abs=1e-6)
+
+
+def test_the_shares_of_the_best_five_classes_are_of_all_votes() -> None:
+    classes, shares = knn_votes(np.ones((8, 2)), np.arange(8), np.ones((1, 2)), ks=(8,))[8]
+    assert classes.tolist() == [[0, 1, 2, 3, 4]] and shares[0] == pytest.approx([1 / 8] * 5)
+
+
+def test_of_many_equally_similar_neighbors_the_earlier_count() -> None:
+    """More than numpy's default sort keeps in their order."""
+    generator = np.random.default_rng(0)
+    train, labels = np.eye(2)[generator.integers(2, size=2000)], np.arange(2000)
+    first = np.flatnonzero(train[:, 0])[:5]
+    classes, _ = knn_votes(train, labels, np.array([[1.0, 0.0]]), ks=(5,))[5]
+    assert classes[0].tolist() == first.tolist()
+
+
+def test_labeled_images_that_cannot_be_read_are_not_counted(array_context: Build) -> None:
+    context = array_context((TRAIN_X, TRAIN_Y), (TEST_X, TEST_Y), (3, 7))
+    (row,) = runner.measure(Evaluator(Config(ks=(1,))), context, "trained", ("all",), (0,))
+    assert row.labels == 58 and "2 of 60 labeled images could not be read" in row.notes[-1]

@@ -6,6 +6,7 @@ import math
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,12 +16,12 @@ from sklearn.linear_model import LogisticRegression
 
 from ssl_vit import api
 from ssl_vit.data.shards import open_shards
-from ssl_vit.evaluators import runner
-from ssl_vit.evaluators.features import EvalContext
+from ssl_vit.evaluators import linear_probe, runner
+from ssl_vit.evaluators.features import EvalContext, ImageSet
 from ssl_vit.evaluators.labels import held_out_split, labels_of
 from ssl_vit.evaluators.linear_probe import Config, Evaluator
 from ssl_vit.interfaces import UserError
-from ssl_vit.models import factory
+from ssl_vit.models import EncoderConfig, factory
 from ssl_vit.objectives import classification
 from ssl_vit.recipe import validate
 from ssl_vit.results import Result
@@ -140,3 +141,33 @@ def test_the_probe_by_lars_learns_on_frozen_features(trained: Path) -> None:
     model = factory.load(trained / "run")
     whole = training_flops(classification.Objective(model, classification.Config(head="linear", pooling="mean"), 10))
     assert found[1].flops / found[1].images_seen < 0.4 * whole, "no backward pass through the encoder"
+
+
+def test_features_are_standardized_by_the_variance_of_the_population(array_context: Build) -> None:
+    """Of few images, with a penalty so strong that the scale of the features decides the probabilities."""
+    labels = np.repeat([0, 1], 5)
+    x = features(labels, 1)[:, 4:]
+    found = probe(array_context, (x, labels), (x, labels), sweep={}, c=0.01).prediction.top_scores
+    model = LogisticRegression(C=0.01, max_iter=1000).fit((x - x.mean(0)) / x.std(0), labels)
+    assert found is not None
+    np.testing.assert_allclose(found[:, 0], model.predict_proba((x - x.mean(0)) / x.std(0)).max(1), rtol=1e-3)
+
+
+def test_the_probe_by_lars_reads_what_it_was_asked_for(context: EvalContext, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Any] = []
+    monkeypatch.setattr(linear_probe, "fit", lambda evaluator, images, encoder, seed: given.append(encoder))
+    evaluator = Evaluator(validate(Config, {"method": "lars", "pooling": "patches", "image_size": 12, "lanes": 4}))
+    for source in ("trained", "untrained"):
+        evaluator.fit(ImageSet(context, source, "train"), 0)
+    assert [encoder.image_size for encoder in given] == [(12, 12)] * 2
+    for encoder, own in zip(given, (context.trained, context.untrained), strict=True):
+        assert torch.equal(encoder.network.blocks[0].mlp.fc1.weight, own.network.blocks[0].mlp.fc1.weight)
+    assert not torch.equal(context.trained.network.blocks[0].mlp.fc1.weight, given[1].network.blocks[0].mlp.fc1.weight)
+    stage = evaluator.stage(context.data, EncoderConfig(), 10, 0)
+    assert stage and isinstance(stage.objective, classification.Config)
+    assert (stage.objective.pooling, stage.encoder.image_size, stage.training.batch_size) == ("patches", 12, 8)
+    with pytest.raises(UserError, match="3 labeled images are fewer than lanes=4"):
+        evaluator.stage(context.data, EncoderConfig(), 3, 0)
+    for keys in ({"pooling": "both"}, {"block": 1}):
+        with pytest.raises(UserError, match="method=lars reads the model's output"):
+            validate(Config, {"method": "lars", **keys})

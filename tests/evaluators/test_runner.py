@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -180,10 +181,10 @@ def test_the_best_of_the_others_wins_where_all_that_were_kept_diverge(context: E
             self.config = self.config.model_copy(update={"fails": self.config.right if later else -1})
             return super().fit(train, seed)
 
-    swept = config(sweep={"right": [0, 1, 2, 3]}, held_out_repeats=2)
+    swept = config(sweep={"right": [1, 2, 3, 4]}, held_out_repeats=2)
     record, row = runner.sweep(Later(swept), context, "trained", 10, 3)
-    assert [right for right, *_ in fitted] == [0, 1, 2, 3, 2, 3, 0]
-    assert record.best == {"right": 0} and row is not None and row.selected == {"right": 0}
+    assert [right for right, *_ in fitted] == [1, 2, 3, 4, 3, 4, 2]
+    assert record.best == {"right": 2} and row is not None and row.selected == {"right": 2}
     assert record.cost.images_seen == 4 * 10 + 2 * 1 + 10
 
 
@@ -287,3 +288,23 @@ def test_a_selected_value_that_diverges_later_is_named(context: EvalContext) -> 
 def test_wrong_candidates_are_refused_when_the_settings_are_read(sweep: dict[str, Any], expected: str) -> None:
     with pytest.raises(ValueError, match=expected):
         config(sweep=sweep)
+
+
+def test_the_winner_is_the_best_on_all_held_out_parts_and_its_classifier_that_of_the_first(
+    context: EvalContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Traced(Trainer):
+        """Its classifier tells which images it was fitted to."""
+
+        def fit(self, train: ImageSet, seed: int) -> Classifier:
+            classify, images = super().fit(train, seed), train.images
+            assert images is not None
+            return lambda others: [replace(one, notes=(str(images.tolist()),)) for one in classify(others)]
+
+    scores = iter([0.5, 0.9, 0.8, 0.6])  # of both candidates on the first part, then on the second one
+    monkeypatch.setattr(selection, "scored", lambda prediction: {"accuracy": next(scores)})
+    swept = config(sweep={"right": [1, 2]}, held_out_repeats=2)
+    record, row = runner.sweep(Traced(swept), context, "trained", 10, 3)
+    assert record.best == {"right": 2}, "0.75 on average, against 0.65"
+    first = runner._train_images(Traced(swept), context, "trained", 10, 3)[0].images
+    assert row is not None and first is not None and row.notes[0] == str(first.tolist())

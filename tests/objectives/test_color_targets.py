@@ -116,3 +116,10 @@ def test_more_classes_than_a_head_can_carry_are_refused_for_colors_alone(
     with pytest.raises(UserError, match=message):
         make_objective(encoder={"channels": channels}, bits=bits)
     assert make_objective(encoder={"channels": channels}, bits=bits, target="pixels").head.out_features == channels * 16
+
+
+def test_the_mean_of_a_patch_of_more_pixels_than_float32_counts_is_exact() -> None:
+    image = torch.full((1, 1, 512, 512), 224, dtype=torch.uint8)
+    assert mean_color_classes(image, 512).tolist() == [[7]]
+    image[..., 0, 0] = 223
+    assert mean_color_classes(image, 512).tolist() == [[6]]

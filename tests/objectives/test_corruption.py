@@ -150,3 +150,13 @@ def test_no_shape_depends_on_the_data() -> None:
     noise, tokens = torch.rand(4, noise_needed(9, 4), device="meta"), torch.rand(4, 9, 5, device="meta")
     found, indices = corrupt(tokens, torch.rand(5, device="meta"), 4, noise_BM=noise)
     assert (found.shape, indices.shape) == ((4, 9, 5), (4, 4))
+
+
+def test_donors_are_uniform_where_other_patches_stay_as_they_are() -> None:
+    """Which patch is given does not depend on whether one is."""
+    counts = np.zeros(16)
+    for seed in range(400):
+        found, _ = corrupted(2, 8, 8, seed, mask_prob=0.0, random_prob=0.5)
+        steps = (found - own_places(2, 8)) % 16
+        counts += np.bincount(steps.ravel(), minlength=16)
+    assert chisquare(counts[1:]).pvalue > 1e-5

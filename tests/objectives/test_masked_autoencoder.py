@@ -247,3 +247,18 @@ def test_it_learns_real_digits(make_mae: Make, learned: Make) -> None:
 def test_the_constant_baseline_of_patches_of_one_value() -> None:
     means = {"target_square": torch.tensor([1.0, 4.0]), "target_mean": torch.tensor([[0.0], [2.0]]).squeeze(1)}
     assert constant_l2(means)["constant_loss"].tolist() == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(("ratio", "masked"), [(0.01, 1), (0.7, 11), (0.72, 12), (0.99, 15)])
+def test_the_share_is_rounded_and_leaves_a_patch_on_both_sides(make_mae: Make, ratio: float, masked: int) -> None:
+    objective = make_mae(mask_ratio=ratio)
+    assert (objective.masked, objective.encoder.patches) == (masked, 16)
+
+
+def test_the_decoder_starts_as_maes_does(make_mae: Make) -> None:
+    """Xavier's uniform weights and no biases."""
+    objective = make_mae(encoder={"width": 64, "heads": 4})
+    linears = [one for one in objective.blocks.modules() if isinstance(one, torch.nn.Linear)]
+    for linear in (objective.entry, *linears, objective.head):
+        bound = (6 / (linear.in_features + linear.out_features)) ** 0.5
+        assert 0.95 * bound < linear.weight.abs().max() <= bound and not linear.bias.any()

@@ -7,11 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ssl_vit.records import ArmRecord, SkippedSample, SweepRecord
+from ssl_vit.records import ArmRecord, EvaluatorRecord, SkippedSample, SweepRecord
 from ssl_vit.report.cautions import architecture_differences
 from ssl_vit.report.read import read
 from ssl_vit.report.verdict import notes
-from tests.report.made import ARMS, EVALUATORS, SWEEP, row, said, two_arms, write_comparison
+from tests.report.made import ARMS, EVALUATORS, SUPERVISED, SWEEP, row, said, two_arms, write_comparison
 
 
 def test_a_single_length_of_fine_tuning_is_a_caution(folder: Path) -> None:
@@ -123,3 +123,44 @@ def test_settings_that_seeds_select_at_the_edge_are_a_caution(folder: Path) -> N
     assert "edge of the sweep" not in cautioned("half", 0.3, 0.3, 0.2, 0.2)
     assert "edge of the sweep" not in cautioned("zero", 0.0, 0.0, sweep=(0.0, 0.1, 0.2))
     assert "edge of the sweep" not in cautioned("two values", 0.3, 0.3, sweep=(0.1, 0.3))
+
+
+def test_only_the_arm_under_test_and_only_where_it_is_worse_is_a_caution(folder: Path) -> None:
+    pixels = [replace(one, arm="pixels") for one in two_arms(0.0, evaluator="few_shot") if one.arm == "ssl"]
+    rows = [*two_arms(0.2), *pixels]
+    for arm, gain in (("ssl", 0.0), ("supervised", -0.2)):
+        rows += [replace(one, arm=arm) for one in two_arms(gain, evaluator="few_shot") if one.arm == "ssl"]
+    text = said(folder, rows, arms=(*ARMS, SUPERVISED))
+    assert "is worse than" not in text
+    rows = [*two_arms(0.2), *pixels, *(one for one in two_arms(-0.2, evaluator="few_shot") if one.arm == "ssl")]
+    assert "Caution: Few-shot: masked patch prediction is worse than raw pixels (-20.0" in said(folder / "worse", rows)
+
+
+def test_what_another_evaluator_says_against_the_headline_is_a_caution(folder: Path) -> None:
+    evaluators = EVALUATORS | {"other": EvaluatorRecord(title="Other", trains_encoder=True)}
+    text = said(folder, [*two_arms(0.2), *two_arms(-0.2, evaluator="other")], evaluators=evaluators)
+    assert text.startswith("Masked patch prediction is better than training from scratch")
+    assert "Caution: Other: masked patch prediction is worse than training from scratch (-20.0" in text
+
+
+def test_unequal_sweeps_of_an_unfinished_comparison_are_no_caution(folder: Path) -> None:
+    text = said(folder, two_arms(0.2), sweeps={"ssl": SWEEP, "scratch": SWEEP}, missing=["sweep-scratch"])
+    assert "has not finished" in text and "different numbers of settings" not in text
+
+
+def test_a_study_of_several_architectures_has_no_caution_about_them(folder: Path) -> None:
+    arms = [arm.model_copy(update={"architecture": arm.name}) for arm in ARMS]
+    assert "differ in architecture" in said(folder / "comparison", two_arms(0.2), arms=arms)
+    assert "differ in architecture" not in said(folder / "study", two_arms(0.2), arms=arms, study="samples")
+
+
+def test_every_arm_s_selection_at_the_edge_is_named(folder: Path) -> None:
+    settings = {"digits": {"sweep": {"lr": [0.1, 0.2, 0.3]}}}
+    evaluators = {"few_shot": EVALUATORS["few_shot"].model_copy(update={"settings": settings})}
+    rows = [
+        row(arm, 5, seed, 0.5, evaluator="few_shot", selected={"lr": rate})
+        for arm, rate in (("ssl", 0.2), ("untrained", 0.3))
+        for seed in range(2)
+    ]
+    text = said(folder, rows, evaluators=evaluators)
+    assert "edge of the sweep: Few-shot: lr 0.3 (the untrained encoder, 2 of 2)." in text

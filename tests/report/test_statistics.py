@@ -20,6 +20,7 @@ from ssl_vit.report.statistics import (
     outcome,
     paired_difference,
     plan,
+    points,
     units_of,
 )
 
@@ -268,3 +269,58 @@ def test_few_images_per_class_do_not_make_the_interval_of_the_per_class_mean_too
         found.append(crossed_mean(balanced(values, labels)))
     errors = np.mean([one.standard_error or 0 for one in found])
     assert errors == pytest.approx(np.std([one.mean for one in found]), rel=0.1)
+
+
+def test_the_variance_components_of_an_example_worked_out_by_hand() -> None:
+    """Mean squares of 24 for seeds, 6 for images and 2 for the residual."""
+    found = crossed_mean(np.array([[0.0, 1.0, 2.0], [4.0, 3.0, 8.0]]))
+    components = found.seed_variance, found.image_variance, found.residual_variance
+    assert components == pytest.approx(((24 - 2) / 3, (6 - 2) / 2, 2))
+
+
+def test_the_degrees_of_freedom_are_at_least_those_of_the_seeds() -> None:
+    """Seeds of equal means: Satterthwaite's rule alone would give a tenth of a degree."""
+    interaction = 1.5 * np.array([[1.0, -1.0, 0.0], [-1.0, 1.0, 0.0], [0.0, 0.0, 0.0]])
+    assert crossed_mean(np.array([1.0, -1.0, 0.0]) + interaction).degrees_of_freedom == 2
+
+
+def test_balanced_values_have_the_unbiased_variance_of_each_class() -> None:
+    labels, values = np.repeat([0, 1], 10), np.random.default_rng(0).normal(size=(1, 20))
+    found = balanced(values, labels)
+    for label in (0, 1):
+        assert found[0, labels == label].var() == pytest.approx(values[0, labels == label].var(ddof=1))
+
+
+def test_after_the_first_interval_that_includes_zero_all_do() -> None:
+    """Of p-values of 0.03 and 0.04 the second is below its own level, but the first is above 0.05 / 2."""
+    rows = [Estimate(0.002 * stats.norm.isf(p / 2), None, 0.002, 1e9, 0.0, 0.0, 0.0, 5, 100) for p in (0.03, 0.04)]
+    assert [one.confidence for one in holm(rows)] == pytest.approx([0.975, 0.975])
+    assert all((one.half_width or 0) > one.mean for one in holm(rows))
+
+
+def test_the_plan_counts_the_residual() -> None:
+    """Without spread between seeds and between images, every further seed still averages the residual."""
+    units, _ = plan(Estimate(0.04, 0.2, 0.06, 3.0, 0.0, 0.0, 2.0, units=4, images=300), 0.01)
+    assert units is not None
+    widths = [stats.t.ppf(0.975, 3 + more) * math.sqrt(2.0 / ((4 + more) * 300)) for more in (units - 1, units)]
+    assert widths[0] >= 0.04 > widths[1]
+
+
+def test_the_interval_of_label_efficiency_is_expanded_for_few_units() -> None:
+    """Its tail is 0.1% for five units: a share of 1/3125 of the draws has the lowest accuracy alone, 5/3125 all but
+    once, so the limit is the mean of four times the lowest and once the second one."""
+    accuracy, curve = np.array([0.40, 0.45, 0.50, 0.55, 0.60]), np.array([[0.2, 0.8]] * 5)
+    _, low, high = label_efficiency(accuracy, curve, np.array([1.0, 1000.0]))
+    assert (low, high) == pytest.approx((1000 ** ((0.41 - 0.2) / 0.6), 1000 ** ((0.59 - 0.2) / 0.6)))
+
+
+def test_label_efficiency_resamples_the_same_units_of_both_arms() -> None:
+    """What a seed changes in both arms alike changes nothing."""
+    shared = 0.05 * np.arange(5)
+    found = label_efficiency(0.5 + shared, np.array([0.2, 0.8]) + shared[:, None], np.array([1.0, 100.0]))
+    assert found == pytest.approx((10, 10, 10))
+
+
+def test_a_difference_that_rounds_to_zero_has_no_minus() -> None:
+    assert points(estimate(-0.0004, 0.002)) == "+0.0 ± 0.2"
+    assert points(estimate(-0.0006, None)) == "-0.1"

@@ -15,11 +15,12 @@ from rich.console import Console
 
 from ssl_vit.interfaces import without_credentials
 from ssl_vit.records import ArmRecord, EvaluatorRecord, SkippedSample
+from ssl_vit.report.costs import costs
 from ssl_vit.report.export import export, latex, markdown
 from ssl_vit.report.page import write_report
 from ssl_vit.report.read import Comparison, read
 from ssl_vit.report.tables import columns, cost_table, sweep_table, terminal
-from tests.report.made import ARMS, SUPERVISED, SWEEP, row, two_arms, write_comparison, write_run
+from tests.report.made import ARMS, SUMMARY, SUPERVISED, SWEEP, row, two_arms, write_comparison, write_run
 
 
 def printed(comparison: Comparison, width: int) -> str:
@@ -188,3 +189,17 @@ def test_every_export_carries_names_settings_and_times(tmp_path: Path) -> None:
             assert part in text, (form, part)
     run = write_run(tmp_path / "run", "a", 0.5)
     assert pd.read_csv(write_report([run], tmp_path / "run.csv", "csv"))["saved"].notna().all()
+
+
+def test_what_takes_time_alone_and_the_processes_of_a_given_run_have_their_cost(tmp_path: Path) -> None:
+    given = ArmRecord(name="ssl", label="given", kind="weights", run="w", summary=SUMMARY)
+    rows = [row("ssl", 5, seed, 0.5, evaluator="few_shot", seconds=3.0) for seed in range(2)]
+    found = costs(read([write_comparison(tmp_path, rows, arms=(given, ARMS[1]))]))
+    assert found.loc[("Evaluation", "ssl")].to_dict() == {
+        "images_seen": 0,
+        "flops": 0.0,
+        "seconds": 6.0,
+        "device_hours": pytest.approx(6 / 3600),
+    }
+    assert found.loc[("Pretraining", "ssl"), "device_hours"] == pytest.approx(4 * 1800 / 3600), "on four processes"
+    assert ("Sweeps", "ssl") not in found.index and ("Total", "scratch") not in found.index

@@ -11,11 +11,11 @@ import pytest
 from ssl_vit.records import ArmRecord, Look
 from ssl_vit.report import sequential
 from ssl_vit.report.read import read
-from ssl_vit.report.statistics import points
+from ssl_vit.report.statistics import plan, points
 from ssl_vit.report.summary import summarize
 from ssl_vit.report.tables import place_tables
 from ssl_vit.report.verdict import interval, notes, verdict
-from ssl_vit.results import Result
+from ssl_vit.results import Result, load, save
 from tests.report.made import ARMS, SUPERVISED, SWEEP, row, said, summary, two_arms, write_comparison, write_run
 
 
@@ -299,3 +299,73 @@ def test_the_accuracies_of_a_headline_differ_by_its_estimate(folder: Path) -> No
     head = summary(folder, rows).headlines[0]
     assert head.means == pytest.approx((0.7, 0.5))
     assert head.means[0] - head.means[1] == pytest.approx(head.estimate.mean)
+
+
+def test_each_dataset_has_its_own_label_budgets_and_label_efficiency(folder: Path) -> None:
+    rows = two_arms(0.02, seeds=5)
+    rows += [replace(one, data="pets") for one in two_arms(0.03, budgets=(20, 40), seeds=5)]
+    lines = said(folder, rows).splitlines()
+    for data, first, second in (("digits", 5, 10), ("pets", 20, 40)):
+        text = "\n".join(line for line in lines if line.startswith(f"{data}: "))
+        assert f", the mean over {first} and {second} labels per class (" in text
+        assert f"{data}: By labels per class: {first}: " in text and text.count(f", {second}: ") == 1
+        assert f"for the accuracy of masked patch prediction with {first} labels per class (" in text
+
+
+def test_what_would_decide_counts_all_headlines_and_looks(folder: Path) -> None:
+    """The headline of digits is decided, so that of pets has the interval of a single test: to call it equivalent takes
+    a wider one."""
+    rows = [row(arm, 5, n, 0.5 + 0.2 * (arm == "ssl"), images=400) for arm in ("ssl", "scratch") for n in range(4)]
+    gains = (0.005, -0.005, 0.005, -0.005)
+    rows += [
+        row(arm, 5, n, 0.5 + (gain if arm == "ssl" else 0), images=400, data="pets")
+        for arm in ("ssl", "scratch")
+        for n, gain in enumerate(gains)
+    ]
+    looks = tuple(Look(seeds=seeds, pretrainings=1, outcomes={}) for seeds in (2, 4))
+    cases: dict[str, dict[str, Any]] = {"once": {}, "looks": {"looks": looks, "max_seeds": 8}}
+    for name, changes in cases.items():
+        comparison = read([write_comparison(folder / name, rows, **changes)])
+        found = summarize(comparison)
+        units, images = plan(found.headlines[1].estimate, 0.01, 2, comparison.confidence)
+        assert units and images and units != images
+        text = "\n".join(verdict(comparison, found))
+        assert f"the same, {units:,} more seeds or {images:,} more test images would decide." in text
+        assert (f"`--until-decided --max-seeds {4 + units}` adds seeds" in text) == (name == "once")
+
+
+def test_the_compute_of_a_headline_is_known_although_another_arm_has_imported_weights(folder: Path) -> None:
+    given = ArmRecord(name="given", label="given", kind="weights", run="w", starts_from="my.safetensors")
+    rows = [*two_arms(0.2), *(replace(one, arm="given") for one in two_arms(0.3) if one.arm == "ssl")]
+    assert "Compute: masked patch prediction took 1.2e+10 FLOPs" in said(folder, rows, arms=(*ARMS, given))
+
+
+def test_the_difference_with_equal_compute_is_said_once_and_of_the_headline(folder: Path) -> None:
+    longer = ArmRecord(name="longer", label="longer", kind="scratch", compute_of="ssl")
+    rows = [replace(one, arm="longer") if one.arm == "scratch" else one for one in two_arms(0.1)]
+    assert "exploratory, not adjusted" not in said(folder / "headline", rows, arms=(ARMS[0], longer))
+    rows = [*two_arms(0.1), *(one for one in rows if one.arm == "longer")]
+    rows += [replace(one, data="pets") for one in rows]
+    text = said(folder / "both", rows, arms=(*ARMS, longer))
+    assert text.count("digits: Masked patch prediction minus") == text.count("pets: Masked patch prediction minus") == 1
+
+
+def test_the_training_of_a_sweeps_winner_is_paid_by_the_sweep_alone(folder: Path) -> None:
+    rows = two_arms(0.2, budgets=(5,))
+    write_comparison(folder, rows, sweeps={"ssl": SWEEP, "scratch": SWEEP})
+    tasks = folder / "tasks"
+    for arm in ("ssl", "scratch"):  # the sweep trained this model
+        swept, measured = tasks / f"sweep-{arm}.json", tasks / f"digits-fine_tune-{arm}-5-0-0.json"
+        save(swept, load(measured)[0], **load(swept)[1])
+        save(measured, [], **load(measured)[1])
+    found = read([folder])
+    text = "\n".join(verdict(found, summarize(found)))
+    # A pretraining of 6e9, a sweep of 2e9 and two trainings of 1e9; training from scratch: the last two.
+    assert "3 seeds" in text and "took 1e+10 FLOPs of training in total, 2.5 times" in text
+
+
+def test_the_compute_of_a_headline_leaves_out_the_sweeps_of_other_datasets(folder: Path) -> None:
+    rows = [*two_arms(0.2), *(replace(one, data="other") for one in two_arms(0.2))]
+    text = said(folder, rows, sweeps={"ssl": SWEEP, "scratch": SWEEP})
+    assert "digits: Compute: masked patch prediction took 1.4e+10 FLOPs of training in total, 1.75 times" in text
+    assert "other: Compute: masked patch prediction took 1.2e+10 FLOPs of training in total, 2 times" in text
