@@ -42,16 +42,13 @@ class Prediction:
     images: int64 (M,), global indices of the test images, ascending.
     labels: int64 (M,), their classes.
     predicted: int64 (M,), the predicted classes.
-    top_classes: int64 (M, T), the T most probable classes, best first; None for a head without probabilities. With
-        joined folds -1 where a fold has fewer classes.
-    top_scores: float32 (M, T), their probabilities, 0 for the class -1; None likewise.
+    confidence: float32 (M,), the probabilities of the predicted classes, 0..1; None for a head without probabilities.
     """
 
     images: np.ndarray
     labels: np.ndarray
     predicted: np.ndarray
-    top_classes: np.ndarray | None = None
-    top_scores: np.ndarray | None = None
+    confidence: np.ndarray | None = None
 
     @property
     def correct(self) -> np.ndarray:
@@ -271,7 +268,7 @@ def _joined(folds: Sequence[Result], first: np.ndarray) -> Result:
     """One row for all folds: costs are summed. first: number of test images before each fold."""
     predictions = [replace(row.prediction, images=row.prediction.images + first[row.fold]) for row in folds]
     arrays = {name: [getattr(prediction, name) for prediction in predictions] for name in vars(predictions[0])}
-    whole = Prediction(**{k: None if v[0] is None else np.concatenate(_widened(v, k)) for k, v in arrays.items()})  # type: ignore[arg-type]
+    whole = Prediction(**{k: None if v[0] is None else np.concatenate(v) for k, v in arrays.items()})  # type: ignore[arg-type]
     shared = set.intersection(*({*row.selected.items()} for row in folds))
     return replace(
         folds[0],
@@ -282,11 +279,3 @@ def _joined(folds: Sequence[Result], first: np.ndarray) -> Result:
         notes=tuple(dict.fromkeys(note for row in folds for note in row.notes)),
         **scored(whole),  # type: ignore[arg-type]
     )
-
-
-def _widened(parts: Sequence[np.ndarray], name: str) -> list[np.ndarray]:
-    """Arrays of the same width: a fold of few classes has fewer most probable ones. name: field of `Prediction`."""
-    if parts[0].ndim == 1:
-        return [*parts]
-    width, fill = max(part.shape[1] for part in parts), -1 if name == "top_classes" else 0
-    return [np.pad(part, ((0, 0), (0, width - part.shape[1])), constant_values=fill) for part in parts]

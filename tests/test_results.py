@@ -31,10 +31,10 @@ def result(prediction: Prediction, **fields: Any) -> Result:
     return Result(**(place | {"seed": 0, "pretraining_seed": 0} | scored(prediction) | fields), prediction=prediction)
 
 
-SCORES = np.linspace(1, 0, 12, dtype=np.float32).reshape(6, 2)
+CONFIDENCE = np.linspace(1, 0, 6, dtype=np.float32)
 ROWS = [
     result(predicted(0, 0, 0, 1, 2, 0), variant="k=5", notes=("short",), selected={"optim.lr": 0.1, "name": "sgd"}),
-    result(predicted(0, 0, 0, 0, 2, 2, top_classes=np.tile([2, 0], (6, 1)), top_scores=SCORES), seed=1, flops=2.5),
+    result(predicted(0, 0, 0, 0, 2, 2, confidence=CONFIDENCE), seed=1, flops=2.5),
 ]
 
 
@@ -120,18 +120,7 @@ def test_the_folds_of_a_cross_validation_become_one_row() -> None:
     assert row.selected == {"optim.lr": 0.1}, "what all folds selected"
     assert row.prediction.images.tolist() == list(range(9))
     assert row.prediction.labels.tolist() == [*LABELS, *labels]
-    assert row.prediction.top_scores is None
-    scores = {"top_classes": np.tile([2, 0], (6, 1)), "top_scores": SCORES}
-    both = [result(predicted(0, 0, 0, 0, 2, 2, **scores), fold=fold) for fold in (0, 1)]
+    assert row.prediction.confidence is None
+    both = [result(predicted(0, 0, 0, 0, 2, 2, confidence=CONFIDENCE / (1 + fold)), fold=fold) for fold in (0, 1)]
     (row,) = Table(both).join_folds([6, 6]).results
-    assert row.prediction.top_scores is not None and row.prediction.top_scores.shape == (12, 2)
-
-
-def test_folds_may_have_different_numbers_of_classes() -> None:
-    classes, scores = np.tile([2, 0], (6, 1)), np.tile(np.array([0.7, 0.3], dtype=np.float32), (6, 1))
-    few = predicted(*LABELS, top_classes=classes, top_scores=scores)
-    more = predicted(*LABELS, top_classes=np.tile([2, 0, 1], (6, 1)), top_scores=np.pad(scores, ((0, 0), (0, 1))))
-    (row,) = Table([result(one, fold=fold) for fold, one in enumerate((few, more))]).join_folds([6, 6]).results
-    assert row.prediction.top_classes is not None and row.prediction.top_scores is not None
-    assert row.prediction.top_classes[[0, 6]].tolist() == [[2, 0, -1], [2, 0, 1]]
-    assert row.prediction.top_scores[:, 2].tolist() == [0] * 12 and row.prediction.top_scores.dtype == np.float32
+    assert np.asarray(row.prediction.confidence).tolist() == [*CONFIDENCE, *CONFIDENCE / 2]

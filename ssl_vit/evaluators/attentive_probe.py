@@ -18,7 +18,7 @@ import torch.nn.functional as F  # noqa: N812
 from pydantic import Field, model_validator
 from torch import nn
 
-from ssl_vit.evaluators.base import Classifier, LabeledConfig, Scored, SweepConfig, top_classes
+from ssl_vit.evaluators.base import Classifier, LabeledConfig, Scored, SweepConfig
 from ssl_vit.evaluators.base import Evaluator as BaseEvaluator
 from ssl_vit.evaluators.features import FeatureConfig, Features, ImageSet
 from ssl_vit.interfaces import Diverged, UserError, pair
@@ -129,11 +129,9 @@ class Evaluator(BaseEvaluator):
                 error = Diverged(f"the attentive probe diverged with lr={c.lr}")
                 error.cost = cost
                 raise error
-            top = top_classes(probabilities, classes)
             predicted = classes[probabilities.argmax(1)]
-            return [
-                Scored(Prediction(test.images, test.labels, predicted, *top), cost=cost, labels=len(features.labels))
-            ]
+            prediction = Prediction(test.images, test.labels, predicted, probabilities.max(1))
+            return [Scored(prediction, cost=cost, labels=len(features.labels))]
 
         return classify
 

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
-import numpy as np
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from ssl_vit import recipe
@@ -25,8 +24,6 @@ from ssl_vit.models.encoder import Encoder
 from ssl_vit.recipe import Recipe
 from ssl_vit.records import Cost
 from ssl_vit.results import Prediction, Settings
-
-TOP = 5  # most probable classes kept per test image
 
 
 class LabeledConfig(Config):
@@ -162,9 +159,3 @@ class Evaluator(ABC):
         """The training that `fit` does with this many labeled images, as a recipe (None: it trains nothing by gradient
         descent). data: how images are prepared. encoder: sizes of the encoder that is evaluated."""
         return None
-
-
-def top_classes(probabilities_MK: np.ndarray, classes_K: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The most probable classes, int64 (M, <= 5), best first, and their probabilities, float32 (M, <= 5)."""
-    order = np.argsort(-probabilities_MK, axis=1, kind="stable")[:, :TOP]
-    return classes_K[order], np.take_along_axis(probabilities_MK, order, axis=1).astype(np.float32)

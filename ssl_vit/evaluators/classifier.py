@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable
 from typing import Any, ClassVar, Self
 
-import numpy as np
 from pydantic import Field, model_validator
 from scipy.special import softmax
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
@@ -14,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from ssl_vit import stage
 from ssl_vit.data import AugmentConfig, DataConfig
 from ssl_vit.evaluators import several
-from ssl_vit.evaluators.base import Classifier, Evaluator, Scored, SweepConfig, not_given, top_classes
+from ssl_vit.evaluators.base import Classifier, Evaluator, Scored, SweepConfig, not_given
 from ssl_vit.evaluators.features import ImageSet, extract
 from ssl_vit.interfaces import Diverged, UserError
 from ssl_vit.models import EncoderConfig
@@ -180,6 +179,5 @@ def predict(objective: classification.Objective, images: ImageSet) -> Prediction
     """Predictions for labeled images, each once, the same on every process. Raises as `extract` does."""
     objective.eval()
     logits = extract(images, lambda batch: objective.logits(batch.images), objective.encoder.image_size, "logits")
-    probabilities = softmax(logits.vectors, axis=1)
-    top = top_classes(probabilities, np.arange(probabilities.shape[1]))
-    return Prediction(logits.images, logits.labels, logits.vectors.argmax(1), *top)
+    confidence = softmax(logits.vectors, axis=1).max(1)
+    return Prediction(logits.images, logits.labels, logits.vectors.argmax(1), confidence)

@@ -8,7 +8,7 @@ import numpy as np
 from pydantic import Field
 
 from ssl_vit.evaluators import Counts
-from ssl_vit.evaluators.base import TOP, Classifier, LabeledConfig, Scored, top_classes
+from ssl_vit.evaluators.base import Classifier, LabeledConfig, Scored
 from ssl_vit.evaluators.base import Evaluator as BaseEvaluator
 from ssl_vit.evaluators.features import FeatureConfig, ImageSet
 from ssl_vit.results import Prediction
@@ -40,7 +40,7 @@ class Evaluator(BaseEvaluator):
             votes = knn_votes(features.vectors, features.labels, test.vectors, ks=c.ks, temperature=c.temperature)
             return [
                 Scored(
-                    Prediction(test.images, test.labels, classes[:, 0], classes, shares),
+                    Prediction(test.images, test.labels, classes, shares),
                     variant=f"k={k}" if len(c.ks) > 1 else "",
                     primary=k == c.ks[0],
                     labels=len(features.labels),
@@ -59,7 +59,7 @@ def knn_votes(
     ks: Sequence[int] = (10, 20),
     temperature: float = 0.07,
 ) -> dict[int, tuple[np.ndarray, np.ndarray]]:
-    """By k: the classes with most votes, int64 (m, <= 5), best first, and their shares of the votes, float32 (m, <= 5).
+    """By k: the classes with most votes, int64 (m,), and their shares of the votes, float32 (m,).
 
     Cosine similarity, votes weighted by exp(similarity / temperature). Of equally similar neighbors the earlier one
     counts first, of classes with equal votes the lower one. A k larger than the training set counts all of it.
@@ -67,8 +67,8 @@ def knn_votes(
     """
     train, test = _unit(train_features), _unit(test_features)
     classes, targets = np.unique(train_labels, return_inverse=True)
-    most, top = min(max(ks), len(train)), min(TOP, len(classes))
-    tops = {k: (np.empty((len(test), top), np.int64), np.empty((len(test), top), np.float32)) for k in ks}
+    most = min(max(ks), len(train))
+    best = {k: (np.empty(len(test), np.int64), np.empty(len(test), np.float32)) for k in ks}
     rows = max(1, _SIMILARITIES // len(train))
     for start in range(0, len(test), rows):
         similarity = test[start : start + rows] @ train.T
@@ -78,10 +78,9 @@ def knn_votes(
             votes = np.zeros((len(similarity), len(classes)))
             owners = np.repeat(np.arange(len(similarity)), min(k, most))
             np.add.at(votes, (owners, targets[nearest[:, :k]].ravel()), weights[:, :k].ravel())
-            best, weight = top_classes(votes, classes)
-            tops[k][0][start : start + rows] = best
-            tops[k][1][start : start + rows] = weight / votes.sum(1, keepdims=True)
-    return tops
+            best[k][0][start : start + rows] = classes[votes.argmax(1)]
+            best[k][1][start : start + rows] = votes.max(1) / votes.sum(1)
+    return best
 
 
 def _nearest(similarity: np.ndarray, count: int) -> np.ndarray:

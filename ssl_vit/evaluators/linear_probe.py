@@ -15,7 +15,7 @@ from sklearn.exceptions import ConvergenceWarning
 from sklearn.linear_model import LogisticRegression
 
 from ssl_vit.data import DataConfig
-from ssl_vit.evaluators.base import Classifier, LabeledConfig, Scored, top_classes
+from ssl_vit.evaluators.base import Classifier, LabeledConfig, Scored
 from ssl_vit.evaluators.base import Evaluator as BaseEvaluator
 from ssl_vit.evaluators.classifier import TrainedConfig, fit
 from ssl_vit.evaluators.features import FeatureConfig, Features, ImageSet
@@ -120,11 +120,8 @@ def logistic_regression(features: Features, c: Config) -> Classifier:
     def classify(images: ImageSet) -> list[Scored]:
         test = images.features(c)
         x = (test.vectors - mean) / scale
-        top = top_classes(model.predict_proba(x), model.classes_)
-        return [
-            Scored(
-                Prediction(test.images, test.labels, model.predict(x), *top), notes=notes, labels=len(features.labels)
-            )
-        ]
+        confidence = model.predict_proba(x).max(1).astype(np.float32)
+        prediction = Prediction(test.images, test.labels, model.predict(x), confidence)
+        return [Scored(prediction, notes=notes, labels=len(features.labels))]
 
     return classify

@@ -95,11 +95,9 @@ def classes(comparison: Comparison, place: EvaluationKey) -> Classes:
 def calibration(predictions: Sequence[Prediction]) -> Calibration | None:
     """Calibration of the predictions of several seeds, in 15 bins of equal width; None without probabilities."""
     parts = [
-        pd.DataFrame(
-            {"seed": seed, "confidence": prediction.top_scores[:, 0].astype(np.float64), "correct": prediction.correct}
-        )
-        for seed, prediction in enumerate(predictions)
-        if prediction.top_scores is not None
+        pd.DataFrame({"seed": seed, "confidence": p.confidence.astype(np.float64), "correct": p.correct})
+        for seed, p in enumerate(predictions)
+        if p.confidence is not None
     ]
     if len(parts) < len(predictions):
         return None

@@ -49,4 +49,4 @@ def test_training_from_scratch_is_repeated_with_its_own_sweep_s_settings(mini: M
     for seed in (0, 1):
         one, other = rows["scratch", seed], rows["scratch_repeated", seed]
         assert (one.selected, one.labels) == (other.selected, other.labels)
-        assert not np.array_equal(np.asarray(one.prediction.top_scores), np.asarray(other.prediction.top_scores))
+        assert not np.array_equal(np.asarray(one.prediction.confidence), np.asarray(other.prediction.confidence))

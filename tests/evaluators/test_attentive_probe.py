@@ -75,15 +75,14 @@ def test_the_scale_of_the_features_does_not_matter(context: EvalContext) -> None
     features = {split: patch_features(context, generator, split) for split in ("train", "test")}
     scale = np.tile(generator.uniform(0.01, 20, context.trained.width), context.trained.patches)
 
-    def probabilities(factor: np.ndarray | float, shift: float) -> np.ndarray:
+    def confidence(factor: np.ndarray | float, shift: float) -> np.ndarray:
         for split, given in features.items():
             changed = replace(given, vectors=(given.vectors * factor + shift).astype(np.float32))
             context.features["trained", split, config.representation, None] = changed
         (found,) = Evaluator(config).fit(ImageSet(context, "trained", "train"), 0)(ImageSet(context, "trained", "test"))
-        assert found.prediction.top_scores is not None
-        return found.prediction.top_scores
+        return np.asarray(found.prediction.confidence)
 
-    np.testing.assert_allclose(probabilities(scale, 5.0), probabilities(1.0, 0.0), atol=0.01)
+    np.testing.assert_allclose(confidence(scale, 5.0), confidence(1.0, 0.0), atol=0.01)
 
 
 def test_seeds_sweep_and_references(trained: Path, context: EvalContext) -> None:
@@ -132,8 +131,9 @@ def test_the_training_is_adamw_with_a_cosine_decay_on_whole_shuffled_batches(con
         optimizer.zero_grad()
         torch.nn.functional.cross_entropy(head((train[rows] - mean) / std), labels[rows]).backward()
         optimizer.step()
-    expected = head((test - mean) / std).softmax(-1).sort(descending=True).values.detach().numpy()
-    np.testing.assert_allclose(np.asarray(found.prediction.top_scores), expected, atol=1e-5)
+    expected, classes = (part.detach().numpy() for part in head((test - mean) / std).softmax(-1).max(-1))
+    np.testing.assert_allclose(np.asarray(found.prediction.confidence), expected, atol=1e-5)
+    np.testing.assert_array_equal(found.prediction.predicted, classes)
 
 
 def test_the_cost_is_three_forward_passes_of_the_head(context: EvalContext) -> None:

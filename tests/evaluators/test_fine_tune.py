@@ -168,8 +168,8 @@ def test_a_dry_run_gets_every_training_as_a_recipe(trained: Path) -> None:
 
 
 def test_an_average_of_the_weights_predicts(tuned: Tuned) -> None:
-    found = [tuned(f"training.ema={ema}")[0].prediction.top_scores for ema in (0, 1e-9, 0.9)]
-    last, none, averaged = (scores for scores in found if scores is not None)
+    found = [tuned(f"training.ema={ema}")[0].prediction.confidence for ema in (0, 1e-9, 0.9)]
+    last, none, averaged = (np.asarray(confidence) for confidence in found)
     np.testing.assert_allclose(last, none, rtol=1e-5)
     assert not np.allclose(last, averaged, rtol=1e-5)
 

@@ -24,10 +24,9 @@ FINE_TUNE = EvaluationKey("digits", "fine_tune")
 
 def scored(images: int = 400, classes: int = 4) -> Prediction:
     labels = GENERATOR.integers(classes, size=images)
-    probabilities = np.sort(GENERATOR.dirichlet([0.4] * classes, size=images))[:, ::-1].astype(np.float32)
+    confidence = GENERATOR.dirichlet([0.4] * classes, size=images).max(1).astype(np.float32)
     best = np.where(GENERATOR.random(images) < 0.6, labels, (labels + 1) % classes)
-    order = (best[:, None] + np.arange(classes)) % classes
-    return Prediction(np.arange(images), labels, best, order, probabilities)
+    return Prediction(np.arange(images), labels, best, confidence)
 
 
 def test_confusion_and_accuracy_are_those_of_a_loop(tmp_path: Path) -> None:
@@ -90,8 +89,8 @@ def test_the_calibration_error_is_that_of_a_loop() -> None:
     assert found and found.share.sum() == pytest.approx(1)
     errors = []
     for one in seeds:
-        assert one.top_scores is not None
-        confidence, error = one.top_scores[:, 0].astype(float), 0.0
+        assert one.confidence is not None
+        confidence, error = one.confidence.astype(float), 0.0
         for place in range(BINS):
             inside = (confidence > place / BINS) & (confidence <= (place + 1) / BINS)
             if inside.any():
@@ -102,7 +101,6 @@ def test_the_calibration_error_is_that_of_a_loop() -> None:
 
 def test_a_calibrated_classifier_has_no_error() -> None:
     labels, zeros = np.arange(1000) % 10, np.zeros(1000, dtype=np.int64)
-    top = np.full((1000, 1), 0.1, dtype=np.float32)
-    found = calibration([Prediction(labels, labels, zeros, zeros[:, None], top)])
+    found = calibration([Prediction(labels, labels, zeros, np.full(1000, 0.1, dtype=np.float32))])
     assert found and found.error == pytest.approx(0, abs=1e-6)
     assert calibration([Prediction(labels, labels, zeros)]) is None, "no probabilities"
