@@ -142,13 +142,14 @@ class _Process(ProcessPoolExecutor):
 
 @contextmanager
 def _processes(jobs: int) -> Iterator[_Workers]:
-    threads, others, gpus = max(1, cpu_count() // jobs), set(multiprocessing.active_children()), visible_gpus()
+    others, gpus = set(multiprocessing.active_children()), visible_gpus()
+    threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, cpu_count() // jobs))
     pools: list[_Process] = []
     # loky replaces a process that grew by 300 MB since its first task. Tasks of another kind import more modules.
     warnings.filterwarnings("ignore", "A worker was restarted", UserWarning)
 
     def start(environment: dict[str, str]) -> _Process:
-        pools.append(_Process({"OMP_NUM_THREADS": str(threads), **environment}))
+        pools.append(_Process({"OMP_NUM_THREADS": threads, **environment}))
         return pools[-1]
 
     def again(broken: Executor) -> _Process:

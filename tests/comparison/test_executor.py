@@ -44,15 +44,21 @@ def done(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
 
-def test_jobs_share_the_tasks_the_cores_and_the_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("given", "expected"), [(None, "3"), ("2", "2")])
+def test_jobs_share_the_tasks_the_cores_and_the_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str | None, expected: str
+) -> None:
     monkeypatch.setattr(executor, "cpu_count", lambda: 6)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if given:
+        monkeypatch.setenv("OMP_NUM_THREADS", given)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
     tasks = [task("a", arm="0.3"), task("b", arm="0.3"), task("c", "a"), task("d", "b", "c")]
     executor.run(tasks, partial(do, tmp_path), jobs=2, say=lambda text: None)
     found = [(tmp_path / name).read_text().split() for name in "abcd"]
     assert {gpu for _, _, gpu in found} == {"5", "7"}
     assert len({(process, gpu) for process, _, gpu in found}) == 2
-    assert {threads for _, threads, _ in found} == {"3"}
+    assert {threads for _, threads, _ in found} == {expected}
     assert not multiprocessing.active_children()
 
 
