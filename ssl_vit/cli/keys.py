@@ -67,7 +67,7 @@ class CommandWithKeys(TyperCommand):
         for topic in [ctx.info_name] if ctx.info_name in ("train", "compare") else topics:
             with suppress(UserError):  # another word, such as the name of a run that does not exist
                 lines = list(brief(topic))
-                print(f" Keys of {topic}, as key=value; `ssl-vit keys {topic}` prints types and whole meanings:\n")
+                print(f" Keys of {topic}, as key=value; `ssl-vit keys {topic}` prints types and full descriptions:\n")
                 print("\n".join(lines), end="\n\n")
 
 

@@ -88,7 +88,7 @@ class ComparisonConfig(Config):
     pretrainings: how often each pretrained arm is pretrained (with folds: in each fold), at most once per seed. The
         seed at index n of its list uses the pretraining at index n modulo `pretrainings`. The pretraining at index i is
         trained with the seed of its recipe plus `seeds[i]`.
-    labels_per_class: label budgets of the evaluators that set none: images per class, shares such as '10%', or all.
+    labels_per_class: label budgets of the evaluators that set none: images per class, fractions such as '10%', or all.
     margin: differences within it count as equivalent (0.01: one percentage point).
     evaluators: settings by evaluator.
     jobs: local processes that run tasks (1: this process).

@@ -82,11 +82,11 @@ class RemoteConfig(Config):
 
     cache_dir: a folder on a local disk where whole shards are kept (None: downloaded again each time they are opened).
         Processes share it.
-    cache_gb: the most it holds (GiB); the least recently used shards are removed.
+    cache_gb: its maximum size (GiB); the least recently used shards are removed.
     largest_gb: maximum size of a shard that no `info.json` lists (GiB).
     retries: how often a failed request or download is repeated before the run stops; the waits double from half a
         second up to a minute.
-    timeout: seconds without a byte before a try fails, for http and s3; other clients have limits of their own (hf://:
+    timeout: seconds without data before an attempt fails, for http and s3; other clients have limits of their own (hf://:
         HF_HUB_DOWNLOAD_TIMEOUT). A loader worker waits for a whole shard: `data.worker_timeout` must leave it the time.
     """
 

@@ -27,7 +27,7 @@ from ssl_vit.results import Prediction, Settings
 
 
 class LabeledConfig(Config):
-    """labels_per_class: label budgets: images per class, shares such as '10%', or all.
+    """labels_per_class: label budgets: images per class, fractions such as '10%', or all.
 
     seeds: seeds for the choice of the labeled images and for everything else that an evaluator draws.
     """

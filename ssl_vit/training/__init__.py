@@ -111,7 +111,7 @@ class ProbeConfig(Config):
     pooling: as in the evaluator `few_shot`.
     l2: as in the evaluator `few_shot`.
     patience: probes in a row without a new best after which training ends (None: never). It looks at held-out training
-        images, never at test; but a run that ends so has used their labels, and its learning rate has not decayed.
+        images, never at test; but such a run has used their labels, and its learning rate has not decayed.
     """
 
     every: int = Field(ge=1)
