@@ -29,8 +29,9 @@ def test_exactly_the_images_asked_for_are_mirrored(make_batch: Any, flip: list[b
 @pytest.mark.parametrize("channels", [1, 3])
 def test_jitter_is_torchvisions_brightness_contrast_and_saturation(make_batch: Any, channels: int) -> None:
     factors = torch.tensor([[1.0, 1.0, 1.0], [0.5, 1.0, 1.0], [1.4, 1.0, 1.0], [1.0, 0.3, 1.0], [1.0, 1.6, 1.0]])
-    factors = torch.cat([factors, torch.tensor([[1.0, 1.0, 0.0], [1.0, 1.0, 1.9], [0.8, 1.3, 0.6]])])
-    batch = make_batch(8, channels=channels, jitter=factors, flip=torch.arange(8) % 2 == 0)
+    more = [[1.0, 1.0, 0.0], [1.0, 1.0, 1.9], [0.8, 1.3, 0.6], [1.8, 0.4, 0.7]]  # the last: white before the contrast
+    factors = torch.cat([factors, torch.tensor(more)])
+    batch = make_batch(9, channels=channels, jitter=factors, flip=torch.arange(9) % 2 == 0)
     found = device_images(batch)
     assert found.dtype == torch.uint8
     for image, mirrored, (brightness, contrast, saturation), seen in zip(
@@ -51,6 +52,7 @@ def test_hue_blur_and_solarization_are_torchvisions(make_batch: Any) -> None:
     changes += [[1, 1, 1, 0, 0, 128], [1, 1, 0, 0.3, 0, 256], [0.7, 1.4, 1.2, 0.1, 1.3, 128]]
     batch = make_batch(8, jitter=torch.tensor(changes), flip=torch.zeros(8, dtype=torch.bool))
     batch.images[:, :, :2] = batch.images[:, :1, :2]  # rows without color
+    batch.images[:, :, 2:6] = 100 + batch.images[:, :, 2:6] % 2  # rows almost without
     found = device_images(batch)
     for image, (brightness, contrast, saturation, hue, sigma, threshold), seen in zip(
         batch.images, batch.jitter.tolist(), found, strict=True
@@ -139,6 +141,10 @@ def test_what_is_drawn_does_not_depend_on_each_other() -> None:
         (threshold[gray] == 128, 0.3), (threshold[still] == 128, 0.3),
     ):  # fmt: skip
         assert share.float().mean() == pytest.approx(expected, abs=0.07)
+    every = color_augment(AugmentConfig(brightness=0.8, contrast=0.8, saturation=0.8, hue=0.2, blur=1.0))
+    assert every
+    drawn = torch.stack([every.draw() for _ in range(4000)])[:, :5]
+    torch.testing.assert_close(torch.corrcoef(drawn.T), torch.eye(5), atol=0.07, rtol=0)
 
 
 def test_jitter_may_be_omitted_without_other_changes() -> None:

@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
+from ssl_vit.data.overlap import overlaps, redrawn, saw_images
 from ssl_vit.data.shards import Shard, ShardSet, open_shards
 from ssl_vit.interfaces import RunError, UserError
-from tests.tars import packed, write_tar
+from tests.tars import encoded, packed, write_tar
 
 
 @pytest.fixture(scope="module")
@@ -75,3 +77,59 @@ def test_remote_shards_of_unknown_content_are_told_apart_by_their_address() -> N
     first = fingerprint("https://host/train")
     assert fingerprint("https://host/test") != first
     assert fingerprint("https://host/train", "ab") == fingerprint("https://mirror/other", "ab") != first
+
+
+def test_shards_in_common_have_an_address_a_checksum_or_headers_in_common() -> None:
+    def among(*shards: Shard) -> int:
+        ours = (Shard("a.tar", 2, "sum"), Shard("b.tar", 2, header="head"), Shard("c.tar", 2), Shard("d.tar", 2))
+        return ShardSet(("ours",), ours).in_common(ShardSet(("theirs",), shards))
+
+    assert among(Shard("x.tar", 2), Shard("y.tar", 2)) == 0, "what is unknown is not alike"
+    assert among(Shard("x.tar", 2, "sum")) == among(Shard("x.tar", 2, header="head")) == among(Shard("c.tar", 2)) == 1
+    assert among(Shard("c.tar", 2), Shard("d.tar", 2), Shard("x.tar", 2, "sum")) == 3
+
+
+def test_training_shards_under_other_names_overlap_where_this_machine_has_them(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    test, copy = open_shards(str(folder)), str(shutil.copytree(folder, tmp_path / "copy"))
+    other = str(write_tar(tmp_path / "other.tar", {"0.png": encoded(Image.new("L", (8, 8)))}))
+    monkeypatch.setenv("SSL_VIT_CACHE", str(tmp_path / "cache"))
+    for name in ("bee", "wasp"):
+        (tmp_path / "images" / name).mkdir(parents=True)
+        for number in range(5):
+            Image.new("L", (8, 8), number).save(tmp_path / "images" / name / f"{number}.png")
+    elsewhere = ["http://127.0.0.1:9/a.tar", f"{tmp_path}/gone", f"{tmp_path}/images", f"{tmp_path}/images#train"]
+    assert not overlaps([*elsewhere, other], test)
+    assert overlaps(elsewhere, ShardSet((f"{tmp_path}/images#test",), ())), "by its name"
+    assert not (tmp_path / "cache").exists(), "no images are packed for this"
+    assert overlaps([copy], test) and overlaps([*elsewhere, other, copy], test) and overlaps([test.spec], test)
+    assert overlaps([f"{tmp_path}/gone"], test, open_shards(copy)), "opened before"
+    assert overlaps([other, copy], test, open_shards(other)) and not overlaps([other], test, open_shards(other))
+
+
+def test_shards_inside_a_folder_of_shards_are_others(folder: Path, tmp_path: Path) -> None:
+    outer, inner = shutil.copytree(folder, tmp_path / "outer"), shutil.copytree(folder, tmp_path / "outer" / "more")
+    (tmp_path / "link").symlink_to(inner)
+    assert saw_images([f"{tmp_path}/link"], str(inner))
+    assert not saw_images([str(outer)], str(inner)) and not saw_images([str(inner)], str(outer))
+
+
+@pytest.mark.parametrize(
+    ("trained", "test", "drawn"),
+    [
+        ("flat#train", "flat#test", True),
+        ("./flat#train", "imagefolder:flat#test", True),
+        ("flat#train", "flat", False),
+        ("other#train", "flat#test", False),
+        ("parts#train", "parts#test", False),  # folders, which stay
+    ],
+)
+def test_a_holdout_is_drawn_again_with_the_folder_of_its_training_images(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trained: str, test: str, drawn: bool
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("flat/bee", "other/bee", "parts/train/bee", "parts/test/bee"):
+        Path(name).mkdir(parents=True)
+    assert redrawn([trained], test) == drawn
+    assert saw_images([test], test)

@@ -42,7 +42,8 @@ def test_the_linear_head_starts_with_uniform_predictions(make_encoder: Make, mak
 
 
 @pytest.mark.parametrize(
-    ("head", "smoothing", "pooling"), [("mlp", 0.0, "token"), ("linear", 0.1, "mean"), ("mlp", 0.1, "mean")]
+    ("head", "smoothing", "pooling"),
+    [("mlp", 0.0, "token"), ("linear", 0.1, "mean"), ("mlp", 0.1, "mean"), ("mlp", 0.0, "patches")],
 )
 def test_loss_and_accuracy_agree_with_numpy(
     make_encoder: Make, make_batch: Make, head: str, smoothing: float, pooling: str
@@ -50,11 +51,14 @@ def test_loss_and_accuracy_agree_with_numpy(
     objective = trained_head(objective_of(make_encoder, head=head, label_smoothing=smoothing, pooling=pooling))
     batch = make_batch(9)
     images = torch.stack([i.flip(-1) if f else i for i, f in zip(batch.images, batch.flip, strict=True)])
+    if head == "mlp":
+        assert next(objective.head.parameters()).shape[0] == objective.encoder.width
     kinds = [type(module) for module in objective.head.children()]
     assert kinds == ([nn.Linear, nn.Tanh, nn.Linear] if head == "mlp" else [])
     with torch.no_grad():
         outputs = objective.encoder(images)
-        pooled = outputs[:, 0] if pooling == "token" else outputs[:, 1:].mean(1)
+        patches = outputs[:, 1:]
+        pooled = {"token": outputs[:, 0], "mean": patches.mean(1), "patches": patches.flatten(1)}[pooling]
         logits = objective.head(pooled).double().numpy()
         result = objective(batch)
     log_probabilities = logits - np.log(np.exp(logits).sum(1, keepdims=True))
@@ -64,15 +68,20 @@ def test_loss_and_accuracy_agree_with_numpy(
     hits = (logits.argmax(1) == batch.labels.numpy()).mean()
     assert result.metrics["accuracy"].item() == pytest.approx(hits)
     assert result.loss.dtype == torch.float32
+    with torch.autocast("cpu", torch.bfloat16):
+        assert objective.logits(images).dtype == torch.float32
 
 
 def test_padding_has_no_influence(make_encoder: Make, make_batch: Make) -> None:
     objective = trained_head(objective_of(make_encoder, head="linear"))
     batch = make_batch(8, flip=torch.zeros(8, dtype=torch.bool))
+    with torch.no_grad():
+        next(reversed(list(objective.head.parameters())))[0] = -1e3  # class 0, which padding is clamped to, never wins
+    batch.labels[:4] = objective.logits(batch.images).argmax(-1)[:4]
     real = batch.split(2)[0]
     batch.valid[4:], batch.labels[4:] = False, -1
     with_padding, alone = objective(batch), objective(real)
-    torch.testing.assert_close(with_padding.metrics["accuracy"], alone.metrics["accuracy"])
+    assert with_padding.metrics["accuracy"] == alone.metrics["accuracy"] == 1
     gradients = [
         torch.autograd.grad(result.loss, next(objective.head.parameters()))[0] for result in (with_padding, alone)
     ]
@@ -84,21 +93,23 @@ def test_the_number_of_classes_is_the_recipes_or_the_shards(make_encoder: Make) 
         assert Objective(make_encoder(), Config(head="linear", classes=recipe), shards).head.out_features == 9
     with pytest.raises(UserError, match=r"objective\.classes"):
         Objective(make_encoder(), Config(), None)
+    with pytest.raises(UserError, match="at least two classes"):
+        Objective(make_encoder(), Config(), 1)
 
 
-def mixed(objective: Objective, batch: Any) -> tuple[torch.Tensor, torch.Tensor, float]:
-    """The images and soft targets that the objective's mixing makes of a batch, and the loss it then reports."""
-    torch.manual_seed(5)
+def mixed(objective: Objective, batch: Any, seed: int = 5) -> tuple[torch.Tensor, torch.Tensor, Any]:
+    """The images and soft targets that the objective's mixing makes of a batch, and the objective's output for it."""
+    torch.manual_seed(seed)
     assert objective.mix
     images, targets = objective.mix(batch.images.float(), batch.labels)
-    torch.manual_seed(5)
-    return images, targets, objective.train()(batch).loss.item()
+    torch.manual_seed(seed)
+    return images, targets, objective.train()(batch)
 
 
 def test_mixup_blends_images_and_labels_in_one_ratio(make_encoder: Make, make_batch: Make) -> None:
     objective = trained_head(objective_of(make_encoder, head="linear", mixup=0.8, label_smoothing=0.1))
     batch = make_batch(6, flip=torch.zeros(6, dtype=torch.bool))
-    images, targets, loss = mixed(objective, batch)
+    images, targets, output = mixed(objective, batch)
     own = torch.nn.functional.one_hot(batch.labels, 5).float()
     ratio = ((images[0] - batch.images[5]) / (batch.images[0].float() - batch.images[5])).nanmedian()
     assert 0 < ratio < 1
@@ -106,7 +117,24 @@ def test_mixup_blends_images_and_labels_in_one_ratio(make_encoder: Make, make_ba
     torch.testing.assert_close(targets, ratio * own + (1 - ratio) * own.roll(1, 0))
     smooth = 0.9 * targets + 0.1 / 5
     by_hand = -(smooth * objective.logits(images).log_softmax(-1)).sum(-1).mean()
-    assert loss == pytest.approx(by_hand.item(), rel=1e-5)
+    assert output.loss.item() == pytest.approx(by_hand.item(), rel=1e-5)
+
+
+def test_mixed_images_count_as_hits_of_their_own_labels_and_alpha_sets_the_ratio(
+    make_encoder: Make, make_batch: Make
+) -> None:
+    objective = trained_head(objective_of(make_encoder, head="linear", mixup=1.0))
+    batch = make_batch(5, labels=torch.arange(5), flip=torch.zeros(5, dtype=torch.bool))
+    ratios = []
+    for seed in range(6):
+        images, targets, output = mixed(objective, batch, seed)
+        hits = (objective.logits(images).argmax(-1) == batch.labels).float().mean()
+        assert output.metrics["accuracy"].item() == pytest.approx(hits.item())
+        ratios.append(float(targets[0, 0]))
+    assert min(ratios) < 0.5 < max(ratios)
+    extreme = objective_of(make_encoder, head="linear", mixup=1e-2)
+    for seed in range(6):
+        assert mixed(extreme, batch, seed)[1].amax(-1).min() > 0.99
 
 
 def test_with_both_a_batch_gets_one_of_them_and_evaluation_none(make_encoder: Make, make_batch: Make) -> None:

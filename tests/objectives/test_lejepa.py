@@ -69,8 +69,9 @@ def test_sigreg_rises_with_the_images_where_projections_collapse_or_are_not_gaus
     assert float(sigreg(line, directions)) * 3 < float(sigreg(line.repeat(4, 1, 1), directions))
 
 
-def test_batch_norm_is_torchs() -> None:
-    vectors = drawn(10, 6) * 3 + 1
+@pytest.mark.parametrize("spread", [1.0, 1e-2])
+def test_batch_norm_is_torchs(spread: float) -> None:
+    vectors = (drawn(10, 6) * 3 + 1) * spread
     own, torchs = BatchNorm(6), torch.nn.BatchNorm1d(6)
     with torch.no_grad():
         for parameter in (own.weight, torchs.weight):
@@ -78,29 +79,47 @@ def test_batch_norm_is_torchs() -> None:
     inputs = [vectors.clone().requires_grad_() for _ in range(2)]
     outputs = [norm(given) for norm, given in zip((own, torchs), inputs, strict=True)]
     torch.testing.assert_close(*outputs)
+    rounded = (vectors + 100).bfloat16()
+    torch.testing.assert_close(own(rounded), own(rounded.float()))
     for output in outputs:
         (output * drawn(10, 6, seed=3)).sum().backward()
-    torch.testing.assert_close(inputs[0].grad, inputs[1].grad)
+    torch.testing.assert_close(inputs[0].grad, inputs[1].grad, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dimensions", [1, 3, 8])
 def test_the_effective_rank_counts_dimensions(dimensions: int) -> None:
     vectors = drawn(4000, dimensions) @ torch.linalg.qr(drawn(8, 8, seed=1)).Q[:dimensions] + 5
     assert float(effective_rank(vectors)) == pytest.approx(dimensions, rel=0.02)
+    assert float(effective_rank(vectors * 1e-2)) == pytest.approx(dimensions, rel=0.02), "whatever their size"
+    assert effective_rank(vectors.bfloat16()).dtype == torch.float32
     assert float(effective_rank(torch.full((32, 8), 1.5))) == 0, "a collapsed batch"
 
 
-def test_the_loss_is_the_weighted_sum_of_invariance_and_sigreg(objective: Objective, make_batch: Any) -> None:
-    batch = make_batch(24, views=3, flip=torch.zeros(24, dtype=torch.bool))
+@pytest.mark.parametrize("config", [{}, {"pooling": "mean", "points": 5, "sigreg_weight": 0.3}])
+def test_the_loss_is_the_weighted_sum_of_invariance_and_sigreg(
+    make_encoder: Callable[..., Any], make_batch: Any, config: dict[str, Any]
+) -> None:
+    encoder = make_encoder(class_token=not config)  # the mean needs none
+    objective = Objective(encoder, Config(projector_width=32, projection=8, directions=64, **config))
+    batch = make_batch(24, views=3)
     output = objective(batch)
+    kinds = [type(module) for module in objective.projector]
+    hidden = [torch.nn.Linear, BatchNorm, torch.nn.ReLU]
+    assert kinds == [*hidden, *hidden, torch.nn.Linear]
+    pooling: Any
+    pooling, points, weight = config.values() if config else ("token", 17, 0.02)
     with torch.no_grad():
-        features = objective.encoder.represent(batch.images, "token")
+        images = torch.where(batch.flip[:, None, None, None], batch.images.flip(-1), batch.images)
+        features = objective.encoder.represent(images, pooling)
         projections = objective.projector(features).reshape(8, 3, 8)
     centers = projections.mean(1, keepdim=True)
-    invariance, regularization = ((projections - centers) ** 2).mean(), sigreg(projections, objective.directions(batch))
+    invariance = ((projections - centers) ** 2).mean()
+    regularization = sigreg(projections, objective.directions(batch), points)
     torch.testing.assert_close(output.metrics["invariance"], invariance)
     torch.testing.assert_close(output.metrics["sigreg"], regularization)
-    torch.testing.assert_close(output.loss.detach(), 0.98 * invariance + 0.02 * regularization)
+    torch.testing.assert_close(output.loss.detach(), (1 - weight) * invariance + weight * regularization)
+    torch.testing.assert_close(output.metrics["feature_rank"], effective_rank(features))
+    torch.testing.assert_close(output.metrics["projection_rank"], effective_rank(projections.flatten(0, 1)))
     assert 1 < output.metrics["feature_rank"] <= 16 and 1 < output.metrics["projection_rank"] <= 8
 
 
@@ -119,9 +138,10 @@ def test_directions_are_unit_vectors_of_the_seed_and_the_step(
     torch.rand(5)
     assert torch.equal(first, objective.directions(make_batch(2, step=0)))
     encoder = make_encoder()
-    torch.manual_seed(6)
-    other = Objective(encoder, objective.config)
-    assert not torch.equal(first, other.directions(make_batch(2, step=0)))
+    for seed in (6, 5 + 2**40):
+        torch.manual_seed(seed)
+        other = Objective(encoder, objective.config)
+        assert not torch.equal(first, other.directions(make_batch(2, step=0)))
 
 
 def test_any_seed_of_torch_will_do(make_encoder: Callable[..., Any], make_batch: Any) -> None:

@@ -13,7 +13,15 @@ from ssl_vit.interfaces import UserError
 from ssl_vit.models import EncoderConfig, factory
 from ssl_vit.objectives import classification, masked_patch
 from ssl_vit.training import OptimConfig
-from ssl_vit.training.optim import build_optimizer, lr_factor, parameter_groups, peak_lr, set_lr, start_momentum
+from ssl_vit.training.optim import (
+    WeightAverage,
+    build_optimizer,
+    lr_factor,
+    parameter_groups,
+    peak_lr,
+    set_lr,
+    start_momentum,
+)
 
 CPU = torch.device("cpu")
 
@@ -130,7 +138,26 @@ def test_layer_decay_needs_layers() -> None:
         )
 
 
+@pytest.mark.parametrize("name", ["pos_embed", "pos_embed_2d", "cls_token", "reg_token", "mask_token"])
+def test_weight_decay_leaves_tokens_and_positions_of_any_module_alone(name: str) -> None:
+    module = nn.ParameterDict({name: nn.Parameter(torch.ones(1, 1, 3)), "weight": nn.Parameter(torch.ones(2, 3))})
+    found = {id(one): group["weight_decay"] for group in parameter_groups(module, 0.3) for one in group["params"]}
+    assert (found[id(module[name])], found[id(module["weight"])]) == (0.0, 0.3)
+
+
 # --- optimizers ---
+
+
+def test_an_optimizer_has_the_settings_of_the_recipe() -> None:
+    config = OptimConfig(name="adamw", betas=(0.7, 0.8), momentum=0.4)
+    assert {group["betas"] for group in build_optimizer(Mixed(), config, 8, CPU).param_groups} == {(0.7, 0.8)}
+    for name in ("sgd", "lars"):
+        optimizer = build_optimizer(Mixed(), config.model_copy(update={"name": name}), 8, CPU)
+        assert {group["momentum"] for group in optimizer.param_groups} == {0.4}
+    sgd = config.model_copy(update={"name": "sgd"})
+    for sharded in (False, True):
+        groups = build_optimizer(Mixed(), sgd, 8, CPU, sharded=sharded).param_groups
+        assert {group["fused"] for group in groups} == {not sharded}
 
 
 def test_an_overflow_in_the_first_step_leaves_no_garbage_in_the_momentum() -> None:
@@ -204,3 +231,28 @@ def test_the_last_block_is_one_layer_below_the_head(name: str, last: str) -> Non
     found = {name: scales[id(one)] for name, one in encoder.network.named_parameters()}
     assert {scale for name, scale in found.items() if name.startswith(f"{last}.")} == {0.5}
     assert {scale for name, scale in found.items() if name.startswith(("norm.", "head.norm."))} <= {1.0}
+
+
+# --- the average of the weights ---
+
+
+def test_the_average_agrees_with_one_by_hand_and_is_swapped_in_and_out() -> None:
+    model = nn.Linear(2, 1)
+    model.bias.requires_grad_(False)
+    average, expected = WeightAverage(model, 0.5), model.weight.detach().numpy().copy()
+    for step in range(12):
+        with torch.no_grad():
+            model.weight.copy_(torch.tensor([[step + 1.0, (-2.0) ** step]]))
+        last = model.weight.detach().numpy().copy()
+        average.update(step)
+        decay = min(0.5, (1 + step) / (10 + step))
+        expected = decay * expected + (1 - decay) * last
+        np.testing.assert_array_equal(model.weight.detach().numpy(), last)
+        np.testing.assert_allclose(average.values["weight"].numpy(), expected, rtol=1e-5)
+    assert average.values.keys() == {"weight"}
+    with pytest.raises(KeyError), average.swapped_in():
+        np.testing.assert_allclose(model.weight.detach().numpy(), expected, rtol=1e-5)
+        raise KeyError
+    np.testing.assert_array_equal(model.weight.detach().numpy(), last)
+    average.apply()
+    np.testing.assert_allclose(model.weight.detach().numpy(), expected, rtol=1e-5)
