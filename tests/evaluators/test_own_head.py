@@ -37,20 +37,22 @@ def folder(few_digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def by_hand(folder: Path, saved: Path) -> float:
-    """Accuracy of a checkpoint's head over the test digits, without the evaluators."""
+def by_hand(folder: Path, saved: Path) -> tuple[float, float]:
+    """Accuracy and mean confidence of a checkpoint's head over the test digits, without the evaluators."""
     settings = recipe.load_recipe(folder / "digits_supervised" / "recipe.yaml")
     assert isinstance(settings.objective, classification.Config)
     objective = classification.Objective(factory.load(saved), settings.objective, 10).eval()
     checkpoint.load_head(saved, objective)
     data = DataConfig(train="x", evaluation_resize=1.0)
     stream = EvaluationStream(open_shards(f"{folder}/test"), data, 8, 1, batch_size=90, needs_labels=True)
-    hits = []
+    hits, confidence = [], []
     with torch.no_grad():
         for batch, _ in evaluation_batches(stream, torch.device("cpu")):
-            hits += (objective.logits(batch.images).argmax(-1) == batch.labels)[batch.valid].tolist()
+            best = torch.softmax(objective.logits(batch.images), -1).max(-1)
+            hits += (best.indices == batch.labels)[batch.valid].tolist()
+            confidence += best.values[batch.valid].tolist()
     assert len(hits) == 100
-    return float(np.mean(hits))
+    return float(np.mean(hits)), float(np.mean(confidence))
 
 
 def test_it_is_the_accuracy_of_the_trained_classifier(folder: Path) -> None:
@@ -58,11 +60,13 @@ def test_it_is_the_accuracy_of_the_trained_classifier(folder: Path) -> None:
     found = api.evaluate(run, "own_head", f"{folder}/train", f"{folder}/test")
     (row,) = found.results
     assert (row.arm, row.labels_per_class, row.labels) == ("trained", "all", 400) and not row.notes
-    assert row.accuracy == pytest.approx(by_hand(folder, checkpoint.folders(run)[-1]), abs=1e-9)
+    accuracy, confidence = by_hand(folder, checkpoint.folders(run)[-1])
+    assert row.accuracy == pytest.approx(accuracy, abs=1e-9)
+    assert np.asarray(row.prediction.confidence).mean() == pytest.approx(confidence, rel=1e-5)
     assert row.accuracy > 0.5, "sixty steps teach most digits"
     early = checkpoint.folders(run)[0]
     other = api.evaluate(early, "own_head", f"{folder}/train", f"{folder}/test").results[0].accuracy
-    assert row.accuracy != other == pytest.approx(by_hand(folder, early), abs=1e-9), "by its own head"
+    assert row.accuracy != other == pytest.approx(by_hand(folder, early)[0], abs=1e-9), "by its own head"
 
 
 def test_all_seeds_have_the_same_predictions_and_are_predicted_once(
