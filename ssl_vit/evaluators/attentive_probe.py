@@ -10,19 +10,18 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812
-from pydantic import Field, model_validator
+from pydantic import Field
 from torch import nn
 
 from ssl_vit.evaluators.base import Classifier, LabeledConfig, Scored, SweepConfig
 from ssl_vit.evaluators.base import Evaluator as BaseEvaluator
 from ssl_vit.evaluators.features import FeatureConfig, Features, ImageSet
 from ssl_vit.interfaces import Diverged, UserError, pair
-from ssl_vit.models import Pooling
 from ssl_vit.models.encoder import Encoder
 from ssl_vit.records import Cost
 from ssl_vit.results import Prediction
@@ -33,7 +32,8 @@ _BACKWARD = 3  # a training step costs three forward passes
 
 
 class Config(FeatureConfig, LabeledConfig, SweepConfig):
-    """sweep: by default the learning rate and the weight decay of AdamW, selected on held-out labeled images.
+    """pooling: `patches`; the probe reads all of them.
+    sweep: by default the learning rate and the weight decay of AdamW, selected on held-out labeled images.
 
     steps: length of the training, under a cosine decay to 0. The grid of the sweep, steps and batch size are this
         package's choice.
@@ -43,19 +43,13 @@ class Config(FeatureConfig, LabeledConfig, SweepConfig):
     memory_gib: the most that the tokens of the training and test images may take, as float32.
     """
 
-    pooling: Pooling = "patches"
+    pooling: Literal["patches"] = "patches"
     sweep: dict[str, tuple[Any, ...]] = Field({"lr": (1e-3, 3e-3, 1e-2, 3e-2), "weight_decay": (1e-3, 1e-1)})
     steps: int = Field(300, ge=1)
     batch_size: int = Field(256, ge=1)
     lr: float = Field(1e-2, gt=0)
     weight_decay: float = Field(1e-3, ge=0)
     memory_gib: float = Field(8.0, gt=0)
-
-    @model_validator(mode="after")
-    def _reads_patches(self) -> Config:
-        if self.pooling != "patches":
-            raise ValueError("pooling: the attentive probe reads all patches; remove the key")
-        return self
 
 
 class AttentiveHead(nn.Module):

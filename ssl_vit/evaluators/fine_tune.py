@@ -19,7 +19,7 @@ from ssl_vit.evaluators.base import Classifier, LabeledConfig
 from ssl_vit.evaluators.base import Evaluator as BaseEvaluator
 from ssl_vit.evaluators.classifier import TrainedConfig, fit
 from ssl_vit.evaluators.features import ImageSet
-from ssl_vit.interfaces import UserError
+from ssl_vit.interfaces import UserError, errors_about
 from ssl_vit.models import EncoderConfig, ImageSize, Resampling, factory
 from ssl_vit.models.encoder import Encoder
 from ssl_vit.recipe import Recipe
@@ -117,6 +117,7 @@ class Evaluator(BaseEvaluator):
 
     def check(self, encoder: Encoder, images: int) -> None:
         c: Config = self.config
-        encoder.check_pooling(c.head.pooling)
+        with errors_about("head"):
+            encoder.check_pooling(c.head.pooling)
         with torch.device("meta"):
             self._with_rates(encoder.outline(c.image_size))

@@ -55,9 +55,9 @@ def find_accumulation(
         if not distributed.largest(full):
             return count
         clear_device_cache(garbage_collection=True)
+    smaller = "a lower training.batch_size" if count == lanes else "training.auto_batch=true"
     error = UserError(
-        f"the memory does not hold a micro-batch of {len(part.images)} images; make it smaller "
-        "(training.auto_batch=true, higher training.accumulate or data.lanes), or set "
+        f"the memory does not hold a micro-batch of {len(part.images)} images; set {smaller} or "
         "training.checkpoint_activations=true"
     )
     error.everywhere = True

@@ -12,6 +12,7 @@ import yaml
 from ssl_vit import recipe
 from ssl_vit.cli import compare
 from ssl_vit.comparison.config import load_comparison
+from ssl_vit.comparison.plan import Plan
 from ssl_vit.comparison.sets import load_suite, suites
 from ssl_vit.interfaces import UserError
 
@@ -256,16 +257,22 @@ def test_labeled_data_is_read_as_the_comparison_says(own: bool) -> None:
     assert load_comparison("demo_digits", keys).remote.retries == (7 if own else 3)
 
 
-def test_shipped_sweeps_have_three_rates_and_one_dropout_for_all_arms() -> None:
-    """The demo declares its settings itself; the searches for rates of pretraining have one rate of fine-tuning, and
-    photos_longest_cpu has the rate that photos_longer_cpu selected."""
+def test_shipped_comparisons_have_tasks_and_equal_effort_for_all_arms() -> None:
+    """Three rates of fine-tuning and one dropout. The demo declares its settings itself; the searches for rates of
+    pretraining have one rate of fine-tuning, and photos_longest_cpu has the rate that photos_longer_cpu selected."""
     others = ("demo_digits", "own_images_rates_cpu", "cifar10_rates_cpu", "photos_longest_cpu")
-    names = [name for name, path in recipe.shipped().items() if "arms" in recipe.read(path) and name not in others]
-    swept = 0
-    for name in names:
-        study = load_comparison(name)
+    swept, rates_of_dropout = 0, dict[str, dict[str, float]]()
+    for name, path in recipe.shipped().items():
+        if "arms" not in (content := recipe.read(path)):
+            continue
+        study = load_comparison(
+            name, [f"arms.{arm}=null" for arm, one in content["arms"].items() if one.get("weights")]
+        )
+        assert "measure" in {task.kind for task in Plan(study).tasks}, name
+        kept = rates_of_dropout[name] = {arm: settings.encoder.dropout for arm, settings in study.recipes.items()}
+        if name in others:
+            continue
         found = {key: config for key, config in study.evaluators.items() if key[1] == "fine_tune"}
-        kept = {arm: settings.encoder.dropout for arm, settings in study.recipes.items()}
         dropouts = {arm: config.model_dump()["dropout"] for (_, _, arm), config in found.items() if arm in kept}
         assert len({kept[arm] if rate is None else rate for arm, rate in dropouts.items()}) <= 1, name
         for (_, _, arm), config in found.items():
@@ -273,7 +280,7 @@ def test_shipped_sweeps_have_three_rates_and_one_dropout_for_all_arms() -> None:
             assert len(rates) >= 3, f"{name}: {arm}"
             swept += len(rates)
     assert swept
-    kept = {name: settings.encoder.dropout for name, settings in load_comparison("cifar10_cpu").recipes.items()}
+    kept = rates_of_dropout["cifar10_cpu"]
     assert kept["supervised"] != kept["ssl"], "so the key matters"
 
 

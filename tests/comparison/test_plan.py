@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from ssl_vit import recipe
 from ssl_vit.comparison.config import load_comparison
 from ssl_vit.comparison.plan import Plan
 from ssl_vit.interfaces import UserError
@@ -139,15 +138,6 @@ def test_every_fold_has_its_own_pretrainings_sweeps_and_evaluations() -> None:
     assert len({recipe.run for recipe in recipes}) == 3
     other = plan_of("data={train: null, test: null, folds: [x,y,z]}", **{"data test of fold 1": "new"})
     assert {tasks[name].fold for name in changed(prints(plan), prints(other))} == {1}
-
-
-def test_every_shipped_comparison_has_tasks() -> None:
-    for name, path in recipe.shipped().items():
-        if "arms" in recipe.read(path):
-            study = load_comparison(name)
-            if given := [arm for arm, one in study.comparison.arms.items() if one.weights]:
-                study = load_comparison(name, [f"arms.{arm}=null" for arm in given])
-            assert {"measure"} <= {task.kind for task in Plan(study).tasks}, name
 
 
 def test_each_budget_has_one_sweep_and_one_sweep_may_serve_all() -> None:

@@ -65,7 +65,7 @@ def test_a_dry_run_measures_a_micro_batch_that_the_memory_holds(
         stage.dry_run(settings(tmp_path, "training.auto_batch=true"))
         assert set(sizes) == {8}
     else:
-        with pytest.raises(UserError, match=r"does not hold a micro-batch of 8 images"):
+        with pytest.raises(UserError, match=r"micro-batch of 8 images; set a lower training\.batch_size"):
             stage.dry_run(settings(tmp_path, "training.auto_batch=true"))
 
 
