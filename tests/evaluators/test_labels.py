@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 
+from ssl_vit.data.shards import ShardSet, open_shards
 from ssl_vit.evaluators.knn import Config
-from ssl_vit.evaluators.labels import choose_labeled, held_out_split
+from ssl_vit.evaluators.labels import choose_labeled, held_out_split, set_notes
+from tests.tars import packed
 
 LABELS = np.random.default_rng(0).permutation(np.repeat([0, 2, 5, -1], [100, 40, 3, 10]))
 
@@ -59,3 +63,23 @@ def test_repeated_splits_differ_and_the_first_is_the_only_one_of_no_repeat() -> 
     splits = [held_out_split(labels, 0.2, 0, repeat)[1] for repeat in range(3)]
     assert np.array_equal(splits[0], held_out_split(labels, 0.2, 0)[1])
     assert len({tuple(one) for one in splits}) == 3
+
+
+def test_sets_of_gray_and_color_images_or_of_other_classes_get_a_note(tmp_path: Path) -> None:
+    def images(name: str, modes: str, classes: str = "ab") -> ShardSet:
+        for label in classes:
+            (tmp_path / name / label).mkdir(parents=True)
+            for n, mode in enumerate(modes):
+                image = Image.new({"g": "L", "c": "RGB"}[mode], (8, 8), n)
+                image.save(tmp_path / name / label / f"{n}.png")
+        return open_shards(str(packed(tmp_path / name, tmp_path / f"{name}_shards", shards=1)))
+
+    color, gray = images("color", "cccc"), images("gray", "gggg")
+    (note,) = set_notes(color, gray)
+    assert "0 of 8 images" in note and "8 of 8" in note
+    assert not set_notes(color, images("half", "ccgg")), "half of the images may differ"
+    (note,) = set_notes(color, images("more", "cccc", "abc"))
+    assert "names 2 classes" in note and "names 3" in note
+    assert len(set_notes(gray, images("other", "cccc", "abc"))) == 2
+    (note,) = set_notes(color, color)
+    assert "1 shards in common" in note
