@@ -48,7 +48,6 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
     """`atomic_path`, opened for writing bytes."""
     with atomic_path(path) as unfinished, unfinished.open("wb", buffering=1 << 20) as file:
         yield file
-        file.flush()
 
 
 @contextmanager

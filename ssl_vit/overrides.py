@@ -27,8 +27,7 @@ def parsed(overrides: Overrides) -> DictConfig:
     """
     if isinstance(overrides, Mapping):
         given = OmegaConf.create()
-        for key, value in overrides.items():
-            value = _plain(value)
+        for key, value in _plain(overrides).items():
             key = f"data.{PLACE}" if key == "data" and isinstance(value, str) else key
             try:
                 OmegaConf.update(given, key, value)
@@ -94,7 +93,7 @@ def _dotted(content: Any) -> Any:
     if not isinstance(content, dict):
         return content
     return {
-        key: flatten(value) if key == "sweep" and isinstance(value, dict) else _dotted(value)
+        _text(key): flatten(value) if key == "sweep" and isinstance(value, dict) else _dotted(value)
         for key, value in content.items()
     }
 
@@ -134,12 +133,21 @@ def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Paths as strings, in containers too."""
+    """Paths as strings and NumPy's numbers as Python's, in containers too. Raises UserError for a key that is no
+    text."""
     if isinstance(value, Mapping):
-        return {key: _plain(one) for key, one in value.items()}
+        return {_text(key): _plain(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(one) for one in value]
+    if hasattr(value, "tolist"):
+        return value.tolist()
     return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+
+def _text(key: Any) -> str:
+    if not isinstance(key, str):
+        raise UserError(f"the key {key} is no text; put it in quotes, or correct it")
+    return key
 
 
 def _is_place(key: str, value: str) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeVar
@@ -84,8 +85,9 @@ def find(name: str, near: Path | None = None) -> Path:
     """
     beside = [near.parent / name, near.parent / f"{name}.yaml"] if near else []
     for path in [*beside, expanded(name), expanded(name) / "recipe.yaml"]:
-        if path.is_file():
-            return path
+        with suppress(OSError):  # a name that is too long
+            if path.is_file():
+                return path
     if name in shipped():
         return shipped()[name]
     close = get_close_matches(name, shipped(), n=1)

@@ -85,7 +85,6 @@ def events(run: Path) -> list[dict[str, object]]:
         (["training.epochs=3"], ["training", "exactly one of steps and epochs"]),
         (["encoder.image_size=18"], ["image_size=18", "patch size 4", "16 or 20"]),
         (["encoder.name=vit_bace_patch16_224"], ["vit_bace_patch16_224", "did you mean vit_base_patch16_224"]),
-        (["data.workers=5", "data.lanes=4"], ["too few", "--overwrite --shards 5", "lower data.workers"]),
         (["data.workers=2", "data.lanes=1"], ["data.workers=2", "more than the lanes", "at most 1"]),
         (["training.batch_size=9"], ["training.batch_size=9", "data.lanes=4", "[1, 3, 9]"]),
         (["optim.betas=[0.9,1.5]"], ["optim.betas.1", "less than 1"]),

@@ -63,7 +63,7 @@ def test_doctor_names_what_would_stop_or_slow_a_run(
     done = CliRunner().invoke(app, ["doctor", "--data", f"{few_digits}/train", "--run", str(tmp_path), "--json"])
     found = {(finding["about"], finding["level"]): finding["text"] for finding in json.loads(done.stdout)}
     assert "torch" in found["versions", "ok"] and "1 GiB free" in found["disk", "stop"]
-    assert found["shards", "ok"] == "400 samples in 4 shards, 10 classes" and "--shards 64" in found["shards", "slow"]
+    assert found["shards", "ok"] == "400 samples in 4 shards, 10 classes"
 
 
 def test_doctor_looks_at_the_disk_of_a_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,7 +76,7 @@ def test_a_dry_run_refuses_what_the_run_would(few_digits: Path, tmp_path: Path) 
     (tmp_path / "notes.txt").write_text("")
     with pytest.raises(UserError, match="is not empty and holds no run"):
         dry_run(f"data.train={few_digits}/train", f"run={tmp_path}")
-    with pytest.raises(UserError, match="too few"):
+    with pytest.raises(UserError, match=r"data\.workers=5"):
         dry_run(f"data.train={few_digits}/train", "data.workers=5")
     with pytest.raises(UserError, match=r"training\.trackers|tracker"):
         dry_run(f"data.train={few_digits}/train", f"run={tmp_path}/run", "training.trackers={foo: {}}")

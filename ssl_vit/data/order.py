@@ -25,7 +25,7 @@ from ssl_vit.interfaces import UserError
 Members = np.ndarray  # int64 positions of samples inside one shard
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, order=True)
 class LanePosition:
     """How far a lane is: `position` samples of its slice of `epoch` were taken (read, or skipped as broken)."""
 
@@ -178,18 +178,11 @@ def worker_lanes(lanes: int, ranks: int, rank: int, workers: int, worker: int) -
     return list(own[worker * len(own) // parts : (worker + 1) * len(own) // parts])
 
 
-def check_topology(
-    *, shards: int, samples: int, lanes: int, batch_size: int, ranks: int, workers: int, accumulate: int = 1
-) -> None:
+def check_topology(*, samples: int, lanes: int, batch_size: int, ranks: int, workers: int, accumulate: int = 1) -> None:
     """Refuse, before the first step, what cannot be split evenly. Raises UserError naming the fix."""
     own, readers = lanes // ranks, max(workers, 1)
     if samples == 0:
         raise UserError("there is no sample to train on: the shards are empty or the label budget keeps nothing")
-    if shards < ranks * readers:
-        raise UserError(
-            f"{shards} shard(s) are too few for {ranks} process(es) x {readers} loader worker(s): repack with "
-            f"`ssl-vit shards make SOURCE OUT --overwrite --shards {ranks * readers}` or more, or lower data.workers"
-        )
     if lanes % ranks or batch_size % lanes:
         fits = [n for n in range(ranks, batch_size + 1, ranks) if batch_size % n == 0]
         hint = f"such as {fits[-6:]}" if fits else f"and training.batch_size to a multiple of {ranks}"

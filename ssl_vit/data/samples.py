@@ -27,7 +27,8 @@ class Preprocess:
     noise: uniform numbers drawn for each view. classes: upper bound of valid labels (None: unknown).
     color: draws the color augmentation of each view (None: none). views: number of views of each sample.
     max_pixels: most pixels of an image, checked before it is decoded.
-    needs_labels: samples without a label are skipped. reads_labels: they are kept, with label -1.
+    needs_labels: labels are read, and samples without one are skipped. reads_labels: labels are read, -1 where there is
+        none. Neither: every label is -1.
     """
 
     transform: Transform

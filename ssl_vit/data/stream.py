@@ -41,7 +41,6 @@ def train_source(
     check_channels(preprocess.channels)
     sets = shards.sets(keep)
     check_topology(
-        shards=len(shards.urls),
         samples=sum(samples.samples for samples in sets),
         lanes=data.lanes,
         batch_size=batch_size,

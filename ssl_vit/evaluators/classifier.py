@@ -139,8 +139,7 @@ def fit(evaluator: Evaluator, images: ImageSet, encoder: Encoder, seed: int) -> 
     number = getattr(recipe.objective, "classes", None)
     if number and context.classes and number < context.classes:
         raise UserError(f"head.classes={number}: the images have {context.classes} classes; remove it")
-    own_lanes, own_shards = (n // accelerator.num_processes for n in (recipe.data.lanes, len(images.shards.urls)))
-    workers = min(recipe.data.workers, own_lanes, own_shards)
+    workers = min(recipe.data.workers, recipe.data.lanes // accelerator.num_processes)
     recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"workers": workers})})
     job = stage.build(
         recipe,

@@ -164,7 +164,7 @@ def create(name: str, arguments: dict[str, Any]) -> Any:
         raise UserError(f"encoder.name='{name}': model_args cannot hold {', '.join(refused)}; remove it")
     try:
         return timm.create_model(name, pretrained=False, num_classes=0, **arguments)
-    except (TypeError, AssertionError, ValueError, RuntimeError) as error:
+    except (TypeError, AssertionError, ValueError, RuntimeError, ArithmeticError) as error:
         raise UserError(f"encoder.name='{name}' cannot have these settings: {arguments} ({error})") from None
 
 

@@ -66,7 +66,7 @@ class TrainingConfig(Config):
     log_every: steps between log lines.
     checkpoint_every: steps between checkpoints (0: only the last one).
     picture_every: steps between pictures in the trackers (0: none).
-    keep_last: newest checkpoints kept (those that `ssl-vit eval` evaluated stay too).
+    keep_last: newest checkpoints kept (one that was evaluated by its own path, RUN/checkpoints/STEP, stays too).
     """
 
     steps: int | None = Field(None, ge=1)

@@ -121,10 +121,8 @@ class Checkpointing(Callback):
         job, progress = trainer.job, trainer.progress
         if job.run is None:
             return
-        # Each process knows the positions of its own lanes.
-        first = trainer.accelerator.process_index * trainer.own_lanes
-        own_lanes = progress.lanes[first : first + trainer.own_lanes]
-        progress.lanes[:] = [position for part in distributed.gather(own_lanes) for position in part]
+        # Each process moves its own lanes on; those of others stay where the session found them.
+        progress.lanes[:] = [max(lane) for lane in zip(*distributed.gather(progress.lanes), strict=True)]
         checkpoint.save(job.run, progress.step, trainer.state, job.training.keep_last)
         self.saved = progress.step
 
@@ -192,12 +190,12 @@ class Probe(Callback):
             trainer.finished = True
 
     def _measure(self, trainer: Trainer) -> None:
-        step, start = trainer.progress.step, time.perf_counter()
+        step = trainer.progress.step
         trainer.share_buffers()
         with trainer.interruptible(), trainer.published():  # in this order: the weights that train are saved
             value = distributed.gather(self.measure(trainer.objective))[0]  # processors may differ in the last bit
         trainer.model.train()
-        trainer.progress.seconds += time.perf_counter() - start
+        trainer.progress.seconds += time.perf_counter() - trainer.window.start  # with a checkpoint just saved
         self.since_best = 0 if value > self.best else self.since_best + 1
         self.step, self.best = step, max(value, self.best)
         trainer.log.values(step, {"probe_accuracy": value, "probe_best": self.best})

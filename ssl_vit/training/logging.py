@@ -116,10 +116,10 @@ class RunLogger:
         self.skipped, self.skips_in_total = dict[tuple[str, str], SkippedSample](), 0
 
     def state_dict(self) -> dict[str, Any]:
-        return {"bytes": self.file.tell() if self.path else 0}
+        return {"bytes": self.file.tell() if self.path else 0, "skips_in_total": self.skips_in_total}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.size = state["bytes"]
+        self.size, self.skips_in_total = state["bytes"], state["skips_in_total"]
 
     def begin(self, step: int, notes: list[str], recipe: dict[str, Any]) -> None:
         """Continue the log where the checkpoint of `step` was saved; what came later is dropped."""

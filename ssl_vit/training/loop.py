@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import broadcast, get_grad_scaler
+from accelerate.utils import broadcast
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -138,8 +138,8 @@ class Trainer:
         self.objective: nn.Module = job.accelerator.unwrap_model(self.model)
         self.optimizer: torch.optim.Optimizer = prepared.optimizer
         start_momentum(self.optimizer)
-        fp16 = job.accelerator.precision == "fp16"
-        self.scaler = get_grad_scaler(job.accelerator.distributed_type, enabled=fp16)
+        # Also for a sharded model: torch's ShardedGradScaler is for FSDP1.
+        self.scaler = torch.amp.GradScaler(device.type, enabled=job.accelerator.precision == "fp16")
         self.average = WeightAverage(self.objective, training.ema) if training.ema else None
         self.progress = Progress([LanePosition()] * job.lanes, data=job.data, classes=job.classes)
         self.log = RunLogger(job.total_steps, job.run, job.accelerator, training.trackers, job.quiet)
@@ -158,10 +158,10 @@ class Trainer:
         with self.log:
             self.log.begin(progress.step, notes, job.recipe)
             self.model.train()
+            self.window, first = Window(progress.step), progress.step
             for callback in job.callbacks:
                 callback.start(self)
-            batches, first = job.batches(progress.lanes), progress.step
-            self.window = Window(first)
+            batches = job.batches(progress.lanes)
             while not self.finished and progress.step < job.total_steps:
                 asked = time.perf_counter()
                 with self.interruptible():
@@ -198,7 +198,8 @@ class Trainer:
             self.request.waiting = False
 
     def train_step(self, batch: Batch) -> StepResult:
-        """One optimizer step over this process's part of a batch. Nothing here waits for the device."""
+        """One optimizer step over this process's part of a batch. Nothing here waits for the device, except
+        fp16 with LARS or a sharded SGD, whose scaler does."""
         job, step = self.job, self.progress.step
         batch.step = step
         parts = batch.split(self.progress.accumulate)
@@ -277,11 +278,6 @@ class Trainer:
         size = len(self.batch.images) // self.batch.views // progress.accumulate
         self.log.say(f"auto_batch: {progress.accumulate} micro-batch(es) of {size} images per step and process")
         self.log.event(progress.step, {"event": "auto_batch", "accumulate": progress.accumulate, "micro_batch": size})
-
-    @property
-    def own_lanes(self) -> int:
-        """How many lanes each process has."""
-        return self.job.lanes // self.accelerator.num_processes
 
     def published(self) -> AbstractContextManager[None]:
         """Context in which the objective has the weights that a checkpoint publishes: averaged ones, if there are."""

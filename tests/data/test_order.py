@@ -259,15 +259,13 @@ def test_sets_are_interleaved_evenly_and_each_keeps_its_own_epoch() -> None:
 
 # --- refusals ---
 
-GOOD = {"shards": 16, "samples": 1000, "lanes": 8, "batch_size": 32, "ranks": 4, "workers": 2, "accumulate": 1}
+GOOD = {"samples": 1000, "lanes": 8, "batch_size": 32, "ranks": 4, "workers": 2, "accumulate": 1}
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"samples": 0}, "no sample"),
-        ({"shards": 7}, r"7 shard\(s\) .* 4 process\(es\) x 2 .* --shards 8.* data\.workers"),
-        ({"shards": 3, "workers": 0}, r"3 shard\(s\) .* --shards 4"),
         ({"lanes": 6}, r"data\.lanes=6 .* 4 process\(es\) .* \[4, 8, 16, 32\]"),
         ({"lanes": 6, "batch_size": 24}, r"to resume a run, start 1 or 2 or 3 or 6 process\(es\)"),
         ({"lanes": 2}, r"data\.lanes=2 .* multiple of the 4"),
@@ -285,7 +283,6 @@ def test_what_cannot_be_split_evenly_is_refused_with_the_fix(change: dict[str, i
 
 @settings(quick, max_examples=400)
 @given(
-    shards=st.integers(1, 70),
     samples=st.integers(0, 5),
     lanes=LANES,
     batch_size=st.integers(1, 128),
@@ -298,7 +295,6 @@ def test_exactly_the_impossible_is_refused(**topology: int) -> None:
     owned = [worker_lanes(lanes, ranks, rank, topology["workers"], n) for rank in range(ranks) for n in range(readers)]
     possible = (
         topology["samples"] > 0
-        and topology["shards"] >= ranks * readers
         and all(owned)  # no worker without a lane
         and len({len(worker_lanes(lanes, ranks, rank, 0, 0)) for rank in range(ranks)}) == 1
         and topology["batch_size"] / lanes == topology["batch_size"] // lanes

@@ -89,6 +89,10 @@ def test_a_sharded_network_is_fine_tuned_and_evaluated(runs: Path) -> None:
     assert accuracies == pytest.approx([row.accuracy for row in whole.results], abs=0.01)
 
 
+def test_a_sharded_run_may_scale_its_loss(runs: Path) -> None:
+    assert differ_by(weights(runs / "scaled"), weights(runs / "sharded")) < 1e-6
+
+
 def test_a_sharded_run_resumes_bit_for_bit(runs: Path) -> None:
     for name in ("encoder", "objective", "training", "optimizer"):
         assert same(weights(runs / "again", name), weights(runs / "sharded", name))

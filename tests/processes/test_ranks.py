@@ -21,11 +21,17 @@ def test_three_ranks_with_two_workers_each_train_three_epochs_on_seven_uneven_sh
     assert three[0].text.split() == ["3", "3", str(3 * 360)]
 
 
-def test_two_ranks_on_one_shard_are_refused_with_the_fix(world: World, tmp_path: Path) -> None:
+def test_two_ranks_with_two_workers_each_share_one_shard(world: World, tmp_path: Path) -> None:
     shards = packed("digits", tmp_path / "one", "train", shards=1, subset=36)
-    keys = [f"data.train={shards}", f"run={tmp_path / 'run'}", "data.workers=0", "data.lanes=8"]
+    two = world(2, "uneven", shards, 2, 12, 60, 12)
+    assert [process.wait() for process in two] == [0, 0], two[0].text + two[1].text
+    assert two[0].text.split() == ["2", "2", str(2 * 360)]
+
+
+def test_an_error_of_every_rank_is_reported_once(world: World, tmp_path: Path) -> None:
+    shards = packed("digits", tmp_path / "few", "train", shards=2, subset=2)
+    keys = [f"data.train={shards}", f"run={tmp_path / 'run'}", "data.workers=0", "data.lanes=3"]
     main, other = world(2, "command_line", "train", "digits_ssl", *keys)
     assert (main.wait(100), other.wait(100)) == (2, 2)
-    assert main.text.startswith("error: 1 shard(s) are too few for 2 process(es)")
-    assert "ssl-vit shards make SOURCE OUT --overwrite --shards 2" in main.text
+    assert main.text.startswith("error: data.lanes=3 must be a multiple of the 2 process(es)")
     assert other.text == ""

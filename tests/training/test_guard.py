@@ -78,13 +78,13 @@ def test_gradients_that_no_loss_scale_makes_finite_stop_the_run(
     train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A scaler on a CPU works as one on a GPU."""
-    start = loop.Trainer.__init__
+    start, scaler = loop.Trainer.__init__, torch.amp.GradScaler
 
     def hooked(self: Any, job: Any) -> None:
         job.objective.mask_token.register_hook(lambda gradient: gradient * math.inf)
         start(self, job)
 
-    monkeypatch.setattr(loop, "get_grad_scaler", lambda *_, **__: torch.amp.GradScaler("cpu"))
+    monkeypatch.setattr(torch.amp, "GradScaler", lambda *_, **__: scaler("cpu"))
     monkeypatch.setattr(loop.Trainer, "__init__", hooked)
     keys = ("training.steps=130", "training.log_every=10")
     with pytest.raises(RunError, match=r"not finite in 110 steps in a row, up to step 110(.|\n)*precision=bf16"):

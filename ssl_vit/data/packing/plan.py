@@ -18,7 +18,7 @@ class Options(Config):
     """All options that decide what is in the shards.
 
     shard_size: most images per shard. There are at least 16 shards (one per image where there are fewer images), in
-        train and in test: a shard is read by one loader worker of one process, so one shard would feed one worker.
+        train and in test, so that processes and loader workers read, and download, mostly different ones.
     shards: number of shards instead. Sizes differ by at most one image.
     resize: see `ssl_vit.data.packing.images.to_stored`.
     quality: see there.

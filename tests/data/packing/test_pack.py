@@ -122,7 +122,7 @@ def test_keys_are_numbers_and_names_are_stored_when_asked(tmp_path: Path) -> Non
     [
         ({"shards": 7}, [8] * 4 + [7] * 3),
         ({"shard_size": 3}, [3] * 16 + [2]),
-        ({"shard_size": 25}, [4] * 12 + [3] * 4),  # 3 shards would feed 3 loader workers
+        ({"shard_size": 25}, [4] * 12 + [3] * 4),
         ({}, [1] * 5),
         ({"shards": 1}, [60]),
     ],

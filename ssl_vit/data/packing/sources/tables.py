@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -130,6 +131,9 @@ def _label_column(spec: str, table: datasets.Dataset) -> str | None:
         for name, feature in table.features.items()
         if name.lower() in ("label", "labels", "class", "target", "cls") and _is_name_or_number(feature)
     ]
+    for name in {"label", "labels"}.intersection(table.features) if not columns else ():
+        what = "holds neither integers nor names: packed without labels"
+        warnings.warn(f"{spec}: column {name!r} {what}", stacklevel=4)
     if len(columns) > 1 and "label" not in columns:
         raise UserError(f"{spec} has several label columns; set label_column to one of: {', '.join(columns)}")
     return "label" if "label" in columns else next(iter(columns), None)
