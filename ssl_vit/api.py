@@ -176,7 +176,7 @@ def evaluate(
     given, run = loaded.load(model), model if isinstance(model, Path) else None
     module, settings = plugins.load("evaluators", name), given.settings
     places = recipe.training_places(settings) if settings else []
-    seen = f"{run or name} was trained, or stopped early, on images of the test set {test}; name others (--test)"
+    seen = f"{run or 'this network'} was trained, or stopped early, on images of the test set {test}; name another one"
     if saw_images(places, test):
         raise UserError(seen)
     if settings and run and redrawn(settings.data.places, test):

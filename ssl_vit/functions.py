@@ -143,6 +143,9 @@ def _own_data(model: PathInput | nn.Module, fix: str) -> str:
     """The data that a run was trained on. Raises UserError where there is none, and for several sets. fix: what to do
     then."""
     if isinstance(model, str | PathLike):
+        from ssl_vit.models import factory
+
+        factory.find_weights(os.fspath(model))
         name, settings = os.fspath(model), run_recipe(expanded(model))
     else:
         from ssl_vit.analysis import loaded

@@ -116,6 +116,8 @@ def test_wrong_arguments_are_named(run: Any, my_images: Path) -> None:
     for arguments, message in wrong:
         with pytest.raises(UserError, match=message):
             ssl_vit.embed(run, my_images, **arguments)
+    with pytest.raises(UserError, match="tpyo: no such run"):
+        ssl_vit.evaluate("tpyo", "few_shot")
     metric: Any = "balanced"
     with pytest.raises(UserError, match="metric=balanced: choose one of accuracy, mean_per_class"):
         ssl_vit.evaluate(run, "knn", metric=metric)

@@ -32,7 +32,8 @@ def resume(study: Study, *, until_decided: bool = False, max_seeds: int | None =
     record = records.read(path, ComparisonRecord) if path.is_file() else None
     if record and record.looks:
         first, counted = record.looks[0], _lists(study)[-1]
-        began = {counted: getattr(record, counted)[: first.seeds], "pretrainings": first.pretrainings}
+        began = {key: getattr(record, key)[: len(getattr(study.comparison, key))] for key in _lists(study)}
+        began |= {counted: getattr(record, counted)[: first.seeds], "pretrainings": first.pretrainings}
         if changed := [key for key, value in began.items() if getattr(study.comparison, key) != value]:
             raise UserError(
                 f"{path}: its looks began with other {changed[0]} than the recipe has now; undo that change, or give "
@@ -49,7 +50,7 @@ def resume(study: Study, *, until_decided: bool = False, max_seeds: int | None =
     if not until_decided:
         return study
     count = _seeds(study)
-    most = max_seeds or math.ceil(_GROWTH * count)
+    most = math.ceil(_GROWTH * count) if max_seeds is None else max_seeds
     if most <= count:
         raise UserError(f"--max-seeds={most}: the recipe already has {count} seeds; give a larger number")
     return replace(study, max_seeds=most)

@@ -127,8 +127,9 @@ def task_context(plan: Plan, task: TaskRecord, initialization: int) -> EvalConte
     if weights is None and own_recipe is None:  # only a file says what the architecture is
         weights = plan.weights(like, pretraining_seed, task.fold)
     if weights is not None and not weights.exists():
-        done = " and ".join(str(plan.run / TASKS / f"{need}.json") for need in task.after)
-        raise UserError(f"{weights}: this encoder was removed; restore it, or delete {done} to train it again")
+        done = [plan.run / TASKS / f"{need}.json" for need in task.after if need.startswith("pretrain-")]
+        again = f", or delete {done[0]} to train it again" if done else ""
+        raise UserError(f"{weights}: this encoder was removed; restore it{again}")
     assert data.train is not None and data.test is not None
     settings = plan.preparation(like)
     prepared = settings.data if settings else DataConfig(train="")

@@ -177,7 +177,7 @@ def _plan(comparison: Comparison, head: Difference) -> str:
         return f"Neither more {name} nor more test images alone would decide a difference of this size."
     counted = ""
     if units and not record.looks:
-        limit = f" --max-seeds {len(record.seeds) + units}" if name == "seeds" else ""
+        limit = f" --max-seeds {head.seeds + units}" if name == "seeds" else ""
         counted = f" `--until-decided{limit}` adds {name} and counts the looks."
     return f"If the estimate stays the same, {' or '.join(more)} would decide.{counted}"
 

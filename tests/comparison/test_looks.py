@@ -107,12 +107,16 @@ def test_seeds_are_added_until_the_maximum_and_a_kill_between_looks_changes_noth
         quiet(recipe, until_decided=True, max_seeds=9)
     with pytest.raises(UserError, match="other frozen_seeds"):
         quiet(mini(**FROZEN | {"frozen_seeds": [0, 5]}, run=str(tmp_path / "killed")))
+    with pytest.raises(UserError, match="other seeds"):
+        quiet(mini(**FROZEN | {"seeds": [7, 8]}, run=str(tmp_path / "killed")))
 
 
 def test_a_maximum_must_leave_room(mini: Mini) -> None:
     with pytest.raises(UserError, match=r"--max-seeds=2: the recipe already has 2"):
         looks.resume(load_comparison(mini(**FROZEN)), until_decided=True, max_seeds=2)
     assert looks.resume(load_comparison(mini(**FROZEN)), until_decided=True).max_seeds == 5
+    with pytest.raises(UserError, match=r"--max-seeds=0"):
+        looks.resume(load_comparison(mini(**FROZEN)), until_decided=True, max_seeds=0)
 
 
 def measured(folder: Path, study: Study, between: float, within: float) -> Comparison:
