@@ -133,8 +133,8 @@ def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Paths as strings and NumPy's numbers as Python's, in containers too. Raises UserError for a key that is no
-    text."""
+    """Paths as strings, NumPy arrays and scalars as lists and numbers, in containers too. Raises UserError for a key
+    that is not a string."""
     if isinstance(value, Mapping):
         return {_text(key): _plain(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
@@ -146,7 +146,7 @@ def _plain(value: Any) -> Any:
 
 def _text(key: Any) -> str:
     if not isinstance(key, str):
-        raise UserError(f"the key {key} is no text; put it in quotes, or correct it")
+        raise UserError(f"key {key!r} is not a string; put it in quotes")
     return key
 
 

@@ -131,7 +131,8 @@ def test_bad_samples_are_skipped_counted_and_named(call: Call, shards: Path, tmp
     del members["000104.jpg"]
     write_tar(shards / "000002.tar", members)
     write_info(shards)
-    code, text = call(*labeled_keys(shards, "training.steps=6"))  # 48 of 40 samples: the whole epoch
+    epoch = ("training.steps=6", "training.checkpoint_every=2", "training.keep_last=9")  # 48 of 40 samples
+    code, text = call(*labeled_keys(shards, *epoch))
     assert code == 0, text
     found = {s["key"]: s["reason"] for row in events(tmp_path / "run") for s in row["samples"]}  # type: ignore[attr-defined]
     assert set(found) == {f"00010{n}" for n in range(5)}
@@ -144,6 +145,11 @@ def test_bad_samples_are_skipped_counted_and_named(call: Call, shards: Path, tmp
     }.items():
         assert reason in found[key]
     assert "skipped" in text and "000002.tar" in text
+    totals = [row["total"] for row in events(tmp_path / "run")]
+    shutil.rmtree(tmp_path / "run/checkpoints/step_00000006")
+    (tmp_path / "run/summary.json").unlink()
+    assert call(*labeled_keys(shards, *epoch))[0] == 0
+    assert [row["total"] for row in events(tmp_path / "run")] == totals, "a resumed run continues the count"
     code, text = call(*labeled_keys(shards, "run=strict", "data.on_bad_sample=fail"))
     assert code == 2 and "000002.tar" in text and "on_bad_sample=fail" in text
 

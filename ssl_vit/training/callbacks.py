@@ -121,7 +121,7 @@ class Checkpointing(Callback):
         job, progress = trainer.job, trainer.progress
         if job.run is None:
             return
-        # Each process moves its own lanes on; those of others stay where the session found them.
+        # A process advances its own lanes alone, so the furthest position is that of the process that owns the lane.
         progress.lanes[:] = [max(lane) for lane in zip(*distributed.gather(progress.lanes), strict=True)]
         checkpoint.save(job.run, progress.step, trainer.state, job.training.keep_last)
         self.saved = progress.step
@@ -195,7 +195,7 @@ class Probe(Callback):
         with trainer.interruptible(), trainer.published():  # in this order: the weights that train are saved
             value = distributed.gather(self.measure(trainer.objective))[0]  # processors may differ in the last bit
         trainer.model.train()
-        trainer.progress.seconds += time.perf_counter() - trainer.window.start  # with a checkpoint just saved
+        trainer.progress.seconds += time.perf_counter() - trainer.window.start  # since the last log line
         self.since_best = 0 if value > self.best else self.since_best + 1
         self.step, self.best = step, max(value, self.best)
         trainer.log.values(step, {"probe_accuracy": value, "probe_best": self.best})

@@ -198,8 +198,8 @@ class Trainer:
             self.request.waiting = False
 
     def train_step(self, batch: Batch) -> StepResult:
-        """One optimizer step over this process's part of a batch. Nothing here waits for the device, except
-        fp16 with LARS or a sharded SGD, whose scaler does."""
+        """One optimizer step over this process's part of a batch. Nothing here waits for the device, except the loss
+        scaler of fp16 with LARS or sharded SGD."""
         job, step = self.job, self.progress.step
         batch.step = step
         parts = batch.split(self.progress.accumulate)

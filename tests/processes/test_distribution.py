@@ -91,6 +91,8 @@ def test_a_sharded_network_is_fine_tuned_and_evaluated(runs: Path) -> None:
 
 def test_a_sharded_run_may_scale_its_loss(runs: Path) -> None:
     assert differ_by(weights(runs / "scaled"), weights(runs / "sharded")) < 1e-6
+    state = json.loads(max((runs / "scaled" / "checkpoints").iterdir()).joinpath("state.json").read_text())
+    assert state["scaler"]["scale"] > 1
 
 
 def test_a_sharded_run_resumes_bit_for_bit(runs: Path) -> None:

@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -40,6 +41,26 @@ def test_probing_leaves_the_training_as_it_is(train: Train, tmp_path: Path) -> N
     assert best == np.maximum.accumulate(list(probed.values())).tolist()
     one, two = (load_file(tmp_path / name / "encoder.safetensors") for name in ("without", "with"))
     assert all(torch.equal(tensor, two[name]) for name, tensor in one.items())
+
+
+def test_the_seconds_of_a_run_include_checkpoints_and_probes(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save = checkpoint.save
+
+    def slow(*arguments: Any) -> Any:
+        time.sleep(0.5)
+        return save(*arguments)
+
+    def probe(self: OnlineProbe, objective: torch.nn.Module) -> float:
+        time.sleep(0.5)
+        return 0.5
+
+    monkeypatch.setattr(checkpoint, "save", slow)
+    monkeypatch.setattr(OnlineProbe, "__call__", probe)
+    keys = ["probe.every=4", "probe.images=20", "probe.labels_per_class=1", "training.checkpoint_every=4"]
+    run = train(tmp_path / "run", *keys)
+    assert json.loads((run / "summary.json").read_text())["seconds"] > 3 * (0.5 + 0.5)
 
 
 def test_the_probe_is_few_shot_on_other_images_of_the_same_shards(train: Train, digits: Path, tmp_path: Path) -> None:

@@ -131,9 +131,9 @@ def _label_column(spec: str, table: datasets.Dataset) -> str | None:
         for name, feature in table.features.items()
         if name.lower() in ("label", "labels", "class", "target", "cls") and _is_name_or_number(feature)
     ]
-    for name in {"label", "labels"}.intersection(table.features) if not columns else ():
+    if not columns and (unread := [name for name in table.features if name in ("label", "labels")]):
         what = "holds neither integers nor names: packed without labels"
-        warnings.warn(f"{spec}: column {name!r} {what}", stacklevel=4)
+        warnings.warn(f"{spec}: column {unread[0]!r} {what}", stacklevel=4)
     if len(columns) > 1 and "label" not in columns:
         raise UserError(f"{spec} has several label columns; set label_column to one of: {', '.join(columns)}")
     return "label" if "label" in columns else next(iter(columns), None)
