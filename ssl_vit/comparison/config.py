@@ -165,6 +165,8 @@ class Study:
     sets: datasets by name; those given by `source` are packed into `folder`. In a cross-validation the first fold.
     folds: train and test of each fold; empty without cross-validation.
     evaluators: settings by (dataset, evaluator, arm); the arm "" stands for the references.
+    given: the recipe, saved as `comparison.yaml`. Its evaluator settings are only those that were given: the defaults
+        of the others depend on what an arm or dataset sets.
     max_seeds, looks: set where seeds are added until the headlines are decided; see `looks.py`.
     assigned: index of the pretraining of seed n, where it is not n modulo `pretrainings`; set by `looks.py`.
     """
@@ -173,6 +175,7 @@ class Study:
     recipes: dict[str, Recipe]
     sets: dict[str, DataSet]
     evaluators: dict[tuple[str, str, str], Config]
+    given: dict[str, Any]
     folder: Path
     folds: tuple[DataSet, ...] = ()
     max_seeds: int | None = None
@@ -249,7 +252,8 @@ def load_comparison(name: str | Path, overrides: recipe.Overrides = ()) -> Study
         c = tenth(c).model_copy(update={"name": f"{c.name.removesuffix('_quick')}_quick"})
         recipes = {key: tenth(settings) for key, settings in recipes.items()}
         evaluators = {key: tenth(config) for key, config in evaluators.items()}
-    return Study(c, recipes, sets, evaluators, folder, tuple(c.data.splits) if c.data.folds else ())
+    saved = c.model_dump(mode="json", exclude={"evaluators"}) | {"evaluators": given}
+    return Study(c, recipes, sets, evaluators, saved, folder, tuple(c.data.splits) if c.data.folds else ())
 
 
 def _with_whole_paths(c: ComparisonConfig, near: Path) -> ComparisonConfig:

@@ -11,7 +11,7 @@ from filelock import FileLock
 from ssl_vit import records
 from ssl_vit.comparison import executor, looks
 from ssl_vit.comparison.checks import Checked, check
-from ssl_vit.comparison.config import ComparisonConfig, Study
+from ssl_vit.comparison.config import Study
 from ssl_vit.comparison.executor import Say
 from ssl_vit.comparison.record import record_of
 from ssl_vit.comparison.weights import import_arms
@@ -48,7 +48,7 @@ def compare(
     following: Study | None = looks.resume(import_arms(study, say), until_decided=until_decided, max_seeds=max_seeds)
     while following:
         study = following
-        checked = _run_tasks(study, c, only, command, say)
+        checked = _run_tasks(study, only, command, say)
         comparison = read_comparison(checked.plan.run)
         if only is not None:
             return comparison
@@ -56,7 +56,7 @@ def compare(
             study = looks.look(study, comparison)
             if main:
                 looked = replace(checked.plan, study=replace(checked.plan.study, looks=study.looks))
-                _write_plan(replace(checked, plan=looked, missing=[]), c, command)
+                _write_plan(replace(checked, plan=looked, missing=[]), command)
             distributed.gather(None)
             comparison = read_comparison(checked.plan.run)
             say(f"look {len(study.looks)}: {', '.join(study.looks[-1].outcomes.values())}")
@@ -64,11 +64,8 @@ def compare(
     return comparison
 
 
-def _run_tasks(study: Study, given: ComparisonConfig, only: str | None, command: str, say: Say) -> Checked:
-    """Run the missing tasks; with `only`, that task and those it needs.
-
-    given: the configuration before `import_arms` and without the seeds of earlier looks.
-    """
+def _run_tasks(study: Study, only: str | None, command: str, say: Say) -> Checked:
+    """Run the missing tasks; with `only`, that task and those it needs."""
     c = study.comparison
     checked = check(study, say, keep_precision=True)
     plan = checked.plan
@@ -76,7 +73,7 @@ def _run_tasks(study: Study, given: ComparisonConfig, only: str | None, command:
     if not wanted:
         raise UserError(f"{only}: no such task; `ssl-vit compare RECIPE --list` prints the ids")
     if is_main_process():
-        _write_plan(checked, given, command)
+        _write_plan(checked, command)
     distributed.make_accelerator()  # the launched processes must agree from here on
     missing = distributed.gather(checked.missing)[0]
     if study.max_seeds and not has_headline(read_comparison(plan.run)):
@@ -90,11 +87,9 @@ def _run_tasks(study: Study, given: ComparisonConfig, only: str | None, command:
     return checked
 
 
-def _write_plan(checked: Checked, given: ComparisonConfig, command: str) -> None:
-    """Write `comparison.yaml`, the recipe, and `plan.json`, for the report. given: see `_run_tasks`."""
+def _write_plan(checked: Checked, command: str) -> None:
+    """Write `comparison.yaml`, the recipe, and `plan.json`, for the report."""
     plan = checked.plan
-    unset = {key: {"seeds", "labels_per_class"} - config.model_fields_set for key, config in given.evaluators.items()}
-    recipe_content = given.model_dump(mode="json", exclude={"evaluators": unset})
     try:
         plan.run.mkdir(parents=True, exist_ok=True)
         with FileLock(plan.run / f".{PLAN}.lock"):
@@ -103,7 +98,7 @@ def _write_plan(checked: Checked, given: ComparisonConfig, command: str) -> None
             if len(held) > len(plan.study.looks):
                 raise UserError(f"{plan.run}: another process added seeds (--until-decided); run the command again")
             record = record_of(plan, checked.shards, command, finished=not checked.missing)
-            content = yaml.safe_dump(recipe_content, sort_keys=False, allow_unicode=True)
+            content = yaml.safe_dump(plan.study.given, sort_keys=False, allow_unicode=True)
             write_text(plan.run / "comparison.yaml", content)
             write_json(file, record.model_dump(mode="json"))
     except OSError as error:

@@ -158,11 +158,24 @@ def test_the_saved_comparison_finds_what_lay_beside_its_recipe(mini: Any, tmp_pa
     recipe_file = mini(arms=arms, data={"suite": "sets.yaml"}).rename(tmp_path / "own" / "mine.yaml")
     study = load_comparison(recipe_file)
     saved = tmp_path / "run" / "comparison.yaml"
-    evaluators: dict[str, Any] = {"evaluators": {"few_shot": {}}}
-    saved.write_text(yaml.safe_dump(study.comparison.model_dump(mode="json", exclude={"evaluators"}) | evaluators))
+    saved.write_text(yaml.safe_dump(study.given))
     again = load_comparison(saved)
     assert again.recipes == study.recipes and again.sets == study.sets
     assert again.comparison.arms["all"].recipe == "digits_supervised"
+
+
+def test_the_saved_comparison_keeps_the_defaults_of_each_arms_protocol(mini: Any, tmp_path: Path) -> None:
+    own = {"fine_tune": {"protocol": "mae"}, "linear_probe": {"method": "lars"}}
+    arms = {
+        "ssl": {"label": "ssl", "recipe": "digits_ssl", "evaluators": own},
+        "other": {"label": "other", "recipe": "digits_ssl", "evaluators": {"fine_tune": {"optim": {"lr": 0.5}}}},
+    }
+    for keys in ([], ["quick=true"]):
+        given = mini(arms=arms, evaluators={"fine_tune": {}, "linear_probe": {}, "few_shot": {}})
+        study = load_comparison(given, keys)
+        saved = tmp_path / "saved.yaml"
+        saved.write_text(yaml.safe_dump(study.given))
+        assert load_comparison(saved).evaluators == study.evaluators
 
 
 def test_settings_of_a_suite_are_for_its_protocol_alone(mini: Any, tmp_path: Path) -> None:

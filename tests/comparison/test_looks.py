@@ -55,9 +55,9 @@ def test_the_looks_of_another_process_are_not_overwritten(mini: Mini, tmp_path: 
     study = load_comparison(mini(**FROZEN))
     checked = check(study)
     looked = replace(study, max_seeds=4, looks=(Look(seeds=2, pretrainings=1, outcomes={}),) * 3)
-    run._write_plan(replace(checked, plan=replace(checked.plan, study=looked)), study.comparison, "")
+    run._write_plan(replace(checked, plan=replace(checked.plan, study=looked)), "")
     with pytest.raises(UserError, match="another process added seeds"):
-        run._write_plan(checked, study.comparison, "")
+        run._write_plan(checked, "")
     assert len(read([tmp_path / "run"]).record.looks) == 3
 
 

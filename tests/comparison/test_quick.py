@@ -43,7 +43,7 @@ def test_a_quick_run_is_a_tenth() -> None:
 
 def test_a_quick_run_refuses_the_directory_of_the_whole_comparison(mini: Mini, tmp_path: Path) -> None:
     whole = load_comparison(mini())
-    _write_plan(check(whole, silent), whole.comparison, "")
+    _write_plan(check(whole, silent), "")
     study = load_comparison(mini(), ["quick=true"])
     with pytest.raises(UserError, match="holds the comparison mini; give this comparison another directory"):
         check(study, silent)
