@@ -239,15 +239,16 @@ class DryRun:
     data_seconds: float
     recipe: dict[str, Any]
 
-    def step_seconds(self, share: float = 1.0) -> float:
-        """Wall time of a step that computes only `share` of the work. Without loader processes, reading adds to it."""
-        computing = share * self.compute_seconds
-        return max(computing, self.data_seconds) if self.workers else computing + self.data_seconds
+    @property
+    def step_seconds(self) -> float:
+        """Wall time of a step. Without loader processes, reading adds to it."""
+        times = self.compute_seconds, self.data_seconds
+        return max(times) if self.workers else sum(times)
 
     @property
     def hours(self) -> float:
         """Wall time of the whole run."""
-        return self.steps * self.step_seconds() / 3600
+        return self.steps * self.step_seconds / 3600
 
 
 def dry_run(settings: Recipe, shards: ShardSet | None = None, subset: np.ndarray | None = None) -> DryRun:

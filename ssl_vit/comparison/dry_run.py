@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 
 from ssl_vit.comparison import looks
 from ssl_vit.comparison.checks import check, labeled
@@ -17,16 +19,18 @@ from ssl_vit.comparison.record import arm_records
 from ssl_vit.comparison.weights import import_arms
 from ssl_vit.data.shards import ShardSet
 from ssl_vit.evaluators import runner
+from ssl_vit.evaluators.features import EvalContext, ImageSet, extract
 from ssl_vit.evaluators.labels import choose_labeled, labels_of
-from ssl_vit.objectives import classification
+from ssl_vit.interfaces import Batch
+from ssl_vit.models import factory
 from ssl_vit.progress import silent
 from ssl_vit.recipe import Recipe
 from ssl_vit.records import TaskRecord
 from ssl_vit.report.cautions import architecture_differences
 from ssl_vit.stage import DryRun, dry_run
-from ssl_vit.training import TrainingConfig
+from ssl_vit.training.distributed import make_accelerator
 
-_FORWARD = 1 / 3  # of a training step: the backward pass costs twice the forward pass
+_TIMED_IMAGES = 256
 # Keys that do not change the time of a step.
 _NO_MATTER: Any = {
     **dict.fromkeys(("run", "name", "seed"), True),
@@ -93,6 +97,7 @@ def dry_run_comparison(study: Study, say: Say = silent) -> ComparisonDryRun:
         differing=architecture_differences(arm_records(plan, opened)),
     )
     measured: dict[str, DryRun] = {}
+    forward: dict[str, float] = {}  # seconds per image
     for arm, settings in plan.study.recipes.items():
         measured[arm] = preview.arms[arm].pretraining = dry_run(settings, opened[plan.part(arm, "pretrain", 0)])
     for task in missing:
@@ -100,7 +105,7 @@ def dry_run_comparison(study: Study, say: Say = silent) -> ComparisonDryRun:
             preview.arms[task.arm].pretraining_hours += measured[task.arm].hours
         elif task.evaluator and task.arm in preview.arms:
             if plan.rows[task.arm].like in plan.recipes:
-                _add(preview.arms[task.arm], plan, task, opened, measured)
+                _add(preview.arms[task.arm], plan, task, opened, measured, forward)
             elif task.arm not in preview.not_estimated:
                 preview.not_estimated.append(task.arm)
     preview.memory_mib = max(
@@ -109,7 +114,14 @@ def dry_run_comparison(study: Study, say: Say = silent) -> ComparisonDryRun:
     return preview
 
 
-def _add(cost: ArmCost, plan: Plan, task: TaskRecord, opened: dict[str, ShardSet], measured: dict[str, DryRun]) -> None:
+def _add(
+    cost: ArmCost,
+    plan: Plan,
+    task: TaskRecord,
+    opened: dict[str, ShardSet],
+    measured: dict[str, DryRun],
+    forward: dict[str, float],
+) -> None:
     """Add the hours of a sweep or measurement to its arm's."""
     train, test = (opened[plan.part(task.data, part, task.fold)] for part in ("train", "test"))
     row = plan.rows[task.arm]
@@ -127,16 +139,32 @@ def _add(cost: ArmCost, plan: Plan, task: TaskRecord, opened: dict[str, ShardSet
     if evaluator.trains_encoder:
         for stage in runner.training_recipes(evaluator, like, len(chosen), sweep=task.kind == "sweep"):
             steps = stage.training.total_steps(len(chosen))
-            cost.fine_tuning_hours += steps * step(stage).step_seconds() / 3600
+            cost.fine_tuning_hours += steps * step(stage).step_seconds / 3600
         return
     for budget in budgets:  # a probe that is trained
         images = len(choose_labeled(labels, budget, next(iter(seeds))))
         for stage in runner.training_recipes(evaluator, like, images, sweep=True):
-            hours = stage.training.total_steps(images) * step(stage).step_seconds() / 3600
+            hours = stage.training.total_steps(images) * step(stage).step_seconds / 3600
             cost.features_hours += hours * len(seeds)
-    batch = encoder_recipe.training.batch_size
-    training = TrainingConfig(steps=1, batch_size=batch, precision=encoder_recipe.training.precision)
-    head: Any = classification.Config(head="linear", pooling="mean", classes=int(labels.max()) + 1)
-    stage = like.model_copy(update={"objective": head, "training": training})
+    key = like.model_dump_json(include={"encoder", "data"})
+    if key not in forward:
+        forward[key] = _forward_seconds(encoder_recipe, train)
     images = (len(chosen) + test.samples) * (len(seeds) if row.kind == "control" else 1)
-    cost.features_hours += step(stage).step_seconds(_FORWARD) * images / batch / 3600
+    cost.features_hours += forward[key] * images / 3600
+
+
+def _forward_seconds(recipe: Recipe, shards: ShardSet) -> float:
+    """Time per image for reading it and for the forward pass; the first of four batches is not counted."""
+    accelerator = make_accelerator(recipe.training.precision, or_fp32=True)
+    encoder = factory.build(recipe.encoder).to(accelerator.device).eval()
+    images = np.arange(min(shards.samples, _TIMED_IMAGES))
+    batch_size = -(-len(images) // (4 * accelerator.num_processes))
+    context = EvalContext(encoder, shards, shards, recipe.data, accelerator, batch_size=batch_size)
+    times: list[float] = []
+
+    def forward(batch: Batch) -> torch.Tensor:
+        times.append(time.perf_counter())
+        return encoder.represent(batch.images, "mean", None)
+
+    extract(ImageSet(context, "untrained", "train", images), forward, needs_labels=False)
+    return (times[-1] - times[0]) / (batch_size * accelerator.num_processes * (len(times) - 1))

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from ssl_vit.cli import app
@@ -15,6 +16,7 @@ from ssl_vit.comparison import dry_run as module
 from ssl_vit.comparison.config import load_comparison
 from ssl_vit.comparison.dry_run import dry_run_comparison
 from ssl_vit.interfaces import UserError
+from ssl_vit.models.vit import ViTEncoder
 from ssl_vit.stage import dry_run
 
 from .conftest import STEPS, Mini, quietly
@@ -51,7 +53,7 @@ def test_it_counts_tasks_and_hours_and_writes_nothing(
     ssl, scratch, untrained = (found.arms[name] for name in ("ssl", "scratch", "untrained"))
     assert ssl.pretraining and ssl.pretraining.parameters > 10_000
     assert ssl.pretraining_hours == pytest.approx(1 * 60 / 3600)
-    assert times == ["masked_patch", "classification", "classification"], "the last one for the frozen features"
+    assert times == ["masked_patch", "classification"]
     # For each label budget a sweep of two rates at both lengths, and the longest training for each of two seeds.
     steps = 2 * (2 * (10 + 20) + 2 * 20)
     assert scratch.fine_tuning_hours == ssl.fine_tuning_hours == pytest.approx(2 * steps / 3600)
@@ -95,3 +97,23 @@ def test_what_would_stop_the_comparison_stops_it(mini: Mini) -> None:
     arms = ARMS | {"ssl": {"label": "SSL", "recipe": "digits_ssl", "overrides": [*STEPS, "data.workers=9"]}}
     with pytest.raises(UserError, match=r"data\.workers=9"):
         dry_run_comparison(load_comparison(mini(arms=arms)))
+
+
+def test_features_are_timed_in_evaluation_batches(mini: Mini, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not as a training step with the batch size of pretraining, whose time and memory another training may need."""
+    sizes = list[int]()
+
+    def represent(encoder: Any, images: torch.Tensor, *how: Any) -> torch.Tensor:
+        if images.device.type != "meta":  # else it is only checked
+            assert not torch.is_grad_enabled()
+            assert not encoder.training
+            sizes.append(len(images))
+        return torch.zeros(len(images), 4)
+
+    monkeypatch.setattr(ViTEncoder, "represent", represent)
+    study = load_comparison(mini(evaluators={"few_shot": {"labels_per_class": [1]}}))
+    found = dry_run_comparison(study)
+    assert sizes
+    assert len(sizes) % 4 == 0
+    assert max(sizes) <= module._TIMED_IMAGES // 4
+    assert found.arms["ssl"].features_hours > 0
