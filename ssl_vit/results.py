@@ -213,10 +213,10 @@ def evaluations(folder: Path) -> tuple[dict[Path, Evaluation], list[Path]]:
     digest = sha256(weights) if weights.is_file() else None
     current, outdated = dict[Path, Evaluation](), list[Path]()
     for path in sorted((folder / RESULTS).glob("*.json")):
-        rows, about = load(path)
-        if digest and about.get("sha256", digest) != digest:
+        if digest and read_json(path).get("sha256", digest) != digest:
             outdated.append(path)
         else:
+            rows, about = load(path)
             current[path] = Evaluation(path, rows, records.read(path, EvaluationRecord, about))
     return current, outdated
 

@@ -252,7 +252,7 @@ class DryRun:
 
 
 def dry_run(settings: Recipe, shards: ShardSet | None = None, subset: np.ndarray | None = None) -> DryRun:
-    """Build the job as `api.train` does, take two batches and measure one micro-batch; nothing is written.
+    """Build the job as `api.train` does, take two batches and measure one micro-batch; no run is written.
 
     shards: None opens those of the recipe.
     subset: see `build`.

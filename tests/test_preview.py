@@ -39,7 +39,7 @@ def test_a_dry_run_counts_what_the_run_would_do_and_writes_nothing(
     assert not list(tmp_path.iterdir())
     text = dry_run(*keys).stdout
     assert "parameters" in text
-    assert "nothing was written" in text
+    assert "nothing was trained" in text
 
 
 def test_activations_grow_with_the_batch_and_shrink_when_they_are_recomputed(few_digits: Path) -> None:

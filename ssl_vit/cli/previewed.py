@@ -23,7 +23,7 @@ def stage(preview: DryRun, as_json: bool) -> None:
         if name not in ("run", "recipe"):
             print(f"{name.replace('_', ' '):20} {_number(value)}")
     print(f"{'hours':20} {_hours(preview.hours)}")
-    print(f"nothing was written; the run would go to {preview.run}")
+    print(f"nothing was trained; the run would go to {preview.run}")
 
 
 def comparison(preview: ComparisonDryRun, as_json: bool) -> None:
@@ -49,7 +49,7 @@ def comparison(preview: ComparisonDryRun, as_json: bool) -> None:
         print(f"note: {arm}: its weights have no recipe, so its time is not estimated")
     for arm in preview.differing:
         print(f"caution: another architecture, image preparation or precision: {arm}")
-    print(f"nothing was written; the comparison would go to {preview.run}")
+    print(f"nothing was trained; the comparison would go to {preview.run}")
 
 
 def _json(preview: DryRun | ComparisonDryRun) -> str:

@@ -35,7 +35,7 @@ class Plan(Design):
         for data, name in dict.fromkeys(key[:2] for key in self.evaluators):
             rows = [row for row in self.rows.values() if self._is_measured(data, name, row)]
             if not rows:
-                raise UserError(f"evaluators.{name}: no arm was trained with labels; remove this evaluator")
+                raise UserError(f"evaluators.{name}: no arm has the objective classification; remove this evaluator")
             tasks += [t for row in rows for fold in self.folds for t in self._evaluations(data, name, row.name, fold)]
         if c.pictures:
             for row in [row for row in self.rows.values() if row.source == "trained"]:
@@ -66,7 +66,8 @@ class Plan(Design):
         if row.kind in ("untrained", "pixels"):
             return row.kind in evaluator.references and not evaluator.trains_encoder
         if evaluator.needs_head:
-            return self.uses_labels(row.name)
+            recipe = self.recipes.get(row.name)
+            return recipe is not None and recipe.objective.name == "classification"
         return row.kind != "scratch" or evaluator.trains_encoder
 
     def _evaluations(self, data: str, name: str, row: str, fold: int) -> Iterator[TaskRecord]:

@@ -92,9 +92,9 @@ def _run(plan: Plan, task: TaskRecord) -> tuple[list[Result], dict[str, Any]]:
     evaluator, fields, rows = plan.evaluator(task.data, task.evaluator, task.arm), dict[str, Any](), list[Result]()
     if task.kind == "sweep":
         context = task_context(plan, task, task.seed)
-        sweep, winner = runner.sweep(evaluator, context, row.source, task.labels_per_class, task.seed)
+        sweep, rows = runner.sweep(evaluator, context, row.source, task.labels_per_class, task.seed)
         measured = runner.budgets(evaluator, plan.study.comparison.labels_per_class)
-        rows, fields = [winner] if winner and task.labels_per_class in measured else [], {"sweep": sweep}
+        rows, fields = rows if task.labels_per_class in measured else [], {"sweep": sweep}
     elif row.kind == "control":
         for seed in pretraining_seeds:  # an untrained encoder each
             context = task_context(plan, task, seed + row.shift)

@@ -59,12 +59,12 @@ def sweep_budget(evaluator: Evaluator, budget: Budget) -> Budget:
 
 def sweep(
     evaluator: Evaluator, context: EvalContext, source: str, budget: Budget, seed: int
-) -> tuple[SweepRecord, Result | None]:
+) -> tuple[SweepRecord, list[Result]]:
     """Fit every candidate to the labeled images of a seed, and select by held-out training images.
 
     Among equally good candidates the first wins; a candidate that diverges loses. Only the winner predicts the test
-    images. Its result equals that of `measure` for this budget and seed; it is None for all labels, because `measure`
-    then also fits to the held-out images. Raises UserError if all diverge, or if no image is held out.
+    images. Its results equal those of `measure` for this budget and seed; there are none for all labels, because
+    `measure` then also fits to the held-out images. Raises UserError if all diverge, or if no image is held out.
     """
     check_held_out(evaluator, context.train_labels)
     splits = [
@@ -75,8 +75,7 @@ def sweep(
     record, winner = select(evaluator, splits, seed)
     record = record.model_copy(update={"source": source, "labels_per_class": budget})
     context.say(f"{source}, {budget_words(budget)}: sweep scored on {record.held_out} held-out images")
-    row = None if budget == ALL else next(_results(evaluator, winner, train, budget, seed, record.best))
-    return record, row
+    return record, [] if budget == ALL else [*_results(evaluator, winner, train, budget, seed, record.best)]
 
 
 def measure(
@@ -138,8 +137,8 @@ def evaluate(
         return list(measure(evaluator, context, source, budgets, seeds, best)), None
 
     def swept(source: str, budget: Budget) -> Part:
-        record, row = sweep(evaluator, context, source, budget, seeds[0])
-        return [row] if row else [], record
+        record, rows = sweep(evaluator, context, source, budget, seeds[0])
+        return rows, record
 
     for source in ("trained", *evaluator.references):
         if not evaluator.trains_encoder:
@@ -154,7 +153,7 @@ def evaluate(
             rows, record = winners.get(sweep_budget(evaluator, budget), ([], None))
             done = [row for row in rows if row.labels_per_class == budget]
             results += done
-            for seed in seeds[len(done) :]:
+            for seed in seeds[1:] if done else seeds:
                 train = partial(measured, source, (budget,), (seed,), record.best if record else None)
                 results += part(f"{source}_{budget}_seed{seed}", train)[0]
     return results, sweeps

@@ -332,6 +332,8 @@ def test_an_arm_includes_the_run_that_it_starts_from(few_digits: Path, mini: Min
     begun = {"label": "SSL", "recipe": "digits_ssl", "overrides": [*STEPS, f"init_from={first}"]}
     study = load_comparison(mini(arms={"ssl": begun}))
     assert check(study).plan.uses_labels("ssl")
+    with pytest.raises(UserError, match=r"evaluators\.own_head: no arm has the objective"):
+        check(load_comparison(mini(arms={"ssl": begun}, evaluators={"own_head": {}})))  # its objective has no head
     longer = {"label": "longer", "compute_of": "ssl"}
     fine_tune = {"fine_tune": TUNING | {"sweep": {}}}
     refused(mini(arms={"ssl": begun, "longer": longer}, evaluators=fine_tune), "compute_of: arms.ssl starts from other")

@@ -21,7 +21,7 @@ from ssl_vit.data.packing.plan import Options
 from ssl_vit.evaluators import embeddings
 from ssl_vit.evaluators.features import EvalContext
 from ssl_vit.evaluators.labels import labels_of
-from ssl_vit.files import sha256
+from ssl_vit.files import read_json, sha256, write_json
 from ssl_vit.interfaces import UserError
 from ssl_vit.models import factory
 from ssl_vit.records import EvaluationRecord
@@ -79,6 +79,9 @@ def test_results_of_weights_that_are_gone_are_ignored(trained: Path, tmp_path: P
     found, outdated = evaluations(run)
     assert [*found] == [new.path] and outdated == [old.path]
     assert set(ssl_vit.read_results(run)["evaluator"]) == {"knn"}
+    assert old.path
+    write_json(old.path, read_json(old.path) | {"format": 0})
+    assert evaluations(run)[1] == [old.path], "another version wrote it, which matters only to who reads it"
 
 
 def test_labels_of_one_class_cannot_be_evaluated(trained: Path, tmp_path: Path) -> None:

@@ -146,8 +146,8 @@ def test_what_diverges_is_counted(context: EvalContext, monkeypatch: pytest.Monk
     monkeypatch.setattr(classifier.loop, "train", spoiled)
     content = {"sweep": {"optim.lr": [0.01, 0.2]}, "training": {"steps": 2, "batch_size": 16}, "lanes": 4}
     evaluator = fine_tune.Evaluator(fine_tune.Config.model_validate(content))
-    record, row = runner.sweep(evaluator, context, "trained", 5, 0)
-    assert record.best == {"optim.lr": 0.01} and row is not None and row.images_seen == 32
+    record, (row,) = runner.sweep(evaluator, context, "trained", 5, 0)
+    assert record.best == {"optim.lr": 0.01} and row.images_seen == 32
     assert record.cost.images_seen == (2 + 1) * 16 and record.cost.flops == pytest.approx(row.flops * 1.5)
 
 

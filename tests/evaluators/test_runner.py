@@ -123,22 +123,35 @@ def test_what_a_budget_lacks_is_noted(array_context: Build) -> None:
 def test_a_trainer_sweeps_on_held_out_training_images(context: EvalContext) -> None:
     trainer = Trainer(config(sweep={"right": [1, 2]}, held_out=0.25))
     assert runner.has_sweep(trainer) and not runner.has_sweep(Evaluator(trainer.config))
-    record, row = runner.sweep(trainer, context, "trained", 10, 3)
+    record, rows = runner.sweep(trainer, context, "trained", 10, 3)
     held = held_out_split(LABELS, 0.25, 0)[1]
     share = float((LABELS[held] < 2).mean())
     assert record.candidates[1] == {"right": 2, "held_out_accuracy": pytest.approx(share), "held_out_parts": 1}
     assert record.best == {"right": 2} and record.cost.images_seen == 20
-    assert row is not None and (row.labels, row.seed, row.accuracy, row.selected) == (30, 3, 0.8, {"right": 2})
-    again = next(runner.measure(trainer, context, "trained", (10,), (3,), record.best))
-    assert again == row, "it need not be trained again"
+    (row,) = rows
+    assert (row.labels, row.seed, row.accuracy, row.selected) == (30, 3, 0.8, {"right": 2})
+    assert [*runner.measure(trainer, context, "trained", (10,), (3,), record.best)] == rows, "not trained again"
     for key in context.features.asked:  # type: ignore[attr-defined]
         if key[1] == "train" and key[3] != np.sort(held).tobytes():
             assert not set(np.frombuffer(key[3], dtype=np.int64)) & set(held), "nothing trains on held-out images"
 
 
+def test_all_variants_of_the_winner_are_kept(context: EvalContext) -> None:
+    class Two(Trainer):
+        def fit(self, train: ImageSet, seed: int) -> Classifier:
+            classify = super().fit(train, seed)
+            return lambda images: [one for first in classify(images) for one in (first, replace(first, variant="b"))]
+
+    evaluator = Two(config(sweep={"right": [1, 2]}, labels_per_class=[5], seeds=[0, 1]))
+    rows, _ = runner.evaluate(evaluator, context)
+    assert [(row.arm, row.seed, row.variant) for row in rows] == [
+        (source, seed, variant) for source in ("trained", "untrained") for seed in (0, 1) for variant in ("", "b")
+    ]
+
+
 def test_a_sweep_may_average_over_several_held_out_parts(context: EvalContext) -> None:
     trainer = Trainer(config(sweep={"right": [1, 2, 3]}, held_out_repeats=3))
-    record, row = runner.sweep(trainer, context, "trained", 10, 3)
+    record, rows = runner.sweep(trainer, context, "trained", 10, 3)
     splits = [held_out_split(context.train_labels, 0.2, 0, repeat) for repeat in range(3)]
     assert record.held_out == len(np.unique(np.concatenate([held for _, held in splits]))) > len(splits[0][1])
     used = [runner._train_images(trainer, context, "trained", 10, 3, repeat=repeat)[0].images for repeat in range(3)]
@@ -151,7 +164,7 @@ def test_a_sweep_may_average_over_several_held_out_parts(context: EvalContext) -
         assert tried["held_out_parts"] == len(splits_tried)
     once, _ = runner.sweep(Trainer(config(sweep={"right": [1, 2, 3]})), context, "trained", 10, 3)
     assert once.held_out == len(splits[0][1])
-    assert row == runner.sweep(Trainer(config(sweep={"right": [1, 2, 3]})), context, "trained", 10, 3)[1]
+    assert rows == runner.sweep(Trainer(config(sweep={"right": [1, 2, 3]})), context, "trained", 10, 3)[1]
 
 
 @pytest.mark.parametrize(
@@ -168,9 +181,11 @@ def test_a_candidate_that_diverges_on_a_later_part_loses(context: EvalContext) -
             self.config = self.config.model_copy(update={"fails": self.config.right if len(fitted) == 4 else -1})
             return super().fit(train, seed)
 
-    record, row = runner.sweep(Later(config(sweep={"right": [1, 2, 3]}, held_out_repeats=2)), context, "trained", 10, 3)
+    record, rows = runner.sweep(
+        Later(config(sweep={"right": [1, 2, 3]}, held_out_repeats=2)), context, "trained", 10, 3
+    )
     assert [right for right, *_ in fitted] == [1, 2, 3, 2, 3]
-    assert record.best == {"right": 2} and row is not None and row.selected == {"right": 2}
+    assert record.best == {"right": 2} and rows[0].selected == {"right": 2}
     assert record.candidates[2] == {"right": 3, "held_out_accuracy": 0.0, "held_out_parts": 1}
 
 
@@ -182,9 +197,9 @@ def test_the_best_of_the_others_wins_where_all_that_were_kept_diverge(context: E
             return super().fit(train, seed)
 
     swept = config(sweep={"right": [1, 2, 3, 4]}, held_out_repeats=2)
-    record, row = runner.sweep(Later(swept), context, "trained", 10, 3)
+    record, rows = runner.sweep(Later(swept), context, "trained", 10, 3)
     assert [right for right, *_ in fitted] == [1, 2, 3, 4, 3, 4, 2]
-    assert record.best == {"right": 2} and row is not None and row.selected == {"right": 2}
+    assert record.best == {"right": 2} and rows[0].selected == {"right": 2}
     assert record.cost.images_seen == 4 * 10 + 2 * 1 + 10
 
 
@@ -304,7 +319,7 @@ def test_the_winner_is_the_best_on_all_held_out_parts_and_its_classifier_that_of
     scores = iter([0.5, 0.9, 0.8, 0.6])  # of both candidates on the first part, then on the second one
     monkeypatch.setattr(selection, "scored", lambda prediction: {"accuracy": next(scores)})
     swept = config(sweep={"right": [1, 2]}, held_out_repeats=2)
-    record, row = runner.sweep(Traced(swept), context, "trained", 10, 3)
+    record, rows = runner.sweep(Traced(swept), context, "trained", 10, 3)
     assert record.best == {"right": 2}, "0.75 on average, against 0.65"
     first = runner._train_images(Traced(swept), context, "trained", 10, 3)[0].images
-    assert row is not None and first is not None and row.notes[0] == str(first.tolist())
+    assert first is not None and rows[0].notes[0] == str(first.tolist())
