@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +26,7 @@ from ssl_vit.evaluators.labels import set_notes
 from ssl_vit.evaluators.online import OnlineProbe
 from ssl_vit.evaluators.parts import Parts
 from ssl_vit.evaluators.real_labels import read_real_labels, rescored
-from ssl_vit.files import sha256, write_json
+from ssl_vit.files import sha256, writable, write_json
 from ssl_vit.interfaces import Metric, UserError, is_main_process
 from ssl_vit.models import factory
 from ssl_vit.progress import silent
@@ -182,7 +181,7 @@ def evaluate(
     if settings and run and redrawn(settings.data.places, test):
         checkpoint.check_data(recipe.run_of(run), open_training(settings.data).fingerprint)
     config = recipe.validate(module.Config, recipe.parse_overrides(overrides), f"{name}: ")
-    folder = _writable(run / checkpoint.RESULTS) if run else None
+    folder = writable(run / checkpoint.RESULTS, "copy the weights to a writable folder") if run else None
     context = make_context(given, train, test, cache=run / "features" if run else None, metric=metric)
     if overlaps(places, context.test):
         raise UserError(seen)
@@ -236,18 +235,6 @@ def _results_name(about: EvaluationRecord) -> str:
     """File name of an evaluation: the evaluator and a hash of its settings, shards and metric."""
     key = json.dumps([about.settings, about.shards, about.metric], sort_keys=True)
     return f"{about.evaluator.replace(':', '.')}-{hashlib.sha256(key.encode()).hexdigest()[:8]}.json"
-
-
-def _writable(folder: Path) -> Path:
-    """Create the folder. Raises UserError where nothing can be stored, before anything is measured."""
-    try:
-        folder.mkdir(exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
-        raise UserError(
-            f"{folder}: results cannot be written there ({error.strerror}); copy the weights to a writable folder"
-        ) from None
-    return folder
 
 
 def _log(folder: Path, name: str, rows: Sequence[Result], saved: Path | None) -> None:

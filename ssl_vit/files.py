@@ -8,6 +8,7 @@ import json
 import os
 import secrets
 import shutil
+import tempfile
 import zipfile
 import zlib
 from collections.abc import Iterator
@@ -70,6 +71,17 @@ def new_folder(out: Path) -> Iterator[Path]:
         raise RunError(f"{out}: cannot write there: {error}") from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def writable(folder: Path, otherwise: str) -> Path:
+    """The folder, created if it does not exist. Raises UserError, with what to do `otherwise`, where no file can be
+    written there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise UserError(f"{folder}: cannot write there ({error.strerror}); {otherwise}") from None
+    return folder
 
 
 def flush(path: Path) -> None:

@@ -13,7 +13,7 @@ import pandas as pd
 from ssl_vit import recipe as recipes
 from ssl_vit.comparison.config import Study, load_comparison
 from ssl_vit.data import train_and_test
-from ssl_vit.files import expanded
+from ssl_vit.files import expanded, writable
 from ssl_vit.interfaces import Metric, UserError, is_main_process
 from ssl_vit.outcomes import ComparisonRun, PathInput, TrainingRun
 from ssl_vit.recipe import Recipe, run_recipe
@@ -203,6 +203,8 @@ def embed(
             raise UserError(f"{key}={value}: give {least} or more")
     if out is not None and Path(out).suffix not in (".parquet", ".npz"):
         raise UserError(f"out={out}: give a name that ends in .parquet or .npz")
+    if out is not None and is_main_process():
+        writable(expanded(out).parent, "name another folder")
     if data is None:
         data = _own_data(model, "name the images to embed")
     from ssl_vit.evaluators import embeddings

@@ -241,10 +241,14 @@ def load_comparison(name: str | Path, overrides: recipe.Overrides = ()) -> Study
         config = plugins.load("evaluators", evaluator).Config
         return chosen.evaluators if suite is None or recipe.applies(config, under, over) else {}
 
+    def settings_of(chosen: DataSet, evaluator: str, arm: str, of_arm: dict[str, Any]) -> Config:
+        place = f"arms.{arm}." if of_arm.get(evaluator) else ""
+        return _settings(path, evaluator, given[evaluator], of_set(chosen, evaluator, of_arm), of_arm, place=place)
+
     evaluators = {
-        (data, evaluator, arm): _settings(path, evaluator, values, of_set(chosen, evaluator, of_arm), of_arm)
+        (data, evaluator, arm): settings_of(chosen, evaluator, arm, of_arm)  # first of no arm: its errors are shared
         for data, chosen in sets.items()
-        for evaluator, values in given.items()
+        for evaluator in given
         for arm, of_arm in {"": {}, **{name: arm.evaluators for name, arm in c.arms.items()}}.items()
     }
     folder = expanded(c.data.folder or (suite.folder if suite else "shards"))

@@ -58,7 +58,6 @@ def write(frame: pd.DataFrame, path: Path) -> None:
     The arrays: `keys` and, if known, `files`, unicode (n,); `labels`, int64 (n,); `embeddings`, float32 (n, d); `grid`,
     int64 (2,), the (rows, columns) of the patches. None of them needs pickle.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_file(path) as file:
         if path.suffix == ".parquet":
             shared = frame.copy(deep=False)

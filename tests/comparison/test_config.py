@@ -22,7 +22,7 @@ from ssl_vit.interfaces import UserError
     [
         (["evaluators.knn={seeds: [1]}"], "evaluators.knn.seeds"),
         (["evaluators={kn: {}}"], "did you mean 'knn'"),
-        (["arms.ssl.evaluators={knn: {kk: 1}}", "evaluators.knn={}"], "kk: unknown key"),
+        (["arms.ssl.evaluators={knn: {kk: 1}}", "evaluators.knn={}"], r"arms\.ssl\.evaluators\.knn\.kk: unknown key"),
         (["arms.ssl.evaluators={fine_tune: {held_out: 0.3}}"], "arms.ssl.evaluators.fine_tune.held_out: .*same images"),
         (["arms.ssl.evaluators={few_shot: {labels_per_class: [1]}}"], "arms.ssl.evaluators.few_shot.labels_per_class"),
         (["arms.ssl.evaluators={few_shot: {seeds: [1]}}"], "arms.ssl.evaluators.few_shot.seeds"),

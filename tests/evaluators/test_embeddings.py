@@ -111,6 +111,7 @@ def test_a_written_table_has_no_credentials_of_urls(weights: Path, shards: Path,
         (["nowhere", "SHARDS", "--out", "e.parquet"], ["nowhere", "no such run"]),
         (["WEIGHTS", "nowhere", "--out", "e.parquet"], ["nowhere"]),
         (["WEIGHTS", "SHARDS", "--out", "e.csv"], ["out=e.csv", ".parquet or .npz"]),
+        (["nowhere", "SHARDS", "--out", "/dev/null/e.npz"], ["/dev/null: cannot write there"]),  # before embedding
     ],
 )
 def test_wrong_input_is_named(weights: Path, shards: Path, call: Call, arguments: list[str], parts: list[str]) -> None:
