@@ -18,7 +18,7 @@ from ssl_vit.environment import environment
 from ssl_vit.files import expanded
 from ssl_vit.interfaces import RunError, UserError
 
-_LITTLE_SPACE = 5  # GiB: some checkpoints of a ViT-B with its optimizer state
+_LITTLE_SPACE = 1  # GiB: a checkpoint of a ViT-B with its optimizer state
 
 
 @dataclass(frozen=True)
