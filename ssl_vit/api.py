@@ -39,6 +39,7 @@ from ssl_vit.training.callbacks import Probe
 from ssl_vit.training.distributed import make_accelerator, shared_errors
 from ssl_vit.training.flops import training_flops
 from ssl_vit.training.logging import check_trackers
+from ssl_vit.training.memory import out_of_memory
 from ssl_vit.training.signals import stopped
 
 
@@ -208,7 +209,8 @@ def evaluate(
     path = folder / _results_name(EvaluationRecord.model_validate(content)) if folder else None
     depends_on = content["sha256"] + plugins.checksum("evaluators", name)
     parts = Parts(path.with_suffix(".unfinished") if path else None, depends_on, context)
-    with distributed.others_watched(lambda: f"{folder} holds what was measured" if folder else "nothing is stored"):
+    kept = f"{folder} holds what was measured" if folder else "nothing is stored"
+    with distributed.others_watched(lambda: kept), out_of_memory(lambda: f"end other programs that use it; {kept}"):
         rows, sweeps = runner.evaluate(evaluator, context, parts)
     if real:
         rows += [rescored(row, real) for row in rows]

@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from filelock import FileLock
 
 from ssl_vit import api, records, results
@@ -28,6 +27,7 @@ from ssl_vit.records import RunSummary, TaskRecord, TaskResult
 from ssl_vit.results import Result
 from ssl_vit.runs import SUMMARY
 from ssl_vit.training import distributed
+from ssl_vit.training.memory import out_of_memory
 
 TASKS, PICTURES = "tasks", "pictures"
 
@@ -52,12 +52,8 @@ def do(plan: Plan, task: TaskRecord) -> None:
     with FileLock(path.with_name(f".{task.id}.lock")) if is_main_process() else nullcontext():
         if not distributed.gather(is_done(plan, task))[0]:
             start = time.perf_counter()
-            try:
+            with out_of_memory(lambda: "lower jobs"):
                 rows, about = _run(plan, task)
-            except torch.OutOfMemoryError as error:
-                raise RunError(
-                    f"the GPU has too little memory for features ({str(error).splitlines()[0]}); lower jobs"
-                ) from None
             if is_main_process():
                 result = TaskResult(
                     id=task.id,

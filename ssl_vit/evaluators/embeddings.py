@@ -16,6 +16,7 @@ from ssl_vit.files import atomic_file
 from ssl_vit.interfaces import Batch, without_credentials
 from ssl_vit.models import Pooling
 from ssl_vit.training.distributed import gather, make_accelerator
+from ssl_vit.training.memory import out_of_memory
 
 
 def embed(
@@ -42,7 +43,8 @@ def embed(
         own_keys.update(zip(batch.indices[batch.valid].tolist(), batch.keys, strict=True))
         return encoder.represent(batch.images, pooling)
 
-    features = extract(ImageSet(context, "trained", "all"), read, what="embeddings", needs_labels=False)
+    with out_of_memory(lambda: "lower batch_size"):
+        features = extract(ImageSet(context, "trained", "all"), read, what="embeddings", needs_labels=False)
     keys = {image: key for keys_of_rank in gather(own_keys) for image, key in keys_of_rank.items()}
     columns = {"key": [keys[image] for image in features.images.tolist()], "label": features.labels}
     frame = pd.DataFrame(columns | {"embedding": list(features.vectors)})

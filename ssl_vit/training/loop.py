@@ -107,11 +107,11 @@ def train(job: Job) -> Outcome:
     keys and the last good checkpoint); RunError for a full disk or GPU, or when another process has ended;
     UserError for data that cannot be read and checkpoints that do not fit.
     """
-    with distributed.others_watched(partial(checkpoint.last_saved, job.run)), stop_requests() as request:
+    saved = partial(checkpoint.last_saved, job.run)
+    with distributed.others_watched(saved), stop_requests() as request:
         try:
-            outcome = Trainer(job).run(request)
-        except torch.OutOfMemoryError as error:
-            raise memory.too_little(error, checkpoint.last_saved(job.run)) from None
+            with memory.out_of_memory(lambda: f"{memory.USE_LESS}\n{saved()}"):
+                outcome = Trainer(job).run(request)
         finally:
             job.accelerator.free_memory()
     return outcome if distributed.several() else replace(outcome, signal=request.number)  # also one during free_memory

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -17,6 +17,10 @@ from ssl_vit.training.state import random_state, set_random_state
 
 # Copies of the weights that an optimizer keeps, and which the first step takes after its backward pass.
 OPTIMIZER_COPIES = {"adamw": 2, "sgd": 1, "lars": 1}
+USE_LESS = (
+    "set training.auto_batch=true or training.checkpoint_activations=true, or lower training.batch_size "
+    "(in a comparison, jobs)"
+)
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.SyncBatchNorm)
 _RESERVE = 0.05  # share of a GPU's memory kept free: later steps fragment it
 
@@ -64,13 +68,14 @@ def find_accumulation(
     raise error
 
 
-def too_little(error: torch.OutOfMemoryError, saved: str) -> RunError:
-    """What to do about it. saved: the last good checkpoint, as text."""
-    first = str(error).splitlines()[0]
-    return RunError(
-        f"the GPU has too little memory ({first}); set training.auto_batch=true or "
-        f"training.checkpoint_activations=true, or lower training.batch_size (in a comparison, jobs)\n{saved}"
-    )
+@contextmanager
+def out_of_memory(advice: Callable[[], str]) -> Iterator[None]:
+    """Turn PyTorch's error into a RunError. advice: what to do about it."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        first = str(error).splitlines()[0]
+        raise RunError(f"the GPU has too little memory ({first}); {advice()}") from None
 
 
 def _fits(objective: nn.Module, part: Batch, accelerator: Engine, copies: int, reserve: float) -> bool:

@@ -22,8 +22,9 @@ from ssl_vit.evaluators import embeddings
 from ssl_vit.evaluators.features import EvalContext
 from ssl_vit.evaluators.labels import labels_of
 from ssl_vit.files import read_json, sha256, write_json
-from ssl_vit.interfaces import UserError
+from ssl_vit.interfaces import RunError, UserError
 from ssl_vit.models import factory
+from ssl_vit.models.vit import ViTEncoder
 from ssl_vit.records import EvaluationRecord
 from ssl_vit.results import Result, Table, evaluations, load
 
@@ -123,6 +124,19 @@ def test_results_that_cannot_be_written_are_refused_before_anything_is_measured(
     monkeypatch.setattr(api, "make_context", None)
     with pytest.raises(UserError, match=r"results: cannot write there .*; copy the weights"):
         api.evaluate(run, "knn", f"{trained}/train", f"{trained}/test")
+
+
+def test_too_little_memory_of_a_gpu_is_named(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = shutil.copytree(trained / "run", tmp_path / "run", ignore=shutil.ignore_patterns("features"))
+
+    def full(*arguments: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nmore")
+
+    monkeypatch.setattr(ViTEncoder, "represent", full)
+    with pytest.raises(RunError, match=r"too little memory \(.* allocate 2 GiB\); end other programs"):
+        api.evaluate(run, "knn", f"{trained}/train", f"{trained}/test", ["ks=[3]"])
+    with pytest.raises(RunError, match=r"too little memory \(.* allocate 2 GiB\); lower batch_size"):
+        ssl_vit.embed(run, f"{trained}/test")
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="a precision that only GPUs have, on a CPU")
