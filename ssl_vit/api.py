@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +25,7 @@ from ssl_vit.evaluators import runner
 from ssl_vit.evaluators.features import EvalContext
 from ssl_vit.evaluators.labels import set_notes
 from ssl_vit.evaluators.online import OnlineProbe
-from ssl_vit.evaluators.parts import Parts
+from ssl_vit.evaluators.parts import UNFINISHED, Parts
 from ssl_vit.evaluators.real_labels import read_real_labels, rescored
 from ssl_vit.files import sha256, writable, write_json
 from ssl_vit.interfaces import Metric, UserError, is_main_process
@@ -208,13 +209,14 @@ def evaluate(
     }
     path = folder / _results_name(EvaluationRecord.model_validate(content)) if folder else None
     depends_on = content["sha256"] + plugins.checksum("evaluators", name)
-    parts = Parts(path.with_suffix(".unfinished") if path else None, depends_on, context)
+    parts, start = Parts(path.with_suffix(UNFINISHED) if path else None, depends_on, context), time.perf_counter()
     kept = f"{folder} holds what was measured" if folder else "nothing is stored"
     with distributed.others_watched(lambda: kept), out_of_memory(lambda: f"end other programs that use it; {kept}"):
         rows, sweeps = runner.evaluate(evaluator, context, parts)
     if real:
         rows += [rescored(row, real) for row in rows]
-    content |= {"sweeps": sweeps, "skipped": context.skipped_names(), "seconds": round(parts.seconds, 2)}
+    seconds = round(time.perf_counter() - start + parts.earlier_seconds, 2)
+    content |= {"sweeps": sweeps, "skipped": context.skipped_names(), "seconds": seconds}
     about = EvaluationRecord.model_validate(content)
     seed = settings.seed if settings else 0
     rows = [replace(row, data=data or test, evaluator=name, pretraining_seed=seed) for row in rows]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from contextlib import nullcontext
 from dataclasses import replace
@@ -18,6 +19,7 @@ from ssl_vit.data import DataConfig
 from ssl_vit.environment import environment
 from ssl_vit.evaluators import runner
 from ssl_vit.evaluators.features import EvalContext
+from ssl_vit.evaluators.parts import UNFINISHED, Parts
 from ssl_vit.files import read_json
 from ssl_vit.interfaces import RunError, UserError, is_main_process, world_size
 from ssl_vit.models import factory
@@ -60,11 +62,12 @@ def do(plan: Plan, task: TaskRecord) -> None:
                     fingerprint=task.fingerprint,
                     processes=world_size(),
                     hardware=environment()["hardware"],
-                    seconds=round(time.perf_counter() - start, 2),
+                    seconds=round(time.perf_counter() - start + about.pop("earlier_seconds", 0.0), 2),
                     **about,
                 )
                 try:
                     results.save(path, rows, **result.model_dump(mode="json"))
+                    shutil.rmtree(path.with_suffix(UNFINISHED), ignore_errors=True)
                 except OSError as error:
                     raise RunError(f"{path}: cannot write: {error}; fix that and run the same command again") from None
     distributed.gather(None)  # the next task may read the result
@@ -88,9 +91,11 @@ def _run(plan: Plan, task: TaskRecord) -> tuple[list[Result], dict[str, Any]]:
     evaluator, fields, rows = plan.evaluator(task.data, task.evaluator, task.arm), dict[str, Any](), list[Result]()
     if task.kind == "sweep":
         context = task_context(plan, task, task.seed)
-        sweep, rows = runner.sweep(evaluator, context, row.source, task.labels_per_class, task.seed)
+        parts = Parts(path_of(plan, task).with_suffix(UNFINISHED), task.fingerprint, context)
+        sweep, rows = runner.sweep(evaluator, context, row.source, task.labels_per_class, task.seed, parts)
         measured = runner.budgets(evaluator, plan.study.comparison.labels_per_class)
-        rows, fields = rows if task.labels_per_class in measured else [], {"sweep": sweep}
+        rows = rows if task.labels_per_class in measured else []
+        fields = {"sweep": sweep, "earlier_seconds": parts.earlier_seconds}
     elif row.kind == "control":
         for seed in pretraining_seeds:  # an untrained encoder each
             context = task_context(plan, task, seed + row.shift)

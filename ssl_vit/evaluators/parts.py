@@ -1,4 +1,4 @@
-"""Finished parts of an evaluation, stored so that an evaluation that was stopped resumes."""
+"""Finished parts of an evaluation or a sweep, stored so that it resumes after it was stopped."""
 
 from __future__ import annotations
 
@@ -14,19 +14,26 @@ from ssl_vit.results import Result, finished, save
 from ssl_vit.training import distributed
 
 Part = tuple[list[Result], SweepRecord | None]
+Run = Callable[[str, Callable[[], Part]], Part]  # calls a function, or returns what it returned earlier under this name
+
+UNFINISHED = ".unfinished"  # the folder of the parts, instead of .json
+
+
+def unstored(_: str, run: Callable[[], Part]) -> Part:
+    return run()
 
 
 class Parts:
-    """Runs the parts of an evaluation that are not stored, and stores them.
+    """Runs the parts that are not stored, and stores them. Parts may have parts.
 
     folder: where they are stored (None: nowhere).
-    depends_on: hash of the weights and of an evaluator's own code; parts with another one run again.
-    seconds: wall time of all parts, those of earlier processes included.
+    depends_on: hash of what they depend on, such as the weights; parts with another one run again.
+    earlier_seconds: wall time of the parts that were stored before.
     """
 
     def __init__(self, folder: Path | None, depends_on: str, context: EvalContext) -> None:
         self.folder, self.depends_on, self.context = folder, depends_on, context
-        self.seconds = 0.0
+        self.earlier_seconds = 0.0
 
     def __call__(self, name: str, run: Callable[[], Part]) -> Part:
         """The stored part of this name, or what `run` returns. All processes call this together."""
@@ -37,13 +44,14 @@ class Parts:
             rows, about = stored
             self.context.say(f"{name.replace('_', ' ')}: already finished")
             skips += about.skipped
+            self.earlier_seconds += about.seconds
         else:
-            before, start = len(skips), time.perf_counter()
+            before, start, earlier = len(skips), time.perf_counter(), self.earlier_seconds
             rows, sweep = run()
             about = TaskResult(
                 id=name,
                 fingerprint=self.depends_on,
-                seconds=time.perf_counter() - start,
+                seconds=time.perf_counter() - start + self.earlier_seconds - earlier,
                 sweep=sweep,
                 skipped=tuple(skips[before:]),
             )
@@ -51,10 +59,9 @@ class Parts:
                 if path and is_main_process():
                     path.parent.mkdir(exist_ok=True)
                     save(path, rows, **about.model_dump(mode="json"))
-        self.seconds += about.seconds
         return rows, about.sweep
 
     def remove(self) -> None:
-        """Delete the stored parts, once the whole evaluation is stored."""
+        """Delete the stored parts, once the whole is stored."""
         if self.folder:
             shutil.rmtree(self.folder, ignore_errors=True)

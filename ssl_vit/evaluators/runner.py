@@ -7,7 +7,7 @@ all labels sees these images. Any other evaluator selects for every budget and s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -17,7 +17,7 @@ from ssl_vit.evaluators import ALL, budget_words
 from ssl_vit.evaluators.base import Classifier, Evaluator
 from ssl_vit.evaluators.features import EvalContext, ImageSet
 from ssl_vit.evaluators.labels import choose_labeled, held_out_split, short_note
-from ssl_vit.evaluators.parts import Part
+from ssl_vit.evaluators.parts import Part, Run, unstored
 from ssl_vit.evaluators.selection import candidates_of, configured, halved, in_words, select
 from ssl_vit.interfaces import Diverged, UserError
 from ssl_vit.recipe import Recipe
@@ -58,9 +58,11 @@ def sweep_budget(evaluator: Evaluator, budget: Budget) -> Budget:
 
 
 def sweep(
-    evaluator: Evaluator, context: EvalContext, source: str, budget: Budget, seed: int
+    evaluator: Evaluator, context: EvalContext, source: str, budget: Budget, seed: int, part: Run = unstored
 ) -> tuple[SweepRecord, list[Result]]:
     """Fit every candidate to the labeled images of a seed, and select by held-out training images.
+
+    part: as of `selection.select`; its names are those of this sweep.
 
     Among equally good candidates the first wins; a candidate that diverges loses. Only the winner predicts the test
     images. Its results equal those of `measure` for this budget and seed; there are none for all labels, because
@@ -72,7 +74,7 @@ def sweep(
         for repeat in range(evaluator.config.held_out_repeats)
     ]
     train, _ = splits[0]
-    record, winner = select(evaluator, splits, seed)
+    record, winner = select(evaluator, splits, seed, lambda name, run: part(f"{source}_{budget}_{name}", run))
     record = record.model_copy(update={"source": source, "labels_per_class": budget})
     context.say(f"{source}, {budget_words(budget)}: sweep scored on {record.held_out} held-out images")
     return record, [] if budget == ALL else [*_results(evaluator, winner, train, budget, seed, record.best)]
@@ -120,13 +122,13 @@ def measure(
 
 
 def evaluate(
-    evaluator: Evaluator, context: EvalContext, part: Callable[[str, Callable[[], Part]], Part] = lambda _, run: run()
+    evaluator: Evaluator, context: EvalContext, part: Run = unstored
 ) -> tuple[list[Result], list[SweepRecord]]:
     """The rows and the sweeps of all label budgets and seeds of the evaluator's settings, for the trained encoder and
     the references.
 
-    part: calls its second argument, or returns what that returned earlier under this name. A part is a sweep, the
-        training of an encoder, or all classifiers of one source on frozen features.
+    part: stores the parts: a sweep and each of its candidates, the training of an encoder, or all classifiers of one
+        source on frozen features.
     """
     results: list[Result] = []
     sweeps: list[SweepRecord] = []
@@ -137,7 +139,7 @@ def evaluate(
         return list(measure(evaluator, context, source, budgets, seeds, best)), None
 
     def swept(source: str, budget: Budget) -> Part:
-        record, rows = sweep(evaluator, context, source, budget, seeds[0])
+        record, rows = sweep(evaluator, context, source, budget, seeds[0], part)
         return rows, record
 
     for source in ("trained", *evaluator.references):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from statistics import fmean
 
 import numpy as np
 
 from ssl_vit.evaluators.base import Classifier, Evaluator
 from ssl_vit.evaluators.features import ImageSet
+from ssl_vit.evaluators.parts import Part, Run, unstored
 from ssl_vit.interfaces import Diverged, UserError
 from ssl_vit.records import Cost, SweepRecord
 from ssl_vit.results import Settings, scored
@@ -23,19 +25,28 @@ def configured(evaluator: Evaluator, settings: Settings) -> Evaluator:
 
 
 def select(
-    evaluator: Evaluator, splits: Sequence[tuple[ImageSet, ImageSet]], seed: int
+    evaluator: Evaluator, splits: Sequence[tuple[ImageSet, ImageSet]], seed: int, part: Run = unstored
 ) -> tuple[SweepRecord, Classifier]:
     """The sweep, and the winner's classifier of the first split.
 
     splits: (images to train on, held-out images). The candidates of a split are the better half of those of the split
         before it, by the mean over the splits so far (successive halving).
+    part: stores the score of each candidate on each split. A winner whose score was stored earlier is fitted again.
     If all candidates that were kept for later splits diverge, the best of the dropped ones is selected.
     Raises UserError if all candidates diverge.
     """
     candidates, context, train = candidates_of(evaluator), splits[0][0].context, splits[0][0]
     scores: dict[int, list[float]] = {index: [] for index in range(len(candidates))}
-    fitted: dict[int, Classifier] = {}  # of the first split, for those that are still candidates
+    # Of the first split, for those that are still candidates; None: not fitted by this process.
+    fitted: dict[int, Classifier | None] = {}
     counts, total, reason, diverged = halved(len(candidates), len(splits)), Cost(), "", set[int]()
+
+    def score(index: int, kept: ImageSet, held: ImageSet) -> Part:
+        classifier = configured(evaluator, candidates[index]).fit(kept, seed)
+        outputs = classifier(held)[0]
+        fitted.setdefault(index, classifier)
+        tried = {**candidates[index], "held_out_accuracy": scored(outputs.prediction)[context.metric]}
+        return [], SweepRecord(candidates=(tried,), best={}, cost=outputs.cost)
 
     def best(count: int) -> list[int]:
         """Of equals the first."""
@@ -48,11 +59,11 @@ def select(
             following = counts[split + 1] if split + 1 < len(splits) else 1
             for index in [*fitted] if split else range(len(candidates)):
                 try:
-                    classifier = configured(evaluator, candidates[index]).fit(kept, seed)
-                    outputs = classifier(held)[0]
-                    cost = outputs.cost
-                    scores[index].append(scored(outputs.prediction)[context.metric])
-                    fitted.setdefault(index, classifier)
+                    record = part(f"candidate{index}_part{split}", partial(score, index, kept, held))[1]
+                    assert record is not None
+                    cost = record.cost
+                    scores[index].append(float(record.candidates[0]["held_out_accuracy"]))
+                    fitted.setdefault(index, None)
                 except Diverged as error:
                     reason = str(error).splitlines()[0]
                     cost = error.cost if isinstance(error.cost, Cost) else Cost()
@@ -61,20 +72,20 @@ def select(
                     fitted.pop(index, None)
                 total += cost
                 if evaluator.trains_encoder:
-                    score = f"{scores[index][-1]:.1%} of the held-out images, {cost.seconds:.0f} s"
-                    context.say(f"{in_words(candidates[index])}: {score if index in fitted else 'diverged'}")
+                    found = f"{scores[index][-1]:.1%} of the held-out images, {cost.seconds:.0f} s"
+                    context.say(f"{in_words(candidates[index])}: {found if index in fitted else 'diverged'}")
                 if not split:  # classifiers of large networks take memory
                     fitted = {index: fitted[index] for index in best(following)}
                 advance(1)
             fitted = {index: fitted[index] for index in best(following)}
     if not fitted and (dropped := [index for index in scores if index not in diverged]):
         index = max(dropped, key=lambda index: fmean(scores[index]))  # of equals the first
-        fitted[index] = configured(evaluator, candidates[index]).fit(train, seed)
-        total += fitted[index](splits[0][1])[0].cost
+        fitted[index] = classifier = configured(evaluator, candidates[index]).fit(train, seed)
+        total += classifier(splits[0][1])[0].cost
     if not fitted:
         keys = ", ".join(candidates[0]) or "its settings"
         raise UserError(f"{evaluator.title}: every candidate of the sweep diverged ({keys}); the last one: {reason}")
-    ((winner, classifier),) = fitted.items()
+    ((winner, kept_classifier),) = fitted.items()
     held_out = [held.images for _, held in splits if held.images is not None]
     trained = [kept.images for kept, _ in splits if kept.images is not None]
     tried = (
@@ -88,7 +99,7 @@ def select(
         labels=len(np.unique(np.concatenate(trained + held_out))),
         held_out=len(np.unique(np.concatenate(held_out))),
     )
-    return record, classifier
+    return record, kept_classifier or configured(evaluator, candidates[winner]).fit(train, seed)
 
 
 def halved(candidates: int, splits: int) -> list[int]:

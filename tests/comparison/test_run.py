@@ -38,6 +38,7 @@ from ssl_vit.report.read import Comparison, read_comparison
 from ssl_vit.report.summary import summarize
 from ssl_vit.report.verdict import verdict
 from ssl_vit.results import KEY
+from ssl_vit.training import loop
 from tests.tars import packed
 
 from .conftest import STEPS, TUNING, Mini, quietly, rows, stamps
@@ -473,6 +474,30 @@ def test_a_full_disk_is_named_and_the_same_command_completes(
     found = quietly(recipe)
     assert found.missing == ()
     assert stamps(run).items() > before.items(), "what was stored stays"
+
+
+def test_a_sweep_that_was_stopped_resumes_with_its_next_candidate(
+    mini: Mini, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe, tasks = mini(evaluators={"fine_tune": TUNING}, seeds=[0]), tmp_path / "run" / "tasks"
+    train, trained = loop.train, 0
+
+    def stopping(job: Any) -> Any:
+        nonlocal trained
+        trained += 1
+        if trained == 3:  # the pretraining and a candidate before it
+            raise RunError("stopped")
+        return train(job)
+
+    monkeypatch.setattr(loop, "train", stopping)
+    with pytest.raises(RunError, match="sweep_fine_tune-ssl-2: stopped"):
+        quietly(recipe)
+    assert [file.name for file in tasks.glob("*.unfinished/*.json")] == ["trained_2_candidate0_part0.json"]
+    trained = 10
+    found = quietly(recipe)
+    again = found.sweeps[0][1].best["optim.lr"] == 0.001  # the winner was trained before the stop
+    assert trained == 10 + 1 + again, "the other candidate"
+    assert found.missing == () and not [*tasks.glob("*.unfinished")]
 
 
 def test_a_gpu_without_enough_memory_fails_one_task(mini: Mini, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,9 +16,10 @@ from ssl_vit.evaluators.base import Classifier, LabeledConfig, Scored, SweepConf
 from ssl_vit.evaluators.base import Evaluator as BaseEvaluator
 from ssl_vit.evaluators.features import EvalContext, FeatureConfig, ImageSet
 from ssl_vit.evaluators.labels import choose_labeled, held_out_split
+from ssl_vit.evaluators.parts import Parts
 from ssl_vit.interfaces import Diverged, UserError
-from ssl_vit.records import Cost
-from ssl_vit.results import Prediction, Table
+from ssl_vit.records import Cost, SweepRecord
+from ssl_vit.results import Prediction, Result, Table
 
 Build = Callable[..., EvalContext]
 LABELS = np.random.default_rng(0).permutation(np.repeat([0, 1, 2], [80, 40, 20]))
@@ -134,6 +136,30 @@ def test_a_trainer_sweeps_on_held_out_training_images(context: EvalContext) -> N
     for key in context.features.asked:  # type: ignore[attr-defined]
         if key[1] == "train" and key[3] != np.sort(held).tobytes():
             assert not set(np.frombuffer(key[3], dtype=np.int64)) & set(held), "nothing trains on held-out images"
+
+
+def test_a_sweep_that_was_stopped_resumes(context: EvalContext, tmp_path: Path) -> None:
+    class Stopping(Trainer):
+        def fit(self, train: ImageSet, seed: int) -> Classifier:
+            if len(fitted) == stop:
+                raise KeyboardInterrupt
+            return super().fit(train, seed)
+
+    def swept() -> tuple[SweepRecord, list[Result]]:
+        evaluator = Stopping(config(sweep={"right": [1, 2, 3]}, held_out_repeats=2))
+        return runner.sweep(evaluator, context, "trained", 10, 3, Parts(tmp_path / "parts", "", context))
+
+    tried, stop = [1, 2, 3, 2, 3], 4
+    with pytest.raises(KeyboardInterrupt):
+        swept()
+    assert [right for right, *_ in fitted] == tried[:4]
+    fitted.clear()
+    stop = -1
+    resumed = swept()
+    assert [right for right, *_ in fitted] == [3, 3], "the last one, then the winner for the test images"
+    parts = Parts(None, "", context)
+    evaluator = Stopping(config(sweep={"right": [1, 2, 3]}, held_out_repeats=2))
+    assert resumed == runner.sweep(evaluator, context, "trained", 10, 3, parts)
 
 
 def test_all_variants_of_the_winner_are_kept(context: EvalContext) -> None:
