@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from accelerate.utils.memory import clear_device_cache
+
 from ssl_vit import stage
 from ssl_vit.data.order import LanePosition
 from ssl_vit.data.shards import open_training
@@ -40,6 +42,7 @@ def resolve(settings: Recipe, say: Callable[[str], None]) -> Recipe:
 def choose(settings: Recipe, say: Callable[[str], None]) -> Precision:
     """The fastest precision by `measure`; the same on all processes."""
     seconds = measure(settings)
+    clear_device_cache(garbage_collection=True)  # in a comparison with several jobs, other processes need this memory
     chosen = fastest(seconds)
     say(f"training.precision=auto: {chosen} ({', '.join(f'{name} {took:.3f} s' for name, took in seconds.items())})")
     return chosen

@@ -58,8 +58,6 @@ def build(
     training, named = settings.training, len(shards.classes) if shards.classes else None
     if training.compile:
         _check_compile(accelerator)
-    if training.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it with its first product
     torch.use_deterministic_algorithms(training.deterministic)
     set_seed(settings.seed)
     if encoder is None:

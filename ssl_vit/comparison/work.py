@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import shutil
 import time
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock
+from filelock import FileLock, Timeout
 
 from ssl_vit import api, records, results
 from ssl_vit.analysis import inspection
@@ -32,6 +33,7 @@ from ssl_vit.training import distributed
 from ssl_vit.training.memory import out_of_memory
 
 TASKS, PICTURES = "tasks", "pictures"
+_TRY = 5  # seconds
 
 
 def path_of(plan: Plan, task: TaskRecord) -> Path:
@@ -50,8 +52,7 @@ def do(plan: Plan, task: TaskRecord) -> None:
     """
     path = path_of(plan, task)
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Other jobs of the comparison wait for this one; the processes of one job do the task together.
-    with FileLock(path.with_name(f".{task.id}.lock")) if is_main_process() else nullcontext():
+    with _one_job(path.with_name(f".{task.id}.lock")):
         if not distributed.gather(is_done(plan, task))[0]:
             start = time.perf_counter()
             with out_of_memory(lambda: "lower jobs"):
@@ -71,6 +72,26 @@ def do(plan: Plan, task: TaskRecord) -> None:
                 except OSError as error:
                     raise RunError(f"{path}: cannot write: {error}; fix that and run the same command again") from None
     distributed.gather(None)  # the next task may read the result
+
+
+@contextmanager
+def _one_job(path: Path) -> Iterator[None]:
+    """Other jobs of the comparison wait for this one; the processes of one job do the task together."""
+    lock = FileLock(path)
+
+    def locked() -> bool:
+        try:
+            lock.acquire(timeout=_TRY)
+        except Timeout:
+            return False
+        return True
+
+    while not distributed.gather(is_main_process() and locked())[0]:
+        pass  # not one long wait of the main process: the others would give up
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def _run(plan: Plan, task: TaskRecord) -> tuple[list[Result], dict[str, Any]]:

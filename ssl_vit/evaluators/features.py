@@ -245,7 +245,7 @@ def _pixels(batch: Batch) -> torch.Tensor:
     """Raw pixels, scaled to [-1, 1]; a side longer than 32 is shrunk to 32 by area."""
     height, width = batch.images.shape[-2:]
     size = (min(height, _PIXELS), min(width, _PIXELS))
-    pixels = batch.images.float()
+    pixels = batch.images.cpu().float()  # MPS pools only to sides that divide its input's
     return (pixels if size == (height, width) else F.adaptive_avg_pool2d(pixels, size)).flatten(1) / 127.5 - 1
 
 

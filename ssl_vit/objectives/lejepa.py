@@ -146,7 +146,8 @@ class Objective(nn.Module):
         generator.manual_seed(sample_seed(self.seed, batch.step, -1))  # no sample has the index -1
         drawn_DK = torch.randn(self.config.projection, self.config.directions, generator=generator)
         unit_DK = drawn_DK / drawn_DK.norm(dim=0)
-        return (unit_DK.pin_memory() if device.type == "cuda" else unit_DK).to(device, non_blocking=True)
+        pinned = device.type == "cuda"  # MPS may read memory that is not pinned after it was freed
+        return (unit_DK.pin_memory() if pinned else unit_DK).to(device, non_blocking=pinned)
 
     def forward(self, batch: Batch) -> StepOutput:
         """Loss over the batch of all processes, its two parts, and the effective ranks of features and projections,

@@ -32,6 +32,7 @@ from ssl_vit.training import Precision
 _KNOWN_WARNINGS = (
     "Please use the new API settings to control TF32",  # only torch 2.9 warns about this
     "`broadcast_buffers` is deprecated",  # Accelerate has no new name for it
+    "torch.distributed.nn.functional.all_reduce is deprecated",  # the other one's gradient was not checked in torch 2.9
     "Grad strides do not match bucket view strides",  # one small gradient is copied
 )
 # Error messages of gloo, NCCL and torch's store when another process no longer responds.
@@ -94,6 +95,8 @@ def make_accelerator(precision: Precision = "fp32", timeout: int = 600, *, or_fp
             raise UserError(f"{kind} is not supported: use FSDP2 (recipes/launch/fsdp2.yaml) instead")
     if os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() != "no":
         raise UserError("the launcher's dynamo_backend is not supported: set it to no, and training.compile=true")
+    # For `training.deterministic`: cuBLAS reads it once, with the first product of the process.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     for warning in _KNOWN_WARNINGS:
         warnings.filterwarnings("ignore", warning)
     try:

@@ -107,13 +107,17 @@ def train(job: Job) -> Outcome:
     keys and the last good checkpoint); RunError for a full disk or GPU, or when another process has ended;
     UserError for data that cannot be read and checkpoints that do not fit.
     """
-    saved = partial(checkpoint.last_saved, job.run)
+    saved, gone = partial(checkpoint.last_saved, job.run), False
     with distributed.others_watched(saved), stop_requests() as request:
         try:
             with memory.out_of_memory(lambda: f"{memory.USE_LESS}\n{saved()}"):
                 outcome = Trainer(job).run(request)
+        except RuntimeError:
+            gone = distributed.several()  # freeing could wait for what another process no longer takes part in
+            raise
         finally:
-            job.accelerator.free_memory()
+            if not gone:
+                job.accelerator.free_memory()
     return outcome if distributed.several() else replace(outcome, signal=request.number)  # also one during free_memory
 
 

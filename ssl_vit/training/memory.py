@@ -55,7 +55,9 @@ def find_accumulation(
         if getattr(objective, "whole_batch", False) and distributed.several():
             return count
         with undisturbed(objective, accelerator):
-            full = int(not _fits(objective, part, accelerator, copies, reserve=_RESERVE if len(counts) > 1 else 0))
+            # From the second micro-batch on, the gradients of those before it are held, too.
+            held, reserve = copies + (count > 1), _RESERVE if len(counts) > 1 else 0
+            full = int(not _fits(objective, part, accelerator, held, reserve))
         if not distributed.largest(full):
             return count
         clear_device_cache(garbage_collection=True)
@@ -70,10 +72,12 @@ def find_accumulation(
 
 @contextmanager
 def out_of_memory(advice: Callable[[], str]) -> Iterator[None]:
-    """Turn PyTorch's error into a RunError. advice: what to do about it."""
+    """Turn a GPU's error into a RunError. advice: what to do about it."""
     try:
         yield
-    except torch.OutOfMemoryError as error:
+    except RuntimeError as error:
+        if not _is_out_of_memory(error):
+            raise
         first = str(error).splitlines()[0]
         raise RunError(f"the GPU has too little memory ({first}); {advice()}") from None
 
@@ -89,10 +93,16 @@ def _fits(objective: nn.Module, part: Batch, accelerator: Engine, copies: int, r
         forward_backward(objective, part, accelerator)
         held.clear()
     except RuntimeError as error:
-        if not should_reduce_batch_size(error):
+        if not _is_out_of_memory(error):
             raise
         return False
     return True
+
+
+def _is_out_of_memory(error: RuntimeError) -> bool:
+    """Also errors of CUDA and its libraries outside of PyTorch's allocator, as on a GPU that other processes filled."""
+    text = str(error)
+    return should_reduce_batch_size(error) or "error: out of memory" in text or "STATUS_ALLOC_FAILED" in text
 
 
 @contextmanager
@@ -135,6 +145,6 @@ def forward_backward(module: nn.Module, part: Batch, accelerator: Engine) -> tup
         loss = module(part).loss
     loss.backward()
     module.zero_grad(set_to_none=True)
-    if accelerator.device.type == "cuda":
-        torch.cuda.synchronize()
+    if accelerator.device.type not in ("cpu", "xla"):
+        torch.accelerator.synchronize()
     return time.perf_counter() - start, sum(saved_bytes.values())

@@ -14,7 +14,7 @@ from timm.models.vision_transformer import Block
 from torch import nn
 
 from ssl_vit import api, recipe, stage
-from ssl_vit.interfaces import Batch, StepOutput, UserError
+from ssl_vit.interfaces import Batch, RunError, StepOutput, UserError
 from ssl_vit.objectives import masked_patch
 from ssl_vit.training import memory
 from tests.processes.reading import losses, rows
@@ -97,6 +97,36 @@ def test_auto_batch_takes_the_largest_micro_batch_that_fits_and_leaves_no_trace(
     run = train(tmp_path / "run", "training.auto_batch=true", *keys)
     assert rows(run)[0] == {"step": 0, "event": "auto_batch", "accumulate": 4, "micro_batch": 8}
     assert same(weights(run), weights(plain))
+
+
+def test_the_gradients_of_earlier_micro_batches_are_counted(
+    settings: Callable[..., recipe.Recipe], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given, copies = settings(tmp_path, "training.auto_batch=true"), list[int]()
+
+    def fits(objective: nn.Module, part: Any, accelerator: Any, held: int, reserve: float) -> bool:
+        copies.append(held)
+        return len(copies) == 2
+
+    monkeypatch.setattr(memory, "_fits", fits)
+    stage.dry_run(given)
+    assert copies == [2, 3], "AdamW's two, and the gradients"
+
+
+@pytest.mark.parametrize(
+    ("message", "recognized"),
+    [
+        ("MPS backend out of memory (MPS allocated: 1 GiB)", True),
+        ("CUDA error: out of memory\nCUDA kernel errors might be reported later", True),
+        ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", True),
+        ("cuDNN error: CUDNN_STATUS_ALLOC_FAILED", True),
+        ("CUDA error: device-side assert triggered", False),
+    ],
+)
+def test_errors_outside_of_pytorchs_allocator_are_recognized(message: str, recognized: bool) -> None:
+    """The texts are CUDA's and PyTorch's own."""
+    with pytest.raises(RunError if recognized else RuntimeError, match=r"memory|assert"), memory.out_of_memory(str):
+        raise RuntimeError(message)
 
 
 def test_what_communicates_is_not_tried(
