@@ -26,9 +26,13 @@ def report(
         typer.Option(help="The file to write (default: report.html, .md, .tex, .csv or .json in the first directory)."),
     ] = None,
     form: Annotated[
-        Literal["html", "markdown", "latex", "csv", "json"],
-        typer.Option("--format", help="A page, tables for a paper, every row as CSV, or everything as JSON."),
-    ] = "html",
+        Literal["html", "markdown", "latex", "csv", "json"] | None,
+        typer.Option(
+            "--format",
+            help="A page, tables for a paper, every row as CSV, or everything as JSON. Default: by the suffix of "
+            "--out, else html.",
+        ),
+    ] = None,
 ) -> None:
     """Write one self-contained HTML page: verdict, curves, tables, costs, pictures, commands. Of an unfinished
     comparison, everything finished so far.
@@ -37,8 +41,10 @@ def report(
     """
     from ssl_vit.report import export, page
 
-    out = out or runs[0] / f"report{export.SUFFIXES.get(form, '.html')}"
-    print(page.write_report(runs, out, form))
+    by_suffix = {suffix: name for name, suffix in export.SUFFIXES.items()}
+    chosen = form or by_suffix.get(out.suffix.lower() if out else "", "html")
+    out = out or runs[0] / f"report{export.SUFFIXES.get(chosen, '.html')}"
+    print(page.write_report(runs, out, chosen))
 
 
 @app.command()
@@ -57,7 +63,7 @@ def recipes() -> None:
     for family, paths in families.items():
         print(f"\n{family}{', for --suite' if family == 'suites' else ''}:")
         for name, path in paths.items():
-            comment = takewhile(lambda line: line[:1] == "#", path.read_text().splitlines())
+            comment = takewhile(lambda line: line.startswith("# "), path.read_text().splitlines())
             head = " ".join(line[1:].strip() for line in comment)
             sentences = re.split(r"(?<=[.?])(?<!al\.)\s", head)
             about = " ".join(sentences[: 1 + sentences[0].endswith("?")])  # a question, and what it is about

@@ -104,15 +104,20 @@ def few_shot_accuracy(
 
     features: float (n, d). labels: int (n,); training images with a negative label are not used.
     Warns about classes with fewer images than shots. Raises ValueError for arrays that do not fit together, features
-    that are not finite, and training images without a label.
+    that are not finite, labels that are no integers, shots below 1, and images without a label where they need one.
     """
+    train_labels, test_labels = np.asarray(train_labels), np.asarray(test_labels)
     if len(train_features) != len(train_labels) or len(test_features) != len(test_labels) or not len(test_labels):
         raise ValueError("features and labels must have equal, non-zero lengths")
     if train_features.shape[1:] != test_features.shape[1:]:
         raise ValueError(f"train features {train_features.shape} and test features {test_features.shape} do not fit")
     if not np.isfinite(train_features).all() or not np.isfinite(test_features).all():
         raise ValueError("features must be finite")
-    if not (np.asarray(train_labels) >= 0).any():
+    if any(labels.dtype.kind not in "iu" for labels in (train_labels, test_labels)) or (test_labels < 0).any():
+        raise ValueError("labels must be integers, those of test images 0 or larger")
+    if not len(shots) or min(shots) < 1:
+        raise ValueError(f"shots must be 1 or larger, got {list(shots)}")
+    if not (train_labels >= 0).any():
         raise ValueError("no training image has a label")
     short = short_classes(train_labels, max(shots), train_labels)
     if short:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import lru_cache
 
@@ -65,14 +66,32 @@ def short_classes(labels: np.ndarray, shots: int, everything: np.ndarray) -> lis
     return list(map(int, classes[counts < shots]))
 
 
-def short_note(labels: np.ndarray, budget: Budget, everything: np.ndarray) -> tuple[str, ...]:
+def named(classes: Sequence[int], names: Sequence[str] | None) -> str:
+    """Up to ten classes by name, else by number."""
+    known = [names[label] if names and label < len(names) else str(label) for label in classes[:10]]
+    return ", ".join(known) + (f" and {len(classes) - 10} more" if len(classes) > 10 else "")
+
+
+def short_note(
+    labels: np.ndarray, budget: Budget, everything: np.ndarray, names: Sequence[str] | None = None
+) -> tuple[str, ...]:
     """What a reader must know of the labels (n,) that a label budget gave; everything: see `short_classes`."""
     if isinstance(budget, str) and budget != ALL:
         asked = len(choose_labeled(everything, budget, 0))
         return (f"{budget} of the labels are {asked} images; {len(labels)} could be used",) * (len(labels) < asked)
     if not isinstance(budget, int) or not (short := short_classes(labels, budget, everything)):
         return ()
-    return (f"{len(short)} class(es) gave fewer than {budget} images, all that could be used: {short[:10]}",)
+    return (f"{len(short)} class(es) gave fewer than {budget} images, all that could be used: {named(short, names)}",)
+
+
+def untrained_note(test_labels: np.ndarray, everything: np.ndarray, names: Sequence[str] | None) -> tuple[str, ...]:
+    """What a reader must know where test images (their labels: int (m,)) have classes that no training image has."""
+    unknown = np.setdiff1d(test_labels, everything)
+    if not len(unknown):
+        return ()
+    images = int(np.isin(test_labels, unknown).sum())
+    which = named(unknown.tolist(), names)
+    return (f"{images} test image(s) have a class without any training image and count as wrong: {which}",)
 
 
 def check_classes(shards: ShardSet, labels: np.ndarray) -> None:

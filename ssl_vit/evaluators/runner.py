@@ -16,7 +16,7 @@ import numpy as np
 from ssl_vit.evaluators import ALL, budget_words
 from ssl_vit.evaluators.base import Classifier, Evaluator
 from ssl_vit.evaluators.features import EvalContext, ImageSet
-from ssl_vit.evaluators.labels import choose_labeled, held_out_split, short_note
+from ssl_vit.evaluators.labels import choose_labeled, held_out_split, short_note, untrained_note
 from ssl_vit.evaluators.parts import Part, Run, unstored
 from ssl_vit.evaluators.selection import candidates_of, configured, halved, in_words, select
 from ssl_vit.interfaces import Diverged, UserError
@@ -235,8 +235,16 @@ def _results(
     notes: tuple[str, ...] = (),
 ) -> Iterator[Result]:
     """A classifier's rows for the test images; the caller fills in the names of data and evaluator."""
-    labels = train.context.train_labels[train.images]
+    everything, names = train.context.train_labels, train.context.train.classes or train.context.test.classes
+    labels = everything[train.images]
     for outputs in classifier(ImageSet(train.context, train.source, "test")):
+        found = outputs.prediction
+        if found.predicted.shape != found.labels.shape or found.predicted.dtype.kind not in "iu":
+            shape, kind = found.predicted.shape, found.predicted.dtype
+            raise UserError(
+                f"{evaluator.title}: it predicted {kind} {shape} for {len(found.labels)} images; return a class number "
+                "per image"
+            )
         used = len(labels) if outputs.labels is None else outputs.labels
         unreadable = (f"{len(labels) - used} of {len(labels)} labeled images could not be read",)
         yield Result(
@@ -247,16 +255,17 @@ def _results(
             seed=seed,
             pretraining_seed=0,
             labels=used,
-            prediction=outputs.prediction,
+            prediction=found,
             variant=outputs.variant,
             primary=outputs.primary,
             selected=selected,
             notes=(
                 *outputs.notes,
                 *notes,
-                *short_note(labels, budget, train.context.train_labels),
+                *short_note(labels, budget, everything, names),
+                *(() if evaluator.needs_head else untrained_note(found.labels, everything, names)),
                 *unreadable * (used < len(labels) and not evaluator.needs_head),
             ),
-            **scored(outputs.prediction),  # type: ignore[arg-type]
+            **scored(found),  # type: ignore[arg-type]
             **vars(outputs.cost),
         )

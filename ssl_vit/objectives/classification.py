@@ -46,6 +46,8 @@ class Objective(nn.Module):
         number = config.classes or classes
         if number is None:
             raise UserError("objective.classes: the shards' info.json names no classes; give their number")
+        if classes and number < classes:
+            raise UserError(f"objective.classes={number}: the images have {classes} classes; remove it")
         if number < 2:
             raise UserError("objective.name=classification needs at least two classes; name labeled images of several")
         encoder.check_pooling(config.pooling)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -42,8 +43,8 @@ def array_context() -> Build:
     second feature."""
 
     def build(train: Arrays, test: Arrays, unreadable: tuple[int, ...] = (), metric: Any = "accuracy") -> EvalContext:
-        nothing = cast(Any, None)
-        context = EvalContext(nothing, nothing, nothing, nothing, nothing, metric=metric)
+        nothing, shards = cast(Any, None), cast(Any, SimpleNamespace(classes=None))
+        context = EvalContext(nothing, shards, shards, nothing, nothing, metric=metric)
         context.features = ArrayFeatures({"train": train, "test": test}, unreadable)
         context.train_labels = train[1]
         return context

@@ -3,6 +3,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
+from typing import Any
 
 import numpy as np
 import pytest
@@ -91,6 +92,22 @@ def test_accuracy_and_every_prediction_agree_with_a_dense_solver(name: str, l2: 
         with warnings.catch_warnings(action="ignore"):
             same = few_shot_accuracy(*train, test[0][clear], predictions[clear], shots=(k,), seeds=(seed,), l2=l2)
         assert same == {(k, seed): 1.0}
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"shots": [0]}, "shots must be 1 or larger"),
+        ({"train_labels": np.array([0.0, 1.0])}, "labels must be integers"),
+        ({"test_labels": np.array(["a", "b"])}, "labels must be integers"),
+        ({"test_labels": np.array([0, -1])}, "those of test images 0 or larger"),
+    ],
+)
+def test_arguments_without_a_meaning_are_refused(changed: dict[str, Any], message: str) -> None:
+    arrays: dict[str, Any] = {f"{part}_features": np.eye(2) for part in ("train", "test")}
+    arrays |= {f"{part}_labels": np.arange(2) for part in ("train", "test")}
+    with pytest.raises(ValueError, match=message):
+        few_shot_accuracy(**(arrays | {"shots": [1]} | changed))
 
 
 def test_the_same_arrays_give_the_same_bits_on_any_number_of_threads() -> None:

@@ -15,7 +15,7 @@ from ssl_vit.evaluators import runner, selection
 from ssl_vit.evaluators.base import Classifier, LabeledConfig, Scored, SweepConfig
 from ssl_vit.evaluators.base import Evaluator as BaseEvaluator
 from ssl_vit.evaluators.features import EvalContext, FeatureConfig, ImageSet
-from ssl_vit.evaluators.labels import choose_labeled, held_out_split
+from ssl_vit.evaluators.labels import choose_labeled, held_out_split, named
 from ssl_vit.evaluators.parts import Parts
 from ssl_vit.interfaces import Diverged, UserError
 from ssl_vit.records import Cost, SweepRecord
@@ -118,8 +118,27 @@ def test_what_a_budget_lacks_is_noted(array_context: Build) -> None:
     context = array_context(TRAIN, TEST, (broken,))
     few, many = runner.measure(Evaluator(config()), context, "trained", (5, 30), (0,))
     assert many.labels == 79 and few.labels == 15 and few.notes == ()
-    assert "1 class(es) gave fewer than 30 images" in many.notes[0] and "[2]" in many.notes[0]
+    assert "1 class(es) gave fewer than 30 images" in many.notes[0] and many.notes[0].endswith(": 2")
     assert "1 of 80 labeled images could not be read" in many.notes[1]
+
+
+def test_test_images_of_classes_without_training_images_are_noted(array_context: Build) -> None:
+    labels = np.repeat([0, 2], 20)
+    context = array_context((labels[:, None] + np.zeros((40, 4)), labels), TEST)
+    (row,) = runner.measure(Evaluator(config()), context, "trained", (5,), (0,))
+    assert row.notes == ("30 test image(s) have a class without any training image and count as wrong: 1",)
+    assert named([0, 2], ["bee", "wasp", "ant"]) == "bee, ant"
+
+
+def test_a_number_of_predictions_that_is_wrong_is_named(context: EvalContext) -> None:
+    class Short(Evaluator):
+        def fit(self, train: ImageSet, seed: int) -> Classifier:
+            (one,) = super().fit(train, seed)(ImageSet(train.context, "trained", "test"))
+            cut = replace(one.prediction, predicted=one.prediction.predicted[:-1])
+            return lambda images: [replace(one, prediction=cut)]
+
+    with pytest.raises(UserError, match=r"Classes below a threshold: it predicted int64 \(99,\) for 100 images"):
+        next(runner.measure(Short(config()), context, "trained", (5,), (0,)))
 
 
 def test_a_trainer_sweeps_on_held_out_training_images(context: EvalContext) -> None:

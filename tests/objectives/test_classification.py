@@ -27,6 +27,11 @@ def objective_of(make_encoder: Make, classes: int | None = 5, **config: Any) -> 
     return Objective(make_encoder(), Config(**config), classes)
 
 
+def test_fewer_classes_than_the_images_have_are_refused(make_encoder: Make) -> None:
+    with pytest.raises(UserError, match=r"objective\.classes=4: the images have 5 classes; remove it"):
+        Objective(make_encoder(), Config(classes=4), 5)
+
+
 def trained_head(objective: Objective) -> Objective:
     """Give a zero head weights, so that predictions depend on the image."""
     for number, parameter in enumerate(objective.head.parameters()):

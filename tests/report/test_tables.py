@@ -12,7 +12,9 @@ from pathlib import Path
 import pandas as pd
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
+from ssl_vit.cli import app
 from ssl_vit.interfaces import without_credentials
 from ssl_vit.records import ArmRecord, EvaluatorRecord, SkippedSample
 from ssl_vit.report.costs import costs
@@ -203,3 +205,13 @@ def test_what_takes_time_alone_and_the_processes_of_a_given_run_have_their_cost(
     }
     assert found.loc[("Pretraining", "ssl"), "device_hours"] == pytest.approx(4 * 1800 / 3600), "on four processes"
     assert ("Sweeps", "ssl") not in found.index and ("Total", "scratch") not in found.index
+
+
+def test_the_suffix_of_the_file_chooses_its_form(tmp_path: Path) -> None:
+    run, runner = write_run(tmp_path / "run", "a", 0.5), CliRunner()
+    assert runner.invoke(app, ["report", str(run), "--out", str(tmp_path / "r.csv")]).exit_code == 0
+    assert len(pd.read_csv(tmp_path / "r.csv"))
+    assert runner.invoke(app, ["report", str(run), "--out", str(tmp_path / "r.txt"), "--format", "csv"]).exit_code == 0
+    assert (tmp_path / "r.txt").read_text() == (tmp_path / "r.csv").read_text()
+    assert runner.invoke(app, ["report", str(run)]).exit_code == 0
+    assert (run / "report.html").read_text().startswith("<!DOCTYPE html>")

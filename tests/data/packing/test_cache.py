@@ -302,6 +302,12 @@ def test_a_file_of_that_name_makes_no_shards(tmp_path: Path, file: str) -> None:
     assert open_shards("photos").samples == 20
 
 
+def test_a_part_of_a_part_is_refused(tmp_path: Path) -> None:
+    class_folders(tmp_path / "photos")
+    with pytest.raises(UserError, match="photos#test is one part; give photos, which has both"):
+        open_shards("photos#test#train")  # as `data=photos#test` names it
+
+
 def test_names_may_hold_the_sign_that_joins_those_of_a_mixture(tmp_path: Path) -> None:
     class_folders(tmp_path / "cats + dogs"), class_folders(tmp_path / "more", first=1000)
     both = open_shards(["cats + dogs#train", "more"])
