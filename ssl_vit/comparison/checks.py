@@ -247,8 +247,8 @@ def check_directory(study: Study) -> None:
     trains = [place for settings in study.recipes.values() for place in settings.data.places]
     sets = [place for one in study.sets.values() for place in (*several(one.train), one.test) if place]
     check_outside(run, [*trains, *sets])
-    if run.exists() and not run.is_dir():
-        raise UserError(f"run={run} is a file: name a directory")
+    if file := next((path for path in (run, *run.parents) if path.is_file()), None):
+        raise UserError(f"run={run}: {file} is a file; name a directory")
     held = "a training run" if (run / "recipe.yaml").is_file() else ""
     if (run / PLAN).is_file():
         try:

@@ -416,7 +416,8 @@ def test_the_directory_of_something_else_is_refused(finished: Comparison, mini: 
     refused(recipe, "training.steps: 2 -> 3", "arms.ssl.overrides=[training.steps=3,training.batch_size=16]")
     refused(mini(name="other"), "holds the comparison mini.*run=PATH")
     refused(mini(), "holds a training run", f"run={finished.paths[0]}/ssl")
-    refused(mini(), "is a file: name a directory", f"run={finished.paths[0]}/plan.json")
+    refused(mini(), "is a file; name a directory", f"run={finished.paths[0]}/plan.json")
+    refused(mini(), "plan.json is a file; name a directory", f"run={finished.paths[0]}/plan.json/x")
 
 
 def test_several_launched_processes_share_every_task(mini: Mini, monkeypatch: pytest.MonkeyPatch) -> None:

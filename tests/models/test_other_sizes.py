@@ -110,3 +110,5 @@ def test_initialize_copies_weights_and_refuses_other_architectures(
     assert all(torch.equal(tensor, state(source)[key]) for key, tensor in state(model).items() if key != "pos_embed")
     with pytest.raises(UserError, match="the other run does not fit"):
         initialize(make_encoder(), make_encoder(**difference), "the other run")
+    with pytest.raises(UserError, match=r"encoder\.channels is 1 there, 3 here"):  # not the mean, which follows from it
+        initialize(make_encoder(), make_encoder(channels=1, mean=0.5, std=0.5), "the other run")

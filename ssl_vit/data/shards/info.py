@@ -128,7 +128,9 @@ def local_info(folder: Path) -> Info | None:
         if info := parse_info(content, str(folder / name)):
             return info
     if (folder / RECORD).exists():
-        raise UserError(f"{folder}: packing was not finished; run its `ssl-vit shards make` command again")
+        raise UserError(
+            f"{folder}: packing was not finished, or {INFO} was deleted; run its `ssl-vit shards make` command again"
+        )
     return None
 
 
