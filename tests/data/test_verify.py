@@ -167,7 +167,7 @@ def test_content_hash(digits: Path) -> None:
 def test_an_unfinished_set_is_not_taken_for_plain_tars(digits: Path) -> None:
     (digits / "info.json").unlink()
     for look in (verify, stats):
-        with pytest.raises(UserError, match="packing was not finished, .*; run its `ssl-vit shards make` command again"):
+        with pytest.raises(UserError, match=r"not finished, .*; run its `ssl-vit shards make` command again"):
             look(digits)
 
 
