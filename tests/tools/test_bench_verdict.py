@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from bench_verdict import Design, needed, seconds, verdicts, wall_seconds
 
 from ssl_vit.files import write_json
 from ssl_vit.interfaces import UserError
@@ -14,7 +15,6 @@ from ssl_vit.report.read import Comparison, read
 from ssl_vit.report.summary import Difference, summarize
 from ssl_vit.results import Result
 from tests.report.made import SWEEP, row, two_arms, write_comparison
-from tools.bench_verdict import Design, needed, seconds, verdicts, wall_seconds
 
 
 def varied(seeds: int) -> list[Result]:
