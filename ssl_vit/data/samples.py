@@ -188,14 +188,26 @@ def join(
 
     shared: the tensors lie in memory that a worker will overwrite, and are copied.
     """
+    pinned = device.type == "cuda"  # the device copies it while the host goes on
 
     def joined(name: str) -> torch.Tensor:
         tensors = [part.tensors[name] for part in parts]
-        copy = len(tensors) > 1 or (shared and device.type != "cuda")
-        whole = torch.cat(tensors) if copy else tensors[0]
-        return whole.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else whole.to(device)
+        first = tensors[0]
+        if len(tensors) == 1 and not shared and not pinned:
+            return first.to(device)
+        sizes = [len(tensor) for tensor in tensors]
+        shape = (sum(sizes), *first.shape[1:])
+        whole = torch.empty_strided(shape, first.stride(), dtype=first.dtype, pin_memory=pinned)
+        for rows, tensor in zip(whole.split(sizes), tensors, strict=True):
+            rows.copy_(tensor)
+        return whole.to(device, non_blocking=pinned)
 
-    tensors: dict[str, Any] = {name: joined(name) for name in parts[0].tensors}
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # more would wait for cores that the workers keep busy
+    try:
+        tensors: dict[str, Any] = {name: joined(name) for name in parts[0].tensors}
+    finally:
+        torch.set_num_threads(threads)
     batch = Batch(**tensors, keys=[key for part in parts for key in part.keys], lane_size=lane_size, views=views)
     positions = {lane: position for part in parts for lane, position in part.positions.items()}
     return batch, Chunk(positions=positions, skipped=[skip for part in parts for skip in part.skipped])
