@@ -24,7 +24,7 @@ def measure(name: str, model: EncoderConfig, arguments: argparse.Namespace) -> l
     """Rows of one model by the number of processes that train it at the same time."""
     rows: list[dict[str, Any]] = []
     for count in arguments.processes:
-        with served([name] * count, model, arguments) as (pipes, failures, _):
+        with served([name] * count, model, arguments) as (pipes, _, failures):
             if failures:
                 raise SystemExit(f"{name} does not run: {failures[name]}")
             rates = []

@@ -13,7 +13,7 @@ train` does; with --peers-keep-memory the others do too.
 MFU is the share of the rate of a large matrix product, measured in the same rounds, that a row reaches when the
 operations of the full model are counted (three times the encoder's forward pass, even if a row computes less). Peers:
 timm's encoder only (loss: the mean of its output) and with a classifier; Hugging Face's masked image model and MAE
-(which encodes a quarter of the patches).
+(which encodes a quarter of the patches). "start" is the time to build the model and to take, and compile, three steps.
 """
 
 from __future__ import annotations
@@ -42,32 +42,24 @@ def full_flops(model: EncoderConfig) -> float:
     return 3.0 * counter.get_total_flops()
 
 
-def take(
-    names: list[str], model: EncoderConfig, arguments: argparse.Namespace
-) -> tuple[dict[str, list[float]], dict[str, str], int]:
-    """(durations of these rows by round, errors of those that do not run, threads); the rows alternate and end."""
-    with served(names, model, arguments) as (pipes, failures, threads):
-        taken: dict[str, list[float]] = {name: [] for name, _ in pipes}
-        for _ in range(arguments.rounds):
-            for name, pipe in pipes:
-                pipe.send(10 if arguments.device == "cuda" else 1)  # launches of the next step overlap
-                taken[name].append(pipe.recv())
-    return taken, failures, threads
-
-
 def measure(model: EncoderConfig, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     names = [GEMM, *chosen(arguments)]
-    taken: dict[str, list[float]] = {}
-    failures: dict[str, str] = {}
-    threads = 0
+    taken: dict[str, list[float]] = {name: [] for name in names}
+    began, failures = dict[str, float](), dict[str, str]()
     for together in [[name] for name in names] if arguments.one_by_one else [names]:
-        seconds, failed, used = take(together, model, arguments)
-        taken, failures, threads = taken | seconds, failures | failed, max(threads, used)
+        with served(together, model, arguments) as (pipes, seconds, failed):
+            began, failures = began | seconds, failures | failed
+            for _ in range(arguments.rounds):
+                for name, pipe in pipes:
+                    pipe.send(10 if arguments.device == "cuda" else 1)  # on a GPU, the launches of steps overlap
+                    taken[name].append(pipe.recv())
+    taken = {name: times for name, times in taken.items() if times}
     rate, full = statistics.median(taken.pop(GEMM)), full_flops(model) * arguments.batch
     rows = [
         {
             "model": model.name,
             "name": name,
+            "first_steps_s": began[name],
             "ms": 1000 * statistics.median(times),
             "images_per_s": arguments.batch / statistics.median(times),
             "mfu": full / statistics.median(times) / rate,
@@ -80,12 +72,14 @@ def measure(model: EncoderConfig, arguments: argparse.Namespace) -> list[dict[st
         }
         for name, times in taken.items()
     ]
-    print(f"\n{title(model, arguments)}, {threads} threads; matrix product {rate / 1e12:.3f} TFLOP/s")
-    print(f"{'':34}{'ms':>9}{'images/s':>10}{'MFU':>7}{'x timm enc.':>13}{'x timm sup.':>13}{'x HF masked':>13}")
+    print(f"\n{title(model, arguments)}; matrix product {rate / 1e12:.3f} TFLOP/s")
+    columns = f"{'ms':>9}{'images/s':>10}{'MFU':>7}{'start, s':>10}"
+    print(f"{'':34}{columns}{'x timm enc.':>13}{'x timm sup.':>13}{'x HF masked':>13}")
     for row in rows:
         ratios = [row.get(f"vs {peer}") for peer in PEERS]
         cells = "".join(f"{ratio:13.3f}" if ratio else f"{'-':>13}" for ratio in ratios)
-        print(f"{row['name']:34}{row['ms']:9.1f}{row['images_per_s']:10.1f}{row['mfu']:7.1%}{cells}")
+        about = f"{row['ms']:9.1f}{row['images_per_s']:10.1f}{row['mfu']:7.1%}{row['first_steps_s']:10.1f}"
+        print(f"{row['name']:34}{about}{cells}", flush=True)
     for name, why in failures.items():
         print(f"{name:34} does not run: {why[:100]}")
     return rows + [{"model": model.name, "name": name, "failure": why} for name, why in failures.items()]

@@ -167,6 +167,7 @@ def serve(pipe: Connection, name: str, model: EncoderConfig, arguments: argparse
         set_up_cpu()  # as `ssl-vit train` does
     elif device.type == "cpu" and arguments.peers_keep_memory:
         keep_freed_memory()
+    start = time.perf_counter()
     try:
         if name == GEMM:
             product = partial(gemm_rate, device, torch.bfloat16 if bf16 else torch.float32)
@@ -179,11 +180,13 @@ def serve(pipe: Connection, name: str, model: EncoderConfig, arguments: argparse
             step = training_step(module, loss, device, bf16, arguments.compile)
             for _ in range(3):
                 step()
+            if device.type == "cuda":
+                torch.cuda.synchronize()
             answer = lambda steps: seconds(lambda: [step() for _ in range(steps)], device) / steps  # noqa: E731
     except Exception as error:  # a peer that does not run is a result, not a failure of the benchmark
         pipe.send(f"{type(error).__name__}: {str(error).splitlines()[0]}")
         return
-    pipe.send(torch.get_num_threads())
+    pipe.send(time.perf_counter() - start)
     while steps := pipe.recv():
         pipe.send(answer(steps))
 
@@ -191,8 +194,9 @@ def serve(pipe: Connection, name: str, model: EncoderConfig, arguments: argparse
 @contextmanager
 def served(
     names: list[str], model: EncoderConfig, arguments: argparse.Namespace
-) -> Iterator[tuple[list[tuple[str, Connection]], dict[str, str], int]]:
-    """The processes of these rows, ready for steps: (their pipes, errors of those that do not run, threads)."""
+) -> Iterator[tuple[list[tuple[str, Connection]], dict[str, float], dict[str, str]]]:
+    """The processes of these rows, ready for steps: (their pipes, the seconds that they took to build the model and to
+    take three steps, errors of those that do not run)."""
     context = get_context("forkserver")
     context.set_forkserver_preload(["timm", *(f"ssl_vit.objectives.{name}" for name in OBJECTIVES)])
     started = []
@@ -202,14 +206,14 @@ def served(
         process.start()
         theirs.close()
         started.append((name, pipe, process))
-    pipes, failures, threads = [], {}, 0
+    pipes, began, failures = [], dict[str, float](), dict[str, str]()
     for name, pipe, _ in started:
         if isinstance(ready := pipe.recv(), str):
             failures[name] = ready
         else:
-            threads = ready
+            began[name] = ready
             pipes.append((name, pipe))
-    yield pipes, failures, threads
+    yield pipes, began, failures
     for _, pipe in pipes:
         pipe.send(0)
     for _, _, process in started:

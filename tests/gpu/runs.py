@@ -22,7 +22,7 @@ print(torch.cuda.max_memory_allocated())
 def keys(pictures: Path, run: Path, *more: str, recipe: str = "pretrain_vit_tiny") -> list[str]:
     """A recipe and overrides that train a ViT-S/16 on these images."""
     fixed = [f"data.train={pictures}", f"run={run}", "encoder.name=vit_small_patch16_224", "encoder.image_size=224"]
-    fixed += ["data.lanes=8", "data.workers=4", "training.batch_size=64", f"training.steps={STEPS}"]
+    fixed += ["data.lanes=8", "data.workers=2", "training.batch_size=32", f"training.steps={STEPS}"]
     fixed += ["training.log_every=20", "training.picture_every=0", "training.checkpoint_every=100"]
     fixed += ["optim.warmup_steps=20", "optim.lr=5e-4", "training.trackers={}", "training.epochs=null"]
     return [recipe, *fixed, *more]

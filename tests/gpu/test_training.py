@@ -32,7 +32,7 @@ def test_precisions_and_memory(pictures: Path, tmp_path: Path) -> None:
     cases = [(precision, again) for precision in ("fp32", "tf32", "bf16", "fp16") for again in ("false", "true")]
 
     def peak(case: tuple[str, str]) -> int:
-        more = (f"training.precision={case[0]}", f"training.checkpoint_activations={case[1]}", "data.workers=2")
+        more = (f"training.precision={case[0]}", f"training.checkpoint_activations={case[1]}")
         return train(*keys(pictures, tmp_path / "-".join(case), *more))
 
     with ThreadPoolExecutor(4) as pool:
@@ -91,7 +91,9 @@ for step in range(12):
     trainer.train_step(batch)
     trainer.progress.step += 1
 torch.cuda.set_sync_debug_mode("default")
-assert before == (dict(counters["stats"]), dict(counters["frames"])) and not counters["graph_break"]
+assert before == (dict(counters["stats"]), dict(counters["frames"]))
+breaks = list(counters["graph_break"])  # LeJEPA draws its directions on the CPU
+assert len(breaks) == ("lejepa" in name and bool(compiled)) and all("directions" in why for why in breaks), breaks
 """
     more = ["optim.clip_norm=1.0", "training.ema=0.9", "training.precision=bf16"]
     more += [f"data.augment.{name}=0.4" for name in ("brightness", "contrast", "saturation")]
@@ -119,9 +121,9 @@ def test_deterministic_runs_are_equal_and_resume_exactly(pictures: Path, tmp_pat
 
 
 def test_auto_batch_finds_micro_batches_that_fit(pictures: Path, tmp_path: Path) -> None:
-    """A batch of 16,384 images needs more memory than any GPU has: about 33 MB per image."""
-    more = ["training.batch_size=16384", "data.lanes=64", "training.steps=2", "optim.warmup_steps=1", "data.workers=8"]
-    more += ["training.precision=bf16"]
+    """2,048 images of 384 pixels need more memory than a GPU has: some 150 MB each. Needs the whole GPU."""
+    more = ["encoder.name=vit_base_patch16_224", "encoder.image_size=384", "training.batch_size=2048", "data.lanes=64"]
+    more += ["training.steps=2", "optim.warmup_steps=1", "data.workers=8", "training.precision=bf16"]
     shown = ssl_vit("train", *keys(pictures, tmp_path / "plain", *more), fails=True)
     assert "memory" in shown and "auto_batch" in shown and "Traceback" not in shown
     peak = train(*keys(pictures, tmp_path / "auto", *more, "training.auto_batch=true"))
