@@ -89,6 +89,23 @@ def test_a_launcher_shows_the_error_last(
     assert json.loads(file.read_text())["message"]["errorCode"] == 2, "torch knows the file's format"
 
 
+def test_a_gpu_that_others_filled_is_named(
+    called: Callable[..., tuple[int, str, str]], few_digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CUDA's own error, when the process asks for the device."""
+    from ssl_vit import api
+
+    def full(*arguments: object) -> None:
+        raise RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported")
+
+    monkeypatch.setattr(api, "make_accelerator", full)
+    command = ("train", "digits_ssl", f"data.train={few_digits}/train", f"run={tmp_path}/run")
+    code, _, shown = called(*command)
+    assert code == 1 and "GPU" in shown and "out of memory" in shown and shown.count("\n") == 1
+    with pytest.raises(RuntimeError, match="out of memory"):
+        called("--debug", *command)
+
+
 def test_a_path_on_the_command_line_is_taken_as_it_stands() -> None:
     for path in ("runs/a #2", "{000000..000001}.tar", "[draft"):
         assert recipes.load_recipe("digits_ssl", [f"run={path}"]).run == path

@@ -6,9 +6,9 @@
 
 A step is forward, backward and a fused AdamW update on images that are on the device already: uint8 for ours, which
 normalizes and computes its targets in the step; normalized float32 for the others. Every row uses the same optimizer
-and precision and runs in its own process. The rows alternate, so that other work on the machine affects all alike; with
---one-by-one each row is measured alone, with all of a GPU's memory. On a CPU ours keeps freed memory, as `ssl-vit
-train` does; with --peers-keep-memory the others do too.
+and precision and runs in its own process. On a CPU the rows alternate, so that other work on the machine affects all
+alike; on a GPU each row runs alone, with all of the memory. On a CPU ours keeps freed memory, as `ssl-vit train`
+does; with --peers-keep-memory the others do too.
 
 MFU is the share of the rate of a large matrix product, measured in the same rounds, that a row reaches when the
 operations of the full model are counted (three times the encoder's forward pass, even if a row computes less). Peers:
@@ -88,8 +88,9 @@ def measure(model: EncoderConfig, arguments: argparse.Namespace) -> list[dict[st
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser)
-    parser.add_argument("--one-by-one", action="store_true", help="one row after the other")
+    parser.add_argument("--one-by-one", action="store_true", help="one row after the other (always on a GPU)")
     arguments = parser.parse_args()
+    arguments.one_by_one |= arguments.device != "cpu"
     rows = [row for model in encoders(arguments) for row in measure(model, arguments)]
     if arguments.json:
         arguments.json.write_text(json.dumps(rows, indent=1) + "\n")

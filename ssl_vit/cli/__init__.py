@@ -92,14 +92,24 @@ def main() -> None:
         if is_main_process():
             print("stopped; run the same command to resume", file=sys.stderr)
         _leave(1 if stop.code == _INTERRUPTED else int(stop.code or 0))
-    except Exception:
-        if world_size() == 1:
+    except Exception as error:
+        if not debug and isinstance(error, RuntimeError) and _of_gpu_memory(error):
+            first = str(error).splitlines()[0]
+            print(f"error: the GPU has too little memory ({first}); end other programs that use it", file=sys.stderr)
+        elif world_size() == 1:
             raise
-        traceback.print_exc()
+        else:
+            traceback.print_exc()
         _leave(1)
     finally:  # restore the handlers of a calling program
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _of_gpu_memory(error: RuntimeError) -> bool:
+    from ssl_vit.training.memory import is_out_of_memory  # imports torch
+
+    return is_out_of_memory(error)
 
 
 _INTERRUPTED = 130  # Typer's exit code after Ctrl-C

@@ -20,7 +20,7 @@ from tests.processes.reading import losses, same, saved, weights
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")]
 ROOT = Path(__file__).parents[2]
-ALL = ("encoder", "objective", "training", "optimizer")
+ALL = ("encoder", "objective", "optimizer")
 
 
 def last_loss(run: Path) -> float:
