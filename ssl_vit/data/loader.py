@@ -21,7 +21,7 @@ from typing import Protocol
 
 import torch
 
-from ssl_vit.data.samples import Chunk
+from ssl_vit.data.samples import Chunk, one_thread
 from ssl_vit.interfaces import RunError, UserError
 
 
@@ -53,7 +53,8 @@ def loaded(stream: Stream, prefetch: int) -> Generator[Chunk, None, None]:
     if not stream.workers:
         chunks = stream.chunks(0)
         while True:
-            with torch.random.fork_rng(devices=[]):  # samples seed the generator that the training draws from
+            # Samples seed the generator that the training draws from.
+            with torch.random.fork_rng(devices=[]), one_thread():
                 chunk = next(chunks, None)
             if chunk is None:
                 return

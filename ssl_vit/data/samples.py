@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -174,6 +175,18 @@ def stacked(samples: Sequence[Sample], size: int, preprocess: Preprocess) -> Chu
     return Chunk(tensors, keys=[sample.key for sample in samples])
 
 
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Context for work on images: further threads would wait for cores that loader workers or other programs use, up to
+    25 times as long as the work takes."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
 def _blank(preprocess: Preprocess) -> Sample:
     """Padding: black, of the size that the transform gives."""
     image = preprocess.transform(Pixels(torch.zeros(preprocess.channels, 8, 8, dtype=torch.uint8)))
@@ -202,12 +215,8 @@ def join(
             rows.copy_(tensor)
         return whole.to(device, non_blocking=pinned)
 
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # more would wait for cores that the workers keep busy
-    try:
+    with one_thread():
         tensors: dict[str, Any] = {name: joined(name) for name in parts[0].tensors}
-    finally:
-        torch.set_num_threads(threads)
     batch = Batch(**tensors, keys=[key for part in parts for key in part.keys], lane_size=lane_size, views=views)
     positions = {lane: position for part in parts for lane, position in part.positions.items()}
     return batch, Chunk(positions=positions, skipped=[skip for part in parts for skip in part.skipped])

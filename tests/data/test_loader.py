@@ -17,7 +17,7 @@ import torch
 
 from ssl_vit.data.loader import loaded
 from ssl_vit.data.order import LanePosition
-from ssl_vit.data.samples import Chunk
+from ssl_vit.data.samples import Chunk, join
 from ssl_vit.interfaces import RunError, UserError
 
 
@@ -50,6 +50,37 @@ class Numbers:
 
 def pids(chunks: Iterator[Chunk]) -> list[int]:
     return [int(next(chunks).tensors["pid"][0]) for _ in range(2)]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_images_are_prepared_in_one_thread(monkeypatch: pytest.MonkeyPatch, workers: int) -> None:
+    """Others would wait for cores that are in use; the training has its threads again afterwards."""
+    chunk = Chunk({"threads": torch.zeros(1, dtype=torch.int64)})
+    monkeypatch.setattr(Numbers, "blank", lambda self, worker: chunk)
+    counted = (Chunk({"threads": torch.tensor([torch.get_num_threads()])}) for _ in range(4))
+    monkeypatch.setattr(Numbers, "chunks", lambda self, worker: counted)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        chunks = loaded(Numbers(workers=workers), 1)
+        assert [int(next(chunks).tensors["threads"]) for _ in range(2)] == [1, 1]
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_parts_are_joined_in_their_layout() -> None:
+    """In order, as rows of pixels, and as a copy: a worker overwrites its memory."""
+    images = torch.arange(2 * 5 * 4 * 3, dtype=torch.uint8).view(2, 5, 4, 3).permute(0, 3, 1, 2)
+    names = {"images": images, "noise": torch.rand(2, 0), "labels": torch.tensor([1, 2]), "flip": torch.ones(2) > 0}
+    names |= {"indices": torch.arange(2), "valid": torch.ones(2) > 0}
+    parts = [Chunk(names, ["a", "b"]), Chunk(names | {"images": images + 7}, ["c", "d"])]
+    batch, _ = join(parts, torch.device("cpu"), 2, shared=True)
+    assert torch.equal(batch.images, torch.cat([images, images + 7])) and batch.noise.shape == (4, 0)
+    assert batch.images.stride() == images.stride() and batch.keys == ["a", "b", "c", "d"]
+    (alone, _), (copied, _) = (join(parts[:1], torch.device("cpu"), 2, shared=shared) for shared in (False, True))
+    assert alone.images.data_ptr() == images.data_ptr() != copied.images.data_ptr()
+    assert torch.equal(copied.images, images)
 
 
 def test_workers_take_turns_and_end() -> None:
