@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import product
 
 from ssl_vit.evaluators import budget_words, several
@@ -15,15 +15,37 @@ from ssl_vit.report.summary import Difference, Summary
 
 
 def cautions(comparison: Comparison, summary: Summary) -> Iterator[str]:
-    """Sentences on what may be wrong with the numbers of a comparison."""
+    """Sentences on what may be wrong with the numbers of a comparison, each once."""
+    for sentence in of_datasets(comparison, _found(comparison, summary)):
+        yield f"Caution: {sentence}"
+
+
+def of_datasets(comparison: Comparison, found: Iterable[tuple[str, str]]) -> list[str]:
+    """Each sentence once, after the names of its datasets where it does not hold for all.
+
+    found: (dataset, or "" for all; sentence).
+    """
+    names: dict[str, list[str]] = {}
+    for data, sentence in found:
+        names.setdefault(sentence, []).append(data)
+    sentences = []
+    for sentence, given in names.items():
+        some = list(dict.fromkeys(given))
+        whole = "" in some or len(some) == len(comparison.record.metrics)
+        sentences.append(sentence if whole else f"{joined(some)}: {sentence}")
+    return sentences
+
+
+def _found(comparison: Comparison, summary: Summary) -> Iterator[tuple[str, str]]:
     if comparison.missing:
         yield (
-            f"Caution: the comparison has not finished ({len(comparison.missing)} of {len(comparison.record.tasks)} "
-            "tasks are missing), so the numbers may change."
+            "",
+            f"the comparison has not finished ({len(comparison.missing)} of {len(comparison.record.tasks)} tasks are "
+            "missing), so the numbers may change.",
         )
     if not comparison.record.study and (differing := architecture_differences(comparison.record.arms)):
-        yield f"Caution: the arms differ in architecture, image preparation or precision. {'. '.join(differing)}."
-    yield from dict.fromkeys(_kept_dropout(comparison))  # once for all datasets
+        yield "", f"the arms differ in architecture, image preparation or precision. {'. '.join(differing)}."
+    yield from _kept_dropout(comparison)
     said = {(head.place, head.arm, head.against) for head in summary.headlines}
     for row in (one for one in summary.means if one.role in ("reference", "baseline")):
         headline = (row.place, row.arm, row.against) in said
@@ -31,25 +53,27 @@ def cautions(comparison: Comparison, summary: Summary) -> Iterator[str]:
             title = comparison.record.evaluators[row.place.evaluator].title
             against, arm = comparison.spoken(row.against), comparison.spoken(row.arm)
             pair = f"{points(row.estimate)} points, not adjusted"
-            yield f"Caution: {title}: {arm} is worse than {against} ({pair})."
+            yield row.place.data, f"{title}: {arm} is worse than {against} ({pair})."
     for test in self_tests(comparison):
         if test.result == "fail":
             row = test.difference
             title = comparison.record.evaluators[row.place.evaluator].title
             pair = f"{comparison.label(row.arm)} minus {comparison.label(row.against)}"
             yield (
-                f"Caution: a self-test failed: {title}: {pair} is {points(row.estimate)} points ({row.outcome}), "
-                f"expected: {' or '.join(test.expected)}."
+                row.place.data,
+                f"a self-test failed: {title}: {pair} is {points(row.estimate)} points ({row.outcome}), "
+                f"expected: {' or '.join(test.expected)}.",
             )
     tried = {comparison.spoken(arm.name): comparison.tried(arm.name) for arm in comparison.record.arms}
     if len(set(tried.values())) > 1 and not comparison.missing:
         counts = ", ".join(f"{name} {count}" for name, count in tried.items())
-        yield f"Caution: the arms had different numbers of settings in their sweeps ({counts})."
+        yield "", f"the arms had different numbers of settings in their sweeps ({counts})."
     for head in summary.headlines:
-        yield from _one_length(comparison, head)
-        yield from _richly_selected(comparison, head)
-    if edges := [*_edges(comparison), *_edges_by_seed(comparison)]:
-        yield f"Caution: best at the edge of the sweep: {'; '.join(edges)}. A wider sweep may change the order."
+        for sentence in (*_one_length(comparison, head), *_richly_selected(comparison, head)):
+            yield head.place.data, sentence
+    for data in comparison.record.metrics:
+        if edges := [*_edges(comparison, data), *_edges_by_seed(comparison, data)]:
+            yield data, f"best at the edge of the sweep: {'; '.join(edges)}. A wider sweep may change the order."
 
 
 def architecture_differences(arms: Sequence[ArmRecord]) -> list[str]:
@@ -71,7 +95,7 @@ def architecture_differences(arms: Sequence[ArmRecord]) -> list[str]:
     return phrases
 
 
-def _kept_dropout(comparison: Comparison) -> Iterator[str]:
+def _kept_dropout(comparison: Comparison) -> Iterator[tuple[str, str]]:
     """Arms that are fine-tuned with different dropout, because an evaluator keeps that of their pretraining."""
     arms = [arm for arm in comparison.record.arms if arm.encoder]
     for (name, evaluator), key in product(comparison.record.evaluators.items(), ("dropout", "drop_path")):
@@ -84,8 +108,9 @@ def _kept_dropout(comparison: Comparison) -> Iterator[str]:
             if len(set(kept.values())) > 1:
                 each = ", ".join(f"{label} {text(rate)}" for label, rate in kept.items())
                 yield (
-                    f"Caution: {evaluator.title} keeps the {key} of each arm's pretraining, which differs ({each}). "
-                    f"Set evaluators.{name}.{key} to train all arms alike."
+                    data,
+                    f"{evaluator.title} keeps the {key} of each arm's pretraining, which differs ({each}). "
+                    f"Set evaluators.{name}.{key} to train all arms alike.",
                 )
 
 
@@ -115,11 +140,11 @@ def _one_length(comparison: Comparison, head: Difference) -> Iterator[str]:
     if any(len(lengths) < 2 for lengths in tried.values()):
         reason = "Training from scratch often needs a longer one than a pretrained encoder. " * (not more)
         yield (
-            f"Caution: no sweep selected the length of fine-tuning{given}. {reason}The difference may depend on it "
+            f"no sweep selected the length of fine-tuning{given}. {reason}The difference may depend on it "
             "(sweep training.steps)."
         )
     elif len({*tried.values()}) > 1:
-        yield f"Caution: the arms select the length of fine-tuning from different ones{given}."
+        yield f"the arms select the length of fine-tuning from different ones{given}."
 
 
 def _richly_selected(comparison: Comparison, head: Difference) -> Iterator[str]:
@@ -135,35 +160,35 @@ def _richly_selected(comparison: Comparison, head: Difference) -> Iterator[str]:
     if any(sweep.held_out > smallest.labels for sweep in sweeps):
         used = max(sweep.labels for sweep in sweeps)
         yield (
-            f"Caution: the settings for {budget_words(smallest.labels_per_class)} ({smallest.labels:,} labeled images) "
+            f"the settings for {budget_words(smallest.labels_per_class)} ({smallest.labels:,} labeled images) "
             f"were selected with {used:,} labeled images. With the labels of the budget alone, no arm "
             "could select its settings as well."
         )
 
 
-def _edges(comparison: Comparison) -> list[str]:
+def _edges(comparison: Comparison, data: str) -> list[str]:
     """Swept settings whose best value was the smallest (0 apart) or largest of those tried, with the arms."""
     arms_by_setting: dict[str, list[str]] = {}
-    for task, sweep in comparison.sweeps:
+    for sweep, arm in ((sweep, task.arm) for task, sweep in comparison.sweeps if task.data == data):
         for key, best in sweep.best.items():
             values = {value for candidate in sweep.candidates if isinstance(value := candidate.get(key), int | float)}
             if len(values) > 1 and best in (min(values) or None, max(values)):
-                arms_by_setting.setdefault(f"{key} {text(best)}", []).append(comparison.spoken(task.arm))
+                arms_by_setting.setdefault(f"{key} {text(best)}", []).append(comparison.spoken(arm))
     return [f"{setting} ({joined(list(dict.fromkeys(arms)))})" for setting, arms in arms_by_setting.items()]
 
 
-def _edges_by_seed(comparison: Comparison) -> list[str]:
+def _edges_by_seed(comparison: Comparison, data: str) -> list[str]:
     """Settings of evaluators on frozen features, which each seed selects: those of three values or more whose smallest
     (0 apart) or largest one was selected by more than half of an arm's seeds."""
     rows, arms_by_setting = comparison.table.results, dict[str, list[str]]()
     for name, evaluator in comparison.record.evaluators.items():
-        for data, settings in evaluator.settings.items() if not evaluator.trains_encoder else ():
-            for key, arm in product(settings.get("sweep", {}), comparison.arms):
-                tried = sorted(value for value in settings["sweep"][key] if isinstance(value, int | float))
-                found = [one.selected for one in rows if (one.data, one.evaluator, one.arm) == (data, name, arm)]
-                chosen = [selected[key] for selected in found if key in selected]
-                for edge in (tried[0], tried[-1]) if len(tried) > 2 else ():
-                    if edge and 2 * (times := chosen.count(edge)) > len(chosen):
-                        arms = arms_by_setting.setdefault(f"{evaluator.title}: {key} {text(edge)}", [])
-                        arms.append(f"{comparison.spoken(arm)}, {times} of {len(chosen)}")
+        sweep = evaluator.settings.get(data, {}).get("sweep", {}) if not evaluator.trains_encoder else {}
+        for key, arm in product(sweep, comparison.arms):
+            tried = sorted(value for value in sweep[key] if isinstance(value, int | float))
+            found = [one.selected for one in rows if (one.data, one.evaluator, one.arm) == (data, name, arm)]
+            chosen = [selected[key] for selected in found if key in selected]
+            for edge in (tried[0], tried[-1]) if len(tried) > 2 else ():
+                if edge and 2 * (times := chosen.count(edge)) > len(chosen):
+                    arms = arms_by_setting.setdefault(f"{evaluator.title}: {key} {text(edge)}", [])
+                    arms.append(f"{comparison.spoken(arm)}, {times} of {len(chosen)}")
     return [f"{setting} ({'; '.join(arms)})" for setting, arms in arms_by_setting.items()]

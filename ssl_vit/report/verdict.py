@@ -10,7 +10,7 @@ from statistics import fmean
 
 from ssl_vit.evaluators import budget_words
 from ssl_vit.overrides import flatten
-from ssl_vit.report.cautions import cautions
+from ssl_vit.report.cautions import cautions, of_datasets
 from ssl_vit.report.costs import costs
 from ssl_vit.report.read import Comparison
 from ssl_vit.report.runs import OBJECTIVES, joined, listed, metric_name, text
@@ -84,7 +84,7 @@ def notes(comparison: Comparison) -> list[str]:
     seed = "A seed draws the labeled images, the classifier and the order of training."
     if pretrainings > 1:
         seed += f" Each pretrained arm has {pretrainings} pretrainings, which the seeds use in turn."
-    of_rows = dict.fromkeys(note for row in comparison.table.results for note in row.notes)
+    of_rows = of_datasets(comparison, ((row.data, note) for row in comparison.table.results for note in row.notes))
     skipped = [f"{len(comparison.skipped)} unreadable sample(s) were skipped: {listed(comparison.skipped)}."]
     given = [*_saw_held_out(comparison), *_own_settings(comparison), *comparison.record.notes]
     return [seed, *given, *of_rows, *(skipped if comparison.skipped else [])]
