@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from ssl_vit.records import ArmRecord, EvaluatorRecord, SkippedSample, SweepRecord
-from ssl_vit.report.cautions import architecture_differences
+from ssl_vit.report.cautions import architecture_differences, of_datasets
 from ssl_vit.report.read import read
 from ssl_vit.report.verdict import notes
 from tests.report.made import ARMS, EVALUATORS, SUPERVISED, SWEEP, row, said, two_arms, write_comparison
@@ -59,6 +60,14 @@ def test_cautions(folder: Path) -> None:
     comparison = read([write_comparison(folder.parent / "again", two_arms(0.2), skipped=skipped, notes=("a note",))])
     assert {"a note"} < set(notes(comparison))
     assert "7 unreadable sample(s) were skipped: a.tar: 0 (cut); " in notes(comparison)[-1]
+
+
+def test_what_holds_for_some_of_several_datasets_names_them() -> None:
+    several: Any = SimpleNamespace(record=SimpleNamespace(metrics={"a": "accuracy", "b": "accuracy"}))
+    found = [("a", "one."), ("b", "both."), ("a", "both."), ("a", "one."), ("", "all.")]
+    assert of_datasets(several, found) == ["a: one.", "both.", "all."]
+    alone: Any = SimpleNamespace(record=SimpleNamespace(metrics={"a": "accuracy"}))
+    assert of_datasets(alone, [("a", "one."), ("a", "one.")]) == ["one."]
 
 
 def test_dropout_that_differs_in_fine_tuning_is_a_caution(folder: Path) -> None:
