@@ -64,7 +64,7 @@ def main() -> None:
     debug = len(arguments) < len(sys.argv) - 1
     before = {number: signal.signal(number, _preempted) for number in (signal.SIGTERM, signal.SIGUSR1)}
     try:
-        app(arguments)
+        _call(arguments)
     except (UserError, RunError) as error:
         if debug:
             raise
@@ -92,24 +92,25 @@ def main() -> None:
         if is_main_process():
             print("stopped; run the same command to resume", file=sys.stderr)
         _leave(1 if stop.code == _INTERRUPTED else int(stop.code or 0))
-    except Exception as error:
-        if not debug and isinstance(error, RuntimeError) and _of_gpu_memory(error):
-            first = str(error).splitlines()[0]
-            print(f"error: the GPU has too little memory ({first}); end other programs that use it", file=sys.stderr)
-        elif world_size() == 1:
+    except Exception:
+        if world_size() == 1:
             raise
-        else:
-            traceback.print_exc()
+        traceback.print_exc()
         _leave(1)
     finally:  # restore the handlers of a calling program
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
-def _of_gpu_memory(error: RuntimeError) -> bool:
-    from ssl_vit.training.memory import is_out_of_memory  # imports torch
-
-    return is_out_of_memory(error)
+def _call(arguments: list[str]) -> None:
+    try:
+        app(arguments)
+    except RuntimeError:
+        memory = sys.modules.get("ssl_vit.training.memory")  # it imports torch, as all that uses a GPU does
+        if memory is None:
+            raise
+        with memory.out_of_memory(lambda: "end other programs that use it"):
+            raise
 
 
 _INTERRUPTED = 130  # Typer's exit code after Ctrl-C

@@ -76,7 +76,7 @@ def out_of_memory(advice: Callable[[], str]) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if not is_out_of_memory(error):
+        if not _is_out_of_memory(error):
             raise
         first = str(error).splitlines()[0]
         raise RunError(f"the GPU has too little memory ({first}); {advice()}") from None
@@ -93,13 +93,13 @@ def _fits(objective: nn.Module, part: Batch, accelerator: Engine, copies: int, r
         forward_backward(objective, part, accelerator)
         held.clear()
     except RuntimeError as error:
-        if not is_out_of_memory(error):
+        if not _is_out_of_memory(error):
             raise
         return False
     return True
 
 
-def is_out_of_memory(error: RuntimeError) -> bool:
+def _is_out_of_memory(error: RuntimeError) -> bool:
     """Also errors of CUDA and its libraries outside of PyTorch's allocator, as on a GPU that other processes filled."""
     text = str(error)
     return should_reduce_batch_size(error) or "error: out of memory" in text or "STATUS_ALLOC_FAILED" in text
