@@ -248,4 +248,5 @@ def chosen(arguments: argparse.Namespace) -> list[str]:
 def title(model: EncoderConfig, arguments: argparse.Namespace) -> str:
     how = f"{arguments.precision}{', compiled' if arguments.compile else ''}, {arguments.device}"
     size = f"{model.name} at {model.image_size} px, patches of {model.patch_size}"
-    return f"{size}, batch {arguments.batch}, {how}"
+    threads = f", {arguments.threads or torch.get_num_threads()} threads" if arguments.device == "cpu" else ""
+    return f"{size}, batch {arguments.batch}, {how}{threads}"

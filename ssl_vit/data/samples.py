@@ -177,8 +177,8 @@ def stacked(samples: Sequence[Sample], size: int, preprocess: Preprocess) -> Chu
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Context for work on images: further threads would wait for cores that loader workers or other programs use, up to
-    25 times as long as the work takes."""
+    """Context for work on small tensors. More threads would wait for one another where loader workers or other programs
+    use the cores, for many times as long as the work takes."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -201,7 +201,7 @@ def join(
 
     shared: the tensors lie in memory that a worker will overwrite, and are copied.
     """
-    pinned = device.type == "cuda"  # the device copies it while the host goes on
+    pinned = device.type == "cuda"  # for an asynchronous copy
 
     def joined(name: str) -> torch.Tensor:
         tensors = [part.tensors[name] for part in parts]

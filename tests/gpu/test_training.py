@@ -1,4 +1,4 @@
-"""Training on one CUDA GPU: `pytest -m gpu -s tests/gpu`, also with `-n 8`. Prints what it measured."""
+"""Training on one CUDA GPU. Prints what it measured (`-s`). Tests may run side by side, except that of auto_batch."""
 
 from __future__ import annotations
 
