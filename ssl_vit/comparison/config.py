@@ -115,7 +115,7 @@ class ComparisonConfig(Config):
     jobs: int = Field(1, ge=1)
     scheduler: str | None = None
     study: Literal["samples", "flops"] | None = None
-    controls: bool | Literal["frozen"] = "frozen"
+    controls: Literal[True, False, "frozen"] = "frozen"
     pictures: bool = True
     quick: bool = False
     notes: tuple[str, ...] = ()

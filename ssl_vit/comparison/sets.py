@@ -92,7 +92,11 @@ class ComparisonData(Config):
     def _one_way(self) -> ComparisonData:
         ways = [self.train is not None, bool(self.folds), bool(self.sets), self.suite is not None]
         if (self.train is None) != (self.test is None) or ways.count(True) != 1:
-            raise ValueError("give train and test, or folds, or sets, or suite")
+            given = [key for key in ("train", "test", "folds", "sets", "suite") if getattr(self, key)]
+            raise ValueError(
+                "give train and test, or folds, or sets, or suite, and set the others to null "
+                f"(given: {', '.join(given) or 'none'})"
+            )
         if self.folds and len(set(self.folds)) < max(2, len(self.folds)):
             raise ValueError("folds: give at least two different sets of shards")
         if self.folds and self.pretrain:

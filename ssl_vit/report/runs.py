@@ -74,8 +74,9 @@ def read_run(path: Path) -> Run:
     about.pop("before", None)  # of the sessions before the last one
     losses, remarks = _read_metrics(path / "metrics.jsonl")
     stored, outdated = results.evaluations(path)
+    again = {"other weights": ": run `ssl-vit eval` again"}
     remarks += [
-        f"results/{item.name} is of other weights and was skipped: run `ssl-vit eval` again." for item in outdated
+        f"results/{item.name} is of {other} and was skipped{again.get(other, '')}." for item, other in outdated.items()
     ]
     remarks += [f"{item.about.title}: {note}." for item in stored.values() for note in item.about.notes]
     return Run(

@@ -57,6 +57,19 @@ def test_results_of_other_weights_are_skipped_and_counted(tmp_path: Path) -> Non
     assert len(read_run(tmp_path / "same").evaluations) == 1
 
 
+def test_results_of_data_that_changed_are_skipped_once_there_are_newer_ones(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", "a", 0.6, shards={"train": "1", "test": "1"})
+    write_run(tmp_path / "newer", "a", 0.8, shards={"train": "1", "test": "2"})
+    for file in (tmp_path / "newer" / "results").iterdir():
+        content = file.read_bytes().replace(b'"saved": "2', b'"saved": "3')
+        (run / "results" / file.name.replace("few_shot-1", "few_shot-0")).write_bytes(content)
+    found = read_run(run)
+    assert [one.path and one.path.stem for one in found.evaluations] == ["few_shot-0"]
+    assert "few_shot-1.json is of data that has changed" in found.remarks[0]
+    (run / "results" / "few_shot-0.json").unlink()
+    assert len(read_run(run).evaluations) == 1, "the results of the old data, while there are no others"
+
+
 def test_unfinished_damaged_and_outdated_tasks_are_missing(tmp_path: Path) -> None:
     folder = write_comparison(tmp_path / "c", two_arms())
     cut, outdated = (folder / "tasks" / f"digits-fine_tune-ssl-5-0-{seed}.json" for seed in (0, 1))

@@ -66,7 +66,8 @@ def plan_shards(source: Source, options: Options) -> dict[str, list[np.ndarray]]
         parts = {"train": np.setdiff1d(everything, test, assume_unique=True), "test": test}
         if not all(map(len, parts.values())):
             raise UserError(
-                f"{source.name}: holdout={options.holdout:g} of {source.count} images leaves train or test empty"
+                f"{source.name}: {source.count} images are too few: holding out {options.holdout:g} of each class "
+                "leaves train or test empty; add images"
             )
     first = next(iter(parts))
     if options.subset is not None:
