@@ -194,9 +194,12 @@ class Study:
         return next((remote for remote in given if remote not in (None, RemoteConfig())), None) or RemoteConfig()
 
     @property
-    def trains_encoder(self) -> bool:
-        """Whether any evaluator trains the encoder; the headlines are then about that evaluator."""
-        return any(plugins.load("evaluators", name).Evaluator.trains_encoder for name in self.comparison.evaluators)
+    def headline_trains_encoder(self) -> bool:
+        """Whether the headlines are about an evaluator that trains the encoder: there is one, and training from
+        scratch as its baseline."""
+        c = self.comparison
+        trains = any(plugins.load("evaluators", name).Evaluator.trains_encoder for name in c.evaluators)
+        return trains and any(arm.kind == "scratch" for arm in c.arms.values())
 
 
 def load_comparison(name: str | Path, overrides: recipe.Overrides = ()) -> Study:

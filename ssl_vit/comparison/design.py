@@ -152,7 +152,7 @@ class Design:
             yield self._reference("control", "control", first)
             yield self._reference("control_repeated", "control", first, "control")
         scratch = [name for name, arm in c.arms.items() if arm.kind == "scratch" and arm.compute_of is None]
-        if c.controls is True and scratch and self.study.trains_encoder:
+        if c.controls is True and scratch and self.study.headline_trains_encoder:
             yield self._reference("scratch_repeated", "control", c.arms[scratch[0]].like or first, scratch[0])
 
     @property

@@ -15,9 +15,9 @@ from ssl_vit.interfaces import UserError
 from ssl_vit.records import ComparisonRecord, Look
 from ssl_vit.report import statistics
 from ssl_vit.report.read import PLAN, Comparison
+from ssl_vit.report.sequential import MOST_LOOKS
 from ssl_vit.report.summary import Difference, summarize
 
-MOST_LOOKS = 4  # each look widens the interval; each but the first adds at least a third of the seeds still allowed
 _GROWTH = 2.5  # the default maximum, as a multiple of the recipe's seeds
 
 
@@ -86,8 +86,9 @@ def extend(study: Study, comparison: Comparison) -> Study | None:
     head, units = max(wanted, key=lambda item: item[1] or 0)
     least = math.ceil((most - study.looks[0].seeds) / (MOST_LOOKS - 1))
     per = have // c.pretrainings
-    if head.unit == "pretraining" and per <= most - have and _new_pretrainings_pay(comparison, head, per):
-        added_pretrainings = min(max(units or 1, math.ceil(least / per)), (most - have) // per)
+    at_least = math.ceil(least / per)  # pretrainings
+    if head.unit == "pretraining" and at_least * per <= most - have and _new_pretrainings_pay(comparison, head, per):
+        added_pretrainings = min(max(units or 1, at_least), (most - have) // per)
         added = added_pretrainings * per
         assigned = (*map(study.pretraining_index, range(have)), *(c.pretrainings + n // per for n in range(added)))
         return _more(replace(study, assigned=assigned), added, pretrainings=c.pretrainings + added_pretrainings)
@@ -124,13 +125,15 @@ def _seeds(study: Study) -> int:
 
 def _lists(study: Study) -> tuple[str, ...]:
     """Names of the lists of seeds that grow. The headlines use the last one; `seeds` also numbers the pretrainings."""
-    return ("seeds",) if study.trains_encoder else ("seeds", "frozen_seeds")
+    return ("seeds",) if study.headline_trains_encoder else ("seeds", "frozen_seeds")
 
 
-def _more(study: Study, added: int, **changes: Any) -> Study:
-    for key in _lists(study):
-        seeds = getattr(study.comparison, key)
-        changes[key] = (*seeds, *range(max(seeds) + 1, max(seeds) + 1 + added))
+def _more(study: Study, added: int, pretrainings: int) -> Study:
+    """The study with more of the seeds that the headlines use, and with so many pretrainings."""
+    c, changes = study.comparison, dict[str, Any](pretrainings=pretrainings)
+    for key, more in {"seeds": pretrainings - len(c.seeds), _lists(study)[-1]: added}.items():
+        seeds = getattr(c, key)
+        changes[key] = (*seeds, *range(max(seeds) + 1, max(seeds) + 1 + more))
     return _changed(study, **changes)
 
 

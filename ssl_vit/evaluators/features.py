@@ -101,10 +101,10 @@ class EvalContext:
 class FeatureConfig(Config):
     """What an evaluator reads from a frozen encoder.
 
-    pooling: the class `token`, the `mean` of the patches, `both` concatenated, or all `patches` concatenated.
+    pooling: the class `token`, the `mean` of the patches, `both` concatenated, or all `patches` concatenated. For the
+        features before a supervised run's head, give the one that it reads (in the paper's runs `token`).
     block: after which block (1 is the first), with the model's last norm applied; None: the model's output.
-    image_size: pixels, a side or [height, width]; another than the encoder's own (None) resamples the positions. Raw
-        pixels stay at the encoder's own size.
+    image_size: a side or [height, width] in pixels; None: the encoder's own, which raw pixels always have.
     position_resampling: by the method of `timm` or `google`.
     """
 

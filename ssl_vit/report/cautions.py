@@ -177,15 +177,22 @@ def _edges(comparison: Comparison, data: str) -> list[str]:
     return [f"{setting} ({joined(list(dict.fromkeys(arms)))})" for setting, arms in arms_by_setting.items()]
 
 
+def swept(comparison: Comparison, data: str, evaluator: str, arm: str) -> dict[str, Sequence[object]]:
+    """The values that an evaluator tries for an arm, or a reference, by dotted key."""
+    shared = comparison.record.evaluators[evaluator].settings.get(data, {}).get("sweep", {})
+    own = next((row.own_settings(data, evaluator) for row in comparison.record.arms if row.name == arm), {})
+    return shared | {key.removeprefix("sweep."): values for key, values in own.items() if key.startswith("sweep.")}
+
+
 def _edges_by_seed(comparison: Comparison, data: str) -> list[str]:
     """Settings of evaluators on frozen features, which each seed selects: those of three values or more whose smallest
     (0 apart) or largest one was selected by more than half of an arm's seeds."""
     rows, arms_by_setting = comparison.table.results, dict[str, list[str]]()
-    for name, evaluator in comparison.record.evaluators.items():
-        sweep = evaluator.settings.get(data, {}).get("sweep", {}) if not evaluator.trains_encoder else {}
-        for key, arm in product(sweep, comparison.arms):
-            tried = sorted(value for value in sweep[key] if isinstance(value, int | float))
-            found = [one.selected for one in rows if (one.data, one.evaluator, one.arm) == (data, name, arm)]
+    frozen = {name: one for name, one in comparison.record.evaluators.items() if not one.trains_encoder}
+    for (name, evaluator), arm in product(frozen.items(), comparison.arms):
+        found = [one.selected for one in rows if (one.data, one.evaluator, one.arm) == (data, name, arm)]
+        for key, values in swept(comparison, data, name, arm).items():
+            tried = sorted(value for value in values if isinstance(value, int | float))
             chosen = [selected[key] for selected in found if key in selected]
             for edge in (tried[0], tried[-1]) if len(tried) > 2 else ():
                 if edge and 2 * (times := chosen.count(edge)) > len(chosen):

@@ -114,18 +114,19 @@ class Comparison:
         """Confidence of the intervals of differences; above 0.95 where seeds are added until headlines are decided."""
         record = self.record
         shares = [look.seeds / record.max_seeds for look in record.looks] if record.max_seeds else []
-        return 1 - sequential.levels(shares)[-1] if shares else 0.95
+        return sequential.confidence(shares, len(record.metrics)) if shares else 0.95
 
     @property
     def tested(self) -> tuple[str, ...]:
-        """Arms under test: pretrained without labels, else given weights without, else the first with pretraining."""
+        """Arms under test: pretrained without labels, else given weights without (imported ones, of unknown training,
+        only where no arm is pretrained), else the first with pretraining."""
         arms = self.record.arms
         if self.separate:
             return (arms[0].name,)
-        for kind in ("pretrained", "weights"):
-            if unsupervised := [arm.name for arm in arms if arm.kind == kind and not arm.uses_labels]:
-                return tuple(unsupervised)
-        return tuple(arm.name for arm in arms if arm.kind != "scratch")[:1]
+        pretrained = [arm for arm in arms if arm.kind == "pretrained"]
+        weights = [arm for arm in arms if arm.kind == "weights" and (arm.objective or not pretrained)]
+        unsupervised = [tuple(arm.name for arm in group if not arm.uses_labels) for group in (pretrained, weights)]
+        return next(filter(None, unsupervised), tuple(arm.name for arm in arms if arm.kind != "scratch")[:1])
 
     def pretraining(self, arm: str) -> RunSummary | None:
         """The first pretraining of an arm."""

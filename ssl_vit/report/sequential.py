@@ -17,6 +17,7 @@ from scipy.optimize import brentq
 from scipy.special import ndtr
 from scipy.stats import norm
 
+MOST_LOOKS = 4  # each look widens the interval; each but the first adds at least a third of the seeds still allowed
 _POINTS = 801  # of the grid of each integral
 
 
@@ -38,6 +39,16 @@ def levels(shares: Sequence[float], alpha: float = 0.05) -> list[float]:
         density = _integral(density * norm.pdf(inside[:, None], grid, scale), grid)
         grid, spent, before = inside, total, share
     return levels_of_looks
+
+
+def confidence(shares: Sequence[float], tests: int = 1) -> float:
+    """Confidence of the intervals at the last of these looks, before they are adjusted for `tests` hypotheses: all
+    looks together reject one of them falsely with probability 5% at most.
+
+    Each hypothesis spends 5% / tests. The levels of later looks for that are lower than those for 5%, divided by
+    `tests`.
+    """
+    return 1 - tests * levels(shares, 0.05 / tests)[-1]
 
 
 def _excess(z: float, grid: np.ndarray, density: np.ndarray, edge: float, scale: float, wanted: float) -> float:

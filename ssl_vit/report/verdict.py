@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from statistics import fmean
+
+import numpy as np
 
 from ssl_vit.evaluators import budget_words
 from ssl_vit.overrides import flatten
-from ssl_vit.report.cautions import cautions, of_datasets
+from ssl_vit.report import sequential
+from ssl_vit.report.cautions import cautions, of_datasets, swept
 from ssl_vit.report.costs import costs
 from ssl_vit.report.read import Comparison
 from ssl_vit.report.runs import OBJECTIVES, joined, listed, metric_name, text
@@ -91,12 +94,15 @@ def notes(comparison: Comparison) -> list[str]:
 
 
 def _saw_held_out(comparison: Comparison) -> Iterator[str]:
-    """Which pretrainings saw the images that settings are selected on."""
-    arms, several = [arm for arm in comparison.record.arms if arm.saw], len(comparison.record.metrics) > 1
-    if arms and any(task.kind == "sweep" for task in comparison.record.tasks):
+    """Which pretrainings saw the images that settings are selected on, in a sweep or by each seed."""
+    record, several = comparison.record, len(comparison.record.metrics) > 1
+    arms = [arm for arm in record.arms if arm.saw]
+    places = [(data, name) for name, evaluator in record.evaluators.items() for data in evaluator.settings]
+    tried = [values for place in places for arm in arms for values in swept(comparison, *place, arm.name).values()]
+    if arms and (any(len(values) > 1 for values in tried) or any(task.kind == "sweep" for task in record.tasks)):
         of = {arm.name: f" of {joined(arm.saw)}" if several else "" for arm in arms}
         named = [f"{arm.label} ({'with' if arm.uses_labels else 'without'} labels{of[arm.name]})" for arm in arms]
-        yield f"Pretraining used training images, including those held out for the sweeps: {joined(named)}."
+        yield f"Pretraining used training images, including those that settings are selected on: {joined(named)}."
 
 
 def _own_settings(comparison: Comparison) -> Iterator[str]:
@@ -136,7 +142,7 @@ def _headline(comparison: Comparison, head: Difference, budgets: Sequence[Differ
         over = f" with {budget_words(budgets[0].labels_per_class or 0)}"
     title = comparison.record.evaluators[head.place.evaluator].title
     metric = metric_name(comparison.record.metrics[head.place.data])
-    units = f"{head.estimate.units} pretrainings, " if head.unit == "pretraining" else ""
+    units = f"{head.estimate.units} {_units(comparison, head)}, " if head.unit == "pretraining" else ""
     design = f"{units}{head.seeds} seed{'s' * (head.seeds != 1)}, {head.estimate.images:,} test images"
     if comparison.record.folds > 1:
         design += f", cross-validated over {comparison.record.folds} folds"
@@ -163,7 +169,7 @@ def _headline(comparison: Comparison, head: Difference, budgets: Sequence[Differ
 
 
 def _plan(comparison: Comparison, head: Difference) -> str:
-    """What would decide."""
+    """What would decide. More are needed where each look widens the interval, so the maximum allows for that."""
     if head.estimate.half_width is None:
         if head.estimate.units < 2:
             return "There is no interval: run at least 3 seeds."
@@ -177,9 +183,26 @@ def _plan(comparison: Comparison, head: Difference) -> str:
         return f"Neither more {name} nor more test images alone would decide a difference of this size."
     counted = ""
     if units and not record.looks:
-        limit = f" --max-seeds {head.seeds + units}" if name == "seeds" else ""
-        counted = f" `--until-decided{limit}` adds {name} and counts the looks."
+        most = _most_seeds(comparison, head, units) if name == "seeds" else None
+        limit = f" --max-seeds {most}" if most else ""
+        counted = f" `--until-decided{limit}` adds {name}; each look at the results widens the interval."
     return f"If the estimate stays the same, {' or '.join(more)} would decide.{counted}"
+
+
+def _most_seeds(comparison: Comparison, head: Difference, units: int) -> int | None:
+    """The number of seeds that would decide a headline at the last of the most looks that there may be, if the estimate
+    stays the same. None: no number would. units: seeds that would decide without looks."""
+    tests, share = len(comparison.record.metrics), (1 - head.estimate.confidence) / (1 - comparison.confidence)
+    most, enough = head.seeds + units, head.seeds
+    while enough < most:
+        enough = most
+        confidence = sequential.confidence([*np.linspace(head.seeds / most, 1, sequential.MOST_LOOKS)], tests)
+        estimate = replace(head.estimate, confidence=1 - (1 - confidence) * share)
+        more, _ = plan(estimate, comparison.record.margin, tests, confidence)
+        if more is None:
+            return None
+        most = head.seeds + more
+    return enough
 
 
 def _efficiency(comparison: Comparison, row: Efficiency) -> str:
@@ -210,8 +233,10 @@ def needed(row: Efficiency) -> str:
 
 def _units(comparison: Comparison, head: Difference) -> str:
     """What varies between the units of a headline."""
-    own = head.unit == "seed" and comparison.record.pretrainings == head.seeds > 1 and head.arm not in head.fixed
-    return "seeds with one pretraining each" if own else f"{head.unit}s"
+    if head.unit == "pretraining":  # of the arm, or initializations of the untrained encoder that it is compared with
+        return "initializations" if head.arm in head.fixed else "pretrainings"
+    own = comparison.record.pretrainings == head.seeds > 1 and head.arm not in head.fixed
+    return "seeds with one pretraining each" if own else "seeds"
 
 
 def _variance(comparison: Comparison, head: Difference) -> list[str]:

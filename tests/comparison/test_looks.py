@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -146,6 +147,44 @@ def test_what_pays_is_added(mini: Mini, tmp_path: Path) -> None:
     assert more
     assert more.comparison.pretrainings == 2
     assert len(more.comparison.seeds) > 4
+
+
+def test_frozen_seeds_are_added_where_the_headline_is_about_frozen_features(mini: Mini, tmp_path: Path) -> None:
+    """Without an arm from scratch, fine-tuning has no headline; few-shot against the untrained encoder has one."""
+    arms = {"ssl": {"label": "SSL", "recipe": "digits_ssl", "overrides": STEPS}}
+    evaluators = {"fine_tune": TUNING, "few_shot": {}}
+    study = load_comparison(mini(arms=arms, evaluators=evaluators, seeds=[0, 1], frozen_seeds=[0, 1, 2, 3]))
+    resumed = looks.resume(study, until_decided=True)
+    assert resumed.max_seeds == 10, "2.5 times those that the headline uses"
+    gains = (0.06, -0.02, 0.06, -0.02)
+    made = [row("ssl", 5, n, 0.5 + gain, evaluator="few_shot", images=400) for n, gain in enumerate(gains)]
+    made += [row("untrained", 5, n, 0.5, evaluator="few_shot", images=400) for n in range(4)]
+    made += [row("ssl", 5, n, 0.5) for n in range(2)]
+    looked = looks.look(resumed, read([write_comparison(tmp_path / "c", made, max_seeds=10)]))
+    assert [look.seeds for look in looked.looks] == [4]
+    found = read([write_comparison(tmp_path / "c", made, max_seeds=10, looks=looked.looks)])
+    more = looks.extend(looked, found)
+    assert more and more.comparison.seeds == (0, 1), "no fine-tuning is added"
+    assert len(more.comparison.frozen_seeds) > 4
+
+
+def test_pretrainings_are_added_in_no_more_than_four_looks(mini: Mini, monkeypatch: pytest.MonkeyPatch) -> None:
+    study = load_comparison(
+        mini(seeds=[*range(7)], frozen_seeds=[0, 1, 2], pretrainings=3, evaluators={"fine_tune": {}})
+    )
+    study = replace(study, max_seeds=18, looks=(Look(seeds=7, pretrainings=3, outcomes={}),))
+    estimate = SimpleNamespace(half_width=0.1)
+    head = SimpleNamespace(outcome="undecided", unit="pretraining", estimate=estimate)
+    monkeypatch.setattr(looks, "summarize", lambda _: SimpleNamespace(headlines=[head]))
+    monkeypatch.setattr(looks, "_new_pretrainings_pay", lambda *_: True)
+    monkeypatch.setattr(looks.statistics, "plan", lambda *_: (1, None))
+    comparison: Any = SimpleNamespace(record=SimpleNamespace(metrics={"data": "accuracy"}), confidence=0.95)
+    counts = [7]
+    while more := looks.extend(study, comparison):
+        study = more
+        counts.append(len(study.comparison.seeds))
+    assert counts[-1] == 18 and len(counts) <= sequential.MOST_LOOKS
+    assert study.comparison.pretrainings > 3
 
 
 def test_nothing_is_added_to_what_is_decided_or_where_no_seeds_would_decide(mini: Mini, tmp_path: Path) -> None:

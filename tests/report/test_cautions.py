@@ -134,6 +134,17 @@ def test_settings_that_seeds_select_at_the_edge_are_a_caution(folder: Path) -> N
     assert "edge of the sweep" not in cautioned("two values", 0.3, 0.3, sweep=(0.1, 0.3))
 
 
+def test_the_edge_is_that_of_an_arms_own_sweep(folder: Path) -> None:
+    settings = {"digits": {"sweep": {"lr": [0.1, 0.2, 0.3]}}}
+    evaluators = {"few_shot": EVALUATORS["few_shot"].model_copy(update={"settings": settings})}
+    wider = ARMS[0].model_copy(update={"evaluators": {"few_shot": {"sweep.lr": [0.1, 0.3, 0.9]}}})
+    for rate in (0.3, 0.9):
+        rows = [replace(row("ssl", 5, n, 0.5), evaluator="few_shot", selected={"lr": rate}) for n in range(3)]
+        text = said(folder / str(rate), rows, evaluators=evaluators, arms=(wider, ARMS[1]))
+        assert ("edge of the sweep: Few-shot: lr 0.9" in text) == (rate == 0.9)
+        assert ("edge of the sweep" in text) == (rate == 0.9)
+
+
 def test_only_the_arm_under_test_and_only_where_it_is_worse_is_a_caution(folder: Path) -> None:
     pixels = [replace(one, arm="pixels") for one in two_arms(0.0, evaluator="few_shot") if one.arm == "ssl"]
     rows = [*two_arms(0.2), *pixels]

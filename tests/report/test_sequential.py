@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from scipy.stats import norm
 
-from ssl_vit.report.sequential import levels
+from ssl_vit.report.sequential import confidence, levels
 
 COVERAGE = runpy.run_path(str(Path(__file__).parents[2] / "tools" / "coverage.py"))
 
@@ -35,3 +35,11 @@ def test_adding_seeds_until_decided_makes_few_false_claims() -> None:
     )
     assert spent <= 0.05 + 2 * np.sqrt(0.05 * 0.95 / 300)
     assert free > spent
+
+
+def test_the_error_over_looks_at_several_hypotheses_is_limited() -> None:
+    """Bonferroni's sum over hypotheses of the error that each spends over its looks is 5%."""
+    shares, tests = [0.4, 0.6, 0.8, 1.0], 19
+    each = [1 - confidence(shares[: n + 1], tests) for n in range(len(shares))]
+    assert np.array(each) / tests == pytest.approx(levels(shares, 0.05 / tests))
+    assert each[0] == pytest.approx(levels(shares)[0]) and each[-1] < levels(shares)[-1]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from ssl_vit.records import ArmRecord, Look
@@ -16,7 +18,18 @@ from ssl_vit.report.summary import summarize
 from ssl_vit.report.tables import place_tables
 from ssl_vit.report.verdict import interval, notes, verdict
 from ssl_vit.results import Result, load, save
-from tests.report.made import ARMS, SUPERVISED, SWEEP, row, said, summary, two_arms, write_comparison, write_run
+from tests.report.made import (
+    ARMS,
+    EVALUATORS,
+    SUPERVISED,
+    SWEEP,
+    row,
+    said,
+    summary,
+    two_arms,
+    write_comparison,
+    write_run,
+)
 
 
 def test_the_headline_is_the_mean_over_budgets_and_names_the_method(folder: Path) -> None:
@@ -195,6 +208,14 @@ def test_given_weights_of_a_supervised_run_are_not_under_test(folder: Path) -> N
     assert said(folder, rows, arms=[*weights, ARMS[1]]).startswith("Ssl is better than training from scratch: +20.0")
 
 
+def test_imported_weights_are_not_under_test_beside_a_pretrained_arm(folder: Path) -> None:
+    imported = ArmRecord(name="imported", label="imported", kind="weights", run="w")
+    rows = [*two_arms(0.2), *(replace(one, arm="imported") for one in two_arms(0.3) if one.arm == "ssl")]
+    rows = [replace(one, arm=one.arm.replace("ssl", "supervised")) for one in rows]
+    text = said(folder, rows, arms=[ARMS[1], SUPERVISED, imported])
+    assert text.startswith("Supervised pretraining is better than training from scratch: +20.0")
+
+
 def test_without_a_baseline_there_is_no_headline(folder: Path) -> None:
     ours = [one for one in two_arms(0.2) if one.arm == "ssl"]
     others = [replace(one, arm="supervised") for one in ours]
@@ -244,7 +265,16 @@ def test_what_pretraining_saw_and_an_arms_own_settings_are_notes(folder: Path) -
     assert "Settings of scratch alone: fine_tune: optim.lr=0.5." in text
     apart = (ARMS[0].model_copy(update={"saw": ()}), ARMS[1])
     found = read([write_comparison(folder, two_arms(0.2), arms=apart, sweeps={"ssl": SWEEP})])
-    assert "hold out" not in "\n".join(notes(found))
+    assert "Pretraining used" not in "\n".join(notes(found))
+
+
+def test_what_pretraining_saw_is_a_note_where_seeds_select_settings(folder: Path) -> None:
+    for name, values in (("one", [0.1]), ("several", [0.1, 1.0])):
+        settings = {"digits": {"sweep": {"c": values}}}
+        evaluators = {"few_shot": EVALUATORS["few_shot"].model_copy(update={"settings": settings})}
+        rows = two_arms(0.2, evaluator="few_shot")
+        found = read([write_comparison(folder / name, rows, arms=(ARMS[0], SUPERVISED), evaluators=evaluators)])
+        assert ("all labels (with labels)" in "\n".join(notes(found))) == (name == "several")
 
 
 def test_budgets_have_adjusted_intervals(folder: Path) -> None:
@@ -332,7 +362,13 @@ def test_what_would_decide_counts_all_headlines_and_looks(folder: Path) -> None:
         assert units and images and units != images
         text = "\n".join(verdict(comparison, found))
         assert f"the same, {units:,} more seeds or {images:,} more test images would decide." in text
-        assert (f"`--until-decided --max-seeds {4 + units}` adds seeds" in text) == (name == "once")
+        most = re.search(r"--max-seeds (\d+)` adds seeds", text)
+        assert (most is not None) == (name == "once")
+        if most:  # an interval of the last of four looks, at the maximum, decides
+            confidence = sequential.confidence([*np.linspace(4 / int(most[1]), 1, 4)], 2)
+            estimate = replace(found.headlines[1].estimate, confidence=confidence)
+            needed, _ = plan(estimate, 0.01, 2, confidence)
+            assert needed and units < needed <= int(most[1]) - 4
 
 
 def test_the_compute_of_a_headline_is_known_although_another_arm_has_imported_weights(folder: Path) -> None:
