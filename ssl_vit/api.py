@@ -19,7 +19,7 @@ from torch.utils.tensorboard import SummaryWriter
 from ssl_vit import plugins, precision, recipe, stage
 from ssl_vit.analysis import loaded
 from ssl_vit.data.overlap import overlaps, redrawn, saw_images
-from ssl_vit.data.shards import ShardSet, check_same_classes, open_shards, open_training
+from ssl_vit.data.shards import ShardSet, check_same_classes, dropped_from, open_shards, open_training
 from ssl_vit.environment import environment
 from ssl_vit.evaluators import runner
 from ssl_vit.evaluators.features import EvalContext
@@ -36,7 +36,7 @@ from ssl_vit.records import EvaluationRecord, RunSummary
 from ssl_vit.results import Evaluation, Result, Table, save
 from ssl_vit.runs import SUMMARY, open_run
 from ssl_vit.training import checkpoint, distributed, loop
-from ssl_vit.training.callbacks import Probe
+from ssl_vit.training.callbacks import Dropped, Probe
 from ssl_vit.training.distributed import make_accelerator, shared_errors
 from ssl_vit.training.flops import training_flops
 from ssl_vit.training.logging import check_trackers
@@ -64,8 +64,10 @@ def train(settings: Recipe, *, quiet: bool = False) -> Path:
     with shared_errors():
         check_trackers(training.trackers)
         shards = open_training(settings.data)
+        dropped = dropped_from([shards], settings.data)
         job = stage.build(settings, shards, accelerator, run=run, quiet=quiet)
-        job.callbacks = [*job.callbacks, *_probe(settings, shards, job)]
+        first = [Dropped(dropped)] if dropped and accelerator.is_main_process else []
+        job.callbacks = [*first, *job.callbacks, *_probe(settings, shards, job)]
     try:
         with shared_errors(f"run={run}: cannot start"):
             if accelerator.is_main_process:
@@ -138,6 +140,7 @@ def make_context(
         trained=model.encoder,
         train=shards[0],
         test=shards[1],
+        skipped=dropped_from(shards, data),
         data=data,
         accelerator=make_accelerator(settings.training.precision if settings else "fp32", or_fp32=True),
         weights=str(model.folder) if model.folder else None,

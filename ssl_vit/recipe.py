@@ -155,7 +155,7 @@ def _onto(under: DictConfig, over: DictConfig, origin: str) -> DictConfig:
     evaluators, given_evaluators = (_section(one, "evaluators") for one in (under, over))
     for removed in [key for key, value in given_evaluators.items() if value is None]:
         if removed not in evaluators:
-            raise UserError(f"{origin}: evaluators.{removed}=null removes an evaluator; {{}} adds its defaults")
+            raise UserError(f"{origin}: evaluators.{removed}=null: there are only {', '.join(evaluators) or 'none'}")
         del evaluators[removed], given_evaluators[removed]
     if _section(over, "arms"):
         before, given_arms = (dict(OmegaConf.to_container(one)).get("arms") or {} for one in (under, over))

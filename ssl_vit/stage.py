@@ -64,6 +64,9 @@ def build(
         encoder = build_encoder(settings.encoder, settings.init_from)
     if training.checkpoint_activations:
         _checkpoint_activations(encoder, accelerator)
+    count = classes or getattr(settings.objective, "classes", None) or named
+    if count is None and recipe.needs_labels(settings) and not shards.labeled:
+        raise UserError(f"{shards.spec}: the images have no labels; put them into one subfolder per class")
     objective = build_objective(settings, encoder, classes or named)
     for name in unused_parameters(objective, settings.data.views):
         objective.get_parameter(name).requires_grad_(False)  # DDP would wait for its gradient
@@ -73,7 +76,7 @@ def build(
     preprocess = Preprocess(
         train_transform(encoder.image_size, settings.data.augment),
         encoder.channels,
-        classes or getattr(settings.objective, "classes", None) or named,
+        count,
         noise=objective.noise_per_sample(),  # type: ignore[operator]
         flip=settings.data.augment.flip,
         color=color_augment(settings.data.augment),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -307,3 +308,35 @@ def test_a_place_and_other_keys_of_data_do_not_replace_each_other(order: int) ->
     assert (few.train, few.test, few.pretrain) == ("x#train", "x#test", "u")
     own = load_comparison("own_images", ["data.pretrain=u"]).comparison.data
     assert (own.train, own.test, own.pretrain) == ("shards#train", "shards#test", "u")
+
+
+def test_images_that_cannot_be_packed_are_reported_by_every_command(my_images: Path) -> None:
+    (my_images / "bee" / "text.jpg").write_text("hello")
+    (my_images / "wasp" / "cut.png").write_bytes((my_images / "wasp" / "0.png").read_bytes()[:-40])
+    train: dict[str, Any] = {"data": "my_images", **SMALL, **SHORT}
+    names = {"bee/text.jpg", "wasp/cut.png"}
+    for run in ("runs/first", "runs/from_the_cache"):
+        ssl_vit.train("pretrain_vit_tiny", run=run, **train)
+        events = [json.loads(line) for line in Path(run, "metrics.jsonl").read_text().splitlines()]
+        logged = [sample["key"] for one in events if "samples" in one for sample in one["samples"]]
+        frame = ssl_vit.embed(run, "my_images#test")
+        found = logged + [sample["key"] for sample in frame.attrs["skipped"]]
+        assert sorted(found) == sorted(names), "each is in one of the two parts"
+        about = ssl_vit.evaluate(run, "knn", labels_per_class=5, ks=[3]).about
+        assert {sample.key for sample in about.skipped} == names
+    for part in ("train", "test"):
+        with pytest.raises(UserError, match=r"(text\.jpg: not an image|cut\.png: .*) \(data\.on_bad_sample=fail\)"):
+            strict = {**train, "data": {"train": f"my_images#{part}", "on_bad_sample": "fail"}}
+            ssl_vit.train("pretrain_vit_tiny", run="runs/strict", **strict)
+
+
+def test_unlabeled_images_cannot_be_trained_on_with_labels(my_images: Path) -> None:
+    with pytest.raises(UserError, match="the images have no labels; put them into one subfolder per class"):
+        ssl_vit.train("supervised_vit_tiny", data="my_images/bee", run="runs/a", **SMALL, **SHORT)
+
+
+def test_an_export_names_its_formats(my_images: Path) -> None:
+    run = ssl_vit.train("pretrain_vit_tiny", data="my_images", run="runs/a", **SMALL, **SHORT)
+    with pytest.raises(UserError, match="to=onnx: choose one of timm, transformers"):
+        ssl_vit.export(run, "out", "onnx")  # type: ignore[arg-type]
+    assert not Path("out").exists()

@@ -16,7 +16,10 @@ def check_pixels(height: int, width: int, most: int = MAX_PIXELS) -> None:
     if not height or not width:
         raise ValueError(f"its header says {height}x{width} pixels")
     if height * width > most:
-        raise BadSample(f"{height}x{width} pixels are more than the limit of {most} (data.max_pixels)")
+        raise BadSample(
+            f"{height}x{width} pixels are more than the limit of {most}: scale it down (`shards make --resize`), or "
+            "raise data.max_pixels for shards that hold it"
+        )
 
 
 def check_webp(data: bytes, most: int = MAX_PIXELS) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ssl_vit.analysis import loaded
-from ssl_vit.data.shards import ShardSet, open_shards
+from ssl_vit.data.shards import ShardSet, dropped_from, open_shards
 from ssl_vit.evaluators.features import EvalContext, ImageSet, extract
 from ssl_vit.files import atomic_file
 from ssl_vit.interfaces import Batch, without_credentials
@@ -36,7 +36,10 @@ def embed(
     accelerator = make_accelerator(settings.training.precision if settings else "fp32", or_fp32=True)
     encoder.to(accelerator.device).eval()
     opened = open_shards(shards, preparation.remote)
-    context = EvalContext(encoder, opened, opened, preparation, accelerator, batch_size=batch_size, title="embed")
+    dropped = dropped_from([opened], preparation)
+    context = EvalContext(
+        encoder, opened, opened, preparation, accelerator, batch_size=batch_size, title="embed", skipped=dropped
+    )
     own_keys: dict[int, str] = {}
 
     def read(batch: Batch) -> torch.Tensor:

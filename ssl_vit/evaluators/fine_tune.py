@@ -88,6 +88,8 @@ class Evaluator(BaseEvaluator):
     def fit(self, images: ImageSet, seed: int) -> Classifier:
         c: Config = self.config
         trained = images.context.trained
+        with errors_about("head"):
+            trained.check_pooling(c.head.pooling)
         if images.source != "untrained":
             encoder = factory.at_size(trained, c.image_size or trained.image_size, c.position_resampling)
             return fit(self, images, self._with_rates(encoder), seed)

@@ -27,6 +27,17 @@ from ssl_vit.training.signals import stopped
 _OVERFLOWS_IN_A_ROW = 100  # the loss scale has halved from 2^16 to 2^-84
 
 
+class Dropped(Callback):
+    """Logs the images that could not be packed, at the start of a run. samples: these images, on the main process."""
+
+    def __init__(self, samples: list[SkippedSample]) -> None:
+        self.samples = samples
+
+    def start(self, trainer: Trainer) -> None:
+        if trainer.progress.step == 0:
+            trainer.skips += self.samples
+
+
 class NanGuard(Callback):
     """Stops at a loss or gradient that is not finite."""
 

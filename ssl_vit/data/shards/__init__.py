@@ -22,6 +22,7 @@ from ssl_vit.data.shards.info import Info, ShardEntry
 from ssl_vit.data.shards.listing import file_name, list_shards
 from ssl_vit.data.shards.reading import ShardFile
 from ssl_vit.interfaces import RunError, UserError
+from ssl_vit.records import SkippedSample
 
 _DEFAULT = RemoteConfig()
 _LABEL = 64  # bytes that a class index may take
@@ -53,6 +54,7 @@ class ShardSet:
     remote: how shards behind a URL are read.
     mixture: number of shards and weight of each set that was mixed into this one, in order.
     conflict: why the labels of the sets of a mixture do not fit together; "" where they do.
+    dropped: the images that could not be packed on first use; empty for shards.
     """
 
     places: tuple[str, ...]
@@ -63,6 +65,7 @@ class ShardSet:
     license: str | None = None
     mixture: tuple[tuple[int, float | None], ...] = ()
     conflict: str = ""
+    dropped: tuple[SkippedSample, ...] = ()
 
     @property
     def spec(self) -> str:
@@ -172,7 +175,7 @@ def open_shards(spec: str | Sequence[str], remote: RemoteConfig = _DEFAULT) -> S
         return _together([(open_shards(one, remote), None) for one in spec], remote)
     if spec.startswith("pipe:"):
         raise UserError(f"{spec}: shell commands are not run; name a file or a URL")
-    from ssl_vit.data.packing.cache import folder_of
+    from ssl_vit.data.packing.cache import folder_of, is_shards, split_name
 
     urls, content = list_shards(folder_of(spec), remote)
     info = content or Info(samples=0, shards=[])
@@ -180,6 +183,8 @@ def open_shards(spec: str | Sequence[str], remote: RemoteConfig = _DEFAULT) -> S
     listed = [entries.get(file_name(url)) for url in urls]
     if (unknown := listed.count(None)) and any("://" in url for url in urls):
         print(f"{spec}: {unknown} shard(s) are in no info.json and are downloaded to be counted", file=sys.stderr)
+    place, _ = split_name(spec)
+    images = "://" not in place and not is_shards(place)
     return ShardSet(
         places=(spec,),
         shards=tuple(_shard(url, entry, remote) for url, entry in zip(urls, listed, strict=True)),
@@ -187,7 +192,17 @@ def open_shards(spec: str | Sequence[str], remote: RemoteConfig = _DEFAULT) -> S
         sources=(info.source,) if info.source else (),
         remote=remote,
         license=info.license,
+        dropped=tuple(SkippedSample(shard=spec, key=e.file, reason=e.reason) for e in info.dropped) if images else (),
     )
+
+
+def dropped_from(sets: Sequence[ShardSet], data: DataConfig) -> list[SkippedSample]:
+    """The images of these sets that could not be packed, each once. Raises UserError where `data` lets none be
+    skipped."""
+    found = list(dict.fromkeys(sample for one in sets for sample in one.dropped))
+    if found and data.on_bad_sample == "fail":
+        raise found[0].error()
+    return found
 
 
 def _shard(url: str, entry: ShardEntry | None, remote: RemoteConfig) -> Shard:
@@ -225,6 +240,7 @@ def _together(parts: Sequence[tuple[ShardSet, float | None]], remote: RemoteConf
         license=" + ".join(sorted({opened.license for opened in sets if opened.license})) or None,
         mixture=tuple((len(opened.urls), weight) for opened, weight in parts),
         conflict=conflict,
+        dropped=tuple(sample for opened in sets for sample in opened.dropped),
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import timm
 import torch
@@ -45,6 +45,8 @@ def export(encoder: Encoder, out: Path, to: Target, card: str, use: Use = Use())
     with transformers to 1e-5. Raises UserError for a model that the format cannot express and for a library that is not
     installed, RunError when the outputs differ; nothing is left behind then.
     """
+    if to not in get_args(Target):
+        raise UserError(f"to={to}: choose one of {', '.join(get_args(Target))}")
     if isinstance(encoder, ViTEncoder) and encoder.positions == "relative":
         raise UserError(
             "neither timm's VisionTransformer nor transformers' ViT has relative positions: these weights cannot be "

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import struct
 import zipfile
 from contextlib import nullcontext
 from pathlib import Path
@@ -35,7 +36,7 @@ _ON_THE_HUB = re.compile(r"(?:hf[-_]hub:)?([\w.-]+/[\w.-]+(?:@[\w./-]+)?)")
 _ENCODER = ("blocks.", "patch_embed.", "norm.", "norm_pre.", "cls_token", "pos_embed", "reg_token", "dist_token")
 # What tensors and descriptions of other types and sizes than expected raise.
 _MISSHAPEN = (LookupError, ValueError, TypeError, AttributeError, ArithmeticError, RuntimeError)
-_DAMAGED = (*factory.DAMAGED, EOFError, MemoryError, AssertionError)
+_DAMAGED = (*factory.DAMAGED, EOFError, MemoryError, AssertionError, struct.error)
 
 
 def import_weights(
@@ -114,17 +115,18 @@ def read(weights: str, name: str | None = None, heads: int | None = None) -> Imp
     described = path.name in (*hub.WEIGHTS_FILES, factory.WEIGHTS) and (path.parent / "config.json").is_file()
     if path.is_file() and not described:
         return _file(path, name, heads)
+    model = weights.removeprefix("timm:")
+    architecture, remote = model.partition(".")[0], _ON_THE_HUB.fullmatch(weights)
+    of_timm, local = timm.is_model(architecture), path.exists()
+    if not (local or of_timm) and (remote is None or (path.parent != Path() and path.parent.is_dir())):
+        raise UserError(f"{weights}: no such file, folder or timm model{close_names(architecture)}")
     if name or heads:
         raise UserError(f"{weights} has its own sizes: remove --name and --heads")
-    if path.exists():
+    if local:
         return _folder(path if path.is_dir() else path.parent, weights)
-    model = weights.removeprefix("timm:")
-    architecture = model.partition(".")[0]
-    if timm.is_model(architecture):
+    if of_timm:
         return _timm(model, weights, architecture, {})
-    remote = _ON_THE_HUB.fullmatch(weights)
-    if remote is None or (path.parent != Path() and path.parent.is_dir()):
-        raise UserError(f"{weights}: no such file, folder or timm model{close_names(architecture)}")
+    assert remote is not None
     return _folder(hub.download(remote[1]), weights)
 
 
@@ -205,8 +207,8 @@ def _file(path: Path, name: str | None, heads: int | None) -> Imported:
     if path.suffix not in _CHECKPOINTS:
         raise UserError(f"{path}: weights are read from {', '.join(_CHECKPOINTS)} and .npz files")
     tensors = _tensors(path)
-    name = name or _stated_name(path)
-    if name is None:
+    name = (name or _stated_name(path) or "").partition(".")[0]  # a tag names weights, not an architecture
+    if not name:
         raise UserError(f"{path} does not state its architecture: give timm's name of it, such as vit_base_patch16_224")
     if not timm.is_model(name):
         raise UserError(f"{path}: timm has no architecture '{name}'{close_names(name)}")
@@ -231,7 +233,7 @@ def _stated_name(path: Path) -> str | None:
         with torch.serialization.safe_globals([argparse.Namespace]):
             stated = torch.load(path, map_location="cpu", weights_only=True)
     name = next((stated[key] for key in ("architecture", "arch") if key in stated), None)
-    return name.partition(".")[0] if isinstance(name, str) else None
+    return name if isinstance(name, str) else None
 
 
 def _through_timm(path: Path, tensors: Tensors, name: str) -> tuple[dict[str, Any], Tensors]:

@@ -333,6 +333,17 @@ def test_a_pickle_with_code_is_refused_and_does_not_run(tmp_path: Path, shaken: 
     assert (tmp_path / "ran").exists(), "the bomb works where it is let"
 
 
+def test_what_a_name_may_be(tmp_path: Path, shaken: Make) -> None:
+    torch.save(timm_vit(shaken).state_dict(), tmp_path / "a.pth")
+    model, _ = import_weights(str(tmp_path / "a.pth"), tmp_path / "out", name=f"{TINY}.augreg_in21k", heads=3)
+    assert model.name == TINY, "the tag names other weights"
+    (tmp_path / "junk.pth").write_bytes(b"junk")
+    with pytest.raises(UserError, match=r"junk\.pth: not a readable checkpoint"):
+        import_weights(str(tmp_path / "junk.pth"), tmp_path / "other", name=TINY)
+    with pytest.raises(UserError, match=r"nofile\.pth: no such file"):
+        import_weights(str(tmp_path / "nofile.pth"), tmp_path / "other", name=TINY)
+
+
 SPOILED: dict[str, tuple[dict[str, torch.Tensor | None], str]] = {
     "missing": ({"blocks.1.norm2.bias": None}, r"blocks\.1\.norm2\.bias"),
     "shape": ({"blocks.1.attn.proj.bias": torch.ones(47)}, r"blocks\.1\.attn\.proj\.bias"),
