@@ -66,8 +66,8 @@ def train(settings: Recipe, *, quiet: bool = False) -> Path:
         shards = open_training(settings.data)
         dropped = dropped_from([shards], settings.data)
         job = stage.build(settings, shards, accelerator, run=run, quiet=quiet)
-        first = [Dropped(dropped)] if dropped and accelerator.is_main_process else []
-        job.callbacks = [*first, *job.callbacks, *_probe(settings, shards, job)]
+        first = Dropped(dropped if accelerator.is_main_process else [])
+        job.callbacks = [first, *job.callbacks, *_probe(settings, shards, job)]
     try:
         with shared_errors(f"run={run}: cannot start"):
             if accelerator.is_main_process:
@@ -111,6 +111,7 @@ def _probe(settings: Recipe, shards: ShardSet, job: loop.Job) -> list[Probe]:
         raise UserError("probe.patience: the run trains on the labels that the probe is scored on; set probe.data")
     labeled = open_shards(settings.probe.data, settings.data.remote) if settings.probe.data else shards
     probe = OnlineProbe(settings.probe, labeled, settings.data, job.objective.encoder, job.accelerator)  # type: ignore[arg-type]
+    probe.context.skipped += dropped_from([labeled], settings.data) if settings.probe.data else []
     return [Probe(settings.probe, probe, probe.skipped)]
 
 

@@ -203,29 +203,21 @@ class Evaluation:
         return str(self.table[["evaluator", "arm", "labels_per_class", "seed", self.about.metric]].to_html())
 
 
-def evaluations(folder: Path) -> tuple[dict[Path, Evaluation], dict[Path, str]]:
+def evaluations(folder: Path) -> tuple[dict[Path, Evaluation], list[Path]]:
     """Read the evaluations in a run, checkpoint or weights folder.
 
-    Returns (evaluations of the current weights by file, what the other files with results are of). Evaluations on data
-    that has changed since, under the same names, are among the others where a newer one with the same settings exists.
-    Raises UserError for a damaged file, or one of the current weights that another version wrote.
+    Returns (evaluations of the current weights by file, files with results of other weights). Raises UserError for a
+    damaged file, or one of the current weights that another version wrote.
     """
     weights = folder / "encoder.safetensors"
     digest = sha256(weights) if weights.is_file() else None
-    current, outdated = dict[Path, Evaluation](), dict[Path, str]()
+    current, outdated = dict[Path, Evaluation](), list[Path]()
     for path in sorted((folder / RESULTS).glob("*.json")):
         if digest and read_json(path).get("sha256", digest) != digest:
-            outdated[path] = "other weights"
+            outdated.append(path)
         else:
             rows, about = load(path)
             current[path] = Evaluation(path, rows, records.read(path, EvaluationRecord, about))
-    newest: dict[str, Path] = {}
-    for path, evaluation in sorted(current.items(), key=lambda item: item[1].about.saved):
-        key = evaluation.about.model_dump_json(include={"evaluator", "settings", "metric", "data"})
-        if key in newest:
-            outdated[newest[key]] = "data that has changed since"
-            del current[newest[key]]
-        newest[key] = path
     return current, outdated
 
 

@@ -87,14 +87,16 @@ def extend(study: Study, comparison: Comparison) -> Study | None:
     least = math.ceil((most - study.looks[0].seeds) / (MOST_LOOKS - 1))
     per = have // c.pretrainings
     at_least = math.ceil(least / per)  # pretrainings
-    if head.unit == "pretraining" and at_least * per <= most - have and _new_pretrainings_pay(comparison, head, per):
+    keeps = len(c.seeds) <= have  # otherwise fine-tuned seeds would get other pretrainings
+    fits = keeps and at_least * per <= most - have
+    if head.unit == "pretraining" and fits and _new_pretrainings_pay(comparison, head, per):
         added_pretrainings = min(max(units or 1, at_least), (most - have) // per)
         added = added_pretrainings * per
         assigned = (*map(study.pretraining_index, range(have)), *(c.pretrainings + n // per for n in range(added)))
         return _more(replace(study, assigned=assigned), added, pretrainings=c.pretrainings + added_pretrainings)
     wanted_seeds = units if head.unit == "seed" else None
     added = min(max(wanted_seeds or 1, least), most - have)
-    every = 1 < c.pretrainings == have  # each seed has its own
+    every = keeps and 1 < c.pretrainings == have  # each seed has its own
     return _more(study, added, pretrainings=c.pretrainings + added * every)
 
 

@@ -181,7 +181,8 @@ def swept(comparison: Comparison, data: str, evaluator: str, arm: str) -> dict[s
     """The values that an evaluator tries for an arm, or a reference, by dotted key."""
     shared = comparison.record.evaluators[evaluator].settings.get(data, {}).get("sweep", {})
     own = next((row.own_settings(data, evaluator) for row in comparison.record.arms if row.name == arm), {})
-    return shared | {key.removeprefix("sweep."): values for key, values in own.items() if key.startswith("sweep.")}
+    tried = shared | {key.removeprefix("sweep."): values for key, values in own.items() if key.startswith("sweep.")}
+    return {key: values for key, values in tried.items() if values is not None}  # None: the arm does not try this key
 
 
 def _edges_by_seed(comparison: Comparison, data: str) -> list[str]:

@@ -30,7 +30,7 @@ from ssl_vit.records import (
     TaskResult,
 )
 from ssl_vit.report import sequential
-from ssl_vit.report.runs import OBJECTIVES, REFERENCES, Run, read_run
+from ssl_vit.report.runs import OBJECTIVES, REFERENCES, Run, read_run, without_replaced
 from ssl_vit.results import Result, Table
 
 PLAN = "plan.json"
@@ -212,7 +212,7 @@ def _by_name(runs: Sequence[Run]) -> dict[str, Run]:
 def read_runs(paths: Sequence[Path]) -> Comparison:
     """Read separate runs as the arms of one table. Runs share an evaluator only if they were evaluated with the same
     settings on the same data."""
-    runs = _by_name([read_run(path) for path in paths])
+    runs = _by_name([without_replaced(read_run(paths[0]))] if len(paths) == 1 else [read_run(path) for path in paths])
     first = next(iter(runs))
     evaluators, protocols = dict[str, EvaluatorRecord](), dict[str, tuple[str, str]]()  # (evaluator, dataset)
     data, metrics = dict[str, DataRecord](), dict[str, Metric]()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Integral
 from pathlib import Path
 
@@ -74,9 +74,8 @@ def read_run(path: Path) -> Run:
     about.pop("before", None)  # of the sessions before the last one
     losses, remarks = _read_metrics(path / "metrics.jsonl")
     stored, outdated = results.evaluations(path)
-    again = {"other weights": ": run `ssl-vit eval` again"}
     remarks += [
-        f"results/{item.name} is of {other} and was skipped{again.get(other, '')}." for item, other in outdated.items()
+        f"results/{item.name} is of other weights and was skipped: run `ssl-vit eval` again." for item in outdated
     ]
     remarks += [f"{item.about.title}: {note}." for item in stored.values() for note in item.about.notes]
     return Run(
@@ -90,6 +89,19 @@ def read_run(path: Path) -> Run:
         environment=flat(about),
         remarks=tuple(remarks),
     )
+
+
+def without_replaced(run: Run) -> Run:
+    """The run without evaluations on data that has changed since, under the same names, where newer ones with the same
+    settings exist; remarks name them."""
+    newest, remarks = dict[str, Evaluation](), list[str]()
+    for evaluation in sorted(run.evaluations, key=lambda one: one.about.saved):
+        key = evaluation.about.model_dump_json(include={"evaluator", "settings", "metric", "data"})
+        if (older := newest.get(key)) and older.path:
+            remarks.append(f"results/{older.path.name} is of data that has changed since and was skipped.")
+        newest[key] = evaluation
+    kept = sorted(newest.values(), key=lambda one: str(one.path))
+    return replace(run, evaluations=tuple(kept), remarks=(*run.remarks, *remarks))
 
 
 def flat(settings: Mapping[str, object]) -> dict[str, str]:

@@ -183,9 +183,10 @@ def _plan(comparison: Comparison, head: Difference) -> str:
         return f"Neither more {name} nor more test images alone would decide a difference of this size."
     counted = ""
     if units and not record.looks:
-        most = _most_seeds(comparison, head, units) if name == "seeds" else None
+        most = _most_seeds(comparison, head, units) if name == "seeds" else 0
         limit = f" --max-seeds {most}" if most else ""
         counted = f" `--until-decided{limit}` adds {name}; each look at the results widens the interval."
+        counted *= most is not None
     return f"If the estimate stays the same, {' or '.join(more)} would decide.{counted}"
 
 

@@ -149,6 +149,15 @@ def test_what_pays_is_added(mini: Mini, tmp_path: Path) -> None:
     assert len(more.comparison.seeds) > 4
 
 
+def one_more_pretraining(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A comparison with an undecided headline, for which one more pretraining pays."""
+    head = SimpleNamespace(outcome="undecided", unit="pretraining", estimate=SimpleNamespace(half_width=0.1))
+    monkeypatch.setattr(looks, "summarize", lambda _: SimpleNamespace(headlines=[head]))
+    monkeypatch.setattr(looks, "_new_pretrainings_pay", lambda *_: True)
+    monkeypatch.setattr(looks.statistics, "plan", lambda *_: (1, None))
+    return SimpleNamespace(record=SimpleNamespace(metrics={"data": "accuracy"}), confidence=0.95)
+
+
 def test_frozen_seeds_are_added_where_the_headline_is_about_frozen_features(mini: Mini, tmp_path: Path) -> None:
     """Without an arm from scratch, fine-tuning has no headline; few-shot against the untrained encoder has one."""
     arms = {"ssl": {"label": "SSL", "recipe": "digits_ssl", "overrides": STEPS}}
@@ -168,17 +177,28 @@ def test_frozen_seeds_are_added_where_the_headline_is_about_frozen_features(mini
     assert len(more.comparison.frozen_seeds) > 4
 
 
+def test_pretrainings_are_not_added_where_fine_tuned_seeds_would_get_others(
+    mini: Mini, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arms = {"ssl": {"label": "SSL", "recipe": "digits_ssl", "overrides": STEPS}}
+    evaluators = {"fine_tune": TUNING, "few_shot": {}}
+    for seeds, grows in ((8, False), (4, True)):
+        changes = {"seeds": [*range(seeds)], "frozen_seeds": [0, 1, 2, 3], "pretrainings": 2}
+        study = load_comparison(mini(arms=arms, evaluators=evaluators, **changes))
+        study = replace(study, max_seeds=10, looks=(Look(seeds=4, pretrainings=2, outcomes={}),))
+        more = looks.extend(study, one_more_pretraining(monkeypatch))
+        assert more and (more.comparison.pretrainings > 2) == grows
+        before, after = ([one.pretraining_index(n) for n in range(seeds)] for one in (study, more))
+        assert before == after
+        assert len(more.comparison.frozen_seeds) > 4
+
+
 def test_pretrainings_are_added_in_no_more_than_four_looks(mini: Mini, monkeypatch: pytest.MonkeyPatch) -> None:
     study = load_comparison(
         mini(seeds=[*range(7)], frozen_seeds=[0, 1, 2], pretrainings=3, evaluators={"fine_tune": {}})
     )
     study = replace(study, max_seeds=18, looks=(Look(seeds=7, pretrainings=3, outcomes={}),))
-    estimate = SimpleNamespace(half_width=0.1)
-    head = SimpleNamespace(outcome="undecided", unit="pretraining", estimate=estimate)
-    monkeypatch.setattr(looks, "summarize", lambda _: SimpleNamespace(headlines=[head]))
-    monkeypatch.setattr(looks, "_new_pretrainings_pay", lambda *_: True)
-    monkeypatch.setattr(looks.statistics, "plan", lambda *_: (1, None))
-    comparison: Any = SimpleNamespace(record=SimpleNamespace(metrics={"data": "accuracy"}), confidence=0.95)
+    comparison = one_more_pretraining(monkeypatch)
     counts = [7]
     while more := looks.extend(study, comparison):
         study = more

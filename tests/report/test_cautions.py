@@ -143,6 +143,11 @@ def test_the_edge_is_that_of_an_arms_own_sweep(folder: Path) -> None:
         text = said(folder / str(rate), rows, evaluators=evaluators, arms=(wider, ARMS[1]))
         assert ("edge of the sweep: Few-shot: lr 0.9" in text) == (rate == 0.9)
         assert ("edge of the sweep" in text) == (rate == 0.9)
+    one = ARMS[0].model_copy(update={"evaluators": {"few_shot": {"lr": 0.3, "sweep.lr": None}}})
+    rows = [replace(row("ssl", 5, n, 0.5), evaluator="few_shot") for n in range(3)]
+    text = said(folder / "none", rows, evaluators=evaluators, arms=(one, ARMS[1]))
+    text += "\n".join(notes(read([folder / "none"])))
+    assert "edge of the sweep" not in text and "settings are selected on" not in text
 
 
 def test_only_the_arm_under_test_and_only_where_it_is_worse_is_a_caution(folder: Path) -> None:

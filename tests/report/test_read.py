@@ -63,9 +63,12 @@ def test_results_of_data_that_changed_are_skipped_once_there_are_newer_ones(tmp_
     for file in (tmp_path / "newer" / "results").iterdir():
         content = file.read_bytes().replace(b'"saved": "2', b'"saved": "3')
         (run / "results" / file.name.replace("few_shot-1", "few_shot-0")).write_bytes(content)
-    found = read_run(run)
+    (found,) = read([run]).runs.values()
     assert [one.path and one.path.stem for one in found.evaluations] == ["few_shot-0"]
     assert "few_shot-1.json is of data that has changed" in found.remarks[0]
+    several = read([run, write_run(tmp_path / "b", "b", 0.7, shards={"train": "1", "test": "1"})])
+    shared = several.table.frame.query("arm in ('a', 'b')").groupby("evaluator")["arm"].nunique()
+    assert shared.max() == 2, "the other run was evaluated on the old data, too"
     (run / "results" / "few_shot-0.json").unlink()
     assert len(read_run(run).evaluations) == 1, "the results of the old data, while there are no others"
 

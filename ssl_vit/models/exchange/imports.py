@@ -207,8 +207,8 @@ def _file(path: Path, name: str | None, heads: int | None) -> Imported:
     if path.suffix not in _CHECKPOINTS:
         raise UserError(f"{path}: weights are read from {', '.join(_CHECKPOINTS)} and .npz files")
     tensors = _tensors(path)
-    name = (name or _stated_name(path) or "").partition(".")[0]  # a tag names weights, not an architecture
-    if not name:
+    name = name or _stated_name(path)
+    if name is None:
         raise UserError(f"{path} does not state its architecture: give timm's name of it, such as vit_base_patch16_224")
     if not timm.is_model(name):
         raise UserError(f"{path}: timm has no architecture '{name}'{close_names(name)}")
@@ -221,7 +221,8 @@ def _file(path: Path, name: str | None, heads: int | None) -> Imported:
     note = f"the file has no mean and std of its pixels: assumed to be {mean} and {std}, as in timm's {name}"
     height, width = pair(arguments["img_size"])  # of so many positions, a square; of timm's own model, that of its name
     assumed = f"the file has no image size: assumed to be {height}x{width} pixels"
-    return Imported(name, arguments, tensors, mean, std, notes=[note, assumed])
+    architecture = name.partition(".")[0]  # a tag names weights, and with them their mean, std and image size
+    return Imported(architecture, arguments, tensors, mean, std, notes=[note, assumed])
 
 
 def _stated_name(path: Path) -> str | None:
@@ -233,7 +234,7 @@ def _stated_name(path: Path) -> str | None:
         with torch.serialization.safe_globals([argparse.Namespace]):
             stated = torch.load(path, map_location="cpu", weights_only=True)
     name = next((stated[key] for key in ("architecture", "arch") if key in stated), None)
-    return name if isinstance(name, str) else None
+    return name.partition(".")[0] if isinstance(name, str) else None
 
 
 def _through_timm(path: Path, tensors: Tensors, name: str) -> tuple[dict[str, Any], Tensors]:

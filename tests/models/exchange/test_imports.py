@@ -335,8 +335,9 @@ def test_a_pickle_with_code_is_refused_and_does_not_run(tmp_path: Path, shaken: 
 
 def test_what_a_name_may_be(tmp_path: Path, shaken: Make) -> None:
     torch.save(timm_vit(shaken).state_dict(), tmp_path / "a.pth")
-    model, _ = import_weights(str(tmp_path / "a.pth"), tmp_path / "out", name=f"{TINY}.augreg_in21k", heads=3)
-    assert model.name == TINY, "the tag names other weights"
+    model, _ = import_weights(str(tmp_path / "a.pth"), tmp_path / "out", name="vit_small_patch16_224.dino", heads=3)
+    assert model.name == "vit_small_patch16_224", "the tag names other weights"
+    assert model.mean == pytest.approx((0.485, 0.456, 0.406)), "that of the tag"
     (tmp_path / "junk.pth").write_bytes(b"junk")
     with pytest.raises(UserError, match=r"junk\.pth: not a readable checkpoint"):
         import_weights(str(tmp_path / "junk.pth"), tmp_path / "other", name=TINY)
