@@ -15,6 +15,7 @@ from ssl_vit.comparison.executor import Say
 from ssl_vit.files import read_json, sha256, write_json
 from ssl_vit.interfaces import RunError, errors_about
 from ssl_vit.models import factory
+from ssl_vit.models.exchange.hub import Unreachable
 from ssl_vit.models.exchange.imports import import_weights
 from ssl_vit.progress import silent
 
@@ -43,7 +44,7 @@ def import_arms(study: Study, say: Say = silent) -> Study:
         except RunError as error:
             others = [other for key, other in arms.items() if key != name]
             needed = any(other.like == name for other in others) or all(other.kind == "scratch" for other in others)
-            if not arm.optional or needed:
+            if not isinstance(error, Unreachable) or not arm.optional or needed:
                 raise RunError(f"arms.{name}: {error}") from error
             del arms[name]
             notes.append(f"The arm {arm.label} was skipped: its weights ({arm.weights}) could not be downloaded.")

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import timm
@@ -14,6 +15,7 @@ import yaml
 from huggingface_hub import constants
 from safetensors.torch import save_file
 
+from ssl_vit.comparison import weights
 from ssl_vit.comparison.config import load_comparison
 from ssl_vit.comparison.dry_run import dry_run_comparison
 from ssl_vit.interfaces import RunError, UserError
@@ -91,7 +93,7 @@ def test_features_that_the_weights_do_not_have_are_refused_before_the_first_task
 
 
 def test_an_optional_arm_is_left_out_where_the_hub_is_out_of_reach(
-    mini: Mini, tmp_path: Path, no_hub: Path, call: Callable[..., tuple[int, str]]
+    mini: Mini, tmp_path: Path, no_hub: Path, call: Callable[..., tuple[int, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hub_arm = {"label": "ImageNet", "weights": f"timm:{HUB_NAME}", "optional": True, "evaluators": SMALL}
     arms = {"ssl": {"label": "SSL", "recipe": "digits_ssl", "overrides": ["training.steps=2"]}, "timm": hub_arm}
@@ -108,6 +110,10 @@ def test_an_optional_arm_is_left_out_where_the_hub_is_out_of_reach(
         quietly(mini(arms=required))
     with pytest.raises(RunError, match=r"arms\.timm: .*the hub does not answer"):
         quietly(mini(arms={"timm": hub_arm}))
+    with monkeypatch.context() as full_disk:
+        full_disk.setattr(weights, "import_weights", Mock(side_effect=RunError("No space left on device")))
+        with pytest.raises(RunError, match=r"arms\.timm: No space left"):
+            quietly(mini(arms=arms))
     fill(no_hub)
     recipe = mini(arms=arms, seeds=[0], evaluators={"few_shot": {"labels_per_class": [1]}})
     found = quietly(recipe)

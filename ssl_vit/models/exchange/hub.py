@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,9 +17,13 @@ WEIGHTS_FILES = ("model.safetensors", "pytorch_model.bin")  # best first
 _TIMEOUT = 10  # seconds; the client itself would retry for more than a minute
 
 
+class Unreachable(RunError):
+    """The hub cannot be reached, or the download broke off."""
+
+
 @contextmanager
 def hub_errors(model: str) -> Iterator[None]:
-    """Raise UserError where the hub denies access and RunError where the hub cannot be reached.
+    """Raise UserError where the hub denies access, Unreachable where it cannot be reached, RunError for a full disk.
 
     Where the hub does not answer, only its local cache is read.
     """
@@ -27,13 +32,14 @@ def hub_errors(model: str) -> Iterator[None]:
         constants.HF_HUB_OFFLINE = before or not _answers()
         yield
     except errors.LocalEntryNotFoundError as error:
-        raise RunError(f"{model}: the hub does not answer: {error}") from error
+        raise Unreachable(f"{model}: the hub does not answer: {error}") from error
     except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError, errors.EntryNotFoundError) as error:
         raise UserError(f"{model}: no such model, or no access to it (try `hf auth login`): {error}") from None
     except errors.HFValidationError as error:
         raise UserError(f"{model}: {error}") from None
     except (OSError, errors.HTTPError) as error:
-        raise RunError(f"{model}: loading failed: {error}") from error
+        full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+        raise (RunError if full else Unreachable)(f"{model}: loading failed: {error}") from error
     finally:
         constants.HF_HUB_OFFLINE = before
 
@@ -49,7 +55,7 @@ def _answers() -> bool:
 def download(model: str) -> Path:
     """A folder with the description and the weights of `ID` or `ID@REVISION`, in safetensors if possible.
 
-    Raises UserError for a model that does not exist, RunError when the hub is out of reach.
+    Raises UserError for a model that does not exist, Unreachable and RunError as `hub_errors` does.
     """
     repository, _, revision = model.partition("@")
     for file in WEIGHTS_FILES:

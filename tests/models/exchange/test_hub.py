@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from safetensors.torch import load_file
 from ssl_vit.interfaces import RunError, UserError
 from ssl_vit.models.exchange import hub
 from ssl_vit.models.exchange.exports import export
+from ssl_vit.models.exchange.hub import Unreachable
 from ssl_vit.models.exchange.imports import import_weights
 from ssl_vit.models.factory import load, state
 
@@ -53,8 +55,9 @@ def test_weights_come_from_the_hub_in_safetensors_if_possible(
     ("error", "kind", "words"),
     [
         (errors.RepositoryNotFoundError("404", response=Mock()), UserError, "no such model"),
-        (errors.LocalEntryNotFoundError("offline"), RunError, "the hub does not answer"),
-        (ConnectionError("refused"), RunError, "loading failed: refused"),
+        (errors.LocalEntryNotFoundError("offline"), Unreachable, "the hub does not answer"),
+        (ConnectionError("refused"), Unreachable, "loading failed: refused"),
+        (OSError(errno.ENOSPC, "No space left on device"), RunError, "loading failed: .*No space left"),
     ],
 )
 def test_what_the_hub_answers_is_said(
@@ -64,5 +67,6 @@ def test_what_the_hub_answers_is_said(
         raise error
 
     monkeypatch.setattr(hub, "snapshot_download", refuse)
-    with pytest.raises(kind, match=f"someone/nothing: {words}"):
+    with pytest.raises(kind, match=f"someone/nothing: {words}") as raised:
         import_weights("someone/nothing", tmp_path / "out")
+    assert raised.type is kind
