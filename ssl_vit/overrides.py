@@ -59,10 +59,10 @@ def merge(origin: str, *layers: Any, lengths: bool = True) -> DictConfig:
     merged = OmegaConf.create()
     for layer in layers:
         try:
-            layer = _dotted(OmegaConf.to_container(OmegaConf.create(layer)))
+            layer = _dotted(OmegaConf.to_container(layer) if isinstance(layer, DictConfig) else layer)
             if lengths:
                 _drop_replaced(merged, layer)
-            merged = OmegaConf.merge(merged, layer)
+            merged = OmegaConf.unsafe_merge(merged, layer)
         except OmegaConfBaseException as error:
             raise UserError(f"{origin}: {str(error).splitlines()[0]}") from None
         except TypeError:
