@@ -66,8 +66,8 @@ def train(settings: Recipe, *, quiet: bool = False) -> Path:
         shards = open_training(settings.data)
         dropped = dropped_from([shards], settings.data)
         job = stage.build(settings, shards, accelerator, run=run, quiet=quiet)
-        first = Dropped(dropped if accelerator.is_main_process else [])
-        job.callbacks = [first, *job.callbacks, *_probe(settings, shards, job)]
+        own = Dropped(dropped if accelerator.is_main_process else [])
+        job.callbacks = [*job.callbacks, own, *_probe(settings, shards, job)]
     try:
         with shared_errors(f"run={run}: cannot start"):
             if accelerator.is_main_process:

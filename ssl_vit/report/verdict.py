@@ -169,7 +169,7 @@ def _headline(comparison: Comparison, head: Difference, budgets: Sequence[Differ
 
 
 def _plan(comparison: Comparison, head: Difference) -> str:
-    """What would decide. More are needed where each look widens the interval, so the maximum allows for that."""
+    """What would decide. The suggested maximum allows for looks, each of which widens the interval."""
     if head.estimate.half_width is None:
         if head.estimate.units < 2:
             return "There is no interval: run at least 3 seeds."
@@ -181,13 +181,16 @@ def _plan(comparison: Comparison, head: Difference) -> str:
     more += [f"{images:,} more test images"] if images else []
     if not more:
         return f"Neither more {name} nor more test images alone would decide a difference of this size."
-    counted = ""
-    if units and not record.looks:
-        most = _most_seeds(comparison, head, units) if name == "seeds" else 0
-        limit = f" --max-seeds {most}" if most else ""
-        counted = f" `--until-decided{limit}` adds {name}; each look at the results widens the interval."
-        counted *= most is not None
-    return f"If the estimate stays the same, {' or '.join(more)} would decide.{counted}"
+    sentence = f"If the estimate stays the same, {' or '.join(more)} would decide."
+    if not units or record.looks:
+        return sentence
+    limit = ""
+    if name == "seeds":
+        most = _most_seeds(comparison, head, units)
+        if most is None:
+            return sentence
+        limit = f" --max-seeds {most}"
+    return f"{sentence} `--until-decided{limit}` adds {name}; each look at the results widens the interval."
 
 
 def _most_seeds(comparison: Comparison, head: Difference, units: int) -> int | None:
