@@ -18,7 +18,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Slow tests take minutes on two idle cores; on a busy machine they may take four times as long. The documents come
-    first: their longest test would otherwise run alone at the end."""
+    first: their long tests would otherwise run alone at the end."""
     items.sort(key=lambda item: "tests/docs" not in item.nodeid)
     for item in items:
         if item.get_closest_marker("slow"):

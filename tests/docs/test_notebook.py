@@ -13,7 +13,7 @@ from PIL import Image
 NOTEBOOK = Path(__file__).parent.parent.parent / "recipes/own_images/from_python.ipynb"
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.slow
 def test_the_notebook_runs(tmp_path: Path) -> None:
     generator = np.random.default_rng(0)
     for name in ("bee", "wasp"):
