@@ -13,7 +13,7 @@ from ssl_vit.report.costs import costs
 from ssl_vit.report.read import Comparison
 from ssl_vit.report.runs import flat
 from ssl_vit.report.summary import summarize
-from ssl_vit.report.tables import Shown, all_tables
+from ssl_vit.report.tables import Shown, all_tables, sweep_table
 from ssl_vit.report.verdict import interval, notes, verdict
 
 SUFFIXES = {"markdown": ".md", "latex": ".tex", "csv": ".csv", "json": ".json"}
@@ -22,7 +22,7 @@ _ESCAPED = str.maketrans(_LATEX | {character: f"\\{character}" for character in 
 
 
 def export(comparison: Comparison, form: str) -> str:
-    """All tables as `markdown` or `latex`, all rows as `csv`, everything as `json`."""
+    """All tables, also those of the sweeps, as `markdown` or `latex`, all rows as `csv`, everything as `json`."""
     if form == "csv":
         shared = rows(comparison).map(without_credentials)
         return str(shared.to_csv(index=False))
@@ -30,7 +30,8 @@ def export(comparison: Comparison, form: str) -> str:
         return json.dumps(without_credentials(as_json(comparison)), indent=1) + "\n"
     summary = summarize(comparison)
     shown, mark = {"markdown": (markdown, ""), "latex": (latex, "% ")}[form]
-    texts = [shown(table) for table in all_tables(comparison, summary)]
+    tried = sweep_table(comparison)
+    texts = [shown(table) for table in [*all_tables(comparison, summary), *[tried] * bool(len(tried.frame))]]
     sentences = [
         *verdict(comparison, summary),
         interval(comparison, summary),
@@ -41,8 +42,8 @@ def export(comparison: Comparison, form: str) -> str:
 
 
 def as_json(comparison: Comparison) -> JsonValue:
-    """The plan, the statistics, what each arm cost and every row, for other programs. In label efficiencies "Infinity"
-    is more than the largest label budget, 0 fewer than the smallest and "NaN" no interval."""
+    """The plan, the statistics, the sweeps, what each arm cost and every row, for other programs. In label efficiencies
+    "Infinity" is more than the largest label budget, 0 fewer than the smallest and "NaN" no interval."""
     summary = summarize(comparison)
     content = {
         "record": comparison.record,
@@ -50,6 +51,7 @@ def as_json(comparison: Comparison) -> JsonValue:
         "missing": comparison.missing,
         "verdict": verdict(comparison, summary),
         "summary": summary,
+        "sweeps": [task.model_dump() | sweep.model_dump() for task, sweep in comparison.sweeps],
         "costs": costs(comparison).reset_index().to_dict(orient="records"),
         "skipped": comparison.skipped,
         "rows": rows(comparison).to_dict(orient="records"),

@@ -96,11 +96,12 @@ def test_markdown_and_latex_escape_what_would_break_them() -> None:
 
 @pytest.mark.parametrize(("form", "mark"), [("markdown", ""), ("latex", "% ")])
 def test_tables_for_a_paper_carry_the_verdict(tmp_path: Path, form: str, mark: str) -> None:
-    folder = write_comparison(tmp_path / "c", two_arms())
+    folder = write_comparison(tmp_path / "c", two_arms(), sweeps={"ssl": SWEEP})
     text = write_report([folder], tmp_path / "out", form).read_text()
     assert f"\n{mark}Masked patch prediction is better than training from scratch" in text
     assert f"\n{mark}± is the half-width" in text
     assert text.count("Fine-tuning. Test accuracy") == 1
+    assert "90.0 (best)" in text
 
 
 def test_json_has_no_numbers_that_json_does_not_have(tmp_path: Path) -> None:
@@ -115,14 +116,16 @@ def test_json_has_no_numbers_that_json_does_not_have(tmp_path: Path) -> None:
 
 
 def test_everything_is_exported_for_other_programs(tmp_path: Path) -> None:
-    folder = write_comparison(tmp_path / "c", two_arms(seeds=4), missing=["digits-fine_tune-ssl-5-0-0"])
+    missing = ["digits-fine_tune-ssl-5-0-0"]
+    folder = write_comparison(tmp_path / "c", two_arms(seeds=4), missing=missing, sweeps={"ssl": SWEEP})
     found = json.loads(write_report([folder], tmp_path / "r.json", "json").read_text())
-    assert (found["finished"], found["missing"]) == (False, ["digits-fine_tune-ssl-5-0-0"])
+    assert (found["finished"], found["missing"]) == (False, missing)
+    assert [(sweep["arm"], sweep["best"]) for sweep in found["sweeps"]] == [("ssl", {"optim.lr": 0.1})]
     assert found["summary"]["headlines"][0]["outcome"] == "better"
     assert found["summary"]["headlines"][0]["estimate"]["half_width"] > 0
     assert len(found["rows"]) == 15 and found["record"]["name"] == "c"
     spent = {(cost["stage"], cost["arm"]): cost["images_seen"] for cost in found["costs"]}
-    assert spent["Total", "ssl"] == 640 + 7 * 64 and ("Pretraining", "scratch") not in spent
+    assert spent["Total", "ssl"] == 640 + 128 + 7 * 64 and ("Pretraining", "scratch") not in spent
 
 
 @pytest.mark.parametrize("form", ["html", "markdown", "latex", "csv", "json"])
