@@ -70,7 +70,7 @@ def _overrides(content: Mapping[str, Any], prefix: str = "") -> list[str]:
         if isinstance(value, Mapping) and value:
             overrides += _overrides(value, f"{prefix}{key}.")
         else:
-            overrides.append(f"{prefix}{key}={json.dumps(value, ensure_ascii=False)}")
+            overrides.append(f"{prefix}{key}={json.dumps(value, ensure_ascii=False, default=str)}")
     return overrides
 
 

@@ -42,9 +42,9 @@ def parsed(overrides: Overrides) -> DictConfig:
     before = {"data.train", "data.test"}  # a later data=PLACE replaces them
     overrides = [one for n, one in enumerate(overrides) if n >= place or one.partition("=")[0] not in before]
     try:
-        each = [OmegaConf.from_dotlist([_quoted(override)]) for override in overrides]
-        given = merge("the command line", *each, lengths=False)  # both at once are an error
-        return without_references(given, "the command line")
+        given = (OmegaConf.from_dotlist([_quoted(override)]) for override in overrides)
+        each = [without_references(override, "the command line") for override in given]
+        return merge("the command line", *each, lengths=False)  # both at once are an error
     except (yaml.YAMLError, OmegaConfBaseException, ValueError) as error:
         raise UserError(f"the command line: {str(error).splitlines()[0]}") from None
 
@@ -108,10 +108,13 @@ def _clashes(under: dict[str, Any], over: dict[str, Any], prefix: str = "") -> I
 
 
 def without_references(content: DictConfig, origin: str) -> DictConfig:
-    """The same content. Raises UserError for `${...}`: OmegaConf would read the environment and other keys by it."""
+    """The same content. Raises UserError for `${...}`, by which OmegaConf would read the environment and other keys,
+    and for `???`, its mark of a missing value, which a merge would ignore."""
     for key, value in flatten(dict(OmegaConf.to_container(content, resolve=False))).items():
         if "${" in str(value):
             raise UserError(f"{origin}: {key}={value}: references (${{...}}) are not allowed; write the value itself")
+        if value == "???":
+            raise UserError(f"{origin}: {key}=???: give a value")
     return content
 
 

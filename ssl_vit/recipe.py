@@ -159,6 +159,8 @@ def _onto(under: DictConfig, over: DictConfig, origin: str) -> DictConfig:
         del evaluators[removed], given_evaluators[removed]
     if _section(over, "arms"):
         before, given_arms = (dict(OmegaConf.to_container(one)).get("arms") or {} for one in (under, over))
+        if not isinstance(before, dict):
+            raise UserError(f"{origin}: the arms that these are merged onto are no mapping of names to settings")
         over.arms, under.arms = arms.derived(before, given_arms, Recipe.model_fields), {}
     return merge(origin, under, over)
 

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from pydantic import ConfigDict, TypeAdapter
 
 from ssl_vit import records
 from ssl_vit.files import atomic_file, read_arrays, read_json, sha256, write_json
@@ -33,6 +34,11 @@ FORMAT = 1
 RESULTS = "results"  # the folder beside weights with what evaluators measured of them
 KEY = ("data", "fold", "evaluator", "variant", "arm", "labels_per_class", "pretraining_seed", "seed")
 """The columns that tell any two rows of a table apart."""
+
+
+def class_name(names: Sequence[str] | None, label: int) -> str:
+    """The name of a class, else its number."""
+    return names[label] if names and 0 <= label < len(names) else str(label)
 
 
 @dataclass(frozen=True)
@@ -49,6 +55,15 @@ class Prediction:
     labels: np.ndarray
     predicted: np.ndarray
     confidence: np.ndarray | None = None
+
+    @property
+    def is_valid(self) -> bool:
+        """Whether there is one class number per image, and one confidence where there are any."""
+        classes = [self.images, self.labels, self.predicted]
+        shares = [] if self.confidence is None else [self.confidence]
+        fit = all(one.ndim == 1 and one.shape == self.labels.shape for one in classes + shares)
+        whole = all(one.dtype.kind in "iu" and one.min(initial=0) >= 0 for one in classes)
+        return fit and whole and all(one.dtype.kind == "f" for one in shares)
 
     @property
     def correct(self) -> np.ndarray:
@@ -97,11 +112,14 @@ class Result:
     selected: Settings = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
+    __pydantic_config__ = ConfigDict(arbitrary_types_allowed=True)
+
     @property
     def cost(self) -> Cost:
         return Cost(images_seen=self.images_seen, flops=self.flops, seconds=self.seconds)
 
 
+_ROW = TypeAdapter(Result)
 COLUMNS = tuple(f.name for f in fields(Result) if f.name != "prediction")
 
 
@@ -166,12 +184,13 @@ def load(path: Path) -> tuple[list[Result], dict[str, Any]]:
         names, results = [f.name for f in fields(Prediction)], list[Result]()
         for number, row in enumerate(rows):
             own = {name: arrays[f"{number}/{name}"] for name in names if f"{number}/{name}" in arrays}
-            results.append(Result(**row | {"notes": tuple(row["notes"])}, prediction=Prediction(**shared | own)))
+            results.append(_ROW.validate_python(row | {"prediction": Prediction(**shared | own)}))
+        if not all(len(row.prediction.labels) and row.prediction.is_valid for row in results):
+            raise ValueError("predictions do not fit the images")
         return results, about
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise UserError(
-            f"{path}: results cannot be read ({error}); delete the file and run the command again"
-        ) from None
+        reason = " ".join(str(error).split())
+        raise UserError(f"{path}: results cannot be read ({reason}); delete it and run the command again") from None
 
 
 def finished(path: Path, fingerprint: str) -> tuple[list[Result], TaskResult] | None:

@@ -87,6 +87,26 @@ def test_a_damaged_pair_is_named(tmp_path: Path, damage: str) -> None:
         load(path)
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"labels_per_class": [1]},
+        {"seed": "a"},
+        {"notes": [1]},
+        {"flops": None},
+        {"prediction": predicted(0, 0, 0, 1, 2, -1)},
+        {"prediction": predicted(0, 0)},
+        {"prediction": predicted(0, 0, 0, 1, 2, 0, confidence=CONFIDENCE[:3])},
+        {"prediction": predicted(0, 0, 0, 1, 2, 0, labels=LABELS[:, None])},
+    ],
+    ids=str,
+)
+def test_rows_of_wrong_types_are_named(tmp_path: Path, fields: dict[str, Any]) -> None:
+    save(tmp_path / "rows.json", [replace(ROWS[0], **fields)])
+    with pytest.raises(UserError, match=r"rows\.json: results cannot be read"):
+        load(tmp_path / "rows.json")
+
+
 def test_a_table_has_a_row_per_key_the_later_one(tmp_path: Path) -> None:
     save(tmp_path / "old.json", ROWS)
     save(tmp_path / "new.json", [replace(ROWS[1], accuracy=0.0)])

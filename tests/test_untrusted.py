@@ -138,6 +138,12 @@ def test_overrides_cannot_read_the_environment(override: str, monkeypatch: pytes
     assert "hidden" not in str(raised.value)
 
 
+@pytest.mark.parametrize("overrides", [["data=???"], ["training.steps=???", "training.steps=9"], {"objective": "???"}])
+def test_an_override_is_not_ignored(overrides: recipe.Overrides) -> None:
+    with pytest.raises(UserError, match="give a value"):
+        recipe.load_recipe("digits_ssl", overrides)
+
+
 @pytest.mark.parametrize(
     "line",
     [

@@ -13,6 +13,7 @@ from PIL import Image
 from scipy.ndimage import zoom
 
 from ssl_vit.analysis.pages import figure_style
+from ssl_vit.results import class_name
 
 _BLUE, _INK, _SOFT = "#0072b2", "#1b1f23", "#6b737b"
 _STYLE = figure_style(_INK)
@@ -131,7 +132,7 @@ def embedding_map(maps: dict[str, np.ndarray], labels: np.ndarray, names: Sequen
                 name = "other classes" if len(shown) else "no labels"
                 axes.scatter(*points[others].T, s=14, color="#bbbbbb", linewidths=0, label=name)
             for label, color in zip(shown.tolist(), mpl.colormaps["tab10"](range(10)), strict=False):
-                name = names[label] if label < len(names) else str(label)
+                name = class_name(names, label)
                 axes.scatter(*points[labels == label].T, s=14, color=color, linewidths=0, label=name)
             axes.set(xticks=(), yticks=(), title=method)
         handles, names_shown = axes.get_legend_handles_labels()

@@ -15,7 +15,7 @@ from torch import nn
 from ssl_vit import plugins
 from ssl_vit.analysis import attention, components, figures, reconstruction
 from ssl_vit.analysis.pages import template
-from ssl_vit.data import DataConfig
+from ssl_vit.data import DataConfig, RemoteConfig
 from ssl_vit.data.evaluation import EvaluationStream
 from ssl_vit.data.samples import join, stacked
 from ssl_vit.data.shards import ShardSet, open_shards
@@ -41,6 +41,7 @@ def inspect(
     distance_images: int = 64,
     map_images: int = 400,
     device: torch.device | None = None,
+    remote: RemoteConfig | None = None,
 ) -> Path:
     """Write every picture that applies (PNG), `numbers.json` and the page `index.html` into `out`; returns the page.
 
@@ -49,12 +50,13 @@ def inspect(
     image_size: pixels; positions are resampled to it as the run's recipe says (None: the encoder's own).
     images: how many are pictured. distance_images: how many the attention distance is averaged over.
     map_images: how many the embedding map shows; the nearest neighbors are among them.
-    device: None: the one that Accelerate chooses.
+    device: None: the one that Accelerate chooses. remote: None: as the run's recipe says.
 
     Raises UserError for what cannot be read and for sizes that do not fit, RunError for what cannot be written.
     """
     settings = run_recipe(weights)
     preparation = settings.data if settings else DataConfig(train=shards)
+    preparation = preparation.model_copy(update={"remote": remote} if remote else {})
     resampling = settings.encoder.position_resampling if settings else "timm"
     opened, device = open_shards(shards, preparation.remote), device or make_accelerator().device
     saved = checkpoint.newest_of(weights)

@@ -78,7 +78,7 @@ def main() -> None:
             raise
         hint = "; free disk space and run the same command to resume" if full else ""
         print(f"error: {error}{hint}", file=sys.stderr)
-        _leave(1)
+        _leave(2 if error.errno == errno.ENAMETOOLONG else 1)
     except MemoryError as error:
         if debug:
             raise

@@ -57,11 +57,13 @@ def evaluate(
     Example: `ssl-vit eval runs/ssl few_shot --data my_images "labels_per_class=[1,5]"`
     """
     from ssl_vit import api, plugins, progress, recipe
+    from ssl_vit.files import expanded
     from ssl_vit.models import factory
 
     if as_json and per_class:
         raise UserError("--json and --per-class exclude each other")
     config = plugins.load("evaluators", evaluator).Config  # the command line is checked before the data
+    run, real_labels = expanded(run), expanded(real_labels) if real_labels else None
     factory.find_weights(run)
     given = recipe.parse_overrides(overrides or [])
 
@@ -172,6 +174,7 @@ def _classes(evaluation: Evaluation, frame: pd.DataFrame) -> pd.DataFrame:
     import pandas as pd
 
     from ssl_vit.evaluators.real_labels import VARIANT
+    from ssl_vit.results import class_name
 
     labels, names = evaluation.results[0].prediction.labels, evaluation.about.classes
     shown = [n for n, row in enumerate(evaluation.results) if row.arm == "trained" and VARIANT not in row.variant]
@@ -179,5 +182,5 @@ def _classes(evaluation: Evaluation, frame: pd.DataFrame) -> pd.DataFrame:
     shares = correct.groupby(frame["labels"][shown], sort=False).mean().T.groupby(labels)
     cells = shares.mean().mul(100).map("{:.1f}".format)
     cells.insert(0, "images", shares.size())
-    cells.insert(0, "class", [names[label] if label < len(names) else str(label) for label in cells.index])
+    cells.insert(0, "class", [class_name(names, label) for label in cells.index])
     return cells

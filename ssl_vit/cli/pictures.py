@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from ssl_vit.files import expanded
 from ssl_vit.interfaces import UserError
 
 app = typer.Typer()
@@ -40,7 +41,8 @@ def inspect(
 
     sides = [int(side) for side in (image_size or "").split("x") if side]
     size = (sides[0], sides[-1]) if sides else None
-    folder = out or weights / "inspect"
+    weights = expanded(weights)
+    folder = expanded(out or weights / "inspect")
     print(
         inspection.inspect(
             weights,

@@ -25,7 +25,7 @@ from ssl_vit.data.packing.cache import check_outside
 from ssl_vit.data.shards import ShardSet, check_same_classes, open_shards, open_training
 from ssl_vit.evaluators import runner, several
 from ssl_vit.evaluators.features import FeatureConfig, check_features
-from ssl_vit.evaluators.labels import check_classes, choose_labeled, labels_of, set_notes
+from ssl_vit.evaluators.labels import check_classes, choose_labeled, labels_of, set_notes, short_note
 from ssl_vit.evaluators.selection import candidates_of, configured
 from ssl_vit.files import expanded, read_json, write_json
 from ssl_vit.interfaces import RunError, UserError, errors_about, is_main_process, printable, world_size
@@ -34,6 +34,7 @@ from ssl_vit.progress import silent
 from ssl_vit.recipe import Recipe, needs_labels, run_of, stages, training_places
 from ssl_vit.records import ComparisonRecord, TaskRecord
 from ssl_vit.report.read import PLAN
+from ssl_vit.results import Budget
 from ssl_vit.training import Precision, checkpoint, distributed
 
 # The source that packing writes into info.json: the name, then the options that chose images.
@@ -263,26 +264,20 @@ def check_directory(study: Study) -> None:
 def _check_labels(plan: Plan, name: str, train: ShardSet, test: ShardSet, *, say: Say) -> None:
     """Raises UserError where a dataset's labels cannot be evaluated on; prints which classes have few images."""
     labels, _ = labels_of(train), labels_of(test)
-    classes, counts = np.unique(labels[labels >= 0], return_counts=True)
+    count = len(np.unique(labels[labels >= 0]))
     check_classes(train, labels)
-    few: dict[int, np.ndarray] = {}
+    budgets = set[Budget]()
     for (data, evaluator, arm), built in plan.evaluators.items():
         if data == name:
-            asked = runner.budgets(built, plan.study.comparison.labels_per_class)
-            few |= {budget: classes[counts < budget] for budget in asked if isinstance(budget, int)}
+            budgets.update(runner.budgets(built, plan.study.comparison.labels_per_class))
             with errors_about(f"evaluators.{evaluator}"):
                 runner.check_held_out(built, labels)
             swept = runner.has_sweep(built) and not arm
-            if swept and (scored := runner.held_out_classes(built, labels)) < len(classes):
+            if swept and (scored := runner.held_out_classes(built, labels)) < count:
                 say(
-                    f"note: evaluators.{evaluator}: settings are selected on images of {scored} of {len(classes)} "
-                    "classes; a higher held_out would include more"
+                    f"note: evaluators.{evaluator}: settings are selected on images of {scored} of {count} classes; a "
+                    "higher held_out would include more"
                 )
-    for budget in sorted(budget for budget, short in few.items() if len(short)):
-        short, names = few[budget], train.classes or ()
-        named = [names[label] if label < len(names) else str(label) for label in short[:5]]
-        more = f" and {len(short) - 5} more" if len(short) > 5 else ""
-        say(
-            f"note: {train.spec}: {len(short)} of {len(classes)} classes have fewer than {budget} images, all of which "
-            f"are used: {', '.join(map(printable, named))}{more}"
-        )
+    for budget in sorted(budget for budget in budgets if isinstance(budget, int)):
+        for note in short_note(labels, budget, labels, train.classes):
+            say(printable(f"note: {train.spec}: {note}"))

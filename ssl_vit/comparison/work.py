@@ -177,5 +177,6 @@ def _pictures(plan: Plan, task: TaskRecord) -> dict[str, Any]:
     device = distributed.make_accelerator().device  # every process takes part in it
     if weights is None or not is_main_process() or not isinstance(factory.load(weights), ViTEncoder):
         return {}  # a CNN has no attention to draw
-    page = inspection.inspect(weights, str(plan.split(task.data, task.fold).test), plan.run / out, device=device)
+    test, remote = str(plan.split(task.data, task.fold).test), plan.study.remote
+    page = inspection.inspect(weights, test, plan.run / out, device=device, remote=remote)
     return {"pictures": str(out), "skipped": read_json(page.parent / "numbers.json").get("skipped", [])}

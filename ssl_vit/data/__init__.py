@@ -154,7 +154,7 @@ class DataConfig(Config):
     remote: RemoteConfig = RemoteConfig()
     lanes: int = Field(8, ge=1, le=2**20)
     workers: int = Field(1, ge=0, le=1024)
-    worker_timeout: int = Field(600, ge=0)
+    worker_timeout: int = Field(600, ge=0, le=10**6)
     cache_mb: int = Field(256, ge=0, le=2**20)
     max_pixels: int = Field(MAX_PIXELS, ge=1, le=2 * MAX_PIXELS)  # Pillow refuses twice as many
     on_bad_sample: Literal["skip", "fail"] = "skip"

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from ssl_vit.data import AugmentConfig
-from ssl_vit.interfaces import Batch
+from ssl_vit.interfaces import Batch, UserError
 
 _GRAY = (0.2989, 0.587, 0.114)  # torchvision's weights of red, green and blue
 _BLUR_RADIUS = 3  # a kernel of 7 pixels, and its standard deviations, as in LeJEPA's minimal example
@@ -112,6 +112,8 @@ def _hue_shifted(pixels_BCHW: torch.Tensor, shift_B111: torch.Tensor) -> torch.T
 def _blurred(pixels_BCHW: torch.Tensor, sigma_B1: torch.Tensor) -> torch.Tensor:
     """Gaussian blur, as torchvision's `gaussian_blur` with reflected borders; exactly the input where sigma is 0."""
     r = _BLUR_RADIUS
+    if min(pixels_BCHW.shape[2:]) <= r:
+        raise UserError(f"data.augment.blur needs images of at least {r + 1}x{r + 1} pixels")
     offsets_K = torch.arange(-r, r + 1, device=pixels_BCHW.device)
     weights_BK = (-0.5 * (offsets_K / sigma_B1.clamp(min=1e-2)).square()).softmax(1)
     for axis, padding in ((2, (0, 0, r, r)), (3, (r, r, 0, 0))):

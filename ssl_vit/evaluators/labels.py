@@ -15,7 +15,7 @@ from ssl_vit.data.shards.info import IMAGE_EXTENSIONS
 from ssl_vit.data.shards.reading import class_index
 from ssl_vit.evaluators import ALL
 from ssl_vit.interfaces import BadSample, UserError
-from ssl_vit.results import Budget
+from ssl_vit.results import Budget, class_name
 
 _LOOKED_AT, _SHARE_OF_GRAY = 200, 0.5  # images; difference of the shares of gray images that is worth a note
 
@@ -68,8 +68,8 @@ def short_classes(labels: np.ndarray, shots: int, everything: np.ndarray) -> lis
 
 def named(classes: Sequence[int], names: Sequence[str] | None) -> str:
     """Up to ten classes by name, else by number."""
-    known = [names[label] if names and label < len(names) else str(label) for label in classes[:10]]
-    return ", ".join(known) + (f" and {len(classes) - 10} more" if len(classes) > 10 else "")
+    known = ", ".join(class_name(names, label) for label in classes[:10])
+    return known + (f" and {len(classes) - 10} more" if len(classes) > 10 else "")
 
 
 def short_note(

@@ -239,11 +239,11 @@ def _results(
     labels = everything[train.images]
     for outputs in classifier(ImageSet(train.context, train.source, "test")):
         found = outputs.prediction
-        if found.predicted.shape != found.labels.shape or found.predicted.dtype.kind not in "iu":
+        if not found.is_valid:
             shape, kind = found.predicted.shape, found.predicted.dtype
             raise UserError(
                 f"{evaluator.title}: it predicted {kind} {shape} for {len(found.labels)} images; return a class number "
-                "per image"
+                "per image, from 0 on"
             )
         used = len(labels) if outputs.labels is None else outputs.labels
         unreadable = (f"{len(labels) - used} of {len(labels)} labeled images could not be read",)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import yaml
 from huggingface_hub import ModelCardData
 
 from ssl_vit import __version__
@@ -18,7 +17,7 @@ from ssl_vit.models.encoder import Encoder
 from ssl_vit.models.exchange.exports import Use
 from ssl_vit.models.vit import ViTEncoder
 from ssl_vit.overrides import flatten
-from ssl_vit.recipe import run_of, run_recipe
+from ssl_vit.recipe import Recipe, run_of, run_recipe
 from ssl_vit.report import tables
 from ssl_vit.report.export import markdown
 from ssl_vit.report.read import read_runs
@@ -41,7 +40,8 @@ def write(model: Encoder, given: Path, to: str, use: Use, *, title: str, license
     weights = factory.find_weights(given)
     folder = run_of(given)
     run = read_run(folder) if (folder / "recipe.yaml").is_file() else None
-    shards = _shards(run) if run else None
+    settings = run_recipe(given) if run else None
+    shards = _shards(settings) if settings else None
     measured = read_runs([given]) if (given / "results").is_dir() else None
     shown = tables.all_tables(measured, summarize(measured)) if measured else []
     imported = read_json(weights / "config.json").get("imported")
@@ -76,7 +76,7 @@ def write(model: Encoder, given: Path, to: str, use: Use, *, title: str, license
             "Pooling": use.pooling,
             "Normalization": f"pixels in [0, 1], minus {text(model.mean)}, over {text(model.std)}",
         },
-        training=_training(run, weights) if run else {},
+        training=_training(run, settings, weights) if run and settings else {},
         recipe=run.recipe.strip() if run else "",
         imported=imported,
         data={"Source": shards.source, "Images": shards.samples, "License": shards.license} if shards else {},
@@ -101,11 +101,11 @@ def evaluated(run: Path) -> Use:
     return Use((recipe.data if recipe else DataConfig(train="")).evaluation_resize, last)
 
 
-def _shards(run: Run) -> ShardSet | None:
+def _shards(settings: Recipe) -> ShardSet | None:
     try:
-        return open_training(DataConfig.model_validate(yaml.safe_load(run.recipe)["data"]))
-    except (UserError, RunError, OSError, ValueError):
-        return None  # moved, out of reach, or of another version's recipe: the card says so
+        return open_training(settings.data)
+    except (UserError, RunError, OSError):
+        return None  # moved or out of reach: the card says so
 
 
 def _pooled(model: Encoder, use: Use, to: str) -> str | None:
@@ -135,13 +135,13 @@ def _tokens(model: Encoder) -> str:
     return f"`tokens` is float32 {shape}: {', then '.join([*tokens, f'{rows} x {columns} patches, row by row'])}."
 
 
-def _training(run: Run, weights: Path) -> Facts:
+def _training(run: Run, settings: Recipe, weights: Path) -> Facts:
     done: Facts = {}
     if run.summary:
         done = {"Steps": run.summary.steps, "Images seen": run.summary.images_seen, "Seconds": run.summary.seconds}
     if (weights / "state.json").is_file():  # a checkpoint of a run that went on
         progress = read_json(weights / "state.json")["progress"]
-        seen = progress["step"] * yaml.safe_load(run.recipe)["training"]["batch_size"]
+        seen = progress["step"] * settings.training.batch_size
         done = {"Steps": progress["step"], "Images seen": seen, "Seconds": progress["seconds"]}
     keys = {"Hardware": "hardware.gpus", "Processor": "hardware.processor", "Processes": "world_size", "Commit": "git"}
     return done | {name: run.environment.get(key) for name, key in keys.items()}

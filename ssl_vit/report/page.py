@@ -82,7 +82,7 @@ def page(comparison: Comparison) -> str:
     record, runs, styles = comparison.record, comparison.runs, styles_of(comparison.arms)
     summary = summarize(comparison)
     first = [head.place for head in summary.headlines]
-    environments = {"comparison": flat(record.environment)} if record.environment else {}
+    environments = {"the comparison": flat(record.environment)} if record.environment else {}
     machines = {json.dumps(task.hardware, sort_keys=True): task.hardware for task in comparison.tasks.values()}
     if len(machines) > 1:
         environments |= {f"machine {number}": flat(machine) for number, machine in enumerate(machines.values(), 1)}

@@ -84,7 +84,7 @@ class Comparison:
                 words[record.name] = f"training from scratch{longer}"
             if record.kind == "pretrained" and record.objective:
                 objective = OBJECTIVES.get(record.objective, record.objective.replace("_", " "))
-                words[record.name] = "supervised pretraining" if record.uses_labels else objective
+                words[record.name] = "supervised pretraining" if record.objective == "classification" else objective
         if arm not in words:
             return self.label(arm)
         others = [words.get(name, self.label(name)) for name in self.arms if name != arm]
@@ -156,8 +156,7 @@ class Comparison:
 
     def class_name(self, data: str, label: int) -> str:
         """The name of a class, else its number."""
-        names = self.class_names(data)
-        return names[label] if label < len(names) else str(label)
+        return results.class_name(self.class_names(data), label)
 
     def classes(self, data: str) -> int:
         """How many classes a dataset has: those that its shards name, else those of its test images."""
@@ -225,7 +224,7 @@ def read_runs(paths: Sequence[Path]) -> Comparison:
         assert file is not None, "it was read"
         places = {part: " + ".join(several(place)) for part, place in about.data.items()}
         if about.protocol not in protocols:
-            test, count = places["test"], sum(used.startswith(about.evaluator) for used in evaluators)
+            test, count = places["test"], sum(used.split(" (")[0] == about.evaluator for used in evaluators)
             if metrics.setdefault(test, about.metric) != about.metric:  # as if of another dataset
                 test = f"{test} ({about.metric.replace('_', ' ')})"
                 metrics[test] = about.metric

@@ -59,7 +59,7 @@ class Run:
             return self.summary.objective
         try:
             return str(yaml.safe_load(self.recipe)["objective"]["name"])
-        except (yaml.YAMLError, TypeError, KeyError):  # the page shows the recipe as it is
+        except (yaml.YAMLError, ValueError, TypeError, KeyError, RecursionError):  # the page shows the recipe as it is
             return ""
 
 
@@ -142,10 +142,10 @@ def _read_metrics(path: Path) -> tuple[pd.DataFrame, list[str]]:
                 skipped += [SkippedSample.model_validate(sample) for sample in record["samples"]]
                 times += int(record["count"])
             elif "loss" in record:
-                losses[int(record["step"])] = record
-        except (ValueError, LookupError, AttributeError, TypeError, RecursionError):
+                losses[int(record["step"])] = {key: float(record[key]) for key in LOSSES if record.get(key) is not None}
+        except (ArithmeticError, ValueError, LookupError, AttributeError, TypeError, RecursionError):
             broken += 1  # a kill cuts a line short; a resumed run appends after it
-    frame = pd.DataFrame([*losses.values()]).reindex(columns=LOSSES).apply(pd.to_numeric, errors="coerce")
+    frame = pd.DataFrame([*losses.values()], columns=LOSSES, dtype=float)
     frame = frame[np.isfinite(frame["loss"])].sort_values("step")
     remarks = [f"Training skipped unreadable samples {times:,} time(s): {listed(skipped)}."] if skipped else []
     if broken:

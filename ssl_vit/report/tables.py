@@ -101,13 +101,18 @@ def class_table(comparison: Comparison, by_class: Classes) -> Shown:
     means = np.array([[e.mean if e else np.nan for e in estimates] for estimates in accuracies.values()])
     rows = np.flatnonzero(by_class.images)
     shown = np.sort(rows[np.argsort(-np.ptp(means[:, rows], axis=0), kind="stable")[:CLASSES]])
-    cells = {"Class": [by_class.names[n] for n in shown], "Test images": [text(int(by_class.images[n])) for n in shown]}
-    for arm, estimates in accuracies.items():
-        cells[comparison.label(arm)] = [points(estimate, "") if (estimate := estimates[n]) else "–" for n in shown]
+    cells = {
+        comparison.label(arm): [points(estimate, "") if (estimate := estimates[n]) else "–" for n in shown]
+        for arm, estimates in accuracies.items()
+    }
+    frame = pd.DataFrame(cells)
+    images = [text(int(by_class.images[n])) for n in shown]
+    frame.insert(0, "Test images", images, allow_duplicates=True)  # an arm may have this label
+    frame.insert(0, "Class", [by_class.names[n] for n in shown], allow_duplicates=True)
     title = f"Test accuracy by class, %, with {budget_words(by_class.budget)}"
     if len(shown) < len(rows):
         title += f": the {len(shown)} of {len(rows):,} classes that differ most between arms"
-    return Shown(title, pd.DataFrame(cells))
+    return Shown(title, frame)
 
 
 def calibration_table(comparison: Comparison, by_class: Classes) -> Shown:
@@ -138,17 +143,20 @@ def cost_table(comparison: Comparison) -> Shown:
                     cost = _with_unknown(cost)
                 column[f"{stage}, {name}"] = cost
         cells[arm.label] = {name: text(value) for name, value in column.items()}
+    frame = pd.DataFrame(cells)
+    frame.insert(0, "Cost", frame.index, allow_duplicates=True)  # an arm may have such a label
     others = spent.drop(index=[arm.name for arm in comparison.record.arms], level="arm", errors="ignore")
     if len(others):  # references and the repetitions of the self-test
         total = others.groupby("stage").sum()
         column = {f"{stage}, {name}": total[unit].get(stage) for stage in STAGES for unit, name in UNITS.items()}
-        cells["Not an arm"] = {name: text(column.get(name)) for name in cells[arm.label]}
+        spent_there = [text(column.get(name)) for name in frame.index]
+        frame.insert(len(frame.columns), "Not an arm", spent_there, allow_duplicates=True)
     title = "Cost: all pretrainings; all sweeps; all other trainings of evaluators"
     if comparison.record.jobs > 1:
         title += f". Seconds were measured with {comparison.record.jobs} tasks side by side"
     if begun := [f"{arm.label} ({arm.starts_from})" for arm in comparison.record.arms if arm.starts_from]:
         title += f". Not counted: what made the weights that these started from: {', '.join(begun)}"
-    return Shown(title, pd.DataFrame(cells).rename_axis("Cost").reset_index())
+    return Shown(title, frame)
 
 
 def _with_unknown(known: object) -> str:

@@ -86,7 +86,7 @@ def notes(comparison: Comparison) -> list[str]:
     pretrainings = comparison.record.pretrainings
     seed = "A seed draws the labeled images, the classifier and the order of training."
     if pretrainings > 1:
-        seed += f" Each pretrained arm has {pretrainings} pretrainings, which the seeds use in turn."
+        seed += f" Each pretrained arm has {pretrainings} pretrainings; each seed uses one of them."
     of_rows = of_datasets(comparison, ((row.data, note) for row in comparison.table.results for note in row.notes))
     skipped = [f"{len(comparison.skipped)} unreadable sample(s) were skipped: {listed(comparison.skipped)}."]
     given = [*_saw_held_out(comparison), *_own_settings(comparison), *comparison.record.notes]
@@ -190,7 +190,8 @@ def _plan(comparison: Comparison, head: Difference) -> str:
         if most is None:
             return sentence
         limit = f" --max-seeds {most}"
-    return f"{sentence} `--until-decided{limit}` adds {name}; each look at the results widens the interval."
+    added = name if name == "seeds" else f"{name} or seeds"
+    return f"{sentence} `--until-decided{limit}` adds {added}; each look at the results widens the interval."
 
 
 def _most_seeds(comparison: Comparison, head: Difference, units: int) -> int | None:

@@ -69,8 +69,8 @@ class TrainingConfig(Config):
     keep_last: newest checkpoints kept (one that was evaluated by its own path, RUN/checkpoints/STEP, stays too).
     """
 
-    steps: int | None = Field(None, ge=1)
-    epochs: float | None = Field(None, gt=0)
+    steps: int | None = Field(None, ge=1, le=10**10)
+    epochs: float | None = Field(None, gt=0, le=10**6)
     batch_size: int = Field(256, ge=1, le=2**20)
     accumulate: int = Field(1, ge=1, le=2**20)
     auto_batch: bool = False
@@ -79,7 +79,7 @@ class TrainingConfig(Config):
     compile: bool = False
     checkpoint_activations: bool = False
     ema: float = Field(0.0, ge=0, lt=1)
-    timeout: int = Field(600, ge=1)
+    timeout: int = Field(600, ge=1, le=10**6)
     trackers: dict[str, dict[str, Any]] = Field({"tensorboard": {}})
     log_every: int = Field(50, ge=1)
     checkpoint_every: int = Field(1000, ge=0)

@@ -72,14 +72,15 @@ def find_accumulation(
 
 @contextmanager
 def out_of_memory(advice: Callable[[], str]) -> Iterator[None]:
-    """Turn a GPU's error into a RunError. advice: what to do about it."""
+    """Turn a device's error into a RunError. advice: what to do about it."""
     try:
         yield
     except RuntimeError as error:
         if not _is_out_of_memory(error):
             raise
         first = str(error).splitlines()[0]
-        raise RunError(f"the GPU has too little memory ({first}); {advice()}") from None
+        where = "this machine" if "CPUAllocator" in first else "the GPU"
+        raise RunError(f"{where} has too little memory ({first}); {advice()}") from None
 
 
 def _fits(objective: nn.Module, part: Batch, accelerator: Engine, copies: int, reserve: float) -> bool:

@@ -57,6 +57,15 @@ def test_several_data_sets_are_columns_of_one_table(trained: Path, tmp_path: Pat
     assert f"{trained}/test" in table and f"{trained}/train" not in table, "the numbers are about the test images"
 
 
+def test_a_home_directory_is_expanded(
+    trained: Path, evaluate: Call, called: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(trained))
+    code, _, error = called("eval", "~/run", "few_shot", "labels_per_class=1", "seeds=[0]", "--data", str(trained))
+    assert code == 0, error
+    assert [*(trained / "run/results").glob("few_shot-*.json")]
+
+
 @pytest.mark.usefixtures("fewer_digits")
 def test_a_suite_has_its_own_metric_and_settings(trained: Path, tmp_path: Path, evaluate: Call) -> None:
     (tmp_path / "suite.yaml").write_text(f"""

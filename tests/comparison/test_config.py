@@ -87,6 +87,13 @@ def test_what_is_missing_is_named(mini: Any, changes: dict[str, Any], words: str
         load_comparison(mini(**changes))
 
 
+@pytest.mark.parametrize("arms", [["a", "b"], "hello"])
+def test_arms_that_are_no_mapping_have_nothing_merged_onto_them(tmp_path: Path, arms: object) -> None:
+    (tmp_path / "c.yaml").write_text(json.dumps({"name": "c", "arms": arms}))
+    with pytest.raises(UserError, match="arms"):
+        load_comparison(tmp_path / "c.yaml", ["arms.scratch.label=x"])
+
+
 def test_settings_of_a_set_and_of_an_arm_are_merged_into_those_of_all(mini: Any) -> None:
     place = {"train": "a", "test": "b"}
     sets = {"one": place, "other": {**place, "evaluators": {"fine_tune": {"augment": {"flip": True}}}}}

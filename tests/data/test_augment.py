@@ -11,6 +11,7 @@ from torchvision.transforms import v2
 
 from ssl_vit.data import AugmentConfig
 from ssl_vit.data.augment import color_augment, device_images
+from ssl_vit.interfaces import UserError
 
 NONE = [1.0, 1.0, 1.0, 0.0, 0.0, 256.0]
 
@@ -90,6 +91,12 @@ def test_gray_images_are_blurred_and_solarized(make_batch: Any) -> None:
     blurred = v2.functional.gaussian_blur(batch.images[1].double(), [7, 7], [1.0, 1.0])
     assert (found[1] - blurred).abs().max() <= 0.51
     assert torch.equal(found[2], torch.where(batch.images[2] >= 128, 255 - batch.images[2], batch.images[2]))
+
+
+def test_a_blur_wider_than_the_images_is_refused(make_batch: Any) -> None:
+    batch = make_batch(1, size=3, jitter=torch.tensor([[1.0, 1.0, 1.0, 0.0, 1.0, 256.0]]))
+    with pytest.raises(UserError, match=r"data\.augment\.blur"):
+        device_images(batch)
 
 
 def test_parameters_have_the_shares_and_ranges_of_the_settings() -> None:

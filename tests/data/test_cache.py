@@ -84,6 +84,11 @@ def test_without_a_checksum_a_changed_object_is_downloaded_again(server: FaultyS
     assert fetch(server.url, 0, remote, known=False) == content(5)
 
 
+def test_another_size_than_the_listed_one_is_refused(server: FaultyServer, remote: RemoteConfig) -> None:
+    with pytest.raises(UserError, match=r"0\.tar"), open_url(f"{server.url}/0.tar", remote, SIZE - 32, ""):
+        pass
+
+
 def test_the_least_recently_used_make_room(server: FaultyServer, remote: RemoteConfig) -> None:
     for number in (0, 1, 2, 0, 3):
         assert fetch(server.url, number, remote) == content(number)

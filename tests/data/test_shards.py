@@ -70,6 +70,12 @@ def test_tars_without_info_json_are_distinguished_by_their_headers_and_labels(tm
     assert len({first, packed("label", b"2"), packed("image", b"1", b"more pixels")}) == 3
 
 
+def test_an_empty_first_shard_says_nothing_of_the_labels(tmp_path: Path) -> None:
+    write_tar(tmp_path / "0.tar", {})
+    write_tar(tmp_path / "1.tar", {"a.jpg": b"pixels", "a.cls": b"1"})
+    assert open_shards(str(tmp_path)).labeled
+
+
 def test_remote_shards_of_unknown_content_are_told_apart_by_their_address() -> None:
     def fingerprint(url: str, checksum: str = "") -> str:
         return ShardSet(places=(url,), shards=(Shard(f"{url}/0.tar?sig=1", 5, checksum),)).fingerprint

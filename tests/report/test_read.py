@@ -26,12 +26,13 @@ def test_a_run_that_was_killed_and_resumed(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", "a", 0.6)
     lines = ['{"step": 1, "loss": 2.0}', '{"step": 2, "loss": 1.5}', '{"step": 3, "lo', '{"step": 2, "loss": 1.0}']
     samples = [{"shard": "s.tar", "key": key, "reason": "cut"} for key in "ab"]
+    lines += ['{"step": 1e999, "loss": 1}', '{"step": 4, "loss": 1' + 400 * "0" + "}"]
     lines += ['{"step": 3, "loss": NaN}', json.dumps({"event": "skipped_samples", "count": 3, "samples": samples})]
     (run / "metrics.jsonl").write_text("\n".join(lines))
     found = read_run(run)
     assert found.losses[["step", "loss"]].to_numpy().tolist() == [[1, 2.0], [2, 1.0]]
     skipped, broken = found.remarks
-    assert "3 time(s): s.tar: a (cut); s.tar: b (cut)." in skipped and "1 incomplete line(s)" in broken
+    assert "3 time(s): s.tar: a (cut); s.tar: b (cut)." in skipped and "3 incomplete line(s)" in broken
 
 
 def test_pictures_of_inspect_come_before_the_newest_of_training(tmp_path: Path) -> None:

@@ -31,6 +31,17 @@ def printed(comparison: Comparison, width: int) -> str:
     return console.file.getvalue()  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("label", ["Cost", "Class", "Test images", "Not an arm", "Arm"])
+def test_an_arm_may_have_the_name_of_a_column(tmp_path: Path, label: str) -> None:
+    arms = (ARMS[0].model_copy(update={"label": label}), *ARMS[1:])
+    rows = [*two_arms(), *(row("untrained", 5, seed, 0.6) for seed in range(3))]
+    folder = write_comparison(tmp_path / "c", rows, arms=arms)
+    for form in ("html", "markdown", "latex", "csv"):
+        assert label in write_report([folder], tmp_path / form, form).read_text()
+    costs = cost_table(read([folder])).frame
+    assert list(costs.columns) == ["Cost", *(arm.label for arm in arms), "Not an arm"]
+
+
 def test_the_terminal_shows_names_as_they_are_and_marks_missing_seeds(tmp_path: Path) -> None:
     folder = write_comparison(tmp_path, two_arms(), missing=["digits-fine_tune-ssl-5-0-0"])
     text = printed(read([folder]), 120)

@@ -92,7 +92,8 @@ class ShardSet:
     @property
     def labeled(self) -> bool:
         """Whether the first sample has a label."""
-        return any("cls" in sample.members for sample in self.open(0).samples[:1])
+        first = next((n for n, count in enumerate(self.counts) if count), 0)
+        return any("cls" in sample.members for sample in self.open(first).samples[:1])
 
     @property
     def first_index(self) -> np.ndarray:

@@ -61,7 +61,8 @@ def _cached(folder: Path, url: str, remote: RemoteConfig, size: int | None, sha2
     """The shard in the cache, downloaded if need be; None where it cannot be kept."""
     known, place, version = bool(sha256) and size is not None, url.partition("?")[0], sha256
     if not known:
-        size, version = _size_and_version(url, remote)
+        served, version = _size_and_version(url, remote)
+        size = served if size is None else size  # `download` compares it with what arrives
     if size is None:
         _say(folder, f"{url}: the server does not say how large it is")
         return None
