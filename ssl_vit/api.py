@@ -45,14 +45,7 @@ from ssl_vit.training.signals import stopped
 
 
 def train(settings: Recipe, *, quiet: bool = False) -> Path:
-    """Run, or resume, the training of a recipe; returns the run directory. A finished run stays as it is.
-
-    settings: the recipe.
-    quiet: show no progress.
-
-    Raises UserError for input that cannot work, before the first step wherever that can be seen, RunError for a failure
-    on the way (non-finite loss, full disk), and Stopped, with everything saved, after a signal.
-    """
+    """See `ssl_vit.train`; returns the run directory."""
     settings = precision.resolve(settings, print if is_main_process() and not quiet else silent)
     training, run = settings.training, settings.run_directory
     accelerator = make_accelerator(training.precision, training.timeout)
@@ -164,19 +157,12 @@ def evaluate(
     real_labels: Path | None = None,
     say: Callable[[str], None] = silent,
 ) -> Evaluation:
-    """Run one evaluator on a run, checkpoint or weights folder, and store the results in its `results/`. The results of
-    a network in memory are only returned.
+    """See `ssl_vit.evaluate`, whose `evaluator` is `name` here, and whose `name` is `data`.
 
     The name of the file contains the evaluator and a hash of its settings, the shards and the metric, so that repeating
     an evaluation replaces its file. Finished sweeps and trainings are stored meanwhile; it resumes after a kill.
 
-    name: name of the evaluator. train, test: labeled shards. overrides: settings of the evaluator.
-    data: name of the dataset in the rows (default: `test`).
-    metric: the metric that settings are selected by, and that tables show.
-    real_labels: `real.json` of ImageNet-ReaL: rows of the variant `ReaL` score the same predictions by these labels.
-    say: prints progress, on the main process.
-
-    Raises UserError for wrong input.
+    train, test: labeled shards. overrides: settings of the evaluator.
     """
     given, run = loaded.load(model), model if isinstance(model, Path) else None
     module, settings = plugins.load("evaluators", name), given.settings

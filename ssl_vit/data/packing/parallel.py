@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from loky import BrokenProcessPool, ProcessPoolExecutor, as_completed, cpu_count
 
@@ -31,7 +31,7 @@ def run(
 ) -> None:
     """Call `receive(job, work(job))` for every job, in the order in which the results come.
 
-    work: sent once to each process. processes: 1: only this one.
+    work: sent with each job. processes: 1: only this one.
 
     An exception of a job, Ctrl-C and a killed process end all of them at once. Raises RunError for the last.
     """
@@ -40,9 +40,9 @@ def run(
             receive(job, work(job))
         return
     # The timeout also ends processes whose parent was killed while they wait for work.
-    executor = ProcessPoolExecutor(processes, timeout=5, initializer=_start, initargs=(work, os.getpid()))
+    executor = ProcessPoolExecutor(processes, timeout=5, initializer=end_with, initargs=(os.getpid(),))
     try:
-        running = {executor.submit(_call, job): job for job in jobs}
+        running = {executor.submit(work, job): job for job in jobs}
         for future in as_completed(list(running)):
             receive(running.pop(future), future.result())
     except BrokenProcessPool:
@@ -53,16 +53,6 @@ def run(
         executor.shutdown(kill_workers=True)
 
 
-_work: Callable[[Any], Any]
-
-
-def _start(work: Callable[[Any], Any], parent: int) -> None:
-    """Runs first in every process."""
-    global _work
-    _work = work
-    end_with(parent)
-
-
 def end_with(parent: int) -> None:
     """Ignore Ctrl-C, which the main process handles. On Linux, also end this process when `parent` has ended."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -70,7 +60,3 @@ def end_with(parent: int) -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
     if os.getppid() != parent:  # it ended before that
         signal.raise_signal(signal.SIGTERM)
-
-
-def _call(job: Any) -> Any:
-    return _work(job)

@@ -28,7 +28,7 @@ class Source:
     labels: int64 (count,), each in 0..len(classes)-1; None in an unlabeled source.
     items: what `read` takes, one per image: its path as a string, or its row as an int. The image is named after it: by
         the path, or as `row N`.
-    read: item -> the image's encoded bytes. It is pickled once per packing process and raises BadSample where an image
+    read: item -> the image's encoded bytes. It is pickled for every shard and raises BadSample where an image
         cannot be read.
     listing: a hash of the images' names and sizes, which tells sources apart without reading them.
     groups: int64 (count,), ascending: images of one group, such as those of one person, stay in one part or fold.
