@@ -143,7 +143,8 @@ class DataConfig(Config):
     on_bad_sample: `skip` counts, reports and continues; `fail` stops at the first, naming shard and key; in
         training and in evaluation.
     evaluation_resize: evaluation resizes the shorter side to round(this * image size), then crops the center
-        (256/224, the paper authors' few-shot protocol; 1.0 for images that already have the right size).
+        (256/224: the sizes of the paper authors' few-shot protocol, which also makes images square; 1.0 for images
+        that already have the right size).
     """
 
     train: Annotated[

@@ -112,8 +112,7 @@ class InceptionCrop:
 def train_transform(image_size: Size, augment: AugmentConfig) -> Transform:
     """A picture of any size -> uint8 (C, *image_size), random by torch's default CPU generator.
 
-    image_size: pixels, a square's side or (height, width). The inception crop resizes bilinearly with antialiasing, as
-    the paper authors' code does.
+    image_size: pixels, a square's side or (height, width). The inception crop resizes bilinearly with antialiasing.
     """
     size = pair(image_size)
     if augment.crop == "inception":
