@@ -30,8 +30,8 @@ def export(comparison: Comparison, form: str) -> str:
         return json.dumps(without_credentials(as_json(comparison)), indent=1) + "\n"
     summary = summarize(comparison)
     shown, mark = {"markdown": (markdown, ""), "latex": (latex, "% ")}[form]
-    tried = sweep_table(comparison)
-    texts = [shown(table) for table in [*all_tables(comparison, summary), *[tried] * bool(len(tried.frame))]]
+    tables = [*all_tables(comparison, summary), sweep_table(comparison)]
+    texts = [shown(table) for table in tables if len(table.frame)]
     sentences = [
         *verdict(comparison, summary),
         interval(comparison, summary),
