@@ -34,7 +34,7 @@ class Config(TrainedConfig, LabeledConfig):
         per 256 images, 100 epochs, batches of 1024 (MAE's ViT-B numbers; without RandAugment and random erasing, and
         with a decay to zero instead of 1e-6, the norm before pooling instead of after, and fixed position embeddings).
         Training from scratch has no layer decay, with which its lower layers would learn little. Test images are
-        prepared as `data.evaluation_resize` of the run says; the paper's authors do not crop them (1.0).
+        prepared as `data.evaluation_resize` of the run says; the paper's authors do not crop them.
     held_out: share of each class's training images that the sweep is scored on; only the last training with all labels
         trains on them, as in the paper.
     sweep_labels_per_class: the label budget of the sweep (None: that of the run), so that one sweep can serve several.
