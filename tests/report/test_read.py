@@ -107,6 +107,14 @@ def test_references_of_equal_accuracy_that_predict_differently_are_two(tmp_path:
     assert found.table.frame["arm"].value_counts().to_dict() == {"a": 2, "pixels": 2, "b": 2, "pixels_b": 2}
 
 
+def test_an_evaluator_whose_name_begins_that_of_another_one_keeps_it(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / name, name, 0.6) for name in "ab"]
+    file = runs[1] / "results/few_shot-1.json"
+    rows, about = results.load(file)
+    results.save(file, rows, **about | {"evaluator": "few"})
+    assert set(read(runs).record.evaluators) == {"few_shot", "few"}
+
+
 def test_references_of_runs_with_other_seeds_are_one(tmp_path: Path) -> None:
     runs = [write_run(tmp_path / name, name, score) for name, score in (("a", 0.6), ("b", 0.65))]
     file = runs[1] / "results/few_shot-1.json"
