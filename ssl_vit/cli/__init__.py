@@ -11,6 +11,7 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, NoReturn
@@ -39,8 +40,22 @@ app = typer.Typer(
     help="Pretrain Vision Transformers and measure whether self-supervised pretraining helps on your images."
     "\n\nExample: `ssl-vit demo`",
 )
-for command in (compare, train, evaluate, report, embed, pictures, doctor, keys, weights):
-    app.add_typer(command.app)
+_COMMANDS: dict[str, Callable[..., None]] = {
+    "demo": compare.demo,
+    "compare": compare.compare,
+    "train": train.train,
+    "eval": evaluate.evaluate,
+    "report": report.report,
+    "recipes": report.recipes,
+    "embed": embed.embed,
+    "inspect": pictures.inspect,
+    "doctor": doctor.doctor,
+    "keys": keys.keys,
+    "import": weights.import_weights,
+    "export": weights.export,
+}
+for name, command in _COMMANDS.items():
+    app.command(name, cls=keys.CommandWithKeys if name in ("compare", "train", "eval") else None)(command)
 app.add_typer(shards.app, name="shards")
 
 

@@ -9,13 +9,10 @@ from typing import Annotated
 
 import typer
 
-from ssl_vit.cli.keys import CommandWithKeys, Overrides
+from ssl_vit.cli.keys import Overrides
 from ssl_vit.interfaces import UserError, is_main_process, printable_lines
 
-app = typer.Typer()
 
-
-@app.command()
 def demo(
     out: Annotated[Path, typer.Option(help="Directory for the demo's shards, runs and report.")] = Path("runs/demo"),
     overrides: Overrides = None,
@@ -43,7 +40,6 @@ def demo(
     _compare("demo_digits", [*places, *changed], shlex.join(["ssl-vit", "demo", *named, *changed]))
 
 
-@app.command(cls=CommandWithKeys)
 def compare(
     recipe: Annotated[
         str,

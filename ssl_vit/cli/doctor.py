@@ -7,10 +7,7 @@ from typing import Annotated
 
 import typer
 
-app = typer.Typer()
 
-
-@app.command()
 def doctor(
     data: Annotated[str | None, typer.Option(help="Images or shards to check as well.")] = None,
     run: Annotated[str, typer.Option(help="Folder for runs, whose free space is checked.")] = "runs",

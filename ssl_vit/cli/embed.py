@@ -10,10 +10,7 @@ import typer
 from ssl_vit.interfaces import is_main_process, printable
 from ssl_vit.models import Pooling
 
-app = typer.Typer()
 
-
-@app.command()
 def embed(
     weights: Annotated[Path, typer.Argument(help="A run directory, a checkpoint or a weights folder.")],
     data: Annotated[

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ssl_vit.cli.keys import CommandWithKeys
 from ssl_vit.interfaces import UserError, is_main_process, printable
 
 if TYPE_CHECKING:
@@ -19,10 +18,7 @@ if TYPE_CHECKING:
     from ssl_vit.comparison.sets import DataSet
     from ssl_vit.results import Evaluation, Result
 
-app = typer.Typer()
 
-
-@app.command("eval", cls=CommandWithKeys)
 def evaluate(
     run: Annotated[Path, typer.Argument(help="A run directory, a checkpoint or a weights folder.")],
     evaluator: Annotated[

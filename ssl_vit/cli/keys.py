@@ -17,7 +17,6 @@ from ssl_vit.interfaces import UserError
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
-app = typer.Typer()
 Overrides = Annotated[
     list[str] | None, typer.Argument(help="Recipe keys to change, as key=value.", metavar="key=value")
 ]
@@ -25,7 +24,6 @@ Overrides = Annotated[
 _WORDS, _NAMES = "ssl_vit.words", 34  # columns of names in a help
 
 
-@app.command()
 def keys(
     topic: Annotated[
         str, typer.Argument(help="`train`, `compare`, or the name of an evaluator or an objective.")

@@ -11,10 +11,7 @@ import typer
 from ssl_vit.files import expanded
 from ssl_vit.interfaces import UserError
 
-app = typer.Typer()
 
-
-@app.command()
 def inspect(
     weights: Annotated[Path, typer.Argument(help="A run directory, a checkpoint or a weights folder.")],
     data: Annotated[str, typer.Option(help="Images or shards whose first images are pictured; labels are not needed.")],

@@ -12,10 +12,7 @@ from typing import Annotated, Literal
 
 import typer
 
-app = typer.Typer()
 
-
-@app.command()
 def report(
     runs: Annotated[
         list[Path],
@@ -47,7 +44,6 @@ def report(
     print(page.write_report(runs, out, chosen))
 
 
-@app.command()
 def recipes() -> None:
     """List the shipped recipes by family, and the suites of datasets, each with its first sentence.
 

@@ -8,13 +8,10 @@ from typing import Annotated
 
 import typer
 
-from ssl_vit.cli.keys import CommandWithKeys, Overrides
+from ssl_vit.cli.keys import Overrides
 from ssl_vit.interfaces import UserError, is_main_process
 
-app = typer.Typer()
 
-
-@app.command(cls=CommandWithKeys)
 def train(
     recipe: Annotated[
         str,

@@ -9,12 +9,9 @@ import typer
 
 from ssl_vit.interfaces import UserError, printable
 
-app = typer.Typer()
-
 _SHOWN = 12  # names that are printed; all of them are in OUT/config.json
 
 
-@app.command("import")
 def import_weights(
     weights: Annotated[str, typer.Argument(help="A file, a folder, a timm name, or OWNER/NAME on the hub.")],
     out: Annotated[Path, typer.Argument(help="The new weights folder.")],
@@ -52,7 +49,6 @@ def import_weights(
     print(f"train on   ssl-vit train RECIPE init_from={out} encoder.name={model.name} (sizes, mean and std as above)")
 
 
-@app.command()
 def export(
     run: Annotated[Path, typer.Argument(help="A run directory, a checkpoint or a weights folder.")],
     out: Annotated[Path, typer.Argument(help="The new folder for the model.")],
