@@ -18,7 +18,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from ssl_vit import plugins, precision, recipe, stage
 from ssl_vit.analysis import loaded
-from ssl_vit.data.overlap import overlaps, redrawn, saw_images
+from ssl_vit.data.overlap import overlaps, saw_images
 from ssl_vit.data.shards import ShardSet, check_same_classes, dropped_from, open_shards, open_training
 from ssl_vit.environment import environment
 from ssl_vit.evaluators import runner
@@ -34,7 +34,7 @@ from ssl_vit.progress import silent
 from ssl_vit.recipe import Recipe
 from ssl_vit.records import EvaluationRecord, RunSummary
 from ssl_vit.results import Evaluation, Result, Table, save
-from ssl_vit.runs import SUMMARY, open_run
+from ssl_vit.runs import SUMMARY, check_holdout, open_run
 from ssl_vit.training import checkpoint, distributed, loop
 from ssl_vit.training.callbacks import Dropped, Probe
 from ssl_vit.training.distributed import make_accelerator, shared_errors
@@ -170,8 +170,8 @@ def evaluate(
     seen = f"{run or 'this network'} was trained, or stopped early, on images of the test set {test}; name another one"
     if saw_images(places, test):
         raise UserError(seen)
-    if settings and run and redrawn(settings.data.places, test):
-        checkpoint.check_data(recipe.run_of(run), open_training(settings.data).fingerprint)
+    if settings and run:
+        check_holdout(settings, recipe.run_of(run), test)
     config = recipe.validate(module.Config, recipe.parse_overrides(overrides), f"{name}: ")
     folder = writable(run / checkpoint.RESULTS, "copy the weights to a writable folder") if run else None
     context = make_context(given, train, test, cache=run / "features" if run else None, metric=metric)

@@ -8,7 +8,9 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from ssl_vit import plugins, recipe
+from ssl_vit.data.overlap import redrawn
 from ssl_vit.data.packing.cache import check_outside
+from ssl_vit.data.shards import open_training
 from ssl_vit.environment import environment
 from ssl_vit.files import read_json, sha256, write_json
 from ssl_vit.interfaces import UserError
@@ -134,6 +136,19 @@ def check(run: Path, settings: Recipe, data: str | None = None) -> None:
     ours = path.exists() and any((run / name).exists() for name in (".lock", ENVIRONMENT))
     if not ours and run.exists() and any(p.name != ".lock" and p.suffix != ".tmp" for p in run.iterdir()):
         raise UserError(f"{run} is not empty and holds no run: give this run another directory with run=PATH")
+
+
+def check_holdout(settings: Recipe, run: Path | None, test: str) -> None:
+    """Raises UserError where the holdout that a test set is part of was drawn again after a training: it may contain
+    images that the run, or a run that it starts from, was trained on.
+
+    settings, run: a recipe and its run directory (None: it is trained later, so that only the runs that it starts from
+        are checked).
+    """
+    for stage in recipe.stages(settings):
+        if run and redrawn(stage.data.places, test):
+            checkpoint.check_data(run, open_training(stage.data).fingerprint)
+        run = recipe.run_of(Path(stage.init_from)) if stage.init_from else None
 
 
 def _origin(settings: Recipe) -> str:

@@ -18,6 +18,9 @@ import ssl_vit
 from ssl_vit.comparison.config import load_comparison
 from ssl_vit.data import train_and_test
 from ssl_vit.data.overlap import saw_images
+from ssl_vit.data.packing import pack
+from ssl_vit.data.packing.plan import Options
+from ssl_vit.data.packing.sources import open_source
 from ssl_vit.interfaces import UserError
 from ssl_vit.recipe import load_recipe
 
@@ -166,6 +169,34 @@ def test_a_holdout_that_was_drawn_again_is_not_evaluated_on(my_images: Path) -> 
         ssl_vit.compare("own_images_cpu", data=my_images, arms=arms)
     with pytest.raises(UserError, match="trained on other shards"):
         ssl_vit.evaluate(run, "knn", data=my_images)
+    second = ssl_vit.train(
+        "pretrain_vit_tiny",
+        data={"train": f"{my_images}#train"},
+        run="runs/second",
+        init_from=str(run.dir),
+        quiet=True,
+        **SMALL,
+        **SHORT,
+    )
+    with pytest.raises(UserError, match=r"runs/held.*trained on other shards"):  # by the run that it starts from
+        ssl_vit.evaluate(second, "knn", data=my_images)
+    started = {"ssl": {"overrides": [f"init_from={run.dir}"]}}
+    with pytest.raises(UserError, match="trained on other shards"):
+        ssl_vit.compare("own_images_cpu", data=my_images, arms=started)
+
+
+def test_a_holdout_of_shards_that_was_drawn_again_is_not_evaluated_on(my_images: Path) -> None:
+    def make(**how: bool) -> None:
+        pack(open_source(str(my_images)), Path("shards"), Options(holdout=0.5), progress=False, **how)
+
+    make()
+    settings = {"data": {"train": "shards/train"}, "run": "runs/held", **SMALL, **SHORT}
+    run = ssl_vit.train("pretrain_vit_tiny", quiet=True, **settings)
+    assert len(ssl_vit.evaluate(run, "knn", data="shards").table)
+    Image.new("RGB", (32, 32)).save(my_images / "bee" / "new.png")
+    make(overwrite=True)
+    with pytest.raises(UserError, match="trained on other shards"):
+        ssl_vit.evaluate(run, "knn", data="shards")
 
 
 def test_a_train_folder_without_a_test_folder_is_a_dataset(tmp_path: Path) -> None:

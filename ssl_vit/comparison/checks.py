@@ -20,7 +20,7 @@ from ssl_vit.comparison.plan import Plan
 from ssl_vit.comparison.suites import prepare
 from ssl_vit.comparison.work import is_done
 from ssl_vit.data import mixture
-from ssl_vit.data.overlap import overlaps, redrawn
+from ssl_vit.data.overlap import overlaps
 from ssl_vit.data.packing.cache import check_outside
 from ssl_vit.data.shards import ShardSet, check_same_classes, open_shards, open_training
 from ssl_vit.evaluators import runner, several
@@ -35,7 +35,7 @@ from ssl_vit.recipe import Recipe, needs_labels, run_of, stages, training_places
 from ssl_vit.records import ComparisonRecord, TaskRecord
 from ssl_vit.report.read import PLAN
 from ssl_vit.results import Budget
-from ssl_vit.training import Precision, checkpoint, distributed
+from ssl_vit.training import Precision, distributed
 
 # The source that packing writes into info.json: the name, then the options that chose images.
 _PACKED = re.compile(
@@ -91,6 +91,7 @@ def check(
                 against = [opened[plan.part(name, "test", fold)] for name in sets]
                 for test in against:
                     _check_apart(training_places(with_data), shards, test)
+                    runs.check_holdout(with_data, None, test.spec)
                     _note_one_source(shards, test, say, f"arms.{arm} is pretrained on test images")
                 stage.check(with_data, shards)
                 if probe:
@@ -102,8 +103,7 @@ def check(
                 weights = expanded(study.comparison.arms[arm].weights or "")
                 for test in tests:
                     _check_apart(training_places(settings), None, test)
-                    if redrawn(settings.data.places, test.spec):
-                        checkpoint.check_data(run_of(weights), open_training(settings.data).fingerprint)
+                    runs.check_holdout(settings, run_of(weights), test.spec)
                 _check_run(settings, weights)
     plan = equalize(replace(plan, shards={key: part.fingerprint for key, part in opened.items()}), opened)
     missing = [task for task in plan.tasks if not is_done(plan, task)]

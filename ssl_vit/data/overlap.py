@@ -43,5 +43,11 @@ def saw_images(places: Iterable[str], of: str) -> bool:
 
 
 def redrawn(places: Iterable[str], of: str) -> bool:
-    """Whether training data and a set are parts of one folder of images without splits: its holdout changes with it."""
-    return "#" in (theirs := absolute(of)) and split_name(theirs)[0] in {split_name(absolute(one))[0] for one in places}
+    """Whether training data and a set are parts of one folder of images without splits, or shards that `shards make`
+    wrote together as parts of a holdout: the holdout changes with the images."""
+    theirs, ours = absolute(of), [*map(absolute, places)]
+    if "#" in theirs:
+        return split_name(theirs)[0] in {split_name(one)[0] for one in ours}
+    if "://" in theirs or Path(theirs).parent not in {Path(one).parent for one in ours} or not is_shards(theirs):
+        return False
+    return "part of holdout" in (open_shards(theirs).source or "")
