@@ -262,6 +262,9 @@ def test_embeddings_name_their_files_and_preprocess_gives_the_same_pixels(run: A
     lying.save(my_images.parent / "lying.jpg", exif=exif)
     with Image.open(my_images.parent / "lying.jpg") as image:
         torch.testing.assert_close(network.preprocess(image), network.preprocess(my_images.parent / "lying.jpg"))
+    gray = Image.fromarray((np.arange(20 * 30).reshape(20, 30) * 100).astype(">u2"))
+    gray.save(my_images.parent / "gray.tif")
+    torch.testing.assert_close(network.preprocess(gray), network.preprocess(my_images.parent / "gray.tif"))
     assert network.preprocess(lying.convert("CMYK")).shape == network.preprocess(lying).shape
     assert len(ssl_vit.embed(run, workers=0)) == 32, "by default the run's training images"
 

@@ -21,7 +21,7 @@ from ssl_vit.models.exchange import memory
 from ssl_vit.recipe import Recipe, run_recipe
 
 AnyImage = str | PathLike[str] | bytes | Image.Image
-_PNG_MODES = {"1", "L", "LA", "I", "I;16", "P", "RGB", "RGBA"}
+_PNG_MODES = {"1", "L", "LA", "P", "RGB", "RGBA"}
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,8 @@ class Preprocess:
         encoder, data = self.model.encoder, self.model.data
         if isinstance(image, Image.Image):
             buffer, upright = io.BytesIO(), ImageOps.exif_transpose(image)
-            (upright if upright.mode in _PNG_MODES else upright.convert("RGB")).save(buffer, "PNG")
+            mode = "I" if upright.mode.startswith("I") else upright.mode if upright.mode in _PNG_MODES else "RGB"
+            upright.convert(mode).save(buffer, "PNG")
             name, content = "image", buffer.getvalue()
         else:
             name, content = ("image", image) if isinstance(image, bytes) else (str(image), Path(image).read_bytes())

@@ -83,7 +83,8 @@ def to_stored(data: bytes, resize: int | None = None, quality: int = 95) -> tupl
     encoded = io.BytesIO()
     try:
         check_pixels(size[1], size[0])
-        if image.mode == "I":  # 16-bit PGM, as Pillow reads it, or 32-bit TIFF
+        if image.mode.startswith("I"):  # 16 bits in either byte order (Pillow resizes only one of them), or 32 bits
+            image = image.convert("I")
             low, high = cast(tuple[float, float], image.getextrema())
             if low < 0 or high > 65535:
                 raise ValueError("values outside 16 bits")

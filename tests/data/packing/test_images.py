@@ -84,6 +84,10 @@ def test_16_bit_files_of_other_kinds_keep_their_values() -> None:
     pgm = b"P5 60 40 65535\n" + np.asarray(GRAY16).astype(">u2").tobytes()
     for data in (pgm, encoded("TIFF", GRAY16)):
         np.testing.assert_array_equal(np.asarray(opened(to_stored(data)[1])), np.asarray(GRAY16))
+    big_endian = encoded("TIFF", Image.fromarray(np.asarray(GRAY16).astype(">u2")))
+    assert big_endian.startswith(b"MM")
+    for resize in (None, 20):
+        assert to_stored(big_endian, resize) == to_stored(encoded("TIFF", GRAY16), resize)
     wider = Image.fromarray(np.full((4, 4), 70_000, dtype=np.int32))
     with pytest.raises(BadSample, match="cannot be stored as PNG"):
         to_stored(encoded("TIFF", wider))
