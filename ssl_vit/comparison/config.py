@@ -92,7 +92,8 @@ class ComparisonConfig(Config):
     margin: differences within it count as equivalent (0.01: one percentage point).
     evaluators: settings by evaluator.
     jobs: local processes that run tasks (1: this process).
-    scheduler: address of a dask scheduler whose workers run the tasks, such as tcp://host:8786.
+    scheduler: address of a dask scheduler, such as tcp://host:8786, whose workers run the tasks. They share the
+        directory that the command runs in, and are started there.
     study: draw accuracy over `samples` (pretraining images) or `flops` (pretraining compute), a line per series, and
         compare arms of the same size instead of every pair.
     controls: repeats with other random seeds, where no difference is expected: `frozen`, two untrained encoders under

@@ -13,6 +13,7 @@ from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -203,6 +204,12 @@ def _dask(scheduler: str) -> Iterator[_Workers]:
             raise UserError(
                 f"scheduler={scheduler}: {len(threads)} workers; start them with one thread each, and so that they may "
                 f"start loader processes: DASK_DISTRIBUTED__WORKER__DAEMON=False dask worker {scheduler} --nthreads 1"
+            )
+        here = Path.cwd()
+        if elsewhere := {*client.run(Path.cwd).values()} - {here}:
+            raise UserError(
+                f"scheduler={scheduler}: workers run in {min(elsewhere)}, where relative paths name other files "
+                f"than in {here}; start them there"
             )
         executor = client.get_executor(pure=False)
         yield _Workers([executor] * len(threads), lambda broken: broken, KilledWorker)

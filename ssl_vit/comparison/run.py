@@ -15,7 +15,7 @@ from ssl_vit.comparison.config import Study
 from ssl_vit.comparison.executor import Say
 from ssl_vit.comparison.record import record_of
 from ssl_vit.comparison.weights import import_arms
-from ssl_vit.comparison.work import do
+from ssl_vit.comparison.work import do, is_done, path_of
 from ssl_vit.files import write_json, write_text
 from ssl_vit.interfaces import RunError, UserError, is_main_process, world_size
 from ssl_vit.progress import silent
@@ -84,6 +84,8 @@ def _run_tasks(study: Study, only: str | None, command: str, say: Say) -> Checke
     tasks = [task for task in missing if task.id in wanted]
     jobs, scheduler = (c.jobs, c.scheduler) if only is None else (1, None)
     executor.run(tasks, partial(do, plan), jobs=jobs, scheduler=scheduler, say=say)
+    if lost := [path_of(plan, task) for task in tasks if not is_done(plan, task)]:
+        raise RunError(f"{lost[0]}: not there, although its task has finished; workers must share run={plan.run}")
     return checked
 
 

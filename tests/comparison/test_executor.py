@@ -137,6 +137,10 @@ def test_a_dask_cluster_runs_the_tasks(tmp_path: Path) -> None:
         assert done(tmp_path) == {"a", "b", "c"}
         assert len({(tmp_path / name).read_text() for name in "ab"}) == 2, "both workers took part"
         assert any("about" in line for line in said)
+        with distributed.Client(address, set_as_default=False) as client:
+            client.run(os.chdir, tmp_path)
+        with pytest.raises(UserError, match=rf"workers run in {tmp_path}.*{Path.cwd()}; start them there"):
+            executor.run(tasks, partial(do, tmp_path), scheduler=address, say=said.append)
 
 
 def test_a_cluster_that_cannot_run_tasks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

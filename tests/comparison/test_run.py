@@ -477,6 +477,14 @@ def test_a_full_disk_is_named_and_the_same_command_completes(
     assert stamps(run).items() > before.items(), "what was stored stays"
 
 
+def test_a_result_that_is_missing_after_its_task_has_finished_is_an_error(
+    mini: Mini, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ssl_vit.comparison.executor.run", lambda *tasks, **options: None)  # wrote elsewhere
+    with pytest.raises(RunError, match=r"tasks/pretrain-ssl-0\.json: not there, .*share run="):
+        quietly(mini())
+
+
 def test_a_sweep_that_was_stopped_resumes_with_its_next_candidate(
     mini: Mini, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
