@@ -103,7 +103,9 @@ def _kept_dropout(comparison: Comparison) -> Iterator[tuple[str, str]]:
             kept = {
                 arm.label: arm.encoder["encoder"].get(key, 0.0)
                 for arm in arms
-                if key in settings and (settings | arm.own_settings(data, name))[key] is None
+                if key in settings
+                and (settings | arm.own_settings(data, name))[key] is None
+                and key not in swept(comparison, data, name, arm.name)
             }
             if len(set(kept.values())) > 1:
                 each = ", ".join(f"{label} {text(rate)}" for label, rate in kept.items())

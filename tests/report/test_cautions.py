@@ -71,8 +71,8 @@ def test_what_holds_for_some_of_several_datasets_names_them() -> None:
 
 
 def test_dropout_that_differs_in_fine_tuning_is_a_caution(folder: Path) -> None:
-    def cautioned(name: str, kept: float | None, **own: dict[str, float]) -> bool:
-        settings = {"digits": {"dropout": kept, "drop_path": 0.1}}
+    def cautioned(name: str, kept: float | None, sweep: Sequence[str] = (), **own: dict[str, float]) -> bool:
+        settings = {"digits": {"dropout": kept, "drop_path": 0.1, "sweep": dict.fromkeys(sweep, (0.0, 0.1))}}
         evaluators = {"fine_tune": EVALUATORS["fine_tune"].model_copy(update={"settings": settings})}
         rates = ({"dropout": 0.0, "drop_path": 0.0}, {"dropout": 0.1, "drop_path": 0.1})
         arms = [arm.model_copy(update={"encoder": {"encoder": r}}) for arm, r in zip(ARMS, rates, strict=True)]
@@ -81,6 +81,7 @@ def test_dropout_that_differs_in_fine_tuning_is_a_caution(folder: Path) -> None:
 
     assert cautioned("kept", None)
     assert not cautioned("set", 0.0)
+    assert not cautioned("swept", None, ["dropout"]) and cautioned("another swept", None, ["drop_path"])
     assert not cautioned("set for one arm", None, fine_tune={"dropout": 0.2})
 
 
