@@ -159,10 +159,10 @@ def _headline(comparison: Comparison, head: Difference, budgets: Sequence[Differ
         )
     if head.outcome == "undecided":
         sentence += f" {_plan(comparison, head)}"
-    each = " per fold" if comparison.record.folds > 1 else ""
+    kinds = {row.name: row.kind for row in comparison.record.arms}
     for arm in head.fixed:
-        pretrained = arm in {row.name for row in comparison.record.arms}
-        made, others = ("pretrained", "pretrainings") if pretrained else ("initialized", "initializations")
+        made, others = ("pretrained", "pretrainings") if arm in kinds else ("initialized", "initializations")
+        each = " per fold" if comparison.record.folds > 1 and kinds.get(arm) == "pretrained" else ""
         once = f"{_capital(comparison.spoken(arm))} was {made} only once{each}"
         sentence += f" {once}: the interval does not cover other {others}."
     return sentence

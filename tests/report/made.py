@@ -122,7 +122,7 @@ def write_comparison(
         )
     by_task: dict[str, Result] = {}
     for one in rows:
-        seeds = f"{one.pretraining_seed}-{one.seed}{one.variant}"
+        seeds = f"{one.pretraining_seed}-{one.seed}{one.variant}" + f"-fold{one.fold}" * (one.fold > 0)
         name = f"{one.data}-{one.evaluator}-{one.arm}-{one.labels_per_class}-{seeds}"
         by_task[name] = one
         tasks.append(
@@ -134,6 +134,7 @@ def write_comparison(
                 evaluator=one.evaluator,
                 labels_per_class=one.labels_per_class,
                 seed=one.seed,
+                fold=one.fold,
             )
         )
     kinds: dict[str, Literal["untrained", "pixels"]] = {"untrained": "untrained", "pixels": "pixels"}

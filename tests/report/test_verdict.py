@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ssl_vit.records import ArmRecord, Look
+from ssl_vit.records import ArmRecord, DataRecord, Look
 from ssl_vit.report import sequential
 from ssl_vit.report.read import read
 from ssl_vit.report.statistics import plan, points
@@ -309,6 +309,16 @@ def test_given_weights_are_one_pretraining(folder: Path) -> None:
     given = ArmRecord(name="ssl", label="mine", kind="weights", run="mine", architecture=ARMS[0].architecture)
     head = summary(folder, two_arms(0.2), arms=(given, ARMS[1])).headlines[0]
     assert (head.unit, head.fixed) == ("seed", ("ssl",))
+
+
+def test_only_what_is_pretrained_in_each_fold_is_said_to_be(folder: Path) -> None:
+    rows = [replace(one, fold=fold, evaluator="few_shot") for one in two_arms(0.2) for fold in (0, 1)]
+    rows = [replace(one, arm="untrained") if one.arm == "scratch" else one for one in rows]
+    tests = {f"digits test of fold {fold}": DataRecord(path="data", samples=107) for fold in (0, 1)}
+    given = ARMS[0].model_copy(update={"kind": "weights"})
+    for arm, once in ((ARMS[0], "was pretrained only once per fold: "), (given, "was pretrained only once: ")):
+        text = said(folder / arm.kind, rows, arms=(arm,), folds=2, data=tests)
+        assert once in text and "the untrained encoder was initialized only once: " in text.lower()
 
 
 def test_initializations_are_the_unit_of_an_untrained_encoder(folder: Path) -> None:
