@@ -175,7 +175,7 @@ def training_recipes(evaluator: Evaluator, like: Recipe, images: int, *, sweep: 
             stages.append(stage.model_copy(update={"training": training}))
     if not sweep:
         return stages[-1:]
-    counts = halved(len(stages), evaluator.config.held_out_repeats) if stages else []
+    counts = halved(len(stages), getattr(evaluator.config, "held_out_repeats", 1)) if stages else []
     return [stage for count in counts for stage in stages[-count:]]
 
 
@@ -198,7 +198,7 @@ def _train_images(
     if not evaluator.trains_encoder:
         images = choose_labeled(labels, budget, seed)
     else:
-        kept, held = held_out_split(labels, evaluator.config.held_out, 0, repeat)
+        kept, held = held_out_split(labels, getattr(evaluator.config, "held_out", 0.0), 0, repeat)
         allowed = np.full_like(labels, -1)
         allowed[kept] = labels[kept]
         if budget == ALL and include_held_out:

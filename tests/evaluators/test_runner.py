@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from pydantic import Field
 
+from ssl_vit.data import DataConfig
 from ssl_vit.evaluators import runner, selection
 from ssl_vit.evaluators.base import Classifier, LabeledConfig, Scored, SweepConfig
 from ssl_vit.evaluators.base import Evaluator as BaseEvaluator
@@ -18,6 +19,8 @@ from ssl_vit.evaluators.features import EvalContext, FeatureConfig, ImageSet
 from ssl_vit.evaluators.labels import choose_labeled, held_out_split, named
 from ssl_vit.evaluators.parts import Parts
 from ssl_vit.interfaces import Diverged, UserError
+from ssl_vit.models import EncoderConfig
+from ssl_vit.recipe import Recipe, load_recipe
 from ssl_vit.records import Cost, SweepRecord
 from ssl_vit.results import Prediction, Result, Table
 
@@ -155,6 +158,22 @@ def test_a_trainer_sweeps_on_held_out_training_images(context: EvalContext) -> N
     for key in context.features.asked:  # type: ignore[attr-defined]
         if key[1] == "train" and key[3] != np.sort(held).tobytes():
             assert not set(np.frombuffer(key[3], dtype=np.int64)) & set(held), "nothing trains on held-out images"
+
+
+def test_a_trainer_without_a_sweep_needs_no_held_out_images(context: EvalContext) -> None:
+    class Plain(LabeledConfig):
+        right: int = 2
+        fails: int = -1
+
+    class Staged(Trainer):
+        def stage(self, data: DataConfig, encoder: EncoderConfig, images: int, seed: int) -> Recipe:
+            return like
+
+    like = load_recipe("digits_ssl")
+    trainer = Staged(Plain(labels_per_class=[5, "all"]))  # type: ignore[arg-type]
+    rows, sweeps = runner.evaluate(trainer, context)
+    assert [(row.arm, row.labels) for row in rows] == [(arm, n) for arm in ("trained", "untrained") for n in (15, 140)]
+    assert not sweeps and runner.training_recipes(trainer, like, 15, sweep=True) == [like]
 
 
 def test_a_sweep_that_was_stopped_resumes(context: EvalContext, tmp_path: Path) -> None:
