@@ -18,7 +18,7 @@ from ssl_vit.comparison.sets import DataSet
 from ssl_vit.data import DataConfig, mixture
 from ssl_vit.evaluators import runner
 from ssl_vit.evaluators.base import Evaluator
-from ssl_vit.files import read_json, sha256
+from ssl_vit.files import read_json
 from ssl_vit.interfaces import UnknownObjective
 from ssl_vit.models import factory
 from ssl_vit.models.encoder import Encoder
@@ -190,8 +190,8 @@ class Design:
         sizes, preparation = self._sizes(arm, dropout=dropout)
         if sizes:
             return digest([sizes, preparation])
-        config = factory.find_weights(self.study.comparison.arms[arm].weights or "") / factory.CONFIG
-        return digest([sha256(config), preparation])
+        config = read_json(factory.find_weights(self.study.comparison.arms[arm].weights or "") / factory.CONFIG)
+        return digest([{key: value for key, value in config.items() if key != "imported"}, preparation])
 
     def outline(self, arm: str) -> Encoder:
         """The encoder of an arm's recipe, without weights, on the meta device."""

@@ -237,3 +237,16 @@ def test_weights_count_by_their_content(finished: Comparison, mini: Any, tmp_pat
     config["pretrained_cfg"]["mean"] = [0.25]
     (weights / "config.json").write_text(json.dumps(config))
     assert {"few_shot-given-0"} <= changed(before, now()) <= {"few_shot-given-0", "few_shot-untrained_given-0"}
+
+
+def test_what_weights_were_imported_from_is_not_of_their_architecture(
+    mini: Any, tmp_path: Path, make_encoder: Any, saved: Any
+) -> None:
+    arms = {}
+    for name, width in (("a", 16), ("b", 16), ("wide", 32)):
+        config = saved(tmp_path / name, make_encoder(width=width)) / "config.json"
+        config.write_text(json.dumps(json.loads(config.read_text()) | {"imported": {"from": name}}))
+        arms[name] = {"label": name, "weights": str(config.parent)}
+    plan = Plan(load_comparison(mini(arms=arms)))
+    assert [one.name for one in plan.references] == ["untrained", "untrained_wide", "pixels"]
+    assert plan.architecture("a") == plan.architecture("b") != plan.architecture("wide")
