@@ -114,8 +114,6 @@ def _run(plan: Plan, task: TaskRecord) -> tuple[list[Result], dict[str, Any]]:
         context = task_context(plan, task, task.seed)
         parts = Parts(path_of(plan, task).with_suffix(UNFINISHED), task.fingerprint, context)
         sweep, rows = runner.sweep(evaluator, context, row.source, task.labels_per_class, task.seed, parts)
-        measured = runner.budgets(evaluator, plan.study.comparison.labels_per_class)
-        rows = rows if task.labels_per_class in measured else []
         fields = {"sweep": sweep, "earlier_seconds": parts.earlier_seconds}
     elif row.kind == "control":
         for seed in pretraining_seeds:  # an untrained encoder each

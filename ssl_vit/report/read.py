@@ -190,7 +190,7 @@ def read_comparison(path: Path) -> Comparison:
         file = path / "tasks" / f"{task.id}.json"
         if done := results.finished(file, task.fingerprint):
             tasks[task.id] = done[1]
-            # Not the winner of an older sweep at a label budget that is no longer measured.
+            # Not the winner of a sweep at a label budget that is not measured.
             rows += [(row, file) for row in done[0] if task.kind != "sweep" or _cell(task) in planned]
     runs: dict[str, Run] = {}
     for arm, run in ((one.name, one.run) for one in record.arms if one.run):

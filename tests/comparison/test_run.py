@@ -87,6 +87,20 @@ def test_a_sweeps_winner_is_not_trained_again(finished: Comparison) -> None:
     assert other.selected == swept.selected
 
 
+def test_a_sweeps_winner_is_a_row_whenever_its_budget_is_measured(mini: Mini, tmp_path: Path) -> None:
+    arms = {"given": {"label": "given", "recipe": "digits_ssl", "overrides": STEPS}}
+
+    def budgets(*asked: int) -> list[int]:
+        tuning = TUNING | {"sweep_labels_per_class": 2}
+        recipe = mini(arms=arms, seeds=[0], evaluators={"fine_tune": tuning}, labels_per_class=[*asked])
+        return [int(budget) for budget in quietly(recipe).table.frame["labels_per_class"]]
+
+    assert budgets(2, 3) == [2, 3]
+    (tmp_path / "run" / "tasks" / "sweep_fine_tune-given-2.json").unlink()
+    assert budgets(3) == [3], "the sweep ran again"
+    assert budgets(2, 3) == [2, 3]
+
+
 def test_the_record_says_what_the_arms_are(finished: Comparison) -> None:
     ssl, scratch, supervised = finished.record.arms
     assert [arm.kind for arm in finished.record.arms] == ["pretrained", "scratch", "pretrained"]
