@@ -44,7 +44,7 @@ def comparison(preview: ComparisonDryRun, as_json: bool) -> None:
     print(f"tasks    {preview.tasks}, {preview.done} of them done; missing: {missing}")
     print(f"memory   up to {_number(round(preview.memory_mib, 1))} MiB for weights and activations")
     print(f"time     {_hours(preview.hours)} hours, the sum over all tasks (jobs={preview.jobs})")
-    print("         not included: classifiers on frozen features, and pictures")
+    print("         not included: classifiers on frozen features (except linear_probe with method=lars), and pictures")
     for arm in preview.not_estimated:
         print(f"note: {arm}: its weights have no recipe, so its time is not estimated")
     for arm in preview.differing:

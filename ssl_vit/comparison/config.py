@@ -43,7 +43,7 @@ class Arm(Config):
     architecture: timm's name of the weights in a file that does not state it.
     optional: skip the arm where its weights cannot be downloaded.
     like: for an arm from scratch (neither recipe nor weights): the arm whose architecture and image preparation it uses
-        (default: the first with an encoder).
+        (default: the arm `compute_of`, else the first with an encoder).
     compute_of: for an arm from scratch: name of a pretrained arm. Its fine-tuning is extended by the
         steps that cost the FLOPs of one pretraining of that arm.
     series: arms of one series are joined by a line in a study's figure (default: arms of one architecture).

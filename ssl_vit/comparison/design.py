@@ -49,7 +49,7 @@ class Row:
 
     @property
     def shift(self) -> int:
-        """Offset that is added to every seed except the one that draws the labeled images."""
+        """Offset that is added to every seed except those that draw the labeled images and select settings."""
         return _SHIFT if self.repeats else 0
 
     @property

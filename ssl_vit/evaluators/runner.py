@@ -93,7 +93,7 @@ def measure(
     """Fit to the labeled images of every budget and seed, and predict the test images.
 
     best: settings that a sweep selected (None: the only candidate, or select on a part of the labeled images).
-    shift: added to the seed of everything but the choice of the labeled images.
+    shift: added to the seed of everything but the choice of the labeled images and the selection of settings.
     The rows have `data` and `evaluator` "", the source as `arm` and `pretraining_seed` 0.
     """
     cells = [(budget, seed) for budget in budgets for seed in seeds]
