@@ -56,12 +56,14 @@ class Comparison:
 
     @cached_property
     def table(self) -> Table:
-        """The rows that statistics are computed from. In a cross-validation the folds are joined into one row."""
+        """The rows that statistics are computed from. Seeds added after the last look count from the next one on. In a
+        cross-validation the folds are joined into one row."""
+        table = sequential.without_new_seeds(self.record, self.measured)
         if self.record.folds == 1:
-            return self.measured
+            return table
         (data,) = self.record.metrics
         tests = [self.record.data[f"{data} test of fold {fold}"] for fold in range(self.record.folds)]
-        return self.measured.join_folds([test.samples or 0 for test in tests])
+        return table.join_folds([test.samples or 0 for test in tests])
 
     def label(self, arm: str) -> str:
         """An arm's name in a table."""
@@ -112,9 +114,7 @@ class Comparison:
     @cached_property
     def confidence(self) -> float:
         """Confidence of the intervals of differences; above 0.95 where seeds are added until headlines are decided."""
-        record = self.record
-        shares = [look.seeds / record.max_seeds for look in record.looks] if record.max_seeds else []
-        return sequential.confidence(shares, len(record.metrics)) if shares else 0.95
+        return sequential.confidence_of(self.record)
 
     @property
     def tested(self) -> tuple[str, ...]:

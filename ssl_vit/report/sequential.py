@@ -17,6 +17,9 @@ from scipy.optimize import brentq
 from scipy.special import ndtr
 from scipy.stats import norm
 
+from ssl_vit.records import ComparisonRecord
+from ssl_vit.results import Table
+
 MOST_LOOKS = 4  # each look widens the interval; each but the first adds at least a third of the seeds still allowed
 _POINTS = 801  # of the grid of each integral
 
@@ -49,6 +52,33 @@ def confidence(shares: Sequence[float], tests: int = 1) -> float:
     `tests`.
     """
     return 1 - tests * levels(shares, 0.05 / tests)[-1]
+
+
+def confidence_of(record: ComparisonRecord) -> float:
+    """Confidence of the intervals of a comparison's differences: that of its last look, before the first one that of
+    the first; 0.95 where no seeds are added."""
+    if not record.max_seeds:
+        return 0.95
+    seeds = [look.seeds for look in record.looks] or [len(_growing(record)[1])]
+    return confidence([count / record.max_seeds for count in seeds], len(record.metrics))
+
+
+def without_new_seeds(record: ComparisonRecord, table: Table) -> Table:
+    """The rows whose seeds the last look counted: the others belong to the next one."""
+    evaluators, seeds = _growing(record)
+    new = seeds[record.looks[-1].seeds :] if record.looks else ()
+    return (
+        Table([row for row in table.results if not (row.evaluator in evaluators and row.seed in new)]) if new else table
+    )
+
+
+def _growing(record: ComparisonRecord) -> tuple[set[str], tuple[int, ...]]:
+    """(evaluators, their seeds, which are added to until headlines are decided): those that train the encoder where
+    there is training from scratch, else those of frozen features."""
+    training = {name for name, evaluator in record.evaluators.items() if evaluator.trains_encoder}
+    if training and any(arm.kind == "scratch" for arm in record.arms):
+        return training, record.seeds
+    return {*record.evaluators} - training, record.frozen_seeds
 
 
 def _excess(z: float, grid: np.ndarray, density: np.ndarray, edge: float, scale: float, wanted: float) -> float:

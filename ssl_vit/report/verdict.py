@@ -38,7 +38,7 @@ def interval(comparison: Comparison, summary: Summary) -> str:
         "datasets, have intervals adjusted for their number (Holm): one excludes zero where Holm's test rejects. They "
         "are called equivalent where Bonferroni's interval, which is wider, lies within the margin."
     )
-    if comparison.record.looks:
+    if comparison.record.max_seeds:
         sentence += f" Intervals of differences have {100 * comparison.confidence:.1f}% confidence, for the looks."
     said = {arm for head in summary.headlines for arm in head.fixed}
     if once := [arm for arm in dict.fromkeys(arm for row in summary.means for arm in row.fixed) if arm not in said]:

@@ -87,7 +87,14 @@ def test_in_words_and_as_json(mini: Mini, monkeypatch: pytest.MonkeyPatch, tmp_p
     arguments = ["compare", str(mini()), "--dry-run"]
     text = CliRunner().invoke(app, arguments, catch_exceptions=False).stdout
     missing = "4, 0 of them done; missing: 1 pretrain"
-    for words in ("ssl", "scratch", missing, " hours, ", "(except linear_probe with method=lars)", "nothing was trained"):
+    for words in (
+        "ssl",
+        "scratch",
+        missing,
+        " hours, ",
+        "(except linear_probe with method=lars)",
+        "nothing was trained",
+    ):
         assert words in text
     found = json.loads(CliRunner().invoke(app, [*arguments, "--json"], catch_exceptions=False).stdout)
     assert found["arms"]["ssl"]["pretraining"]["steps"] == 2

@@ -256,6 +256,22 @@ def test_repeated_looks_widen_the_interval_and_are_named(tmp_path: Path) -> None
     assert "at most 8 seeds" in said
 
 
+def test_between_two_looks_only_the_seeds_of_the_last_one_count(tmp_path: Path) -> None:
+    done = tuple(Look(seeds=seeds, pretrainings=1, outcomes={"digits": "undecided"}) for seeds in (2, 4))
+    frozen = [replace(one, arm="untrained") for one in two_arms(evaluator="few_shot", seeds=6) if one.arm == "scratch"]
+    frozen += [one for one in two_arms(evaluator="few_shot", seeds=6) if one.arm == "ssl"]
+    for name, rows, arms in (("fine", [*two_arms(seeds=6), *frozen], ARMS), ("frozen", frozen, ARMS[:1])):
+        found = read([write_comparison(tmp_path / name, rows, arms=arms, max_seeds=8, looks=done)])
+        (head,) = summarize(found).headlines
+        assert head.seeds == 4 and head.estimate.confidence == 1 - sequential.levels([0.25, 0.5])[-1]
+        counted = {place: set(part["seed"]) for place, part in found.table.frame.groupby("evaluator")}
+        assert counted.pop("few_shot") == {*range(4 if name == "frozen" else 6)}
+        assert all(seeds == {0, 1, 2, 3} for seeds in counted.values()) and len(found.measured.results) == len(rows)
+    found = read([write_comparison(tmp_path / "first", two_arms(seeds=4), max_seeds=8, missing=("pretrain-ssl",))])
+    assert summarize(found).headlines[0].estimate.confidence == 1 - sequential.levels([0.5])[-1]
+    assert f"{100 * found.confidence:.1f}% confidence, for the looks" in interval(found, summarize(found))
+
+
 def test_what_pretraining_saw_and_an_arms_own_settings_are_notes(folder: Path) -> None:
     own = ARMS[1].model_copy(update={"evaluators": {"fine_tune": {"optim": {"lr": 0.5}}}})
     arms = (ARMS[0], own, SUPERVISED)
