@@ -182,23 +182,19 @@ def _plan(comparison: Comparison, head: Difference) -> str:
     if not more:
         return f"Neither more {name} nor more test images alone would decide a difference of this size."
     sentence = f"If the estimate stays the same, {' or '.join(more)} would decide."
-    if not units or record.looks:
+    if not units or record.max_seeds or (most := _most_seeds(comparison, head, units)) is None:
         return sentence
-    limit = ""
-    if name == "seeds":
-        most = _most_seeds(comparison, head, units)
-        if most is None:
-            return sentence
-        limit = f" --max-seeds {most}"
-    added = name if name == "seeds" else f"{name} or seeds"
-    return f"{sentence} `--until-decided{limit}` adds {added}; each look at the results widens the interval."
+    added = f"{name} or seeds" if head.unit == "pretraining" else name
+    advice = f"`--until-decided --max-seeds {most}` adds {added}"
+    return f"{sentence} {advice}; each look at the results widens the interval."
 
 
 def _most_seeds(comparison: Comparison, head: Difference, units: int) -> int | None:
     """The number of seeds that would decide a headline at the last of the most looks that there may be, if the estimate
-    stays the same. None: no number would. units: seeds that would decide without looks."""
+    stays the same. None: no number would. units: more seeds or pretrainings that would decide without looks."""
     tests, share = len(comparison.record.metrics), (1 - head.estimate.confidence) / (1 - comparison.confidence)
-    most, enough = head.seeds + units, head.seeds
+    per = head.seeds // head.estimate.units
+    most, enough = head.seeds + per * units, head.seeds
     while enough < most:
         enough = most
         confidence = sequential.confidence([*np.linspace(head.seeds / most, 1, sequential.MOST_LOOKS)], tests)
@@ -206,7 +202,7 @@ def _most_seeds(comparison: Comparison, head: Difference, units: int) -> int | N
         more, _ = plan(estimate, comparison.record.margin, tests, confidence)
         if more is None:
             return None
-        most = head.seeds + more
+        most = head.seeds + per * more
     return enough
 
 

@@ -397,6 +397,24 @@ def test_what_would_decide_counts_all_headlines_and_looks(folder: Path) -> None:
             assert needed and units < needed <= int(most[1]) - 4
 
 
+def test_the_advised_maximum_counts_seeds_also_where_pretrainings_are_added(folder: Path) -> None:
+    for made, added in ((3, "pretrainings or seeds"), (6, "seeds with one pretraining each"), (1, "seeds")):
+        rows = [
+            row(arm, 5, n, 0.5 + gain * (arm == "ssl"), images=400, pretraining_seed=n % made if arm == "ssl" else 0)
+            for arm in ("ssl", "scratch")
+            for n, gain in enumerate((0.09, 0.0, 0.03, 0.08, 0.0, 0.04))
+        ]
+        comparison = read([write_comparison(folder / str(made), rows, pretrainings=made)])
+        (head,) = summarize(comparison).headlines
+        text = verdict(comparison, summarize(comparison))[0]
+        most = re.search(rf"`--until-decided --max-seeds (\d+)` adds {added}; ", text)
+        assert text.startswith("Undecided") and most
+        seeds, units = int(most[1]), head.estimate.units
+        last = sequential.confidence([*np.linspace(6 / seeds, 1, 4)])
+        more, _ = plan(head.estimate.at(last), 0.01)
+        assert more and (seeds - 6) / (6 // units) >= more, "they decide at the last look"
+
+
 def test_the_compute_of_a_headline_is_known_although_another_arm_has_imported_weights(folder: Path) -> None:
     given = ArmRecord(name="given", label="given", kind="weights", run="w", starts_from="my.safetensors")
     rows = [*two_arms(0.2), *(replace(one, arm="given") for one in two_arms(0.3) if one.arm == "ssl")]
