@@ -159,7 +159,7 @@ class Objective(nn.Module):
         features_BD = self.encoder.represent(device_images(batch), self.config.pooling)
         projections_BD = self.projector(features_BD).float()
         kind = projections_BD.device.type
-        with torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext():
+        with nullcontext() if kind == "meta" else torch.autocast(kind, enabled=False):  # meta tensors have no autocast
             projections_BVD = projections_BD.unflatten(0, (-1, batch.views))
             invariance = (projections_BVD - projections_BVD.mean(1, keepdim=True)).square().mean()
             gaussian = sigreg(projections_BVD, directions_DK, self.config.points)
