@@ -53,7 +53,8 @@ def merge(origin: str, *layers: Any, lengths: bool = True) -> DictConfig:
     """Mappings, each merged onto those before it. What a `sweep` lists is keyed by dotted keys, however it was nested.
 
     origin: where they are from, for the message.
-    lengths: steps and epochs replace each other; empty `sweep` and `trackers` replace others.
+    lengths: steps and epochs replace each other; empty `sweep` and `trackers` replace others; a key that is given a
+        value leaves the sweep under it.
     Raises UserError naming a key that is a list in one and a mapping in another.
     """
     merged = OmegaConf.create()
@@ -83,6 +84,11 @@ def _drop_replaced(under: DictConfig, over: Any) -> None:
     for key in ("sweep", "trackers"):
         if over.get(key) == {}:
             under.pop(key, None)
+    if isinstance(swept := under.get("sweep"), DictConfig):
+        for key, value in flatten({key: value for key, value in over.items() if key != "sweep"}).items():
+            stem, dot, unit = key.rpartition(".")
+            for name in {unit} | LENGTHS if unit in LENGTHS and value is not None else {unit} - LENGTHS:
+                swept.pop(f"{stem}{dot}{name}", None)
     for key, value in over.items():
         if isinstance(below := under.get(key), DictConfig):
             _drop_replaced(below, value)

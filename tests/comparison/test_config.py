@@ -126,6 +126,17 @@ def test_an_empty_sweep_replaces_another(mini: Any) -> None:
     assert {len(one.candidates) for one in study.evaluators.values()} == {1}  # type: ignore[attr-defined]
 
 
+def test_one_value_replaces_the_values_of_a_sweep(mini: Any) -> None:
+    sweep = {"optim.lr": [0.1, 0.2], "training.steps": [3, 4], "head.mixup": [0.0, 0.2]}
+    arms = {"ssl": {"recipe": "digits_ssl"}, "scratch": {"evaluators": {"fine_tune": {"optim": {"lr": 0.5}}}}}
+    path = mini(arms=arms, evaluators={"fine_tune": {"sweep": sweep}})
+    given = ["evaluators.fine_tune.training.epochs=2", "evaluators.fine_tune.head.label_smoothing=0.1"]
+    configs = {arm: one for (_, _, arm), one in load_comparison(path, given).evaluators.items()}
+    assert configs["ssl"].sweep.keys() == {"optim.lr", "head.mixup"}  # type: ignore[attr-defined]
+    assert configs["scratch"].sweep.keys() == {"head.mixup"}  # type: ignore[attr-defined]
+    assert configs["scratch"].optim.lr == 0.5 and configs["ssl"].training.epochs == 2  # type: ignore[attr-defined]
+
+
 def test_a_sweep_may_be_nested_or_dotted(mini: Any) -> None:
     """Shipped recipes use dotted keys, and the command line nests them."""
     given = "evaluators.fine_tune.sweep.training.steps=[100,400]"
