@@ -17,6 +17,7 @@ import shutil
 import sys
 import warnings
 from collections.abc import Iterable, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import TextIO
 
@@ -96,12 +97,13 @@ def is_shards(place: str) -> bool:
 
 
 def _is_set(folder: Path) -> bool:
-    """Whether shards lie in the folder itself, finished or not. Tars alone do not count beside folders of images: the
-    archive of a dataset may still lie there."""
+    """Whether shards lie in the folder itself, finished or not. Tars alone do not count beside images or folders of
+    images: the archive of a dataset may still lie there."""
     if any(_lists_shards(folder / name) for name in _LISTS):
         return True
+    beside = (file.name for file in folder.glob("[!.]*"))
     inside = (file for sub in folder.glob("[!.]*/") for _, _, files in os.walk(sub) for file in files)
-    return any(folder.glob(TARS)) and not any(map(is_image, inside))
+    return any(folder.glob(TARS)) and not any(map(is_image, chain(beside, inside)))
 
 
 def _parts(folder: Path) -> list[str]:

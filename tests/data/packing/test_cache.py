@@ -173,11 +173,17 @@ def test_shards_are_read_where_they_are(few_digits: Path, own_cache: Path) -> No
     assert not own_cache.exists()
 
 
-def test_tars_alone_are_parts_but_no_archive_of_class_folders(tmp_path: Path) -> None:
+def test_tars_alone_are_parts_but_no_archive_beside_images(tmp_path: Path) -> None:
     class_folders(tmp_path / "flat", each=5)
     for place in ("flat", "pets"):
         write_tar(tmp_path / f"{place}/original.tar", {"0.png": encoded("PNG", 0)})
     assert open_shards("flat").classes == ("a", "b")
+    write_tar(tmp_path / "unlabeled/0.tar", {"0.png": encoded("PNG", 0)})
+    write(tmp_path / "unlabeled/._0.png", b"")  # a side file of macOS
+    assert open_shards("unlabeled").samples == 1
+    for n in range(2):
+        write(tmp_path / f"unlabeled/{n}.png", encoded("PNG", n))
+    assert open_shards("unlabeled").samples == 2
     write_tar(tmp_path / "logged/0.tar", {"0.png": encoded("PNG", 0)})
     write(tmp_path / "logged/logs/events", b"")
     assert open_shards("logged").samples == 1, "a folder without images hides no shards"
