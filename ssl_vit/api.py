@@ -16,7 +16,7 @@ from safetensors.torch import save as safetensors
 from torch import nn
 from torch.utils.tensorboard import SummaryWriter
 
-from ssl_vit import plugins, precision, recipe, stage
+from ssl_vit import plugins, precision, progress, recipe, runs, stage
 from ssl_vit.analysis import loaded
 from ssl_vit.data.overlap import overlaps, saw_images
 from ssl_vit.data.shards import ShardSet, check_same_classes, dropped_from, open_shards, open_training
@@ -53,14 +53,8 @@ def train(settings: Recipe, *, quiet: bool = False) -> Path:
     if asked not in ("no", training.precision) and accelerator.is_main_process:
         note = f"note: the launcher's mixed_precision={asked} is ignored: training.precision is {training.precision}"
         print(note, file=sys.stderr)
+    shards, job = _job(settings, accelerator, quiet=quiet)
     lock, finished = None, False
-    with shared_errors():
-        check_trackers(training.trackers)
-        shards = open_training(settings.data)
-        dropped = dropped_from([shards], settings.data)
-        job = stage.build(settings, shards, accelerator, run=run, quiet=quiet)
-        own = Dropped(dropped if accelerator.is_main_process else [])
-        job.callbacks = [*job.callbacks, own, *_probe(settings, shards, job)]
     try:
         with shared_errors(f"run={run}: cannot start"):
             if accelerator.is_main_process:
@@ -93,6 +87,30 @@ def train(settings: Recipe, *, quiet: bool = False) -> Path:
     if outcome.signal:
         raise stopped(outcome.signal)
     return run
+
+
+def dry_run(settings: Recipe) -> stage.DryRun:
+    """What `train` would do and cost, as `stage.dry_run` measures it. Raises UserError for what `train` refuses; bad
+    samples are seen where packing or the first two batches find them."""
+    settings = precision.resolve(settings, progress.say)
+    accelerator = make_accelerator(settings.training.precision, settings.training.timeout)
+    shards, job = _job(settings, accelerator, quiet=True)
+    with shared_errors():
+        if accelerator.is_main_process:
+            runs.check(settings.run_directory, settings, job.data)
+    return stage.dry_run(settings, shards, job=job)
+
+
+def _job(settings: Recipe, accelerator: distributed.Engine, *, quiet: bool) -> tuple[ShardSet, loop.Job]:
+    """The training images of a recipe and the job to train on them, with all callbacks. Nothing is written."""
+    with shared_errors():
+        check_trackers(settings.training.trackers)
+        shards = open_training(settings.data)
+        dropped = dropped_from([shards], settings.data)
+        job = stage.build(settings, shards, accelerator, run=settings.run_directory, quiet=quiet)
+        own = Dropped(dropped if accelerator.is_main_process else [])
+        job.callbacks = [*job.callbacks, own, *_probe(settings, shards, job)]
+    return shards, job
 
 
 def _probe(settings: Recipe, shards: ShardSet, job: loop.Job) -> list[Probe]:

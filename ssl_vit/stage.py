@@ -22,7 +22,7 @@ from ssl_vit.data.augment import color_augment
 from ssl_vit.data.images import train_transform
 from ssl_vit.data.order import LanePosition
 from ssl_vit.data.samples import Preprocess
-from ssl_vit.data.shards import ShardSet, open_training
+from ssl_vit.data.shards import ShardSet
 from ssl_vit.data.stream import train_source
 from ssl_vit.interfaces import Batch, UserError
 from ssl_vit.models import EncoderConfig, factory
@@ -70,6 +70,7 @@ def build(
     objective = build_objective(settings, encoder, classes or named)
     for name in unused_parameters(objective, settings.data.views):
         objective.get_parameter(name).requires_grad_(False)  # DDP would wait for its gradient
+    parameter_groups(objective, settings.optim.weight_decay, settings.optim.layer_decay)  # rejects what it cannot group
     needs_labels = getattr(objective, "needs_labels", False)
     if needs_labels and shards.conflict:
         raise UserError(shards.conflict)
@@ -152,8 +153,7 @@ def build_objective(settings: Recipe, encoder: factory.Encoder, classes: int | N
 
 
 def check(settings: Recipe, shards: ShardSet, *, classes: int | None = None, subset: np.ndarray | None = None) -> None:
-    """Raises UserError for anything that `build` or the optimizer rejects. Cheap: weights are read of `init_from`
-    alone."""
+    """Raises UserError for anything that `build` rejects. Cheap: weights are read of `init_from` alone."""
     accelerator, start = make_accelerator(settings.training.precision, settings.training.timeout), settings.init_from
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         source = factory.load(start) if start else None
@@ -162,8 +162,7 @@ def check(settings: Recipe, shards: ShardSet, *, classes: int | None = None, sub
             encoder = factory.build(settings.encoder)
             if source and start:
                 factory.initialize(encoder, source, start, settings.encoder.position_resampling)
-            job = build(settings, shards, accelerator, encoder=encoder, classes=classes, subset=subset, quiet=True)
-            parameter_groups(job.objective, settings.optim.weight_decay, settings.optim.layer_decay)
+            build(settings, shards, accelerator, encoder=encoder, classes=classes, subset=subset, quiet=True)
 
 
 def training_samples(shards: ShardSet, data: DataConfig) -> np.ndarray | None:
@@ -252,22 +251,21 @@ class DryRun:
         return self.steps * self.step_seconds / 3600
 
 
-def dry_run(settings: Recipe, shards: ShardSet | None = None, subset: np.ndarray | None = None) -> DryRun:
-    """Build the job as `api.train` does, take two batches and measure one micro-batch; no run is written.
+def dry_run(settings: Recipe, shards: ShardSet, subset: np.ndarray | None = None, *, job: Job | None = None) -> DryRun:
+    """Take two batches of a training and measure one micro-batch; no run is written.
 
-    shards: None opens those of the recipe.
     subset: see `build`.
+    job: what `build` made of these; None: it is built here.
 
     Times are this process's: the best of three forward and backward passes after a first one, and the second batch's
-    data. Memory is counted from the tensors that autograd keeps. Raises UserError for anything that would stop the run
-    before its first step.
+    data. Memory is counted from the tensors that autograd keeps. Raises UserError for anything that `build` rejects,
+    for unreadable data, and where the memory holds no micro-batch.
     """
     training = settings.training
     # Of each weight: itself, its gradient, the optimizer's state and the moving average.
     copies = 2 + memory.OPTIMIZER_COPIES[settings.optim.name] + bool(training.ema)
     accelerator = make_accelerator(training.precision, training.timeout)
-    shards = shards or open_training(settings.data)
-    job = build(settings, shards, accelerator, subset=subset, quiet=True)
+    job = job or build(settings, shards, accelerator, subset=subset, quiet=True)
     flops, parameters = training_flops(job.objective, settings.data.views), list(job.objective.parameters())
     batches = job.batches([LanePosition()] * job.lanes)
     next(batches)

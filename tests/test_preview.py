@@ -10,13 +10,15 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+import ssl_vit
 from ssl_vit import health
 from ssl_vit.cli import app
 from ssl_vit.interfaces import UserError
+from tests.data.packing.pictures import encoded, write
 
 
-def dry_run(*arguments: str) -> Any:
-    return CliRunner().invoke(app, ["train", "digits_ssl", "--dry-run", *arguments], catch_exceptions=False)
+def dry_run(*arguments: str, recipe: str = "digits_ssl") -> Any:
+    return CliRunner().invoke(app, ["train", recipe, "--dry-run", *arguments], catch_exceptions=False)
 
 
 def test_a_dry_run_counts_what_the_run_would_do_and_writes_nothing(
@@ -74,9 +76,24 @@ def test_doctor_looks_at_the_disk_of_a_home_directory(tmp_path: Path, monkeypatc
 
 def test_a_dry_run_refuses_what_the_run_would(few_digits: Path, tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("")
+    train, run = f"data.train={few_digits}/train", f"run={tmp_path}/run"
     with pytest.raises(UserError, match="is not empty and holds no run"):
-        dry_run(f"data.train={few_digits}/train", f"run={tmp_path}")
+        dry_run(train, f"run={tmp_path}")
     with pytest.raises(UserError, match=r"data\.workers=5"):
-        dry_run(f"data.train={few_digits}/train", "data.workers=5")
+        dry_run(train, "data.workers=5")
     with pytest.raises(UserError, match=r"training\.trackers|tracker"):
-        dry_run(f"data.train={few_digits}/train", f"run={tmp_path}/run", "training.trackers={foo: {}}")
+        dry_run(train, run, "training.trackers={foo: {}}")
+    with pytest.raises(UserError, match=r"optim\.layer_decay: timm defines no layer groups"):
+        dry_run(train, run, "encoder.name=pit_ti_224", "optim.layer_decay=0.5", recipe="supervised_resnet50")
+    for number in range(2):
+        write(tmp_path / f"images/{number}.png", encoded("PNG", number) if number else b"damaged")
+    images = [f"data.train={tmp_path}/images", "training.batch_size=1", "data.lanes=1"]
+    with pytest.raises(UserError, match=r"0\.png.*data\.on_bad_sample=fail"):
+        dry_run(run, *images, "data.on_bad_sample=fail")
+    with pytest.raises(UserError, match=r"images: no sample has a label"):
+        dry_run(run, *images, "probe.every=1")
+    steps = "training.steps=1"
+    ssl_vit.train("digits_ssl", data={"train": str(few_digits / "train")}, run=tmp_path / "run", training={"steps": 1})
+    dry_run(train, run, steps)
+    with pytest.raises(UserError, match="was trained on other shards"):
+        dry_run(f"data.train={few_digits}/test", run, steps)

@@ -33,22 +33,18 @@ def train(
     from ssl_vit import recipe as recipes
 
     settings = recipes.load_recipe(recipe, overrides or [])
-    from ssl_vit import functions, precision, progress, runs  # torch, after the keys were checked
-
     if dry_run:
+        from ssl_vit import api  # torch, after the keys were checked
         from ssl_vit.cli import previewed
-        from ssl_vit.stage import dry_run as measure
-        from ssl_vit.training.logging import check_trackers
 
-        check_trackers(settings.training.trackers)
-        settings = precision.resolve(settings, progress.say)
-        runs.check(settings.run_directory, settings)
-        measured = measure(settings)
+        measured = api.dry_run(settings)
         if is_main_process():
             previewed.stage(measured, as_json)
         return
     if as_json:
         raise UserError("--json requires --dry-run")
+    from ssl_vit import functions
+
     run = functions.train(settings).dir
     if is_main_process():
         name, train = shlex.quote(str(run)), settings.data.train

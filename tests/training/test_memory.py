@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from timm.models.vision_transformer import Block
 from torch import nn
 
-from ssl_vit import api, recipe, stage
+from ssl_vit import api, recipe
 from ssl_vit.interfaces import Batch, RunError, StepOutput, UserError
 from ssl_vit.objectives import masked_patch
 from ssl_vit.training import memory
@@ -60,13 +60,13 @@ def test_a_dry_run_measures_a_micro_batch_that_the_memory_holds(
 
     monkeypatch.setattr(memory, "forward_backward", limited)
     with pytest.raises(UserError, match=r"training\.auto_batch=true"):
-        stage.dry_run(settings(tmp_path))
+        api.dry_run(settings(tmp_path))
     if fits == 8:  # a quarter of the batch: one lane of four
-        stage.dry_run(settings(tmp_path, "training.auto_batch=true"))
+        api.dry_run(settings(tmp_path, "training.auto_batch=true"))
         assert set(sizes) == {8}
     else:
         with pytest.raises(UserError, match=r"micro-batch of 8 images; set a lower training\.batch_size"):
-            stage.dry_run(settings(tmp_path, "training.auto_batch=true"))
+            api.dry_run(settings(tmp_path, "training.auto_batch=true"))
 
 
 def test_a_dry_run_counts_the_memory_of_the_optimizer(
@@ -77,7 +77,7 @@ def test_a_dry_run_counts_the_memory_of_the_optimizer(
 
     monkeypatch.setattr(torch, "zeros_like", full)
     with pytest.raises(UserError, match=r"does not hold a micro-batch"):
-        stage.dry_run(settings(tmp_path))
+        api.dry_run(settings(tmp_path))
 
 
 def test_auto_batch_takes_the_largest_micro_batch_that_fits_and_leaves_no_trace(
@@ -109,7 +109,7 @@ def test_the_gradients_of_earlier_micro_batches_are_counted(
         return len(copies) == 2
 
     monkeypatch.setattr(memory, "_fits", fits)
-    stage.dry_run(given)
+    api.dry_run(given)
     assert copies == [2, 3], "AdamW's two, and the gradients"
 
 
