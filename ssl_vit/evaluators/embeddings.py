@@ -13,7 +13,7 @@ from ssl_vit.analysis import loaded
 from ssl_vit.data.shards import ShardSet, dropped_from, open_shards
 from ssl_vit.evaluators.features import EvalContext, ImageSet, extract
 from ssl_vit.files import atomic_file
-from ssl_vit.interfaces import Batch, without_credentials
+from ssl_vit.interfaces import Batch, printable, without_credentials
 from ssl_vit.models import Pooling
 from ssl_vit.training.distributed import gather, make_accelerator
 from ssl_vit.training.memory import out_of_memory
@@ -49,7 +49,7 @@ def embed(
     with out_of_memory(lambda: "lower batch_size"):
         features = extract(ImageSet(context, "trained", "all"), read, what="embeddings", needs_labels=False)
     keys = {image: key for keys_of_rank in gather(own_keys) for image, key in keys_of_rank.items()}
-    columns = {"key": [keys[image] for image in features.images.tolist()], "label": features.labels}
+    columns = {"key": [printable(keys[image]) for image in features.images.tolist()], "label": features.labels}
     frame = pd.DataFrame(columns | {"embedding": list(features.vectors)})
     if (names := file_names(opened)).any():
         frame.insert(1, "file", names[features.images])

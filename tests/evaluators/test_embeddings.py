@@ -105,6 +105,16 @@ def test_a_written_table_has_no_credentials_of_urls(weights: Path, shards: Path,
     assert frame.attrs["skipped"][0]["shard"].endswith("SECRET")
 
 
+def test_keys_that_are_not_utf8_are_escaped(weights: Path, tmp_path: Path, call: Call) -> None:
+    write_tar(tmp_path / "shards" / "0.tar", {"caf\udce9.png": encoded(Image.fromarray(pixels(0)))})
+    for name, read in (
+        ("e.parquet", lambda file: pd.read_parquet(file)["key"]),
+        ("e.npz", lambda f: np.load(f)["keys"]),
+    ):
+        assert call("embed", weights, tmp_path / "shards", "--out", tmp_path / name, "--workers", 0) == (0, "")
+        assert read(tmp_path / name).tolist() == [r"caf\udce9"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "parts"),
     [
