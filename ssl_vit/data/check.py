@@ -19,7 +19,7 @@ from ssl_vit.data.shards.info import open_set
 from ssl_vit.data.shards.reading import ShardFile
 from ssl_vit.data.verify import check_set, images_by_class, local
 from ssl_vit.files import expanded
-from ssl_vit.interfaces import UserError
+from ssl_vit.interfaces import UserError, printable
 
 # Unrelated photographs of Imagenette (750,000 pairs) differ in at least 11 bits. Of 517,320 pairs of different digits,
 # 27 differ in at most 4 bits, none of them in less than 9 gray levels. Copies that were resized or compressed again
@@ -79,7 +79,8 @@ def check_data(place: str | Path, *, jobs: int | None = None, progress: bool = T
         defects, shards = check_set(folder, info, jobs, progress, look=_picture)
         if not packed:  # what packing dropped
             bad += [(part, entry.file, entry.reason) for entry in (info.dropped if info else ())]
-        bad += [(part, f"{entry.shard} {entry.key}".strip(), f"{entry.kind}: {entry.detail}") for entry in defects]
+        found = [(f"{entry.shard} {entry.key}".strip(), f"{entry.kind}: {entry.detail}") for entry in defects]
+        bad += [(part, printable(file), printable(reason)) for file, reason in found]
         pictures[part] = [picture for shard in shards for picture in shard.seen]
         counts[part] = pd.Series(images_by_class(info, shards), dtype=int)
     table = pd.DataFrame(counts).fillna(0).astype(int)
@@ -106,7 +107,7 @@ class _Picture:
 def _picture(shard: ShardFile, position: int, data: bytes, image: Image.Image) -> _Picture:
     image = eight_bits(image).convert("L")
     return _Picture(
-        file=shard.file_name(position) or shard.samples[position].key,
+        file=shard.file_name(position) or printable(shard.samples[position].key),
         sha256=hashlib.sha256(data).digest(),
         bits=int.from_bytes(np.packbits(imagehash.phash(image).hash).tobytes()),
         thumbnail=image.resize(_THUMBNAIL).tobytes(),

@@ -144,3 +144,10 @@ def test_a_class_without_a_readable_image_is_missing(tmp_path: Path) -> None:
     write_tar(tmp_path / "train" / "0.tar", labeled([b"0", b"1"]))
     write_tar(tmp_path / "test" / "0.tar", labeled([b"0", b"1"]) | {"1.png": b"junk"})
     assert check_data(tmp_path, progress=False).missing_classes == {"train": [], "test": ["1"]}
+
+
+def test_keys_that_are_not_utf8_are_escaped(tmp_path: Path) -> None:
+    for part in ("train", "test"):
+        write_tar(tmp_path / part / "0.tar", {"\udce9.png": encoded(scene(0)), "bad\udce9.png": b"junk"})
+    found = check_data(tmp_path, progress=False)
+    assert found.bad_files["file"].tolist() == [r"0.tar bad\udce9"] * 2 and found.leaks["file"].tolist() == [r"\udce9"]
