@@ -152,8 +152,7 @@ class Trainer:
         self.state.parts = {"progress": self.progress, "scaler": self.scaler, "log": self.log, **named}
         self.signal, self.last, self.window_ends, self.finished = 0, False, False, False
         self.skips: list[SkippedSample] = []
-        self.request = StopRequest()
-        self.window = Window(self.progress.step)
+        self.request, self.window = StopRequest(), Window(self.progress.step)
 
     def run(self, request: StopRequest) -> Outcome:
         """The whole training; see `train`."""
@@ -190,7 +189,8 @@ class Trainer:
             self.request.waiting = not distributed.several()  # several save together, at the end of a step
             yield
         except Stopped:
-            self.request.waiting = False
+            if self.average:
+                self.average.restore()  # the signal may have interrupted that
             if self.progress.step and not distributed.several():
                 self.window_ends = bool(self.window.steps)  # they are checked before a checkpoint keeps their weights
                 if self.window_ends:

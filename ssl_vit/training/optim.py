@@ -112,6 +112,7 @@ class WeightAverage:
         self.decay = decay
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.values = {name: p.detach().clone() for name, p in self.parameters.items()}
+        self.originals: dict[str, torch.Tensor] = {}  # the model's weights while the average is swapped in
 
     def update(self, step: int) -> None:
         """After optimizer step `step` (from 0). The first steps count for more, as in TensorFlow's average."""
@@ -128,10 +129,16 @@ class WeightAverage:
     @torch.no_grad()
     def swapped_in(self) -> Iterator[None]:
         """The model holds the average meanwhile. Not for sharded models."""
-        originals = {name: parameter.clone() for name, parameter in self.parameters.items()}
-        self.apply()
+        self.originals = {name: parameter.clone() for name, parameter in self.parameters.items()}
         try:
+            self.apply()
             yield
         finally:
-            for name, parameter in self.parameters.items():
-                parameter.copy_(originals[name])
+            self.restore()
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Give the model the weights that were swapped out, if any; also after a call that a signal interrupted."""
+        for name, original in self.originals.items():
+            self.parameters[name].copy_(original)
+        self.originals = {}

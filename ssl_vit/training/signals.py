@@ -37,6 +37,7 @@ class StopRequest:
 
     def handle(self, number: int, frame: FrameType | None) -> None:
         if self.number and time.monotonic() - self.asked > _ONE_REQUEST:
+            self.waiting = False
             raise stopped(number)  # asked again: stop at once
         if not self.number:
             self.number, self.asked = number, time.monotonic()
@@ -45,6 +46,7 @@ class StopRequest:
 
     def interrupt_waiting(self, number: int, frame: FrameType | None) -> None:
         if self.waiting:
+            self.waiting = False  # once: what follows restores and saves
             raise stopped(self.number)
 
     def agreed(self) -> int:

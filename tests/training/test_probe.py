@@ -25,6 +25,7 @@ from ssl_vit.interfaces import Stopped
 from ssl_vit.models import factory
 from ssl_vit.training import ProbeConfig, checkpoint, signals
 from ssl_vit.training.distributed import make_accelerator
+from ssl_vit.training.optim import WeightAverage
 from tests.processes.reading import rows as lines
 
 Train = Callable[..., Path]
@@ -102,24 +103,37 @@ def test_a_probe_sees_the_averaged_weights_that_are_published(
     assert all(torch.equal(kept[name], tensor) for name, tensor in again.items()), "training continues from its own"
 
 
+@pytest.mark.parametrize("during", ["probe", "apply", "restore"])
 def test_a_signal_ends_a_long_probe_and_the_next_start_repeats_it(
-    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, during: str
 ) -> None:
-    def endless(self: OnlineProbe, objective: torch.nn.Module) -> float:
+    """Also one that comes while the averaged weights are swapped in or out."""
+
+    def endless(*_: Any) -> float:
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(100)
         return 0.5
+
+    def half(average: WeightAverage) -> None:
+        with torch.no_grad():
+            next(iter(average.parameters.values())).zero_()
+        patch.undo()
+        endless()
 
     keys = ["training.ema=0.5", "encoder.dropout=0.1", "probe.every=5", "probe.images=20", "probe.labels_per_class=1"]
     monkeypatch.setattr(OnlineProbe, "__call__", lambda self, objective: 0.5)
     train(tmp_path / "whole", *keys)
     monkeypatch.setattr(signals, "_PATIENCE", 0.1)
-    monkeypatch.setattr(OnlineProbe, "__call__", endless)
+    patch = pytest.MonkeyPatch()
+    if during == "probe":
+        patch.setattr(OnlineProbe, "__call__", endless)
+    else:
+        patch.setattr(WeightAverage, during, half)
     with pytest.raises(Stopped) as stop:
         train(tmp_path / "run", *keys)
     assert stop.value.code == 75
     assert [path.name for path in checkpoint.folders(tmp_path / "run")] == ["step_00000005"]
-    monkeypatch.setattr(OnlineProbe, "__call__", lambda self, objective: 0.5)
+    patch.undo()
     train(tmp_path / "run", *keys)
     assert [row["step"] for row in lines(tmp_path / "run") if "probe_accuracy" in row] == [5, 10, 12]
     for name in ("encoder", "training"):
