@@ -6,7 +6,6 @@ tensors. Flip, color augmentation (`augment.py`) and normalization run on the de
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
@@ -14,12 +13,12 @@ from functools import partial
 import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812
-from PIL import Image, ImageOps
+from PIL import Image
 from torchvision.transforms import InterpolationMode, v2
 
 from ssl_vit.data import MAX_PIXELS, AugmentConfig, DataConfig
 from ssl_vit.data.headers import check_pixels
-from ssl_vit.data.jpeg import Jpeg, unreadable
+from ssl_vit.data.jpeg import Jpeg, orientation, unreadable, upright
 from ssl_vit.data.packing.images import open_header
 from ssl_vit.data.shards.info import IMAGE_EXTENSIONS
 from ssl_vit.interfaces import BadSample, Size, UserError, pair
@@ -79,10 +78,9 @@ def _open(data: bytes, channels: int, max_pixels: int) -> Picture:
             check_pixels(jpeg.height, jpeg.width, max_pixels)
             return jpeg
     image = open_header(data, max_pixels=max_pixels)
-    with suppress(SyntaxError, ValueError, struct.error):  # damaged EXIF: as without it
-        ImageOps.exif_transpose(image, in_place=True)
     pixels = np.array(eight_bits(image).convert(_PIL_MODES[channels]))
-    return Pixels(torch.from_numpy(pixels.reshape(*pixels.shape[:2], channels)).permute(2, 0, 1))
+    stored = torch.from_numpy(pixels.reshape(*pixels.shape[:2], channels)).permute(2, 0, 1)
+    return Pixels(upright(stored, orientation(image)))
 
 
 Transform = Callable[[Picture], torch.Tensor]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
+from contextlib import suppress
 
 import numpy as np
 import simplejpeg
@@ -46,7 +47,10 @@ class Jpeg:
         self.frame, kind, exif = _scan(data)
         rows, columns = (int.from_bytes(data[self.frame + n : self.frame + n + 2], "big") for n in (3, 5))
         self.stored = (rows, columns)
-        self.orientation = _orientation(data) if exif else 1
+        self.orientation = 1
+        if exif:
+            with Image.open(io.BytesIO(data), formats=("JPEG",)) as image:
+                self.orientation = orientation(image)
         upright = self.stored if self.orientation < 5 else self.stored[::-1]
         self.height, self.width = upright
         whole = data.rfind(b"\xff\xd9", len(data) - _TAIL) >= 0
@@ -90,7 +94,20 @@ class Jpeg:
         return self._upright(_tensor(pixels))[:, top // factor : end[0], left // factor : end[1]]
 
     def _upright(self, pixels: torch.Tensor) -> torch.Tensor:
-        return _UPRIGHT[self.orientation](pixels) if self.orientation in _UPRIGHT else pixels
+        return upright(pixels, self.orientation)
+
+
+def orientation(image: Image.Image) -> int:
+    """The EXIF orientation of an opened image; 1, upright, where it has none that can be read."""
+    with suppress(Exception):  # Pillow's parsers raise many types
+        value = int(image.getexif()[_ORIENTATION])
+        return value if value in _UPRIGHT else 1
+    return 1
+
+
+def upright(pixels: torch.Tensor, orientation: int) -> torch.Tensor:
+    """Pixels (C, height, width) of an image with this EXIF orientation, put upright."""
+    return _UPRIGHT[orientation](pixels) if orientation in _UPRIGHT else pixels
 
 
 def unreadable(error: Exception) -> BadSample:
@@ -120,9 +137,3 @@ def _scan(data: bytes) -> tuple[int, int, bool]:
         # A marker may be preceded by any number of filling 0xFF bytes.
         offset += 1 if marker == 0xFF else 2 + int.from_bytes(data[offset + 2 : offset + 4], "big")
     raise ValueError("no frame header in the JPEG")
-
-
-def _orientation(data: bytes) -> int:
-    with Image.open(io.BytesIO(data), formats=("JPEG",)) as image:
-        value = int(image.getexif().get(_ORIENTATION, 1))
-        return value if value in _UPRIGHT else 1
