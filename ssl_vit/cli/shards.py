@@ -40,7 +40,10 @@ def shards_make(
         ),
     ] = "shuffle",
     holdout: Annotated[
-        float, typer.Option(min=0, max=0.9, help="Fraction of each class for OUT/test; the rest goes to OUT/train.")
+        float,
+        typer.Option(
+            min=0, max=0.9, help="Fraction of each class, or of unlabeled images, for OUT/test; the rest is OUT/train."
+        ),
     ] = 0.0,
     folds: Annotated[
         int | None, typer.Option(min=2, help="Number of folds of a cross-validation: OUT/fold_0, OUT/fold_1 and so on.")

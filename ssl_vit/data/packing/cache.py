@@ -32,7 +32,7 @@ from ssl_vit.data.shards.info import ABOUT, INFO, MAX_INFO_BYTES, RECORD, TARS
 from ssl_vit.files import expanded
 from ssl_vit.interfaces import UserError, printable
 
-HOLDOUT = 0.2  # of each class, for `#test` of data without splits
+HOLDOUT = 0.2  # of each class or all images, for `#test` of data without splits
 _PART = re.compile(r"(?P<place>.+)#(?P<part>[\w.-]+)")
 _LISTS = (INFO, ABOUT, RECORD)
 _SET = re.compile(r".+-[0-9a-f]{16}")  # the name of a folder in the cache; see `_set`
@@ -44,7 +44,8 @@ def folder_of(spec: str) -> str:
 
     spec: shards; or images as `open_source` takes them, but a name on the hub only as `hf:NAME`. `PLACE#PART` is one
         part of either: a folder of shards in PLACE; a split of the images; or, of images without splits, `#train` and
-        `#test` of a stratified holdout (a fifth of each class). `#test` is the validation split where there is no test.
+        `#test` of a stratified holdout (a fifth of each class, or of images without classes). `#test` is the validation
+        split where there is no test.
 
     Raises UserError for what cannot be found or read, RunError where the disk fails.
     """
@@ -228,7 +229,8 @@ def _pack(place: str, sources: dict[str, Source], options: Options, folder: Path
     for part, source in sources.items():
         pack(source, folder / part, options)
     if options.holdout:
-        print(f"{place}: no test split: a fifth of each class is held out as {place}#test", file=sys.stderr)
+        what = next(iter(sources.values())).held_out_from
+        print(f"{place}: no test split: a fifth of {what} is held out as {place}#test", file=sys.stderr)
 
 
 def cache() -> Path:

@@ -25,8 +25,9 @@ class Options(Config):
     seed: seed of the shuffle, the holdout, the folds and the subset.
     order: `shuffle`: over all images; `stratified`: shuffled, with each class spread evenly over the shards;
         `source`: as in the source, also within train and test.
-    holdout: fraction of each class that goes to out/test while the rest goes to out/train; both are shard sets. A
-        class of one image stays in train. Where the source has groups, a fraction of the groups instead.
+    holdout: fraction of each class (of an unlabeled source: of all images) that goes to out/test while the rest goes
+        to out/train; both are shard sets. A class of one image stays in train. Where the source has groups, a fraction
+        of the groups instead.
     subset: images per class (of an unlabeled source: in total), or all that a class has. A larger subset holds the
         smaller ones. The test images of a holdout do not depend on it.
     keep_names: store the source's file names, as KEY.json.
@@ -66,8 +67,8 @@ def plan_shards(source: Source, options: Options) -> dict[str, list[np.ndarray]]
         parts = {"train": np.setdiff1d(everything, test, assume_unique=True), "test": test}
         if not all(map(len, parts.values())):
             raise UserError(
-                f"{source.name}: {source.count} images are too few: holding out {options.holdout:g} of each class "
-                "leaves train or test empty; add images"
+                f"{source.name}: {source.count} images are too few: holding out {options.holdout:g} of "
+                f"{source.held_out_from} leaves train or test empty; add images"
             )
     first = next(iter(parts))
     if options.subset is not None:

@@ -59,7 +59,8 @@ def test_class_folders_are_packed_once_and_held_out_by_class(
     assert len(train) == 16 and [label for _, label in test] == [b"0", b"0", b"1", b"1"]
     assert not {file for file, _ in train} & {file for file, _ in test}
     assert len({file for file, _ in train + test}) == 20 and ("a/0.png", b"0") in train + test
-    assert capsys.readouterr().err.count("packing 20 images") == 1
+    shown = capsys.readouterr().err
+    assert shown.count("packing 20 images") == 1 and "a fifth of each class is held out as pets#test" in shown
     assert open_shards("pets").samples == 20 and open_shards("imagefolder:pets").samples == 20
     assert len([path for path in own_cache.iterdir() if path.is_dir()]) == 2, "whole, and in two parts"
 
@@ -91,10 +92,12 @@ def test_a_layout_with_splits_is_packed_at_once_with_one_list_of_classes(
         open_shards("pets")
 
 
-def test_flat_folders_and_tables_are_data_too(tmp_path: Path) -> None:
+def test_flat_folders_and_tables_are_data_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for n in range(5):
         write(tmp_path / f"flat/{n}.png", encoded("PNG", n))
     assert open_shards("flat").samples == 5 and not open_shards("flat").labeled
+    assert (open_shards("flat#train").samples, open_shards("flat#test").samples) == (4, 1)
+    assert "a fifth of the images is held out as flat#test" in capsys.readouterr().err
     rows = [{"image": {"bytes": encoded("PNG", n), "path": None}, "label": f"c{n % 2}"} for n in range(10)]
     pd.DataFrame(rows).to_parquet("table.parquet")
     assert open_shards("table.parquet").classes == ("c0", "c1")

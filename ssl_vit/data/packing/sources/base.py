@@ -51,6 +51,13 @@ class Source:
     def count(self) -> int:
         return len(self.items)
 
+    @property
+    def held_out_from(self) -> str:
+        """What a holdout takes a fraction of, as text."""
+        if self.groups is not None:
+            return "the groups"
+        return "the images" if self.labels is None else "each class"
+
 
 @dataclass(frozen=True)
 class FileReader:
