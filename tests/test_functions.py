@@ -265,6 +265,9 @@ def test_embeddings_name_their_files_and_preprocess_gives_the_same_pixels(run: A
     gray = Image.fromarray((np.arange(20 * 30).reshape(20, 30) * 100).astype(">u2"))
     gray.save(my_images.parent / "gray.tif")
     torch.testing.assert_close(network.preprocess(gray), network.preprocess(my_images.parent / "gray.tif"))
+    for values in (np.asarray(gray, np.float32) / 6e4, np.asarray(gray, np.int32) * 2):
+        with pytest.raises(UserError, match=r"mode F.*scale them to 8 or 16 bits|outside 16 bits"):
+            network.preprocess(Image.fromarray(values))
     assert network.preprocess(lying.convert("CMYK")).shape == network.preprocess(lying).shape
     assert len(ssl_vit.embed(run, workers=0)) == 32, "by default the run's training images"
 

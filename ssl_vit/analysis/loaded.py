@@ -21,7 +21,7 @@ from ssl_vit.models.exchange import memory
 from ssl_vit.recipe import Recipe, run_recipe
 
 AnyImage = str | PathLike[str] | bytes | Image.Image
-_PNG_MODES = {"1", "L", "LA", "P", "RGB", "RGBA"}
+_KEPT_MODES = {"1", "L", "LA", "P", "RGB", "RGBA", "F"}
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,9 @@ class Preprocess:
         encoder, data = self.model.encoder, self.model.data
         if isinstance(image, Image.Image):
             buffer, upright = io.BytesIO(), ImageOps.exif_transpose(image)
-            mode = "I" if upright.mode.startswith("I") else upright.mode if upright.mode in _PNG_MODES else "RGB"
-            upright.convert(mode).save(buffer, "PNG")
+            mode = "I" if upright.mode.startswith("I") else upright.mode if upright.mode in _KEPT_MODES else "RGB"
+            # A TIFF keeps all values; those that fit no PNG are refused below, as in a file.
+            upright.convert(mode).save(buffer, "TIFF" if mode in ("I", "F") else "PNG")
             name, content = "image", buffer.getvalue()
         else:
             name, content = ("image", image) if isinstance(image, bytes) else (str(image), Path(image).read_bytes())

@@ -83,6 +83,8 @@ def to_stored(data: bytes, resize: int | None = None, quality: int = 95) -> tupl
     encoded = io.BytesIO()
     try:
         check_pixels(size[1], size[0])
+        if image.mode == "F":
+            raise ValueError("its pixels are floats (mode F), whose range is not known; scale them to 8 or 16 bits")
         if image.mode.startswith("I"):  # 16 bits in either byte order (Pillow resizes only one of them), or 32 bits
             image = image.convert("I")
             low, high = cast(tuple[float, float], image.getextrema())

@@ -88,9 +88,12 @@ def test_16_bit_files_of_other_kinds_keep_their_values() -> None:
     assert big_endian.startswith(b"MM")
     for resize in (None, 20):
         assert to_stored(big_endian, resize) == to_stored(encoded("TIFF", GRAY16), resize)
-    wider = Image.fromarray(np.full((4, 4), 70_000, dtype=np.int32))
-    with pytest.raises(BadSample, match="cannot be stored as PNG"):
-        to_stored(encoded("TIFF", wider))
+    for values, reason in (
+        (np.full((4, 4), 70_000, dtype=np.int32), "16 bits"),
+        (np.ones((4, 4), np.float32), "floats"),
+    ):
+        with pytest.raises(BadSample, match=f"cannot be stored as PNG: .*{reason}"):
+            to_stored(encoded("TIFF", Image.fromarray(values)))
 
 
 @pytest.mark.parametrize("name", [*AS_THEY_ARE, *OTHER_KINDS])
