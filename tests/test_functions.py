@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
@@ -262,6 +263,8 @@ def test_embeddings_name_their_files_and_preprocess_gives_the_same_pixels(run: A
     lying.save(my_images.parent / "lying.jpg", exif=exif)
     with Image.open(my_images.parent / "lying.jpg") as image:
         torch.testing.assert_close(network.preprocess(image), network.preprocess(my_images.parent / "lying.jpg"))
+    lying.save(damaged := io.BytesIO(), "PNG", exif=b"Exif\0\0JUNKJUNKJUNK")
+    torch.testing.assert_close(network.preprocess(Image.open(damaged)), network.preprocess(lying))
     gray = Image.fromarray((np.arange(20 * 30).reshape(20, 30) * 100).astype(">u2"))
     gray.save(my_images.parent / "gray.tif")
     torch.testing.assert_close(network.preprocess(gray), network.preprocess(my_images.parent / "gray.tif"))

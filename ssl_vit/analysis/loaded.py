@@ -8,11 +8,12 @@ from os import PathLike
 from pathlib import Path
 
 import torch
-from PIL import Image, ImageOps
+from PIL import Image
 from torch import nn
 
 from ssl_vit.data import DataConfig
-from ssl_vit.data.images import evaluation_transform, open_picture
+from ssl_vit.data.images import Pixels, evaluation_transform, open_picture
+from ssl_vit.data.jpeg import orientation, upright
 from ssl_vit.data.packing.images import to_stored
 from ssl_vit.interfaces import BadSample, UserError
 from ssl_vit.models import factory
@@ -48,18 +49,18 @@ class Preprocess:
     model: Loaded
 
     def __call__(self, image: AnyImage) -> torch.Tensor:
-        encoder, data = self.model.encoder, self.model.data
+        encoder, data, turned = self.model.encoder, self.model.data, 1
         if isinstance(image, Image.Image):
-            buffer, upright = io.BytesIO(), ImageOps.exif_transpose(image)
-            mode = "I" if upright.mode.startswith("I") else upright.mode if upright.mode in _KEPT_MODES else "RGB"
+            buffer, turned = io.BytesIO(), orientation(image)
+            mode = "I" if image.mode.startswith("I") else image.mode if image.mode in _KEPT_MODES else "RGB"
             # A TIFF keeps all values; those that fit no PNG are refused below, as in a file.
-            upright.convert(mode).save(buffer, "TIFF" if mode in ("I", "F") else "PNG")
+            image.convert(mode).save(buffer, "TIFF" if mode in ("I", "F") else "PNG")
             name, content = "image", buffer.getvalue()
         else:
             name, content = ("image", image) if isinstance(image, bytes) else (str(image), Path(image).read_bytes())
         try:
             picture = open_picture(dict([to_stored(content)]), encoder.channels, data.max_pixels)
-            pixels = evaluation_transform(encoder.image_size, data)(picture)
+            pixels = evaluation_transform(encoder.image_size, data)(Pixels(upright(picture.whole(), turned)))
         except BadSample as error:
             raise UserError(f"{name}: not a readable image: {error}") from None
         return encoder.normalized(pixels.to(encoder.scale.device)[None])[0]
