@@ -75,6 +75,7 @@ def train(settings: Recipe, *, quiet: bool = False) -> Path:
             parameters=parameters,
             samples=settings.data.samples or shards.samples,
             processes=accelerator.num_processes,
+            data=job.data,
             classes=job.classes,
         )
         with shared_errors(f"{run}: cannot write the encoder or {SUMMARY}"):

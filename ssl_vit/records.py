@@ -29,7 +29,7 @@ class Cost(Config):
 
 
 class RunSummary(Config):
-    """Summary of a finished training run (`summary.json`)."""
+    """Summary of a finished training run (`summary.json`). data: fingerprint of the shards."""
 
     name: str
     objective: str
@@ -40,6 +40,7 @@ class RunSummary(Config):
     parameters: int
     samples: int
     processes: int = 1
+    data: str = ""
     classes: tuple[str, ...] = ()
 
     @property
@@ -225,8 +226,7 @@ class EvaluatorRecord(Config):
 class Look(Config):
     """A look at the headlines of a comparison that adds seeds until they are decided.
 
-    seeds: number of seeds of each headline.
-    pretrainings: number of pretrainings of each pretrained arm.
+    seeds: number of seeds of each headline. pretrainings: number of pretrainings of each pretrained arm.
     outcomes: outcome of the headline by dataset.
     """
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from ssl_vit import plugins, recipe
+from ssl_vit import plugins, recipe, records
 from ssl_vit.data.overlap import redrawn
 from ssl_vit.data.packing.cache import check_outside
 from ssl_vit.data.shards import open_training
@@ -16,6 +16,7 @@ from ssl_vit.files import read_json, sha256, write_json
 from ssl_vit.interfaces import UserError
 from ssl_vit.models import factory
 from ssl_vit.recipe import Recipe
+from ssl_vit.records import RunSummary
 from ssl_vit.training import checkpoint
 from ssl_vit.training.distributed import Engine
 
@@ -130,7 +131,7 @@ def check(run: Path, settings: Recipe, data: str | None = None) -> None:
                 "directory with run=PATH, delete that one, or restore the old weights"
             )
         if data is not None:
-            checkpoint.check_data(run, data)
+            _check_data(run, data)
         return
     # A start that was killed leaves a lock or its environment beside the recipe, or a temporary file.
     ours = path.exists() and any((run / name).exists() for name in (".lock", ENVIRONMENT))
@@ -147,8 +148,20 @@ def check_holdout(settings: Recipe, run: Path | None, test: str) -> None:
     """
     for stage in recipe.stages(settings):
         if run and redrawn(stage.data.places, test):
-            checkpoint.check_data(run, open_training(stage.data).fingerprint)
+            _check_data(run, open_training(stage.data).fingerprint)
         run = recipe.run_of(Path(stage.init_from)) if stage.init_from else None
+
+
+def _check_data(run: Path, data: str) -> None:
+    """Raises UserError where a run was trained on shards with another fingerprint."""
+    trained, summary = checkpoint.data_of(run), run / SUMMARY
+    if trained is None and summary.is_file():  # someone deleted the checkpoints
+        trained = records.read(summary, RunSummary).data or None
+    if trained not in (None, data):
+        raise UserError(
+            f"{run} was trained on other shards than data.train names now (repacked?): start again with run=PATH, or "
+            "restore the old shards"
+        )
 
 
 def _origin(settings: Recipe) -> str:

@@ -52,16 +52,12 @@ def folders(run: Path) -> list[Path]:
     return sorted(path for path in (run / "checkpoints").glob("step_*") if (path / _STATE).is_file())
 
 
-def check_data(run: Path, data: str) -> None:
-    """Raises UserError where the run's newest readable checkpoint was trained on shards with another fingerprint."""
+def data_of(run: Path) -> str | None:
+    """Fingerprint of the shards that the run's newest readable checkpoint was trained on; None: there is none."""
     for folder in reversed(folders(run)):
         with suppress(ValueError, LookupError):  # a broken one is renamed when it is loaded
-            if json.loads((folder / _STATE).read_text())["progress"]["data"] != data:
-                raise UserError(
-                    f"{folder} was trained on other shards than data.train names now (repacked?): start again with "
-                    "run=PATH, or restore the old shards"
-                )
-            return
+            return str(json.loads((folder / _STATE).read_text())["progress"]["data"])
+    return None
 
 
 def newest_of(weights: Path) -> Path | None:

@@ -201,12 +201,14 @@ def test_a_run_with_any_positions_resumes(
         assert (tmp_path / "run" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 
 
-def test_a_finished_run_without_its_checkpoints_stays_as_it_is(train: Train, tmp_path: Path) -> None:
+def test_a_finished_run_without_its_checkpoints_stays_as_it_is(train: Train, few_digits: Path, tmp_path: Path) -> None:
     run = train(tmp_path / "run")
     shutil.rmtree(run / "checkpoints")
     before = files(run)
     train(run)
     assert files(run) == before
+    with pytest.raises(UserError, match="trained on other shards"):
+        train(run, f"data.train={few_digits}/train")
     (run / "encoder.safetensors").unlink()
     with pytest.raises(UserError, match="checkpoints are gone"):
         train(run)
