@@ -14,7 +14,6 @@ from typing import Any
 
 from safetensors.torch import save as safetensors
 from torch import nn
-from torch.utils.tensorboard import SummaryWriter
 
 from ssl_vit import plugins, precision, progress, recipe, runs, stage
 from ssl_vit.analysis import loaded
@@ -252,6 +251,8 @@ def _results_name(about: EvaluationRecord) -> str:
 
 def _log(folder: Path, name: str, rows: Sequence[Result], saved: Path | None) -> None:
     """Mean accuracies over seeds as TensorBoard scalars `EVALUATOR/ARM/BUDGET`, at the step of the weights."""
+    from torch.utils.tensorboard import SummaryWriter  # every command would wait for it
+
     step = checkpoint.step_of(saved) if saved else 0
     frame = Table(list(rows)).frame
     with SummaryWriter(str(folder)) as writer:

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from scipy.ndimage import zoom
 from timm.layers import RelPosBias, resample_abs_pos_embed
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
@@ -99,6 +98,8 @@ def resample(
         return positions_1LD
     if method == "timm":
         return resample_abs_pos_embed(positions_1LD, list(new_grid), list(old_grid), num_prefix_tokens=prefix_tokens)
+    from scipy.ndimage import zoom  # every command would wait for it
+
     prefix, grid = positions_1LD[:, :prefix_tokens], positions_1LD[0, prefix_tokens:]
     pixels = grid.reshape(*old_grid, -1).detach().cpu().double().numpy()
     factors = (new_grid[0] / old_grid[0], new_grid[1] / old_grid[1], 1)
