@@ -257,9 +257,9 @@ def dry_run(settings: Recipe, shards: ShardSet, subset: np.ndarray | None = None
     subset: see `build`.
     job: what `build` made of these; None: it is built here.
 
-    Times are this process's: the best of three forward and backward passes after a first one, and the second batch's
-    data. Memory is counted from the tensors that autograd keeps. Raises UserError for anything that `build` rejects,
-    for unreadable data, and where the memory holds no micro-batch.
+    Times are this process's: the best of three forward and backward passes after a first one (of fewer, where they take
+    over 10 seconds), and the second batch's data. Memory is counted from the tensors that autograd keeps. Raises
+    UserError for anything that `build` rejects, for unreadable data, and where the memory holds no micro-batch.
     """
     training = settings.training
     # Of each weight: itself, its gradient, the optimizer's state and the moving average.
@@ -275,7 +275,9 @@ def dry_run(settings: Recipe, shards: ShardSet, subset: np.ndarray | None = None
     module = job.objective.to(accelerator.device).train()
     accumulate = memory.find_accumulation(module, batch, accelerator, training, settings.optim)
     part = batch.split(accumulate)[0]
-    passes = [memory.forward_backward(module, part, accelerator) for _ in range(3)]
+    passes = [memory.forward_backward(module, part, accelerator)]
+    while len(passes) < 3 and sum(seconds for seconds, _ in passes) < 10:  # seconds
+        passes.append(memory.forward_backward(module, part, accelerator))
     samples = (settings.data.samples or shards.samples) if subset is None else len(subset)
     return DryRun(
         run=str(settings.run_directory),
