@@ -67,9 +67,9 @@ def without_new_seeds(record: ComparisonRecord, table: Table) -> Table:
     """The rows whose seeds the last look counted: the others belong to the next one."""
     evaluators, seeds = _growing(record)
     new = seeds[record.looks[-1].seeds :] if record.looks else ()
-    return (
-        Table([row for row in table.results if not (row.evaluator in evaluators and row.seed in new)]) if new else table
-    )
+    if not new:
+        return table
+    return Table([row for row in table.results if row.evaluator not in evaluators or row.seed not in new])
 
 
 def _growing(record: ComparisonRecord) -> tuple[set[str], tuple[int, ...]]:
