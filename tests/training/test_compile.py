@@ -24,7 +24,7 @@ STAGES = {
     "masked patches": ("digits_ssl", "training.picture_every=2", "training.accumulate=2"),
     "relative positions": ("digits_ssl", "objective.name=masked_autoencoder", "encoder.positions=relative"),
     "supervised, bf16": ("digits_supervised", "training.precision=bf16"),
-    "LeJEPA, bf16": ("digits_ssl", "objective.name=lejepa", "data.views=2", "training.precision=bf16"),
+    "LeJEPA": ("digits_ssl", "objective.name=lejepa", "data.views=2"),
 }
 SHORT = ("training.steps=4", "encoder.depth=1")
 
