@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,7 @@ def test_a_resumed_run_overwrites_what_came_after_its_checkpoint(tmp_path: Path)
             for step in range(resumed + 1, 6):
                 log.values(step, {"accuracy": value})
             log.reconstruction(np.zeros((4, 6, 3), dtype=np.uint8), 5)
+        time.sleep(1.1)  # TensorBoard reads the files in the order of their names, which begin with the second
     assert scalars(tmp_path / "run", "accuracy") == {1: 1.0, 2: 1.0, 3: 1.0, 4: 2.0, 5: 2.0}
     assert EventAccumulator(str(tmp_path / "run")).Reload().Images("reconstruction")[0].height == 4
 
