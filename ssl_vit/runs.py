@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import filecmp
+from contextlib import suppress
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -156,7 +157,8 @@ def _check_data(run: Path, data: str) -> None:
     """Raises UserError where a run was trained on shards with another fingerprint."""
     trained, summary = checkpoint.data_of(run), run / SUMMARY
     if trained is None and summary.is_file():  # someone deleted the checkpoints
-        trained = records.read(summary, RunSummary).data or None
+        with suppress(UserError):  # a damaged one says nothing
+            trained = records.read(summary, RunSummary).data or None
     if trained not in (None, data):
         raise UserError(
             f"{run} was trained on other shards than data.train names now (repacked?): start again with run=PATH, or "

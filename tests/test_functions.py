@@ -263,9 +263,10 @@ def test_embeddings_name_their_files_and_preprocess_gives_the_same_pixels(run: A
         network.preprocess(b"no image")
     lying, exif = Image.fromarray(np.arange(20 * 30 * 3, dtype=np.uint8).reshape(20, 30, 3)), Image.Exif()
     exif[0x0112] = 6
-    lying.save(my_images.parent / "lying.jpg", exif=exif)
-    with Image.open(my_images.parent / "lying.jpg") as image:
-        torch.testing.assert_close(network.preprocess(image), network.preprocess(my_images.parent / "lying.jpg"))
+    for file in (my_images.parent / "lying.jpg", my_images.parent / "lying.tif"):
+        lying.save(file, exif=exif)
+        with Image.open(file) as image:
+            torch.testing.assert_close(network.preprocess(image), network.preprocess(file))
     lying.save(damaged := io.BytesIO(), "PNG", exif=b"Exif\0\0JUNKJUNKJUNK")
     torch.testing.assert_close(network.preprocess(Image.open(damaged)), network.preprocess(lying))
     gray = Image.fromarray((np.arange(20 * 30).reshape(20, 30) * 100).astype(">u2"))

@@ -51,6 +51,7 @@ class Preprocess:
     def __call__(self, image: AnyImage) -> torch.Tensor:
         encoder, data, turned = self.model.encoder, self.model.data, 1
         if isinstance(image, Image.Image):
+            image.load()  # Pillow turns a TIFF upright there
             buffer, turned = io.BytesIO(), orientation(image)
             mode = "I" if image.mode.startswith("I") else image.mode if image.mode in _KEPT_MODES else "RGB"
             # A TIFF keeps all values; those that fit no PNG are refused below, as in a file.

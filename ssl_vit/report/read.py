@@ -56,8 +56,8 @@ class Comparison:
 
     @cached_property
     def table(self) -> Table:
-        """The rows that statistics are computed from. Seeds added after the last look count from the next one on. In a
-        cross-validation the folds are joined into one row."""
+        """The rows that statistics are computed from. Seeds that were added to the headlines after the last look count
+        from the next one on. In a cross-validation the folds are joined into one row."""
         table = sequential.without_new_seeds(self.record, self.measured)
         if self.record.folds == 1:
             return table

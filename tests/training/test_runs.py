@@ -209,6 +209,8 @@ def test_a_finished_run_without_its_checkpoints_stays_as_it_is(train: Train, few
     assert files(run) == before
     with pytest.raises(UserError, match="trained on other shards"):
         train(run, f"data.train={few_digits}/train")
+    (run / "summary.json").write_text("{")
+    train(run)
     (run / "encoder.safetensors").unlink()
     with pytest.raises(UserError, match="checkpoints are gone"):
         train(run)

@@ -17,7 +17,7 @@ import shutil
 import sys
 import warnings
 from collections.abc import Iterable, Mapping
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import TextIO
 
@@ -98,13 +98,14 @@ def is_shards(place: str) -> bool:
 
 
 def _is_set(folder: Path) -> bool:
-    """Whether shards lie in the folder itself, finished or not. Tars alone do not count beside images or folders of
-    images: the archive of a dataset may still lie there."""
+    """Whether shards lie in the folder itself, finished or not. Tars alone do not count beside or above more images
+    than tars: the archive of a dataset may still lie there."""
     if any(_lists_shards(folder / name) for name in _LISTS):
         return True
+    tars = len([*folder.glob(TARS)])
     beside = (file.name for file in folder.glob("[!.]*"))
     inside = (file for sub in folder.glob("[!.]*/") for _, _, files in os.walk(sub) for file in files)
-    return any(folder.glob(TARS)) and not any(map(is_image, chain(beside, inside)))
+    return 0 < tars >= len([*islice(filter(is_image, chain(beside, inside)), tars + 1)])
 
 
 def _parts(folder: Path) -> list[str]:

@@ -181,12 +181,12 @@ def test_tars_alone_are_parts_but_no_archive_beside_images(tmp_path: Path) -> No
     for place in ("flat", "pets"):
         write_tar(tmp_path / f"{place}/original.tar", {"0.png": encoded("PNG", 0)})
     assert open_shards("flat").classes == ("a", "b")
-    write_tar(tmp_path / "unlabeled/0.tar", {"0.png": encoded("PNG", 0)})
+    write_tar(tmp_path / "unlabeled/0.tar", {f"{n}.png": encoded("PNG", n) for n in range(3)})
     write(tmp_path / "unlabeled/._0.png", b"")  # a side file of macOS
-    assert open_shards("unlabeled").samples == 1
-    for n in range(2):
+    assert open_shards("unlabeled").samples == 3
+    for n, samples in ((0, 3), (1, 2)):  # one image beside a tar of images may be a preview
         write(tmp_path / f"unlabeled/{n}.png", encoded("PNG", n))
-    assert open_shards("unlabeled").samples == 2
+        assert open_shards("unlabeled").samples == samples
     write_tar(tmp_path / "logged/0.tar", {"0.png": encoded("PNG", 0)})
     write(tmp_path / "logged/logs/events", b"")
     assert open_shards("logged").samples == 1, "a folder without images hides no shards"
