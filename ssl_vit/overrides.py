@@ -84,11 +84,13 @@ def _drop_replaced(under: DictConfig, over: Any) -> None:
     for key in ("sweep", "trackers"):
         if over.get(key) == {}:
             under.pop(key, None)
-    if isinstance(swept := under.get("sweep"), DictConfig):
+    if isinstance(swept := under.get("sweep"), DictConfig) and swept:
         for key, value in flatten({key: value for key, value in over.items() if key != "sweep"}).items():
             stem, dot, unit = key.rpartition(".")
             for name in {unit} | LENGTHS if unit in LENGTHS and value is not None else {unit} - LENGTHS:
                 swept.pop(f"{stem}{dot}{name}", None)
+        if not swept:  # an empty one would replace the sweep under an arm's own
+            del under["sweep"]
     for key, value in over.items():
         if isinstance(below := under.get(key), DictConfig):
             _drop_replaced(below, value)
