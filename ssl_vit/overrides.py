@@ -53,8 +53,8 @@ def merge(origin: str, *layers: Any, lengths: bool = True) -> DictConfig:
     """Mappings, each merged onto those before it. What a `sweep` lists is keyed by dotted keys, however it was nested.
 
     origin: where they are from, for the message.
-    lengths: steps and epochs replace each other; empty `sweep` and `trackers` replace others; a key that is given a
-        value leaves the sweep under it.
+    lengths: steps and epochs replace each other; empty `sweep` and `trackers` replace others; a value removes its key
+        from the sweep of the mappings before it.
     Raises UserError naming a key that is a list in one and a mapping in another.
     """
     merged = OmegaConf.create()
@@ -86,10 +86,13 @@ def _drop_replaced(under: DictConfig, over: Any) -> None:
             under.pop(key, None)
     if isinstance(swept := under.get("sweep"), DictConfig) and swept:
         for key, value in flatten({key: value for key, value in over.items() if key != "sweep"}).items():
-            stem, dot, unit = key.rpartition(".")
-            for name in {unit} | LENGTHS if unit in LENGTHS and value is not None else {unit} - LENGTHS:
-                swept.pop(f"{stem}{dot}{name}", None)
-        if not swept:  # an empty one would replace the sweep under an arm's own
+            stem, dot, name = key.rpartition(".")
+            if name not in LENGTHS:
+                swept.pop(key, None)
+            elif value is not None:
+                for unit in LENGTHS:
+                    swept.pop(f"{stem}{dot}{unit}", None)
+        if not swept:  # an empty sweep of an arm would replace the sweep that all arms share
             del under["sweep"]
     for key, value in over.items():
         if isinstance(below := under.get(key), DictConfig):

@@ -134,15 +134,12 @@ def test_one_value_replaces_the_values_of_a_sweep(mini: Any) -> None:
     configs = {arm: one for (_, _, arm), one in load_comparison(path, given).evaluators.items()}
     assert configs["ssl"].sweep.keys() == {"optim.lr", "head.mixup"}  # type: ignore[attr-defined]
     assert configs["scratch"].sweep.keys() == {"head.mixup"}  # type: ignore[attr-defined]
-    own = {
-        "ssl": {"recipe": "digits_ssl"},
-        "scratch": {"evaluators": {"fine_tune": {"sweep": {"head.mixup": [0.1, 0.2]}}}},
-    }
-    path = mini(arms=own, evaluators={"fine_tune": {"sweep": sweep}})
+    assert configs["scratch"].optim.lr == 0.5 and configs["ssl"].training.epochs == 2  # type: ignore[attr-defined]
+    own = {"evaluators": {"fine_tune": {"sweep": {"head.mixup": [0.1, 0.2]}}}}
+    path = mini(arms={**arms, "scratch": own}, evaluators={"fine_tune": {"sweep": sweep}})
     study = load_comparison(path, ["arms.scratch.evaluators.fine_tune.head.mixup=0.4"])
     kept = {arm: one.sweep.keys() for (_, _, arm), one in study.evaluators.items()}  # type: ignore[attr-defined]
     assert kept["scratch"] == {"optim.lr", "training.steps"} and kept["ssl"] == sweep.keys()
-    assert configs["scratch"].optim.lr == 0.5 and configs["ssl"].training.epochs == 2  # type: ignore[attr-defined]
 
 
 def test_a_sweep_may_be_nested_or_dotted(mini: Any) -> None:
