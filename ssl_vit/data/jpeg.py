@@ -51,19 +51,18 @@ class Jpeg:
         if exif:
             with Image.open(io.BytesIO(data), formats=("JPEG",)) as image:
                 self.orientation = orientation(image)
-        upright = self.stored if self.orientation < 5 else self.stored[::-1]
-        self.height, self.width = upright
+        self.height, self.width = self.stored if self.orientation < 5 else self.stored[::-1]
         whole = data.rfind(b"\xff\xd9", len(data) - _TAIL) >= 0
         self.can_stop_early = kind in _BASELINE and whole and self.orientation == 1 and rows > 0
 
     def whole(self) -> torch.Tensor:
         """All pixels, uint8 (C, height, width), the same as torchvision's `decode_jpeg`."""
         try:
-            return self._upright(_tensor(simplejpeg.decode_jpeg(self.data, _COLORS[self.channels])))
+            return upright(_tensor(simplejpeg.decode_jpeg(self.data, _COLORS[self.channels])), self.orientation)
         except ValueError:  # CMYK, stray bytes between markers: torchvision decides
             buffer = torch.from_numpy(np.frombuffer(self.data, dtype=np.uint8).copy())
         try:
-            return self._upright(decode_jpeg(buffer, mode=_MODES[self.channels]))
+            return upright(decode_jpeg(buffer, mode=_MODES[self.channels]), self.orientation)
         except RuntimeError as error:
             raise unreadable(error) from None
 
@@ -91,23 +90,20 @@ class Jpeg:
         except ValueError:
             return self.whole()[:, top : top + height, left : left + width]
         end = (top + height + factor - 1) // factor, (left + width + factor - 1) // factor
-        return self._upright(_tensor(pixels))[:, top // factor : end[0], left // factor : end[1]]
-
-    def _upright(self, pixels: torch.Tensor) -> torch.Tensor:
-        return upright(pixels, self.orientation)
+        return upright(_tensor(pixels), self.orientation)[:, top // factor : end[0], left // factor : end[1]]
 
 
 def orientation(image: Image.Image) -> int:
-    """The EXIF orientation of an opened image; 1, upright, where it has none that can be read."""
+    """The EXIF orientation of an opened image, 1 to 8; 1 (upright) where none can be read."""
     with suppress(Exception):  # Pillow's parsers raise many types
         value = int(image.getexif()[_ORIENTATION])
         return value if value in _UPRIGHT else 1
     return 1
 
 
-def upright(pixels: torch.Tensor, orientation: int) -> torch.Tensor:
-    """Pixels (C, height, width) of an image with this EXIF orientation, put upright."""
-    return _UPRIGHT[orientation](pixels) if orientation in _UPRIGHT else pixels
+def upright(pixels: torch.Tensor, exif: int) -> torch.Tensor:
+    """Rotate or mirror pixels (C, height, width) as an EXIF orientation says."""
+    return _UPRIGHT[exif](pixels) if exif in _UPRIGHT else pixels
 
 
 def unreadable(error: Exception) -> BadSample:
