@@ -98,14 +98,15 @@ def is_shards(place: str) -> bool:
 
 
 def _is_set(folder: Path) -> bool:
-    """Whether shards lie in the folder itself, finished or not. Tars alone do not count beside or above more images
-    than tars: the archive of a dataset may still lie there."""
+    """Whether shards lie in the folder itself, finished or not. Tars without a list do not count where the folder
+    holds more images than tars: they may be the archive of a dataset."""
     if any(_lists_shards(folder / name) for name in _LISTS):
         return True
     tars = len([*folder.glob(TARS)])
     beside = (file.name for file in folder.glob("[!.]*"))
     inside = (file for sub in folder.glob("[!.]*/") for _, _, files in os.walk(sub) for file in files)
-    return 0 < tars >= len([*islice(filter(is_image, chain(beside, inside)), tars + 1)])
+    images = len([*islice(filter(is_image, chain(beside, inside)), tars + 1)])  # enough to compare
+    return tars > 0 and images <= tars
 
 
 def _parts(folder: Path) -> list[str]:
