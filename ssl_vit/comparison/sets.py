@@ -62,7 +62,8 @@ class ComparisonData(Config):
     folds: labeled data to cross-validate on, in place of train and test: each is the test set once, and the arms
         pretrain and fit on the other ones together.
     sets: several datasets, in place of train and test.
-    suite: a file or a shipped suite of datasets, in place of train and test.
+    suite: a file or a shipped suite of datasets, in place of train and test. Its settings of evaluators override
+        those of the comparison.
     folder: where sources are packed (default: the suite's own).
     pretrain: what the arms' recipes train on (default: `train`; with several sets the recipes' own). Where it has no
         labels, arms that need labels train on `train`, and the others on both.

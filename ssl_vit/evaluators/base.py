@@ -37,8 +37,8 @@ class LabeledConfig(Config):
 
 
 class SweepConfig(Config):
-    """sweep: settings to select on held-out training images: values to try by dotted key, such as `optim.lr`. A key
-        that is given one value leaves the sweep: the default one, and that of the recipe under it.
+    """sweep: settings to select on held-out training images: values to try by dotted key, such as `optim.lr`. One
+        value for a key, such as `optim.lr=0.1`, removes it from the default sweep and from that of a recipe.
 
     held_out: share of each class's images that the selection is scored on.
     held_out_repeats: how many random held-out parts the selection averages over; more where few images are held out.
