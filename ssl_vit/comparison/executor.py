@@ -205,14 +205,20 @@ def _dask(scheduler: str) -> Iterator[_Workers]:
                 f"scheduler={scheduler}: {len(threads)} workers; start them with one thread each, and so that they may "
                 f"start loader processes: DASK_DISTRIBUTED__WORKER__DAEMON=False dask worker {scheduler} --nthreads 1"
             )
-        here = Path.cwd()
-        if elsewhere := {*client.run(Path.cwd).values()} - {here}:
+        here, inode = _working_directory()
+        places = client.run(_working_directory).values()
+        if elsewhere := [path for path, number in places if path != here and number != inode]:
             raise UserError(
                 f"scheduler={scheduler}: workers run in {min(elsewhere)}, where relative paths name other files "
                 f"than in {here}; start them there"
             )
         executor = client.get_executor(pure=False)
         yield _Workers([executor] * len(threads), lambda broken: broken, KilledWorker)
+
+
+def _working_directory() -> tuple[Path, int]:
+    """Its path and inode: machines may mount a shared directory under different paths."""
+    return Path.cwd(), Path.cwd().stat().st_ino
 
 
 def _is_daemon() -> bool:

@@ -137,6 +137,10 @@ def test_a_dask_cluster_runs_the_tasks(tmp_path: Path) -> None:
         assert done(tmp_path) == {"a", "b", "c"}
         assert len({(tmp_path / name).read_text() for name in "ab"}) == 2, "both workers took part"
         assert any("about" in line for line in said)
+        with pytest.MonkeyPatch.context() as patch:  # one directory that every process mounts under another path
+            patch.setattr(executor, "_working_directory", lambda: (Path(f"/mounted/{os.getpid()}"), 7))
+            executor.run([task("mounted")], partial(do, tmp_path), scheduler=address, say=said.append)
+        assert "mounted" in done(tmp_path)
         with distributed.Client(address, set_as_default=False) as client:
             client.run(os.chdir, tmp_path)
         with pytest.raises(UserError, match=rf"workers run in {tmp_path}.*{Path.cwd()}; start them there"):
