@@ -69,13 +69,15 @@ def shards_make(
     Example: `ssl-vit shards make my_images shards --holdout 0.2`
     """
     from ssl_vit.data.packing import pack
-    from ssl_vit.data.packing.cache import check_outside
+    from ssl_vit.data.packing.cache import check_outside, split_name
     from ssl_vit.data.packing.plan import Options
     from ssl_vit.data.packing.sources import open_source
     from ssl_vit.files import expanded
 
     if "://" in out:
         raise UserError(f"{out}: shards are written to a local folder; upload them afterwards")
+    if part := split_name(source)[1]:
+        raise UserError(f"{source}: give the split as an option, --split {part}")
     check_outside(out, [source])
     with warnings.catch_warnings():
         warnings.showwarning = lambda message, *_: print(f"note: {printable(str(message))}", file=sys.stderr)
