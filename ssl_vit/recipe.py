@@ -135,14 +135,6 @@ def onto(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     return dict(OmegaConf.to_container(merge("suite", kept, dict(over))))
 
 
-def applies(config: type[Config], under: Mapping[str, Any], over: Mapping[str, Any]) -> bool:
-    """Whether settings `under` are of the protocol that others on top leave or choose (`CHOICE` of an evaluator's
-    configuration): those of another protocol are wrong in it."""
-    choice = getattr(config, "CHOICE", "")
-    protocol = under.get(choice) or next(iter(getattr(config, "DEFAULTS", {})), None)
-    return over.get(choice, protocol) == protocol
-
-
 def _onto(under: DictConfig, over: DictConfig, origin: str) -> DictConfig:
     """`over` merged onto `under`. Objectives of different names replace each other.
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -53,6 +53,7 @@ def evaluate(
     Example: `ssl-vit eval runs/ssl few_shot --data my_images "labels_per_class=[1,5]"`
     """
     from ssl_vit import api, plugins, progress, recipe
+    from ssl_vit.evaluators import of_protocol
     from ssl_vit.files import expanded
     from ssl_vit.models import factory
 
@@ -63,16 +64,13 @@ def evaluate(
     factory.find_weights(run)
     given = recipe.parse_overrides(overrides or [])
 
-    def settings(suite: dict[str, Any]) -> dict[str, Any]:
-        return recipe.onto(suite, given) if recipe.applies(config, suite, given) else given
-
     evaluations = [
         api.evaluate(
             run,
             evaluator,
             chosen.train or "",
             chosen.test or "",
-            settings(chosen.evaluators.get(evaluator, {})),
+            recipe.onto(of_protocol(config, chosen.evaluators.get(evaluator, {}), given), given),
             data=name,
             metric=chosen.metric,
             real_labels=real_labels,

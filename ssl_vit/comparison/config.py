@@ -15,7 +15,7 @@ from ssl_vit import plugins, recipe
 from ssl_vit.comparison.quick import tenth
 from ssl_vit.comparison.sets import ComparisonData, DataSet, check_names, load_suite
 from ssl_vit.data import RemoteConfig, mixture
-from ssl_vit.evaluators import SAME_IMAGES, Budgets, Seeds
+from ssl_vit.evaluators import SAME_IMAGES, Budgets, Seeds, of_protocol
 from ssl_vit.files import expanded
 from ssl_vit.interfaces import Config, UserError
 from ssl_vit.overrides import merge
@@ -239,15 +239,12 @@ def load_comparison(name: str | Path, overrides: recipe.Overrides = ()) -> Study
         for evaluator in by_evaluator.keys() - given.keys():
             _settings(path, evaluator, {}, by_evaluator, place=f"{place}.")
 
-    def of_set(chosen: DataSet, evaluator: str, of_arm: dict[str, Any]) -> dict[str, dict[str, Any]]:
-        """A dataset's settings by evaluator; those of a suite only for their own protocol."""
-        under, over = chosen.evaluators.get(evaluator) or {}, given[evaluator] | (of_arm.get(evaluator) or {})
-        config = plugins.load("evaluators", evaluator).Config
-        return chosen.evaluators if suite is None or recipe.applies(config, under, over) else {}
-
     def settings_of(chosen: DataSet, evaluator: str, arm: str, of_arm: dict[str, Any]) -> Config:
-        place = f"arms.{arm}." if of_arm.get(evaluator) else ""
-        return _settings(path, evaluator, given[evaluator], of_set(chosen, evaluator, of_arm), of_arm, place=place)
+        of_set, own = chosen.evaluators.get(evaluator) or {}, of_arm.get(evaluator) or {}
+        if suite:
+            of_set = of_protocol(plugins.load("evaluators", evaluator).Config, of_set, given[evaluator] | own)
+        place = f"arms.{arm}." if own else ""
+        return _settings(path, evaluator, given[evaluator], {evaluator: of_set}, of_arm, place=place)
 
     evaluators = {
         (data, evaluator, arm): settings_of(chosen, evaluator, arm, of_arm)  # first of no arm: its errors are shared

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -18,7 +17,6 @@ from ssl_vit.files import read_json, write_json
 from ssl_vit.interfaces import UserError, errors_about
 
 _REQUEST = "request.json"  # beside train/ and test/: what they were packed from
-_PART = re.compile(r", \d+ images( per class)?\b|part of holdout|fold_\d+ of ")  # in info.json's source: a part of it
 
 
 def prepare(
@@ -48,17 +46,12 @@ def prepare(
 
 
 def _check_packed(name: str, chosen: DataSet, folder: Path) -> None:
-    note = folder / name / _REQUEST
-    held = read_json(note) if note.is_file() else _request(chosen)
-    if held != _request(chosen):
-        raise UserError(f"dataset {name}: {folder / name} was packed from {held['source']} {held['splits']}; {_FIX}")
-    for part in ("train", "test"):
-        info = folder / name / part / INFO
-        if info.is_file() and _PART.search(source := str(read_json(info).get("source"))):
-            raise UserError(f"dataset {name}: {info.parent} is a part of the source ({source}); {_FIX}")
-
-
-_FIX = "name another data.folder, or delete this one"
+    place, fix = folder / name, "name another folder (data.folder in a comparison)"
+    if (place / _REQUEST).is_file():
+        if (held := read_json(place / _REQUEST)) != _request(chosen):
+            raise UserError(f"dataset {name}: {place} was packed from {held['source']} {held['splits']}; {fix}")
+    elif found := [part for part in ("train", "test") if (place / part / INFO).is_file()]:
+        raise UserError(f"dataset {name}: {place / found[0]} holds other shards than those of the suite; {fix}")
 
 
 def _request(chosen: DataSet) -> dict[str, object]:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field
+
+from ssl_vit.interfaces import Config
 
 ALL = "all"
 # Keys that decide which images an evaluation has.
@@ -41,6 +44,15 @@ _Several = (BeforeValidator(several), AfterValidator(_distinct), Field(min_lengt
 Budgets = Annotated[tuple[Budget, ...], *_Several]
 Counts = Annotated[tuple[Annotated[int, Field(ge=1)], ...], *_Several]
 Seeds = Annotated[tuple[Annotated[int, Field(ge=0, lt=2**31)], ...], *_Several]
+
+
+def of_protocol(config: type[Config], under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings `under`, of a dataset, for an evaluator with settings `over`, which may choose another protocol
+    (`CHOICE` of its configuration). Of another one only the choice of images applies."""
+    choice = getattr(config, "CHOICE", "")
+    protocol = under.get(choice) or next(iter(getattr(config, "DEFAULTS", {})), None)
+    same = over.get(choice, protocol) == protocol
+    return {key: value for key, value in under.items() if same or key in SAME_IMAGES}
 
 
 def budget_words(budget: int | str) -> str:

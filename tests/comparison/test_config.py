@@ -214,6 +214,18 @@ def test_settings_of_a_suite_are_for_its_protocol_alone(mini: Any, tmp_path: Pat
         assert config.training.steps == expected, (protocol, data)
 
 
+def test_a_suite_chooses_the_images_of_every_protocol(mini: Any, tmp_path: Path) -> None:
+    own = {"train": "a", "test": "b", "evaluators": {"fine_tune": {"held_out": 0.3, "labels_per_class": [7]}}}
+    (tmp_path / "one.yaml").write_text(json.dumps({"sets": {"one": own}}))
+    study = load_comparison(
+        mini(data={"suite": "one.yaml"}, evaluators={"fine_tune": {}}),
+        ["arms.scratch.evaluators.fine_tune.protocol=mae"],
+    )
+    for arm, protocol in (("ssl", "paper"), ("scratch", "mae")):
+        config: Any = study.evaluators["one", "fine_tune", arm]
+        assert (config.protocol, config.held_out, config.labels_per_class) == (protocol, 0.3, (7,))
+
+
 def test_the_shipped_suites_are_whole(tmp_path: Path) -> None:
     assert "local" in suites()
     for name in suites():

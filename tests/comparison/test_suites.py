@@ -32,7 +32,7 @@ def test_sources_are_packed_once_and_checked(tmp_path: Path) -> None:
     shutil.rmtree(folder / "digits")
     for part in ("train", "test"):
         packed("digits", folder / "digits" / part, part, subset=2, shards=1)
-    with pytest.raises(UserError, match="is a part of the source"):
+    with pytest.raises(UserError, match="holds other shards than those of the suite"):
         prepare(DIGITS, folder, said.append)
 
 
