@@ -79,12 +79,13 @@ def shipped() -> dict[str, Path]:
 
 
 def find(name: str, near: Path | None = None) -> Path:
-    """A recipe file: one beside the recipe `near`, a path, a run directory's, or a shipped recipe's name.
+    """A recipe file: one beside the recipe `near`, a path, that of a run or comparison directory, or a shipped recipe's
+    name.
 
     Raises UserError naming the closest shipped recipe.
     """
     beside = [near.parent / name, near.parent / f"{name}.yaml"] if near else []
-    for path in [*beside, expanded(name), expanded(name) / "recipe.yaml"]:
+    for path in [*beside, expanded(name), expanded(name) / "recipe.yaml", expanded(name) / "comparison.yaml"]:
         with suppress(OSError):  # a name that is too long
             if path.is_file():
                 return path

@@ -43,7 +43,7 @@ def demo(
 def compare(
     recipe: Annotated[
         str,
-        typer.Argument(help="A comparison recipe: a file or a shipped name."),
+        typer.Argument(help="A comparison recipe: a file, a shipped name, or a comparison's directory to resume."),
     ],
     overrides: Overrides = None,
     show: Annotated[

@@ -227,6 +227,8 @@ def load_comparison(name: str | Path, overrides: recipe.Overrides = ()) -> Study
         if c.data.folds and settings.data.train != mixture(c.data.folds[1:]):
             raise UserError(f"{path}: arms.{key}: with folds, the arms pretrain on the folds; remove data.train")
     for name, arm in c.arms.items():
+        if {"run", "name"} & {override.partition("=")[0] for override in arm.overrides}:
+            raise UserError(f"{path}: arms.{name}: remove run and name; a trained run is arms.{name}.weights=PATH")
         for evaluator, own in arm.evaluators.items():
             if chosen := [key for key in SAME_IMAGES if key in own]:
                 raise UserError(

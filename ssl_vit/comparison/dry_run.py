@@ -18,7 +18,7 @@ from ssl_vit.comparison.plan import Plan
 from ssl_vit.comparison.record import arm_records
 from ssl_vit.comparison.weights import import_arms
 from ssl_vit.data.shards import ShardSet
-from ssl_vit.evaluators import runner
+from ssl_vit.evaluators import ALL, Budget, runner
 from ssl_vit.evaluators.features import EvalContext, ImageSet, extract
 from ssl_vit.evaluators.labels import choose_labeled, labels_of
 from ssl_vit.interfaces import Batch
@@ -100,9 +100,12 @@ def dry_run_comparison(study: Study, say: Say = silent) -> ComparisonDryRun:
     forward: dict[str, float] = {}  # seconds per image
     for arm, settings in plan.study.recipes.items():
         measured[arm] = preview.arms[arm].pretraining = dry_run(settings, opened[plan.part(arm, "pretrain", 0)])
+    sweeps = {task.id: _trained(task) for task in plan.tasks if task.kind == "sweep" and task.labels_per_class != ALL}
     for task in missing:
         if task.kind == "pretrain":
             preview.arms[task.arm].pretraining_hours += measured[task.arm].hours
+        elif any(sweeps.get(need) == _trained(task) for need in task.after):
+            continue  # this model is the sweep's winner
         elif task.evaluator and task.arm in preview.arms:
             if plan.rows[task.arm].like in plan.recipes:
                 _add(preview.arms[task.arm], plan, task, opened, measured, forward)
@@ -112,6 +115,10 @@ def dry_run_comparison(study: Study, say: Say = silent) -> ComparisonDryRun:
         (training.weights_mib + training.activations_mib for training in measured.values()), default=0.0
     )
     return preview
+
+
+def _trained(task: TaskRecord) -> tuple[str, Budget, int]:
+    return task.arm, task.labels_per_class, task.seed
 
 
 def _add(

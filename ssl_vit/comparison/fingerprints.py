@@ -26,7 +26,7 @@ def fingerprint(design: Design, task: TaskRecord) -> str:
     if task.evaluator:
         evaluator = design.evaluator(task.data, task.evaluator, task.arm)
         budgets, seeds = design.budgets_and_seeds(task)
-        settings = evaluator.config.model_dump(mode="json", exclude={"labels_per_class", "seeds"})
+        settings = _learned(evaluator.config.model_dump(mode="json", exclude={"labels_per_class", "seeds"}))
         content += [task.evaluator, settings, budgets, [*seeds.items()]]
         content += [design.study.sets[task.data].metric]  # settings are selected by it
         content += filter(None, [plugins.checksum("evaluators", task.evaluator)])
@@ -39,9 +39,8 @@ def _origin(design: Design, task: TaskRecord) -> list[Any]:
     """What the encoder that a task trains or evaluates is made from."""
     row = design.rows[task.arm]
     if row.kind == "pretrained":
-        recipe, ignored = design.study.recipes[row.name], [f"{key}." for key in ("name", *runs.MAY_CHANGE)]
-        learned = flatten(recipe.model_dump(mode="json"))
-        learned = {k: v for k, v in learned.items() if not any(f"{k}.".startswith(key) for key in ignored)}
+        recipe = design.study.recipes[row.name]
+        learned = _learned(recipe.model_dump(mode="json", exclude={"name"}))
         if changed := plugins.checksum("objectives", recipe.objective.name):
             learned["objective.file"] = changed
         if recipe.init_from:
@@ -55,6 +54,12 @@ def _origin(design: Design, task: TaskRecord) -> list[Any]:
         head = checkpoint.newest_of(Path(given))
         origin += (_sum(design, path) for path in [*files, *([head / checkpoint.OBJECTIVE] if head else [])])
     return origin
+
+
+def _learned(settings: dict[str, Any]) -> dict[str, Any]:
+    """Settings by dotted key, without those that only say how a training is computed, logged and stored."""
+    ignored = tuple(f"{key}." for key in runs.MAY_CHANGE)
+    return {key: value for key, value in flatten(settings).items() if not f"{key}.".startswith(ignored)}
 
 
 def _sum(design: Design, path: Path) -> str:

@@ -83,7 +83,11 @@ def _run_tasks(study: Study, only: str | None, command: str, say: Say) -> Checke
         wanted |= set(task.after) if task.id in wanted else set()
     tasks = [task for task in missing if task.id in wanted]
     jobs, scheduler = (c.jobs, c.scheduler) if only is None else (1, None)
-    executor.run(tasks, partial(do, plan), jobs=jobs, scheduler=scheduler, say=say)
+    try:
+        executor.run(tasks, partial(do, plan), jobs=jobs, scheduler=scheduler, say=say)
+    except (UserError, RunError) as error:
+        error.args = (f"{error}\n`ssl-vit report {plan.run}` reports what is done",)
+        raise
     lost = distributed.gather([path_of(plan, task) for task in tasks if not is_done(plan, task)])[0]
     if lost:
         raise RunError(f"{lost[0]}: not there, although its task has finished; workers must share run={plan.run}")

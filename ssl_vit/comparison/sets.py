@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from ssl_vit import plugins, recipe
 from ssl_vit.data import RemoteConfig, train_and_test
@@ -80,6 +80,11 @@ class ComparisonData(Config):
     remote: RemoteConfig | None = None
 
     _names = field_validator("sets")(check_names)
+
+    @field_validator("folds", "sets", mode="before")
+    @classmethod
+    def _none(cls, given: Any, info: ValidationInfo) -> Any:
+        return cls.model_fields[str(info.field_name)].default if given is None else given
 
     @model_validator(mode="before")
     @classmethod

@@ -19,7 +19,7 @@ class TimmEncoder(Encoder):
     mean of the patches as in a ViT. The cells of a last feature map are patches. Networks with other outputs (several
     resolutions, tokens of unknown place) have none.
 
-    Batch norms see only their own process's part of each batch.
+    Batch norms see one micro-batch of one process at a time.
 
     kind: timm's class.
     """

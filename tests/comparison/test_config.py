@@ -54,6 +54,7 @@ from ssl_vit.interfaces import UserError
         (["arms.ssl.architecture=resnet18"], "architecture is for arms of kind weights"),
         (["arms.scratch.overrides=[encoder.depth=7]"], "overrides is for arms of kind pretrained"),
         (["arms.ssl.overrides=[probe.every=5,probe.patience=2]"], "probe.patience"),
+        (["arms.ssl.run=runs/mine"], r"arms\.ssl: remove run and name; .*arms\.ssl\.weights=PATH"),
         (["seeds=[-1]"], "seeds.0"),
         (["seeds=[1,0,1]"], "seeds: 1"),
         (["labels_per_class=[10,zero]"], "labels_per_class.1"),
@@ -157,6 +158,11 @@ def test_a_sweep_may_be_nested_or_dotted(mini: Any) -> None:
     assert config.sweep == {"optim.lr": (0.5,), "training.epochs": (7,)}  # type: ignore[attr-defined]
 
 
+def test_null_removes_data(mini: Any) -> None:
+    found = load_comparison("demo_digits", ["data.folds=null", "data.sets=null", "data.train=a", "data.test=b"])
+    assert (found.comparison.data.folds, found.sets["data"].train, found.sets["data"].test) == ((), "a", "b")
+
+
 @pytest.mark.parametrize(
     ("keys", "expected"),
     [
@@ -182,7 +188,7 @@ def test_the_saved_comparison_finds_what_lay_beside_its_recipe(mini: Any, tmp_pa
     study = load_comparison(recipe_file)
     saved = tmp_path / "run" / "comparison.yaml"
     saved.write_text(yaml.safe_dump(study.given))
-    again = load_comparison(saved)
+    again = load_comparison(saved.parent)
     assert again.recipes == study.recipes and again.sets == study.sets
     assert again.comparison.arms["all"].recipe == "digits_supervised"
 

@@ -54,8 +54,9 @@ def test_it_counts_tasks_and_hours_and_writes_nothing(
     assert ssl.pretraining and ssl.pretraining.parameters > 10_000
     assert ssl.pretraining_hours == pytest.approx(1 * 60 / 3600)
     assert times == ["masked_patch", "classification"]
-    # For each label budget a sweep of two rates at both lengths, and the longest training for each of two seeds.
-    steps = 2 * (2 * (10 + 20) + 2 * 20)
+    # For each label budget a sweep of two rates at both lengths, which trains the first seed's model, and the longest
+    # training for the second seed.
+    steps = 2 * (2 * (10 + 20) + 20)
     assert scratch.fine_tuning_hours == ssl.fine_tuning_hours == pytest.approx(2 * steps / 3600)
     assert scratch.features_hours == 0 < untrained.features_hours
     hours = [one.pretraining_hours + one.fine_tuning_hours + one.features_hours for one in found.arms.values()]

@@ -75,6 +75,13 @@ def test_more_label_budgets_of_an_evaluator_change_no_finished_training() -> Non
     assert not changed(fewer, {name: more[name] for name in fewer}) and len(more) > len(fewer)
 
 
+def test_how_a_training_is_computed_and_logged_changes_no_result() -> None:
+    key = "evaluators.fine_tune.training"
+    for change in ("accumulate=2", "auto_batch=true", "checkpoint_activations=true", "timeout=99", "log_every=7"):
+        assert prints(plan_of(f"{key}.{change}")) == prints(plan_of()), change
+    assert rows_of(plan_of(), changed(prints(plan_of()), prints(plan_of(f"{key}.batch_size=9")))) >= {"ssl", "scratch"}
+
+
 def test_seeds_use_the_pretrainings_in_turn() -> None:
     plan = plan_of("pretrainings=2", "seeds=[5,6,7]", "frozen_seeds=[1,2,3,4]", "arms.ssl.overrides=[seed=100]")
     tasks = {task.id: task for task in plan.tasks}
