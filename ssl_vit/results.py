@@ -228,8 +228,8 @@ def evaluations(folder: Path) -> tuple[dict[Path, Evaluation], list[Path]]:
     Returns (evaluations of the current weights by file, files with results of other weights). Raises UserError for a
     damaged file, or one of the current weights that another version wrote.
     """
-    weights = folder / "encoder.safetensors"
-    digest = sha256(weights) if weights.is_file() else None
+    newest = sorted(folder.glob("checkpoints/step_*/encoder.safetensors"), reverse=True)  # of an unfinished run
+    digest = next((sha256(path) for path in (folder / "encoder.safetensors", *newest) if path.is_file()), None)
     current, outdated = dict[Path, Evaluation](), list[Path]()
     for path in sorted((folder / RESULTS).glob("*.json")):
         if digest and read_json(path).get("sha256", digest) != digest:

@@ -117,7 +117,8 @@ def check(run: Path, settings: Recipe, data: str | None = None) -> None:
         if changed:
             raise UserError(
                 f"{run} holds a run of another recipe ({'; '.join(changed[:3])}): "
-                "give this one another directory with run=PATH, or delete that one"
+                f"give this one another directory with run=PATH (init_from={run} starts from its weights), or delete "
+                "that one"
             )
         about = read_json(run / ENVIRONMENT) if (run / ENVIRONMENT).exists() else {}
         if about and about.get("objective", "") != plugins.checksum("objectives", settings.objective.name):

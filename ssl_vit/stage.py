@@ -138,6 +138,8 @@ def build_objective(settings: Recipe, encoder: factory.Encoder, classes: int | N
     """
     name, training = settings.objective.name, settings.training
     objective: nn.Module = plugins.load("objectives", name).Objective(encoder, settings.objective, classes)
+    if len([*objective.named_parameters(remove_duplicate=False)]) > len([*objective.parameters()]):
+        raise UserError(f"objective {name}: two of its parameters are the same one, which checkpoints cannot store")
     least = getattr(objective, "least_views", 1)
     if settings.data.views > 1 and getattr(objective, "mix", None):
         raise UserError("objective.mixup and cutmix would mix views of the same image; set data.views=1")

@@ -261,6 +261,8 @@ def test_embeddings_name_their_files_and_preprocess_gives_the_same_pixels(run: A
             np.testing.assert_allclose(ours.reshape(tokens_1ND[0].shape), tokens_1ND[0], atol=1e-5)
     with pytest.raises(UserError, match="not a readable image"):
         network.preprocess(b"no image")
+    with pytest.raises(UserError, match=r"none\.png: cannot be read: No such file"):
+        network.preprocess("none.png")
     lying, exif = Image.fromarray(np.arange(20 * 30 * 3, dtype=np.uint8).reshape(20, 30, 3)), Image.Exif()
     exif[0x0112] = 6
     for file in (my_images.parent / "lying.jpg", my_images.parent / "lying.tif"):

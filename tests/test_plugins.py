@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from ssl_vit import plugins
+from ssl_vit import plugins, stage
 from ssl_vit.interfaces import UserError
+from ssl_vit.models import factory
 from ssl_vit.recipe import load_recipe
 
 
@@ -53,3 +54,20 @@ def test_an_objective_that_allows_any_key_gets_it(tmp_path: Path, monkeypatch: p
     monkeypatch.syspath_prepend(tmp_path)
     keys = ["objective.name=an_open_one:Objective", "objective.anything=3"]
     assert load_recipe("digits_ssl", keys).objective.model_dump()["anything"] == 3
+
+
+def test_a_module_of_its_own_is_named_with_its_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match=r"unknown objective 'rot'.*a module of your own is rot:Objective"):
+        plugins.load("objectives", "rot")
+
+
+def test_parameters_with_two_names_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a_tied_one.py").write_text(
+        "from ssl_vit.objectives import masked_patch\nclass Config(masked_patch.Config):\n    name: str\n"
+        "class Objective(masked_patch.Objective):\n"
+        "    def __init__(self, *arguments):\n        super().__init__(*arguments)\n        self.again = self.head\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    settings = load_recipe("digits_ssl", ["objective.name=a_tied_one:Objective"])
+    with pytest.raises(UserError, match="a_tied_one:Objective: two of its parameters are the same one"):
+        stage.build_objective(settings, factory.build(settings.encoder), None)

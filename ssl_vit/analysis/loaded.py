@@ -58,7 +58,11 @@ class Preprocess:
             image.convert(mode).save(buffer, "TIFF" if mode in ("I", "F") else "PNG")
             name, content = "image", buffer.getvalue()
         else:
-            name, content = ("image", image) if isinstance(image, bytes) else (str(image), Path(image).read_bytes())
+            name = "image" if isinstance(image, bytes) else str(image)
+            try:
+                content = image if isinstance(image, bytes) else Path(image).read_bytes()
+            except OSError as error:
+                raise UserError(f"{name}: cannot be read: {error.strerror}") from None
         try:
             picture = open_picture(dict([to_stored(content)]), encoder.channels, data.max_pixels)
             pixels = evaluation_transform(encoder.image_size, data)(Pixels(upright(picture.whole(), turned)))

@@ -46,7 +46,7 @@ def import_weights(
         more = f" and {len(imported.skipped) - _SHOWN} more, see {out}/config.json" * (len(imported.skipped) > _SHOWN)
         print(printable(f"skipped: {', '.join(imported.skipped[:_SHOWN])}{more}"))
     print(f"\nweights    {out}\nevaluate   ssl-vit eval {out} few_shot --data SHARDS")
-    print(f"train on   ssl-vit train RECIPE init_from={out} encoder.name={model.name} (sizes, mean and std as above)")
+    print(f"train on   ssl-vit train RECIPE init_from={out} encoder.name={model.name}, with its sizes, mean and std")
 
 
 def export(

@@ -91,9 +91,9 @@ class Ridge:
 
 
 def few_shot_accuracy(
-    train_features: np.ndarray,
+    train_features: np.ndarray | Sequence[np.ndarray],
     train_labels: np.ndarray,
-    test_features: np.ndarray,
+    test_features: np.ndarray | Sequence[np.ndarray],
     test_labels: np.ndarray,
     *,
     shots: Sequence[int] = (1, 5, 10, 25),
@@ -102,10 +102,15 @@ def few_shot_accuracy(
 ) -> dict[tuple[int, int], float]:
     """{(shots, seed): test accuracy, 0..1}; see `Ridge`.
 
-    features: float (n, d). labels: int (n,); training images with a negative label are not used.
+    features: float (n, d), or n vectors such as the column `embedding` of `ssl_vit.embed`.
+    labels: int (n,); training images with a negative label are not used.
     Warns about classes with fewer images than shots. Raises ValueError for arrays that do not fit together, features
     that are not finite, labels that are no integers, shots below 1, and images without a label where they need one.
     """
+    train_features, test_features = (
+        features if isinstance(features, np.ndarray) and features.ndim == 2 else np.stack([*features])
+        for features in (train_features, test_features)
+    )
     train_labels, test_labels = np.asarray(train_labels), np.asarray(test_labels)
     if len(train_features) != len(train_labels) or len(test_features) != len(test_labels) or not len(test_labels):
         raise ValueError("features and labels must have equal, non-zero lengths")

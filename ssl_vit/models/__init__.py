@@ -31,7 +31,7 @@ class EncoderConfig(Config):
         feature map); or any other network (`resnet50`, `convnext_tiny`), which takes name, image_size, channels,
         drop_path, mean and std only.
     image_size: pixels, a square's side or [height, width].
-    channels: 1 gray, 3 RGB, 4 RGBA, or any other number.
+    channels: 1 gray, 3 RGB, 4 RGBA.
     patch_size: pixels; in a hybrid, cells of the feature map (1: the paper's 1x1 patches). None: as in the timm model.
     width: size of the embeddings; None: as in the timm model.
     depth: number of blocks; None: as in the timm model.

@@ -193,7 +193,7 @@ def initialize(model: Encoder, source: Encoder, origin: str, method: Resampling 
 
     Raises UserError when anything else differs.
     """
-    for key in ("channels", "width", "heads", "mean", "std", "norm_eps", "positions"):
+    for key in ("channels", "width", "heads", "mean", "std", "norm_eps", "positions", "architecture"):
         own, other = getattr(model, key, None), getattr(source, key, None)
         if own != other:
             raise UserError(f"{origin} does not fit this encoder: encoder.{key} is {other} there, {own} here")

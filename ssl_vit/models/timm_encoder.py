@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from typing import Any, Self
 
 import torch
@@ -10,6 +11,8 @@ import torch
 from ssl_vit.interfaces import Size, UserError, pair
 from ssl_vit.models import Pooling
 from ssl_vit.models.encoder import Encoder, Numbers, create
+
+_OTHER = ("img_size", "in_chans", "num_classes")
 
 
 class TimmEncoder(Encoder):
@@ -69,6 +72,12 @@ class TimmEncoder(Encoder):
     @property
     def grid(self) -> tuple[int, int]:
         return self._grid
+
+    @property
+    def architecture(self) -> str:
+        """timm's name and arguments that say what the weights mean; not image size, channels and regularization."""
+        same = {key: value for key, value in self.arguments.items() if key not in _OTHER and "drop" not in key}
+        return f"{self.name} {json.dumps(same, sort_keys=True)}"
 
     def features(self, pooling: Pooling) -> int:
         return self.patches * self._token_width if pooling == "patches" else super().features(pooling)

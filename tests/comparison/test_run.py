@@ -532,7 +532,9 @@ def test_a_gpu_without_enough_memory_fails_one_task(mini: Mini, monkeypatch: pyt
         return run(plan, task)
 
     monkeypatch.setattr(work, "_run", full)
-    with pytest.raises(RunError, match=r"few_shot-pixels-0: .*Tried to allocate 2 GiB\); lower jobs.*\n1 of .*\n.*ssl-vit report "):
+    with pytest.raises(
+        RunError, match=r"few_shot-pixels-0: .*Tried to allocate 2 GiB\); lower jobs.*\n1 of .*\n.*ssl-vit report "
+    ):
         quietly(mini(evaluators={"few_shot": {"labels_per_class": [1]}}))
 
 

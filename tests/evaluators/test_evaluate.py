@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 import ssl_vit
 from ssl_vit import api, records
@@ -83,6 +83,20 @@ def test_results_of_weights_that_are_gone_are_ignored(trained: Path, tmp_path: P
     assert old.path
     write_json(old.path, read_json(old.path) | {"format": 0})
     assert evaluations(run)[1] == [old.path], "another version wrote it, which matters only to who reads it"
+
+
+def test_results_of_earlier_checkpoints_of_an_unfinished_run_are_ignored(trained: Path, tmp_path: Path) -> None:
+    run = shutil.copytree(trained / "run", tmp_path / "run", ignore=shutil.ignore_patterns("results"))
+    (run / "encoder.safetensors").unlink()
+    data = (f"{trained}/train", f"{trained}/test")
+    old = api.evaluate(run, "few_shot", *data, ["labels_per_class=[2]"])
+    (last,) = run.glob("checkpoints/step_*")
+    later = shutil.copytree(last, last.with_name("step_00000999"))
+    tensors = load_file(later / "encoder.safetensors")
+    save_file(tensors | {"norm.bias": tensors["norm.bias"] + 1}, later / "encoder.safetensors")
+    new = api.evaluate(run, "knn", *data, ["ks=[3]"])
+    found, outdated = evaluations(run)
+    assert [*found] == [new.path] and outdated == [old.path]
 
 
 def test_labels_of_one_class_cannot_be_evaluated(trained: Path, tmp_path: Path) -> None:

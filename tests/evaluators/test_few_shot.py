@@ -6,6 +6,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 from sklearn.datasets import load_digits
 from threadpoolctl import threadpool_limits
@@ -92,6 +93,13 @@ def test_accuracy_and_every_prediction_agree_with_a_dense_solver(name: str, l2: 
         with warnings.catch_warnings(action="ignore"):
             same = few_shot_accuracy(*train, test[0][clear], predictions[clear], shots=(k,), seeds=(seed,), l2=l2)
         assert same == {(k, seed): 1.0}
+
+
+def test_features_may_be_a_sequence_of_vectors() -> None:
+    features, labels = np.random.default_rng(0).normal(size=(8, 3)), np.arange(8) % 2
+    expected = few_shot_accuracy(features, labels, features, labels, shots=(2,), seeds=(0,))
+    column = pd.DataFrame({"embedding": [*features]})["embedding"]
+    assert few_shot_accuracy(column, labels, [*features], labels, shots=(2,), seeds=(0,)) == expected
 
 
 @pytest.mark.parametrize(

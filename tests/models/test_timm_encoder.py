@@ -14,7 +14,7 @@ from torch import nn
 
 from ssl_vit.interfaces import UserError
 from ssl_vit.models import EncoderConfig
-from ssl_vit.models.factory import at_size, build, fresh, load, require_vit, state
+from ssl_vit.models.factory import at_size, build, fresh, initialize, load, require_vit, state
 from ssl_vit.models.timm_encoder import TimmEncoder
 
 Make = Callable[..., Any]
@@ -108,6 +108,13 @@ def test_other_arguments_keep_the_weights(pixels: Make) -> None:
 def test_weights_that_several_layers_share_are_refused() -> None:
     with pytest.raises(UserError, match="coat_tiny shares weights between layers"):
         TimmEncoder("coat_tiny", {}, (0.5,) * 3, (0.5,) * 3, 224)
+
+
+def test_weights_of_another_network_with_the_same_tensors_are_refused() -> None:
+    dilated = TimmEncoder("resnet10t", {"in_chans": 3, "output_stride": 8}, (0.5,) * 3, (0.5,) * 3, 64)
+    with pytest.raises(UserError, match=r"other does not fit this encoder: .*output_stride"):
+        initialize(cnn(), dilated, "other")
+    initialize(cnn(drop_path=0.1), cnn(image_size=96), "other")
 
 
 def test_what_only_a_vit_has_is_refused() -> None:

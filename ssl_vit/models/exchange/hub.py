@@ -32,7 +32,7 @@ def hub_errors(model: str) -> Iterator[None]:
         constants.HF_HUB_OFFLINE = before or not _answers()
         yield
     except errors.LocalEntryNotFoundError as error:
-        raise Unreachable(f"{model}: the hub does not answer: {error}") from error
+        raise Unreachable(f"{model}: the hub does not answer, and its local cache does not have this model") from error
     except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError, errors.EntryNotFoundError) as error:
         raise UserError(f"{model}: no such model, or no access to it (try `hf auth login`): {error}") from None
     except errors.HFValidationError as error:

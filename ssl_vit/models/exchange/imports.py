@@ -222,7 +222,10 @@ def _file(path: Path, name: str | None, heads: int | None) -> Imported:
     height, width = pair(arguments["img_size"])  # of so many positions, a square; of timm's own model, that of its name
     assumed = f"the file has no image size: assumed to be {height}x{width} pixels"
     architecture = name.partition(".")[0]  # a tag names weights, and with them their mean, std and image size
-    return Imported(architecture, arguments, tensors, mean, std, notes=[note, assumed])
+    notes = [note, assumed]
+    if heads is None and "num_heads" in arguments:
+        notes.append(f"the file has no number of heads: assumed to be {arguments['num_heads']}, as in timm's {name}")
+    return Imported(architecture, arguments, tensors, mean, std, notes=notes)
 
 
 def _stated_name(path: Path) -> str | None:
@@ -254,7 +257,21 @@ def _through_timm(path: Path, tensors: Tensors, name: str) -> tuple[dict[str, An
         )
     except _DAMAGED as error:
         raise UserError(f"{path} does not fit timm's {name}: {_first_words(error)}") from None
-    return {"in_chans": channels, "img_size": square(size)}, network.state_dict()
+    state = network.state_dict()
+    missing = [key for key in state if key not in tensors and not key.endswith("num_batches_tracked")]
+    if missing and _loads_anything(name):
+        raise UserError(f"{path} does not fit timm's {name}: it lacks {', '.join(missing)[:300]}")
+    return {"in_chans": channels, "img_size": square(size)}, state
+
+
+def _loads_anything(name: str) -> bool:
+    """Whether timm ignores that tensors of this architecture are missing, as of DLA and Inception-v3."""
+    nothing = {"state_dict": {"": torch.zeros(0)}, "num_classes": 0}
+    try:
+        timm.create_model(name, pretrained=True, num_classes=0, pretrained_cfg_overlay=nothing)
+    except _DAMAGED:
+        return False
+    return True
 
 
 def _tensors(path: Path) -> Tensors:

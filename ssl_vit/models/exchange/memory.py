@@ -18,6 +18,8 @@ from ssl_vit.models.exchange.imports import build, load_tensors
 from ssl_vit.models.exchange.sizes import Imported, read_sizes, square
 from ssl_vit.models.vit import ViTEncoder, heads_of
 
+_CHANGED = "save a changed network with timm.models.save_for_hf(..., model_args=...) and use `ssl-vit import`"
+
 
 def from_network(network: nn.Module) -> tuple[Encoder, float]:
     """A copy of a network that `timm.create_model` returned, in evaluation mode, and its `data.evaluation_resize`.
@@ -38,7 +40,7 @@ def from_network(network: nn.Module) -> tuple[Encoder, float]:
         try:
             arguments = read_sizes(tensors, kind, name, heads=heads_of(vit), image_size=size)
         except LookupError as error:
-            raise UserError(f"{kind}: it has no tensor {error}, which a ViT here needs") from None
+            raise UserError(f"{kind}: it has no tensor {error}, which a ViT here needs; {_CHANGED}") from None
         if vit.global_pool in ("token", "avg"):
             arguments |= {"global_pool": vit.global_pool, "fc_norm": not isinstance(vit.fc_norm, nn.Identity)}
     else:
@@ -63,7 +65,10 @@ def with_weights(encoder: Encoder, network: nn.Module) -> Encoder:
     Raises UserError where the weights do not fit, or compute something else in the encoder.
     """
     kind, tensors = type(network).__name__, network.state_dict()
-    load_tensors(encoder, tensors, kind)
+    try:
+        load_tensors(encoder, tensors, kind)
+    except UserError as error:
+        raise UserError(f"{error}; {_CHANGED}") from None
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         image = torch.rand(1, encoder.channels, *encoder.image_size)
         theirs = copy.deepcopy(network).cpu().float().eval()
@@ -76,7 +81,7 @@ def with_weights(encoder: Encoder, network: nn.Module) -> Encoder:
         if not equal:
             raise UserError(
                 f"{kind}: {encoder.name} with its weights computes something else: more than its sizes was changed; "
-                "save it with timm.models.save_for_hf(..., model_args=...) and use `ssl-vit import`"
+                f"{_CHANGED}"
             )
     return encoder
 

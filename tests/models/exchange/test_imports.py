@@ -182,6 +182,20 @@ def test_a_checkpoint_of_another_architecture_is_refused(tmp_path: Path) -> None
         import_weights(str(tmp_path / "w.pth"), tmp_path / "out", name="test_convnext")
 
 
+@pytest.mark.parametrize("how", ["less", "prefix"])
+def test_missing_tensors_are_refused_where_timm_ignores_them(tmp_path: Path, how: str) -> None:
+    tensors = timm.create_model("dla46_c").state_dict()
+    torch.save(tensors, tmp_path / "whole.pth")
+    import_weights(str(tmp_path / "whole.pth"), tmp_path / "out", name="dla46_c")
+    assert same({key: value for key, value in tensors.items() if not key.startswith("fc.")}, tmp_path / "out")
+    missing = "level0.0.weight"
+    for key in [missing] if how == "less" else [*tensors]:
+        tensors[f"backbone.{key}"] = tensors.pop(key)
+    torch.save(tensors, tmp_path / "w.pth")
+    with pytest.raises(UserError, match=rf"does not fit timm's dla46_c: it lacks .*{missing}"):
+        import_weights(str(tmp_path / "w.pth"), tmp_path / "other", name="dla46_c")
+
+
 # --- transformers ---
 
 
