@@ -24,7 +24,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
 
-from ssl_vit.interfaces import UserError
+from ssl_vit.interfaces import ObjectiveConfig, UserError
 
 Kind = Literal["objectives", "evaluators", "sources"]
 # The package of each kind, what a module there must define, and its name in messages.
@@ -107,6 +107,8 @@ def _import(place: str, member: str, what: str) -> Any:
     config = of_class or of_module if attribute else of_module or of_class  # a class may inherit one
     if member != "open_images" and config is None:
         raise UserError(f"{what}: neither the class nor its module defines a Config")
+    if member == "Objective" and not (isinstance(config, type) and issubclass(config, ObjectiveConfig)):
+        raise UserError(f"{what}: its Config is no subclass of ssl_vit.interfaces.ObjectiveConfig")
     return SimpleNamespace(**vars(module) | {member: defined, "Config": config})
 
 

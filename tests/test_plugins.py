@@ -19,8 +19,11 @@ def test_a_plugin_without_a_configuration_is_named(tmp_path: Path, monkeypatch: 
     for name in ("a_bare_one:Objective", "a_package.a_bare_one"):
         (tmp_path / "a_package").mkdir(exist_ok=True)
         (tmp_path / "a_package" / "a_bare_one.py").write_text("class Objective: ...\n")
-        with pytest.raises(UserError, match="Config"):
+        with pytest.raises(UserError, match="defines a Config"):
             load_recipe("digits_ssl", [f"objective.name={name}"])
+    (tmp_path / "another_one.py").write_text("class Config: ...\nclass Objective: ...\n")
+    with pytest.raises(UserError, match="no subclass of .*ObjectiveConfig"):
+        load_recipe("digits_ssl", ["objective.name=another_one:Objective"])
 
 
 def test_the_configuration_of_a_module_comes_before_an_inherited_one(

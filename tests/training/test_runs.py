@@ -16,7 +16,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 
-from ssl_vit import api, runs
+from ssl_vit import api, recipe, runs
 from ssl_vit.analysis import figures
 from ssl_vit.evaluators.online import OnlineProbe
 from ssl_vit.interfaces import RunError, Stopped, UserError
@@ -82,12 +82,16 @@ def test_a_recipe_in_a_folder_of_other_files_is_not_replaced(train: Train, tmp_p
     assert len([*(tmp_path / "mine").iterdir()]) == 1
 
 
-def test_a_finished_run_stays_as_it_is(train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_finished_run_stays_as_it_is(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     keys = ("probe.every=12", *PROBE, "training.trackers={tensorboard: {}}")
     before = files(train(tmp_path / "run", *keys))
     monkeypatch.setattr(runs, "environment", lambda accelerator: {"git": "another"})
     monkeypatch.setattr(loop, "train", None)
     assert files(train(tmp_path / "run", *keys)) == before
+    api.train(recipe.load_recipe(tmp_path / "run"))
+    assert "nothing to train" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("lost", ["encoder.safetensors", "config.json"])
