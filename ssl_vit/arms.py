@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from ssl_vit.interfaces import UserError
 from ssl_vit.overrides import LENGTHS, merge
@@ -43,6 +45,20 @@ def derived(before: Mapping[str, Any], given: Mapping[str, Any], keys: Collectio
         else:
             arms[name] = changes  # no mapping: an error that names the arm follows
     return arms
+
+
+def with_whole_paths(content: DictConfig, near: Path, shipped: Path) -> DictConfig:
+    """Names of arms' recipes and of a suite beside the file `near` as whole paths: a comparison based on it, and the
+    saved one, lie in other folders. Recipes in the folder `shipped` are found by their names."""
+    arms = content.get("arms")
+    keys = [(arm, "recipe") for arm in arms.values()] if isinstance(arms, DictConfig) else []
+    for section, key in [*keys, (content.get("data"), "suite")]:
+        name = section.get(key) if isinstance(section, DictConfig) else None
+        with suppress(OSError):  # a name that is too long
+            file = next((file for end in ("", ".yaml") if (file := near.parent / f"{name}{end}").is_file()), None)
+            if name and file and shipped.resolve() not in file.resolve().parents:
+                section[key] = str(file.resolve())
+    return content
 
 
 def _merged(

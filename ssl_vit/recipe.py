@@ -102,7 +102,8 @@ def read(path: Path, overrides: Overrides = ()) -> dict[str, Any]:
     Recipes are data: references such as `${oc.env:HOME}` are refused.
     Raises UserError naming the file or the override.
     """
-    return dict(OmegaConf.to_container(_onto(_open(path), parsed(overrides), str(path))))
+    content = _onto(_open(path), parsed(overrides), str(path))
+    return dict(OmegaConf.to_container(arms.with_whole_paths(content, path, recipes_folder())))
 
 
 def parse_overrides(overrides: Overrides) -> dict[str, Any]:
@@ -121,7 +122,8 @@ def _open(path: Path, above: tuple[Path, ...] = ()) -> DictConfig:
         raise UserError(f"{path}: not readable YAML: {error}") from None
     if not isinstance(loaded, DictConfig):
         raise UserError(f"{path}: a recipe must be a mapping of keys to values")
-    base = without_references(loaded, str(path)).pop("base", None)
+    loaded = arms.with_whole_paths(without_references(loaded, str(path)), path, recipes_folder())
+    base = loaded.pop("base", None)
     if base is None:
         return _onto(OmegaConf.create(), loaded, str(path))
     under = find(str(base), path)

@@ -22,7 +22,7 @@ def test_a_plugin_without_a_configuration_is_named(tmp_path: Path, monkeypatch: 
         with pytest.raises(UserError, match="defines a Config"):
             load_recipe("digits_ssl", [f"objective.name={name}"])
     (tmp_path / "another_one.py").write_text("class Config: ...\nclass Objective: ...\n")
-    with pytest.raises(UserError, match="no subclass of .*ObjectiveConfig"):
+    with pytest.raises(UserError, match=r"no subclass of .*ObjectiveConfig"):
         load_recipe("digits_ssl", ["objective.name=another_one:Objective"])
 
 

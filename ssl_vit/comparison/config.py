@@ -213,7 +213,7 @@ def load_comparison(name: str | Path, overrides: recipe.Overrides = ()) -> Study
     unread = {key: Config() for key in given} if isinstance(given, dict) else given
     recipe.validate(ComparisonConfig, content | {"evaluators": unread}, f"{path}: ")
     content["evaluators"] = {key: _settings(path, key, value) for key, value in given.items()}
-    c = _with_whole_paths(recipe.validate(ComparisonConfig, content, f"{path}: "), path)
+    c = recipe.validate(ComparisonConfig, content, f"{path}: ")
     suite = load_suite(c.data.suite, near=path) if c.data.suite else None
     sets = suite.sets if suite else c.data.sets or {ONLY: c.data.splits[0]}
     pretrain = c.data.pretrain or [*c.data.folds[1:]] or c.data.train
@@ -261,19 +261,6 @@ def load_comparison(name: str | Path, overrides: recipe.Overrides = ()) -> Study
         evaluators = {key: tenth(config) for key, config in evaluators.items()}
     saved = c.model_dump(mode="json", exclude={"evaluators"}) | {"evaluators": given}
     return Study(c, recipes, sets, evaluators, saved, folder, tuple(c.data.splits) if c.data.folds else ())
-
-
-def _with_whole_paths(c: ComparisonConfig, near: Path) -> ComparisonConfig:
-    """Recipes and a suite beside the file `near` by their whole paths: the saved comparison lies in another folder."""
-
-    def whole(name: str | None) -> str | None:
-        beside = [near.parent / end for end in (name, f"{name}.yaml")] if name else []
-        return next((str(file.resolve()) for file in beside if file.is_file()), name)
-
-    if recipe.recipes_folder().resolve() in near.resolve().parents:  # shipped recipes are found by their names
-        return c
-    arms = {name: arm.model_copy(update={"recipe": whole(arm.recipe)}) for name, arm in c.arms.items()}
-    return c.model_copy(update={"arms": arms, "data": c.data.model_copy(update={"suite": whole(c.data.suite)})})
 
 
 def _settings(

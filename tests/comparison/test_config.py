@@ -191,6 +191,11 @@ def test_the_saved_comparison_finds_what_lay_beside_its_recipe(mini: Any, tmp_pa
     again = load_comparison(saved.parent)
     assert again.recipes == study.recipes and again.sets == study.sets
     assert again.comparison.arms["all"].recipe == "digits_supervised"
+    (tmp_path / "other").mkdir()
+    derived = tmp_path / "other" / "derived.yaml"
+    derived.write_text("base: ../own/mine.yaml\n")
+    (tmp_path / "other" / "pre.yaml").write_text("base: digits_supervised\n")
+    assert load_comparison(derived).recipes == study.recipes and load_comparison(derived).sets == study.sets
 
 
 def test_the_saved_comparison_keeps_the_defaults_of_each_arms_protocol(mini: Any, tmp_path: Path) -> None:
