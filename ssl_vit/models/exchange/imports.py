@@ -268,7 +268,8 @@ def _loads_anything(name: str) -> bool:
     """Whether timm ignores that tensors of this architecture are missing, as of DLA and Inception-v3."""
     nothing = {"state_dict": {"": torch.zeros(0)}, "num_classes": 0}
     try:
-        timm.create_model(name, pretrained=True, num_classes=0, pretrained_cfg_overlay=nothing)
+        with torch.device("meta"):
+            timm.create_model(name, pretrained=True, num_classes=0, pretrained_cfg_overlay=nothing)
     except _DAMAGED:
         return False
     return True
