@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -17,6 +18,7 @@ from ssl_vit.files import read_json, write_json
 from ssl_vit.interfaces import UserError, errors_about
 
 _REQUEST = "request.json"  # beside train/ and test/: what they were packed from
+_PART = re.compile(r", \d+ images( per class)?\b|part of holdout|fold_\d+ of ")  # in info.json's source: a part of it
 
 
 def prepare(
@@ -47,11 +49,12 @@ def prepare(
 
 def _check_packed(name: str, chosen: DataSet, folder: Path) -> None:
     place, fix = folder / name, "name another folder (data.folder in a comparison)"
-    if (place / _REQUEST).is_file():
-        if (held := read_json(place / _REQUEST)) != _request(chosen):
-            raise UserError(f"dataset {name}: {place} was packed from {held['source']} {held['splits']}; {fix}")
-    elif found := [part for part in ("train", "test") if (place / part / INFO).is_file()]:
-        raise UserError(f"dataset {name}: {place / found[0]} holds other shards than those of the suite; {fix}")
+    held = read_json(place / _REQUEST) if (place / _REQUEST).is_file() else None
+    if held and held != _request(chosen):
+        raise UserError(f"dataset {name}: {place} was packed from {held['source']} {held['splits']}; {fix}")
+    for info in (place / part / INFO for part in ("train", "test")):
+        if info.is_file() and (held is None or _PART.search(str(read_json(info).get("source")))):
+            raise UserError(f"dataset {name}: {info.parent} holds other shards than all of {chosen.source}; {fix}")
 
 
 def _request(chosen: DataSet) -> dict[str, object]:

@@ -29,10 +29,13 @@ def test_sources_are_packed_once_and_checked(tmp_path: Path) -> None:
     for other in (DataSet(source="other"), DataSet(source="digits", splits=("test", "train"))):
         with pytest.raises(UserError, match="was packed from digits"):
             prepare({"digits": other}, folder, said.append)
+    shutil.rmtree(folder / "digits" / "train")
+    packed("digits", folder / "digits" / "train", "train", subset=2, shards=1)
+    with pytest.raises(UserError, match="train holds other shards than all of digits"):
+        prepare(DIGITS, folder, said.append)
     shutil.rmtree(folder / "digits")
-    for part in ("train", "test"):
-        packed("digits", folder / "digits" / part, part, subset=2, shards=1)
-    with pytest.raises(UserError, match="holds other shards than those of the suite"):
+    packed("digits", folder / "digits" / "test", "test", shards=1)
+    with pytest.raises(UserError, match="test holds other shards than all of digits"):  # nothing says what they are
         prepare(DIGITS, folder, said.append)
 
 
