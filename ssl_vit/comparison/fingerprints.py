@@ -26,7 +26,8 @@ def fingerprint(design: Design, task: TaskRecord) -> str:
     if task.evaluator:
         evaluator = design.evaluator(task.data, task.evaluator, task.arm)
         budgets, seeds = design.budgets_and_seeds(task)
-        settings = _learned(evaluator.config.model_dump(mode="json", exclude={"labels_per_class", "seeds"}))
+        given = evaluator.config.model_dump(mode="json", exclude={"labels_per_class", "seeds"})
+        settings = _learned(given, "training.accumulate", "training.auto_batch")  # batch norm sees one micro-batch
         content += [task.evaluator, settings, budgets, [*seeds.items()]]
         content += [design.study.sets[task.data].metric]  # settings are selected by it
         content += filter(None, [plugins.checksum("evaluators", task.evaluator)])
@@ -56,9 +57,9 @@ def _origin(design: Design, task: TaskRecord) -> list[Any]:
     return origin
 
 
-def _learned(settings: dict[str, Any]) -> dict[str, Any]:
-    """Settings by dotted key, without those that only say how a training is computed, logged and stored."""
-    ignored = tuple(f"{key}." for key in runs.MAY_CHANGE)
+def _learned(settings: dict[str, Any], *also: str) -> dict[str, Any]:
+    """Settings by dotted key, without those that a resumed run may change. also: those of them that count here."""
+    ignored = tuple(f"{key}." for key in runs.MAY_CHANGE if key not in also)
     return {key: value for key, value in flatten(settings).items() if not f"{key}.".startswith(ignored)}
 
 
