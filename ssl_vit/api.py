@@ -60,7 +60,7 @@ def train(settings: Recipe, *, quiet: bool = False) -> Path:
                 lock, finished = open_run(run, settings, accelerator, job.data)
         if distributed.gather(finished)[0]:
             if accelerator.is_main_process and not quiet:
-                print(f"{run} has finished before: nothing to train")
+                print(f"{run} has already finished: nothing to train")
             return run
         parameters = sum(p.numel() for p in job.objective.parameters())
         flops = training_flops(job.objective, settings.data.views)

@@ -17,7 +17,7 @@ MAX_BYTES, _MAX_DEPTH = 1 << 20, 50  # of a recipe file; deeper nesting crashes 
 LENGTHS = {"steps", "epochs"}  # a length of training in one unit replaces that in the other
 PLACE = "<place>"  # of `data=PLACE`, beside other keys of `data`
 Overrides = Sequence[str] | Mapping[str, Any]
-"""`key=value` strings, or values by key; keys are nested by mappings or dotted, those inside a mapping not dotted."""
+"""`key=value` strings, or values by key: dotted keys, or nested mappings, whose inner keys are not split at dots."""
 
 
 def parsed(overrides: Overrides) -> DictConfig:

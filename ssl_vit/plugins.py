@@ -77,7 +77,7 @@ def load(kind: Kind, name: str) -> Any:
     available = names(kind)
     near = get_close_matches(name, available, n=1)
     hint = f"did you mean '{near[0]}'? " if near else ""
-    own = f"; a module of your own is {name}:{member}" if name.isidentifier() and member[0].isupper() else ""
+    own = f"; a module of your own is {name}:{member}" if name.isidentifier() and kind != "sources" else ""
     raise UserError(f"unknown {word} '{name}'; {hint}available: {', '.join(available)}{own}")
 
 

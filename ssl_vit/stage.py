@@ -26,6 +26,7 @@ from ssl_vit.data.shards import ShardSet
 from ssl_vit.data.stream import train_source
 from ssl_vit.interfaces import Batch, UserError
 from ssl_vit.models import EncoderConfig, factory
+from ssl_vit.models.encoder import shares_parameters
 from ssl_vit.recipe import Recipe
 from ssl_vit.training import memory
 from ssl_vit.training.callbacks import Checkpointing, Logging, NanGuard, Pictures, StopOnSignal
@@ -138,8 +139,8 @@ def build_objective(settings: Recipe, encoder: factory.Encoder, classes: int | N
     """
     name, training = settings.objective.name, settings.training
     objective: nn.Module = plugins.load("objectives", name).Objective(encoder, settings.objective, classes)
-    if len([*objective.named_parameters(remove_duplicate=False)]) > len([*objective.parameters()]):
-        raise UserError(f"objective {name}: two of its parameters are the same one, which checkpoints cannot store")
+    if shares_parameters(objective):
+        raise UserError(f"objective {name}: one of its parameters has two names, which checkpoints cannot store")
     least = getattr(objective, "least_views", 1)
     if settings.data.views > 1 and getattr(objective, "mix", None):
         raise UserError("objective.mixup and cutmix would mix views of the same image; set data.views=1")

@@ -43,7 +43,7 @@ class Loaded:
 class Preprocess:
     """A function from an image to what timm's network expects, float32 (C, H, W): the pixels that an evaluation sees.
 
-    Raises UserError for a file that is not an image.
+    Raises UserError for a file that cannot be read or is not an image.
     """
 
     model: Loaded
@@ -57,10 +57,12 @@ class Preprocess:
             # A TIFF keeps all values; those that fit no PNG are refused below, as in a file.
             image.convert(mode).save(buffer, "TIFF" if mode in ("I", "F") else "PNG")
             name, content = "image", buffer.getvalue()
+        elif isinstance(image, bytes):
+            name, content = "image", image
         else:
-            name = "image" if isinstance(image, bytes) else str(image)
+            name = str(image)
             try:
-                content = image if isinstance(image, bytes) else Path(image).read_bytes()
+                content = Path(image).read_bytes()
             except OSError as error:
                 raise UserError(f"{name}: cannot be read: {error.strerror}") from None
         try:

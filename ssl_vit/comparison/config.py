@@ -228,7 +228,7 @@ def load_comparison(name: str | Path, overrides: recipe.Overrides = ()) -> Study
             raise UserError(f"{path}: arms.{key}: with folds, the arms pretrain on the folds; remove data.train")
     for name, arm in c.arms.items():
         if {"run", "name"} & {override.partition("=")[0] for override in arm.overrides}:
-            raise UserError(f"{path}: arms.{name}: remove run and name; a trained run is arms.{name}.weights=PATH")
+            raise UserError(f"{path}: arms.{name}: remove run and name; use a trained run by arms.{name}.weights=PATH")
         for evaluator, own in arm.evaluators.items():
             if chosen := [key for key in SAME_IMAGES if key in own]:
                 raise UserError(

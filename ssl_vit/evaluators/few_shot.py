@@ -114,7 +114,7 @@ def few_shot_accuracy(
     train_labels, test_labels = np.asarray(train_labels), np.asarray(test_labels)
     if len(train_features) != len(train_labels) or len(test_features) != len(test_labels) or not len(test_labels):
         raise ValueError("features and labels must have equal, non-zero lengths")
-    if train_features.shape[1:] != test_features.shape[1:]:
+    if train_features.ndim != 2 or train_features.shape[1:] != test_features.shape[1:]:
         raise ValueError(f"train features {train_features.shape} and test features {test_features.shape} do not fit")
     if not np.isfinite(train_features).all() or not np.isfinite(test_features).all():
         raise ValueError("features must be finite")

@@ -168,6 +168,11 @@ def create(name: str, arguments: dict[str, Any]) -> Any:
         raise UserError(f"encoder.name='{name}' cannot have these settings: {arguments} ({error})") from None
 
 
+def shares_parameters(module: nn.Module) -> bool:
+    """Whether a parameter has two names, which safetensors files cannot store."""
+    return len([*module.named_parameters(remove_duplicate=False)]) > len([*module.parameters()])
+
+
 def close_names(name: str) -> str:
     """The end of a message that names timm's models of similar names."""
     near = get_close_matches(name, timm.list_models(), n=3)

@@ -10,9 +10,9 @@ import torch
 
 from ssl_vit.interfaces import Size, UserError, pair
 from ssl_vit.models import Pooling
-from ssl_vit.models.encoder import Encoder, Numbers, create
+from ssl_vit.models.encoder import Encoder, Numbers, create, shares_parameters
 
-_OTHER = ("img_size", "in_chans", "num_classes")
+_SIZES = ("img_size", "in_chans", "num_classes")
 
 
 class TimmEncoder(Encoder):
@@ -22,7 +22,7 @@ class TimmEncoder(Encoder):
     mean of the patches as in a ViT. The cells of a last feature map are patches. Networks with other outputs (several
     resolutions, tokens of unknown place) have none.
 
-    Batch norms see one micro-batch of one process at a time.
+    Batch norm sees one micro-batch of one process at a time.
 
     kind: timm's class.
     """
@@ -34,8 +34,7 @@ class TimmEncoder(Encoder):
         """
         super().__init__(name, arguments, mean, std)
         self.network = create(name, arguments)
-        parameters = [*self.network.named_parameters(remove_duplicate=False)]
-        if len(parameters) > len([*self.network.parameters()]):
+        if shares_parameters(self.network):
             raise UserError(
                 f"{name} shares weights between layers, which safetensors files cannot store; use another network"
             )
@@ -75,9 +74,9 @@ class TimmEncoder(Encoder):
 
     @property
     def architecture(self) -> str:
-        """timm's name and arguments that say what the weights mean; not image size, channels and regularization."""
-        same = {key: value for key, value in self.arguments.items() if key not in _OTHER and "drop" not in key}
-        return f"{self.name} {json.dumps(same, sort_keys=True)}"
+        """timm's name and the arguments that change what the weights compute."""
+        kept = {key: value for key, value in self.arguments.items() if key not in _SIZES and "drop" not in key}
+        return f"{self.name} {json.dumps(kept, sort_keys=True)}"
 
     def features(self, pooling: Pooling) -> int:
         return self.patches * self._token_width if pooling == "patches" else super().features(pooling)

@@ -46,7 +46,7 @@ class TrainingConfig(Config):
     steps: length in optimizer steps; set either this or `epochs`.
     epochs: length in passes over the training images.
     batch_size: images in one optimizer step over all processes.
-    accumulate: gradient accumulation: micro-batches per process and optimizer step. Batch norms see one at a time.
+    accumulate: gradient accumulation: micro-batches per process and optimizer step. Batch norm sees one at a time.
     auto_batch: before the first step, raise `accumulate` until a micro-batch fits into the memory; `batch_size` stays
         the same.
     precision: `fp32`, `tf32` (float32 with matrix products in TensorFloat-32), `bf16`, `fp16` (with loss scaling), or

@@ -158,7 +158,7 @@ def test_a_sweep_may_be_nested_or_dotted(mini: Any) -> None:
     assert config.sweep == {"optim.lr": (0.5,), "training.epochs": (7,)}  # type: ignore[attr-defined]
 
 
-def test_null_removes_data(mini: Any) -> None:
+def test_null_removes_data() -> None:
     found = load_comparison("demo_digits", ["data.folds=null", "data.sets=null", "data.train=a", "data.test=b"])
     assert (found.comparison.data.folds, found.sets["data"].train, found.sets["data"].test) == ((), "a", "b")
 

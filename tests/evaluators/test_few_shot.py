@@ -106,6 +106,7 @@ def test_features_may_be_a_sequence_of_vectors() -> None:
     ("changed", "message"),
     [
         ({"shots": [0]}, "shots must be 1 or larger"),
+        ({"train_features": np.zeros(2), "test_features": np.zeros(2)}, "do not fit"),
         ({"train_labels": np.array([0.0, 1.0])}, "labels must be integers"),
         ({"test_labels": np.array(["a", "b"])}, "labels must be integers"),
         ({"test_labels": np.array([0, -1])}, "those of test images 0 or larger"),
