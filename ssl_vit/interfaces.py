@@ -188,7 +188,8 @@ class Batch:
 class StepOutput:
     """What an objective returns: a scalar float32 loss (the mean over the batch's samples) and detached metrics, means
     over the samples too, that stay on the device until they are logged. A metric may be a vector (M,) that the
-    objective's `summarize` makes scalars of."""
+    objective's `summarize` makes scalars of. Every step has the same metrics, and none is named `loss` or
+    `grad_norm`."""
 
     loss: torch.Tensor
     metrics: dict[str, torch.Tensor] = field(default_factory=dict)

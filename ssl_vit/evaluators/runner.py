@@ -107,6 +107,8 @@ def measure(
             try:
                 classifier = configured(evaluator, settings).fit(train, seed + shift)
                 rows = list(_results(evaluator, classifier, train, budget, seed, settings, notes))
+                if not rows:
+                    raise UserError(f"{evaluator.title}: its classifier must return one `Scored` or more")
                 rows[0] = replace(rows[0], **vars(rows[0].cost + spent))
             except Diverged as error:
                 if settings:

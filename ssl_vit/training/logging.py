@@ -36,6 +36,16 @@ class StepResult:
     norm: torch.Tensor
 
 
+def _shapes(output: StepOutput) -> dict[str, list[int]]:
+    """The shapes of an objective's metrics by name. Raises UserError for one that cannot be logged."""
+    for name, value in output.metrics.items():
+        if name in ("loss", "grad_norm"):
+            raise UserError(f"an objective's metric must not be named {name}: the training logs its own {name}")
+        if not isinstance(value, torch.Tensor):
+            raise UserError(f"an objective's metric must be a tensor: {name} is {value!r}")
+    return {name: [*value.shape] for name, value in output.metrics.items()}
+
+
 class Window:
     """Losses and metrics of the steps since the last log line, left on the device so that no step waits for it.
 
@@ -48,11 +58,17 @@ class Window:
         self.steps: list[int] = []
         self.keys: list[list[str]] = []
         self.sizes: dict[str, int] = {}
+        self.shapes: dict[str, list[int]] | None = None
         self._means: dict[str, torch.Tensor] = {}
 
     def add(self, step: int, result: StepResult) -> None:
-        """Keep one optimizer step."""
+        """Keep one optimizer step. Raises UserError for metrics that cannot be averaged over steps."""
         outputs = result.outputs
+        shapes = [_shapes(output) for output in outputs]
+        for each in shapes:
+            if self.shapes not in (None, each):
+                raise UserError(f"an objective's metrics and their shapes must not change: {self.shapes}, then {each}")
+            self.shapes = each
         count = torch.stack([part.valid.sum() for part in result.parts]).float()
         share = count / count.sum().clamp(min=1)
         values = {"loss": torch.stack([output.loss.detach().float() for output in outputs])}

@@ -144,6 +144,15 @@ def test_a_number_of_predictions_that_is_wrong_is_named(context: EvalContext) ->
         next(runner.measure(Short(config()), context, "trained", (5,), (0,)))
 
 
+def test_a_classifier_that_returns_nothing_is_named(context: EvalContext) -> None:
+    class Empty(Evaluator):
+        def fit(self, train: ImageSet, seed: int) -> Classifier:
+            return lambda images: []
+
+    with pytest.raises(UserError, match="Classes below a threshold: its classifier must return"):
+        next(runner.measure(Empty(config()), context, "trained", (5,), (0,)))
+
+
 def test_a_trainer_sweeps_on_held_out_training_images(context: EvalContext) -> None:
     trainer = Trainer(config(sweep={"right": [1, 2]}, held_out=0.25))
     assert runner.has_sweep(trainer) and not runner.has_sweep(Evaluator(trainer.config))

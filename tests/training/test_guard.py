@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from ssl_vit.interfaces import Diverged, RunError, StepOutput, Stopped
+from ssl_vit.interfaces import Diverged, RunError, StepOutput, Stopped, UserError
 from ssl_vit.objectives import masked_patch
 from ssl_vit.training import loop
 
@@ -114,3 +114,30 @@ def test_steps_before_an_interrupted_wait_are_checked_and_logged_before_they_are
     saved = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
     logged = [json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert (saved[-1], logged) == (("step_00000005", [3, 4, 5]) if factor == 1.0 else ("step_00000003", [3, 4]))
+
+
+@pytest.mark.parametrize(
+    ("metrics", "message"),
+    [
+        (lambda seen: {"loss": torch.ones(())}, "named loss"),
+        (lambda seen: {"share": 0.5}, "share is 0.5"),
+        (lambda seen: {"share": torch.ones(())} if seen < 3 else {}, "must not change"),
+        (lambda seen: {"share": torch.ones(1 + seen)}, "must not change"),
+    ],
+)
+def test_metrics_that_cannot_be_averaged_stop_the_run(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, metrics: Callable[[int], Any], message: str
+) -> None:
+    forward, seen = masked_patch.Objective.forward, 0
+
+    def with_metrics(self: Any, batch: Any) -> StepOutput:
+        nonlocal seen
+        seen += batch.images.device.type != "meta"
+        return StepOutput(forward(self, batch).loss, metrics(seen))
+
+    monkeypatch.setattr(masked_patch.Objective, "forward", with_metrics)
+    monkeypatch.setattr(masked_patch.Objective, "summarize", lambda self, means: means)
+    for accumulate in (1, 2):
+        seen = 0
+        with pytest.raises(UserError, match=message):
+            train(tmp_path / f"run{accumulate}", "training.log_every=4", f"training.accumulate={accumulate}")

@@ -287,7 +287,10 @@ def _tensors(path: Path) -> Tensors:
     except _DAMAGED as error:
         why = _first_words(error)
         raise UserError(f"{path}: not a readable checkpoint of plain tensors; nothing in it was run ({why})") from None
-    tensors = {key: value for key, value in content.items() if isinstance(value, torch.Tensor)}
+    content = content.get("teacher", content)  # of DINO: the average of its student
+    tensors = {
+        key.removeprefix("backbone."): value for key, value in content.items() if isinstance(value, torch.Tensor)
+    }
     if not tensors:
         raise UserError(f"{path}: no tensors there; it holds {', '.join(map(str, content))}")
     return tensors

@@ -112,14 +112,17 @@ def test_a_bare_checkpoint_and_a_name(
         assert torch.equal(ours(images), network.forward_features(ours.normalized(images)))
 
 
-@pytest.mark.parametrize("wrapper", ["", "model_ema"])
+@pytest.mark.parametrize("wrapper", ["", "model_ema", "teacher"])
 def test_wrappers_of_training_scripts_are_removed(tmp_path: Path, shaken: Make, wrapper: str) -> None:
     tensors = timm_vit(shaken).state_dict()
     decoder = {"mask_token": torch.ones(1, 1, 16), "decoder_blocks.0.norm1.weight": torch.ones(16)}  # as in MAE's
-    parallel = {f"module.{key}": tensor for key, tensor in (tensors | decoder).items()}
+    prefix = "backbone." if wrapper == "teacher" else "module."
+    parallel = {f"{prefix}{key}": tensor for key, tensor in (tensors | decoder).items()}
     content = parallel if not wrapper else {"epoch": 3, "args": argparse.Namespace(lr=0.1), wrapper: parallel}
     if wrapper == "model_ema":  # the average is taken, not the last weights
         content |= {"model": {key: torch.zeros_like(tensor) for key, tensor in tensors.items()}}
+    if wrapper == "teacher":  # DINO's checkpoint
+        content |= {"student": {f"module.{key}": torch.zeros_like(tensor) for key, tensor in parallel.items()}}
     torch.save(content, tmp_path / "checkpoint.pt")
     _, found = import_weights(str(tmp_path / "checkpoint.pt"), tmp_path / "out", name=TINY, heads=3, mean=0.5, std=0.25)
     assert same(tensors, tmp_path / "out") and found.skipped == [*decoder]
@@ -190,7 +193,7 @@ def test_missing_tensors_are_refused_where_timm_ignores_them(tmp_path: Path, how
     assert same({key: value for key, value in tensors.items() if not key.startswith("fc.")}, tmp_path / "out")
     missing = "level0.0.weight"
     for key in [missing] if how == "less" else [*tensors]:
-        tensors[f"backbone.{key}"] = tensors.pop(key)
+        tensors[f"other.{key}"] = tensors.pop(key)
     torch.save(tensors, tmp_path / "w.pth")
     with pytest.raises(UserError, match=rf"does not fit timm's dla46_c: it lacks .*{missing}"):
         import_weights(str(tmp_path / "w.pth"), tmp_path / "other", name="dla46_c")
