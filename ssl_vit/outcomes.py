@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from contextlib import suppress
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -34,7 +36,11 @@ class TrainingRun(PathLike[str]):
     @property
     def metrics(self) -> pd.DataFrame:
         """`metrics.jsonl`: a row per logged step or event, a column per metric."""
-        return pd.read_json(self.dir / "metrics.jsonl", lines=True)
+        rows = []
+        for line in (self.dir / "metrics.jsonl").read_text(encoding="utf-8", errors="replace").splitlines():
+            with suppress(ValueError):  # a kill cuts a line short
+                rows.append(json.loads(line))
+        return pd.DataFrame(rows)
 
     @property
     def summary(self) -> RunSummary:
@@ -63,7 +69,7 @@ class ComparisonRun(PathLike[str]):
 
     @property
     def headline(self) -> str:
-        """The verdict in one sentence."""
+        """The verdict on the headline, of the first dataset where there are several."""
         from ssl_vit.report.summary import summarize
         from ssl_vit.report.verdict import verdict
 

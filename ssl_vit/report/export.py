@@ -97,7 +97,9 @@ def provenance(comparison: Comparison) -> list[str]:
 def markdown(shown: Shown) -> str:
     """A caption and a pipe table."""
     cells = [list(shown.frame.columns), ["---"] * len(shown.frame.columns), *shown.frame.to_numpy().tolist()]
-    lines = [" | ".join(" ".join(cell.split()).replace("|", "\\|") for cell in row) for row in cells]
+    lines = [
+        " | ".join(" ".join(cell.split()).replace("|", "\\|").replace("<", "\\<") for cell in row) for row in cells
+    ]
     return "\n".join([f"**{shown.title}**\n", *(f"| {line} |" for line in lines), ""])
 
 

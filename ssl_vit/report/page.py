@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import shlex
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -155,13 +156,18 @@ def _figures(
 ) -> Iterator[tuple[Markup, str]]:
     """(figure, caption) of the learning curves, and of the differences of the first arm under test."""
     label, axis, tested = comparison.label, "labels per class", comparison.tested[0]
-    chance = f"chance is {100 / comparison.classes(place.data):.3g}%"
-    rows = [row for row in summary.accuracies if row.place == place]
+    chance, rows = 1 / comparison.classes(place.data), [row for row in summary.accuracies if row.place == place]
+    levels = f"chance is {100 * chance:.3g}%"
+    results = (row for row in comparison.table.results if row.data == place.data)
+    counts = Counter(next(results).prediction.labels.tolist())
+    most = max(counts.values()) / counts.total()
+    if comparison.record.metrics[place.data] == "accuracy" and most > 1.1 * chance:
+        levels += f", always the most frequent class {100 * most:.3g}%"
     curves = _curves(rows, lambda row: row.arm, lambda row: row.labels, styles)
     metric = metric_name(comparison.record.metrics[place.data])
     curves = [curve._replace(label=label(curve.label)) for curve in curves]
     figure = accuracy_curve(curves, axis, f"{metric}, %", {})
-    yield figure, f"Mean over seeds of the {metric} by labels per class; band or bar: 95% interval; {chance}."
+    yield figure, f"Mean over seeds of the {metric} by labels per class; band or bar: 95% interval; {levels}."
     differences = [row for row in summary.differences if (row.place, row.arm) == (place, tested)]
     # In the color of what it is compared with: the arm under test is in all of them.
     if curves := _curves(differences, lambda row: row.against, lambda row: row.labels, styles):

@@ -93,18 +93,18 @@ def accuracy_curve(curves: Sequence[Curve], xlabel: str, ylabel: str, levels: Ma
 
 
 def _bars(curves: Sequence[Curve], ylabel: str) -> Markup:
-    """A horizontal bar per curve, with its interval."""
+    """A horizontal bar per estimate, with its interval."""
     with mpl.rc_context(STYLE):
-        names = [_wrapped(curve.label) for curve in curves]
+        shown = [(curve, estimate) for curve in curves for estimate in curve.estimates]
+        names = [_wrapped(curve.label) for curve, _ in shown]
         each = 0.2 * max(2, 1 + max(name.count("\n") + 1 for name in names)) + 0.02  # inches
-        figure = Figure(figsize=(5.6, 0.8 + each * len(curves)))
+        figure = Figure(figsize=(5.6, 0.8 + each * len(shown)))
         axes = figure.add_axes((0.33, 0.55 / figure.get_figheight(), 0.63, 1 - 0.65 / figure.get_figheight()))
-        means = [100 * curve.estimates[0].mean for curve in curves]
-        half = [100 * (curve.estimates[0].half_width or np.nan) for curve in curves]
-        axes.barh(
-            range(len(curves)), means, xerr=half, color=[curve.style.color for curve in curves], ecolor=INK, capsize=4
-        )
-        axes.set_yticks(range(len(curves)), names)
+        means = [100 * estimate.mean for _, estimate in shown]
+        half = [100 * (estimate.half_width or np.nan) for _, estimate in shown]
+        colors = [curve.style.color for curve, _ in shown]
+        axes.barh(range(len(shown)), means, xerr=half, color=colors, ecolor=INK, capsize=4)
+        axes.set_yticks(range(len(shown)), names)
         axes.invert_yaxis()
         axes.axvline(0, color=INK, linewidth=0.8)
         axes.xaxis.grid(True, color=INK, alpha=0.12, linewidth=0.8)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -68,13 +69,12 @@ class Comparison:
     def label(self, arm: str) -> str:
         """An arm's name in a table."""
         labels = {row.name: row.label for row in self.record.arms}
-        seen = set[ReferenceKind]()
+        kinds = Counter(row.kind for row in self.record.references if not row.repeats)
         for row in self.record.references:
             if row.repeats:
                 labels[row.name] = f"{labels[row.repeats]}, repeated with other random numbers"
                 continue
-            labels[row.name] = REFERENCES[row.kind] + (f" of {labels[row.like]}" if row.kind in seen else "")
-            seen.add(row.kind)
+            labels[row.name] = REFERENCES[row.kind] + (f" of {labels[row.like]}" if kinds[row.kind] > 1 else "")
         return labels[arm]
 
     def spoken(self, arm: str) -> str:

@@ -114,7 +114,7 @@ def text(value: object) -> str:
     if isinstance(value, list | tuple):
         return ", ".join(map(text, value))
     if isinstance(value, float):
-        return f"{value:.4g}" if abs(value) < 1e4 else f"{value:,.0f}" if abs(value) < 1e7 else f"{value:.3g}"
+        return f"{value:.4g}" if abs(value) < 9999.5 else f"{value:,.0f}" if abs(value) < 1e7 else f"{value:.3g}"
     if isinstance(value, Integral) and not isinstance(value, bool):
         return f"{int(value):,}"
     return "–" if value is None else str(value)

@@ -256,9 +256,10 @@ def plan(estimate: Estimate, margin: float, tests: int = 1, confidence: float = 
 def label_efficiency(accuracy_S: np.ndarray, curve_SB: np.ndarray, labels_B: np.ndarray) -> tuple[float, float, float]:
     """How many labels per class the arm of a curve needs for another arm's accuracy: (labels, low, high).
 
-    0: fewer than its smallest label budget; inf: more than its largest. The curve is interpolated on a logarithmic axis
-    of labels. The interval (95%) is the expanded percentile interval (Hesterberg 2015) of resampled units, the same for
-    both arms, so it excludes the test images; low, high: nan with fewer than 5 units.
+    0: fewer than its smallest label budget; inf: more than its largest. The curve, made non-decreasing by its running
+    maximum, is interpolated on a logarithmic axis of labels. The interval (95%) is the expanded percentile interval
+    (Hesterberg 2015) of resampled units, the same for both arms, so it excludes the test images; low, high: nan with
+    fewer than 5 units.
 
     accuracy_S: (S,), of the other arm at one label budget, by unit (seed or pretraining).
     curve_SB: (S, B), accuracies of the curve's arm at each label budget.

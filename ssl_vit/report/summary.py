@@ -158,7 +158,8 @@ def rows_by_place(
     """Rows of the table by dataset and evaluator, label budget (ascending) and arm; with the controls only if asked."""
     frame = comparison.table.frame
     frame = frame[frame["primary"].astype(bool) & (controls | frame["arm"].isin(comparison.arms))]
-    frame = frame.assign(budget=frame["labels_per_class"].astype(str)).sort_values(["labels", "budget"], kind="stable")
+    frame = frame.assign(budget=frame["labels_per_class"].astype(str).str.zfill(9))  # "5" before "10"
+    frame = frame.sort_values(["labels", "budget"], kind="stable")
     rows: dict[EvaluationKey, dict[Budget, dict[str, Rows]]] = {}
     for row in frame.itertuples():
         arms = rows.setdefault(EvaluationKey(row.data, row.evaluator), {}).setdefault(row.labels_per_class, {})
@@ -219,14 +220,14 @@ class Measured:
         self.labels: dict[Budget, float] = {}
         for budget, arms in budgets.items():
             rows = [row for rows_by_seed in arms.values() for row in rows_by_seed.values()]
-            self.labels[budget] = float(budget) if isinstance(budget, int) else float(counts[rows].mean() / classes)
+            given = float(counts[rows].mean() / classes)  # less than the budget where classes have too few images
+            self.labels[budget] = min(float(budget), given) if isinstance(budget, int) else given
 
     def accuracies(self) -> Iterator[Accuracy]:
-        encoders = self.comparison.record.encoders
         for budget, arms in self.budgets.items():
             for arm in (arm for arm in self.arms if arm in arms):
-                rows = [*arms[arm].values()]
-                units = [pretraining_seed for pretraining_seed, _ in arms[arm]] if arm in encoders else None
+                rows, pretrained = [*arms[arm].values()], arm in self.comparison.record.encoders
+                units = [pretraining_seed for pretraining_seed, _ in arms[arm]] if pretrained else None
                 estimate = mean_accuracy(self.comparison.table, rows, weighted=self.weighted, pretrainings=units)
                 yield Accuracy(self.place, budget, self.labels[budget], arm, len(rows), estimate)
 
@@ -276,8 +277,7 @@ class Measured:
         `statistics.units_of` their pretrainings; the arms with a single one).
         """
         pairs = [_paired(self.budgets[n].get(arm, {}), self.budgets[n].get(against, {})) for n in budgets]
-        keys = [key for key in pairs[0] if all(key in of_budget for of_budget in pairs)]
-        if not keys:
+        if not (keys := [key for key in pairs[0] if all(key in of_budget for of_budget in pairs)]):
             return None
         rows = [of_budget[key][side] for of_budget in pairs for side in (0, 1) for key in keys]
         classes, correct = self.comparison.table.cells(rows)

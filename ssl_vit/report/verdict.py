@@ -22,7 +22,7 @@ from ssl_vit.report.summary import Difference, Efficiency, EvaluationKey, Summar
 
 HALF_WIDTH = "half-width of a 95% interval that covers {} and test images"  # with the unit
 NO_HEADLINE = "no evaluator measures both the arm under test and a baseline (scratch or its untrained encoder)"
-QUICK = "Quick run, a tenth of the steps with two seeds:"
+QUICK = "Quick run, a tenth of the steps with two seeds."
 
 
 def interval(comparison: Comparison, summary: Summary) -> str:
@@ -34,15 +34,21 @@ def interval(comparison: Comparison, summary: Summary) -> str:
         f"± is the {HALF_WIDTH.format(unit or 'seeds')} (Student's t on a crossed analysis of variance; two "
         "arms are paired by seed and image). It holds for these training images and, where the encoder is trained, for "
         "the settings that the sweeps selected: it covers neither other training images nor another selection. Probes "
-        "of frozen features select anew for each seed. Differences at several label budgets, or headlines of several "
-        "datasets, have intervals adjusted for their number (Holm): one excludes zero where Holm's test rejects. They "
-        "are called equivalent where Bonferroni's interval, which is wider, lies within the margin."
+        "of frozen features select anew for each seed."
     )
+    if not comparison.separate:
+        sentence += (
+            " Only the headline was declared in advance; all other differences are exploratory, without adjustment for "
+            "the number of pairs of arms. Differences at several label budgets, or headlines of several datasets, have "
+            "intervals adjusted for their number (Holm): one excludes zero where Holm's test rejects. They are called "
+            "equivalent where Bonferroni's interval, which is wider, lies within the margin."
+        )
     if comparison.record.max_seeds:
         sentence += f" Intervals of differences have {100 * comparison.confidence:.1f}% confidence, for the looks."
     said = {arm for head in summary.headlines for arm in head.fixed}
-    if once := [arm for arm in dict.fromkeys(arm for row in summary.means for arm in row.fixed) if arm not in said]:
-        named = joined([comparison.label(arm) for arm in once])
+    fixed = dict.fromkeys(arm for row in (*summary.means, *summary.differences) for arm in row.fixed)
+    if once := [comparison.label(arm) for arm in fixed if arm not in said]:
+        named = joined(once)
         sentence += f" It does not cover other pretrainings or initializations of {named}: there is only one of each."
     return sentence
 
@@ -69,7 +75,7 @@ def verdict(comparison: Comparison, summary: Summary) -> list[str]:
             sizes = [f"{row.labels_per_class}: {points(row.estimate)} ({row.outcome})" for row in budgets]
             about_head.append(f"By labels per class: {', '.join(sizes)}.")
         about_head += [*_variance(comparison, head), *_compute(comparison, head)]
-        about_head += [*_equal_compute(comparison, summary, head)]
+        about_head += _other_arms(comparison, summary, head)
         several = len(comparison.record.metrics) > 1
         if comparison.record.quick:
             about_head[0] = f"{QUICK} {about_head[0]}"
@@ -130,11 +136,10 @@ def _run(comparison: Comparison, summary: Summary) -> list[str]:
 
 def _headline(comparison: Comparison, head: Difference, budgets: Sequence[Difference]) -> str:
     ours, theirs = (comparison.spoken(arm) for arm in (head.arm, head.against))
-    margin = f"{text(100 * comparison.record.margin)} point(s)"
     claim = {
         "better": f"{ours} is better than {theirs}",
         "worse": f"{ours} is worse than {theirs}",
-        "equivalent": f"{ours} and {theirs} are equivalent within {margin}",
+        "equivalent": f"{ours} and {theirs} are equivalent within {text(100 * comparison.record.margin)} point(s)",
         "undecided": f"undecided between {ours} and {theirs}",
     }[head.outcome]
     over = f", the mean over {joined([str(row.labels_per_class) for row in budgets])} labels per class"
@@ -155,7 +160,7 @@ def _headline(comparison: Comparison, head: Difference, budgets: Sequence[Differ
         sentence += (
             f" After {len(looks)} look{'s' * (len(looks) > 1)} (at {counts} of at most {comparison.record.max_seeds} "
             f"seeds) the interval has {100 * head.estimate.confidence:.1f}% confidence, so that the chance of a false "
-            "claim over all looks is nominally at most 5%."
+            "claim over all looks is nominally at most 5%, unless a headline without looks came before them."
         )
     if head.outcome == "undecided":
         sentence += f" {_plan(comparison, head)}"
@@ -173,20 +178,24 @@ def _plan(comparison: Comparison, head: Difference) -> str:
     if head.estimate.half_width is None:
         if head.estimate.units < 2:
             return "There is no interval: run at least 3 seeds."
+        if head.estimate.images < 2:
+            return "There is no interval: test on at least 2 images."
         return "The estimated variance is zero, so there is no interval."
     record = comparison.record
+    if record.looks and record.looks[-1].seeds >= (record.max_seeds or 0):
+        return "The maximum of seeds is reached: decide it by a new comparison on other seeds."
     units, images = plan(head.estimate, record.margin, len(record.metrics), comparison.confidence)
     name = _units(comparison, head)
-    more = [f"{units:,} more {name}"] if units else []
-    more += [f"{images:,} more test images"] if images else []
+    more = [f"{units:,} more {_units(comparison, head, units)}"] if units else []
+    more += [f"{images:,} more test image{'s' * (images != 1)}"] if images else []
     if not more:
         return f"Neither more {name} nor more test images alone would decide a difference of this size."
     sentence = f"If the estimate stays the same, {' or '.join(more)} would decide."
     if not units or record.max_seeds or (most := _most_seeds(comparison, head, units)) is None:
         return sentence
     added = f"{name} or seeds" if head.unit == "pretraining" else name
-    advice = f"`--until-decided --max-seeds {most}` adds {added}"
-    return f"{sentence} {advice}; each look at the results widens the interval."
+    advice = f"`--until-decided --max-seeds {most}` adds {added}; each look at the results widens the interval"
+    return f"{sentence} {advice}. This report is a look as well: only a comparison on other seeds keeps the 5%."
 
 
 def _most_seeds(comparison: Comparison, head: Difference, units: int) -> int | None:
@@ -232,12 +241,13 @@ def needed(row: Efficiency) -> str:
     return value if math.isnan(row.low) or low == high else f"{value} [{low}, {high}]"
 
 
-def _units(comparison: Comparison, head: Difference) -> str:
-    """What varies between the units of a headline."""
+def _units(comparison: Comparison, head: Difference, count: int = 2) -> str:
+    """What varies between the units of a headline, in the plural where there are several."""
+    plural = "s" * (count != 1)
     if head.unit == "pretraining":  # of the arm, or initializations of the untrained encoder that it is compared with
-        return "initializations" if head.arm in head.fixed else "pretrainings"
+        return f"{'initialization' if head.arm in head.fixed else 'pretraining'}{plural}"
     own = comparison.record.pretrainings == head.seeds > 1 and head.arm not in head.fixed
-    return "seeds with one pretraining each" if own else "seeds"
+    return f"seed{plural} with one pretraining each" if own else f"seed{plural}"
 
 
 def _variance(comparison: Comparison, head: Difference) -> list[str]:
@@ -273,13 +283,16 @@ def _one_run(comparison: Comparison, place: EvaluationKey, arm: str) -> float:
     return fmean(row.flops for row in rows) + (pretraining.flops if pretraining else 0)
 
 
-def _equal_compute(comparison: Comparison, summary: Summary, head: Difference) -> Iterator[str]:
-    """The arm of the headline against training from scratch with its compute, where the comparison has such an arm."""
-    others = {arm.name for arm in comparison.record.arms if arm.compute_of == head.arm} - {head.against}
-    for row in summary.means:
-        if (row.place, row.arm) == (head.place, head.arm) and row.against in others:
-            ours, theirs = (comparison.spoken(arm) for arm in (row.arm, row.against))
-            yield f"{_capital(ours)} minus {theirs}: {points(row.estimate)} points (exploratory, not adjusted)."
+def _other_arms(comparison: Comparison, summary: Summary, head: Difference) -> list[str]:
+    """The arm of the headline against all other arms, and these against its baseline."""
+    arms, said = {arm.name for arm in comparison.record.arms}, (head.arm, head.against)
+    rows = [row for row in summary.means if row.place == head.place and (row.arm, row.against) != said]
+    pairs = [
+        f"{comparison.spoken(row.arm)} minus {comparison.spoken(row.against)} {points(row.estimate)} ({row.outcome})"
+        for row in rows
+        if (row.arm == head.arm and row.against in arms) or row.against == head.against
+    ]
+    return [f"Exploratory differences in points, not adjusted for their number: {'; '.join(pairs)}."] if pairs else []
 
 
 def _capital(sentence: str) -> str:

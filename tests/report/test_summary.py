@@ -85,3 +85,9 @@ def test_the_mean_of_the_per_class_accuracies_weights_images(folder: Path) -> No
         if one.arm == "ssl"
     ]
     assert head.means[0] == pytest.approx(np.mean(expected))
+
+
+def test_budgets_are_in_the_order_of_their_size_where_classes_have_too_few_images(folder: Path) -> None:
+    found = summary(folder, two_arms(budgets=(5, 10, "all"), labels=18))
+    labels = {row.labels_per_class: row.labels for row in found.accuracies}
+    assert labels == {5: 4.5, 10: 4.5, "all": 4.5} and [*labels] == [5, 10, "all"]

@@ -77,7 +77,7 @@ def test_scratch_with_the_compute_of_pretraining_is_part_of_the_verdict(folder: 
     rows += [replace(one, arm="longer") for one in two_arms(0.3) if one.arm == "ssl"]
     text = said(folder, rows, arms=(*ARMS, longer))
     assert "is better than training from scratch: +10.0" in text
-    assert "Masked patch prediction minus training from scratch with the compute of pretraining: -20.0" in text
+    assert "masked patch prediction minus training from scratch with the compute of pretraining -20.0" in text
     assert "compute of pretraining" not in said(folder / "without", two_arms(0.1))
 
 
@@ -151,6 +151,9 @@ def test_the_interval_is_described_by_the_units_and_the_confidence_that_were_use
     text = described("looks", two_arms(0.2), looks=looks, max_seeds=5)
     assert text.endswith(f"Intervals of differences have {100 * (1 - levels[-1]):.1f}% confidence, for the looks.")
     assert "confidence" not in described("none", two_arms(0.2))
+    assert "xploratory" in described("declared", two_arms(0.2))
+    run = read([write_run(folder / "run", "run", 0.5)])
+    assert "xploratory" not in interval(run, summarize(run)) and "Holm" not in interval(run, summarize(run))
 
 
 def test_the_compute_of_imported_weights_is_unknown(folder: Path) -> None:
@@ -254,6 +257,19 @@ def test_repeated_looks_widen_the_interval_and_are_named(tmp_path: Path) -> None
     said = verdict(found, summarize(found))[0]
     assert "After 2 looks" in said
     assert "at most 8 seeds" in said
+
+
+def test_after_the_last_look_no_more_seeds_are_advised(folder: Path) -> None:
+    looks = tuple(Look(seeds=seeds, pretrainings=1, outcomes={"digits": "undecided"}) for seeds in (2, 4))
+    for most in (4, 8):
+        text = said(folder / str(most), two_arms(0.02, seeds=4), max_seeds=most, looks=looks)
+        assert text.startswith("Undecided") and ("would decide" in text) == (most == 8)
+        assert ("maximum of seeds" in text) == (most == 4)
+
+
+def test_one_test_image_gives_no_interval(folder: Path) -> None:
+    rows = [row(arm, 5, seed, float(arm == "ssl"), images=1) for arm in ("ssl", "scratch") for seed in range(3)]
+    assert "at least 2 images" in said(folder, rows)
 
 
 def test_between_two_looks_only_the_seeds_of_the_last_one_count(tmp_path: Path) -> None:
@@ -424,11 +440,28 @@ def test_the_compute_of_a_headline_is_known_although_another_arm_has_imported_we
 def test_the_difference_with_equal_compute_is_said_once_and_of_the_headline(folder: Path) -> None:
     longer = ArmRecord(name="longer", label="longer", kind="scratch", compute_of="ssl")
     rows = [replace(one, arm="longer") if one.arm == "scratch" else one for one in two_arms(0.1)]
-    assert "exploratory, not adjusted" not in said(folder / "headline", rows, arms=(ARMS[0], longer))
+    assert "Exploratory" not in said(folder / "headline", rows, arms=(ARMS[0], longer))
     rows = [*two_arms(0.1), *(one for one in rows if one.arm == "longer")]
     rows += [replace(one, data="pets") for one in rows]
     text = said(folder / "both", rows, arms=(*ARMS, longer))
-    assert text.count("digits: Masked patch prediction minus") == text.count("pets: Masked patch prediction minus") == 1
+    for data in ("digits", "pets"):
+        (sentence,) = (line for line in text.splitlines() if line.startswith(f"{data}: Exploratory"))
+        assert sentence.count("masked patch prediction minus") == 1
+
+
+def test_the_verdict_names_the_other_methods(folder: Path) -> None:
+    mae = ARMS[0].model_copy(update={"name": "mae", "label": "MAE", "objective": "masked_autoencoder"})
+    rows = [*two_arms(0.1), *(replace(one, arm="supervised") for one in two_arms(0.3) if one.arm == "ssl")]
+    rows += [replace(one, arm="mae") for one in two_arms(0.2) if one.arm == "ssl"]
+    text = said(folder, rows, arms=(*ARMS, SUPERVISED, mae))
+    (sentence,) = (line for line in text.splitlines() if line.startswith("Exploratory differences"))
+    pairs = [pair.rsplit(" ± ")[0] for pair in sentence.partition(": ")[2].split("; ")]
+    assert sorted(pairs) == [
+        "masked autoencoder minus training from scratch +20.0",
+        "masked patch prediction minus masked autoencoder -10.0",
+        "masked patch prediction minus supervised pretraining -20.0",
+        "supervised pretraining minus training from scratch +30.0",
+    ]
 
 
 def test_the_training_of_a_sweeps_winner_is_paid_by_the_sweep_alone(folder: Path) -> None:

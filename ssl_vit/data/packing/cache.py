@@ -155,7 +155,9 @@ def _part_of_shards(folder: Path, part: str) -> Path:
     whole, is_part, _ = str(folder).rpartition("#")
     if is_part and os.path.exists(whole):
         raise UserError(f"{folder} is one part; give {whole}, which has both, or the parts to train and test on")
-    raise UserError(f"{folder}: no such file or folder; name images (a folder, a parquet file, hf:NAME) or shards")
+    raise UserError(
+        f"{folder}: no such file or folder; name images (a folder, a parquet file, hf:NAME) or shards with data=PLACE"
+    )
 
 
 def _packed(place: str, part: str) -> Path:
