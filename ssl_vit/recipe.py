@@ -279,6 +279,10 @@ def validate(model: type[T], content: Any, prefix: str = "") -> T:
                 lines.append(f"{where}: unknown key{hint}")
             elif problem["type"] == "missing":
                 lines.append(f"{where}: this key is missing")
+            elif problem["type"] == "string_type":  # YAML made a number or a mapping of it
+                lines.append(
+                    f"{where}: give text, in two pairs of quotes on the command line: {'.'.join(keys)}=\"'...'\""
+                )
             else:
                 lines.append(f"{where.rstrip('.: ')}: {problem['msg'].removeprefix('Value error, ')}")
         raise UserError("\n".join(lines)) from None

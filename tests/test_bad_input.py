@@ -89,7 +89,7 @@ def events(run: Path) -> list[dict[str, object]]:
         (["training.batch_size=9"], ["training.batch_size=9", "data.lanes=4", "[1, 3, 9]"]),
         (["optim.betas=[0.9,1.5]"], ["optim.betas.1", "less than 1"]),
         (["data.augment={crop: shift, padding: 17}"], ["data.augment.padding=17", "16x16"]),
-        (["data.train=5"], ["data.train: Input should be a valid string"]),
+        (["data.train=5"], ["data.train: give text"]),
         (["data.train=[{shards: a, weigth: 1}]"], ["data.train.0.weigth", "did you mean 'weight'"]),
         (["probe.labels_per_clas=3"], ["probe.labels_per_clas: unknown key; did you mean 'labels_per_class'"]),
         (["<probe=3"], ["<probe: unknown key; did you mean 'probe'"]),

@@ -59,7 +59,7 @@ def shards_make(
     image_column: Annotated[str | None, typer.Option(help="Image column of a table.")] = None,
     label_column: Annotated[str | None, typer.Option(help="Label column of a table.")] = None,
     jobs: Jobs = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the shards in OUT.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Delete the shards in OUT first.")] = False,
 ) -> None:
     """Pack images into WebDataset shards.
 
@@ -77,7 +77,9 @@ def shards_make(
     if "://" in out:
         raise UserError(f"{out}: shards are written to a local folder; upload them afterwards")
     if part := split_name(source)[1]:
-        raise UserError(f"{source}: give the split as an option, --split {part}")
+        raise UserError(
+            f"{source}: name the folder alone; --split {part} packs a split of it, --holdout makes two parts"
+        )
     check_outside(out, [source])
     with warnings.catch_warnings():
         warnings.showwarning = lambda message, *_: print(f"note: {printable(str(message))}", file=sys.stderr)

@@ -37,7 +37,8 @@ class DataReport:
     class_counts: images by class (rows) and part (columns); empty without labels.
     missing_classes: classes without images, by part.
     leaks: columns file, part, other_file, other_part, kind: images that two parts share, `exact` (the same bytes) or
-        `near` (the same picture, resized or compressed again).
+        `near` (the same picture, resized or compressed again). An image with several copies in the other part is listed
+        once.
     """
 
     bad_files: pd.DataFrame
@@ -121,15 +122,15 @@ def _gray(picture: _Picture) -> np.ndarray:
 def _shared(
     ours: Sequence[_Picture], part: str, theirs: Sequence[_Picture], other: str
 ) -> list[tuple[str, str, str, str, str]]:
-    """The pairs of equal or nearly equal images of two parts."""
+    """The images of a part that another one has too: each with the first equal image there, else a nearly equal one."""
     bits = [np.array([picture.bits for picture in side], dtype=np.uint64) for side in (ours, theirs)]
     step, leaks = max(1, _ROWS // max(len(theirs), 1)), []
     for start in range(0, len(ours), step):
         close = np.bitwise_count(bits[0][start : start + step, None] ^ bits[1][None]) <= _BITS
-        for row, column in zip(*np.nonzero(close), strict=True):
-            one, two = ours[start + row], theirs[column]
-            levels = np.abs(_gray(one) - _gray(two)).mean()
-            if one.sha256 == two.sha256 or levels < _LEVELS:
-                kind = "exact" if one.sha256 == two.sha256 else "near"
-                leaks.append((one.file, part, two.file, other, kind))
+        for row in np.flatnonzero(close.any(axis=1)).tolist():
+            one, likely = ours[start + row], [theirs[column] for column in np.flatnonzero(close[row]).tolist()]
+            exact = next((two for two in likely if one.sha256 == two.sha256), None)
+            near = (two for two in likely if np.abs(_gray(one) - _gray(two)).mean() < _LEVELS)
+            if two := exact or next(near, None):
+                leaks.append((one.file, part, two.file, other, "exact" if exact else "near"))
     return leaks

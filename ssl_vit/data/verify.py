@@ -87,7 +87,7 @@ def stats(folder: Path) -> dict[str, Any]:
     return {
         "samples": len(heights),
         "shards": len(shards),
-        "bytes": sum(path.stat().st_size for path in folder.glob(TARS)),
+        "bytes": sum(path.stat().st_size for path in folder.glob(TARS) if path.is_file()),
         "labeled": sum(counts.values()) == len(heights),
         "samples_per_class": counts,
         "samples_per_shard": _spread([len(shard.sizes) for shard in shards]),
@@ -121,7 +121,7 @@ def check_set(
     pixels: check checksums and pixels, too. look: called for the first image of every sample, if it can be decoded
     (with `pixels`). For the others, see `verify`.
     """
-    present = {path.name for path in folder.glob(TARS)}
+    present = {path.name for path in folder.glob(TARS) if path.is_file()}
     files: list[tuple[str, ShardEntry | None]] = [(name, None) for name in sorted(present)]
     defects, file = list[Defect](), _listing(info)
     if info:
@@ -243,4 +243,5 @@ def _check_samples(
 
 def distinct(names: Sequence[str]) -> list[str]:
     """Names of classes, those that occur twice with their label: ImageNet has two classes called crane."""
-    return [name if names.count(name) == 1 else f"{name} ({label})" for label, name in enumerate(names)]
+    counts = Counter(names)
+    return [name if counts[name] == 1 else f"{name} ({label})" for label, name in enumerate(names)]

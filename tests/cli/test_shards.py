@@ -98,7 +98,7 @@ def test_verify_lists_defects_and_exits_1(shards: Call, images: Path) -> None:
         (("images", "out", "--jobs", "0"), "Invalid value for '--jobs'"),
         (("digits", "images/cat/1.png"), "images/cat/1.png is a file; name a folder"),
         (("./nothing", "out"), "./nothing: no such file or folder"),
-        (("images#train", "out"), "images#train: give the split as an option, --split train"),
+        (("images#train", "out"), "images#train: name the folder alone; --split train"),
         (("digits", "s3://bucket/out"), "s3://bucket/out: shards are written to a local folder"),
     ],
 )

@@ -151,3 +151,11 @@ def test_keys_that_are_not_utf8_are_escaped(tmp_path: Path) -> None:
         write_tar(tmp_path / part / "0.tar", {"\udce9.png": encoded(scene(0)), "bad\udce9.png": b"junk"})
     found = check_data(tmp_path, progress=False)
     assert found.bad_files["file"].tolist() == [r"0.tar bad\udce9"] * 2 and found.leaks["file"].tolist() == [r"\udce9"]
+
+
+def test_an_image_with_many_copies_is_listed_once(layout: Path) -> None:
+    for number in range(3):
+        save(layout / f"train/bee/copy{number}.png", scene(99))
+        save(layout / f"val/bee/copy{number}.png", scene(99))
+    found = check_data(layout, progress=False).leaks
+    assert sorted(found["file"]) == [f"bee/copy{number}.png" for number in range(3)]

@@ -193,3 +193,11 @@ def test_a_folder_with_braces_in_its_name_is_meant_as_it_stands(digit_shards: Pa
     assert len(open_shards(f"{tmp_path}/a{{1,2}}").urls) == 8
     shutil.copytree(digit_shards, tmp_path / "a[1]")
     assert len(open_shards(f"{tmp_path}/a[1]/000000.tar").urls) == 1
+
+
+def test_a_pattern_of_all_files_takes_the_shards_alone(digit_shards: Path, tmp_path: Path) -> None:
+    shutil.copytree(digit_shards, tmp_path / "set")
+    (tmp_path / "set" / "extracted.tar").mkdir()
+    shards = list_shards(str(tmp_path / "set" / "0*"), RemoteConfig())[0]
+    assert shards and list_shards(str(tmp_path / "set" / "[0i]*"), RemoteConfig())[0] == shards
+    assert list_shards(str(tmp_path / "set"), RemoteConfig())[0] == shards

@@ -45,7 +45,7 @@ def pack(
 
     options: what goes into which shard, and how images are stored.
     jobs: processes. Default: one per core, fewer for a small source.
-    overwrite: replace the shards in `out`.
+    overwrite: delete the shards in `out` first; they are lost even if packing fails.
     progress: show it on stderr.
 
     Returns the info.json of each folder. Images that cannot be decoded are skipped and listed there as `dropped`.
@@ -54,8 +54,7 @@ def pack(
     the same is decided by the names and sizes of its images, not by their content. The bytes are the same with the same
     versions of this package and of Pillow; `content_hash` tells.
 
-    Raises UserError for options out of range, other files in `out`, no usable image; RunError where reading or writing
-    fails.
+    Raises UserError for other files in `out` and where no image can be used, RunError where reading or writing fails.
     """
     planned = {out / part: images for part, images in plan_shards(source, options).items()}
     every = [images for shards in planned.values() for images in shards]

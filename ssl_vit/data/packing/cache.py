@@ -1,9 +1,9 @@
 """Images that are not packed yet, by a name like that of shards: packed once into a cache, then read from there.
 
 The cache is `$SSL_VIT_CACHE`, else `ssl-vit` in `$XDG_CACHE_HOME` or `~/.cache`. A folder in it is named by a hash of
-what it was packed from: the names, sizes, times and classes of the images, and the options. Each
-process holds a shared lock on the sets that it uses. Others are removed, the least recently used first, before the
-cache exceeds `$SSL_VIT_CACHE_GB` (GiB, default 50).
+what it was packed from: its path, the names, sizes, times and classes of the images, and the options. Each process
+holds a shared lock on the sets that it uses. Others are removed, the least recently used first, before the cache
+exceeds `$SSL_VIT_CACHE_GB` (GiB, default 50).
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ import fcntl
 import hashlib
 import json
 import os
+import random
 import re
 import shutil
 import sys
+import time
 import warnings
 from collections.abc import Iterable, Mapping
 from itertools import chain, islice
@@ -29,6 +31,7 @@ from ssl_vit.data.packing.plan import Options
 from ssl_vit.data.packing.sources import FOLDER, HUB, is_name, list_splits, open_source
 from ssl_vit.data.packing.sources.base import TABLES, Source, is_image
 from ssl_vit.data.shards.info import ABOUT, INFO, MAX_INFO_BYTES, RECORD, TARS
+from ssl_vit.data.shards.listing import TAR
 from ssl_vit.files import expanded
 from ssl_vit.interfaces import UserError, printable
 
@@ -102,7 +105,7 @@ def _is_set(folder: Path) -> bool:
     holds more images than tars: they may be the archive of a dataset."""
     if any(_lists_shards(folder / name) for name in _LISTS):
         return True
-    tars = len([*folder.glob(TARS)])
+    tars = len([file for file in folder.glob("[!.]*") if TAR.fullmatch(file.name)])
     beside = (file.name for file in folder.glob("[!.]*"))
     inside = (file for sub in folder.glob("[!.]*/") for _, _, files in os.walk(sub) for file in files)
     images = len([*islice(filter(is_image, chain(beside, inside)), tars + 1)])  # enough to compare
@@ -195,11 +198,13 @@ def _set(place: str, splits: Mapping[str, str | None], holdout: float = 0) -> Pa
     with warnings.catch_warnings(record=True) as notes:  # such as of ignored files: printed only where they are packed
         warnings.simplefilter("always", UserWarning)
         sources = {part: open_source(place, split=split) for part, split in splits.items()}
-    about = [[part, packing_plan(source, options), source.modified] for part, source in sources.items()]
-    key = hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]
     path = expanded(place.removeprefix(FOLDER))
+    about = [[part, packing_plan(source, options), source.modified] for part, source in sources.items()]
+    where = os.fsencode(path.resolve()) if path.exists() else b""
+    key = hashlib.sha256(json.dumps(about).encode() + where).hexdigest()[:16]
     stem = re.sub(r"[^\w.-]+", "_", path.resolve().name if path.exists() else place.removeprefix(HUB))[-40:]
     folder = cache() / f"{stem}-{key}"
+    check_outside(folder, [place])
     parts = ["train", "test"] if options.holdout else list(sources)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -209,13 +214,19 @@ def _set(place: str, splits: Mapping[str, str | None], holdout: float = 0) -> Pa
         raise UserError(
             f"{folder.parent}: cannot write there ({error.strerror}); set SSL_VIT_CACHE to a folder"
         ) from None
+    waiting = False
     while not all((folder / part / INFO).is_file() for part in parts):
         fcntl.flock(lock, fcntl.LOCK_UN)  # NFS keeps a shared lock while it waits: two processes would wait forever
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            print(f"{place}: waiting for another process that packs or uses {folder}", file=sys.stderr)
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not waiting:
+                print(f"{place}: waiting for another process that packs or uses {folder}", file=sys.stderr)
+            waiting = True
+            # Until it is packed. An exclusive lock would also wait for a process that uses it, until that exits.
+            fcntl.flock(lock, fcntl.LOCK_SH)
+            time.sleep(random.uniform(0.02, 0.2))
+            continue
         if not all((folder / part / INFO).is_file() for part in parts):
             _make_room(folder, place, sum(source.bytes for source in sources.values()))
             for note in dict.fromkeys(str(warning.message) for warning in notes):

@@ -96,7 +96,9 @@ def to_stored(data: bytes, resize: int | None = None, quality: int = 95) -> tupl
                 image = image.convert("RGBA" if "transparency" in image.info else "RGB")
             elif image.mode == "1":
                 image = image.convert("L")
-            image = image.resize(size, Image.Resampling.BICUBIC)
+            # Each channel alone: Pillow would make what is transparent black, and readers ignore the alpha channel.
+            bands = [band.resize(size, Image.Resampling.BICUBIC) for band in image.split()]
+            image = Image.merge(image.mode, bands)
         if extension == "png" and image.mode in ("CMYK", "YCbCr", "LAB", "HSV"):
             image = image.convert("RGB")
         image.save(encoded, _FORMATS[extension], quality=quality, **exif)

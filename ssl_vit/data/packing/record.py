@@ -97,9 +97,8 @@ def clear(out: Path, folders: list[Path]) -> None:
     for folder in _possible(out):
         plan = _read(folder)[0] or {}
         if folder in (out, *folders) or plan.get("holdout") or plan.get("folds"):
-            (folder / INFO).unlink(
-                missing_ok=True
-            )  # first, and the record last: meanwhile the set counts as unfinished
+            # This first, and the record last: meanwhile the set counts as unfinished.
+            (folder / INFO).unlink(missing_ok=True)
             _remove(folder, "*.tar")
             _remove(folder, "*")
             if folder != out:

@@ -16,7 +16,7 @@ from ssl_vit.data.shards.info import ABOUT, INFO, MAX_INFO_BYTES, RECORD, Info, 
 from ssl_vit.files import expanded
 from ssl_vit.interfaces import UserError
 
-_TAR = re.compile(r"[^.].*\.(tar(\.(gz|bz2|xz|zst))?|tgz)")  # not a.tar.md5; compressed ones have a message
+TAR = re.compile(r"[^.].*\.(tar(\.(gz|bz2|xz|zst))?|tgz)")  # not a.tar.md5; compressed ones have a message
 _MAKE_THEM = "name images (a folder, a parquet file, hf:NAME), or make shards with `ssl-vit shards make SOURCE OUT`"
 
 
@@ -60,12 +60,12 @@ def _folder(store: _Store, spec: str) -> tuple[list[str], Info | None]:
     present = {file_name(name) for name in store.names(folder)} if store.local or not info else None
     if info is None and RECORD in (present or ()):
         raise UserError(f"{spec}: packing was not finished; run its `ssl-vit shards make` command again")
-    files = [entry.file for entry in info.shards] if info else sorted(filter(_TAR.fullmatch, present or ()))
+    files = [entry.file for entry in info.shards] if info else sorted(filter(TAR.fullmatch, present or ()))
     if not files:
         nested = [part for part in ("train", "test") if store.info(f"{folder}/{part}")]
         hint = f"did you mean '{spec.rstrip('/')}/{nested[0]}'?" if nested else store.refused or store.hint
         raise UserError(f"{spec}: no shards (*.tar) there; {hint}")
-    if info and (extra := sorted(filter(_TAR.fullmatch, (present or set()) - {*files}))):
+    if info and (extra := sorted(filter(TAR.fullmatch, (present or set()) - {*files}))):
         count = f"{len(extra)} shards there are not listed in its {INFO} or {ABOUT} ({_first(extra)})"
         raise UserError(f"{spec}: {count}: move them away, or make the set again")
     if present and (missing := [file for file in files if file not in present]):
@@ -93,7 +93,7 @@ class _Store:
         return self.exists(path) and Path(path).is_dir()
 
     def names(self, folder: str) -> list[str]:
-        return [path.name for path in Path(folder).iterdir()]
+        return [path.name for path in Path(folder).iterdir() if not (path.is_dir() and TAR.fullmatch(path.name))]
 
     def matching(self, pattern: str) -> list[str]:
         if self.exists(pattern):
@@ -101,7 +101,8 @@ class _Store:
         if not glob.has_magic(pattern):
             expected = f" (expected by '{self.spec}')" if pattern != self.path else ""
             raise UserError(f"{pattern}: no such shard or folder{expected}; {_MAKE_THEM}")
-        return sorted(glob.glob(pattern))
+        names = sorted(glob.glob(pattern))
+        return [name for name in names if TAR.fullmatch(os.path.basename(name))] or names  # without its info.json
 
     def info(self, folder: str) -> Info | None:
         return local_info(Path(folder))
@@ -132,7 +133,7 @@ class _Remote(_Store):
         return False  # asked when it is opened
 
     def is_folder(self, path: str) -> bool:
-        return not self._is_glob(path) and not _TAR.fullmatch(file_name(self.spec))
+        return not self._is_glob(path) and not TAR.fullmatch(file_name(self.spec))
 
     def names(self, folder: str) -> list[str]:
         return [] if self.http else self._ask(self.filesystem.ls, folder, detail=False)

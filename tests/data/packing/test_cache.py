@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
+import gzip
 import os
 import shutil
+import subprocess
+import sys
 import time
 from pathlib import Path
 from threading import Timer
@@ -355,3 +359,48 @@ def test_a_set_of_another_user_is_not_removed(tmp_path: Path, own_cache: Path, m
     with pytest.raises(UserError, match="do not fit"):
         open_shards("two")
     assert one.exists()
+
+
+def test_a_process_that_lost_the_race_to_pack_does_not_wait_for_the_other_to_exit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class_folders(tmp_path / "one", each=2)
+    begun = "from ssl_vit.data.shards import open_shards; open_shards('one'); print('packed', flush=True); input()"
+    others, flock = list[subprocess.Popen[str]](), fcntl.flock
+
+    def lose(lock: Any, operation: int) -> None:
+        if operation == fcntl.LOCK_EX | fcntl.LOCK_NB and not others:
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+            others.append(subprocess.Popen([sys.executable, "-c", begun], **pipes))  # type: ignore[call-overload]
+            assert others[0].stdout.readline() == "packed\n"  # type: ignore[union-attr]
+            Timer(20, others[0].kill).start()
+        flock(lock, operation)
+
+    monkeypatch.setattr(fcntl, "flock", lose)
+    assert open_shards("one").samples == 4
+    assert others[0].poll() is None, "it still uses the set"
+    others[0].communicate("\n")
+
+
+def test_two_folders_of_one_name_and_images_of_one_size_and_time_are_two_sets(tmp_path: Path) -> None:
+    found = set()
+    for number, name in enumerate(("red", "blue")):
+        file = tmp_path / name / "images" / "a.png"
+        write(file, encoded("BMP", number))
+        os.utime(file, ns=(10**18, 10**18))
+        found.add(open_shards(f"{name}/images").open(0).read(0)["png"])
+    assert len(found) == 2
+
+
+def test_a_cache_inside_the_images_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class_folders(tmp_path / "one", each=2)
+    monkeypatch.setenv("SSL_VIT_CACHE", str(tmp_path / "one" / "cache"))
+    with pytest.raises(UserError, match="lies inside one"):
+        open_shards("one")
+    assert not (tmp_path / "one" / "cache").exists()
+
+
+def test_a_folder_of_compressed_shards_is_no_folder_of_images(tmp_path: Path) -> None:
+    write(tmp_path / "set" / "0.tar.gz", gzip.compress(bytes(2048)))
+    with pytest.raises(UserError, match="decompress"):
+        open_shards("set")

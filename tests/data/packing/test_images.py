@@ -173,3 +173,10 @@ def test_an_image_above_the_limit_is_shrunk_when_it_is_packed(monkeypatch: pytes
     monkeypatch.setattr(images, "MAX_PIXELS", PICTURE.width * PICTURE.height // 3)
     with pytest.raises(BadSample, match="pixels are more than the limit"):
         to_stored(encoded("PNG"), resize=8)
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "LA"])
+def test_transparent_pixels_keep_their_color_when_resized(mode: str) -> None:
+    white = Image.new("RGBA", (40, 40), (255, 255, 255, 0)).convert(mode)
+    _, stored = to_stored(tars.encoded(white, "PNG"), resize=20)
+    assert np.asarray(opened(stored))[..., 0].min() == 255

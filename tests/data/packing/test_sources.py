@@ -57,6 +57,7 @@ def test_flat_folder_is_unlabeled_and_counts_other_files(tmp_path: Path) -> None
         ({"train/a/1.png", "train/b/1.png", "test/a/1.png", "docs/1.png"}, r"other folders \(docs\): .* --split"),
         ({"Train/a/1.png", "Test/a/1.png"}, r"holds splits \(Test, Train\)"),
         ({"val/a/1.png", "test/a/1.png"}, r"holds splits \(test, val\)"),
+        ({"caf\u00e9/1.png", "cafe\u0301/1.png"}, "NFC"),
     ],
 )
 def test_folders_that_would_give_other_classes_are_refused(tmp_path: Path, files: set[str], message: str) -> None:
@@ -252,3 +253,10 @@ def test_splits_with_other_folders_below_them_do_not_share_classes(tmp_path: Pat
         write(tmp_path / "chain" / place / "1.png", encoded("PNG"))
     found = [open_source(str(tmp_path / "chain"), split=split).classes for split in ("train", "val", "test")]
     assert found == [["a", "b", "c", "d"]] * 3
+
+
+def test_one_class_of_sub_folders_is_noted(tmp_path: Path) -> None:
+    for file in ("data/cat/1.png", "data/dog/1.png"):
+        write(tmp_path / file, encoded("PNG"))
+    with pytest.warns(UserWarning, match=r"one class, data; .* classes \(cat, dog\), name .*data"):
+        assert open_source(str(tmp_path)).classes == ["data"]

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 from pathlib import Path
 
@@ -218,5 +219,36 @@ def test_columns_that_hold_no_labels_are_left_out(tmp_path: Path) -> None:
     datasets.Dataset.from_dict(rows, features=features).save_to_disk(str(tmp_path / "several"))
     with pytest.warns(UserWarning, match="'labels' holds neither integers nor names"):
         assert labels(open_source(str(tmp_path / "several"))) is None
+    rows = {"image": rows["image"], "Class": [1.0, 0.0]}  # integers, one of them missing, as pandas writes them
+    datasets.Dataset.from_dict(rows).save_to_disk(str(tmp_path / "floats"))
+    with pytest.warns(UserWarning, match="'Class' holds neither integers nor names"):
+        assert labels(open_source(str(tmp_path / "floats"), image_column=None)) is None
     with pytest.raises(UserError, match="'labels' cannot be a label"):
         open_source(str(tmp_path / "several"), label_column="labels")
+
+
+def test_a_metadata_file_without_labels_is_noted(tmp_path: Path) -> None:
+    for name in ("elm", "oak"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "1.png").write_bytes(encoded("PNG"))
+    (tmp_path / "metadata.csv").write_text("file_name,author\nelm/1.png,me\noak/1.png,you\n")
+    with pytest.warns(UserWarning, match="no label column"):
+        assert labels(open_source(str(tmp_path))) is None
+
+
+def test_a_folder_with_a_loading_script_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "old"
+    folder.mkdir()
+    (folder / "old.py").write_text("")
+    datasets.Dataset.from_dict({"x": [1]}).to_parquet(str(folder / "t.parquet"))
+    with pytest.raises(UserError, match="cannot be read as a dataset"):
+        open_source(str(folder))
+
+
+def test_a_table_behind_a_link_has_the_time_of_what_it_names(tmp_path: Path) -> None:
+    table = datasets.Dataset.from_dict({"image": [{"bytes": encoded("PNG"), "path": None}]})
+    table.cast_column("image", datasets.Image()).to_parquet(str(tmp_path / "there.parquet"))
+    (tmp_path / "link.parquet").symlink_to("there.parquet")
+    before = open_source(str(tmp_path / "link.parquet")).modified
+    os.utime(tmp_path / "there.parquet", ns=(10**18, 10**18))
+    assert open_source(str(tmp_path / "link.parquet")).modified != before

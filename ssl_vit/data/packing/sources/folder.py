@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import stat
+import unicodedata
 import warnings
 from collections import Counter
 from pathlib import Path
@@ -52,6 +53,10 @@ def open_folder(root: Path, split: str | None) -> Source:
         classes = sorted({folder for class_root in class_roots for folder in _sub_folders(class_root)})
         if wrong := next((folder for folder in classes if folder.encode(errors="replace").decode() != folder), None):
             raise UserError(f"{root}: the name of folder {wrong!r} is not UTF-8; rename it")
+        if len({unicodedata.normalize("NFC", folder) for folder in classes}) < len(classes):
+            raise UserError(
+                f"{root}: two class folders have one name in different Unicode forms (NFC, NFD): rename one"
+            )
         files = [entry.name for entry in _entries(root) if entry.is_file()]
         ignored.update(map(_suffix, files))
         if stray := next(filter(is_image, files), None):
@@ -75,6 +80,10 @@ def open_folder(root: Path, split: str | None) -> Source:
     if ignored:
         kinds = ", ".join(f"{count} {kind}" for kind, count in ignored.most_common(5))
         warnings.warn(f"{root}: ignored {ignored.total()} files that are not images ({kinds})", stacklevel=3)
+    if len(folders) == 1 and not any("/" not in file for file, _, _ in images):
+        shown = ", ".join(_sub_folders(root / folders[0])[:3])
+        meant = f"to make its sub-folders classes ({shown}), name {root / folders[0]}"
+        warnings.warn(f"{root} has one class, {folders[0]}; {meant}", stacklevel=3)
     labels = None
     if classes is not None:
         index = {folder: number for number, folder in enumerate(classes)}

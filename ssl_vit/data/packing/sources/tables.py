@@ -17,6 +17,8 @@ from pyarrow import ArrowNotImplementedError, compute  # type: ignore[import-unt
 from ssl_vit.data.packing.sources.base import TABLES, Source, find_split, read_file
 from ssl_vit.interfaces import BadSample, UserError, printable
 
+_LABELS = ("label", "labels", "class", "target", "cls")  # usual names of their column
+
 
 def list_splits(spec: str, path: Path | None) -> list[str]:
     """The splits of a dataset; [] for a single table. path: None for a name on the hub."""
@@ -44,6 +46,8 @@ def open_table(
     except (TypeError, ValueError, ArrowNotImplementedError) as error:
         raise UserError(f"{spec}: column {column!r} does not hold images: {_first_line(error)}") from None
     label_column = label_column or _label_column(spec, table)
+    if not label_column and path and any((path / name).exists() for name in ("metadata.csv", "metadata.jsonl")):
+        warnings.warn(f"{spec}: its metadata file has no label column: packed without labels", stacklevel=3)
     classes, labels = _labels(spec, table, list(tables.values()), label_column) if label_column else (None, None)
     name = f"{spec if path is None else printable(path.resolve().name)} (datasets){part and f', split {part}'}"
     root = (path if path.is_dir() else path.parent) if path else Path()
@@ -57,8 +61,12 @@ def open_table(
         partial(_read, images, column, root),
         _listing(images, root),
         bytes=images.data.nbytes,
-        modified=hashlib.sha256(str([file.lstat().st_mtime_ns for file in sorted(files)]).encode()).hexdigest(),
+        modified=hashlib.sha256(str([_modified(file) for file in sorted(files)]).encode()).hexdigest(),
     )
+
+
+def _modified(file: Path) -> int:
+    return (file.stat() if file.exists() else file.lstat()).st_mtime_ns  # of what a link names, where it is not broken
 
 
 def _read(images: datasets.Dataset, column: str, root: Path, row: int) -> bytes:
@@ -102,7 +110,7 @@ def _load(spec: str, path: Path | None) -> dict[str, datasets.Dataset]:
     except datasets.exceptions.DatasetNotFoundError as error:
         what = f"{spec}: no such file or folder, and no such dataset on the Hugging Face hub"
         raise UserError(f"{what}: {_first_line(error)}") from None
-    except (ValueError, OSError, datasets.exceptions.DatasetsError) as error:
+    except (ValueError, OSError, RuntimeError, datasets.exceptions.DatasetsError) as error:  # Runtime: has a script
         if path is None and "available configs" in str(error):
             listed = str(error).partition("available configs: ")[2].partition("]")[0]
             raise UserError(f"{spec} has several configurations; name one, as hf:NAME:CONFIG: {listed}]") from None
@@ -120,22 +128,22 @@ def _image_column(spec: str, table: datasets.Dataset) -> str:
     if len(columns) == 1 or len(usual) == 1:
         return columns[0] if len(columns) == 1 else usual[0]
     what = "several columns hold" if columns else "no column holds"
-    raise UserError(f"{spec}: {what} images; set image_column to one of: {', '.join(columns or table.features)}")
+    give = "set image_column (`shards make --image-column`) to one of"
+    raise UserError(f"{spec}: {what} images; {give}: {', '.join(columns or table.features)}")
 
 
 def _label_column(spec: str, table: datasets.Dataset) -> str | None:
     """The only ClassLabel column; else an int or string column with the name of a label; else none."""
     columns = [name for name, feature in table.features.items() if isinstance(feature, datasets.ClassLabel)]
     columns = columns or [
-        name
-        for name, feature in table.features.items()
-        if name.lower() in ("label", "labels", "class", "target", "cls") and _is_name_or_number(feature)
+        name for name, feature in table.features.items() if name.lower() in _LABELS and _is_name_or_number(feature)
     ]
-    if not columns and (unread := [name for name in table.features if name in ("label", "labels")]):
+    if not columns and (unread := [name for name in table.features if name.lower() in _LABELS]):
         what = "holds neither integers nor names: packed without labels"
         warnings.warn(f"{spec}: column {unread[0]!r} {what}", stacklevel=4)
     if len(columns) > 1 and "label" not in columns:
-        raise UserError(f"{spec} has several label columns; set label_column to one of: {', '.join(columns)}")
+        give = "set label_column (`shards make --label-column`) to one of"
+        raise UserError(f"{spec} has several label columns; {give}: {', '.join(columns)}")
     return "label" if "label" in columns else next(iter(columns), None)
 
 
