@@ -6,7 +6,8 @@ Prints a row per number of seeds and of test images: share of intervals that inc
 interval over seeds and images and, beside it, for one over seeds alone. Then the same where the first arm, or both,
 have several pretrainings that the seeds use in turn. Then, for two equal arms, how often one is called better or worse
 where seeds are added until the difference is decided, with and without alpha spending. Then the mean of the per-class
-accuracies where some classes have few test images, and label efficiency, whose interval resamples seeds.
+accuracies where some classes have few test images, and label efficiency, whose interval resamples seeds. Then the first
+again with two seeds.
 """
 
 from __future__ import annotations
@@ -167,6 +168,10 @@ def main() -> None:
     print("\n| seeds | label efficiency |\n|---|---|")
     for seeds in (5, 8, 20):
         print(f"| {seeds} | {100 * efficiency_coverage(seeds, repetitions, generator):.1f}% |", flush=True)
+    print("\n| two seeds, test images | over seeds and images |\n|---|---|")
+    generator = np.random.default_rng(0)
+    for images in (200, 400, 2000):
+        print(f"| {images:,} | {100 * coverage(2, images, repetitions, generator)[0]:.1f}% |", flush=True)
 
 
 if __name__ == "__main__":
