@@ -38,6 +38,7 @@ from ssl_vit.interfaces import UserError, printable
 HOLDOUT = 0.2  # of each class or all images, for `#test` of data without splits
 _PART = re.compile(r"(?P<place>.+)#(?P<part>[\w.-]+)")
 _LISTS = (INFO, ABOUT, RECORD)
+_BESIDE = 3 << 10  # bytes of headers, padding, label and name that a shard holds beside each image
 _SET = re.compile(r".+-[0-9a-f]{16}")  # the name of a folder in the cache; see `_set`
 _held: dict[Path, TextIO] = {}  # locks of the sets that this process uses, until it exits
 
@@ -228,7 +229,7 @@ def _set(place: str, splits: Mapping[str, str | None], holdout: float = 0) -> Pa
             time.sleep(random.uniform(0.02, 0.2))
             continue
         if not all((folder / part / INFO).is_file() for part in parts):
-            _make_room(folder, place, sum(source.bytes for source in sources.values()))
+            _make_room(folder, place, sum(source.bytes + _BESIDE * source.count for source in sources.values()))
             for note in dict.fromkeys(str(warning.message) for warning in notes):
                 print(f"note: {printable(note)}", file=sys.stderr)
             _pack(place, sources, options, folder)
