@@ -160,7 +160,7 @@ def _headline(comparison: Comparison, head: Difference, budgets: Sequence[Differ
         sentence += (
             f" After {len(looks)} look{'s' * (len(looks) > 1)} (at {counts} of at most {comparison.record.max_seeds} "
             f"seeds) the interval has {100 * head.estimate.confidence:.1f}% confidence, so that the chance of a false "
-            "claim over all looks is nominally at most 5%, unless a headline without looks came before them."
+            "claim over all looks is nominally at most 5%, if no report without looks was read before."
         )
     if head.outcome == "undecided":
         sentence += f" {_plan(comparison, head)}"
@@ -183,7 +183,7 @@ def _plan(comparison: Comparison, head: Difference) -> str:
         return "The estimated variance is zero, so there is no interval."
     record = comparison.record
     if record.looks and record.looks[-1].seeds >= (record.max_seeds or 0):
-        return "The maximum of seeds is reached: decide it by a new comparison on other seeds."
+        return "The maximum number of seeds is reached: run a new comparison with other seeds."
     units, images = plan(head.estimate, record.margin, len(record.metrics), comparison.confidence)
     name = _units(comparison, head)
     more = [f"{units:,} more {_units(comparison, head, units)}"] if units else []
@@ -195,7 +195,7 @@ def _plan(comparison: Comparison, head: Difference) -> str:
         return sentence
     added = f"{name} or seeds" if head.unit == "pretraining" else name
     advice = f"`--until-decided --max-seeds {most}` adds {added}; each look at the results widens the interval"
-    return f"{sentence} {advice}. This report is a look as well: only a comparison on other seeds keeps the 5%."
+    return f"{sentence} {advice}. This report is a look too: to keep the 5%, run a new comparison with other seeds."
 
 
 def _most_seeds(comparison: Comparison, head: Difference, units: int) -> int | None:

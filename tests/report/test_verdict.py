@@ -264,7 +264,7 @@ def test_after_the_last_look_no_more_seeds_are_advised(folder: Path) -> None:
     for most in (4, 8):
         text = said(folder / str(most), two_arms(0.02, seeds=4), max_seeds=most, looks=looks)
         assert text.startswith("Undecided") and ("would decide" in text) == (most == 8)
-        assert ("maximum of seeds" in text) == (most == 4)
+        assert ("maximum number of seeds" in text) == (most == 4)
 
 
 def test_one_test_image_gives_no_interval(folder: Path) -> None:
