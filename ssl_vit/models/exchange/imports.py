@@ -287,7 +287,7 @@ def _tensors(path: Path) -> Tensors:
     except _DAMAGED as error:
         why = _first_words(error)
         raise UserError(f"{path}: not a readable checkpoint of plain tensors; nothing in it was run ({why})") from None
-    content = content.get("teacher", content)  # of DINO: the average of its student
+    content = teacher if isinstance(teacher := content.get("teacher"), dict) else content  # DINO's averaged weights
     tensors = {
         key.removeprefix("backbone."): value for key, value in content.items() if isinstance(value, torch.Tensor)
     }

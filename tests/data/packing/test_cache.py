@@ -367,18 +367,20 @@ def test_a_process_that_lost_the_race_to_pack_does_not_wait_for_the_other_to_exi
     class_folders(tmp_path / "one", each=2)
     begun = "from ssl_vit.data.shards import open_shards; open_shards('one'); print('packed', flush=True); input()"
     others, flock = list[subprocess.Popen[str]](), fcntl.flock
+    timer = Timer(20, lambda: others[0].kill())
 
     def lose(lock: Any, operation: int) -> None:
         if operation == fcntl.LOCK_EX | fcntl.LOCK_NB and not others:
             pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
             others.append(subprocess.Popen([sys.executable, "-c", begun], **pipes))  # type: ignore[call-overload]
             assert others[0].stdout.readline() == "packed\n"  # type: ignore[union-attr]
-            Timer(20, others[0].kill).start()
+            timer.start()
         flock(lock, operation)
 
     monkeypatch.setattr(fcntl, "flock", lose)
     assert open_shards("one").samples == 4
     assert others[0].poll() is None, "it still uses the set"
+    timer.cancel()
     others[0].communicate("\n")
 
 

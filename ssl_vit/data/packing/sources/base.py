@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 TABLES = (".parquet", ".arrow")  # suffixes
+METADATA = ("metadata.csv", "metadata.jsonl")  # describe the images beside them, as `datasets` reads them
 _IMAGES = {".jpg", ".jpeg", ".jfif", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ".pbm", ".jp2"}
 
 

@@ -14,7 +14,7 @@ from typing import NoReturn
 import numpy as np
 
 from ssl_vit.data import TEST
-from ssl_vit.data.packing.sources.base import TABLES, FileReader, Source, find_split, is_image
+from ssl_vit.data.packing.sources.base import METADATA, TABLES, FileReader, Source, find_split, is_image
 from ssl_vit.interfaces import UserError, printable
 
 _SPLITS = {"train", *TEST}
@@ -104,7 +104,7 @@ def is_dataset(folder: Path, *, tables: bool) -> bool:
 
 
 def _is_table(entry: os.DirEntry[str], tables: bool) -> bool:
-    if entry.name in ("metadata.csv", "metadata.jsonl") and entry.is_file():
+    if entry.name in METADATA and entry.is_file():
         # Only the imagefolder layout: another metadata.csv does not name images in this way.
         with Path(entry.path).open(errors="replace") as file:
             return "file_name" in file.readline()

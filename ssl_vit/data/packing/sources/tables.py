@@ -14,7 +14,7 @@ import datasets
 import numpy as np
 from pyarrow import ArrowNotImplementedError, compute  # type: ignore[import-untyped]
 
-from ssl_vit.data.packing.sources.base import TABLES, Source, find_split, read_file
+from ssl_vit.data.packing.sources.base import METADATA, TABLES, Source, find_split, read_file
 from ssl_vit.interfaces import BadSample, UserError, printable
 
 _LABELS = ("label", "labels", "class", "target", "cls")  # usual names of their column
@@ -46,7 +46,7 @@ def open_table(
     except (TypeError, ValueError, ArrowNotImplementedError) as error:
         raise UserError(f"{spec}: column {column!r} does not hold images: {_first_line(error)}") from None
     label_column = label_column or _label_column(spec, table)
-    if not label_column and path and any((path / name).exists() for name in ("metadata.csv", "metadata.jsonl")):
+    if not label_column and path and any((path / name).exists() for name in METADATA):
         warnings.warn(f"{spec}: its metadata file has no label column: packed without labels", stacklevel=3)
     classes, labels = _labels(spec, table, list(tables.values()), label_column) if label_column else (None, None)
     name = f"{spec if path is None else printable(path.resolve().name)} (datasets){part and f', split {part}'}"
