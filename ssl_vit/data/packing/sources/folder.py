@@ -80,7 +80,7 @@ def open_folder(root: Path, split: str | None) -> Source:
     if ignored:
         kinds = ", ".join(f"{count} {kind}" for kind, count in ignored.most_common(5))
         warnings.warn(f"{root}: ignored {ignored.total()} files that are not images ({kinds})", stacklevel=3)
-    if len(folders) == 1 and not any("/" not in file for file, _, _ in images):
+    if len(folders) == 1 and all("/" in file for file, _, _ in images):
         shown = ", ".join(_sub_folders(root / folders[0])[:3])
         meant = f"to make its sub-folders classes ({shown}), name {root / folders[0]}"
         warnings.warn(f"{root} has one class, {folders[0]}; {meant}", stacklevel=3)
