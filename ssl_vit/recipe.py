@@ -182,11 +182,10 @@ def _section(content: DictConfig, key: str) -> Any:
 
 
 def load_recipe(name: str | Path, overrides: Overrides = (), near: Path | None = None, trains: bool = True) -> Recipe:
-    """Read and validate a training recipe, or the recipe of a run directory. Wrong keys are found
-    without importing torch, wrong values of an objective with it.
+    """Read and validate a training recipe, or the recipe of a run directory. Wrong keys are found without importing
+    torch, wrong values of an objective with it.
 
     trains: whether its objective must be importable; False makes it an `UnknownObjective` where it is not.
-
     Raises UserError naming each wrong key and, where there is a close one, the right key.
     """
     path = find(str(name), near)
@@ -199,15 +198,15 @@ def load_recipe(name: str | Path, overrides: Overrides = (), near: Path | None =
     if path == expanded(name) / "recipe.yaml" and "run" not in parse_overrides(overrides):
         content["run"] = str(name)  # the directory may have been moved or renamed since
     named = str(objective["name"])
-    validate(Recipe, content | {"objective": ObjectiveConfig(name=named)}, f"{path}: ")
+    validate(Recipe, content | {"objective": ObjectiveConfig(name=named)}, f"{path}: ", given=overrides)
     try:
         config = plugins.load("objectives", named).Config
     except UserError:
         if trains:
             raise
         config = UnknownObjective
-    content["objective"] = validate(config, objective, f"{path}: objective.")
-    return validate(Recipe, content, f"{path}: ")
+    content["objective"] = validate(config, objective, f"{path}: ", "objective.", overrides)
+    return validate(Recipe, content, f"{path}: ", given=overrides)
 
 
 def run_of(weights: Path) -> Path:
@@ -261,18 +260,22 @@ def differences(old: Config, new: Config, ignore: Sequence[str] = ()) -> list[st
     ]
 
 
-def validate(model: type[T], content: Any, prefix: str = "") -> T:
-    """Build a typed configuration. Raises UserError with a line per problem: `prefix`, the key, what is wrong."""
+def validate(model: type[T], content: Any, origin: str = "", section: str = "", given: Overrides = ()) -> T:
+    """Build a typed configuration. Raises UserError with a line per problem: `origin`, the key, what is wrong.
+
+    section: what precedes the keys of `content`. given: overrides; of their keys, `origin` is omitted.
+    """
     try:
         return model.model_validate(content)
     except ValidationError as error:
-        lines = []
+        lines, changed = [], flatten(parse_overrides(given))
         for problem in error.errors():
             place = [str(key) for key in problem["loc"]]
             keys = [key for key in place if not key.startswith("<")]  # <...>: one of several types
             if problem["type"] == "extra_forbidden" and keys[-1:] != place[-1:]:
                 keys += place[-1:]  # the key itself, which begins with <
-            where = prefix + ".".join(keys)
+            where = section + ".".join(keys)
+            where = where if any(f"{key}.".startswith(f"{where}.") for key in changed) else origin + where
             if problem["type"] == "extra_forbidden":
                 close = get_close_matches(keys[-1], _fields(model, keys[:-1]), n=1)
                 hint = f"; did you mean '{close[0]}'?" if close else f"; known: {', '.join(_fields(model, keys[:-1]))}"

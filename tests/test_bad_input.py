@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 from PIL import Image
 
 import ssl_vit
@@ -113,6 +114,30 @@ def test_wrong_settings_are_named_with_a_fix(call: Call, shards: Path, more: lis
     assert text.startswith("error: ") and "Traceback" not in text and len(text.splitlines()) <= 3
     for part in expected:
         assert part in text
+
+
+@pytest.mark.parametrize(
+    ("command", "key"),
+    [
+        (["train", "digits_ssl"], "objective.mask_ratoi"),
+        (["train", "digits_ssl"], "optim.wieght_decay"),
+        (["compare", "demo_digits"], "seedz"),
+        (["compare", "demo_digits"], "evaluators.fine_tune.training.stepz"),
+        (["compare", "demo_digits"], "arms.ssl.training.stepz"),
+    ],
+)
+def test_errors_about_an_override_name_no_file_and_others_the_recipe(
+    call: Call, tmp_path: Path, command: list[str], key: str
+) -> None:
+    _, text = call(*command, f"{key}=1")
+    assert ".yaml" not in text and key.rpartition(".")[2] in text and key.split(".")[0] in text
+    first, *rest = reversed(key.split("."))
+    content: dict[str, object] = {first: 1}
+    for name in rest:
+        content = {name: content}
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump({"base": command[1], **content}))
+    _, text = call(command[0], str(tmp_path / "mine.yaml"), "name=other")
+    assert f"mine.yaml: {key}: " in text or (key.startswith("arms.ssl") and "arms.ssl: " in text)
 
 
 def test_an_unknown_recipe_names_the_closest(call: Call) -> None:

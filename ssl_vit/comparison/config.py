@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -17,7 +18,7 @@ from ssl_vit.comparison.sets import ComparisonData, DataSet, check_names, load_s
 from ssl_vit.data import RemoteConfig, mixture
 from ssl_vit.evaluators import SAME_IMAGES, Budgets, Seeds, of_protocol
 from ssl_vit.files import expanded
-from ssl_vit.interfaces import Config, UserError
+from ssl_vit.interfaces import Config, UserError, errors_about
 from ssl_vit.overrides import merge
 from ssl_vit.recipe import Recipe
 from ssl_vit.records import ArmKind, Look
@@ -211,16 +212,19 @@ def load_comparison(name: str | Path, overrides: recipe.Overrides = ()) -> Study
         raise UserError(f"{path} is a training recipe; run it with `ssl-vit train {name}`")
     given = content.get("evaluators", {})
     unread = {key: Config() for key in given} if isinstance(given, dict) else given
-    recipe.validate(ComparisonConfig, content | {"evaluators": unread}, f"{path}: ")
-    content["evaluators"] = {key: _settings(path, key, value) for key, value in given.items()}
-    c = recipe.validate(ComparisonConfig, content, f"{path}: ")
+    recipe.validate(ComparisonConfig, content | {"evaluators": unread}, f"{path}: ", given=overrides)
+    configured = partial(_settings, path, overrides)
+    content["evaluators"] = {key: configured(key, value) for key, value in given.items()}
+    c = recipe.validate(ComparisonConfig, content, f"{path}: ", given=overrides)
     suite = load_suite(c.data.suite, near=path) if c.data.suite else None
     sets = suite.sets if suite else c.data.sets or {ONLY: c.data.splits[0]}
     pretrain = c.data.pretrain or [*c.data.folds[1:]] or c.data.train
     train = [f"data.train={json.dumps(pretrain, ensure_ascii=False)}"] if pretrain else []
-    recipes = {
-        key: recipe.load_recipe(arm.recipe, [*train, *arm.overrides], path) for key, arm in c.arms.items() if arm.recipe
-    }
+    recipes: dict[str, Recipe] = {}
+    for key, arm in c.arms.items():
+        if arm.recipe:
+            with errors_about(f"arms.{key}"):
+                recipes[key] = recipe.load_recipe(arm.recipe, [*train, *arm.overrides], path)
     for key, settings in recipes.items():
         if any(one.probe and one.probe.patience for one in recipe.stages(settings)):
             raise UserError(f"{path}: arms.{key}: probe.patience uses labels to stop pretraining; remove it")
@@ -239,14 +243,14 @@ def load_comparison(name: str | Path, overrides: recipe.Overrides = ()) -> Study
     own_settings |= {f"data.sets.{name}": chosen.evaluators for name, chosen in c.data.sets.items()}
     for place, by_evaluator in own_settings.items():  # those of evaluators that this comparison does not have, too
         for evaluator in by_evaluator.keys() - given.keys():
-            _settings(path, evaluator, {}, by_evaluator, place=f"{place}.")
+            configured(evaluator, {}, by_evaluator, place=f"{place}.")
 
     def settings_of(chosen: DataSet, evaluator: str, arm: str, of_arm: dict[str, Any]) -> Config:
         of_set, own = chosen.evaluators.get(evaluator) or {}, of_arm.get(evaluator) or {}
         if suite:
             of_set = of_protocol(plugins.load("evaluators", evaluator).Config, of_set, given[evaluator] | own)
         place = f"arms.{arm}." if own else ""
-        return _settings(path, evaluator, given[evaluator], {evaluator: of_set}, of_arm, place=place)
+        return configured(evaluator, given[evaluator], {evaluator: of_set}, of_arm, place=place)
 
     evaluators = {
         (data, evaluator, arm): settings_of(chosen, evaluator, arm, of_arm)  # first of no arm: its errors are shared
@@ -264,10 +268,16 @@ def load_comparison(name: str | Path, overrides: recipe.Overrides = ()) -> Study
 
 
 def _settings(
-    path: Path, evaluator: str, values: dict[str, Any], *more: dict[str, dict[str, Any]], place: str = ""
+    path: Path,
+    overrides: recipe.Overrides,
+    evaluator: str,
+    values: dict[str, Any],
+    *more: dict[str, dict[str, Any]],
+    place: str = "",
 ) -> Config:
     """An evaluator's settings.
 
+    overrides: of the comparison, for messages.
     more: settings by evaluator that are merged on top, such as a dataset's.
     place: of the evaluators in the recipe, for messages.
     """
@@ -281,4 +291,4 @@ def _settings(
         config: type[Config] = plugins.load("evaluators", evaluator).Config
     except UserError as error:
         raise UserError(f"{path}: {place}evaluators: {error}") from None
-    return recipe.validate(config, merged, f"{path}: {place}evaluators.{evaluator}.")
+    return recipe.validate(config, merged, f"{path}: ", f"{place}evaluators.{evaluator}.", overrides)
