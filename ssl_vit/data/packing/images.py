@@ -13,7 +13,7 @@ from ssl_vit.data.shards.info import STORED_FORMATS
 from ssl_vit.interfaces import BadSample
 
 # A closed list: Pillow knows more formats, and hands some of them (EPS) to other programs.
-READ_FORMATS = (*STORED_FORMATS, "BMP", "GIF", "TIFF", "PPM", "JPEG2000")
+READ_FORMATS = (*STORED_FORMATS, "BMP", "GIF", "TIFF", "PPM", "JPEG2000", "AVIF")
 _EXTENSIONS = {"JPEG": "jpg", "MPO": "jpg", "PNG": "png", "WEBP": "webp"}  # MPO: a JPEG followed by more pictures
 _FORMATS = {"jpg": "JPEG", "png": "PNG", "webp": "WEBP"}
 
@@ -79,7 +79,8 @@ def to_stored(data: bytes, resize: int | None = None, quality: int = 95) -> tupl
         decode(image, at_least=(1, 1))
         return extension, data
     decode(image, at_least=(2 * size[0], 2 * size[1]))
-    exif = {"exif": image.info["exif"]} if "exif" in image.info and image.format in _EXTENSIONS else {}
+    # Pillow turns a TIFF upright as it decodes it, and leaves the others as they are.
+    exif = {"exif": image.info["exif"]} if "exif" in image.info and image.format != "TIFF" else {}
     encoded = io.BytesIO()
     try:
         check_pixels(size[1], size[0])

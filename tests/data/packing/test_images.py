@@ -61,6 +61,7 @@ OTHER_KINDS = {
     "tiff": encoded("TIFF"),
     "cmyk tiff": encoded("TIFF", PICTURE.convert("CMYK")),
     "jpeg 2000": encoded("JPEG2000"),
+    "avif": encoded("AVIF"),
     "ppm": encoded("PPM"),
 }
 
@@ -128,6 +129,7 @@ def test_exif_travels_with_a_resized_image() -> None:
     exif = Image.Exif()
     exif[0x0112] = 6
     assert opened(to_stored(encoded("JPEG", exif=exif), resize=20)[1]).getexif()[0x0112] == 6
+    assert opened(to_stored(encoded("AVIF", exif=exif))[1]).getexif()[0x0112] == 6
 
 
 @pytest.mark.parametrize(
