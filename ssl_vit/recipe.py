@@ -182,8 +182,7 @@ def _section(content: DictConfig, key: str) -> Any:
 
 
 def load_recipe(name: str | Path, overrides: Overrides = (), near: Path | None = None, trains: bool = True) -> Recipe:
-    """Read and validate a training recipe, or the recipe of a run directory. Wrong keys are found without importing
-    torch, wrong values of an objective with it.
+    """Read and validate a training recipe or a run's. Wrong keys are found without torch, wrong objectives with it.
 
     trains: whether its objective must be importable; False makes it an `UnknownObjective` where it is not.
     Raises UserError naming each wrong key and, where there is a close one, the right key.
@@ -263,7 +262,7 @@ def differences(old: Config, new: Config, ignore: Sequence[str] = ()) -> list[st
 def validate(model: type[T], content: Any, origin: str = "", section: str = "", given: Overrides = ()) -> T:
     """Build a typed configuration. Raises UserError with a line per problem: `origin`, the key, what is wrong.
 
-    section: what precedes the keys of `content`. given: overrides; of their keys, `origin` is omitted.
+    section: what precedes the keys of `content`. given: overrides; `origin` is omitted for what they set.
     """
     try:
         return model.model_validate(content)
@@ -275,7 +274,8 @@ def validate(model: type[T], content: Any, origin: str = "", section: str = "", 
             if problem["type"] == "extra_forbidden" and keys[-1:] != place[-1:]:
                 keys += place[-1:]  # the key itself, which begins with <
             where = section + ".".join(keys)
-            where = where if any(f"{key}.".startswith(f"{where}.") for key in changed) else origin + where
+            if not any(f"{where}.".startswith(f"{key}.") for key in changed):
+                where = origin + where
             if problem["type"] == "extra_forbidden":
                 close = get_close_matches(keys[-1], _fields(model, keys[:-1]), n=1)
                 hint = f"; did you mean '{close[0]}'?" if close else f"; known: {', '.join(_fields(model, keys[:-1]))}"

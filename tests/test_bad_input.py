@@ -124,20 +124,23 @@ def test_wrong_settings_are_named_with_a_fix(call: Call, shards: Path, more: lis
         (["compare", "demo_digits"], "seedz"),
         (["compare", "demo_digits"], "evaluators.fine_tune.training.stepz"),
         (["compare", "demo_digits"], "arms.ssl.training.stepz"),
+        (["train", "digits_ssl"], "optim.betas"),
     ],
 )
 def test_errors_about_an_override_name_no_file_and_others_the_recipe(
     call: Call, tmp_path: Path, command: list[str], key: str
 ) -> None:
-    _, text = call(*command, f"{key}=1")
-    assert ".yaml" not in text and key.rpartition(".")[2] in text and key.split(".")[0] in text
+    wrong = [0.9, 1.5] if key == "optim.betas" else 1
+    named = key.replace("arms.ssl.", "arms.ssl: ")
+    _, text = call(*command, f"{key}={wrong}")
+    assert text.startswith(f"error: {named}") and ".yaml" not in text
     first, *rest = reversed(key.split("."))
-    content: dict[str, object] = {first: 1}
+    content: dict[str, object] = {first: wrong}
     for name in rest:
         content = {name: content}
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump({"base": command[1], **content}))
     _, text = call(command[0], str(tmp_path / "mine.yaml"), "name=other")
-    assert f"mine.yaml: {key}: " in text or (key.startswith("arms.ssl") and "arms.ssl: " in text)
+    assert named in text and ("mine.yaml: " in text or key.startswith("arms."))
 
 
 def test_an_unknown_recipe_names_the_closest(call: Call) -> None:

@@ -79,8 +79,7 @@ def to_stored(data: bytes, resize: int | None = None, quality: int = 95) -> tupl
         decode(image, at_least=(1, 1))
         return extension, data
     decode(image, at_least=(2 * size[0], 2 * size[1]))
-    # Pillow turns a TIFF upright as it decodes it, and leaves the others as they are.
-    exif = {"exif": image.info["exif"]} if "exif" in image.info and image.format != "TIFF" else {}
+    exif = {"exif": image.info["exif"]} if "exif" in image.info else {}
     encoded = io.BytesIO()
     try:
         check_pixels(size[1], size[0])

@@ -129,6 +129,8 @@ def test_exif_travels_with_a_resized_image() -> None:
     exif = Image.Exif()
     exif[0x0112] = 6
     assert opened(to_stored(encoded("JPEG", exif=exif), resize=20)[1]).getexif()[0x0112] == 6
+    upright = opened(to_stored(encoded("TIFF", exif=exif))[1])  # Pillow rotates a TIFF as it decodes it
+    assert (upright.size, 0x0112 in upright.getexif()) == ((40, 60), False)
     assert opened(to_stored(encoded("AVIF", exif=exif))[1]).getexif()[0x0112] == 6
 
 
