@@ -126,17 +126,18 @@ def embedding_map(maps: dict[str, np.ndarray], labels: np.ndarray, names: Sequen
     shown = np.sort(classes[np.argsort(-counts, kind="stable")[:10]])
     with mpl.rc_context(_STYLE):
         figure = Figure(figsize=(_WIDTH, 4.6 if len(maps) > 1 else 6.0), layout="constrained")
+        handles = {}
         for axes, (method, points) in zip(figure.subplots(1, len(maps), squeeze=False)[0], maps.items(), strict=True):
             others = ~np.isin(labels, shown)
             if others.any():
                 name = "other classes" if len(shown) else "no labels"
-                axes.scatter(*points[others].T, s=14, color="#bbbbbb", linewidths=0, label=name)
+                handles[name] = axes.scatter(*points[others].T, s=14, color="#bbbbbb", linewidths=0)
             for label, color in zip(shown.tolist(), mpl.colormaps["tab10"](range(10)), strict=False):
-                name = class_name(names, label)
-                axes.scatter(*points[labels == label].T, s=14, color=color, linewidths=0, label=name)
+                found = axes.scatter(*points[labels == label].T, s=14, color=color, linewidths=0)
+                handles[class_name(names, label)] = found
             axes.set(xticks=(), yticks=(), title=method)
-        handles, names_shown = axes.get_legend_handles_labels()
-        figure.legend(handles, names_shown, loc="outside right upper", frameon=False, markerscale=1.6)
+        # Given explicitly: matplotlib's own list leaves out names that begin with "_".
+        figure.legend(list(handles.values()), list(handles), loc="outside right upper", frameon=False, markerscale=1.6)
         return figure
 
 

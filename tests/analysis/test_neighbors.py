@@ -34,9 +34,9 @@ def test_umap_is_drawn_where_it_is_installed() -> None:
 
 def test_the_ten_most_frequent_classes_have_colors_and_names() -> None:
     labels = np.array([*np.repeat(np.arange(12), 3), 5, 7, -1, -1])
-    figure = figures.embedding_map({"PCA": VECTORS[:, :2], "UMAP": VECTORS[:, :2]}, labels, ["$a$", "b"])
+    figure = figures.embedding_map({"PCA": VECTORS[:, :2], "UMAP": VECTORS[:, :2]}, labels, ["$a$", "_b"])
     names = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert names == ["other classes", "$a$", "b", *map(str, range(2, 10))]
+    assert names == ["other classes", "$a$", "_b", *map(str, range(2, 10))]
     assert [axes.get_title() for axes in figure.axes] == ["PCA", "UMAP"]
     alone = figures.embedding_map({"PCA": VECTORS[:, :2]}, np.full(40, -1), [])
     assert [text.get_text() for text in alone.legends[0].get_texts()] == ["no labels"]
