@@ -182,7 +182,7 @@ def _section(content: DictConfig, key: str) -> Any:
 
 
 def load_recipe(name: str | Path, overrides: Overrides = (), near: Path | None = None, trains: bool = True) -> Recipe:
-    """Read and validate a training recipe or a run's. Wrong keys are found without torch, wrong objectives with it.
+    """Read and validate a training recipe, or that of a run directory; only an objective's values need torch.
 
     trains: whether its objective must be importable; False makes it an `UnknownObjective` where it is not.
     Raises UserError naming each wrong key and, where there is a close one, the right key.

@@ -18,8 +18,20 @@ if TYPE_CHECKING:
 TABLES = (".parquet", ".arrow")  # suffixes
 METADATA = ("metadata.csv", "metadata.jsonl")  # describe the images beside them, as `datasets` reads them
 _IMAGES = {
-    *(".jpg", ".jpeg", ".jfif", ".png", ".webp", ".avif", ".jp2"),
-    *(".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ".pbm"),
+    ".jpg",
+    ".jpeg",
+    ".jfif",
+    ".png",
+    ".webp",
+    ".avif",
+    ".jp2",
+    ".bmp",
+    ".gif",
+    ".tif",
+    ".tiff",
+    ".ppm",
+    ".pgm",
+    ".pbm",
 }
 
 
