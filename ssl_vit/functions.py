@@ -39,7 +39,7 @@ def train(
     recipe: a file, a shipped recipe's name, a run directory to resume, or a typed recipe.
     data: the images: `data=PLACE` of the command line, or the keys of `data`.
     run: the run directory (default: runs/NAME).
-    quiet: show no progress.
+    quiet: print no progress of training; packing images still does.
     keys: keys of the recipe, nested as mappings: `training={"steps": 100}`.
 
     Raises UserError for input that cannot work, before the first step wherever that can be seen, RunError for a failure
