@@ -24,7 +24,8 @@ class Plan(Design):
 
     @cached_property
     def tasks(self) -> tuple[TaskRecord, ...]:
-        """Every task, after the ones it needs. The long ones come first, so that all workers are busy to the end."""
+        """Every task, after the ones it needs. Long ones come first, so that all workers are busy to the end: sweeps
+        that need no pretraining, pretrainings, the other sweeps, measurements."""
         c = self.study.comparison
         tasks = []
         for arm in self.study.recipes:
@@ -43,7 +44,8 @@ class Plan(Design):
                 after = self._pretrained(row.name, c.seeds[0], 0)
                 tasks.append(TaskRecord(id=f"pictures-{row.name}", kind="pictures", after=after, **fields))
         order = ("pretrain", "sweep", "measure", "pictures")
-        tasks.sort(key=lambda task: order.index(task.kind))  # stable: evaluators that train stay before the others
+        # Stable: evaluators that train stay before the others.
+        tasks.sort(key=lambda task: (task.kind != "sweep" or bool(task.after), order.index(task.kind)))
         return tuple(task.model_copy(update={"fingerprint": fingerprint(self, task)}) for task in tasks)
 
     @property

@@ -58,7 +58,10 @@ def test_tasks_come_after_what_they_need_and_long_ones_first() -> None:
         assert {f"pretrain-ssl-{seed}", f"few_shot-untrained-{seed}"} <= done, "each has its own initialization"
     assert "few_shot-pixels-0" in done
     assert "few_shot-pixels-1" not in done
-    kinds = [task.kind for task in plan.tasks]
+    first = [task.id for task in plan.tasks if task.kind == "sweep" and not task.after]
+    assert first == [f"sweep_fine_tune-scratch-{budget}" for budget in (1, 10, 50)]
+    assert [task.id for task in plan.tasks[:3]] == first
+    kinds = [task.kind for task in plan.tasks[3:]]
     assert kinds == sorted(kinds, key=["pretrain", "sweep", "measure", "pictures"].index)
     evaluators = [task.evaluator for task in plan.tasks if task.kind == "measure"]
     assert evaluators == sorted(evaluators, key=["fine_tune", "few_shot"].index)

@@ -508,14 +508,14 @@ def test_a_sweep_that_was_stopped_resumes_with_its_next_candidate(
     def stopping(job: Any) -> Any:
         nonlocal trained
         trained += 1
-        if trained == 3:  # the pretraining and a candidate before it
+        if trained == 2:  # the second candidate of the first task
             raise RunError("stopped")
         return train(job)
 
     monkeypatch.setattr(loop, "train", stopping)
-    with pytest.raises(RunError, match="sweep_fine_tune-ssl-2: stopped"):
+    with pytest.raises(RunError, match="sweep_fine_tune-scratch-2: stopped"):
         quietly(recipe)
-    assert [file.name for file in tasks.glob("*.unfinished/*.json")] == ["trained_2_candidate0_part0.json"]
+    assert [file.name for file in tasks.glob("*.unfinished/*.json")] == ["untrained_2_candidate0_part0.json"]
     trained = 10
     found = quietly(recipe)
     again = found.sweeps[0][1].best["optim.lr"] == 0.001  # the winner was trained before the stop
