@@ -46,7 +46,7 @@ def test_make_prints_what_it_wrote_and_what_it_skipped(shards: Call, images: Pat
         f"out/test: {infos['test']['samples']} samples in 1 shards, 2 classes",
         f"  content hash {infos['test']['content_hash']}",
     ]
-    assert "note: images: ignored 1 files that are not images" in err
+    assert "note: images: ignored 1 files of other types" in err
     assert "skipped cat/empty.jpg: empty file" in err and r"skipped dog/text\x1b[2J.jpg: not an image" in err
     again = shards(*options)
     assert again[:2] == (0, out) and "5 of 5 shards are finished already" in again[2]

@@ -50,7 +50,7 @@ def test_flat_folder_is_unlabeled_and_counts_other_files(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        ({"cat/1.png", "dog/readme.txt"}, "dog: this class folder holds no images"),
+        ({"cat/1.png", "dog/readme.txt"}, r"dog: this class folder holds no images \(only 1 .txt\)"),
         ({"cat/1.png", "stray.png"}, r"both images \(stray\.png\) and sub-folders"),
         ({"readme.txt"}, "holds no images"),
         ({os.fsdecode(b"b\xe4r/1.png")}, "not UTF-8; rename it"),

@@ -70,7 +70,8 @@ def open_folder(root: Path, split: str | None) -> Source:
         ignored += other_files
         if not images:
             what = "this class folder holds no images" if folder else "holds no images, parquet or arrow files"
-            raise UserError(f"{root / folder}: {what}; add some or remove the folder")
+            others = f" (only {_kinds(other_files)})" if other_files else ""
+            raise UserError(f"{root / folder}: {what}{others}; add some or remove the folder")
         for file, size, modified in sorted(images):
             items.append(f"{folder}/{file}" if folder else file)
             total += size
@@ -78,8 +79,7 @@ def open_folder(root: Path, split: str | None) -> Source:
             listing.update(os.fsencode(f"{items[-1]}\0{size}\n"))
         counts.append(len(images))
     if ignored:
-        kinds = ", ".join(f"{count} {kind}" for kind, count in ignored.most_common(5))
-        warnings.warn(f"{root}: ignored {ignored.total()} files that are not images ({kinds})", stacklevel=3)
+        warnings.warn(f"{root}: ignored {ignored.total()} files of other types ({_kinds(ignored)})", stacklevel=3)
     if len(folders) == 1 and all("/" in file for file, _, _ in images):
         shown = ", ".join(_sub_folders(root / folders[0])[:3])
         meant = f"to make its sub-folders classes ({shown}), name {root / folders[0]}"
@@ -163,7 +163,11 @@ def _images_in(folder: Path) -> tuple[list[tuple[str, int, int]], Counter[str]]:
 
 
 def _suffix(name: str) -> str:
-    return Path(name).suffix or "without suffix"
+    return Path(name).suffix.lower() or "without suffix"
+
+
+def _kinds(suffixes: Counter[str]) -> str:
+    return ", ".join(f"{count} {kind}" for kind, count in suffixes.most_common(5))
 
 
 def _is_broken(entry: os.DirEntry[str]) -> bool:
