@@ -70,8 +70,8 @@ def open_folder(root: Path, split: str | None) -> Source:
         ignored += other_files
         if not images:
             what = "this class folder holds no images" if folder else "holds no images, parquet or arrow files"
-            others = f" (only {_kinds(other_files)})" if other_files else ""
-            raise UserError(f"{root / folder}: {what}{others}; add some or remove the folder")
+            found = f" (only {_kinds(other_files)})" if other_files else ""
+            raise UserError(f"{root / folder}: {what}{found}; add some or remove the folder")
         for file, size, modified in sorted(images):
             items.append(f"{folder}/{file}" if folder else file)
             total += size
