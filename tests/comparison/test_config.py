@@ -319,7 +319,12 @@ def test_labeled_data_is_read_as_the_comparison_says(own: bool) -> None:
 def test_shipped_comparisons_have_tasks_and_equal_effort_for_all_arms() -> None:
     """Three rates of fine-tuning and one dropout. The demo declares its settings itself; the searches for rates of
     pretraining have one rate of fine-tuning, and some comparisons have the rates that earlier ones selected."""
-    selected_before = ("photos_longest_cpu", "cifar10_lejepa_long_cpu", "cifar10_methods_repeated_cpu")
+    selected_before = (
+        "photos_longest_cpu",
+        "cifar10_lejepa_long_cpu",
+        "cifar10_methods_repeated_cpu",
+        "cifar10_masked_patch_regularized_cpu",
+    )
     others = ("demo_digits", "own_images_rates_cpu", "cifar10_rates_cpu", *selected_before)
     swept, rates_of_dropout = 0, dict[str, dict[str, float]]()
     for name, path in recipe.shipped().items():
