@@ -59,8 +59,8 @@ class SweepRecord(Config):
     source: what was trained: `trained`, `untrained` or `pixels`. labels_per_class: the label budget.
     """
 
-    candidates: tuple[dict[str, float | int | str], ...]
-    best: dict[str, float | int | str]
+    candidates: tuple[dict[str, bool | float | int | str], ...]
+    best: dict[str, bool | float | int | str]
     cost: Cost = Cost()
     labels: int = 0
     held_out: int = 0
@@ -194,9 +194,8 @@ class ReferenceRecord(Config):
     """A row of results beside the arms.
 
     kind: an encoder as initialized, raw pixels, or a repetition with other random numbers of a row that it must equal.
-    like: the arm whose architecture and image preparation it has.
+    like: the arm whose architecture and image preparation it has. architecture: as in `ArmRecord`.
     repeats: for a control, the row that it repeats; "" for the control that is repeated.
-    architecture: as in `ArmRecord`.
     """
 
     name: str
@@ -207,11 +206,12 @@ class ReferenceRecord(Config):
 
 
 class DataRecord(Config):
-    """Shards that a comparison or an evaluation reads. samples: None where they were not opened."""
+    """Shards that a comparison or an evaluation reads. samples, classes with labeled images: None where not counted."""
 
     path: str
     samples: int | None = None
     classes: tuple[str, ...] | None = None
+    labeled_classes: int | None = None
     source: str | None = None
 
 

@@ -28,7 +28,7 @@ from ssl_vit.interfaces import Budget as Budget
 from ssl_vit.interfaces import UserError
 from ssl_vit.records import Cost, EvaluationRecord, TaskResult
 
-Settings = dict[str, float | int | str]  # values by dotted key, such as {"optim.lr": 0.003}
+Settings = dict[str, bool | float | int | str]  # values by dotted key, such as {"optim.lr": 0.003}
 
 FORMAT = 1
 RESULTS = "results"  # the folder beside weights with what evaluators measured of them

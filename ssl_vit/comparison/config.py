@@ -210,6 +210,9 @@ def load_comparison(name: str | Path, overrides: recipe.Overrides = ()) -> Study
     content = recipe.read(path, overrides)
     if "arms" not in content:
         raise UserError(f"{path} is a training recipe; run it with `ssl-vit train {name}`")
+    elsewhere = {"run", "name", "quick"} & recipe.parse_overrides(overrides).keys()
+    if path == expanded(name) / "comparison.yaml" and not elsewhere:
+        content["run"] = str(name)  # the directory may have been moved or renamed since
     given = content.get("evaluators", {})
     unread = {key: Config() for key in given} if isinstance(given, dict) else given
     recipe.validate(ComparisonConfig, content | {"evaluators": unread}, f"{path}: ", given=overrides)

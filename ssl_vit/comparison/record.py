@@ -13,6 +13,7 @@ from ssl_vit.comparison.plan import Plan
 from ssl_vit.data.overlap import overlaps
 from ssl_vit.data.shards import ShardSet
 from ssl_vit.environment import environment
+from ssl_vit.evaluators.labels import labeled_classes
 from ssl_vit.files import read_json
 from ssl_vit.models import factory
 from ssl_vit.recipe import Recipe, training_places
@@ -26,9 +27,10 @@ def record_of(plan: Plan, shards: Mapping[str, ShardSet], command: str, *, finis
     shards: as `Plan.part` calls them. finished: whether every task is done, so that the recorded environment stays.
     """
     c = plan.study.comparison
-    parts = [
-        plan.part(name, part, fold) for name in plan.study.sets for fold in plan.folds for part in ("train", "test")
-    ]
+    train, test = (
+        [plan.part(name, part, fold) for name in plan.study.sets for fold in plan.folds] for part in ("train", "test")
+    )
+    parts = [key for pair in zip(train, test, strict=True) for key in pair]
     data, used, arms = {key: shards[key] for key in parts}, dict[str, int](), arm_records(plan, shards)
     for one in arms:
         if one.kind == "pretrained" and not one.trained_on:
@@ -62,7 +64,13 @@ def record_of(plan: Plan, shards: Mapping[str, ShardSet], command: str, *, finis
         study=c.study,
         metrics={name: chosen.metric for name, chosen in plan.study.sets.items()},
         data={
-            key: DataRecord(path=one.spec, samples=used.get(key, one.samples), classes=one.classes, source=one.source)
+            key: DataRecord(
+                path=one.spec,
+                samples=used.get(key, one.samples),
+                classes=one.classes,
+                labeled_classes=labeled_classes(one) if key in train else None,
+                source=one.source,
+            )
             for key, one in data.items()
         },
         arms=arms,

@@ -130,7 +130,8 @@ def few_shot_accuracy(
             f"{len(short)} class(es) have fewer than {max(shots)} images and give all they have: {short[:10]}",
             stacklevel=2,
         )
-    chosen = {(shot, seed): choose_labeled(train_labels, shot, seed) for shot in shots for seed in seeds}
+    pairs = [(int(shot), int(seed)) for shot in shots for seed in seeds]  # of an array, too
+    chosen = {(shot, seed): choose_labeled(train_labels, shot, seed) for shot, seed in pairs}
 
     def accuracy(images: np.ndarray) -> float:
         predicted = Ridge(train_features[images], train_labels[images]).predict(test_features, l2)

@@ -150,3 +150,9 @@ def labels_of(shards: ShardSet) -> np.ndarray:
     if (labels < 0).all():
         raise UserError(f"{shards.spec}: no sample has a label (.cls); evaluation needs labeled shards")
     return labels
+
+
+def labeled_classes(shards: ShardSet) -> int:
+    """The number of classes with labeled images: less than the named ones where some have none."""
+    labels = labels_of(shards)
+    return len(np.unique(labels[labels >= 0]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import product
+from typing import TypeGuard
 
 from ssl_vit.evaluators import budget_words, several
 from ssl_vit.records import ArmRecord
@@ -173,10 +174,15 @@ def _edges(comparison: Comparison, data: str) -> list[str]:
     arms_by_setting: dict[str, list[str]] = {}
     for sweep, arm in ((sweep, task.arm) for task, sweep in comparison.sweeps if task.data == data):
         for key, best in sweep.best.items():
-            values = {value for candidate in sweep.candidates if isinstance(value := candidate.get(key), int | float)}
+            values = {value for candidate in sweep.candidates if _is_number(value := candidate.get(key))}
             if len(values) > 1 and best in (min(values) or None, max(values)):
                 arms_by_setting.setdefault(f"{key} {text(best)}", []).append(comparison.spoken(arm))
     return [f"{setting} ({joined(list(dict.fromkeys(arms)))})" for setting, arms in arms_by_setting.items()]
+
+
+def _is_number(value: object) -> TypeGuard[int | float]:
+    """Not a boolean: neither of its two values is an edge."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def swept(comparison: Comparison, data: str, evaluator: str, arm: str) -> dict[str, Sequence[object]]:
@@ -195,7 +201,7 @@ def _edges_by_seed(comparison: Comparison, data: str) -> list[str]:
     for (name, evaluator), arm in product(frozen.items(), comparison.arms):
         found = [one.selected for one in rows if (one.data, one.evaluator, one.arm) == (data, name, arm)]
         for key, values in swept(comparison, data, name, arm).items():
-            tried = sorted(value for value in values if isinstance(value, int | float))
+            tried = sorted(value for value in values if _is_number(value))
             chosen = [selected[key] for selected in found if key in selected]
             for edge in (tried[0], tried[-1]) if len(tried) > 2 else ():
                 if edge and 2 * (times := chosen.count(edge)) > len(chosen):

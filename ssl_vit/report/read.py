@@ -267,6 +267,7 @@ def read_runs(paths: Sequence[Path]) -> Comparison:
                 run=str(run.path),
                 # Of other objectives, only those with labels know the names of the classes.
                 uses_labels=bool(run.summary and (run.summary.objective == "classification" or run.summary.classes)),
+                starts_from=run.starts_from,
                 summary=run.summary,
             )
             for name, run in runs.items()

@@ -55,12 +55,24 @@ class Run:
     @property
     def objective(self) -> str:
         """Of an unfinished run that of its recipe; "" where neither says it."""
-        if self.summary:
-            return self.summary.objective
+        objective = self._settings.get("objective")
+        name = objective.get("name", "") if isinstance(objective, dict) else ""
+        return self.summary.objective if self.summary else str(name)
+
+    @property
+    def starts_from(self) -> str | None:
+        """The weights that its training started from, or its path where nothing says how its weights were trained."""
+        start = self._settings.get("init_from")
+        return str(start) if start else None if self.recipe or self.summary else str(self.path)
+
+    @property
+    def _settings(self) -> dict[str, object]:
+        """Its recipe; empty where that is damaged: the page shows it as it is."""
         try:
-            return str(yaml.safe_load(self.recipe)["objective"]["name"])
-        except (yaml.YAMLError, ValueError, TypeError, KeyError, RecursionError):  # the page shows the recipe as it is
-            return ""
+            settings = yaml.safe_load(self.recipe)
+        except (yaml.YAMLError, ValueError, RecursionError):
+            return {}
+        return settings if isinstance(settings, dict) else {}
 
 
 def read_run(path: Path) -> Run:

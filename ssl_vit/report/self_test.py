@@ -26,6 +26,8 @@ class SelfTest:
     @property
     def result(self) -> Literal["pass", "fail", "undecided"]:
         outcome = self.difference.outcome
+        if self.difference.estimate.half_width is None:
+            return "undecided"
         return "pass" if outcome in self.expected else "undecided" if outcome == "undecided" else "fail"
 
 

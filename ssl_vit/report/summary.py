@@ -16,6 +16,7 @@ from ssl_vit.results import Budget, Table
 
 Role = Literal["baseline", "supervised", "reference", "other"]
 Rows = dict[tuple[int, int], int]  # row of the table by pretraining seed and seed
+RowsByBudget = dict[Budget, dict[str, Rows]]
 
 
 @dataclass(frozen=True)
@@ -74,8 +75,7 @@ class Efficiency:
 
 @dataclass(frozen=True)
 class Summary:
-    """differences: intervals adjusted for the label budgets of a pair of arms. means: over label budgets. headlines:
-    the pre-declared one of each dataset."""
+    """differences: adjusted for the label budgets of a pair of arms. means: over them. headlines: of each dataset."""
 
     places: tuple[EvaluationKey, ...]
     accuracies: tuple[Accuracy, ...]
@@ -152,15 +152,13 @@ def _adjusted(comparison: Comparison, rows: Sequence[Difference], tests: int) ->
     ]
 
 
-def rows_by_place(
-    comparison: Comparison, *, controls: bool = False
-) -> dict[EvaluationKey, dict[Budget, dict[str, Rows]]]:
+def rows_by_place(comparison: Comparison, *, controls: bool = False) -> dict[EvaluationKey, RowsByBudget]:
     """Rows of the table by dataset and evaluator, label budget (ascending) and arm; with the controls only if asked."""
     frame = comparison.table.frame
     frame = frame[frame["primary"].astype(bool) & (controls | frame["arm"].isin(comparison.arms))]
-    frame = frame.assign(budget=frame["labels_per_class"].astype(str).str.zfill(9))  # "5" before "10"
-    frame = frame.sort_values(["labels", "budget"], kind="stable")
-    rows: dict[EvaluationKey, dict[Budget, dict[str, Rows]]] = {}
+    budget = frame["labels_per_class"].astype(str).str.zfill(9)  # "5" before "10"
+    frame = frame.assign(budget=budget).sort_values(["labels", "budget"], kind="stable")
+    rows: dict[EvaluationKey, RowsByBudget] = {}
     for row in frame.itertuples():
         arms = rows.setdefault(EvaluationKey(row.data, row.evaluator), {}).setdefault(row.labels_per_class, {})
         arms.setdefault(row.arm, {})[row.pretraining_seed, row.seed] = row.Index
@@ -212,11 +210,13 @@ def baseline_of(comparison: Comparison, arm: str, measured: Sequence[str]) -> st
 class Measured:
     """The results of one dataset under one evaluator; for the metric `mean_per_class` see `statistics.balanced`."""
 
-    def __init__(self, comparison: Comparison, place: EvaluationKey, budgets: dict[Budget, dict[str, Rows]]) -> None:
+    def __init__(self, comparison: Comparison, place: EvaluationKey, budgets: RowsByBudget) -> None:
         self.comparison, self.place, self.budgets = comparison, place, budgets
         self.weighted = comparison.record.metrics[place.data] == "mean_per_class"
         self.arms = [arm for arm in comparison.arms if any(arm in arms for arms in budgets.values())]
-        classes, counts = comparison.classes(place.data), comparison.table.frame["labels"]
+        data, counts = comparison.record.data, comparison.table.frame["labels"]
+        trained = [data[key].labeled_classes or 0 for key in data if key.startswith(f"{place.data} train")]
+        classes = max(trained, default=0) or comparison.classes(place.data)
         self.labels: dict[Budget, float] = {}
         for budget, arms in budgets.items():
             rows = [row for rows_by_seed in arms.values() for row in rows_by_seed.values()]

@@ -121,7 +121,8 @@ def _own_settings(comparison: Comparison) -> Iterator[str]:
 def _run(comparison: Comparison, summary: Summary) -> list[str]:
     """What a single run did, and its test accuracies."""
     (arm,) = comparison.record.arms
-    run, sentences = arm.summary, [f"{arm.label} has no summary.json: its training has not finished."]
+    unknown = "its training has not finished" if comparison.runs[arm.name].recipe else "it holds weights alone"
+    run, sentences = arm.summary, [f"{arm.label} has no summary.json: {unknown}."]
     if run:
         objective = OBJECTIVES.get(run.objective, run.objective.replace("_", " "))
         length = f"{run.steps:,} steps, {run.images_seen:,} images seen, {run.seconds:,.0f} s"

@@ -111,6 +111,10 @@ def test_seeds_are_added_until_the_maximum_and_a_kill_between_looks_changes_noth
     with pytest.raises(UserError, match="other seeds"):
         quiet(mini(**FROZEN | {"seeds": [7, 8]}, run=str(tmp_path / "killed")))
 
+    moved = (tmp_path / "killed").rename(tmp_path / "moved")
+    assert rows(quiet(moved)) == rows(found), "the directory may have been moved or renamed"
+    assert not (tmp_path / "killed").exists()
+
 
 def test_a_maximum_must_leave_room(mini: Mini) -> None:
     with pytest.raises(UserError, match=r"--max-seeds=2: the recipe already has 2"):

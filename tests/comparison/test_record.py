@@ -53,9 +53,10 @@ def test_every_arm_that_saw_training_images_is_recorded(
     keys = [f"run={tmp_path}", f"data={{train: {train}, test: {test}, folds: []}}", "arms.supervised.data.samples=100"]
     keys += [f"arms.given={{label: given, weights: {tmp_path}/given}}", f"arms.ssl.data.train={tmp_path}/other"]
     checked = comparison.check(load_comparison("demo_digits", keys), pack=False)
-    arms = record_of(checked.plan, checked.shards, "", finished=False).arms
-    saw = {arm.name: arm.saw for arm in arms}
+    record = record_of(checked.plan, checked.shards, "", finished=False)
+    saw = {arm.name: arm.saw for arm in record.arms}
     assert saw == {"ssl": (), "scratch": (), "supervised": ("data",), "given": ("data",)}
+    assert [record.data[f"data {part}"].labeled_classes for part in ("train", "test")] == [10, None]
 
 
 def test_pretraining_on_test_images_is_refused(few_digits: Path, saved: Callable[..., Path], tmp_path: Path) -> None:

@@ -100,6 +100,8 @@ def test_features_may_be_a_sequence_of_vectors() -> None:
     expected = few_shot_accuracy(features, labels, features, labels, shots=(2,), seeds=(0,))
     column = pd.DataFrame({"embedding": [*features]})["embedding"]
     assert few_shot_accuracy(column, labels, [*features], labels, shots=(2,), seeds=(0,)) == expected
+    numbers: dict[str, Any] = {"shots": np.array([2]), "seeds": np.arange(1)}
+    assert few_shot_accuracy(features, labels, features, labels, **numbers) == expected
 
 
 @pytest.mark.parametrize(

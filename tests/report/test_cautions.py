@@ -102,6 +102,9 @@ def test_the_smallest_possible_value_is_no_edge(folder: Path) -> None:
     assert "edge of the sweep" not in said(folder, two_arms(0.2), sweeps={"ssl": none, "scratch": none})
     most = SweepRecord(candidates=candidates, best={"head.mixup": 0.8})
     assert "head.mixup 0.8" in said(folder, two_arms(0.2), sweeps={"ssl": none, "scratch": most})
+    both = tuple({"augment.flip": value, "held_out_accuracy": 0.5} for value in (True, False))
+    flip = SweepRecord(candidates=both, best={"augment.flip": True})
+    assert "edge of the sweep" not in said(folder, two_arms(0.2), sweeps={"ssl": flip, "scratch": flip})
 
 
 def test_arms_of_another_architecture_are_named_with_what_differs(folder: Path) -> None:

@@ -52,6 +52,12 @@ def test_too_few_seeds_do_not_fail_a_test(tmp_path: Path) -> None:
     assert not any("self-test" in sentence for sentence in verdict(found, summarize(found)))
 
 
+def test_one_seed_has_no_interval_and_passes_no_test(tmp_path: Path) -> None:
+    rows = [*two_arms(budgets=(5,), seeds=1), row("control", 5, 0, 0.9)]
+    (same,) = self_tests(read([write_comparison(tmp_path, rows, references=(REPEATED,))]))
+    assert (same.difference.estimate.half_width, same.result) == (None, "undecided")
+
+
 def test_labels_need_not_help_where_the_baseline_has_all_of_them(tmp_path: Path) -> None:
     rows = [
         *two_arms(budgets=(5, "all")),

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ssl_vit.records import ArmRecord
+from ssl_vit.records import ArmRecord, DataRecord
 from tests.report.made import ARMS, SUMMARY, SUPERVISED, row, summary, two_arms
 
 
@@ -91,3 +91,9 @@ def test_budgets_are_in_the_order_of_their_size_where_classes_have_too_few_image
     found = summary(folder, two_arms(budgets=(5, 10, "all"), labels=18))
     labels = {row.labels_per_class: row.labels for row in found.accuracies}
     assert labels == {5: 4.5, 10: 4.5, "all": 4.5} and [*labels] == [5, 10, "all"]
+
+
+def test_classes_without_training_images_do_not_lower_the_labels_per_class(folder: Path) -> None:
+    data = {"digits train": DataRecord(path="train", classes=tuple("abcd"), labeled_classes=3)}
+    found = summary(folder, two_arms(budgets=(5, 10), labels=15), data=data)
+    assert {row.labels_per_class: row.labels for row in found.accuracies} == {5: 5.0, 10: 5.0}

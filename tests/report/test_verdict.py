@@ -243,6 +243,12 @@ def test_a_single_run_says_what_it_did_and_scored(folder: Path) -> None:
     (folder / "summary.json").unlink()
     found = read([folder])
     assert "has not finished" in verdict(found, summarize(found))[0]
+    (folder / "recipe.yaml").write_text("init_from: runs/before\n")
+    assert read([folder]).record.arms[0].starts_from == "runs/before"
+    (folder / "recipe.yaml").unlink()
+    found = read([folder])
+    assert "it holds weights alone" in verdict(found, summarize(found))[0]
+    assert found.record.arms[0].starts_from == str(folder), "what they cost to train is unknown"
 
 
 def test_repeated_looks_widen_the_interval_and_are_named(tmp_path: Path) -> None:
