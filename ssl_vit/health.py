@@ -13,6 +13,7 @@ from typing import Literal
 import torch
 from loky import cpu_count
 
+from ssl_vit.data.packing.cache import parts_of
 from ssl_vit.data.shards import open_shards
 from ssl_vit.environment import environment
 from ssl_vit.files import expanded
@@ -70,9 +71,9 @@ def _disk(run: Path) -> Iterator[Finding]:
 
 def _shards(data: str) -> Iterator[Finding]:
     try:
-        shards = open_shards(data)
+        for place in parts_of(data):
+            shards = open_shards(place)
+            classes = f"{len(shards.classes)} classes" if shards.classes else "no classes"
+            yield Finding("ok", "shards", f"{place}: {shards.samples} samples in {len(shards.urls)} shards, {classes}")
     except (UserError, RunError) as error:
         yield Finding("stop", "shards", str(error))
-        return
-    classes = f"{len(shards.classes)} classes" if shards.classes else "no classes"
-    yield Finding("ok", "shards", f"{shards.samples} samples in {len(shards.urls)} shards, {classes}")

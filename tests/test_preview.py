@@ -65,7 +65,9 @@ def test_doctor_names_what_would_stop_or_slow_a_run(
     done = CliRunner().invoke(app, ["doctor", "--data", f"{few_digits}/train", "--run", str(tmp_path), "--json"])
     found = {(finding["about"], finding["level"]): finding["text"] for finding in json.loads(done.stdout)}
     assert "torch" in found["versions", "ok"] and "1 GiB free" in found["disk", "stop"]
-    assert found["shards", "ok"] == "400 samples in 4 shards, 10 classes"
+    assert found["shards", "ok"].endswith("train: 400 samples in 4 shards, 10 classes")
+    both = CliRunner().invoke(app, ["doctor", "--data", str(few_digits)]).stdout
+    assert "train: 400 samples" in both and "test: " in both, "the parts that `data=PLACE` of train and compare reads"
 
 
 def test_doctor_looks_at_the_disk_of_a_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

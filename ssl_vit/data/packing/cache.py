@@ -47,9 +47,9 @@ def folder_of(spec: str) -> str:
     """The folder or URL of the shards that a data argument names; images are packed into the cache first.
 
     spec: shards; or images as `open_source` takes them, but a name on the hub only as `hf:NAME`. `PLACE#PART` is one
-        part of either: a folder of shards in PLACE; a split of the images; or, of images without splits, `#train` and
-        `#test` of a stratified holdout (a fifth of each class, or of images without classes). `#test` is the validation
-        split where there is no test.
+        part of either: a folder of shards in PLACE; a split of the images; or, where there is no split or one that is
+        not for testing, `#train` and `#test` of a stratified holdout (a fifth of each class, or of images without
+        classes). `#test` is the validation split where there is no test.
 
     Raises UserError for what cannot be found or read, RunError where the disk fails.
     """
@@ -135,14 +135,14 @@ def _lists_shards(file: Path) -> bool:
 
 
 def parts_of(place: str) -> list[str]:
-    """The parts that `place` has, as data arguments: its splits, where there are several, else itself."""
+    """The parts that `place` has, as data arguments: its splits, unless it has one for training alone, else itself."""
     if is_shards(place):
         names = _parts(folder := expanded(place))
         if names and _is_set(folder):  # shards in sub-folders beside its own
             return [place, *(f"{place}#{name}" for name in names)]
     else:
         names = list_splits(place)
-        names = names if len(names) > 1 else []
+        names = names if len(names) > 1 or set(names) & set(TEST) else []
     return [f"{place}#{name}" for name in names] or [place]
 
 
@@ -173,7 +173,7 @@ def _packed(place: str, part: str) -> Path:
     if not part and is_split and parent.is_dir() and len(names := _layout(above)) > 1 and parent.name in names:
         place, part = above, parent.name  # the classes of a split are those of all splits
     splits = list_splits(place)
-    if len(splits) > 1:
+    if len(splits) > 1 or (part and set(splits) & set(TEST)):  # of a lone test split nothing is held out
         wanted = [name for name in _names_of(part) if name in splits]
         if not wanted:
             wrong = f"has no part {part}" if part else "has several parts"
@@ -210,12 +210,15 @@ def _set(place: str, splits: Mapping[str, str | None], holdout: float = 0) -> Pa
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         lock = _held.get(folder) or (folder.parent / f".{folder.name}.lock").open("a+")  # NFS: shared needs reading
-        fcntl.flock(lock, fcntl.LOCK_SH)
+        waiting = False
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(f"{place}: waiting for another process that packs {folder}", file=sys.stderr)
+            waiting = True
+            fcntl.flock(lock, fcntl.LOCK_SH)
     except OSError as error:
-        raise UserError(
-            f"{folder.parent}: cannot write there ({error.strerror}); set SSL_VIT_CACHE to a folder"
-        ) from None
-    waiting = False
+        raise UserError(f"{folder.parent}: cannot write ({error.strerror}); set SSL_VIT_CACHE to a folder") from None
     while not all((folder / part / INFO).is_file() for part in parts):
         fcntl.flock(lock, fcntl.LOCK_UN)  # NFS keeps a shared lock while it waits: two processes would wait forever
         try:
@@ -228,11 +231,14 @@ def _set(place: str, splits: Mapping[str, str | None], holdout: float = 0) -> Pa
             fcntl.flock(lock, fcntl.LOCK_SH)
             time.sleep(random.uniform(0.02, 0.2))
             continue
-        if not all((folder / part / INFO).is_file() for part in parts):
-            _make_room(folder, place, sum(source.bytes + _BESIDE * source.count for source in sources.values()))
-            for note in dict.fromkeys(str(warning.message) for warning in notes):
-                print(f"note: {printable(note)}", file=sys.stderr)
-            _pack(place, sources, options, folder)
+        try:
+            if not all((folder / part / INFO).is_file() for part in parts):
+                _make_room(folder, place, sum(source.bytes + _BESIDE * source.count for source in sources.values()))
+                for note in dict.fromkeys(str(warning.message) for warning in notes):
+                    print(f"note: {printable(note)}", file=sys.stderr)
+                _pack(place, sources, options, folder)
+        finally:  # after an error, too: a notebook keeps the traceback, and with it the lock
+            fcntl.flock(lock, fcntl.LOCK_UN)
         fcntl.flock(lock, fcntl.LOCK_SH)
     _held[folder] = lock
     os.utime(folder)

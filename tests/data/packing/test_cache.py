@@ -305,7 +305,15 @@ def test_an_only_split_that_is_named_is_whole(tmp_path: Path) -> None:
     assert found.class_counts.sum().tolist() == [16, 4], "both parts are read"
     pd.DataFrame({"image": [encoded("PNG", n) for n in range(4)], "label": [0, 1] * 2}).to_parquet("a.parquet")
     DatasetDict({"validation": Dataset.from_parquet("a.parquet")}).save_to_disk("saved")
-    assert open_shards("saved#validation").samples == 4
+    assert (
+        open_shards("saved#validation").samples
+        == open_shards("saved#test").samples
+        == open_shards("saved").samples
+        == 4
+    )
+    with pytest.raises(UserError, match="saved has no part train; name one: saved#validation"):
+        open_shards("saved#train")  # which would be images to test on
+    assert check_data("saved", progress=False).class_counts.sum().tolist() == [4]
 
 
 @pytest.mark.parametrize("file", ["info.json", "about.json", "a/info.json", "._a.tar"])
@@ -339,6 +347,31 @@ def test_a_set_that_another_process_holds_is_waited_for_and_said_so(
     Timer(0.5, other.close).start()
     assert open_shards("one").samples == 4
     assert f"waiting for another process that packs or uses {one}" in capsys.readouterr().err
+
+
+def test_packing_by_another_process_is_waited_for_and_said_so(
+    tmp_path: Path, own_cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class_folders(tmp_path / "one", each=2)
+    open_shards("one")
+    (one,) = own_cache.glob("one-*")
+    cache._held.pop(one).close()
+    begun = f"import fcntl; f = open({str(own_cache / f'.{one.name}.lock')!r}, 'a+'); fcntl.flock(f, fcntl.LOCK_EX)"
+    with subprocess.Popen([sys.executable, "-c", f"{begun}; print(flush=True); input()"], stdin=-1, stdout=-1) as other:
+        assert other.stdin and other.stdout and other.stdout.readline()
+        Timer(0.5, other.stdin.close).start()
+        assert open_shards("one").samples == 4
+    assert f"waiting for another process that packs {one}" in capsys.readouterr().err
+
+
+@pytest.mark.timeout(60)
+def test_packing_resumes_where_a_notebook_keeps_the_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class_folders(tmp_path / "one", each=2)
+    monkeypatch.setenv("SSL_VIT_CACHE_GB", "1e-9")
+    with pytest.raises(UserError, match="do not fit") as kept:
+        open_shards("one")
+    monkeypatch.delenv("SSL_VIT_CACHE_GB")
+    assert open_shards("one").samples == 4 and kept.tb is not None, "it does not wait for the lock of the traceback"
 
 
 def test_a_set_of_another_user_is_not_removed(tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
