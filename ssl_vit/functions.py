@@ -237,7 +237,7 @@ def load(run: PathInput) -> nn.Module:
 
 def export(run: PathInput, out: PathInput, to: exports.Target, *, license: str | None = None) -> None:
     """Write the encoder for timm or transformers, with a model card, into the new folder `out`. Resize, crop and (timm)
-    pooling are those of the run's last evaluation. See `exports.export`.
+    pooling are those of the run's last evaluation of its output at its own image size. See `exports.export`.
 
     run: a run directory, a checkpoint or a weights folder.
     license: license of the weights, for the model card (the hub's identifier, such as apache-2.0).

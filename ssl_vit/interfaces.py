@@ -188,8 +188,8 @@ class Batch:
 class StepOutput:
     """What an objective returns: a scalar float32 loss (the mean over the batch's samples) and detached metrics, means
     over the samples too, that stay on the device until they are logged. A metric may be a vector (M,) that the
-    objective's `summarize` makes scalars of. Every step has the same metrics, and none is named `loss` or
-    `grad_norm`."""
+    objective's `summarize` makes scalars of. Every step has the same metrics, and none has a name that the training
+    logs itself, such as `loss`, `grad_norm` or `lr`."""
 
     loss: torch.Tensor
     metrics: dict[str, torch.Tensor] = field(default_factory=dict)

@@ -91,13 +91,17 @@ def write(model: Encoder, given: Path, to: str, use: Use, *, title: str, license
 def evaluated(run: Path) -> Use:
     """The resize of the run's recipe, and the pooling of its last evaluation, else of its objective.
 
+    Evaluations of another block or image size do not count: an export has the last block and the run's own size.
     run: a run directory, a checkpoint or a weights folder.
     """
     recipe, poolings = run_recipe(run), []
+    own = getattr(recipe.objective, "pooling", None) if recipe else None
     for evaluation in sorted(evaluations(run)[0].values(), key=lambda evaluation: evaluation.about.saved):
         settings = flatten(evaluation.about.settings)
-        poolings.append(settings.get("pooling") or settings.get("head.pooling"))
-    last = next(filter(None, reversed(poolings)), getattr(recipe.objective, "pooling", None) if recipe else None)
+        if not (settings.get("block") or settings.get("image_size")):
+            of_head = own if evaluation.about.evaluator == "own_head" else None
+            poolings.append(settings.get("pooling") or settings.get("head.pooling") or of_head)
+    last = next(filter(None, reversed(poolings)), own)
     return Use((recipe.data if recipe else DataConfig(train="")).evaluation_resize, last)
 
 

@@ -25,6 +25,7 @@ from ssl_vit.training import distributed
 from ssl_vit.training.distributed import Engine, shared_errors
 
 Trackers = Mapping[str, dict[str, Any]]
+_OWN = ("loss", "grad_norm", "lr", "images_seen", "images_per_second", "data_wait", "seconds_per_step", "seconds")
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class StepResult:
 def _shapes(output: StepOutput) -> dict[str, list[int]]:
     """The shapes of an objective's metrics by name. Raises UserError for one that cannot be logged."""
     for name, value in output.metrics.items():
-        if name in ("loss", "grad_norm"):
+        if name in _OWN:
             raise UserError(f"an objective's metric must not be named {name}: the training logs its own {name}")
         if not isinstance(value, torch.Tensor):
             raise UserError(f"an objective's metric must be a tensor: {name} is {value!r}")

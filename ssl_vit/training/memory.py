@@ -18,8 +18,8 @@ from ssl_vit.training.state import random_state, set_random_state
 # Copies of the weights that an optimizer keeps, and which the first step takes after its backward pass.
 OPTIMIZER_COPIES = {"adamw": 2, "sgd": 1, "lars": 1}
 USE_LESS = (
-    "set training.auto_batch=true or training.checkpoint_activations=true, or lower training.batch_size "
-    "(in a comparison, jobs)"
+    "lower training.batch_size (in a comparison, jobs), or set training.checkpoint_activations=true or, where the "
+    "objective allows it, training.auto_batch=true"
 )
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.SyncBatchNorm)
 _RESERVE = 0.05  # share of a GPU's memory kept free: later steps fragment it
@@ -48,6 +48,8 @@ def find_accumulation(
     if training.auto_batch:
         first = min(max(training.accumulate, least), lanes)
         counts = [count for count in range(first, lanes + 1) if lanes % count == 0]
+        if has_batch_norm(objective):  # which one image is too few for
+            counts = [count for count in counts if len(batch.images) // count > 1] or counts[:1]
     copies = 0 if begun else OPTIMIZER_COPIES[optim.name]
     for count in counts:
         part = batch.split(count)[0]
@@ -61,7 +63,8 @@ def find_accumulation(
         if not distributed.largest(full):
             return count
         clear_device_cache(garbage_collection=True)
-    smaller = "a lower training.batch_size" if count == lanes else "training.auto_batch=true"
+    splits = not (training.auto_batch or count == lanes or getattr(objective, "whole_batch", False))
+    smaller = "training.auto_batch=true" if splits else "a lower training.batch_size"
     error = UserError(
         f"the memory does not hold a micro-batch of {len(part.images)} images; set {smaller} or "
         "training.checkpoint_activations=true"
@@ -117,9 +120,14 @@ def undisturbed(objective: nn.Module, accelerator: Engine) -> Iterator[None]:
         buffer.copy_(kept)
 
 
+def has_batch_norm(objective: nn.Module) -> bool:
+    """Whether a layer needs the statistics of several images."""
+    return any(isinstance(module, _BATCH_NORMS) for module in objective.modules())
+
+
 def check_batch_norm(objective: nn.Module, images: int) -> None:
     """Raises UserError where batch norm would see a micro-batch of one image, whose variance it cannot compute."""
-    if images < 2 and any(isinstance(module, _BATCH_NORMS) for module in objective.modules()):
+    if images < 2 and has_batch_norm(objective):
         raise UserError(
             "batch norm needs at least two images per micro-batch and process; raise training.batch_size, or lower "
             "training.accumulate"

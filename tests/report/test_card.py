@@ -142,6 +142,22 @@ def test_imported_weights_tell_where_they_come_from(saved: Make, tmp_path: Path,
     assert "imported under mit" in text
 
 
+def test_the_pooling_is_of_an_evaluation_that_an_export_repeats(run: Path) -> None:
+    def evaluate(evaluator: str, **settings: Any) -> None:
+        about = {"evaluator": evaluator, "title": evaluator, "settings": settings, "metric": "accuracy"}
+        rows = [row("trained", 1, 0, 0.5, evaluator=evaluator)]
+        results.save(run / "results" / f"{evaluator}.json", rows, **about, data={"train": "x", "test": "y"})
+
+    evaluate("few_shot", pooling="both")
+    evaluate("knn", pooling="mean", block=6)
+    evaluate("linear_probe", pooling="mean", image_size=192)
+    assert card.evaluated(run).pooling == "both", "an export has the last block and the own size"
+    recipe = recipes.load_recipe("digits_supervised", ["data.train=x", f"run={run}", "objective.pooling=token"])
+    recipes.save(recipe, run / "recipe.yaml")
+    evaluate("own_head")
+    assert card.evaluated(run).pooling == "token"
+
+
 @pytest.mark.parametrize("to", ["timm", "transformers"])
 @pytest.mark.parametrize("pooling", ["mean", "token", "both", "patches"])
 def test_the_code_in_the_card_gives_what_was_evaluated(

@@ -120,6 +120,7 @@ def test_steps_before_an_interrupted_wait_are_checked_and_logged_before_they_are
     ("metrics", "message"),
     [
         (lambda seen: {"loss": torch.ones(())}, "named loss"),
+        (lambda seen: {"lr": torch.ones(())}, "named lr"),
         (lambda seen: {"share": 0.5}, "share is 0.5"),
         (lambda seen: {"share": torch.ones(())} if seen < 3 else {}, "must not change"),
         (lambda seen: {"share": torch.ones(1 + seen)}, "must not change"),

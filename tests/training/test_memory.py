@@ -129,6 +129,28 @@ def test_errors_outside_of_pytorchs_allocator_are_recognized(message: str, recog
         raise RuntimeError(message)
 
 
+def test_the_advice_is_one_that_the_objective_allows(
+    settings: Callable[..., recipe.Recipe], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "_fits", lambda *arguments: False)
+    engine: Any = SimpleNamespace(device=torch.device("cpu"))
+    batch: Any = SimpleNamespace(images=range(8), lane_size=1)
+    batch.split = lambda count: [SimpleNamespace(images=range(8 // count))]
+
+    def advice(objective: Any, *keys: str) -> str:
+        given = settings(tmp_path, *keys)
+        with pytest.raises(UserError, match="the memory does not hold a micro-batch") as found:
+            memory.find_accumulation(objective, batch, engine, given.training, given.optim)
+        return str(found.value)
+
+    assert "set training.auto_batch=true" in advice(nn.Linear(2, 2))
+    assert "of 1 images; set a lower training.batch_size" in advice(nn.Linear(2, 2), "training.auto_batch=true")
+    assert "of 2 images; set a lower training.batch_size" in advice(nn.BatchNorm1d(2), "training.auto_batch=true")
+    whole: Any = nn.Linear(2, 2)
+    whole.whole_batch = True  # as LeJEPA, which refuses auto_batch
+    assert "set a lower training.batch_size" in advice(whole)
+
+
 def test_what_communicates_is_not_tried(
     settings: Callable[..., recipe.Recipe], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

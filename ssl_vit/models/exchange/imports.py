@@ -121,7 +121,7 @@ def read(weights: str, name: str | None = None, heads: int | None = None) -> Imp
     if not (local or of_timm) and (remote is None or (path.parent != Path() and path.parent.is_dir())):
         raise UserError(f"{weights}: no such file, folder or timm model{close_names(architecture)}")
     if name or heads:
-        raise UserError(f"{weights} has its own sizes: remove --name and --heads")
+        raise UserError(f"{weights} has its own sizes{' (config.json)' * local}: remove --name and --heads")
     if local:
         return _folder(path if path.is_dir() else path.parent, weights)
     if of_timm:
