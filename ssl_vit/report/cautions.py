@@ -49,8 +49,8 @@ def _found(comparison: Comparison, summary: Summary) -> Iterator[tuple[str, str]
     yield from _kept_dropout(comparison)
     said = {(head.place, head.arm, head.against) for head in summary.headlines}
     for row in (one for one in summary.means if one.role in ("reference", "baseline")):
-        headline = (row.place, row.arm, row.against) in said
-        if row.arm == comparison.tested[0] and row.outcome == "worse" and not headline:
+        first = row.arm == comparison.tested[0] or (row.role == "reference" and row.arm in comparison.tested)
+        if first and row.outcome == "worse" and (row.place, row.arm, row.against) not in said:
             title = comparison.record.evaluators[row.place.evaluator].title
             against, arm = comparison.spoken(row.against), comparison.spoken(row.arm)
             pair = f"{points(row.estimate)} points, not adjusted"
@@ -140,11 +140,12 @@ def _one_length(comparison: Comparison, head: Difference) -> Iterator[str]:
     else:
         used = "; ".join(f"{label}: {joined(lengths)}" for label, lengths in tried.items())
     given = f" ({used}{more})" if used else ""
-    if any(len(lengths) < 2 for lengths in tried.values()):
+    if fixed := [label for label, lengths in tried.items() if len(lengths) < 2]:
         reason = "Training from scratch often needs a longer one than a pretrained encoder. " * (not more)
+        of = f" of {joined(fixed)}" if len(fixed) < len(tried) else ""
         yield (
-            f"no sweep selected the length of fine-tuning{given}. {reason}The difference may depend on it "
-            "(sweep training.steps)."
+            f"no sweep selected the length of fine-tuning{of}{given}. {reason}The difference may depend on it; give "
+            f"several lengths with evaluators.{head.place.evaluator}.sweep.training.steps."
         )
     elif len({*tried.values()}) > 1:
         yield f"the arms select the length of fine-tuning from different ones{given}."
@@ -164,8 +165,8 @@ def _richly_selected(comparison: Comparison, head: Difference) -> Iterator[str]:
         used = max(sweep.labels for sweep in sweeps)
         yield (
             f"the settings for {budget_words(smallest.labels_per_class)} ({smallest.labels:,} labeled images) "
-            f"were selected with {used:,} labeled images. With the labels of the budget alone, no arm "
-            "could select its settings as well."
+            f"were selected with {used:,} labeled images. The labels of the budget alone do not suffice for this "
+            "selection; without it, accuracies may be lower."
         )
 
 
@@ -206,5 +207,5 @@ def _edges_by_seed(comparison: Comparison, data: str) -> list[str]:
             for edge in (tried[0], tried[-1]) if len(tried) > 2 else ():
                 if edge and 2 * (times := chosen.count(edge)) > len(chosen):
                     arms = arms_by_setting.setdefault(f"{evaluator.title}: {key} {text(edge)}", [])
-                    arms.append(f"{comparison.spoken(arm)}, {times} of {len(chosen)}")
+                    arms.append(f"{comparison.spoken(arm)}, {times} of {len(chosen)} selections")
     return [f"{setting} ({'; '.join(arms)})" for setting, arms in arms_by_setting.items()]

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import astuple
+from statistics import fmean
+
 import pandas as pd
 
 from ssl_vit.records import Cost
 from ssl_vit.report.read import Comparison
-from ssl_vit.report.summary import EvaluationKey
+from ssl_vit.report.runs import joined
+from ssl_vit.report.summary import Difference, EvaluationKey
 
+_MORE = 1.1  # times the compute of its baseline, from which on a better arm should be compared at equal compute
 STAGES = ("Pretraining", "Sweeps", "Evaluation", "Total")
 UNITS = {"images_seen": "images", "flops": "FLOPs", "seconds": "seconds", "device_hours": "device-hours"}
 
@@ -39,3 +44,32 @@ def costs(comparison: Comparison, place: EvaluationKey | None = None) -> pd.Data
     ]
     frame = pd.DataFrame(rows, columns=["stage", "arm", *UNITS]).groupby(["stage", "arm"]).sum()
     return frame[(frame != 0).any(axis=1)]
+
+
+def compute(comparison: Comparison, head: Difference) -> list[str]:
+    """The compute of a headline's arm and of its baseline, in all and per run."""
+    spent, arms = costs(comparison, head.place)["flops"], (head.arm, head.against)
+    if begun := [comparison.spoken(one.name) for one in comparison.record.arms if one.starts_from and one.name in arms]:
+        return [f"Compute: unknown; {joined(begun)} started from pretrained weights."]
+    ours, theirs = (spent.get(("Total", arm), 0.0) for arm in arms)
+    if not ours:
+        return []
+    baseline = comparison.spoken(head.against)
+    ratio = f"{ours / theirs:.3g} times those of {baseline}" if theirs else f"{baseline} used none"
+    said = (
+        f"Compute: with all seeds and sweeps, {comparison.spoken(head.arm)} took {ours:.3g} FLOPs of training, {ratio}."
+    )
+    if theirs and comparison.record.evaluators[head.place.evaluator].trains_encoder:
+        one, other = (_one_run(comparison, head.place, arm) for arm in arms)
+        said += f" Per run, one pretraining and one fine-tuning, the ratio is {one / other:.3g}." if other else ""
+        equal = head.arm in (arm.compute_of for arm in comparison.record.arms)
+        if head.outcome == "better" and one > _MORE * other and not equal:
+            said += f" With as much compute, {baseline} may be as accurate: add an arm with compute_of: {head.arm}."
+    return [said]
+
+
+def _one_run(comparison: Comparison, place: EvaluationKey, arm: str) -> float:
+    """FLOPs of one pretraining, where the arm has one, and one fine-tuning (the mean over label budgets and seeds)."""
+    rows = [row for row in comparison.measured.results if (row.data, row.evaluator, row.arm) == (*astuple(place), arm)]
+    pretraining = comparison.pretraining(arm)
+    return fmean(row.flops for row in rows) + (pretraining.flops if pretraining else 0)

@@ -11,7 +11,7 @@ from pydantic_core import to_json
 from ssl_vit.interfaces import without_credentials
 from ssl_vit.report.costs import costs
 from ssl_vit.report.read import Comparison
-from ssl_vit.report.runs import flat
+from ssl_vit.report.runs import flat, text
 from ssl_vit.report.summary import summarize
 from ssl_vit.report.tables import Shown, all_tables, sweep_table
 from ssl_vit.report.verdict import interval, notes, verdict
@@ -84,8 +84,14 @@ def provenance(comparison: Comparison) -> list[str]:
     record, times = comparison.record, sorted(filter(None, comparison.saved))
     lines = [f"{record.title} ({record.name}). {record.command}".strip()]
     lines += [f"Results were saved from {times[0]} to {times[-1]}."] if times else []
+    used = [f"{name}: {text(one.samples)} images, {one.source or one.path}" for name, one in record.data.items()]
+    lines += [f"Images: {'; '.join(used)}."] if used else []
+    lines.append(f"Seeds: {text(record.seeds)}; for frozen features {text(record.frozen_seeds)}.")
     if record.environment:
-        lines.append("Environment: " + ", ".join(f"{key} {value}" for key, value in flat(record.environment).items()))
+        lines.append(
+            "Environment of the last command that found unfinished tasks: "
+            + ", ".join(f"{key} {value}" for key, value in flat(record.environment).items())
+        )
     for evaluator in record.evaluators.values():
         lines += [
             f"Settings of {evaluator.title} on {data}: {json.dumps(settings)}"

@@ -133,9 +133,9 @@ def cost_table(comparison: Comparison) -> Shown:
             labels = _with_unknown(labels)
         column: dict[str, object] = {
             "Pretraining labels": labels,
-            "Parameters": pretraining.parameters if pretraining else None,
+            "Parameters, with head or decoder": pretraining.parameters if pretraining else None,
         }
-        column["Settings tried"] = tried or None
+        column["Settings tried in sweeps"] = tried or None
         for stage in STAGES:
             for unit, name in UNITS.items():
                 cost = spent[unit].get((stage, arm.name))
@@ -182,7 +182,8 @@ def sweep_table(comparison: Comparison) -> Shown:
                     "Held-out parts": text(tried.get("held_out_parts")),
                 }
             )
-    return Shown("Settings tried on held-out training images", pd.DataFrame(rows))
+    title = "Settings tried on held-out training images, with the first seed and pretraining"
+    return Shown(title, pd.DataFrame(rows))
 
 
 def columns(title: str, values: Mapping[str, Mapping[str, str]]) -> Shown:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import astuple, replace
-from statistics import fmean
+from dataclasses import replace
 
 import numpy as np
 
@@ -14,11 +13,11 @@ from ssl_vit.evaluators import budget_words
 from ssl_vit.overrides import flatten
 from ssl_vit.report import sequential
 from ssl_vit.report.cautions import cautions, of_datasets, swept
-from ssl_vit.report.costs import costs
+from ssl_vit.report.costs import compute
 from ssl_vit.report.read import Comparison
 from ssl_vit.report.runs import OBJECTIVES, joined, listed, metric_name, text
 from ssl_vit.report.statistics import plan, points
-from ssl_vit.report.summary import Difference, Efficiency, EvaluationKey, Summary, declared_headline
+from ssl_vit.report.summary import Difference, Efficiency, Summary, declared_headline
 
 HALF_WIDTH = "half-width of a 95% interval that covers {} and test images"  # with the unit
 NO_HEADLINE = "no evaluator measures both the arm under test and a baseline (scratch or its untrained encoder)"
@@ -30,18 +29,24 @@ def interval(comparison: Comparison, summary: Summary) -> str:
     rows = [*summary.accuracies, *summary.differences, *summary.means]
     units = sorted({"pretrainings" if row.estimate.units < row.seeds else "seeds" for row in rows})
     unit = "seeds (pretrainings, where an arm has several but fewer than seeds)" if len(units) > 1 else "".join(units)
+    if units == ["seeds"] and comparison.record.pretrainings == len(comparison.record.seeds) > 1:
+        unit = "seeds, each with its own pretraining,"
     sentence = (
-        f"± is the {HALF_WIDTH.format(unit or 'seeds')} (Student's t on a crossed analysis of variance; two "
-        "arms are paired by seed and image). It holds for these training images and, where the encoder is trained, for "
-        "the settings that the sweeps selected: it covers neither other training images nor another selection. Probes "
-        "of frozen features select anew for each seed."
+        f"± is the {HALF_WIDTH.format(unit or 'seeds')} (Student's t on a two-way random-effects analysis of variance; "
+        "two arms are paired by seed and image). It covers the draw of the labeled images from these training images, "
+        "but no other training images."
     )
+    sentence += " It does not cover another selection of settings by the sweeps." * bool(comparison.sweeps)
+    frozen = [one for one in comparison.record.evaluators.values() if not one.trains_encoder]
+    if any(settings.get("sweep") for evaluator in frozen for settings in evaluator.settings.values()):
+        sentence += " Probes of frozen features select their settings anew for each seed, which it covers."
     if not comparison.separate:
         sentence += (
-            " Only the headline was declared in advance; all other differences are exploratory, without adjustment for "
-            "the number of pairs of arms. Differences at several label budgets, or headlines of several datasets, have "
-            "intervals adjusted for their number (Holm): one excludes zero where Holm's test rejects. They are called "
-            "equivalent where Bonferroni's interval, which is wider, lies within the margin."
+            " The recipe declares the headline alone; all other differences are exploratory, without adjustment for "
+            "the number of pairs of arms. Whether the recipe was changed after results had been seen is not recorded. "
+            "Differences at several label budgets, or headlines of several datasets, have intervals adjusted for their "
+            "number (Holm): one excludes zero where Holm's test rejects. They are called equivalent where Bonferroni's "
+            "interval, which is wider, lies within the margin."
         )
     if comparison.record.max_seeds:
         sentence += f" Intervals of differences have {100 * comparison.confidence:.1f}% confidence, for the looks."
@@ -74,7 +79,7 @@ def verdict(comparison: Comparison, summary: Summary) -> list[str]:
         if len(budgets) > 1:
             sizes = [f"{row.labels_per_class}: {points(row.estimate)} ({row.outcome})" for row in budgets]
             about_head.append(f"By labels per class: {', '.join(sizes)}.")
-        about_head += [*_variance(comparison, head), *_compute(comparison, head)]
+        about_head += [*_variance(comparison, head), *compute(comparison, head)]
         about_head += _other_arms(comparison, summary, head)
         several = len(comparison.record.metrics) > 1
         if comparison.record.quick:
@@ -90,7 +95,10 @@ def verdict(comparison: Comparison, summary: Summary) -> list[str]:
 def notes(comparison: Comparison) -> list[str]:
     """What a reader of the numbers must know besides the verdict."""
     pretrainings = comparison.record.pretrainings
-    seed = "A seed draws the labeled images, the classifier and the order of training."
+    seed = (
+        "A seed draws the labeled images, the initial classifier (from scratch, the initial network) and the order "
+        "and augmentation of the images."
+    )
     if pretrainings > 1:
         seed += f" Each pretrained arm has {pretrainings} pretrainings; each seed uses one of them."
     of_rows = of_datasets(comparison, ((row.data, note) for row in comparison.table.results for note in row.notes))
@@ -137,10 +145,11 @@ def _run(comparison: Comparison, summary: Summary) -> list[str]:
 
 def _headline(comparison: Comparison, head: Difference, budgets: Sequence[Difference]) -> str:
     ours, theirs = (comparison.spoken(arm) for arm in (head.arm, head.against))
+    size = text(100 * comparison.record.margin)
     claim = {
         "better": f"{ours} is better than {theirs}",
         "worse": f"{ours} is worse than {theirs}",
-        "equivalent": f"{ours} and {theirs} are equivalent within {text(100 * comparison.record.margin)} point(s)",
+        "equivalent": f"{ours} and {theirs} are equivalent within {size} point{'s' * (size != '1')}",
         "undecided": f"undecided between {ours} and {theirs}",
     }[head.outcome]
     over = f", the mean over {joined([str(row.labels_per_class) for row in budgets])} labels per class"
@@ -220,9 +229,9 @@ def _efficiency(comparison: Comparison, row: Efficiency) -> str:
     ours, theirs = (comparison.spoken(arm) for arm in (row.arm, row.against))
     covers = "no interval: fewer than 5 seeds or pretrainings"
     if not math.isnan(row.low):
-        covers = "95% interval over seeds or pretrainings, without test images"
-    if row.low == row.high:
-        covers = f"{covers}: that value alone"
+        covers = "95% interval over seeds or pretrainings; it does not cover test images"
+        if "[" not in needed(row):
+            covers = f"both ends of the {covers}"
     given = budget_words(row.labels_per_class)
     return (
         f"Label efficiency (estimate): {theirs} needs {needed(row)} labels per class for the accuracy of {ours} with "
@@ -258,30 +267,7 @@ def _variance(comparison: Comparison, head: Difference) -> list[str]:
         return []
     units, images, rest = (f"{share:.0%}" for share in head.estimate.variance_shares)
     parts = f"{units} from {_units(comparison, head)}, {images} from test images, {rest} from their interaction"
-    return [f"Variance of this difference: {parts}."]
-
-
-def _compute(comparison: Comparison, head: Difference) -> list[str]:
-    spent = costs(comparison, head.place)["flops"]
-    arms = (head.arm, head.against)
-    if begun := [comparison.spoken(one.name) for one in comparison.record.arms if one.starts_from and one.name in arms]:
-        return [f"Compute: unknown; {joined(begun)} started from pretrained weights."]
-    ours, theirs = (spent.get(("Total", arm), 0.0) for arm in arms)
-    if not ours:
-        return []
-    baseline = comparison.spoken(head.against)
-    ratio = f"{ours / theirs:.3g} times that of {baseline}" if theirs else f"{baseline} used none"
-    if theirs and comparison.record.evaluators[head.place.evaluator].trains_encoder:
-        one, other = (_one_run(comparison, head.place, arm) for arm in arms)
-        ratio += f" (per run, one pretraining and one fine-tuning: {one / other:.3g} times)" if other else ""
-    return [f"Compute: {comparison.spoken(head.arm)} took {ours:.3g} FLOPs of training in total, {ratio}."]
-
-
-def _one_run(comparison: Comparison, place: EvaluationKey, arm: str) -> float:
-    """FLOPs of one pretraining, where the arm has one, and one fine-tuning (the mean over label budgets and seeds)."""
-    rows = [row for row in comparison.measured.results if (row.data, row.evaluator, row.arm) == (*astuple(place), arm)]
-    pretraining = comparison.pretraining(arm)
-    return fmean(row.flops for row in rows) + (pretraining.flops if pretraining else 0)
+    return [f"Estimated variance of this difference: {parts} and the residual."]
 
 
 def _other_arms(comparison: Comparison, summary: Summary, head: Difference) -> list[str]:

@@ -132,7 +132,8 @@ def test_settings_that_seeds_select_at_the_edge_are_a_caution(folder: Path) -> N
         rows = [replace(row("ssl", 5, n, 0.5), evaluator="few_shot", selected={"lr": r}) for n, r in enumerate(rates)]
         return said(folder / name, rows, evaluators=evaluators)
 
-    assert "edge of the sweep: Few-shot: lr 0.3 (masked patch prediction, 2 of 3)" in cautioned("most", 0.3, 0.3, 0.2)
+    edge = "edge of the sweep: Few-shot: lr 0.3 (masked patch prediction, 2 of 3 selections)"
+    assert edge in cautioned("most", 0.3, 0.3, 0.2)
     assert "edge of the sweep" not in cautioned("half", 0.3, 0.3, 0.2, 0.2)
     assert "edge of the sweep" not in cautioned("zero", 0.0, 0.0, sweep=(0.0, 0.1, 0.2))
     assert "edge of the sweep" not in cautioned("two values", 0.3, 0.3, sweep=(0.1, 0.3))
@@ -163,6 +164,9 @@ def test_only_the_arm_under_test_and_only_where_it_is_worse_is_a_caution(folder:
     assert "is worse than" not in text
     rows = [*two_arms(0.2), *pixels, *(one for one in two_arms(-0.2, evaluator="few_shot") if one.arm == "ssl")]
     assert "Caution: Few-shot: masked patch prediction is worse than raw pixels (-20.0" in said(folder / "worse", rows)
+    mae = ArmRecord(name="mae", label="MAE", kind="pretrained", objective="mae")
+    rows += [replace(one, arm="mae") for one in two_arms(-0.1, evaluator="few_shot") if one.arm == "ssl"]
+    assert "is worse than raw pixels (-10.0" in said(folder / "both", rows, arms=(*ARMS, mae)), "each without labels"
 
 
 def test_what_another_evaluator_says_against_the_headline_is_a_caution(folder: Path) -> None:
@@ -192,4 +196,4 @@ def test_every_arm_s_selection_at_the_edge_is_named(folder: Path) -> None:
         for seed in range(2)
     ]
     text = said(folder, rows, evaluators=evaluators)
-    assert "edge of the sweep: Few-shot: lr 0.3 (the untrained encoder, 2 of 2)." in text
+    assert "edge of the sweep: Few-shot: lr 0.3 (the untrained encoder, 2 of 2 selections)." in text

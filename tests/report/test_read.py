@@ -136,7 +136,7 @@ def test_an_evaluation_of_a_run_has_its_sweep_in_the_costs(tmp_path: Path) -> No
     results.save(run / "results" / "fine_tune-1.json", rows, sweeps=swept, **about)
     found = read([run])
     costs = cost_table(found).frame.set_index("Cost")["a"]
-    assert costs["Settings tried"] == "2"
+    assert costs["Settings tried in sweeps"] == "2"
     assert costs[["Sweeps, images", "Evaluation, images", "Total, images"]].tolist() == ["64", "192", "896"]
     hours = [costs[f"{stage}, device-hours"] for stage in ("Sweeps", "Evaluation")]
     assert hours == [f"{4 * seconds / 3600:.4g}" for seconds in (3 - 2, 3 * 2)], "on four processes"

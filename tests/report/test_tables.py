@@ -65,8 +65,8 @@ def test_costs_fit_80_columns(tmp_path: Path) -> None:
     assert "3 tasks side by side" in costs.title
     cells = {name: values for name, *values in costs.frame.to_numpy().tolist()}
     assert cells["Pretraining labels"] == ["0", "0", "900"]
-    assert cells["Settings tried"] == ["2", "–", "–"]
-    assert cells["Parameters"] == ["1,234", "–", "1,234"]
+    assert cells["Settings tried in sweeps"] == ["2", "–", "–"]
+    assert cells["Parameters, with head or decoder"] == ["1,234", "–", "1,234"]
     assert cells["Sweeps, images"] == ["128", "–", "–"]
     assert cells["Evaluation, images"] == ["384", "384", "192"]
     assert cells["Total, images"] == ["1,152", "384", "832"]
