@@ -157,7 +157,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the numbers to this file")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    files = sorted(arguments.folder.glob("*/*.jpg"))
+    files = sorted(path for path in arguments.folder.glob("*/*") if path.suffix.lower() in (".jpg", ".jpeg"))
+    if not files:
+        parser.error(f"{arguments.folder} has no JPEGs in subfolders")
     sizes = np.array([Image.open(io.BytesIO(path.read_bytes())).size for path in files[:200]]).mean(0)
     with tempfile.TemporaryDirectory() as scratch:
         shards = Path(scratch) / "shards"

@@ -118,11 +118,15 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             print(phase_seconds(arguments, Path(folder) / "run"))
         return
+    from ssl_vit.precision import resolve
+
+    settings = resolve(settings_of(arguments, Path("unused"), arguments.steps), print)
+    arguments.keys.append(f"training.precision={settings.training.precision}")  # the same in all phases
     taken: dict[str, list[float]] = {phase: [] for phase in PHASES}
     for _ in range(arguments.rounds):
         for phase in PHASES:
             taken[phase].append(measured(arguments, phase))
-    batch = settings_of(arguments, Path("unused"), arguments.steps).training.batch_size
+    batch = settings.training.batch_size
     medians = {phase: statistics.median(times) for phase, times in taken.items()}
     for phase, name in (("train", "ssl-vit train"), ("step", "its step alone"), ("loader", "its loader alone")):
         print(f"{name:18}{1000 * medians[phase]:9.1f} ms per step{batch / medians[phase]:10.1f} images/s")

@@ -117,18 +117,20 @@ ROWS: dict[str, Row] = {
 OBJECTIVES = ("masked_patch", "masked_autoencoder", "classification")
 
 
-def gemm_rate(device: torch.device, dtype: torch.dtype) -> float:
+def gemm_rate(device: torch.device, dtype: torch.dtype, shared: bool) -> float:
     """Operations per second of a large square product, best of a few."""
     side = 8192 if device.type == "cuda" else 1536
     left, right = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
-    return max(2 * side**3 / seconds(lambda: left @ right, device) for _ in range(8))
+    return max(2 * side**3 / seconds(lambda: left @ right, device, shared) for _ in range(8))
 
 
-def seconds(act: Callable[[], Any], device: torch.device) -> float:
+def seconds(act: Callable[[], Any], device: torch.device, shared: bool) -> float:
+    """shared: whether other processes of the benchmark use the device at the same time."""
     if device.type == "cuda":
         torch.cuda.synchronize()
     # One thread: processor time, without other work on the machine.
-    clock = time.process_time if device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
+    alone = device.type == "cpu" and torch.get_num_threads() == 1 and not shared
+    clock = time.process_time if alone else time.perf_counter
     start = clock()
     act()
     if device.type == "cuda":
@@ -167,10 +169,10 @@ def serve(pipe: Connection, name: str, model: EncoderConfig, arguments: argparse
         set_up_cpu()  # as `ssl-vit train` does
     elif device.type == "cpu" and arguments.peers_keep_memory:
         keep_freed_memory()
-    start = time.perf_counter()
+    start, shared = time.perf_counter(), hasattr(arguments, "processes")
     try:
         if name == GEMM:
-            product = partial(gemm_rate, device, torch.bfloat16 if bf16 else torch.float32)
+            product = partial(gemm_rate, device, torch.bfloat16 if bf16 else torch.float32, shared)
             answer: Callable[[int], float] = lambda steps: product()  # noqa: E731
         else:
             shape = (arguments.batch, 3, arguments.image_size, arguments.image_size)
@@ -182,7 +184,7 @@ def serve(pipe: Connection, name: str, model: EncoderConfig, arguments: argparse
                 step()
             if device.type == "cuda":
                 torch.cuda.synchronize()
-            answer = lambda steps: seconds(lambda: [step() for _ in range(steps)], device) / steps  # noqa: E731
+            answer = lambda n: seconds(lambda: [step() for _ in range(n)], device, shared) / n  # noqa: E731
     except Exception as error:  # a peer that does not run is a result, not a failure of the benchmark
         pipe.send(f"{type(error).__name__}: {str(error).splitlines()[0]}")
         return

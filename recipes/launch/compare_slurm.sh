@@ -18,7 +18,7 @@ for level in $(awk -F'\t' '!/^#/ {print $2}' <<< "$list" | sort -nu); do
     count=$(wc -l < "$ids")
     ((count)) || { rm "$ids" && continue; }
     task="\$(sed -n \"\$((SLURM_ARRAY_TASK_ID + 1))p\" ${ids@Q})"
-    job=$(sbatch --parsable --requeue --array="0-$((count - 1))" "${after[@]}" \
+    job=$(sbatch --parsable --requeue --kill-on-invalid-dep=yes --array="0-$((count - 1))" "${after[@]}" \
         --wrap "exec ssl-vit compare ${*@Q} --only \"$task\"")
     echo "level $level: $count task(s), job $job"
     after=("--dependency=afterok:${job%%;*}")

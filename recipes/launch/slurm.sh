@@ -16,6 +16,7 @@
 #SBATCH --open-mode=append
 #SBATCH --signal=USR1@120
 set -u
+export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-8}" # which srun does not inherit since Slurm 22.05
 MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export MASTER_ADDR MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
 srun --kill-on-bad-exit=1 bash -c '

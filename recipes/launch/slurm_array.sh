@@ -14,6 +14,7 @@
 #SBATCH --open-mode=append
 #SBATCH --signal=USR1@120
 set -u
+export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-8}" # which srun does not inherit since Slurm 22.05
 seed=$SLURM_ARRAY_TASK_ID
 srun python -m ssl_vit train "$@" "seed=$seed" "run=runs/array_$SLURM_ARRAY_JOB_ID/seed_$seed"
 code=$?

@@ -26,7 +26,9 @@ def demo(
     from ssl_vit.data.packing.plan import Options
     from ssl_vit.data.packing.sources import open_source
     from ssl_vit.data.shards.info import RECORD
+    from ssl_vit.files import expanded
 
+    out = expanded(out)
     changed = overrides or []
     folds = [out / "data" / Path(fold).name for fold in recipe.read(recipe.find("demo_digits"))["data"]["folds"]]
     if not all((fold / "info.json").exists() for fold in folds):

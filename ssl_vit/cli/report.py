@@ -36,12 +36,13 @@ def report(
 
     Example: `ssl-vit report runs/demo`
     """
+    from ssl_vit.files import expanded
     from ssl_vit.report import export, page
 
     by_suffix = {suffix: name for name, suffix in export.SUFFIXES.items()}
     chosen = form or by_suffix.get(out.suffix.lower() if out else "", "html")
     out = out or runs[0] / f"report{export.SUFFIXES.get(chosen, '.html')}"
-    print(page.write_report(runs, out, chosen))
+    print(page.write_report(runs, expanded(out), chosen))
 
 
 def recipes() -> None:

@@ -48,13 +48,14 @@ def prepare(
 
 
 def _check_packed(name: str, chosen: DataSet, folder: Path) -> None:
-    place, fix = folder / name, "name another folder (data.folder in a comparison)"
+    place, fix = folder / name, "set another folder in the suite (in a comparison, data.folder)"
     held = read_json(place / _REQUEST) if (place / _REQUEST).is_file() else None
     if held and held != _request(chosen):
         raise UserError(f"dataset {name}: {place} was packed from {held['source']} {held['splits']}; {fix}")
     for info in (place / part / INFO for part in ("train", "test")):
         if info.is_file() and (held is None or _PART.search(str(read_json(info).get("source")))):
-            raise UserError(f"dataset {name}: {info.parent} holds other shards than all of {chosen.source}; {fix}")
+            other = f"other shards than all of {chosen.source}" if held else "shards that no suite packed"
+            raise UserError(f"dataset {name}: {info.parent} holds {other}; {fix}")
 
 
 def _request(chosen: DataSet) -> dict[str, object]:

@@ -35,7 +35,7 @@ def test_sources_are_packed_once_and_checked(tmp_path: Path) -> None:
         prepare(DIGITS, folder, said.append)
     shutil.rmtree(folder / "digits")
     packed("digits", folder / "digits" / "test", "test", shards=1)
-    with pytest.raises(UserError, match="test holds other shards than all of digits"):  # nothing says what they are
+    with pytest.raises(UserError, match="test holds shards that no suite packed"):
         prepare(DIGITS, folder, said.append)
 
 

@@ -122,7 +122,8 @@ def parse(text: str) -> None:
     if name == "train" and "runs/" not in given["recipe"] and given["recipe"] not in ("bees.yaml", "RECIPE"):
         settings = recipe.load_recipe(given["recipe"], changed)
         for processes in re.findall(r"--num_processes (\d+)", text):
-            assert settings.data.lanes % int(processes) == 0
+            lanes, rest = divmod(settings.data.lanes, int(processes))
+            assert not rest and settings.data.workers <= lanes
     elif name == "compare":
         load_comparison(given["recipe"], changed)
     elif name == "eval" and given["evaluator"] != "class_mean":

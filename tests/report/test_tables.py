@@ -221,11 +221,15 @@ def test_what_takes_time_alone_and_the_processes_of_a_given_run_have_their_cost(
     assert ("Sweeps", "ssl") not in found.index and ("Total", "scratch") not in found.index
 
 
-def test_the_suffix_of_the_file_chooses_its_form(tmp_path: Path) -> None:
+def test_the_suffix_of_the_file_chooses_its_form(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, runner = write_run(tmp_path / "run", "a", 0.5), CliRunner()
     assert runner.invoke(app, ["report", str(run), "--out", str(tmp_path / "r.csv")]).exit_code == 0
     assert len(pd.read_csv(tmp_path / "r.csv"))
     assert runner.invoke(app, ["report", str(run), "--out", str(tmp_path / "r.txt"), "--format", "csv"]).exit_code == 0
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert (
+        runner.invoke(app, ["report", str(run), "--out=~/home.md"]).exit_code == 0 and (tmp_path / "home.md").is_file()
+    )
     assert (tmp_path / "r.txt").read_text() == (tmp_path / "r.csv").read_text()
     assert runner.invoke(app, ["report", str(run)]).exit_code == 0
     assert (run / "report.html").read_text().startswith("<!DOCTYPE html>")
