@@ -86,7 +86,9 @@ def provenance(comparison: Comparison) -> list[str]:
     lines += [f"Results were saved from {times[0]} to {times[-1]}."] if times else []
     used = [f"{name}: {text(one.samples)} images, {one.source or one.path}" for name, one in record.data.items()]
     lines += [f"Images: {'; '.join(used)}."] if used else []
-    lines.append(f"Seeds: {text(record.seeds)}; for frozen features {text(record.frozen_seeds)}.")
+    kinds = {evaluator.trains_encoder for evaluator in record.evaluators.values()}
+    lines += [f"Seeds of fine-tuning: {text(record.seeds)}."] if True in kinds else []
+    lines += [f"Seeds on frozen features: {text(record.frozen_seeds)}."] if False in kinds else []
     if record.environment:
         lines.append(
             "Environment of the last command that found unfinished tasks: "
