@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from pydantic import BaseModel, Field, JsonValue, ValidationError
+from pydantic import AliasChoices, BaseModel, Field, JsonValue, ValidationError
 
 from ssl_vit.files import read_json
 from ssl_vit.interfaces import Budget, Config, Metric, UserError
@@ -145,7 +145,7 @@ class TaskResult(Config):
     id: str
     fingerprint: str
     processes: int = 1
-    hardware: dict[str, Any] = Field({})
+    environment: dict[str, Any] = Field({}, validation_alias=AliasChoices("environment", "hardware"))  # the older name
     seconds: float = 0.0
     saved: str = ""
     run: RunSummary | None = None
@@ -206,7 +206,7 @@ class ReferenceRecord(Config):
 
 
 class DataRecord(Config):
-    """Shards that a comparison or an evaluation reads. samples, classes with labeled images: None where not counted."""
+    """Shards that a comparison or an evaluation reads. samples, labeled_classes: None where they were not counted."""
 
     path: str
     samples: int | None = None

@@ -62,7 +62,7 @@ def do(plan: Plan, task: TaskRecord) -> None:
                     id=task.id,
                     fingerprint=task.fingerprint,
                     processes=world_size(),
-                    hardware=environment()["hardware"],
+                    environment={key: value for key, value in environment().items() if key != "started"},
                     seconds=round(time.perf_counter() - start + about.pop("earlier_seconds", 0.0), 2),
                     **about,
                 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 
 import pandas as pd
 from pydantic import JsonValue
@@ -79,6 +80,21 @@ def rows(comparison: Comparison) -> pd.DataFrame:
     return frame
 
 
+def environments(comparison: Comparison) -> dict[str, dict[str, str]]:
+    """Versions, hardware and commit of the finished tasks; for tasks of older versions, of the last command that ran
+    some."""
+    tasks = [json.dumps(task.environment, sort_keys=True) for task in comparison.tasks.values()]
+    counts = Counter(task for task in tasks if '"git"' in task)
+    found = {
+        "all tasks" if count == len(tasks) else f"{count} tasks ({number})": flat(json.loads(task))
+        for number, (task, count) in enumerate(counts.items(), 1)
+    }
+    if counts.total() < len(tasks) or not tasks:
+        last = flat(comparison.record.environment)
+        found |= {"the last command that ran tasks": last} if last else {}
+    return found
+
+
 def provenance(comparison: Comparison) -> list[str]:
     """What was compared by which command, when, where, and by which settings."""
     record, times = comparison.record, sorted(filter(None, comparison.saved))
@@ -89,11 +105,8 @@ def provenance(comparison: Comparison) -> list[str]:
     kinds = {evaluator.trains_encoder for evaluator in record.evaluators.values()}
     lines += [f"Seeds of fine-tuning: {text(record.seeds)}."] if True in kinds else []
     lines += [f"Seeds on frozen features: {text(record.frozen_seeds)}."] if False in kinds else []
-    if record.environment:
-        lines.append(
-            "Environment of the last command that found unfinished tasks: "
-            + ", ".join(f"{key} {value}" for key, value in flat(record.environment).items())
-        )
+    for name, values in environments(comparison).items():
+        lines.append(f"Environment of {name}: " + ", ".join(f"{key} {value}" for key, value in values.items()))
     for evaluator in record.evaluators.values():
         lines += [
             f"Settings of {evaluator.title} on {data}: {json.dumps(settings)}"

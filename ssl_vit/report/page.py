@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import json
 import shlex
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -83,10 +82,7 @@ def page(comparison: Comparison) -> str:
     record, runs, styles = comparison.record, comparison.runs, styles_of(comparison.arms)
     summary = summarize(comparison)
     first = [head.place for head in summary.headlines]
-    environments = {"the comparison": flat(record.environment)} if record.environment else {}
-    machines = {json.dumps(task.hardware, sort_keys=True): task.hardware for task in comparison.tasks.values()}
-    if len(machines) > 1:
-        environments |= {f"machine {number}": flat(machine) for number, machine in enumerate(machines.values(), 1)}
+    environments = export.environments(comparison)
     environments |= {arm: dict(run.environment) for arm, run in runs.items() if run.environment}
     text = template(Path(__file__).with_name("page.html.j2")).render(
         comparison=comparison,

@@ -39,7 +39,7 @@ def interval(comparison: Comparison, summary: Summary) -> str:
     sentence += " It does not cover another selection of settings by the sweeps." * bool(comparison.sweeps)
     frozen = [one for one in comparison.record.evaluators.values() if not one.trains_encoder]
     if any(settings.get("sweep") for evaluator in frozen for settings in evaluator.settings.values()):
-        sentence += " Probes of frozen features select their settings anew for each seed, which it covers."
+        sentence += " Probes of frozen features select their settings anew for each seed, which the interval covers."
     if not comparison.separate:
         sentence += (
             " The recipe declares the headline alone; all other differences are exploratory, without adjustment for "

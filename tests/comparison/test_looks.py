@@ -112,7 +112,9 @@ def test_seeds_are_added_until_the_maximum_and_a_kill_between_looks_changes_noth
         quiet(mini(**FROZEN | {"seeds": [7, 8]}, run=str(tmp_path / "killed")))
 
     moved = (tmp_path / "killed").rename(tmp_path / "moved")
+    written = {file: file.stat().st_mtime_ns for file in (moved / "tasks").iterdir()}
     assert rows(quiet(moved)) == rows(found), "the directory may have been moved or renamed"
+    assert written == {file: file.stat().st_mtime_ns for file in (moved / "tasks").iterdir()}, "nothing runs again"
     assert not (tmp_path / "killed").exists()
 
 

@@ -33,6 +33,7 @@ from ssl_vit.models import EncoderConfig
 from ssl_vit.models.factory import build
 from ssl_vit.recipe import load_recipe
 from ssl_vit.records import TaskRecord
+from ssl_vit.report.export import environments
 from ssl_vit.report.page import write_report
 from ssl_vit.report.read import Comparison, read_comparison
 from ssl_vit.report.summary import summarize
@@ -108,6 +109,8 @@ def test_the_record_says_what_the_arms_are(finished: Comparison) -> None:
     assert ssl.architecture == scratch.architecture == finished.record.references[0].architecture
     assert finished.record.command == "ssl-vit demo"
     assert finished.record.data["data test"].samples == 100
+    assert [*environments(finished)] == ["all tasks"]
+    assert {"versions.torch", "hardware.processor", "git"} <= {*environments(finished)["all tasks"]}
 
 
 def test_missing_damaged_and_outdated_tasks_alone_are_run(mini: Mini, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import base64
 import io
 import json
 import re
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -16,9 +17,9 @@ from typer.testing import CliRunner
 
 from ssl_vit.cli import app
 from ssl_vit.interfaces import without_credentials
-from ssl_vit.records import ArmRecord, EvaluatorRecord, SkippedSample
+from ssl_vit.records import ArmRecord, EvaluatorRecord, SkippedSample, TaskResult
 from ssl_vit.report.costs import costs
-from ssl_vit.report.export import export, latex, markdown
+from ssl_vit.report.export import environments, export, latex, markdown
 from ssl_vit.report.page import write_report
 from ssl_vit.report.read import Comparison, read
 from ssl_vit.report.tables import columns, cost_table, sweep_table, terminal
@@ -219,6 +220,18 @@ def test_what_takes_time_alone_and_the_processes_of_a_given_run_have_their_cost(
     }
     assert found.loc[("Pretraining", "ssl"), "device_hours"] == pytest.approx(4 * 1800 / 3600), "on four processes"
     assert ("Sweeps", "ssl") not in found.index and ("Total", "scratch") not in found.index
+
+
+def test_tasks_that_ran_elsewhere_are_named_with_their_commit(tmp_path: Path) -> None:
+    found = read([write_comparison(tmp_path, two_arms(), environment={"git": "last"})])
+    assert environments(found) == {"the last command that ran tasks": {"git": "last"}}, "results of an older version"
+    names = [*found.tasks]
+    tasks = [TaskResult.model_validate({"id": n, "fingerprint": "", "environment": {"git": "a"}}) for n in names[1:]]
+    other = TaskResult.model_validate({"id": names[0], "fingerprint": "", "environment": {"git": "b"}})
+    mixed = replace(found, tasks={task.id: task for task in (*tasks, other)})
+    assert environments(mixed) == {f"{len(tasks)} tasks (1)": {"git": "a"}, "1 tasks (2)": {"git": "b"}}
+    older = TaskResult.model_validate({"id": names[0], "fingerprint": "", "hardware": {"gpus": []}})
+    assert [*environments(replace(found, tasks={"x": older}))] == ["the last command that ran tasks"]
 
 
 def test_the_suffix_of_the_file_chooses_its_form(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
