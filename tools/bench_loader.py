@@ -158,8 +158,8 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     files = sorted(path for path in arguments.folder.glob("*/*") if path.suffix.lower() in (".jpg", ".jpeg"))
-    if not files:
-        parser.error(f"{arguments.folder} has no JPEGs in subfolders")
+    if len(files) < BATCH:
+        parser.error(f"{arguments.folder} has {len(files)} JPEGs in subfolders; a batch needs {BATCH}")
     sizes = np.array([Image.open(io.BytesIO(path.read_bytes())).size for path in files[:200]]).mean(0)
     with tempfile.TemporaryDirectory() as scratch:
         shards = Path(scratch) / "shards"
