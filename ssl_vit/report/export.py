@@ -86,7 +86,7 @@ def environments(comparison: Comparison) -> dict[str, dict[str, str]]:
     tasks = [json.dumps(task.environment, sort_keys=True) for task in comparison.tasks.values()]
     counts = Counter(task for task in tasks if '"git"' in task)
     found = {
-        "all tasks" if count == len(tasks) else f"{count} tasks ({number})": flat(json.loads(task))
+        "all tasks" if count == len(tasks) else f"{count} of {len(tasks)} tasks ({number})": flat(json.loads(task))
         for number, (task, count) in enumerate(counts.items(), 1)
     }
     if counts.total() < len(tasks) or not tasks:

@@ -229,7 +229,8 @@ def test_tasks_that_ran_elsewhere_are_named_with_their_commit(tmp_path: Path) ->
     tasks = [TaskResult.model_validate({"id": n, "fingerprint": "", "environment": {"git": "a"}}) for n in names[1:]]
     other = TaskResult.model_validate({"id": names[0], "fingerprint": "", "environment": {"git": "b"}})
     mixed = replace(found, tasks={task.id: task for task in (*tasks, other)})
-    assert environments(mixed) == {f"{len(tasks)} tasks (1)": {"git": "a"}, "1 tasks (2)": {"git": "b"}}
+    parts = {f"{len(tasks)} of {len(names)} tasks (1)": {"git": "a"}, f"1 of {len(names)} tasks (2)": {"git": "b"}}
+    assert environments(mixed) == parts
     older = TaskResult.model_validate({"id": names[0], "fingerprint": "", "hardware": {"gpus": []}})
     assert [*environments(replace(found, tasks={"x": older}))] == ["the last command that ran tasks"]
 
