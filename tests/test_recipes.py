@@ -107,6 +107,28 @@ def test_maes_and_simmims_recipes_have_their_settings() -> None:
         assert recipe.training.batch_size == batch_size
         assert recipe.optim.warmup_steps == pytest.approx(warmup * IMAGENET / batch_size, rel=1e-3)
     assert (mae.optim.betas, mae.data.augment.scale) == ((0.9, 0.95), (0.2, 1.0))
+    assert (mae.encoder.positions, mae.optim.clip_norm, mae.optim.schedule) == ("sincos2d", 0.0, "cosine")
+
+
+def test_lejepas_recipe_has_the_settings_of_its_example() -> None:
+    lejepa = recipes.load_recipe("lejepa_vit_small")
+    jitter = {"brightness": 0.8, "contrast": 0.8, "saturation": 0.8, "hue": 0.2, "jitter_prob": 0.8}
+    more = {"scale": (0.08, 1.0), "grayscale": 0.2, "blur": 0.5, "solarize": 0.2, "flip": True}
+    assert lejepa.data.augment.model_dump().items() >= {**jitter, **more}.items()
+    assert (lejepa.data.views, lejepa.training.epochs, lejepa.training.precision) == (4, 100, "bf16")
+    assert 5e-4 <= lejepa.optim.lr <= 2e-3 and lejepa.optim.weight_decay == 0.05 and lejepa.optim.clip_norm == 0.0
+    objective = lejepa.objective.model_dump()
+    assert 0.02 <= objective["sigreg_weight"] <= 0.05 and 256 <= objective["directions"] <= 1024
+    assert 16 <= objective["projection"] <= 128 and lejepa.encoder.name == "vit_small_patch16_224"
+
+
+def test_the_walk_throughs_vit_has_its_size() -> None:
+    """Embedding 784 + 16, two blocks of 3,280, the last norm and the head of 10 classes; class token and positions."""
+    recipe = recipes.load_recipe("mnist_seed")
+    objective = stage.build_objective(recipe, stage.build_encoder(recipe.encoder, None), 10)
+    counts = {name: parameter.numel() for name, parameter in objective.named_parameters()}
+    assert sum(counts.values()) == 7_850
+    assert sum(n for name, n in counts.items() if not name.endswith(("pos_embed", "cls_token"))) == 7_562
 
 
 @pytest.fixture(scope="module")

@@ -29,6 +29,20 @@ def test_similarity_is_that_of_a_loop(make_encoder: Build, sizes: dict[str, Any]
     np.testing.assert_allclose(np.einsum("ijij->ij", found), 1)
 
 
+@pytest.mark.parametrize(("width", "count"), [(64, 28), (16, 16)])
+def test_filters_are_the_components_of_the_patch_projection(make_encoder: Build, width: int, count: int) -> None:
+    encoder = make_encoder(width=width)
+    weight = encoder.network.patch_embed.proj.weight.detach().double().numpy()
+    filters = weight.reshape(width, -1)
+    found = components.filter_components(encoder)
+    assert found.values.shape == (count, *weight.shape[1:])
+    _, scales, axes = np.linalg.svd(filters - filters.mean(0), full_matrices=False)
+    for component, axis, scale in zip(found.values.reshape(count, -1), axes, scales, strict=False):
+        if scale > 1e-9:  # as many components as filters: the last one explains nothing
+            np.testing.assert_allclose(component, axis * np.sign(axis[np.abs(axis).argmax()]), atol=1e-9)
+    np.testing.assert_allclose(found.explained, (scales**2 / (scales**2).sum())[:count], atol=1e-12)
+
+
 def test_feature_maps_are_the_tokens_components(make_encoder: Build) -> None:
     encoder = make_encoder().eval()
     images = torch.randint(0, 256, (20, 3, 16, 16), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))

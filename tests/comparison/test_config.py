@@ -14,6 +14,7 @@ from ssl_vit.cli import compare
 from ssl_vit.comparison.config import load_comparison
 from ssl_vit.comparison.plan import Plan
 from ssl_vit.comparison.sets import load_suite, suites
+from ssl_vit.evaluators import fine_tune
 from ssl_vit.interfaces import UserError
 
 
@@ -237,12 +238,33 @@ def test_a_suite_chooses_the_images_of_every_protocol(mini: Any, tmp_path: Path)
         assert (config.protocol, config.held_out, config.labels_per_class) == (protocol, 0.3, (7,))
 
 
+def fine_tuning(suite: str) -> dict[str, tuple[int, int, float, tuple[float, ...]]]:
+    """Steps, warm-up, held-out share and learning rates of each set of a suite."""
+    found = {}
+    for name, chosen in load_suite(suite).sets.items():
+        config = recipe.validate(fine_tune.Config, chosen.evaluators.get("fine_tune", {}))
+        assert (config.optim.name, config.optim.momentum, config.optim.weight_decay) == ("sgd", 0.9, 0.0)
+        assert (config.training.batch_size, config.optim.clip_norm, config.optim.schedule) == (512, 1.0, "cosine")
+        rates = tuple(settings["optim.lr"] for settings in config.candidates)
+        found[name] = (config.training.steps, config.optim.warmup_steps, config.held_out, rates)
+    return found
+
+
 def test_the_shipped_suites_are_whole(tmp_path: Path) -> None:
     assert "local" in suites()
     for name in suites():
         for key, chosen in load_suite(name).sets.items():
             assert chosen.source or chosen.train, key
-    assert set(load_suite("transfer").sets) == {"cifar10", "cifar100", "pets", "flowers102", "imagenet"}
+    small, large = (0.001, 0.003, 0.01, 0.03), (0.003, 0.01, 0.03, 0.06)
+    expected = {  # paper, table 4 and appendix B.1.1: steps, warm-up, held-out share, learning rates
+        "cifar10": (10_000, 500, 0.02, small),
+        "cifar100": (10_000, 500, 0.02, small),
+        "pets": (500, 100, 0.1, small),
+        "flowers102": (500, 100, 0.1, small),
+        "imagenet": (20_000, 500, 0.01, large),
+    }
+    assert fine_tuning("transfer") == expected
+    assert set(fine_tuning("vtab_like").values()) == {(2_500, 500, 0.1, small)}
     wrong = tmp_path / "wrong.yaml"
     for sets, words in (
         ("{x: {source: digits, evaluators: {knn: {kk: 1}}}}", r"sets\.x\.evaluators\.knn\.kk: unknown key"),

@@ -15,6 +15,7 @@ import torch.nn.functional as F  # noqa: N812
 from sklearn.linear_model import LogisticRegression
 
 from ssl_vit import api
+from ssl_vit.data import DataConfig
 from ssl_vit.data.shards import open_shards
 from ssl_vit.evaluators import linear_probe, runner
 from ssl_vit.evaluators.features import EvalContext, ImageSet
@@ -26,6 +27,7 @@ from ssl_vit.objectives import classification
 from ssl_vit.recipe import validate
 from ssl_vit.results import Result
 from ssl_vit.training.flops import training_flops
+from ssl_vit.training.optim import peak_lr
 
 Arrays = tuple[np.ndarray, np.ndarray]
 Build = Callable[..., EvalContext]
@@ -168,3 +170,13 @@ def test_the_probe_by_lars_reads_what_it_was_asked_for(context: EvalContext, mon
     for keys in ({"pooling": "both"}, {"block": 1}):
         with pytest.raises(UserError, match="method=lars reads the model's output"):
             validate(Config, {"method": "lars", **keys})
+
+
+def test_lars_has_maes_numbers() -> None:
+    """MAE's linear probing (its table 10): base rate 0.1 per 256 images, no decay, 90 epochs, 10 of them warm-up."""
+    stage = Evaluator(validate(Config, {"method": "lars"})).stage(DataConfig(train="a"), EncoderConfig(), 163_840, 0)
+    assert stage
+    optim = {"name": "lars", "momentum": 0.9, "weight_decay": 0.0, "schedule": "cosine", "clip_norm": 0.0}
+    assert stage.optim.model_dump().items() >= {**optim, "warmup_steps": 100}.items()
+    assert (stage.training.steps, stage.training.batch_size, stage.data.augment.scale) == (900, 16_384, (0.08, 1.0))
+    assert peak_lr(stage.optim, stage.training.batch_size) == pytest.approx(6.4)

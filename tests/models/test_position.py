@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F  # noqa: N812
 from scipy.ndimage import zoom
 
 from ssl_vit.interfaces import UserError
@@ -38,6 +39,16 @@ def test_googles_way_is_scipys_zoom_of_order_one(old: Grid, new: Grid, prefix: i
     grid = before[0, prefix:].numpy().reshape(*old, 6)
     scaled = zoom(grid, (new[0] / old[0], new[1] / old[1], 1), order=1)
     np.testing.assert_allclose(after[0, prefix:].numpy().reshape(*new, 6), scaled, atol=1e-6)
+
+
+@pytest.mark.parametrize("prefix", [0, 1, 5])
+@pytest.mark.parametrize(("old", "new"), [*GRIDS, ((24, 24), (14, 14))])
+def test_timms_way_is_bicubic_and_antialiased(old: Grid, new: Grid, prefix: int) -> None:
+    before = positions(old, prefix).bfloat16()
+    after = resample(before, old, new, prefix, method="timm")
+    grid = before[:, prefix:].float().reshape(1, *old, 6).permute(0, 3, 1, 2)
+    scaled = F.interpolate(grid, size=new, mode="bicubic", antialias=True).permute(0, 2, 3, 1).reshape(1, -1, 6)
+    assert torch.equal(after, torch.cat([before[:, :prefix], scaled.bfloat16()], dim=1))
 
 
 @pytest.mark.parametrize("method", ["timm", "google"])

@@ -142,6 +142,27 @@ def test_mixed_images_count_as_hits_of_their_own_labels_and_alpha_sets_the_ratio
         assert mixed(extreme, batch, seed)[1].amax(-1).min() > 0.99
 
 
+def test_cutmix_pastes_a_box_and_weighs_labels_by_its_area(make_encoder: Make, make_batch: Make) -> None:
+    objective = trained_head(objective_of(make_encoder, head="linear", cutmix=1.0))
+    batch = make_batch(5, labels=torch.arange(5), flip=torch.zeros(5, dtype=torch.bool))
+    own, weights = torch.eye(5), []
+    for seed in range(12):
+        images, targets, output = mixed(objective, batch, seed)
+        pasted = (images != batch.images).any(1)  # (B, H, W)
+        box = pasted.any(0)
+        rows, columns = box.any(1).sum(), box.any(0).sum()
+        assert (images == torch.where(box, batch.images.roll(1, 0), batch.images)).all() and box.sum() == rows * columns
+        share = float(box.float().mean())
+        torch.testing.assert_close(targets, (1 - share) * own + share * own.roll(1, 0))
+        by_hand = -(targets * objective.logits(images).log_softmax(-1)).sum(-1).mean()
+        assert output.loss.item() == pytest.approx(by_hand.item(), rel=1e-5)
+        weights.append(share)
+    assert any(0 < share < 0.19 for share in weights)
+    extreme = objective_of(make_encoder, head="linear", cutmix=1e-3)  # no box, or one of full size cut at the border
+    shares = [1 - float(mixed(extreme, batch, seed)[1][0, 0]) for seed in range(12)]
+    assert all(share == 0 or share > 0.19 for share in shares) and 0 < shares.count(0) < 12
+
+
 def test_with_both_a_batch_gets_one_of_them_and_evaluation_none(make_encoder: Make, make_batch: Make) -> None:
     objective = objective_of(make_encoder, head="linear", mixup=0.8, cutmix=1.0)
     batch = make_batch(6)
