@@ -206,6 +206,7 @@ def evaluate(
     content: dict[str, Any] = {
         "evaluator": name,
         "title": evaluator.title,
+        "trains_encoder": evaluator.trains_encoder,
         "settings": config.model_dump(mode="json"),
         "data": {"train": train, "test": test},
         "shards": {"train": context.train.fingerprint, "test": context.test.fingerprint},

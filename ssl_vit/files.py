@@ -31,6 +31,11 @@ def expanded(place: str | os.PathLike[str]) -> Path:
     return Path(os.path.expanduser(place))
 
 
+def checkpoints(run: Path) -> list[Path]:
+    """The checkpoint folders of a run, oldest first. From step 100,000,000 on, their names are longer."""
+    return sorted(run.glob("checkpoints/step_*"), key=lambda path: (len(path.name), path.name))
+
+
 @contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
     """A temporary path beside `path`, renamed to `path` when the block ends without an error."""

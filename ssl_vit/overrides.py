@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import yaml
@@ -26,8 +26,9 @@ def parsed(overrides: Overrides) -> DictConfig:
     Raises UserError naming the override.
     """
     if isinstance(overrides, Mapping):
-        given = OmegaConf.create()
-        for key, value in _plain(overrides).items():
+        given, plain = OmegaConf.create(), _plain(overrides)
+        _check_keys(flatten(plain))
+        for key, value in plain.items():
             key = f"data.{PLACE}" if key == "data" and isinstance(value, str) else key
             try:
                 OmegaConf.update(given, key, value)
@@ -35,9 +36,12 @@ def parsed(overrides: Overrides) -> DictConfig:
                 raise UserError(f"{key}: {str(error).splitlines()[0]}") from None
         return without_references(given, "the arguments")
     for override in overrides:
-        key, equals, _ = override.partition("=")
+        key, equals, value = override.partition("=")
         if not equals or not key.strip():
             raise UserError(f"'{override}' is not key=value, such as training.steps=100")
+        if not value.strip():  # a variable of the shell that is not set, as a rule
+            raise UserError(f"{key}=: the value is missing; to unset the key, write {key}=null")
+    _check_keys(override.partition("=")[0] for override in overrides)
     place = max((n for n, override in enumerate(overrides) if _is_place(*override.split("=", 1))), default=0)
     before = {"data.train", "data.test"}  # a later data=PLACE replaces them
     overrides = [one for n, one in enumerate(overrides) if n >= place or one.partition("=")[0] not in before]
@@ -71,6 +75,11 @@ def merge(origin: str, *layers: Any, lengths: bool = True) -> DictConfig:
             raise UserError(f"{origin}: {key}: a list cannot replace settings, nor settings a list") from None
     assert isinstance(merged, DictConfig)
     return merged
+
+
+def _check_keys(keys: Iterable[str]) -> None:
+    if reserved := next((key for key in keys if PLACE in key), None):
+        raise UserError(f"{reserved}: unknown key")
 
 
 def _drop_replaced(under: DictConfig, over: Any) -> None:

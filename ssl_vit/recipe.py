@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
@@ -50,10 +50,10 @@ class Recipe(Config):
     probe: a few-shot probe during training (None: none).
     """
 
-    name: str
+    name: str = Field(min_length=1)
     run: str = ""
     seed: int = Field(0, ge=0, lt=2**31)  # each process adds its number
-    init_from: str | None = None
+    init_from: Annotated[str, Field(min_length=1)] | None = None
     data: DataConfig
     encoder: EncoderConfig = EncoderConfig()
     objective: SerializeAsAny[ObjectiveConfig]

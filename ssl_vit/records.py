@@ -13,7 +13,7 @@ from ssl_vit.interfaces import Budget, Config, Metric, UserError
 Model = TypeVar("Model", bound=BaseModel)
 
 ArmKind = Literal["scratch", "pretrained", "weights"]
-ReferenceKind = Literal["untrained", "pixels", "control"]
+ReferenceKind = Literal["untrained", "pixels", "control", "scratch"]
 TaskKind = Literal["pretrain", "pictures", "sweep", "measure"]
 
 
@@ -84,12 +84,12 @@ class EvaluationRecord(Config, extra="ignore"):
     """What a results file of `ssl-vit eval` says beside its rows.
 
     data: train, which may be several sets, and test. shards: their fingerprints. notes: on these two sets.
-    weights, sha256: folder and checksum of the evaluated weights.
-    saved: time of saving (UTC, ISO 8601); `results.save` sets it.
+    weights, sha256: folder and checksum of the evaluated weights. saved: time (UTC, ISO 8601), set by `results.save`.
     """
 
     evaluator: str
     title: str
+    trains_encoder: bool = False
     settings: dict[str, JsonValue] = Field({})
     data: dict[str, str | tuple[str, ...]]
     shards: dict[str, str] = Field({})
@@ -193,7 +193,7 @@ class ArmRecord(Config):
 class ReferenceRecord(Config):
     """A row of results beside the arms.
 
-    kind: an encoder as initialized, raw pixels, or a repetition with other random numbers of a row that it must equal.
+    kind: an encoder as initialized, raw pixels, training from scratch, or a repetition of a row that it must equal.
     like: the arm whose architecture and image preparation it has. architecture: as in `ArmRecord`.
     repeats: for a control, the row that it repeats; "" for the control that is repeated.
     """

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ssl_vit.files import atomic_file, new_folder, read_arrays, read_json, sha256, write_json, write_text
+from ssl_vit.files import atomic_file, checkpoints, new_folder, read_arrays, read_json, sha256, write_json, write_text
 
 
 def test_a_disk_that_refuses_leaves_the_old_file_and_nothing_beside_it(
@@ -64,3 +64,10 @@ def test_two_writers_of_one_folder_do_not_mix_their_files(tmp_path: Path) -> Non
             raise KeyboardInterrupt
         (one / "c").write_text("one")
     assert [path.name for path in sorted(out.iterdir())] == ["a", "c"] and list(tmp_path.iterdir()) == [out]
+
+
+def test_checkpoints_are_in_the_order_of_their_steps(tmp_path: Path) -> None:
+    steps = [500, 99_500_000, 100_000_000, 1_000_000_000]
+    for step in (*steps[2:], *steps[:2]):
+        (tmp_path / "checkpoints" / f"step_{step:08d}").mkdir(parents=True)
+    assert [int(path.name[5:]) for path in checkpoints(tmp_path)] == steps

@@ -100,6 +100,8 @@ def _data_sets(run: Path, data: list[str], test: str | None, suite: str | None) 
     from ssl_vit.files import expanded
     from ssl_vit.functions import labeled_parts
 
+    if "" in (suite, test, *data):
+        raise UserError("--data, --test and --suite need a value: one of them is empty")
     if suite:
         if test or data:
             raise UserError("--suite cannot be combined with --data or --test")
@@ -127,7 +129,8 @@ def _show(evaluations: Sequence[Evaluation], per_class: bool) -> None:
     columns = [_accuracies(evaluation, frame) for evaluation, frame in zip(evaluations, frames, strict=True)]
     cells = pd.concat(columns, axis=1, keys=names)
     title = f"{evaluations[0].about.title} (test accuracy, % ± {HALF_WIDTH.format('seeds')})"
-    Console().print(rich_table(Shown(title, cells.fillna("–").reset_index(names=["", "labels"]))))
+    table = cells.fillna("–").reset_index(names=["", "labels"], allow_duplicates=True)  # a dataset may be named labels
+    Console().print(rich_table(Shown(title, table)))
     for name, evaluation, frame in zip(names, evaluations, frames, strict=True):
         if per_class:
             Console().print(rich_table(Shown(f"{name}: accuracy per class, %", _classes(evaluation, frame))))

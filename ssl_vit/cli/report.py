@@ -37,10 +37,15 @@ def report(
     Example: `ssl-vit report runs/demo`
     """
     from ssl_vit.files import expanded
+    from ssl_vit.interfaces import UserError
     from ssl_vit.report import export, page
 
-    by_suffix = {suffix: name for name, suffix in export.SUFFIXES.items()}
-    chosen = form or by_suffix.get(out.suffix.lower() if out else "", "html")
+    by_suffix = {suffix: name for name, suffix in export.SUFFIXES.items()} | dict.fromkeys(
+        ("", ".html", ".htm"), "html"
+    )
+    chosen = form or by_suffix.get(out.suffix.lower() if out else "")
+    if chosen is None:
+        raise UserError(f"--out {out}: unknown suffix; use one of {', '.join(filter(None, by_suffix))}, or --format")
     out = out or runs[0] / f"report{export.SUFFIXES.get(chosen, '.html')}"
     print(page.write_report(runs, expanded(out), chosen))
 

@@ -52,9 +52,9 @@ class Arm(Config):
     """
 
     label: str
-    recipe: str | None = None
+    recipe: Annotated[str, Field(min_length=1)] | None = None
     overrides: tuple[str, ...] = ()
-    weights: Annotated[str, AfterValidator(os.path.expanduser)] | None = None
+    weights: Annotated[str, Field(min_length=1), AfterValidator(os.path.expanduser)] | None = None
     architecture: str | None = None
     optional: bool = False
     like: str | None = None

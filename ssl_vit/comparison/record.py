@@ -95,7 +95,7 @@ def _arm(plan: Plan, shards: Mapping[str, ShardSet], arm: str) -> ArmRecord:
         name=arm,
         label=given.label,
         kind=given.kind,
-        run=os.path.relpath(weights, plan.run) if weights else None,
+        run=os.path.relpath(weights.resolve(), plan.run.resolve()) if weights else None,
         objective=settings.objective.name if settings else None,
         architecture=plan.architecture(arm),
         encoder=plan.encoder(arm),

@@ -170,8 +170,8 @@ def fit(evaluator: Evaluator, images: ImageSet, encoder: Encoder, seed: int) -> 
         raise stopped(outcome.signal)
     if isinstance(objective, FSDPModule):  # else only `forward` gathers the sharded parameters
         register_fsdp_forward_method(objective, "logits")
-    cost = cost_of(job.total_steps)
-    return lambda others: [Scored(predict(objective, others), cost=cost)]
+    cost, labels = cost_of(job.total_steps), max(len(images.images) - len(outcome.skipped), 0)
+    return lambda others: [Scored(predict(objective, others), cost=cost, labels=labels)]
 
 
 def predict(objective: classification.Objective, images: ImageSet) -> Prediction:

@@ -169,7 +169,7 @@ class ImageSet:
     def features(self, wanted: FeatureConfig) -> Features:
         """Features of these images in their order; an image that could not be read has none. Extracted once.
 
-        Raises UserError where the shards carry no labels, and for a block that the encoder does not have.
+        Raises UserError where the shards carry no labels, no image can be read, or the encoder has no such block.
         """
         context, pixels = self.context, self.source == "pixels"
         indices = None if self.extract is None else self.extract.tobytes()
@@ -177,8 +177,10 @@ class ImageSet:
         if key not in context.features:
             whole = replace(self, images=self.extract)
             context.features[key] = extract(whole, _pixels) if pixels else _cached(whole, wanted)
-        features = context.features[key]
-        return features if self.images is None else features.of(self.images)
+        found = context.features[key] if self.images is None else context.features[key].of(self.images)
+        if not len(found.images):
+            raise UserError(f"{self.shards.spec}: none of the chosen images could be read; replace some of them")
+        return found
 
 
 @torch.no_grad()  # inference mode does not go with XLA
@@ -228,8 +230,7 @@ def extract(
     context.skipped += chain.from_iterable(skips)
     rows, labels, order = (np.concatenate(parts) for parts in zip(*arrays, strict=True))
     if len(labels) == 0:
-        labeled = " and a label (.cls)" if needs_labels else ""
-        raise UserError(f"{shards.spec}: no sample there has a readable image{labeled}")
+        raise UserError(f"{shards.spec}: no sample there has a readable image{' and a label (.cls)' * needs_labels}")
     if not (finite := np.isfinite(rows).all(axis=1)).all():
         error = (RunError if what == "features" else Diverged)(
             f"the {what} of image {order[~finite].min()} of {shards.spec} are not finite: the weights hold such "
@@ -237,8 +238,7 @@ def extract(
         )
         error.everywhere = True
         raise error
-    ascending = np.argsort(order)
-    return Features(rows[ascending], labels[ascending], order[ascending])
+    return Features(*(array[np.argsort(order)] for array in (rows, labels, order)))
 
 
 def _pixels(batch: Batch) -> torch.Tensor:

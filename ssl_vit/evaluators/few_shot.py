@@ -105,7 +105,8 @@ def few_shot_accuracy(
     features: float (n, d), or n vectors such as the column `embedding` of `ssl_vit.embed`.
     labels: int (n,); training images with a negative label are not used.
     Warns about classes with fewer images than shots. Raises ValueError for arrays that do not fit together, features
-    that are not finite, labels that are no integers, shots below 1, and images without a label where they need one.
+    that are not finite, labels that are not one integer per image, shots below 1, an `l2` that is not positive, and
+    images without a label where they need one.
     """
     train_features, test_features = (
         features if isinstance(features, np.ndarray) and features.ndim == 2 else np.stack([*features])
@@ -118,10 +119,14 @@ def few_shot_accuracy(
         raise ValueError(f"train features {train_features.shape} and test features {test_features.shape} do not fit")
     if not np.isfinite(train_features).all() or not np.isfinite(test_features).all():
         raise ValueError("features must be finite")
-    if any(labels.dtype.kind not in "iu" for labels in (train_labels, test_labels)) or (test_labels < 0).any():
-        raise ValueError("labels must be integers, those of test images 0 or larger")
-    if not len(shots) or min(shots) < 1:
-        raise ValueError(f"shots must be 1 or larger, got {list(shots)}")
+    if any(labels.dtype.kind not in "iu" or labels.ndim != 1 for labels in (train_labels, test_labels)):
+        raise ValueError("labels must be integers, one per image: an array of one dimension")
+    if (test_labels < 0).any():
+        raise ValueError("labels of test images must be 0 or larger")
+    if not len(shots) or any(shot < 1 or shot != int(shot) for shot in shots):
+        raise ValueError(f"shots must be integers of 1 or larger, got {list(shots)}")
+    if not 0 < l2 < np.inf:
+        raise ValueError(f"l2 must be larger than 0 and finite, got {l2}")
     if not (train_labels >= 0).any():
         raise ValueError("no training image has a label")
     short = short_classes(train_labels, max(shots), train_labels)

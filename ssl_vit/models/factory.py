@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
-from ssl_vit.files import expanded
+from ssl_vit.files import checkpoints, expanded
 from ssl_vit.interfaces import Size, UserError, pair
 from ssl_vit.models import EncoderConfig, Pooling, Resampling
 from ssl_vit.models.encoder import Encoder, Numbers, create
@@ -240,7 +240,7 @@ def fresh(like: AnyEncoder, seed: int, image_size: Size | None = None) -> AnyEnc
 
 def has_weights(path: Path | str) -> bool:
     """Whether `find_weights` finds some."""
-    return any((folder / WEIGHTS).is_file() for folder in [Path(path), *Path(path).glob("checkpoints/step_*")])
+    return any((folder / WEIGHTS).is_file() for folder in (Path(path), *checkpoints(Path(path))))
 
 
 def origin(path: Path | str) -> str | None:
@@ -254,7 +254,7 @@ def find_weights(path: Path | str) -> Path:
     path = expanded(path)
     if not path.exists():
         raise UserError(f"{path}: no such run, checkpoint or weights folder")
-    for folder in [path, *sorted(path.glob("checkpoints/step_*"), reverse=True)]:
+    for folder in (path, *reversed(checkpoints(path))):
         if (folder / WEIGHTS).is_file():
             return folder
     if (path / "plan.json").is_file():

@@ -19,6 +19,8 @@ from ssl_vit.report.verdict import interval, notes, verdict
 
 SUFFIXES = {"markdown": ".md", "latex": ".tex", "csv": ".csv", "json": ".json"}
 _LATEX = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$", "–": "--"}
+_LATEX |= {"<": r"\textless{}", ">": r"\textgreater{}", "|": r"\textbar{}"}
+_LATEX |= {"[": "{[}", "*": "{*}"}  # at the start of a row they would be arguments of the command before it
 _ESCAPED = str.maketrans(_LATEX | {character: f"\\{character}" for character in "&%$#_{}"})
 
 

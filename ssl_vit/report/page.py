@@ -15,7 +15,7 @@ from markupsafe import Markup
 from ssl_vit.analysis.pages import template
 from ssl_vit.evaluators import budget_words
 from ssl_vit.files import write_text
-from ssl_vit.interfaces import RunError, without_credentials
+from ssl_vit.interfaces import RunError, UserError, without_credentials
 from ssl_vit.records import DataRecord
 from ssl_vit.report import export, tables
 from ssl_vit.report.classes import Classes, classes
@@ -61,12 +61,14 @@ def write_report(paths: Sequence[Path], out: Path, form: str = "html") -> Path:
     """Write the report of one comparison, or of one or several run directories side by side, to the file `out`.
 
     An existing file is replaced; the same input gives the same bytes. Raises UserError for directories that cannot be
-    read, RunError when the file cannot be written.
+    read and where `out` is a directory, RunError when the file cannot be written.
 
     paths: one comparison directory, or run directories.
     out: its folders are made.
     form: `html`, or tables as `markdown` or `latex`, or every row as `csv` or `json`.
     """
+    if out.is_dir():
+        raise UserError(f"{out} is a directory; name a file")
     comparison = read(paths)
     content = page(comparison) if form == "html" else export.export(comparison, form)
     try:

@@ -22,7 +22,6 @@ from ssl_vit.records import (
     DataRecord,
     EvaluationRecord,
     EvaluatorRecord,
-    ReferenceKind,
     ReferenceRecord,
     RunSummary,
     SkippedSample,
@@ -74,7 +73,8 @@ class Comparison:
             if row.repeats:
                 labels[row.name] = f"{labels[row.repeats]}, repeated with other random numbers"
                 continue
-            labels[row.name] = REFERENCES[row.kind] + (f" of {labels[row.like]}" if kinds[row.kind] > 1 else "")
+            words = "training from scratch" if row.kind == "scratch" else REFERENCES[row.kind]
+            labels[row.name] = words + (f" of {labels[row.like]}" if kinds[row.kind] > 1 else "")
         return labels[arm]
 
     def spoken(self, arm: str) -> str:
@@ -204,8 +204,8 @@ def read_comparison(path: Path) -> Comparison:
 
 def _by_name(runs: Sequence[Run]) -> dict[str, Run]:
     """Runs by name; by path where a name occurs twice or is that of a reference."""
-    names = [run.name for run in runs]
-    return {str(run.path) if names.count(run.name) > 1 or run.name in REFERENCES else run.name: run for run in runs}
+    taken = [*(run.name for run in runs), *REFERENCES, *REFERENCES.values()]
+    return {str(run.path) if taken.count(run.name) > 1 else run.name: run for run in runs}
 
 
 def read_runs(paths: Sequence[Path]) -> Comparison:
@@ -229,7 +229,8 @@ def read_runs(paths: Sequence[Path]) -> Comparison:
                 test = f"{test} ({about.metric.replace('_', ' ')})"
                 metrics[test] = about.metric
             new = f"{about.evaluator} ({count + 1})" if count else about.evaluator
-            evaluators[new] = EvaluatorRecord(title=about.title, settings={test: about.settings})
+            settings = {test: about.settings}
+            evaluators[new] = EvaluatorRecord(title=about.title, trains_encoder=about.trains_encoder, settings=settings)
             for part, path in places.items():
                 data[f"{test} {part}"] = DataRecord(path=path, classes=about.classes or None)
             protocols[about.protocol] = new, test
@@ -239,7 +240,8 @@ def read_runs(paths: Sequence[Path]) -> Comparison:
             source_rows = [row for row in measured if row.arm == source]
             given = [row.prediction.predicted.tobytes() for row in source_rows]
             shared = predicted.setdefault((evaluator, source), given) == given  # equal in all runs: one reference
-            arm = name if source == "trained" else source if shared else f"{source}_{name}"
+            kind = "scratch" if about.trains_encoder and source == "untrained" else source
+            arm = name if source == "trained" else kind if shared else f"{kind}_{name}"
             for row in source_rows:
                 seed = row.pretraining_seed if source == "trained" else 0  # references have one encoder
                 row = replace(row, data=test, evaluator=evaluator, arm=arm, pretraining_seed=seed)
@@ -248,7 +250,6 @@ def read_runs(paths: Sequence[Path]) -> Comparison:
                 tasks[task.id] = task
                 swept[task.id] = result
             if source != "trained":
-                kind: ReferenceKind = "pixels" if source == "pixels" else "untrained"
                 references.setdefault(arm, ReferenceRecord(name=arm, kind=kind, like=name))
     record = ComparisonRecord(
         name=first,

@@ -82,10 +82,15 @@ def paired_difference(
 
     correct_a_SM, correct_b_SM: bool (S, M), whether seed s classified test image i correctly; both arms share seeds and
         images.
+    Raises ValueError for arrays of different shapes, or of another number of dimensions, and for NaN.
 
     Example: `paired_difference(correct_a, correct_b).half_width`
     """
-    difference_SM = np.asarray(correct_a_SM, dtype=np.float64) - np.asarray(correct_b_SM, dtype=np.float64)
+    a_SM, b_SM = (np.asarray(correct, dtype=np.float64) for correct in (correct_a_SM, correct_b_SM))
+    if a_SM.shape != b_SM.shape or a_SM.ndim != 2 or not a_SM.size:
+        raise ValueError(f"both arms need one number per seed and image, (S, M); got {a_SM.shape} and {b_SM.shape}")
+    if not np.isfinite(difference_SM := a_SM - b_SM).all():
+        raise ValueError("a number is not finite")
     return crossed_mean(difference_SM, confidence=confidence)
 
 

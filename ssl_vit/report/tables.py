@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -57,8 +57,8 @@ def place_tables(comparison: Comparison, summary: Summary, place: EvaluationKey)
         cells = differences.setdefault((difference.arm, difference.against), {})
         cells[str(difference.labels_per_class)] = points(difference.estimate)
     label = comparison.label
-    scores = {label(arm): cells for arm, cells in accuracies.items()}
-    gains = {f"{label(arm)} minus {label(against)}": cells for (arm, against), cells in differences.items()}
+    scores = [(label(arm), cells) for arm, cells in accuracies.items()]
+    gains = [(f"{label(arm)} minus {label(against)}", cells) for (arm, against), cells in differences.items()]
     name = "mean of the per-class accuracies" if weighted else "accuracy"
     tables = [
         _table(f"Test {name}, %, by labels per class", scores, arms=accuracies),
@@ -68,13 +68,17 @@ def place_tables(comparison: Comparison, summary: Summary, place: EvaluationKey)
     equal = {str(row.labels_per_class): row for row in summary.efficiencies if row.place == place}
     for first in [*equal.values()][:1]:
         with_arm, with_other = (f"Labels per class with {comparison.label(arm)}" for arm in (first.arm, first.against))
-        rows = {budget: {with_other: needed(efficiency)} for budget, efficiency in equal.items()}
+        rows = [(budget, {with_other: needed(efficiency)}) for budget, efficiency in equal.items()]
         tables.append(_table("Label efficiency: labels per class for the same accuracy", rows, with_arm))
     return tables
 
 
-def _table(title: str, rows: Mapping[str, Mapping[str, str]], head: str = "Arm", arms: Iterable[str] = ()) -> Shown:
-    frame = pd.DataFrame([*rows.values()], index=[*rows]).fillna("–").rename_axis(head).reset_index()
+def _table(
+    title: str, rows: Sequence[tuple[str, Mapping[str, str]]], head: str = "Arm", arms: Iterable[str] = ()
+) -> Shown:
+    """rows: the first cell, which several rows may share, and the others by column."""
+    names, cells = [name for name, _ in rows], [cells for _, cells in rows]
+    frame = pd.DataFrame(cells, index=names).fillna("–").reset_index(names=head)
     return Shown(title, frame, tuple(arms))
 
 
@@ -118,7 +122,7 @@ def class_table(comparison: Comparison, by_class: Classes) -> Shown:
 def calibration_table(comparison: Comparison, by_class: Classes) -> Shown:
     """Expected calibration error of every arm whose classifier gives probabilities."""
     calibration = by_class.calibration
-    errors = {comparison.label(arm): {"ECE, %": f"{100 * bins.error:.1f}"} for arm, bins in calibration.items()}
+    errors = [(comparison.label(arm), {"ECE, %": f"{100 * bins.error:.1f}"}) for arm, bins in calibration.items()]
     title = f"Expected calibration error ({BINS} bins), mean over seeds, with {budget_words(by_class.budget)}"
     return _table(title, errors, arms=calibration)
 
@@ -188,9 +192,8 @@ def sweep_table(comparison: Comparison) -> Shown:
 
 def columns(title: str, values: Mapping[str, Mapping[str, str]]) -> Shown:
     """A table with a column for each set of flat settings."""
-    return Shown(
-        title, pd.DataFrame({name: dict(column) for name, column in values.items()}).fillna("–").reset_index(names="")
-    )
+    frame = pd.DataFrame({name: dict(column) for name, column in values.items()}).fillna("–")
+    return Shown(title, frame.reset_index(names="", allow_duplicates=True))
 
 
 def all_tables(comparison: Comparison, summary: Summary) -> list[Shown]:

@@ -22,7 +22,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from ssl_vit.files import atomic_file, flush, read_json, sha256
+from ssl_vit.files import atomic_file, checkpoints, flush, read_json, sha256
 from ssl_vit.interfaces import RunError, UserError, is_main_process
 from ssl_vit.models import factory
 from ssl_vit.models.position import own_format
@@ -49,7 +49,7 @@ _STATE, _SUMS = "state.json", "SHA256SUMS"
 
 def folders(run: Path) -> list[Path]:
     """Complete checkpoints of a run, oldest first."""
-    return sorted(path for path in (run / "checkpoints").glob("step_*") if (path / _STATE).is_file())
+    return [path for path in checkpoints(run) if (path / _STATE).is_file()]
 
 
 def data_of(run: Path) -> str | None:

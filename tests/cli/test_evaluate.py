@@ -91,6 +91,17 @@ sets:
     assert f"{100 * mean:.1f}" in row and "named: mean of the per-class accuracies" in shown
 
 
+def test_a_set_may_be_named_labels_and_no_place_is_empty(
+    trained: Path, tmp_path: Path, evaluate: Call, called: Call
+) -> None:
+    (tmp_path / "suite.yaml").write_text(f"sets: {{labels: {{train: {trained}/train, test: {trained}/test}}}}")
+    code, shown, told = evaluate("knn", "--suite", tmp_path / "suite.yaml", "ks=3", "labels_per_class=4")
+    assert code == 0 and "labels" in shown, told
+    for option in ("--test", "--suite", "--data"):
+        code, _, told = called("eval", str(trained / "run"), "knn", option, "")
+        assert code == 2 and "one of them is empty" in told
+
+
 def test_settings_replace_those_of_a_suite(trained: Path, tmp_path: Path, evaluate: Call) -> None:
     (tmp_path / "suite.yaml").write_text(f"""
 sets:

@@ -238,7 +238,7 @@ def test_a_suite_chooses_the_images_of_every_protocol(mini: Any, tmp_path: Path)
         assert (config.protocol, config.held_out, config.labels_per_class) == (protocol, 0.3, (7,))
 
 
-def fine_tuning(suite: str) -> dict[str, tuple[int, int, float, tuple[float, ...]]]:
+def fine_tuning(suite: str) -> dict[str, Any]:
     """Steps, warm-up, held-out share and learning rates of each set of a suite."""
     found = {}
     for name, chosen in load_suite(suite).sets.items():
@@ -292,6 +292,14 @@ def test_a_home_directory_is_expanded(monkeypatch: pytest.MonkeyPatch, tmp_path:
     study = load_comparison("demo_digits", keys)
     assert study.comparison.run_directory == tmp_path / "mine" and study.folder == tmp_path / "sets"
     assert study.comparison.arms["given"].weights == f"{tmp_path}/runs/x"
+
+
+@pytest.mark.parametrize("key", ["weights", "recipe"])
+def test_an_arm_without_the_weights_that_it_names_is_refused(key: str) -> None:
+    """It would be trained from scratch."""
+    for value, words in (("", "value is missing"), ('""', "at least 1 character")):
+        with pytest.raises(UserError, match=rf"arms\.mine\.{key}.*{words}"):
+            load_comparison("demo_digits", ["arms.mine.label=mine", f"arms.mine.{key}={value}"])
 
 
 def test_two_arms_need_two_labels() -> None:

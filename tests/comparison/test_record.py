@@ -57,6 +57,11 @@ def test_every_arm_that_saw_training_images_is_recorded(
     saw = {arm.name: arm.saw for arm in record.arms}
     assert saw == {"ssl": (), "scratch": (), "supervised": ("data",), "given": ("data",)}
     assert [record.data[f"data {part}"].labeled_classes for part in ("train", "test")] == [10, None]
+    (tmp_path / "deep/er").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "deep/er")
+    checked = comparison.check(load_comparison("demo_digits", [f"run={tmp_path}/link/run", *keys[1:]]), pack=False)
+    (given,) = [arm for arm in record_of(checked.plan, checked.shards, "", finished=False).arms if arm.name == "given"]
+    assert given.run and (tmp_path / "deep/er/run" / given.run).resolve() == (tmp_path / "given").resolve()
 
 
 def test_pretraining_on_test_images_is_refused(few_digits: Path, saved: Callable[..., Path], tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file, save_file
 
 import ssl_vit
@@ -20,13 +21,14 @@ from ssl_vit.data.packing import pack, sources
 from ssl_vit.data.packing.plan import Options
 from ssl_vit.evaluators import embeddings
 from ssl_vit.evaluators.features import EvalContext
-from ssl_vit.evaluators.labels import labels_of
+from ssl_vit.evaluators.labels import choose_labeled, labels_of
 from ssl_vit.files import read_json, sha256, write_json
 from ssl_vit.interfaces import RunError, UserError
 from ssl_vit.models import factory
 from ssl_vit.models.vit import ViTEncoder
 from ssl_vit.records import EvaluationRecord
 from ssl_vit.results import Result, Table, evaluations, load
+from tests.tars import encoded, write_tar
 
 TUNE = ["sweep={}", "training.steps=4", "training.batch_size=16", "labels_per_class=5", "seeds=[0,1]"]
 FAST = {
@@ -108,6 +110,26 @@ def test_labels_of_one_class_cannot_be_evaluated(trained: Path, tmp_path: Path) 
             UserError, match="one: all labeled images belong to one class; evaluation needs at least two"
         ):
             api.evaluate(trained / "run", name, f"{tmp_path}/one", f"{tmp_path}/one", keys)
+
+
+def test_unreadable_labeled_images_are_counted_or_named(trained: Path, tmp_path: Path) -> None:
+    """18 images of two classes, those of one budget of 1 and another one damaged."""
+    labels = np.arange(18) % 2
+    (first, second), third = choose_labeled(labels, 1, 0), 17
+    for name, bad in (("few", {first, second}), ("one", {third})):
+        members = {
+            f"{n:05d}.png": b"no image" if n in bad else encoded(Image.new("L", (8, 8), 9 * n)) for n in range(18)
+        }
+        members |= {f"{n:05d}.cls": b"%d" % labels[n] for n in range(18)}
+        write_tar(tmp_path / name / "000000.tar", sorted(members.items()))
+    for name, keys in (("few_shot", []), ("knn", ["ks=1"]), ("attentive_probe", ["steps=2"])):
+        with pytest.raises(UserError, match=r"few.*none of the chosen images could be read"):
+            api.evaluate(trained / "run", name, f"{tmp_path}/few", f"{trained}/test", [*keys, "labels_per_class=[1,5]"])
+    tune = ["sweep={}", "training.steps=2", "training.batch_size=16", "held_out=0.2", "seeds=0"]
+    found = api.evaluate(trained / "run", "fine_tune", f"{tmp_path}/one", f"{trained}/test", tune)
+    assert {row.labels for row in found.results} == {17}
+    assert all("1 of 18 labeled images could not be read" in " ".join(row.notes) for row in found.results)
+    assert found.about.trains_encoder
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -78,7 +79,7 @@ def test_accuracy_and_every_prediction_agree_with_a_dense_solver(name: str, l2: 
     shots, seeds = (1, 5, 10, 25), (0, 1, 2)
     short = pytest.warns(UserWarning, match=r"1 class\(es\) have fewer than 25 .*\[3\]")
     with short if name == "short class" else nullcontext():
-        given = {} if l2 == 2.0**10 else {"l2": l2}  # the authors' number is the default
+        given: dict[str, Any] = {} if l2 == 2.0**10 else {"l2": l2}  # the authors' number is the default
         found = few_shot_accuracy(*train, *test, shots=shots, seeds=seeds, **given)
     assert set(found) == {(k, seed) for k in shots for seed in seeds}
     assert len(set(found.values())) > 3
@@ -108,11 +109,15 @@ def test_features_may_be_a_sequence_of_vectors() -> None:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"shots": [0]}, "shots must be 1 or larger"),
+        ({"shots": [0]}, "shots must be integers of 1 or larger"),
+        ({"shots": [1.5]}, "shots must be integers of 1 or larger"),
+        ({"test_labels": np.array([[0], [1]])}, "one dimension"),
+        ({"l2": math.nan}, "l2 must be larger than 0"),
+        ({"l2": 0.0}, "l2 must be larger than 0"),
         ({"train_features": np.zeros(2), "test_features": np.zeros(2)}, "do not fit"),
         ({"train_labels": np.array([0.0, 1.0])}, "labels must be integers"),
         ({"test_labels": np.array(["a", "b"])}, "labels must be integers"),
-        ({"test_labels": np.array([0, -1])}, "those of test images 0 or larger"),
+        ({"test_labels": np.array([0, -1])}, "labels of test images must be 0 or larger"),
     ],
 )
 def test_arguments_without_a_meaning_are_refused(changed: dict[str, Any], message: str) -> None:

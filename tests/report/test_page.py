@@ -13,7 +13,7 @@ import pytest
 
 from ssl_vit import records, results
 from ssl_vit.files import write_json
-from ssl_vit.interfaces import RunError
+from ssl_vit.interfaces import RunError, UserError
 from ssl_vit.records import ComparisonRecord, ReferenceRecord, TaskRecord, TaskResult
 from ssl_vit.report import plots
 from ssl_vit.report.page import write_report
@@ -164,7 +164,10 @@ def test_the_same_input_gives_the_same_bytes(comparison: Path, tmp_path: Path) -
 
 
 def test_a_report_that_cannot_be_written_is_named(comparison: Path, tmp_path: Path) -> None:
-    with pytest.raises(RunError, match=f"{tmp_path}: the report could not be written"):
+    (tmp_path / "file").touch()
+    with pytest.raises(RunError, match=r"report\.html: the report could not be written"):
+        write_report([comparison], tmp_path / "file" / "report.html")
+    with pytest.raises(UserError, match="is a directory"):
         write_report([comparison], tmp_path)
     assert not list(tmp_path.glob("*.tmp"))
 

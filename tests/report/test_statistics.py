@@ -58,6 +58,17 @@ def test_the_interval_is_that_of_the_two_way_analysis_of_variance() -> None:
     assert found.p_value == pytest.approx(2 * stats.t.sf(abs(found.mean) / math.sqrt(top / (S * M)), freedom))
 
 
+@pytest.mark.parametrize("shape", [(1, 20), (4, 1), (20,), (4, 20, 1)])
+def test_arms_that_do_not_share_seeds_and_images_are_not_paired(shape: tuple[int, ...]) -> None:
+    """NumPy would broadcast them."""
+    with pytest.raises(ValueError, match="one number per seed and image"):
+        paired_difference(np.ones((4, 20), dtype=bool), np.zeros(shape, dtype=bool))
+    with pytest.raises(ValueError, match="one number per seed and image"):
+        paired_difference(np.ones(shape[:1]), np.ones(shape[:1]))
+    with pytest.raises(ValueError, match="finite"):
+        paired_difference(np.full((4, 20), np.nan), np.zeros((4, 20)))
+
+
 @pytest.mark.parametrize("shape", [(1, 20), (4, 1), (3, 20)])
 def test_one_seed_one_image_or_no_variation_make_no_interval(shape: tuple[int, int]) -> None:
     same = np.ones(shape, dtype=bool)

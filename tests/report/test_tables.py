@@ -15,14 +15,17 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from ssl_vit import results
 from ssl_vit.cli import app
-from ssl_vit.interfaces import without_credentials
+from ssl_vit.interfaces import UserError, without_credentials
 from ssl_vit.records import ArmRecord, EvaluatorRecord, SkippedSample, TaskResult
 from ssl_vit.report.costs import costs
-from ssl_vit.report.export import environments, export, latex, markdown
+from ssl_vit.report.export import environments, export, latex, markdown, provenance
 from ssl_vit.report.page import write_report
 from ssl_vit.report.read import Comparison, read
-from ssl_vit.report.tables import columns, cost_table, sweep_table, terminal
+from ssl_vit.report.summary import summarize
+from ssl_vit.report.tables import all_tables, columns, cost_table, sweep_table, terminal
+from ssl_vit.report.verdict import interval
 from tests.report.made import ARMS, SUMMARY, SUPERVISED, SWEEP, row, two_arms, write_comparison, write_run
 
 
@@ -91,6 +94,33 @@ def test_sweeps_show_every_setting_and_the_best(tmp_path: Path) -> None:
     ]
 
 
+def test_two_pairs_whose_labels_read_alike_keep_a_row_each(tmp_path: Path) -> None:
+    labels = {"a": "A", "b": "B minus C", "c": "A minus B", "d": "C"}
+    arms = [ArmRecord(name=name, label=label, kind="pretrained") for name, label in labels.items()]
+    rows = [row(arm, 5, seed, 0.5 + 0.1 * n) for n, arm in enumerate(labels) for seed in (0, 1, 2)]
+    comparison = read([write_comparison(tmp_path / "c", rows, arms=arms)])
+    (differences,) = [t for t in all_tables(comparison, summarize(comparison)) if "Difference" in t.title]
+    assert [*differences.frame["Arm"]].count("A minus B minus C") == 2
+
+
+def test_a_run_named_like_a_reference_keeps_its_accuracy(tmp_path: Path) -> None:
+    comparison = read([write_run(tmp_path / "run", "raw pixels", 0.9)])
+    (accuracies,) = [t for t in all_tables(comparison, summarize(comparison)) if "Test accuracy" in t.title]
+    assert [*accuracies.frame["Arm"]] == [str(tmp_path / "run"), "raw pixels"]
+    assert columns("", {"": {"k": "1"}}).frame.to_numpy().tolist() == [["k", "1"]]
+
+
+def test_a_reference_of_fine_tuning_is_training_from_scratch(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", "mine", 0.9, trains_encoder=True, evaluator="fine_tune", title="Fine-tuning")
+    file = run / "results/few_shot-1.json"
+    rows, about = results.load(file)
+    results.save(file, [replace(one, arm="untrained") if one.arm == "pixels" else one for one in rows], **about)
+    comparison = read([run])
+    assert comparison.arms == ("mine", "scratch") and comparison.label("scratch") == "training from scratch"
+    said = "\n".join([interval(comparison, summarize(comparison)), *provenance(comparison)])
+    assert "untrained encoder" not in said and "frozen features" not in said and "Seeds of fine-tuning: 0, 1." in said
+
+
 def test_markdown_and_latex_escape_what_would_break_them() -> None:
     shown = columns("50% of_all ~ {x}", {"a|b\nc": {"k_1": "1 ± 2"}})
     assert markdown(shown).splitlines() == [
@@ -104,6 +134,8 @@ def test_markdown_and_latex_escape_what_would_break_them() -> None:
     assert r"\caption{50\% of\_all \textasciitilde{} \{x\}}" in text
     assert r"k\_1 & 1 $\pm$ 2 \\" in text
     assert r"\toprule" in text and r"\end{table}" in text
+    text = latex(columns("", {"": {"[a] <b>": "*|"}}))
+    assert r"{[}a] \textless{}b\textgreater{} & {*}\textbar{} \\" in text
 
 
 @pytest.mark.parametrize(("form", "mark"), [("markdown", ""), ("latex", "% ")])
@@ -247,3 +279,6 @@ def test_the_suffix_of_the_file_chooses_its_form(tmp_path: Path, monkeypatch: py
     assert (tmp_path / "r.txt").read_text() == (tmp_path / "r.csv").read_text()
     assert runner.invoke(app, ["report", str(run)]).exit_code == 0
     assert (run / "report.html").read_text().startswith("<!DOCTYPE html>")
+    for out, words in (("r.pdf", "unknown suffix; use one of .md"), (".", "is a directory"), ("", "is a directory")):
+        refused = runner.invoke(app, ["report", str(run), "--out", out and str(tmp_path / out)])
+        assert isinstance(refused.exception, UserError) and words in str(refused.exception)

@@ -41,7 +41,7 @@ def test_a_step_subtracts_the_clipped_gradient_times_the_scheduled_rate(
 
     monkeypatch.setattr(masked_patch.Objective, "forward", forward)
     monkeypatch.setattr(masked_patch.Objective, "summarize", lambda self, means: means)
-    keys = ("optim.name=sgd", "optim.momentum=0", "optim.weight_decay=0", "optim.warmup_steps=2")
+    keys: tuple[str, ...] = ("optim.name=sgd", "optim.momentum=0", "optim.weight_decay=0", "optim.warmup_steps=2")
     keys += (f"optim.lr={RATE}", f"optim.clip_norm={clip_norm}", "optim.schedule=cosine", f"training.steps={STEPS}")
     run = train(tmp_path / "run", *keys, f"training.accumulate={accumulate}", "training.checkpoint_every=1")
     steps = seen[::accumulate]
