@@ -12,10 +12,6 @@ for the loader) and the wall time (where the loader competes for the same cores)
 from __future__ import annotations
 
 import argparse
-import io
-import json
-import os
-import tarfile
 import tempfile
 import time
 from collections.abc import Callable
@@ -23,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image
+from bench_stream import write_shards
 
 from ssl_vit.data import DataConfig
 from ssl_vit.data.shards import open_shards
@@ -34,26 +30,6 @@ from ssl_vit.models.factory import build
 from ssl_vit.training.distributed import make_accelerator
 
 PER_SHARD = 1000
-
-
-def write_shards(folder: Path, images: int, side: int) -> None:
-    """Shards that repeat the same 1,000 images."""
-    generator = np.random.default_rng(0)
-    with tarfile.open(folder / "000000.tar", "w") as tar:
-        for n in range(PER_SHARD):
-            buffer = io.BytesIO()
-            pixels = generator.integers(0, 256, (side // 8, side // 8, 3), dtype=np.uint8)
-            Image.fromarray(pixels).resize((side, side)).save(buffer, "JPEG")
-            for extension, data in (("jpg", buffer.getvalue()), ("cls", str(n % 10).encode())):
-                member = tarfile.TarInfo(f"{n:08d}.{extension}")
-                member.size = len(data)
-                tar.addfile(member, io.BytesIO(data))
-    shards = max(1, images // PER_SHARD)
-    for number in range(1, shards):
-        os.link(folder / "000000.tar", folder / f"{number:06d}.tar")
-    listed = [{"file": f"{number:06d}.tar", "samples": PER_SHARD} for number in range(shards)]
-    classes = [str(n) for n in range(10)]
-    (folder / "info.json").write_text(json.dumps({"classes": classes, "samples": shards * PER_SHARD, "shards": listed}))
 
 
 def timed(do: Callable[[], object], device: str) -> np.ndarray:
@@ -79,9 +55,10 @@ def main() -> None:
     encoder = build(EncoderConfig.model_validate(sizes)).to(device).eval()
     memory = "/dev/shm" if Path("/dev/shm").is_dir() else None
     with tempfile.TemporaryDirectory(dir=memory) as folder:
-        write_shards(Path(folder), chosen.images // chosen.rounds, chosen.image_size)
-        shards = open_shards(folder)
-        data = DataConfig(train=folder, evaluation_resize=1.0, workers=1)
+        place, images = Path(folder) / "shards", chosen.images // chosen.rounds
+        write_shards(place, max(1, images // PER_SHARD), PER_SHARD, chosen.image_size)
+        shards = open_shards(str(place))
+        data = DataConfig(train=str(place), evaluation_resize=1.0, workers=1)
         context = EvalContext(encoder, shards, shards, data, accelerator)
         shape = (context.batch_size, 3, chosen.image_size, chosen.image_size)
         batch = torch.randint(0, 256, shape, dtype=torch.uint8, device=device)

@@ -54,12 +54,6 @@ def compare(
             "--list", help="Print the tasks (id, level, done or missing) instead of running them. Packs data first."
         ),
     ] = False,
-    arm: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Add an arm with given weights: a run, checkpoint or weights folder.", metavar="NAME=WEIGHTS"
-        ),
-    ] = None,
     quick: Annotated[
         bool,
         typer.Option(
@@ -92,10 +86,8 @@ def compare(
     if max_seeds is not None and not until_decided:
         raise UserError("--max-seeds requires --until-decided")
     changed = [*(overrides or []), *(["quick=true"] if quick else [])]
-    options = [f"--arm={given}" for given in arm or []]
-    options += ["--until-decided"] * until_decided + ([f"--max-seeds={max_seeds}"] if max_seeds else [])
+    options = ["--until-decided"] * until_decided + ([f"--max-seeds={max_seeds}"] if max_seeds else [])
     command = shlex.join(["ssl-vit", "compare", recipe, *changed, *options])
-    changed += map(_arm, arm or [])
     if only is None and not show and not dry_run:
         _compare(recipe, changed, command, until_decided, max_seeds)
         return
@@ -119,14 +111,6 @@ def compare(
         print(f"# run: {checked.plan.run}")
         for task, level in zip(checked.plan.tasks, checked.plan.levels, strict=True):
             print(f"{task.id}\t{level}\t{'missing' if task in checked.missing else 'done'}")
-
-
-def _arm(given: str) -> str:
-    """An override for `--arm NAME=WEIGHTS`."""
-    name, equals, weights = given.partition("=")
-    if not equals or not name or not weights or "." in name:
-        raise UserError(f"--arm {given}: give NAME=WEIGHTS, such as --arm mine=runs/mine")
-    return f"arms.{name}.weights={_quoted(weights)}"
 
 
 def _quoted(value: str | list[str]) -> str:

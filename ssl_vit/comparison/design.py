@@ -169,10 +169,6 @@ class Design:
     def _with_encoder(self) -> list[str]:
         return [name for name, arm in self.study.comparison.arms.items() if arm.kind != "scratch"]
 
-    def architecture(self, row: str) -> str:
-        """Hash of the encoder's sizes and the image preparation of a row."""
-        return self.sizes(self.rows[row].like)
-
     def encoder(self, row: str) -> dict[str, Any]:
         """The encoder's sizes, with its dropout, and the image preparation of a row; empty for weights without a
         recipe."""

@@ -97,7 +97,7 @@ def _arm(plan: Plan, shards: Mapping[str, ShardSet], arm: str) -> ArmRecord:
         kind=given.kind,
         run=os.path.relpath(weights.resolve(), plan.run.resolve()) if weights else None,
         objective=settings.objective.name if settings else None,
-        architecture=plan.architecture(arm),
+        architecture=plan.sizes(plan.rows[arm].like),
         encoder=plan.encoder(arm),
         uses_labels=plan.uses_labels(arm),
         evaluators=_own_settings(plan, arm),

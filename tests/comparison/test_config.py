@@ -320,7 +320,7 @@ def test_paths_may_look_like_numbers_and_lists(
     study = load_comparison(mini(data={"train": f"{place}/train", "test": f"{place}/test"}))
     assert study.recipes["ssl"].data.train == f"{place}/train"
     assert load_comparison(mini(data={"train": place, "test": "x"})).recipes["ssl"].data.train == place
-    given = load_comparison(mini(), [compare._arm(f"given={place}")])
+    given = load_comparison(mini(), [f'arms.given.weights="{place}"'])
     assert given.comparison.arms["given"].weights == place
     monkeypatch.chdir(tmp_path)
     for fold in range(5):

@@ -198,9 +198,9 @@ def test_each_architecture_has_its_own_untrained_reference_and_scratch() -> None
     wide = "arms.supervised.overrides=[encoder.width=32]"
     plan = plan_of(wide, "arms.small={label: small scratch, like: supervised}")
     assert [one.name for one in plan.references] == ["untrained", "untrained_supervised", "pixels"]
-    assert plan.architecture("small") == plan.architecture("supervised") == plan.architecture("untrained_supervised")
-    assert plan.architecture("scratch") == plan.architecture("ssl") == plan.architecture("untrained")
-    assert plan.architecture("ssl") != plan.architecture("supervised")
+    sizes = {row: plan.sizes(one.like) for row, one in plan.rows.items()}
+    assert sizes["small"] == sizes["supervised"] == sizes["untrained_supervised"]
+    assert sizes["scratch"] == sizes["ssl"] == sizes["untrained"] != sizes["supervised"]
     assert {t.arm for t in plan.tasks if t.evaluator == "few_shot"} == {
         "ssl",
         "supervised",
@@ -260,4 +260,4 @@ def test_what_weights_were_imported_from_is_not_of_their_architecture(
         arms[name] = {"label": name, "weights": str(config.parent)}
     plan = Plan(load_comparison(mini(arms=arms)))
     assert [one.name for one in plan.references] == ["untrained", "untrained_wide", "pixels"]
-    assert plan.architecture("a") == plan.architecture("b") != plan.architecture("wide")
+    assert plan.sizes("a") == plan.sizes("b") != plan.sizes("wide")

@@ -17,22 +17,8 @@ if TYPE_CHECKING:
 
 TABLES = (".parquet", ".arrow")  # suffixes
 METADATA = ("metadata.csv", "metadata.jsonl")  # describe the images beside them, as `datasets` reads them
-_IMAGES = {
-    ".jpg",
-    ".jpeg",
-    ".jfif",
-    ".png",
-    ".webp",
-    ".avif",
-    ".jp2",
-    ".bmp",
-    ".gif",
-    ".tif",
-    ".tiff",
-    ".ppm",
-    ".pgm",
-    ".pbm",
-}
+_IMAGES = {".jpg", ".jpeg", ".jfif", ".png", ".webp", ".avif", ".jp2"}
+_IMAGES |= {".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ".pbm"}
 
 
 @dataclass(frozen=True)
