@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from pydantic import AliasChoices, BaseModel, Field, JsonValue, ValidationError
+from pydantic import BaseModel, Field, JsonValue, ValidationError
 
 from ssl_vit.files import read_json
 from ssl_vit.interfaces import Budget, Config, Metric, UserError
@@ -133,19 +133,18 @@ class TaskRecord(Config):
     fingerprint: str = ""
 
 
-class TaskResult(Config):
+class TaskResult(Config, extra="ignore"):
     """What a finished task, or a part of `eval`, stores in a file beside its rows (`results.load` returns both).
 
-    saved: time of saving (UTC, ISO 8601); `results.save` sets it.
+    environment: versions, machine and commit. saved: time of saving (UTC, ISO 8601); `results.save` sets it.
     sweep: sweep of a `sweep` task. Its winner, trained at the sweep's seed, is a row of results too.
     run: summary of a `pretrain` task.
     pictures: folder of a `pictures` task, relative to the comparison; None: there are none.
     """
 
-    id: str
     fingerprint: str
     processes: int = 1
-    environment: dict[str, Any] = Field({}, validation_alias=AliasChoices("environment", "hardware"))  # the older name
+    environment: dict[str, Any] = Field({})
     seconds: float = 0.0
     saved: str = ""
     run: RunSummary | None = None
@@ -235,7 +234,7 @@ class Look(Config):
     outcomes: dict[str, str]
 
 
-class ComparisonRecord(Config):
+class ComparisonRecord(Config, extra="ignore"):
     """A comparison and its tasks (`plan.json`).
 
     metrics: by dataset, `accuracy` or `mean_per_class`.
@@ -252,7 +251,6 @@ class ComparisonRecord(Config):
     name: str
     title: str
     command: str
-    labels_per_class: tuple[Budget, ...]
     seeds: tuple[int, ...]
     frozen_seeds: tuple[int, ...]
     pretrainings: int = 1
@@ -271,7 +269,6 @@ class ComparisonRecord(Config):
     references: tuple[ReferenceRecord, ...] = ()
     evaluators: dict[str, EvaluatorRecord] = Field({})
     tasks: tuple[TaskRecord, ...] = ()
-    environment: dict[str, Any] = Field({})
 
     @property
     def rows(self) -> tuple[ArmRecord | ReferenceRecord, ...]:

@@ -12,19 +12,16 @@ from ssl_vit.comparison.config import Arm
 from ssl_vit.comparison.plan import Plan
 from ssl_vit.data.overlap import overlaps
 from ssl_vit.data.shards import ShardSet
-from ssl_vit.environment import environment
 from ssl_vit.evaluators.labels import labeled_classes
-from ssl_vit.files import read_json
 from ssl_vit.models import factory
 from ssl_vit.recipe import Recipe, training_places
 from ssl_vit.records import ArmRecord, ComparisonRecord, DataRecord, EvaluatorRecord, RunSummary
-from ssl_vit.report.read import PLAN
 
 
-def record_of(plan: Plan, shards: Mapping[str, ShardSet], command: str, *, finished: bool) -> ComparisonRecord:
+def record_of(plan: Plan, shards: Mapping[str, ShardSet], command: str) -> ComparisonRecord:
     """What the report must know of a comparison besides the results of its tasks.
 
-    shards: as `Plan.part` calls them. finished: whether every task is done, so that the recorded environment stays.
+    shards: as `Plan.part` calls them.
     """
     c = plan.study.comparison
     train, test = (
@@ -43,14 +40,11 @@ def record_of(plan: Plan, shards: Mapping[str, ShardSet], command: str, *, finis
             record = evaluators.setdefault(key, EvaluatorRecord(title=built.title, trains_encoder=built.trains_encoder))
             # The budgets and seeds are those of the comparison.
             record.settings[name] = built.config.model_dump(mode="json", exclude={"labels_per_class", "seeds"})
-    # The environment is that of whoever measured: the checkout may change before the same command is given again.
-    kept = finished and (plan.run / PLAN).is_file()
     return ComparisonRecord(
         name=c.name,
         title=(c.title or c.name) + (" (quick run)" if c.quick else ""),
         quick=c.quick,
         command=command,
-        labels_per_class=c.labels_per_class,
         seeds=c.seeds,
         frozen_seeds=c.frozen_seeds,
         pretrainings=c.pretrainings,
@@ -77,7 +71,6 @@ def record_of(plan: Plan, shards: Mapping[str, ShardSet], command: str, *, finis
         references=plan.references,
         evaluators=evaluators,
         tasks=plan.tasks,
-        environment=read_json(plan.run / PLAN)["environment"] if kept else environment(),
     )
 
 

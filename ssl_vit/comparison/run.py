@@ -104,7 +104,7 @@ def _write_plan(checked: Checked, command: str) -> None:
             held = records.read(file, ComparisonRecord).looks if file.is_file() else ()
             if len(held) > len(plan.study.looks):
                 raise UserError(f"{plan.run}: another process added seeds (--until-decided); run the command again")
-            record = record_of(plan, checked.shards, command, finished=not checked.missing)
+            record = record_of(plan, checked.shards, command)
             content = yaml.safe_dump(plan.study.given, sort_keys=False, allow_unicode=True)
             write_text(plan.run / "comparison.yaml", content)
             write_json(file, record.model_dump(mode="json"))

@@ -59,7 +59,6 @@ def do(plan: Plan, task: TaskRecord) -> None:
                 rows, about = _run(plan, task)
             if is_main_process():
                 result = TaskResult(
-                    id=task.id,
                     fingerprint=task.fingerprint,
                     processes=world_size(),
                     environment={key: value for key, value in environment().items() if key != "started"},

@@ -49,7 +49,6 @@ class Parts:
             before, start, earlier = len(skips), time.perf_counter(), self.earlier_seconds
             rows, sweep = run()
             about = TaskResult(
-                id=name,
                 fingerprint=self.depends_on,
                 seconds=time.perf_counter() - start + self.earlier_seconds - earlier,
                 sweep=sweep,

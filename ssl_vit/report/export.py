@@ -83,18 +83,13 @@ def rows(comparison: Comparison) -> pd.DataFrame:
 
 
 def environments(comparison: Comparison) -> dict[str, dict[str, str]]:
-    """Versions, hardware and commit of the finished tasks; for tasks of older versions, of the last command that ran
-    some."""
+    """Versions, hardware and commit of the finished tasks, as far as they are known."""
     tasks = [json.dumps(task.environment, sort_keys=True) for task in comparison.tasks.values()]
-    counts = Counter(task for task in tasks if '"git"' in task)
-    found = {
+    counts = Counter(task for task in tasks if task != "{}")
+    return {
         "all tasks" if count == len(tasks) else f"{count} of {len(tasks)} tasks ({number})": flat(json.loads(task))
         for number, (task, count) in enumerate(counts.items(), 1)
     }
-    if counts.total() < len(tasks) or not tasks:
-        last = flat(comparison.record.environment)
-        found |= {"the last command that ran tasks": last} if last else {}
-    return found
 
 
 def provenance(comparison: Comparison) -> list[str]:

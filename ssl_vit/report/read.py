@@ -255,7 +255,6 @@ def read_runs(paths: Sequence[Path]) -> Comparison:
         name=first,
         title=first if len(paths) == 1 else f"{len(paths)} runs side by side",
         command="",
-        labels_per_class=tuple(dict.fromkeys(row.labels_per_class for row, _ in rows)),
         seeds=tuple(sorted({row.seed for row, _ in rows})),
         frozen_seeds=tuple(sorted({row.seed for row, _ in rows})),
         metrics=metrics,
@@ -297,4 +296,4 @@ def _sweeps(
             )
         name, sweep = f"{place['evaluator']} {place['arm']} {budget}", sweep.model_copy(update={"cost": cost})
         task = TaskRecord(id=name, kind="sweep", labels_per_class=budget, **place)
-        yield task, TaskResult(id=name, fingerprint="", processes=about.processes, sweep=sweep)
+        yield task, TaskResult(fingerprint="", processes=about.processes, sweep=sweep)

@@ -22,7 +22,7 @@ def pretrained_elsewhere(*keys: str) -> set[str]:
     """Arms whose pretraining data is recorded beside the data of the evaluation."""
     study = load_comparison("demo_digits", keys)
     checked = comparison.check(study, pack=False)
-    data = record_of(checked.plan, checked.shards, "", finished=False).data
+    data = record_of(checked.plan, checked.shards, "").data
     assert {"data train", "data test"} <= set(data)
     return {name.removeprefix("pretraining of ") for name in data if name.startswith("pretraining of ")}
 
@@ -53,14 +53,14 @@ def test_every_arm_that_saw_training_images_is_recorded(
     keys = [f"run={tmp_path}", f"data={{train: {train}, test: {test}, folds: []}}", "arms.supervised.data.samples=100"]
     keys += [f"arms.given={{label: given, weights: {tmp_path}/given}}", f"arms.ssl.data.train={tmp_path}/other"]
     checked = comparison.check(load_comparison("demo_digits", keys), pack=False)
-    record = record_of(checked.plan, checked.shards, "", finished=False)
+    record = record_of(checked.plan, checked.shards, "")
     saw = {arm.name: arm.saw for arm in record.arms}
     assert saw == {"ssl": (), "scratch": (), "supervised": ("data",), "given": ("data",)}
     assert [record.data[f"data {part}"].labeled_classes for part in ("train", "test")] == [10, None]
     (tmp_path / "deep/er").mkdir(parents=True)
     (tmp_path / "link").symlink_to(tmp_path / "deep/er")
     checked = comparison.check(load_comparison("demo_digits", [f"run={tmp_path}/link/run", *keys[1:]]), pack=False)
-    (given,) = [arm for arm in record_of(checked.plan, checked.shards, "", finished=False).arms if arm.name == "given"]
+    (given,) = [arm for arm in record_of(checked.plan, checked.shards, "").arms if arm.name == "given"]
     assert given.run and (tmp_path / "deep/er/run" / given.run).resolve() == (tmp_path / "given").resolve()
 
 

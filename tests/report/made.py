@@ -143,7 +143,6 @@ def write_comparison(
         "name": "c",
         "title": "A comparison",
         "command": "ssl-vit compare c",
-        "labels_per_class": tuple(dict.fromkeys(one.labels_per_class for one in rows)),
         "seeds": tuple(sorted({one.seed for one in rows})),
         "frozen_seeds": tuple(sorted({one.seed for one in rows})),
         "metrics": dict.fromkeys(dict.fromkeys(one.data for one in rows), "accuracy"),
@@ -160,7 +159,6 @@ def write_comparison(
         if task.id in missing:
             continue
         result = TaskResult(
-            id=task.id,
             fingerprint=task.fingerprint,
             seconds=20.0 if task.kind == "pretrain" else 2.0,
             run=SUMMARY if task.kind == "pretrain" else None,

@@ -107,7 +107,7 @@ def test_pictures_of_an_arm_without_a_run_are_shown(tmp_path: Path) -> None:
     task = TaskRecord(id="pictures-ssl", kind="pictures", arm="ssl", fingerprint="f")
     plan = plan.model_copy(update={"tasks": (*plan.tasks, task)})
     write_json(folder / "plan.json", plan.model_dump(mode="json"))
-    done = TaskResult(id=task.id, fingerprint="f", pictures="drawn")
+    done = TaskResult(fingerprint="f", pictures="drawn")
     results.save(folder / "tasks" / f"{task.id}.json", [], **done.model_dump(mode="json"))
     (folder / "drawn").mkdir()
     (folder / "drawn" / "filters.png").write_bytes(PNG)

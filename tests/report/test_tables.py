@@ -255,16 +255,15 @@ def test_what_takes_time_alone_and_the_processes_of_a_given_run_have_their_cost(
 
 
 def test_tasks_that_ran_elsewhere_are_named_with_their_commit(tmp_path: Path) -> None:
-    found = read([write_comparison(tmp_path, two_arms(), environment={"git": "last"})])
-    assert environments(found) == {"the last command that ran tasks": {"git": "last"}}, "results of an older version"
-    names = [*found.tasks]
-    tasks = [TaskResult.model_validate({"id": n, "fingerprint": "", "environment": {"git": "a"}}) for n in names[1:]]
-    other = TaskResult.model_validate({"id": names[0], "fingerprint": "", "environment": {"git": "b"}})
-    mixed = replace(found, tasks={task.id: task for task in (*tasks, other)})
-    parts = {f"{len(tasks)} of {len(names)} tasks (1)": {"git": "a"}, f"1 of {len(names)} tasks (2)": {"git": "b"}}
-    assert environments(mixed) == parts
-    older = TaskResult.model_validate({"id": names[0], "fingerprint": "", "hardware": {"gpus": []}})
-    assert [*environments(replace(found, tasks={"x": older}))] == ["the last command that ran tasks"]
+    found = read([write_comparison(tmp_path, two_arms())])
+    assert environments(found) == {}, "no task says where it ran"
+    last, *others = found.tasks
+    tasks = {name: TaskResult(fingerprint="", environment={"git": "a"}) for name in others}
+    assert environments(replace(found, tasks=tasks)) == {"all tasks": {"git": "a"}}
+    mixed = tasks | {last: TaskResult(fingerprint="", environment={"git": "b"})}
+    count = len(found.tasks)
+    parts = {f"{count - 1} of {count} tasks (1)": {"git": "a"}, f"1 of {count} tasks (2)": {"git": "b"}}
+    assert environments(replace(found, tasks=mixed)) == parts
 
 
 def test_the_suffix_of_the_file_chooses_its_form(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,7 +65,7 @@ def test_wall_time_has_no_pauses(tmp_path: Path) -> None:
     found, _ = comparison(tmp_path)
     times = {"a": ("12:00:10", 10.0), "b": ("12:00:15", 12.0), "c": ("12:00:30", 5.0), "d": ("13:00:00", 20.0)}
     tasks = {
-        name: TaskResult(id=name, fingerprint="", seconds=took, saved=f"2026-01-01T{saved}+00:00")
+        name: TaskResult(fingerprint="", seconds=took, saved=f"2026-01-01T{saved}+00:00")
         for name, (saved, took) in times.items()
     }
     assert wall_seconds(replace(found, tasks=tasks)) == 30 + 20
