@@ -204,7 +204,7 @@ def read_comparison(path: Path) -> Comparison:
 
 def _by_name(runs: Sequence[Run]) -> dict[str, Run]:
     """Runs by name; by path where a name occurs twice or is that of a reference."""
-    taken = [*(run.name for run in runs), *REFERENCES, *REFERENCES.values()]
+    taken = [*(run.name for run in runs), "scratch", *REFERENCES, *REFERENCES.values()]
     return {str(run.path) if taken.count(run.name) > 1 else run.name: run for run in runs}
 
 

@@ -110,13 +110,15 @@ def test_a_run_named_like_a_reference_keeps_its_accuracy(tmp_path: Path) -> None
     assert columns("", {"": {"k": "1"}}).frame.to_numpy().tolist() == [["k", "1"]]
 
 
-def test_a_reference_of_fine_tuning_is_training_from_scratch(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run", "mine", 0.9, trains_encoder=True, evaluator="fine_tune", title="Fine-tuning")
+@pytest.mark.parametrize("name", ["mine", "scratch"])
+def test_a_reference_of_fine_tuning_is_training_from_scratch(tmp_path: Path, name: str) -> None:
+    run = write_run(tmp_path / "run", name, 0.9, trains_encoder=True, evaluator="fine_tune", title="Fine-tuning")
     file = run / "results/few_shot-1.json"
     rows, about = results.load(file)
     results.save(file, [replace(one, arm="untrained") if one.arm == "pixels" else one for one in rows], **about)
     comparison = read([run])
-    assert comparison.arms == ("mine", "scratch") and comparison.label("scratch") == "training from scratch"
+    own = str(run) if name == "scratch" else name
+    assert comparison.arms == (own, "scratch") and comparison.label("scratch") == "training from scratch"
     said = "\n".join([interval(comparison, summarize(comparison)), *provenance(comparison)])
     assert "untrained encoder" not in said and "frozen features" not in said and "Seeds of fine-tuning: 0, 1." in said
 
