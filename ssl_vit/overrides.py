@@ -78,6 +78,7 @@ def merge(origin: str, *layers: Any, lengths: bool = True) -> DictConfig:
 
 
 def _check_keys(keys: Iterable[str]) -> None:
+    """Raises UserError for the key that only this module sets."""
     if reserved := next((key for key in keys if PLACE in key), None):
         raise UserError(f"{reserved}: unknown key")
 

@@ -27,7 +27,7 @@ def report(
         typer.Option(
             "--format",
             help="A page, tables for a paper, every row as CSV, or everything as JSON. Default: by the suffix of "
-            "--out, else html.",
+            "--out, or html without --out.",
         ),
     ] = None,
 ) -> None:
@@ -40,13 +40,11 @@ def report(
     from ssl_vit.interfaces import UserError
     from ssl_vit.report import export, page
 
-    by_suffix = {suffix: name for name, suffix in export.SUFFIXES.items()} | dict.fromkeys(
-        ("", ".html", ".htm"), "html"
-    )
-    chosen = form or by_suffix.get(out.suffix.lower() if out else "")
+    by_suffix = {suffix: name for name, suffix in export.SUFFIXES.items()}
+    chosen = form or by_suffix.get(out.suffix.lower() if out else ".html")
     if chosen is None:
-        raise UserError(f"--out {out}: unknown suffix; use one of {', '.join(filter(None, by_suffix))}, or --format")
-    out = out or runs[0] / f"report{export.SUFFIXES.get(chosen, '.html')}"
+        raise UserError(f"--out {out}: give a file name that ends in one of {', '.join(by_suffix)}, or --format")
+    out = out or runs[0] / f"report{export.SUFFIXES[chosen]}"
     print(page.write_report(runs, expanded(out), chosen))
 
 

@@ -17,7 +17,7 @@ from ssl_vit.report.summary import summarize
 from ssl_vit.report.tables import Shown, all_tables, sweep_table
 from ssl_vit.report.verdict import interval, notes, verdict
 
-SUFFIXES = {"markdown": ".md", "latex": ".tex", "csv": ".csv", "json": ".json"}
+SUFFIXES = {"html": ".html", "markdown": ".md", "latex": ".tex", "csv": ".csv", "json": ".json"}
 _LATEX = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$", "–": "--"}
 _LATEX |= {"<": r"\textless{}", ">": r"\textgreater{}", "|": r"\textbar{}"}
 _LATEX |= {"[": "{[}", "*": "{*}"}  # at the start of a row they would be arguments of the command before it

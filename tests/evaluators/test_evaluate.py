@@ -130,6 +130,9 @@ def test_unreadable_labeled_images_are_counted_or_named(trained: Path, tmp_path:
     assert {row.labels for row in found.results} == {17}
     assert all("1 of 18 labeled images could not be read" in " ".join(row.notes) for row in found.results)
     assert found.about.trains_encoder
+    few = [*tune, "labels_per_class=1"]
+    found = api.evaluate(trained / "run", "fine_tune", f"{tmp_path}/one", f"{trained}/test", few)
+    assert {row.labels for row in found.results} == {2}, "the unreadable image was not asked for"
 
 
 @pytest.mark.parametrize(

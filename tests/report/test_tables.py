@@ -280,6 +280,6 @@ def test_the_suffix_of_the_file_chooses_its_form(tmp_path: Path, monkeypatch: py
     assert (tmp_path / "r.txt").read_text() == (tmp_path / "r.csv").read_text()
     assert runner.invoke(app, ["report", str(run)]).exit_code == 0
     assert (run / "report.html").read_text().startswith("<!DOCTYPE html>")
-    for out, words in (("r.pdf", "unknown suffix; use one of .md"), (".", "is a directory"), ("", "is a directory")):
+    for out in ("r.pdf", ".", ""):
         refused = runner.invoke(app, ["report", str(run), "--out", out and str(tmp_path / out)])
-        assert isinstance(refused.exception, UserError) and words in str(refused.exception)
+        assert isinstance(refused.exception, UserError) and "ends in one of .html, .md" in str(refused.exception)
