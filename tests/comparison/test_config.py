@@ -351,6 +351,7 @@ def test_shipped_comparisons_have_tasks_and_equal_effort_for_all_arms() -> None:
     pretraining have one rate of fine-tuning, and some comparisons have the rates that earlier ones selected."""
     selected_before = (
         "photos_longest_cpu",
+        "photos_mae_regularized_cpu",
         "cifar10_lejepa_long_cpu",
         "cifar10_methods_repeated_cpu",
         "cifar10_masked_patch_regularized_cpu",
