@@ -128,7 +128,10 @@ def _show(evaluations: Sequence[Evaluation], per_class: bool) -> None:
     frames = [evaluation.table.assign(labels=[*map(_words, evaluation.results)]) for evaluation in evaluations]
     columns = [_accuracies(evaluation, frame) for evaluation, frame in zip(evaluations, frames, strict=True)]
     cells = pd.concat(columns, axis=1, keys=names)
-    title = f"{evaluations[0].about.title} (test accuracy, % ± {HALF_WIDTH.format('seeds')})"
+    title = (
+        f"{evaluations[0].about.title} (test accuracy, % ± {HALF_WIDTH.format('seeds')}; "
+        "in parentheses the standard deviation over seeds)"
+    )
     table = cells.fillna("–").reset_index(names=["", "labels"], allow_duplicates=True)  # a dataset may be named labels
     Console().print(rich_table(Shown(title, table)))
     for name, evaluation, frame in zip(names, evaluations, frames, strict=True):
@@ -155,14 +158,18 @@ def _words(row: Result) -> str:
 
 
 def _accuracies(evaluation: Evaluation, frame: pd.DataFrame) -> pd.Series:
-    """Test accuracy by arm and labels, as the report prints it."""
+    """Test accuracy by arm and labels, as the report prints it, and its standard deviation over seeds."""
     from ssl_vit.report.statistics import points
     from ssl_vit.report.summary import mean_accuracy
     from ssl_vit.results import Table
 
-    table, weighted = Table(evaluation.results), evaluation.about.metric == "mean_per_class"
-    groups = frame.groupby(["arm", "labels"], sort=False)
-    return groups.apply(lambda group: points(mean_accuracy(table, list(group.index), weighted=weighted), ""))
+    table, metric = Table(evaluation.results), evaluation.about.metric
+
+    def words(group: pd.DataFrame) -> str:
+        mean = points(mean_accuracy(table, list(group.index), weighted=metric == "mean_per_class"), "")
+        return f"{mean} ({100 * group[metric].std():.1f})" if len(group) > 1 else mean
+
+    return frame.groupby(["arm", "labels"], sort=False).apply(words)
 
 
 def _classes(evaluation: Evaluation, frame: pd.DataFrame) -> pd.DataFrame:

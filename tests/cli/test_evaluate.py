@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import statistics
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -50,6 +51,8 @@ def test_several_data_sets_are_columns_of_one_table(trained: Path, tmp_path: Pat
     stored = read([trained / "run"])
     there = [points(one.estimate, "") for one in summarize(stored).accuracies if one.arm == stored.arms[0]]
     assert len(there) == 2 and all(one in row for one in there), "the same intervals as in the report"
+    seeds = stored.table.frame.query("arm == @stored.arms[0]").groupby("data")["accuracy"]
+    assert all(f"({100 * statistics.stdev(accuracies):.1f})" in row for _, accuracies in seeds) and len(seeds) == 2
     code, shown, _ = evaluate(
         "few_shot", "--data", f"{trained}/train", "--test", f"{trained}/test", "labels_per_class=[2]"
     )
