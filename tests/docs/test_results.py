@@ -62,6 +62,11 @@ def test_a_section_of_results_repeats_its_kept_output(section: str) -> None:
     assert not missing, f"not in the kept output: {missing}"
 
 
+def test_every_kept_output_has_its_command_in_the_results() -> None:
+    commands = re.findall(r"ssl-vit compare (\w+)", "".join(sections()[1:]))
+    assert {path.stem.split("-")[0] for path in (RECIPES / "results").glob("*.md")} <= set(commands)
+
+
 @pytest.mark.parametrize("name", summaries())
 def test_a_statement_repeats_the_kept_outputs_that_it_names(name: str) -> None:
     found = statements(summaries()[name])
