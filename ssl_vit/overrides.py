@@ -91,6 +91,8 @@ def _drop_replaced(under: DictConfig, over: Any) -> None:
         for other in LENGTHS - {unit} if unit in LENGTHS and value is not None else ():
             if over.get(f"{stem}{dot}{other}") is None:
                 under.pop(f"{stem}{dot}{other}", None)
+    if over.get("warmup_epochs") is None and isinstance(optim := over.get("optim"), dict) and "warmup_steps" in optim:
+        under.pop("warmup_epochs", None)
     for key in ("sweep", "trackers"):
         if over.get(key) == {}:
             under.pop(key, None)

@@ -74,6 +74,8 @@ class AugmentConfig(Config):
             low, high = getattr(self, name)
             if not 0 < low <= high:
                 raise ValueError(f"{name} must be two rising positive numbers, not {low}, {high}")
+        if self.scale[1] > 1:
+            raise ValueError(f"scale: shares of the image's area, at most 1, not {self.scale[1]}")
         return self
 
 

@@ -22,7 +22,7 @@ from ssl_vit.objectives import classification
 from ssl_vit.overrides import LENGTHS
 from ssl_vit.recipe import Recipe, flatten
 from ssl_vit.records import Cost
-from ssl_vit.results import Prediction
+from ssl_vit.results import Prediction, Settings
 from ssl_vit.training import OptimConfig, TrainingConfig, loop
 from ssl_vit.training.flops import training_flops
 from ssl_vit.training.signals import stopped
@@ -34,7 +34,8 @@ class TrainedConfig(SweepConfig):
     """A training inside an evaluation. Nothing of it is kept on disk; its precision is that of the encoder's recipe.
 
     optim: as in a training recipe. Warm-up is at most a fifth of the training.
-    training: as in a training recipe.
+    training: as in a training recipe, but nothing is logged or stored: the keys of these, of precision and of the
+        timeout keep their defaults.
     head: the objective `classification`.
     warmup_epochs: warm-up in passes over the labeled images, in place of `optim.warmup_steps`.
     extra_steps: steps beyond `training`; a comparison sets them for an arm with another arm's compute (`compute_of`).
@@ -91,10 +92,18 @@ class TrainedConfig(SweepConfig):
         return self
 
     @model_validator(mode="after")
-    def _check_precision(self) -> Self:
+    def _check_training(self) -> Self:
         if self.training.precision != "fp32":
             raise ValueError("training.precision: the precision is that of the evaluated encoder's recipe; remove it")
+        for key in ("timeout", "trackers", "log_every", "checkpoint_every", "picture_every", "keep_last"):
+            if getattr(self.training, key) != TrainingConfig.model_fields[key].get_default(call_default_factory=True):
+                raise ValueError(f"training.{key}: without effect, nothing is logged or stored; remove it")
         return self
+
+    def with_settings(self, settings: Settings) -> Self:
+        """Warm-up steps among the settings replace `warmup_epochs`."""
+        replaced: Settings = {"warmup_epochs": None} if "optim.warmup_steps" in settings else {}
+        return super().with_settings(replaced | settings)
 
     def recipe(
         self, name: str, data: DataConfig, encoder: EncoderConfig, images: int, seed: int, batch_size: int
@@ -141,6 +150,8 @@ def fit(evaluator: Evaluator, images: ImageSet, encoder: Encoder, seed: int) -> 
         raise UserError(f"head.classes={number}: the images have {context.classes} classes; remove it")
     workers = min(recipe.data.workers, recipe.data.lanes // accelerator.num_processes)
     recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"workers": workers})})
+    if recipe.data.lanes % accelerator.num_processes:
+        raise UserError(f"lanes={recipe.data.lanes} must be a multiple of the {accelerator.num_processes} processes")
     job = stage.build(
         recipe,
         images.shards,
@@ -171,7 +182,15 @@ def fit(evaluator: Evaluator, images: ImageSet, encoder: Encoder, seed: int) -> 
     if isinstance(objective, FSDPModule):  # else only `forward` gathers the sharded parameters
         register_fsdp_forward_method(objective, "logits")
     cost, labels = cost_of(job.total_steps), max(len(images.images) - len(outcome.skipped), 0)
-    return lambda others: [Scored(predict(objective, others), cost=cost, labels=labels)]
+
+    def classify(others: ImageSet) -> list[Scored]:
+        try:
+            return [Scored(predict(objective, others), cost=cost, labels=labels)]
+        except Diverged as error:  # the last step made the weights infinite
+            error.cost = cost
+            raise
+
+    return classify
 
 
 def predict(objective: classification.Objective, images: ImageSet) -> Prediction:

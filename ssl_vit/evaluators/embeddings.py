@@ -51,7 +51,8 @@ def embed(
     keys = {image: key for keys_of_rank in gather(own_keys) for image, key in keys_of_rank.items()}
     columns = {"key": [printable(keys[image]) for image in features.images.tolist()], "label": features.labels}
     frame = pd.DataFrame(columns | {"embedding": list(features.vectors)})
-    if (names := file_names(opened)).any():
+    names = gather(file_names(opened) if accelerator.is_main_process else None)[0]  # reads remote shards again
+    if names.any():
         frame.insert(1, "file", names[features.images])
     frame.attrs |= {"grid": list(encoder.grid), "skipped": context.skipped_names()}
     return frame

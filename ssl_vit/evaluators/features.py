@@ -226,9 +226,10 @@ def extract(
             batches.append(tuple(part.numpy() for part in parts))
             advance(len(parts[0]) * context.accelerator.num_processes)
     own_arrays = tuple(np.concatenate(parts) for parts in zip(*batches, strict=True))
+    del batches  # features of many images take gigabytes: no second copy of them
     arrays, skips = zip(*distributed.gather((own_arrays, skipped)), strict=True)
     context.skipped += chain.from_iterable(skips)
-    rows, labels, order = (np.concatenate(parts) for parts in zip(*arrays, strict=True))
+    rows, labels, order = arrays[0] if len(arrays) == 1 else map(np.concatenate, zip(*arrays, strict=True))
     if len(labels) == 0:
         raise UserError(f"{shards.spec}: no sample there has a readable image{' and a label (.cls)' * needs_labels}")
     if not (finite := np.isfinite(rows).all(axis=1)).all():
@@ -238,15 +239,14 @@ def extract(
         )
         error.everywhere = True
         raise error
-    return Features(*(array[np.argsort(order)] for array in (rows, labels, order)))
+    return Features(rows, labels, order)
 
 
 def _pixels(batch: Batch) -> torch.Tensor:
     """Raw pixels, scaled to [-1, 1]; a side longer than 32 is shrunk to 32 by area."""
-    height, width = batch.images.shape[-2:]
-    size = (min(height, _PIXELS), min(width, _PIXELS))
     pixels = batch.images.cpu().float()  # MPS pools only to sides that divide its input's
-    return (pixels if size == (height, width) else F.adaptive_avg_pool2d(pixels, size)).flatten(1) / 127.5 - 1
+    size = tuple(min(side, _PIXELS) for side in pixels.shape[-2:])
+    return (pixels if size == pixels.shape[-2:] else F.adaptive_avg_pool2d(pixels, size)).flatten(1) / 127.5 - 1
 
 
 def _cached(images: ImageSet, wanted: FeatureConfig) -> Features:

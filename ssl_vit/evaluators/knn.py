@@ -19,11 +19,11 @@ _SIMILARITIES = 1 << 25  # computed at once: 128 MiB
 class Config(FeatureConfig, LabeledConfig):
     """ks: numbers of neighbors (a comparison uses the first).
 
-    temperature: a vote has the weight exp(similarity / temperature), which overflows float32 below 0.012.
+    temperature: a vote has the weight exp(similarity / temperature), which overflows float64 below 0.0015.
     """
 
     ks: Counts = (10, 20)
-    temperature: float = Field(0.07, ge=0.012)
+    temperature: float = Field(0.07, ge=0.002)
 
 
 class Evaluator(BaseEvaluator):

@@ -38,6 +38,10 @@ class Config(FeatureConfig, LabeledConfig, TrainedConfig):
     """
 
     CHOICE: ClassVar[str] = "method"
+    UNUSED: ClassVar[dict[str, tuple[str, ...]]] = {
+        "exact": ("optim", "training", "head", "augment", "warmup_epochs", "lanes"),
+        "lars": ("c", "max_iterations"),
+    }
     DEFAULTS: ClassVar[dict[str, dict[str, Any]]] = {
         method: {
             "sweep": sweep,
@@ -58,12 +62,20 @@ class Config(FeatureConfig, LabeledConfig, TrainedConfig):
     @classmethod
     def _check_given(cls, given: Any) -> Any:
         if isinstance(given, dict):
-            keys = ("optim", "training", "head", "augment", "warmup_epochs")
-            if "method" not in given and (unused := [key for key in keys if key in given]):
-                raise ValueError(f"{unused[0]}: only method=lars trains by gradient descent; add it or remove the key")
+            unused = () if "method" in given else cls.UNUSED["exact"]
+            if key := next((key for key in unused if key in given), None):
+                raise ValueError(f"{key}: only method=lars trains by gradient descent; add it or remove the key")
             if "pooling" not in given and isinstance(head := given.get("head"), dict) and "pooling" in head:
                 raise ValueError(f"head.pooling={head['pooling']}: set pooling={head['pooling']} instead")
         return given
+
+    @model_validator(mode="after")
+    def _check_method(self) -> Self:
+        swept = [key for key in self.sweep if key.partition(".")[0] in self.UNUSED[self.method]]
+        fixed = [key for key in self.UNUSED["lars"] if getattr(self, key) != type(self).model_fields[key].default]
+        for key in [*(f"sweep.{key}" for key in swept), *(fixed if self.method == "lars" else ())]:
+            raise ValueError(f"{key}: method={self.method} does not use it; remove it or change the method")
+        return self
 
     @model_validator(mode="after")
     def _check_pooling(self) -> Self:

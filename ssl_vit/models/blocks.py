@@ -6,13 +6,15 @@ this saves about half a block of work, with the class token alone almost one blo
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from timm.layers import Attention
+from timm.models import checkpoint_seq
 from timm.models.vision_transformer import Block
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -38,6 +40,17 @@ def run(block: nn.Module, tokens_BTD: torch.Tensor, **more: Any) -> torch.Tensor
     with sdpa_kernel(SDPBackend.MATH) if slow else nullcontext():
         outputs: torch.Tensor = block(tokens_BTD, **more)
     return outputs
+
+
+def run_all(blocks: Sequence[nn.Module], tokens_BTD: torch.Tensor, *, again: bool, **more: Any) -> torch.Tensor:
+    """The output tokens of several blocks. again: compute activations again in the backward pass instead of keeping
+    them."""
+    if again and torch.is_grad_enabled():
+        outputs: torch.Tensor = checkpoint_seq([partial(run, block, **more) for block in blocks], tokens_BTD)
+        return outputs
+    for block in blocks:
+        tokens_BTD = run(block, tokens_BTD, **more)
+    return tokens_BTD
 
 
 def take(tokens_BTD: torch.Tensor, index_BK: torch.Tensor) -> torch.Tensor:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, Self
 
 import torch
 from timm.layers import build_sincos2d_pos_embed
-from timm.models import checkpoint_seq
 from torch import nn
 
 from ssl_vit.interfaces import Size, UserError, pair
 from ssl_vit.models import Pooling, Positions
-from ssl_vit.models.blocks import Pick, make_last, run, run_last, take
+from ssl_vit.models.blocks import Pick, make_last, run_all, run_last, take
 from ssl_vit.models.encoder import Encoder, Numbers, create
 from ssl_vit.models.position import VisionTransformer2D, relate
 
@@ -181,11 +179,7 @@ class ViTEncoder(Encoder):
         """
         among = {} if among_BT is None else {"among_BT": among_BT}
         *before, last = list(self.network.blocks)[:depth]
-        if self.network.grad_checkpointing and torch.is_grad_enabled():
-            tokens = checkpoint_seq([partial(run, block, **among) for block in before], tokens)
-        else:
-            for block in before:
-                tokens = run(block, tokens, **among)
+        tokens = run_all(before, tokens, again=self.network.grad_checkpointing, **among)
         read: torch.Tensor = self.network.norm(run_last(last, tokens, pick, **among))
         return read
 

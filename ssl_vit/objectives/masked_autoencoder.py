@@ -14,7 +14,7 @@ from torch import nn
 
 from ssl_vit.data.augment import device_images
 from ssl_vit.interfaces import Batch, ObjectiveConfig, StepOutput, UserError
-from ssl_vit.models.blocks import make_last, run, run_last, take
+from ssl_vit.models.blocks import make_last, run_all, run_last, take
 from ssl_vit.models.encoder import Encoder
 from ssl_vit.models.factory import require_patches
 from ssl_vit.objectives.patches import MASK_GRAY, constant_l2, moments, patch_pixels, replaced
@@ -101,8 +101,7 @@ class Objective(nn.Module):
         visible_BK, masked_BM = order_BN.split([self.encoder.patches - self.masked, self.masked], dim=1)
         tokens = self.enter(self.encoder.encode_visible(self.encoder.embed(images_BCHW), visible_BK), order_BN)
         *before, last = self.blocks
-        for block in before:
-            tokens = run(block, tokens)
+        tokens = run_all(before, tokens, again=self.encoder.network.grad_checkpointing)
         tokens = run_last(last, tokens, lambda every: every[:, -self.masked :])
         return self.head(self.norm(tokens)).float(), masked_BM
 

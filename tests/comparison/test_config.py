@@ -388,3 +388,10 @@ def test_epochs_replace_the_steps_of_a_recipe_and_the_other_way_round(mini: Any)
     found = load_comparison(recipe, arm).evaluators
     lengths = {of: (config.training.steps, config.training.epochs) for (_, _, of), config in found.items()}  # type: ignore[attr-defined]
     assert lengths[""] == (None, 3) and lengths["ssl"] == (5, None)
+
+
+def test_warm_up_steps_replace_the_warm_up_epochs_of_a_recipe(mini: Any) -> None:
+    recipe = mini(evaluators={"fine_tune": {"warmup_epochs": 5, "optim": {"warmup_steps": 3}}})
+    for given, expected in (([], (5, 3)), (["evaluators.fine_tune.optim.warmup_steps=7"], (None, 7))):
+        (config,) = [config for (_, _, of), config in load_comparison(recipe, given).evaluators.items() if not of]
+        assert (config.warmup_epochs, config.optim.warmup_steps) == expected  # type: ignore[attr-defined]

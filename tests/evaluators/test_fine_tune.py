@@ -63,6 +63,9 @@ def test_settings_that_train_something_else_are_refused(tuned: Tuned) -> None:
         ({"protocol": ["mae"]}, "choose one of paper, mae"),
         ({"training": [1]}, "training: Input should be"),
         ({"seeds": [2**31]}, "seeds"),
+        ({"training": {"log_every": 5}}, r"training\.log_every: without effect"),
+        ({"training": {"trackers": {}}}, r"training\.trackers: without effect"),
+        ({"augment": {"scale": [20, 100]}}, r"scale: shares of the image's area"),
     ):
         with pytest.raises(UserError, match=message):
             recipe.validate(fine_tune.Config, given)
@@ -101,6 +104,11 @@ def test_settings_on_top_of_a_protocols_defaults() -> None:
     assert (mae.warmup_epochs, mae.optim.warmup_steps) == (5, 0)
     steps = recipe.validate(fine_tune.Config, {"protocol": "mae", "optim": {"warmup_steps": 7}})
     assert (steps.warmup_epochs, steps.optim.warmup_steps) == (None, 7)
+    warmups = recipe.validate(
+        fine_tune.Config, {"protocol": "mae", "warmup_epochs": 3, "sweep": {"optim.warmup_steps": [0, 9]}}
+    )
+    tried = [warmups.with_settings(settings) for settings in warmups.candidates]
+    assert [(one.warmup_epochs, one.optim.warmup_steps) for one in tried] == [(None, 0), (None, 9)]
     mixed = recipe.parse_overrides(["sweep.training.epochs=[3,1]", "sweep.optim.lr=[0.2,0.1]"])
     swept = recipe.validate(fine_tune.Config, mixed)
     assert [(one["training.epochs"], one["optim.lr"]) for one in swept.candidates] == [
@@ -167,6 +175,16 @@ def test_what_diverges_is_counted(context: EvalContext, monkeypatch: pytest.Monk
     record, (row,) = runner.sweep(evaluator, context, "trained", 5, 0)
     assert record.best == {"optim.lr": 0.01} and row.images_seen == 32
     assert record.cost.images_seen == (2 + 1) * 16 and record.cost.flops == pytest.approx(row.flops * 1.5)
+
+    def overflowing(job: Any) -> Any:  # the last step makes the weights infinite
+        outcome = train(job)
+        if job.optim.lr == 0.2:
+            torch.nn.init.constant_(job.objective.head.weight, torch.inf)
+        return outcome
+
+    monkeypatch.setattr(classifier.loop, "train", overflowing)
+    record, (row,) = runner.sweep(evaluator, context, "trained", 5, 0)
+    assert record.best == {"optim.lr": 0.01} and record.cost.images_seen == (2 + 2) * 16
 
 
 def test_a_dry_run_gets_every_training_as_a_recipe(trained: Path) -> None:

@@ -103,6 +103,16 @@ def test_given_settings_are_used_or_refused() -> None:
     assert lars.optim.lr == 0.9 and validate(Config, lars.model_dump()) == lars
     with pytest.raises(UserError, match=r"head\.pooling=token: set pooling=token"):
         validate(Config, {"method": "lars", "head": {"pooling": "token"}})
+    for given, key in (
+        ({"sweep": {"optim.lr": [0.1, 0.2]}}, r"sweep\.optim\.lr: method=exact"),
+        ({"sweep": {"lanes": [4, 8]}}, r"sweep\.lanes: method=exact"),
+        ({"method": "lars", "sweep": {"c": [0.1, 0.2]}}, r"sweep\.c=0\.1: .*method=lars"),
+        ({"method": "lars", "c": 3.0}, "c: method=lars"),
+    ):
+        with pytest.raises(UserError, match=key):
+            validate(Config, given)
+    rates = validate(Config, {"method": "lars", "sweep": {"optim.lr": [0.1, 0.2]}})
+    assert rates.candidates == [{"optim.lr": 0.1}, {"optim.lr": 0.2}]
 
 
 @pytest.mark.parametrize("head", ["linear", "mlp"])

@@ -169,7 +169,8 @@ def test_what_communicates_is_not_tried(
         memory.find_accumulation(objective, batch, engine, given.training, given.optim)
 
 
-def test_activation_checkpointing_changes_nothing(train: Train, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "stacks"), [("digits_ssl", 1), ("digits_mae", 2)], ids=["encoder", "and decoder"])
+def test_activation_checkpointing_changes_nothing(train: Train, tmp_path: Path, name: str, stacks: int) -> None:
     """Not even dropout; and it does happen: blocks run twice a step."""
     calls = 0
 
@@ -185,11 +186,12 @@ def test_activation_checkpointing_changes_nothing(train: Train, tmp_path: Path) 
         for again in ("false", "true"):
             calls = 0
             keys = ["encoder.dropout=0.1", "encoder.depth=3", f"training.checkpoint_activations={again}"]
-            runs[again] = train(tmp_path / again, *keys), calls
+            keys += ["objective.decoder_depth=3"] * (stacks - 1)
+            runs[again] = train(tmp_path / again, *keys, name=name), calls
     finally:
         hook.remove()
     (plain, once), (checkpointed, twice) = runs["false"], runs["true"]
-    assert (once, twice) == (12 * 3, 12 * (3 + 2))  # the last block's are kept: the backward pass begins with them
+    assert (once, twice) == (12 * 3 * stacks, 12 * (3 + 2) * stacks)  # the last block's are kept: the backward pass begins with them
     assert same(weights(checkpointed), weights(plain))
     assert losses(checkpointed) == losses(plain)
 

@@ -249,7 +249,8 @@ def _pack(place: str, sources: dict[str, Source], options: Options, folder: Path
     count = sum(source.count for source in sources.values())
     print(f"{place}: packing {count:,} images into {folder}", file=sys.stderr)
     for part, source in sources.items():
-        pack(source, folder / part, options)
+        # What is left of a set that was being removed may have lost its record.
+        pack(source, folder / part, options, overwrite=not (folder / part / INFO).is_file())
     if options.holdout:
         what = next(iter(sources.values())).held_out_from
         print(f"{place}: no test split: a fifth of {what} is held out as {place}#test", file=sys.stderr)

@@ -115,6 +115,9 @@ def _remove_unfinished(out: Path) -> None:
     for folder in _possible(out):
         if folder == out or not (folder / _LOCK).exists():  # another process may be packing into the sub-folder
             _remove(folder, "*.tmp")
+            if folder != out:  # without its record: the disk was full
+                with suppress(OSError):  # not there, or not empty
+                    folder.rmdir()
 
 
 def _remove(folder: Path, pattern: str) -> None:

@@ -244,25 +244,26 @@ def test_other_folders_stay_and_nothing_goes_for_what_can_never_fit(
         open_shards("one")
 
 
+@pytest.mark.parametrize("removed", ["*.tar", "packing.jsonl"])
 def test_a_set_that_was_half_removed_is_packed_again(
-    tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
+    removed: str, tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("one", "two"):
         class_folders(tmp_path / name, each=8, first=1000 * len(name))
     before = keys("one")
     (one,) = own_cache.glob("one-*")
-    tars = len(list(one.rglob("*.tar")))
+    found = len(list(one.rglob(removed)))
     cache._held.clear()  # as in another process
     monkeypatch.setenv("SSL_VIT_CACHE_GB", str(sum(file.stat().st_size + 1 for file in one.rglob("*.tar")) / 2**30))
 
     def killed(folder: Path) -> None:
-        next(folder.rglob("*.tar")).unlink()
+        next(folder.rglob(removed)).unlink()
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(cache.shutil, "rmtree", killed)
         open_shards("two")
-    assert one.exists() and len(list(one.rglob("*.tar"))) == tars - 1
+    assert one.exists() and len(list(one.rglob(removed))) == found - 1
     assert keys("one") == before
 
 

@@ -190,6 +190,21 @@ def test_the_unfinished_files_of_another_process_in_a_sub_folder_stay(images: Pa
     assert unfinished.exists()
 
 
+def test_a_first_record_that_does_not_fit_leaves_nothing(
+    images: Path, packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, text: str) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch, pytest.raises(RunError, match="No space left"):
+        patch.setattr(record, "write_text", full)
+        pack(open_source(str(images)), tmp_path / "out", OPTIONS)
+    assert not (tmp_path / "out").exists()
+    (tmp_path / "out" / "train").mkdir(parents=True)  # left by a kill
+    pack(open_source(str(images)), tmp_path / "out", OPTIONS)
+    assert content(tmp_path / "out") == content(packed)
+
+
 def test_a_full_disk_stops_packing(images: Path, packed: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
 
