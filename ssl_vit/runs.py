@@ -21,10 +21,12 @@ from ssl_vit.records import RunSummary
 from ssl_vit.training import checkpoint
 from ssl_vit.training.distributed import Engine
 
-# Keys that a resumed run may change: how it is computed, logged, kept and guarded, not what it learns.
+# Keys that a resumed run may change: how it is computed, logged, kept and guarded, not what it learns (except where
+# batch norm, mixup or CutMix see a micro-batch at a time).
 MAY_CHANGE = (
     "run",
     "data.train",  # its content counts, which the checkpoints know
+    "init_from",  # likewise, which `environment.json` knows
     "training.accumulate",
     "training.auto_batch",
     "training.checkpoint_activations",
@@ -85,7 +87,7 @@ def _finished(run: Path) -> bool:
             return True
         raise UserError(f"{run} has been trained, but its checkpoints are gone: delete it, or set run=PATH")
     last = checkpoints[-1]
-    if last.name != f"step_{read_json(summary)['steps']:08d}" or checkpoint.defect(last) is not None:
+    if last.name != f"step_{records.read(summary, RunSummary).steps:08d}" or checkpoint.defect(last) is not None:
         return False
     return all((run / name).exists() and filecmp.cmp(run / name, last / name, shallow=False) for name in names)
 
@@ -126,11 +128,10 @@ def check(run: Path, settings: Recipe, data: str | None = None) -> None:
                 f"{run} was trained with another version of {settings.objective.name}: give this run another directory "
                 "with run=PATH, delete that one, or restore the old version"
             )
-        origin = about.get("init_from")
-        if origin and origin != _origin(settings):
+        if about.get("init_from") != (_origin(settings) if settings.init_from else None):
             raise UserError(
-                f"{run} was initialized from other weights than {settings.init_from} holds now: give this run another "
-                "directory with run=PATH, delete that one, or restore the old weights"
+                f"{run} was initialized from other weights than init_from={settings.init_from} holds now: give this "
+                "run another directory with run=PATH, delete that one, or restore the old weights"
             )
         if data is not None:
             _check_data(run, data)

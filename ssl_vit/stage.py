@@ -57,6 +57,8 @@ def build(
     Raises UserError for a model, objective or topology that cannot work.
     """
     training, named = settings.training, len(shards.classes) if shards.classes else None
+    if training.auto_batch and (accelerator.is_fsdp2 or accelerator.device.type == "xla"):
+        raise UserError("training.auto_batch: not for FSDP or XLA; set it to false, and raise training.accumulate")
     if training.compile:
         _check_compile(accelerator)
     torch.use_deterministic_algorithms(training.deterministic)
@@ -169,10 +171,8 @@ def check(settings: Recipe, shards: ShardSet, *, classes: int | None = None, sub
 
 
 def training_samples(shards: ShardSet, data: DataConfig) -> np.ndarray | None:
-    """Global indices of the `data.samples` images that training draws from, int64, sorted; None for all.
-
-    Raises UserError where there are fewer.
-    """
+    """Global indices of the `data.samples` images that training draws from, int64, sorted; None for all. Raises
+    UserError where there are fewer."""
     if data.samples is None or data.samples == shards.samples:
         return None
     if data.samples > shards.samples:
@@ -260,9 +260,9 @@ def dry_run(settings: Recipe, shards: ShardSet, subset: np.ndarray | None = None
     subset: see `build`.
     job: what `build` made of these; None: it is built here.
 
-    Times are this process's: the best of three forward and backward passes after a first one (of fewer, where they take
-    over 10 seconds), and the second batch's data. Memory is counted from the tensors that autograd keeps. Raises
-    UserError for anything that `build` rejects, for unreadable data, and where the memory holds no micro-batch.
+    Times are this process's: the best of three forward and backward passes, not compiled, after a first one (fewer
+    where they take over 10 seconds), and the second batch's data. Memory is that of the tensors that autograd keeps.
+    Raises UserError for anything that `build` rejects, for unreadable data and for too little memory.
     """
     training = settings.training
     # Of each weight: itself, its gradient, the optimizer's state and the moving average.

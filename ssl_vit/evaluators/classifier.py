@@ -102,8 +102,8 @@ class TrainedConfig(SweepConfig):
 
     def with_settings(self, settings: Settings) -> Self:
         """Warm-up steps among the settings replace `warmup_epochs`."""
-        replaced: Settings = {"warmup_epochs": None} if "optim.warmup_steps" in settings else {}
-        return super().with_settings(replaced | settings)
+        own = self.model_copy(update={"warmup_epochs": None}) if "optim.warmup_steps" in settings else self
+        return super(TrainedConfig, own).with_settings(settings)
 
     def recipe(
         self, name: str, data: DataConfig, encoder: EncoderConfig, images: int, seed: int, batch_size: int

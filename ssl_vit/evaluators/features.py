@@ -245,8 +245,8 @@ def extract(
 def _pixels(batch: Batch) -> torch.Tensor:
     """Raw pixels, scaled to [-1, 1]; a side longer than 32 is shrunk to 32 by area."""
     pixels = batch.images.cpu().float()  # MPS pools only to sides that divide its input's
-    size = tuple(min(side, _PIXELS) for side in pixels.shape[-2:])
-    return (pixels if size == pixels.shape[-2:] else F.adaptive_avg_pool2d(pixels, size)).flatten(1) / 127.5 - 1
+    height, width = (min(side, _PIXELS) for side in pixels.shape[-2:])
+    return F.adaptive_avg_pool2d(pixels, (height, width)).flatten(1) / 127.5 - 1
 
 
 def _cached(images: ImageSet, wanted: FeatureConfig) -> Features:

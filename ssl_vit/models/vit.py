@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Self
 
 import torch
-from timm.layers import build_sincos2d_pos_embed
+from timm.layers import RmsNorm, build_sincos2d_pos_embed
 from torch import nn
 
 from ssl_vit.interfaces import Size, UserError, pair
@@ -60,7 +60,7 @@ class ViTEncoder(Encoder):
         self.position_std, self.positions = position_std, positions
         if positions != "relative":
             make_last(vit.blocks[-1])
-        norms = [module for module in vit.modules() if isinstance(module, nn.LayerNorm)]
+        norms = [module for module in vit.modules() if isinstance(module, nn.LayerNorm | RmsNorm)]
         for norm in norms:
             norm.eps = norm.eps if norm_eps is None else norm_eps
         self.norm_eps = norms[0].eps if norms else None

@@ -30,7 +30,7 @@ class OptimConfig(Config):
 
     name: Literal["adamw", "sgd", "lars"] = "adamw"
     lr: float = Field(2e-4, gt=0)
-    lr_batch: int | None = Field(None, ge=1)
+    lr_batch: int | None = Field(None, ge=1, le=2**20)
     betas: tuple[Beta, Beta] = (0.9, 0.999)
     momentum: float = Field(0.9, ge=0, lt=1)
     weight_decay: float = Field(0.0, ge=0)
@@ -46,12 +46,14 @@ class TrainingConfig(Config):
     steps: length in optimizer steps; set either this or `epochs`.
     epochs: length in passes over the training images.
     batch_size: images in one optimizer step over all processes.
-    accumulate: gradient accumulation: micro-batches per process and optimizer step. Batch norm sees one at a time.
+    accumulate: gradient accumulation: micro-batches per process and optimizer step. Batch norm, mixup and CutMix
+        see one at a time.
     auto_batch: before the first step, raise `accumulate` until a micro-batch fits into the memory; `batch_size` stays
         the same.
     precision: `fp32`, `tf32` (float32 with matrix products in TensorFloat-32), `bf16`, `fp16` (with loss scaling), or
-        `auto`: the faster of fp32 (GPUs: tf32) and bf16 in a short trial of this recipe on this device; the run's
-        recipe keeps the choice. Weights, color targets, norms and losses are float32 in any case.
+        `auto`: the faster of fp32 (GPUs: tf32) and bf16 in a short trial of this recipe on this device, without
+        torch.compile; the run's recipe keeps the choice. Weights, color targets, norms and losses are float32 in any
+        case.
     deterministic: use deterministic algorithms only, so that a GPU repeats a run bit by bit on the same hardware and
         number of processes (a CPU does so in any case); slower.
     compile: use torch.compile: faster on GPUs, after a minute or more before the first step. Of little use on CPUs.

@@ -55,7 +55,7 @@ def folders(run: Path) -> list[Path]:
 def data_of(run: Path) -> str | None:
     """Fingerprint of the shards that the run's newest readable checkpoint was trained on; None: there is none."""
     for folder in reversed(folders(run)):
-        with suppress(ValueError, LookupError):  # a broken one is renamed when it is loaded
+        with suppress(ValueError, LookupError, TypeError):  # a broken one is renamed when it is loaded
             return str(json.loads((folder / _STATE).read_text())["progress"]["data"])
     return None
 

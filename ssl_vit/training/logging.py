@@ -25,7 +25,8 @@ from ssl_vit.training import distributed
 from ssl_vit.training.distributed import Engine, shared_errors
 
 Trackers = Mapping[str, dict[str, Any]]
-_OWN = ("loss", "grad_norm", "lr", "images_seen", "images_per_second", "data_wait", "seconds_per_step", "seconds")
+_TIMES = ("images_per_second", "data_wait", "seconds_per_step", "seconds")
+_OWN = ("step", "event", "loss", "grad_norm", "lr", "images_seen", *_TIMES)
 
 
 @dataclass(frozen=True)

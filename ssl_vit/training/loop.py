@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from ssl_vit.data.order import LanePosition
 from ssl_vit.data.samples import Chunk
-from ssl_vit.interfaces import Batch, StepOutput, Stopped, UserError
+from ssl_vit.interfaces import Batch, StepOutput, Stopped
 from ssl_vit.records import SkippedSample
 from ssl_vit.training import OptimConfig, TrainingConfig, checkpoint, distributed, memory
 from ssl_vit.training.distributed import Engine
@@ -274,8 +274,6 @@ class Trainer:
 
     def _find_accumulation(self) -> None:
         """Apply `training.auto_batch`, starting from the number that the previous session found."""
-        if self.accelerator.is_fsdp2 or self.accelerator.device.type == "xla":
-            raise UserError("training.auto_batch: not for FSDP or XLA; set it to false, and raise training.accumulate")
         progress, job, begun = self.progress, self.job, bool(self.optimizer.state)
         what = (self.objective, self.batch, self.accelerator, job.training, job.optim)
         progress.accumulate = memory.find_accumulation(*what, least=progress.accumulate, begun=begun)
@@ -289,7 +287,7 @@ class Trainer:
 
     def share_buffers(self) -> None:
         """Copy the main process's buffers, such as running statistics, to all; checkpoints store only these."""
-        if self.accelerator.num_processes > 1 and not self.accelerator.is_fsdp2:
+        if self.accelerator.num_processes > 1:
             buffers = list(self.objective.buffers())
             for buffer, shared in zip(buffers, broadcast(buffers), strict=True):
                 buffer.copy_(shared)

@@ -129,9 +129,6 @@ class WeightAverage:
     @torch.no_grad()
     def swapped_in(self) -> Iterator[None]:
         """The model holds the average meanwhile. Not for sharded models."""
-        if self.originals:  # it does already
-            yield
-            return
         self.originals = {name: parameter.clone() for name, parameter in self.parameters.items()}
         try:
             self.apply()

@@ -63,6 +63,12 @@ def test_weights_of_another_normalization_are_not_taken_over(make_encoder: Make,
         initialize(make_encoder(), make_encoder(**difference), "the other run")
 
 
+def test_the_epsilon_of_rms_norms_is_set_too() -> None:
+    sizes = {"width": 48, "depth": 1, "heads": 2, "image_size": 28}
+    encoder = build(EncoderConfig(name="aimv2_large_patch14_224", norm_eps=0.1, **sizes))
+    assert encoder.norm_eps == encoder.network.norm.eps == encoder.network.blocks[0].norm1.eps == 0.1
+
+
 def test_weights_of_another_activation_function_are_not_taken_over() -> None:
     """No tensor tells of it."""
     sizes = {"width": 48, "depth": 1, "heads": 2, "image_size": 32}

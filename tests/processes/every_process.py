@@ -32,10 +32,11 @@ from ssl_vit.data.order import LanePosition
 from ssl_vit.data.samples import Preprocess
 from ssl_vit.data.shards import open_shards
 from ssl_vit.data.stream import train_source
+from ssl_vit.evaluators import classifier
 from ssl_vit.interfaces import RunError, StepOutput, UserError, is_main_process
 from ssl_vit.objectives import masked_patch
 from ssl_vit.training import checkpoint, distributed, loop, memory, signals
-from ssl_vit.training.distributed import make_accelerator
+from ssl_vit.training.distributed import gather, make_accelerator
 
 FSDP2 = Path(__file__).parents[2] / "recipes" / "launch" / "fsdp2.yaml"
 TINY = ("encoder.width=32", "encoder.depth=2", "encoder.heads=2", "training.picture_every=0", "training.trackers={}")
@@ -105,6 +106,19 @@ def sharded(digits: str, out: Path) -> None:
     evaluation = api.evaluate(out / "sharded", "fine_tune", f"{digits}/train", f"{digits}/test", list(FINE_TUNE))
     if is_main_process():
         (out / "fine_tuned.json").write_text(json.dumps([row.accuracy for row in evaluation.results]))
+    predict, means = classifier.predict, list[bool]()
+
+    def seen(objective: Any, images: Any) -> Any:
+        first, *others = gather(objective.head[0].running_mean.clone())
+        means.append(bool(first.any()) and all(first.equal(other) for other in others))
+        return predict(objective, images)
+
+    classifier.predict = seen
+    probe = ["method=lars", "training.epochs=2", "training.batch_size=32", "training.auto_batch=false"]
+    api.evaluate(out / "sharded", "linear_probe", f"{digits}/train", f"{digits}/test", [*probe, "labels_per_class=8"])
+    classifier.predict = predict
+    if is_main_process():
+        (out / "same_statistics.json").write_text(json.dumps(means))
     scaler: Any = torch.amp.GradScaler
     torch.amp.GradScaler = lambda *_, **__: scaler("cpu")  # type: ignore[misc, assignment]  # as fp16 has on a GPU
     train(digits, out / "scaled", "pretraining", *SHARDED)

@@ -89,6 +89,11 @@ def test_a_sharded_network_is_fine_tuned_and_evaluated(runs: Path) -> None:
     assert accuracies == pytest.approx([row.accuracy for row in whole.results], abs=0.01)
 
 
+def test_a_sharded_probe_predicts_with_the_same_statistics_everywhere(runs: Path) -> None:
+    means = json.loads((runs / "same_statistics.json").read_text())
+    assert means and all(means)
+
+
 def test_a_sharded_run_may_scale_its_loss(runs: Path) -> None:
     assert differ_by(weights(runs / "scaled"), weights(runs / "sharded")) < 1e-6
     state = json.loads(max((runs / "scaled" / "checkpoints").iterdir()).joinpath("state.json").read_text())

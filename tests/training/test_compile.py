@@ -80,13 +80,14 @@ def test_compiling_without_a_compiler_is_refused(
     stage.build(asked, shards, engine)
 
 
-def test_compiling_a_sharded_model_is_refused(
-    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("key", "message"), [("compile", "not for sharded models"), ("auto_batch", "not for FSDP")])
+def test_what_a_sharded_model_cannot_do_is_refused(
+    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, message: str
 ) -> None:
-    asked = settings(tmp_path / "run", "training.compile=true")
+    asked = settings(tmp_path / "run", f"training.{key}=true")
     shards, engine = open_training(asked.data), make_accelerator()
     monkeypatch.setattr(Engine, "is_fsdp2", True)
-    with pytest.raises(UserError, match=r"training\.compile: not for sharded models"):
+    with pytest.raises(UserError, match=rf"training\.{key}: {message}"):
         stage.build(asked, shards, engine)
 
 

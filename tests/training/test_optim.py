@@ -250,7 +250,7 @@ def test_the_average_agrees_with_one_by_hand_and_is_swapped_in_and_out() -> None
         np.testing.assert_array_equal(model.weight.detach().numpy(), last)
         np.testing.assert_allclose(average.values["weight"].numpy(), expected, rtol=1e-5)
     assert average.values.keys() == {"weight"}
-    with pytest.raises(KeyError), average.swapped_in(), average.swapped_in():
+    with pytest.raises(KeyError), average.swapped_in():
         np.testing.assert_allclose(model.weight.detach().numpy(), expected, rtol=1e-5)
         raise KeyError
     np.testing.assert_array_equal(model.weight.detach().numpy(), last)

@@ -215,6 +215,14 @@ def test_a_finished_run_without_its_checkpoints_stays_as_it_is(train: Train, few
         train(run, f"data.train={few_digits}/train")
     (run / "summary.json").write_text("{")
     train(run)
+    (run / "checkpoints" / "step_00000012").mkdir(parents=True)
+    for content in ("[]", "{}"):  # JSON, but not what is written there
+        (run / "checkpoints" / "step_00000012" / "state.json").write_text(content)
+        (run / "summary.json").write_text(content)
+        with pytest.raises(UserError, match=r"summary\.json"):
+            train(run)
+    shutil.rmtree(run / "checkpoints")
+    (run / "summary.json").write_text("{")
     (run / "encoder.safetensors").unlink()
     with pytest.raises(UserError, match="checkpoints are gone"):
         train(run)
@@ -314,10 +322,15 @@ def test_a_run_resumes_with_the_weights_that_it_started_from(train: Train, tmp_p
     keys = f"init_from={weights}", "optim.lr=1e-3"
     train(tmp_path / "run", *keys)
     train(tmp_path / "run", *keys)
+    train(tmp_path / "run", f"init_from={tmp_path / 'first1'}", keys[1])  # the same weights
     for name in ("encoder.safetensors", "config.json"):
         shutil.copy(tmp_path / "first2" / name, weights)
-    with pytest.raises(UserError, match=r"other weights than .*weights"):
-        train(tmp_path / "run", *keys)
+    for other in (keys, keys[1:]):
+        with pytest.raises(UserError, match=r"other weights than init_from=(.*weights|None) "):
+            train(tmp_path / "run", *other)
+    train(tmp_path / "plain", keys[1])
+    with pytest.raises(UserError, match="other weights than"):
+        train(tmp_path / "plain", *keys)
 
 
 def test_a_run_of_another_version_of_an_objective_is_refused(
