@@ -42,6 +42,12 @@ def test_scores_are_of_all_images_and_of_the_classes_that_have_any() -> None:
     assert scored(ROWS[0].prediction) == {"accuracy": 4 / 6, "mean_per_class": pytest.approx((3 / 4 + 1 / 2) / 2)}
 
 
+def test_predictions_in_another_order_are_not_valid() -> None:
+    assert predicted(0, 0, 0, 1, 2, 0).is_valid
+    assert not predicted(0, 0, 0, 1, 2, 0, images=IMAGES[::-1]).is_valid
+    assert not predicted(0, 0, 0, 1, 2, 0, images=np.zeros(6, dtype=int)).is_valid
+
+
 def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
     path = tmp_path / "knn.json"
     save(path, ROWS, evaluator="knn", settings={"ks": [5]})

@@ -3,8 +3,9 @@
 #
 # recipes/launch/compare_slurm.sh own_images data.train=shards/train data.test=shards/test run=/shared/runs/mine
 #
-# Request resources with Slurm's own variables, such as SBATCH_PARTITION=gpu SBATCH_GPUS=1 SBATCH_TIMELIMIT=240. All nodes must
-# share the run directory. After a failure, run the same command again: finished tasks are kept.
+# Request resources with Slurm's own variables, such as SBATCH_PARTITION=gpu SBATCH_GPUS=1 SBATCH_CPUS_PER_GPU=8
+# SBATCH_TIMELIMIT=240. All nodes must share the run directory. After a failure, run the same command again: finished tasks are
+# kept.
 # Status: tested with a stand-in for sbatch.
 set -euo pipefail
 

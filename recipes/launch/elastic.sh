@@ -4,7 +4,8 @@
 # sh recipes/launch/elastic.sh pretrain_vit_tiny data.train=/shared/shards/train run=/shared/runs/big
 #
 # Run it on every machine with these environment variables: NODES (min:max), GPUS (per machine), MAIN (host:port of one
-# machine). data.lanes must be a multiple of every possible number of processes.
+# machine). After any failure, a wrong key too, it starts again up to RESTARTS times (10): set RESTARTS=0 for the first try.
+# data.lanes must be a multiple of every possible number of processes.
 # Status: tested once with CPU processes, not by the test suite.
 set -eu
 # Without this, a restart reads the addresses of the previous attempt from the shared store (torch 2.9 to 2.15).

@@ -1,5 +1,5 @@
 #!/bin/sh
-# One TPU chip with torch_xla (2.9 with torch 2.9; tools/test_xla.sh installs them).
+# One TPU chip with torch_xla: pip install 'torch==2.9.*' 'torchvision==0.24.*' 'torch_xla[tpu]==2.9.*' -e .
 #
 # sh recipes/launch/tpu.sh pretrain_vit_tiny data.train=shards/train training.precision=bf16
 #
@@ -7,4 +7,5 @@
 # (PJRT_DEVICE=CPU); it has not been run on a TPU.
 set -eu
 export PJRT_DEVICE="${PJRT_DEVICE:-TPU}"
+python -c "import torch_xla" || exit 2 # without it, training would use the CPU
 exec python -m ssl_vit train "$@"

@@ -48,6 +48,8 @@ def sheet(columns: dict[str, np.ndarray], across: int) -> Figure:
         axes.set_axis_off()
         for column, (heading, shown) in enumerate(zip(columns, pictures, strict=True)):
             shown = shown.repeat(height // shown.shape[1], axis=1).repeat(width // shown.shape[2], axis=2)
+            missing = height - shown.shape[1], width - shown.shape[2]  # pixels that are in no patch
+            shown = np.pad(shown, ((0, 0), (0, missing[0]), (0, missing[1]), (0, 0)), mode="edge")
             for n, picture in enumerate(shown):
                 y, x = n // across * step_y, n % across * group + column * step_x
                 canvas[y : y + height, x : x + width] = picture

@@ -96,7 +96,7 @@ def compare(
     study = load_comparison(recipe, changed)
     from ssl_vit import progress  # and torch, after the keys were checked
     from ssl_vit.comparison import looks, run
-    from ssl_vit.comparison.checks import check
+    from ssl_vit.comparison.checks import PRECISION, check
     from ssl_vit.comparison.weights import import_arms
 
     if dry_run:
@@ -108,6 +108,13 @@ def compare(
         run.compare(study, only=only, command=command, say=_print)
     else:
         checked = check(looks.resume(import_arms(study, progress.say)), progress.say, trial=False)
+        recipes = checked.plan.recipes.keys()
+        auto = [arm for arm in recipes & study.recipes.keys() if study.recipes[arm].training.precision == "auto"]
+        if auto and len(auto) < len(recipes) and not (checked.plan.run / PRECISION).is_file():
+            raise UserError(
+                f"arms.{auto[0]}: precision=auto is measured by the first task, and arms of another precision have "
+                "references of their own: set training.precision in the arm's overrides before --list"
+            )
         print(f"# run: {checked.plan.run}")
         for task, level in zip(checked.plan.tasks, checked.plan.levels, strict=True):
             print(f"{task.id}\t{level}\t{'missing' if task in checked.missing else 'done'}")

@@ -39,14 +39,10 @@ def keys(
     if every:
         print(reference(), end="")
         return
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table("key", "type", "default", "meaning", show_lines=False)
+    indent = " " * 4
     for key in found.keys(_config(topic)):
-        table.add_row(*map(Text, (key.name, key.kind, key.default, key.meaning)))
-    Console().print(table)
+        print(f"{key.name}{f'={key.default}' if key.default else ''}  ({key.kind})")
+        print(textwrap.fill(key.meaning, _width(), initial_indent=indent, subsequent_indent=indent))
 
 
 class CommandWithKeys(TyperCommand):
@@ -73,7 +69,7 @@ def brief(topic: str) -> Iterator[str]:
     """The keys of a topic with their defaults and the first words of their meanings, at most two lines each."""
     from ssl_vit import keys as found
 
-    width = max(shutil.get_terminal_size().columns, 60)
+    width = _width()
     for key in found.keys(_config(topic)):
         if key.kind == "section" and not key.default:
             continue
@@ -84,6 +80,10 @@ def brief(topic: str) -> Iterator[str]:
         padded = [" " * _NAMES + line for line in lines] or [""]
         yield from start or [name.ljust(_NAMES) + padded.pop(0).strip()]
         yield from padded
+
+
+def _width() -> int:
+    return max(shutil.get_terminal_size().columns, 60)
 
 
 def reference() -> str:

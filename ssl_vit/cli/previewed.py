@@ -33,7 +33,7 @@ def comparison(preview: ComparisonDryRun, as_json: bool) -> None:
         return
     table = Table(title="Hours on this machine, one task after the other", title_justify="left")
     for header in ("", "parameters", "GFLOP", "steps", "pretrain", "fine-tune", "features"):
-        table.add_column(header, justify="right" if header else "left", no_wrap=True)
+        table.add_column(header, justify="right" if header else "left", overflow="fold")
     for arm, cost in preview.arms.items():
         run, hours = cost.pretraining, (cost.pretraining_hours, cost.fine_tuning_hours, cost.features_hours)
         sizes = (run.parameters, run.gflop_per_image, run.steps) if run else ("", "", "")

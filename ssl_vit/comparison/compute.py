@@ -56,7 +56,7 @@ def equalize(plan: Plan, shards: dict[str, ShardSet]) -> Plan:
                         "different FLOPs; give this arm one batch size and one image size"
                     )
                 settings[data, evaluator, of] = built.config.model_copy(
-                    update={"extra_steps": round(total / by_cost.pop())}
+                    update={"extra_steps": built.config.extra_steps + round(total / by_cost.pop())}
                 )
     return replace(plan, study=replace(plan.study, evaluators=settings))
 

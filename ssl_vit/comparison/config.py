@@ -95,8 +95,9 @@ class ComparisonConfig(Config):
     jobs: local processes that run tasks (1: this process).
     scheduler: address of a dask scheduler, such as tcp://host:8786, whose workers run the tasks. They share the
         directory that the command runs in, and are started there.
-    study: draw accuracy over `samples` (pretraining images) or `flops` (pretraining compute), a line per series, and
-        compare arms of the same size instead of every pair.
+    study: draw accuracy over `samples` (pretraining images) or `flops` (pretraining compute), a line per series.
+        Instead of every pair, arms are compared with those of the same size and with baselines, and arms under test
+        also with supervised arms and references.
     controls: repeats with other random seeds, where no difference is expected: `frozen`, two untrained encoders under
         the first evaluator of frozen features, which costs little; true: also the first arm from scratch; false: none.
     pictures: attention, filters and reconstructions of every encoder (`ssl-vit inspect`).

@@ -27,7 +27,8 @@ def fingerprint(design: Design, task: TaskRecord) -> str:
         evaluator = design.evaluator(task.data, task.evaluator, task.arm)
         budgets, seeds = design.budgets_and_seeds(task)
         given = evaluator.config.model_dump(mode="json", exclude={"labels_per_class", "seeds"})
-        settings = _learned(given, "training.accumulate", "training.auto_batch")  # batch norm sees one micro-batch
+        counted = [key for key in runs.MAY_CHANGE if not key.startswith("training.")]  # else keys of other packages
+        settings = _learned(given, "training.accumulate", "training.auto_batch", *counted)  # batch norm sees a part
         content += [task.evaluator, settings, budgets, [*seeds.items()]]
         content += [design.study.sets[task.data].metric]  # settings are selected by it
         content += filter(None, [plugins.checksum("evaluators", task.evaluator)])
@@ -52,7 +53,9 @@ def _origin(design: Design, task: TaskRecord) -> list[Any]:
     if row.kind == "weights":
         given = str(design.study.comparison.arms[row.name].weights)
         files = [factory.find_weights(given) / name for name in (factory.WEIGHTS, factory.CONFIG)]
-        head = checkpoint.newest_of(Path(given))
+        of_head = task.evaluator and design.evaluator(task.data, task.evaluator, task.arm).needs_head
+        with_head = task.kind == "pictures" or of_head
+        head = checkpoint.newest_of(Path(given)) if with_head else None
         origin += (_sum(design, path) for path in [*files, *([head / checkpoint.OBJECTIVE] if head else [])])
     return origin
 

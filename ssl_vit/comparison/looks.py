@@ -109,8 +109,8 @@ def _new_pretrainings_pay(comparison: Comparison, head: Difference, per: int) ->
     seconds: dict[str, list[float]] = {"pretrain": [], "measure": []}
     for task in comparison.record.tasks:
         here = task.kind == "pretrain" or (task.data, task.evaluator) == (head.place.data, head.place.evaluator)
-        if here and task.arm in (head.arm, head.against) and task.id in comparison.tasks and task.kind in seconds:
-            seconds[task.kind].append(comparison.tasks[task.id].seconds)
+        if here and task.kind in seconds and (done := comparison.tasks.get(task.id)):  # each arm gets what is added
+            seconds[task.kind].append(done.run.seconds if done.run else done.seconds)
     count = head.estimate.units
     per_pretraining, per_seed = sum(seconds["pretrain"]) / count, sum(seconds["measure"]) / (count * per)
     within = head.within_variance / per

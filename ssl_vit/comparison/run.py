@@ -90,7 +90,8 @@ def _run_tasks(study: Study, only: str | None, command: str, say: Say) -> Checke
         raise
     lost = distributed.gather([path_of(plan, task) for task in tasks if not is_done(plan, task)])[0]
     if lost:
-        raise RunError(f"{lost[0]}: not there, although its task has finished; workers must share run={plan.run}")
+        what = "another command replaced it" if lost[0].is_file() else "not there, although its task has finished"
+        raise RunError(f"{lost[0]}: {what}; workers must share run={plan.run}, and commands with other keys must not")
     return checked
 
 

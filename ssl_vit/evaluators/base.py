@@ -152,6 +152,10 @@ class Evaluator(ABC):
         seed: seed of everything that is drawn.
         """
 
+    def for_source(self, source: str) -> Evaluator:
+        """This evaluator with the settings and the sweep that it uses for a source."""
+        return self
+
     def check(self, encoder: Encoder, images: int) -> None:  # noqa: B027
         """Raises UserError where `fit` would, for an encoder and a number of labeled and test images; cheap."""
 

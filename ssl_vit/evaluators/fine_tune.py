@@ -95,8 +95,15 @@ class Evaluator(BaseEvaluator):
             encoder = factory.at_size(trained, c.image_size or trained.image_size, c.position_resampling)
             return fit(self, images, self._with_rates(encoder), seed)
         encoder = factory.fresh(trained, seed, c.image_size)
-        one_rate = c.model_copy(update={"optim": c.optim.model_copy(update={"layer_decay": None})})
-        return fit(Evaluator(one_rate), images, self._with_rates(encoder), seed)
+        return fit(self.for_source(images.source), images, self._with_rates(encoder), seed)
+
+    def for_source(self, source: str) -> Evaluator:
+        """Training from scratch has one rate for all layers."""
+        if source != "untrained":
+            return self
+        optim = self.config.optim.model_copy(update={"layer_decay": None})
+        sweep = {key: values for key, values in self.config.sweep.items() if key != "optim.layer_decay"}
+        return Evaluator(self.config.model_copy(update={"optim": optim, "sweep": sweep}))
 
     def stage(self, data: DataConfig, encoder: EncoderConfig, images: int, seed: int) -> Recipe:
         c: Config = self.config

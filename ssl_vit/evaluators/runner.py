@@ -245,7 +245,7 @@ def _results(
             shape, kind = found.predicted.shape, found.predicted.dtype
             raise UserError(
                 f"{evaluator.title}: it predicted {kind} {shape} for {len(found.labels)} images; return a class number "
-                "per image, from 0 on"
+                "per image, from 0 on, in ascending order of the images"
             )
         used = len(labels) if outputs.labels is None else outputs.labels
         unreadable = (f"{len(labels) - used} of {len(labels)} labeled images could not be read",)

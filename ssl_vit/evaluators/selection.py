@@ -35,7 +35,9 @@ def select(
     If all candidates that were kept for later splits diverge, the best of the dropped ones is selected.
     Raises UserError if all candidates diverge.
     """
-    candidates, context, train = candidates_of(evaluator), splits[0][0].context, splits[0][0]
+    context, train = splits[0][0].context, splits[0][0]
+    evaluator = evaluator.for_source(train.source)
+    candidates = candidates_of(evaluator)
     scores: dict[int, list[float]] = {index: [] for index in range(len(candidates))}
     # Of the first split, for those that are still candidates; None: not fitted by this process.
     fitted: dict[int, Classifier | None] = {}

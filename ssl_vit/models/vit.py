@@ -120,7 +120,8 @@ class ViTEncoder(Encoder):
 
     def untrained(self, image_size: Size | None = None) -> Self:
         size = self.image_size if image_size is None else pair(image_size)
-        check_size(size, self.patch_size, "image_size")
+        if size != self.image_size:  # which imported weights may have for a convolution that drops the last pixels
+            check_size(size, self.patch_size, "image_size")
         return type(self)(self.name, {**self.arguments, "img_size": size}, self.mean, self.std, **self.own_settings)
 
     def embed(self, images_BCHW: torch.Tensor) -> torch.Tensor:

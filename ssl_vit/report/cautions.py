@@ -197,7 +197,7 @@ def swept(comparison: Comparison, data: str, evaluator: str, arm: str) -> dict[s
 def _edges_by_seed(comparison: Comparison, data: str) -> list[str]:
     """Settings of evaluators on frozen features, which each seed selects: those of three values or more whose smallest
     (0 apart) or largest one was selected by more than half of an arm's seeds."""
-    rows, arms_by_setting = comparison.table.results, dict[str, list[str]]()
+    rows, arms_by_setting = comparison.measured.results, dict[str, list[str]]()  # of each fold
     frozen = {name: one for name, one in comparison.record.evaluators.items() if not one.trains_encoder}
     for (name, evaluator), arm in product(frozen.items(), comparison.arms):
         found = [one.selected for one in rows if (one.data, one.evaluator, one.arm) == (data, name, arm)]

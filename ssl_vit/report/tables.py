@@ -217,7 +217,7 @@ def rich_table(shown: Shown) -> RichTable:
     """A table for rich, first column aligned left. Cells are Text: rich would read square brackets in str as markup."""
     table = RichTable(title=Text(printable(shown.title)), title_justify="left")
     for number, header in enumerate(shown.frame.columns):
-        table.add_column(Text(printable(str(header))), justify="right" if number else "left")
+        table.add_column(Text(printable(str(header))), justify="right" if number else "left", overflow="fold")
     for row in shown.frame.itertuples(index=False):
         table.add_row(*(Text(printable(str(cell))) for cell in row))
     return table

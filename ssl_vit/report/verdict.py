@@ -29,7 +29,8 @@ def interval(comparison: Comparison, summary: Summary) -> str:
     rows = [*summary.accuracies, *summary.differences, *summary.means]
     units = sorted({"pretrainings" if row.estimate.units < row.seeds else "seeds" for row in rows})
     unit = "seeds (pretrainings, where an arm has several but fewer than seeds)" if len(units) > 1 else "".join(units)
-    if units == ["seeds"] and comparison.record.pretrainings == len(comparison.record.seeds) > 1:
+    pretrained = any(arm.kind == "pretrained" for arm in comparison.record.arms)
+    if pretrained and units == ["seeds"] and comparison.record.pretrainings == len(comparison.record.seeds) > 1:
         unit = "seeds, each with its own pretraining,"
     sentence = (
         f"± is the {HALF_WIDTH.format(unit or 'seeds')} (Student's t on a two-way random-effects analysis of variance; "
@@ -99,7 +100,7 @@ def notes(comparison: Comparison) -> list[str]:
         "A seed draws the labeled images, the initial classifier (from scratch, the initial network) and the order "
         "and augmentation of the images."
     )
-    if pretrainings > 1:
+    if pretrainings > 1 and any(arm.kind == "pretrained" for arm in comparison.record.arms):
         seed += f" Each pretrained arm has {pretrainings} pretrainings; each seed uses one of them."
     of_rows = of_datasets(comparison, ((row.data, note) for row in comparison.table.results for note in row.notes))
     skipped = [f"{len(comparison.skipped)} unreadable sample(s) were skipped: {listed(comparison.skipped)}."]

@@ -134,7 +134,8 @@ class Checkpointing(Callback):
             return
         # A process advances its own lanes alone, so the furthest position is that of the process that owns the lane.
         progress.lanes[:] = [max(lane) for lane in zip(*distributed.gather(progress.lanes), strict=True)]
-        checkpoint.save(job.run, progress.step, trainer.state, job.training.keep_last)
+        resize = job.recipe.get("data.evaluation_resize", 1.0)
+        checkpoint.save(job.run, progress.step, trainer.state, job.training.keep_last, resize)
         self.saved = progress.step
 
 

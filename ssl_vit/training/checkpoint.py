@@ -114,9 +114,11 @@ def defect(folder: Path) -> str | None:
         raise RunError(f"{folder}: cannot be read ({error}); {hint}") from None
 
 
-def save(run: Path, step: int, state: State, keep_last: int) -> Path:
+def save(run: Path, step: int, state: State, keep_last: int, resize: float = 1.0) -> Path:
     """Write a checkpoint of all processes' state, then drop all but the newest `keep_last` and those that were
     evaluated. Every process must call it.
+
+    resize: `data.evaluation_resize`, for timm.
 
     Raises RunError, on every process, when it cannot be written; older checkpoints are untouched.
     """
@@ -125,7 +127,7 @@ def save(run: Path, step: int, state: State, keep_last: int) -> Path:
         if is_main_process():
             unfinished = target.with_name(f".{target.name}.tmp")
             try:
-                _write(unfinished, state, files)
+                _write(unfinished, state, files, resize)
                 shutil.rmtree(target, ignore_errors=True)  # incomplete: no run reads it
                 unfinished.rename(target)
                 flush(target.parent)
@@ -139,13 +141,13 @@ def save(run: Path, step: int, state: State, keep_last: int) -> Path:
     return target
 
 
-def _write(folder: Path, state: State, files: dict[str, Tensors]) -> None:
+def _write(folder: Path, state: State, files: dict[str, Tensors], resize: float) -> None:
     """All files with their checksums, flushed to the disk."""
     if not folder.parents[1].is_dir():
         raise RunError(f"{folder.parents[1]} was removed during the training: restore it and run the command again")
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    factory.write_config(encoder_of(state.objective), folder / factory.CONFIG)
+    factory.write_config(encoder_of(state.objective), folder / factory.CONFIG, resize=resize)
     for name, tensors in files.items():
         save_file(tensors, folder / name)
     (folder / _STATE).write_text(

@@ -44,15 +44,16 @@ def test_an_arm_trains_with_another_ones_total_compute(mini: Mini) -> None:
 
 
 def test_the_compute_of_all_views_is_given(mini: Mini) -> None:
-    def extra(views: int) -> int:
+    def extra(views: int, **more: int) -> int:
         lejepa = {"recipe": "digits_lejepa", "overrides": [*STEPS, "training.steps=40", f"data.views={views}"]}
-        study = load_comparison(mini(arms=ARMS | {"ssl": lejepa}, evaluators=ONE))
+        study = load_comparison(mini(arms=ARMS | {"ssl": lejepa}, evaluators={"fine_tune": ONE["fine_tune"] | more}))
         plan = check(study).plan
         found = plan.study.evaluators["data", "fine_tune", "longer"]
         assert isinstance(found, TrainedConfig)
         return found.extra_steps
 
     assert extra(4) == pytest.approx(2 * extra(2), rel=0.02)
+    assert extra(2, extra_steps=7) == extra(2) + 7
 
 
 def test_scratch_has_the_architecture_of_the_arm_with_its_compute(mini: Mini, few_digits: Path) -> None:

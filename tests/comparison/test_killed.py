@@ -128,4 +128,4 @@ def test_slurms_script_runs_every_task_and_writes_the_report(recipe: Path, tmp_p
     again = subprocess.run(
         [str(SLURM), str(recipe), *overrides], env=environment, capture_output=True, text=True, timeout=300, check=True
     )
-    assert "stage" not in again.stdout, "nothing is left to do but the report"
+    assert "level " not in again.stdout, "nothing is left to do but the report"

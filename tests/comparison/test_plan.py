@@ -224,16 +224,34 @@ def test_a_head_is_evaluated_only_of_arms_that_have_one(mini: Any) -> None:
         _ = Plan(study).tasks
 
 
+def test_keys_of_another_packages_evaluator_count_whatever_their_names(
+    mini: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "with_a_teacher.py").write_text(
+        "from ssl_vit.evaluators import knn\n"
+        "class Config(knn.Config):\n"
+        "    init_from: str = ''\n"
+        "class Evaluator(knn.Evaluator): ...\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    one, other = (
+        prints(Plan(load_comparison(mini(evaluators={"with_a_teacher:Evaluator": {"init_from": teacher}}))))
+        for teacher in ("a", "b")
+    )
+    assert {name.split("-")[1] for name in changed(one, other)} >= {"ssl", "untrained"}
+
+
 def test_weights_count_by_their_content(finished: Comparison, mini: Any, tmp_path: Path) -> None:
     """Both those that are given and those that a pretraining starts from."""
     weights, made = tmp_path / "weights", finished.paths[0]
     weights.mkdir()
     for name in ("encoder.safetensors", "config.json"):
         shutil.copy(made / "ssl" / name, weights)
+    shutil.copytree(made / "ssl", tmp_path / "copy")
     arms = {
         "ssl": {"label": "SSL", "recipe": "digits_ssl", "overrides": [f"init_from={weights}"]},
         "given": {"label": "given", "weights": str(weights)},
-        "run": {"label": "run", "weights": str(made / "ssl")},
+        "run": {"label": "run", "weights": str(tmp_path / "copy")},
     }
     study = load_comparison(mini(arms=arms))
 
@@ -244,6 +262,8 @@ def test_weights_count_by_their_content(finished: Comparison, mini: Any, tmp_pat
     shutil.copy(made / "supervised" / "encoder.safetensors", weights)
     assert changed(before, now()) == {"pretrain-ssl-0", "few_shot-ssl-0", "few_shot-given-0"}
     before = now()
+    shutil.rmtree(tmp_path / "copy" / "checkpoints")
+    assert not changed(before, now()), "no evaluator here reads the head that only checkpoints hold"
     config = json.loads((weights / "config.json").read_text())
     config["pretrained_cfg"]["mean"] = [0.25]
     (weights / "config.json").write_text(json.dumps(config))

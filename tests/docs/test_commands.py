@@ -5,6 +5,7 @@ Every line of a shell block is run with small settings, or checked by the first 
 
 from __future__ import annotations
 
+import argparse
 import functools
 import importlib
 import re
@@ -12,6 +13,7 @@ import runpy
 import shlex
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,7 +32,7 @@ GUIDES, RESULTS = "recipes/README.md", "recipes/RESULTS.md"
 DOCUMENTS = ("README.md", GUIDES, RESULTS, "CONTRIBUTING.md", "tools/README.md", "ssl_vit/README.md")
 RULES = [  # (pattern, how a line is checked instead of being run)
     (r"(python3 -m venv|\.ci/run|\S*pdoc|\S*pre-commit|tools/\w+\.sh)\b", "elsewhere"),  # tests/test_packaging.py
-    (r"(\w+=\S+ )?python tools/\w+\.py", "imported"),  # runs for minutes
+    (r"(\w+=\S+ )?python tools/\w+\.py", "begun"),  # runs for minutes
     (r"(accelerate launch|sbatch|(sh )?recipes/launch/\S+\.sh) ", "parsed"),  # tests/processes runs the launch files
     (r"ssl-vit (import vit_|shards make \w[\w-]+/\w)", "parsed"),  # needs the hub
     (r"ssl-vit ", "run"),
@@ -150,12 +152,33 @@ def test_the_first_two_commands_install_and_run() -> None:
     ]
 
 
+class Parsed(Exception):
+    pass
+
+
+def begin(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run a script until its arguments are parsed; one without a parser is imported. Words in capitals stand for 1."""
+    script, *words = shlex.split(text.partition("python ")[2])
+    for name in ("parse_args", "parse_intermixed_args"):
+        original = getattr(argparse.ArgumentParser, name)
+
+        def parsed(self: Any, *given: Any, parse: Any = original) -> None:
+            parse(self, *given)
+            raise Parsed
+
+        monkeypatch.setattr(argparse.ArgumentParser, name, parsed)
+    monkeypatch.setattr(sys, "argv", [script, *("1" if re.fullmatch(r"[A-Z]+", word) else word for word in words)])
+    takes_words = "ArgumentParser(" in (ROOT / script).read_text()
+    with pytest.raises(Parsed) if takes_words else nullcontext():
+        runpy.run_path(str(ROOT / script), run_name="__main__" if takes_words else "imported")
+
+
 @pytest.mark.parametrize("line", [*LINES, *INLINE, *HEADERS.values()], ids=" ".join)
-def test_a_command_has_a_rule_and_valid_words(line: Line) -> None:
+def test_a_command_has_a_rule_and_valid_words(line: Line, monkeypatch: pytest.MonkeyPatch) -> None:
     how = line.rule() if line in LINES or "tools/" in line.text else "parsed"
     assert how != "none", f"{line.document}: no rule for `{line.text}`"
-    if how == "imported":
-        runpy.run_path(next(str(ROOT / word) for word in line.text.split() if word.startswith("tools/")))
+    if how == "begun":
+        begin(line.text, monkeypatch)
     elif how == "parsed":
         parse(line.text)
 

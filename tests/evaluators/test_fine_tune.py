@@ -223,6 +223,16 @@ def test_training_from_scratch_has_no_layer_decay(trained: Path, monkeypatch: py
     assert found == {"trained": 0.5, "untrained": None}
 
 
+def test_a_sweep_of_the_layer_decay_is_not_one_of_training_from_scratch(context: EvalContext) -> None:
+    content = {"sweep": {"optim.lr": [0.01, 0.02], "optim.layer_decay": [0.5, 0.9]}, "optim": {"layer_decay": 0.7}}
+    content |= {"training": {"steps": 1, "batch_size": 16}, "lanes": 4}
+    evaluator = fine_tune.Evaluator(fine_tune.Config.model_validate(content))
+    tried = {source: runner.sweep(evaluator, context, source, 5, 0)[0] for source in ("trained", "untrained")}
+    assert [len(record.candidates) for record in tried.values()] == [4, 2]
+    assert tried["trained"].best.keys() == {"optim.lr", "optim.layer_decay"}
+    assert tried["untrained"].best.keys() == {"optim.lr"}
+
+
 def test_positions_of_another_size_are_resampled_as_asked(
     tuned: Tuned, objectives: list[classification.Objective]
 ) -> None:

@@ -152,7 +152,7 @@ def test_bad_samples_end_an_evaluation_where_they_must_not_be_skipped(place: Pat
     evaluate = ["eval", "run", "few_shot", "--data", place / "good", "--test", "images", "seeds=[0]"]
     outcome = run(tmp_path, train(place / "good", *keys), evaluate)
     harmless(outcome, 0, 0)
-    assert "images are gray" not in outcome.text
+    assert "are gray, and" not in outcome.text
     recipe = tmp_path / "run" / "recipe.yaml"
     recipe.write_text(recipe.read_text().replace("on_bad_sample: skip", "on_bad_sample: fail"))
     outcome = run(tmp_path, evaluate)

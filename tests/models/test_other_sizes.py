@@ -6,13 +6,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from ssl_vit.analysis.figures import attention
 from ssl_vit.interfaces import UserError
 from ssl_vit.models import Resampling
 from ssl_vit.models.factory import at_size, fresh, initialize, load, state
 from ssl_vit.models.position import resample
+from ssl_vit.models.vit import ViTEncoder
 
 Make = Callable[..., Any]
 
@@ -55,6 +58,21 @@ def test_the_two_methods_differ_and_a_size_already_had_is_a_copy(make_encoder: M
     with torch.no_grad():
         same.network.pos_embed.zero_()
     assert source.network.pos_embed.abs().max() > 0
+
+
+def test_weights_for_a_size_that_the_patch_does_not_divide_are_evaluated_at_it(
+    shaken: Make, tmp_path: Path, saved: Make
+) -> None:
+    """As SigLIP's 384 pixels with patches of 14, whose convolution drops the last pixels."""
+    arguments = {"img_size": (18, 18), "patch_size": 4, "embed_dim": 16, "depth": 1, "num_heads": 2}
+    encoder = shaken(ViTEncoder("vit_tiny_patch16_224", arguments, 0.5, 0.5))
+    again = fresh(load(saved(tmp_path, encoder)), 0)
+    assert (again.image_size, again.grid, again.outline().grid) == ((18, 18), (4, 4), (4, 4))
+    with pytest.raises(UserError, match="image_size=22 is not a multiple"):
+        fresh(again, 0, 22)
+    images = np.zeros((2, 18, 18, 3), dtype=np.uint8)
+    weights = np.ones((2, *again.grid))
+    assert attention(images, weights).axes
 
 
 def test_fixed_positions_stay_fixed_at_another_size(

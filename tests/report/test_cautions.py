@@ -8,7 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from ssl_vit.records import ArmRecord, EvaluatorRecord, SkippedSample, SweepRecord
+from ssl_vit.records import ArmRecord, DataRecord, EvaluatorRecord, SkippedSample, SweepRecord
 from ssl_vit.report.cautions import architecture_differences, of_datasets
 from ssl_vit.report.read import read
 from ssl_vit.report.verdict import notes
@@ -126,9 +126,11 @@ def test_arms_of_another_architecture_are_named_with_what_differs(folder: Path) 
 
 
 def test_settings_that_seeds_select_at_the_edge_are_a_caution(folder: Path) -> None:
+    def settings_of(sweep: Sequence[float]) -> dict[str, Any]:
+        return {"digits": {"sweep": {"lr": list(sweep)}}}
+
     def cautioned(name: str, *rates: float, sweep: Sequence[float] = (0.1, 0.2, 0.3)) -> str:
-        settings = {"digits": {"sweep": {"lr": list(sweep)}}}
-        evaluators = {"few_shot": EVALUATORS["few_shot"].model_copy(update={"settings": settings})}
+        evaluators = {"few_shot": EVALUATORS["few_shot"].model_copy(update={"settings": settings_of(sweep)})}
         rows = [replace(row("ssl", 5, n, 0.5), evaluator="few_shot", selected={"lr": r}) for n, r in enumerate(rates)]
         return said(folder / name, rows, evaluators=evaluators)
 
@@ -137,6 +139,12 @@ def test_settings_that_seeds_select_at_the_edge_are_a_caution(folder: Path) -> N
     assert "edge of the sweep" not in cautioned("half", 0.3, 0.3, 0.2, 0.2)
     assert "edge of the sweep" not in cautioned("zero", 0.0, 0.0, sweep=(0.0, 0.1, 0.2))
     assert "edge of the sweep" not in cautioned("two values", 0.3, 0.3, sweep=(0.1, 0.3))
+    evaluators = {"few_shot": EVALUATORS["few_shot"].model_copy(update={"settings": settings_of((0.1, 0.2, 0.3))})}
+    chosen = [(0, 0, 0.3), (0, 1, 0.2), (1, 0, 0.3), (1, 1, 0.3)]  # (seed, fold, rate)
+    rows = [replace(row("ssl", 5, n, 0.5), evaluator="few_shot", fold=f, selected={"lr": r}) for n, f, r in chosen]
+    tests = {f"digits test of fold {fold}": DataRecord(path="data", samples=107) for fold in (0, 1)}
+    text = said(folder / "folds", rows, evaluators=evaluators, folds=2, data=tests)
+    assert "lr 0.3 (masked patch prediction, 3 of 4 selections)" in text
 
 
 def test_the_edge_is_that_of_an_arms_own_sweep(folder: Path) -> None:

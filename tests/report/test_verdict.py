@@ -112,7 +112,7 @@ def test_pretrainings_are_the_unit_where_they_are_fewer_than_seeds(folder: Path)
     assert (head.unit, head.estimate.units, head.seeds, head.fixed) == ("pretraining", 2, 4, ())
     text = said(folder.parent / "again", rows)
     assert "(Fine-tuning, 2 pretrainings, 4 seeds, 100 test images)" in text
-    assert "about one pretraining" not in text
+    assert "pretrained only once" not in text
     assert "% from pretrainings, " in text
     each = [replace(one, pretraining_seed=one.seed) if one.arm == "ssl" else one for one in rows]
     assert summary(folder.parent / "each", each).headlines[0].unit == "seed"
@@ -124,7 +124,7 @@ def test_the_verdict_says_where_its_uncertainty_comes_from(folder: Path) -> None
     text = said(folder.with_name("d"), two_arms(0.02))
     said_so = f"Estimated variance of this difference: {seeds} from seeds, {images} from test images, {rest} from their"
     assert said_so in text
-    assert "Variance" not in said(folder.with_name("e"), two_arms(0.02, seeds=1)), "no interval"
+    assert "Estimated variance" not in said(folder.with_name("e"), two_arms(0.02, seeds=1)), "no interval"
 
 
 def test_what_would_decide_is_counted_in_the_unit_that_was_used(folder: Path) -> None:
@@ -351,6 +351,11 @@ def test_given_weights_are_one_pretraining(folder: Path) -> None:
     given = ArmRecord(name="ssl", label="mine", kind="weights", run="mine", architecture=ARMS[0].architecture)
     head = summary(folder, two_arms(0.2), arms=(given, ARMS[1])).headlines[0]
     assert (head.unit, head.fixed) == ("seed", ("ssl",))
+    for arm, own in ((given, False), (ARMS[0], True)):
+        written = write_comparison(folder / arm.kind, two_arms(0.2), arms=(arm, ARMS[1]), pretrainings=3)
+        comparison = read([written])
+        covered = " ".join([interval(comparison, summarize(comparison)), *notes(comparison)])
+        assert ("each with its own pretraining" in covered) == ("has 3 pretrainings" in covered) == own
 
 
 def test_only_what_is_pretrained_in_each_fold_is_said_to_be(folder: Path) -> None:

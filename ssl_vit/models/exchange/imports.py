@@ -79,9 +79,7 @@ def _try_out(model: Encoder, weights: str) -> None:
             tokens = model.eval()(torch.zeros(1, model.channels, *model.image_size, dtype=torch.uint8))
     except _MISSHAPEN as error:
         why = f"{type(error).__name__}: {_first_words(error)}"
-        raise UserError(
-            f"{weights}: its config.json describes a model that cannot compute ({why}); correct it"
-        ) from None
+        raise UserError(f"{weights}: the model of its config.json cannot compute ({why}); correct it") from None
     if not tokens.isfinite().all():
         raise UserError(f"{weights}: its features are infinite or NaN: its weights or its config.json are damaged")
 
@@ -163,6 +161,7 @@ def _timm(spec: str, origin: str, architecture: str, config: dict[str, Any]) -> 
         raise UserError(f"{origin}: timm cannot load it: {_first_words(error)}") from None
     cfg = network.pretrained_cfg
     channels, *size = cfg["input_size"]
+    larger = int(size[0] / (cfg.get("crop_pct") or 1))
     arguments = {key: value for key, value in (config.get("model_args") or {}).items() if key != "num_classes"}
     size = network.patch_embed.img_size if factory.is_vit(architecture) else pair(arguments.get("img_size", size))
     return Imported(
@@ -172,6 +171,9 @@ def _timm(spec: str, origin: str, architecture: str, config: dict[str, Any]) -> 
         tuple(cfg["mean"]),
         tuple(cfg["std"]),
         {key: config[key] for key in OWN_SETTINGS if key in config},
+        notes=[
+            f"timm evaluates crops of {size[0]} of {larger} pixels; here data.evaluation_resize sets the larger size"
+        ],
         license=cfg.get("license"),
     )
 
@@ -276,10 +278,8 @@ def _loads_anything(name: str) -> bool:
 
 
 def _tensors(path: Path) -> Tensors:
-    """The tensors of a safetensors file or a PyTorch checkpoint, without the wrappers of training scripts.
-
-    Raises UserError for a damaged file, for one with code in it (which is not run), for one without tensors.
-    """
+    """The tensors of a safetensors file or a PyTorch checkpoint, without the wrappers of training scripts. Raises
+    UserError for a damaged file, for one with code in it (which is not run), for one without tensors."""
     try:
         if zipfile.is_zipfile(path):
             check_archive(path)
