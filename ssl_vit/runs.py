@@ -87,7 +87,11 @@ def _finished(run: Path) -> bool:
             return True
         raise UserError(f"{run} has been trained, but its checkpoints are gone: delete it, or set run=PATH")
     last = checkpoints[-1]
-    if last.name != f"step_{records.read(summary, RunSummary).steps:08d}" or checkpoint.defect(last) is not None:
+    try:
+        steps = records.read(summary, RunSummary).steps
+    except UserError:  # damaged: the run resumes from its last checkpoint, and writes it again
+        return False
+    if last.name != f"step_{steps:08d}" or checkpoint.defect(last) is not None:
         return False
     return all((run / name).exists() and filecmp.cmp(run / name, last / name, shallow=False) for name in names)
 
@@ -128,10 +132,10 @@ def check(run: Path, settings: Recipe, data: str | None = None) -> None:
                 f"{run} was trained with another version of {settings.objective.name}: give this run another directory "
                 "with run=PATH, delete that one, or restore the old version"
             )
-        if about.get("init_from") != (_origin(settings) if settings.init_from else None):
+        if about and about.get("init_from") != (_origin(settings) if settings.init_from else None):
             raise UserError(
-                f"{run} was initialized from other weights than init_from={settings.init_from} holds now: give this "
-                "run another directory with run=PATH, delete that one, or restore the old weights"
+                f"{run} was initialized from other weights than init_from={settings.init_from} names: give this run "
+                "another directory with run=PATH, delete that one, or restore the old weights"
             )
         if data is not None:
             _check_data(run, data)

@@ -4,7 +4,7 @@
 # sh recipes/launch/elastic.sh pretrain_vit_tiny data.train=/shared/shards/train run=/shared/runs/big
 #
 # Run it on every machine with these environment variables: NODES (min:max), GPUS (per machine), MAIN (host:port of one
-# machine). After any failure, a wrong key too, it starts again up to RESTARTS times (10): set RESTARTS=0 for the first try.
+# machine). It restarts after any failure, a wrong key included, up to RESTARTS times (10).
 # data.lanes must be a multiple of every possible number of processes.
 # Status: tested once with CPU processes, not by the test suite.
 set -eu

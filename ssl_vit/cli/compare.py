@@ -108,12 +108,11 @@ def compare(
         run.compare(study, only=only, command=command, say=_print)
     else:
         checked = check(looks.resume(import_arms(study, progress.say)), progress.say, trial=False)
-        recipes = checked.plan.recipes.keys()
-        auto = [arm for arm in recipes & study.recipes.keys() if study.recipes[arm].training.precision == "auto"]
-        if auto and len(auto) < len(recipes) and not (checked.plan.run / PRECISION).is_file():
+        auto = [arm for arm, settings in study.recipes.items() if settings.training.precision == "auto"]
+        if auto and len(auto) < len(checked.plan.recipes) and not (checked.plan.run / PRECISION).is_file():
             raise UserError(
-                f"arms.{auto[0]}: precision=auto is measured by the first task, and arms of another precision have "
-                "references of their own: set training.precision in the arm's overrides before --list"
+                f"training.precision=auto of {', '.join(auto)} is measured by the first task, and arms of different "
+                "precisions have different references: set training.precision of these arms before --list"
             )
         print(f"# run: {checked.plan.run}")
         for task, level in zip(checked.plan.tasks, checked.plan.levels, strict=True):

@@ -27,7 +27,8 @@ def fingerprint(design: Design, task: TaskRecord) -> str:
         evaluator = design.evaluator(task.data, task.evaluator, task.arm)
         budgets, seeds = design.budgets_and_seeds(task)
         given = evaluator.config.model_dump(mode="json", exclude={"labels_per_class", "seeds"})
-        counted = [key for key in runs.MAY_CHANGE if not key.startswith("training.")]  # else keys of other packages
+        # Evaluators of other packages may have keys of these names.
+        counted = [key for key in runs.MAY_CHANGE if not key.startswith("training.")]
         settings = _learned(given, "training.accumulate", "training.auto_batch", *counted)  # batch norm sees a part
         content += [task.evaluator, settings, budgets, [*seeds.items()]]
         content += [design.study.sets[task.data].metric]  # settings are selected by it
@@ -45,17 +46,16 @@ def _origin(design: Design, task: TaskRecord) -> list[Any]:
         learned = _learned(recipe.model_dump(mode="json", exclude={"name"}))
         if changed := plugins.checksum("objectives", recipe.objective.name):
             learned["objective.file"] = changed
-        if recipe.init_from:
-            learned["init_from"] = _sum(design, factory.find_weights(recipe.init_from) / factory.WEIGHTS)
+        start = recipe.init_from
+        learned["init_from"] = _sum(design, factory.find_weights(start) / factory.WEIGHTS) if start else None
         seed = next(iter(design.budgets_and_seeds(task)[1].values())) if task.evaluator else task.seed
         return [learned, design.shards.get(design.part(row.name, "pretrain", task.fold)), seed]
     origin: list[Any] = [row.kind == "pixels", design.sizes(row.like, dropout=True)]
     if row.kind == "weights":
         given = str(design.study.comparison.arms[row.name].weights)
         files = [factory.find_weights(given) / name for name in (factory.WEIGHTS, factory.CONFIG)]
-        of_head = task.evaluator and design.evaluator(task.data, task.evaluator, task.arm).needs_head
-        with_head = task.kind == "pictures" or of_head
-        head = checkpoint.newest_of(Path(given)) if with_head else None
+        reads_head = not task.evaluator or design.evaluator(task.data, task.evaluator, task.arm).needs_head
+        head = checkpoint.newest_of(Path(given)) if reads_head else None
         origin += (_sum(design, path) for path in [*files, *([head / checkpoint.OBJECTIVE] if head else [])])
     return origin
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any, ClassVar, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 from scipy.special import softmax
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
@@ -34,8 +34,8 @@ class TrainedConfig(SweepConfig):
     """A training inside an evaluation. Nothing of it is kept on disk; its precision is that of the encoder's recipe.
 
     optim: as in a training recipe. Warm-up is at most a fifth of the training.
-    training: as in a training recipe, but nothing is logged or stored: the keys of these, of precision and of the
-        timeout keep their defaults.
+    training: as in a training recipe, except for the keys of logging, checkpoints, precision and timeout, which cannot
+        be set.
     head: the objective `classification`.
     warmup_epochs: warm-up in passes over the labeled images, in place of `optim.warmup_steps`.
     extra_steps: steps beyond `training`; a comparison sets them for an arm with another arm's compute (`compute_of`).
@@ -89,16 +89,19 @@ class TrainedConfig(SweepConfig):
         """The defaults were filled in before: a swept choice would change no other key than itself."""
         if self.CHOICE in self.sweep:
             raise ValueError(f"sweep.{self.CHOICE}: it sets defaults of other keys, which a sweep does not; remove it")
+        if {"warmup_epochs", "optim.warmup_steps"} <= self.sweep.keys():
+            raise ValueError("sweep.warmup_epochs: optim.warmup_steps replaces it; sweep one of them")
         return self
 
-    @model_validator(mode="after")
-    def _check_training(self) -> Self:
-        if self.training.precision != "fp32":
+    @field_validator("training")
+    @classmethod
+    def _check_training(cls, training: TrainingConfig) -> TrainingConfig:
+        if training.precision != "fp32":
             raise ValueError("training.precision: the precision is that of the evaluated encoder's recipe; remove it")
         for key in ("timeout", "trackers", "log_every", "checkpoint_every", "picture_every", "keep_last"):
-            if getattr(self.training, key) != TrainingConfig.model_fields[key].get_default(call_default_factory=True):
-                raise ValueError(f"training.{key}: without effect, nothing is logged or stored; remove it")
-        return self
+            if getattr(training, key) != TrainingConfig.model_fields[key].get_default(call_default_factory=True):
+                raise ValueError(f"training.{key} has no effect in an evaluation; remove it")
+        return training
 
     def with_settings(self, settings: Settings) -> Self:
         """Warm-up steps among the settings replace `warmup_epochs`."""

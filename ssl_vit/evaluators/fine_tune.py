@@ -103,7 +103,7 @@ class Evaluator(BaseEvaluator):
             return self
         optim = self.config.optim.model_copy(update={"layer_decay": None})
         sweep = {key: values for key, values in self.config.sweep.items() if key != "optim.layer_decay"}
-        return Evaluator(self.config.model_copy(update={"optim": optim, "sweep": sweep}))
+        return type(self)(self.config.model_copy(update={"optim": optim, "sweep": sweep}))
 
     def stage(self, data: DataConfig, encoder: EncoderConfig, images: int, seed: int) -> Recipe:
         c: Config = self.config

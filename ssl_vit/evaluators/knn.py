@@ -19,7 +19,7 @@ _SIMILARITIES = 1 << 25  # computed at once: 128 MiB
 class Config(FeatureConfig, LabeledConfig):
     """ks: numbers of neighbors (a comparison uses the first).
 
-    temperature: a vote has the weight exp(similarity / temperature), which overflows float64 below 0.0015.
+    temperature: a vote has the weight exp(similarity / temperature), which would overflow below 0.0015; at least 0.002.
     """
 
     ks: Counts = (10, 20)

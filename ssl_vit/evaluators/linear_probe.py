@@ -73,8 +73,8 @@ class Config(FeatureConfig, LabeledConfig, TrainedConfig):
     def _check_method(self) -> Self:
         swept = [key for key in self.sweep if key.partition(".")[0] in self.UNUSED[self.method]]
         fixed = [key for key in self.UNUSED["lars"] if getattr(self, key) != type(self).model_fields[key].default]
-        for key in [*(f"sweep.{key}" for key in swept), *(fixed if self.method == "lars" else ())]:
-            raise ValueError(f"{key}: method={self.method} does not use it; remove it or change the method")
+        if unused := [*(f"sweep.{key}" for key in swept), *(fixed if self.method == "lars" else ())]:
+            raise ValueError(f"{unused[0]}: method={self.method} does not use it; remove it or change the method")
         return self
 
     @model_validator(mode="after")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import re
 import shutil
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import timm
 import torch
 from accelerate import Accelerator
 
@@ -215,18 +217,28 @@ def test_a_finished_run_without_its_checkpoints_stays_as_it_is(train: Train, few
         train(run, f"data.train={few_digits}/train")
     (run / "summary.json").write_text("{")
     train(run)
-    (run / "checkpoints" / "step_00000012").mkdir(parents=True)
-    for content in ("[]", "{}"):  # JSON, but not what is written there
-        (run / "checkpoints" / "step_00000012" / "state.json").write_text(content)
-        (run / "summary.json").write_text(content)
-        with pytest.raises(UserError, match=r"summary\.json"):
-            train(run)
-    shutil.rmtree(run / "checkpoints")
-    (run / "summary.json").write_text("{")
     (run / "encoder.safetensors").unlink()
     with pytest.raises(UserError, match="checkpoints are gone"):
         train(run)
     assert (run / "metrics.jsonl").read_bytes() == before[str(run / "metrics.jsonl")][1]
+
+
+def test_timm_prepares_images_as_the_run_evaluates(train: Train, tmp_path: Path) -> None:
+    run = train(tmp_path / "run", "data.evaluation_resize=1.25")
+    about = timm.data.resolve_data_config(model=timm.create_model(f"local-dir:{run}", pretrained=True))
+    side = about["input_size"][1]
+    assert math.floor(side / about["crop_pct"]) == 1.25 * side
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "{}"])
+def test_a_finished_run_with_damaged_records_is_finished_again(train: Train, tmp_path: Path, content: str) -> None:
+    run = train(tmp_path / "run", "training.checkpoint_every=6")
+    encoder = (run / "encoder.safetensors").read_bytes()
+    for damaged in ("summary.json", "checkpoints/step_00000012/state.json"):
+        (run / damaged).write_text(content)
+        train(run, "training.checkpoint_every=6")
+        assert json.loads((run / "summary.json").read_bytes())["steps"] == 12
+        assert (run / "encoder.safetensors").read_bytes() == encoder
 
 
 def test_a_kill_between_the_last_save_and_the_last_probe_loses_nothing(

@@ -79,7 +79,7 @@ def _try_out(model: Encoder, weights: str) -> None:
             tokens = model.eval()(torch.zeros(1, model.channels, *model.image_size, dtype=torch.uint8))
     except _MISSHAPEN as error:
         why = f"{type(error).__name__}: {_first_words(error)}"
-        raise UserError(f"{weights}: the model of its config.json cannot compute ({why}); correct it") from None
+        raise UserError(f"{weights}: the model that its config.json describes fails ({why}); correct it") from None
     if not tokens.isfinite().all():
         raise UserError(f"{weights}: its features are infinite or NaN: its weights or its config.json are damaged")
 
@@ -162,6 +162,7 @@ def _timm(spec: str, origin: str, architecture: str, config: dict[str, Any]) -> 
     cfg = network.pretrained_cfg
     channels, *size = cfg["input_size"]
     larger = int(size[0] / (cfg.get("crop_pct") or 1))
+    notes = [f"timm resizes test images to {larger} pixels, then crops; here data.evaluation_resize sets the resize"]
     arguments = {key: value for key, value in (config.get("model_args") or {}).items() if key != "num_classes"}
     size = network.patch_embed.img_size if factory.is_vit(architecture) else pair(arguments.get("img_size", size))
     return Imported(
@@ -171,9 +172,7 @@ def _timm(spec: str, origin: str, architecture: str, config: dict[str, Any]) -> 
         tuple(cfg["mean"]),
         tuple(cfg["std"]),
         {key: config[key] for key in OWN_SETTINGS if key in config},
-        notes=[
-            f"timm evaluates crops of {size[0]} of {larger} pixels; here data.evaluation_resize sets the larger size"
-        ],
+        notes=notes,
         license=cfg.get("license"),
     )
 

@@ -52,10 +52,14 @@ def test_a_timm_folder(tmp_path: Path, shaken: Make, pixels: Make) -> None:
     parts = {"in_chans": 4, "class_token": False, "global_pool": "avg", "fc_norm": False}
     network = timm_vit(shaken, num_classes=7, **parts)
     network.pretrained_cfg |= {"mean": (0.1, 0.2, 0.3, 0.4), "std": (0.5,) * 4, "input_size": (4, 32, 32)}
+    network.pretrained_cfg |= {"crop_pct": 0.9}
     save_for_hf(network, tmp_path / "timm", safe_serialization=True, model_args=SMALL | parts)
     _, found = import_weights(str(tmp_path / "timm"), tmp_path / "out")
     ours: Any = load(tmp_path / "out")
     assert found.skipped == ["head.weight", "head.bias"]
+    assert found.notes == [
+        "timm resizes test images to 35 pixels, then crops; here data.evaluation_resize sets the resize"
+    ]
     assert json.loads((tmp_path / "out" / "config.json").read_text())["imported"]["skipped"] == found.skipped
     assert (ours.name, ours.mean, ours.std) == (TINY, (0.1, 0.2, 0.3, 0.4), (0.5,) * 4)
     images = pixels(ours)
