@@ -119,23 +119,25 @@ def check(run: Path, settings: Recipe, data: str | None = None) -> None:
     path, metrics = run / "recipe.yaml", run / "metrics.jsonl"
     begun = checkpoint.folders(run) or (run / SUMMARY).exists() or (metrics.is_file() and metrics.stat().st_size)
     if begun and path.exists():
-        changed = recipe.differences(recipe.load_recipe(path), settings, ignore=MAY_CHANGE)
+        about = read_json(run / ENVIRONMENT) if (run / ENVIRONMENT).exists() else {}
+        ignore = [key for key in MAY_CHANGE if about or key != "init_from"]
+        changed = recipe.differences(recipe.load_recipe(path), settings, ignore=ignore)
         if changed:
             raise UserError(
                 f"{run} holds a run of another recipe ({'; '.join(changed[:3])}): "
                 f"give this one another directory with run=PATH (init_from={run} starts from its weights), or delete "
                 "that one"
             )
-        about = read_json(run / ENVIRONMENT) if (run / ENVIRONMENT).exists() else {}
         if about and about.get("objective", "") != plugins.checksum("objectives", settings.objective.name):
             raise UserError(
                 f"{run} was trained with another version of {settings.objective.name}: give this run another directory "
                 "with run=PATH, delete that one, or restore the old version"
             )
         if about and about.get("init_from") != (_origin(settings) if settings.init_from else None):
+            now = f"init_from={settings.init_from} names" if settings.init_from else "now, where init_from is not set"
             raise UserError(
-                f"{run} was initialized from other weights than init_from={settings.init_from} names: give this run "
-                "another directory with run=PATH, delete that one, or restore the old weights"
+                f"{run} was initialized from other weights than {now}: give this run another directory with run=PATH, "
+                "delete that one, or restore the old weights"
             )
         if data is not None:
             _check_data(run, data)

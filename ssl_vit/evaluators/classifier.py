@@ -34,8 +34,8 @@ class TrainedConfig(SweepConfig):
     """A training inside an evaluation. Nothing of it is kept on disk; its precision is that of the encoder's recipe.
 
     optim: as in a training recipe. Warm-up is at most a fifth of the training.
-    training: as in a training recipe, except for the keys of logging, checkpoints, precision and timeout, which cannot
-        be set.
+    training: as in a training recipe; `precision`, `timeout`, `trackers`, `log_every`, `checkpoint_every`,
+        `picture_every` and `keep_last` must keep their defaults.
     head: the objective `classification`.
     warmup_epochs: warm-up in passes over the labeled images, in place of `optim.warmup_steps`.
     extra_steps: steps beyond `training`; a comparison sets them for an arm with another arm's compute (`compute_of`).
@@ -97,10 +97,10 @@ class TrainedConfig(SweepConfig):
     @classmethod
     def _check_training(cls, training: TrainingConfig) -> TrainingConfig:
         if training.precision != "fp32":
-            raise ValueError("training.precision: the precision is that of the evaluated encoder's recipe; remove it")
+            raise ValueError("precision: it is that of the evaluated encoder's recipe; remove it")
         for key in ("timeout", "trackers", "log_every", "checkpoint_every", "picture_every", "keep_last"):
             if getattr(training, key) != TrainingConfig.model_fields[key].get_default(call_default_factory=True):
-                raise ValueError(f"training.{key} has no effect in an evaluation; remove it")
+                raise ValueError(f"{key} has no effect in an evaluation; remove it")
         return training
 
     def with_settings(self, settings: Settings) -> Self:

@@ -113,4 +113,4 @@ def halved(candidates: int, splits: int) -> list[int]:
 
 
 def in_words(settings: Settings) -> str:
-    return ", ".join(f"{key}={value}" for key, value in settings.items())
+    return ", ".join(f"{key}={value}" for key, value in settings.items()) or "the given settings"

@@ -63,8 +63,8 @@ def test_settings_that_train_something_else_are_refused(tuned: Tuned) -> None:
         ({"protocol": ["mae"]}, "choose one of paper, mae"),
         ({"training": [1]}, "training: Input should be"),
         ({"seeds": [2**31]}, "seeds"),
-        ({"training": {"log_every": 5}}, r"training\.log_every has no effect"),
-        ({"training": {"trackers": {}}}, r"training\.trackers has no effect"),
+        ({"training": {"log_every": 5}}, "training: log_every has no effect"),
+        ({"training": {"trackers": {}}}, "training: trackers has no effect"),
         ({"sweep": {"warmup_epochs": [1, 2], "optim.warmup_steps": [3, 4]}}, "sweep one of them"),
         ({"augment": {"scale": [20, 100]}}, r"scale: shares of the image's area"),
     ):

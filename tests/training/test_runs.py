@@ -165,9 +165,9 @@ def test_a_stop_saves_before_a_probe_which_the_next_session_does(
     told: list[str] = []
     save = checkpoint.save
 
-    def saving(run: Path, step: int, state: Any, keep_last: int) -> Path:
+    def saving(run: Path, step: int, state: Any, *more: Any) -> Path:
         told.append(f"saved {step}, probed {state.parts['probe'].state_dict()['step']}")
-        return save(run, step, state, keep_last)
+        return save(run, step, state, *more)
 
     monkeypatch.setattr(checkpoint, "save", saving)
     expected = (train(tmp_path / "whole", *keys) / "metrics.jsonl").read_text().splitlines()
@@ -338,7 +338,7 @@ def test_a_run_resumes_with_the_weights_that_it_started_from(train: Train, tmp_p
     for name in ("encoder.safetensors", "config.json"):
         shutil.copy(tmp_path / "first2" / name, weights)
     for other in (keys, keys[1:]):
-        with pytest.raises(UserError, match=r"other weights than init_from=(.*weights|None) "):
+        with pytest.raises(UserError, match=r"other weights than .*weights names|init_from is not set"):
             train(tmp_path / "run", *other)
     train(tmp_path / "plain", keys[1])
     with pytest.raises(UserError, match="other weights than"):
