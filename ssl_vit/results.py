@@ -59,14 +59,11 @@ class Prediction:
     @property
     def is_valid(self) -> bool:
         """Whether there is one class number per image, images ascending, and one confidence where there are any."""
-        classes, shares = (
-            [self.images, self.labels, self.predicted],
-            [] if self.confidence is None else [self.confidence],
-        )
+        classes = [images := self.images, self.labels, self.predicted]
+        shares = [] if self.confidence is None else [self.confidence]
         fit = all(one.ndim == 1 and one.shape == self.labels.shape for one in classes + shares)
         whole = all(one.dtype.kind in "iu" and one.min(initial=0) >= 0 for one in classes)
-        ordered = bool((self.images[1:] > self.images[:-1]).all())
-        return fit and whole and ordered and all(one.dtype.kind == "f" for one in shares)
+        return fit and whole and bool((images[1:] > images[:-1]).all()) and all(one.dtype.kind == "f" for one in shares)
 
     @property
     def correct(self) -> np.ndarray:
