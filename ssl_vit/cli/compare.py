@@ -96,7 +96,7 @@ def compare(
     study = load_comparison(recipe, changed)
     from ssl_vit import progress  # and torch, after the keys were checked
     from ssl_vit.comparison import looks, run
-    from ssl_vit.comparison.checks import PRECISION, check
+    from ssl_vit.comparison.checks import check, check_precision
     from ssl_vit.comparison.weights import import_arms
 
     if dry_run:
@@ -108,12 +108,7 @@ def compare(
         run.compare(study, only=only, command=command, say=_print)
     else:
         checked = check(looks.resume(import_arms(study, progress.say)), progress.say, trial=False)
-        auto = [arm for arm, settings in study.recipes.items() if settings.training.precision == "auto"]
-        if auto and len(auto) < len(checked.plan.recipes) and not (checked.plan.run / PRECISION).is_file():
-            raise UserError(
-                f"training.precision=auto of {', '.join(auto)} is measured by the first task, and arms of different "
-                "precisions have different references: set training.precision of these arms before --list"
-            )
+        check_precision(study, checked.plan)
         print(f"# run: {checked.plan.run}")
         for task, level in zip(checked.plan.tasks, checked.plan.levels, strict=True):
             print(f"{task.id}\t{level}\t{'missing' if task in checked.missing else 'done'}")

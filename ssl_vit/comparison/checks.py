@@ -42,7 +42,7 @@ _PACKED = re.compile(
     r"(?P<name>.*?)(, split (?P<split>\w+))?(, \d+ images( per class)?)?"
     r"(, (?P<part>train|test|fold_\d+)( part)? of (?P<options>.+))?(, seed (?P<seed>\d+))?"
 )
-PRECISION = "precision.json"  # what `auto` of the arms' recipes was replaced by
+_PRECISION = "precision.json"  # what `auto` of the arms' recipes was replaced by
 
 
 @dataclass(frozen=True)
@@ -183,13 +183,13 @@ def _with_precision(study: Study, say: Say, *, trial: bool, keep: bool) -> Study
     auto = {arm: settings for arm, settings in study.recipes.items() if settings.training.precision == "auto"}
     if not auto:
         return study
-    file = study.comparison.run_directory / PRECISION
+    file = study.comparison.run_directory / _PRECISION
     try:
         if keep and is_main_process():
             file.parent.mkdir(parents=True, exist_ok=True)
         if trial and world_size() > 1:  # launched processes measure together, while the main one holds the lock
             distributed.make_accelerator()
-        with FileLock(file.with_name(f".{PRECISION}.lock")) if keep and is_main_process() else nullcontext():
+        with FileLock(file.with_name(f".{_PRECISION}.lock")) if keep and is_main_process() else nullcontext():
             begun = distributed.gather(read_json(file).get("precision") if file.is_file() else None)[0]
             chosen: Precision = begun or "fp32"
             if trial and not begun:
@@ -200,6 +200,17 @@ def _with_precision(study: Study, say: Say, *, trial: bool, keep: bool) -> Study
         raise RunError(f"run={file.parent}: cannot write there: {error}") from None
     fixed = {arm: precision.with_precision(settings, chosen) for arm, settings in auto.items()}
     return replace(study, recipes=study.recipes | fixed)
+
+
+def check_precision(study: Study, plan: Plan) -> None:
+    """Raises UserError where the tasks are not known yet: arms of different precisions have different references, and
+    the first task replaces `auto`."""
+    auto = [arm for arm, settings in study.recipes.items() if settings.training.precision == "auto"]
+    if auto and len(auto) < len(plan.recipes) and not (plan.run / _PRECISION).is_file():
+        raise UserError(
+            f"training.precision=auto of {', '.join(auto)} is measured by the first task, and arms of different "
+            "precisions have different references: set training.precision of these arms before --list"
+        )
 
 
 def _check_evaluator(plan: Plan, opened: dict[str, ShardSet], task: TaskRecord) -> None:

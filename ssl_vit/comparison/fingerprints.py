@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,9 @@ from ssl_vit.records import TaskRecord
 from ssl_vit.training import checkpoint
 
 _FORMAT = 5  # of the results of tasks
+# Keys of an evaluator's training that change no result; batch norm, mixup and CutMix see one micro-batch at a time.
+_MICRO_BATCH = ("training.accumulate", "training.auto_batch")
+_NO_RESULT = [key for key in runs.MAY_CHANGE if key.startswith("training.") and key not in _MICRO_BATCH]
 
 
 def fingerprint(design: Design, task: TaskRecord) -> str:
@@ -27,9 +31,7 @@ def fingerprint(design: Design, task: TaskRecord) -> str:
         evaluator = design.evaluator(task.data, task.evaluator, task.arm)
         budgets, seeds = design.budgets_and_seeds(task)
         given = evaluator.config.model_dump(mode="json", exclude={"labels_per_class", "seeds"})
-        # Evaluators of other packages may have keys of these names.
-        counted = [key for key in runs.MAY_CHANGE if not key.startswith("training.")]
-        settings = _learned(given, "training.accumulate", "training.auto_batch", *counted)  # batch norm sees a part
+        settings = _learned(given, _NO_RESULT)
         content += [task.evaluator, settings, budgets, [*seeds.items()]]
         content += [design.study.sets[task.data].metric]  # settings are selected by it
         content += filter(None, [plugins.checksum("evaluators", task.evaluator)])
@@ -43,7 +45,7 @@ def _origin(design: Design, task: TaskRecord) -> list[Any]:
     row = design.rows[task.arm]
     if row.kind == "pretrained":
         recipe = design.study.recipes[row.name]
-        learned = _learned(recipe.model_dump(mode="json", exclude={"name"}))
+        learned = _learned(recipe.model_dump(mode="json", exclude={"name"}), runs.MAY_CHANGE)
         if changed := plugins.checksum("objectives", recipe.objective.name):
             learned["objective.file"] = changed
         start = recipe.init_from
@@ -60,10 +62,10 @@ def _origin(design: Design, task: TaskRecord) -> list[Any]:
     return origin
 
 
-def _learned(settings: dict[str, Any], *also: str) -> dict[str, Any]:
-    """Settings by dotted key, without those that a resumed run may change. also: those of them that count here."""
-    ignored = tuple(f"{key}." for key in runs.MAY_CHANGE if key not in also)
-    return {key: value for key, value in flatten(settings).items() if not f"{key}.".startswith(ignored)}
+def _learned(settings: dict[str, Any], ignored: Iterable[str]) -> dict[str, Any]:
+    """Settings by dotted key, without the ignored ones and those below them."""
+    without = tuple(f"{key}." for key in ignored)
+    return {key: value for key, value in flatten(settings).items() if not f"{key}.".startswith(without)}
 
 
 def _sum(design: Design, path: Path) -> str:

@@ -191,10 +191,8 @@ def test_activation_checkpointing_changes_nothing(train: Train, tmp_path: Path, 
     finally:
         hook.remove()
     (plain, once), (checkpointed, twice) = runs["false"], runs["true"]
-    assert (once, twice) == (
-        12 * 3 * stacks,
-        12 * (3 + 2) * stacks,
-    )  # the last block's are kept: the backward pass begins with them
+    # The last block's are kept: the backward pass begins with them.
+    assert (once, twice) == (12 * 3 * stacks, 12 * (3 + 2) * stacks)
     assert same(weights(checkpointed), weights(plain))
     assert losses(checkpointed) == losses(plain)
 
