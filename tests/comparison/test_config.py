@@ -357,6 +357,7 @@ def test_shipped_comparisons_have_tasks_and_equal_effort_for_all_arms() -> None:
         "cifar10_masked_patch_regularized_cpu",
         "cifar10_methods_regularized_cpu",
         "cifar10_all_methods_regularized_cpu",
+        "cifar10_mae_regularized_10_labels_cpu",
     )
     others = ("demo_digits", "own_images_rates_cpu", "cifar10_rates_cpu", *selected_before)
     swept, rates_of_dropout = 0, dict[str, dict[str, float]]()
