@@ -7,7 +7,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from ssl_vit.evaluators.real_labels import read_real_labels, rescored
 from ssl_vit.files import sha256, writable, write_json
 from ssl_vit.interfaces import Metric, UserError, is_main_process
 from ssl_vit.models import factory
-from ssl_vit.progress import silent
+from ssl_vit.progress import Say, silent
 from ssl_vit.recipe import Recipe
 from ssl_vit.records import EvaluationRecord, RunSummary
 from ssl_vit.results import Evaluation, Result, Table, save
@@ -175,7 +175,7 @@ def evaluate(
     data: str = "",
     metric: Metric = "accuracy",
     real_labels: Path | None = None,
-    say: Callable[[str], None] = silent,
+    say: Say = silent,
 ) -> Evaluation:
     """See `ssl_vit.evaluate`, whose `evaluator` is `name` here, and whose `name` is `data`.
 

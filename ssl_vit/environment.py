@@ -6,6 +6,7 @@ import os
 import platform
 import subprocess
 import time
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,7 @@ def _computation(accelerator: Engine) -> dict[str, Any]:
     }
 
 
+@cache
 def _version(package: str) -> str:
     try:
         return version(package)
@@ -52,14 +54,17 @@ def _version(package: str) -> str:
         return "not installed"
 
 
+@cache
 def _processor() -> str:
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.is_file() else []
     return next((line.split(": ", 1)[1] for line in lines if line.startswith("model name")), platform.processor())
 
 
+@cache
 def _git_commit(checkout: Path) -> str | None:
-    """None where the package is installed: the commit would be another project's."""
+    """Commit of the checkout when this process first asks. None where the package is installed: the commit would be
+    another project's."""
     try:
         command = ["git", "--git-dir", str(checkout / ".git"), "rev-parse", "HEAD"]
         return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() or None

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from accelerate.utils.memory import clear_device_cache
 
 from ssl_vit import stage
 from ssl_vit.data.order import LanePosition
 from ssl_vit.data.shards import open_training
 from ssl_vit.interfaces import UserError, is_main_process
+from ssl_vit.progress import Say
 from ssl_vit.recipe import Recipe, run_recipe
 from ssl_vit.training import Precision, distributed
 from ssl_vit.training.distributed import Engine, make_accelerator, shared_errors
@@ -22,7 +21,7 @@ _GAIN = 0.9
 _ROUNDS = 3
 
 
-def resolve(settings: Recipe, say: Callable[[str], None]) -> Recipe:
+def resolve(settings: Recipe, say: Say) -> Recipe:
     """The recipe with a precision in place of `auto`: the one of the run that it resumes, else the measured one.
 
     say: prints what was measured.
@@ -39,7 +38,7 @@ def resolve(settings: Recipe, say: Callable[[str], None]) -> Recipe:
     return with_precision(settings, choose(settings, say) if saved == "auto" else saved)
 
 
-def choose(settings: Recipe, say: Callable[[str], None]) -> Precision:
+def choose(settings: Recipe, say: Say) -> Precision:
     """The fastest precision by `measure`; the same on all processes."""
     seconds = measure(settings)
     clear_device_cache(garbage_collection=True)  # in a comparison with several jobs, other processes need this memory

@@ -17,6 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from ssl_vit.interfaces import is_main_process, printable, printable_lines
 
+Say = Callable[[str], None]
 _SILENCE, _SHARE = 10.0, 0.1  # least seconds between lines, and as a share of the elapsed time
 
 

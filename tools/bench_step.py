@@ -2,7 +2,7 @@
 
     python tools/bench_step.py [--models vit_small_patch16_224] [--batch 16] [--device cpu|cuda]
                                [--image-size 224] [--patch-size 16] [--precision fp32|bf16] [--compile] [--rounds 9]
-                               [--rows NAME ...] [--peers-keep-memory] [--one-by-one] [--json FILE]
+                               [--rows NAME ...] [--peers-keep-memory] [--json FILE]
 
 A step is forward, backward and a fused AdamW update on images that are on the device already: uint8 for ours, which
 normalizes and computes its targets in the step; normalized float32 for the others. Every row uses the same optimizer
@@ -46,7 +46,7 @@ def measure(model: EncoderConfig, arguments: argparse.Namespace) -> list[dict[st
     names = [GEMM, *chosen(arguments)]
     taken: dict[str, list[float]] = {name: [] for name in names}
     began, failures = dict[str, float](), dict[str, str]()
-    for together in [[name] for name in names] if arguments.one_by_one else [names]:
+    for together in [names] if arguments.device == "cpu" else [[name] for name in names]:
         with served(together, model, arguments) as (pipes, seconds, failed):
             began, failures = began | seconds, failures | failed
             for _ in range(arguments.rounds):
@@ -88,9 +88,7 @@ def measure(model: EncoderConfig, arguments: argparse.Namespace) -> list[dict[st
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser)
-    parser.add_argument("--one-by-one", action="store_true", help="one row after the other (always on a GPU)")
     arguments = parser.parse_args()
-    arguments.one_by_one |= arguments.device != "cpu"
     rows = [row for model in encoders(arguments) for row in measure(model, arguments)]
     if arguments.json:
         arguments.json.write_text(json.dumps(rows, indent=1) + "\n")

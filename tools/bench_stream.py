@@ -17,6 +17,7 @@ import os
 import tarfile
 import tempfile
 import time
+from collections.abc import Iterator
 from itertools import islice
 from multiprocessing import get_context
 from pathlib import Path
@@ -29,10 +30,11 @@ from PIL import Image
 from ssl_vit.data import AugmentConfig, DataConfig
 from ssl_vit.data.images import train_transform
 from ssl_vit.data.order import LanePosition
-from ssl_vit.data.samples import Preprocess
-from ssl_vit.data.shards import open_shards
+from ssl_vit.data.samples import Chunk, Preprocess
+from ssl_vit.data.shards import ShardSet, open_shards
 from ssl_vit.data.shards import reading as shard_file
 from ssl_vit.data.stream import train_source
+from ssl_vit.interfaces import Batch
 
 LANES, BATCH = 8, 64
 
@@ -55,6 +57,14 @@ def write_shards(folder: Path, shards: int, samples: int, side: int) -> None:
     (folder / "info.json").write_text(json.dumps(info))
 
 
+def batches_from(shards: ShardSet, start: LanePosition) -> Iterator[tuple[Batch, Chunk]]:
+    """Training batches, decoded in this process, with all lanes at `start`."""
+    preprocess = Preprocess(train_transform(32, AugmentConfig()), 3, None)
+    data = DataConfig(train=shards.spec, lanes=LANES, workers=0, cache_mb=0)
+    cpu = torch.device("cpu")
+    return train_source(shards, preprocess, data, batch_size=BATCH, rank=0, ranks=1, device=cpu)([start] * LANES)
+
+
 def first_batch(folder: Path, position: int) -> tuple[float, int]:
     """Seconds to the first batch, and the number of shards opened for it."""
     opened = []
@@ -66,12 +76,7 @@ def first_batch(folder: Path, position: int) -> tuple[float, int]:
 
     shard_file.ShardFile.__init__ = counted  # type: ignore[method-assign, assignment]
     start = time.perf_counter()
-    preprocess = Preprocess(train_transform(32, AugmentConfig()), 3, None)
-    data = DataConfig(train=str(folder), lanes=LANES, workers=0, cache_mb=0)
-    source = train_source(
-        open_shards(str(folder)), preprocess, data, batch_size=BATCH, rank=0, ranks=1, device=torch.device("cpu")
-    )
-    next(source([LanePosition(3, position)] * LANES))
+    next(batches_from(open_shards(str(folder)), LanePosition(3, position)))
     shard_file.ShardFile.__init__ = whole  # type: ignore[method-assign]
     return time.perf_counter() - start, len(opened)
 
@@ -83,11 +88,8 @@ def peak_of_an_epoch(folder: Path) -> float:
 
 
 def _peak(folder: Path) -> float:
-    preprocess = Preprocess(train_transform(32, AugmentConfig()), 3, None)
-    data = DataConfig(train=str(folder), lanes=LANES, workers=0, cache_mb=0)
     shards = open_shards(str(folder))
-    source = train_source(shards, preprocess, data, batch_size=BATCH, rank=0, ranks=1, device=torch.device("cpu"))
-    batches = source([LanePosition()] * LANES)
+    batches = batches_from(shards, LanePosition())
     next(batches)
     process = psutil.Process()
     before = process.memory_info().rss

@@ -178,8 +178,8 @@ def verdicts(path: Path, half_width: float) -> list[Verdict]:
 def show(row: Verdict, half_width: float, imports: float) -> None:
     print(f"\n{row.comparison} ({row.run}), jobs={row.jobs}: {row.pair}: {row.difference} points")
     print(f"measured: {row.measured}, {row.images:,} test images")
-    images = f"{row.more_images:,} more test images would do" if row.more_images else "nor with more test images alone"
-    wanted = row.needed or f"not to be had with more seeds; {images}"
+    images = f"{row.more_images:,} more test images would do" if row.more_images else "nor by more test images alone"
+    wanted = row.needed or f"not reached by more seeds; {images}"
     print(f"needed for ± {100 * half_width:g} points: {wanted}")
     print(f"{'seconds':24}" + "".join(f"{name:>20}" for name in row.seconds))
     for part in PARTS:

@@ -122,7 +122,7 @@ def _first_images(
     if not good:
         why = f" ({skipped[0].key}: {skipped[0].reason})" if skipped else ""
         raise UserError(f"{shards.spec}: none of its first {last} image(s) can be read{why}")
-    batch, _ = join([stacked(good, len(good), stream.preprocess)], device, 0, shared=False)
+    batch, _ = join([stacked(good, len(good), stream.preprocess)], device, 0)
     return batch, skipped
 
 

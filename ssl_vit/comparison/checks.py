@@ -15,7 +15,6 @@ from pydantic import ValidationError
 from ssl_vit import precision, runs, stage
 from ssl_vit.comparison.compute import equalize
 from ssl_vit.comparison.config import Study
-from ssl_vit.comparison.executor import Say
 from ssl_vit.comparison.plan import Plan
 from ssl_vit.comparison.suites import prepare
 from ssl_vit.comparison.work import is_done
@@ -25,12 +24,12 @@ from ssl_vit.data.packing.cache import check_outside
 from ssl_vit.data.shards import ShardSet, check_same_classes, open_shards, open_training
 from ssl_vit.evaluators import runner, several
 from ssl_vit.evaluators.features import FeatureConfig, check_features
-from ssl_vit.evaluators.labels import check_classes, choose_labeled, labels_of, set_notes, short_note
+from ssl_vit.evaluators.labels import check_classes, choose_labeled, labeled_classes, labels_of, set_notes, short_note
 from ssl_vit.evaluators.selection import candidates_of, configured
 from ssl_vit.files import expanded, read_json, write_json
 from ssl_vit.interfaces import RunError, UserError, errors_about, is_main_process, printable, world_size
 from ssl_vit.models import factory
-from ssl_vit.progress import silent
+from ssl_vit.progress import Say, silent
 from ssl_vit.recipe import Recipe, needs_labels, run_of, stages, training_places
 from ssl_vit.records import ComparisonRecord, TaskRecord
 from ssl_vit.report.read import PLAN
@@ -275,8 +274,7 @@ def check_directory(study: Study) -> None:
 def _check_labels(plan: Plan, name: str, train: ShardSet, test: ShardSet, *, say: Say) -> None:
     """Raises UserError where a dataset's labels cannot be evaluated on; prints which classes have few images."""
     labels, _ = labels_of(train), labels_of(test)
-    count = len(np.unique(labels[labels >= 0]))
-    check_classes(train, labels)
+    check_classes(train)
     budgets = set[Budget]()
     for (data, evaluator, arm), built in plan.evaluators.items():
         if data == name:
@@ -284,7 +282,7 @@ def _check_labels(plan: Plan, name: str, train: ShardSet, test: ShardSet, *, say
             with errors_about(f"evaluators.{evaluator}"):
                 runner.check_held_out(built, labels)
             swept = runner.has_sweep(built) and not arm
-            if swept and (scored := runner.held_out_classes(built, labels)) < count:
+            if swept and (scored := runner.held_out_classes(built, labels)) < (count := labeled_classes(train)):
                 say(
                     f"note: evaluators.{evaluator}: settings are selected on images of {scored} of {count} classes; a "
                     "higher held_out would include more"

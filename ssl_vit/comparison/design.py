@@ -158,12 +158,10 @@ class Design:
     @property
     def control_evaluator(self) -> str | None:
         """The first evaluator on frozen features that measures untrained encoders; None where there is none."""
-        frozen = (
-            key[1]
-            for key, evaluator in self.evaluators.items()
-            if not evaluator.trains_encoder and "untrained" in evaluator.references
-        )
-        return next(frozen, None)
+        for (_, name, _), evaluator in self.evaluators.items():
+            if not evaluator.trains_encoder and "untrained" in evaluator.references:
+                return name
+        return None
 
     @property
     def _with_encoder(self) -> list[str]:
@@ -241,19 +239,13 @@ class Design:
     def budgets_and_seeds(self, task: TaskRecord) -> tuple[list[Budget], dict[int, int]]:
         """(label budgets, pretraining seed by seed) that a `sweep` or `measure` task covers."""
         evaluator = self.evaluator(task.data, task.evaluator, task.arm)
-        pretraining_seeds = {
-            seed: self.pretraining_seed(task.arm, number) for number, seed in enumerate(self.seeds(evaluator))
-        }
+        seeds = {seed: self.pretraining_seed(task.arm, number) for number, seed in enumerate(self.seeds(evaluator))}
         if evaluator.trains_encoder:
-            return [task.labels_per_class], {task.seed: pretraining_seeds[task.seed]}
-        budgets = runner.budgets(evaluator, self.study.comparison.labels_per_class)
+            return [task.labels_per_class], {task.seed: seeds[task.seed]}
+        budgets = list(runner.budgets(evaluator, self.study.comparison.labels_per_class))
         if self.rows[task.arm].kind == "control":
-            return list(budgets), dict([*pretraining_seeds.items()][:_CONTROL_SEEDS])
-        return list(budgets), {
-            seed: pretraining_seed
-            for seed, pretraining_seed in pretraining_seeds.items()
-            if pretraining_seed == task.seed
-        }
+            return budgets, dict([*seeds.items()][:_CONTROL_SEEDS])
+        return budgets, {seed: pretraining for seed, pretraining in seeds.items() if pretraining == task.seed}
 
 
 def digest(content: Any) -> str:

@@ -13,7 +13,6 @@ import torch
 from ssl_vit.comparison import looks
 from ssl_vit.comparison.checks import check, labeled
 from ssl_vit.comparison.config import Study
-from ssl_vit.comparison.executor import Say
 from ssl_vit.comparison.plan import Plan
 from ssl_vit.comparison.record import arm_records
 from ssl_vit.comparison.weights import import_arms
@@ -23,7 +22,7 @@ from ssl_vit.evaluators.features import EvalContext, ImageSet, extract
 from ssl_vit.evaluators.labels import choose_labeled, labels_of
 from ssl_vit.interfaces import Batch
 from ssl_vit.models import factory
-from ssl_vit.progress import silent
+from ssl_vit.progress import Say, silent
 from ssl_vit.recipe import Recipe
 from ssl_vit.records import TaskRecord
 from ssl_vit.report.cautions import architecture_differences
@@ -79,9 +78,10 @@ class ComparisonDryRun:
 
 
 def dry_run_comparison(study: Study, say: Say = silent) -> ComparisonDryRun:
-    """Measure one micro-batch of every kind of training that is missing; only imported weights are written.
+    """Measure one micro-batch of each arm's pretraining and of every kind of missing fine-tuning and probe.
 
-    Raises UserError for anything that would stop the comparison before its first step.
+    Writes nothing but imported weights. Raises UserError for anything that would stop the comparison before its first
+    step.
     """
     checked = check(looks.resume(import_arms(study, say)), say, pack=False)
     plan, opened, missing = checked.plan, checked.shards, checked.missing

@@ -21,10 +21,10 @@ from loky import ProcessPoolExecutor, cpu_count
 
 from ssl_vit.data.packing.parallel import end_with
 from ssl_vit.interfaces import RunError, Stopped, UserError, world_size
+from ssl_vit.progress import Say
 from ssl_vit.records import TaskRecord
 
 Do = Callable[[TaskRecord], None]
-Say = Callable[[str], None]
 _SECONDS_TO_CONNECT = 20
 _SECONDS_TO_SAVE = 60  # after which a process that was asked to stop is killed
 
@@ -104,9 +104,9 @@ def _left(tasks: Sequence[TaskRecord], took: Sequence[tuple[TaskRecord, float]],
     Tasks of less than a second do not count: a sweep leaves its winner, whose task then has nothing to do.
     """
     seconds, unknown = 0.0, 0
-    long = [(done, time) for done, time in took if time >= 1]
+    long = [(done, spent) for done, spent in took if spent >= 1]
     for task in tasks:
-        alike = [time for done, time in long if (done.kind, done.evaluator) == (task.kind, task.evaluator)]
+        alike = [spent for done, spent in long if (done.kind, done.evaluator) == (task.kind, task.evaluator)]
         seconds += fmean(alike or [0.0])
         unknown += not alike
     if unknown == len(tasks):

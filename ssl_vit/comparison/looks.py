@@ -131,7 +131,7 @@ def _lists(study: Study) -> tuple[str, ...]:
 
 
 def _more(study: Study, added: int, pretrainings: int) -> Study:
-    """The study with more of the seeds that the headlines use, and with so many pretrainings."""
+    """The study with more of the seeds that the headlines use, and with this number of pretrainings."""
     c, changes = study.comparison, dict[str, Any](pretrainings=pretrainings)
     for key, more in {"seeds": pretrainings - len(c.seeds), _lists(study)[-1]: added}.items():
         seeds = getattr(c, key)

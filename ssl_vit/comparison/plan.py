@@ -60,11 +60,8 @@ class Plan(Design):
     def _is_measured(self, data: str, name: str, row: Row) -> bool:
         evaluator = self.evaluator(data, name, row.name)
         if row.kind == "control":
-            return (
-                evaluator.trains_encoder
-                if row.repeats in self.study.comparison.arms
-                else name == self.control_evaluator
-            )
+            repeats_arm = row.repeats in self.study.comparison.arms
+            return evaluator.trains_encoder if repeats_arm else name == self.control_evaluator
         if row.kind in ("untrained", "pixels"):
             return row.kind in evaluator.references and not evaluator.trains_encoder
         if evaluator.needs_head:

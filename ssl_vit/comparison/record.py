@@ -24,10 +24,9 @@ def record_of(plan: Plan, shards: Mapping[str, ShardSet], command: str) -> Compa
     shards: as `Plan.part` calls them.
     """
     c = plan.study.comparison
-    train, test = (
-        [plan.part(name, part, fold) for name in plan.study.sets for fold in plan.folds] for part in ("train", "test")
-    )
-    parts = [key for pair in zip(train, test, strict=True) for key in pair]
+    parts = [
+        plan.part(name, part, fold) for name in plan.study.sets for fold in plan.folds for part in ("train", "test")
+    ]
     data, used, arms = {key: shards[key] for key in parts}, dict[str, int](), arm_records(plan, shards)
     for one in arms:
         if one.kind == "pretrained" and not one.trained_on:
@@ -62,7 +61,7 @@ def record_of(plan: Plan, shards: Mapping[str, ShardSet], command: str) -> Compa
                 path=one.spec,
                 samples=used.get(key, one.samples),
                 classes=one.classes,
-                labeled_classes=labeled_classes(one) if key in train else None,
+                labeled_classes=labeled_classes(one) if key in parts[::2] else None,
                 source=one.source,
             )
             for key, one in data.items()
@@ -120,7 +119,7 @@ def _saw(plan: Plan, shards: Mapping[str, ShardSet], arm: str) -> tuple[str, ...
 
 
 def _starts_from(given: Arm, weights: Path | None, settings: Recipe | None, summary: RunSummary | None) -> str | None:
-    """Weights of unknown making: those given without a run, or what a training started from."""
+    """Weights whose training is unknown: those given without a run, or what a training started from."""
     if weights and given.weights and not summary:
         return factory.origin(weights) or given.weights
     return settings.init_from if settings else None

@@ -12,13 +12,12 @@ from ssl_vit import records
 from ssl_vit.comparison import executor, looks
 from ssl_vit.comparison.checks import Checked, check
 from ssl_vit.comparison.config import Study
-from ssl_vit.comparison.executor import Say
 from ssl_vit.comparison.record import record_of
 from ssl_vit.comparison.weights import import_arms
 from ssl_vit.comparison.work import do, is_done, path_of
 from ssl_vit.files import write_json, write_text
 from ssl_vit.interfaces import RunError, UserError, is_main_process, world_size
-from ssl_vit.progress import silent
+from ssl_vit.progress import Say, silent
 from ssl_vit.records import ComparisonRecord
 from ssl_vit.report.read import PLAN, Comparison, read_comparison
 from ssl_vit.report.verdict import NO_HEADLINE, has_headline
@@ -56,7 +55,7 @@ def compare(
             study = looks.look(study, comparison)
             if main:
                 looked = replace(checked.plan, study=replace(checked.plan.study, looks=study.looks))
-                _write_plan(replace(checked, plan=looked, missing=[]), command)
+                _write_plan(replace(checked, plan=looked), command)
             distributed.gather(None)
             comparison = read_comparison(checked.plan.run)
             say(f"look {len(study.looks)}: {', '.join(study.looks[-1].outcomes.values())}")

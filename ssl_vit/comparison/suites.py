@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -16,14 +16,13 @@ from ssl_vit.data.packing.sources import open_source
 from ssl_vit.data.shards.info import INFO, RECORD
 from ssl_vit.files import read_json, write_json
 from ssl_vit.interfaces import UserError, errors_about
+from ssl_vit.progress import Say
 
 _REQUEST = "request.json"  # beside train/ and test/: what they were packed from
 _PART = re.compile(r", \d+ images( per class)?\b|part of holdout|fold_\d+ of ")  # in info.json's source: a part of it
 
 
-def prepare(
-    sets: Mapping[str, DataSet], folder: Path, say: Callable[[str], None] = print, *, write: bool = True
-) -> dict[str, DataSet]:
+def prepare(sets: Mapping[str, DataSet], folder: Path, say: Say = print, *, write: bool = True) -> dict[str, DataSet]:
     """The same sets with `train` and `test` shards. Sources are packed into `folder/NAME` unless they are there; other
     processes wait. write: False packs nothing.
 
@@ -62,7 +61,7 @@ def _request(chosen: DataSet) -> dict[str, object]:
     return chosen.model_dump(mode="json", include={"source", "splits", "image_column", "label_column"})
 
 
-def _pack(name: str, chosen: DataSet, folder: Path, say: Callable[[str], None]) -> None:
+def _pack(name: str, chosen: DataSet, folder: Path, say: Say) -> None:
     columns = {"image_column": chosen.image_column, "label_column": chosen.label_column}
     write_json(folder / name / _REQUEST, _request(chosen))  # first: both parts must be of one source after a kill too
     for split, part in zip(chosen.splits, ("train", "test"), strict=True):

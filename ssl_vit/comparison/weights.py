@@ -11,13 +11,12 @@ from filelock import FileLock
 
 from ssl_vit.comparison.checks import check_directory
 from ssl_vit.comparison.config import Arm, Study
-from ssl_vit.comparison.executor import Say
 from ssl_vit.files import read_json, sha256, write_json
 from ssl_vit.interfaces import RunError, errors_about
 from ssl_vit.models import factory
 from ssl_vit.models.exchange.hub import Unreachable
 from ssl_vit.models.exchange.imports import import_weights
-from ssl_vit.progress import silent
+from ssl_vit.progress import Say, silent
 
 FOLDER = "weights"  # in the run directory of the comparison
 _REQUEST = "request.json"  # beside an arm's weights: what they were imported from

@@ -62,7 +62,7 @@ class EvaluationStream:
         self.own = every[rank * len(every) // ranks : (rank + 1) * len(every) // ranks]
         self.batch_size = min(batch_size, -(-len(every) // ranks))
         self.batches = math.ceil(math.ceil(len(every) / ranks) / self.batch_size)
-        # What the chunks hold, so that they may be kept in so many bytes.
+        # Identifies the content of the chunks, which `_kept` may hold.
         content = (shards.fingerprint, len(shards.classes or ()), self.batch_size, self.own.tobytes())
         how = (pair(image_size), channels, data.evaluation_resize, data.max_pixels)
         self.key = (*content, *how, needs_labels, noise, data.on_bad_sample)

@@ -17,13 +17,12 @@ from PIL import Image
 from torchvision.transforms import InterpolationMode, v2
 
 from ssl_vit.data import MAX_PIXELS, AugmentConfig, DataConfig
-from ssl_vit.data.headers import check_pixels
 from ssl_vit.data.jpeg import Jpeg, orientation, unreadable, upright
-from ssl_vit.data.packing.images import open_header
+from ssl_vit.data.packing.images import check_pixels, open_header
 from ssl_vit.data.shards.info import IMAGE_EXTENSIONS
 from ssl_vit.interfaces import BadSample, Size, UserError, pair
 
-_PIL_MODES = {1: "L", 3: "RGB", 4: "RGBA"}
+PIL_MODES = {1: "L", 3: "RGB", 4: "RGBA"}
 
 
 class Pixels:
@@ -46,7 +45,7 @@ Picture = Jpeg | Pixels
 
 def check_channels(channels: int) -> None:
     """Raise UserError unless image files can be decoded to this many channels."""
-    if channels not in _PIL_MODES:
+    if channels not in PIL_MODES:
         raise UserError(f"encoder.channels={channels}: image shards decode to 1 (gray), 3 (RGB) or 4 (RGBA) channels")
 
 
@@ -78,7 +77,7 @@ def _open(data: bytes, channels: int, max_pixels: int) -> Picture:
             check_pixels(jpeg.height, jpeg.width, max_pixels)
             return jpeg
     image = open_header(data, max_pixels=max_pixels)
-    pixels = np.array(eight_bits(image).convert(_PIL_MODES[channels]))
+    pixels = np.array(eight_bits(image).convert(PIL_MODES[channels]))
     stored = torch.from_numpy(pixels.reshape(*pixels.shape[:2], channels)).permute(2, 0, 1)
     return Pixels(upright(stored, orientation(image)))
 

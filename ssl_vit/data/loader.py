@@ -147,7 +147,7 @@ def _shared(like: torch.Tensor) -> torch.Tensor:
 def _work(
     stream: Stream, number: int, slots: list[dict[str, torch.Tensor]], pipe: Connection, others: list[Connection]
 ) -> None:
-    """The loader process. Signals reach the whole process group, and the main process must save first: it ends us."""
+    """The loader process. It ignores signals, which reach the process group: the main process saves, then ends it."""
     for kind in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(kind, signal.SIG_IGN)
     for other in others:

@@ -88,7 +88,7 @@ class SampleReader:
         self.shards, self.preprocess = shards, preprocess
         self.files = OpenShards(shards.open, 3 * streams + 2)  # of each: the current one, the next and the last
         self.first_index = shards.first_index
-        # Decoded images lie in one block: as many small ones they would pin what a training step frees around them.
+        # One block, as many small tensors would fragment the memory that training steps free.
         try:
             self.kept, self.end = torch.empty(cache_bytes, dtype=torch.uint8), 0
         except RuntimeError:
@@ -136,7 +136,7 @@ class SampleReader:
     def _keep(self, shard: int, member: int, picture: Picture, label: int, key: str) -> Picture:
         """The picture, decoded and kept while `data.cache_mb` allows it.
 
-        Not one so large that its crops may be decoded reduced: a sample must look the same whoever keeps it.
+        Images whose crops may be decoded at a reduced size are not kept: pixels must not depend on the cache.
         """
         height, width, start = picture.height, picture.width, self.end
         size, least = height * width * self.preprocess.channels, self.least
@@ -208,12 +208,9 @@ def join(
         first = tensors[0]
         if len(tensors) == 1 and not shared and not pinned:
             return first.to(device)
-        sizes = [len(tensor) for tensor in tensors]
-        shape = (sum(sizes), *first.shape[1:])
+        shape = (sum(map(len, tensors)), *first.shape[1:])
         whole = torch.empty_strided(shape, first.stride(), dtype=first.dtype, pin_memory=pinned)
-        for rows, tensor in zip(whole.split(sizes), tensors, strict=True):
-            rows.copy_(tensor)
-        return whole.to(device, non_blocking=pinned)
+        return torch.cat(tensors, out=whole).to(device, non_blocking=pinned)
 
     with one_thread():
         tensors: dict[str, Any] = {name: joined(name) for name in parts[0].tensors}

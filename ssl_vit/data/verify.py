@@ -1,6 +1,6 @@
 """Checking shard sets: `verify` lists every defect, `stats` counts what a set holds.
 
-Nothing read here is unpickled or unpacked to disk, and no size is believed that is larger than the file.
+Nothing read here is unpickled or unpacked to disk, and sizes that are larger than the file are rejected.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def stats(folder: Path) -> dict[str, Any]:
     for defect in defects:
         where = f"{folder / defect.shard}: {defect.key}{defect.key and ': '}"
         raise UserError(f"{where}{defect.kind}: {defect.detail}; `ssl-vit shards verify` lists every defect")
-    heights, widths, channels = np.array([size for shard in shards for size in shard.sizes] or np.empty((0, 3))).T
+    heights, widths, depths = np.array([size for shard in shards for size in shard.sizes] or np.empty((0, 3))).T
     if not len(heights):
         raise UserError(f"{folder}: its shards hold no samples")
     counts = images_by_class(info, shards)
@@ -92,7 +92,7 @@ def stats(folder: Path) -> dict[str, Any]:
         "samples_per_class": counts,
         "samples_per_shard": _spread([len(shard.sizes) for shard in shards]),
         "image_size": {"height": _spread(heights), "width": _spread(widths)},
-        "channels": int(max(channels)),
+        "channels": int(max(depths)),
     }
 
 

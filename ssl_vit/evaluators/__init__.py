@@ -56,7 +56,7 @@ def of_protocol(config: type[Config], under: Mapping[str, Any], over: Mapping[st
 
 
 def budget_words(budget: int | str) -> str:
-    """A budget for people: "10 labels per class", "1 label per class", "10% of the labels", "all labels"."""
+    """A budget as readable text: "10 labels per class", "1 label per class", "10% of the labels", "all labels"."""
     if isinstance(budget, int):
         return f"{budget} label{'s' * (budget != 1)} per class"
     return "all labels" if budget == ALL else f"{budget} of the labels"

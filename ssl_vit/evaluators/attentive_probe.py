@@ -92,7 +92,13 @@ class Evaluator(BaseEvaluator):
         features = train.features(c)
         start = time.perf_counter()
         classes, targets = np.unique(features.labels, return_inverse=True)
-        tokens_BND, targets_B = self._tokens(train, features), torch.from_numpy(targets)
+        width = train.context.trained.features("patches") // train.context.trained.patches
+
+        def tokens(features: Features) -> torch.Tensor:
+            """float32 (n, N, D) of the patches, side by side in the features."""
+            return torch.from_numpy(features.vectors).unflatten(1, (-1, width))
+
+        tokens_BND, targets_B = tokens(features), torch.from_numpy(targets)
         std_D, mean_D = torch.std_mean(tokens_BND, dim=(0, 1), correction=0)
 
         def standardized(tokens_BND: torch.Tensor) -> torch.Tensor:
@@ -117,7 +123,7 @@ class Evaluator(BaseEvaluator):
         @torch.no_grad()
         def classify(images: ImageSet) -> list[Scored]:
             test = images.features(c)
-            parts = self._tokens(images, test).split(c.batch_size)
+            parts = tokens(test).split(c.batch_size)
             probabilities = torch.cat([head(standardized(part)).softmax(-1).cpu() for part in parts]).numpy()
             if not np.isfinite(probabilities).all():
                 error = Diverged(f"the attentive probe diverged with lr={c.lr}")
@@ -128,11 +134,6 @@ class Evaluator(BaseEvaluator):
             return [Scored(prediction, cost=cost, labels=len(features.labels))]
 
         return classify
-
-    def _tokens(self, images: ImageSet, features: Features) -> torch.Tensor:
-        """float32 (n, N, D) of the patches, side by side in the features."""
-        encoder = images.context.trained
-        return torch.from_numpy(features.vectors).unflatten(1, (-1, encoder.features("patches") // encoder.patches))
 
     def check(self, encoder: Encoder, images: int) -> None:
         """Raises UserError for too many tokens and for an encoder without any."""

@@ -129,7 +129,7 @@ Classifier = Callable[[ImageSet], Sequence[Scored]]
 class Evaluator(ABC):
     """Base of the evaluators: a subclass named `Evaluator` in its own file needs `title` and `fit`.
 
-    title: a heading for people. references: sources measured beside the trained encoder: `untrained` (the same
+    title: heading in reports. references: sources measured beside the trained encoder: `untrained` (the same
     architecture, freshly initialized; where the evaluator trains the encoder, that is training from scratch) and
     `pixels`. trains_encoder: whether `fit` trains the whole encoder: a comparison then measures arms from scratch
     with it, and its sweep runs once per arm and label budget. needs_head: whether it reads the classifier that a run

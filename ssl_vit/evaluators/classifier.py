@@ -111,7 +111,7 @@ class TrainedConfig(SweepConfig):
     def recipe(
         self, name: str, data: DataConfig, encoder: EncoderConfig, images: int, seed: int, batch_size: int
     ) -> Recipe:
-        """The training on so many labeled images, as a recipe."""
+        """The training on this number of labeled images, as a recipe."""
         if batch_size % self.lanes:
             raise UserError(f"training.batch_size={batch_size} is no multiple of lanes={self.lanes}; change either")
         training = self.training.model_copy(update={"batch_size": batch_size})
@@ -149,7 +149,7 @@ def fit(evaluator: Evaluator, images: ImageSet, encoder: Encoder, seed: int) -> 
     recipe = evaluator.stage(context.data, sizes, len(images.images), seed)
     assert recipe is not None
     number = getattr(recipe.objective, "classes", None)
-    if number and context.classes and number < context.classes:
+    if number and number < context.classes:
         raise UserError(f"head.classes={number}: the images have {context.classes} classes; remove it")
     workers = min(recipe.data.workers, recipe.data.lanes // accelerator.num_processes)
     recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"workers": workers})})
@@ -169,8 +169,8 @@ def fit(evaluator: Evaluator, images: ImageSet, encoder: Encoder, seed: int) -> 
     flops, start = training_flops(objective), time.perf_counter()  # a sharded network cannot be counted any more
 
     def cost_of(steps: int) -> Cost:
-        images, seconds = steps * recipe.training.batch_size, round(time.perf_counter() - start, 2)
-        return Cost(images_seen=images, flops=images * flops, seconds=seconds)
+        seen, seconds = steps * recipe.training.batch_size, round(time.perf_counter() - start, 2)
+        return Cost(images_seen=seen, flops=seen * flops, seconds=seconds)
 
     try:
         with context.progress("training", job.total_steps) as advance:

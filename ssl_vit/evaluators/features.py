@@ -31,7 +31,7 @@ from ssl_vit.interfaces import Batch, Config, Diverged, Metric, ObjectiveConfig,
 from ssl_vit.models import ImageSize, Pooling, Resampling
 from ssl_vit.models.encoder import Encoder
 from ssl_vit.models.factory import at_size, fresh
-from ssl_vit.progress import progress_bar, silent
+from ssl_vit.progress import Say, progress_bar, silent
 from ssl_vit.records import SkippedSample
 from ssl_vit.training import distributed
 from ssl_vit.training.distributed import Engine
@@ -64,7 +64,7 @@ class EvalContext:
     batch_size: int = 256
     cache: Path | None = None
     objective: ObjectiveConfig | None = None
-    say: Callable[[str], None] = silent
+    say: Say = silent
     title: str | None = None
     metric: Metric = "accuracy"
     seed: int = 0
@@ -79,9 +79,8 @@ class EvalContext:
     @cached_property
     def train_labels(self) -> np.ndarray:
         """Every training image's class, int64 (samples,); -1: no label. Raises UserError where there is one class."""
-        labels = labels_of(self.train)
-        check_classes(self.train, labels)
-        return labels
+        check_classes(self.train)
+        return labels_of(self.train)
 
     @property
     def classes(self) -> int:
@@ -183,7 +182,7 @@ class ImageSet:
         return found
 
 
-@torch.no_grad()  # inference mode does not go with XLA
+@torch.no_grad()  # XLA does not support inference mode
 def extract(
     images: ImageSet,
     reader: Callable[[Batch], torch.Tensor],

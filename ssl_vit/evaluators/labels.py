@@ -10,6 +10,7 @@ import numpy as np
 
 from ssl_vit.data.overlap import saw_images
 from ssl_vit.data.packing.images import channels, open_header
+from ssl_vit.data.packing.plan import by_class
 from ssl_vit.data.shards import ShardSet
 from ssl_vit.data.shards.info import IMAGE_EXTENSIONS
 from ssl_vit.data.shards.reading import class_index
@@ -29,18 +30,19 @@ def choose_labeled(labels: np.ndarray, budget: Budget, seed: int, *, share_of: n
     labels: int (n,); images with a negative label are never chosen.
     share_of: the labels (n,) that a share counts, where some of them are held out of `labels`.
     """
+    labeled = np.flatnonzero(labels >= 0)
     if budget == ALL:
-        return np.flatnonzero(labels >= 0)
+        return labeled
     everything = labels if share_of is None else share_of
+    counts = np.bincount(everything[everything >= 0])
     generator = np.random.default_rng(seed)
     chosen = []
-    for label in np.unique(labels[labels >= 0]):
-        order = generator.permutation(np.flatnonzero(labels == label))
+    for indices in by_class(labeled, labels):
         if isinstance(budget, int):
             count = budget
         else:
-            count = max(1, round(float(budget[:-1]) / 100 * int((everything == label).sum())))
-        chosen.append(order[:count])
+            count = max(1, round(float(budget[:-1]) / 100 * int(counts[labels[indices[0]]])))
+        chosen.append(generator.permutation(indices)[:count])
     return np.concatenate(chosen)
 
 
@@ -51,8 +53,7 @@ def held_out_split(labels: np.ndarray, share: float, seed: int, repeat: int = 0)
     """
     generator = np.random.default_rng([seed, 1, *([repeat] if repeat else [])])
     kept, held = [], []
-    for label in np.unique(labels[labels >= 0]):
-        order = generator.permutation(np.flatnonzero(labels == label))
+    for order in map(generator.permutation, by_class(np.flatnonzero(labels >= 0), labels)):
         count = min(round(share * len(order)), len(order) - 1)
         held.append(order[:count])
         kept.append(order[count:])
@@ -94,9 +95,9 @@ def untrained_note(test_labels: np.ndarray, everything: np.ndarray, names: Seque
     return (f"{images} test image(s) have a class without any training image and count as wrong: {which}",)
 
 
-def check_classes(shards: ShardSet, labels: np.ndarray) -> None:
-    """Raises UserError where the labeled images belong to fewer than two classes. labels: int (n,); -1: no label."""
-    if len(np.unique(labels[labels >= 0])) < 2:
+def check_classes(shards: ShardSet) -> None:
+    """Raises UserError where the labeled images belong to fewer than two classes."""
+    if labeled_classes(shards) < 2:
         raise UserError(f"{shards.spec}: all labeled images belong to one class; evaluation needs at least two")
 
 
@@ -105,9 +106,9 @@ def set_notes(train: ShardSet, test: ShardSet) -> list[str]:
 
     The headers of up to 200 images of each set's first shard are read.
     """
-    notes, named = list[str](), [len(one.classes or ()) for one in (train, test)]
-    if all(named) and named[0] != named[1]:
-        notes.append(f"{train.spec} names {named[0]} classes, {test.spec} names {named[1]}; check that labels agree")
+    notes, counts = list[str](), [len(one.classes or ()) for one in (train, test)]
+    if all(counts) and counts[0] != counts[1]:
+        notes.append(f"{train.spec} names {counts[0]} classes, {test.spec} names {counts[1]}; check that labels agree")
     if (shared := train.in_common(test)) or saw_images(train.places, test.spec):
         what = f"have {shared} shards in common" if shared else "have images in common"
         notes.append(f"{train.spec} and {test.spec} {what}; the accuracy is not that of new images")

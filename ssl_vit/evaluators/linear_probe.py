@@ -75,10 +75,6 @@ class Config(FeatureConfig, LabeledConfig, TrainedConfig):
         fixed = [key for key in self.UNUSED["lars"] if getattr(self, key) != type(self).model_fields[key].default]
         if unused := [*(f"sweep.{key}" for key in swept), *(fixed if self.method == "lars" else ())]:
             raise ValueError(f"{unused[0]}: method={self.method} does not use it; remove it or change the method")
-        return self
-
-    @model_validator(mode="after")
-    def _check_pooling(self) -> Self:
         if self.method == "lars" and (self.pooling == "both" or self.block is not None):
             raise ValueError("method=lars reads the model's output pooled as token, mean or patches")
         if self.head.pooling not in (classification.Config().pooling, self.pooling):

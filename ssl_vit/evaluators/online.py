@@ -9,7 +9,7 @@ from ssl_vit.data import DataConfig
 from ssl_vit.data.shards import ShardSet
 from ssl_vit.evaluators.features import EvalContext, Features, ImageSet, extract
 from ssl_vit.evaluators.few_shot import Ridge
-from ssl_vit.evaluators.labels import choose_labeled, labels_of
+from ssl_vit.evaluators.labels import choose_labeled, labeled_classes, labels_of
 from ssl_vit.interfaces import UserError
 from ssl_vit.models.encoder import Encoder
 from ssl_vit.records import SkippedSample
@@ -29,7 +29,7 @@ class OnlineProbe:
         self.context = EvalContext(encoder, shards, shards, data, accelerator)
         self.reported: set[tuple[str, str]] = set()
         labels = labels_of(shards)
-        classes = len(np.unique(labels[labels >= 0]))
+        classes = labeled_classes(shards)
         held_out = max(1, config.images // classes)
         self.labeled = choose_labeled(labels, config.labels_per_class, 0)
         self.scored = np.setdiff1d(choose_labeled(labels, config.labels_per_class + held_out, 0), self.labeled)

@@ -9,6 +9,7 @@ from huggingface_hub import ModelCardData
 from ssl_vit import __version__
 from ssl_vit.analysis.pages import template
 from ssl_vit.data import DataConfig
+from ssl_vit.data.images import PIL_MODES
 from ssl_vit.data.shards import ShardSet, open_training
 from ssl_vit.files import read_json
 from ssl_vit.interfaces import RunError, UserError, without_credentials
@@ -26,7 +27,6 @@ from ssl_vit.report.summary import summarize
 from ssl_vit.report.verdict import interval, notes
 from ssl_vit.results import evaluations
 
-_MODES = {1: "L", 3: "RGB", 4: "RGBA"}
 Facts = dict[str, object]  # None: unknown
 
 
@@ -43,7 +43,8 @@ def write(model: Encoder, given: Path, to: str, use: Use, *, title: str, license
     settings = run_recipe(given) if run else None
     shards = _shards(settings) if settings else None
     measured = read_runs([given]) if (given / "results").is_dir() else None
-    shown = tables.all_tables(measured, summarize(measured)) if measured else []
+    summary = summarize(measured) if measured else None
+    shown = tables.all_tables(measured, summary) if measured and summary else []
     imported = read_json(weights / "config.json").get("imported")
     metadata = ModelCardData(
         library_name=to, license=license, pipeline_tag="image-feature-extraction", tags=["ssl-vit"]
@@ -59,7 +60,7 @@ def write(model: Encoder, given: Path, to: str, use: Use, *, title: str, license
         to=to,
         version=__version__,
         shape=f"2, {model.channels}, {model.image_size[0]}, {model.image_size[1]}",
-        mode=_MODES.get(model.channels) if to == "timm" or model.channels == 3 else None,
+        mode=PIL_MODES.get(model.channels) if to == "timm" or model.channels == 3 else None,
         pooled=_pooled(model, use, to),
         pooling=use.pooling,
         mean=list(model.mean),
@@ -81,7 +82,7 @@ def write(model: Encoder, given: Path, to: str, use: Use, *, title: str, license
         imported=imported,
         data={"Source": shards.source, "Images": shards.samples, "License": shards.license} if shards else {},
         results=[markdown(table) for table in shown[:-1]],  # without the costs
-        notes=[interval(measured, summarize(measured)), *notes(measured)] if measured else [],
+        notes=[interval(measured, summary), *notes(measured)] if measured and summary else [],
         license=terms,
         cell=lambda value: " ".join(text(value).split()).replace("|", "\\|"),
     )

@@ -35,7 +35,7 @@ class Calibration:
 class Classes:
     """Statistics by class of one dataset under one evaluator, at its largest label budget.
 
-    labels: int64 (K,), the classes of test images and predictions, ascending. names: their names.
+    names: (K,), of the classes of test images and predictions, in the order of their labels.
     images: int64 (K,), test images of each class.
     confusion: by arm, float64 (K, K): share of the images of a class (row) that was predicted as each class, over all
         seeds; a row without test images is nan.
@@ -44,7 +44,6 @@ class Classes:
     """
 
     budget: Budget
-    labels: np.ndarray
     names: tuple[str, ...]
     images: np.ndarray
     confusion: Mapping[str, np.ndarray]
@@ -83,7 +82,6 @@ def classes(comparison: Comparison, place: EvaluationKey) -> Classes:
         )
     return Classes(
         budget=budget,
-        labels=labels,
         names=tuple(comparison.class_name(place.data, label) for label in labels.tolist()),
         images=np.array([(of_images == label).sum() for label in labels]),
         confusion=confusion,

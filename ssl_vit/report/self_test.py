@@ -18,7 +18,7 @@ BETTER: tuple[Outcome, ...] = ("better",)
 class SelfTest:
     """expected: SAME for a row and its repetition with other random numbers, which chance calls different in 5% of
     comparisons; BETTER for an arm that was pretrained with all labels of the training set and its baseline, unless the
-    baseline has all labels too or the compute of pretraining: nobody knows which of these is better."""
+    baseline has all labels too or the compute of pretraining: then either may be better."""
 
     expected: tuple[Outcome, ...]
     difference: Difference

@@ -8,7 +8,7 @@ the cases). Pure functions of arrays.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -98,7 +98,7 @@ def crossed_mean(
     values_SM: np.ndarray,
     *,
     confidence: float = 0.95,
-    pretrainings: Sequence[Hashable] | None = None,
+    pretrainings: Sequence[int] | None = None,
 ) -> Estimate:
     """Mean of values over seeds and test images, with an interval over both.
 
@@ -129,7 +129,7 @@ def crossed_mean(
     return found.at(confidence)
 
 
-def units_of(*pretrainings: Sequence[Hashable]) -> Sequence[Hashable] | None:
+def units_of(*pretrainings: Sequence[int]) -> Sequence[int] | None:
     """The unit that an interval covers: (S,), the pretraining of each of S seeds, or None where the unit is the seed.
 
     pretrainings: for each pretrained arm, the pretraining of each seed, (S,). With P different pretrainings:
@@ -144,14 +144,13 @@ def units_of(*pretrainings: Sequence[Hashable]) -> Sequence[Hashable] | None:
     return min(several, key=lambda own: len(set(own)), default=None)
 
 
-def unit_means(values_SX: np.ndarray, pretrainings: Sequence[Hashable]) -> np.ndarray:
+def unit_means(values_SX: np.ndarray, pretrainings: Sequence[int]) -> np.ndarray:
     """Values of the seeds of each pretraining averaged: (P, ...), in order of first appearance."""
-    names = list(dict.fromkeys(pretrainings))
-    of = np.array([names.index(one) for one in pretrainings])
-    return np.stack([values_SX[of == name].mean(axis=0) for name in range(len(names))])
+    of = np.asarray(pretrainings)
+    return np.stack([values_SX[of == one].mean(axis=0) for one in dict.fromkeys(pretrainings)])
 
 
-def within_variance(values_S: np.ndarray, pretrainings: Sequence[Hashable]) -> float:
+def within_variance(values_S: np.ndarray, pretrainings: Sequence[int]) -> float:
     """Pooled variance of the values of the seeds of each pretraining. At least one has several."""
     groups = [np.array([one == name for one in pretrainings]) for name in dict.fromkeys(pretrainings)]
     squares = sum(float(((values_S[of] - values_S[of].mean()) ** 2).sum()) for of in groups)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -270,7 +270,7 @@ class Measured:
 
     def _cells(
         self, budgets: Sequence[Budget], arm: str, against: str
-    ) -> tuple[np.ndarray, Sequence[Hashable] | None, tuple[str, ...]] | None:
+    ) -> tuple[np.ndarray, Sequence[int] | None, tuple[str, ...]] | None:
         """The results that both arms have at all of these budgets; None where they share no seed.
 
         Returns (values (B, 2, S, M), 1 where correct, by label budget, arm, seed and test image;

@@ -1,4 +1,4 @@
-"""Tables of a report as data frames of text, for a page, a terminal, Markdown and LaTeX; and every row as CSV."""
+"""Tables of a report as data frames of text, for a page, a terminal, Markdown and LaTeX."""
 
 from __future__ import annotations
 

@@ -20,6 +20,8 @@ import pytest
 from PIL import Image
 
 LONG = "training.steps=100000,training.batch_size=16,training.checkpoint_every=20"
+ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in ("FORCE_COLOR", "CI")}
+ENVIRONMENT |= {"TERM": "xterm-256color", "OMP_NUM_THREADS": "1"}
 FEW = ["seeds=[0]", "labels_per_class=[2]", "evaluators.few_shot.labels_per_class=[1]", "pictures=false"]
 
 
@@ -37,7 +39,7 @@ def interrupt(tmp_path: Path, arguments: list[str], at_work: Callable[[psutil.Pr
     with log.open("wb") as file:
         process = subprocess.Popen(
             [sys.executable, "-m", "ssl_vit", *arguments],
-            cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=file, stderr=file, start_new_session=True,
+            cwd=tmp_path, env=ENVIRONMENT, stdout=file, stderr=file, start_new_session=True,
             # A shell starts what runs in its background, such as these tests, with Ctrl-C ignored.
             preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
         )  # fmt: skip
@@ -61,7 +63,8 @@ def interrupt(tmp_path: Path, arguments: list[str], at_work: Callable[[psutil.Pr
 
 def test_train(few_digits: Path, tmp_path: Path) -> None:
     keys = [f"data.train={few_digits}/train", "run=run", "data.workers=1", *LONG.split(",")]
-    interrupt(tmp_path, ["train", "digits_ssl", *keys], lambda _: any(tmp_path.glob("run/checkpoints/step_*")))
+    text = interrupt(tmp_path, ["train", "digits_ssl", *keys], lambda _: any(tmp_path.glob("run/checkpoints/step_*")))
+    assert "loss" in text and "\x1b[" not in text, "colors in what is no terminal"
     steps = [int(path.name[5:]) for path in tmp_path.glob("run/checkpoints/step_*")]
     assert max(steps) % 20, "the training that was stopped did not save where it stood"
 

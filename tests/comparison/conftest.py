@@ -14,7 +14,7 @@ from ssl_vit.comparison.config import load_comparison
 from ssl_vit.comparison.run import compare
 from ssl_vit.report.read import Comparison
 
-STEPS = ["training.steps=2", "training.batch_size=16"]
+STEPS = ["training.steps=2", "training.batch_size=16", "training.picture_every=0", "training.trackers={}"]
 TUNING = {
     "sweep": {"optim.lr": [0.001, 0.003], "training.steps": [2]},
     "training": {"batch_size": 8},

@@ -113,7 +113,7 @@ def test_the_time_left_is_a_lower_bound_until_a_task_of_each_kind_has_finished()
 
 def test_the_time_left_counts_what_tasks_took(tmp_path: Path) -> None:
     said: list[str] = []
-    executor.run([task("a", arm="1.1"), task("b", "a", arm="1")], partial(do, tmp_path), jobs=1, say=said.append)
+    executor.run([task("a", arm="1.1"), task("b", "a")], partial(do, tmp_path), jobs=1, say=said.append)
     assert "about 0:00:00" not in said[0] and "left)" in said[0]
 
 

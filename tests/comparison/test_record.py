@@ -17,10 +17,12 @@ from ssl_vit.recipe import load_recipe, save
 from tests.report.made import SUMMARY
 from tests.tars import encoded, write_tar
 
+FEW = ("evaluators.fine_tune=null", "seeds=[0]", "frozen_seeds=[0]", "pretrainings=1")
+
 
 def pretrained_elsewhere(*keys: str) -> set[str]:
     """Arms whose pretraining data is recorded beside the data of the evaluation."""
-    study = load_comparison("demo_digits", keys)
+    study = load_comparison("demo_digits", [*FEW, *keys])
     checked = comparison.check(study, pack=False)
     data = record_of(checked.plan, checked.shards, "").data
     assert {"data train", "data test"} <= set(data)
@@ -52,14 +54,16 @@ def test_every_arm_that_saw_training_images_is_recorded(
     (tmp_path / "given" / "summary.json").write_text(SUMMARY.model_dump_json())
     keys = [f"run={tmp_path}", f"data={{train: {train}, test: {test}, folds: []}}", "arms.supervised.data.samples=100"]
     keys += [f"arms.given={{label: given, weights: {tmp_path}/given}}", f"arms.ssl.data.train={tmp_path}/other"]
-    checked = comparison.check(load_comparison("demo_digits", keys), pack=False)
+    checked = comparison.check(load_comparison("demo_digits", [*FEW, *keys]), pack=False)
     record = record_of(checked.plan, checked.shards, "")
     saw = {arm.name: arm.saw for arm in record.arms}
     assert saw == {"ssl": (), "scratch": (), "supervised": ("data",), "given": ("data",)}
     assert [record.data[f"data {part}"].labeled_classes for part in ("train", "test")] == [10, None]
     (tmp_path / "deep/er").mkdir(parents=True)
     (tmp_path / "link").symlink_to(tmp_path / "deep/er")
-    checked = comparison.check(load_comparison("demo_digits", [f"run={tmp_path}/link/run", *keys[1:]]), pack=False)
+    checked = comparison.check(
+        load_comparison("demo_digits", [*FEW, f"run={tmp_path}/link/run", *keys[1:]]), pack=False
+    )
     (given,) = [arm for arm in record_of(checked.plan, checked.shards, "").arms if arm.name == "given"]
     assert given.run and (tmp_path / "deep/er/run" / given.run).resolve() == (tmp_path / "given").resolve()
 

@@ -126,7 +126,7 @@ def last_shard_of_the_first_epoch(digit_shards: Path) -> str:
 
 
 def test_a_run_through_failures_and_an_outage_ends_as_one_from_the_disk(
-    serve: Callable, digit_shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    serve: Callable, digit_shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], no_waiting: None
 ) -> None:
     """Stalls, cuts, 503s and a garbled transfer on the way; a longer outage ends the run, which then resumes."""
     server = serve(digit_shards)

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,7 +24,7 @@ from ssl_vit.interfaces import RunError, UserError
 from ssl_vit.models import factory
 from ssl_vit.models.vit import ViTEncoder
 from ssl_vit.records import EvaluationRecord
-from ssl_vit.results import Result, Table, evaluations, load
+from ssl_vit.results import Table, evaluations, load
 from tests.tars import encoded, write_tar
 
 TUNE = ["sweep={}", "training.steps=4", "training.batch_size=16", "labels_per_class=5", "seeds=[0,1]"]
@@ -193,44 +190,6 @@ def test_a_run_that_was_trained_on_a_gpu_is_evaluated_in_fp32_on_a_cpu(
     assert f"training.precision={precision} needs" in capsys.readouterr().err
     assert len(embeddings.embed(run, data[1])) == 100
     assert "evaluating in fp32" in capsys.readouterr().err
-
-
-def test_an_evaluation_that_was_killed_resumes(trained: Path, tmp_path: Path) -> None:
-    settings = [*TUNE, "sweep.optim.lr=[0.001,0.003]", "labels_per_class=[5,10]", "seeds=[0,1,2]"]
-    data = (f"{trained}/train", f"{trained}/test")
-    ignored = shutil.ignore_patterns("results")
-    whole, killed = (shutil.copytree(trained / "run", tmp_path / name, ignore=ignored) for name in ("whole", "killed"))
-    expected = api.evaluate(whole, "fine_tune", *data, settings)
-    imports = "from pathlib import Path; from ssl_vit import api"
-    code = f"{imports}; api.evaluate(Path({str(killed)!r}), 'fine_tune', *{data}, {settings})"
-    process = subprocess.Popen([sys.executable, "-c", code])
-
-    def finished() -> list[Path]:
-        return [part for part in killed.glob("results/*.unfinished/*.json") if "candidate" not in part.name]
-
-    deadline, parts = time.monotonic() + 120, list[Path]()
-    while len(parts) < 4 and process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.01)
-        parts = finished()
-    process.kill()
-    process.wait()
-    parts = finished()
-    assert 4 <= len(parts) < 12 and not evaluations(killed)[0]
-    parts[-1].write_text("{")  # damaged: runs again
-    stored = {part.stem: load(part) for part in parts[:-1]}
-    said: list[str] = []
-    resumed = api.evaluate(killed, "fine_tune", *data, settings, say=said.append)
-    known = {line.removesuffix(": already finished") for line in said if line.endswith(": already finished")}
-    assert {name for name in known if "candidate" not in name} == {name.replace("_", " ") for name in stored}
-
-    def comparable(rows: list[Result]) -> list[Result]:
-        return [replace(row, seconds=0.0) for row in rows]
-
-    assert comparable(resumed.results) == comparable(expected.results)
-    assert [sweep.best for sweep in resumed.about.sweeps] == [sweep.best for sweep in expected.about.sweeps]
-    assert {row.seconds for rows, _ in stored.values() for row in rows} <= {row.seconds for row in resumed.results}
-    assert resumed.about.seconds >= sum(about["seconds"] for _, about in stored.values())
-    assert resumed.path and not [*killed.glob("results/*.unfinished")]
 
 
 def test_parts_of_other_weights_run_again(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

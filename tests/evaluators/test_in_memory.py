@@ -15,7 +15,7 @@ from ssl_vit.results import Evaluation
 
 FAST: dict[str, dict[str, Any]] = {
     "few_shot": {"labels_per_class": [3], "seeds": [0, 1]},
-    "fine_tune": {"training": {"steps": 3}, "sweep": {}, "seeds": [0]},
+    "fine_tune": {"training": {"steps": 3, "batch_size": 16}, "sweep": {}, "seeds": [0], "labels_per_class": [5]},
 }
 
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import random
+import shutil
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ssl_vit import api, recipe
+from ssl_vit.results import Result, evaluations, load
 from tests.processes.reading import losses, same, saved, weights
 
 World = Callable[..., Any]
@@ -98,8 +101,8 @@ def test_a_preempted_run_saves_within_a_step_and_the_next_start_resumes(
     world: World, digits: Path, tmp_path: Path, name: str
 ) -> None:
     """The signal comes at the end of step 10, to its loader worker too."""
-    whole = train(digits, tmp_path / "whole", "training.steps=30", "training.checkpoint_every=0", name=name)
-    run, keys = tmp_path / "run", ["training.steps=30", "training.checkpoint_every=10", "data.workers=1"]
+    whole = train(digits, tmp_path / "whole", "training.steps=14", "training.checkpoint_every=0", name=name)
+    run, keys = tmp_path / "run", ["training.steps=14", "training.checkpoint_every=10", "data.workers=1"]
     command = ["train", name, *settings(digits, run, *keys)]
     process = world(1, "signaled", signal.SIGTERM.value, 0, 10, *command)[0]
     assert process.wait(60) == 75, process.text
@@ -128,3 +131,39 @@ def test_ctrl_c_saves_first_and_leaves_with_1(world: World, digits: Path, tmp_pa
     process.signal(signal.SIGINT)
     assert process.wait(60) == 1, process.text
     assert f"stopped by SIGINT; saved, run the same command to resume at step {saved(run)}" in process.text
+
+
+def test_an_evaluation_that_was_killed_resumes(world: World, digits: Path, tmp_path: Path) -> None:
+    """What it had finished is not measured again, but for one damaged part."""
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    shutil.copytree(train(digits, whole, "training.steps=2"), killed)
+    data = (f"{digits}/train", f"{digits}/test")
+    keys = ["training.steps=4", "training.batch_size=16", "sweep={optim.lr: [0.001, 0.003]}", "labels_per_class=[5,10]"]
+    keys += ["seeds=[0,1]"]
+    process = world(1, "command_line", "eval", killed, "fine_tune", "--data", data[0], "--test", data[1], *keys)[0]
+
+    def finished() -> list[Path]:
+        return [part for part in killed.glob("results/*.unfinished/*.json") if "candidate" not in part.name]
+
+    while len(finished()) < 3 and process.process.is_alive():
+        time.sleep(0.01)
+    process.signal(signal.SIGKILL)
+    process.wait()
+    parts = finished()
+    assert 3 <= len(parts) < 8 and not evaluations(killed)[0], process.text
+    parts[-1].write_text("{")  # damaged: runs again
+    stored = {part.stem: load(part) for part in parts[:-1]}
+    said: list[str] = []
+    resumed = api.evaluate(killed, "fine_tune", *data, keys, say=said.append)
+    known = {line.removesuffix(": already finished") for line in said if line.endswith(": already finished")}
+    assert {name for name in known if "candidate" not in name} == {name.replace("_", " ") for name in stored}
+
+    def comparable(rows: list[Result]) -> list[Result]:
+        return [replace(row, seconds=0.0) for row in rows]
+
+    expected = api.evaluate(whole, "fine_tune", *data, keys)
+    assert comparable(resumed.results) == comparable(expected.results)
+    assert [sweep.best for sweep in resumed.about.sweeps] == [sweep.best for sweep in expected.about.sweeps]
+    assert {row.seconds for rows, _ in stored.values() for row in rows} <= {row.seconds for row in resumed.results}
+    assert resumed.about.seconds >= sum(about["seconds"] for _, about in stored.values())
+    assert resumed.path and not [*killed.glob("results/*.unfinished")]

@@ -17,8 +17,11 @@ KEYS = [
     "seeds=[0]",
     "labels_per_class=[2]",
     "evaluators.few_shot.labels_per_class=[1]",
-    "evaluators.fine_tune.sweep={optim.lr: [0.003], training.steps: [2]}",
-    "arms.supervised.overrides=[training.steps=2]",
+    "evaluators.fine_tune=null",
+    "arms.scratch=null",
+    "arms.supervised=null",
+    "controls=false",
+    "pictures=false",
     "arms.ssl.overrides=[training.steps=100000,training.batch_size=16,training.checkpoint_every=0,training.log_every=1]",
 ]
 

@@ -96,6 +96,7 @@ def test_a_saved_recipe_that_says_auto_is_measured(
 def test_the_arms_of_a_comparison_share_one(few_digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keys = [f"run={tmp_path}", f"data={{train: {few_digits}/train, test: {few_digits}/test, folds: []}}"]
     keys += [f"arms.{arm}.overrides=[{AUTO}]" for arm in ("ssl", "supervised")]
+    keys += ["evaluators.fine_tune=null", "seeds=[0]", "frozen_seeds=[0]", "pretrainings=1"]
     study = load_comparison("demo_digits", keys)
     asked = []
 

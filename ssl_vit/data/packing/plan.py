@@ -72,7 +72,7 @@ def plan_shards(source: Source, options: Options) -> dict[str, list[np.ndarray]]
             )
     first = next(iter(parts))
     if options.subset is not None:
-        groups = _by_class(parts[first], source.labels)
+        groups = by_class(parts[first], source.labels)
         if small := [len(group) for group in groups if len(group) < options.subset]:
             what = f"{len(small)} of {len(groups)} classes have" if source.labels is not None else "the source has"
             few = f"fewer than subset={options.subset} images (as few as {min(small)})"
@@ -95,14 +95,14 @@ def plan_shards(source: Source, options: Options) -> dict[str, list[np.ndarray]]
         if options.order != "source":
             indices = shuffle.permutation(indices)
         if options.order == "stratified":
-            in_turn = np.concatenate(_by_class(indices, source.labels))
+            in_turn = np.concatenate(by_class(indices, source.labels))
             planned[part] = [shuffle.permutation(in_turn[shard::count]) for shard in range(count)]
         else:
             planned[part] = np.array_split(indices, count)
     return planned
 
 
-def _by_class(indices: np.ndarray, labels: np.ndarray | None) -> list[np.ndarray]:
+def by_class(indices: np.ndarray, labels: np.ndarray | None) -> list[np.ndarray]:
     """The indices of each class, in the given order; of an unlabeled source one group."""
     if labels is None:
         return [indices]
@@ -113,7 +113,7 @@ def _by_class(indices: np.ndarray, labels: np.ndarray | None) -> list[np.ndarray
 def _held_out(source: Source, fraction: float, rng: np.random.Generator) -> np.ndarray:
     """The indices of the test images, ascending: a fraction of each class, or of the source's groups."""
     groups = source.groups
-    parts = _by_class(np.arange(source.count), source.labels) if groups is None else [np.unique(groups)]
+    parts = by_class(np.arange(source.count), source.labels) if groups is None else [np.unique(groups)]
     sizes = [min(max(round(fraction * len(part)), 1), len(part) - 1) for part in parts]
     test = _sample(rng, parts, sizes)
     return np.sort(test) if groups is None else np.flatnonzero(np.isin(groups, test))
@@ -122,7 +122,7 @@ def _held_out(source: Source, fraction: float, rng: np.random.Generator) -> np.n
 def _folds(source: Source, indices: np.ndarray, folds: int, seed: int) -> list[np.ndarray]:
     """The indices of each fold, ascending. Raises UserError where there are too few."""
     if source.groups is None:
-        in_turn = np.concatenate(_by_class(np.random.default_rng([seed, 3]).permutation(indices), source.labels))
+        in_turn = np.concatenate(by_class(np.random.default_rng([seed, 3]).permutation(indices), source.labels))
         parts = [np.sort(in_turn[fold::folds]) for fold in range(folds)]
     else:
         groups = source.groups[indices]

@@ -1,4 +1,4 @@
-"""Objects behind URLs, through fsspec: asked again as `data.remote` says, and downloaded whole.
+"""Objects behind URLs, through fsspec: retried as `data.remote` says, and downloaded whole.
 
 fsspec finds the client of a URL and its settings: `FSSPEC_<PROTOCOL>_<OPTION>`, `~/.config/fsspec/*.json`, and the
 client's own (`AWS_ENDPOINT_URL`, `AWS_PROFILE`, `GOOGLE_APPLICATION_CREDENTIALS`, `HF_TOKEN`, ...).
@@ -91,7 +91,7 @@ def download(
         if size is not None and (actual := Path(target).stat().st_size) != size:
             raise EOFError(f"the object ended after {actual} of {size} bytes")
 
-    for _ in range(2):  # a transfer can go wrong; twice in the same way it does not
+    for _ in range(2):  # a wrong checksum is retried once: a second one means that the object differs
         retried(url, remote, transfer)
         if not sha256 or (digest := files.sha256(Path(target))) == sha256:
             return
