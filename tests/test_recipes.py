@@ -38,7 +38,7 @@ def test_a_header_has_a_sentence_a_command_and_a_score(name: str) -> None:
 
 @pytest.mark.parametrize("name", STAGES)
 def test_a_stage_computes_a_step(name: str) -> None:
-    """Forward and backward on torch's meta device, where ViT-H/14 needs no memory; of a ViT with two of its blocks."""
+    """Forward and backward on the meta device, where ViT-H/14 needs no memory. ViTs have two blocks, to save time."""
     recipe = recipes.load_recipe(name)
     encoder = recipe.encoder.model_copy(update={"depth": 2} if recipe.encoder.name.startswith("vit_") else {})
     with torch.device("meta"):

@@ -22,7 +22,7 @@ _LOOKED_AT, _SHARE_OF_GRAY = 200, 0.5  # images; difference of the shares of gra
 
 
 def choose_labeled(labels: np.ndarray, budget: Budget, seed: int, *, share_of: np.ndarray | None = None) -> np.ndarray:
-    """Indices of the images that a label budget allows: the first so many of each class's permutation by
+    """Indices of the images that a label budget allows: the first images of each class's permutation by
     `default_rng(seed)`, class by class; a share such as "10%" of every class (rounded, at least one image); or "all" in
     order.
 
@@ -34,14 +34,14 @@ def choose_labeled(labels: np.ndarray, budget: Budget, seed: int, *, share_of: n
     if budget == ALL:
         return labeled
     everything = labels if share_of is None else share_of
-    counts = np.bincount(everything[everything >= 0])
+    images = dict(zip(*np.unique(everything, return_counts=True), strict=True))  # by class
     generator = np.random.default_rng(seed)
     chosen = []
     for indices in by_class(labeled, labels):
         if isinstance(budget, int):
             count = budget
         else:
-            count = max(1, round(float(budget[:-1]) / 100 * int(counts[labels[indices[0]]])))
+            count = max(1, round(float(budget[:-1]) / 100 * int(images[labels[indices[0]]])))
         chosen.append(generator.permutation(indices)[:count])
     return np.concatenate(chosen)
 

@@ -83,7 +83,7 @@ def gallery(comparison: Comparison, head: Difference) -> Gallery:
 
 
 def _test_shards(comparison: Comparison, data: str) -> ShardSet:
-    """The test shards of a dataset, of every fold. Raises UserError where they are remote or have changed."""
+    """The test shards of a dataset, of every fold. Raises UserError where they are remote, missing or changed."""
     name, every = f"{data} test", comparison.record.data.items()
     parts = [part for key, part in every if key == name or key.startswith(f"{name} of fold ")]
     if remote := [part.path for part in parts if "://" in part.path]:

@@ -1,4 +1,4 @@
-"""Colors are for terminals: what is piped has none (of a training: `test_ctrl_c.py`)."""
+"""Colors are for terminals: what is piped has none. `test_ctrl_c.py` checks a training."""
 
 from __future__ import annotations
 

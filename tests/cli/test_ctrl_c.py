@@ -20,8 +20,6 @@ import pytest
 from PIL import Image
 
 LONG = "training.steps=100000,training.batch_size=16,training.checkpoint_every=20"
-ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in ("FORCE_COLOR", "CI")}
-ENVIRONMENT |= {"TERM": "xterm-256color", "OMP_NUM_THREADS": "1"}
 FEW = ["seeds=[0]", "labels_per_class=[2]", "evaluators.few_shot.labels_per_class=[1]", "pictures=false"]
 
 
@@ -36,10 +34,13 @@ def wait_until(condition: Callable[[], object], process: subprocess.Popen[bytes]
 def interrupt(tmp_path: Path, arguments: list[str], at_work: Callable[[psutil.Process], object]) -> str:
     """Start `ssl-vit ARGUMENTS`, press Ctrl-C once `at_work`; everything it printed."""
     log = tmp_path / "log.txt"
+    decides_colors = ("FORCE_COLOR", "NO_COLOR", "CI")
+    environment = {name: value for name, value in os.environ.items() if name not in decides_colors}
+    environment |= {"TERM": "xterm-256color", "OMP_NUM_THREADS": "1"}
     with log.open("wb") as file:
         process = subprocess.Popen(
             [sys.executable, "-m", "ssl_vit", *arguments],
-            cwd=tmp_path, env=ENVIRONMENT, stdout=file, stderr=file, start_new_session=True,
+            cwd=tmp_path, env=environment, stdout=file, stderr=file, start_new_session=True,
             # A shell starts what runs in its background, such as these tests, with Ctrl-C ignored.
             preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
         )  # fmt: skip

@@ -91,7 +91,9 @@ FINE_TUNE = (
     "labels_per_class=20",
     "seeds=[0]",
     "sweep={optim.lr: [0.01, 0.003]}",
-    "training.steps=50",
+    "training.steps=60",
+    "augment.crop=center",
+    "augment.flip=false",
     "training.batch_size=24",
     "optim.name=adamw",
 )

@@ -85,7 +85,7 @@ def test_a_sharded_network_is_fine_tuned_and_evaluated(runs: Path) -> None:
     whole = one.api.evaluate(
         runs / "sharded", "fine_tune", digits, digits.removesuffix("train") + "test", list(one.FINE_TUNE)
     )
-    assert min(accuracies) > 0.2, "both have learned: chance is 0.1"
+    assert min(accuracies) > 0.4, "both have learned: chance is 0.1"
     assert accuracies == pytest.approx([row.accuracy for row in whole.results], abs=0.01)
 
 

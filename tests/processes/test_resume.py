@@ -147,10 +147,11 @@ def test_an_evaluation_that_was_killed_resumes(world: World, digits: Path, tmp_p
 
     while len(finished()) < 3 and process.process.is_alive():
         time.sleep(0.01)
+    assert process.process.is_alive(), process.text
     process.signal(signal.SIGKILL)
-    process.wait()
+    assert process.wait(30) == -signal.SIGKILL, process.text
     parts = finished()
-    assert 3 <= len(parts) < 8 and not evaluations(killed)[0], process.text
+    assert 3 <= len(parts) < 8 and not evaluations(killed)[0]
     parts[-1].write_text("{")  # damaged: runs again
     stored = {part.stem: load(part) for part in parts[:-1]}
     said: list[str] = []

@@ -54,7 +54,7 @@ def test_a_class_without_test_images_has_no_accuracy(tmp_path: Path) -> None:
     rows[0].prediction.predicted[:3] = 6
     comparison = read([write_comparison(tmp_path, rows)])
     found = classes(comparison, FINE_TUNE)
-    assert len(found.names) == 5 and found.names[-1] == "6" and found.images[-1] == 0
+    assert found.names == ("a", "b", "c", "d", "6") and found.images[-1] == 0
     assert found.accuracies["ssl"][-1] is None and np.isnan(found.confusion["ssl"][-1]).all()
     table = class_table(comparison, found).frame
     assert table["Class"].tolist() == ["a", "b", "c", "d"] and table["Test images"].tolist() == ["25"] * 4

@@ -1,5 +1,4 @@
-"""Encoded images: limits of their sizes, checking that one can be decoded, and what a shard stores of it. Without torch
-or numpy."""
+"""Encoded images: limits of their sizes, checking that one can be decoded, and what a shard stores of it."""
 
 from __future__ import annotations
 

@@ -103,11 +103,11 @@ def plan_shards(source: Source, options: Options) -> dict[str, list[np.ndarray]]
 
 
 def by_class(indices: np.ndarray, labels: np.ndarray | None) -> list[np.ndarray]:
-    """The indices of each class, in the given order; of an unlabeled source one group."""
+    """The indices of each class, in the given order; of an unlabeled source, or without indices, one group."""
     if labels is None:
         return [indices]
-    by_class = indices[np.argsort(labels[indices], kind="stable")]
-    return np.split(by_class, np.flatnonzero(np.diff(labels[by_class])) + 1)
+    ordered = indices[np.argsort(labels[indices], kind="stable")]
+    return np.split(ordered, np.flatnonzero(np.diff(labels[ordered])) + 1)
 
 
 def _held_out(source: Source, fraction: float, rng: np.random.Generator) -> np.ndarray:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
@@ -65,7 +65,7 @@ class Info(_Model):
     splits: only of an `about.json`; its shards together are `shards`.
     """
 
-    format: Literal[1] = 1
+    format: int = 1
     classes: list[str] | None = None
     samples: int = Field(ge=0, le=_MOST)
     labeled: bool = False
