@@ -16,11 +16,11 @@ from ssl_vit.comparison.checks import check
 from ssl_vit.comparison.config import Study, load_comparison
 from ssl_vit.comparison.run import compare
 from ssl_vit.interfaces import UserError
-from ssl_vit.records import Look
+from ssl_vit.records import Look, TaskRecord
 from ssl_vit.report import sequential
 from ssl_vit.report.read import Comparison, read
 from ssl_vit.report.summary import summarize
-from tests.report.made import row, write_comparison
+from tests.report.made import SUMMARY, row, write_comparison
 
 from .conftest import STEPS, TUNING, Mini, rows
 
@@ -153,6 +153,22 @@ def test_what_pays_is_added(mini: Mini, tmp_path: Path) -> None:
     assert more
     assert more.comparison.pretrainings == 2
     assert len(more.comparison.seeds) > 4
+
+
+def test_what_pays_depends_on_the_time_of_all_arms_in_all_parts_of_resumed_runs(mini: Mini, tmp_path: Path) -> None:
+    """Each arm gets what is added, not only the two of the headline."""
+    study = load_comparison(mini(seeds=[0, 1, 2, 3], pretrainings=2, evaluators={"fine_tune": {}}))
+    found = measured(tmp_path / "c", replace(study, max_seeds=16), between=0.04, within=0.02)
+    (head,), (mine, run) = summarize(found).headlines, next((id, one) for id, one in found.tasks.items() if one.run)
+
+    def pays(seconds: float, of_another_arm: float = 0.0) -> bool:
+        took = {name: SUMMARY.model_copy(update={"seconds": t}) for name, t in ((mine, seconds), ("x", of_another_arm))}
+        tasks = {**found.tasks, **{name: run.model_copy(update={"run": summary}) for name, summary in took.items()}}
+        third = TaskRecord(id="x", kind="pretrain", arm="x")
+        record = found.record.model_copy(update={"tasks": (*found.record.tasks, third)})
+        return looks._new_pretrainings_pay(replace(found, tasks=tasks, record=record), head, 2)
+
+    assert pays(2) and not pays(1800) and not pays(2, of_another_arm=1800)
 
 
 def one_more_pretraining(monkeypatch: pytest.MonkeyPatch) -> Any:
