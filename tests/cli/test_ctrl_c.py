@@ -65,7 +65,7 @@ def interrupt(tmp_path: Path, arguments: list[str], at_work: Callable[[psutil.Pr
 def test_train(few_digits: Path, tmp_path: Path) -> None:
     keys = [f"data.train={few_digits}/train", "run=run", "data.workers=1", *LONG.split(",")]
     text = interrupt(tmp_path, ["train", "digits_ssl", *keys], lambda _: any(tmp_path.glob("run/checkpoints/step_*")))
-    assert "loss" in text and "\x1b[" not in text, "colors in what is no terminal"
+    assert "loss" in text and "\x1b[" not in text, "colors outside of a terminal"
     steps = [int(path.name[5:]) for path in tmp_path.glob("run/checkpoints/step_*")]
     assert max(steps) % 20, "the training that was stopped did not save where it stood"
 
