@@ -75,6 +75,7 @@ def test_a_dry_run_counts_the_memory_of_the_optimizer(
     def full(tensor: torch.Tensor) -> torch.Tensor:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB")
 
+    api.dry_run(settings(tmp_path))  # counts the FLOPs, which uses zeros_like, too; they are counted once per process
     monkeypatch.setattr(torch, "zeros_like", full)
     with pytest.raises(UserError, match=r"does not hold a micro-batch"):
         api.dry_run(settings(tmp_path))
