@@ -62,9 +62,10 @@ class Config(FeatureConfig, LabeledConfig, TrainedConfig):
     @classmethod
     def _check_given(cls, given: Any) -> Any:
         if isinstance(given, dict):
-            unused = () if "method" in given else cls.UNUSED["exact"]
+            saved = cls.model_fields.keys() <= given.keys()  # has all keys, used or not
+            unused = cls.UNUSED["exact"] if given.get("method", "exact") == "exact" and not saved else ()
             if key := next((key for key in unused if key in given), None):
-                raise ValueError(f"{key}: only method=lars trains by gradient descent; add it or remove the key")
+                raise ValueError(f"{key}: only method=lars trains by gradient descent; set it or remove the key")
             if "pooling" not in given and isinstance(head := given.get("head"), dict) and "pooling" in head:
                 raise ValueError(f"head.pooling={head['pooling']}: set pooling={head['pooling']} instead")
         return given

@@ -97,8 +97,10 @@ def test_one_key_sets_the_pooling() -> None:
 def test_given_settings_are_used_or_refused() -> None:
     assert validate(Config, {"c": 3.0}).candidates == [{}], "one value is not swept"
     assert validate(Config, {"max_iterations": 7}).candidates == validate(Config, {}).candidates
-    with pytest.raises(UserError, match="optim: only method=lars trains by gradient descent"):
-        validate(Config, {"optim": {"lr": 0.9}})
+    for method in ({}, {"method": "exact"}):
+        with pytest.raises(UserError, match="optim: only method=lars trains by gradient descent"):
+            validate(Config, {"optim": {"lr": 0.9}, **method})
+    assert validate(Config, validate(Config, {}).model_dump()) == validate(Config, {})
     lars = validate(Config, {"method": "lars", "optim": {"lr": 0.9}})
     assert lars.optim.lr == 0.9 and validate(Config, lars.model_dump()) == lars
     with pytest.raises(UserError, match=r"head\.pooling=token: set pooling=token"):
