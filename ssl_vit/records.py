@@ -51,7 +51,8 @@ class RunSummary(Config):
 class SweepRecord(Config):
     """A sweep on held-out training images: once per arm and label budget.
 
-    candidates: settings, each with its `held_out_accuracy`, the mean over the first `held_out_parts` held-out parts.
+    candidates: settings, each with its `held_out_accuracy`, the mean over the first `held_out_parts` held-out parts
+        (diverged: 0.0 and 0).
     best: the settings of the winner.
     cost: cost of all candidates together.
     labels: number of different labeled images, of all held-out parts and of the trainings that they scored.

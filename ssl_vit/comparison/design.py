@@ -22,7 +22,7 @@ from ssl_vit.files import read_json
 from ssl_vit.interfaces import UnknownObjective
 from ssl_vit.models import factory
 from ssl_vit.models.encoder import Encoder
-from ssl_vit.recipe import Recipe, needs_labels, run_recipe, stages
+from ssl_vit.recipe import Recipe, needs_labels, run_of, run_recipe, stages
 from ssl_vit.records import ArmKind, ReferenceKind, ReferenceRecord, TaskRecord
 from ssl_vit.results import Budget
 from ssl_vit.runs import SUMMARY
@@ -107,7 +107,8 @@ class Design:
 
     def evaluator(self, data: str, name: str, row: str) -> Evaluator:
         arm = self.rows[row].repeats or row
-        return self.evaluators[data, name, arm if arm in self.study.comparison.arms else ""]
+        evaluator = self.evaluators[data, name, arm if arm in self.study.comparison.arms else ""]
+        return evaluator.for_source(self.rows[row].source)
 
     @cached_property
     def recipes(self) -> dict[str, Recipe]:
@@ -231,7 +232,7 @@ class Design:
         """Whether an arm's pretraining, or a run that it starts from, used labels."""
         recipe = self.recipes.get(arm)
         if recipe and isinstance(recipe.objective, UnknownObjective):  # only runs with labels know the names of classes
-            summary = Path(self.study.comparison.arms[arm].weights or "") / SUMMARY
+            summary = run_of(Path(self.study.comparison.arms[arm].weights or "")) / SUMMARY
             return bool(summary.is_file() and read_json(summary).get("classes"))
         known = [one for one in stages(recipe) if not isinstance(one.objective, UnknownObjective)] if recipe else []
         return any(map(needs_labels, known))

@@ -37,7 +37,7 @@ def record_of(plan: Plan, shards: Mapping[str, ShardSet], command: str) -> Compa
     for (name, key, arm), built in plan.evaluators.items():
         if not arm:
             record = evaluators.setdefault(key, EvaluatorRecord(title=built.title, trains_encoder=built.trains_encoder))
-            # The budgets and seeds are those of the comparison.
+            # The tables show the budgets, and this record has the seeds.
             record.settings[name] = built.config.model_dump(mode="json", exclude={"labels_per_class", "seeds"})
     return ComparisonRecord(
         name=c.name,

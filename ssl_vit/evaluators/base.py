@@ -133,7 +133,7 @@ class Evaluator(ABC):
     architecture, freshly initialized; where the evaluator trains the encoder, that is training from scratch) and
     `pixels`. trains_encoder: whether `fit` trains the whole encoder: a comparison then measures arms from scratch
     with it, and its sweep runs once per arm and label budget. needs_head: whether it reads the classifier that a run
-    trained: a comparison asks only runs that have one, and the label budget is "all".
+    trained: a comparison measures only arms that have one, and the label budget is "all".
     """
 
     title: ClassVar[str]

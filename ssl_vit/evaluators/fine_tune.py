@@ -37,7 +37,8 @@ class Config(TrainedConfig, LabeledConfig):
         prepared as `data.evaluation_resize` of the run says; the paper's authors do not crop them.
     held_out: share of each class's training images that the sweep is scored on; only the last training with all labels
         trains on them, as in the paper.
-    sweep_labels_per_class: the label budget of the sweep (None: that of the run), so that one sweep can serve several.
+    sweep_labels_per_class: the label budget at which settings are selected for all budgets (None: each budget has its
+        own sweep).
     image_size: pixels, a side or [height, width]; another than the pretraining's (None) resamples the positions.
     position_resampling: by the method of `timm` or `google`.
     drop_path: stochastic depth of the last block (None: as pretrained, which may differ between the arms of a
@@ -95,7 +96,7 @@ class Evaluator(BaseEvaluator):
             encoder = factory.at_size(trained, c.image_size or trained.image_size, c.position_resampling)
             return fit(self, images, self._with_rates(encoder), seed)
         encoder = factory.fresh(trained, seed, c.image_size)
-        return fit(self.for_source(images.source), images, self._with_rates(encoder), seed)
+        return fit(self, images, self._with_rates(encoder), seed)
 
     def for_source(self, source: str) -> Evaluator:
         """Training from scratch has one rate for all layers."""

@@ -28,8 +28,8 @@ from ssl_vit.results import Prediction
 
 
 class Config(FeatureConfig, LabeledConfig, TrainedConfig):
-    """method: `exact`, which selects `c`; or `lars` (MAE's, but for the class token, which needs pooling=token; no
-        sweep by default; it reads `pooling` alone, and there is none for raw pixels).
+    """method: `exact`, which selects `c`; or `lars` (MAE's; MAE reads the class token, pooling=token; no sweep by
+        default; not for `block`, pooling=both or raw pixels).
 
     held_out: share of the labeled images that the sweep is scored on.
     c: inverse regularization strength of `exact`.

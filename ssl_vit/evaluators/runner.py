@@ -68,6 +68,7 @@ def sweep(
     images. Its results equal those of `measure` for this budget and seed; there are none for all labels, because
     `measure` then also fits to the held-out images. Raises UserError if all diverge, or if no image is held out.
     """
+    evaluator = evaluator.for_source(source)
     check_held_out(evaluator, context.train_labels)
     splits = [
         _train_images(evaluator, context, source, budget, seed, include_held_out=False, repeat=repeat)
@@ -96,6 +97,7 @@ def measure(
     shift: added to the seed of everything but the choice of the labeled images and the selection of settings.
     The rows have `data` and `evaluator` "", the source as `arm` and `pretraining_seed` 0.
     """
+    evaluator = evaluator.for_source(source)
     cells = [(budget, seed) for budget in budgets for seed in seeds]
     chosen = [_train_images(evaluator, context, source, budget, seed)[0] for budget, seed in cells]
     wanted = np.unique(np.concatenate([train.images for train in chosen if train.images is not None]))
@@ -149,7 +151,7 @@ def evaluate(
             results += part(source, partial(measured, source, asked, seeds))[0]
             continue
         winners: dict[Budget, Part] = {}
-        if has_sweep(evaluator):
+        if has_sweep(evaluator.for_source(source)):
             for at in dict.fromkeys(sweep_budget(evaluator, budget) for budget in asked):
                 winners[at] = part(f"{source}_{at}_sweep", partial(swept, source, at))
             sweeps += [record for _, record in winners.values() if record]

@@ -36,7 +36,6 @@ def select(
     Raises UserError if all candidates diverge.
     """
     context, train = splits[0][0].context, splits[0][0]
-    evaluator = evaluator.for_source(train.source)
     candidates = candidates_of(evaluator)
     scores: dict[int, list[float]] = {index: [] for index in range(len(candidates))}
     # Of the first split, for those that are still candidates; None: not fitted by this process.
@@ -91,8 +90,8 @@ def select(
     held_out = [held.images for _, held in splits if held.images is not None]
     trained = [kept.images for kept, _ in splits if kept.images is not None]
     tried = (
-        {**settings, "held_out_accuracy": fmean(scores[index]), "held_out_parts": len(scores[index])}
-        for index, settings in enumerate(candidates)
+        {**settings, "held_out_accuracy": fmean(scores[i]), "held_out_parts": 0 if i in diverged else len(scores[i])}
+        for i, settings in enumerate(candidates)
     )
     record = SweepRecord(
         candidates=tuple(tried),

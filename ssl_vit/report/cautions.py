@@ -38,12 +38,11 @@ def of_datasets(comparison: Comparison, found: Iterable[tuple[str, str]]) -> lis
 
 
 def _found(comparison: Comparison, summary: Summary) -> Iterator[tuple[str, str]]:
-    if comparison.missing:
-        yield (
-            "",
-            f"the comparison has not finished ({len(comparison.missing)} of {len(comparison.record.tasks)} tasks are "
-            "missing), so the numbers may change.",
-        )
+    missing = {task.kind for task in comparison.record.tasks if task.id in comparison.missing}
+    if missing:
+        count = f"{len(comparison.missing)} of {len(comparison.record.tasks)} tasks are missing"
+        change = ", so the numbers may change" * (missing != {"pictures"})
+        yield "", f"the comparison has not finished ({count}){change}."
     if not comparison.record.study and (differing := architecture_differences(comparison.record.arms)):
         yield "", f"the arms differ in architecture, image preparation or precision. {'. '.join(differing)}."
     yield from _kept_dropout(comparison)
@@ -66,7 +65,7 @@ def _found(comparison: Comparison, summary: Summary) -> Iterator[tuple[str, str]
                 f"expected: {' or '.join(test.expected)}.",
             )
     tried = {comparison.spoken(arm.name): comparison.tried(arm.name) for arm in comparison.record.arms}
-    if len(set(tried.values())) > 1 and not comparison.missing:
+    if len(set(tried.values())) > 1 and "sweep" not in missing:
         counts = ", ".join(f"{name} {count}" for name, count in tried.items())
         yield "", f"the arms had different numbers of settings in their sweeps ({counts})."
     for head in summary.headlines:
@@ -152,7 +151,7 @@ def _one_length(comparison: Comparison, head: Difference) -> Iterator[str]:
 
 
 def _richly_selected(comparison: Comparison, head: Difference) -> Iterator[str]:
-    """A label budget whose settings were selected on more labels than it has."""
+    """A label budget whose settings were selected with more than twice the labels that it has."""
     place = head.place.data, head.place.evaluator
     smallest = min(
         (row for row in comparison.table.results if (row.data, row.evaluator) == place), key=lambda row: row.labels
@@ -161,7 +160,7 @@ def _richly_selected(comparison: Comparison, head: Difference) -> Iterator[str]:
     budget = settings.get("sweep_labels_per_class") or smallest.labels_per_class
     cell = (*place, budget)
     sweeps = [s for task, s in comparison.sweeps if (task.data, task.evaluator, task.labels_per_class) == cell]
-    if any(sweep.held_out > smallest.labels for sweep in sweeps):
+    if any(sweep.labels > 2 * smallest.labels for sweep in sweeps):
         used = max(sweep.labels for sweep in sweeps)
         yield (
             f"the settings for {budget_words(smallest.labels_per_class)} ({smallest.labels:,} labeled images) "

@@ -55,9 +55,9 @@ def compute(comparison: Comparison, head: Difference) -> list[str]:
     if not ours:
         return []
     baseline = comparison.spoken(head.against)
-    ratio = f"{ours / theirs:.3g} times those of {baseline}" if theirs else f"{baseline} used none"
+    ratio = f", {ours / theirs:.3g} times those of {baseline}" if theirs else f"; {baseline} used none"
     said = (
-        f"Compute: with all seeds and sweeps, {comparison.spoken(head.arm)} took {ours:.3g} FLOPs of training, {ratio}."
+        f"Compute: with all seeds and sweeps, {comparison.spoken(head.arm)} took {ours:.3g} FLOPs of training{ratio}."
     )
     if theirs and comparison.record.evaluators[head.place.evaluator].trains_encoder:
         one, other = (_one_run(comparison, head.place, arm) for arm in arms)

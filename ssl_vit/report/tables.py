@@ -174,7 +174,8 @@ def sweep_table(comparison: Comparison) -> Shown:
     for task, sweep in comparison.sweeps:
         for tried in sweep.candidates:
             settings = {key: value for key, value in tried.items() if not key.startswith("held_out_")}
-            best = settings.items() <= sweep.best.items()
+            best, parts = settings.items() <= sweep.best.items(), tried.get("held_out_parts")
+            accuracy = "diverged" if parts == 0 else f"{100 * float(tried['held_out_accuracy']):.1f}"
             rows.append(
                 {
                     "Arm": comparison.label(task.arm),
@@ -182,8 +183,8 @@ def sweep_table(comparison: Comparison) -> Shown:
                     **({"Fold": str(task.fold)} if comparison.record.folds > 1 else {}),
                     "Labels per class": str(task.labels_per_class),
                     "Setting": ", ".join(f"{key} {value}" for key, value in settings.items()),
-                    "Held-out accuracy, %": f"{100 * float(tried['held_out_accuracy']):.1f}" + " (best)" * best,
-                    "Held-out parts": text(tried.get("held_out_parts")),
+                    "Held-out accuracy, %": accuracy + " (best)" * best,
+                    "Held-out parts": text(parts),
                 }
             )
     title = "Settings tried on held-out training images, with the first seed and pretraining"

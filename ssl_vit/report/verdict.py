@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from ssl_vit.evaluators import budget_words
+from ssl_vit.evaluators import ALL, budget_words
 from ssl_vit.overrides import flatten
 from ssl_vit.report import sequential
 from ssl_vit.report.cautions import cautions, of_datasets, swept
@@ -34,12 +34,14 @@ def interval(comparison: Comparison, summary: Summary) -> str:
         unit = "seeds, each with its own pretraining,"
     sentence = (
         f"± is the {HALF_WIDTH.format(unit or 'seeds')} (Student's t on a two-way random-effects analysis of variance; "
-        "two arms are paired by seed and image). It covers the draw of the labeled images from these training images, "
-        "but no other training images."
+        "two arms are paired by seed and image). "
     )
+    covered = "It covers the draw of the labeled images from these training images, but no other training images."
+    sentence += covered if _draws_labels(comparison) else "It covers no other training images."
     sentence += " It does not cover another selection of settings by the sweeps." * bool(comparison.sweeps)
     frozen = [one for one in comparison.record.evaluators.values() if not one.trains_encoder]
-    if any(settings.get("sweep") for evaluator in frozen for settings in evaluator.settings.values()):
+    tried = [v for one in frozen for settings in one.settings.values() for v in settings.get("sweep", {}).values()]
+    if any(len(values) > 1 for values in tried):
         sentence += " Probes of frozen features select their settings anew for each seed, which the interval covers."
     if not comparison.separate:
         sentence += (
@@ -96,9 +98,10 @@ def verdict(comparison: Comparison, summary: Summary) -> list[str]:
 def notes(comparison: Comparison) -> list[str]:
     """What a reader of the numbers must know besides the verdict."""
     pretrainings = comparison.record.pretrainings
+    labels = "the labeled images, " * _draws_labels(comparison)
     seed = (
-        "A seed draws the labeled images, the initial classifier (from scratch, the initial network) and the order "
-        "and augmentation of the images."
+        f"A seed draws {labels}the initial classifier (from scratch, the initial network) and the order and "
+        "augmentation of the images."
     )
     if pretrainings > 1 and any(arm.kind == "pretrained" for arm in comparison.record.arms):
         seed += f" Each pretrained arm has {pretrainings} pretrainings; each seed uses one of them."
@@ -106,6 +109,11 @@ def notes(comparison: Comparison) -> list[str]:
     skipped = [f"{len(comparison.skipped)} unreadable sample(s) were skipped: {listed(comparison.skipped)}."]
     given = [*_saw_held_out(comparison), *_own_settings(comparison), *comparison.record.notes]
     return [seed, *given, *of_rows, *(skipped if comparison.skipped else [])]
+
+
+def _draws_labels(comparison: Comparison) -> bool:
+    """Whether any label budget is a part of the labeled images."""
+    return any(row.labels_per_class != ALL for row in comparison.table.results)
 
 
 def _saw_held_out(comparison: Comparison) -> Iterator[str]:
@@ -117,7 +125,7 @@ def _saw_held_out(comparison: Comparison) -> Iterator[str]:
     if arms and (any(len(values) > 1 for values in tried) or any(task.kind == "sweep" for task in record.tasks)):
         of = {arm.name: f" of {joined(arm.saw)}" if several else "" for arm in arms}
         named = [f"{arm.label} ({'with' if arm.uses_labels else 'without'} labels{of[arm.name]})" for arm in arms]
-        yield f"Pretraining used training images, including those that settings are selected on: {joined(named)}."
+        yield f"Pretraining may have used training images that settings are selected on: {joined(named)}."
 
 
 def _own_settings(comparison: Comparison) -> Iterator[str]:
@@ -153,9 +161,10 @@ def _headline(comparison: Comparison, head: Difference, budgets: Sequence[Differ
         "equivalent": f"{ours} and {theirs} are equivalent within {size} point{'s' * (size != '1')}",
         "undecided": f"undecided between {ours} and {theirs}",
     }[head.outcome]
-    over = f", the mean over {joined([str(row.labels_per_class) for row in budgets])} labels per class"
-    if len(budgets) == 1:
-        over = f" with {budget_words(budgets[0].labels_per_class or 0)}"
+    given = [row.labels_per_class or 0 for row in budgets]
+    over = f", the mean over {joined([str(budget) for budget in given])} labels per class"
+    if len(given) == 1 or any(isinstance(budget, str) for budget in given):
+        over = f"{' with' if len(given) == 1 else ', the mean over'} {joined([budget_words(one) for one in given])}"
     title = comparison.record.evaluators[head.place.evaluator].title
     metric = metric_name(comparison.record.metrics[head.place.data])
     units = f"{head.estimate.units} {_units(comparison, head)}, " if head.unit == "pretraining" else ""
@@ -171,7 +180,7 @@ def _headline(comparison: Comparison, head: Difference, budgets: Sequence[Differ
         sentence += (
             f" After {len(looks)} look{'s' * (len(looks) > 1)} (at {counts} of at most {comparison.record.max_seeds} "
             f"seeds) the interval has {100 * head.estimate.confidence:.1f}% confidence, so that the chance of a false "
-            "claim over all looks is nominally at most 5%, if no report without looks was read before."
+            "claim over all looks is nominally at most 5%, provided that no report was read before the first look."
         )
     if head.outcome == "undecided":
         sentence += f" {_plan(comparison, head)}"
@@ -202,11 +211,15 @@ def _plan(comparison: Comparison, head: Difference) -> str:
     if not more:
         return f"Neither more {name} nor more test images alone would decide a difference of this size."
     sentence = f"If the estimate stays the same, {' or '.join(more)} would decide."
-    if not units or record.max_seeds or (most := _most_seeds(comparison, head, units)) is None:
+    if record.max_seeds:
+        left = record.max_seeds - head.seeds
+        return f"{sentence} The interval of the next look is wider, so it may take more; at most {left} seeds are left."
+    if not units or (most := _most_seeds(comparison, head, units)) is None:
         return sentence
     added = f"{name} or seeds" if head.unit == "pretraining" else name
     advice = f"`--until-decided --max-seeds {most}` adds {added}; each look at the results widens the interval"
-    return f"{sentence} {advice}. This report is a look too: to keep the 5%, run a new comparison with other seeds."
+    again = "This report is already a look: for an error of 5%, run a new comparison with other seeds."
+    return f"{sentence} {advice}. {again}"
 
 
 def _most_seeds(comparison: Comparison, head: Difference, units: int) -> int | None:

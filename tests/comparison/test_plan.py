@@ -47,6 +47,11 @@ def rows_of(plan: Plan, names: set[str]) -> set[str]:
     return {task.arm for task in plan.tasks if task.id in names}
 
 
+def test_scratch_has_no_sweep_of_layer_decay() -> None:
+    tasks = plan_of("evaluators.fine_tune.sweep={optim.lr: 0.1, optim.layer_decay: [0.5, 0.75]}").tasks
+    assert {task.arm for task in tasks if task.kind == "sweep"} == {"ssl", "supervised"}
+
+
 def test_tasks_come_after_what_they_need_and_long_ones_first() -> None:
     plan = plan_of("pretrainings=3")
     done: set[str] = set()

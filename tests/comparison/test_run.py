@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from filelock import FileLock
+from omegaconf import OmegaConf
 from sklearn.datasets import load_digits
 
 from ssl_vit import api, cli, results
@@ -347,6 +348,19 @@ def test_training_images_that_are_test_images_are_refused(few_digits: Path, mini
     for train in (f"{tmp_path}/copy", f"{few_digits}/t*/*.tar"):  # over several folders no info.json is read
         sets = {"train": train, "test": f"{few_digits}/test"}
         refused(mini(arms={"ssl": pretrained}, data=sets), "includes images of the test set")
+
+
+def test_a_run_whose_objective_is_gone_and_its_checkpoint_used_labels(
+    few_digits: Path, mini: Mini, tmp_path: Path
+) -> None:
+    keys = [*STEPS, f"run={tmp_path}/old", f"data.train={few_digits}/train"]
+    run = api.train(load_recipe("digits_supervised", keys))
+    recipe = OmegaConf.load(run / "recipe.yaml")
+    recipe.objective = {"name": "gone"}
+    OmegaConf.save(recipe, run / "recipe.yaml")
+    for weights in (run, next((run / "checkpoints").iterdir())):
+        study = load_comparison(mini(arms={"old": {"weights": str(weights)}}))
+        assert check(study).plan.uses_labels("old"), weights
 
 
 def test_an_arm_includes_the_run_that_it_starts_from(few_digits: Path, mini: Mini, tmp_path: Path) -> None:

@@ -106,6 +106,22 @@ def test_every_source_budget_and_seed_is_a_row(context: EvalContext) -> None:
     assert len(Table(rows).frame) == len(rows), "the keys of all rows differ"
 
 
+def test_a_sweep_and_a_training_have_the_settings_of_their_source(context: EvalContext) -> None:
+    class Lower(Trainer):
+        def for_source(self, source: str) -> BaseEvaluator:
+            one = self.config.model_copy(update={"right": 1, "sweep": {}})
+            return Lower(one) if source == "untrained" else self
+
+    trainer = Lower(config(sweep={"right": [2, 3]}, labels_per_class=[5], seeds=[0, 1]))
+    rows, (sweep,) = runner.evaluate(trainer, context)
+    assert sweep.source == "trained"
+    assert {row.arm: row.selected for row in rows} == {"trained": sweep.best, "untrained": {}}
+    assert {right for right, source, *_ in fitted if source == "untrained"} == {1}
+    fitted.clear()
+    record, _ = runner.sweep(trainer, context, "untrained", 5, 0)
+    assert [right for right, *_ in fitted] == [1] and record.best == {}
+
+
 def test_only_images_that_some_budget_allows_are_extracted_and_at_once(context: EvalContext) -> None:
     list(runner.measure(Evaluator(config()), context, "trained", (1, 5), (0, 1)))
     wanted = np.unique(np.concatenate([choose_labeled(LABELS, 5, seed) for seed in (0, 1)]))
@@ -258,7 +274,7 @@ def test_a_candidate_that_diverges_on_a_later_part_loses(context: EvalContext) -
     )
     assert [right for right, *_ in fitted] == [1, 2, 3, 2, 3]
     assert record.best == {"right": 2} and rows[0].selected == {"right": 2}
-    assert record.candidates[2] == {"right": 3, "held_out_accuracy": 0.0, "held_out_parts": 1}
+    assert record.candidates[2] == {"right": 3, "held_out_accuracy": 0.0, "held_out_parts": 0}
 
 
 def test_the_best_of_the_others_wins_where_all_that_were_kept_diverge(context: EvalContext) -> None:
@@ -325,7 +341,7 @@ def test_selection_is_by_the_metric_of_the_data_set(
 def test_of_equals_the_first_wins_and_a_candidate_that_diverges_loses(context: EvalContext) -> None:
     record, _ = runner.sweep(Trainer(config(sweep={"right": [5, 4, 3]}, fails=3)), context, "trained", 10, 0)
     assert record.best == {"right": 4}
-    assert record.candidates[0] == {"right": 3, "held_out_accuracy": 0.0, "held_out_parts": 1}
+    assert record.candidates[0] == {"right": 3, "held_out_accuracy": 0.0, "held_out_parts": 0}
     assert record.cost.images_seen == 1 + 10 + 10, "what diverged has cost something too"
     with pytest.raises(UserError, match="every candidate of the sweep diverged"):
         runner.sweep(Trainer(config(sweep={"right": [3]}, fails=3)), context, "trained", 10, 0)

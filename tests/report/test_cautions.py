@@ -94,6 +94,8 @@ def test_selection_with_more_labels_than_the_budget_has_is_a_caution(folder: Pat
     assert "were selected with" not in said(folder, two_arms(0.2), sweeps={"ssl": rich}, evaluators=evaluators)
     few = SWEEP.model_copy(update={"labels": 20, "held_out": 20})
     assert "were selected with" not in said(folder, two_arms(0.2), sweeps={"ssl": few, "scratch": few})
+    larger = SWEEP.model_copy(update={"labels": 44, "held_out": 4})  # from a sweep_labels_per_class of 10
+    assert "were selected with 44" in said(folder, two_arms(0.2), sweeps={"ssl": larger, "scratch": larger})
 
 
 def test_the_smallest_possible_value_is_no_edge(folder: Path) -> None:
@@ -187,6 +189,10 @@ def test_what_another_evaluator_says_against_the_headline_is_a_caution(folder: P
 def test_unequal_sweeps_of_an_unfinished_comparison_are_no_caution(folder: Path) -> None:
     text = said(folder, two_arms(0.2), sweeps={"ssl": SWEEP, "scratch": SWEEP}, missing=["sweep-scratch"])
     assert "has not finished" in text and "different numbers of settings" not in text
+    frozen = [replace(one, arm="untrained") if one.arm == "scratch" else one for one in two_arms(evaluator="few_shot")]
+    missing = ["digits-few_shot-ssl-5-0-0"]
+    text = said(folder, [*two_arms(0.2), *frozen], sweeps={"ssl": SWEEP}, missing=missing)
+    assert "so the numbers may change" in text and "different numbers of settings" in text, "the sweeps are done"
 
 
 def test_a_study_of_several_architectures_has_no_caution_about_them(folder: Path) -> None:

@@ -92,6 +92,10 @@ def test_sweeps_show_every_setting_and_the_best(tmp_path: Path) -> None:
         ["SSL [50%]", "Fine-tuning", "5", "optim.lr 0.1", "90.0 (best)", "1"],
         ["SSL [50%]", "Fine-tuning", "5", "optim.lr 0.2", "50.0", "1"],
     ]
+    infinite = {"optim.lr": 0.4, "held_out_accuracy": 0.0, "held_out_parts": 0}
+    sweep = SWEEP.model_copy(update={"candidates": (*SWEEP.candidates, infinite)})
+    table = sweep_table(read([write_comparison(tmp_path / "infinite", two_arms(), sweeps={"ssl": sweep})]))
+    assert [*table.frame["Held-out accuracy, %"]] == ["90.0 (best)", "50.0", "diverged"]
 
 
 def test_two_pairs_whose_labels_read_alike_keep_a_row_each(tmp_path: Path) -> None:

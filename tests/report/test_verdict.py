@@ -169,7 +169,7 @@ def test_the_compute_of_imported_weights_is_unknown(folder: Path) -> None:
 def test_an_unfinished_comparison_says_so(folder: Path) -> None:
     text = said(folder, two_arms(0.2), missing=["digits-fine_tune-ssl-5-0-0"])
     assert "2 seeds" in text, "only seeds with all label budgets count"
-    assert "has not finished (1 of 13 tasks are missing)" in text
+    assert "has not finished (1 of 13 tasks are missing), so the numbers may change." in text
     everything = [f"digits-fine_tune-ssl-{budget}-0-{seed}" for budget in (5, 10) for seed in range(3)]
     assert said(folder.parent / "none", two_arms(0.2), missing=everything).startswith("No verdict yet")
     frozen = [replace(one, arm="untrained") if one.arm == "scratch" else one for one in two_arms(evaluator="few_shot")]
@@ -307,7 +307,7 @@ def test_what_pretraining_saw_and_an_arms_own_settings_are_notes(folder: Path) -
     assert "Settings of scratch alone: fine_tune: optim.lr=0.5." in text
     apart = (ARMS[0].model_copy(update={"saw": ()}), ARMS[1])
     found = read([write_comparison(folder, two_arms(0.2), arms=apart, sweeps={"ssl": SWEEP})])
-    assert "Pretraining used" not in "\n".join(notes(found))
+    assert "Pretraining may have used" not in "\n".join(notes(found))
 
 
 def test_what_pretraining_saw_is_a_note_where_seeds_select_settings(folder: Path) -> None:
@@ -317,6 +317,19 @@ def test_what_pretraining_saw_is_a_note_where_seeds_select_settings(folder: Path
         rows = two_arms(0.2, evaluator="few_shot")
         found = read([write_comparison(folder / name, rows, arms=(ARMS[0], SUPERVISED), evaluators=evaluators)])
         assert ("all labels (with labels)" in "\n".join(notes(found))) == (name == "several")
+
+
+def test_what_a_seed_draws_and_a_probe_selects_is_said_only_where_it_does(folder: Path) -> None:
+    for name, budgets, values in (("part", ("10%", "all"), [0.1]), ("whole", ("all",), [0.1, 1.0])):
+        swept = EVALUATORS["few_shot"].model_copy(update={"settings": {"digits": {"sweep": {"l2": values}}}})
+        rows = [replace(one, labels=40 if one.labels_per_class == "10%" else 400) for one in two_arms(budgets=budgets)]
+        found = read([write_comparison(folder / name, rows, evaluators=EVALUATORS | {"few_shot": swept})])
+        covered, drawn = interval(found, summarize(found)), notes(found)[0]
+        for text in ("the draw of the labeled images" in covered, "draws the labeled images" in drawn):
+            assert text == (name == "part")
+        assert ("select their settings anew" in covered) == (name == "whole")
+        over = {"part": ", the mean over 10% of the labels and all labels (", "whole": " with all labels ("}[name]
+        assert over in verdict(found, summarize(found))[0]
 
 
 def test_budgets_have_adjusted_intervals(folder: Path) -> None:
@@ -419,6 +432,7 @@ def test_what_would_decide_counts_all_headlines_and_looks(folder: Path) -> None:
         assert units and images and units != images
         text = "\n".join(verdict(comparison, found))
         assert f"the same, {units:,} more seeds or {images:,} more test images would decide." in text
+        assert ("at most 4 seeds are left" in text) == (name == "looks")
         most = re.search(r"--max-seeds (\d+)` adds seeds", text)
         assert (most is not None) == (name == "once")
         if most:  # an interval of the last of four looks, at the maximum, decides
