@@ -158,7 +158,7 @@ def build_objective(settings: Recipe, encoder: factory.Encoder, classes: int | N
 
 
 def check(settings: Recipe, shards: ShardSet, *, classes: int | None = None, subset: np.ndarray | None = None) -> None:
-    """Raises UserError for anything that `build` rejects. Cheap: weights are read of `init_from` alone."""
+    """Raises UserError for anything that `build` rejects. Cheap: the only weights read are those of `init_from`."""
     accelerator, start = make_accelerator(settings.training.precision, settings.training.timeout), settings.init_from
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         source = factory.load(start) if start else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator
+from collections.abc import Generator, Hashable, Iterator
 
 import numpy as np
 import torch
@@ -96,7 +96,7 @@ class EvaluationStream:
                 yield item if isinstance(item, SkippedSample) else item[0]
 
 
-def evaluation_batches(stream: EvaluationStream, device: torch.device) -> Iterator[tuple[Batch, Chunk]]:
+def evaluation_batches(stream: EvaluationStream, device: torch.device) -> Generator[tuple[Batch, Chunk], None, None]:
     """The stream's batches on the device, `stream.batches` of them on every rank; padding is marked by `valid`."""
     for chunk in _chunks(stream):
         yield join([chunk], device, 0, shared=stream.workers > 0)

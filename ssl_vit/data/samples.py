@@ -14,6 +14,7 @@ import torch
 from ssl_vit.data import MAX_PIXELS
 from ssl_vit.data.augment import ColorAugment
 from ssl_vit.data.images import Picture, Pixels, Transform, open_picture
+from ssl_vit.data.jpeg import Jpeg
 from ssl_vit.data.order import LanePosition
 from ssl_vit.data.shards import ShardSet
 from ssl_vit.data.shards.reading import OpenShards, decode_label
@@ -136,10 +137,10 @@ class SampleReader:
     def _keep(self, shard: int, member: int, picture: Picture, label: int, key: str) -> Picture:
         """The picture, decoded and kept while `data.cache_mb` allows it.
 
-        Images whose crops may be decoded at a reduced size are not kept: pixels must not depend on the cache.
+        JPEGs whose crops may be decoded at a reduced size are not kept: pixels must not depend on the cache.
         """
         height, width, start = picture.height, picture.width, self.end
-        size, least = height * width * self.preprocess.channels, self.least
+        size, least = height * width * self.preprocess.channels, self.least if isinstance(picture, Jpeg) else None
         if start + size > len(self.kept) or (least and height >= 2 * least[0] and width >= 2 * least[1]):
             return picture
         try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,7 +31,7 @@ def train_source(
     device: torch.device,
     accumulate: int = 1,
     keep: Sequence[Members] | None = None,
-) -> Callable[[list[LanePosition]], Iterator[tuple[Batch, Chunk]]]:
+) -> Callable[[list[LanePosition]], Generator[tuple[Batch, Chunk], None, None]]:
     """From lane positions to one rank's endless training batches.
 
     batch_size: over all ranks. keep: positions inside each shard to train on (None: all). The second value that comes
@@ -49,7 +49,7 @@ def train_source(
         accumulate=accumulate,
     )
 
-    def batches(positions: list[LanePosition]) -> Iterator[tuple[Batch, Chunk]]:
+    def batches(positions: list[LanePosition]) -> Generator[tuple[Batch, Chunk], None, None]:
         per_lane = batch_size // data.lanes
         stream = TrainStream(shards, preprocess, data, per_lane, rank, ranks, sets, list(positions))
         chunks = loaded(stream, PREFETCH)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
@@ -215,8 +215,9 @@ def extract(
     )
     batches, skipped = list[tuple[np.ndarray, ...]](), list[SkippedSample]()
     count = shards.samples if images.images is None else len(images.images)
-    with context.progress(f"{what} of {images.split} images", count) as advance:
-        for batch, chunk in evaluation_batches(stream, context.accelerator.device):
+    loaded = closing(evaluation_batches(stream, context.accelerator.device))
+    with context.progress(f"{what} of {images.split} images", count) as advance, loaded as loader:
+        for batch, chunk in loader:
             skipped += chunk.skipped
             with context.accelerator.autocast():
                 outputs = reader(batch)

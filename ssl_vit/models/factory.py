@@ -218,8 +218,9 @@ def _activation(encoder: ViTEncoder) -> str:
 def at_size(model: AnyEncoder, image_size: Size, method: Resampling = "timm") -> AnyEncoder:
     """A copy of `model` for images of another size or aspect ratio.
 
-    Same weights; positions (fixed ones too) are resampled by `method` (except in a ViT, by timm), those of the prefix
-    tokens kept. Raises UserError for a size that the patches do not divide, or that the network cannot have.
+    Same weights. A ViT's positions (fixed ones too) are resampled by `method`, those of other networks by timm; those
+    of the prefix tokens are kept. Raises UserError for a size that the patches do not divide, or that the network
+    cannot have.
     """
     if pair(image_size) == model.image_size:
         return copy.deepcopy(model)

@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import torch
+import torch.nn.functional as F  # noqa: N812
 from timm.layers import RelPosBias, resample_abs_pos_embed
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
@@ -86,8 +86,8 @@ def resample(
     """Position embeddings (1, prefix + old rows * columns, D) -> (1, prefix + new rows * columns, D).
 
     prefix_tokens: how many leading entries belong to prefix tokens; they are kept as they are.
-    method: `timm`: bicubic, antialiased, in float32. `google`: scipy's zoom of order 1 (bilinear with aligned corners),
-        as in the paper authors' code. They differ by points of accuracy: do not mix them in a comparison.
+    method: `timm`: bicubic, antialiased, in float32. `google`: bilinear with aligned corners, in float64 (the paper
+        authors' code: scipy's zoom of order 1). They differ by points of accuracy: do not mix them in a comparison.
     Raises ValueError when the length does not fit the old grid.
     """
     if positions_1LD.shape[1] != prefix_tokens + old_grid[0] * old_grid[1]:
@@ -98,13 +98,10 @@ def resample(
         return positions_1LD
     if method == "timm":
         return resample_abs_pos_embed(positions_1LD, list(new_grid), list(old_grid), num_prefix_tokens=prefix_tokens)
-    from scipy.ndimage import zoom  # every command would wait for it
-
-    prefix, grid = positions_1LD[:, :prefix_tokens], positions_1LD[0, prefix_tokens:]
-    pixels = grid.reshape(*old_grid, -1).detach().cpu().double().numpy()
-    factors = (new_grid[0] / old_grid[0], new_grid[1] / old_grid[1], 1)
-    zoomed = torch.from_numpy(np.ascontiguousarray(zoom(pixels, factors, order=1)))
-    return torch.cat([prefix, zoomed.to(positions_1LD).reshape(1, -1, grid.shape[-1])], dim=1)
+    prefix, grid = positions_1LD[:, :prefix_tokens], positions_1LD[:, prefix_tokens:]
+    pixels = grid.detach().cpu().double().unflatten(1, old_grid).permute(0, 3, 1, 2)
+    resized = F.interpolate(pixels, new_grid, mode="bilinear", align_corners=True)
+    return torch.cat([prefix, resized.flatten(2).mT.to(grid)], dim=1)
 
 
 def resample_relative(

@@ -35,7 +35,8 @@ _MOST_CLASSES = 2**16  # a head of more would outweigh the encoder
 class Config(ObjectiveConfig):
     """Defaults are the paper's.
 
-    mask_ratio: share of patches corrupted in every image (exactly round(ratio * N)); BERT's is 0.15.
+    mask_ratio: share of patches corrupted in every image (round(ratio * N), at least one; N squares with `mask_size`);
+        BERT's is 0.15.
     mask_prob: probability that a corrupted patch becomes the learnable [mask] embedding. The loss counts all corrupted
         patches.
     random_prob: probability that it becomes the embedding of another patch; the rest stay as they are.

@@ -60,7 +60,8 @@ def level_shares(batch: Batch, targets_BKS: torch.Tensor, channels: int) -> torc
 
 
 def constant_l1(means: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Metrics of T steps with `level_shares` -> with `constant_loss` (T,): the mean absolute error of the best one."""
+    """Metrics of T steps with `level_shares` -> with `constant_loss` (T,): the mean absolute error of the best constant
+    prediction, the median color."""
     rest = dict(means)
     shares_TCL = rest.pop("level_shares").unflatten(-1, (-1, 256))
     below = (shares_TCL * shares_TCL.shape[1]).cumsum(-1)

@@ -67,7 +67,8 @@ class TrainingConfig(Config):
         keywords of its own initialization.
     log_every: steps between log lines.
     checkpoint_every: steps between checkpoints (0: only the last one).
-    picture_every: steps between pictures in the trackers (0: none).
+    picture_every: steps between pictures of the predictions, and one at the end (0: none): PNG files in RUN/pictures,
+        shown by trackers that take images, too.
     keep_last: newest checkpoints kept (one that was evaluated by its own path, RUN/checkpoints/STEP, stays too).
     """
 

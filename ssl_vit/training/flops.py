@@ -18,9 +18,9 @@ def training_flops(objective: nn.Module, views: int = 1) -> float:
 
     views: views of each image (`data.views`).
 
-    Counted over matrix products, convolutions and attention, by torch's counter, on the objective's own batch; nothing
-    is computed, and torch's generator stays where it was. Objectives of the same modules, parameters and settings are
-    counted once, because an evaluator trains many.
+    Counted over matrix products, convolutions and attention, by torch's counter, in one step on a batch without values;
+    nothing is computed, and torch's generator stays where it was. Objectives of the same modules, parameters and
+    settings are counted once, because an evaluator trains many.
     """
     return _passed(objective, views)[0]
 

@@ -212,7 +212,7 @@ class RunLogger:
     def _start_trackers(self, step: int, recipe: dict[str, Any]) -> None:
         """Through Accelerate, which names the project after the run directory."""
         assert self.path
-        run, accelerator = self.path.parent, self.accelerator
+        run, accelerator = self.path.parent.resolve(), self.accelerator  # "." is no name of a project
         keywords = dict(self.settings)
         if "tensorboard" in keywords:
             keywords["tensorboard"] = {"purge_step": step + 1, **keywords["tensorboard"]}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from ssl_vit.data.order import LanePosition
 from ssl_vit.data.samples import Chunk
-from ssl_vit.interfaces import Batch, StepOutput, Stopped
+from ssl_vit.interfaces import Batch, RunError, StepOutput, Stopped, UserError
 from ssl_vit.records import SkippedSample
 from ssl_vit.training import OptimConfig, TrainingConfig, checkpoint, distributed, memory
 from ssl_vit.training.distributed import Engine
@@ -27,7 +27,7 @@ from ssl_vit.training.optim import WeightAverage, build_optimizer, lr_factor, pe
 from ssl_vit.training.signals import StopRequest, stop_requests
 from ssl_vit.training.state import Progress, State
 
-Batches = Callable[[list[LanePosition]], Iterator[tuple[Batch, Chunk]]]
+Batches = Callable[[list[LanePosition]], Generator[tuple[Batch, Chunk], None, None]]
 
 
 class Callback:
@@ -164,17 +164,17 @@ class Trainer:
             self.window, first = Window(progress.step), progress.step
             for callback in job.callbacks:
                 callback.start(self)
-            batches = job.batches(progress.lanes)
-            while not self.finished and progress.step < job.total_steps:
-                asked = time.perf_counter()
-                with self.interruptible():
-                    self.batch, chunk = next(batches)
-                self.window.waited += time.perf_counter() - asked
-                if progress.step == first:
-                    self._prepare()
-                self.result = self.train_step(self.batch)
-                self._advance(chunk, request.agreed())
-                self._after_step()
+            with closing(job.batches(progress.lanes)) as batches:  # its processes end with an error, too
+                while not self.finished and progress.step < job.total_steps:
+                    asked = time.perf_counter()
+                    with self.interruptible((Stopped, UserError, RunError)):
+                        self.batch, chunk = next(batches)
+                    self.window.waited += time.perf_counter() - asked
+                    if progress.step == first:
+                        self._prepare()
+                    self.result = self.train_step(self.batch)
+                    self._advance(chunk, request.agreed())
+                    self._after_step()
             for callback in job.callbacks:
                 callback.end(self)
         self.share_buffers()
@@ -183,12 +183,13 @@ class Trainer:
         return Outcome(progress.step, progress.seconds, tuple(self.log.skipped.values()), request.agreed())
 
     @contextmanager
-    def interruptible(self) -> Iterator[None]:
-        """Context for long waits between two steps: where there is one process, a signal saves and raises Stopped."""
+    def interruptible(self, errors: tuple[type[BaseException], ...] = (Stopped,)) -> Iterator[None]:
+        """Context for long waits between two steps: where there is one process, a signal raises Stopped, and the errors
+        save the steps done so far."""
         try:
             self.request.waiting = not distributed.several()  # several save together, at the end of a step
             yield
-        except Stopped:
+        except errors:
             if self.average:
                 self.average.restore()  # the signal may have interrupted that
             if self.progress.step and not distributed.several():

@@ -15,7 +15,8 @@ from ssl_vit.training import OptimConfig, TrainingConfig, distributed
 from ssl_vit.training.distributed import Engine
 from ssl_vit.training.state import random_state, set_random_state
 
-# Copies of the weights that an optimizer keeps, and which the first step takes after its backward pass.
+# Copies of the weights that an optimizer keeps (SGD: with momentum). AdamW and LARS allocate them in the first step,
+# after its backward pass, SGD before it.
 OPTIMIZER_COPIES = {"adamw": 2, "sgd": 1, "lars": 1}
 USE_LESS = (
     "lower training.batch_size (in a comparison, jobs), or set training.checkpoint_activations=true or, where the "

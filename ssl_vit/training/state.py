@@ -29,7 +29,8 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass
 class Progress:
-    """Where a run stands: steps done, seconds trained, each lane's position in which shards.
+    """Where a run stands: steps done, seconds trained, the position of each lane, and the fingerprint of the shards
+    (`data`) that the positions refer to.
 
     accumulate: micro-batches of a process's part of a step.
     """

@@ -125,10 +125,30 @@ def test_files_of_the_local_disk_have_their_scheme_taken_off(folder: Path) -> No
 def test_any_protocol_of_fsspec_will_do() -> None:
     content = {"samples": 1, "shards": [{"file": "a?.tar", "samples": 1}]}
     memory = fsspec.filesystem("memory")
-    memory.pipe({"/set/info.json": json.dumps(content).encode(), "/set/ab.tar": b""})
+    memory.pipe({"/set/info.json": json.dumps(content).encode(), "/set/a?.tar": b""})
     info = Info.model_validate(content)
     assert list_shards("memory://set", REMOTE) == (["memory:///set/a?.tar"], info)
+    memory.rm("/set/a?.tar")
+    memory.pipe("/set/ab.tar", b"")
     assert list_shards("memory://set/a?.tar", REMOTE) == (["memory:///set/ab.tar"], info)
+
+
+def test_a_listed_shard_that_a_store_lacks_is_known_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = fsspec.filesystem("memory")
+    shards = [{"file": f"{n}.tar", "samples": 1} for n in range(3)]
+    memory.pipe({"/part/info.json": json.dumps({"samples": 3, "shards": shards}).encode(), "/part/0.tar": b""})
+    memory.pipe("/part/9.tar", b"")
+    with pytest.raises(UserError, match=r"2 of its 3 shards are missing \(1\.tar, 2\.tar\)"):
+        list_shards("memory://part", REMOTE)
+
+    def refused(*args: Any, **options: Any) -> list[str]:
+        raise PermissionError("may not list")
+
+    monkeypatch.setattr(type(memory), "ls", refused)  # of a bucket whose objects may be read
+    assert len(list_shards("memory://part", REMOTE)[0]) == 3
+    memory.pipe("/plain/0.tar", b"")
+    with pytest.raises(UserError, match="access is refused"):
+        list_shards("memory://plain", REMOTE)
 
 
 def test_a_packing_that_did_not_finish_is_refused(tmp_path: Path) -> None:

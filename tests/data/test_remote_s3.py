@@ -10,6 +10,7 @@ import pytest
 
 from ssl_vit.data import RemoteConfig
 from ssl_vit.data.shards import open_shards, open_url
+from ssl_vit.data.shards.remote import find_filesystem
 from ssl_vit.interfaces import UserError
 
 from .servers import FaultyServer
@@ -44,6 +45,15 @@ def bucket(digit_shards: Path) -> Iterator[None]:
 
 def content() -> bytes:
     return bytes(i * i % 251 for i in range(1000)) * (SIZE // 1000)
+
+
+def test_settings_of_fsspec_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = {"s3": {"addressing_style": "path"}, "read_timeout": 1, "retries": {"max_attempts": 9}}
+    monkeypatch.setitem(fsspec.config.conf, "s3", {"config_kwargs": own, "anon": True})
+    filesystem, _ = find_filesystem("s3://bucket/x.tar", 60)
+    settings = filesystem.config_kwargs
+    assert (settings["s3"], settings["read_timeout"], settings["retries"]["max_attempts"]) == (own["s3"], 60, 1)
+    assert filesystem.anon
 
 
 @pytest.mark.parametrize("spec", ["digits/train", "digits/train/*.tar", "digits/train/{000000..000007}.tar"])

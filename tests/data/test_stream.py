@@ -181,6 +181,19 @@ def test_a_small_cache_changes_nothing(shards: ShardSet) -> None:
     assert torch.equal(images(0), images(64))
 
 
+def test_only_what_is_never_decoded_at_a_reduced_size_is_kept(tmp_path: Path) -> None:
+    pixels = Image.effect_noise((64, 64), 50).convert("RGB")
+    write_tar(tmp_path / "0.tar", {"0.png": encoded(pixels, "PNG"), "1.jpg": encoded(pixels, "JPEG")})
+    see = Preprocess(train_transform(32, AugmentConfig()), 3, None)
+    kept, cold = (SampleReader(open_shards(str(tmp_path)), see, cache) for cache in (1 << 20, 0))
+    for epoch in range(5):
+        for reader in (kept, cold):
+            reader.sample(0, 1, epoch)
+        one, other = (reader.sample(0, 0, epoch) for reader in (kept, cold))
+        assert isinstance(one, list) and isinstance(other, list) and torch.equal(one[0].image, other[0].image)
+    assert [*kept.cache] == [(0, 0)]
+
+
 def test_a_cache_does_not_decide_whether_a_damaged_image_is_bad(tmp_path: Path) -> None:
     """A crop above the damage can be decoded, the whole image cannot."""
     generator = np.random.default_rng(1)

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -91,6 +92,24 @@ def test_gradients_that_no_loss_scale_makes_finite_stop_the_run(
         train(tmp_path / "run", *keys)
 
 
+def test_an_error_of_a_step_that_is_kept_keeps_no_loader_process(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spoil: Spoil
+) -> None:
+    """A notebook keeps the last exception, with all its frames."""
+    workers: list[psutil.Process] = []
+    step = loop.Trainer.train_step
+
+    def counted(self: loop.Trainer, batch: Any) -> Any:
+        workers[:] = psutil.Process().children()
+        return step(self, batch)
+
+    monkeypatch.setattr(loop.Trainer, "train_step", counted)
+    spoil({3: math.nan})
+    with pytest.raises(Diverged) as kept:
+        train(tmp_path / "run", "data.workers=2")
+    assert len(workers) == 2 and not psutil.wait_procs(workers, 5)[1], kept
+
+
 @pytest.mark.parametrize("factor", [1.0, math.nan])
 def test_steps_before_an_interrupted_wait_are_checked_and_logged_before_they_are_saved(
     train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spoil: Spoil, factor: float
@@ -98,9 +117,9 @@ def test_steps_before_an_interrupted_wait_are_checked_and_logged_before_they_are
     wait, waits = loop.Trainer.interruptible, 0
 
     @contextmanager
-    def interrupted(self: loop.Trainer) -> Iterator[None]:
+    def interrupted(self: loop.Trainer, *errors: Any) -> Iterator[None]:
         nonlocal waits
-        with wait(self):
+        with wait(self, *errors):
             waits += 1
             if waits == 6:
                 raise Stopped(signal.SIGTERM)

@@ -70,15 +70,20 @@ def test_a_tracker_gets_the_recipe_without_credentials(tmp_path: Path, monkeypat
 
         def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None: ...
 
-    remote, accelerator = Remote(), make_accelerator()
-    monkeypatch.setattr(
-        accelerator, "init_trackers", lambda *args, **kwargs: setattr(accelerator, "trackers", [remote])
-    )
+    remote, accelerator, projects = Remote(), make_accelerator(), list[str]()
+
+    def start(project: str, **keywords: Any) -> None:
+        projects.append(project)
+        accelerator.trackers = [remote]
+
+    monkeypatch.setattr(accelerator, "init_trackers", start)
     (tmp_path / "run").mkdir()
-    with RunLogger(6, tmp_path / "run", accelerator, {"tensorboard": {}}, quiet=True) as log:
+    monkeypatch.chdir(tmp_path / "run")
+    with RunLogger(6, Path(), accelerator, {"tensorboard": {}}, quiet=True) as log:
         log.begin(
             0, [], {"data": {"train": ["https://host/a.tar?sig=SECRET", "https://host/b.tar?x=SECRET"]}, "seed": 0}
         )
+    assert projects == ["run"], "also of a run that is resumed in its own directory"
     assert remote.stored == [{"data": {"train": ["https://host/a.tar?...", "https://host/b.tar?..."]}, "seed": 0}]
 
 

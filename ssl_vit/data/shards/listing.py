@@ -57,15 +57,15 @@ def _folder(store: _Store, spec: str) -> tuple[list[str], Info | None]:
         raise UserError(
             f"{spec} holds several splits ({', '.join(info.splits)}): name the shards of one, with * or {{..}}"
         )
-    present = {file_name(name) for name in store.names(folder)} if store.local or not info else None
-    if info is None and RECORD in (present or ()):
+    present = {file_name(name) for name in store.names(folder, needed=info is None)}
+    if info is None and RECORD in present:
         raise UserError(f"{spec}: packing was not finished; run its `ssl-vit shards make` command again")
-    files = [entry.file for entry in info.shards] if info else sorted(filter(TAR.fullmatch, present or ()))
+    files = [entry.file for entry in info.shards] if info else sorted(filter(TAR.fullmatch, present))
     if not files:
         nested = [part for part in ("train", "test") if store.info(f"{folder}/{part}")]
         hint = f"did you mean '{spec.rstrip('/')}/{nested[0]}'?" if nested else store.refused or store.hint
         raise UserError(f"{spec}: no shards (*.tar) there; {hint}")
-    if info and (extra := sorted(filter(TAR.fullmatch, (present or set()) - {*files}))):
+    if info and store.local and (extra := sorted(filter(TAR.fullmatch, present - {*files}))):
         count = f"{len(extra)} shards there are not listed in its {INFO} or {ABOUT} ({_first(extra)})"
         raise UserError(f"{spec}: {count}: move them away, or make the set again")
     if present and (missing := [file for file in files if file not in present]):
@@ -92,7 +92,8 @@ class _Store:
     def is_folder(self, path: str) -> bool:
         return self.exists(path) and Path(path).is_dir()
 
-    def names(self, folder: str) -> list[str]:
+    def names(self, folder: str, *, needed: bool) -> list[str]:
+        """Empty where a folder cannot be listed; raises UserError for one that may not be listed if that is needed."""
         return [path.name for path in Path(folder).iterdir() if not (path.is_dir() and TAR.fullmatch(path.name))]
 
     def matching(self, pattern: str) -> list[str]:
@@ -135,8 +136,13 @@ class _Remote(_Store):
     def is_folder(self, path: str) -> bool:
         return not self._is_glob(path) and not TAR.fullmatch(file_name(self.spec))
 
-    def names(self, folder: str) -> list[str]:
-        return [] if self.http else self._ask(self.filesystem.ls, folder, detail=False)
+    def names(self, folder: str, *, needed: bool) -> list[str]:
+        try:
+            return [] if self.http else self._ask(self.filesystem.ls, folder, detail=False)
+        except self.client.Refused:  # many may read objects and not list them
+            if needed:
+                raise
+            return []
 
     def matching(self, pattern: str) -> list[str]:
         if not self._is_glob(pattern):

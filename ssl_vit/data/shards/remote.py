@@ -46,8 +46,9 @@ def find_filesystem(url: str, timeout: float) -> tuple[Any, str]:
     if protocol in ("http", "https"):
         options["timeout"] = aiohttp.ClientTimeout(total=None, sock_connect=timeout, sock_read=timeout)
     if protocol in ("s3", "s3a"):
+        given = {**fsspec.config.conf.get("s3", {}), **fsspec.config.conf.get("s3a", {})}.get("config_kwargs", {})
         limits = {"connect_timeout": timeout, "read_timeout": timeout}
-        options["config_kwargs"] = {**limits, "retries": {"max_attempts": 1, "mode": "standard"}}
+        options["config_kwargs"] = {**given, **limits, "retries": {"max_attempts": 1, "mode": "standard"}}
     try:
         filesystem, path = fsspec.core.url_to_fs(url, **options)
     except ImportError as error:

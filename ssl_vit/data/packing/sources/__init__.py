@@ -60,7 +60,7 @@ def open_source(
 
 
 def list_splits(spec: str) -> list[str]:
-    """The names of a source's splits; [] where it has none. spec: as `open_source` takes it; raises UserError as it."""
+    """The names of a source's splits; [] where it has none. spec and errors: as of `open_source`."""
     return list(_find(spec)[0]())
 
 
