@@ -246,6 +246,7 @@ class ComparisonRecord(Config, extra="ignore"):
     assigned: index of the pretraining of seed n, where it is not n modulo `pretrainings`.
     max_seeds, looks: of a comparison that adds seeds until its headlines are decided.
     margin: differences within it count as equivalent (fraction, 0.01: one point).
+    baseline: arm that the headline compares with (None: see `report.summary.baseline_of`).
     quick: whether it is a trial with a tenth of the steps and two seeds.
     """
 
@@ -258,6 +259,7 @@ class ComparisonRecord(Config, extra="ignore"):
     assigned: tuple[int, ...] = ()
     folds: int = 1
     margin: float = 0.01
+    baseline: str | None = None
     max_seeds: int | None = None
     looks: tuple[Look, ...] = ()
     notes: tuple[str, ...] = ()

@@ -86,11 +86,11 @@ class ComparisonConfig(Config):
     seeds: seeds for evaluators that train the encoder: [0, 1, 2] are three seeds, 3 is seed 3 alone. A seed draws the
         labeled images, the head and the data order.
     frozen_seeds: seeds for evaluators on frozen features, which cost little.
-    pretrainings: how often each pretrained arm is pretrained (with folds: in each fold), at most once per seed. The
-        seed at index n of its list uses the pretraining at index n modulo `pretrainings`. The pretraining at index i is
-        trained with the seed of its recipe plus `seeds[i]`.
+    pretrainings: how often each pretrained arm is pretrained (with folds: in each fold), at most once per seed. Seed n
+        of its list uses pretraining i = n modulo `pretrainings`, trained with the seed of its recipe plus `seeds[i]`.
     labels_per_class: label budgets of the evaluators that set none: images per class, fractions such as '10%', or all.
     margin: differences within it count as equivalent (0.01: one percentage point).
+    baseline: the arm that the headline compares with (None: training from scratch, else the untrained encoder).
     evaluators: settings by evaluator.
     jobs: local processes that run tasks (1: this process).
     scheduler: address of a dask scheduler, such as tcp://host:8786, whose workers run the tasks. They share the
@@ -113,6 +113,7 @@ class ComparisonConfig(Config):
     labels_per_class: Budgets = (5, 10, 25)
     margin: float = Field(0.01, gt=0, lt=1)
     data: ComparisonData
+    baseline: str | None = None
     arms: dict[str, Arm]
     evaluators: dict[str, SerializeAsAny[Config]] = Field(min_length=1)
     jobs: int = Field(1, ge=1)
@@ -134,7 +135,7 @@ class ComparisonConfig(Config):
 
     @field_validator("arms")
     @classmethod
-    def _check_arms(cls, arms: dict[str, Arm]) -> dict[str, Arm]:
+    def _check_arms(cls, arms: dict[str, Arm], info: ValidationInfo) -> dict[str, Arm]:
         reserved = {*_FOLDERS, *REFERENCES, *(f"untrained_{name}" for name in arms)}
         if taken := sorted(reserved.intersection(check_names(arms))):
             raise ValueError(f"'{taken[0]}': this name is reserved for a reference or a folder; rename the arm")
@@ -148,6 +149,8 @@ class ComparisonConfig(Config):
         with_encoder = [name for name, arm in arms.items() if arm.kind != "scratch"]
         if not with_encoder:
             raise ValueError("no arm has a recipe or weights; add one to compare with training from scratch")
+        if (baseline := info.data.get("baseline")) and (baseline not in arms or with_encoder == [baseline]):
+            raise ValueError(f"baseline={baseline}: no arm has this name, or no other one has a recipe or weights")
         for name, arm in arms.items():
             if arm.like and arm.like not in with_encoder:
                 raise ValueError(f"{name}.like={arm.like}: no arm with a recipe or weights has this name")
@@ -198,11 +201,10 @@ class Study:
 
     @property
     def headline_trains_encoder(self) -> bool:
-        """Whether the headlines are about an evaluator that trains the encoder: there is one, and training from
-        scratch as its baseline."""
+        """Whether the headlines are about an evaluator that trains the encoder."""
         c = self.comparison
         trains = any(plugins.load("evaluators", name).Evaluator.trains_encoder for name in c.evaluators)
-        return trains and any(arm.kind == "scratch" for arm in c.arms.values())
+        return trains and (c.baseline is not None or any(arm.kind == "scratch" for arm in c.arms.values()))
 
 
 def load_comparison(name: str | Path, overrides: recipe.Overrides = ()) -> Study:

@@ -52,6 +52,7 @@ def record_of(plan: Plan, shards: Mapping[str, ShardSet], command: str) -> Compa
         looks=plan.study.looks,
         folds=len(plan.folds),
         margin=c.margin,
+        baseline=c.baseline,
         notes=c.notes,
         jobs=c.jobs,
         study=c.study,

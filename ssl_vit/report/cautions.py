@@ -117,8 +117,8 @@ def _kept_dropout(comparison: Comparison) -> Iterator[tuple[str, str]]:
 
 
 def _one_length(comparison: Comparison, head: Difference) -> Iterator[str]:
-    """Where the headline is against training from scratch: a length of fine-tuning that was not selected, or that the
-    two arms selected from different ones."""
+    """Where the headline is about fine-tuning: a length that was not selected, or that the two arms selected from
+    different ones."""
     evaluator, data = comparison.record.evaluators[head.place.evaluator], head.place.data
     if not evaluator.trains_encoder:
         return
@@ -126,13 +126,14 @@ def _one_length(comparison: Comparison, head: Difference) -> Iterator[str]:
     shared = {
         f"{section}.{key}": v for section in ("sweep", "training") for key, v in settings.get(section, {}).items()
     }
-    tried, more = dict[str, tuple[str, ...]](), ""
+    tried, more, scratch = dict[str, tuple[str, ...]](), "", False
     for arm in (arm for arm in comparison.record.arms if arm.name in (head.arm, head.against)):
         own = shared | arm.own_settings(data, head.place.evaluator)
         keys = ("sweep.training.steps", "sweep.training.epochs", "training.steps", "training.epochs")
         key = next((key for key in keys if own.get(key)), "")
         unit = key.rpartition(".")[2]
         tried[arm.label] = tuple(f"{length:,} {unit}" for length in several(own.get(key, ())))
+        scratch |= arm.kind == "scratch"
         more += f", {own['extra_steps']:,} more for {arm.label}" if own.get("extra_steps") else ""
     if len({*tried.values()}) == 1:
         used = joined(next(iter(tried.values())))
@@ -140,7 +141,7 @@ def _one_length(comparison: Comparison, head: Difference) -> Iterator[str]:
         used = "; ".join(f"{label}: {joined(lengths)}" for label, lengths in tried.items())
     given = f" ({used}{more})" if used else ""
     if fixed := [label for label, lengths in tried.items() if len(lengths) < 2]:
-        reason = "Training from scratch often needs a longer one than a pretrained encoder. " * (not more)
+        reason = "Training from scratch often needs a longer one than a pretrained encoder. " * (scratch and not more)
         of = f" of {joined(fixed)}" if len(fixed) < len(tried) else ""
         yield (
             f"no sweep selected the length of fine-tuning{of}{given}. {reason}The difference may depend on it; give "

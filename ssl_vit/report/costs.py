@@ -63,7 +63,8 @@ def compute(comparison: Comparison, head: Difference) -> list[str]:
         one, other = (_one_run(comparison, head.place, arm) for arm in arms)
         said += f" Per run, one pretraining and one fine-tuning, the ratio is {one / other:.3g}." if other else ""
         equal = head.arm in (arm.compute_of for arm in comparison.record.arms)
-        trained = head.arm in (arm.name for arm in comparison.record.arms if arm.kind == "pretrained")
+        kinds = {arm.name: arm.kind for arm in comparison.record.arms}
+        trained = (kinds.get(head.arm), kinds.get(head.against)) == ("pretrained", "scratch")
         if head.outcome == "better" and one > _MORE * other and trained and not equal:
             said += f" With as much compute, {baseline} may be as accurate: add an arm with compute_of: {head.arm}."
     return [said]

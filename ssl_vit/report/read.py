@@ -119,8 +119,8 @@ class Comparison:
     @property
     def tested(self) -> tuple[str, ...]:
         """Arms under test: pretrained without labels, else given weights without (imported ones, of unknown training,
-        only where no arm is pretrained), else the first with pretraining."""
-        arms = self.record.arms
+        only where no arm is pretrained), else the first with pretraining. Not the chosen baseline of the headline."""
+        arms = [arm for arm in self.record.arms if arm.name != self.record.baseline]
         if self.separate:
             return (arms[0].name,)
         pretrained = [arm for arm in arms if arm.kind == "pretrained"]

@@ -74,9 +74,9 @@ def without_new_seeds(record: ComparisonRecord, table: Table) -> Table:
 
 def _growing(record: ComparisonRecord) -> tuple[set[str], tuple[int, ...]]:
     """(evaluators, their seeds, which are added to until headlines are decided): those that train the encoder where
-    there is training from scratch, else those of frozen features."""
+    there is training from scratch or a chosen baseline, else those of frozen features."""
     training = {name for name, evaluator in record.evaluators.items() if evaluator.trains_encoder}
-    if training and any(arm.kind == "scratch" for arm in record.arms):
+    if training and (record.baseline or any(arm.kind == "scratch" for arm in record.arms)):
         return training, record.seeds
     return {*record.evaluators} - training, record.frozen_seeds
 

@@ -89,7 +89,7 @@ def summarize(comparison: Comparison) -> Summary:
     """All statistics of the finished part of a comparison.
 
     The headline of a dataset is the mean over label budgets of the paired difference between the first arm under test
-    and its baseline (training from scratch; the untrained encoder under frozen evaluators), under the first evaluator
+    and its baseline (the recipe's, else training from scratch, else the untrained encoder), under the first evaluator
     that trains the encoder, else under the first one. The plan alone decides which that is, not what is finished.
     """
     accuracies, efficiencies = list[Accuracy](), list[Efficiency]()
@@ -133,7 +133,7 @@ def declared_headline(comparison: Comparison, data: str) -> tuple[EvaluationKey,
     record, arm = comparison.record, comparison.tested[0]
     for evaluator in sorted(record.evaluators, key=lambda name: not record.evaluators[name].trains_encoder):  # stable
         planned = [task.arm for task in _planned(comparison, data, evaluator)]
-        if arm in planned and (baseline := baseline_of(comparison, arm, planned)):
+        if (baseline := record.baseline or baseline_of(comparison, arm, planned)) and {arm, baseline} <= {*planned}:
             return EvaluationKey(data, evaluator), arm, baseline
     return None
 

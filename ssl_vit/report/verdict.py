@@ -20,7 +20,7 @@ from ssl_vit.report.statistics import plan, points
 from ssl_vit.report.summary import Difference, Efficiency, Summary, declared_headline
 
 HALF_WIDTH = "half-width of a 95% interval that covers {} and test images"  # with the unit
-NO_HEADLINE = "no evaluator measures both the arm under test and a baseline (scratch or its untrained encoder)"
+NO_HEADLINE = "no evaluator measures both the arm under test and its baseline"
 QUICK = "Quick run, a tenth of the steps with two seeds."
 
 
@@ -32,12 +32,11 @@ def interval(comparison: Comparison, summary: Summary) -> str:
     pretrained = any(arm.kind == "pretrained" for arm in comparison.record.arms)
     if pretrained and units == ["seeds"] and comparison.record.pretrainings == len(comparison.record.seeds) > 1:
         unit = "seeds, each with its own pretraining,"
+    labels = "the draw of the labeled images from these training images, but " * _draws_labels(comparison)
     sentence = (
         f"± is the {HALF_WIDTH.format(unit or 'seeds')} (Student's t on a two-way random-effects analysis of variance; "
-        "two arms are paired by seed and image). "
+        f"two arms are paired by seed and image). It covers {labels}no other training images."
     )
-    covered = "It covers the draw of the labeled images from these training images, but no other training images."
-    sentence += covered if _draws_labels(comparison) else "It covers no other training images."
     sentence += " It does not cover another selection of settings by the sweeps." * bool(comparison.sweeps)
     frozen = [one for one in comparison.record.evaluators.values() if not one.trains_encoder]
     tried = [v for one in frozen for settings in one.settings.values() for v in settings.get("sweep", {}).values()]
@@ -212,14 +211,13 @@ def _plan(comparison: Comparison, head: Difference) -> str:
         return f"Neither more {name} nor more test images alone would decide a difference of this size."
     sentence = f"If the estimate stays the same, {' or '.join(more)} would decide."
     if record.max_seeds:
-        left = record.max_seeds - head.seeds
-        return f"{sentence} The interval of the next look is wider, so it may take more; at most {left} seeds are left."
+        left = f"at most {record.max_seeds - head.seeds} seeds are left"
+        return f"{sentence} The interval of the next look is wider, so it may take more; {left}."
     if not units or (most := _most_seeds(comparison, head, units)) is None:
         return sentence
     added = f"{name} or seeds" if head.unit == "pretraining" else name
     advice = f"`--until-decided --max-seeds {most}` adds {added}; each look at the results widens the interval"
-    again = "This report is already a look: for an error of 5%, run a new comparison with other seeds."
-    return f"{sentence} {advice}. {again}"
+    return f"{sentence} {advice}. This report is a look; to keep the 5%, run a new comparison with other seeds."
 
 
 def _most_seeds(comparison: Comparison, head: Difference, units: int) -> int | None:

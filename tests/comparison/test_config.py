@@ -53,6 +53,8 @@ from tests.shipped import comparisons
         (["arms.ssl.weights=x"], "weights is for arms of kind weights"),
         (["arms.scratch.compute_of=none"], "compute_of=none"),
         (["arms.scratch.compute_of=scratch"], "no arm with a recipe"),
+        (["baseline=suprvised"], "baseline=suprvised: no arm has this name"),
+        (["baseline=ssl", "arms.supervised=null"], "baseline=ssl: .*no other one has a recipe or weights"),
         (["arms.ssl.compute_of=ssl"], "compute_of is for arms of kind scratch"),
         (["arms.ssl.architecture=resnet18"], "architecture is for arms of kind weights"),
         (["arms.scratch.overrides=[encoder.depth=7]"], "overrides is for arms of kind pretrained"),
@@ -356,10 +358,12 @@ def test_shipped_comparisons_have_tasks_and_equal_effort_for_all_arms(monkeypatc
         "photos_mae_regularized_cpu",
         "cifar10_lejepa_long_cpu",
         "cifar10_methods_repeated_cpu",
+        "cifar10_mae_supervised_cpu",
         "cifar10_masked_patch_regularized_cpu",
         "cifar10_methods_regularized_cpu",
         "cifar10_all_methods_regularized_cpu",
         "cifar10_methods_regularized_10_labels_cpu",
+        "cifar10_methods_regularized_1000_labels_cpu",
     )
     others = ("demo_digits", "own_images_rates_cpu", "cifar10_rates_cpu", *selected_before)
     swept, rates_of_dropout = 0, dict[str, dict[str, float]]()

@@ -47,6 +47,12 @@ def rows_of(plan: Plan, names: set[str]) -> set[str]:
     return {task.arm for task in plan.tasks if task.id in names}
 
 
+def test_a_chosen_baseline_makes_fine_tuning_the_headline_without_scratch() -> None:
+    for keys, trains in (([], False), (["baseline=supervised"], True)):
+        plan = plan_of("arms.scratch=null", *keys)
+        assert plan.study.headline_trains_encoder == trains
+
+
 def test_scratch_has_no_sweep_of_layer_decay() -> None:
     tasks = plan_of("evaluators.fine_tune.sweep={optim.lr: 0.1, optim.layer_decay: [0.5, 0.75]}").tasks
     assert {task.arm for task in tasks if task.kind == "sweep"} == {"ssl", "supervised"}

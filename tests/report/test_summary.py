@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ssl_vit.records import ArmRecord, DataRecord
+from ssl_vit.records import ArmRecord, DataRecord, Look
 from tests.report.made import ARMS, SUMMARY, SUPERVISED, row, summary, two_arms
 
 
@@ -26,6 +26,24 @@ def test_every_pair_of_arms_is_compared(folder: Path) -> None:
         ("given", "scratch", "baseline"),
     ]
     assert found.means[2].means == pytest.approx((0.71, 0.9))
+
+
+def test_the_headline_may_be_against_a_chosen_arm(folder: Path) -> None:
+    others = [row(arm, 5, seed, 0.65) for arm in ("supervised", "mae") for seed in range(3)]
+    arms = (*ARMS, SUPERVISED, ARMS[0].model_copy(update={"name": "mae", "label": "MAE"}))
+    rows = [*two_arms(0.2, budgets=(5,)), *others]
+    for chosen, against in {None: "scratch", "supervised": "supervised", "scratch": "scratch", "mae": "mae"}.items():
+        (head,) = summary(folder / str(chosen), rows, arms=arms, baseline=chosen).headlines
+        assert (head.arm, head.against) == ("ssl", against)
+    (head,) = summary(folder / "ssl", rows, arms=arms, baseline="ssl").headlines
+    assert (head.arm, head.against, head.outcome) == ("mae", "ssl", "worse")
+    alone = [one for one in rows if one.arm in ("ssl", "supervised")]
+    (head,) = summary(folder / "alone", alone, arms=(ARMS[0], SUPERVISED), baseline="supervised").headlines
+    assert head.place.evaluator == "fine_tune" and head.against == "supervised"
+    looks = {"max_seeds": 8, "looks": (Look(seeds=2, pretrainings=1, outcomes={}),)}
+    (head,) = summary(folder / "look", alone, arms=(ARMS[0], SUPERVISED), baseline="supervised", **looks).headlines
+    assert head.seeds == 2, "the third is of the next look"
+    assert not summary(folder / "none", alone, arms=(ARMS[0], SUPERVISED)).headlines
 
 
 def test_a_study_compares_arms_of_the_same_size(folder: Path) -> None:
