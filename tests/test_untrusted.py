@@ -9,8 +9,11 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import os
 import pickle
 import shutil
+import subprocess
+import sys
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
@@ -163,3 +166,12 @@ def test_a_recipe_cannot_run_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     with pytest.raises(UserError, match=r"bad\.yaml"):
         recipe.load_recipe("bad.yaml")
     assert not list(tmp_path.rglob("pwned"))
+
+
+def test_a_module_of_the_current_directory_is_not_imported(tmp_path: Path) -> None:
+    (tmp_path / "evil.py").write_text("from pathlib import Path\nPath('ran').touch()\n")
+    program = str(Path(sys.executable).parent / "ssl-vit")
+    command = [program, "train", "digits_ssl", "objective.name=evil:Objective", "run=run"]
+    done = subprocess.run(command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": ""}, capture_output=True, text=True)
+    assert done.returncode == 2 and "evil" in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["evil.py"]

@@ -2,11 +2,11 @@
 
     python tools/bench_loader.py FOLDER_OF_JPEGS [--size 224] [--images 400] [--rounds 5] [--workers 0 1 2]
 
-Every pipeline makes batches of random crops (5% to 100% of the area) of `size` pixels from the same files. The
-pipelines alternate, with a warm file cache. With 0 workers, everything runs in one process on one thread and the rate
-is per second of processor time, so that other work on the machine does not count; with workers it is per second of
-wall time. The upper limits decode whole images from memory with libjpeg-turbo, through torchvision's `decode_jpeg` and
-through simplejpeg, and do nothing else.
+Every pipeline makes normalized float32 batches of random crops (5% to 100% of the area), flipped at random, of `size`
+pixels from the same files. The pipelines alternate, with a warm file cache. With 0 workers, everything runs in one
+process on one thread and the rate is per second of processor time, so that other work on the machine does not count;
+with workers it is per second of wall time. The upper limits decode whole images from memory with libjpeg-turbo,
+through torchvision's `decode_jpeg` and through simplejpeg, and do nothing else.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from torchvision.datasets import ImageFolder
 from torchvision.io import ImageReadMode, decode_jpeg
 
 from ssl_vit.data import AugmentConfig, DataConfig
+from ssl_vit.data.augment import device_images
 from ssl_vit.data.images import train_transform
 from ssl_vit.data.order import LanePosition
 from ssl_vit.data.packing import pack
@@ -61,7 +62,7 @@ def ours(shards: Path, reduced: bool = True) -> Pipeline:
             open_shards(str(shards)), preprocess, data, batch_size=BATCH, rank=0, ranks=1, device=torch.device("cpu")
         )
         for batch, _ in source([LanePosition()] * 8):
-            yield len(batch.images)
+            yield len(device_images(batch).float().div_(127.5).sub_(1))  # what the others do in their loader
 
     return batches
 

@@ -2,13 +2,13 @@
 
     python tools/bench_step.py [--models vit_small_patch16_224] [--batch 16] [--device cpu|cuda]
                                [--image-size 224] [--patch-size 16] [--precision fp32|bf16] [--compile] [--rounds 9]
-                               [--rows NAME ...] [--peers-keep-memory] [--json FILE]
+                               [--rows NAME ...] [--json FILE]
 
 A step is forward, backward and a fused AdamW update on images that are on the device already: uint8 for ours, which
 normalizes and computes its targets in the step; normalized float32 for the others. Every row uses the same optimizer
 and precision and runs in its own process. On a CPU the rows alternate, so that other work on the machine affects all
-alike; on a GPU each row runs alone, with all of the memory. On a CPU ours keeps freed memory, as `ssl-vit train`
-does; with --peers-keep-memory the others do too.
+alike; on a GPU each row runs alone, with all of the memory. On a CPU all rows keep freed memory, as `ssl-vit train`
+does.
 
 MFU is the share of the rate of a large matrix product, measured in the same rounds, that a row reaches when the
 operations of the full model are counted (three times the encoder's forward pass, even if a row computes less). Peers:

@@ -49,7 +49,7 @@ def phase_seconds(arguments: argparse.Namespace, run: Path) -> float:
 
     else:
         batch, _ = next(batches)
-        batches.close()  # type: ignore[attr-defined]
+        batches.close()
         trainer = Trainer(job)
         trainer.model.train()
 
@@ -85,7 +85,7 @@ def command_seconds(arguments: argparse.Namespace, run: Path, steps: int) -> tup
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     rows = [row for row in rows if "seconds" in row]
     if len(rows) == 1:
-        return rows[0]["seconds"], whole
+        return rows[0]["seconds"] * (1 - rows[0]["data_wait"]), whole
     return (rows[-1]["seconds"] - rows[0]["seconds"]) / (rows[-1]["step"] - rows[0]["step"]), whole
 
 

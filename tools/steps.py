@@ -165,10 +165,8 @@ def serve(pipe: Connection, name: str, model: EncoderConfig, arguments: argparse
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     device, bf16 = torch.device(arguments.device), arguments.precision == "bf16"
-    if device.type == "cpu" and name.startswith("ours"):
-        set_up_cpu()  # as `ssl-vit train` does
-    elif device.type == "cpu" and arguments.peers_keep_memory:
-        keep_freed_memory()
+    if device.type == "cpu":
+        set_up_cpu() if name.startswith("ours") else keep_freed_memory()  # as `ssl-vit train` does
     start, shared = time.perf_counter(), hasattr(arguments, "processes")
     try:
         if name == GEMM:
@@ -234,7 +232,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--rows", nargs="+", default=[""], help="only rows whose names contain one of these")
     parser.add_argument("--threads", type=int, help="CPU threads (default: torch's)")
-    parser.add_argument("--peers-keep-memory", action="store_true", help="see above")
     parser.add_argument("--json", type=Path, help="write the numbers to this file")
 
 

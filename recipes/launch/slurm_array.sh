@@ -1,5 +1,6 @@
 #!/bin/bash
 # Slurm array: one GPU and one seed per array element, each with its own run directory; requeued like slurm.sh.
+# Sets `seed` and `run` (runs/array_JOB/seed_N); those that are given are ignored.
 #
 # sbatch recipes/launch/slurm_array.sh pretrain_vit_tiny data.train=shards/train
 #

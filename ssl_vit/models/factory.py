@@ -219,8 +219,7 @@ def at_size(model: AnyEncoder, image_size: Size, method: Resampling = "timm") ->
     """A copy of `model` for images of another size or aspect ratio.
 
     Same weights. A ViT's positions (fixed ones too) are resampled by `method`, those of other networks by timm; those
-    of the prefix tokens are kept. Raises UserError for a size that the patches do not divide, or that the network
-    cannot have.
+    of the prefix tokens are kept. Raises UserError for a size that the patches or the network do not allow.
     """
     if pair(image_size) == model.image_size:
         return copy.deepcopy(model)

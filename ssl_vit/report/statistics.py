@@ -164,7 +164,8 @@ def _variance(ms_seed: float, ms_image: float, ms_residual: float, S: int, M: in
     spread = ms_seed**2 / (S - 1)
     if image > 0:
         spread += ms_image**2 / (M - 1) + ms_residual**2 / ((S - 1) * (M - 1))
-    # With two seeds the approximation gives far too many, and too narrow intervals; one is too few (tools/coverage).
+    # With two seeds the approximation gives far too many, and too narrow intervals; one is too few
+    # (tools/interval_coverage).
     if S == 2 or not spread:
         return total / (S * M), S - 1
     return total / (S * M), max(total**2 / spread, S - 1)

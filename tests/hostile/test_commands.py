@@ -142,6 +142,8 @@ def test_recipes(tmp_path: Path) -> None:
     outcome = run(tmp_path, *commands, *overrides)
     harmless(outcome, *[2] * (len(commands) + len(overrides)))
     assert not [*tmp_path.rglob("pwned")]
+    assert "nested_keys/recipe.yaml: not readable YAML: nested more than 50 levels deep" in outcome.text
+    assert "too_large/recipe.yaml: not readable YAML: larger than 1 MiB" in outcome.text
 
 
 def test_bad_samples_end_an_evaluation_where_they_must_not_be_skipped(place: Path, tmp_path: Path) -> None:

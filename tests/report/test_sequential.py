@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import runpy
-from pathlib import Path
-
+import interval_coverage
 import numpy as np
 import pytest
 from scipy.stats import norm
 
 from ssl_vit.report.sequential import confidence, levels
-
-COVERAGE = runpy.run_path(str(Path(__file__).parents[2] / "tools" / "coverage.py"))
 
 
 def test_the_boundaries_are_those_of_the_literature() -> None:
@@ -31,7 +27,8 @@ def test_independent_increments_are_rejected_as_often_as_planned() -> None:
 
 def test_adding_seeds_until_decided_makes_few_false_claims() -> None:
     spent, free = (
-        COVERAGE["false_claims"](200, 300, np.random.default_rng(5), spending=spending) for spending in (True, False)
+        interval_coverage.false_claims(200, 300, np.random.default_rng(5), spending=spending)
+        for spending in (True, False)
     )
     assert spent <= 0.05 + 2 * np.sqrt(0.05 * 0.95 / 300)
     assert free > spent

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-import runpy
 from dataclasses import replace
-from pathlib import Path
 
+import interval_coverage
 import numpy as np
 import pytest
 from scipy import stats
@@ -24,11 +23,9 @@ from ssl_vit.report.statistics import (
     units_of,
 )
 
-COVERAGE = runpy.run_path(str(Path(__file__).parents[2] / "tools" / "coverage.py"))
-
 
 def simulated(seeds: int, images: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    a, b = COVERAGE["simulate"](seeds, images, np.random.default_rng(seed))
+    a, b = interval_coverage.simulate(seeds, images, np.random.default_rng(seed))
     return np.asarray(a), np.asarray(b)
 
 
@@ -80,14 +77,14 @@ def test_one_seed_one_image_or_no_variation_make_no_interval(shape: tuple[int, i
 
 @pytest.mark.parametrize(("seeds", "images"), [(3, 200), (8, 400)])
 def test_intervals_cover_the_truth(seeds: int, images: int) -> None:
-    """The full table: tools/coverage.py."""
-    both, _ = COVERAGE["coverage"](seeds, images, 300, np.random.default_rng(0))
+    """The full table: tools/interval_coverage.py."""
+    both, _ = interval_coverage.coverage(seeds, images, 300, np.random.default_rng(0))
     assert 0.905 <= both <= 0.98
 
 
 @pytest.mark.parametrize("deviations", [(0.15, 0.0), (0.15, 0.15)], ids=["one arm", "both arms"])
 def test_intervals_over_pretrainings_cover_the_truth(deviations: tuple[float, float]) -> None:
-    covered = COVERAGE["nested_coverage"](3, deviations, 8, 400, 300, np.random.default_rng(0))
+    covered = interval_coverage.nested_coverage(3, deviations, 8, 400, 300, np.random.default_rng(0))
     assert 0.905 <= covered <= 0.985
 
 
@@ -248,7 +245,7 @@ def test_the_interval_of_label_efficiency_resamples_seeds() -> None:
 
 def test_the_interval_of_label_efficiency_covers_the_truth() -> None:
     """Percentiles of 2.5% and 97.5% cover 84%."""
-    assert COVERAGE["efficiency_coverage"](5, 200, np.random.default_rng(1)) >= 0.9
+    assert interval_coverage.efficiency_coverage(5, 200, np.random.default_rng(1)) >= 0.9
 
 
 @pytest.mark.parametrize(("curve", "accuracy", "expected"), [
@@ -266,7 +263,7 @@ def test_label_efficiency_on_a_curve_that_does_not_rise_everywhere(
 @pytest.mark.parametrize("sizes", [(300, 300, 1), (200, 200, 3), (100, 100, 5, 5)])
 def test_a_class_of_few_images_makes_no_false_claim(sizes: tuple[int, ...]) -> None:
     """Such images may all be right for one arm by chance, without any spread: alone they cover 62 to 91%."""
-    assert COVERAGE["per_class_coverage"](sizes, 300, np.random.default_rng(0)) >= 0.91
+    assert interval_coverage.per_class_coverage(sizes, 300, np.random.default_rng(0)) >= 0.91
 
 
 @pytest.mark.parametrize(("classes", "each"), [(100, 1), (50, 2), (20, 5)])

@@ -400,3 +400,24 @@ def test_a_run_shorter_than_its_warm_up_says_so(
     api.train(settings(tmp_path / "short", "training.steps=4"), quiet=False)
     note = "note: optim.warmup_steps=5 exceeds the 4 steps of the run; lower it, or train longer"
     assert note in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_process_that_a_checkpoint_does_not_know_keeps_its_own_seed(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    keys = ("training.checkpoint_every=4", "training.keep_last=3", "encoder.dropout=0.1")
+    train(tmp_path / "run", *keys)
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step_00000012")
+    load, states = checkpoint.load, list[torch.Tensor]()
+
+    def loaded(folder: Path, state: checkpoint.State) -> None:
+        states.append(torch.get_rng_state())
+        with monkeypatch.context() as patch:
+            patch.setattr(checkpoint.distributed, "rank", lambda: rank)
+            load(folder, state)
+        states.append(torch.get_rng_state())
+
+    monkeypatch.setattr(checkpoint, "load", loaded)
+    train(tmp_path / "run", *keys)
+    assert torch.equal(*states) == (rank == 1), "one process saved; the second has the generator that it started with"

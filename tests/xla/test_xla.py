@@ -118,7 +118,7 @@ def test_evaluators_compile_for_the_first_batches_alone(
 ) -> None:
     """Of 1,415 images in batches of 256 the last is padded; knn extracts features, own_head predicts."""
     run = train(digits, tmp_path / "run", "supervised")
-    images = str(shutil.copytree(digits, tmp_path / "copy"))  # a run is not evaluated on what it was trained on
+    images = str(packed("digits", tmp_path / "other", "train", shards=4, seed=1))  # not those of the training
     counts: list[int] = []
 
     def counted(*arguments):  # type: ignore[no-untyped-def]

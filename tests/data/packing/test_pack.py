@@ -230,7 +230,7 @@ def test_a_folder_that_cannot_be_written_is_named(unprivileged: Path) -> None:
 
 
 def test_memory_does_not_grow_with_the_images(tmp_path: Path) -> None:
-    """Peak memory with 20 and with 200 images of 0.5 MB; the files are one file under many names."""
+    """Peak memory with 20 and with 120 images of 0.5 MB; the files are one file under many names."""
     image = write(tmp_path / "image.png", encoded("PNG", size=(400, 400)))
     assert len(image) > 450_000
     script = (

@@ -1,6 +1,6 @@
 """How often the report's 95% interval of a difference covers the truth, by simulation.
 
-    python tools/coverage.py [REPETITIONS]
+    python tools/interval_coverage.py [REPETITIONS]
 
 Prints a row per number of seeds and of test images: share of intervals that include the true difference, for the
 interval over seeds and images and, beside it, for one over seeds alone. Then the same where the first arm, or both,
