@@ -26,7 +26,8 @@ def resume(study: Study, *, until_decided: bool = False, max_seeds: int | None =
 
     max_seeds: None is 2.5 times the recipe's seeds, or as recorded.
 
-    Raises UserError for a maximum that is too small, or seeds or a maximum that differ from the recorded ones.
+    Raises UserError for a maximum that is too small, or seeds, a maximum or a baseline that differ from the recorded
+    ones.
     """
     path = study.comparison.run_directory / PLAN
     record = records.read(path, ComparisonRecord) if path.is_file() else None
@@ -38,6 +39,11 @@ def resume(study: Study, *, until_decided: bool = False, max_seeds: int | None =
             raise UserError(
                 f"{path}: its looks began with other {changed[0]} than the recipe has now; undo that change, or give "
                 "another directory with run=PATH"
+            )
+        if record.baseline != study.comparison.baseline:
+            raise UserError(
+                f"{path}: its looks tested baseline={record.baseline or 'null'}; keep it, or give another directory "
+                "with run=PATH"
             )
         if max_seeds not in (None, record.max_seeds):
             raise UserError(

@@ -75,8 +75,9 @@ def _run_tasks(study: Study, only: str | None, command: str, say: Say) -> Checke
         _write_plan(checked, command)
     distributed.make_accelerator()  # the launched processes must agree from here on
     missing = distributed.gather(checked.missing)[0]
-    if study.max_seeds and not has_headline(read_comparison(plan.run)):
-        raise UserError(f"--until-decided requires a headline, but {NO_HEADLINE}")
+    if (study.max_seeds or c.baseline) and not has_headline(read_comparison(plan.run)):
+        what = f"baseline={c.baseline}" if c.baseline else "--until-decided"
+        raise UserError(f"{what} requires a headline, but {NO_HEADLINE}")
     say(f"{c.name}: {len(plan.tasks)} tasks, {len(plan.tasks) - len(missing)} of them done before")
     for task in reversed(plan.tasks):  # each comes after the ones it needs
         wanted |= set(task.after) if task.id in wanted else set()

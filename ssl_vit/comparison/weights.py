@@ -41,8 +41,9 @@ def import_arms(study: Study, say: Say = silent) -> Study:
             with errors_about(f"arms.{name}"):
                 _import(arm, folder, say)
         except RunError as error:
-            others = [other for key, other in arms.items() if key != name]
-            needed = any(other.like == name for other in others) or all(other.kind == "scratch" for other in others)
+            others = {key: other for key, other in arms.items() if key != name}
+            needed = name == c.baseline or any(other.like == name for other in others.values())
+            needed |= all(other.kind == "scratch" or key == c.baseline for key, other in others.items())
             if not isinstance(error, Unreachable) or not arm.optional or needed:
                 raise RunError(f"arms.{name}: {error}") from error
             del arms[name]

@@ -107,10 +107,9 @@ def summarize(comparison: Comparison) -> Summary:
             differences += _adjusted(comparison, single, len(planned))
             if role == "baseline" and arm == comparison.tested[0]:
                 efficiencies += measured.efficiencies(arm, against)
-    declared = [declared_headline(comparison, data) for data in comparison.record.metrics]
+    declared = [found for data in comparison.record.metrics if (found := declared_headline(comparison, data))]
     heads = [row for row in means if (row.place, row.arm, row.against) in declared]
-    headlines = _adjusted(comparison, heads, len(declared) - declared.count(None))
-    listed = (accuracies, differences, means, headlines, efficiencies)
+    listed = (accuracies, differences, means, _adjusted(comparison, heads, len(declared)), efficiencies)
     return Summary(tuple(places), *(tuple(rows) for rows in listed))  # type: ignore[arg-type]
 
 
@@ -133,7 +132,7 @@ def declared_headline(comparison: Comparison, data: str) -> tuple[EvaluationKey,
     record, arm = comparison.record, comparison.tested[0]
     for evaluator in sorted(record.evaluators, key=lambda name: not record.evaluators[name].trains_encoder):  # stable
         planned = [task.arm for task in _planned(comparison, data, evaluator)]
-        if (baseline := record.baseline or baseline_of(comparison, arm, planned)) and {arm, baseline} <= {*planned}:
+        if arm in planned and (baseline := baseline_of(comparison, arm, planned)):
             return EvaluationKey(data, evaluator), arm, baseline
     return None
 
@@ -197,14 +196,15 @@ def _pairs(comparison: Comparison, measured: Sequence[str]) -> Iterator[tuple[st
 
 
 def baseline_of(comparison: Comparison, arm: str, measured: Sequence[str]) -> str | None:
-    """Name of the row without pretraining that an arm is compared with: training from scratch, else the untrained
-    encoder. Where there are several, the one of the arm's architecture, and one without another arm's compute."""
+    """Name of the row that an arm is compared with: for the headline's arm the recipe's baseline, else training from
+    scratch, else the untrained encoder; of several that of the same architecture, without another arm's compute."""
     record = comparison.record
-    rows = sorted(record.rows, key=lambda row: getattr(row, "compute_of", None) is not None)
+    if record.baseline and arm == comparison.tested[0]:
+        return record.baseline if record.baseline in measured else None
     (architecture,) = [row.architecture for row in record.arms if row.name == arm]
-    baselines = [row for kind in ("scratch", "untrained") for row in rows if row.kind == kind and row.name in measured]
-    alike = [row.name for row in baselines if row.architecture == architecture]
-    return next(iter(alike or [row.name for row in baselines]), None)
+    rows = [row for row in record.rows if row.kind in ("scratch", "untrained") and row.name in measured]
+    rows.sort(key=lambda row: (row.architecture != architecture, row.kind, bool(getattr(row, "compute_of", None))))
+    return rows[0].name if rows else None
 
 
 class Measured:

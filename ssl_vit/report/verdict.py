@@ -77,7 +77,8 @@ def verdict(comparison: Comparison, summary: Summary) -> list[str]:
         same = (head.place, head.arm, head.against)
         budgets = [row for row in summary.differences if (row.place, row.arm, row.against) == same]
         about_head = [_headline(comparison, head, budgets)]
-        about_head += [_efficiency(comparison, row) for row in summary.efficiencies if row.place == head.place][:1]
+        efficiencies = [row for row in summary.efficiencies if (row.place, row.arm, row.against) == same]
+        about_head += [_efficiency(comparison, row) for row in efficiencies[:1]]
         if len(budgets) > 1:
             sizes = [f"{row.labels_per_class}: {points(row.estimate)} ({row.outcome})" for row in budgets]
             about_head.append(f"By labels per class: {', '.join(sizes)}.")
@@ -90,7 +91,7 @@ def verdict(comparison: Comparison, summary: Summary) -> list[str]:
     if not has_headline(comparison):
         sentences = [f"No headline: {NO_HEADLINE}. All differences are exploratory."]
     elif not sentences:
-        sentences = ["No verdict yet: no seed has been measured at every label budget with pretraining and without."]
+        sentences = ["No verdict yet: no seed has been measured at every label budget with both arms of the headline."]
     return sentences + list(cautions(comparison, summary))
 
 
@@ -211,8 +212,8 @@ def _plan(comparison: Comparison, head: Difference) -> str:
         return f"Neither more {name} nor more test images alone would decide a difference of this size."
     sentence = f"If the estimate stays the same, {' or '.join(more)} would decide."
     if record.max_seeds:
-        left = f"at most {record.max_seeds - head.seeds} seeds are left"
-        return f"{sentence} The interval of the next look is wider, so it may take more; {left}."
+        left = f"{record.max_seeds - head.seeds:,} of at most {record.max_seeds:,} seeds are left"
+        return f"{sentence} The next look has another confidence, so it may take more or fewer; {left}."
     if not units or (most := _most_seeds(comparison, head, units)) is None:
         return sentence
     added = f"{name} or seeds" if head.unit == "pretraining" else name
@@ -266,8 +267,9 @@ def needed(row: Efficiency) -> str:
 def _units(comparison: Comparison, head: Difference, count: int = 2) -> str:
     """What varies between the units of a headline, in the plural where there are several."""
     plural = "s" * (count != 1)
-    if head.unit == "pretraining":  # of the arm, or initializations of the untrained encoder that it is compared with
-        return f"{'initialization' if head.arm in head.fixed else 'pretraining'}{plural}"
+    if head.unit == "pretraining":  # of an arm, or initializations of the untrained encoder that it is compared with
+        drawn = head.arm in head.fixed and head.against not in {arm.name for arm in comparison.record.arms}
+        return f"{'initialization' if drawn else 'pretraining'}{plural}"
     own = comparison.record.pretrainings == head.seeds > 1 and head.arm not in head.fixed
     return f"seed{plural} with one pretraining each" if own else f"seed{plural}"
 

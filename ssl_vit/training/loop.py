@@ -190,6 +190,7 @@ class Trainer:
             self.request.waiting = not distributed.several()  # several save together, at the end of a step
             yield
         except errors:
+            self.request.waiting = False  # a signal must not end what follows
             if self.average:
                 self.average.restore()  # the signal may have interrupted that
             if self.progress.step and not distributed.several():

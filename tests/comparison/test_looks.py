@@ -42,6 +42,8 @@ def test_a_look_is_taken_again_after_a_key_has_changed(mini: Mini, undecided: No
     again = quiet(mini(**FROZEN | {"margin": 0.9}))
     assert [look.seeds for look in again.record.looks] == [2, 3, 4]
     assert again.record.looks[-1].outcomes == {"data": "equivalent"}
+    with pytest.raises(UserError, match="its looks tested baseline=null"):
+        quiet(mini(**FROZEN, baseline="scratch"))
 
 
 def test_without_a_headline_no_look_is_taken(mini: Mini, tmp_path: Path) -> None:
@@ -49,6 +51,8 @@ def test_without_a_headline_no_look_is_taken(mini: Mini, tmp_path: Path) -> None
     recipe = mini(arms={"ssl": arm, "other": {**arm, "label": "other"}}, evaluators={"fine_tune": TUNING})
     with pytest.raises(UserError, match="requires a headline"):
         quiet(recipe, until_decided=True)
+    with pytest.raises(UserError, match="baseline=scratch requires a headline"):  # which frozen features never have
+        quiet(mini(baseline="scratch"))
     assert not (tmp_path / "run/tasks").exists(), "nothing was trained"
 
 

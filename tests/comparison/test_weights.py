@@ -110,6 +110,9 @@ def test_an_optional_arm_is_left_out_where_the_hub_is_out_of_reach(
         quietly(mini(arms=required))
     with pytest.raises(RunError, match=r"arms\.timm: .*the hub does not answer"):
         quietly(mini(arms={"timm": hub_arm}))
+    for baseline in ("ssl", "timm"):
+        with pytest.raises(RunError, match=r"arms\.timm: .*the hub does not answer"):
+            quietly(mini(arms=arms, baseline=baseline))
     with monkeypatch.context() as full_disk:
         full_disk.setattr(weights, "import_weights", Mock(side_effect=RunError("No space left on device")))
         with pytest.raises(RunError, match=r"arms\.timm: No space left"):

@@ -141,14 +141,19 @@ def test_a_listed_shard_that_a_store_lacks_is_known_at_once(monkeypatch: pytest.
     with pytest.raises(UserError, match=r"2 of its 3 shards are missing \(1\.tar, 2\.tar\)"):
         list_shards("memory://part", REMOTE)
 
-    def refused(*args: Any, **options: Any) -> list[str]:
-        raise PermissionError("may not list")
-
-    monkeypatch.setattr(type(memory), "ls", refused)  # of a bucket whose objects may be read
-    assert len(list_shards("memory://part", REMOTE)[0]) == 3
     memory.pipe("/plain/0.tar", b"")
-    with pytest.raises(UserError, match="access is refused"):
-        list_shards("memory://plain", REMOTE)
+    for error, said in (
+        (PermissionError("no"), "access is refused"),
+        (NotImplementedError("no"), "cannot be read: no"),
+    ):
+
+        def refused(*args: Any, error: Exception = error, **options: Any) -> list[str]:
+            raise error
+
+        monkeypatch.setattr(type(memory), "ls", refused)  # of a bucket whose objects may be read
+        assert len(list_shards("memory://part", REMOTE)[0]) == 3
+        with pytest.raises(UserError, match=said):
+            list_shards("memory://plain", REMOTE)
 
 
 def test_a_packing_that_did_not_finish_is_refused(tmp_path: Path) -> None:

@@ -68,6 +68,8 @@ def test_a_study_compares_arms_of_the_same_size(folder: Path) -> None:
         ("resnet_small", "untrained", "baseline"),
         ("resnet_large", "untrained", "baseline"),
     ]
+    (head,) = summary(folder / "chosen", rows, arms=arms, study="samples", baseline="resnet_large").headlines
+    assert (head.arm, head.against) == ("vit_small", "resnet_large"), "of another size"
 
 
 def test_the_baseline_has_the_same_architecture(folder: Path) -> None:

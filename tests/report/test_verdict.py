@@ -432,7 +432,7 @@ def test_what_would_decide_counts_all_headlines_and_looks(folder: Path) -> None:
         assert units and images and units != images
         text = "\n".join(verdict(comparison, found))
         assert f"the same, {units:,} more seeds or {images:,} more test images would decide." in text
-        assert ("at most 4 seeds are left" in text) == (name == "looks")
+        assert ("4 of at most 8 seeds are left" in text) == (name == "looks")
         most = re.search(r"--max-seeds (\d+)` adds seeds", text)
         assert (most is not None) == (name == "once")
         if most:  # an interval of the last of four looks, at the maximum, decides

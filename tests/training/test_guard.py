@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import signal
@@ -14,9 +15,10 @@ import psutil
 import pytest
 import torch
 
+from ssl_vit.data import loader, stream
 from ssl_vit.interfaces import Diverged, RunError, StepOutput, Stopped, UserError
 from ssl_vit.objectives import masked_patch
-from ssl_vit.training import loop
+from ssl_vit.training import callbacks, loop
 
 Train = Callable[..., Path]
 Spoil = Callable[[dict[int, float]], list[Any]]
@@ -108,6 +110,32 @@ def test_an_error_of_a_step_that_is_kept_keeps_no_loader_process(
     with pytest.raises(Diverged) as kept:
         train(tmp_path / "run", "data.workers=2")
     assert len(workers) == 2 and not psutil.wait_procs(workers, 5)[1], kept
+
+
+def test_an_error_of_the_data_saves_and_no_signal_ends_that(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waiting: list[bool] = []
+    end = callbacks.Checkpointing.end
+
+    def breaks(*arguments: Any) -> Iterator[Any]:
+        yield from itertools.islice(loader.loaded(*arguments), 5)
+        raise RunError("the disk is gone")
+
+    def ends(self: callbacks.Checkpointing, trainer: loop.Trainer) -> None:
+        waiting.append(trainer.request.waiting)
+        end(self, trainer)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(stream, "loaded", breaks)
+        patch.setattr(callbacks.Checkpointing, "end", ends)
+        with pytest.raises(RunError, match="the disk is gone"):
+            train(tmp_path / "run", "data.workers=0")
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_00000005"]
+    assert waiting == [False]
+    train(tmp_path / "run", "data.workers=0")
+    train(tmp_path / "whole", "data.workers=0")
+    assert (tmp_path / "run/encoder.safetensors").read_bytes() == (tmp_path / "whole/encoder.safetensors").read_bytes()
 
 
 @pytest.mark.parametrize("factor", [1.0, math.nan])

@@ -139,7 +139,7 @@ class _Remote(_Store):
     def names(self, folder: str, *, needed: bool) -> list[str]:
         try:
             return [] if self.http else self._ask(self.filesystem.ls, folder, detail=False)
-        except self.client.Refused:  # many may read objects and not list them
+        except UserError:  # many may read objects and not list them
             if needed:
                 raise
             return []
