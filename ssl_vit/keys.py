@@ -63,6 +63,7 @@ def meanings(config: type[BaseModel]) -> dict[str, str]:
         ]
         for entry, following in zip(entries, [*entries, None][1:], strict=True):
             meaning = text[entry.end() : following.start() if following else None].strip(" ;")
+            meaning = re.sub(r"\bNone\b", "null", meaning)  # as YAML has it
             texts |= dict.fromkeys(entry[1].split(", "), meaning)
     return texts
 
@@ -94,4 +95,4 @@ def _kind(annotation: Any) -> str:
         return f"{origin.__name__}[{', '.join('...' if one is Ellipsis else _kind(one) for one in arguments)}]"
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return "section"
-    return "None" if annotation is NoneType else str(getattr(annotation, "__name__", annotation))
+    return "null" if annotation is NoneType else str(getattr(annotation, "__name__", annotation))

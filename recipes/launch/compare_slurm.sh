@@ -6,7 +6,7 @@
 # Request resources with Slurm's own variables, such as SBATCH_PARTITION=gpu SBATCH_GPUS=1 SBATCH_CPUS_PER_GPU=8
 # SBATCH_TIMELIMIT=240. All nodes must share the run directory. After a failure, run the same command again: finished tasks are
 # kept.
-# Status: tested with a stand-in for sbatch.
+# Status: tested with a mock of sbatch.
 set -euo pipefail
 
 list=$(ssl-vit compare "$@" --list)

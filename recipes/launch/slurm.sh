@@ -5,7 +5,7 @@
 # sbatch recipes/launch/slurm.sh pretrain_vit_tiny data.train=shards/train
 # sbatch --nodes=2 recipes/launch/slurm.sh pretrain_vit_tiny data.train=shards/train
 #
-# All nodes must share the run directory. Status: tested with stand-ins for srun and scontrol, on CPU processes.
+# All nodes must share the run directory. Status: tested with mocks of srun and scontrol, on CPU processes.
 #SBATCH --job-name=ssl-vit
 #SBATCH --nodes=1
 #SBATCH --ntasks-per-node=8

@@ -4,7 +4,7 @@
 #
 # sbatch recipes/launch/slurm_array.sh pretrain_vit_tiny data.train=shards/train
 #
-# Status: tested once with stand-ins for srun and scontrol, on a CPU, not by the test suite.
+# Status: tested once with mocks of srun and scontrol, on a CPU, not by the test suite.
 #SBATCH --job-name=ssl-vit-seeds
 #SBATCH --array=0-4
 #SBATCH --ntasks=1

@@ -31,8 +31,8 @@ def report(
         ),
     ] = None,
 ) -> None:
-    """Write one self-contained HTML page: verdict, curves, tables, costs, pictures, commands. Of an unfinished
-    comparison, everything finished so far.
+    """Write one self-contained HTML page: verdict, curves, tables, costs, pictures, commands. For an unfinished
+    comparison, it covers the tasks finished so far.
 
     Example: `ssl-vit report runs/demo`
     """

@@ -114,8 +114,8 @@ def shards_verify(
 ) -> None:
     """Decode every image and list each defect. Exit code 1 if there is one.
 
-    Of a dataset with several parts, or of images (packed first, see `shards make`), also list classes without images
-    and images that two parts share, equal or nearly equal.
+    For a dataset with several splits, or for images (which are packed first, see `shards make`), also list classes
+    without images, and equal or nearly equal images in two splits.
 
     Example: `ssl-vit shards verify my_images`
     """

@@ -26,9 +26,9 @@ def import_weights(
 ) -> None:
     """Convert weights from elsewhere to a folder that eval, train (init_from=), inspect, embed and export read.
 
-    WEIGHTS: a `.safetensors`, `.pth`, `.pt`, `.bin` or Google's `.npz` file; a folder of timm's or transformers' ViT; a
-    timm name such as vit_base_patch16_224.augreg_in21k; a model on the hub. No code in the files is run. Classification
-    heads and decoders are skipped, and listed.
+    WEIGHTS: a `.safetensors`, `.pth`, `.pt`, `.bin` or Google's `.npz` file; a timm model folder; a transformers ViT
+    or ViTMAE folder; a timm name such as vit_base_patch16_224.augreg_in21k; a model on the hub. No code in the files
+    is run. Classification heads and decoders are skipped, and listed.
 
     Example: `ssl-vit import vit_small_patch16_224.augreg_in21k weights/small`
     """

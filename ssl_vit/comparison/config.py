@@ -41,7 +41,7 @@ class Arm(Config):
     overrides: `key=value` strings that change the recipe.
     weights: for an arm with given weights: a run, checkpoint or weights folder; or anything that `ssl-vit import`
         takes, such as `timm:vit_small_patch16_224.augreg_in21k` or a file, which is imported into the run directory.
-    architecture: timm's name of the weights in a file that does not state it.
+    architecture: timm's name of the architecture, for a weights file that does not state it.
     optional: skip the arm where its weights cannot be downloaded.
     like: for an arm from scratch (neither recipe nor weights): the arm whose architecture and image preparation it uses
         (default: the arm `compute_of`, else the first with an encoder).
@@ -82,22 +82,22 @@ class ComparisonConfig(Config):
     title: title of the report.
     notes: notes shown in the report.
     run: directory (default: runs/NAME).
-    arms: the arms by name.
-    seeds: seeds for evaluators that train the encoder: [0, 1, 2] are three seeds, 3 is seed 3 alone. A seed draws the
-        labeled images, the head and the data order.
+    arms: arms by name. `arms.NAME.KEY=VALUE` also sets keys of the arm's training recipe (`ssl-vit keys train`);
+        `arms.*` stands for all arms, and `arms.NAME=null` removes one.
+    seeds: seeds for evaluators that train the encoder: [0, 1, 2] are three seeds, 3 is seed 3 alone. A seed
+        determines the labeled images, the initial head and the data order.
     frozen_seeds: seeds for evaluators on frozen features, which cost little.
     pretrainings: how often each pretrained arm is pretrained (with folds: in each fold), at most once per seed. Seed n
         of its list uses pretraining i = n modulo `pretrainings`, trained with the seed of its recipe plus `seeds[i]`.
     labels_per_class: label budgets of the evaluators that set none: images per class, fractions such as '10%', or all.
     margin: differences within it count as equivalent (0.01: one percentage point).
     baseline: the arm that the headline compares with (None: training from scratch, else the untrained encoder).
-    evaluators: settings by evaluator.
+    evaluators: evaluators by name, with their keys (`ssl-vit keys NAME`); `evaluators.NAME=null` removes one.
     jobs: local processes that run tasks (1: this process).
     scheduler: address of a dask scheduler, such as tcp://host:8786, whose workers run the tasks. They share the
         directory that the command runs in, and are started there.
-    study: draw accuracy over `samples` (pretraining images) or `flops` (pretraining compute), a line per series.
-        Instead of every pair, arms are compared with those of the same size and with baselines, and arms under test
-        also with supervised arms and references.
+    study: draw accuracy over `samples` (of pretraining) or `flops` (of pretraining), a line per series. Arms are only
+        compared with baselines and arms of the same size, arms under test also with supervised arms and references.
     controls: repeats with other random seeds, where no difference is expected: `frozen`, two untrained encoders under
         the first evaluator of frozen features, which costs little; true: also the first arm from scratch; false: none.
     pictures: attention, filters and reconstructions of every encoder (`ssl-vit inspect`).

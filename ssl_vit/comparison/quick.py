@@ -11,7 +11,7 @@ T = TypeVar("T", bound=Config)
 
 
 def tenth(config: T) -> T:
-    """A comparison, a recipe or an evaluator's settings with a tenth of all steps, epochs and warm-up, also among the
+    """A comparison, a recipe or an evaluator's settings with a tenth of all steps, epochs and warmup, also among the
     values of a sweep, two seeds and one pretraining."""
     updates: dict[str, Any] = {}
     for name in type(config).model_fields:

@@ -34,21 +34,21 @@ def train_and_test(place: str) -> tuple[str, str]:
 class AugmentConfig(Config):
     """Training augmentation; every choice is drawn from a generator seeded by (seed, epoch, sample index).
 
-    crop: `inception` (random area and aspect, resized; the paper's), `shift` (zero padding, then a random crop: for
-        small images whose scale carries meaning, such as digits), `center` (no randomness).
-    scale: range of the inception crop's area, as a share of the image (paper, fine-tuning: 0.05 to 1).
+    crop: `inception` (random resized crop, the paper's), `shift` (zero padding, then a random crop, for small images
+        whose scale matters, such as digits) or `center` (center crop).
+    scale: range of the inception crop's area, as a fraction of the image (paper, fine-tuning: 0.05 to 1).
     ratio: range of the inception crop's aspect ratio.
     padding: pixels of zero padding on each side before a `shift` crop.
-    flip: mirror half of the images, on the device.
-    brightness: largest relative change of the brightness (factor drawn from 1 - x to 1 + x), on the device; color
-        targets see the changed pixels.
-    contrast: largest relative change of the contrast.
-    saturation: largest relative change of the saturation.
-    hue: largest shift of the hue, as a share of the color circle.
-    jitter_prob: probability that brightness, contrast, saturation and hue of an image change at all.
-    grayscale: probability that an image loses its color, as in SimCLR and LeJEPA.
+    flip: random horizontal flip with probability 0.5, on the device.
+    brightness: color jitter, on the device: the factor is drawn from [1 - x, 1 + x]. Color targets are computed after
+        it.
+    contrast: color jitter, as `brightness`.
+    saturation: color jitter, as `brightness`.
+    hue: color jitter: the shift is drawn from [-x, x], in turns of the color wheel (at most 0.5).
+    jitter_prob: probability of color jitter.
+    grayscale: probability of random grayscale, as in SimCLR and LeJEPA.
     blur: probability of a Gaussian blur (7x7 pixels, standard deviation drawn from 0.1 to 2), as in LeJEPA.
-    solarize: probability that values from 128 on are inverted, as in BYOL and LeJEPA.
+    solarize: probability of solarization (threshold 128), as in BYOL and LeJEPA.
     reduced_decode: decode JPEGs at 1/2, 1/4 or 1/8 of their size where the inception crop is that much larger than the
         image; off, every pixel is exactly torchvision's.
     """
@@ -84,7 +84,7 @@ class RemoteConfig(Config):
 
     cache_dir: a folder on a local disk where whole shards are kept (None: downloaded again each time they are opened).
         Processes share it.
-    cache_gb: its maximum size (GiB); the least recently used shards are removed.
+    cache_gb: maximum size of `cache_dir` (GiB); the least recently used shards are removed.
     largest_gb: maximum size of a shard that no `info.json` lists (GiB).
     retries: how often a failed request or download is repeated before the run stops; the waits double from half a
         second up to a minute.

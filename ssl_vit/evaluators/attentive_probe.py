@@ -35,9 +35,8 @@ class Config(FeatureConfig, LabeledConfig, SweepConfig):
     """pooling: `patches`; the probe reads all of them.
     sweep: by default the learning rate and the weight decay of AdamW, selected on held-out labeled images.
 
-    steps: length of the training, under a cosine decay to 0. The grid of the sweep, steps and batch size are this
-        package's choice.
-    batch_size: a batch has at most as many images as are labeled.
+    steps: number of optimizer steps, with cosine decay to 0.
+    batch_size: images per step, at most the number of labeled images.
     lr: learning rate where it is not swept.
     weight_decay: weight decay where it is not swept.
     memory_gib: the most that the tokens of the training and test images may take, as float32.

@@ -37,10 +37,11 @@ class LabeledConfig(Config):
 
 
 class SweepConfig(Config):
-    """sweep: settings to select on held-out training images: values to try by dotted key, such as `optim.lr`. One
-        value for a key, such as `optim.lr=0.1`, removes it from the default sweep and from that of a recipe.
+    """sweep: values to try by key of this evaluator, `sweep.KEY=[VALUE,VALUE]`; all combinations are scored on held-out
+        labeled images. A sweep replaces the evaluator's default sweep; in a comparison, it is merged key by key with
+        that of the recipe. `KEY=VALUE` sets a key and removes it from the sweep; `sweep={}` turns the sweep off.
 
-    held_out: share of each class's images that the selection is scored on.
+    held_out: fraction of each class's images that the selection is scored on.
     held_out_repeats: how many random held-out parts the selection averages over; more where few images are held out.
         After each part, only the better half of the candidates (at least two) is tried on the next one.
     """

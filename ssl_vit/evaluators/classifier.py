@@ -33,11 +33,11 @@ _LOG_EVERY = 500  # steps; until then each keeps its metrics on the device and i
 class TrainedConfig(SweepConfig):
     """A training inside an evaluation. Nothing of it is kept on disk; its precision is that of the encoder's recipe.
 
-    optim: as in a training recipe. Warm-up is at most a fifth of the training.
-    training: as in a training recipe; `precision`, `timeout`, `trackers`, `log_every`, `checkpoint_every`,
-        `picture_every` and `keep_last` must keep their defaults.
+    optim: as in a training recipe. Warmup is at most a fifth of the training.
+    training: as in a training recipe. The precision is that of the encoder's recipe; `precision`, `timeout`,
+        `trackers`, `log_every`, `checkpoint_every`, `picture_every` and `keep_last` cannot be set here.
     head: the objective `classification`.
-    warmup_epochs: warm-up in passes over the labeled images, in place of `optim.warmup_steps`.
+    warmup_epochs: warmup in passes over the labeled images, in place of `optim.warmup_steps`.
     extra_steps: steps beyond `training`; a comparison sets them for an arm with another arm's compute (`compute_of`).
     augment: as `data.augment`.
     lanes: as `data.lanes`.
@@ -104,7 +104,7 @@ class TrainedConfig(SweepConfig):
         return training
 
     def with_settings(self, settings: Settings) -> Self:
-        """Warm-up steps among the settings replace `warmup_epochs`."""
+        """Warmup steps among the settings replace `warmup_epochs`."""
         own = self.model_copy(update={"warmup_epochs": None}) if "optim.warmup_steps" in settings else self
         return super(TrainedConfig, own).with_settings(settings)
 

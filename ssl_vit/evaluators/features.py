@@ -102,7 +102,7 @@ class FeatureConfig(Config):
 
     pooling: the class `token`, the `mean` of the patches, `both` concatenated, or all `patches` concatenated. For the
         features before a supervised run's head, give the one that it reads (in the paper's runs `token`).
-    block: after which block (1 is the first), with the model's last norm applied; None: the model's output.
+    block: block whose output is read (1 is the first), with the model's last norm applied; None: the model's output.
     image_size: a side or [height, width] in pixels; None: the encoder's own, which raw pixels always have.
     position_resampling: how the positions are resampled to another size: as in `timm` or as in `google`.
     """

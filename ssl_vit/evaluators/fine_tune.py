@@ -26,17 +26,18 @@ from ssl_vit.recipe import Recipe
 
 
 class Config(TrainedConfig, LabeledConfig):
-    """By default the paper's numbers for Pets and Flowers-102 (500 steps, 100 of them warm-up, four learning rates, a
+    """By default the paper's numbers for Pets and Flowers-102 (500 steps, 100 of them warmup, four learning rates, a
     tenth held out), but at the image size and dropout of the pretraining; the paper fine-tunes at 384 pixels. For CIFAR
-    and ImageNet it has other steps, warm-up, held-out shares and (ImageNet) rates, which the suite `transfer` sets.
+    and ImageNet it has other steps, warmup, held-out fractions and (ImageNet) rates, which the suite `transfer` sets.
 
-    protocol: which recipe the other keys default to: `paper` (the defaults listed), or `mae`: no sweep, adamw at 5e-4
-        per 256 images, 100 epochs, batches of 1024 (MAE's ViT-B numbers; without RandAugment and random erasing, and
-        with a decay to zero instead of 1e-6, the norm before pooling instead of after, and fixed position embeddings).
-        Training from scratch has no layer decay, with which its lower layers would learn little. Test images are
-        prepared as `data.evaluation_resize` of the run says; the paper's authors do not crop them.
-    held_out: share of each class's training images that the sweep is scored on; only the last training with all labels
-        trains on them, as in the paper.
+    protocol: which defaults the other keys have. `paper`: those listed. `mae`: MAE's for ViT-B (AdamW at 5e-4 per 256
+        images, weight decay 0.05, layer decay 0.65, 100 epochs, batch size 1,024, mixup, CutMix, label smoothing, drop
+        path 0.1), without a sweep. Differences from MAE: no RandAugment or random erasing, decay to 0 instead of 1e-6,
+        layer norm before pooling; `sincos2d` positions stay fixed. Training from scratch has no layer decay. Test
+        images are prepared as `data.evaluation_resize` of the run says; the paper's authors do not crop them.
+    held_out: fraction of each class's training images that are held out to score the sweep. The labeled images of a
+        budget are drawn from the rest. Only the budget `all` trains on the held-out images too, after the selection,
+        as in the paper.
     sweep_labels_per_class: the label budget at which settings are selected for all budgets (None: each budget has its
         own sweep).
     image_size: pixels, a side or [height, width]; another than the pretraining's (None) resamples the positions.

@@ -28,13 +28,14 @@ from ssl_vit.results import Prediction
 
 
 class Config(FeatureConfig, LabeledConfig, TrainedConfig):
-    """method: `exact`, which selects `c`; or `lars` (MAE's; MAE reads the class token, pooling=token; no sweep by
-        default; not for `block`, pooling=both or raw pixels).
+    """method: `exact`: logistic regression on frozen features, selects `c`. `lars`: MAE's linear probe, trained by LARS
+        on augmented images, without a sweep by default. Only `lars` takes `optim`, `training`, `head`, `augment`,
+        `warmup_epochs` and `lanes`. It does not support `block`, `pooling=both` or raw pixels. Set `pooling` (MAE:
+        token), not `head.pooling`. The batch size is at most the number of labeled images.
 
-    held_out: share of the labeled images that the sweep is scored on.
+    held_out: fraction of the labeled images that the sweep is scored on.
     c: inverse regularization strength of `exact`.
-    max_iterations: most iterations of L-BFGS, of `exact`.
-    The keys of a training are those of `lars`; a batch has at most as many images as there are labeled.
+    max_iterations: maximum number of L-BFGS iterations (`exact`).
     """
 
     CHOICE: ClassVar[str] = "method"

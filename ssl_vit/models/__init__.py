@@ -37,7 +37,8 @@ class EncoderConfig(Config):
     depth: number of blocks; None: as in the timm model.
     heads: attention heads; None: as in the timm model.
     mlp_ratio: width of the MLPs over that of the embeddings; None: as in the timm model.
-    class_token: None: as in the timm model; false: no class token, and pooling is the mean of the patches.
+    class_token: whether the encoder has a class token (None: as in the timm model). Without one, `pooling`
+        must be mean or patches.
     positions: the kinds of the paper's appendix D.4, and one more. `learned`: 1D, the paper's default. `learned_2d`: a
         vector of half the width for each column and each row, saved as the 1D positions that they amount to.
         `sincos2d`: constant. `none`. `relative`: in every block and head, a learned number for each offset between two
@@ -45,7 +46,7 @@ class EncoderConfig(Config):
         product with a learned embedding of the offset instead. timm's and transformers' ViT do not have them.
     position_resampling: how `init_from` fits positions to another patch grid: `timm` (bicubic, antialiased) or `google`
         (scipy's zoom of order 1, the paper authors').
-    dropout: after the position embeddings and after every linear layer except qkv (paper, table 3: 0.1).
+    dropout: dropout rate after the position embeddings and after every linear layer except qkv (paper, table 3: 0.1).
     init: `jax` (the authors' initialization: Xavier-uniform projections, as timm carries it) or `timm` (normal 0.02).
     position_std: standard deviation of the initial learned positions (authors: 0.02).
     drop_path: stochastic depth rate of the last block.

@@ -22,7 +22,7 @@ class Config(ObjectiveConfig):
     sigreg_weight: lambda: the loss is (1 - lambda) * invariance + lambda * SIGReg (paper: 0.02 to 0.05).
     pooling: what the projector reads: the class `token` or the `mean` of the patches.
     projector_width: width of the projector's two hidden layers.
-    projection: dimensions of its output.
+    projection: output dimension of the projector.
     directions: random unit vectors that SIGReg projects onto in each step (paper: 256 to 1,024).
     points: number of points of the numerical integration over [0, 3].
     """

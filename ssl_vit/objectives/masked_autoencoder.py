@@ -27,12 +27,12 @@ _HEAD = 32  # width of a decoder head: 512 / 16
 class Config(ObjectiveConfig):
     """Defaults are MAE's for ViT-B/16 and larger; its decoder would cost more than a small encoder.
 
-    mask_ratio: share of the patches that the encoder does not see (round(ratio * N), at least 1, at most N - 1).
-    decoder_width: None: 512 for encoders of width 768 and more; for smaller ones half the encoder's width (rounded up
-        to a multiple of 32).
-    decoder_depth: blocks. None: 8 for encoders of width 768 and more; for smaller ones a third of the encoder's depth
-        (at least 1).
-    decoder_heads: None: decoder_width / 32.
+    mask_ratio: fraction of the patches that the encoder does not see (round(ratio * N), at least 1, at most N - 1).
+    decoder_width: width of the decoder. None: 512 for encoders of width 768 and more; for smaller ones half the
+        encoder's width (rounded up to a multiple of 32).
+    decoder_depth: number of decoder blocks. None: 8 for encoders of width 768 and more; for smaller ones a third of the
+        encoder's depth (at least 1).
+    decoder_heads: attention heads of the decoder. None: decoder_width / 32.
     """
 
     name: Literal["masked_autoencoder"] = "masked_autoencoder"

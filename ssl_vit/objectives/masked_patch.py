@@ -33,10 +33,11 @@ _MOST_CLASSES = 2**16  # a head of more would outweigh the encoder
 
 
 class Config(ObjectiveConfig):
-    """Defaults are the paper's.
+    """Defaults are the paper's. SimMIM (Xie et al. 2022): mask_ratio 0.6, mask_size 32, mask_prob 1, random_prob 0,
+    target pixels, loss l1.
 
-    mask_ratio: share of patches corrupted in every image (round(ratio * N), at least one; N squares with `mask_size`);
-        BERT's is 0.15.
+    mask_ratio: fraction of the patches corrupted in every image (round(ratio * N), at least one; N squares with
+        `mask_size`); BERT's is 0.15.
     mask_prob: probability that a corrupted patch becomes the learnable [mask] embedding. The loss counts all corrupted
         patches.
     random_prob: probability that it becomes the embedding of another patch; the rest stay as they are.
@@ -48,8 +49,6 @@ class Config(ObjectiveConfig):
         values of the patch, scaled to [0, 1]).
     loss: loss for the target `pixels`: `l2` (the mean squared error) or `l1` (the mean absolute error, SimMIM's).
     bits: bits of each quantized color channel; there are 2**(bits * channels) classes, at most 65,536.
-
-    SimMIM (Xie et al. 2022): mask_ratio 0.6, mask_size 32, mask_prob 1, random_prob 0, target pixels, loss l1.
     """
 
     name: Literal["masked_patch"] = "masked_patch"

@@ -22,10 +22,10 @@ class OptimConfig(Config):
     momentum: momentum of sgd and lars.
     weight_decay: decoupled for adamw; never on biases, norms, class token, positions and mask token.
     layer_decay: factor of the learning rate from one layer of the encoder to the one below it (MAE: 0.65 for ViT-B,
-        0.75 for L; None: one rate for all).
-    clip_norm: global gradient norm (paper: 1); 0 disables clipping.
-    warmup_steps: optimizer steps of linear warm-up.
-    schedule: learning rate after the warm-up: `cosine` or `linear` to zero, or `constant`.
+        0.75 for L; None: the same learning rate for all layers).
+    clip_norm: maximum global gradient norm (paper: 1); 0 disables clipping.
+    warmup_steps: optimizer steps of linear warmup.
+    schedule: learning rate after the warmup: `cosine` or `linear` to zero, or `constant`.
     """
 
     name: Literal["adamw", "sgd", "lars"] = "adamw"

@@ -81,14 +81,14 @@ def start_momentum(optimizer: torch.optim.Optimizer) -> None:
 
 
 def peak_lr(config: OptimConfig, batch_size: int) -> float:
-    """The learning rate after warm-up, scaled by batch size where the configuration asks for it."""
+    """The learning rate after warmup, scaled by batch size where the configuration asks for it."""
     return config.lr * batch_size / config.lr_batch if config.lr_batch else config.lr
 
 
 def lr_factor(step: int, total: int, config: OptimConfig) -> float:
     """The share of the peak learning rate that optimizer step `step` (0 .. total - 1) uses.
 
-    Warm-up rises as (step + 1) / warmup, so that no step is wasted at zero; then cosine or linear falls toward 0 at
+    Warmup rises as (step + 1) / warmup, so that no step is wasted at zero; then cosine or linear falls toward 0 at
     `total`.
     """
     if step < config.warmup_steps:

@@ -98,11 +98,11 @@ def test_an_error_of_a_step_that_is_kept_keeps_no_loader_process(
     train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spoil: Spoil
 ) -> None:
     """A notebook keeps the last exception, with all its frames."""
-    workers: list[psutil.Process] = []
+    workers, others = list[psutil.Process](), psutil.Process().children()
     step = loop.Trainer.train_step
 
     def counted(self: loop.Trainer, batch: Any) -> Any:
-        workers[:] = psutil.Process().children()
+        workers[:] = [child for child in psutil.Process().children() if child not in others]
         return step(self, batch)
 
     monkeypatch.setattr(loop.Trainer, "train_step", counted)
