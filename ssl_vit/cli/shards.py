@@ -114,8 +114,8 @@ def shards_verify(
 ) -> None:
     """Decode every image and list each defect. Exit code 1 if there is one.
 
-    For a dataset with several splits, or for images (which are packed first, see `shards make`), also list classes
-    without images, and equal or nearly equal images in two splits.
+    For a dataset with several parts (splits or folds), or for images (which are packed first, see `shards make`), also
+    list classes without images, and images that are equal or nearly equal in two parts.
 
     Example: `ssl-vit shards verify my_images`
     """

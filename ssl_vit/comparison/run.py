@@ -21,6 +21,7 @@ from ssl_vit.progress import Say, silent
 from ssl_vit.records import ComparisonRecord
 from ssl_vit.report.read import PLAN, Comparison, read_comparison
 from ssl_vit.report.verdict import NO_HEADLINE, has_headline
+from ssl_vit.results import Table
 from ssl_vit.training import distributed
 
 
@@ -71,13 +72,15 @@ def _run_tasks(study: Study, only: str | None, command: str, say: Say) -> Checke
     wanted = {task.id for task in plan.tasks if only in (None, task.id)}
     if not wanted:
         raise UserError(f"{only}: no such task; `ssl-vit compare RECIPE --list` prints the ids")
+    if study.max_seeds or c.baseline:
+        proposed = Comparison(record_of(plan, checked.shards, command), Table([]), ())
+        if not has_headline(proposed):
+            what = f"baseline={c.baseline}" if c.baseline else "--until-decided"
+            raise UserError(f"{what} requires a headline, but {NO_HEADLINE}")
     if is_main_process():
         _write_plan(checked, command)
     distributed.make_accelerator()  # the launched processes must agree from here on
     missing = distributed.gather(checked.missing)[0]
-    if (study.max_seeds or c.baseline) and not has_headline(read_comparison(plan.run)):
-        what = f"baseline={c.baseline}" if c.baseline else "--until-decided"
-        raise UserError(f"{what} requires a headline, but {NO_HEADLINE}")
     say(f"{c.name}: {len(plan.tasks)} tasks, {len(plan.tasks) - len(missing)} of them done before")
     for task in reversed(plan.tasks):  # each comes after the ones it needs
         wanted |= set(task.after) if task.id in wanted else set()

@@ -33,7 +33,6 @@ _BACKWARD = 3  # a training step costs three forward passes
 
 class Config(FeatureConfig, LabeledConfig, SweepConfig):
     """pooling: `patches`; the probe reads all of them.
-    sweep: by default the learning rate and the weight decay of AdamW, selected on held-out labeled images.
 
     steps: number of optimizer steps, with cosine decay to 0.
     batch_size: images per step, at most the number of labeled images.

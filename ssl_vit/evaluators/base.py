@@ -39,7 +39,8 @@ class LabeledConfig(Config):
 class SweepConfig(Config):
     """sweep: values to try by key of this evaluator, `sweep.KEY=[VALUE,VALUE]`; all combinations are scored on held-out
         labeled images. A sweep replaces the evaluator's default sweep; in a comparison, it is merged key by key with
-        that of the recipe. `KEY=VALUE` sets a key and removes it from the sweep; `sweep={}` turns the sweep off.
+        that of the recipe. `KEY=VALUE` sets a key and removes it from the sweep; where no key is left, the rest of the
+        default sweep applies. `sweep={}` turns the sweep off.
 
     held_out: fraction of each class's images that the selection is scored on.
     held_out_repeats: how many random held-out parts the selection averages over; more where few images are held out.

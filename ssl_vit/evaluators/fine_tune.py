@@ -30,11 +30,12 @@ class Config(TrainedConfig, LabeledConfig):
     tenth held out), but at the image size and dropout of the pretraining; the paper fine-tunes at 384 pixels. For CIFAR
     and ImageNet it has other steps, warmup, held-out fractions and (ImageNet) rates, which the suite `transfer` sets.
 
-    protocol: which defaults the other keys have. `paper`: those listed. `mae`: MAE's for ViT-B (AdamW at 5e-4 per 256
-        images, weight decay 0.05, layer decay 0.65, 100 epochs, batch size 1,024, mixup, CutMix, label smoothing, drop
-        path 0.1), without a sweep. Differences from MAE: no RandAugment or random erasing, decay to 0 instead of 1e-6,
-        layer norm before pooling; `sincos2d` positions stay fixed. Training from scratch has no layer decay. Test
-        images are prepared as `data.evaluation_resize` of the run says; the paper's authors do not crop them.
+    protocol: selects the defaults of the other keys. `paper`: those shown. `mae`: those of MAE for ViT-B (AdamW at 5e-4
+        per 256 images, weight decay 0.05, layer decay 0.65, 100 epochs, batch size 1,024, mixup, CutMix, label
+        smoothing, drop path 0.1), without a sweep. Differences from MAE: no RandAugment or random erasing, decay to 0
+        instead of 1e-6, layer norm before pooling; `sincos2d` positions stay fixed. Training from scratch has no layer
+        decay. Test images are prepared as `data.evaluation_resize` of the run says; the paper's authors do not crop
+        them.
     held_out: fraction of each class's training images that are held out to score the sweep. The labeled images of a
         budget are drawn from the rest. Only the budget `all` trains on the held-out images too, after the selection,
         as in the paper.

@@ -132,7 +132,8 @@ def declared_headline(comparison: Comparison, data: str) -> tuple[EvaluationKey,
     record, arm = comparison.record, comparison.tested[0]
     for evaluator in sorted(record.evaluators, key=lambda name: not record.evaluators[name].trains_encoder):  # stable
         planned = [task.arm for task in _planned(comparison, data, evaluator)]
-        if arm in planned and (baseline := baseline_of(comparison, arm, planned)):
+        baseline = record.baseline or (baseline_of(comparison, arm, planned) if arm in planned else None)
+        if baseline and {arm, baseline} <= {*planned}:
             return EvaluationKey(data, evaluator), arm, baseline
     return None
 
@@ -182,7 +183,8 @@ def _pairs(comparison: Comparison, measured: Sequence[str]) -> Iterator[tuple[st
             continue
         compared = not study or arm in comparison.tested
         alone = comparison.separate or arms[arm].kind == "scratch"
-        baseline = None if alone else baseline_of(comparison, arm, measured)
+        chosen = comparison.record.baseline if arm == comparison.tested[0] else None
+        baseline = None if alone else chosen if chosen in measured else baseline_of(comparison, arm, measured)
         others = ordered[index + 1 :]
         for other in sorted(others, key=lambda name: name != baseline):
             if other == baseline:
@@ -196,13 +198,10 @@ def _pairs(comparison: Comparison, measured: Sequence[str]) -> Iterator[tuple[st
 
 
 def baseline_of(comparison: Comparison, arm: str, measured: Sequence[str]) -> str | None:
-    """Name of the row that an arm is compared with: for the headline's arm the recipe's baseline, else training from
-    scratch, else the untrained encoder; of several that of the same architecture, without another arm's compute."""
-    record = comparison.record
-    if record.baseline and arm == comparison.tested[0]:
-        return record.baseline if record.baseline in measured else None
-    (architecture,) = [row.architecture for row in record.arms if row.name == arm]
-    rows = [row for row in record.rows if row.kind in ("scratch", "untrained") and row.name in measured]
+    """Name of the row without pretraining that an arm is compared with: training from scratch, else the untrained
+    encoder; of several that of the same architecture, without another arm's compute."""
+    (architecture,) = [row.architecture for row in comparison.record.arms if row.name == arm]
+    rows = [row for row in comparison.record.rows if row.kind in ("scratch", "untrained") and row.name in measured]
     rows.sort(key=lambda row: (row.architecture != architecture, row.kind, bool(getattr(row, "compute_of", None))))
     return rows[0].name if rows else None
 

@@ -213,7 +213,7 @@ def _plan(comparison: Comparison, head: Difference) -> str:
     sentence = f"If the estimate stays the same, {' or '.join(more)} would decide."
     if record.max_seeds:
         left = f"{record.max_seeds - head.seeds:,} of at most {record.max_seeds:,} seeds are left"
-        return f"{sentence} The next look has another confidence, so it may take more or fewer; {left}."
+        return f"{sentence} The next look has another confidence level, so more or fewer may be needed; {left}."
     if not units or (most := _most_seeds(comparison, head, units)) is None:
         return sentence
     added = f"{name} or seeds" if head.unit == "pretraining" else name

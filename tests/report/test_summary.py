@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ssl_vit.records import ArmRecord, DataRecord, Look
-from tests.report.made import ARMS, SUMMARY, SUPERVISED, row, summary, two_arms
+from tests.report.made import ARMS, SUMMARY, SUPERVISED, row, said, summary, two_arms
 
 
 def test_every_pair_of_arms_is_compared(folder: Path) -> None:
@@ -37,6 +37,9 @@ def test_the_headline_may_be_against_a_chosen_arm(folder: Path) -> None:
         assert (head.arm, head.against) == ("ssl", against)
     (head,) = summary(folder / "ssl", rows, arms=arms, baseline="ssl").headlines
     assert (head.arm, head.against, head.outcome) == ("mae", "ssl", "worse")
+    three = [one for one in rows if one.arm != "mae"]
+    text = said(folder / "three", three, arms=(*ARMS, SUPERVISED), baseline="ssl")
+    assert text.startswith("Supervised pretraining is worse than") and "self-test" not in text, "that is of scratch"
     alone = [one for one in rows if one.arm in ("ssl", "supervised")]
     (head,) = summary(folder / "alone", alone, arms=(ARMS[0], SUPERVISED), baseline="supervised").headlines
     assert head.place.evaluator == "fine_tune" and head.against == "supervised"
