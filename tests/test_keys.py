@@ -60,7 +60,7 @@ def test_keys_have_types_defaults_and_the_meanings_of_the_docstring() -> None:
         Key("size", "int", "", "pixels; see Note: this is no key."),
         Key("first", "float", "0.5", "both of them."),
         Key("last", "tuple[int, ...]", "[1, 2]", "both of them."),
-        Key("kind", '"a" | "b" | None', "null", "which."),
+        Key("kind", '"a" | "b" | null', "null", "which."),
         Key("below", "section", "", ""),
         Key("below.depth", "int", "3", "of it: in blocks."),
         Key("many", "dict[str, section]", "", ""),
