@@ -162,9 +162,9 @@ def _headline(comparison: Comparison, head: Difference, budgets: Sequence[Differ
         "undecided": f"undecided between {ours} and {theirs}",
     }[head.outcome]
     given = [row.labels_per_class or 0 for row in budgets]
-    over = f", the mean over {joined([str(budget) for budget in given])} labels per class"
-    if len(given) == 1 or any(isinstance(budget, str) for budget in given):
-        over = f"{' with' if len(given) == 1 else ', the mean over'} {joined([budget_words(one) for one in given])}"
+    numbers = len(given) > 1 and all(isinstance(budget, int) for budget in given)
+    words = f"{joined([*map(str, given)])} labels per class" if numbers else joined([*map(budget_words, given)])
+    over = f" with {words}" if len(given) == 1 else f", the mean over {words}"
     title = comparison.record.evaluators[head.place.evaluator].title
     metric = metric_name(comparison.record.metrics[head.place.data])
     units = f"{head.estimate.units} {_units(comparison, head)}, " if head.unit == "pretraining" else ""
