@@ -358,6 +358,7 @@ def test_shipped_comparisons_have_tasks_and_equal_effort_for_all_arms(monkeypatc
         "photos_mae_regularized_cpu",
         "cifar10_lejepa_long_cpu",
         "cifar10_methods_repeated_cpu",
+        "cifar10_mae_supervised_10_labels_cpu",
         "cifar10_mae_supervised_cpu",
         "cifar10_masked_patch_regularized_cpu",
         "cifar10_methods_regularized_cpu",
