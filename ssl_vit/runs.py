@@ -157,7 +157,14 @@ def check_holdout(settings: Recipe, run: Path | None, test: str) -> None:
     """
     for stage in recipe.stages(settings):
         if run and redrawn(stage.data.places, test):
-            _check_data(run, open_training(stage.data).fingerprint)
+            try:
+                ours = open_training(stage.data).fingerprint
+            except UserError as error:
+                raise UserError(
+                    f"{test} is a part of a holdout, and the part that {run} was trained on cannot be read ({error}); "
+                    f"restore it, so that common images are noticed, or, if {test} is as it was then, move it elsewhere"
+                ) from None
+            _check_data(run, ours)
         run = recipe.run_of(Path(stage.init_from)) if stage.init_from else None
 
 

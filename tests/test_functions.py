@@ -201,6 +201,9 @@ def test_a_holdout_of_shards_that_was_drawn_again_is_not_evaluated_on(my_images:
         with pytest.raises(UserError, match="trained on other shards"):
             ssl_vit.evaluate(run, "knn", data="shards")
         shutil.rmtree(run.dir / "checkpoints", ignore_errors=True)  # the second time from its summary
+    shutil.rmtree("shards/train")
+    with pytest.raises(UserError, match=r"the part that runs/held was trained on cannot be read .* restore it"):
+        ssl_vit.evaluate(run, "knn", train="shards/test", test="shards/test")
 
 
 def test_a_train_folder_without_a_test_folder_is_a_dataset(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The command line. Each command is one call of the Python API; nothing heavy is imported before a command runs."""
+"""The command line. Nothing heavy is imported before a command runs."""
 
 from __future__ import annotations
 

@@ -103,12 +103,16 @@ def compare(
         from ssl_vit.cli import previewed
         from ssl_vit.comparison.dry_run import dry_run_comparison
 
-        previewed.comparison(dry_run_comparison(study, progress.say), as_json)
+        preview = dry_run_comparison(study, progress.say)
+        if is_main_process():
+            previewed.comparison(preview, as_json)
     elif only is not None:
         run.compare(study, only=only, command=command, say=_print)
     else:
         checked = check(looks.resume(import_arms(study, progress.say)), progress.say, trial=False)
         check_precision(study, checked.plan)
+        if not is_main_process():
+            return
         print(f"# run: {checked.plan.run}")
         for task, level in zip(checked.plan.tasks, checked.plan.levels, strict=True):
             print(f"{task.id}\t{level}\t{'missing' if task in checked.missing else 'done'}")

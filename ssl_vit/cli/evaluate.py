@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ssl_vit.interfaces import UserError, is_main_process, printable
+from ssl_vit.interfaces import Metric, UserError, is_main_process, printable
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -36,6 +36,10 @@ def evaluate(
     suite: Annotated[
         str | None,
         typer.Option(help="A suite of datasets: a file or a shipped name."),
+    ] = None,
+    metric: Annotated[
+        Metric | None,
+        typer.Option(help="What tables show and settings are selected by. Default: of the suite, else accuracy."),
     ] = None,
     real_labels: Annotated[
         Path | None,
@@ -72,7 +76,7 @@ def evaluate(
             chosen.test or "",
             recipe.onto(of_protocol(config, chosen.evaluators.get(evaluator, {}), given), given),
             data=name,
-            metric=chosen.metric,
+            metric=metric or chosen.metric,
             real_labels=real_labels,
             say=progress.say,
         )

@@ -109,30 +109,35 @@ def shards_make(
 
 @app.command("verify")
 def shards_verify(
-    data: Annotated[str, typer.Argument(help="Shards, a folder that holds train/ and test/, or images.")],
+    data: Annotated[
+        list[str], typer.Argument(help="Shards, a folder that holds train/ and test/, or images. Several can be given.")
+    ],
     jobs: Jobs = None,
 ) -> None:
     """Decode every image and list each defect. Exit code 1 if there is one.
 
-    For a dataset with several parts (splits or folds), or for images (which are packed first, see `shards make`), also
-    list classes without images, and images that are equal or nearly equal in two parts.
+    For a dataset with several parts (splits or folds), for images (which are packed first, see `shards make`) and for
+    several datasets, also list classes without images, and images that are equal or nearly equal in two parts.
 
     Example: `ssl-vit shards verify my_images`
     """
     from ssl_vit.data.packing.cache import folder_of, is_shards, parts_of, split_name
     from ssl_vit.data.verify import local, verify
 
-    local(data)
-    place, part = split_name(data)
-    if is_shards(place) and (part or parts_of(data) == [data]):
-        listed = verify(local(folder_of(data)), jobs=jobs)
+    shown, first = ", ".join(data), data[0]
+    local(first)
+    place, part = split_name(first)
+    if len(data) == 1 and is_shards(place) and (part or parts_of(first) == data):
+        listed = verify(local(folder_of(first)), jobs=jobs)
         for defect in listed:
             print(printable(f"{defect.shard}: {defect.key or '-'}: {defect.kind}: {defect.detail}"))
-        print(f"{data}: {len(listed)} defect(s)" if listed else f"{data}: no defect found")
+        print(f"{shown}: {len(listed)} defect(s)" if listed else f"{shown}: no defect found")
         raise typer.Exit(1 if listed else 0)
     from ssl_vit.data.check import check_data
 
-    report = check_data(data, jobs=jobs)
+    report = check_data(*data, jobs=jobs)
+    for note in report.notes:
+        print(f"note: {note}")
     for part, names in report.missing_classes.items():
         for name in names:
             print(printable(f"{part}: class {name} has no image"))
@@ -140,10 +145,12 @@ def shards_verify(
         print(printable(f"{row.part}: {row.file}: {row.reason}"))
     for row in report.leaks.itertuples():
         print(printable(f"{row.part}: {row.file}: {row.kind} copy of {row.other_file} in {row.other_part}"))
-    images = ", ".join(f"{count:,} in {part}" for part, count in report.class_counts.sum().items())
-    print(f"{data}: {images} labeled" if report.class_counts.size else f"{data}: no labels")
+    for part, counts in report.class_counts.items():
+        sizes = counts[counts > 0]
+        what = f"{counts.sum():,} labeled images, {len(sizes)} classes, {sizes.min():,} to {sizes.max():,} images each"
+        print(printable(f"{part}: {what if len(sizes) else 'no labels'}"))
     defects = f"{len(report.bad_files)} bad file(s), {len(report.leaks)} image(s) in two parts"
-    print(f"{data}: {'no defect found' if report.ok else defects}")
+    print(f"{shown}: {'no defect found' if report.ok else defects}")
     if not report.ok:
         raise typer.Exit(1)
 

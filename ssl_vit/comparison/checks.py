@@ -166,7 +166,10 @@ def _with_labels(study: Study, say: Say) -> Study:
     if shards.labeled and len(shards.classes or ()) != 1:
         if shards.classes and shards.classes != open_shards(data.train, study.remote).classes:
             own = f"{len(shards.classes)} classes of its own, such as {printable(shards.classes[0])}"
-            say(f"note: {data.pretrain} has {own}: arms that need labels train on these, and no arm on {data.train}")
+            note = f"{data.pretrain} has {own}: arms that need labels train on these, and no arm on {data.train}"
+            say(f"note: {note}")
+            notes = (*study.comparison.notes, f"{note}.")
+            return replace(study, comparison=study.comparison.model_copy(update={"notes": notes}))
         return study
     both = mixture([data.pretrain, data.train])
     for arm, settings in study.recipes.items():

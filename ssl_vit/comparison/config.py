@@ -42,7 +42,7 @@ class Arm(Config):
     weights: for an arm with given weights: a run, checkpoint or weights folder; or anything that `ssl-vit import`
         takes, such as `timm:vit_small_patch16_224.augreg_in21k` or a file, which is imported into the run directory.
     architecture: timm's name of the architecture, for a weights file that does not state it.
-    optional: skip the arm where its weights cannot be downloaded.
+    optional: skip the arm if its weights cannot be downloaded.
     like: for an arm from scratch (neither recipe nor weights): the arm whose architecture and image preparation it uses
         (default: the arm `compute_of`, else the first with an encoder).
     compute_of: for an arm from scratch: name of a pretrained arm. Its fine-tuning is extended by the
@@ -265,8 +265,8 @@ def load_comparison(name: str | Path, overrides: recipe.Overrides = ()) -> Study
         for arm, of_arm in {"": {}, **{name: arm.evaluators for name, arm in c.arms.items()}}.items()
     }
     folder = expanded(c.data.folder or (suite.folder if suite else "shards"))
-    if c.quick:  # with another name, so that it never shares a directory with the whole comparison
-        c = tenth(c).model_copy(update={"name": f"{c.name.removesuffix('_quick')}_quick"})
+    if c.quick:  # another name, so that it never shares a directory with the whole comparison, which the notes describe
+        c = tenth(c).model_copy(update={"name": f"{c.name.removesuffix('_quick')}_quick", "notes": ()})
         recipes = {key: tenth(settings) for key, settings in recipes.items()}
         evaluators = {key: tenth(config) for key, config in evaluators.items()}
     saved = c.model_dump(mode="json", exclude={"evaluators"}) | {"evaluators": given}

@@ -131,8 +131,10 @@ def _own_settings(plan: Plan, arm: str) -> dict[str, dict[str, Any]]:
     where there are several datasets."""
     found = {}
     for (data, evaluator, of), built in plan.evaluators.items():
+        if of != arm:
+            continue
         common = recipe.flatten(plan.evaluators[data, evaluator, ""].config.model_dump(mode="json"))
-        own = recipe.flatten(built.config.model_dump(mode="json")) if of == arm else common
+        own = recipe.flatten(built.config.model_dump(mode="json"))
         if differing := {key: own.get(key) for key in common | own if common.get(key) != own.get(key)}:
             found[evaluator if len(plan.study.sets) == 1 else f"{data} {evaluator}"] = differing
     return found

@@ -54,10 +54,10 @@ def compare(
             return comparison
         if study.max_seeds:
             study = looks.look(study, comparison)
-            if main:
-                looked = replace(checked.plan, study=replace(checked.plan.study, looks=study.looks))
-                _write_plan(replace(checked, plan=looked), command)
-            distributed.gather(None)
+            with distributed.shared_errors():
+                if main:
+                    looked = replace(checked.plan, study=replace(checked.plan.study, looks=study.looks))
+                    _write_plan(replace(checked, plan=looked), command)
             comparison = read_comparison(checked.plan.run)
             say(f"look {len(study.looks)}: {', '.join(study.looks[-1].outcomes.values())}")
         following = looks.extend(study, comparison) if until_decided else None
@@ -77,9 +77,10 @@ def _run_tasks(study: Study, only: str | None, command: str, say: Say) -> Checke
         if not has_headline(proposed):
             what = f"baseline={c.baseline}" if c.baseline else "--until-decided"
             raise UserError(f"{what} requires a headline, but {NO_HEADLINE}")
-    if is_main_process():
-        _write_plan(checked, command)
     distributed.make_accelerator()  # the launched processes must agree from here on
+    with distributed.shared_errors():
+        if is_main_process():
+            _write_plan(checked, command)
     missing = distributed.gather(checked.missing)[0]
     say(f"{c.name}: {len(plan.tasks)} tasks, {len(plan.tasks) - len(missing)} of them done before")
     for task in reversed(plan.tasks):  # each comes after the ones it needs

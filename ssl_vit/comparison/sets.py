@@ -32,7 +32,8 @@ class DataSet(Config):
     splits: the source's names of train and test.
     image_column: the source's column of images.
     label_column: the source's column of labels.
-    metric: the number that tables show: overall accuracy or the mean of the per-class accuracies.
+    metric: the number that tables show, and that settings are selected by: overall accuracy, or the mean of the
+        per-class accuracies.
     evaluators: settings by evaluator, for this set alone.
     """
 
@@ -65,7 +66,9 @@ class ComparisonData(Config):
     suite: a file or a shipped suite of datasets, in place of train and test. Its settings of evaluators override
         those of the comparison.
     folder: where sources are packed (default: the suite's own).
-    pretrain: what the arms' recipes train on (default: `train`; with several sets the recipes' own). Where it has no
+    metric: the number that tables show, and that settings are selected by: overall accuracy, or the mean of the
+        per-class accuracies. With `sets` or `suite`, each dataset has its own.
+    pretrain: what the arms' recipes train on (default: `train`; with `sets` or `suite` the recipes' own). If it has no
         labels, arms that need labels train on `train`, and the others on both.
     remote: how train and test are read behind URLs (default: as the first recipe says).
     """
@@ -76,6 +79,7 @@ class ComparisonData(Config):
     sets: dict[str, DataSet] = Field({})
     suite: str | None = None
     folder: str | None = None
+    metric: Metric = "accuracy"
     pretrain: str | None = None
     remote: RemoteConfig | None = None
 
@@ -103,6 +107,8 @@ class ComparisonData(Config):
                 "give train and test, or folds, or sets, or suite, and set the others to null "
                 f"(given: {', '.join(given) or 'none'})"
             )
+        if (self.sets or self.suite) and self.metric != "accuracy":
+            raise ValueError("metric: with sets or suite, set the metric of each dataset there")
         if self.folds and len(set(self.folds)) < max(2, len(self.folds)):
             raise ValueError("folds: give at least two different sets of shards")
         if self.folds and self.pretrain:
@@ -113,8 +119,9 @@ class ComparisonData(Config):
     def splits(self) -> list[DataSet]:
         """Train and test of each fold; without folds, of the one dataset."""
         if not self.folds:
-            return [DataSet(train=self.train, test=self.test)]
-        return [DataSet(train=tuple(other for other in self.folds if other != test), test=test) for test in self.folds]
+            return [DataSet(train=self.train, test=self.test, metric=self.metric)]
+        others = {test: tuple(other for other in self.folds if other != test) for test in self.folds}
+        return [DataSet(train=train, test=test, metric=self.metric) for test, train in others.items()]
 
 
 class Suite(Config):

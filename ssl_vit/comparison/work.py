@@ -22,7 +22,7 @@ from ssl_vit.evaluators import runner
 from ssl_vit.evaluators.features import EvalContext
 from ssl_vit.evaluators.parts import UNFINISHED, Parts
 from ssl_vit.files import read_json
-from ssl_vit.interfaces import RunError, UserError, is_main_process, world_size
+from ssl_vit.interfaces import UserError, is_main_process, world_size
 from ssl_vit.models import factory
 from ssl_vit.models.vit import ViTEncoder
 from ssl_vit.progress import progress_bar
@@ -57,20 +57,17 @@ def do(plan: Plan, task: TaskRecord) -> None:
             start = time.perf_counter()
             with out_of_memory(lambda: "lower jobs"):
                 rows, about = _run(plan, task)
-            if is_main_process():
-                result = TaskResult(
-                    fingerprint=task.fingerprint,
-                    processes=world_size(),
-                    environment={key: value for key, value in environment().items() if key != "started"},
-                    seconds=round(time.perf_counter() - start + about.pop("earlier_seconds", 0.0), 2),
-                    **about,
-                )
-                try:
+            with distributed.shared_errors(f"{path}: cannot write"):  # the next task may read the result
+                if is_main_process():
+                    result = TaskResult(
+                        fingerprint=task.fingerprint,
+                        processes=world_size(),
+                        environment={key: value for key, value in environment().items() if key != "started"},
+                        seconds=round(time.perf_counter() - start + about.pop("earlier_seconds", 0.0), 2),
+                        **about,
+                    )
                     results.save(path, rows, **result.model_dump(mode="json"))
                     shutil.rmtree(path.with_suffix(UNFINISHED), ignore_errors=True)
-                except OSError as error:
-                    raise RunError(f"{path}: cannot write: {error}; fix that and run the same command again") from None
-    distributed.gather(None)  # the next task may read the result
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -15,6 +16,7 @@ from PIL import Image
 
 from ssl_vit.data.images import eight_bits
 from ssl_vit.data.packing.cache import folder_of, is_shards, parts_of, split_name
+from ssl_vit.data.packing.sources import list_splits, open_source
 from ssl_vit.data.shards.info import open_set
 from ssl_vit.data.shards.reading import ShardFile
 from ssl_vit.data.verify import check_set, images_by_class, local
@@ -36,6 +38,7 @@ class DataReport:
     bad_files: columns part, file, reason: unreadable images, and every other defect of the shards.
     class_counts: images by class (rows) and part (columns); empty without labels.
     missing_classes: classes without images, by part.
+    notes: what packing would print, such as the number of files that are not images; for shards none.
     leaks: columns file, part, other_file, other_part, kind: images that two parts share, `exact` (the same bytes) or
         `near` (the same picture, resized or compressed again). An image with several copies in the other part is listed
         once.
@@ -45,6 +48,7 @@ class DataReport:
     class_counts: pd.DataFrame
     missing_classes: dict[str, list[str]]
     leaks: pd.DataFrame
+    notes: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -52,47 +56,62 @@ class DataReport:
         return self.bad_files.empty and self.leaks.empty and not any(self.missing_classes.values())
 
 
-def check_data(place: str | Path, *, jobs: int | None = None, progress: bool = True) -> DataReport:
-    """Read all images of a local dataset and list what is wrong with it.
+def check_data(*places: str | Path, jobs: int | None = None, progress: bool = True) -> DataReport:
+    """Read all images of local datasets and list what is wrong with them.
 
-    place: a folder of shards or one that holds shards in train/ and test/; or images, which are packed first; or one
-        part, PLACE#PART. Of images without splits the two parts of the automatic holdout are checked.
+    places: each a folder of shards or one that holds shards in train/ and test/; or images, which are packed first; or
+        one part, PLACE#PART. All parts of all places are searched for shared images. Images without splits are checked
+        as the two parts of the automatic holdout, or, beside other places, as a whole. With several places, the name of
+        a part in the report includes the place.
     jobs: processes. Default: one per core, fewer for little data.
     progress: show it on stderr.
 
     Raises UserError for what cannot be found.
     """
-    place = str(place)
-    local(place)
-    whole, part = split_name(place)
-    parts, packed = [place] if part else parts_of(place), is_shards(whole)
-    if parts == [whole] and not packed:
-        parts = [f"{place}#train", f"{place}#test"]
-    bad, counts, pictures = list[tuple[str, str, str]](), dict[str, pd.Series](), dict[str, list[_Picture]]()
-    for spec in parts:
-        part = spec.removeprefix(f"{place}#")
-        folder = expanded(folder_of(spec))
-        info = open_set(folder)
-        if info and len(info.splits) > 1:
-            raise UserError(
-                f"{spec} holds several splits ({', '.join(info.splits)}): put the shards of each into its own folder"
-            )
-        defects, shards = check_set(folder, info, jobs, progress, look=_picture)
-        if not packed:  # what packing dropped
-            bad += [(part, entry.file, entry.reason) for entry in (info.dropped if info else ())]
-        found = [(f"{entry.shard} {entry.key}".strip(), f"{entry.kind}: {entry.detail}") for entry in defects]
-        bad += [(part, printable(file), printable(reason)) for file, reason in found]
-        pictures[part] = [picture for shard in shards for picture in shard.seen]
-        counts[part] = pd.Series(images_by_class(info, shards), dtype=int)
-    table = pd.DataFrame(counts).fillna(0).astype(int)
+    bad, pictures, notes = list[tuple[str, str, str]](), dict[str, list[_Picture]](), list[str]()
+    tables, missing = list[pd.DataFrame](), dict[str, list[str]]()
+    for place in dict.fromkeys(map(str, places)):
+        local(place)
+        whole, part = split_name(place)
+        parts, packed, counts = [place] if part else parts_of(place), is_shards(whole), dict[str, pd.Series]()
+        if parts == [whole] and not packed and len(places) == 1:
+            parts = [f"{place}#train", f"{place}#test"]
+        for spec in parts:
+            part = spec.removeprefix(f"{place}#") if len(places) == 1 else spec
+            folder = expanded(folder_of(spec))
+            info = open_set(folder)
+            if info and len(info.splits) > 1:
+                names = ", ".join(info.splits)
+                raise UserError(f"{spec} holds several splits ({names}): put the shards of each into its own folder")
+            defects, shards = check_set(folder, info, jobs, progress, look=_picture)
+            if not packed:  # what packing dropped
+                bad += [(part, entry.file, entry.reason) for entry in (info.dropped if info else ())]
+            found = [(f"{entry.shard} {entry.key}".strip(), f"{entry.kind}: {entry.detail}") for entry in defects]
+            bad += [(part, printable(file), printable(reason)) for file, reason in found]
+            pictures[part] = [picture for shard in shards for picture in shard.seen]
+            counts[part] = pd.Series(images_by_class(info, shards), dtype=int)
+        tables.append(table := pd.DataFrame(counts).fillna(0).astype(int))
+        missing |= {part: list(table.index[table[part] == 0]) if table[part].any() else [] for part in table}
+        notes += [] if packed else _source_notes(whole)
     pairs = combinations(pictures, 2)
     leaks = [leak for first, second in pairs for leak in _shared(pictures[first], first, pictures[second], second)]
     return DataReport(
         pd.DataFrame(bad, columns=["part", "file", "reason"]),
-        table,
-        {part: list(table.index[table[part] == 0]) if table[part].any() else [] for part in table},
+        pd.concat(tables, axis=1).fillna(0).astype(int),
+        missing,
         pd.DataFrame(leaks, columns=["file", "part", "other_file", "other_part", "kind"]),
+        tuple(dict.fromkeys(notes)),
     )
+
+
+def _source_notes(place: str) -> list[str]:
+    """The warnings of listing images, such as of ignored files."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        splits: list[str | None] = [*list_splits(place)]
+        for split in splits or [None]:
+            open_source(place, split=split)
+    return [printable(str(warning.message)) for warning in caught]
 
 
 @dataclass(frozen=True)

@@ -144,7 +144,10 @@ def check_set(
             checked[job[0]] = shard
             advance(len(shard.sizes))
 
-        run(partial(_check_shard, folder, info, pixels, look), files, process_count(jobs, len(files), samples), receive)
+        # Each job gets a copy of these settings: without the list of all shards.
+        about = info and info.model_copy(update={"shards": [], "dropped": []})
+        check = partial(_check_shard, folder, about, pixels, look)
+        run(check, files, process_count(jobs, len(files), samples), receive)
     keys_of_family: dict[str, set[str]] = {}  # train-000.tar and val-000.tar may share keys
     for name, _ in files:
         keys = keys_of_family.setdefault(re.sub(r"\d+\.tar$", "", name), set())

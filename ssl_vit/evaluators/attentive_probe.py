@@ -36,8 +36,8 @@ class Config(FeatureConfig, LabeledConfig, SweepConfig):
 
     steps: number of optimizer steps, with cosine decay to 0.
     batch_size: images per step, at most the number of labeled images.
-    lr: learning rate where it is not swept.
-    weight_decay: weight decay where it is not swept.
+    lr: learning rate if it is not swept.
+    weight_decay: weight decay if it is not swept.
     memory_gib: the most that the tokens of the training and test images may take, as float32.
     """
 

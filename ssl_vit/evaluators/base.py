@@ -43,7 +43,7 @@ class SweepConfig(Config):
         default sweep applies. `sweep={}` turns the sweep off.
 
     held_out: fraction of each class's images that the selection is scored on.
-    held_out_repeats: how many random held-out parts the selection averages over; more where few images are held out.
+    held_out_repeats: how many random held-out parts the selection averages over; more if few images are held out.
         After each part, only the better half of the candidates (at least two) is tried on the next one.
     """
 

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
-from ssl_vit.files import checkpoints, expanded
+from ssl_vit.files import checkpoints, expanded, read_json
 from ssl_vit.interfaces import Size, UserError, pair
 from ssl_vit.models import EncoderConfig, Pooling, Resampling
 from ssl_vit.models.encoder import Encoder, Numbers, create
@@ -245,7 +245,7 @@ def has_weights(path: Path | str) -> bool:
 
 def origin(path: Path | str) -> str | None:
     """What imported weights were imported from; None for weights that were trained here."""
-    imported = json.loads((find_weights(path) / CONFIG).read_text()).get("imported")
+    imported = read_json(find_weights(path) / CONFIG).get("imported")
     return str(imported["from"]) if imported else None
 
 

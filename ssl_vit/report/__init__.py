@@ -1,1 +1,1 @@
-"""Run and comparison directories -> tables, plots and one self-contained HTML page. Nothing here imports torch."""
+"""Run and comparison directories -> tables, plots and one self-contained HTML page."""

@@ -83,6 +83,8 @@ sets:
     named, packed = found["about"]
     assert code == 0 and (named["metric"], named["settings"]["ks"]) == ("mean_per_class", [3])
     assert (packed["metric"], packed["settings"]["ks"]) == ("accuracy", [10, 20])
+    code, shown, _ = evaluate(*arguments, "--json", "--metric", "accuracy")
+    assert code == 0 and {one["metric"] for one in json.loads(shown)["about"]} == {"accuracy"}
 
     assert {row["data"] for row in found["rows"]} == {"named", "packed"}
     assert {row["labels_per_class"] for row in found["rows"]} == {4} and "prediction" not in found["rows"][0]

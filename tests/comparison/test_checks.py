@@ -58,9 +58,11 @@ def test_folders_of_pretraining_images_are_labels_only_if_there_are_several(
     supervised = {"label": "all labels", "recipe": "digits_supervised", "overrides": STEPS}
     recipe = mini(data=sets | {"pretrain": f"{tmp_path}/more"}, arms={"supervised": supervised})
     study, said = load_comparison(recipe), list[str]()
-    recipes = comparison.check(study, said.append).plan.recipes
+    plan = comparison.check(study, said.append).plan
+    recipes, notes = plan.recipes, plan.study.comparison.notes
     assert recipes["supervised"].data.places == ((f"{tmp_path}/more",) if labeled else (f"{few_digits}/train",))
-    assert any("has 2 classes of its own, such as 2023:" in note for note in said) == labeled
+    for shown in (said, notes):
+        assert any("has 2 classes of its own, such as 2023:" in note for note in shown) == labeled
 
 
 @pytest.mark.parametrize("name", ["test/*.tar", "test/{000000..000001}.tar", "test"])

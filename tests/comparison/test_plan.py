@@ -208,6 +208,11 @@ def test_results_depend_on_their_shards_and_metric() -> None:
     one, other = by("accuracy"), by("mean_per_class")
     measured = {task.id for task in one.tasks if task.evaluator}
     assert changed(prints(one), prints(other)) == measured, "settings are selected by the metric"
+    alone = plan_of("data.metric=mean_per_class")
+    assert {chosen.metric for chosen in alone.study.sets.values()} == {"mean_per_class"}
+    assert {task.id for task in base.tasks if task.evaluator} == changed(prints(base), prints(alone))
+    with pytest.raises(UserError, match="set the metric of each dataset"):
+        plan_of("data={train: null, test: null, metric: mean_per_class, sets: {d: {train: a, test: b}}}")
 
 
 def test_each_architecture_has_its_own_untrained_reference_and_scratch() -> None:

@@ -104,6 +104,26 @@ def test_a_folder_of_several_splits_is_refused(tmp_path: Path) -> None:
         check_data(tmp_path / "both", progress=False)
 
 
+def test_places_are_compared_and_ignored_files_are_noted(
+    layout: Path, tmp_path: Path, called: Callable[..., tuple[int, str, str]]
+) -> None:
+    save(tmp_path / "more/copy.png", scene(20))  # val/bee/0.png
+    save(tmp_path / "more/new.png", scene(99))
+    (tmp_path / "more/phone.heic").write_text("not read")
+    assert check_data(tmp_path / "more", progress=False).ok, "two parts of a holdout"
+    for _ in range(2):  # packed, and in the cache
+        found = check_data(layout, tmp_path / "more", progress=False)
+        (leak,) = found.leaks.itertuples()
+        assert (leak.file, leak.part) == ("bee/0.png", f"{layout}#val")
+        assert (leak.other_file, leak.other_part) == ("copy.png", f"{tmp_path}/more")
+        (note,) = found.notes
+        assert "1 .heic" in note
+    assert found.missing_classes == {f"{layout}#train": [], f"{layout}#val": ["wasp"], f"{tmp_path}/more": []}
+    code, shown, _ = called("shards", "verify", layout, tmp_path / "more")
+    assert code == 1 and "exact copy of copy.png" in shown and "1 .heic" in shown
+    assert f"{layout}#train: 12 labeled images, 2 classes, 6 to 6 images each" in shown
+
+
 def test_different_digits_are_no_copies() -> None:
     assert check_data("digits", progress=False).ok
 

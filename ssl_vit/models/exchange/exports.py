@@ -26,7 +26,7 @@ class Use:
     """How an encoder was evaluated, which its export repeats.
 
     resize: as `data.evaluation_resize`.
-    pooling: pooling of the tokens; None: not evaluated.
+    pooling: pooling of the tokens; None: unknown.
     """
 
     resize: float = 1.0

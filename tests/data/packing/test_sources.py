@@ -260,3 +260,10 @@ def test_one_class_of_sub_folders_is_noted(tmp_path: Path) -> None:
         write(tmp_path / file, encoded("PNG"))
     with pytest.warns(UserWarning, match=r"one class, data; .* classes \(cat, dog\), name .*data"):
         assert open_source(str(tmp_path)).classes == ["data"]
+
+
+def test_folders_below_the_classes_are_noted(tmp_path: Path) -> None:
+    for file in ("site/defect/1.png", "site/good/1.png", "unlabeled/1.png", "plain/images/1.png"):
+        write(tmp_path / file, encoded("PNG"))
+    with pytest.warns(UserWarning, match=r"\(plain, site, unlabeled\); .* such as site/defect and site/good, are not"):
+        open_source(str(tmp_path))

@@ -99,5 +99,8 @@ def find_split(source: str, split: str | None, splits: list[str]) -> str:
     same = [name for name in splits if split in VALIDATION and name in VALIDATION]
     if len(same) == 1:
         return same[0]
+    if not splits:
+        how = f"omit it, or in a suite replace source by train: {source}#train and test: {source}#test"
+        raise UserError(f"{source} has no split {split!r} and no other; {how}")
     wrong = "has several splits" if split is None else f"has no split {split!r}"
-    raise UserError(f"{source} {wrong}; choose split from: {', '.join(splits) or 'nothing (omit it)'}")
+    raise UserError(f"{source} {wrong}; choose split from: {', '.join(splits)}")

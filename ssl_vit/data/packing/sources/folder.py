@@ -65,6 +65,7 @@ def open_folder(root: Path, split: str | None) -> Source:
                 "put every image in a sub-folder named after its class, or none"
             )
     items, counts, listing, times, total = list[str](), list[int](), hashlib.sha256(), hashlib.sha256(), 0
+    deeper = dict[str, list[str]]()  # class folders whose images all lie in sub-folders, and these
     for folder in folders or [""]:
         images, other_files = _images_in(root / folder)
         ignored += other_files
@@ -78,12 +79,17 @@ def open_folder(root: Path, split: str | None) -> Source:
             times.update(f"{modified}\n".encode())
             listing.update(os.fsencode(f"{items[-1]}\0{size}\n"))
         counts.append(len(images))
+        if folder and all("/" in file for file, _, _ in images):
+            deeper[folder] = sorted({file.partition("/")[0] for file, _, _ in images})
     if ignored:
         warnings.warn(f"{root}: ignored {ignored.total()} files of other types ({_kinds(ignored)})", stacklevel=3)
-    if len(folders) == 1 and all("/" in file for file, _, _ in images):
-        shown = ", ".join(_sub_folders(root / folders[0])[:3])
-        meant = f"to make its sub-folders classes ({shown}), name {root / folders[0]}"
+    if len(folders) == 1 and deeper:
+        meant = f"to make its sub-folders classes ({', '.join(deeper[folders[0]][:3])}), name {root / folders[0]}"
         warnings.warn(f"{root} has one class, {folders[0]}; {meant}", stacklevel=3)
+    elif below := [f"{folder}/{name}" for folder, names in deeper.items() if len(names) > 1 for name in names]:
+        shown = ", ".join(folders[:3])
+        meant = f"folders below them, such as {below[0]} and {below[1]}, are not classes"
+        warnings.warn(f"{root}: the classes are its own sub-folders ({shown}); {meant}", stacklevel=3)
     labels = None
     if classes is not None:
         index = {folder: number for number, folder in enumerate(classes)}

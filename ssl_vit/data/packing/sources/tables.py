@@ -104,7 +104,8 @@ def _load(spec: str, path: Path | None) -> dict[str, datasets.Dataset]:
         elif path.suffix.lower() in TABLES:
             loaded = datasets.load_dataset(path.suffix.lower()[1:], data_files=str(path))["train"]
         else:
-            raise UserError(f"{spec}: a file to pack is .parquet or .arrow; for images name their folder")
+            how = "name the folder of the images; labels can be in its metadata.csv (columns file_name and label)"
+            raise UserError(f"{spec}: a file to pack is .parquet or .arrow; {how}")
     except ConnectionError:
         raise UserError(f"{spec}: no such file or folder, and the Hugging Face hub cannot be reached") from None
     except datasets.exceptions.DatasetNotFoundError as error:
