@@ -117,7 +117,7 @@ def evaluate(
     data: labeled data with both parts, as `data=PLACE` of a recipe (default: the run's own).
     train, test: the parts, one by one.
     name: what the rows call the dataset (default: `test`).
-    metric: what settings are selected by.
+    metric: the number that tables show, and that settings are selected by.
     real_labels: `real.json` of ImageNet-ReaL: rows of the variant `ReaL` score the same predictions by these labels.
     say: prints progress.
     settings: keys of the evaluator, nested as mappings.

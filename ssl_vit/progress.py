@@ -34,9 +34,8 @@ class _Work:
 
 
 def say(text: str) -> None:
-    """Print a message, which may hold names from data, to stderr; on the main process only."""
-    if is_main_process():
-        print(printable_lines(text), file=sys.stderr)
+    """Print a message, which may hold names from data, to stderr."""
+    print(printable_lines(text), file=sys.stderr)
 
 
 def silent(text: str) -> None:

@@ -25,16 +25,7 @@ from ssl_vit.files import expanded, write_text
 from ssl_vit.interfaces import Config, ObjectiveConfig, UnknownObjective, UserError
 from ssl_vit.keys import config_in
 from ssl_vit.models import EncoderConfig
-from ssl_vit.overrides import (
-    MAX_BYTES,
-    PLACE,
-    Overrides,
-    check_nesting,
-    flatten,
-    merge,
-    parsed,
-    without_references,
-)
+from ssl_vit.overrides import MAX_BYTES, PLACE, Overrides, check_nesting, flatten, merge, parsed, without_references
 from ssl_vit.training import OptimConfig, ProbeConfig, TrainingConfig
 
 T = TypeVar("T", bound=BaseModel)
@@ -161,7 +152,8 @@ def _onto(under: DictConfig, over: DictConfig, origin: str) -> DictConfig:
 
 
 def _expand_data(under: DictConfig, over: DictConfig) -> None:
-    """`data=PLACE` of a training recipe is `data.train`; of a comparison both parts, in place of all other data."""
+    """`data=PLACE` of a training recipe is `data.train`; of a comparison both parts, in place of all other data. The
+    metric stays."""
     rest = _section(over, "data")
     if "data" in over and not isinstance(over.data, str | DictConfig):
         raise UserError(f"data={over.data}: name a folder, a dataset or shards, in quotes where it is a number")
@@ -170,8 +162,11 @@ def _expand_data(under: DictConfig, over: DictConfig) -> None:
     if place is not None:
         parts = dict(zip(("train", "test"), train_and_test(place), strict=True))
         if comparison:
+            metric = {key: value for key, value in _section(under, "data").items() if key == "metric"}
             under.pop("data", None)
-        over.data = ({**parts, **rest} if rest else place) if comparison else {"train": parts["train"], **rest}
+            over.data = {**parts, **metric, **rest} if metric or rest else place
+        else:
+            over.data = {"train": parts["train"], **rest}
     elif isinstance(under.get("data"), str) and not {"train", "sets", "suite", "folds"} & {*rest}:
         under.data = dict(zip(("train", "test"), train_and_test(under.data), strict=True))
 

@@ -39,7 +39,7 @@ def evaluate(
     ] = None,
     metric: Annotated[
         Metric | None,
-        typer.Option(help="What tables show and settings are selected by. Default: of the suite, else accuracy."),
+        typer.Option(help="What tables show and settings are selected by. Default: the suite's, else accuracy."),
     ] = None,
     real_labels: Annotated[
         Path | None,

@@ -265,8 +265,8 @@ def load_comparison(name: str | Path, overrides: recipe.Overrides = ()) -> Study
         for arm, of_arm in {"": {}, **{name: arm.evaluators for name, arm in c.arms.items()}}.items()
     }
     folder = expanded(c.data.folder or (suite.folder if suite else "shards"))
-    if c.quick:  # another name, so that it never shares a directory with the whole comparison, which the notes describe
-        c = tenth(c).model_copy(update={"name": f"{c.name.removesuffix('_quick')}_quick", "notes": ()})
+    if c.quick:  # with another name, so that it never shares a directory with the whole comparison
+        c = tenth(c).model_copy(update={"name": f"{c.name.removesuffix('_quick')}_quick"})
         recipes = {key: tenth(settings) for key, settings in recipes.items()}
         evaluators = {key: tenth(config) for key, config in evaluators.items()}
     saved = c.model_dump(mode="json", exclude={"evaluators"}) | {"evaluators": given}

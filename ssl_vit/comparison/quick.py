@@ -8,11 +8,12 @@ from typing import Any, TypeVar
 from ssl_vit.interfaces import Config
 
 T = TypeVar("T", bound=Config)
+_NOTE = "Notes of the recipe, which may be about the whole comparison, follow."
 
 
 def tenth(config: T) -> T:
     """A comparison, a recipe or an evaluator's settings with a tenth of all steps, epochs and warmup, also among the
-    values of a sweep, two seeds and one pretraining."""
+    values of a sweep, two seeds and one pretraining; a note says that the others may be about the whole comparison."""
     updates: dict[str, Any] = {}
     for name in type(config).model_fields:
         value = getattr(config, name)
@@ -35,4 +36,6 @@ def _less(name: str, value: Any) -> Any:
         return value / 10
     if name in ("seeds", "frozen_seeds"):  # the saved recipe is shortened again
         return value[:2]
+    if name == "notes" and value:
+        return tuple(dict.fromkeys((_NOTE, *value)))
     return 1 if name == "pretrainings" else value

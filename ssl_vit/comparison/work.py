@@ -169,8 +169,10 @@ def _pictures(plan: Plan, task: TaskRecord) -> dict[str, Any]:
     """The inspection of an arm's encoder on the first test images."""
     weights, out = plan.weights(task.arm, task.seed, task.fold), Path(PICTURES) / task.arm
     device = distributed.make_accelerator().device  # every process takes part in it
-    if weights is None or not is_main_process() or not isinstance(factory.load(weights), ViTEncoder):
-        return {}  # a CNN has no attention to draw
-    test, remote = str(plan.split(task.data, task.fold).test), plan.study.remote
-    page = inspection.inspect(weights, test, plan.run / out, device=device, remote=remote)
-    return {"pictures": str(out), "skipped": read_json(page.parent / "numbers.json").get("skipped", [])}
+    found: dict[str, Any] = {}
+    with distributed.shared_errors():
+        if weights and is_main_process() and isinstance(factory.load(weights), ViTEncoder):  # a CNN has no attention
+            test, remote = str(plan.split(task.data, task.fold).test), plan.study.remote
+            page = inspection.inspect(weights, test, plan.run / out, device=device, remote=remote)
+            found = {"pictures": str(out), "skipped": read_json(page.parent / "numbers.json").get("skipped", [])}
+    return found

@@ -49,8 +49,8 @@ class AugmentConfig(Config):
     grayscale: probability of random grayscale, as in SimCLR and LeJEPA.
     blur: probability of a Gaussian blur (7x7 pixels, standard deviation drawn from 0.1 to 2), as in LeJEPA.
     solarize: probability of solarization (threshold 128), as in BYOL and LeJEPA.
-    reduced_decode: decode JPEGs at 1/2, 1/4 or 1/8 of their size if the random crop is that much larger than the
-        image; off, every pixel is exactly torchvision's.
+    reduced_decode: decode JPEGs at 1/2, 1/4 or 1/8 of their size if the inception crop is at least that many times as
+        large as the image that the network reads; off, every pixel is exactly torchvision's.
     """
 
     crop: Literal["inception", "shift", "center"] = "inception"

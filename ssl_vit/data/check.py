@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
@@ -15,9 +15,10 @@ import pandas as pd
 from PIL import Image
 
 from ssl_vit.data.images import eight_bits
+from ssl_vit.data.overlap import saw_images
 from ssl_vit.data.packing.cache import folder_of, is_shards, parts_of, split_name
 from ssl_vit.data.packing.sources import list_splits, open_source
-from ssl_vit.data.shards.info import open_set
+from ssl_vit.data.shards.info import Info, open_set
 from ssl_vit.data.shards.reading import ShardFile
 from ssl_vit.data.verify import check_set, images_by_class, local
 from ssl_vit.files import expanded
@@ -56,52 +57,83 @@ class DataReport:
         return self.bad_files.empty and self.leaks.empty and not any(self.missing_classes.values())
 
 
-def check_data(*places: str | Path, jobs: int | None = None, progress: bool = True) -> DataReport:
+def check_data(place: str | Path, *others: str | Path, jobs: int | None = None, progress: bool = True) -> DataReport:
     """Read all images of local datasets and list what is wrong with them.
 
-    places: each a folder of shards or one that holds shards in train/ and test/; or images, which are packed first; or
-        one part, PLACE#PART. All parts of all places are searched for shared images. Images without splits are checked
-        as the two parts of the automatic holdout, or, beside other places, as a whole. With several places, the name of
-        a part in the report includes the place.
+    place: a folder of shards or one that holds shards in train/ and test/; or images, which are packed first; or one
+        part, PLACE#PART. Of images without splits the two parts of the automatic holdout are checked.
+    others: more such datasets, such as unlabeled images for pretraining. Shared images are searched in all parts of all
+        datasets; images without splits are one part. The names of parts in the report then include the place.
     jobs: processes. Default: one per core, fewer for little data.
     progress: show it on stderr.
 
-    Raises UserError for what cannot be found.
+    Raises UserError for what cannot be found, and for datasets that contain one another.
     """
+    places = [str(one) for one in (place, *others)]
+    for number, one in enumerate(places):
+        if is_shards(whole := split_name(one)[0]) and not local(whole).exists():
+            raise UserError(f"{one}: no such file or folder")
+        if twice := next((before for before in places[:number] if saw_images([before], one)), None):
+            raise UserError(f"{twice} and {one} contain the same images; give each image once")
+    found = [part for one in places for part in _parts(one, named=bool(others), hold_out=one == places[0])]
     bad, pictures, notes = list[tuple[str, str, str]](), dict[str, list[_Picture]](), list[str]()
-    tables, missing = list[pd.DataFrame](), dict[str, list[str]]()
-    for place in dict.fromkeys(map(str, places)):
-        local(place)
-        whole, part = split_name(place)
-        parts, packed, counts = [place] if part else parts_of(place), is_shards(whole), dict[str, pd.Series]()
-        if parts == [whole] and not packed and len(places) == 1:
-            parts = [f"{place}#train", f"{place}#test"]
-        for spec in parts:
-            part = spec.removeprefix(f"{place}#") if len(places) == 1 else spec
-            folder = expanded(folder_of(spec))
-            info = open_set(folder)
-            if info and len(info.splits) > 1:
-                names = ", ".join(info.splits)
-                raise UserError(f"{spec} holds several splits ({names}): put the shards of each into its own folder")
-            defects, shards = check_set(folder, info, jobs, progress, look=_picture)
-            if not packed:  # what packing dropped
-                bad += [(part, entry.file, entry.reason) for entry in (info.dropped if info else ())]
-            found = [(f"{entry.shard} {entry.key}".strip(), f"{entry.kind}: {entry.detail}") for entry in defects]
-            bad += [(part, printable(file), printable(reason)) for file, reason in found]
-            pictures[part] = [picture for shard in shards for picture in shard.seen]
-            counts[part] = pd.Series(images_by_class(info, shards), dtype=int)
-        tables.append(table := pd.DataFrame(counts).fillna(0).astype(int))
-        missing |= {part: list(table.index[table[part] == 0]) if table[part].any() else [] for part in table}
-        notes += [] if packed else _source_notes(whole)
+    counts = dict[str, dict[str, pd.Series]]()
+    for part in found:
+        defects, shards = check_set(part.folder, part.info, jobs, progress, look=_picture)
+        if part.packed:  # what packing dropped
+            bad += [(part.name, entry.file, entry.reason) for entry in (part.info.dropped if part.info else ())]
+        listed = [(f"{entry.shard} {entry.key}".strip(), f"{entry.kind}: {entry.detail}") for entry in defects]
+        bad += [(part.name, printable(file), printable(reason)) for file, reason in listed]
+        pictures[part.name] = [picture for shard in shards for picture in shard.seen]
+        sizes = pd.Series(images_by_class(part.info, shards), dtype=int)
+        counts.setdefault(part.place, {})[part.name] = sizes
+    tables = {one: pd.DataFrame(of_parts).fillna(0).astype(int) for one, of_parts in counts.items()}
+    missing = {
+        name: [str(label) for label in table.index[table[name] == 0]] if table[name].any() else []
+        for table in tables.values()
+        for name in table
+    }
+    for one in tables:
+        notes += [] if is_shards(split_name(one)[0]) else _source_notes(split_name(one)[0])
     pairs = combinations(pictures, 2)
     leaks = [leak for first, second in pairs for leak in _shared(pictures[first], first, pictures[second], second)]
     return DataReport(
         pd.DataFrame(bad, columns=["part", "file", "reason"]),
-        pd.concat(tables, axis=1).fillna(0).astype(int),
+        pd.concat(tables.values(), axis=1).fillna(0).astype(int),
         missing,
         pd.DataFrame(leaks, columns=["file", "part", "other_file", "other_part", "kind"]),
         tuple(dict.fromkeys(notes)),
     )
+
+
+@dataclass(frozen=True)
+class _Part:
+    """place: the dataset that it is a part of. packed: from images."""
+
+    place: str
+    name: str
+    folder: Path
+    info: Info | None
+    packed: bool
+
+
+def _parts(place: str, *, named: bool, hold_out: bool) -> Iterator[_Part]:
+    """The parts of a dataset, packed if need be.
+
+    named: their names include the place. hold_out: images without splits are two parts.
+    """
+    local(place)
+    whole, part = split_name(place)
+    specs, packed = [place] if part else parts_of(place), not is_shards(whole)
+    if specs == [whole] and packed and hold_out:
+        specs = [f"{place}#train", f"{place}#test"]
+    for spec in specs:
+        folder = expanded(folder_of(spec))
+        info = open_set(folder)
+        if info and len(info.splits) > 1:
+            names = ", ".join(info.splits)
+            raise UserError(f"{spec} holds several splits ({names}): put the shards of each into its own folder")
+        yield _Part(place, spec if named else spec.removeprefix(f"{place}#"), folder, info, packed)
 
 
 def _source_notes(place: str) -> list[str]:

@@ -144,8 +144,9 @@ def check_set(
             checked[job[0]] = shard
             advance(len(shard.sizes))
 
-        # Each job gets a copy of these settings: without the list of all shards.
-        about = info and info.model_copy(update={"shards": [], "dropped": []})
+        # Each job gets a copy of this: without the lists of all shards.
+        splits = {name: part.model_copy(update={"shards": []}) for name, part in info.splits.items()} if info else {}
+        about = info and info.model_copy(update={"shards": [], "dropped": [], "splits": splits})
         check = partial(_check_shard, folder, about, pixels, look)
         run(check, files, process_count(jobs, len(files), samples), receive)
     keys_of_family: dict[str, set[str]] = {}  # train-000.tar and val-000.tar may share keys

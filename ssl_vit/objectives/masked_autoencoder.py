@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -14,6 +14,7 @@ from torch import nn
 
 from ssl_vit.data.augment import device_images
 from ssl_vit.interfaces import Batch, ObjectiveConfig, StepOutput, UserError
+from ssl_vit.models import Pooling
 from ssl_vit.models.blocks import make_last, run_all, run_last, take
 from ssl_vit.models.encoder import Encoder
 from ssl_vit.models.factory import require_patches
@@ -34,6 +35,8 @@ class Config(ObjectiveConfig):
         encoder's depth (at least 1).
     decoder_heads: attention heads of the decoder. None: decoder_width / 32.
     """
+
+    pooling: ClassVar[Pooling] = "mean"  # of exports: the class token is not trained
 
     name: Literal["masked_autoencoder"] = "masked_autoencoder"
     mask_ratio: float = Field(0.75, gt=0, lt=1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -12,6 +12,7 @@ from torch import nn
 
 from ssl_vit.data.augment import device_images
 from ssl_vit.interfaces import Batch, ObjectiveConfig, StepOutput, UserError
+from ssl_vit.models import Pooling
 from ssl_vit.models.blocks import flat_rows, take
 from ssl_vit.models.encoder import Encoder
 from ssl_vit.models.factory import require_patches
@@ -50,6 +51,8 @@ class Config(ObjectiveConfig):
     loss: loss for the target `pixels`: `l2` (the mean squared error) or `l1` (the mean absolute error, SimMIM's).
     bits: bits of each quantized color channel; there are 2**(bits * channels) classes, at most 65,536.
     """
+
+    pooling: ClassVar[Pooling] = "mean"  # of exports: the class token is not trained
 
     name: Literal["masked_patch"] = "masked_patch"
     mask_ratio: float = Field(0.5, gt=0, le=1)

@@ -12,7 +12,7 @@ from ssl_vit.data import DataConfig
 from ssl_vit.data.images import PIL_MODES
 from ssl_vit.data.shards import ShardSet, open_training
 from ssl_vit.files import read_json
-from ssl_vit.interfaces import RunError, UnknownObjective, UserError, without_credentials
+from ssl_vit.interfaces import RunError, UserError, without_credentials
 from ssl_vit.models import Pooling, factory
 from ssl_vit.models.encoder import Encoder
 from ssl_vit.models.exchange.exports import Use
@@ -93,13 +93,10 @@ def evaluated(run: Path) -> Use:
     """The resize of the run's recipe, and the pooling of its last evaluation, else of its objective.
 
     Evaluations of another block or image size do not count: an export has the last block and the run's own size.
-    Objectives without a pooling train the patch tokens, not the class token: their pooling is the mean.
     run: a run directory, a checkpoint or a weights folder.
     """
     recipe, poolings = run_recipe(run), []
-    own: Pooling | None = None
-    if recipe and not isinstance(recipe.objective, UnknownObjective):
-        own = getattr(recipe.objective, "pooling", "mean")
+    own: Pooling | None = getattr(recipe.objective, "pooling", None) if recipe else None
     for evaluation in sorted(evaluations(run)[0].values(), key=lambda evaluation: evaluation.about.saved):
         settings = flatten(evaluation.about.settings)
         if not (settings.get("block") or settings.get("image_size")):

@@ -19,6 +19,8 @@ from ssl_vit.evaluators import fine_tune
 from ssl_vit.interfaces import UserError
 from tests.shipped import comparisons
 
+from .conftest import Mini
+
 
 @pytest.mark.parametrize(
     ("keys", "words"),
@@ -402,3 +404,11 @@ def test_warm_up_steps_replace_the_warm_up_epochs_of_a_recipe(mini: Any) -> None
     for given, expected in (([], (5, 3)), (["evaluators.fine_tune.optim.warmup_steps=7"], (None, 7))):
         (config,) = [config for (_, _, of), config in load_comparison(recipe, given).evaluators.items() if not of]
         assert (config.warmup_epochs, config.optim.warmup_steps) == expected  # type: ignore[attr-defined]
+
+
+def test_other_data_keeps_the_metric(mini: Mini) -> None:
+    path = mini(data={"train": "a", "test": "b", "metric": "mean_per_class"})
+    (chosen,) = load_comparison(path, ["data=elsewhere"]).sets.values()
+    assert (chosen.train, chosen.metric) == ("elsewhere#train", "mean_per_class")
+    (chosen,) = load_comparison(path, ["data=elsewhere", "data.metric=accuracy"]).sets.values()
+    assert chosen.metric == "accuracy"

@@ -29,7 +29,7 @@ from ssl_vit.data import TEST
 from ssl_vit.data.packing import pack, packing_plan
 from ssl_vit.data.packing.plan import Options
 from ssl_vit.data.packing.sources import FOLDER, HUB, is_name, list_splits, open_source
-from ssl_vit.data.packing.sources.base import Source, is_image
+from ssl_vit.data.packing.sources.base import TABLES, Source, is_image
 from ssl_vit.data.shards.info import ABOUT, INFO, MAX_INFO_BYTES, RECORD, TARS
 from ssl_vit.data.shards.listing import TAR
 from ssl_vit.files import expanded
@@ -98,7 +98,7 @@ def is_shards(place: str) -> bool:
         return not is_name(place)
     if path.is_dir():
         return _is_set(path) or bool(_parts(path))
-    return bool(TAR.fullmatch(path.name))
+    return path.suffix.lower() not in (*TABLES, ".csv")
 
 
 def _is_set(folder: Path) -> bool:

@@ -36,7 +36,7 @@ def open_folder(root: Path, split: str | None) -> Source:
             "or pack one split with `ssl-vit shards make --split NAME`"
         )
     like_splits = len(inside) > 1 and {folder.casefold() for folder in inside} <= _SPLIT_NAMES
-    if split is None and like_splits and not list_splits(root):
+    if like_splits and split not in inside and not list_splits(root):
         names = ", ".join(sorted(inside))
         raise UserError(f"{root} holds splits ({names}): call them train and test or val, or name one of them")
     if split is not None or list_splits(root):
