@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import product
 from typing import TypeGuard
 
@@ -69,11 +71,25 @@ def _found(comparison: Comparison, summary: Summary) -> Iterator[tuple[str, str]
         counts = ", ".join(f"{name} {count}" for name, count in tried.items())
         yield "", f"the arms had different numbers of settings in their sweeps ({counts})."
     for head in summary.headlines:
-        for sentence in (*_one_length(comparison, head), *_richly_selected(comparison, head)):
+        for sentence in (*_narrow(head), *_one_length(comparison, head), *_richly_selected(comparison, head)):
             yield head.place.data, sentence
     for data in comparison.record.metrics:
         if edges := [*_edges(comparison, data), *_edges_by_seed(comparison, data)]:
             yield data, f"best at the edge of the sweep: {'; '.join(edges)}. A wider sweep may change the order."
+
+
+def _narrow(head: Difference) -> Iterator[str]:
+    """Whether the interval is narrower than with a variance of zero between seeds or pretrainings."""
+    e = head.estimate
+    if e.half_width is None or not e.standard_error or e.seed_variance > 0:
+        return
+    standard_error = math.sqrt(e.image_variance / e.images + e.residual_variance / (e.units * e.images))
+    wider = replace(e, half_width=e.half_width * standard_error / e.standard_error)
+    if points(wider) != points(e):
+        yield (
+            f"the variance between {head.unit}s is estimated as negative, so the interval is probably too narrow; with "
+            f"a variance of zero it would be {points(wider)}."
+        )
 
 
 def architecture_differences(arms: Sequence[ArmRecord]) -> list[str]:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+import pytest
+
 from ssl_vit.records import ArmRecord, DataRecord, EvaluatorRecord, SkippedSample, SweepRecord
-from ssl_vit.report.cautions import architecture_differences, of_datasets
+from ssl_vit.report.cautions import _narrow, architecture_differences, of_datasets
 from ssl_vit.report.read import read
+from ssl_vit.report.statistics import crossed_mean
 from ssl_vit.report.verdict import notes
 from tests.report.made import ARMS, EVALUATORS, SUPERVISED, SWEEP, row, said, two_arms, write_comparison
 
@@ -60,6 +65,20 @@ def test_cautions(folder: Path) -> None:
     comparison = read([write_comparison(folder.parent / "again", two_arms(0.2), skipped=skipped, notes=("a note",))])
     assert {"a note"} < set(notes(comparison))
     assert "7 unreadable sample(s) were skipped: a.tar: 0 (cut); " in notes(comparison)[-1]
+
+
+@pytest.mark.parametrize("spread", [0.1, 1.0])
+def test_seeds_that_differ_less_than_images_make_them_are_a_caution(spread: float) -> None:
+    values = np.random.default_rng(0).normal(0.02, 0.5, (5, 2000))
+    values -= values.mean(axis=1, keepdims=True)
+    values += 0.02 + spread * np.linspace(-0.02, 0.02, 5)[:, None]
+    head: Any = SimpleNamespace(estimate=crossed_mean(values), unit="seed")
+    found = [*_narrow(head)]
+    assert len(found) == (spread < 1)
+    for sentence in found:
+        _, _, half_width = sentence.removesuffix(".").rpartition(" ")
+        assert float(half_width) > 100 * head.estimate.half_width + 0.1
+        assert float(half_width) > 100 * 1.96 * 0.5 / math.sqrt(values.size), "that of independent values"
 
 
 def test_what_holds_for_some_of_several_datasets_names_them() -> None:
