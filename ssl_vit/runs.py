@@ -164,7 +164,7 @@ def check_holdout(settings: Recipe, run: Path | None, test: str) -> None:
                     raise
                 raise UserError(
                     f"{test} is a part of a holdout, and the part that {run} was trained on cannot be read ({error}); "
-                    f"restore it, so that common images are noticed, or, if {test} is as it was then, move it elsewhere"
+                    f"restore it to check for common images, or, if {test} has not changed since, move it elsewhere"
                 ) from None
             _check_data(run, ours)
         run = recipe.run_of(Path(stage.init_from)) if stage.init_from else None

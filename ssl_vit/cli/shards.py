@@ -112,8 +112,8 @@ def shards_verify(
     data: Annotated[
         list[str],
         typer.Argument(
-            help="Shards, a folder that holds train/ and test/, images, or one part, PLACE#PART. Others can follow, "
-            "such as unlabeled images."
+            help="Shards, a folder that holds train/ and test/, images, or one part, PLACE#PART. Several datasets are "
+            "searched for shared images."
         ),
     ],
     jobs: Jobs = None,
@@ -151,7 +151,7 @@ def shards_verify(
         print(printable(f"{row.part}: {row.file}: {row.kind} copy of {row.other_file} in {row.other_part}"))
     for part, counts in report.class_counts.items():
         sizes = counts[counts > 0]
-        what = f"{counts.sum():,} labeled images; {len(sizes)} classes, of {sizes.min():,} to {sizes.max():,} images"
+        what = f"{counts.sum():,} labeled images; {len(sizes)} classes of {sizes.min():,} to {sizes.max():,} images"
         print(printable(f"{part}: {what if len(sizes) else 'no labels'}"))
     defects = f"{len(report.bad_files)} bad file(s), {len(report.leaks)} image(s) in two parts"
     print(f"{shown}: {'no defect found' if report.ok else defects}")

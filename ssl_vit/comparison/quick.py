@@ -8,12 +8,12 @@ from typing import Any, TypeVar
 from ssl_vit.interfaces import Config
 
 T = TypeVar("T", bound=Config)
-_NOTE = "Notes of the recipe, which may be about the whole comparison, follow."
+_NOTE = "The following notes of the recipe describe the whole comparison."
 
 
 def tenth(config: T) -> T:
     """A comparison, a recipe or an evaluator's settings with a tenth of all steps, epochs and warmup, also among the
-    values of a sweep, two seeds and one pretraining; a note says that the others may be about the whole comparison."""
+    values of a sweep, two seeds and one pretraining; a note says that the others describe the whole comparison."""
     updates: dict[str, Any] = {}
     for name in type(config).model_fields:
         value = getattr(config, name)

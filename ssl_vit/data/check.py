@@ -76,7 +76,7 @@ def check_data(place: str | Path, *others: str | Path, jobs: int | None = None, 
         if twice := next((before for before in places[:number] if saw_images([before], one)), None):
             raise UserError(f"{twice} and {one} contain the same images; give each image once")
     found = [part for one in places for part in _parts(one, named=bool(others), hold_out=one == places[0])]
-    bad, pictures, notes = list[tuple[str, str, str]](), dict[str, list[_Picture]](), list[str]()
+    bad, pictures = list[tuple[str, str, str]](), dict[str, list[_Picture]]()
     counts = dict[str, dict[str, pd.Series]]()
     for part in found:
         defects, shards = check_set(part.folder, part.info, jobs, progress, look=_picture)
@@ -93,8 +93,8 @@ def check_data(place: str | Path, *others: str | Path, jobs: int | None = None, 
         for table in tables.values()
         for name in table
     }
-    for one in tables:
-        notes += [] if is_shards(split_name(one)[0]) else _source_notes(split_name(one)[0])
+    sources = dict.fromkeys(split_name(part.place)[0] for part in found if part.packed)
+    notes = dict.fromkeys(note for source in sources for note in _source_notes(source))
     pairs = combinations(pictures, 2)
     leaks = [leak for first, second in pairs for leak in _shared(pictures[first], first, pictures[second], second)]
     return DataReport(
@@ -102,7 +102,7 @@ def check_data(place: str | Path, *others: str | Path, jobs: int | None = None, 
         pd.concat(tables.values(), axis=1).fillna(0).astype(int),
         missing,
         pd.DataFrame(leaks, columns=["file", "part", "other_file", "other_part", "kind"]),
-        tuple(dict.fromkeys(notes)),
+        tuple(notes),
     )
 
 
@@ -122,7 +122,6 @@ def _parts(place: str, *, named: bool, hold_out: bool) -> Iterator[_Part]:
 
     named: their names include the place. hold_out: images without splits are two parts.
     """
-    local(place)
     whole, part = split_name(place)
     specs, packed = [place] if part else parts_of(place), not is_shards(whole)
     if specs == [whole] and packed and hold_out:

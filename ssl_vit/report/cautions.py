@@ -71,15 +71,15 @@ def _found(comparison: Comparison, summary: Summary) -> Iterator[tuple[str, str]
         counts = ", ".join(f"{name} {count}" for name, count in tried.items())
         yield "", f"the arms had different numbers of settings in their sweeps ({counts})."
     for head in summary.headlines:
-        for sentence in (*_narrow(head), *_one_length(comparison, head), *_richly_selected(comparison, head)):
+        for sentence in (*_narrow_interval(head), *_one_length(comparison, head), *_richly_selected(comparison, head)):
             yield head.place.data, sentence
     for data in comparison.record.metrics:
         if edges := [*_edges(comparison, data), *_edges_by_seed(comparison, data)]:
             yield data, f"best at the edge of the sweep: {'; '.join(edges)}. A wider sweep may change the order."
 
 
-def _narrow(head: Difference) -> Iterator[str]:
-    """Whether the interval is narrower than with a variance of zero between seeds or pretrainings."""
+def _narrow_interval(head: Difference) -> Iterator[str]:
+    """A caution where the interval is narrower than it would be without variance between seeds or pretrainings."""
     e = head.estimate
     if e.half_width is None or not e.standard_error or e.seed_variance > 0:
         return

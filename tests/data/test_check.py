@@ -121,7 +121,7 @@ def test_places_are_compared_and_ignored_files_are_noted(
     assert found.missing_classes == {f"{layout}#train": [], f"{layout}#val": ["wasp"], f"{tmp_path}/more": []}
     code, shown, _ = called("shards", "verify", layout, tmp_path / "more")
     assert code == 1 and "exact copy of copy.png" in shown and "1 .heic" in shown
-    assert f"{layout}#train: 12 labeled images; 2 classes, of 6 to 6 images" in shown
+    assert f"{layout}#train: 12 labeled images; 2 classes of 6 to 6 images" in shown
 
 
 def test_places_are_checked_before_any_is_read(layout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

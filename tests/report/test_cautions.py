@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from ssl_vit.records import ArmRecord, DataRecord, EvaluatorRecord, SkippedSample, SweepRecord
-from ssl_vit.report.cautions import _narrow, architecture_differences, of_datasets
+from ssl_vit.report.cautions import _narrow_interval, architecture_differences, of_datasets
 from ssl_vit.report.read import read
 from ssl_vit.report.statistics import crossed_mean
 from ssl_vit.report.verdict import notes
@@ -73,7 +73,7 @@ def test_seeds_that_differ_less_than_images_make_them_are_a_caution(spread: floa
     values -= values.mean(axis=1, keepdims=True)
     values += 0.02 + spread * np.linspace(-0.02, 0.02, 5)[:, None]
     head: Any = SimpleNamespace(estimate=crossed_mean(values), unit="seed")
-    found = [*_narrow(head)]
+    found = [*_narrow_interval(head)]
     assert len(found) == (spread < 1)
     for sentence in found:
         _, _, half_width = sentence.removesuffix(".").rpartition(" ")
