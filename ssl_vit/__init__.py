@@ -7,6 +7,8 @@ network = ssl_vit.load(run)                                     # a timm VisionT
 frame = ssl_vit.embed(run, "my_images")                         # key, file, label, embedding
 table = ssl_vit.evaluate(run, "few_shot").table                 # a pandas DataFrame
 print(ssl_vit.compare("own_images", data="my_images").headline)
+
+Wrong input raises `UserError`, a failure on the way (full disk, non-finite loss) `RunError`.
 """
 
 from importlib import import_module
@@ -21,6 +23,7 @@ _MODULES = {
     ),
     "check_data": "ssl_vit.data.check",
     "few_shot_accuracy": "ssl_vit.evaluators.few_shot",
+    **dict.fromkeys(("UserError", "RunError"), "ssl_vit.interfaces"),
 }
 
 if TYPE_CHECKING:
@@ -33,6 +36,8 @@ if TYPE_CHECKING:
     from ssl_vit.functions import load as load
     from ssl_vit.functions import read_results as read_results
     from ssl_vit.functions import train as train
+    from ssl_vit.interfaces import RunError as RunError
+    from ssl_vit.interfaces import UserError as UserError
 
 
 def __getattr__(name: str) -> Any:

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ from ssl_vit.results import Evaluation, Result, Table, save
 from ssl_vit.runs import SUMMARY, check_holdout, open_run
 from ssl_vit.training import checkpoint, distributed, loop
 from ssl_vit.training.callbacks import Dropped, Probe
-from ssl_vit.training.distributed import make_accelerator, shared_errors
+from ssl_vit.training.distributed import make_accelerator, others_watched, shared_errors
 from ssl_vit.training.flops import training_flops
 from ssl_vit.training.logging import check_trackers
 from ssl_vit.training.memory import out_of_memory
@@ -52,6 +53,12 @@ def train(settings: Recipe, *, quiet: bool = False) -> Path:
     if asked not in ("no", training.precision) and accelerator.is_main_process:
         note = f"note: the launcher's mixed_precision={asked} is ignored: training.precision is {training.precision}"
         print(note, file=sys.stderr)
+    with others_watched(partial(checkpoint.last_saved, run)):
+        return _trained(settings, accelerator, quiet=quiet)
+
+
+def _trained(settings: Recipe, accelerator: distributed.Engine, *, quiet: bool) -> Path:
+    training, run = settings.training, settings.run_directory
     shards, job = _job(settings, accelerator, quiet=quiet)
     lock, finished = None, False
     try:
@@ -112,6 +119,9 @@ def _job(settings: Recipe, accelerator: distributed.Engine, *, quiet: bool) -> t
         job = stage.build(settings, shards, accelerator, run=settings.run_directory, quiet=quiet)
         own = Dropped(dropped if accelerator.is_main_process else [])
         job.callbacks = [*job.callbacks, own, *_probe(settings, shards, job)]
+    with shared_errors():
+        if len({*distributed.gather(job.data)}) > 1:
+            raise UserError(f"{shards.spec}: the processes see different shards; give all machines the same files")
     return shards, job
 
 
@@ -222,7 +232,7 @@ def evaluate(
     depends_on = content["sha256"] + plugins.checksum("evaluators", name)
     parts, start = Parts(path.with_suffix(UNFINISHED) if path else None, depends_on, context), time.perf_counter()
     kept = f"{folder} holds what was measured" if folder else "nothing is stored"
-    with distributed.others_watched(lambda: kept), out_of_memory(lambda: f"end other programs that use it; {kept}"):
+    with others_watched(lambda: kept), out_of_memory(lambda: f"end other programs that use it; {kept}"):
         rows, sweeps = runner.evaluate(evaluator, context, parts)
     if real:
         rows += [rescored(row, real) for row in rows]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
@@ -36,7 +37,7 @@ def train(
 ) -> TrainingRun:
     """Run, or resume, the training of a recipe. A finished run stays as it is.
 
-    recipe: a file, a shipped recipe's name, a run directory to resume, or a typed recipe.
+    recipe: a file, a shipped recipe's name, a run directory to resume, or what `ssl_vit.recipe.load_recipe` returned.
     data: the images: `data=PLACE` of the command line, or the keys of `data`.
     run: the run directory (default: runs/NAME).
     quiet: print no progress of training; packing images still does.
@@ -47,7 +48,7 @@ def train(
     """
     given = _keys(data, run, keys)
     if isinstance(recipe, Recipe) and given:
-        raise UserError(f"{', '.join(given)}: a typed recipe holds all its keys; change them with model_copy")
+        raise UserError(f"{', '.join(given)}: the loaded recipe holds all its keys; give them to load_recipe")
     settings = recipe if isinstance(recipe, Recipe) else recipes.load_recipe(os.fspath(recipe), given)
     from ssl_vit import api
 
@@ -67,7 +68,7 @@ def compare(
 ) -> ComparisonRun:
     """Run what is missing of a comparison.
 
-    recipe: a file, a shipped comparison's name, or what `load_comparison` returned.
+    recipe: a file, a shipped comparison's name, or what `ssl_vit.comparison.config.load_comparison` returned.
     data: the labeled images: `data=PLACE` of the command line, or the keys of `data`.
     run: directory of the comparison (default: runs/NAME).
     until_decided: add seeds, or pretrainings, until all headlines are decided or there are `max_seeds` seeds (default:
@@ -231,13 +232,16 @@ def load(run: PathInput) -> nn.Module:
     network.pretrained_cfg = network.default_cfg = factory.pretrained_cfg(
         loaded_model.encoder, loaded_model.data.evaluation_resize
     )
-    network.preprocess = loaded.Preprocess(loaded_model)
+    outline = loaded_model.encoder.outline()  # not the encoder, whose network would then refer to itself
+    outline.scale, outline.shift = loaded_model.encoder.scale, loaded_model.encoder.shift
+    network.preprocess = loaded.Preprocess(replace(loaded_model, encoder=outline))
     return network
 
 
 def export(run: PathInput, out: PathInput, to: exports.Target, *, license: str | None = None) -> None:
     """Write the encoder for timm or transformers, with a model card, into the new folder `out`. Resize and crop are of
-    the run; pooling (timm) is that of its last evaluation of the last block at its image size, else of its objective.
+    the run, but transformers resizes to a rectangle without a crop; pooling (timm) is that of its last evaluation of
+    the last block at its image size, else of its objective.
 
     run: a run directory, a checkpoint or a weights folder.
     license: license of the weights, for the model card (the hub's identifier, such as apache-2.0).

@@ -7,9 +7,9 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import AfterValidator, BaseModel, ConfigDict
 
 if TYPE_CHECKING:
     import torch
@@ -121,6 +121,15 @@ class UnknownObjective(ObjectiveConfig):
     model_config = ConfigDict(extra="allow")
 
 
+def _local(path: str) -> str:
+    if "://" in path:
+        raise ValueError("give a path of this machine, not a URL")
+    return path
+
+
+LocalPath = Annotated[str, AfterValidator(_local)]
+"""A folder that is written to."""
+
 Size = int | tuple[int, int]  # pixels: the side of a square, or (height, width)
 
 Budget = int | str
@@ -207,8 +216,9 @@ class Objective(Protocol):
     def __call__(self, batch: Batch) -> StepOutput: ...
 
     # Optional:
-    # `needs_labels`: True where samples without a label are of no use.
+    # `needs_labels`: an attribute of the class, True where samples without a label are of no use.
     # `config.classes`: how many classes there are, where the shards do not name them.
+    # `config.pooling`: the pooling that it trains, which exports of its encoder have (`ssl_vit.models.Pooling`).
     # `least_views`: how many views of each image (`data.views`) it needs.
     # `whole_batch`: True where the loss is not a mean over images, so that micro-batches would change it.
     # `reconstruct(batch, images) -> (given, predicted, truth)`: patches, uint8 (B, N, C, P, P), that `ssl-vit inspect`

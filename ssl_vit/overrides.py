@@ -163,7 +163,7 @@ def _plain(value: Any) -> Any:
     that is not a string."""
     if isinstance(value, Mapping):
         return {_text(key): _plain(one) for key, one in value.items()}
-    if isinstance(value, list | tuple):
+    if isinstance(value, list | tuple | range):
         return [_plain(one) for one in value]
     if hasattr(value, "tolist"):
         return value.tolist()

@@ -77,7 +77,9 @@ def load(kind: Kind, name: str) -> Any:
     available = names(kind)
     near = get_close_matches(name, available, n=1)
     hint = f"did you mean '{near[0]}'? " if near else ""
-    own = f"; a module of your own is {name}:{member}" if name.isidentifier() and kind != "sources" else ""
+    own = ""
+    if name.isidentifier():
+        own = f"; a module of your own is {'package.module:PLACE' if kind == 'sources' else f'{name}:{member}'}"
     raise UserError(f"unknown {word} '{name}'; {hint}available: {', '.join(available)}{own}")
 
 
@@ -101,7 +103,9 @@ def _import(place: str, member: str, what: str) -> Any:
             f"{what} cannot be imported ({error}); install its package, or add its folder to PYTHONPATH"
         ) from None
     if not _defines(module, attribute or member):
-        raise UserError(f"{what}: {name} defines no {attribute or member}")
+        missing = sorted(getattr(getattr(module, attribute or member, None), "__abstractmethods__", ()))
+        abstract = f"; its {attribute or member} lacks {', '.join(missing)}" if missing else ""
+        raise UserError(f"{what}: {name} defines no {attribute or member}{abstract}")
     defined = getattr(module, attribute or member)
     of_class, of_module = getattr(defined, "Config", None), getattr(module, "Config", None)
     config = of_class or of_module if attribute else of_module or of_class  # a class may inherit one
@@ -109,6 +113,10 @@ def _import(place: str, member: str, what: str) -> Any:
         raise UserError(f"{what}: neither the class nor its module defines a Config")
     if member == "Objective" and not (isinstance(config, type) and issubclass(config, ObjectiveConfig)):
         raise UserError(f"{what}: its Config is no subclass of ssl_vit.interfaces.ObjectiveConfig")
+    if member == "Evaluator" and not {"labels_per_class", "seeds"} <= getattr(config, "model_fields", {}).keys():
+        raise UserError(f"{what}: its Config is no subclass of ssl_vit.evaluators.base.LabeledConfig")
+    if member == "Evaluator" and not hasattr(defined, "title"):
+        raise UserError(f"{what}: its Evaluator has no title")
     return SimpleNamespace(**vars(module) | {member: defined, "Config": config})
 
 

@@ -22,7 +22,7 @@ from pydantic import BaseModel, Field, SerializeAsAny, ValidationError
 from ssl_vit import arms, plugins
 from ssl_vit.data import DataConfig, train_and_test
 from ssl_vit.files import expanded, write_text
-from ssl_vit.interfaces import Config, ObjectiveConfig, UnknownObjective, UserError
+from ssl_vit.interfaces import Config, LocalPath, ObjectiveConfig, UnknownObjective, UserError
 from ssl_vit.keys import config_in
 from ssl_vit.models import EncoderConfig
 from ssl_vit.overrides import MAX_BYTES, PLACE, Overrides, check_nesting, flatten, merge, parsed, without_references
@@ -42,7 +42,7 @@ class Recipe(Config):
     """
 
     name: str = Field(min_length=1)
-    run: str = ""
+    run: LocalPath = ""
     seed: int = Field(0, ge=0, lt=2**31)  # each process adds its number
     init_from: Annotated[str, Field(min_length=1)] | None = None
     data: DataConfig

@@ -74,7 +74,10 @@ def _lock(run: Path) -> FileLock:
     try:
         lock.acquire()
     except Timeout:
-        raise UserError(f"{run}: another process is training in this directory; wait for it or use run=PATH") from None
+        raise UserError(
+            f"{run}: another process is training in this directory; wait for it or use run=PATH (if there is none, "
+            f"delete {lock.lock_file})"
+        ) from None
     return lock
 
 

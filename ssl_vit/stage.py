@@ -17,16 +17,14 @@ from accelerate.utils import set_seed
 from torch import nn
 
 from ssl_vit import plugins, recipe
-from ssl_vit.data import DataConfig
 from ssl_vit.data.augment import color_augment
 from ssl_vit.data.images import train_transform
 from ssl_vit.data.order import LanePosition
 from ssl_vit.data.samples import Preprocess
 from ssl_vit.data.shards import ShardSet
-from ssl_vit.data.stream import train_source
+from ssl_vit.data.stream import train_source, training_samples
 from ssl_vit.interfaces import Batch, UserError
 from ssl_vit.models import EncoderConfig, factory
-from ssl_vit.models.encoder import shares_parameters
 from ssl_vit.recipe import Recipe
 from ssl_vit.training import memory
 from ssl_vit.training.callbacks import Checkpointing, Logging, NanGuard, Pictures, StopOnSignal
@@ -34,6 +32,7 @@ from ssl_vit.training.distributed import Engine, make_accelerator
 from ssl_vit.training.flops import training_flops, unused_parameters
 from ssl_vit.training.loop import Job
 from ssl_vit.training.optim import parameter_groups
+from ssl_vit.training.state import check_names
 
 
 def build(
@@ -104,7 +103,7 @@ def build(
         keep=None if images is None else shards.members_of(images),
     )
     # From here on each process draws its own dropout; the initialization above was the same on all.
-    set_seed(settings.seed + 1 + accelerator.process_index)
+    set_seed((settings.seed + 1 + 1_000_003 * accelerator.process_index) % 2**31)  # apart from those of other seeds
     draws = run and training.picture_every and hasattr(objective, "reconstruct")
     pictures = [Pictures(_draw_into(run))] if run and draws else []
     if pictures and accelerator.is_fsdp2:
@@ -141,12 +140,12 @@ def build_objective(settings: Recipe, encoder: factory.Encoder, classes: int | N
     """
     name, training = settings.objective.name, settings.training
     objective: nn.Module = plugins.load("objectives", name).Objective(encoder, settings.objective, classes)
-    if shares_parameters(objective):
-        raise UserError(f"objective {name}: one of its parameters has two names, which checkpoints cannot store")
-    least = getattr(objective, "least_views", 1)
+    check_names(objective, f"objective {name}")
+    if getattr(objective, "needs_labels", False) is not getattr(type(objective), "needs_labels", False):
+        raise UserError(f"objective {name}: needs_labels must be an attribute of the class")
     if settings.data.views > 1 and getattr(objective, "mix", None):
         raise UserError("objective.mixup and cutmix would mix views of the same image; set data.views=1")
-    if settings.data.views < least:
+    if settings.data.views < (least := getattr(objective, "least_views", 1)):
         raise UserError(f"data.views={settings.data.views}: {name} needs at least {least} views of each image")
     if getattr(objective, "whole_batch", False) and (training.accumulate > 1 or training.auto_batch):
         key = "auto_batch" if training.auto_batch else "accumulate"
@@ -157,9 +156,20 @@ def build_objective(settings: Recipe, encoder: factory.Encoder, classes: int | N
     return objective
 
 
-def check(settings: Recipe, shards: ShardSet, *, classes: int | None = None, subset: np.ndarray | None = None) -> None:
-    """Raises UserError for anything that `build` rejects. Cheap: the only weights read are those of `init_from`."""
-    accelerator, start = make_accelerator(settings.training.precision, settings.training.timeout), settings.init_from
+def check(
+    settings: Recipe,
+    shards: ShardSet,
+    *,
+    classes: int | None = None,
+    subset: np.ndarray | None = None,
+    here: bool = True,
+) -> None:
+    """Raises UserError for anything that `build` rejects. Cheap: the only weights read are those of `init_from`.
+
+    here: whether this machine will train; another one may have other precisions.
+    """
+    precision, start = settings.training.precision if here else "fp32", settings.init_from
+    accelerator = make_accelerator(precision, settings.training.timeout)
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         source = factory.load(start) if start else None
         warnings.filterwarnings("ignore", ".*no-op")  # copying to a network without numbers
@@ -168,16 +178,6 @@ def check(settings: Recipe, shards: ShardSet, *, classes: int | None = None, sub
             if source and start:
                 factory.initialize(encoder, source, start, settings.encoder.position_resampling)
             build(settings, shards, accelerator, encoder=encoder, classes=classes, subset=subset, quiet=True)
-
-
-def training_samples(shards: ShardSet, data: DataConfig) -> np.ndarray | None:
-    """Global indices of the `data.samples` images that training draws from, int64, sorted; None for all. Raises
-    UserError where there are fewer."""
-    if data.samples is None or data.samples == shards.samples:
-        return None
-    if data.samples > shards.samples:
-        raise UserError(f"data.samples={data.samples}: {shards.spec} has {shards.samples} samples")
-    return np.sort(np.random.default_rng(0).permutation(shards.samples)[: data.samples])
 
 
 def _check_compile(accelerator: Engine) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import json
 import shutil
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +109,7 @@ def test_paths_may_be_objects_and_start_at_home(
 def test_wrong_arguments_are_named(run: Any, my_images: Path) -> None:
     settings = load_recipe(run.dir)
     for keys in ({"data": my_images}, {"run": "elsewhere"}, {"training": {"steps": 7}}):
-        with pytest.raises(UserError, match=f"{next(iter(keys))}: a typed recipe holds all its keys"):
+        with pytest.raises(UserError, match=f"{next(iter(keys))}: the loaded recipe holds all its keys"):
             ssl_vit.train(settings, **keys)
     study = load_comparison("own_images_cpu", ["data=my_images"])
     with pytest.raises(UserError, match="seeds: the loaded comparison holds all its keys"):
@@ -282,6 +284,21 @@ def test_embeddings_name_their_files_and_preprocess_gives_the_same_pixels(run: A
             network.preprocess(Image.fromarray(values))
     assert network.preprocess(lying.convert("CMYK")).shape == network.preprocess(lying).shape
     assert len(ssl_vit.embed(run, workers=0)) == 32, "by default the run's training images"
+
+
+def test_a_network_is_freed_with_its_last_reference(run: Any) -> None:
+    network = ssl_vit.load(run)
+    freed = weakref.ref(network)
+    gc.disable()
+    del network
+    gc.enable()
+    assert freed() is None
+
+
+def test_a_compiled_network_is_refused(run: Any) -> None:
+    compiled: Any = torch.compile(ssl_vit.load(run))
+    with pytest.raises(ssl_vit.UserError, match=r"compiled .*that torch\.compile was called with"):
+        ssl_vit.embed(compiled)
 
 
 def test_a_wrong_key_is_refused_before_torch_is_imported() -> None:

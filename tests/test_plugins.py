@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from pathlib import Path
 
 import pytest
@@ -30,20 +31,40 @@ def test_the_configuration_of_a_module_comes_before_an_inherited_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "a_pack").mkdir()
-    inherited = "class Base:\n    class Config: ...\nclass Evaluator(Base): ...\n"
-    (tmp_path / "a_pack" / "one.py").write_text(f"class Config: ...\n{inherited}")
+    base = "from ssl_vit.evaluators.base import LabeledConfig\n"
+    inherited = "class Base:\n    title = ''\n    class Config(LabeledConfig): ...\nclass Evaluator(Base): ...\n"
+    (tmp_path / "a_pack" / "one.py").write_text(f"{base}class Config(LabeledConfig): ...\n{inherited}")
     monkeypatch.syspath_prepend(tmp_path)
     module = importlib.import_module("a_pack.one")
     assert plugins.load("evaluators", "a_pack.one").Config is module.Config
     assert plugins.load("evaluators", "a_pack.one:Evaluator").Config is module.Base.Config
 
 
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        ("class Evaluator(base.Evaluator):\n    title = 'Own'", "defines no Evaluator; its Evaluator lacks fit"),
+        ("class Config(base.Config): ...\nclass Evaluator: ...", r"no subclass of .*LabeledConfig"),
+        ("class Config(base.LabeledConfig): ...\nclass Evaluator: ...", "has no title"),
+    ],
+)
+def test_what_an_evaluator_lacks_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, words: str
+) -> None:
+    (tmp_path / "a_lacking_one.py").write_text(f"from ssl_vit.evaluators import base\n{code}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "a_lacking_one", raising=False)
+    with pytest.raises(UserError, match=words):
+        plugins.load("evaluators", "a_lacking_one:Evaluator")
+
+
 def test_a_changed_plugin_is_another_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     file = tmp_path / "a_changing_one.py"
-    file.write_text("class Config: ...\nclass Evaluator: ...\n")
+    code = "from ssl_vit.evaluators.base import LabeledConfig as Config\nclass Evaluator:\n    title = ''\n"
+    file.write_text(code)
     before = plugins.checksum("evaluators", "a_changing_one:Evaluator")
-    file.write_text("class Config: ...\nclass Evaluator: ...  # other\n")
+    file.write_text(f"{code}# other\n")
     assert len({before, plugins.checksum("evaluators", "a_changing_one:Evaluator"), ""}) == 3
     assert not any(plugins.checksum("evaluators", name) for name in plugins.shipped("evaluators"))
     assert not any(plugins.checksum("objectives", name) for name in plugins.shipped("objectives"))
@@ -64,13 +85,24 @@ def test_a_module_of_its_own_is_named_with_its_class() -> None:
         plugins.load("objectives", "rot")
 
 
-def test_parameters_with_two_names_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "a_tied_one.py").write_text(
+@pytest.mark.parametrize(
+    ("statement", "words"),
+    [
+        ("self.again = self.head", "one of its parameters has two names"),
+        ("self.encoder.more = self.head; del self.head", r"checkpoints would not store encoder\.more\.weight"),
+        ("self.needs_labels = True", "needs_labels must be an attribute of the class"),
+    ],
+)
+def test_what_checkpoints_or_comparisons_would_miss_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, statement: str, words: str
+) -> None:
+    (tmp_path / "a_wrong_one.py").write_text(
         "from ssl_vit.objectives import masked_patch\nclass Config(masked_patch.Config):\n    name: str\n"
         "class Objective(masked_patch.Objective):\n"
-        "    def __init__(self, *arguments):\n        super().__init__(*arguments)\n        self.again = self.head\n"
+        f"    def __init__(self, *arguments):\n        super().__init__(*arguments)\n        {statement}\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    settings = load_recipe("digits_ssl", ["objective.name=a_tied_one:Objective"])
-    with pytest.raises(UserError, match="a_tied_one:Objective: one of its parameters has two names"):
+    monkeypatch.delitem(sys.modules, "a_wrong_one", raising=False)
+    settings = load_recipe("digits_ssl", ["objective.name=a_wrong_one:Objective"])
+    with pytest.raises(UserError, match=f"a_wrong_one:Objective: {words}"):
         stage.build_objective(settings, factory.build(settings.encoder), None)

@@ -4,7 +4,8 @@
 # sh recipes/launch/elastic.sh pretrain_vit_tiny data.train=/shared/shards/train run=/shared/runs/big
 #
 # Run it on every machine with these environment variables: NODES (min:max), GPUS (per machine), MAIN (host:port of one
-# machine). It restarts after any failure, a wrong key included, up to RESTARTS times (10).
+# machine). It restarts after any failure, a wrong key included, up to RESTARTS times (10). If the machine in MAIN is lost, start
+# the command again on all machines.
 # data.lanes must be a multiple of every possible number of processes.
 # Status: tested once with CPU processes, not by the test suite.
 set -eu

@@ -85,6 +85,8 @@ def load(model: Path | nn.Module) -> Loaded:
     if isinstance(model, Path):
         folder, settings = factory.find_weights(model), run_recipe(model)
         return Loaded(factory.load(folder), settings.data if settings else DataConfig(train=""), settings, folder)
+    if type(model).__name__ == "OptimizedModule":
+        raise UserError("a compiled network cannot be copied: give the network that torch.compile was called with")
     if isinstance(preprocess := getattr(model, "preprocess", None), Preprocess):
         encoder = memory.with_weights(factory.fresh(preprocess.model.encoder, 0), model)
         return Loaded(encoder, preprocess.model.data, preprocess.model.settings)

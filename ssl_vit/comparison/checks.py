@@ -60,7 +60,8 @@ def check(
 
     say: prints warnings.
     pack: pack datasets that are given by a source; without it, they must be packed.
-    trial: measure the fastest precision for `auto` if none is stored yet; without it, use fp32.
+    trial: this machine runs the tasks: check that it has the precisions, and measure the fastest one for `auto` if none
+        is stored yet; without it, use fp32.
     keep_precision: store the precision for the other processes of this comparison; nothing else is written.
 
     Raises UserError for anything that would make a task impossible.
@@ -92,7 +93,7 @@ def check(
                     _check_apart(training_places(with_data), shards, test)
                     runs.check_holdout(with_data, None, test.spec)
                     _note_one_source(shards, test, say, f"arms.{arm} is pretrained on test images")
-                stage.check(with_data, shards)
+                stage.check(with_data, shards, here=trial)
                 if probe:
                     labels_of(open_shards(probe.data, remote) if probe.data else shards)
     tests = [opened[plan.part(name, "test", fold)] for name in sets for fold in plan.folds]
@@ -115,7 +116,7 @@ def check(
     # By dataset, evaluator and arm: seeds and budgets do not matter.
     for task in {(task.data, task.evaluator, task.arm): task for task in missing if task.evaluator}.values():
         with errors_about(f"evaluators.{task.evaluator}, {task.arm}"):
-            _check_evaluator(plan, opened, task)
+            _check_evaluator(plan, opened, task, trial)
     return Checked(plan, opened, missing)
 
 
@@ -215,8 +216,9 @@ def check_precision(study: Study, plan: Plan) -> None:
         )
 
 
-def _check_evaluator(plan: Plan, opened: dict[str, ShardSet], task: TaskRecord) -> None:
-    """Raises UserError where an evaluator cannot work with the encoder of a task, at next to no cost."""
+def _check_evaluator(plan: Plan, opened: dict[str, ShardSet], task: TaskRecord, here: bool) -> None:
+    """Raises UserError where an evaluator cannot work with the encoder of a task, at next to no cost. here: as of
+    `stage.check`."""
     row = plan.rows[task.arm]
     evaluator, own_recipe = plan.evaluator(task.data, task.evaluator, row.name), plan.recipes.get(row.like)
     if row.kind == "pixels":
@@ -246,7 +248,7 @@ def _check_evaluator(plan: Plan, opened: dict[str, ShardSet], task: TaskRecord) 
             head = getattr(training.objective, "classes", None)
             if head and head < classes:
                 raise UserError(f"head.classes={head}: the labels have {classes} classes; remove it")
-            stage.check(training, train, classes=classes, subset=images)
+            stage.check(training, train, classes=classes, subset=images, here=here)
 
 
 def labeled(recipe: Recipe, train: ShardSet) -> Recipe:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +17,7 @@ from ssl_vit.comparison.sets import ComparisonData, DataSet, check_names, load_s
 from ssl_vit.data import RemoteConfig, mixture
 from ssl_vit.evaluators import SAME_IMAGES, Budgets, Seeds, of_protocol
 from ssl_vit.files import expanded
-from ssl_vit.interfaces import Config, UserError, errors_about
+from ssl_vit.interfaces import Config, LocalPath, UserError, errors_about
 from ssl_vit.overrides import merge
 from ssl_vit.recipe import Recipe
 from ssl_vit.records import ArmKind, Look
@@ -106,7 +105,7 @@ class ComparisonConfig(Config):
 
     name: str
     title: str = ""
-    run: str = ""
+    run: LocalPath = ""
     seeds: Seeds = tuple(range(8))
     frozen_seeds: Seeds = tuple(range(20))
     pretrainings: int = Field(1, ge=1)
@@ -224,13 +223,11 @@ def load_comparison(name: str | Path, overrides: recipe.Overrides = ()) -> Study
     c = recipe.validate(ComparisonConfig, content, f"{path}: ", given=overrides)
     suite = load_suite(c.data.suite, near=path) if c.data.suite else None
     sets = suite.sets if suite else c.data.sets or {ONLY: c.data.splits[0]}
-    pretrain = c.data.pretrain or [*c.data.folds[1:]] or c.data.train
-    train = [f"data.train={json.dumps(pretrain, ensure_ascii=False)}"] if pretrain else []
     recipes: dict[str, Recipe] = {}
     for key, arm in c.arms.items():
         if arm.recipe:
             with errors_about(f"arms.{key}"):
-                recipes[key] = recipe.load_recipe(arm.recipe, [*train, *arm.overrides], path)
+                recipes[key] = recipe.load_recipe(arm.recipe, [*c.data.of_recipes, *arm.overrides], path)
     for key, settings in recipes.items():
         if any(one.probe and one.probe.patience for one in recipe.stages(settings)):
             raise UserError(f"{path}: arms.{key}: probe.patience uses labels to stop pretraining; remove it")

@@ -53,7 +53,8 @@ def run(tasks: Sequence[TaskRecord], do: Do, *, jobs: int = 1, scheduler: str | 
     say: prints finished tasks and an estimate of the remaining time.
 
     A task that fails, or whose process is killed, stops only those that need it; at the end RunError or UserError names
-    it. Any other exception stops all tasks at once, as signals do: trainings that run save a checkpoint first.
+    it. Any other exception stops all local tasks at once, as signals do: trainings that run save a checkpoint first.
+    Tasks on dask workers run to their end.
     """
     waiting, running = list(tasks), dict[Future[None], tuple[TaskRecord, Executor, float]]()
     took, errors, blocked = list[tuple[TaskRecord, float]](), list[Exception](), set[str]()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 from ssl_vit import plugins, recipe
 from ssl_vit.data import RemoteConfig, train_and_test
 from ssl_vit.files import expanded
-from ssl_vit.interfaces import Config, Metric, UserError
+from ssl_vit.interfaces import Config, LocalPath, Metric, UserError
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.]*")
 
@@ -70,7 +71,8 @@ class ComparisonData(Config):
         per-class accuracies. With `sets` or `suite`, each dataset has its own.
     pretrain: what the arms' recipes train on (default: `train`; with `sets` or `suite` the recipes' own). If it has no
         labels, arms that need labels train on `train`, and the others on both.
-    remote: how train and test are read behind URLs (default: as the first recipe says).
+    remote: how data behind URLs is read; the arms' recipes have it, too, except for what an arm's overrides set
+        (default: as the recipes say, for train and test as the first one that does).
     """
 
     train: str | None = None
@@ -78,7 +80,7 @@ class ComparisonData(Config):
     folds: tuple[str, ...] = ()
     sets: dict[str, DataSet] = Field({})
     suite: str | None = None
-    folder: str | None = None
+    folder: LocalPath | None = None
     metric: Metric = "accuracy"
     pretrain: str | None = None
     remote: RemoteConfig | None = None
@@ -116,6 +118,13 @@ class ComparisonData(Config):
         return self
 
     @property
+    def of_recipes(self) -> list[str]:
+        """The overrides of the arms' recipes that say what they train on."""
+        remote = self.remote and self.remote.model_dump(exclude_unset=True)
+        given = {"train": self.pretrain or [*self.folds[1:]] or self.train, "remote": remote}
+        return [f"data.{key}={json.dumps(value, ensure_ascii=False)}" for key, value in given.items() if value]
+
+    @property
     def splits(self) -> list[DataSet]:
         """Train and test of each fold; without folds, of the one dataset."""
         if not self.folds:
@@ -127,7 +136,7 @@ class ComparisonData(Config):
 class Suite(Config):
     """Datasets to evaluate on together. folder: where those given by `source` are packed."""
 
-    folder: str = "shards"
+    folder: LocalPath = "shards"
     sets: dict[str, DataSet] = Field(min_length=1)
 
     _names = field_validator("sets")(check_names)

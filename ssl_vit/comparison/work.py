@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -82,8 +83,11 @@ def _one_job(path: Path) -> Iterator[None]:
             return False
         return True
 
-    while not distributed.gather(is_main_process() and locked())[0]:
-        pass  # not one long wait of the main process: the others would give up
+    waiting = False
+    while not distributed.gather(is_main_process() and locked())[0]:  # one long wait would make the others give up
+        if is_main_process() and not waiting:
+            print(f"another process runs this task: waiting (if there is none, delete {path})", file=sys.stderr)
+        waiting = True
     try:
         yield
     finally:

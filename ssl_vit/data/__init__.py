@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
-from ssl_vit.interfaces import Config
+from ssl_vit.interfaces import Config, LocalPath
 
 VALIDATION = ("val", "valid", "validation")
 TEST = ("test", *VALIDATION)  # names of the test part, in order of preference
@@ -92,7 +92,7 @@ class RemoteConfig(Config):
         HF_HUB_DOWNLOAD_TIMEOUT). A loader worker waits for a whole shard: `data.worker_timeout` must leave it the time.
     """
 
-    cache_dir: str | None = None
+    cache_dir: LocalPath | None = None
     cache_gb: float = Field(50.0, gt=0)
     largest_gb: float = Field(64.0, gt=0)
     retries: int = Field(5, ge=0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from ssl_vit.data import DataConfig
@@ -58,6 +59,16 @@ def train_source(
             yield join(parts, device, per_lane * preprocess.views, views=preprocess.views, shared=data.workers > 0)
 
     return batches
+
+
+def training_samples(shards: ShardSet, data: DataConfig) -> np.ndarray | None:
+    """Global indices of the `data.samples` images that training draws from, int64, sorted; None for all. Raises
+    UserError where there are fewer."""
+    if data.samples is None or data.samples == shards.samples:
+        return None
+    if data.samples > shards.samples:
+        raise UserError(f"data.samples={data.samples}: {shards.spec} has {shards.samples} samples")
+    return np.sort(np.random.default_rng(0).permutation(shards.samples)[: data.samples])
 
 
 @dataclass

@@ -243,11 +243,15 @@ def _results(
     labels = everything[train.images]
     for outputs in classifier(ImageSet(train.context, train.source, "test")):
         found = outputs.prediction
-        if not found.is_valid:
-            shape, kind = found.predicted.shape, found.predicted.dtype
+        given = [one for one in vars(found).values() if one is not None]
+        if not all(isinstance(one, np.ndarray) for one in given) or not found.is_valid:
+            shape, kind = (
+                tuple(np.shape(found.predicted)),
+                getattr(found.predicted, "dtype", type(found.predicted).__name__),
+            )
             raise UserError(
-                f"{evaluator.title}: it predicted {kind} {shape} for {len(found.labels)} images; return a class number "
-                "per image, from 0 on, in ascending order of the images"
+                f"{evaluator.title}: it predicted {kind} {shape} for {len(found.labels)} images; return NumPy arrays "
+                "with a class number per image, from 0 on, in ascending order of the images"
             )
         used = len(labels) if outputs.labels is None else outputs.labels
         unreadable = (f"{len(labels) - used} of {len(labels)} labeled images could not be read",)

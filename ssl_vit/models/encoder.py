@@ -163,9 +163,12 @@ def create(name: str, arguments: dict[str, Any]) -> Any:
     if refused := sorted(_NOT_SIZES & arguments.keys()):
         raise UserError(f"encoder.name='{name}': model_args cannot hold {', '.join(refused)}; remove it")
     try:
-        return timm.create_model(name, pretrained=False, num_classes=0, **arguments)
+        network = timm.create_model(name, pretrained=False, num_classes=0, **arguments)
     except (TypeError, AssertionError, ValueError, RuntimeError, ArithmeticError) as error:
         raise UserError(f"encoder.name='{name}' cannot have these settings: {arguments} ({error})") from None
+    if not hasattr(network, "pretrained_cfg"):
+        raise UserError(f"encoder.name='{name}': no pretrained_cfg; build it with timm.models.build_model_with_cfg")
+    return network
 
 
 def shares_parameters(module: nn.Module) -> bool:

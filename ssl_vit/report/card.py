@@ -73,6 +73,8 @@ def write(model: Encoder, given: Path, to: str, use: Use, *, title: str, license
             "Patches": f"{model.grid[0]} x {model.grid[1]}" if model.patches else None,
             "Resize": f"the shorter side to {round(use.resize * min(model.image_size))} pixels, then the center"
             if model.image_size[0] == model.image_size[1]
+            else f"to {model.image_size[0]} x {model.image_size[1]} pixels, without a crop"
+            if to == "transformers"
             else None,
             "Pooling": use.pooling,
             "Normalization": f"pixels in [0, 1], minus {text(model.mean)}, over {text(model.std)}",

@@ -135,8 +135,9 @@ def save(run: Path, step: int, state: State, keep_last: int, resize: float = 1.0
                 shutil.rmtree(unfinished, ignore_errors=True)
                 where = f"{last_saved(run)}; fix that and run the command again"
                 raise RunError(f"could not save checkpoint {target}: {error}\n{where}") from error
-            for old in folders(run)[:-keep_last]:
-                if not (old / RESULTS).exists():
+            kept = folders(run)[-keep_last:]
+            for old in checkpoints(run):  # also one that a kill left half deleted
+                if old not in kept and not (old / RESULTS).exists():
                     shutil.rmtree(old, ignore_errors=True)
     return target
 

@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from ssl_vit.interfaces import Batch, UserError
+from ssl_vit.training.logging import metric_shapes
 
 _IMAGES = 2  # one image alone would be refused by a batch norm
 
@@ -33,7 +34,7 @@ def unused_parameters(objective: nn.Module, views: int = 1) -> list[str]:
     return _passed(objective, views)[1]
 
 
-_known: dict[str, tuple[float, list[str]]] = {}
+_known: dict[tuple[type, str], tuple[float, list[str]]] = {}  # by class: a notebook may define it again
 
 
 def _passed(objective: nn.Module, views: int) -> tuple[float, list[str]]:
@@ -41,7 +42,7 @@ def _passed(objective: nn.Module, views: int) -> tuple[float, list[str]]:
     if config is None:  # nothing says what the objective does with its modules
         return _pass(objective, views)
     parameters = [(name, p.shape, p.requires_grad) for name, p in objective.named_parameters()]
-    key = f"{objective} {config} {objective.encoder.image_size} {views} {parameters}"  # type: ignore[union-attr]
+    key = type(objective), f"{objective} {config} {objective.encoder.image_size} {views} {parameters}"  # type: ignore[union-attr]
     if key not in _known:
         _known[key] = _pass(objective, views)
     return _known[key]
@@ -49,7 +50,8 @@ def _passed(objective: nn.Module, views: int) -> tuple[float, list[str]]:
 
 def _pass(objective: nn.Module, views: int) -> tuple[float, list[str]]:
     replica = copy.deepcopy(objective).to("meta").train()
-    replica.encoder.network.set_grad_checkpointing(False)  # type: ignore[union-attr, operator]  # what is computed twice counts once
+    if hasattr(replica.encoder.network, "set_grad_checkpointing"):  # type: ignore[union-attr]
+        replica.encoder.network.set_grad_checkpointing(False)  # type: ignore[union-attr, operator]  # what is computed twice counts once
     height, width = replica.encoder.image_size  # type: ignore[union-attr, misc]
 
     def blank(*shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -69,11 +71,13 @@ def _pass(objective: nn.Module, views: int) -> tuple[float, list[str]]:
     # The default device may be meta here (`stage.check`), but what an objective draws has to have a value.
     with torch.random.fork_rng(devices=[]), torch.device("cpu"), FlopCounterMode(display=False) as counter:
         try:
-            replica(batch).loss.backward()
+            output = replica(batch)
+            output.loss.backward()
         except (NotImplementedError, RuntimeError) as error:
-            if "meta" not in str(error):
+            if "meta" not in str(error).lower():
                 raise
             wrong = "its step needs the values of tensors; use shapes that do not depend on data, and no .item()"
             raise UserError(f"{type(objective).__module__}: {wrong} ({str(error).splitlines()[0]})") from error
+    metric_shapes(output)
     unused = [name for name, p in replica.named_parameters() if p.requires_grad and p.grad is None]
     return counter.get_total_flops() / _IMAGES, unused

@@ -38,7 +38,7 @@ class StepResult:
     norm: torch.Tensor
 
 
-def _shapes(output: StepOutput) -> dict[str, list[int]]:
+def metric_shapes(output: StepOutput) -> dict[str, list[int]]:
     """The shapes of an objective's metrics by name. Raises UserError for one that cannot be logged."""
     for name, value in output.metrics.items():
         if name in _OWN:
@@ -66,7 +66,7 @@ class Window:
     def add(self, step: int, result: StepResult) -> None:
         """Keep one optimizer step. Raises UserError for metrics that cannot be averaged over steps."""
         outputs = result.outputs
-        shapes = [_shapes(output) for output in outputs]
+        shapes = [metric_shapes(output) for output in outputs]
         for each in shapes:
             if self.shapes not in (None, each):
                 raise UserError(f"an objective's metrics and their shapes must not change: {self.shapes}, then {each}")
@@ -74,7 +74,8 @@ class Window:
         count = torch.stack([part.valid.sum() for part in result.parts]).float()
         share = count / count.sum().clamp(min=1)
         values = {"loss": torch.stack([output.loss.detach().float() for output in outputs])}
-        values |= {name: torch.stack([o.metrics[name].float() for o in outputs]) for name in outputs[0].metrics}
+        for name in outputs[0].metrics:
+            values[name] = torch.stack([output.metrics[name].detach().float() for output in outputs])
         means = {name: torch.tensordot(share, stacked, 1) for name, stacked in values.items()}
         means["grad_norm"] = result.norm.detach().float()
         self.sizes = {name: mean.numel() for name, mean in means.items()}

@@ -11,8 +11,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ssl_vit.data.order import LanePosition
-from ssl_vit.interfaces import is_main_process
+from ssl_vit.interfaces import UserError, is_main_process
 from ssl_vit.models import factory
+from ssl_vit.models.encoder import shares_parameters
 from ssl_vit.models.position import timm_format
 from ssl_vit.training import distributed
 from ssl_vit.training.optim import WeightAverage
@@ -87,6 +88,15 @@ class State:
             OPTIMIZER: whole(optimizer),
             RANDOM: {f"{rank}/{kind}": tensor for rank, own in random for kind, tensor in own.items()},
         }
+
+
+def check_names(objective: nn.Module, what: str) -> None:
+    """Raises UserError for parameters and buffers that checkpoints cannot store. what: begins its message."""
+    if shares_parameters(objective):
+        raise UserError(f"{what}: one of its parameters has two names, which checkpoints cannot store")
+    added = (name for name in objective.state_dict() if name.startswith(ENCODER) and not name.startswith(NETWORK))
+    if name := next(added, None):
+        raise UserError(f"{what}: checkpoints would not store {name}; keep modules apart from the encoder")
 
 
 def encoder_of(objective: nn.Module) -> factory.Encoder:

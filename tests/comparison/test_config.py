@@ -63,6 +63,8 @@ from .conftest import Mini
         (["arms.ssl.overrides=[probe.every=5,probe.patience=2]"], "probe.patience"),
         (["arms.ssl.run=runs/mine"], r"arms\.ssl: remove run and name; .*arms\.ssl\.weights=PATH"),
         (["seeds=[-1]"], "seeds.0"),
+        (["run=s3://bucket/run"], "run: .*give a path of this machine, not a URL"),
+        (["data.remote.cache_dir=s3://bucket/run"], r"remote\.cache_dir: .*not a URL"),
         (["seeds=[1,0,1]"], "seeds: 1"),
         (["labels_per_class=[10,zero]"], "labels_per_class.1"),
         (["labels_per_class=[all,'100%']"], "labels_per_class: all"),
@@ -349,7 +351,10 @@ def test_a_protocol_is_not_swept() -> None:
 @pytest.mark.parametrize("own", [True, False])
 def test_labeled_data_is_read_as_the_comparison_says(own: bool) -> None:
     keys = ["arms.ssl.data.remote.retries=3"] + (["data.remote.retries=7"] if own else [])
-    assert load_comparison("demo_digits", keys).remote.retries == (7 if own else 3)
+    study = load_comparison("demo_digits", keys)
+    assert study.remote.retries == (7 if own else 3)
+    assert study.recipes["ssl"].data.remote.retries == 3, "what an arm says comes first"
+    assert study.recipes["supervised"].data.remote.retries == (7 if own else 5)
 
 
 def test_shipped_comparisons_have_tasks_and_equal_effort_for_all_arms(monkeypatch: pytest.MonkeyPatch) -> None:

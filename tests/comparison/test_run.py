@@ -255,6 +255,11 @@ def test_tasks_one_by_one_are_the_comparison(
     for arms, code in (({"ssl": auto, "other": other}, 2), ({"ssl": auto}, 0)):
         assert call(monkeypatch, "compare", mini(arms=arms), f"run={tmp_path}/auto", "--list") == code
     assert "precision=auto of ssl is measured by the first task" in capsys.readouterr().err
+    elsewhere = {**auto, "overrides": [*STEPS, "training.precision=tf32"]}
+    for option, code in (("--list", 0), ("--only", 2)):
+        more = [] if option == "--list" else ["pretrain-ssl-0"]
+        assert call(monkeypatch, "compare", mini(arms={"ssl": elsewhere}), f"run={tmp_path}/gpu", option, *more) == code
+    assert "tf32 needs an NVIDIA GPU" in capsys.readouterr().err, "a list is made on any machine"
     assert call(monkeypatch, *command, "--only", "") == 2, "an empty id is no whole comparison"
 
 

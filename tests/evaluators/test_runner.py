@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from pydantic import Field
 
 from ssl_vit.data import DataConfig
@@ -149,15 +150,25 @@ def test_test_images_of_classes_without_training_images_are_noted(array_context:
     assert named([0, 2], ["bee", "wasp", "ant"]) == "bee, ant"
 
 
-def test_a_number_of_predictions_that_is_wrong_is_named(context: EvalContext) -> None:
-    class Short(Evaluator):
+@pytest.mark.parametrize(
+    ("changed", "what"),
+    [
+        (lambda predicted: predicted[:-1], r"int64 \(99,\)"),
+        (torch.from_numpy, r"torch\.int64 \(100,\)"),
+        (list, r"list \(100,\)"),
+    ],
+)
+def test_predictions_that_are_no_array_of_the_images_are_named(
+    context: EvalContext, changed: Callable[[np.ndarray], Any], what: str
+) -> None:
+    class Other(Evaluator):
         def fit(self, train: ImageSet, seed: int) -> Classifier:
             (one,) = super().fit(train, seed)(ImageSet(train.context, "trained", "test"))
-            cut = replace(one.prediction, predicted=one.prediction.predicted[:-1])
-            return lambda images: [replace(one, prediction=cut)]
+            other = replace(one.prediction, predicted=changed(one.prediction.predicted))
+            return lambda images: [replace(one, prediction=other)]
 
-    with pytest.raises(UserError, match=r"Classes below a threshold: it predicted int64 \(99,\) for 100 images"):
-        next(runner.measure(Short(config()), context, "trained", (5,), (0,)))
+    with pytest.raises(UserError, match=f"Classes below a threshold: it predicted {what} for 100 images"):
+        next(runner.measure(Other(config()), context, "trained", (5,), (0,)))
 
 
 def test_a_classifier_that_returns_nothing_is_named(context: EvalContext) -> None:

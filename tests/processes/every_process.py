@@ -282,6 +282,12 @@ def command_line(*arguments: str) -> None:
     cli.main()
 
 
+def own_folder(folder: str, *arguments: str) -> None:
+    """`ssl-vit ARGUMENTS` in FOLDER/RANK."""
+    os.chdir(Path(folder) / os.environ["RANK"])
+    command_line(*arguments)
+
+
 def signaled(number: str, rank: str, step: str, *arguments: str) -> None:
     """`ssl-vit ARGUMENTS`; process RANK and its loader workers get a signal when it has saved step STEP."""
     save = checkpoint.save

@@ -58,6 +58,16 @@ def test_all_processes_end_with_the_running_statistics_that_are_saved(
     assert main["own"] != other["own"] and main["own"] == main["shared"] == other["shared"]
 
 
+def test_processes_that_see_different_shards_do_not_train(world: World, digits: Path, tmp_path: Path) -> None:
+    """Such as an old copy on the disk of one machine."""
+    for split, folder in (("train", "0"), ("test", "1")):
+        shutil.copytree(digits / split, tmp_path / folder / "shards")
+    both = world(2, "own_folder", tmp_path, "train", "digits_ssl", "data.train=shards", f"run={tmp_path}/run")
+    assert [process.wait() for process in both] == [2, 2], both[0].text + both[1].text
+    assert "shards: the processes see different shards" in both[0].text
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_head_that_nothing_reads_does_not_stop_two_processes(world: World, digits: Path, tmp_path: Path) -> None:
     """The norm in the head of a ConvNeXt gets no gradient where its patches are read."""
     path = tmp_path / "convnext.yaml"

@@ -62,7 +62,38 @@ def test_parameters_without_a_gradient_are_found(make_encoder: Callable[..., Any
     assert unused(make_encoder().requires_grad_(False), "mean") == []
 
 
-@pytest.mark.parametrize("values", [lambda loss: loss[loss > 0], lambda loss: loss * loss.mean().item()])
+def test_a_class_that_is_defined_again_is_counted_again(make_encoder: Callable[..., Any]) -> None:
+    """As in a notebook."""
+
+    def unused(reads_bias: bool) -> list[str]:
+        class Own(classification.Objective):
+            def forward(self, batch: Batch) -> StepOutput:
+                output = super().forward(batch)
+                return output if reads_bias else StepOutput(output.loss.detach() + self.encoder(batch.images).sum())
+
+        return unused_parameters(Own(make_encoder(), classification.Config(head="linear", pooling="mean"), 5))
+
+    assert unused(False) == ["head.weight", "head.bias"] and unused(True) == []
+
+
+def test_metrics_that_cannot_be_logged_are_refused_before_the_training(make_encoder: Callable[..., Any]) -> None:
+    class Own(classification.Objective):
+        def forward(self, batch: Batch) -> StepOutput:
+            output = super().forward(batch)
+            return StepOutput(output.loss, {"loss": output.loss.detach()})
+
+    with pytest.raises(UserError, match="must not be named loss"):
+        training_flops(Own(make_encoder(), classification.Config(head="linear", pooling="mean"), 5))
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        lambda loss: loss[loss > 0],
+        lambda loss: loss * loss.mean().item(),
+        lambda loss: loss * torch.bincount(loss.detach().long()).sum(),
+    ],
+)
 def test_an_objective_that_needs_values_is_named(
     make_encoder: Callable[..., Any], values: Callable[[torch.Tensor], torch.Tensor]
 ) -> None:

@@ -367,6 +367,8 @@ def test_a_checkpoint_that_was_evaluated_is_kept(train: Train, tmp_path: Path, s
         train(run, *keys)
     assert saved(run) == ["step_00000004"]
     (run / "checkpoints" / "step_00000004" / checkpoint.RESULTS).mkdir()
+    (half := run / "checkpoints" / "step_00000002").mkdir()  # a kill came while it was deleted
+    (half / checkpoint.OPTIMIZER).write_bytes(b"0")
     train(run, *keys)
     assert saved(run) == ["step_00000004", "step_00000012"]
 

@@ -119,6 +119,12 @@ def test_a_source_of_your_own_is_data_too(tmp_path: Path) -> None:
     Path("labels.csv").write_text("file,label\npets/a/0.png,ape\npets/b/0.png,\n")
     with pytest.raises(UserError, match=r"image pets/b/0.png has the label -1"):
         open_shards(place)
+    with pytest.raises(UserError, match=r"no split 'test' and no other; .*list_splits"):
+        open_source(place, split="test")
+    with pytest.raises(UserError, match=r"unknown source 'listed'; .*package\.module:PLACE"):
+        open_shards("listed:labels.csv")
+    with pytest.raises(UserError, match=r"source 'No_such\.module' cannot be imported"):
+        open_shards("No_such.module:labels.csv")
 
 
 def test_a_folder_of_images_that_is_named_so_is_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

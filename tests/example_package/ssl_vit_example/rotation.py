@@ -1,5 +1,7 @@
 """Rotation prediction (Gidaris et al., ICLR 2018): predict by which multiple of 90 degrees an image was rotated."""
 
+from typing import ClassVar
+
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -10,7 +12,7 @@ from ssl_vit.models.encoder import Encoder
 
 
 class Config(ObjectiveConfig):
-    pass  # `name` is there; keys of the objective go here
+    pooling: ClassVar[str] = "mean"  # of exports; `name` is there, and keys of the objective go here
 
 
 class Objective(nn.Module):

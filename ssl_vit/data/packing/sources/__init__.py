@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -23,7 +24,7 @@ from ssl_vit.interfaces import UserError
 
 FOLDER, HUB = "imagefolder:", "hf:"  # prefixes
 _HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?(:[\w.-]+)?")
-_NAME = re.compile(r"digits|[a-z][\w.]*\w:(?!//).*")
+_NAME = re.compile(r"digits|[A-Za-z_][\w.]*\w:(?!//).*")
 
 
 def is_name(spec: str) -> bool:
@@ -72,7 +73,7 @@ def _find(spec: str, *columns: str | None) -> tuple[Callable[[], list[str]], Cal
     if spec == "digits" or (is_name(spec) and not path.exists() and not spec.startswith(HUB)):
         name, _, place = spec.partition(":")
         module = plugins.load("sources", name)
-        found = partial(getattr(module, "list_splits", lambda place: []), place), partial(module.open_images, place)
+        found = partial(_splits_of, module, place), partial(_opened, module, place)
     elif path.is_dir() and not folder.is_dataset(path, tables=not is_folder):
         found = partial(folder.list_splits, path), partial(folder.open_folder, path)
     else:
@@ -85,6 +86,17 @@ def _find(spec: str, *columns: str | None) -> tuple[Callable[[], list[str]], Cal
     if any(columns):
         raise UserError(f"{spec}: label_column and image_column are for tables (parquet, arrow, hub); omit them")
     return found
+
+
+def _splits_of(module: Any, place: str) -> list[str]:
+    return list(module.list_splits(place)) if hasattr(module, "list_splits") else []
+
+
+def _opened(module: Any, place: str, split: str | None) -> Source:
+    if split is not None and not hasattr(module, "list_splits"):
+        raise UserError(f"{place}: no split '{split}' and no other; a source with splits defines list_splits")
+    source: Source = module.open_images(place, split)
+    return source
 
 
 def _check_hub_name(spec: str) -> None:
