@@ -240,8 +240,8 @@ def load(run: PathInput) -> nn.Module:
 
 def export(run: PathInput, out: PathInput, to: exports.Target, *, license: str | None = None) -> None:
     """Write the encoder for timm or transformers, with a model card, into the new folder `out`. Resize and crop are of
-    the run, but transformers resizes to a rectangle without a crop; pooling (timm) is that of its last evaluation of
-    the last block at its image size, else of its objective.
+    the run (transformers does not crop where the image size is not square); pooling (timm) is that of its last
+    evaluation of the last block at its image size, else of its objective.
 
     run: a run directory, a checkpoint or a weights folder.
     license: license of the weights, for the model card (the hub's identifier, such as apache-2.0).

@@ -65,7 +65,8 @@ def load(kind: Kind, name: str) -> Any:
     """
     package, member, word = _KINDS[kind]
     try:
-        if name.isidentifier() and _defines(module := importlib.import_module(f"{package}.{name}"), member):
+        if name.isidentifier() and hasattr(module := importlib.import_module(f"{package}.{name}"), member):
+            _check(module, "", member, f"{word} '{name}'")
             return module
     except ModuleNotFoundError as error:
         if error.name != f"{package}.{name}":
@@ -102,10 +103,20 @@ def _import(place: str, member: str, what: str) -> Any:
         raise UserError(
             f"{what} cannot be imported ({error}); install its package, or add its folder to PYTHONPATH"
         ) from None
+    config = _check(module, attribute, member, what)
+    defined = getattr(module, attribute or member)
+    return SimpleNamespace(**vars(module) | {member: defined, "Config": config})
+
+
+def _check(module: Any, attribute: str, member: str, what: str) -> Any:
+    """The `Config` of a plugin. Raises UserError where it or the class lacks something.
+
+    attribute: the name of the class, where it is not `member`.
+    """
     if not _defines(module, attribute or member):
         missing = sorted(getattr(getattr(module, attribute or member, None), "__abstractmethods__", ()))
         abstract = f"; its {attribute or member} lacks {', '.join(missing)}" if missing else ""
-        raise UserError(f"{what}: {name} defines no {attribute or member}{abstract}")
+        raise UserError(f"{what}: {module.__name__} defines no {attribute or member}{abstract}")
     defined = getattr(module, attribute or member)
     of_class, of_module = getattr(defined, "Config", None), getattr(module, "Config", None)
     config = of_class or of_module if attribute else of_module or of_class  # a class may inherit one
@@ -113,11 +124,11 @@ def _import(place: str, member: str, what: str) -> Any:
         raise UserError(f"{what}: neither the class nor its module defines a Config")
     if member == "Objective" and not (isinstance(config, type) and issubclass(config, ObjectiveConfig)):
         raise UserError(f"{what}: its Config is no subclass of ssl_vit.interfaces.ObjectiveConfig")
-    if member == "Evaluator" and not {"labels_per_class", "seeds"} <= getattr(config, "model_fields", {}).keys():
-        raise UserError(f"{what}: its Config is no subclass of ssl_vit.evaluators.base.LabeledConfig")
+    if member == "Evaluator" and "seeds" not in getattr(config, "model_fields", {}):
+        raise UserError(f"{what}: its Config has no seeds; derive it from ssl_vit.evaluators.base.LabeledConfig")
     if member == "Evaluator" and not hasattr(defined, "title"):
         raise UserError(f"{what}: its Evaluator has no title")
-    return SimpleNamespace(**vars(module) | {member: defined, "Config": config})
+    return config
 
 
 def _defines(module: Any, member: str) -> bool:

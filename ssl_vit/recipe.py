@@ -43,7 +43,7 @@ class Recipe(Config):
 
     name: str = Field(min_length=1)
     run: LocalPath = ""
-    seed: int = Field(0, ge=0, lt=2**31)  # each process adds its number
+    seed: int = Field(0, ge=0, lt=2**31)  # each process derives its own
     init_from: Annotated[str, Field(min_length=1)] | None = None
     data: DataConfig
     encoder: EncoderConfig = EncoderConfig()

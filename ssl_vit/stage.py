@@ -200,7 +200,7 @@ def _checkpoint_activations(encoder: factory.Encoder, accelerator: Engine) -> No
         raise UserError("training.checkpoint_activations: batch norm would count every image twice; set it to false")
     try:
         encoder.network.set_grad_checkpointing(True)
-    except AssertionError:
+    except (AssertionError, AttributeError):
         raise UserError(f"training.checkpoint_activations: {encoder.name} has none in timm; set it to false") from None
 
 

@@ -21,7 +21,8 @@ from ssl_vit.evaluators.base import LabeledConfig
 class Config(LabeledConfig):
     """voters: how many vote."""
     voters: int = 3
-class Evaluator: ...
+class Evaluator:
+    title = "Votes"
 '''
 OBJECTIVE = '''
 from ssl_vit.interfaces import ObjectiveConfig

@@ -10,7 +10,6 @@
 set -euo pipefail
 
 list=$(ssl-vit compare "$@" --list)
-export HF_HUB_OFFLINE=1 # what --list did not download is skipped by all tasks
 run=$(sed -n 's/^# run: //p' <<< "$list")
 after=()
 for level in $(awk -F'\t' '!/^#/ {print $2}' <<< "$list" | sort -nu); do

@@ -120,7 +120,7 @@ class ComparisonData(Config):
     @property
     def of_recipes(self) -> list[str]:
         """The overrides of the arms' recipes that say what they train on."""
-        remote = self.remote and self.remote.model_dump(exclude_unset=True)
+        remote = self.remote and self.remote.model_dump(exclude_defaults=True)
         given = {"train": self.pretrain or [*self.folds[1:]] or self.train, "remote": remote}
         return [f"data.{key}={json.dumps(value, ensure_ascii=False)}" for key, value in given.items() if value]
 

@@ -243,15 +243,14 @@ def _results(
     labels = everything[train.images]
     for outputs in classifier(ImageSet(train.context, train.source, "test")):
         found = outputs.prediction
-        given = [one for one in vars(found).values() if one is not None]
-        if not all(isinstance(one, np.ndarray) for one in given) or not found.is_valid:
-            shape, kind = (
-                tuple(np.shape(found.predicted)),
-                getattr(found.predicted, "dtype", type(found.predicted).__name__),
-            )
+        arrays = {name: value for name, value in vars(found).items() if name != "confidence" or value is not None}
+        if wrong := [name for name, value in arrays.items() if not isinstance(value, np.ndarray)]:
+            raise UserError(f"{evaluator.title}: {', '.join(wrong)} of its predictions must be NumPy arrays")
+        if not found.is_valid:
+            shape, kind = found.predicted.shape, found.predicted.dtype
             raise UserError(
-                f"{evaluator.title}: it predicted {kind} {shape} for {len(found.labels)} images; return NumPy arrays "
-                "with a class number per image, from 0 on, in ascending order of the images"
+                f"{evaluator.title}: it predicted {kind} {shape} for {len(found.labels)} images; return a class number "
+                "per image, from 0 on, in ascending order of the images"
             )
         used = len(labels) if outputs.labels is None else outputs.labels
         unreadable = (f"{len(labels) - used} of {len(labels)} labeled images could not be read",)

@@ -357,6 +357,18 @@ def test_labeled_data_is_read_as_the_comparison_says(own: bool) -> None:
     assert study.recipes["supervised"].data.remote.retries == (7 if own else 5)
 
 
+def test_a_resumed_comparison_keeps_what_a_recipe_says_about_remote_data(mini: Any, tmp_path: Path) -> None:
+    recipe = tmp_path / "cached.yaml"
+    recipe.write_text("base: digits_ssl\nname: cached\ndata: {remote: {cache_dir: here}}\n")
+    arms = {"ssl": {"label": "SSL", "recipe": str(recipe)}}
+    study = load_comparison(mini(arms=arms), ["data.remote.retries=7"])
+    (saved := tmp_path / "run").mkdir()
+    (saved / "comparison.yaml").write_text(yaml.safe_dump(study.given))
+    for loaded in (study, load_comparison(saved)):
+        remote = loaded.recipes["ssl"].data.remote
+        assert (remote.cache_dir, remote.retries) == ("here", 7)
+
+
 def test_shipped_comparisons_have_tasks_and_equal_effort_for_all_arms(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three rates of fine-tuning and one dropout. The demo declares its settings itself; the searches for rates of
     pretraining have one rate of fine-tuning, and some comparisons have the rates that earlier ones selected."""

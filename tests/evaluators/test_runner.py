@@ -153,9 +153,9 @@ def test_test_images_of_classes_without_training_images_are_noted(array_context:
 @pytest.mark.parametrize(
     ("changed", "what"),
     [
-        (lambda predicted: predicted[:-1], r"int64 \(99,\)"),
-        (torch.from_numpy, r"torch\.int64 \(100,\)"),
-        (list, r"list \(100,\)"),
+        (lambda predicted: predicted[:-1], r"it predicted int64 \(99,\) for 100 images"),
+        (torch.from_numpy, "predicted of its predictions must be NumPy arrays"),
+        (lambda predicted: None, "predicted of its predictions must be NumPy arrays"),
     ],
 )
 def test_predictions_that_are_no_array_of_the_images_are_named(
@@ -167,7 +167,7 @@ def test_predictions_that_are_no_array_of_the_images_are_named(
             other = replace(one.prediction, predicted=changed(one.prediction.predicted))
             return lambda images: [replace(one, prediction=other)]
 
-    with pytest.raises(UserError, match=f"Classes below a threshold: it predicted {what} for 100 images"):
+    with pytest.raises(UserError, match=f"Classes below a threshold: {what}"):
         next(runner.measure(Other(config()), context, "trained", (5,), (0,)))
 
 

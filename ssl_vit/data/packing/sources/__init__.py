@@ -18,7 +18,7 @@ import numpy as np
 
 from ssl_vit import plugins
 from ssl_vit.data.packing.sources import folder
-from ssl_vit.data.packing.sources.base import Source
+from ssl_vit.data.packing.sources.base import Source, find_split
 from ssl_vit.files import expanded
 from ssl_vit.interfaces import UserError
 
@@ -73,7 +73,7 @@ def _find(spec: str, *columns: str | None) -> tuple[Callable[[], list[str]], Cal
     if spec == "digits" or (is_name(spec) and not path.exists() and not spec.startswith(HUB)):
         name, _, place = spec.partition(":")
         module = plugins.load("sources", name)
-        found = partial(_splits_of, module, place), partial(_opened, module, place)
+        found = partial(_splits_of, module, place), partial(_opened, module, spec, place)
     elif path.is_dir() and not folder.is_dataset(path, tables=not is_folder):
         found = partial(folder.list_splits, path), partial(folder.open_folder, path)
     else:
@@ -92,9 +92,9 @@ def _splits_of(module: Any, place: str) -> list[str]:
     return list(module.list_splits(place)) if hasattr(module, "list_splits") else []
 
 
-def _opened(module: Any, place: str, split: str | None) -> Source:
+def _opened(module: Any, spec: str, place: str, split: str | None) -> Source:
     if split is not None and not hasattr(module, "list_splits"):
-        raise UserError(f"{place}: no split '{split}' and no other; a source with splits defines list_splits")
+        find_split(spec, split, [])
     source: Source = module.open_images(place, split)
     return source
 
