@@ -44,7 +44,10 @@ def test_the_configuration_of_a_module_comes_before_an_inherited_one(
     ("code", "words"),
     [
         ("class Evaluator(base.Evaluator):\n    title = 'Own'", "defines no Evaluator; its Evaluator lacks fit"),
-        ("class Config(base.Config): ...\nclass Evaluator: ...", r"Config has no seeds; derive it from .*LabeledConfig"),
+        (
+            "class Config(base.Config): ...\nclass Evaluator: ...",
+            r"Config has no seeds; derive it from .*LabeledConfig",
+        ),
         ("class Config(base.LabeledConfig): ...\nclass Evaluator: ...", "has no title"),
     ],
 )

@@ -58,9 +58,9 @@ def inspect(
     preparation = settings.data if settings else DataConfig(train=shards)
     preparation = preparation.model_copy(update={"remote": remote} if remote else {})
     resampling = settings.encoder.position_resampling if settings else "timm"
-    opened, device = open_shards(shards, preparation.remote), device or make_accelerator().device
-    saved = checkpoint.newest_of(weights)
+    saved, device = checkpoint.newest_of(weights), device or make_accelerator().device
     model = factory.require_vit(factory.load(saved or weights), "ssl-vit inspect")
+    opened = open_shards(shards, preparation.remote)
     if image_size:
         model = factory.at_size(model, image_size, resampling)
     unknown = settings is not None and isinstance(settings.objective, UnknownObjective)

@@ -51,8 +51,9 @@ def evaluate(
     per_class: Annotated[bool, typer.Option("--per-class", help="Print the accuracy of every class too.")] = False,
     overrides: Annotated[list[str] | None, typer.Argument(help="Evaluator keys.", metavar="key=value")] = None,
 ) -> None:
-    """Evaluate an encoder and its references, an untrained encoder and raw pixels. Stores the results in RUN/results.
-    `ssl-vit eval EVALUATOR --help` lists the keys of an evaluator.
+    """Evaluate an encoder and, where the evaluator has them, its references: an untrained encoder (for fine_tune,
+    training from scratch) and raw pixels. Stores the results in RUN/results. `ssl-vit eval EVALUATOR --help` lists the
+    keys of an evaluator.
 
     Example: `ssl-vit eval runs/ssl few_shot --data my_images "labels_per_class=[1,5]"`
     """

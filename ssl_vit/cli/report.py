@@ -49,7 +49,7 @@ def report(
 
 
 def recipes() -> None:
-    """List the shipped recipes by family, and the suites of datasets, each with its first sentence.
+    """List the shipped recipes by family, and the suites of datasets: name, command (train or compare), first sentence.
 
     Example: `ssl-vit recipes`
     """
@@ -62,10 +62,25 @@ def recipes() -> None:
         families.setdefault(path.parent.name, {})[name] = path
     for family, paths in families.items():
         print(f"\n{family}{', for --suite' if family == 'suites' else ''}:")
+        column = max(map(len, paths))
         for name, path in paths.items():
             comment = takewhile(lambda line: line.startswith("# "), path.read_text().splitlines())
             head = " ".join(line[1:].strip() for line in comment)
             sentences = re.split(r"(?<=[.?])(?<!al\.)\s", head)
             about = " ".join(sentences[: 1 + sentences[0].endswith("?")])  # a question, and what it is about
-            print(textwrap.fill(f"{name:28s} {about}", width, subsequent_indent=" " * 29, break_on_hyphens=False))
+            command = "" if family == "suites" else f"{_command(path):8s}"
+            line, indent = f"{name:{column}s} {command}{about}", " " * (column + 1 + len(command))
+            print(textwrap.fill(line, width, subsequent_indent=indent, break_on_hyphens=False))
     print(f"\nfiles: {recipe_files.recipes_folder()}")
+
+
+def _command(path: Path) -> str:
+    """The command that runs a shipped recipe."""
+    import yaml
+
+    from ssl_vit import recipe as recipe_files
+
+    content = yaml.safe_load(path.read_text())
+    while "arms" not in content and content.get("base"):
+        content = yaml.safe_load(recipe_files.shipped()[content["base"]].read_text())
+    return "compare" if "arms" in content else "train"

@@ -149,7 +149,7 @@ def labels_of(shards: ShardSet) -> np.ndarray:
             if label is not None:
                 labels[first + position] = label
     if (labels < 0).all():
-        raise UserError(f"{shards.spec}: no sample has a label (.cls); evaluation needs labeled shards")
+        raise UserError(f"{shards.spec}: the images have no labels; put them into one subfolder per class")
     return labels
 
 

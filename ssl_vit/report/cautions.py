@@ -159,10 +159,11 @@ def _one_length(comparison: Comparison, head: Difference) -> Iterator[str]:
     if fixed := [label for label, lengths in tried.items() if len(lengths) < 2]:
         reason = "Training from scratch often needs a longer one than a pretrained encoder. " * (scratch and not more)
         of = f" of {joined(fixed)}" if len(fixed) < len(tried) else ""
-        yield (
-            f"no sweep selected the length of fine-tuning{of}{given}. {reason}The difference may depend on it; give "
-            f"several lengths with evaluators.{head.place.evaluator}.sweep.training.steps."
-        )
+        other = f"give several lengths with evaluators.{head.place.evaluator}.sweep.training.steps"
+        if more:  # the compute would not be equal any more
+            other = "compare other lengths in comparisons of their own"
+        reason += f"The difference may depend on it; {other}."
+        yield f"no sweep selected the length of fine-tuning{of}{given}. {reason}"
     elif len({*tried.values()}) > 1:
         yield f"the arms select the length of fine-tuning from different ones{given}."
 

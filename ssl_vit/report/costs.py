@@ -55,19 +55,21 @@ def compute(comparison: Comparison, head: Difference) -> list[str]:
     if not ours:
         return []
     baseline = comparison.spoken(head.against)
-    ratio = f", {ours / theirs:.3g} times those of {baseline}" if theirs else f"; {baseline} used none"
-    said = (
-        f"Compute: with all seeds and sweeps, {comparison.spoken(head.arm)} took {ours:.3g} FLOPs of training{ratio}."
-    )
+    ratio = f", {_times(ours / theirs)} times as many as {baseline}" if theirs else f"; {baseline} used none"
+    said = f"Compute: with all seeds and sweeps, {comparison.spoken(head.arm)} used {ours:.3g} training FLOPs{ratio}."
     if theirs and comparison.record.evaluators[head.place.evaluator].trains_encoder:
         one, other = (_one_run(comparison, head.place, arm) for arm in arms)
-        said += f" Per run, one pretraining and one fine-tuning, the ratio is {one / other:.3g}." if other else ""
+        said += f" Per run (one pretraining and one fine-tuning) {_times(one / other)} times." if other else ""
         equal = head.arm in (arm.compute_of for arm in comparison.record.arms)
         kinds = {arm.name: arm.kind for arm in comparison.record.arms}
         trained = (kinds.get(head.arm), kinds.get(head.against)) == ("pretrained", "scratch")
         if head.outcome == "better" and one > _MORE * other and trained and not equal:
             said += f" With as much compute, {baseline} may be as accurate: add an arm with compute_of: {head.arm}."
     return [said]
+
+
+def _times(ratio: float) -> str:
+    return f"{ratio:.2f}" if 0.1 <= ratio < 10 else f"{ratio:.3g}"
 
 
 def _one_run(comparison: Comparison, place: EvaluationKey, arm: str) -> float:

@@ -12,7 +12,7 @@ from pydantic_core import to_json
 from ssl_vit.interfaces import without_credentials
 from ssl_vit.report.costs import costs
 from ssl_vit.report.read import Comparison
-from ssl_vit.report.runs import flat, text
+from ssl_vit.report.runs import flat, text, used
 from ssl_vit.report.summary import summarize
 from ssl_vit.report.tables import Shown, all_tables, sweep_table
 from ssl_vit.report.verdict import interval, notes, verdict
@@ -35,13 +35,15 @@ def export(comparison: Comparison, form: str) -> str:
     shown, mark = {"markdown": (markdown, ""), "latex": (latex, "% ")}[form]
     tables = [*all_tables(comparison, summary), sweep_table(comparison)]
     texts = [shown(table) for table in tables if len(table.frame)]
-    sentences = [
+    title = comparison.record.title or comparison.record.name
+    first = [
+        f"# {title}" if form == "markdown" else title,
         *verdict(comparison, summary),
         interval(comparison, summary),
-        *notes(comparison),
-        *provenance(comparison),
     ]
-    return without_credentials("\n".join([*texts, *(f"{mark}{' '.join(note.split())}\n" for note in sentences)]))
+    last = [*notes(comparison), *provenance(comparison)]
+    before, after = ([f"{mark}{' '.join(note.split())}\n" for note in part] for part in (first, last))
+    return without_credentials("\n".join([*before, *texts, *after]))
 
 
 def as_json(comparison: Comparison) -> JsonValue:
@@ -86,10 +88,21 @@ def environments(comparison: Comparison) -> dict[str, dict[str, str]]:
     """Versions, hardware and commit of the finished tasks, as far as they are known."""
     tasks = [json.dumps(task.environment, sort_keys=True) for task in comparison.tasks.values()]
     counts = Counter(task for task in tasks if task != "{}")
-    return {
+    known = {
         "all tasks" if count == len(tasks) else f"{count} of {len(tasks)} tasks ({number})": flat(json.loads(task))
         for number, (task, count) in enumerate(counts.items(), 1)
     }
+    if known and (unknown := len(tasks) - counts.total()):
+        known[f"{unknown} of {len(tasks)} tasks"] = {"environment": "not recorded"}
+    return known
+
+
+def seeds(comparison: Comparison) -> list[str]:
+    """The seeds that evaluators used, a sentence per kind of evaluator."""
+    record = comparison.record
+    kinds = {evaluator.trains_encoder for evaluator in record.evaluators.values()}
+    lines = [f"Seeds of fine-tuning: {text(record.seeds)}."] if True in kinds else []
+    return lines + ([f"Seeds on frozen features: {text(record.frozen_seeds)}."] if False in kinds else [])
 
 
 def provenance(comparison: Comparison) -> list[str]:
@@ -97,16 +110,14 @@ def provenance(comparison: Comparison) -> list[str]:
     record, times = comparison.record, sorted(filter(None, comparison.saved))
     lines = [f"{record.title} ({record.name}). {record.command}".strip()]
     lines += [f"Results were saved from {times[0]} to {times[-1]}."] if times else []
-    used = [f"{name}: {text(one.samples)} images, {one.source or one.path}" for name, one in record.data.items()]
-    lines += [f"Images: {'; '.join(used)}."] if used else []
-    kinds = {evaluator.trains_encoder for evaluator in record.evaluators.values()}
-    lines += [f"Seeds of fine-tuning: {text(record.seeds)}."] if True in kinds else []
-    lines += [f"Seeds on frozen features: {text(record.frozen_seeds)}."] if False in kinds else []
+    read = [f"{name}: {text(one.samples)} images, {one.source or one.path}" for name, one in record.data.items()]
+    lines += [f"Images: {'; '.join(read)}."] if read else []
+    lines += seeds(comparison)
     for name, values in environments(comparison).items():
         lines.append(f"Environment of {name}: " + ", ".join(f"{key} {value}" for key, value in values.items()))
     for evaluator in record.evaluators.values():
         lines += [
-            f"Settings of {evaluator.title} on {data}: {json.dumps(settings)}"
+            f"Settings of {evaluator.title} on {data}: {json.dumps(used(settings))}"
             for data, settings in evaluator.settings.items()
         ]
     return lines

@@ -7,6 +7,7 @@ import io
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from PIL import Image
@@ -88,7 +89,12 @@ def _test_shards(comparison: Comparison, data: str) -> ShardSet:
     parts = [part for key, part in every if key == name or key.startswith(f"{name} of fold ")]
     if remote := [part.path for part in parts if "://" in part.path]:
         raise UserError(f"{remote[0]} is remote")
-    opened = open_shards([part.path for part in parts])
+    try:
+        opened = open_shards([part.path for part in parts])
+    except UserError:
+        if all(Path(part.path).is_absolute() for part in parts):
+            raise
+        raise UserError(f"{parts[0].path} is not found from here; run `ssl-vit report` where `compare` ran") from None
     if opened.samples != sum(part.samples or 0 for part in parts):
         raise UserError(f"{opened.spec} holds other images now")
     return opened

@@ -30,10 +30,10 @@ from ssl_vit.report.plots import (
     styles_of,
 )
 from ssl_vit.report.read import Comparison, read
-from ssl_vit.report.runs import flat, metric_name, pictures
+from ssl_vit.report.runs import OBJECTIVES, flat, metric_name, pictures, used
 from ssl_vit.report.summary import Accuracy, EvaluationKey, Summary, summarize
 from ssl_vit.report.tables import Shown
-from ssl_vit.report.verdict import interval, notes, verdict
+from ssl_vit.report.verdict import interval, notes, several_budgets, verdict
 
 _DETAILED = 6  # sections with pictures and classes: the page stays small
 _CONFUSIONS = 6  # arms with a confusion matrix
@@ -104,6 +104,7 @@ def page(comparison: Comparison) -> str:
         self_test=tables.self_test_table(comparison),
         costs=tables.cost_table(comparison),
         losses=list(_losses(comparison, styles)),
+        seeds=export.seeds(comparison),
         pictures=list(_pictures(comparison)),
         sweeps=tables.sweep_table(comparison),
         data=tables.columns("Data", {name: _data(one) for name, one in record.data.items()}),
@@ -124,7 +125,7 @@ def _section(
     curves = {comparison.label(arm): (styles[arm], one) for arm, one in calibration.items()}
     return Section(
         title=tables.place_title(comparison, place),
-        settings=flat(comparison.record.evaluators[place.evaluator].settings.get(place.data, {})),
+        settings=flat(used(comparison.record.evaluators[place.evaluator].settings.get(place.data, {}))),
         figures=list(_figures(comparison, summary, styles, place)),
         tables=tables.place_tables(comparison, summary, place),
         classes=by_class,
@@ -172,7 +173,8 @@ def _figures(
         curves = [curve._replace(label=f"minus {label(curve.label)}") for curve in curves]
         figure = accuracy_curve(curves, axis, "difference, points", {"_zero": 0.0})
         confidence = f"{100 * comparison.confidence:.3g}%"
-        yield figure, f"{label(tested)} minus each other arm; band or bar: adjusted {confidence} interval."
+        adjusted = "adjusted " * several_budgets(differences)
+        yield figure, f"{label(tested)} minus each other arm; band or bar: {adjusted}{confidence} interval."
 
 
 def _studies(comparison: Comparison, summary: Summary) -> Iterator[tuple[str, Markup, str]]:
@@ -196,14 +198,16 @@ def _studies(comparison: Comparison, summary: Summary) -> Iterator[tuple[str, Ma
             )
 
 
-def _losses(comparison: Comparison, styles: Styles) -> Iterator[tuple[str, Markup]]:
-    """(objective, figure): losses of different objectives are different quantities and never share axes."""
+def _losses(comparison: Comparison, styles: Styles) -> Iterator[tuple[str, Markup, str]]:
+    """(objective, figure, caption): losses of different objectives are different quantities and never share axes."""
     objectives = {arm: run.objective for arm, run in comparison.runs.items()}
     for objective in dict.fromkeys(objectives.values()):
         arms = [arm for arm in comparison.runs if objectives[arm] == objective]
         runs = {comparison.label(arm): (styles[arm], comparison.runs[arm].losses) for arm in arms}
         if figure := loss_curves(runs):
-            yield objective, figure
+            constant = any(frame["constant_loss"].notna().any() for _, frame in runs.values())
+            dashed = " Dashed: the constant baseline, the best prediction that is the same for every patch." * constant
+            yield OBJECTIVES.get(objective, objective.replace("_", " ")), figure, f"Training loss.{dashed}"
 
 
 def _pictures(comparison: Comparison) -> Iterator[tuple[str, tuple[Path, ...], tuple[str, ...]]]:

@@ -25,7 +25,9 @@ PICTURES = (
     *("reconstructions", "embedding_map", "nearest_neighbors", "attention_rollout", "attention_distance"),
     *("feature_map", "filters", "position_similarity"),
 )
-OBJECTIVES = {"masked_patch": "masked patch prediction", "lejepa": "LeJEPA"}
+OBJECTIVES = {"masked_patch": "masked patch prediction", "masked_autoencoder": "MAE", "lejepa": "LeJEPA"}
+# Keys of `training` that evaluators do not use: the precision is that of the encoder.
+_UNUSED = ("precision", "timeout", "trackers", "log_every", "checkpoint_every", "picture_every", "keep_last")
 REFERENCES: dict[ReferenceKind, str] = {
     "untrained": "the untrained encoder",
     "pixels": "raw pixels",
@@ -121,12 +123,22 @@ def flat(settings: Mapping[str, object]) -> dict[str, str]:
     return {key: text(value) for key, value in flatten(dict(settings)).items()}
 
 
+def used(settings: Mapping[str, object]) -> dict[str, object]:
+    """The settings of an evaluator by dotted key, without keys that have no effect, or that a sweep sets."""
+    given = flatten(dict(settings))
+    return {
+        key: value
+        for key, value in given.items()
+        if given.get(f"sweep.{key}") is None and not any(key.startswith(f"training.{name}") for name in _UNUSED)
+    }
+
+
 def text(value: object) -> str:
     """A value as the text of a cell; "–" for None."""
     if isinstance(value, list | tuple):
         return ", ".join(map(text, value))
     if isinstance(value, float):
-        return f"{value:.4g}" if abs(value) < 9999.5 else f"{value:,.0f}" if abs(value) < 1e7 else f"{value:.3g}"
+        return f"{value:.4g}" if abs(value) < 999.95 else f"{value:,.0f}" if abs(value) < 1e7 else f"{value:.2e}"
     if isinstance(value, Integral) and not isinstance(value, bool):
         return f"{int(value):,}"
     return "–" if value is None else str(value)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from scipy.integrate import trapezoid
@@ -18,6 +19,7 @@ from scipy.special import ndtr
 from scipy.stats import norm
 
 from ssl_vit.records import ComparisonRecord
+from ssl_vit.report.statistics import Estimate, plan
 from ssl_vit.results import Table
 
 MOST_LOOKS = 4  # each look widens the interval; each but the first adds at least a third of the seeds still allowed
@@ -90,3 +92,25 @@ def _excess(z: float, grid: np.ndarray, density: np.ndarray, edge: float, scale:
 def _integral(values: np.ndarray, grid: np.ndarray) -> np.ndarray:
     """Over the last axis; of a single point its value."""
     return values[..., 0] if len(grid) == 1 else np.asarray(trapezoid(values, grid))
+
+
+def most_seeds(
+    estimate: Estimate, seeds: int, units: int, *, margin: float, tests: int, confidence_now: float
+) -> int | None:
+    """The number of seeds that would decide a headline at the last of the most looks that there may be, if the estimate
+    stays the same. None: no number would.
+
+    seeds: how many there are. units: more seeds or pretrainings that would decide without looks.
+    margin: of equivalence. tests: number of headlines. confidence_now: before it is adjusted for their number.
+    """
+    share = (1 - estimate.confidence) / (1 - confidence_now)
+    per = seeds // estimate.units
+    most, enough = seeds + per * units, seeds
+    while enough < most:
+        enough = most
+        level = confidence([*np.linspace(seeds / most, 1, MOST_LOOKS)], tests)
+        more, _ = plan(replace(estimate, confidence=1 - (1 - level) * share), margin, tests, level)
+        if more is None:
+            return None
+        most = seeds + per * more
+    return enough

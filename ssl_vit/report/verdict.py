@@ -5,9 +5,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
-
-import numpy as np
 
 from ssl_vit.evaluators import ALL, budget_words
 from ssl_vit.overrides import flatten
@@ -43,13 +40,16 @@ def interval(comparison: Comparison, summary: Summary) -> str:
     if any(len(values) > 1 for values in tried):
         sentence += " Probes of frozen features select their settings anew for each seed, which the interval covers."
     if not comparison.separate:
-        sentence += (
-            " The recipe declares the headline alone; all other differences are exploratory, without adjustment for "
-            "the number of pairs of arms. Whether the recipe was changed after results had been seen is not recorded. "
-            "Differences at several label budgets, or headlines of several datasets, have intervals adjusted for their "
-            "number (Holm): one excludes zero where Holm's test rejects. They are called equivalent where Bonferroni's "
-            "interval, which is wider, lies within the margin."
-        )
+        sentence += " The recipe declares the headline alone"
+        if len({(row.arm, row.against) for row in summary.means}) > 1:
+            sentence += "; all other differences are exploratory, without adjustment for the number of pairs of arms"
+        sentence += ". Whether the recipe was changed after results had been seen is not recorded."
+        if len(comparison.record.metrics) > 1 or several_budgets(summary.differences):
+            sentence += (
+                " Differences at several label budgets, or headlines of several datasets, have intervals adjusted for "
+                "their number (Holm): one excludes zero where Holm's test rejects. They are called equivalent where "
+                "Bonferroni's interval, which is wider, lies within the margin."
+            )
     if comparison.record.max_seeds:
         sentence += f" Intervals of differences have {100 * comparison.confidence:.1f}% confidence, for the looks."
     said = {arm for head in summary.headlines for arm in head.fixed}
@@ -58,6 +58,12 @@ def interval(comparison: Comparison, summary: Summary) -> str:
         named = joined(once)
         sentence += f" It does not cover other pretrainings or initializations of {named}: there is only one of each."
     return sentence
+
+
+def several_budgets(differences: Sequence[Difference]) -> bool:
+    """Whether two arms are compared at several label budgets of one dataset and evaluator."""
+    pairs = [(row.place, row.arm, row.against) for row in differences]
+    return len(pairs) > len({*pairs})
 
 
 def has_headline(comparison: Comparison) -> bool:
@@ -82,8 +88,8 @@ def verdict(comparison: Comparison, summary: Summary) -> list[str]:
         if len(budgets) > 1:
             sizes = [f"{row.labels_per_class}: {points(row.estimate)} ({row.outcome})" for row in budgets]
             about_head.append(f"By labels per class: {', '.join(sizes)}.")
-        about_head += [*_variance(comparison, head), *compute(comparison, head)]
-        about_head += _other_arms(comparison, summary, head)
+        about_head += [*compute(comparison, head), *_other_arms(comparison, summary, head)]
+        about_head += _variance(comparison, head)
         several = len(comparison.record.metrics) > 1
         if comparison.record.quick:
             about_head[0] = f"{QUICK} {about_head[0]}"
@@ -125,7 +131,7 @@ def _saw_held_out(comparison: Comparison) -> Iterator[str]:
     if arms and (any(len(values) > 1 for values in tried) or any(task.kind == "sweep" for task in record.tasks)):
         of = {arm.name: f" of {joined(arm.saw)}" if several else "" for arm in arms}
         named = [f"{arm.label} ({'with' if arm.uses_labels else 'without'} labels{of[arm.name]})" for arm in arms]
-        yield f"Pretraining may have used training images that settings are selected on: {joined(named)}."
+        yield f"Pretraining may have used training images that settings are selected on: {'; '.join(named)}."
 
 
 def _own_settings(comparison: Comparison) -> Iterator[str]:
@@ -214,28 +220,18 @@ def _plan(comparison: Comparison, head: Difference) -> str:
     if record.max_seeds:
         left = f"{record.max_seeds - head.seeds:,} of at most {record.max_seeds:,} seeds are left"
         return f"{sentence} The next look has another confidence level, so more or fewer may be needed; {left}."
-    if not units or (most := _most_seeds(comparison, head, units)) is None:
+    tests, now = len(record.metrics), comparison.confidence
+    most = units and sequential.most_seeds(
+        head.estimate, head.seeds, units, margin=record.margin, tests=tests, confidence_now=now
+    )
+    if not most:
         return sentence
     added = f"{name} or seeds" if head.unit == "pretraining" else name
-    advice = f"`--until-decided --max-seeds {most}` adds {added}; each look at the results widens the interval"
-    return f"{sentence} {advice}. This report is a look; to keep the 5%, run a new comparison with other seeds."
-
-
-def _most_seeds(comparison: Comparison, head: Difference, units: int) -> int | None:
-    """The number of seeds that would decide a headline at the last of the most looks that there may be, if the estimate
-    stays the same. None: no number would. units: more seeds or pretrainings that would decide without looks."""
-    tests, share = len(comparison.record.metrics), (1 - head.estimate.confidence) / (1 - comparison.confidence)
-    per = head.seeds // head.estimate.units
-    most, enough = head.seeds + per * units, head.seeds
-    while enough < most:
-        enough = most
-        confidence = sequential.confidence([*np.linspace(head.seeds / most, 1, sequential.MOST_LOOKS)], tests)
-        estimate = replace(head.estimate, confidence=1 - (1 - confidence) * share)
-        more, _ = plan(estimate, comparison.record.margin, tests, confidence)
-        if more is None:
-            return None
-        most = head.seeds + per * more
-    return enough
+    return (
+        f"{sentence} To decide, start a new comparison with other seeds, such as one with `--until-decided "
+        f"--max-seeds {most}`: it adds {added} step by step, with wider intervals. Adding seeds to this comparison "
+        "after its report was read raises the error rate above 5%."
+    )
 
 
 def _efficiency(comparison: Comparison, row: Efficiency) -> str:

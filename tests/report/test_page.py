@@ -145,7 +145,7 @@ def test_losses_of_unfinished_runs_with_other_objectives_do_not_share_axes(tmp_p
         (run / "summary.json").unlink()
         (run / "recipe.yaml").write_text(f"objective:\n  name: {objective}\n")
     text = Page(write_report(runs, tmp_path / "report.html")).text
-    assert "Objective: masked_patch" in text and "Objective: lejepa" in text
+    assert "Objective: masked patch prediction" in text and "Objective: LeJEPA" in text
 
 
 def test_little_still_makes_a_page(tmp_path: Path) -> None:

@@ -74,7 +74,7 @@ def test_costs_fit_80_columns(tmp_path: Path) -> None:
     assert cells["Sweeps, images"] == ["128", "–", "–"]
     assert cells["Evaluation, images"] == ["384", "384", "192"]
     assert cells["Total, images"] == ["1,152", "384", "832"]
-    assert cells["Total, FLOPs"] == ["1.4e+10", "6e+09", "9e+09"]
+    assert cells["Total, FLOPs"] == ["1.40e+10", "6.00e+09", "9.00e+09"]
     # Four processes pretrained for half an hour; the rest ran on one: 6 rows of 2 seconds and a sweep of 3.
     assert cells["Total, device-hours"] == ["2.004", "0.003333", "2.002"]
 

@@ -144,6 +144,7 @@ def open_set(folder: Path) -> Info | None:
     if not any(folder.glob(TARS)):
         inside = [path.parent.name for path in sorted(folder.glob(f"*/{INFO}"))]
         hint = f"name one of its parts: {', '.join(inside)}" if inside else "name a folder of .tar shards"
-        what = "no shards here" if folder.is_dir() else "not a folder" if folder.exists() else "no such folder"
-        raise UserError(f"{folder}: {what}; {hint}")
+        if not folder.exists():
+            raise UserError(f"{folder}: no such folder")
+        raise UserError(f"{folder}: {'no shards here' if folder.is_dir() else 'not a folder'}; {hint}")
     return None

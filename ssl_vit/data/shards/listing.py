@@ -17,7 +17,10 @@ from ssl_vit.files import expanded
 from ssl_vit.interfaces import UserError
 
 TAR = re.compile(r"[^.].*\.(tar(\.(gz|bz2|xz|zst))?|tgz)")  # not a.tar.md5; compressed ones have a message
-_MAKE_THEM = "name images (a folder, a parquet file, hf:NAME), or make shards with `ssl-vit shards make SOURCE OUT`"
+_MAKE_THEM = (
+    "name images (data=PLACE, or --data: a folder, a parquet file, hf:NAME), or make shards with `ssl-vit shards make "
+    "SOURCE OUT`"
+)
 
 
 def file_name(url: str) -> str:
