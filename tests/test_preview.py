@@ -92,7 +92,7 @@ def test_a_dry_run_refuses_what_the_run_would(few_digits: Path, tmp_path: Path) 
     images = [f"data.train={tmp_path}/images", "training.batch_size=1", "data.lanes=1"]
     with pytest.raises(UserError, match=r"0\.png.*data\.on_bad_sample=fail"):
         dry_run(run, *images, "data.on_bad_sample=fail")
-    with pytest.raises(UserError, match=r"images: no sample has a label"):
+    with pytest.raises(UserError, match=r"images: the images have no labels"):
         dry_run(run, *images, "probe.every=1")
     steps = "training.steps=1"
     ssl_vit.train("digits_ssl", data={"train": str(few_digits / "train")}, run=tmp_path / "run", training={"steps": 1})
