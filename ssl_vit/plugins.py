@@ -65,9 +65,12 @@ def load(kind: Kind, name: str) -> Any:
     """
     package, member, word = _KINDS[kind]
     try:
-        if name.isidentifier() and hasattr(module := importlib.import_module(f"{package}.{name}"), member):
-            _check(module, "", member, f"{word} '{name}'")
-            return module
+        if name.isidentifier():
+            module = importlib.import_module(f"{package}.{name}")
+            own = getattr(getattr(module, member, None), "__module__", "") == module.__name__ and name != "base"
+            if own or _defines(module, member):  # not one that imports a base class
+                _check(module, "", member, f"{word} '{name}'")
+                return module
     except ModuleNotFoundError as error:
         if error.name != f"{package}.{name}":
             raise

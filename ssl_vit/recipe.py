@@ -274,7 +274,7 @@ def validate(model: type[T], content: Any, origin: str = "", section: str = "", 
             if problem["type"] == "extra_forbidden":
                 close = get_close_matches(keys[-1], _fields(model, keys[:-1]), n=1)
                 hint = f"; did you mean '{close[0]}'?" if close else f"; known: {', '.join(_fields(model, keys[:-1]))}"
-                if "arms" in model.model_fields and not section and keys[0] in Recipe.model_fields.keys() - {"data"}:
+                if "arms" in model.model_fields and not section and keys[0] in ("training", "optim", "encoder"):
                     hint = f"; for the arms' training recipes write arms.*.{keys[0]}"
                 lines.append(f"{where}: unknown key{hint}")
             elif problem["type"] == "missing":

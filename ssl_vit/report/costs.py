@@ -59,7 +59,9 @@ def compute(comparison: Comparison, head: Difference) -> list[str]:
     said = f"Compute: with all seeds and sweeps, {comparison.spoken(head.arm)} used {ours:.3g} training FLOPs{ratio}."
     if theirs and comparison.record.evaluators[head.place.evaluator].trains_encoder:
         one, other = (_one_run(comparison, head.place, arm) for arm in arms)
-        said += f" Per run (one pretraining and one fine-tuning) {_times(one / other)} times." if other else ""
+        if other:
+            per_run = "a fine-tuning and, of pretrained arms, a pretraining"
+            said += f" Per run ({per_run}), {_times(one / other)} times as many."
         equal = head.arm in (arm.compute_of for arm in comparison.record.arms)
         kinds = {arm.name: arm.kind for arm in comparison.record.arms}
         trained = (kinds.get(head.arm), kinds.get(head.against)) == ("pretrained", "scratch")

@@ -98,11 +98,15 @@ def environments(comparison: Comparison) -> dict[str, dict[str, str]]:
 
 
 def seeds(comparison: Comparison) -> list[str]:
-    """The seeds that evaluators used, a sentence per kind of evaluator."""
+    """The seeds of a comparison, a sentence per use."""
     record = comparison.record
     kinds = {evaluator.trains_encoder for evaluator in record.evaluators.values()}
-    lines = [f"Seeds of fine-tuning: {text(record.seeds)}."] if True in kinds else []
-    return lines + ([f"Seeds on frozen features: {text(record.frozen_seeds)}."] if False in kinds else [])
+    used_for = {"of fine-tuning": record.seeds} if True in kinds else {}
+    if not used_for and record.pretrainings > 1:
+        used_for = {"of pretraining": record.seeds[: record.pretrainings]}
+    if False in kinds:
+        used_for["on frozen features"] = record.frozen_seeds
+    return [f"Seeds {use}: {', '.join(map(str, numbers))}." for use, numbers in used_for.items()]
 
 
 def provenance(comparison: Comparison) -> list[str]:

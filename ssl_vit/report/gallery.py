@@ -92,9 +92,10 @@ def _test_shards(comparison: Comparison, data: str) -> ShardSet:
     try:
         opened = open_shards([part.path for part in parts])
     except UserError:
-        if all(Path(part.path).is_absolute() for part in parts):
+        gone = [part.path for part in parts if not Path(part.path).is_absolute() and not Path(part.path).exists()]
+        if not gone:
             raise
-        raise UserError(f"{parts[0].path} is not found from here; run `ssl-vit report` where `compare` ran") from None
+        raise UserError(f"{gone[0]} is not found from here; run `ssl-vit report` where `compare` ran") from None
     if opened.samples != sum(part.samples or 0 for part in parts):
         raise UserError(f"{opened.spec} holds other images now")
     return opened

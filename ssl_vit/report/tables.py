@@ -155,8 +155,10 @@ def cost_table(comparison: Comparison) -> Shown:
         column = {f"{stage}, {name}": total[unit].get(stage) for stage in STAGES for unit, name in UNITS.items()}
         spent_there = [text(column.get(name)) for name in frame.index]
         frame.insert(len(frame.columns), "Not an arm", spent_there, allow_duplicates=True)
-    winners = " (with the first seed's fine-tuning, their winner)" * bool(comparison.sweeps)
-    title = f"Cost: all pretrainings; all sweeps{winners}; all other trainings of evaluators"
+    title = "Cost: all pretrainings; all sweeps; all other trainings of evaluators"
+    swept = {task.id for task in comparison.record.tasks if task.kind == "sweep"}
+    if any(file.stem in swept for file in comparison.measured.files):
+        title += ". The run that wins a sweep is the first seed's result, and counted under Sweeps"
     if comparison.record.jobs > 1:
         title += f". Seconds were measured with {comparison.record.jobs} tasks side by side"
     if begun := [f"{arm.label} ({arm.starts_from})" for arm in comparison.record.arms if arm.starts_from]:

@@ -40,8 +40,8 @@ def interval(comparison: Comparison, summary: Summary) -> str:
     if any(len(values) > 1 for values in tried):
         sentence += " Probes of frozen features select their settings anew for each seed, which the interval covers."
     if not comparison.separate:
-        sentence += " The recipe declares the headline alone"
-        if len({(row.arm, row.against) for row in summary.means}) > 1:
+        sentence += " The recipe declares the headline"
+        if len(summary.means) > len(summary.headlines):
             sentence += "; all other differences are exploratory, without adjustment for the number of pairs of arms"
         sentence += ". Whether the recipe was changed after results had been seen is not recorded."
         if len(comparison.record.metrics) > 1 or several_budgets(summary.differences):

@@ -70,7 +70,7 @@ def test_label_efficiency_and_compute(folder: Path) -> None:
     ), "half way between 5 and 20 on a logarithmic axis"
     # One pretraining of 6e9 and 9 fine-tunings of 1e9, against 9 of these.
     assert "used 1.5e+10 training FLOPs, 1.67 times as many as training from scratch. Per run " in text
-    assert "7.00 times. With as much compute, training from scratch may be as accurate" in text
+    assert "7.00 times as many. With as much compute, training from scratch may be as accurate" in text
     assert "add an arm with compute_of: ssl" in text
 
 
@@ -156,7 +156,7 @@ def test_the_interval_is_described_by_the_units_and_the_confidence_that_were_use
     assert text.endswith(f"Intervals of differences have {100 * (1 - levels[-1]):.1f}% confidence, for the looks.")
     assert "confidence" not in described("none", two_arms(0.2))
     alone = described("one", two_arms(0.2, budgets=(5,)))
-    assert "headline alone" in alone and "xploratory" not in alone and "Holm" not in alone
+    assert "declares the headline." in alone and "xploratory" not in alone and "Holm" not in alone
     others = [*two_arms(0.2), *(replace(one, arm="supervised") for one in two_arms(0.1) if one.arm == "ssl")]
     more = described("others", others, arms=(*ARMS, SUPERVISED))
     assert "all other differences are exploratory" in more and "Holm" in more
@@ -467,7 +467,7 @@ def test_the_advised_maximum_counts_seeds_also_where_pretrainings_are_added(fold
 def test_the_compute_of_a_headline_is_known_although_another_arm_has_imported_weights(folder: Path) -> None:
     given = ArmRecord(name="given", label="given", kind="weights", run="w", starts_from="my.safetensors")
     rows = [*two_arms(0.2), *(replace(one, arm="given") for one in two_arms(0.3) if one.arm == "ssl")]
-    assert f"{COMPUTE} 1.2e+10 FLOPs" in said(folder, rows, arms=(*ARMS, given))
+    assert f"{COMPUTE} 1.2e+10 training FLOPs" in said(folder, rows, arms=(*ARMS, given))
 
 
 def test_the_difference_with_equal_compute_is_said_once_and_of_the_headline(folder: Path) -> None:
