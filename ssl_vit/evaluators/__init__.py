@@ -11,6 +11,8 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from ssl_vit.interfaces import Config
 
 ALL = "all"
+# Keys of `training` that have no effect in an evaluation.
+UNUSED = ("timeout", "trackers", "log_every", "checkpoint_every", "picture_every", "keep_last")
 # Keys that decide which images an evaluation has.
 SAME_IMAGES = ("labels_per_class", "seeds", "held_out", "held_out_repeats", "sweep_labels_per_class")
 

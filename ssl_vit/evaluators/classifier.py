@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
 from ssl_vit import stage
 from ssl_vit.data import AugmentConfig, DataConfig
-from ssl_vit.evaluators import several
+from ssl_vit.evaluators import UNUSED, several
 from ssl_vit.evaluators.base import Classifier, Evaluator, Scored, SweepConfig, not_given
 from ssl_vit.evaluators.features import ImageSet, extract
 from ssl_vit.interfaces import Diverged, UserError
@@ -98,7 +98,7 @@ class TrainedConfig(SweepConfig):
     def _check_training(cls, training: TrainingConfig) -> TrainingConfig:
         if training.precision != "fp32":
             raise ValueError("precision: it is that of the evaluated encoder's recipe; remove it")
-        for key in ("timeout", "trackers", "log_every", "checkpoint_every", "picture_every", "keep_last"):
+        for key in UNUSED:
             if getattr(training, key) != TrainingConfig.model_fields[key].get_default(call_default_factory=True):
                 raise ValueError(f"{key} has no effect in an evaluation; remove it")
         return training

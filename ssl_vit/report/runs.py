@@ -13,6 +13,7 @@ import pandas as pd
 import yaml
 
 from ssl_vit import records, results
+from ssl_vit.evaluators import UNUSED
 from ssl_vit.files import read_json
 from ssl_vit.interfaces import Metric, UserError
 from ssl_vit.overrides import flatten
@@ -26,8 +27,6 @@ PICTURES = (
     *("feature_map", "filters", "position_similarity"),
 )
 OBJECTIVES = {"masked_patch": "masked patch prediction", "masked_autoencoder": "MAE", "lejepa": "LeJEPA"}
-# Keys of `training` that evaluators do not use: the precision is that of the encoder.
-_UNUSED = ("precision", "timeout", "trackers", "log_every", "checkpoint_every", "picture_every", "keep_last")
 REFERENCES: dict[ReferenceKind, str] = {
     "untrained": "the untrained encoder",
     "pixels": "raw pixels",
@@ -129,7 +128,8 @@ def used(settings: Mapping[str, object]) -> dict[str, object]:
     return {
         key: value
         for key, value in given.items()
-        if given.get(f"sweep.{key}") is None and not any(key.startswith(f"training.{name}") for name in _UNUSED)
+        if given.get(f"sweep.{key}") is None
+        and not any(key.startswith(f"training.{name}") for name in ("precision", *UNUSED))
     }
 
 

@@ -14,8 +14,11 @@ from torch import nn
 
 from ssl_vit.interfaces import UserError
 from ssl_vit.models import EncoderConfig
+from ssl_vit.models.encoder import create
 from ssl_vit.models.factory import at_size, build, fresh, initialize, load, require_vit, state
 from ssl_vit.models.timm_encoder import TimmEncoder
+from ssl_vit.objectives import classification
+from ssl_vit.training.flops import training_flops
 
 Make = Callable[..., Any]
 
@@ -157,3 +160,22 @@ def test_fresh_ones_and_other_sizes(pixels: Make) -> None:
     assert all(torch.equal(a, b) for a, b in zip(state(like).values(), state(larger).values(), strict=True))
     with torch.no_grad():
         assert larger(pixels(larger)).shape == (2, 8, 512)
+
+
+def test_what_a_network_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Networks that a user registered with timm without its `build_model_with_cfg`."""
+    made = timm.create_model
+
+    def without_checkpointing(*arguments: Any, **settings: Any) -> Any:
+        network = made(*arguments, **settings)
+        monkeypatch.delattr(type(network), "set_grad_checkpointing", raising=False)
+        return network
+
+    with monkeypatch.context() as patch:
+        patch.setattr(timm, "create_model", lambda *_, **__: nn.Linear(2, 2))
+        with pytest.raises(UserError, match="test_convnext': no pretrained_cfg"):
+            create("test_convnext", {})
+    monkeypatch.setattr(timm, "create_model", without_checkpointing)
+    encoder = TimmEncoder("test_convnext", {}, 0.5, 0.5, 64)
+    objective = classification.Objective(encoder, classification.Config(head="linear", pooling="mean"), 5)
+    assert training_flops(objective) > 0
