@@ -381,6 +381,8 @@ def test_shipped_comparisons_have_tasks_and_equal_effort_for_all_arms(monkeypatc
         "cifar10_mae_supervised_1000_labels_cpu",
         "cifar10_mae_supervised_cpu",
         "cifar10_mae_long_regularized_cpu",
+        "cifar10_mae_long_regularized_10_labels_cpu",
+        "cifar10_mae_long_regularized_1000_labels_cpu",
         "cifar10_masked_patch_regularized_cpu",
         "cifar10_methods_regularized_cpu",
         "cifar10_all_methods_regularized_cpu",
