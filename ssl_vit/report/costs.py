@@ -47,15 +47,18 @@ def costs(comparison: Comparison, place: EvaluationKey | None = None) -> pd.Data
 
 
 def compute(comparison: Comparison, head: Difference) -> list[str]:
-    """The compute of a headline's arm and of its baseline, in all and per run."""
-    spent, arms = costs(comparison, head.place)["flops"], (head.arm, head.against)
+    """The compute and time of a headline's arm relative to its baseline, in all, and their compute per run."""
+    spent, arms = costs(comparison, head.place), (head.arm, head.against)
     if begun := [comparison.spoken(one.name) for one in comparison.record.arms if one.starts_from and one.name in arms]:
         return [f"Compute: unknown; {joined(begun)} started from pretrained weights."]
-    ours, theirs = (spent.get(("Total", arm), 0.0) for arm in arms)
+    ours, theirs = (spent["flops"].get(("Total", arm), 0.0) for arm in arms)
     if not ours:
         return []
     baseline = comparison.spoken(head.against)
     ratio = f", {_times(ours / theirs)} times as many as {baseline}" if theirs else f"; {baseline} used none"
+    hours, other_hours = (spent["device_hours"].get(("Total", arm), 0.0) for arm in arms)
+    if theirs and hours and other_hours:
+        ratio += f", in {_times(hours / other_hours)} times the device-hours"
     said = f"Compute: with all seeds and sweeps, {comparison.spoken(head.arm)} used {ours:.3g} training FLOPs{ratio}."
     if theirs and comparison.record.evaluators[head.place.evaluator].trains_encoder:
         one, other = (_one_run(comparison, head.place, arm) for arm in arms)
