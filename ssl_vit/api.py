@@ -211,6 +211,8 @@ def evaluate(
     notes = set_notes(context.train, context.test)
     for note in notes:
         context.say(f"note: {note}")
+    if real_labels and metric == "mean_per_class":
+        raise UserError("metric=mean_per_class: an image with several reassessed labels has no one class; use accuracy")
     real = read_real_labels(real_labels, context.test) if real_labels else None
     evaluator = module.Evaluator(config)
     content: dict[str, Any] = {

@@ -123,9 +123,12 @@ _ROW = TypeAdapter(Result)
 COLUMNS = tuple(f.name for f in fields(Result) if f.name != "prediction")
 
 
-def scored(prediction: Prediction) -> dict[str, float]:
-    """`accuracy` and `mean_per_class` of a prediction, for `Result`. Classes without a test image do not count."""
-    classes, index = np.unique(prediction.labels, return_inverse=True)
+def scored(prediction: Prediction, classes: np.ndarray | None = None) -> dict[str, float]:
+    """`accuracy` and `mean_per_class` of a prediction, for `Result`. Classes without a test image do not count.
+
+    classes: int (n,), the class under which each test image counts; None: its label.
+    """
+    classes, index = np.unique(prediction.labels if classes is None else classes, return_inverse=True)
     correct = np.bincount(index, weights=prediction.correct, minlength=len(classes))
     count = np.bincount(index, minlength=len(classes))
     return {"accuracy": float(prediction.correct.mean()), "mean_per_class": float((correct / count).mean())}

@@ -62,6 +62,7 @@ def build(
         _check_compile(accelerator)
     torch.use_deterministic_algorithms(training.deterministic)
     set_seed(settings.seed)
+    encoder_is_given = encoder is not None
     if encoder is None:
         encoder = build_encoder(settings.encoder, settings.init_from)
     if training.checkpoint_activations:
@@ -76,15 +77,17 @@ def build(
     needs_labels = getattr(objective, "needs_labels", False)
     if needs_labels and shards.conflict:
         raise UserError(shards.conflict)
+    noise = objective.noise_per_sample()  # type: ignore[operator]
     preprocess = Preprocess(
         train_transform(encoder.image_size, settings.data.augment),
         encoder.channels,
         count,
-        noise=objective.noise_per_sample(),  # type: ignore[operator]
+        noise=noise,
         flip=settings.data.augment.flip,
         color=color_augment(settings.data.augment),
         views=settings.data.views,
-        seed=settings.seed,
+        # Pretraining without noise would draw the same crops as a fine-tuning on the same images with the same seed.
+        seed=settings.seed if noise or encoder_is_given else settings.seed + 2**31,
         needs_labels=needs_labels,
         max_pixels=settings.data.max_pixels,
     )

@@ -89,8 +89,17 @@ class Jpeg:
             )
         except ValueError:
             return self.whole()[:, top : top + height, left : left + width]
+        top, left, height, width = self._stored_box(top, left, height, width)
         end = (top + height + factor - 1) // factor, (left + width + factor - 1) // factor
-        return upright(_tensor(pixels), self.orientation)[:, top // factor : end[0], left // factor : end[1]]
+        return upright(_tensor(pixels)[:, top // factor : end[0], left // factor : end[1]], self.orientation)
+
+    def _stored_box(self, top: int, left: int, height: int, width: int) -> tuple[int, int, int, int]:
+        """A box of the upright picture in the stored one."""
+        if self.orientation in (2, 3, 6, 7):
+            left = self.width - left - width
+        if self.orientation in (3, 4, 7, 8):
+            top = self.height - top - height
+        return (top, left, height, width) if self.orientation < 5 else (left, top, width, height)
 
 
 def orientation(image: Image.Image) -> int:

@@ -28,7 +28,6 @@ from ssl_vit.results import Prediction
 
 HEAD_SIZE = 64
 _LEAST_STD = 1e-6
-_BACKWARD = 3  # a training step costs three forward passes
 
 
 class Config(FeatureConfig, LabeledConfig, SweepConfig):
@@ -114,8 +113,11 @@ class Evaluator(BaseEvaluator):
             F.cross_entropy(logits, targets_B[rows].to(device)).backward()
             optimizer.step()
             schedule.step()
-        products = tokens_BND.shape[1] * (head.key_value.weight.numel() + 2 * head.query_HE.numel())
-        flops = 2.0 * _BACKWARD * (products + head.classifier.weight.numel()) * steps * batch_size
+        keys_values = tokens_BND.shape[1] * head.key_value.weight.numel()
+        attention = 2 * tokens_BND.shape[1] * head.query_HE.numel()
+        # A step costs three forward passes, that of keys and values two: the tokens need no gradient.
+        products = 2 * keys_values + 3 * (attention + head.classifier.weight.numel())
+        flops = 2.0 * products * steps * batch_size
         cost = Cost(images_seen=steps * batch_size, flops=flops, seconds=round(time.perf_counter() - start, 2))
 
         @torch.no_grad()

@@ -111,7 +111,10 @@ class Evaluator(BaseEvaluator):
     def stage(self, data: DataConfig, encoder: EncoderConfig, images: int, seed: int) -> Recipe:
         c: Config = self.config
         sizes = encoder.model_copy(update={"image_size": c.image_size} if c.image_size else {})
-        return c.recipe("fine_tune", data, sizes, images, seed, c.training.batch_size)
+        batch_size = c.training.batch_size
+        if c.training.epochs is not None:  # larger batches would only mean fewer steps
+            batch_size = max(min(batch_size, images) // c.lanes, 1) * c.lanes
+        return c.recipe("fine_tune", data, sizes, images, seed, batch_size)
 
     def _with_rates(self, encoder: Encoder) -> Encoder:
         """The encoder with the configured dropout. Raises UserError for a network that has none to set."""

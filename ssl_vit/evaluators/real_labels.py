@@ -81,7 +81,7 @@ def rescored(result: Result, sets: RealLabels) -> Result:
     again = Prediction(**arrays)  # type: ignore[arg-type]
     return replace(
         result,
-        **scored(again),  # type: ignore[arg-type]
+        **scored(again, prediction.labels[keep]),  # type: ignore[arg-type]
         prediction=again,
         variant=", ".join(filter(None, (result.variant, VARIANT))),
         primary=False,

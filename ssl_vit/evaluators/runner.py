@@ -214,7 +214,7 @@ def _train_images(
 
 def _settings(evaluator: Evaluator, train: ImageSet, seed: int) -> tuple[Settings, tuple[str, ...], Cost]:
     """(settings, notes, cost of the selection): the only candidate, or the best on a held-out part of the labeled
-    images; the middle value of each key where images of fewer than two classes can be held out (one per class)."""
+    images; the middle value of each key where images of fewer than two classes can be held out (few per class)."""
     candidates = candidates_of(evaluator)
     if len(candidates) == 1:
         return candidates[0], (), Cost()

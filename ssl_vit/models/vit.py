@@ -24,7 +24,7 @@ def heads_of(vit: Any) -> int:
 
 class ViTEncoder(Encoder):
     """A pre-LN ViT encoder (paper, section 3.1, equations 1 to 4). In a hybrid the patches are cut from a CNN's feature
-    map, and color targets from the pixels under them.
+    map.
 
     heads: attention heads per block. norm_eps: epsilon of the layer norms.
     """

@@ -25,7 +25,7 @@ _LEAST_UNITS = 5  # that are resampled: of fewer, the interval would be little m
 class Estimate:
     """A mean over units (seeds or pretrainings) and test images, and its interval.
 
-    half_width: half-width of the interval; None with one unit, and where all values are equal.
+    half_width: half-width of the interval; None with one unit, and where the estimated variance of the mean is 0.
     standard_error, degrees_of_freedom: those of the mean; None in the same cases.
     seed_variance, image_variance, residual_variance: of one value; estimates, never below 0.
     units, images: how many there are.

@@ -61,7 +61,7 @@ class TrainingConfig(Config):
     checkpoint_activations: keep one block's activations at a time and compute them again in the backward pass: less
         memory, about a third more time, the same result.
     ema: EMA decay of the weights per step (0: none; 0.999 is common); the saved encoder then has the averaged
-        weights. It starts lower, at (1 + step) / (10 + step).
+        weights. It starts lower, at (1 + step) / (10 + step). The statistics of batch norm are not averaged.
     timeout: seconds that a process waits for the others.
     trackers: Accelerate's trackers by name (`tensorboard`, `wandb`, `mlflow`, `clearml`, `trackio`, ...), each with the
         keywords of its own initialization.

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
-from PIL import Image
+from PIL import Image, ImageOps
 from torchvision.io import ImageReadMode, decode_jpeg
 from torchvision.transforms import v2
 
@@ -90,6 +90,26 @@ def test_regions_count_in_the_upright_picture(orientation: int) -> None:
     expected = F.avg_pool2d(whole[None, :, 20:120, 30:110].float(), 2)[0]
     assert reduced.shape == expected.shape
     assert (reduced - expected).abs().mean() < 3
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_a_reduced_region_has_all_of_its_box(orientation: int) -> None:
+    """Also where no side of the stored picture is a multiple of the factor."""
+    top, left, height, width = 9, 3, 212, 509
+    pixels = np.zeros((227, 517), dtype=np.uint8)
+    box = pixels[top : top + height, left : left + width]
+    box[:3] = box[-3:] = box[:, :3] = box[:, -3:] = 255
+    exif = Image.Exif()
+    image = Image.fromarray(pixels)
+    exif[0x0112] = {6: 8, 8: 6}.get(orientation, orientation)  # the inverse
+    image.getexif().update(exif)
+    stored = ImageOps.exif_transpose(image)
+    exif[0x0112] = orientation
+    picture = Jpeg(jpeg(stored, quality=95, exif=exif), 1)
+    assert (picture.height, picture.width) == pixels.shape
+    found = picture.region(top, left, height, width, (height // 8, width // 8))[0]
+    for edge in (found[0], found[-1], found[:, 0], found[:, -1]):
+        assert edge.float().mean() > 20, "a third of the frame, in blocks of 8 pixels"
 
 
 @pytest.mark.parametrize("factor", [1, 2, 4, 8])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,10 @@ def test_the_mae_protocol_has_maes_numbers() -> None:
     stage = fine_tune.Evaluator(mae).stage(DataConfig(train="a"), EncoderConfig(), 102_400, 0)
     assert (stage.training.steps, stage.optim.warmup_steps) == (10_000, 500)
     assert peak_lr(stage.optim, stage.training.batch_size) == pytest.approx(2e-3)
+    few = fine_tune.Evaluator(mae).stage(DataConfig(train="a"), EncoderConfig(), 50, 0)
+    lanes, batch_size = few.data.lanes, few.training.batch_size
+    assert batch_size <= max(50, lanes) and batch_size % lanes == 0, "at most the labeled images"
+    assert few.training.steps == math.ceil(100 * 50 / batch_size) and few.optim.warmup_steps > 0
 
 
 def test_settings_on_top_of_a_protocols_defaults() -> None:

@@ -83,6 +83,9 @@ def test_a_prediction_is_correct_where_it_is_one_of_the_labels(folder: Path, cal
         assert again.prediction.images.tolist() == [*correct] and len(correct) == 45
         assert again.prediction.correct.tolist() == [*correct.values()]
         assert again.accuracy == pytest.approx(np.mean([*correct.values()]))
+        own = row.prediction.labels[np.isin(row.prediction.images, [*correct])]
+        by_class = [np.array([*correct.values()])[own == label].mean() for label in np.unique(own)]
+        assert again.mean_per_class == pytest.approx(np.mean(by_class)), "classes by the labels of the shards"
         assert not again.primary and again.seconds == again.flops == again.images_seen == 0
         assert "45 of 60 test images" in again.notes[-1]
     assert any(row.accuracy not in {one.accuracy for one in original} for row in rows)
@@ -107,6 +110,11 @@ def test_other_labels_are_refused_before_anything_is_measured(
     assert code == 2 and "real.json" in said
     assert re.search(message, said), said
     assert results == {path: path.stat().st_mtime_ns for path in (folder / "weights").rglob("results/*")}
+
+
+def test_the_metric_must_be_accuracy(folder: Path, call: Call) -> None:
+    code, said = evaluate(call, folder, own_labels(folder), "--metric", "mean_per_class")
+    assert code == 2 and "metric=mean_per_class" in said
 
 
 def test_images_without_imagenets_names_are_refused(folder: Path, few_digits: Path, call: Call) -> None:

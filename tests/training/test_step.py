@@ -5,14 +5,22 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from ssl_vit import stage
+from ssl_vit.data.order import LanePosition
+from ssl_vit.data.shards import open_training
 from ssl_vit.interfaces import StepOutput
 from ssl_vit.objectives import masked_patch
+from ssl_vit.recipe import Recipe
+from ssl_vit.training.distributed import make_accelerator
+from ssl_vit.training.loop import Job
 
 STEPS, RATE = 6, 0.5
 # Two steps of warm-up, then half a cosine over the other four.
@@ -52,3 +60,22 @@ def test_a_step_subtracts_the_clipped_gradient_times_the_scheduled_rate(
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     rates = [line["lr"] for line in lines if "lr" in line]
     assert rates == pytest.approx([RATE * factor for factor in FACTORS])
+
+
+def test_supervised_pretraining_and_fine_tuning_draw_other_crops(settings: Callable[..., Recipe]) -> None:
+    """Of the same images, with the same seed; another objective draws its noise first."""
+    recipe = settings(Path("run"), "data.augment.flip=true", "data.workers=0", name="digits_supervised")
+    shards, engine = open_training(recipe.data), make_accelerator()
+    pretraining = stage.build(recipe, shards, engine, quiet=True)
+    given = stage.build(recipe, shards, engine, encoder=pretraining.objective.encoder, quiet=True)  # type: ignore[arg-type]
+
+    def views(job: Job) -> dict[int, tuple[bool, bytes]]:
+        batches = islice(job.batches([LanePosition()] * job.lanes), 10)
+        rows = [zip(b.indices.tolist(), b.flip.tolist(), b.images, strict=True) for b, _ in batches]
+        return {index: (flip, image.numpy().tobytes()) for index, flip, image in chain.from_iterable(rows)}
+
+    first, again, tuned = views(pretraining), views(pretraining), views(given)
+    both = first.keys() & tuned.keys()
+    assert first == again and len(both) > 50
+    assert np.mean([first[index][1] == tuned[index][1] for index in both]) < 0.3, "there are few crops of 8x8 pixels"
+    assert 0.2 < np.mean([first[index][0] == tuned[index][0] for index in both]) < 0.8
