@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -37,6 +38,26 @@ def keys(config: type[BaseModel], prefix: str = "", section: object = None) -> I
         if below:
             named = "NAME." if get_origin(field.annotation) is dict else ""
             yield from keys(below, f"{prefix}{name}.{named}", default)
+
+
+def nested(config: type[BaseModel], names: Sequence[str]) -> type[BaseModel]:
+    """The configuration nested at these keys; numbers of a list and names in a mapping lead no deeper."""
+    for name in names:
+        if name in config.model_fields:
+            config = config_in(config.model_fields[name].annotation) or BaseModel
+    return config
+
+
+def close_key(config: type[BaseModel], unknown: str, others: Mapping[str, type[BaseModel]]) -> str | None:
+    """The key that an unknown one probably stands for: of the same name in a nested configuration, else of a similar
+    name.
+
+    others: configurations that are searched, too, by the prefix of their keys.
+    """
+    below = [key.name for key in keys(config)]
+    below += [f"{prefix}{key.name}" for prefix, other in others.items() for key in keys(other)]
+    same = (name for name in below if name.endswith(f".{unknown}") and ".NAME." not in name)
+    return next(same, None) or next(iter(get_close_matches(unknown, config.model_fields, n=1)), None)
 
 
 def _defaults(config: type[BaseModel]) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from ssl_vit import arms, plugins
 from ssl_vit.data import DataConfig, train_and_test
 from ssl_vit.files import expanded, write_text
 from ssl_vit.interfaces import Config, LocalPath, ObjectiveConfig, UnknownObjective, UserError
-from ssl_vit.keys import config_in
+from ssl_vit.keys import close_key, nested
 from ssl_vit.models import EncoderConfig
 from ssl_vit.overrides import MAX_BYTES, PLACE, Overrides, check_nesting, flatten, merge, parsed, without_references
 from ssl_vit.training import OptimConfig, ProbeConfig, TrainingConfig
@@ -272,8 +272,10 @@ def validate(model: type[T], content: Any, origin: str = "", section: str = "", 
             if not any(f"{where}.".startswith(f"{key}.") or f"{key}.".startswith(f"{where}.") for key in changed):
                 where = origin + where
             if problem["type"] == "extra_forbidden":
-                close = get_close_matches(keys[-1], _fields(model, keys[:-1]), n=1)
-                hint = f"; did you mean '{close[0]}'?" if close else f"; known: {', '.join(_fields(model, keys[:-1]))}"
+                inner = nested(model, keys[:-1])
+                below = {"arms.*." if len(keys) == 1 else "": Recipe} if "arms" in model.model_fields else {}
+                close = close_key(inner, keys[-1], below)
+                hint = f"; did you mean '{close}'?" if close else f"; known: {', '.join(inner.model_fields)}"
                 if "arms" in model.model_fields and not section and keys[0] in ("training", "optim", "encoder"):
                     hint = f"; for the arms' training recipes write arms.*.{keys[0]}"
                 lines.append(f"{where}: unknown key{hint}")
@@ -286,12 +288,3 @@ def validate(model: type[T], content: Any, origin: str = "", section: str = "", 
             else:
                 lines.append(f"{where.rstrip('.: ')}: {problem['msg'].removeprefix('Value error, ')}")
         raise UserError("\n".join(lines)) from None
-
-
-def _fields(model: type[BaseModel], keys: Sequence[str]) -> list[str]:
-    """Field names of the configuration nested at `keys`; numbers of a list and names in a mapping lead no deeper."""
-    current: type[BaseModel] | None = model
-    for key in keys:
-        if current and key in current.model_fields:
-            current = config_in(current.model_fields[key].annotation)
-    return list(current.model_fields) if current else []

@@ -124,14 +124,11 @@ COLUMNS = tuple(f.name for f in fields(Result) if f.name != "prediction")
 
 
 def scored(prediction: Prediction, classes: np.ndarray | None = None) -> dict[str, float]:
-    """`accuracy` and `mean_per_class` of a prediction, for `Result`. Classes without a test image do not count.
-
-    classes: int (n,), the class under which each test image counts; None: its label.
-    """
-    classes, index = np.unique(prediction.labels if classes is None else classes, return_inverse=True)
-    correct = np.bincount(index, weights=prediction.correct, minlength=len(classes))
-    count = np.bincount(index, minlength=len(classes))
-    return {"accuracy": float(prediction.correct.mean()), "mean_per_class": float((correct / count).mean())}
+    """`accuracy` and `mean_per_class` of a prediction, for `Result`; the classes are those of its labels, or `classes`,
+    int (n,). Classes without a test image do not count."""
+    _, index = np.unique(prediction.labels if classes is None else classes, return_inverse=True)
+    by_class = np.bincount(index, weights=prediction.correct) / np.bincount(index)
+    return {"accuracy": float(prediction.correct.mean()), "mean_per_class": float(by_class.mean())}
 
 
 def save(path: Path, results: Sequence[Result], **about: Any) -> None:

@@ -62,9 +62,8 @@ def build(
         _check_compile(accelerator)
     torch.use_deterministic_algorithms(training.deterministic)
     set_seed(settings.seed)
-    encoder_is_given = encoder is not None
-    if encoder is None:
-        encoder = build_encoder(settings.encoder, settings.init_from)
+    given = encoder is not None
+    encoder = encoder or build_encoder(settings.encoder, settings.init_from)
     if training.checkpoint_activations:
         _checkpoint_activations(encoder, accelerator)
     count = classes or getattr(settings.objective, "classes", None) or named
@@ -77,17 +76,16 @@ def build(
     needs_labels = getattr(objective, "needs_labels", False)
     if needs_labels and shards.conflict:
         raise UserError(shards.conflict)
-    noise = objective.noise_per_sample()  # type: ignore[operator]
     preprocess = Preprocess(
         train_transform(encoder.image_size, settings.data.augment),
         encoder.channels,
         count,
-        noise=noise,
+        noise=(noise := objective.noise_per_sample()),  # type: ignore[operator]
         flip=settings.data.augment.flip,
         color=color_augment(settings.data.augment),
         views=settings.data.views,
         # Pretraining without noise would draw the same crops as a fine-tuning on the same images with the same seed.
-        seed=settings.seed if noise or encoder_is_given else settings.seed + 2**31,
+        seed=settings.seed if noise or given else settings.seed + 2**31,
         needs_labels=needs_labels,
         max_pixels=settings.data.max_pixels,
     )
@@ -171,10 +169,9 @@ def check(
 
     here: whether this machine will train; another one may have other precisions.
     """
-    precision, start = settings.training.precision if here else "fp32", settings.init_from
-    accelerator = make_accelerator(precision, settings.training.timeout)
+    accelerator = make_accelerator(settings.training.precision if here else "fp32", settings.training.timeout)
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-        source = factory.load(start) if start else None
+        source = factory.load(start) if (start := settings.init_from) else None
         warnings.filterwarnings("ignore", ".*no-op")  # copying to a network without numbers
         with torch.device("meta"):
             encoder = factory.build(settings.encoder)

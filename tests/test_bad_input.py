@@ -93,6 +93,7 @@ def events(run: Path) -> list[dict[str, object]]:
         (["data.train=5"], ["data.train: give text"]),
         (["data.train=[{shards: a, weigth: 1}]"], ["data.train.0.weigth", "did you mean 'weight'"]),
         (["probe.labels_per_clas=3"], ["probe.labels_per_clas: unknown key; did you mean 'labels_per_class'"]),
+        (["batch_size=64"], ["batch_size: unknown key; did you mean 'training.batch_size'"]),
         (["<probe=3"], ["<probe: unknown key; did you mean 'probe'"]),
         (["training.accumulate=3"], ["training.accumulate=3", "lanes"]),
         (["objective.bits=8"], ["objective.bits=8", "at most 5 bits"]),

@@ -92,7 +92,7 @@ class ComparisonConfig(Config):
     margin: differences within it count as equivalent (0.01: one percentage point).
     baseline: the arm that the headline compares with (None: training from scratch, else the untrained encoder).
     evaluators: evaluators by name, with their keys (`ssl-vit keys NAME`); `evaluators.NAME=null` removes one.
-    jobs: local processes that run tasks (1: this process).
+    jobs: local processes that run tasks (1: this process). They share the loader processes of `data.workers`.
     scheduler: address of a dask scheduler, such as tcp://host:8786, whose workers run the tasks. They share the
         directory that the command runs in, and are started there.
     study: draw accuracy over pretraining `samples` or `flops`, a line per series. Arms are compared with baselines and
@@ -129,7 +129,8 @@ class ComparisonConfig(Config):
         for name in ("seeds", "frozen_seeds"):
             seeds = info.data.get(name)
             if seeds and len(seeds) < pretrainings:
-                raise ValueError(f"{pretrainings} pretrainings need at least {pretrainings} {name}; got {list(seeds)}")
+                needed = f"at least {pretrainings} {name}, such as {[*range(pretrainings)]}"
+                raise ValueError(f"{pretrainings} pretrainings need {needed}; got {[*seeds]}")
         return pretrainings
 
     @field_validator("arms")

@@ -62,13 +62,10 @@ def _build_vit(config: EncoderConfig) -> ViTEncoder:
     cells = int(named.network.patch_embed.patch_size[0])  # pixels, or in a hybrid cells of the feature map
     patch_size = named.patch_size // cells * (config.patch_size or cells)
     check_size(pair(config.image_size), patch_size, "encoder.image_size")
-    sizes = {
-        "embed_dim": config.width,
-        "depth": config.depth,
-        "num_heads": config.heads,
-        "mlp_ratio": config.mlp_ratio,
-        "patch_size": config.patch_size,
-    }
+    if config.width and config.width % (heads := config.heads or named.heads):
+        raise UserError(f"encoder.width={config.width} must be a multiple of encoder.heads={heads}; change either")
+    sizes: dict[str, Any] = {"embed_dim": config.width, "depth": config.depth, "num_heads": config.heads}
+    sizes |= {"mlp_ratio": config.mlp_ratio, "patch_size": config.patch_size}
     arguments: dict[str, Any] = {
         "img_size": config.image_size,
         "in_chans": config.channels,
@@ -253,7 +250,7 @@ def find_weights(path: Path | str) -> Path:
     """The folder with `encoder.safetensors` of a run, a checkpoint or a weights folder. Raises UserError if none."""
     path = expanded(path)
     if not path.exists():
-        raise UserError(f"{path}: no such run, checkpoint or weights folder")
+        raise UserError(f"{path}: no such run, checkpoint or weights folder (timm's: `ssl-vit import NAME FOLDER`)")
     for folder in (path, *reversed(checkpoints(path))):
         if (folder / WEIGHTS).is_file():
             return folder

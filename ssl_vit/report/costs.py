@@ -14,7 +14,7 @@ from ssl_vit.report.summary import Difference, EvaluationKey
 
 _MORE = 1.1  # times the compute of its baseline, from which on a better arm should be compared at equal compute
 STAGES = ("Pretraining", "Sweeps", "Evaluation", "Total")
-UNITS = {"images_seen": "images", "flops": "FLOPs", "seconds": "seconds", "device_hours": "device-hours"}
+UNITS = {"images_seen": "images", "flops": "FLOPs", "seconds": "seconds", "process_hours": "process-hours"}
 
 
 def costs(comparison: Comparison, place: EvaluationKey | None = None) -> pd.DataFrame:
@@ -38,7 +38,7 @@ def costs(comparison: Comparison, place: EvaluationKey | None = None) -> pd.Data
         if place in (None, EvaluationKey(row.data, row.evaluator)) and not of_sweep:
             spent.append(("Evaluation", row.arm, row.cost, comparison.written[file].processes))
     rows = [
-        {"stage": name, "arm": arm} | cost.model_dump() | {"device_hours": cost.seconds * processes / 3600}
+        {"stage": name, "arm": arm} | cost.model_dump() | {"process_hours": cost.seconds * processes / 3600}
         for stage, arm, cost, processes in spent
         for name in (stage, "Total")
     ]
@@ -56,9 +56,9 @@ def compute(comparison: Comparison, head: Difference) -> list[str]:
         return []
     baseline = comparison.spoken(head.against)
     ratio = f", {_times(ours / theirs)} times as many as {baseline}" if theirs else f"; {baseline} used none"
-    hours, other_hours = (spent["device_hours"].get(("Total", arm), 0.0) for arm in arms)
+    hours, other_hours = (spent["process_hours"].get(("Total", arm), 0.0) for arm in arms)
     if theirs and hours and other_hours:
-        ratio += f", in {_times(hours / other_hours)} times the device-hours"
+        ratio += f", in {_times(hours / other_hours)} times the process-hours"
     said = f"Compute: with all seeds and sweeps, {comparison.spoken(head.arm)} used {ours:.3g} training FLOPs{ratio}."
     if theirs and comparison.record.evaluators[head.place.evaluator].trains_encoder:
         one, other = (_one_run(comparison, head.place, arm) for arm in arms)

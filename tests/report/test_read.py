@@ -138,7 +138,7 @@ def test_an_evaluation_of_a_run_has_its_sweep_in_the_costs(tmp_path: Path) -> No
     costs = cost_table(found).frame.set_index("Cost")["a"]
     assert costs["Settings tried in sweeps"] == "2"
     assert costs[["Sweeps, images", "Evaluation, images", "Total, images"]].tolist() == ["64", "192", "896"]
-    hours = [costs[f"{stage}, device-hours"] for stage in ("Sweeps", "Evaluation")]
+    hours = [costs[f"{stage}, process-hours"] for stage in ("Sweeps", "Evaluation")]
     assert hours == [f"{4 * seconds / 3600:.4g}" for seconds in (3 - 2, 3 * 2)], "on four processes"
     assert len(sweep_table(found).frame) == 4 and not summarize(found).headlines
     assert "Fine-tuning: one is gray." in found.runs["a"].remarks

@@ -76,7 +76,7 @@ def test_costs_fit_80_columns(tmp_path: Path) -> None:
     assert cells["Total, images"] == ["1,152", "384", "832"]
     assert cells["Total, FLOPs"] == ["1.40e+10", "6.00e+09", "9.00e+09"]
     # Four processes pretrained for half an hour; the rest ran on one: 6 rows of 2 seconds and a sweep of 3.
-    assert cells["Total, device-hours"] == ["2.004", "0.003333", "2.002"]
+    assert cells["Total, process-hours"] == ["2.004", "0.003333", "2.002"]
 
 
 def test_the_cost_of_references_has_a_column(tmp_path: Path) -> None:
@@ -254,9 +254,9 @@ def test_what_takes_time_alone_and_the_processes_of_a_given_run_have_their_cost(
         "images_seen": 0,
         "flops": 0.0,
         "seconds": 6.0,
-        "device_hours": pytest.approx(6 / 3600),
+        "process_hours": pytest.approx(6 / 3600),
     }
-    assert found.loc[("Pretraining", "ssl"), "device_hours"] == pytest.approx(4 * 1800 / 3600), "on four processes"
+    assert found.loc[("Pretraining", "ssl"), "process_hours"] == pytest.approx(4 * 1800 / 3600), "on four processes"
     assert ("Sweeps", "ssl") not in found.index and ("Total", "scratch") not in found.index
 
 

@@ -69,7 +69,7 @@ def test_label_efficiency_and_compute(folder: Path) -> None:
         in text
     ), "half way between 5 and 20 on a logarithmic axis"
     # One pretraining of 6e9 and 9 fine-tunings of 1e9, against 9 of these; 4 x 1,800 and 9 x 2 seconds against 9 x 2.
-    assert "used 1.5e+10 training FLOPs, 1.67 times as many as training from scratch, in 401 times the dev" in text
+    assert "used 1.5e+10 training FLOPs, 1.67 times as many as training from scratch, in 401 times the pro" in text
     assert "7.00 times as many. With as much compute, training from scratch may be as accurate" in text
     assert "add an arm with compute_of: ssl" in text
 

@@ -100,7 +100,7 @@ def _load(spec: str, path: Path | None) -> dict[str, datasets.Dataset]:
         elif (path / "dataset_dict.json").exists() or (path / "state.json").exists():
             loaded = datasets.load_from_disk(str(path))
         elif path.is_dir():
-            loaded = datasets.load_dataset(str(path))
+            loaded = datasets.load_dataset(str(path.resolve()))  # `datasets` has names of its own, such as text
         elif path.suffix.lower() in TABLES:
             loaded = datasets.load_dataset(path.suffix.lower()[1:], data_files=str(path))["train"]
         else:
@@ -176,7 +176,8 @@ def _labels(
     if len(missing) == len(labels):
         return None, None
     if len(missing):
-        raise UserError(f"{spec}: {len(missing)} of {len(labels)} rows have no {column!r} (first: row {missing[0]})")
+        what = f"{len(missing)} of {len(labels)} rows have no {column!r} (first: row {missing[0]})"
+        raise UserError(f"{spec}: {what}; label them, or move unlabeled images into a folder of their own")
     return classes, labels
 
 
