@@ -245,9 +245,13 @@ def test_the_commands_of_a_document_run_in_order(
 
 
 def test_the_shown_recipes_are_valid(tmp_path: Path) -> None:
-    shown, arms = blocks(GUIDES, "yaml")
+    shown, mine, arms = blocks(GUIDES, "yaml")
     (tmp_path / "bees.yaml").write_text(shown)
     assert recipe.load_recipe(tmp_path / "bees.yaml").encoder.patch_size == 8
+    (tmp_path / "mine.yaml").write_text(mine)
+    large = load_comparison(tmp_path / "mine.yaml", ["data.train=a", "data.test=b"])
+    assert large.recipes["ssl"].training.epochs == 50 and large.recipes["supervised"].training.epochs == 25
+    assert {one.encoder.image_size for one in large.recipes.values()} == {128}
     (tmp_path / "own.yaml").write_text(f"base: own_images_cpu\nname: own\n{arms}")
     own = load_comparison(tmp_path / "own.yaml", ["data.train=a", "data.test=b"])
     assert {"timm", "mine", "ssl"} <= own.comparison.arms.keys()

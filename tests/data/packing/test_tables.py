@@ -142,6 +142,23 @@ def test_imagefolder_with_a_metadata_file(tmp_path: Path) -> None:
         assert dict(zip(all_images(source), labels(source) or [], strict=True)) == {data[0]: 0, data[1]: 1}
 
 
+def test_images_that_a_metadata_file_omits_are_noted(tmp_path: Path) -> None:
+    for number in range(3):
+        (tmp_path / f"{number}.png").write_bytes(encoded("PNG", number))
+    (tmp_path / "metadata.csv").write_text("file_name,label\n0.png,oak\n2.png,elm\n")
+    with pytest.warns(UserWarning, match="does not list 1 of its images"):
+        assert labels(open_source(str(tmp_path))) == [1, 0]
+
+
+def test_a_folder_may_have_the_name_of_a_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`datasets` would read text files of the working directory."""
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "0.png").write_bytes(encoded("PNG"))
+    (tmp_path / "text" / "metadata.csv").write_text("file_name,label\n0.png,oak\n")
+    monkeypatch.chdir(tmp_path)
+    assert open_source("text").classes == ["oak"]
+
+
 def test_the_listing_tells_tables_apart_without_reading_them(tmp_path: Path) -> None:
     listings = set()
     for number, images in enumerate(([b"one", b"three"], [b"three", b"one"], [b"one", b"thre2"], [b"one", None])):

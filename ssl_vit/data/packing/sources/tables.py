@@ -14,7 +14,7 @@ import datasets
 import numpy as np
 from pyarrow import ArrowNotImplementedError, compute  # type: ignore[import-untyped]
 
-from ssl_vit.data.packing.sources.base import METADATA, TABLES, Source, find_split, read_file
+from ssl_vit.data.packing.sources.base import METADATA, TABLES, Source, find_split, is_image, read_file
 from ssl_vit.interfaces import BadSample, UserError, printable
 
 _LABELS = ("label", "labels", "class", "target", "cls")  # usual names of their column
@@ -46,12 +46,15 @@ def open_table(
     except (TypeError, ValueError, ArrowNotImplementedError) as error:
         raise UserError(f"{spec}: column {column!r} does not hold images: {_first_line(error)}") from None
     label_column = label_column or _label_column(spec, table)
-    if not label_column and path and any((path / name).exists() for name in METADATA):
+    files = [path, *path.rglob("*")] if path else []
+    described = bool(path) and any((path / name).exists() for name in METADATA)  # type: ignore[operator]
+    if described and (others := sum(is_image(file.name) for file in files) - sum(map(len, tables.values()))) > 0:
+        warnings.warn(f"{spec}: its metadata file does not list {others} of its images: not packed", stacklevel=3)
+    if not label_column and described:
         warnings.warn(f"{spec}: its metadata file has no label column: packed without labels", stacklevel=3)
     classes, labels = _labels(spec, table, list(tables.values()), label_column) if label_column else (None, None)
     name = f"{spec if path is None else printable(path.resolve().name)} (datasets){part and f', split {part}'}"
     root = (path if path.is_dir() else path.parent) if path else Path()
-    files = [path, *path.rglob("*")] if path else []
     return Source(
         name,
         table.info.license or None,
