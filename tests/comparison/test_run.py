@@ -336,7 +336,7 @@ def test_an_arm_that_cannot_run_is_named(few_digits: Path, mini: Mini, tmp_path:
     for keys, words in (
         ([f"data.train={tmp_path}/nameless"], "objective.classes"),
         (["data.samples=2000"], "data.samples=2000"),
-        (["encoder.heads=5"], "num_heads"),
+        (["encoder.heads=5"], r"encoder\.heads=5"),
     ):
         long = {"label": "SSL", "recipe": "digits_ssl", "overrides": ["training.steps=100000"]}
         other = {"label": "x", "recipe": "digits_supervised", "overrides": keys}
