@@ -115,7 +115,7 @@ class Evaluator(BaseEvaluator):
             schedule.step()
         keys_values = tokens_BND.shape[1] * head.key_value.weight.numel()
         attention = 2 * tokens_BND.shape[1] * head.query_HE.numel()
-        # A step costs three forward passes, that of keys and values two: the tokens need no gradient.
+        # A step costs three forward passes, but two for keys and values: the tokens need no gradient.
         products = 2 * keys_values + 3 * (attention + head.classifier.weight.numel())
         flops = 2.0 * products * steps * batch_size
         cost = Cost(images_seen=steps * batch_size, flops=flops, seconds=round(time.perf_counter() - start, 2))

@@ -26,7 +26,7 @@ from ssl_vit.objectives import classification
 from ssl_vit.recipe import Recipe
 from ssl_vit.results import Prediction
 
-_TOLERANCE = 1e-6  # of the gradient; with sklearn's default of 1e-4, up to 2% of the predictions still changed
+_TOLERANCE = 1e-6  # of the gradient; scikit-learn's default of 1e-4 stops where predictions still change
 
 
 class Config(FeatureConfig, LabeledConfig, TrainedConfig):

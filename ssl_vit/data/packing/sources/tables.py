@@ -47,7 +47,7 @@ def open_table(
         raise UserError(f"{spec}: column {column!r} does not hold images: {_first_line(error)}") from None
     label_column = label_column or _label_column(spec, table)
     files = [path, *path.rglob("*")] if path else []
-    described = bool(path) and any((path / name).exists() for name in METADATA)  # type: ignore[operator]
+    described = path is not None and any((path / name).exists() for name in METADATA)
     if described and (others := sum(is_image(file.name) for file in files) - sum(map(len, tables.values()))) > 0:
         warnings.warn(f"{spec}: its metadata file does not list {others} of its images: not packed", stacklevel=3)
     if not label_column and described:
